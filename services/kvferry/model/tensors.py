@@ -61,7 +61,7 @@ class Stored:
         return cls(type_id, load, np.arange(rows, dtype=np.int64))
 
     def reordered(self, order: npt.NDArray[np.int64]) -> "Stored":
-        """Return the tensor with rows in another order: row i is what row `order[i]` is."""
+        """Return the tensor with rows in another order: row i is the previous row `order[i]`."""
         return Stored(self.type_id, self._load, self.order[order])
 
 

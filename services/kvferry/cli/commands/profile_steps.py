@@ -122,7 +122,7 @@ def of_worker(
     default="simulator",
     show_default=True,
     type=click.Choice(("simulator", "engine")),
-    help="What takes in the log's events.",
+    help="Component that processes the log's events.",
 )
 @JSON_FILE
 @with_settings(_ENGINE)

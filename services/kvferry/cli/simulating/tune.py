@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     help="Maximum number of simulations.",
 )
 @click.option("--write", "out", type=OUTPUT_FILE, help="Write the changed fields as TOML.")
-@click.option("--live", is_flag=True, help="Then run the best few on this machine, and choose by what they do.")
+@click.option("--live", is_flag=True, help="Then run the best fleets on this machine, and choose by their goodput.")
 @click.option("--model", default="smollm2-135m-instruct", show_default=True, help="With --live: model of the workers.")
 @click.option(
     "--best", default=2, show_default=True, type=click.IntRange(1, 16), help="With --live: fleets besides the file's."

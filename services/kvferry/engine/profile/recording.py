@@ -179,7 +179,7 @@ class Recording(StepWatch):
 
 
 def _obstacles(request: EngineRequest) -> list[str]:
-    """Return what a replay cannot repeat."""
+    """Return the reasons why a replay cannot repeat a request."""
     found = {
         "KV was fetched from another worker": request.remote is not None,
         "a vector was computed": request.pooling is not None,

@@ -55,7 +55,7 @@ def parse_speculation(text: str) -> SpeculationSettings:
         raise UsageError(f"unknown speculation {text[:80]!r}; expected {_KNOWN}", field="speculation")
     if method in MODEL_METHODS and not model:
         what = "MODEL with a name, a .gguf file or a folder" if method == DRAFT else "FOLDER with the head's files"
-        raise UsageError(f"speculation {method!r} names nothing; write {method}={what}", field="speculation")
+        raise UsageError(f"speculation {method!r} has no value; write {method}={what}", field="speculation")
     values = dict(_DEFAULTS[method])
     for key, value in parse_qsl(query, keep_blank_values=True):
         if key not in values:

@@ -1,4 +1,4 @@
-"""Records what is dispatched to the workers, and what it took: the inputs of routing by estimated seconds."""
+"""Records the work dispatched to the workers, and its durations: the inputs of routing by estimated seconds."""
 
 import math
 

@@ -63,7 +63,7 @@ class Terms(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A replica with what its rank is based on."""
+    """A replica with the values that determine its rank."""
 
     replica: Replica
     cached: CachedPrefix

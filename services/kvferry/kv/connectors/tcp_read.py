@@ -53,7 +53,7 @@ class TcpRead:
 
         Args:
             links: connections to the peer.
-            op: what to read.
+            op: kind of read, pages or epochs.
             ids: the peer's pages; not empty.
             into: target buffers.
             connect_seconds: time limit of opening a connection.

@@ -83,8 +83,8 @@ def read_config(raw: Json, name: str, where: Path, ends: Json | None = None, *, 
         name: model name for clients.
         where: the file, for messages.
         ends: content of generation_config.json, which has additional end tokens for chat.
-        has_head: whether the files have an output head; decides in classes for text and images, which may be tied
-            whatever their configuration says.
+        has_head: whether the files have an output head. In classes for text and images it decides whether the head
+            is tied, unless `tie_word_embeddings` is false.
 
     Raises:
         ModelFileError: the class or a feature is not supported, or a field is missing; the message contains the field.

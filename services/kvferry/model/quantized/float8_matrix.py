@@ -45,7 +45,7 @@ class Float8Matrix:
     block: tuple[int, int]
     """Outputs and inputs of a block; the last blocks may be smaller."""
     span: slice = field(default_factory=lambda: slice(None))
-    """Rows of what the loaders return."""
+    """This matrix's rows of the loaded arrays."""
 
     def rows(self, first: int, count: int) -> "Float8Matrix":
         """See `QuantizedMatrix.rows`."""

@@ -34,7 +34,7 @@ class TextPart:
     """Whether the fields of the text part may be beside `vision_config` instead of in `text_config`."""
     has_sections: bool = False
     """Whether the rotary embedding has sections of three positions (M-RoPE: Wang et al., Qwen2-VL, 2024, section 2.1).
-    The three positions of a token of text are equal, with which it is the plain rotary embedding."""
+    The three positions of a text token are equal, so its embedding is the plain rotary embedding."""
 
 
 def left_out(name: str) -> str | None:
