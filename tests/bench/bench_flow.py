@@ -188,7 +188,7 @@ def main() -> None:
     date = datetime.now(UTC).isoformat(timespec="seconds")
     rows = [Row(date, commit(), cpu_name(), figure, round(value, 2)) for figure, value in measure()]
     for row in rows:
-        print(f"{row.figure:<28}{row.microseconds:>9.2f} us a request")
+        print(f"{row.figure:<28}{row.microseconds:>9.2f} us per request")
     if not arguments.dry:
         append_csv(RESULTS, [asdict(row) for row in rows])
 

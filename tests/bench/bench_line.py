@@ -141,7 +141,7 @@ async def first_tokens(system: System, length: int, repetition: int) -> None:
 
 
 async def cold_prompt(system: System, length: int, seed: str) -> tuple[list[int], Answer]:
-    """Send a prompt whose KV is handed off. On a busy machine the gateway may take a worker for dead and bypass it;
+    """Send a prompt whose KV is handed off. On a busy machine the gateway may consider a worker dead and bypass it;
     such a request is recorded ("not by hand-off"), and another prompt is sent.
     """
     for attempt in range(ATTEMPTS):

@@ -184,7 +184,7 @@ def test_a_silent_watch_makes_the_operator_unhealthy(kind: str, kube: Kube, name
         relay.stalled = WATCHED[kind][2]
         begun = CLOCK.monotonic()
         status, why = eventually(lambda: ill(operator.get("/healthz")), seconds=2 * probe_seconds + 3)
-        print(f"ill {CLOCK.monotonic() - begun:.1f} s after the watch had fallen silent: {why}")
+        print(f"unhealthy {CLOCK.monotonic() - begun:.1f} s after the watch had stalled: {why}")
         assert status == 503
         assert why.startswith(f"the watch of {kind} is ")
         assert ";" not in why, "the other watches are healthy"

@@ -1,6 +1,6 @@
 """Every command in README and docs is run against a real stack.
 
-Fences marked `sh` and `python` are run as they stand, with the addresses of the test's own stack. A fence after `<!--
+Fences marked `sh` and `python` are run unchanged, with the addresses of the test's own stack. A fence after `<!--
 test: serve -->` is the command that starts that stack. `make` commands run this test suite or set up its environment,
 so only the existence of their targets is checked; `make run` is run.
 """

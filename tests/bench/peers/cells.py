@@ -122,7 +122,7 @@ def prefixes(draw: random.Random) -> dict[str, Trial]:
 
 
 def wrong_counts(trial: Trial, outcome: Outcome) -> str:
-    """Return why an outcome does not belong to this trial; empty if it does."""
+    """Return the reason why an outcome does not belong to this trial; empty if it does."""
     expected_in = sum(len(r.tokens) for r in trial.timed)
     expected_out = sum(r.new_tokens for r in trial.timed)
     if (outcome.input_tokens, outcome.output_tokens) == (expected_in, expected_out):

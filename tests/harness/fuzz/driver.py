@@ -35,7 +35,7 @@ _GUIDED = ("kvferry.model", "kvferry.kv")
 
 
 class TooSlow(BaseException):
-    """The error of a run that takes too long. It is no `Exception`, so that handlers in the target do not catch it."""
+    """The error of a run that takes too long. Not an `Exception`, so that handlers in the target do not catch it."""
 
 
 def replay(target: Target, inputs: list[bytes]) -> None:
@@ -150,7 +150,7 @@ def _limit_memory() -> None:
 
 
 def _instrument() -> None:
-    """Have atheris observe all functions of the packages that read bytes from outside."""
+    """Instrument all functions of the packages that read external input with atheris."""
     import atheris
 
     for name, module in list(sys.modules.items()):

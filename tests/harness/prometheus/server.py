@@ -19,7 +19,7 @@ SCRAPE_SECONDS = 1
 _BUILD = Path(__file__).parent / "build"
 _PACKAGE = "github.com/prometheus/prometheus/cmd/prometheus"
 _BUILD_FLAGS = ("-tags", "remove_all_sd")
-"""Leaves out the service discovery of clouds, which is most of the code; the tests scrape fixed addresses."""
+"""Flags that leave out the service discovery of clouds, which is most of the code; the tests scrape fixed addresses."""
 _START_SECONDS = 60.0
 _STOP_SECONDS = 20.0
 

@@ -9,7 +9,7 @@ from kvferry.bench.gpu.session import Session, about_now
 from kvferry.bench.gpu.timing import CudaTimer, HostTimer, rates_of
 from kvferry.core.clock import ManualClock
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU here")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch detects no GPU")
 
 
 def test_the_host_s_timer_leaves_the_first_run_out() -> None:

@@ -1,4 +1,4 @@
-"""Philox against the authors' known answers, and the properties on which the sampler depends."""
+"""Philox against the authors' known-answer vectors, and the properties on which the sampler depends."""
 
 import pytest
 from hypothesis import given

@@ -241,7 +241,7 @@ def check_logprobs(llm: LLM) -> None:
 
 
 def check_prompt_logprobs(llm: LLM) -> None:
-    """The log-probabilities of an output equal those of the same tokens in a prompt."""
+    """Check that the log-probabilities of an output equal those of the same tokens in a prompt."""
     made = one(llm, logprobs=3)
     whole = [*PROMPT, *made.token_ids]
     scored = one(llm, prompt=whole, max_tokens=1, prompt_logprobs=3).prompt_logprobs

@@ -21,9 +21,7 @@ NOBODY_S = 1 << 30
 
 
 def described(case: Case, order: list[int], padding: int, device: torch.device | str) -> SingleRows:
-    """Return the case with its sequences in the order of places given and padding rows at the end, which have the last
-    table.
-    """
+    """Return the case with its sequences at rows `order` of the tables, and padding rows, which have the last table."""
     tables = np.full((len(order) + 1, case.batch.block_tables.shape[1]), NOBODY_S, np.int32)
     tables[order] = case.batch.block_tables
     places = [*order, *[len(order)] * padding]

@@ -499,7 +499,7 @@ def test_a_stalled_read_keeps_its_place_in_staging_until_it_is_quiet() -> None:
     _, other, quiet = script.wait_for(3)
     assert isinstance(other, LoadOutcome)
     assert (other.failure, quiet) == (None, PagesQuiet(2))
-    assert len(script.places) == 2, "the transport may still write to the place of the stalled read"
+    assert len(script.places) == 2, "the transport may still write to the slot of the stalled read"
     script.quiet.set()
     assert script.wait_for(4)[-1] == PagesQuiet(1)
     assert fetcher._staging.num_lent == 0

@@ -1,4 +1,4 @@
-"""Staged reads and the places they borrow: bounded, never shared, never reused while something may write."""
+"""Staged reads and their slots: bounded, never shared, never reused while a transport may write to them."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -124,7 +124,7 @@ def write_tiny(
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    # "a b" is no token, so only tests of the header may use this file's merges.
+    # "a b" is not a token, so only tests of the header may use this file's merges.
     return write_tiny(tmp_path_factory.mktemp("gguf") / "tiny.gguf")
 
 

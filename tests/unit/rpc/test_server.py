@@ -226,7 +226,7 @@ async def test_a_bad_address_is_a_usage_error(address):
 
 
 async def opened(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Open a connection that speaks HTTP/2 and makes no call: the preface and empty settings."""
+    """Open an HTTP/2 connection without a call: the preface and empty settings."""
     host, _, port = address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0")

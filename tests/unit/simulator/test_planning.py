@@ -1,4 +1,4 @@
-"""Sizes of a fleet by load: the targets are met, and one worker less would not do."""
+"""Sizes of a fleet by load: the targets are met, and with one worker less they are not."""
 
 import json
 from dataclasses import replace

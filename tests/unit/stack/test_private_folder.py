@@ -35,7 +35,7 @@ def test_a_private_folder_is_readable_by_its_user_only_and_is_removed(tmp_path: 
 
 
 def test_the_folder_of_a_killed_process_is_removed_by_the_next_and_that_of_a_running_one_is_not(tmp_path: Path) -> None:
-    unlocked = tmp_path / "keys-new"  # a process has made this folder and not yet its lock
+    unlocked = tmp_path / "keys-new"  # a process has created this folder, and not yet its lock
     unlocked.mkdir()
     (tmp_path / "keys-link").symlink_to(tmp_path)
     (tmp_path / "keys-file").write_text("")

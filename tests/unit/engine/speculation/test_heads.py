@@ -294,7 +294,7 @@ def test_models_without_heads_are_refused_by_name(kernels: str, scale: float, me
         load_heads(parse_speculation(f"eagle={tmp_path}"), model)  # type: ignore[arg-type]
 
 
-def test_a_draft_is_as_long_as_it_pays(tmp_path: Path) -> None:
+def test_drafts_become_short_if_none_is_accepted(tmp_path: Path) -> None:
     """Steps of any number of rows take equally long, and no token of a random head is accepted."""
     llm = a_model(f"eagle={write_eagle(tmp_path, CONFIG, is_fused=False, tensors=sharper(CONFIG, is_fused=False))}")
     seen, _ = drafts_of(llm, [PROMPTS[0]], SamplingParams(temperature=1.0, seed=1, max_tokens=300, ignore_eos=True))

@@ -1,4 +1,4 @@
-"""Subscriptions to real feeds over gRPC, whose events are lost, changed or held back on the way."""
+"""Subscriptions to real feeds over gRPC, whose events are lost, changed or delayed in transit."""
 
 import asyncio
 import random

@@ -46,7 +46,7 @@ class Rig:
         self.held: set[BlockHash] = set()
         self.sequence = 0
         self.truth[self.incarnation, 0] = frozenset()
-        self.line = None  # the gateway still gets the events that are on their way
+        self.line = None  # the gateway still gets the events in flight
 
     def gateway(self) -> None:
         """Start or restart the gateway."""

@@ -183,7 +183,7 @@ def test_for_any_order_of_inputs_an_attempt_is_reported_once_and_then_quiet_once
     for name, pause in inputs:
         now += pause
         seen += INPUTS[name](attempt, now)
-    for _ in range(20):  # time alone brings it to an end, but for the transport
+    for _ in range(20):  # timers end every state except the wait for the transport
         if attempt.due < math.inf:
             now = max(now, attempt.due)
             seen += attempt.tick(now)

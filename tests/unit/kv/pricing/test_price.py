@@ -1,4 +1,4 @@
-"""Load or recompute: the cheaper way is chosen, over a wide sweep of machines, links and lengths."""
+"""Load or recompute: the cheaper choice is made, over a wide sweep of machines, links and lengths."""
 
 import random
 from dataclasses import dataclass

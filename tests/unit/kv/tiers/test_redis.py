@@ -108,7 +108,7 @@ def test_odd_answers_to_lookups_are_misses(says: bytes) -> None:
 
 def test_odd_answers_to_stores_are_errors() -> None:
     with scripted(friendly(b"SET", b"*3\r\n:1\r\n:2\r\n:3\r\n")) as port, over(port) as tier:
-        assert not put(tier, 1), "an array is no success status"
+        assert not put(tier, 1), "an array is not a success status"
     for says in (b"$4294967296\r\n", b"*1\r\n" * 2000, b"*9999999\r\n"):
         with scripted(friendly(b"SET", says)) as port, over(port) as tier, little_memory(), pytest.raises(TierError):
             tier.store(key(1), [memoryview(content(1))], 0.3)

@@ -51,7 +51,7 @@ CASES: list[tuple[CallFormat, str, Expected]] = [
     (P, r"""[f(a='it\'s', b="\u00e9\x41\n\q", c='"')]""", ("", [("f", {"a": "it's", "b": "éA\n\\q", "c": '"'})])),
     (P, "[f(a=true, b=false, c=null)]", ("", [("f", {"a": True, "b": False, "c": None})])),
     (P, "See [1, 2], then [get_weather(city='Oslo')]", ("See [1, 2], then", [("get_weather", {"city": "Oslo"})])),
-    # Text that is no call is content, without loss.
+    # Text that is not a call is content, without loss.
     (H, "no call", ("no call", [])),
     (H, " <tool_call>junk", (" <tool_call>junk", [])),
     (
