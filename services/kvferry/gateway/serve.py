@@ -1,6 +1,7 @@
 """The gateway process: runs a gateway until it receives a signal, then drains it."""
 
 import asyncio
+import gc
 import logging
 import signal
 from collections.abc import Callable
@@ -51,6 +52,9 @@ async def run_gateway(
     try:
         if announce is not None:
             announce(gateway.listening)
+        # Loaded objects are never freed; without this, each garbage collection would traverse all of them.
+        gc.collect()
+        gc.freeze()
         if stop is not None:
             await stop.wait()
         else:

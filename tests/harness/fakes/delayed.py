@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from harness.fakes.engines import ArithmeticRunner, attach
+from harness.fakes.masks import FakeMask
 from kvferry.core.ids import BlockId, RequestId
 from kvferry.engine.engine import Engine
 from kvferry.engine.plan.sampling_plan import needs_host
@@ -22,21 +23,28 @@ GARBAGE = -1
 
 
 class QueuedRunner(ArithmeticRunner):
-    """Runs steps in order, each at some time before its result is read, up to two at a time."""
+    """Runs steps in order, each at some time before its result is read, up to two at a time.
 
-    def __init__(self, num_blocks: int, block_tokens: int, chance: random.Random) -> None:
+    With `samples_on_host`, as a CPU runner does, constrained sequences run ahead too: a step waits for masks that
+    depend on the tokens of the step before.
+    """
+
+    def __init__(
+        self, num_blocks: int, block_tokens: int, chance: random.Random, *, samples_on_host: bool = False
+    ) -> None:
         super().__init__(num_blocks, block_tokens)
-        self._chance = chance
+        self._chance, self._samples_on_host = chance, samples_on_host
         self._queue: list[QueuedStep] = []
         self._last: dict[RequestId, int] = {}
-        """Last token of each sequence that a step sampled."""
+        """Token that the last step sampled for each sequence; none for a sequence whose mask was late."""
         self._begun: frozenset[RequestId] = frozenset()
-        self.num_ahead = 0
+        self.num_ahead = self.num_masked_ahead = 0
 
     def begin(self, plan: StepPlan) -> "QueuedStep":
         frozen = [replace(s, token_ids=list(s.token_ids), block_ids=list(s.block_ids)) for s in plan.scheduled]
         step = QueuedStep(self, replace(plan, scheduled=tuple(frozen)))
         self.num_ahead += any(map(is_ahead, frozen))
+        self.num_masked_ahead += any(is_ahead(s) and s.mask is not None for s in frozen)
         self._queue.append(step)
         self._begun = frozenset(s.request_id for s in frozen if s.num_sampled)
         assert len(self._queue) <= 2
@@ -44,17 +52,18 @@ class QueuedRunner(ArithmeticRunner):
         return step
 
     def may_follow(self, plan: StepPlan) -> bool:
-        return not any(map(needs_host, plan.scheduled)) and all(s.request_id in self._begun for s in plan.scheduled)
+        needs = not self._samples_on_host and any(map(needs_host, plan.scheduled))
+        return not needs and all(s.request_id in self._begun for s in plan.scheduled)
 
     def run_some(self) -> None:
         """Run queued steps with some probability, as a device does while the host is busy."""
-        while self._queue and self._chance.random() < 0.3:
+        while self._queue and has_masks(self._queue[0].plan) and self._chance.random() < 0.3:
             self.run_first()
 
     def run_first(self) -> None:
         step = self._queue.pop(0)
         known = [
-            replace(s, token_ids=[*s.token_ids, self._last[s.request_id]]) if is_ahead(s) else s
+            replace(s, token_ids=[*s.token_ids, self._last.get(s.request_id, 0)]) if is_ahead(s) else s
             for s in step.plan.scheduled
         ]
         step.found = self.run(replace(step.plan, scheduled=tuple(known)))
@@ -75,6 +84,11 @@ class QueuedStep:
 
     def result(self) -> StepResult:
         return self._runner.run_until(self)
+
+
+def has_masks(plan: StepPlan) -> bool:
+    """Return whether the tokens before each mask of a plan are known, or the mask was abandoned."""
+    return all(not isinstance(s.mask, FakeMask) or s.mask.is_known.is_set() for s in plan.scheduled)
 
 
 def is_ahead(s: ScheduledSequence) -> bool:

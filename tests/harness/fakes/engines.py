@@ -18,6 +18,7 @@ from kvferry.engine.messages import EngineRequest
 from kvferry.engine.plan.sequence import RemoteKv
 from kvferry.engine.plan.step import Sampled, ScheduledSequence, StepPlan, StepResult, rows_of
 from kvferry.engine.plan.step_budget import SchedulerLimits
+from kvferry.engine.plan.token_mask import unpacked
 from kvferry.engine.speculation.speculation import Speculation
 from kvferry.kv.interface.connector import KvLoader
 from kvferry.kv.interface.tiering import KvTiers
@@ -87,7 +88,7 @@ class ArithmeticRunner:
         if row.mask is None:
             return SampledToken(token)
         allowed = row.mask.wait()
-        return None if allowed is None else SampledToken(next_allowed(token, allowed))
+        return None if allowed is None else SampledToken(next_allowed(token, unpacked(allowed, VOCAB)))
 
     def _pool(self, item: ScheduledSequence) -> npt.NDArray[np.float64]:
         """Sum [token, position] over the pooled rows, as the KV has them."""

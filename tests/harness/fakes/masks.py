@@ -1,5 +1,6 @@
 """A fake grammar whose masks depend only on the number of generated tokens. A schedule of the test makes masks late."""
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -10,7 +11,9 @@ from harness.fakes.engines import VOCAB
 from kvferry.core.constraint import Constraint, ConstraintKind
 from kvferry.engine.engine import Engine
 from kvferry.engine.messages import EngineRequest
+from kvferry.engine.plan.token_mask import Bits
 
+SECONDS = 30.0
 ANY = Constraint(ConstraintKind.JSON_OBJECT, "")
 
 
@@ -31,9 +34,11 @@ class FakeMasks:
     def begin(self, _: Constraint, generated: Sequence[int]) -> "FakeMask":
         return self.of(tuple(generated))
 
-    def of(self, generated: tuple[int, ...]) -> "FakeMask":
+    def of(self, generated: tuple[int, ...], mask: "FakeMask | None" = None) -> "FakeMask":
         self.waits += 1
-        mask = FakeMask(self, generated, self.schedule[self.waits % len(self.schedule)])
+        mask = mask or FakeMask(self, (), 0)
+        mask.generated, mask.late = generated, self.schedule[self.waits % len(self.schedule)]
+        mask.is_known.set()
         self.made.append(mask)
         return mask
 
@@ -44,17 +49,30 @@ class FakeMask:
     generated: tuple[int, ...]
     late: int
     """Number of readiness checks until the mask is ready."""
+    next: "FakeMask | None" = None
+    is_known: threading.Event = field(default_factory=threading.Event)
+    """Set when the tokens before the mask are known, or when it is abandoned."""
 
     @property
     def is_ready(self) -> bool:
         self.late = max(0, self.late - 1)
         return self.late == 0
 
-    def wait(self) -> npt.NDArray[np.bool_] | None:
-        return allowed_after(self.generated) if self.late == 0 else None
+    def wait(self) -> Bits | None:
+        assert self.is_known.wait(SECONDS), "a mask was neither computed nor abandoned"
+        return np.packbits(allowed_after(self.generated), bitorder="little") if self.late == 0 else None
 
     def after(self, token_ids: Sequence[int]) -> "FakeMask":
-        return self.owner.of((*self.generated, *token_ids))
+        return self.owner.of((*self.generated, *token_ids), self.next)
+
+    def following(self) -> "FakeMask":
+        self.next = self.next or FakeMask(self.owner, (), 1 << 30)
+        return self.next
+
+    def abandon(self) -> None:
+        if self.next is not None:
+            self.next.is_known.set()
+        self.next = None
 
     def forced_tokens(self) -> Sequence[int]:
         """Force a token after every third one; the next mask allows this token only if the model samples it."""

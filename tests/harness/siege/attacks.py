@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import itertools
 import json
-import os
 import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any
 
 import grpc
 
+from kvferry.core.process.priority import lower_priority
 from kvferry.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 
 _PAUSE_SECONDS = 0.5
@@ -118,7 +118,7 @@ async def messages(target: Target) -> None:
 
 
 async def unread_streams(target: Target) -> None:
-    """Request long streams and read nothing of them."""
+    """Request long streams without reading the responses."""
     body = json.dumps({"prompt": "x", "stream": True, "max_tokens": 64, "ignore_eos": True, "logprobs": 5}).encode()
     while True:
         writers = []
@@ -183,5 +183,5 @@ async def attack(target: Target, names: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    os.nice(10)
+    lower_priority(10)  # real attackers have machines of their own
     asyncio.run(attack(Target(*sys.argv[1:3]), sys.argv[3:]))

@@ -80,7 +80,9 @@ class Side:
         self.engine, _ = an_engine(
             num_blocks=num_blocks, max_model_tokens=MAX_TOKENS, limits=limits, speculation=speculation
         )
-        self.runner = QueuedRunner(num_blocks, self.engine.allocator.block_tokens, chance)
+        self.runner = QueuedRunner(
+            num_blocks, self.engine.allocator.block_tokens, chance, samples_on_host=chance.random() < 0.5
+        )
         self.runner.has_head = has_head
         self.engine._pipeline = Pipeline(self.runner, self.engine.allocator, runs_ahead=pick((True, True, False)))
         self.masks = constrained(self.engine, [pick((0, 0, 1, 3)) for _ in range(7)])
@@ -141,6 +143,7 @@ class Walk:
         for side in (self.prefill, self.decode):
             self.seen["preempted"] += side.engine.scheduler.num_preemptions
             self.seen["ahead"] += side.runner.num_ahead
+            self.seen["masked ahead"] += side.runner.num_masked_ahead
             self.seen["tier loads"] += side.tiers.num_loads if side.tiers else 0
             if side.engine.speculation is not None:
                 accepted = side.engine.speculation.counts.num_accepted_tokens
@@ -287,6 +290,7 @@ def test_each_request_has_the_tokens_of_an_isolated_run(first: int) -> None:
     for what in (
         "preempted",
         "ahead",
+        "masked ahead",
         "tier loads",
         "accepted drafts",
         "accepted drafts of a head",

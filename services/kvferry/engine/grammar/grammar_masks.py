@@ -1,31 +1,38 @@
-"""Masks of constrained sequences, computed on threads while the step runs.
+"""Masks of constrained sequences, computed while the step runs.
 
     engine    begin ───────────► prompt's steps ─► wait ─ sample ─ after ─► next step's kernels ─► wait ─ sample
     threads     └ compile, rebuild, mask ──┘                         └ advance, mask ──┘
+
+A step that is launched ahead has the mask that `following` returned before the previous token was sampled. Most masks
+take 10 us, less than waking a thread takes from the kernels; so the engine's thread computes the masks of a sequence
+while they are that fast, and threads compute those of costly grammars.
 
 A mask is usually ready long before the logits are. If it is not, the engine waits for at most `LATE_SECONDS`: the
 sequence is then left out of steps until its mask is ready, so that one costly grammar does not delay other sequences.
 The state of a constraint depends only on the generated tokens, so any worker rebuilds it from them.
 """
 
+import math
 import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-
-import numpy as np
-import numpy.typing as npt
 
 from kvferry.core import metrics
 from kvferry.core.clock import Clock, SystemClock
 from kvferry.core.constraint import Constraint
 from kvferry.core.errors import GenerationFailed, KvferryError
 from kvferry.core.histogram import Histogram
+from kvferry.engine.plan.token_mask import Bits
 from kvferry.model.grammar.grammar import GrammarState
 from kvferry.model.grammar.vocabulary import GrammarVocabulary
 
 LATE_SECONDS = 0.002
 """Time that a step waits for a mask. A mask takes 0.05 ms on average, and is computed while the step's kernels run."""
+INLINE_SECONDS = 0.0002
+"""A sequence whose recent masks took less than this has its next mask computed on the engine's thread."""
+_DECAY = 0.9
+"""Factor per token by which a slow mask counts less."""
 DRAFT_SECONDS = 0.0005
 """Time that the plan of a step waits for a mask to make a draft; a step without a draft costs more than that."""
 OFFLINE_SECONDS = 60.0
@@ -90,21 +97,25 @@ class GrammarMasks:
 class GrammarMask:
     """Mask of the next token of one sequence; see `TokenMask`."""
 
-    __slots__ = ("_allowed", "_error", "_is_late", "_owner", "_state")
+    __slots__ = ("_allowed", "_error", "_following", "_is_abandoned", "_is_late", "_owner", "_recent_seconds", "_state")
 
     def __init__(self, owner: GrammarMasks) -> None:
         self._owner = owner
         self._state: GrammarState | None = None
-        self._allowed: npt.NDArray[np.bool_] | None = None
+        self._allowed: Bits | None = None
         self._error: KvferryError | None = None
         self._is_late = False
+        self._is_abandoned = False
+        self._recent_seconds = math.inf
+        """Decaying maximum of the durations of this sequence's masks; infinite before the first."""
+        self._following: GrammarMask | None = None
 
     @property
     def is_ready(self) -> bool:
         """Whether the mask or its error is known."""
         return self._allowed is not None or self._error is not None
 
-    def wait(self) -> npt.NDArray[np.bool_] | None:
+    def wait(self) -> Bits | None:
         """Return the mask; see `TokenMask.wait`.
 
         Raises:
@@ -113,8 +124,8 @@ class GrammarMask:
         """
         if not self.is_ready:
             with self._owner._ready:
-                self._owner._ready.wait_for(lambda: self.is_ready, self._owner._late_seconds)
-                self._is_late = not self.is_ready
+                self._owner._ready.wait_for(lambda: self.is_ready or self._is_abandoned, self._owner._late_seconds)
+                self._is_late = not (self.is_ready or self._is_abandoned)
                 self._owner.num_late += self._is_late
         if self._error is not None:
             raise self._error
@@ -122,7 +133,7 @@ class GrammarMask:
 
     def after(self, token_ids: Sequence[int]) -> "GrammarMask":
         """Start to compute the mask after `token_ids`."""
-        following, state = GrammarMask(self._owner), self._state
+        following, state = self._following or GrammarMask(self._owner), self._state
         assert state is not None, "a token was sampled without its mask"
         tokens = list(token_ids)
 
@@ -130,8 +141,26 @@ class GrammarMask:
             state.advance(tokens)
             return state
 
-        self._owner._masking.submit(following.compute, advance, self._owner.mask_seconds)
+        following._recent_seconds = self._recent_seconds * _DECAY
+        if self._recent_seconds < INLINE_SECONDS:
+            following.compute(advance, self._owner.mask_seconds)
+        else:
+            self._owner._masking.submit(following.compute, advance, self._owner.mask_seconds)
         return following
+
+    def following(self) -> "GrammarMask":
+        """See `TokenMask.following`."""
+        if self._following is None:
+            self._following = GrammarMask(self._owner)
+        return self._following
+
+    def abandon(self) -> None:
+        """See `TokenMask.abandon`."""
+        following, self._following = self._following, None
+        if following is not None:
+            with self._owner._ready:
+                following._is_abandoned = True
+                self._owner._ready.notify_all()
 
     def forced_tokens(self) -> Sequence[int]:
         """See `TokenMask.forced_tokens`."""
@@ -175,17 +204,20 @@ class GrammarMask:
             seconds: receives the duration.
         """
         begun = self._owner._clock.monotonic()
-        allowed: npt.NDArray[np.bool_] | None = None
+        allowed: Bits | None = None
         error: KvferryError | None = None
         try:
             self._state = reach()
-            allowed = self._state.allowed()
+            allowed = self._state.allowed_bits()
         except KvferryError as caught:
             error = caught
         except Exception as caught:  # of the library: the sequence fails, the engine continues
             error = GenerationFailed(f"the mask of a constrained output could not be computed: {type(caught).__name__}")
         with self._owner._ready:
-            seconds.observe(self._owner._clock.monotonic() - begun)
+            duration = self._owner._clock.monotonic() - begun
+            seconds.observe(duration)
+            recent = self._recent_seconds
+            self._recent_seconds = duration if math.isinf(recent) else max(duration, recent)
             self._allowed, self._error = allowed, error
             self._owner._ready.notify_all()
             is_late = self._is_late

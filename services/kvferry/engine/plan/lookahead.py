@@ -5,8 +5,9 @@
     one ahead     computes g1, samples g2       C = 4, and g1 exists only on the device
 
 Only pure decode steps are planned ahead. A sequence that ends with the running step for certain takes no part; if a
-sampled token stops a sequence, its part of the step ahead is discarded. The runner decides whether it can compute the
-step before its input tokens are on the host (`pipeline.PipelinedRunner`).
+sampled token stops a sequence, or a late mask postpones its token, its part of the step ahead is discarded. The mask of
+a constrained sequence is computed while the kernels of the step ahead run, as soon as the token before is recorded. The
+runner decides whether it can compute the step before its input tokens are on the host (`pipeline.PipelinedRunner`).
 """
 
 from collections.abc import Mapping
@@ -66,19 +67,24 @@ def one_ahead(plan: StepPlan, known: Mapping[RequestId, Sequence], allocator: Al
         if sequence is None or not is_same(sequence, item):
             continue
         end = item.num_computed + item.num_scheduled
-        if item.num_sampled != 1 or end != sequence.num_tokens or sequence.mask is not None:
+        if item.num_sampled != 1 or end != sequence.num_tokens:
             return None
         if sequence.exports or end + 1 >= sequence.max_tokens_total:
             continue  # it ends with the step in flight
         if allocator.grow(sequence.table, num_computed=end, num_tokens=end + 1, may_copy=False) is None:
             return None
+        mask = None if sequence.mask is None else sequence.mask.following()
         banned = sequence.banned_after(1)
         shares.append(
-            replace(share(sequence, 1), num_computed=end, num_sampled=1, banned_token_ids=banned, num_scored=0)
+            replace(
+                share(sequence, 1), num_computed=end, num_sampled=1, banned_token_ids=banned, mask=mask, num_scored=0
+            )
         )
     return StepPlan(tuple(shares)) if shares else None
 
 
 def is_same(sequence: Sequence, item: ScheduledSequence) -> bool:
-    """Return whether a scheduled item belongs to this sequence and not to an earlier one with the same request id."""
-    return sequence.table.version == item.table_version
+    """Return whether a scheduled item belongs to this sequence. It does not if it belongs to an earlier one with the
+    same request id, or if it was planned ahead of a token that was not sampled because its mask was late."""
+    is_stale = sequence.is_postponed and item.num_computed > sequence.num_computed
+    return sequence.table.version == item.table_version and not is_stale

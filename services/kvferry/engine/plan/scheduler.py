@@ -222,9 +222,9 @@ class Scheduler:
             if sequence.pooling is not None and item.pooled_positions:
                 sequence.pooling.add(result.pooled.get(item.request_id), item.pooled_positions)
             output = result.outputs.get(item.request_id)
-            sequence.is_postponed = item.request_id in result.postponed
-            if sequence.is_postponed:
-                # The next step computes and samples the first sampled row again.
+            sequence.is_postponed = False
+            if item.request_id in result.postponed:
+                sequence.postpone()  # the next step computes and samples the first sampled row again
                 sequence.num_computed += item.num_scheduled - item.num_sampled
                 self.blocks.list_full(sequence)
             elif output is None and not item.num_sampled:

@@ -202,6 +202,8 @@ class Sequence:
             InvariantBroken: the event is not allowed in the current state.
         """
         self.state = SEQUENCE_MACHINE.next(self.state, event)
+        if self.mask is not None:
+            self.mask.abandon()
 
     def name_blocks(self) -> list[BlockHash]:
         """Return the names of all full blocks of the current tokens; only new blocks are hashed."""
@@ -211,6 +213,12 @@ class Sequence:
             parent = self.names[-1] if self.names else None
             self.names.append(self.namer.name(parent, self.tokens[start : start + size]))
         return self.names
+
+    def postpone(self) -> None:
+        """Record that the last step sampled no token because the mask was not ready."""
+        self.is_postponed = True
+        if self.mask is not None:
+            self.mask.abandon()
 
     @property
     def waits_for_mask(self) -> bool:

@@ -6,6 +6,19 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+Bits = npt.NDArray[np.uint8]
+"""[ceil(vocabulary / 8)] uint8: one bit per token, the lowest bit of a byte first."""
+
+
+def has_token(bits: Bits, token: int) -> bool:
+    """Return whether the bit of a token is set."""
+    return bool(bits[token >> 3] >> (token & 7) & 1)
+
+
+def unpacked(bits: Bits, vocabulary: int) -> npt.NDArray[np.bool_]:
+    """Return the bits as [vocabulary] bool."""
+    return np.unpackbits(bits, count=vocabulary, bitorder="little").view(np.bool_)
+
 
 class TokenMask(Protocol):
     """Mask of the next token of one sequence."""
@@ -15,8 +28,8 @@ class TokenMask(Protocol):
         """Whether `wait` returns without waiting."""
         ...
 
-    def wait(self) -> npt.NDArray[np.bool_] | None:
-        """Return which tokens may come next, [vocabulary] bool; `None` if the mask is not ready in time. Then the
+    def wait(self) -> Bits | None:
+        """Return which tokens may come next; `None` if the mask is not ready in time. Then the
         sequence must be left out of the steps until `is_ready`.
 
         Raises:
@@ -26,6 +39,15 @@ class TokenMask(Protocol):
 
     def after(self, token_ids: Sequence[int]) -> "TokenMask":
         """Return the mask of the token after `token_ids`, which this mask allowed; this mask must not be used again."""
+        ...
+
+    def following(self) -> "TokenMask":
+        """Return the mask of the token after the one that this mask allows, before that token is known. `after` starts
+        to compute it and returns the same mask; after `abandon` its `wait` returns `None`."""
+        ...
+
+    def abandon(self) -> None:
+        """Give up the mask that `following` returned, if any: its token will not be sampled. Idempotent."""
         ...
 
     def forced_tokens(self) -> Sequence[int]:

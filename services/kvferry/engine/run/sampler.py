@@ -33,7 +33,7 @@ from kvferry.engine.plan.sampling_plan import (
     sampling_path,
 )
 from kvferry.engine.plan.step import Sampled, ScheduledSequence, draft_tokens, rows_of
-from kvferry.engine.plan.token_mask import TokenMask
+from kvferry.engine.plan.token_mask import Bits, TokenMask, has_token, unpacked
 
 Floats = npt.NDArray[np.float64]
 Ids = npt.NDArray[np.int64]
@@ -101,11 +101,19 @@ def _sample_masked(logits: Logits, row: int, s: ScheduledSequence, mask: TokenMa
         return None
     if s.sampling.is_greedy and not alters(s) and s.sampling.logprobs is None:
         best = logits.greedy[row]
-        return SampledToken(best if allowed[best] else int(np.where(allowed, logits.values[row], -np.inf).argmax()))
-    sampled = _sample_row(logits.values[row], s, allowed)
+        return SampledToken(best if has_token(allowed, best) else _best_of(logits.values[row], allowed))
+    values = logits.values[row]
+    tokens = unpacked(allowed, len(values))
+    sampled = _sample_row(values, s, tokens)
     if isinstance(sampled, InvalidRequest) and s.banned_token_ids:
-        return _sample_row(logits.values[row], replace(s, banned_token_ids=()), allowed)
+        return _sample_row(values, replace(s, banned_token_ids=()), tokens)
     return sampled
+
+
+def _best_of(row: npt.NDArray[np.float32], allowed: Bits) -> int:
+    """Return the allowed token with the largest logit. Most masks allow a few tokens only."""
+    ids = np.flatnonzero(unpacked(allowed, len(row)))
+    return int(ids[row[ids].argmax()])
 
 
 def _sample_row(

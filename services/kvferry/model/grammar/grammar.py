@@ -27,12 +27,14 @@ class Grammar:
 
 
 class GrammarState:
-    """State of one output. Not thread-safe. `allowed` releases the GIL while it computes."""
+    """State of one output. Not thread-safe. `allowed_bits` releases the GIL while it computes."""
 
     def __init__(self, matcher: "LLMatcher", vocab_size: int) -> None:
         self._matcher = matcher
         self._vocab_size = vocab_size
         self._words = np.zeros(-(-vocab_size // _WORD_BITS), np.uint32)
+        self._bits = self._words.view(np.uint8)[: -(-vocab_size // 8)]
+        self._address, self._num_bytes = self._words.ctypes.data, self._words.nbytes
 
     def advance(self, token_ids: Sequence[int]) -> None:
         """Append tokens to the output.
@@ -49,20 +51,23 @@ class GrammarState:
         raise InvariantBroken(f"{len(token_ids)} tokens do not follow the constraint: {error}")
 
     def allowed(self) -> npt.NDArray[np.bool_]:
-        """Compute which tokens may come next: [vocabulary] bool. At the end of the grammar only the end-of-sequence
-        tokens may.
+        """Compute which tokens may come next: [vocabulary] bool; see `allowed_bits`."""
+        return np.unpackbits(self.allowed_bits(), count=self._vocab_size, bitorder="little").view(np.bool_)
+
+    def allowed_bits(self) -> npt.NDArray[np.uint8]:
+        """Compute which tokens may come next: [ceil(vocabulary / 8)] uint8, one bit per token, the lowest bit of a byte
+        first. At the end of the grammar only the end-of-sequence tokens may.
 
         Raises:
             InvalidRequest: the grammar exceeds the limits of work for a step, or permits no token of the vocabulary.
         """
-        self._matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
+        self._matcher.unsafe_compute_mask_ptr(self._address, self._num_bytes)
         if self._matcher.is_error():
             error = self._matcher.get_error()
             raise dead_end() if _DEAD_END_SIGN in error else too_complex(error)
-        bits = np.unpackbits(self._words.view(np.uint8), count=self._vocab_size, bitorder="little").view(np.bool_)
-        if not bits.any():
+        if not self._words.any():
             raise dead_end()
-        return bits
+        return self._bits.copy()
 
     def forced_tokens(self) -> list[int]:
         """Return the tokens that follow whatever the model prefers: the usual tokens of the only text that may come

@@ -21,6 +21,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from kvferry.core.errors import InvalidRequest, KvferryError, Overloaded, Unavailable
 from kvferry.core.process.parent import die_with_parent
+from kvferry.core.process.priority import lower_priority
 from kvferry.rpc.text.text_model import TextModel
 
 _log = logging.getLogger(__name__)
@@ -181,7 +182,7 @@ def _begin(
     signal.signal(
         signal.SIGINT, signal.SIG_IGN
     )  # the terminal signals the whole process group, but the parent stops this process
-    os.nice(limits.niceness)
+    lower_priority(limits.niceness)
     _model = open_model()
     if prepare is not None:
         prepare(_model)

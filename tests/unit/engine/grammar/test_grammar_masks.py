@@ -9,6 +9,7 @@ import pytest
 from kvferry.core.constraint import Constraint, ConstraintKind
 from kvferry.core.errors import GenerationFailed, InvalidRequest
 from kvferry.engine.grammar.grammar_masks import GrammarMasks
+from kvferry.engine.plan.token_mask import Bits, unpacked
 from kvferry.model import tiny
 from kvferry.model.grammar.grammar import Grammar
 from kvferry.model.grammar.vocabulary import GrammarVocabulary
@@ -45,8 +46,10 @@ def patient(vocabulary: GrammarVocabulary) -> GrammarMasks:
     return GrammarMasks(vocabulary, late_seconds=SECONDS)
 
 
-def ids(allowed: object) -> set[int]:
-    return set(np.flatnonzero(np.asarray(allowed)).tolist())
+def ids(allowed: Bits | None) -> set[int]:
+    """Return the tokens of a mask, which must be ready."""
+    assert allowed is not None
+    return set(np.flatnonzero(unpacked(allowed, tiny.config().vocab_size)).tolist())
 
 
 def test_masks_follow_the_tokens(vocabulary: HeldVocabulary) -> None:

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 from kvferry.core.errors import InvalidRequest
 from kvferry.core.sampling import FinishReason
+from kvferry.engine.plan.step import StepPlan, StepResult
 
 
 def masked_tokens(prompt: list[int], count: int) -> list[int]:
@@ -82,7 +83,7 @@ def test_the_end_of_a_grammar_ends_the_output_even_if_eos_is_ignored() -> None:
     masks = constrained(engine, [0])
     request = with_constraint(a_request("c", [1, 2, 3], max_tokens=9))
     engine.add(replace(request, sampling=replace(request.sampling, ignore_eos=True)))
-    only_end = np.arange(VOCAB) == EOS
+    only_end = np.packbits(np.arange(VOCAB) == EOS, bitorder="little")
     masks.made[0].wait = lambda: only_end  # type: ignore[method-assign]
     (update,) = engine.step().updates
     assert (update.tokens[0].token_id, update.finish_reason) == (EOS, FinishReason.STOP)
@@ -110,3 +111,19 @@ def test_tokens_are_those_of_a_masked_run_for_any_events(
         if number not in free:
             assert tokens[f"r{number}"] == masked_tokens(prompt, 8)
     assert engine.is_idle
+
+
+def test_a_step_ahead_of_a_postponed_token_does_not_belong_to_its_sequence() -> None:
+    """Its row was computed from an arbitrary token, so that not even its error counts."""
+    engine, _ = an_engine()
+    masks = constrained(engine, [0])
+    engine.add(with_constraint(a_request("c", [1, 2, 3])))
+    masks.made[0].late = 1000
+    (now,) = engine.scheduler.schedule().scheduled
+    ahead = replace(now, num_computed=3, num_scheduled=1, mask=masks.made[0].following())
+    assert engine.scheduler.is_wanted(ahead)
+    engine.scheduler.update(StepPlan((now,)), StepResult({}, postponed=frozenset({now.request_id})))
+    assert not engine.scheduler.is_wanted(ahead)
+    failed = StepResult({}, failures={now.request_id: InvalidRequest("a logit is not finite", field="prompt")})
+    assert engine.scheduler.update(StepPlan((ahead,)), failed) == []
+    assert not engine.is_idle

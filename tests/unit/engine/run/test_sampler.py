@@ -16,7 +16,7 @@ from kvferry.core.philox import uniform
 from kvferry.core.sampling import SampledToken, SamplingParams
 from kvferry.engine.models.transformer import logits_of
 from kvferry.engine.plan.step import ScheduledSequence
-from kvferry.engine.plan.token_mask import TokenMask
+from kvferry.engine.plan.token_mask import Bits, TokenMask
 from kvferry.engine.run.sampler import adjust, draw, sample
 
 GREEDY = SamplingParams(temperature=0)
@@ -320,10 +320,12 @@ class Mask:
         self.allowed = allowed
         self.error = error
 
-    def wait(self) -> npt.NDArray[np.bool_] | None:
+    def wait(self) -> Bits | None:
         if self.error is not None:
             raise self.error
-        return None if self.allowed is None else np.isin(np.arange(8), list(self.allowed))
+        return (
+            None if self.allowed is None else np.packbits(np.isin(np.arange(8), list(self.allowed)), bitorder="little")
+        )
 
     def after(self, token_ids: object) -> TokenMask:
         raise AssertionError("only the scheduler advances masks")
