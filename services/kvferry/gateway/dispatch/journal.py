@@ -5,14 +5,14 @@ its own requests; entries contain neither text nor tokens.
 """
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from itertools import islice
-from typing import Any
 
 from kvferry.core.ids import RequestId
 from kvferry.gateway.dashboard.phases import Phase, phases
 from kvferry.gateway.lifecycle.sample_run import SampleRun
+from kvferry.gateway.routing.route_notes import RouteNote
 from kvferry.rpc.text.token_source import Timing
 
 _MAX_REQUESTS = 1024
@@ -21,11 +21,29 @@ MAX_LISTED = 200
 """Maximum number of requests in a list."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """An ended sample. It is converted when it is read: few are."""
+
+    sample_index: int
+    outcome: str
+    error: str
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int
+    routes: tuple[RouteNote, ...]
+    timing: Timing
+
+    def shown(self) -> dict[str, object]:
+        """Return the entry's JSON object."""
+        return {**asdict(self), "phases": [asdict(phase) for phase in _phases(self.timing)]}
+
+
 class Journal:
     """The most recently ended requests, by tenant and id. Used on the event loop's thread only."""
 
     def __init__(self) -> None:
-        self._entries: OrderedDict[tuple[str, RequestId], list[dict[str, object]]] = OrderedDict()
+        self._entries: OrderedDict[tuple[str, RequestId], list[_Sample]] = OrderedDict()
 
     def add(self, run: SampleRun) -> None:
         """Add an entry for an ended sample."""
@@ -35,17 +53,16 @@ class Journal:
         self._entries.move_to_end(key)
         if len(samples) < _MAX_SAMPLES:
             samples.append(
-                {
-                    "sample_index": asked.sample_index,
-                    "outcome": run.state.value,
-                    "error": "" if run.last_error is None else run.last_error.message,
-                    "prompt_tokens": len(asked.token_ids),
-                    "output_tokens": len(run.emitted),
-                    "cached_tokens": run.num_cached_tokens,
-                    "routes": [asdict(note) for note in run.routes],
-                    "timing": asdict(run.timing),
-                    "phases": [asdict(phase) for phase in _phases(run.timing)],
-                }
+                _Sample(
+                    asked.sample_index,
+                    run.state.value,
+                    "" if run.last_error is None else run.last_error.message,
+                    len(asked.token_ids),
+                    len(run.emitted),
+                    run.num_cached_tokens,
+                    tuple(run.routes),
+                    run.timing,
+                )
             )
         if len(self._entries) > _MAX_REQUESTS:
             self._entries.popitem(last=False)
@@ -53,11 +70,16 @@ class Journal:
     def find(self, tenant: str, request_id: RequestId) -> list[dict[str, object]] | None:
         """Return the entries of a request's samples; `None` if the request belongs to a different tenant, was evicted,
         or is still running."""
-        return self._entries.get((tenant, request_id))
+        samples = self._entries.get((tenant, request_id))
+        return None if samples is None else [sample.shown() for sample in samples]
 
     def find_any(self, request_id: RequestId) -> list[tuple[str, list[dict[str, object]]]]:
         """Return (tenant, ended samples) for each tenant that used this request id; for operators."""
-        return [(tenant, samples) for (tenant, found), samples in self._entries.items() if found == request_id]
+        return [
+            (tenant, [sample.shown() for sample in samples])
+            for (tenant, found), samples in self._entries.items()
+            if found == request_id
+        ]
 
     def recent(self, limit: int) -> list[dict[str, object]]:
         """Return the requests with the newest ended samples, newest first, at most `limit` and `MAX_LISTED`; for
@@ -76,17 +98,17 @@ def _phases(timing: Timing) -> list[Phase]:
     )
 
 
-def _summary(tenant: str, request_id: RequestId, samples: Sequence[Mapping[str, Any]]) -> dict[str, object]:
+def _summary(tenant: str, request_id: RequestId, samples: Sequence[_Sample]) -> dict[str, object]:
     """Return the entry of a request in a list: sums over its samples, the slowest sample's timing."""
-    bad = [sample["outcome"] for sample in samples if sample["outcome"] != "done"]
+    bad = [sample.outcome for sample in samples if sample.outcome != "done"]
     return {
         "request_id": request_id,
         "tenant": tenant,
         "outcome": bad[0] if bad else "done",
         "num_samples": len(samples),
-        "prompt_tokens": samples[0]["prompt_tokens"],
-        "cached_tokens": samples[0]["cached_tokens"],
-        "output_tokens": sum(sample["output_tokens"] for sample in samples),
-        "first_token_seconds": max(sample["timing"]["first_token_seconds"] for sample in samples),
-        "total_seconds": max(sample["timing"]["total_seconds"] for sample in samples),
+        "prompt_tokens": samples[0].prompt_tokens,
+        "cached_tokens": samples[0].cached_tokens,
+        "output_tokens": sum(sample.output_tokens for sample in samples),
+        "first_token_seconds": max(sample.timing.first_token_seconds for sample in samples),
+        "total_seconds": max(sample.timing.total_seconds for sample in samples),
     }

@@ -19,7 +19,7 @@ from kvferry.gateway.fleet.member import Hold, Member, WorkerView
 from kvferry.gateway.fleet.worker_keys import WorkerKeys
 from kvferry.gateway.flow.capacity import WorkerRoom
 from kvferry.gateway.routing.discovery import Listing
-from kvferry.gateway.routing.replicas import Candidates
+from kvferry.gateway.routing.replicas import Candidates, Replica
 from kvferry.rpc.tls.pool_tls import PoolTls
 from kvferry.v1 import decode_pb2_grpc, kv_events_pb2_grpc, prefill_pb2_grpc, worker_admin_pb2_grpc
 
@@ -107,12 +107,11 @@ class Fleet:
 
     def candidates(self, excluded: frozenset[str] = frozenset()) -> Candidates:
         """Return the workers that accept requests, by role, without the addresses in `excluded`."""
-        usable = [view for view in self.views() if view.takes_work and view.endpoint.address not in excluded]
-        by_role = {
-            role: tuple(view.as_replica() for view in usable if view.role == role)
-            for role in ("prefill", "decode", "both")
-        }
-        return Candidates(**by_role)
+        by_role: dict[str, list[Replica]] = {"prefill": [], "decode": [], "both": []}
+        for member in self._members:
+            if member.view().takes_work and member.address not in excluded:
+                by_role[member.listing.role].append(member.replica())
+        return Candidates(**{role: tuple(replicas) for role, replicas in by_role.items()})
 
     def context_tokens(self) -> int | None:
         """Return the smallest context length in tokens among workers that accept requests; `None` if no worker does."""

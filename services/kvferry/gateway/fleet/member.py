@@ -9,7 +9,7 @@ import logging
 import secrets
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import grpc
@@ -172,6 +172,10 @@ class Member:
         self._room: WorkerRoom | None = None
         """Room of the worker at its last status."""
         self._why_lost = "no status yet"
+        self._view: WorkerView | None = None
+        """The last view, of `_viewed`; routing asks for the views of all workers several times per request."""
+        self._viewed: tuple[worker_admin_pb2.StatusResponse, Listing] | None = None
+        self._replica: tuple[WorkerView, Replica] | None = None
         self.channels = WorkerChannels(listing.endpoint, tls)
 
     @property
@@ -280,16 +284,36 @@ class Member:
         return self._steps.is_stalled
 
     def view(self) -> WorkerView:
-        """Return an immutable snapshot of the worker's state."""
+        """Return an immutable snapshot of the worker's state; the same object while nothing changes."""
         status, listing = self._status, self.listing
         if status is None:
             why_not = self._pool_refusal() or self._why_lost
             return WorkerView(listing.endpoint, listing.role, why_not, len(self.held), listing.name)
+        why_not, in_flight = self._refusal(status), len(self.held)
+        known, viewed = self._view, self._viewed
+        if known is None or viewed is None or viewed[0] is not status or viewed[1] is not listing:
+            self._viewed = status, listing
+            known = self._view = self._view_of(status, listing, why_not, in_flight)
+        elif known.in_flight != in_flight or known.why_not != why_not:
+            known = self._view = replace(known, why_not=why_not, in_flight=in_flight)
+        return known
+
+    def replica(self) -> Replica:
+        """Return the worker as a candidate for routing; see `WorkerView.as_replica`."""
+        view = self.view()
+        if self._replica is None or self._replica[0] is not view:
+            self._replica = view, view.as_replica()
+        return self._replica[1]
+
+    @staticmethod
+    def _view_of(
+        status: worker_admin_pb2.StatusResponse, listing: Listing, why_not: str, in_flight: int
+    ) -> WorkerView:
         return WorkerView(
             endpoint=listing.endpoint,
             role=listing.role,
-            why_not=self._refusal(status),
-            in_flight=len(self.held),
+            why_not=why_not,
+            in_flight=in_flight,
             name=listing.name,
             worker_id=WorkerId(status.identity.worker_id),
             incarnation=Incarnation(status.identity.incarnation),

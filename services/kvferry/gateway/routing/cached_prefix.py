@@ -39,8 +39,17 @@ class PromptCaches:
         self._token_ids = token_ids[:-1]
         self._least_blocks = least_blocks
         self._lookups: dict[tuple[bytes, int], tuple[Lookup, int]] = {}
+        self._found: dict[str, CachedPrefix] = {}
+        """Predictions by address. They are those of the decision: a comparison with other policies, which follows it,
+        must not count the blocks that the prompt itself will add."""
 
     def __call__(self, replica: Replica) -> CachedPrefix:
+        found = self._found.get(replica.address)
+        if found is None:
+            found = self._found[replica.address] = self._predict(replica)
+        return found
+
+    def _predict(self, replica: Replica) -> CachedPrefix:
         lookup, num_blocks = self._lookup(replica)
         found = lookup.of(replica.address)
         return CachedPrefix(
