@@ -1,5 +1,6 @@
 """Chooses the workers for a sample's next attempt from the current state of the fleet."""
 
+import asyncio
 from collections.abc import Sequence
 
 from kvferry.core.errors import Overloaded, Unavailable
@@ -14,7 +15,7 @@ from kvferry.gateway.fleet.fleet import Fleet
 from kvferry.gateway.instruments import Instruments
 from kvferry.gateway.lifecycle.sample_run import SampleRun
 from kvferry.gateway.routing.cached_prefix import PromptCaches
-from kvferry.gateway.routing.policies import OtherChoice, RoutingPolicies
+from kvferry.gateway.routing.policies import RoutingPolicies
 from kvferry.gateway.routing.prefix_hash import PrefixHash
 from kvferry.gateway.routing.prompt_names import PromptNames, prefix_key
 from kvferry.gateway.routing.replica_choice import choose, choose_pooling
@@ -26,7 +27,7 @@ from kvferry.gateway.routing.replicas import (
     readers,
     with_adapter,
 )
-from kvferry.gateway.routing.route_notes import route_notes
+from kvferry.gateway.routing.route_notes import RouteNote, route_notes
 from kvferry.gateway.routing.routes import Policy, Route, RouteReason, RouteRequest
 
 RETRY_AFTER_SECONDS = 1.0
@@ -95,14 +96,21 @@ class RouteSelection:
         for chosen in (route.prefill, route.decode):
             if chosen is not None:
                 caches.chose(chosen)
-        others: tuple[OtherChoice, ...] = ()
+        notes = route_notes(route, self._config.policy)
+        run.routes = [*run.routes, *notes][-_MAX_ROUTES:]
         if run.ticket is None:  # otherwise the comparison was made when the pair was chosen
-            others = self._policies.others(
-                self._request(run, self._candidates(run), caches),
-                lambda policy: self._choose(run, frozenset(run.excluded), caches, policy),
-            )
-        run.routes = [*run.routes, *route_notes(route, self._config.policy, others)][-_MAX_ROUTES:]
+            # After the call to the worker was sent, so that the comparison does not delay the request.
+            asyncio.get_running_loop().call_soon(self._compare, run, route, notes[0], caches)
         return route
+
+    def _compare(self, run: SampleRun, route: Route, note: RouteNote, caches: PromptCaches) -> None:
+        """Add the choices of the other policies to a note."""
+        others = self._policies.others(
+            self._request(run, self._candidates(run), caches),
+            lambda policy: self._choose(run, frozenset(run.excluded), caches, policy),
+        )
+        compared = route_notes(route, self._config.policy, others)[0]
+        run.routes = [compared if one is note else one for one in run.routes]
 
     def exists(self, run: SampleRun) -> bool:
         """Return whether any route for the sample exists now, including workers that failed it."""
