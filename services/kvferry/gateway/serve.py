@@ -1,12 +1,12 @@
 """The gateway process: runs a gateway until it receives a signal, then drains it."""
 
 import asyncio
-import gc
 import logging
 import signal
 from collections.abc import Callable
 
 from kvferry.core.clock import Clock, SystemClock
+from kvferry.core.process.memory import free_memory, resident_memory
 from kvferry.gateway.config import GatewayConfig
 from kvferry.gateway.fleet.worker_keys import WorkerKeys
 from kvferry.gateway.gateway import Gateway, Listening
@@ -16,6 +16,10 @@ from kvferry.rpc.text.text_process import TextProcess
 
 _log = logging.getLogger(__name__)
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_MEMORY_SECONDS = 5.0
+"""Interval in which the process's memory is checked."""
+_GROWTH_BYTES = 8 << 20
+"""Growth after which freed memory is returned to the system."""
 
 Announce = Callable[[Listening], None]
 
@@ -49,12 +53,10 @@ async def run_gateway(
     gateway = await Gateway.start(
         config, model, clock or SystemClock(), keys=keys, text_process=text_process, constraints=constraints
     )
+    memory = asyncio.create_task(_keep_memory_low(), name="memory")
     try:
         if announce is not None:
             announce(gateway.listening)
-        # Loaded objects are never freed; without this, each garbage collection would traverse all of them.
-        gc.collect()
-        gc.freeze()
         if stop is not None:
             await stop.wait()
         else:
@@ -62,7 +64,19 @@ async def run_gateway(
         await gateway.linger(config.linger_seconds)
         _log.info("draining for up to %g s", config.drain_seconds)
     finally:
+        memory.cancel()
         await gateway.stop()
+
+
+async def _keep_memory_low() -> None:
+    """Return freed memory to the system whenever the process has grown, until cancelled."""
+    least = resident_memory()
+    while True:
+        await asyncio.sleep(_MEMORY_SECONDS)
+        if resident_memory() > least + _GROWTH_BYTES:
+            free_memory()
+            least = resident_memory()
+        least = min(least, resident_memory())
 
 
 async def _signalled() -> None:

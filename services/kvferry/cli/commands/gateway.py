@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import gc
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -55,6 +56,9 @@ def command(values: Values) -> None:
 
     def listening(bound: Listening) -> None:
         announce({"event": "listening", "http": bound.http, "grpc": bound.grpc, "admin": bound.admin})
+        # Loaded objects are never freed; without this, each garbage collection would traverse all of them.
+        gc.collect()
+        gc.freeze()
 
     keys = WorkerKeys(functools.partial(read_key, values, "gateway_key")) if has_workers else None
     parsers = AnswerParsers(values["tool_call_parser"], values["reasoning_parser"])

@@ -306,9 +306,7 @@ class Member:
         return self._replica[1]
 
     @staticmethod
-    def _view_of(
-        status: worker_admin_pb2.StatusResponse, listing: Listing, why_not: str, in_flight: int
-    ) -> WorkerView:
+    def _view_of(status: worker_admin_pb2.StatusResponse, listing: Listing, why_not: str, in_flight: int) -> WorkerView:
         return WorkerView(
             endpoint=listing.endpoint,
             role=listing.role,
