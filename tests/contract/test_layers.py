@@ -53,12 +53,12 @@ VIOLATIONS = [
     ("What ships needs no tests", "services/kvferry/testing/tier_suite.py", "import harness.idle"),
     ("What ships needs no tests", "services/kvferry/bench/rows.py", "import pytest"),
     (
-        "Tiers do not know each other",
+        "Tiers do not import each other",
         "services/kvferry/kv/tiers/disk/disk_tier.py",
         "from kvferry.kv.tiers.redis import redis_tier",
     ),
     (
-        "Connectors do not know each other",
+        "Connectors do not import each other",
         "services/kvferry/kv/connectors/shm.py",
         "from kvferry.kv.connectors import nixl",
     ),
