@@ -13,6 +13,8 @@ from bisect import bisect_left, bisect_right
 
 _DECAY = 0.9
 """Factor by which the weight of a sequence's earlier events decreases at each event; about the last ten matter."""
+_MODEL_DECAY = 0.95
+"""The same for tokens of a draft model, of which one draft compares several."""
 _CLASS_DECAY = 0.99
 _PRIOR_WEIGHT = 3.0
 """W: tries of a sequence that count as much as the events of all sequences."""
@@ -95,24 +97,36 @@ class Acceptance:
 class SequenceAcceptance:
     """Acceptance of one sequence's drafts."""
 
-    __slots__ = ("_all", "_own")
+    __slots__ = ("_all", "_own", "_own_of_model")
 
     def __init__(self, all_sequences: Acceptance) -> None:
         self._all = all_sequences
-        self._own = _Share(_DECAY)
+        self._own, self._own_of_model = _Share(_DECAY), _Share(_MODEL_DECAY)
 
     def add(self, support: int, is_hit: bool) -> None:
         """Record whether a draft token was right."""
         self._all.add(support, is_hit)
         if _is_match(support):
             self._own.add(is_hit)
+        elif support >= _FIRST_OF_MODEL:
+            self._own_of_model.add(is_hit)
+
+    @property
+    def of_model(self) -> float:
+        """The estimated probability that the next token of a draft model is right, whatever its confidence."""
+        return _combined(self._own_of_model, self._all.of_model)
 
     def probability(self, support: int) -> float:
         """Return the estimated probability that the next draft token is right, given that those before it are."""
         common = self._all.probability(support)
         if not _is_match(support):
             return common
-        return (self._own.hits + _PRIOR_WEIGHT * common) / (self._own.tries + _PRIOR_WEIGHT)
+        return _combined(self._own, common)
+
+
+def _combined(own: _Share, common: float) -> float:
+    """Combine the events of a sequence with the probability over all sequences."""
+    return (own.hits + _PRIOR_WEIGHT * common) / (own.tries + _PRIOR_WEIGHT)
 
 
 def _is_match(support: int) -> bool:

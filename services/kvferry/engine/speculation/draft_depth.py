@@ -27,7 +27,7 @@ class DraftDepth:
             most: maximum number of tokens.
             is_fixed: whether the number is always `most`.
         """
-        self._most, self._is_fixed = most, is_fixed
+        self._most, self.is_fixed = most, is_fixed
         self._pause, self._left = _FIRST_PAUSE, _FIRST_PAUSE
 
     def choose(
@@ -47,7 +47,7 @@ class DraftDepth:
             verify: estimated seconds of a step by its number of rows.
             draft: estimated seconds of a draft step by its number of rows; `None` before one was measured.
         """
-        if self._is_fixed:
+        if self.is_fixed:
             return self._most
         if draft is None:
             return min(_FIRST_DEPTH, self._most)

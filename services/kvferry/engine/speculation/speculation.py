@@ -15,6 +15,7 @@ from kvferry.engine.speculation.draft_depth import DraftDepth
 from kvferry.engine.speculation.draft_lengths import Lengths, PayingDrafts, WholeDrafts
 from kvferry.engine.speculation.matches import TokenArray
 from kvferry.engine.speculation.model_drafts import HiddenReader, ModelDrafts, Wanted
+from kvferry.engine.speculation.proposer_choice import Offer, ProposerChoice
 from kvferry.engine.speculation.proposers import NO_DRAFT, Draft, NgramProposer, Proposer, SuffixProposer
 from kvferry.engine.speculation.row_prices import RowPrices
 from kvferry.engine.speculation.settings import (
@@ -26,8 +27,11 @@ from kvferry.engine.speculation.settings import (
     SpeculationSettings,
 )
 
+_TEXT, _MODEL = 0, 1
+"""Numbers of the proposers: the sequence's text, and the draft model or heads."""
 _LONG_MATCH = 6
-"""Length of a match in the sequence's own text from which it is used instead of a draft model."""
+"""Length of a match in the sequence's own text from which it is used instead of a draft model that drafts a fixed
+number of tokens; otherwise `ProposerChoice` decides."""
 Drafts = Mapping[RequestId, tuple[int, ...]]
 """Draft tokens of a step, by sequence; sequences without any are absent."""
 
@@ -47,7 +51,10 @@ class SpeculationCounts:
 class _State:
     """Tokens and last draft of a sequence."""
 
-    __slots__ = ("acceptance", "draft", "is_asked", "most", "start", "supports", "tokens")
+    __slots__ = (
+        *("acceptance", "choice", "draft", "is_asked", "is_of_model", "match", "most", "other", "start", "supports"),
+        "tokens",
+    )
 
     def __init__(self, acceptance: Acceptance) -> None:
         self.tokens = TokenArray()
@@ -61,6 +68,18 @@ class _State:
         """Maximum number of tokens of `draft`."""
         self.is_asked = False
         """Whether the draft model has proposed `draft`, or nothing, for these tokens."""
+        self.is_of_model = False
+        """Whether `draft` is of the draft model."""
+        self.match = 0
+        """Length of the match that the text's draft follows."""
+        self.other: tuple[tuple[int, ...], list[int]] = ((), [])
+        """The text's draft and its supports, if the model's draft was used instead."""
+        self.choice = ProposerChoice()
+
+    @property
+    def is_forced(self) -> bool:
+        """Whether the draft begins with a token that a constraint forces."""
+        return bool(self.supports) and self.supports[0] == FORCED
 
     def cut_before(self, *ends: Collection[int]) -> None:
         """Cut the draft before the first token that ends the sequence: no token follows it."""
@@ -87,7 +106,7 @@ class Speculation:
             proposer: proposes drafts from a sequence's own text.
             lengths: chooses how many tokens of each draft are verified.
             num_drafts: maximum draft tokens of a sequence in a step, at most `MAX_DRAFT_TOKENS`.
-            draft_model: draft model or heads, which propose drafts where the text has no long match.
+            draft_model: draft model or heads, which propose drafts where the text has none or a worse one.
             depth: chooses how many tokens the model or the heads propose; default: as many as increase the
                 expected tokens per second.
         """
@@ -109,7 +128,7 @@ class Speculation:
         return self._chosen(decoding, rows, self._model)
 
     def _chosen(self, decoding: Iterable[Sequence], rows: int, model: ModelDrafts | None) -> Drafts:
-        """Return the draft tokens of a step; a model proposes where the text has no draft."""
+        """Return the draft tokens of a step; a model proposes where the text has no draft or a worse one."""
         states = [(sequence, state) for sequence in decoding if (state := self._propose(sequence)) is not None]
         if model is not None:
             self._ask(model, states, rows)
@@ -187,9 +206,7 @@ class Speculation:
         state.tokens.extend(sequence.tokens[len(state.tokens) :])
         self._compare(state)
         draft = self._proposer.propose(state.tokens.view(), most)
-        if self._model is not None and draft.match < _LONG_MATCH:
-            draft = NO_DRAFT  # the draft model is more accurate
-        state.most, state.is_asked = most, False
+        state.most, state.match, state.is_asked, state.is_of_model = most, draft.match, False, False
         self._take(state, sequence, draft.tokens, _supports(draft))
         return state
 
@@ -201,32 +218,59 @@ class Speculation:
         state.cut_before(sequence.eos_token_ids, sequence.sampling.stop_token_ids)
 
     def _ask(self, model: ModelDrafts, states: list[tuple[Sequence, _State]], rows: int) -> None:
-        """Let the draft model propose for the sequences whose text has no draft."""
-        due = [(sequence, state) for sequence, state in states if not state.draft and not state.is_asked]
-        if not due:
+        """Let the draft model propose for the sequences whose text has no draft, or a worse one."""
+        able = [(sequence, state) for sequence, state in states if not state.is_asked and not state.is_forced]
+        if not able:
             return
-        depth = self._num_proposed(model, len(due), rows)
-        self._depth.advance(depth)
-        if not depth:
+        depth = self._num_proposed(model, len(able), rows)
+        drafting = depth * model.prices.seconds(len(able)) / len(able) if model.is_measured else 0.0
+        due = [one for one in able if depth and self._prefers_model(one[1], depth, drafting, rows)]
+        if due:
+            depth = self._num_proposed(model, len(due), rows)
+        if due or not depth:
+            self._depth.advance(depth)
+        if not due or not depth:
             return
         wanted = [Wanted(sequence.request_id, sequence.tokens, min(depth, state.most)) for sequence, state in due]
         drafts = model.propose(wanted, depth)
         for sequence, state in due:
             state.is_asked = True
             if (draft := drafts.get(sequence.request_id)) is not None:
+                state.is_of_model, state.other = True, (state.draft, state.supports)
                 self._take(state, sequence, draft.tokens, list(draft.supports))
+
+    def _prefers_model(self, state: _State, depth: int, drafting: float, rows: int) -> bool:
+        """Return whether the model drafts for a sequence, rather than its text.
+
+        Args:
+            state: the sequence's state.
+            depth: number of tokens that the model proposes, at least 1.
+            drafting: seconds that the model takes for this sequence; 0 before they were measured.
+            rows: rows of the step without drafts, one per sequence.
+        """
+        if not state.draft or not drafting:
+            return True
+        if self._depth.is_fixed:
+            return state.match < _LONG_MATCH
+        text = Offer([state.acceptance.probability(support) for support in state.supports])
+        guessed = Offer([state.acceptance.of_model] * min(depth, state.most), drafting)
+        return state.choice.choose({_TEXT: text, _MODEL: guessed}, rows, rows, self._prices.seconds) == _MODEL
 
     def _num_proposed(self, model: ModelDrafts, sequences: int, rows: int) -> int:
         seconds = model.prices.seconds if model.is_measured else None
         return self._depth.choose(sequences, rows, self._acceptance.of_model, self._prices.seconds, seconds)
 
     def _compare(self, state: _State) -> None:
-        """Compare the last draft with the tokens that were sampled since."""
+        """Compare the last draft, and the text's if another was used, with the tokens that were sampled since."""
         actual = state.tokens.view()[state.start :].tolist()
-        for support, token, drawn in zip(state.supports, state.draft, actual, strict=False):
-            state.acceptance.add(support, token == drawn)
-            if token != drawn:
-                break
+        for draft, supports in ((state.draft, state.supports), state.other):
+            for support, token, drawn in zip(supports, draft, actual, strict=False):
+                state.acceptance.add(support, token == drawn)
+                if token != drawn:
+                    break
+        if state.is_of_model and state.draft and actual:
+            state.choice.compared(_MODEL, is_right=state.draft[0] == actual[0])
+        state.other = ((), [])
 
     def _constrain(self, state: _State, sequence: Sequence, most: int) -> None:
         """Put the tokens first that the constraint forces, and cut the draft where the constraint rejects it."""
