@@ -17,7 +17,7 @@ def fetched(prefill: str, decode: str, at: float) -> Ended:
 
 @pytest.mark.parametrize("case", [STRICT, LENIENT])
 def test_a_wrong_token_fails_every_case(case: Case) -> None:
-    with pytest.raises(AssertionError, match="1 wrong"):
+    with pytest.raises(AssertionError, match="1 requests had wrong tokens"):
         check(case, [Ended(0, 1), Ended(0, 1, wrong="(1,), not (2,)")], [Ended(0, 1)])
 
 
