@@ -1,4 +1,4 @@
-"""Every child of a pool is restored within seconds: deleted, stripped of its labels, its owner or its fields."""
+"""A child of a pool is restored within seconds after it is deleted or loses labels, its owner reference or a field."""
 
 import json
 import shlex

@@ -26,7 +26,7 @@ def test_pages_of_another_size(name: str, check: Callable[[connector_suite.Rig],
 
 
 def test_an_unknown_connector_is_refused_with_the_known_names() -> None:
-    with pytest.raises(UsageError, match="known are memory, nixl, shm, tcp"):
+    with pytest.raises(UsageError, match="use one of memory, nixl, shm, tcp"):
         registry.open_transport("pigeon", new_incarnation())
 
 

@@ -25,14 +25,14 @@ VIOLATIONS = [
     ("The house is layered", "services/kvferry/gateway/config.py", "import kvferry.stack.plan.restarts"),
     ("The house is layered", "services/kvferry/cli/timeline.py", "from kvferry.testing import tier_suite"),
     (
-        "The engine knows the connector, never a transport or a tier",
+        "The engine imports the connector, never a transport or a tier",
         "services/kvferry/engine/run/runner.py",
         "from kvferry.kv.connectors import shm",
     ),
     ("Only the edges speak gRPC", "services/kvferry/engine/llm.py", "import grpc.aio"),
     ("Only the edges speak gRPC", "services/kvferry/kv/registry.py", "from google.protobuf import message"),
     (
-        "Only the exporter of traces knows OpenTelemetry",
+        "Only the exporter of traces imports OpenTelemetry",
         "services/kvferry/gateway/tracing/sample_trace.py",
         "import opentelemetry.trace",
     ),

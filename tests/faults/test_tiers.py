@@ -180,7 +180,7 @@ def test_a_stalled_connection_is_overtaken_by_a_second_request(server: RedisServ
         assert get(tier, 1) == content(1)
         assert CLOCK.monotonic() - started < SECONDS / 4
         assert tier.hedges == (sent + 1, won + 1)
-        until(lambda: last in between.ended, "nobody will read the reply that was not waited for")
+        until(lambda: last in between.ended, "the reply that no call waits for was sent")
         assert get(tier, 1) == content(1), "requests and replies still match"
 
 

@@ -28,7 +28,7 @@ def gateway(worker: str) -> Iterator[RunningProcess]:
     with running("gateway", "--model", "tiny", "--both", worker, "--processes", "2", *ADDRESSES) as process:
         listening = process.wait_for("listening")
         for admin in listening["admins"]:  # type: ignore[attr-defined]
-            until(lambda admin=admin: takes_work(admin), "the process knows its worker")  # type: ignore[misc]
+            until(lambda admin=admin: takes_work(admin), "the process has a status of its worker")  # type: ignore[misc]
         yield process
 
 

@@ -89,8 +89,8 @@ static inline void norm_rows(Step& step, const float* output_norm, const float* 
   }
 }
 
-// The norm before the head, of the sampled rows [first, end). The residual is not written, since a row may be sampled
-// and shown.
+// The norm before the head, of the sampled rows [first, end). The residual is not updated in place: hidden states of a
+// sampled row may be returned too, and would then have the product twice.
 static inline void norm_sampled_rows(Step& step, const float* output_norm, int first, int end) {
   const Model& m = step.model;
   for (int i = first; i < end; ++i) {

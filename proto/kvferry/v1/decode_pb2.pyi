@@ -42,6 +42,7 @@ class DecodeRequest(_message.Message):
     """tokens at the end of token_ids that were generated"""
     sample_index: _builtins.int
     tenant: _builtins.str
+    """scope of the blocks; see PrefillRequest.tenant"""
     ticket: _builtins.bytes
     """empty: nothing to fetch, compute the prompt here"""
     attempt: _builtins.int
@@ -60,7 +61,7 @@ class DecodeRequest(_message.Message):
     def sampling(self) -> _common_pb2.SamplingParams: ...
     @_builtins.property
     def adapter(self) -> _common_pb2.Adapter:
-        """unset: none; otherwise `tenant` is a scope of this version"""
+        """unset: the base model; otherwise `tenant` is a scope of this version"""
 
     def __init__(
         self,
@@ -98,6 +99,7 @@ class PrefetchKvRequest(_message.Message):
     PREFILL_ADDRESS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     tenant: _builtins.str
+    """scope of the blocks; see PrefillRequest.tenant"""
     ticket_id: _builtins.str
     """of the offer that the prefill worker will make"""
     prefill_address: _builtins.str

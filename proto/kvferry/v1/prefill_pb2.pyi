@@ -40,7 +40,9 @@ class PrefillRequest(_message.Message):
     sample_index: _builtins.int
     """which of the request's `n` samples"""
     tenant: _builtins.str
-    """whose blocks these are; empty: the default tenant"""
+    """Scope of the blocks: the tenant, with digests of the cache salt and of the adapter's version if there are any; empty:
+    the default tenant.
+    """
     num_generated: _builtins.int
     """Tokens at the end of token_ids that were generated, not prompted (a stream that moves to another worker)."""
     offer: _builtins.bool
@@ -59,7 +61,7 @@ class PrefillRequest(_message.Message):
     def sampling(self) -> _common_pb2.SamplingParams: ...
     @_builtins.property
     def adapter(self) -> _common_pb2.Adapter:
-        """unset: none; otherwise `tenant` is a scope of this version"""
+        """unset: the base model; otherwise `tenant` is a scope of this version"""
 
     def __init__(
         self,
@@ -152,7 +154,7 @@ class PoolRequest(_message.Message):
     request_id: _builtins.str
     model: _builtins.str
     tenant: _builtins.str
-    """whose blocks these are; empty: the default tenant"""
+    """scope of the blocks; see PrefillRequest.tenant"""
     priority: _builtins.int
     """class of the request; lower first"""
     input_index: _builtins.int

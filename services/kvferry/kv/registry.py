@@ -27,7 +27,7 @@ def open_transport(name: str, incarnation: Incarnation, setup: TransportSetup | 
         UsageError: `name` is not a known connector, or a package that it needs is not installed.
     """
     if name not in _MODULES:
-        raise UsageError(f"unknown connector {name!r}; known are {', '.join(names())}", field="connector")
+        raise UsageError(f"unknown connector {name!r}; use one of {', '.join(names())}", field="connector")
     try:
         module = import_module(_MODULES[name])
     except ImportError as error:

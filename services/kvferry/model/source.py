@@ -103,7 +103,7 @@ def _open_folder(folder: Path) -> ModelSource:
     template_file, processor_file = (folder / f"{_TEMPLATE}{suffix}" for suffix in (".jinja", ".json"))
     if template_file.is_file():
         source = read_file(template_file).decode("utf-8", "replace")
-    elif source is None and processor_file.is_file():  # folders with images have the template beside the processor
+    elif source is None and processor_file.is_file():  # multimodal checkpoints have the template in a file of its own
         source = read_json(processor_file).get(_TEMPLATE)
     if isinstance(source, list):  # several templates by name; use the one for plain chat
         source = next((i.get("template") for i in source if isinstance(i, dict) and i.get("name") == "default"), None)

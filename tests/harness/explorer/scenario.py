@@ -200,4 +200,4 @@ def scenario(name: str) -> Scenario:
     for found in SCENARIOS:
         if found.name == name:
             return found
-    raise KeyError(f"unknown scenario {name!r}; known are {', '.join(s.name for s in SCENARIOS)}")
+    raise KeyError(f"unknown scenario {name!r}; use one of {', '.join(s.name for s in SCENARIOS)}")

@@ -293,7 +293,7 @@ U32 = struct.pack("<I", 4)
         (header([string("general.alignment") + U32 + struct.pack("<I", 0)], []), "general.alignment is 0"),
         (header([string("general.alignment") + U32 + struct.pack("<I", 48)], []), "not a power of two"),
         (header([], [tensor("t", [1] * 5)]), "5 dimensions"),
-        (header([], [tensor("t", [4], kind=77)]), "type number 77; supported are F32"),
+        (header([], [tensor("t", [4], kind=77)]), "type number 77; use one of F32"),
         (header([], [tensor("t", [33], kind=3)]), "type Q4_1 has extents"),
         (header([], [tensor("t", [0])]), "has extents"),
         (header([], [tensor("t", [1 << 62, 1 << 62])]), "cut short"),

@@ -1,4 +1,4 @@
-"""Decisions of the operator: rollouts, numbers of replicas, status; in `process`, leases and the work queue.
+"""Decisions of the operator: rollouts, numbers of replicas, status. `plan.process` has leases and the work queue.
 
-Pure functions from facts and a time to a list of actions. `kvferry operator plan` prints that list.
+Without I/O: facts and a time determine the actions, which `kvferry operator plan` prints.
 """

@@ -53,7 +53,7 @@ class Observed:
     fleet: FleetReport | None = None
     """Latest report of the gateway, even if it is older than the end of the rollout."""
     is_answering: bool = False
-    """Whether a gateway has answered a short time ago, although its Deployment is not known."""
+    """Whether a gateway answered recently, although its Deployment is not known."""
     tls: TlsSeen | None = None
     diagnosis: str = ""
     """Reasons why pods are not ready; empty if unknown."""

@@ -41,10 +41,10 @@ class TraceSettings:
         """Check the settings.
 
         Raises:
-            UsageError: the URL is not one of HTTP, or the share is out of range.
+            UsageError: the URL is not an HTTP URL, or the share is out of range.
         """
         if not re.fullmatch(r"https?://[^/\s]+(/\S*)?", self.url):
-            raise UsageError(f"otlp {self.url!r} is not a URL of HTTP; write http://HOST:4318", field="otlp")
+            raise UsageError(f"otlp {self.url!r} is not an HTTP URL; write http://HOST:4318", field="otlp")
         if not 0.0 <= self.share <= 1.0:
             raise UsageError(f"trace_sample is {self.share}; it must be from 0 to 1", field="trace_sample")
 

@@ -1,4 +1,4 @@
 """Keeps a map of the workers' prefix caches and predicts which blocks of a prompt each worker has.
 
-Pure functions of feed events and a clock. `cache_map.CacheMap` is the interface of this folder.
+Without I/O: state follows from feed events and a clock. `cache_map.CacheMap` is the interface of this folder.
 """

@@ -170,7 +170,7 @@ def described(description: Sequence[object]) -> KvLayout:
     if planes not in (1, _PLANES):
         raise ValueError(f"unsupported layout: planes={planes!r:.20}; it must be 1 or 2")
     if not isinstance(digest, str) or len(digest) > _MAX_DIGEST_CHARS or dtype not in DTYPES:
-        raise ValueError(f"unsupported layout: dtype {dtype!r}; known are {', '.join(DTYPES)}")
+        raise ValueError(f"unsupported layout: dtype {dtype!r}; use one of {', '.join(DTYPES)}")
     checked = [c for c in counts if isinstance(c, int) and 0 <= c <= _MAX_COUNT]
     if checked != counts or min(checked[: _SHARED - 2]) < 1:
         raise ValueError(

@@ -65,7 +65,7 @@ def check_tiers(urls: Sequence[str]) -> list[TierSpec]:
     specs = [parse_tier(url) for url in urls]
     for place, spec in enumerate(specs):
         if spec.scheme not in _MODULES:
-            raise UsageError(f"unknown tier {spec.scheme}://; known are {', '.join(schemes())}", field="tier")
+            raise UsageError(f"unknown tier {spec.scheme}://; use one of {', '.join(schemes())}", field="tier")
         if spec.scheme == "dram" and place > 0:
             raise UsageError("tier dram:// must be the first: slower tiers go through it", field="tier")
     kinds = [_MODULES[spec.scheme] for spec in specs]

@@ -76,7 +76,7 @@ def read_rope(fields: ConfigFields, head_dim: int, *, default_theta: float, inne
         )
     else:
         raise ModelFileError(
-            f"{fields.where}: rope_scaling type {repr(kind)[:40]} is not supported; supported are {', '.join(KINDS)}"
+            f"{fields.where}: rope_scaling type {repr(kind)[:40]} is not supported; use one of {', '.join(KINDS)}"
         )
     return Rope(theta, scaling, rotary_dim, most)
 

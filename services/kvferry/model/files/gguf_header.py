@@ -171,7 +171,7 @@ def _read_tensor(cursor: "_Cursor") -> TensorInfo:
     start = cursor.unpack("Q")
     if type_id not in TENSOR_TYPES:
         known = ", ".join(word for word, _, _ in TENSOR_TYPES.values())
-        raise cursor.damaged(f"tensor {name!r} has type number {type_id}; supported are {known}")
+        raise cursor.damaged(f"tensor {name!r} has type number {type_id}; use one of {known}")
     word, block, block_bytes = TENSOR_TYPES[type_id]
     if 0 in extents or extents[0] % block:
         raise cursor.damaged(f"tensor {name!r} of type {word} has extents {extents}")

@@ -129,7 +129,7 @@ def _entry(
         raise damaged(f"tensor {name!r} is not described by an object")
     dtype, shape, span = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in types:
-        raise damaged(f"tensor {name!r} has type {dtype!r}; supported are {', '.join(types)}")
+        raise damaged(f"tensor {name!r} has type {dtype!r}; use one of {', '.join(types)}")
     if isinstance(shape, list) and len(shape) > _MAX_DIMENSIONS:
         raise damaged(f"tensor {name!r} has {len(shape)} dimensions")
     if not _are_sizes(shape) or not _are_sizes(span) or len(span) != 2:

@@ -178,7 +178,7 @@ def _join(budget: Budget, values: object, d: object = "", attribute: object = No
 
 def _to_json(budget: Budget, value: object, indent: object = None) -> None:
     if not (indent is None or isinstance(indent, int)) or width_of(indent) > 64:
-        raise SecurityError("an indent must be a number of at most 64")
+        raise SecurityError("an indent must be an integer of at most 64")
     size = budget.read(value)
     budget.spend(ITEM * size * (1 + width_of(indent) * _depth(value)))
 

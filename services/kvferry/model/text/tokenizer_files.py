@@ -78,7 +78,7 @@ def tokenizer_from_gguf(pairs: Mapping[str, Value], config: ModelConfig, where: 
         raise ModelFileError(f"{where}: tokenizer {kind!r} is not supported; only gpt2 (byte-level BPE) is")
     if not isinstance(pre, str) or pre not in _PRE_TOKENIZERS:
         known = ", ".join(_PRE_TOKENIZERS)
-        raise ModelFileError(f"{where}: pre-tokenizer {pre!r} is not supported; supported are {known}")
+        raise ModelFileError(f"{where}: pre-tokenizer {pre!r} is not supported; use one of {known}")
     tokens = _strings(pairs, "tokenizer.ggml.tokens", where)
     # The number of tokens is that of the embedding's rows; a limit in tokens is therefore one in the file's bytes.
     most_merges = _MERGES_PER_TOKEN * len(tokens)

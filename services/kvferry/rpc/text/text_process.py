@@ -204,6 +204,6 @@ def _run(limits: TextLimits, job: Callable[..., R], args: tuple[Any, ...], kwarg
     except MemoryError:
         os._exit(1)
     except Exception as error:
-        raise InvalidRequest(f"the request cannot be read: {type(error).__name__}", reason="UNREADABLE") from None
+        raise InvalidRequest(f"the request cannot be processed: {type(error).__name__}", reason="UNREADABLE") from None
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)

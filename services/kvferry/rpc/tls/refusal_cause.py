@@ -46,7 +46,7 @@ def _cause(connection: socket.socket, files: CertificateFiles) -> str:
         return error.message
     try:
         with context.wrap_socket(connection, server_hostname=WORKER_NAME) as secured:
-            # With TLS 1.3 the server judges this process's certificate after the handshake.
+            # With TLS 1.3 the client's handshake ends before the server verifies its certificate.
             with suppress(TimeoutError):
                 if secured.recv(1) == b"":
                     return _not_accepted("it closed the connection", files)

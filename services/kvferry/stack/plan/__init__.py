@@ -1,4 +1,4 @@
 """Plans a local stack: its processes and their restarts.
 
-Pure functions from settings and a clock to command lines and delays.
+Without I/O: settings and a clock determine command lines and delays.
 """

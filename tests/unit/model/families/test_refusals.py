@@ -94,7 +94,7 @@ def read(family: str, **raw: object) -> ModelConfig:
             {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [0.0] * 8}},
             "long_factor must contain positive numbers, not 0.0",
         ),
-        ("phi3", {"rope_scaling": {"type": "xpos"}}, "'xpos' is not supported; supported are default, linear"),
+        ("phi3", {"rope_scaling": {"type": "xpos"}}, "'xpos' is not supported; use one of default, linear"),
         ("olmo2", {"clip_qkv": 8.0}, "clip_qkv = 8.0"),
         ("granite", {"attention_multiplier": -1}, "attention_multiplier must be a positive number, not -1"),
         ("granite", {"mlp_bias": True}, "mlp_bias = True"),

@@ -41,7 +41,7 @@ def read(config: object, tensors: dict[str, StoredTensor]) -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("awq", {"quant_method": "bitsandbytes"}, "quant_method = 'bitsandbytes' is not supported: supported are awq"),
+        ("awq", {"quant_method": "bitsandbytes"}, "quant_method = 'bitsandbytes' is not supported: use one of awq"),
         ("awq", {"quant_method": None}, "quant_method = None"),
         ("awq", {"bits": 3}, "bits = 3 is not supported: only 4 is"),
         ("awq", {"bits": "4"}, "bits must be a positive whole number"),

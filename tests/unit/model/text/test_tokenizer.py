@@ -187,7 +187,7 @@ def test_begin_of_sequence_is_added_if_the_file_requires_it() -> None:
         ({"tokenizer.ggml.model": "llama"}, "tokenizer 'llama' is not supported"),
         ({"tokenizer.ggml.pre": "deepseek-coder"}, "pre-tokenizer 'deepseek-coder' is not supported"),
         ({"tokenizer.ggml.pre": None}, "pre-tokenizer None"),
-        ({"tokenizer.ggml.pre": ["a"]}, "is not supported; supported are smollm, llama-bpe, qwen2"),
+        ({"tokenizer.ggml.pre": ["a"]}, "is not supported; use one of smollm, llama-bpe, qwen2"),
         ({"tokenizer.ggml.merges": ["Ġ unknown"]}, "are inconsistent"),
         ({"tokenizer.ggml.merges": ["whole"]}, "not a merge"),
         ({"tokenizer.ggml.merges": 3}, "not a list of strings"),

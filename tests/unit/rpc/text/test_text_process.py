@@ -58,7 +58,7 @@ async def test_errors_keep_their_reason_and_field(process: TextProcess) -> None:
     with pytest.raises(InvalidRequest) as caught:
         await process.run(encode_text, "x" * 5000)
     assert (caught.value.reason, caught.value.field) == ("CONTEXT_LENGTH_EXCEEDED", "prompt")
-    with pytest.raises(InvalidRequest, match="cannot be read: ZeroDivisionError"):
+    with pytest.raises(InvalidRequest, match="cannot be processed: ZeroDivisionError"):
         await process.run(divide)
 
 

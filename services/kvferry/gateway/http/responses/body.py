@@ -1,4 +1,4 @@
-"""The body of a response's request, and its conversion to a chat's prompt and parameters.
+"""The body of a request of the Responses API, and its conversion to a chat's prompt and parameters.
 
 OpenAI's fields that are not implemented are refused by name, or accepted at values without effect.
 """
@@ -210,7 +210,7 @@ class ReadResponse:
 
 
 def read_response(model: TextModel, body: bytes, history: Sequence[bytes]) -> ReadResponse:
-    """Parse the body of a response's request, render the template of its conversation and tokenize the prompt.
+    """Parse the body of a Responses API request, render the template of its conversation and tokenize the prompt.
 
     Args:
         history: items of earlier responses, each a JSON array.
@@ -279,7 +279,7 @@ _NAMES = {"max_tokens": "max_output_tokens", "logprobs": "top_logprobs", "respon
 
 
 def _renamed(error: InvalidRequest) -> InvalidRequest:
-    """Return an error about a field of the chat request with the name of the response's field."""
+    """Replace the name of a chat field in an error by that of the Responses API; return other errors unchanged."""
     name = _NAMES.get(error.field or "")
     if name is None or error.field is None:
         return error

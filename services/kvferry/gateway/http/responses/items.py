@@ -1,4 +1,4 @@
-"""The items of a response's input, and the messages that they make for the chat template."""
+"""The input items of the Responses API, and the messages that they make for the chat template."""
 
 import re
 from collections.abc import Mapping, Sequence

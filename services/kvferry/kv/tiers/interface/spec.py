@@ -48,7 +48,7 @@ class TierSpec:
         for name in self.options:
             if name not in known:
                 raise UsageError(
-                    f"tier {self.text}: unknown option {name!r}; known are {', '.join(known)}", field="tier"
+                    f"tier {self.text}: unknown option {name!r}; use one of {', '.join(known)}", field="tier"
                 )
 
 

@@ -71,7 +71,7 @@ def test_a_password_may_come_from_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("url", "expected"),
     [
-        ("redis://host?conections=4", "known are ttl, connections"),
+        ("redis://host?conections=4", "use one of ttl, connections"),
         ("redis://host?connections=0", "connections='0' is not valid"),
         ("redis://host?ttl=-1", "ttl='-1'"),
         ("redis://host?prefix=a%20b", "prefix="),
@@ -107,7 +107,7 @@ def test_a_disk_url() -> None:
         ("disk://var/cache?size=1GiB", "three slashes"),
         ("disk:///?size=1GiB", "three slashes"),
         ("disk:///t?size=1GiB&direct=maybe", "direct='maybe'"),
-        ("disk:///t?size=1GiB&fsync=on", "known are size, direct, sync, encrypt"),
+        ("disk:///t?size=1GiB&fsync=on", "use one of size, direct, sync, encrypt"),
     ],
 )
 def test_invalid_disk_urls_are_refused(url: str, expected: str) -> None:

@@ -1,0 +1,136 @@
+"""Latencies of a tenant while another one sends a hundred times its quota.
+
+    make bench-tenants                                  eight windows of 15 seconds
+    make bench-tenants ARGS="--rounds 8 --seconds 30"
+
+`kvferry up` has two tenants. One streams short answers, one after another. The other has a quota of 60 requests per
+minute, and sends 100 requests per second over kept connections in every second window. The ratio is that of the first
+tenant's 95th percentiles with and without the other. Rows are appended to tests/bench/results/tenants.csv.
+"""
+
+import argparse
+import asyncio
+import hashlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import httpx
+from harness.machine import cpu_name
+from harness.servers.processes import running
+
+from kvferry.bench.commit import commit
+from kvferry.bench.rows import append_csv
+from kvferry.client import AsyncClient
+from kvferry.core.clock import SystemClock
+from kvferry.core.process.priority import lower_priority
+from kvferry.core.sampling import SamplingParams
+
+RESULTS = Path(__file__).parent / "results" / "tenants.csv"
+CLOCK = SystemClock()
+KEYS = {"quiet": "quiet-key-" * 4, "greedy": "greedy-key-" * 4}
+REQUESTS_PER_MINUTE, RATE = 60, 100.0
+SAMPLING = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
+SENDERS = 16
+
+
+def tenants_file() -> str:
+    """Return the tenants file."""
+    hashes = {name: hashlib.sha256(key.encode()).hexdigest() for name, key in KEYS.items()}
+    return (
+        f'[tenants.quiet]\nkeys = ["sha256:{hashes["quiet"]}"]\n\n'
+        f'[tenants.greedy]\nkeys = ["sha256:{hashes["greedy"]}"]\nrequests_per_minute = {REQUESTS_PER_MINUTE}\n'
+        "request_burst = 1\n"
+    )
+
+
+async def send_greedy(http: str, seconds: float) -> Counter[int]:
+    """Send `RATE` requests per second for some seconds; return the statuses of the answers."""
+    statuses: Counter[int] = Counter()
+    begun = CLOCK.monotonic()
+    headers = {"authorization": f"Bearer {KEYS['greedy']}"}
+    body = {"prompt": "The ferry", "max_tokens": 32, "temperature": 0, "ignore_eos": True}
+    async with httpx.AsyncClient(base_url=f"http://{http}", headers=headers, timeout=60) as client:
+
+        async def sender(number: int) -> None:
+            for turn in range(number, int(RATE * seconds), SENDERS):
+                await asyncio.sleep(max(0.0, begun + turn / RATE - CLOCK.monotonic()))
+                statuses[(await client.post("/v1/completions", json=body)).status_code] += 1
+
+        await asyncio.gather(*(sender(number) for number in range(SENDERS)))
+    return statuses
+
+
+async def watch(grpc: str, seconds: float) -> tuple[list[float], list[float]]:
+    """Stream answers of the quiet tenant for some seconds; return the seconds to first tokens and between tokens."""
+    first, gaps = list[float](), list[float]()
+    deadline = CLOCK.monotonic() + seconds
+    async with AsyncClient(grpc, api_key=KEYS["quiet"]) as client:
+        while CLOCK.monotonic() < deadline:
+            last, is_first = CLOCK.monotonic(), True
+            async for chunk in client.generate("The harbour", SAMPLING, timeout=60):
+                now = CLOCK.monotonic()
+                if chunk.tokens:
+                    (first if is_first else gaps).append((now - last) / len(chunk.tokens))
+                    is_first = False
+                last = now
+            await asyncio.sleep(0.1)
+    return first, gaps
+
+
+def p95(values: Sequence[float]) -> float:
+    return 1e3 * statistics.quantiles(values, n=20)[-1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--seconds", type=float, default=15.0)
+    parser.add_argument("--csv", type=Path, default=RESULTS)
+    parser.add_argument("--greedy", nargs=2, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.greedy:
+        lower_priority(10)  # a real client has a machine of its own
+        print(json.dumps(asyncio.run(send_greedy(arguments.greedy[0], float(arguments.greedy[1])))))
+        return
+    found: dict[bool, tuple[list[float], list[float]]] = {False: ([], []), True: ([], [])}
+    statuses: Counter[str] = Counter()
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "tenants.toml"
+        file.write_text(tenants_file())
+        flags = ("--tenants", str(file), "--threads", "1", "--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--json")
+        with running("up", *flags) as stack:
+            ready = stack.wait_for("ready")
+            asyncio.run(watch(str(ready["grpc"]), 5.0))
+            for number in range(2 * arguments.rounds):
+                is_attacked = bool(number % 2)
+                command = [sys.executable, __file__, "--greedy", str(ready["http"]), str(arguments.seconds)]
+                process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True) if is_attacked else None
+                for kept, new in zip(
+                    found[is_attacked], asyncio.run(watch(str(ready["grpc"]), arguments.seconds)), strict=True
+                ):
+                    kept += new
+                if process is not None:
+                    statuses.update(json.loads(process.communicate(timeout=120)[0]))
+    rows: list[dict[str, object]] = []
+    for index, name in enumerate(("first token", "between tokens")):
+        alone, beside = p95(found[False][index]), p95(found[True][index])
+        rows.append({"measure": name, "p95_alone_ms": round(alone, 3), "p95_beside_ms": round(beside, 3)})
+        print(f"{name:16} p95 {alone:7.2f} ms alone, {beside:7.2f} ms beside: {beside / alone:.2f}")
+    print("answers of the other tenant:", dict(statuses))
+    common = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"), "commit": commit(), "cpu": cpu_name(),
+        "accepted": statuses["200"], "refused": statuses["429"], "load_average": os.getloadavg()[0],
+    }  # fmt: skip
+    append_csv(arguments.csv, [{**common, **row} for row in rows])
+
+
+if __name__ == "__main__":
+    main()
