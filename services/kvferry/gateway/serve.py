@@ -18,8 +18,8 @@ _log = logging.getLogger(__name__)
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _MEMORY_SECONDS = 5.0
 """Interval in which the process's memory is checked."""
-_GROWTH_BYTES = 8 << 20
-"""Growth after which freed memory is returned to the system."""
+_IDLE_GROWTH_BYTES, _BUSY_GROWTH_BYTES = 8 << 20, 256 << 20
+"""Growth after which freed memory is returned to the system, without and with open streams, which wait meanwhile."""
 
 Announce = Callable[[Listening], None]
 
@@ -53,7 +53,7 @@ async def run_gateway(
     gateway = await Gateway.start(
         config, model, clock or SystemClock(), keys=keys, text_process=text_process, constraints=constraints
     )
-    memory = asyncio.create_task(_keep_memory_low(), name="memory")
+    memory = asyncio.create_task(_keep_memory_low(gateway), name="memory")
     try:
         if announce is not None:
             announce(gateway.listening)
@@ -68,12 +68,13 @@ async def run_gateway(
         await gateway.stop()
 
 
-async def _keep_memory_low() -> None:
+async def _keep_memory_low(gateway: Gateway) -> None:
     """Return freed memory to the system whenever the process has grown, until cancelled."""
     least = resident_memory()
     while True:
         await asyncio.sleep(_MEMORY_SECONDS)
-        if resident_memory() > least + _GROWTH_BYTES:
+        growth = _BUSY_GROWTH_BYTES if gateway.dispatcher.open_streams else _IDLE_GROWTH_BYTES
+        if resident_memory() > least + growth:
             free_memory()
             least = resident_memory()
         least = min(least, resident_memory())
