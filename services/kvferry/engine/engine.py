@@ -6,6 +6,7 @@ enqueue a message for the next step.
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import chain
 
 from kvferry.core.clock import Clock, SystemClock
 from kvferry.core.epochs import EpochTable
@@ -16,8 +17,6 @@ from kvferry.core.load import WorkerLoad
 from kvferry.engine.adapters.adapter_slots import NO_SLOT, AdapterSlots
 from kvferry.engine.adapters.adapter_store import AdapterInfo, AdapterStore, LoadedAdapter
 from kvferry.engine.blocks.allocation import Allocator
-from kvferry.engine.blocks.block_pool import BlockPool
-from kvferry.engine.blocks.prefix_index import PrefixIndex
 from kvferry.engine.engine_load import engine_load
 from kvferry.engine.engine_statistics import EngineStatistics
 from kvferry.engine.grammar.grammar_masks import GrammarMasks
@@ -61,6 +60,7 @@ class Engine:
         epochs: EpochTable | None = None,
         max_waiting: int = 1024,
         block_bytes: int = 1,
+        windows: tuple[int | None, ...] = (None,),
         prices: PriceBook | None = None,
         masks: GrammarMasks | None = None,
         speculation: Speculation | None = None,
@@ -80,6 +80,8 @@ class Engine:
             epochs: the transport's epoch table.
             max_waiting: maximum number of waiting requests; further requests are rejected.
             block_bytes: bytes of one page, for cost estimates.
+            windows: sliding window of each group of layers that has pages of its own, `None` for full attention; only
+                without loader and tiers, and without requests that export their pages.
             prices: estimates the seconds of loading and computing; updated by each step and load. Default: always load.
             masks: masks of constrained sequences; without it, constraints are rejected.
             speculation: drafts of decoding sequences; without it, a step samples one token of each.
@@ -89,14 +91,20 @@ class Engine:
             activate: puts an adapter into a slot of the runner.
             clock: measures the steps.
         """
-        index = PrefixIndex()
-        pool = BlockPool(num_blocks, epochs=epochs, on_reuse=index.forget)
-        self.allocator = Allocator(pool, index, block_tokens=block_tokens)
+        if windows != (None,) and (loader is not None or tiers is not None):
+            raise InvariantBroken("groups of layers are not loaded from peers or tiers")
+        self.allocator = Allocator.create(
+            num_blocks,
+            block_tokens=block_tokens,
+            windows=windows,
+            step_tokens=min(limits.max_chunk_tokens, limits.token_budget),
+            epochs=epochs,
+        )
         self.scheduler = Scheduler(limits, self.allocator, speculation, AdapterSlots(adapter_slots))
         self.adapters = adapters
         """The registered adapters; `None` if the engine computes none."""
         self._activate = activate
-        self.max_model_tokens = min(max_model_tokens, num_blocks * block_tokens)
+        self.max_model_tokens = min(max_model_tokens, self.allocator.most_tokens())
         self._vocab_size = vocab_size
         self._eos = frozenset(eos_token_ids)
         self._pipeline = Pipeline(runner, self.allocator, runs_ahead=runs_ahead)
@@ -330,17 +338,9 @@ class Engine:
             InvariantBroken: an invariant is violated; the message has the numbers.
         """
         self.allocator.check_integrity()
-        counted: dict[BlockId, int] = {}
-        tables = (s.table.blocks for s in self.scheduler.sequences)
+        tables = (s.table.pages for s in self.scheduler.sequences)
         held = [*self._exports.values(), *self._loads.stores_held, *self._loads.prefetches_held]
-        for blocks in [*tables, *held]:
-            for block in blocks:
-                counted[block] = counted.get(block, 0) + 1
-        pool = self.allocator.pool
-        wrong = {b: (counted.get(b, 0), pool.refs(b)) for b in map(BlockId, range(pool.num_blocks))}
-        bad = {b: v for b, v in wrong.items() if v[0] != v[1]}
-        if bad:
-            raise InvariantBroken(f"references of blocks (owners, counted): {dict(list(bad.items())[:8])}")
+        self.allocator.pool.check_references(chain(tables, held))
 
     # ------------------------------------------------------------------ inside
 

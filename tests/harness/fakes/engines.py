@@ -3,6 +3,7 @@
 They are used in tests of scheduling decisions; end-to-end tests use the real runner.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -107,6 +108,44 @@ class ArithmeticRunner:
         return ScoredToken(item.token_ids[position + 1], logprob, rank=position + 1)
 
 
+class WindowedRunner:
+    """A runner that writes each row's group, position and token to its slot in every group, and fails if a row would
+    read anything else within its window. Tokens are those of `ArithmeticRunner`."""
+
+    def __init__(self, num_blocks: int, block_tokens: int, windows: Sequence[int | None]) -> None:
+        self.block_tokens, self.windows = block_tokens, tuple(windows)
+        self.pages: list[list[tuple[int, int, int] | None]] = [[None] * block_tokens for _ in range(num_blocks)]
+        self.steps: list[StepPlan] = []
+
+    def run(self, plan: StepPlan) -> StepResult:
+        self.steps.append(plan)
+        for copy in plan.copies:
+            self.pages[copy.target] = list(self.pages[copy.source])
+        for item in plan.scheduled:  # all writes precede the reads, as in a layer
+            for position in range(item.num_computed, item.num_computed + item.num_scheduled):
+                block, slot = divmod(position, self.block_tokens)
+                for group, ids in enumerate((item.block_ids, *item.further_ids)):
+                    assert ids[block] >= 0, f"request {item.request_id} writes to a page that was released"
+                    self.pages[ids[block]][slot] = (group, position, item.token_ids[position])
+        for item in plan.scheduled:
+            self._check_reads(item)
+        rows = [row for item in plan.scheduled if item.num_sampled for row in rows_of(item)]
+        return StepResult.of(plan.scheduled, [SampledToken(next_token(list(row.token_ids))) for row in rows])
+
+    def _check_reads(self, item: ScheduledSequence) -> None:
+        """Check all slots that the item's rows read: those of the first row, and the rows themselves."""
+        groups = (item.block_ids, *item.further_ids)
+        assert len(groups) == len(self.windows)
+        end = item.num_computed + item.num_scheduled
+        for group, (ids, window) in enumerate(zip(groups, self.windows, strict=True)):
+            first = 0 if window is None else max(0, item.num_computed + 1 - window)
+            for position in range(first, end):
+                page = ids[position // self.block_tokens]
+                assert page >= 0, f"request {item.request_id} reads position {position} after its release"
+                found = self.pages[page][position % self.block_tokens]
+                assert found == (group, position, item.token_ids[position])
+
+
 def next_allowed(token: int, allowed: npt.NDArray[np.bool_]) -> int:
     """Return the first allowed token from `token` on, in cyclic order."""
     return (token + int(np.roll(allowed, -token).argmax())) % len(allowed)
@@ -146,6 +185,32 @@ def an_engine(
         namers=BlockNamers(b"secret"),
         speculation=speculation,
         clock=clock,
+    )
+    return engine, runner
+
+
+def a_windowed_engine(
+    windows: Sequence[int | None],
+    *,
+    num_blocks: int = 64,
+    block_tokens: int = 4,
+    limits: SchedulerLimits | None = None,
+    speculation: Speculation | None = None,
+) -> tuple[Engine, WindowedRunner]:
+    """Create a small engine whose groups of layers have these windows, and its runner."""
+    runner = WindowedRunner(num_blocks, block_tokens, windows)
+    engine = Engine(
+        runner,
+        num_blocks=num_blocks,
+        block_tokens=block_tokens,
+        max_model_tokens=256,
+        vocab_size=VOCAB,
+        eos_token_ids=(EOS,),
+        fingerprint=b"test layout",
+        limits=limits or small_limits(),
+        namers=BlockNamers(b"secret"),
+        windows=tuple(windows),
+        speculation=speculation,
     )
     return engine, runner
 

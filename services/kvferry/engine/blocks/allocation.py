@@ -1,4 +1,4 @@
-"""Block tables and their allocator, with prefix hits and copy-on-write.
+"""Block tables and their allocator, with prefix hits, copy-on-write and groups of layers.
 
 One sequence's table, block size B = 4, after 7 prompt tokens and one generated:
 
@@ -9,16 +9,31 @@ One sequence's table, block size B = 4, after 7 prompt tokens and one generated:
 Tables grow in order of position and only as far as the next step needs, so each sequence has fewer than B unused slots
 (Kwon et al., PagedAttention, sections 4.2 and 4.3). Several tables may share one page; a shared page is copied before a
 table writes to it (section 4.4, copy-on-write).
+
+With groups of layers (`kv.pages.layer_groups`), a block has a page in each group. A group with a sliding window
+releases the pages that no later row reads:
+
+    logical          0    1    2    3    4
+    group 0          7    1    5    2    9     full attention
+    group 1          -    -    3    8    4     a window of 6 tokens, 18 tokens computed
+
+Released pages are counted from the last full block instead of the last token. So the blocks in the index at that
+boundary are complete in all groups, and a sequence can continue from there.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
+from kvferry.core.epochs import EpochTable
 from kvferry.core.errors import InvariantBroken
 from kvferry.core.ids import BlockHash, BlockId
 from kvferry.engine.blocks.block_pool import BlockPool
+from kvferry.engine.blocks.cached_prefix import NO_PAGE, CachedPrefix, in_order, longest_prefix
 from kvferry.engine.blocks.prefix_index import PrefixIndex
+from kvferry.kv.pages.layer_groups import first_block_read, most_blocks
+
+_FULL = (None,)
 
 
 @dataclass(slots=True)
@@ -26,9 +41,19 @@ class BlockTable:
     """Pages of one sequence in order of position. Changed only by the allocator."""
 
     blocks: list[BlockId] = field(default_factory=list)
+    """Pages of the first group of layers."""
     version: int = 0
     """Version number, unique over the allocator's lifetime; while it is unchanged, blocks were only appended to this
-    table."""
+    table, or released behind a window."""
+    further: tuple[list[BlockId], ...] = ()
+    """Pages of each further group, as many as `blocks`; empty with one group, or without pages."""
+    passed: list[int] = field(default_factory=list)
+    """Number of leading entries of each group that are `NO_PAGE`; empty without windows, or without pages."""
+
+    @property
+    def pages(self) -> list[BlockId]:
+        """All pages, in order of position."""
+        return in_order(self.blocks, self.further)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,43 +90,168 @@ class Allocator:
     Owned by the engine's thread.
     """
 
-    def __init__(self, pool: BlockPool, index: PrefixIndex, *, block_tokens: int) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        index: PrefixIndex,
+        *,
+        block_tokens: int,
+        windows: Sequence[int | None] = _FULL,
+        further_indexes: Sequence[PrefixIndex] = (),
+        step_tokens: int = 1,
+    ) -> None:
+        """
+        Args:
+            pool: the pages, all of the same size. Its `on_reuse` must remove a page from all indexes.
+            index: index of the pages of the first group of layers.
+            block_tokens: tokens per page.
+            windows: sliding window of each group of layers in tokens, `None` for full attention.
+            further_indexes: index of the pages of each further group. The same names stand for the same blocks.
+            step_tokens: maximum number of tokens of one sequence in a step, for the pages that a window needs.
+        """
+        if len(further_indexes) != len(windows) - 1:
+            raise ValueError(f"{len(windows)} groups of layers need {len(windows) - 1} further prefix indexes")
         self.pool = pool
         self.index = index
         self.block_tokens = block_tokens
+        self.windows = tuple(windows)
+        self.further_indexes = tuple(further_indexes)
+        self._indexes = (index, *further_indexes)
+        self._has_windows = self.windows != _FULL
+        self._step_tokens = step_tokens
         self._versions = count(1)
+
+    @classmethod
+    def create(
+        cls,
+        num_blocks: int,
+        *,
+        block_tokens: int,
+        windows: Sequence[int | None] = _FULL,
+        step_tokens: int = 1,
+        epochs: EpochTable | None = None,
+    ) -> "Allocator":
+        """Create an allocator with its pool and its indexes.
+
+        Args:
+            num_blocks: pages in the pool.
+            block_tokens: see `Allocator`.
+            windows: see `Allocator`.
+            step_tokens: see `Allocator`.
+            epochs: storage of the pages' epochs; see `BlockPool`.
+        """
+        index = PrefixIndex()
+        further = [PrefixIndex(has_feed=False) for _ in windows[1:]]
+
+        def forget(block: BlockId) -> None:
+            for each in (index, *further):
+                each.forget(block)
+
+        pool = BlockPool(num_blocks, epochs=epochs, on_reuse=forget if further else index.forget)
+        return cls(
+            pool,
+            index,
+            block_tokens=block_tokens,
+            windows=windows,
+            further_indexes=further,
+            step_tokens=step_tokens,
+        )
 
     def blocks_for(self, num_tokens: int) -> int:
         """Return the blocks needed for `num_tokens` tokens: ceil(num_tokens / block_tokens)."""
         return -(-num_tokens // self.block_tokens)
 
-    def peek(self, names: Sequence[BlockHash], tokens: Sequence[int], *, max_tokens: int) -> list[BlockId]:
+    def pages_for(self, num_tokens: int) -> int:
+        """Return the largest number of pages that a sequence holds at once while it grows to `num_tokens` tokens, over
+        all groups of layers."""
+        return sum(self._most(window, num_tokens) for window in self.windows)
+
+    def most_tokens(self) -> int:
+        """Return the length of the longest sequence for which all pages of the pool suffice."""
+        low, high = 0, self.pool.num_blocks
+        if None not in self.windows:
+            high = max(high, 1 << 40)  # a window bounds the pages of any length
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.pages_for(middle * self.block_tokens) <= self.pool.num_blocks:
+                low = middle
+            else:
+                high = middle - 1
+        return low * self.block_tokens
+
+    def peek(self, names: Sequence[BlockHash], tokens: Sequence[int], *, max_tokens: int) -> CachedPrefix:
         """Look up the pages of the longest cached prefix of at most `max_tokens` tokens, without taking references.
+
+        A group with a window needs only the pages that the first row after the prefix reads, so a shorter prefix may be
+        cached where a longer one is not, and the reverse.
 
         A prompt's last token must always be computed to get its logits, so callers pass the prompt's length minus one.
         The result is stale after the next allocation; call `hold` on the pages before that.
         """
         size = self.block_tokens
+        limit = min(max_tokens // size, len(names))
         found: list[BlockId] = []
-        for i, name in enumerate(names[: max_tokens // size]):
-            block = self.index.find(name, tokens[i * size : (i + 1) * size])
-            if block is None or self.pool.is_quarantined(block):
-                break
-            found.append(block)
-        return found
+        if self.windows[0] is None:
+            for i in range(limit):
+                block = self._cached(self.index, names[i], tokens, i)
+                if block is None:
+                    break
+                found.append(block)
+            if not self._has_windows:
+                return CachedPrefix(found)
+            limit = len(found)
 
-    def hold(self, table: BlockTable, blocks: Sequence[BlockId]) -> None:
+        def cached(group: int, i: int) -> BlockId | None:
+            return self._cached(self._indexes[group], names[i], tokens, i)
+
+        return longest_prefix(self.windows, size, limit, cached, found)
+
+    def _cached(self, index: PrefixIndex, name: BlockHash, tokens: Sequence[int], i: int) -> BlockId | None:
+        """Return the usable page of block `i` in an index; `None` without one."""
+        size = self.block_tokens
+        block = index.find(name, tokens[i * size : (i + 1) * size])
+        return None if block is None or self.pool.is_quarantined(block) else block
+
+    def hold(self, table: BlockTable, prefix: CachedPrefix) -> None:
         """Append cached pages to an empty table and take one reference to each."""
         if table.blocks:
             raise InvariantBroken(f"a prefix hit needs an empty table; this one has {len(table.blocks)} blocks")
-        self.pool.hold(blocks)
-        table.blocks.extend(blocks)
+        self.pool.hold(prefix.pages)
+        table.blocks.extend(prefix.blocks)
+        if self._has_windows:
+            table.further = tuple(list(pages) for pages in prefix.further)
+            table.passed = prefix.passed
         table.version = next(self._versions)
 
     def missing(self, table: BlockTable, num_tokens: int) -> int:
-        """Return the number of pages to allocate until the table has slots for `num_tokens` tokens, without
-        copy-on-write."""
-        return max(0, self.blocks_for(num_tokens) - len(table.blocks))
+        """Return the number of free pages that the table may need until it has slots for `num_tokens` tokens, without
+        copy-on-write. With windows, it is the largest number at any time, since pages are released meanwhile."""
+        if not self._has_windows:
+            return max(0, self.blocks_for(num_tokens) - len(table.blocks))
+        return self._missing(len(table.blocks), table.passed, num_tokens)
+
+    def needed(self, hit: CachedPrefix, num_tokens: int) -> int:
+        """Return the number of free pages that a new sequence of `num_tokens` tokens needs; see `missing`.
+
+        Args:
+            hit: its longest cached prefix. Pages without a reference are still free, so they are counted too.
+            num_tokens: number of tokens.
+        """
+        num_free_hits = sum(1 for block in hit.pages if self.pool.refs(block) == 0)
+        return self._missing(len(hit), hit.passed, num_tokens) + num_free_hits
+
+    def _missing(self, num_blocks: int, passed: Sequence[int], num_tokens: int) -> int:
+        """Return the pages that may be needed in addition to those of `num_blocks` blocks, without those passed."""
+        behind = passed or [0] * len(self.windows)
+        most = [self._most(window, num_tokens) for window in self.windows]
+        return sum(max(0, pages - num_blocks + gone) for pages, gone in zip(most, behind, strict=True))
+
+    def _most(self, window: int | None, num_tokens: int) -> int:
+        return most_blocks(num_tokens, window, block_tokens=self.block_tokens, step_tokens=self._step_tokens)
+
+    def growth(self, table: BlockTable, num_tokens: int) -> int:
+        """Return the number of pages that `grow` allocates for `num_tokens` tokens, without copy-on-write."""
+        return max(0, self.blocks_for(num_tokens) - len(table.blocks)) * len(self.windows)
 
     def grow(
         self, table: BlockTable, *, num_computed: int, num_tokens: int, may_copy: bool = True
@@ -117,32 +267,84 @@ class Allocator:
                 written.
 
         Returns:
-            The page copies to make before the write: at most one, of a partly filled shared page.
+            The page copies to make before the write: at most one in each group, of a partly filled shared page.
         """
         first_written = num_computed // self.block_tokens
         fits_page = num_tokens <= (first_written + 1) * self.block_tokens and first_written < len(table.blocks)
         if fits_page and self.pool.refs(table.blocks[first_written]) <= 1:
-            return []  # the most frequent case: a decode writes to a page that only it uses
-        shared = [
-            i
-            for i in range(first_written, min(len(table.blocks), self.blocks_for(num_tokens)))
-            if self.pool.refs(table.blocks[i]) > 1
-        ]
+            # The most frequent case: a decode writes to a page that only it uses.
+            if not table.further or all(self.pool.refs(pages[first_written]) <= 1 for pages in table.further):
+                return []
+        groups = self._groups(table)
+        written = range(first_written, min(len(table.blocks), self.blocks_for(num_tokens)))
+        shared = [(pages, i) for i in written for pages in groups if self.pool.refs(pages[i]) > 1]
         if shared and not may_copy:
             return None
-        fresh = self.pool.allocate(self.missing(table, num_tokens) + len(shared))
+        size = self.growth(table, num_tokens) // len(groups)
+        fresh = self.pool.allocate(size * len(groups) + len(shared))
         if fresh is None:
             return None
         copies: list[PageCopy] = []
-        for i in shared:
+        for pages, i in shared:
             target = fresh.pop(0)
             if i * self.block_tokens < num_computed:  # a page without computed tokens needs no copy
-                copies.append(PageCopy(table.blocks[i], target))
-            self.pool.release([table.blocks[i]])
-            table.blocks[i] = target
+                copies.append(PageCopy(pages[i], target))
+            self.pool.release([pages[i]])
+            pages[i] = target
             table.version = next(self._versions)
-        table.blocks.extend(fresh)
+        for group, pages in enumerate(groups):
+            pages.extend(fresh[group * size : (group + 1) * size])
         return copies
+
+    def _groups(self, table: BlockTable) -> tuple[list[BlockId], ...]:
+        """Return the lists of pages of all groups, which an empty table lacks."""
+        if self._has_windows and not table.passed:
+            table.further, table.passed = tuple([] for _ in self.further_indexes), [0] * len(self.windows)
+        return (table.blocks, *table.further)
+
+    def release_passed(self, table: BlockTable, num_computed: int) -> None:
+        """Release the pages that no row after the last full computed block reads. They stay in the prefix index until
+        they are reused.
+
+        Args:
+            table: the table.
+            num_computed: number of leading tokens that no step computes again, while the sequence runs.
+        """
+        if not self._has_windows or not table.passed:
+            return
+        boundary = num_computed // self.block_tokens * self.block_tokens
+        groups = (table.blocks, *table.further)
+        for group, (window, pages) in enumerate(zip(self.windows, groups, strict=True)):
+            first, passed = first_block_read(boundary, window, self.block_tokens), table.passed[group]
+            if first > passed:
+                self.pool.release(pages[passed:first])
+                pages[passed:first] = [NO_PAGE] * (first - passed)
+                table.passed[group] = first
+
+    def name_block(
+        self, table: BlockTable, i: int, name: BlockHash, tokens: Sequence[int], parent: BlockHash | None
+    ) -> None:
+        """Add the pages of a full, computed block to the prefix index.
+
+        Args:
+            table: the sequence's table.
+            i: number of the block.
+            name: its name.
+            tokens: its tokens.
+            parent: name of the block before it.
+        """
+        self.index.add(name, tokens, table.blocks[i], parent=parent, depth=i)
+        for index, pages in zip(self.further_indexes, table.further, strict=False):
+            index.add(name, tokens, pages[i])
+
+    def forget(self, table: BlockTable, names: Iterable[BlockHash]) -> None:
+        """Remove a sequence's blocks from the prefix index, also those whose pages were released behind a window."""
+        for block in table.blocks:
+            self.index.forget(block)
+        if self._has_windows:
+            for name in names:
+                for index in self._indexes:
+                    index.forget_name(name)
 
     def fork(self, table: BlockTable) -> BlockTable:
         """Create a second table over the same pages without copying KV.
@@ -150,31 +352,39 @@ class Allocator:
         The first table that writes to the partly filled page gets a copy of it from `grow`, and the runner makes
         the copy before the step's writes (Kwon et al., PagedAttention, section 4.4).
         """
-        self.pool.hold(table.blocks)
-        return BlockTable(list(table.blocks), next(self._versions))
+        self.pool.hold(table.pages)
+        further = tuple(list(pages) for pages in table.further)
+        return BlockTable(list(table.blocks), next(self._versions), further, list(table.passed))
 
     def free(self, table: BlockTable) -> None:
         """Free all pages of a table; cached content stays readable until the pages are reused. Idempotent."""
-        self.pool.release(table.blocks)
+        self.pool.release(table.pages if self._has_windows else table.blocks)
         table.blocks.clear()
+        table.further, table.passed = (), []
         table.version = next(self._versions)
 
     def reset_cache(self) -> int:
         """Remove all blocks from the prefix index, and give free pages a new epoch, so that a reader of their content
         finds it outdated; return the number of removed blocks."""
-        blocks = self.index.blocks()
-        for block in blocks:
-            self.index.forget(block)
+        removed = self.index.blocks()
+        for index in self._indexes:
+            for block in index.blocks():
+                index.forget(block)
         self.pool.outdate_free()
-        return len(blocks)
+        return len(removed)
 
     def check_integrity(self) -> None:
-        """Check the pool's invariants and invariant I3: a named page is not in quarantine.
+        """Check the pool's invariants, and invariant I3: a named page is not in quarantine, and has a name in one group
+        only.
 
         Raises:
             InvariantBroken: an invariant is violated; the message has the observed counts.
         """
         self.pool.check_integrity()
-        bad = [b for b in self.index.blocks() if self.pool.is_quarantined(b)]
+        named = [index.blocks() for index in self._indexes]
+        bad = [b for blocks in named for b in blocks if self.pool.is_quarantined(b)]
         if bad:
             raise InvariantBroken(f"blocks {bad[:8]} are in quarantine and in the prefix index")
+        num_named = sum(map(len, named))
+        if num_named != len(set().union(*named)):
+            raise InvariantBroken(f"{num_named} names of pages for {len(set().union(*named))} pages")

@@ -186,6 +186,23 @@ class BlockPool:
         if min(self._refs) < 0 or min(self._writers) < 0:
             raise InvariantBroken("a reference or writer count is negative")
 
+    def check_references(self, owners: Iterable[Iterable[BlockId]]) -> None:
+        """Check that the references of each page are those of its owners.
+
+        Args:
+            owners: the pages of each owner.
+
+        Raises:
+            InvariantBroken: a page has another number of references; the message has the numbers.
+        """
+        counted = [0] * self.num_blocks
+        for blocks in owners:
+            for block in blocks:
+                counted[block] += 1
+        bad = {b: pair for b, pair in enumerate(zip(counted, self._refs, strict=True)) if pair[0] != pair[1]}
+        if bad:
+            raise InvariantBroken(f"references of blocks (owners, counted): {dict(list(bad.items())[:8])}")
+
     def _append_free(self, block: int) -> None:
         last = self._prev[self._head]
         self._next[last], self._prev[block] = block, last

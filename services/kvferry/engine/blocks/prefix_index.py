@@ -35,7 +35,12 @@ class PrefixIndex:
     """Names of full, computed blocks and their pages. The index holds no references: its pages may be free and
     reusable."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_feed: bool = True) -> None:
+        """
+        Args:
+            has_feed: whether `take_changes` is called; otherwise changes are not recorded.
+        """
+        self._has_feed = has_feed
         self._changes: list[CacheChange] = []
         self._block_of: dict[BlockHash, BlockId] = {}
         self._content_of: dict[BlockId, tuple[BlockHash, tuple[int, ...]]] = {}
@@ -72,7 +77,8 @@ class PrefixIndex:
             raise InvariantBroken(f"block {block} already has a name; a page is named once per epoch")
         self._block_of[name] = block
         self._content_of[block] = (name, tuple(tokens))
-        self._changes.append(CacheChange(name, CachedBlock(name, parent, depth)))
+        if self._has_feed:
+            self._changes.append(CacheChange(name, CachedBlock(name, parent, depth)))
         return True
 
     def forget(self, block: BlockId) -> None:
@@ -80,7 +86,14 @@ class PrefixIndex:
         content = self._content_of.pop(block, None)
         if content is not None:
             del self._block_of[content[0]]
-            self._changes.append(CacheChange(content[0], None))
+            if self._has_feed:
+                self._changes.append(CacheChange(content[0], None))
+
+    def forget_name(self, name: BlockHash) -> None:
+        """Remove the page of a block, if it has one."""
+        block = self._block_of.get(name)
+        if block is not None:
+            self.forget(block)
 
     @property
     def has_changes(self) -> bool:

@@ -23,9 +23,10 @@ admitted instead, no more are, until it has a slot: the running ones end and fre
 from collections.abc import Iterable
 
 from kvferry.core.errors import InvariantBroken
-from kvferry.core.ids import BlockHash, BlockId, RequestId
+from kvferry.core.ids import BlockHash, RequestId
 from kvferry.engine.adapters.adapter_slots import NO_SLOT, AdapterSlots
 from kvferry.engine.blocks.allocation import Allocator
+from kvferry.engine.blocks.cached_prefix import CachedPrefix
 from kvferry.engine.plan.loading import LoadingSequences
 from kvferry.engine.plan.lookahead import share
 from kvferry.engine.plan.sequence import Sequence, SequenceEvent
@@ -43,11 +44,11 @@ _MAX_OVERTAKEN = 32
 
 
 def num_lacking(allocator: Allocator, admitted: Iterable[Sequence]) -> int:
-    """Return the number of pages that admitted sequences still have to allocate for their current tokens."""
+    """Return the number of pages that admitted sequences may still have to allocate for their current tokens."""
     return sum(allocator.missing(s.table, s.num_tokens) for s in admitted)
 
 
-def cached_prefix(allocator: Allocator, sequence: Sequence) -> list[BlockId]:
+def cached_prefix(allocator: Allocator, sequence: Sequence) -> CachedPrefix:
     """Return the pages of the longest cached prefix that a sequence can use, without taking references."""
     return allocator.peek(sequence.name_blocks(), sequence.tokens, max_tokens=sequence.num_reusable)
 
@@ -73,21 +74,16 @@ class Headroom:
         self._has_others = bool(known)
         self._promised = num_lacking(allocator, known)
 
-    def needed(self, hit: list[BlockId], num_tokens: int) -> int:
-        """Compute the number of free pages that a sequence needs for all its tokens.
+    def fits(self, hit: CachedPrefix, num_tokens: int) -> bool:
+        """Return whether all tokens of a new sequence fit into the free pages that are not reserved for admitted
+        sequences.
 
         Args:
-            hit: pages of its longest cached prefix; those without a reference are still free, so they are counted too.
+            hit: its longest cached prefix.
             num_tokens: number of current tokens, prompt and generated.
         """
-        num_free_hits = sum(1 for block in hit if self._allocator.pool.refs(block) == 0)
-        return self._allocator.blocks_for(num_tokens) - len(hit) + num_free_hits
-
-    def fits(self, hit: list[BlockId], num_tokens: int) -> bool:
-        """Return whether all tokens of a new sequence fit into the free pages that are not reserved for admitted
-        sequences."""
         reserve = self._reserve if self._has_others else 0
-        return self.needed(hit, num_tokens) <= self._allocator.pool.num_free - self._promised - reserve
+        return self._allocator.needed(hit, num_tokens) <= self._allocator.pool.num_free - self._promised - reserve
 
     def admit(self, newcomer: Sequence) -> None:
         """Admit a sequence whose table has the pages of its first chunk; its remaining pages are reserved for it."""
@@ -223,7 +219,7 @@ class Admission:
     def _admit_one(
         self,
         sequence: Sequence,
-        hit: list[BlockId],
+        hit: CachedPrefix,
         room: StepBudget,
         pages: Headroom,
         planned: list[ScheduledSequence],

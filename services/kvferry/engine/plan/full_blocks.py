@@ -1,6 +1,7 @@
 """Full blocks of sequences: added to the prefix index, stored in tiers, and reported to the reader of a hand-off.
 Pure."""
 
+from kvferry.core.errors import InvariantBroken
 from kvferry.engine.blocks.allocation import Allocator
 from kvferry.engine.plan.kv_jobs import Export, Progress, StoreJob
 from kvferry.engine.plan.sequence import Sequence
@@ -9,7 +10,7 @@ from kvferry.kv.interface.tiering import ObjectKey
 
 class FullBlocks:
     """Processing of full blocks: each is added to the prefix index, stored and reported once its KV is completely
-    computed."""
+    computed. Then pages that the windows of the model's layers have passed are released."""
 
     def __init__(self, allocator: Allocator) -> None:
         self.allocator = allocator
@@ -31,8 +32,7 @@ class FullBlocks:
 
     def forget(self, sequence: Sequence) -> None:
         """Remove the blocks of a sequence from the prefix index."""
-        for block in sequence.table.blocks:
-            self.allocator.index.forget(block)
+        self.allocator.forget(sequence.table, sequence.names)
 
     def list_full(self, sequence: Sequence) -> None:
         """Add all newly full and computed blocks to the prefix index, plan their stores, and report those that will be
@@ -44,13 +44,8 @@ class FullBlocks:
         full = min(full, sequence.num_tokens // size)  # blocks with draft tokens are named once these are accepted
         names = sequence.name_blocks()
         for i in range(sequence.num_listed, full):
-            self.allocator.index.add(
-                names[i],
-                sequence.tokens[i * size : (i + 1) * size],
-                sequence.table.blocks[i],
-                parent=names[i - 1] if i else None,
-                depth=i,
-            )
+            tokens, parent = tuple(sequence.tokens[i * size : (i + 1) * size]), names[i - 1] if i else None
+            self.allocator.name_block(sequence.table, i, names[i], tokens, parent)
         sequence.num_listed = full
         self._plan_stores(sequence, full)
         if sequence.exports and sequence.num_computed < sequence.num_tokens:
@@ -59,6 +54,7 @@ class FullBlocks:
             epochs = tuple(self.allocator.pool.epochs[b] for b in pages)
             self._progress.append(Progress(sequence.request_id, pages, epochs, tuple(names[new])))
             sequence.num_told = full
+        self.allocator.release_passed(sequence.table, full * size)
 
     def _plan_stores(self, sequence: Sequence, full: int) -> None:
         """Plan the stores of complete objects among the first `full` blocks, each only once."""
@@ -72,15 +68,30 @@ class FullBlocks:
 
     def export(self, sequence: Sequence, num_tokens: int) -> Export:
         """Move the pages of a finished prefill, which hold the KV of `num_tokens` tokens, from its table to an
-        export."""
+        export.
+
+        Raises:
+            InvariantBroken: windows have released pages.
+        """
+        self._check_whole(sequence)
         pages = tuple(sequence.table.blocks)
         sequence.table.blocks.clear()
         return Export(pages, tuple(self.allocator.pool.epochs[b] for b in pages), num_tokens)
 
     def export_full(self, sequence: Sequence) -> Export | None:
-        """Return the pages of the full blocks, without references; `None` if no block is full."""
+        """Return the pages of the full blocks, without references; `None` if no block is full.
+
+        Raises:
+            InvariantBroken: windows have released pages.
+        """
+        self._check_whole(sequence)
         full = sequence.num_computed // self.allocator.block_tokens
         pages = tuple(sequence.table.blocks[:full])
         if not pages:
             return None
         return Export(pages, tuple(self.allocator.pool.epochs[b] for b in pages), full * self.allocator.block_tokens)
+
+    @staticmethod
+    def _check_whole(sequence: Sequence) -> None:
+        if sequence.table.passed:
+            raise InvariantBroken("the pages of an engine with windows are not handed off")

@@ -47,6 +47,8 @@ def share(sequence: Sequence, count: int, draft: tuple[int, ...] = ()) -> Schedu
         num_scored=sequence.scored_in(sequence.num_computed, count) if sequence.is_scoring else 0,
         pooled_positions=NO_ROWS if pooling is None else pooling.positions(sequence.num_computed, count),
         adapter_slot=sequence.adapter_slot,
+        further_ids=sequence.table.further,
+        num_passed=sequence.table.passed,
     )
 
 

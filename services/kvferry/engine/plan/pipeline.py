@@ -126,9 +126,11 @@ class Pipeline:
             self._next = None
 
     def _written_pages(self, plan: StepPlan) -> tuple[BlockId, ...]:
-        """Return the pages that a step of decoding sequences writes to, one for each."""
+        """Return the pages that a step of decoding sequences writes to, one for each sequence and group of layers."""
         size = self._allocator.block_tokens
-        return tuple(s.block_ids[s.num_computed // size] for s in plan.scheduled)
+        pages = [s.block_ids[s.num_computed // size] for s in plan.scheduled]
+        pages += [ids[s.num_computed // size] for s in plan.scheduled for ids in s.further_ids]
+        return tuple(pages)
 
     def in_flight(self, plan: StepPlan) -> set[RequestId]:
         """Return the requests in a running step and in the step launched after it."""

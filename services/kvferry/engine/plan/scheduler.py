@@ -86,8 +86,8 @@ class Scheduler:
         """
         if sequence.request_id in self._known:
             raise InvariantBroken(f"request {sequence.request_id} was added twice")
-        if self.allocator.blocks_for(sequence.max_tokens_total) > self.allocator.pool.num_blocks:
-            raise InvariantBroken(f"request {sequence.request_id} needs more blocks than the pool has")
+        if self.allocator.pages_for(sequence.max_tokens_total) > self.allocator.pool.num_blocks:
+            raise InvariantBroken(f"request {sequence.request_id} needs more pages than the pool has")
         sequence.name_blocks()  # here and not in the step that admits it, which may admit many
         sequence.arrival = next(self._arrivals)
         self._known[sequence.request_id] = sequence

@@ -82,6 +82,11 @@ class ScheduledSequence:
     """Positions of the scheduled rows whose hidden states are pooled."""
     adapter_slot: int = NO_SLOT
     """Slot of the sequence's adapter (`adapter_slots`); `NO_SLOT` without one."""
+    further_ids: Sequence[Sequence[BlockId]] = ()
+    """Pages of each further group of layers, in order of position like `block_ids`. Entries behind a group's window are
+    `NO_PAGE`."""
+    num_passed: Sequence[int] = ()
+    """Number of leading `NO_PAGE` entries of each group, the first group included; empty if there are none."""
 
     @property
     def num_drafts(self) -> int:

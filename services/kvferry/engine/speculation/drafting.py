@@ -1,7 +1,7 @@
 """Draft tokens in the plan of a step: which sequences may have any, and pages for them. Pure.
 
 A draft never displaces required work: a step with prompts has no drafts, and the pages of a draft must be free in
-addition to one page for each running sequence.
+addition to those of one block for each running sequence.
 """
 
 from collections.abc import Callable
@@ -43,8 +43,8 @@ class Drafting:
         if not draft:
             return None
         start, end = sequence.num_computed, sequence.num_computed + 1 + len(draft)
-        needed = self._allocator.missing(sequence.table, end)
-        if needed and self._allocator.pool.num_free < needed + num_running:
+        needed = self._allocator.growth(sequence.table, end)
+        if needed and self._allocator.pool.num_free < needed + num_running * len(self._allocator.windows):
             return None
         return self._allocator.grow(sequence.table, num_computed=start, num_tokens=end)
 

@@ -7,6 +7,7 @@ from kvferry.core.hashing import BlockNamer
 from kvferry.core.ids import BlockId
 from kvferry.engine.blocks.allocation import Allocator, BlockTable, PageCopy
 from kvferry.engine.blocks.block_pool import BlockPool
+from kvferry.engine.blocks.cached_prefix import CachedPrefix
 from kvferry.engine.blocks.prefix_index import PrefixIndex
 
 
@@ -91,8 +92,8 @@ def test_a_full_prompt_hit_leaves_at_least_one_token_to_compute() -> None:
     alloc.grow(table, num_computed=0, num_tokens=8)
     for i, name in enumerate(namer.chain(tokens)):
         alloc.index.add(name, tokens[i * 4 : i * 4 + 4], table.blocks[i])
-    assert alloc.peek(namer.chain(tokens), tokens, max_tokens=7) == table.blocks[:1]
-    assert alloc.peek(namer.chain(tokens), tokens, max_tokens=8) == table.blocks
+    assert alloc.peek(namer.chain(tokens), tokens, max_tokens=7).blocks == table.blocks[:1]
+    assert alloc.peek(namer.chain(tokens), tokens, max_tokens=8).blocks == table.blocks
 
 
 def test_a_block_name_with_other_tokens_is_no_hit() -> None:
@@ -102,7 +103,7 @@ def test_a_block_name_with_other_tokens_is_no_hit() -> None:
     alloc.grow(table, num_computed=0, num_tokens=4)
     name = namer.name(None, [1, 2, 3, 4])
     alloc.index.add(name, [1, 2, 3, 4], table.blocks[0])
-    assert alloc.peek([name], [1, 2, 3, 5, 9], max_tokens=4) == []
+    assert alloc.peek([name], [1, 2, 3, 5, 9], max_tokens=4).blocks == []
 
 
 def test_a_prefix_is_held_only_by_an_empty_table() -> None:
@@ -110,7 +111,7 @@ def test_a_prefix_is_held_only_by_an_empty_table() -> None:
     table = BlockTable()
     alloc.grow(table, num_computed=0, num_tokens=4)
     with pytest.raises(InvariantBroken, match="prefix"):
-        alloc.hold(table, [BlockId(1)])
+        alloc.hold(table, CachedPrefix([BlockId(1)]))
 
 
 def test_a_page_is_named_once_in_each_life() -> None:

@@ -1,0 +1,122 @@
+"""Groups of layers with page needs of their own: full attention in one group, each sliding window in further ones.
+
+A page has the KV of one block of tokens for the layers of one group. All groups have pages of the same size, so that
+one pool serves them (Zhang et al., Jenga: Effective Memory Management for Serving LLM with Heterogeneity, SOSP 2025;
+the hybrid KV cache manager of vLLM divides layers in the same way). Six layers, of which two have full attention:
+
+    layer       0  1  2  3  4  5        windows of layers 0, 1, 3 and 4
+    group 0           2        5        a page per block, for the whole context
+    group 1     0  1                    pages of the last blocks only
+    group 2              3  4           the same
+
+The last group of a window may have fewer layers than its pages have places; these places stay unused.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvferry.model.config import ModelConfig
+
+
+def first_block_read(position: int, window: int | None, block_tokens: int) -> int:
+    """Return the first block that rows from `position` on read: that of position + 1 - window, or 0 without window."""
+    return 0 if window is None else max(0, position + 1 - window) // block_tokens
+
+
+def most_blocks(num_tokens: int, window: int | None, *, block_tokens: int, step_tokens: int) -> int:
+    """Return the largest number of pages that a group holds at once while a sequence grows to `num_tokens` tokens.
+
+    Args:
+        num_tokens: length of the sequence.
+        window: sliding window of the group's layers in tokens; `None` for full attention.
+        block_tokens: tokens per page.
+        step_tokens: maximum number of tokens of one sequence in a step.
+    """
+    blocks = -(-num_tokens // block_tokens)
+    if window is None:
+        return blocks
+    # Pages are released up to a full block. A step begins at most block_tokens - 1 tokens after it.
+    of_window, of_step = -(-(window - 1) // block_tokens), -(-(block_tokens - 1 + step_tokens) // block_tokens)
+    return min(blocks, of_window + of_step)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroups:
+    """Division of a model's layers into groups."""
+
+    windows: tuple[int | None, ...]
+    """Sliding window of each group's layers in tokens; `None` for full attention, or for layers of different windows."""
+    layers: tuple[tuple[int, ...], ...]
+    """Layers of each group, ascending. The first group has as many layers as a page has places."""
+
+    @classmethod
+    def single(cls, num_layers: int) -> "LayerGroups":
+        """Return one group of all layers, whose pages are kept for the whole context."""
+        return cls((None,), (tuple(range(num_layers)),))
+
+    @classmethod
+    def of(cls, windows: Sequence[int | None]) -> "LayerGroups":
+        """Divide layers by their windows, in groups as large as that of full attention, or, without one, as the
+        smallest set of layers with the same window.
+
+        Args:
+            windows: sliding window of each layer; `None` for full attention.
+        """
+        by_window: dict[int | None, list[int]] = {None: []}
+        for layer, window in enumerate(windows):
+            by_window.setdefault(window, []).append(layer)
+        sets = [(window, layers) for window, layers in by_window.items() if layers]
+        size = len(by_window[None]) or min(len(layers) for _, layers in sets)
+        groups = [
+            (window, tuple(layers[first : first + size]))
+            for window, layers in sets
+            for first in range(0, len(layers), size)
+        ]
+        return cls(tuple(window for window, _ in groups), tuple(layers for _, layers in groups))
+
+    @property
+    def page_layers(self) -> int:
+        """Number of layers for which a page has places."""
+        return len(self.layers[0])
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether there are several groups."""
+        return len(self.layers) > 1
+
+    @property
+    def places(self) -> tuple[tuple[int, int], ...]:
+        """(group, place in the page) of each layer."""
+        found = {
+            layer: (group, place)
+            for group, layers in enumerate(self.layers)
+            for place, layer in enumerate(layers)
+        }
+        return tuple(found[layer] for layer in range(len(found)))
+
+    def most_layer_blocks(self, num_tokens: int, *, block_tokens: int, step_tokens: int) -> int:
+        """Return the largest number of blocks that a sequence of `num_tokens` tokens holds at once, times the layers of
+        a page; in proportion to its bytes."""
+        return self.page_layers * sum(
+            most_blocks(num_tokens, window, block_tokens=block_tokens, step_tokens=step_tokens)
+            for window in self.windows
+        )
+
+
+def choose_groups(config: ModelConfig, *, context_tokens: int, block_tokens: int, step_tokens: int) -> LayerGroups:
+    """Choose the groups of a model: those of `LayerGroups.of` if a sequence of the context's length takes less memory
+    than with one group of all layers, otherwise that group.
+
+    Args:
+        config: the model.
+        context_tokens: context length that is served.
+        block_tokens: tokens per page.
+        step_tokens: maximum number of tokens of one sequence in a step.
+    """
+    whole = LayerGroups.single(config.num_layers)
+    divided = LayerGroups.of([config.window_of(layer) for layer in range(config.num_layers)])
+
+    def size(groups: LayerGroups) -> int:
+        return groups.most_layer_blocks(context_tokens, block_tokens=block_tokens, step_tokens=step_tokens)
+
+    return divided if size(divided) < size(whole) else whole
