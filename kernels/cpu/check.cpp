@@ -187,21 +187,55 @@ struct Piece {
   int sequence, first, rows;
 };
 
+// Groups of the two layers, and the pages of each sequence in each group.
+struct Groups {
+  std::vector<int64_t> places;  // empty for pages with both layers
+  std::vector<std::vector<std::vector<int64_t>>> tables;
+  int page_layers() const { return places.empty() ? 2 : 1; }
+};
+
+// Pages from `page` on. If the layers are in two groups, each page has one of them.
+Groups random_groups(const std::vector<int>& lengths, int block_tokens, int64_t& page) {
+  Groups groups;
+  if (draw(0, 1)) groups.places = draw(0, 1) ? std::vector<int64_t>{0, 0, 1, 0} : std::vector<int64_t>{1, 0, 0, 0};
+  groups.tables.resize(groups.places.empty() ? 1 : 2);
+  for (auto& tables : groups.tables)
+    for (int length : lengths) {
+      tables.emplace_back();
+      for (int i = 0; i * block_tokens < length; ++i) tables.back().push_back(page++);
+    }
+  return groups;
+}
+
 // Computes a step; returns the logits of each row, and its inputs of both layers.
 std::vector<float> step(Step& job, Pool& pool, const std::vector<Piece>& pieces,
-                        const std::vector<std::vector<int64_t>>& tokens,
-                        const std::vector<std::vector<int64_t>>& tables, std::vector<uint8_t>& pages, KvType kv_type,
-                        int block_tokens) {
-  std::vector<int64_t> ids, positions, slots, sampled;
+                        const std::vector<std::vector<int64_t>>& tokens, const Groups& groups,
+                        std::vector<uint8_t>& pages, KvType kv_type, int block_tokens) {
+  std::vector<int64_t> ids, positions, sampled;
+  std::vector<int64_t> slots[2];
+  size_t width = 0;
+  for (const Piece& p : pieces) width = std::max(width, size_t((p.first + p.rows + block_tokens - 1) / block_tokens));
+  std::vector<int64_t> tables(groups.tables.size() * pieces.size() * width, -1);
   std::vector<Sequence> sequences;
   for (const Piece& p : pieces) {
-    const auto& table = tables[size_t(p.sequence)];
-    sequences.push_back({int(ids.size()), p.rows, p.first + p.rows, table.data()});
+    const int64_t* table = tables.data() + sequences.size() * width;
+    for (size_t g = 0; g < groups.tables.size(); ++g) {
+      const auto& pages_of = groups.tables[g][size_t(p.sequence)];
+      int64_t* to = tables.data() + (g * pieces.size() + sequences.size()) * width;
+      for (int i = p.first; i < p.first + p.rows; ++i)
+        slots[g].push_back(pages_of[size_t(i / block_tokens)] * block_tokens + i % block_tokens);
+      // Pages behind the windows of all layers of the group are not named.
+      int hidden = kLongest;
+      for (int layer = 0; layer < 2; ++layer)
+        if (groups.places.empty() || groups.places[2 * size_t(layer)] == int64_t(g))
+          hidden = std::min(hidden, hidden_tokens(job.model.layers[layer].window, p.first));
+      for (int i = hidden / block_tokens; i * block_tokens < p.first + p.rows; ++i) to[i] = pages_of[size_t(i)];
+    }
+    sequences.push_back({int(ids.size()), p.rows, p.first + p.rows, table});
     for (int i = p.first; i < p.first + p.rows; ++i) {
       sampled.push_back(int64_t(ids.size()));
       ids.push_back(tokens[size_t(p.sequence)][size_t(i)]);
       positions.push_back(i);
-      slots.push_back(table[size_t(i / block_tokens)] * block_tokens + i % block_tokens);
     }
   }
   const size_t n = ids.size();
@@ -214,7 +248,14 @@ std::vector<float> step(Step& job, Pool& pool, const std::vector<Piece>& pieces,
   b.rows = b.num_sampled = int(n);
   b.tokens = ids.data();
   b.positions = positions.data();
-  b.slots = slots.data();
+  b.slots = slots[0].data();
+  if (!groups.places.empty()) {
+    b.places = groups.places.data();
+    b.page_layers = groups.page_layers();
+    b.further_slots = slots[1].data();
+    b.further_tables = tables.data() + pieces.size() * width;
+    b.table_width = width;
+  }
   b.sequences = sequences.data();
   b.num_sequences = int(sequences.size());
   b.sampled = sampled.data();
@@ -241,24 +282,23 @@ bool check(const Level& level, const std::string& wanted, RowType type, KvType k
   const Model& m = world.model;
   const int block_tokens = one_of({1, 3, 5, 8, 16, 17, 24, 32, 48});
   const std::vector<int> lengths{1, draw(2, 40), kPartition + draw(0, 2), draw(kPartition, kLongest)};
-  std::vector<std::vector<int64_t>> tokens, tables;
+  std::vector<std::vector<int64_t>> tokens;
   int64_t page = 0;
   for (int length : lengths) {
     tokens.emplace_back();
     for (int i = 0; i < length; ++i) tokens.back().push_back(draw(0, m.vocabulary - 1));
-    tables.emplace_back();
-    for (int i = 0; i * block_tokens < length; ++i) tables.back().push_back(page++);
   }
+  const Groups groups = random_groups(lengths, block_tokens, page);
   // Allocated with exactly the size of the pages, so that the address sanitizer detects accesses beyond them.
   const size_t planes = m.latent.rank ? 1 : 2;
   const size_t bytes =
-      size_t(page) * m.num_layers * planes * m.kv_heads * head_bytes(kv_type, block_tokens, m.key_dim());
+      size_t(page) * groups.page_layers() * planes * m.kv_heads * head_bytes(kv_type, block_tokens, m.key_dim());
   std::vector<uint8_t> pages(bytes, 0xff);
   Pool pool(draw(1, 4)), lone(1);
   Step job(m, level, pool.threads()), by_itself(m, level, 1);
   std::vector<std::vector<float>> alone;
   for (int s = 0; s < int(lengths.size()); ++s)
-    alone.push_back(step(by_itself, lone, {{s, 0, lengths[size_t(s)]}}, tokens, tables, pages, kv_type, block_tokens));
+    alone.push_back(step(by_itself, lone, {{s, 0, lengths[size_t(s)]}}, tokens, groups, pages, kv_type, block_tokens));
   std::fill(pages.begin(), pages.end(), 0xff);
   std::vector<int> done(lengths.size());
   for (bool more = true; more;) {
@@ -273,7 +313,7 @@ bool check(const Level& level, const std::string& wanted, RowType type, KvType k
     }
     for (size_t s = 0; s < lengths.size(); ++s) more = more || done[s] < lengths[s];
     if (pieces.empty()) continue;
-    const auto logits = step(job, pool, pieces, tokens, tables, pages, kv_type, block_tokens);
+    const auto logits = step(job, pool, pieces, tokens, groups, pages, kv_type, block_tokens);
     size_t at = 0;
     for (const Piece& p : pieces) {
       const size_t width = size_t(m.vocabulary + 2 * m.hidden), count = size_t(p.rows) * width;

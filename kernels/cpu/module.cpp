@@ -190,7 +190,8 @@ class Runner {
   void step(Ints tokens, Ints positions, Ints slots, Ints queries, Ints contexts, Ints tables, Ints sampled,
             uintptr_t pages, int64_t num_pages, int block_tokens, const std::string& kv_type, Array<float> logits,
             Array<int64_t> greedy, Bytes finite, Ints shown, Array<float> hidden, Ints adapter_of_row,
-            nb::list adapters, Ints taps, Array<float> tapped, Floats residuals, Floats inputs) {
+            nb::list adapters, Ints taps, Array<float> tapped, Floats residuals, Floats inputs, Ints places,
+            int page_layers, Ints further_slots, Ints further_tables) {
     Batch b;
     b.rows = int(tokens.size());
     b.num_sequences = int(queries.size());
@@ -234,13 +235,24 @@ class Runner {
     if (!given.empty())
       check_indices(adapter_of_row.data(), adapter_of_row.size(), -1, int64_t(given.size()),
                     "a row's adapter is not there");
+    require(!places.size() || places.size() == 2 * layers_.size(), "every layer needs a place");
+    b.places = places.size() ? places.data() : nullptr;
+    b.page_layers = page_layers;
+    const std::vector<int> windows = group_windows(model_, b);
     thread_local std::vector<Sequence> sequences;
     describe_sequences(queries.data(), contexts.data(), tables.data(), tables.shape(1), b.rows, model_.max_tokens,
-                       block_tokens, num_pages, queries.size(), sequences);
+                       block_tokens, num_pages, queries.size(), windows[0], sequences);
     b.tokens = tokens.data();
     b.positions = positions.data();
     b.slots = slots.data();
     b.sequences = sequences.data();
+    const size_t further = windows.size() - 1;
+    require(further_slots.size() == further * rows && further_tables.size() == further * tables.size(),
+            "slots or tables of further groups of layers have another size");
+    b.further_slots = further_slots.data();
+    b.further_tables = further_tables.data();
+    b.table_width = tables.shape(1);
+    check_further(b, windows, block_tokens, num_pages);
     b.sampled = sampled.data();
     b.pages = reinterpret_cast<uint8_t*>(pages);
     b.kv_type = kv_type_named(kv_type);
@@ -360,7 +372,8 @@ NB_MODULE(_cpu, m) {
       .def("step", &Runner::step, "tokens"_a, "positions"_a, "slots"_a, "queries"_a, "contexts"_a, "tables"_a,
            "sampled"_a, "pages"_a, "num_pages"_a, "block_tokens"_a, "kv_type"_a, "logits"_a.noconvert(),
            "greedy"_a.noconvert(), "finite"_a.noconvert(), "shown"_a, "hidden"_a.noconvert(), "adapter_of_row"_a,
-           "adapters"_a, "taps"_a, "tapped"_a.noconvert(), "residuals"_a, "inputs"_a);
+           "adapters"_a, "taps"_a, "tapped"_a.noconvert(), "residuals"_a, "inputs"_a, "places"_a, "page_layers"_a,
+           "further_slots"_a, "further_tables"_a);
   m.def("product", &product, "pool"_a, "level"_a, "matrix"_a, "x"_a, "out"_a.noconvert(), "input_bits"_a = 16,
         "x [rows, cols] times the matrix, into out; x in 8 or 16 bits, or as floats in 32, where the matrix is of "
         "codes.");

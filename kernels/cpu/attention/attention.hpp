@@ -317,7 +317,7 @@ template <KvType K, int Widest>
 static void attend(const Batch& batch, const AttentionGeometry& g, const AttentionItem& item, const int* sharers,
                    int kv_head, const AttentionItem* next, const float* queries, int query_stride,
                    const AttentionScratch& s) {
-  const Sequence& sequence = batch.sequences[item.sequence];
+  const Sequence sequence = sequence_of(batch, g.place.group, item.sequence);
   const int D = g.head_dim, N = g.value_dim, rows = item.queries * g.group;
   // Sequences that share a partition attend to all its tokens, as if the queries directly followed the partition.
   const int first_position = sharers ? item.end * kPartition : sequence.context - sequence.queries + item.first_query;
@@ -333,25 +333,43 @@ static void attend(const Batch& batch, const AttentionGeometry& g, const Attenti
     }
   const int last = sharers ? first_position : first_position + item.queries;  // tokens that the last row attends to
   const int packed = last < item.end * kPartition ? last : item.end * kPartition, behind = (packed + 15) / 16 * 16;
+  // Tokens before the windows of all rows, whose pages may be released, and the first token that is read.
+  const int hidden = hidden_tokens(g.window, first_position);
+  const auto first_read = [](int begin, int not_seen) {
+    return begin * kPartition > not_seen ? begin * kPartition : not_seen / 16 * 16;
+  };
   // The key to pack kPrefetchGroups groups after the one at t: a key of this head, of the next head or of the next
   // item.
   const auto prefetch_target = [&](int t) -> Key {
     const int then = t + 16 * kPrefetchGroups, further = then - behind;
-    if (further < 0) return key_at<K>(batch, g, sequence, kv_head, then);
-    const int own = item.begin * kPartition + further;
-    if (kv_head + 1 < item.kv_end) return own < packed ? key_at<K>(batch, g, sequence, kv_head + 1, own) : Key{};
+    if (further < 0) return then < hidden ? Key{} : key_at<K>(batch, g, sequence, kv_head, then);
+    const int own = first_read(item.begin, hidden) + further;
+    if (kv_head + 1 < item.kv_end)
+      return own < packed && own >= hidden ? key_at<K>(batch, g, sequence, kv_head + 1, own) : Key{};
     if (!next) return {};
-    const Sequence& other = batch.sequences[next->sequence];
-    const int token = next->begin * kPartition + further;
-    return token < other.context ? key_at<K>(batch, g, other, next->kv_begin, token) : Key{};
+    const Sequence other = sequence_of(batch, g.place.group, next->sequence);
+    const int not_seen = hidden_tokens(g.window, other.context - other.queries + next->first_query);
+    const int token = first_read(next->begin, not_seen) + further;
+    return token < other.context && token >= not_seen ? key_at<K>(batch, g, other, next->kv_begin, token) : Key{};
   };
   TokenGroupCopy copy;
   for (int part = item.begin; part < item.end; ++part) {
     const int start = part * kPartition, end = last < start + kPartition ? last : start + kPartition;
-    if (g.window && g.can_skip && start + kPartition <= first_position + 1 - g.window) continue;
+    if (start + kPartition <= hidden) continue;
     for (int t = start; t < end; t += 16) {
       const int p = (t - start) / 16;
-      const TokenGroup group = token_group_at<K>(batch, g, sequence, kv_head, t, end, copy);
+      if (t + 16 <= hidden) {  // panels of zeros, since a weight of zero times anything finite is zero
+        std::memset(s.keys + p * key_panel_bytes<K>(D), 0, key_panel_bytes<K>(D));
+        for (int d = 0; d < N / 16; ++d)
+          std::memset(s.values + d * value_panel_bytes<K>() + size_t(p) * 16 * 16 * kPackedBytes<K>, 0,
+                      16 * 16 * kPackedBytes<K>);
+        if constexpr (K == KvType::int8) {
+          v_store(s.key_scales + p * 16, v_zero());
+          v_store(s.value_scales + p * 16, v_zero());
+        }
+        continue;
+      }
+      const TokenGroup group = token_group_at<K>(batch, g, sequence, kv_head, t, hidden, end, copy);
       const Key ahead = prefetch_target(t);
       pack_keys<K>(g, group.keys, ahead.row ? ahead.row : group.keys, s.keys + p * key_panel_bytes<K>(D));
       pack_values<K>(g, group.values, ahead.row ? ahead.row + value_offset<K>(g) : group.values,

@@ -13,13 +13,13 @@ namespace kvferry::KVFERRY_LEVEL {
 
 // A layer of the KV pages, with the layout of pages and heads.
 struct AttentionGeometry {
-  int layer, num_layers, kv_heads, group, head_dim, block_tokens;
+  Place place;
+  int kv_heads, group, head_dim, block_tokens;  // group: query heads per KV head
   int planes;     // 2 for keys and values; 1 for latent vectors, whose first values are the value
   int value_dim;  // head_dim with 2 planes
   float scale;
   int window;      // tokens that a row attends to, including its own; 0 for all
   float soft_cap;  // 0 for none
-  bool can_skip;   // whether partitions before all windows may be left out, which partial results may not
 };
 
 template <KvType K>
@@ -35,7 +35,7 @@ template <KvType K>
 static inline Key key_at(const Batch& batch, const AttentionGeometry& g, const Sequence& s, int kv_head, int token) {
   const size_t page = size_t(s.pages[token / g.block_tokens]), place = size_t(token % g.block_tokens),
                row = row_bytes<K>(g);
-  const uint8_t* head = batch.pages + ((page * g.num_layers + g.layer) * g.planes * g.kv_heads + kv_head) *
+  const uint8_t* head = batch.pages + ((page * g.place.page_layers + g.place.layer) * g.planes * g.kv_heads + kv_head) *
                                           head_bytes(K, g.block_tokens, g.head_dim);
   return {head + place * row, head + size_t(g.block_tokens) * row + place * kScaleBytes};
 }
@@ -54,11 +54,12 @@ struct TokenGroupCopy {
   alignas(64) uint8_t scales[2][16 * kScaleBytes];
 };
 
-// Tokens [first, first + 16): in place if one page holds them, otherwise copied to `copy`. Tokens from `end` on are
+// Tokens [first, first + 16), of which some are not hidden: in place if one page holds them, otherwise copied to
+// `copy`. There, the first `hidden` tokens of the sequence, whose pages may be released, and those from `end` on are
 // zeros.
 template <KvType K>
 static inline TokenGroup token_group_at(const Batch& batch, const AttentionGeometry& g, const Sequence& s, int kv_head,
-                                        int first, int end, TokenGroupCopy& copy) {
+                                        int first, int hidden, int end, TokenGroupCopy& copy) {
   const size_t values = value_offset<K>(g), row = row_bytes<K>(g);
   if (first + 16 <= end && first % g.block_tokens + 16 <= g.block_tokens) {
     const Key key = key_at<K>(batch, g, s, kv_head, first);
@@ -68,7 +69,7 @@ static inline TokenGroup token_group_at(const Batch& batch, const AttentionGeome
     from ? std::memcpy(to, from, bytes) : std::memset(to, 0, bytes);
   };
   for (int t = 0; t < 16; ++t) {
-    const bool is_there = first + t < end;
+    const bool is_there = first + t < end && first + t >= hidden;
     const Key key = is_there ? key_at<K>(batch, g, s, kv_head, first + t) : Key{};
     for (size_t half = 0; half < 2; ++half) {
       take(copy.rows[half] + t * row, is_there ? key.row + half * values : nullptr, row);

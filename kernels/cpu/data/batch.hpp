@@ -1,5 +1,6 @@
 // Batch of a step: its rows, sequences and KV pages, and the output arrays.
 #pragma once
+#include <cstddef>
 #include <cstdint>
 
 #include "data/adapter.hpp"
@@ -23,7 +24,14 @@ struct Batch {
   int num_sequences = 0;
   const int64_t* sampled = nullptr;  // [num_sampled]: indices of the rows whose logits are computed
   int num_sampled = 0;
-  uint8_t* pages = nullptr;  // [pages][layers][2][kv_heads], each `head_bytes`: [block_tokens][head_dim]
+  uint8_t* pages = nullptr;  // [pages][page_layers][2][kv_heads], each `head_bytes`: [block_tokens][head_dim]
+  // Group of each layer and its place in the pages of the group, [layers][2], and places in a page. Null if pages have
+  // all layers in order. Slots and tables are those of group 0; those of further groups follow each other.
+  const int64_t* places = nullptr;
+  int page_layers = 0;
+  const int64_t* further_slots = nullptr;   // [groups - 1, rows]
+  const int64_t* further_tables = nullptr;  // [groups - 1, num_sequences, table_width]
+  size_t table_width = 0;
   KvType kv_type = KvType::f32;
   int block_tokens = 0;
   float* logits = nullptr;         // [num_sampled, vocabulary]
@@ -43,5 +51,32 @@ struct Batch {
   int num_taps = 0;
   float* tapped = nullptr;  // [rows, num_taps, hidden]
 };
+
+// Where a layer's keys and values are.
+struct Place {
+  int group, layer, page_layers;  // group, place in its pages, and places in a page
+};
+
+inline Place place_of(const Batch& b, int layer, int num_layers) {
+  if (!b.places) return {0, layer, num_layers};
+  return {int(b.places[2 * layer]), int(b.places[2 * layer + 1]), b.page_layers};
+}
+
+inline const int64_t* slots_of(const Batch& b, int group) {
+  return group ? b.further_slots + size_t(group - 1) * size_t(b.rows) : b.slots;
+}
+
+// A sequence with its pages of a group.
+inline Sequence sequence_of(const Batch& b, int group, int index) {
+  Sequence s = b.sequences[index];
+  if (group) s.pages = b.further_tables + (size_t(group - 1) * size_t(b.num_sequences) + size_t(index)) * b.table_width;
+  return s;
+}
+
+// Number of leading tokens that rows from `position` on do not attend to.
+inline int hidden_tokens(int window, int position) {
+  const int hidden = window ? position + 1 - window : 0;
+  return hidden < 0 ? 0 : hidden;
+}
 
 }  // namespace kvferry

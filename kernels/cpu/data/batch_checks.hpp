@@ -1,5 +1,6 @@
 // Checks the arrays of a batch that come from outside of the kernels.
 #pragma once
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <stdexcept>
@@ -7,6 +8,7 @@
 #include <vector>
 
 #include "data/batch.hpp"
+#include "data/model.hpp"
 
 namespace kvferry {
 
@@ -19,9 +21,16 @@ inline void check_indices(const int64_t* indices, size_t count, int64_t least, i
   for (size_t i = 0; i < count; ++i) check(indices[i] >= least && indices[i] < end, what);
 }
 
-// Describes the sequences of a batch of `rows` rows; `width`: blocks per table.
+// Checks the pages that a sequence reads or writes; those behind the window of its first row are not read.
+inline void check_pages(const Sequence& s, int window, int block_tokens, int64_t num_pages) {
+  const size_t first = size_t(hidden_tokens(window, s.context - s.queries) / block_tokens);
+  const size_t end = size_t((s.context + block_tokens - 1) / block_tokens);
+  check_indices(s.pages + first, end - first, 0, num_pages, "a page is not there");
+}
+
+// Describes the sequences of a batch of `rows` rows; `width`: blocks per table; `window`: of the layers of these pages.
 inline void describe_sequences(const int64_t* queries, const int64_t* contexts, const int64_t* tables, size_t width,
-                               int rows, int max_tokens, int block_tokens, int64_t num_pages, size_t count,
+                               int rows, int max_tokens, int block_tokens, int64_t num_pages, size_t count, int window,
                                std::vector<Sequence>& sequences) {
   sequences.clear();
   int64_t first = 0;
@@ -31,11 +40,38 @@ inline void describe_sequences(const int64_t* queries, const int64_t* contexts, 
     check(own > 0 && context >= own && context <= max_tokens, "a sequence has rows beyond its context");
     const size_t blocks = size_t((context + block_tokens - 1) / block_tokens);
     check(blocks <= width, "a sequence's table of pages is too short");
-    check_indices(table, blocks, 0, num_pages, "a page is not there");
     sequences.push_back({int(first), int(own), int(context), table});
+    check_pages(sequences.back(), window, block_tokens, num_pages);
     first += own;
   }
   check(first == rows, "the sequences' rows do not add up");
+}
+
+// Returns the window of each group of layers: that of its layers, or 0 if one of them has full attention. Checks the
+// places of layers in pages.
+inline std::vector<int> group_windows(const Model& m, const Batch& b) {
+  std::vector<int> windows;
+  for (int i = 0; i < m.num_layers; ++i) {
+    if (b.places) {
+      check_indices(b.places + 2 * i, 1, 0, m.num_layers, "the group of a layer is not there");
+      check_indices(b.places + 2 * i + 1, 1, 0, b.page_layers, "the place of a layer is beyond the page");
+    }
+    const size_t group = size_t(place_of(b, i, m.num_layers).group);
+    if (group >= windows.size()) windows.resize(group + 1, -1);
+    const int own = m.layers[i].window, others = windows[group];
+    windows[group] = others < 0 ? own : own == 0 || others == 0 ? 0 : std::max(own, others);
+  }
+  for (int window : windows) check(window >= 0, "a group has no layer");
+  return windows;
+}
+
+// Checks slots and pages of further groups of layers.
+inline void check_further(const Batch& b, const std::vector<int>& windows, int block_tokens, int64_t num_pages) {
+  check_indices(b.further_slots, (windows.size() - 1) * size_t(b.rows), 0, num_pages * block_tokens,
+                "a slot is beyond the pages");
+  for (int group = 1; group < int(windows.size()); ++group)
+    for (int s = 0; s < b.num_sequences; ++s)
+      check_pages(sequence_of(b, group, s), windows[size_t(group)], block_tokens, num_pages);
 }
 
 }  // namespace kvferry

@@ -29,17 +29,25 @@ static inline void attend_item(Step& step, const Layer& layer, int layer_index, 
                                const float* queries, int width, const Rows& attended) {
   const Model& m = step.model;
   const AttentionItem& item = step.items[size_t(chunk)];
-  const AttentionGeometry g{layer_index,           m.num_layers,         m.kv_heads,
-                            m.heads / m.kv_heads,  m.key_dim(),          step.batch.block_tokens,
-                            m.latent.rank ? 1 : 2, m.value_dim(),        m.scale,
-                            layer.window,          m.attention_soft_cap, step.first_partial[size_t(item.sequence)] < 0};
+  const Sequence& sequence = step.batch.sequences[item.sequence];
+  const bool is_cut = step.first_partial[size_t(item.sequence)] >= 0;
+  // Before the windows of all rows, there is no partial result; `merge_partials` leaves it out.
+  if (is_cut && item.end * kPartition <= hidden_tokens(layer.window, sequence.context - sequence.queries)) return;
+  const AttentionGeometry g{place_of(step.batch, layer_index, m.num_layers),
+                            m.kv_heads,
+                            m.heads / m.kv_heads,
+                            m.key_dim(),
+                            step.batch.block_tokens,
+                            m.latent.rank ? 1 : 2,
+                            m.value_dim(),
+                            m.scale,
+                            layer.window,
+                            m.attention_soft_cap};
   const AttentionScratch s = lay_out_scratch(step.scratch(thread), g.group, g.head_dim);
   const size_t follower = size_t(chunk) + size_t(step.threads());
   const AttentionItem* next = follower < step.items.size() ? &step.items[follower] : nullptr;
-  const Sequence& sequence = step.batch.sequences[item.sequence];
   const int rows = item.queries * g.group, D = g.value_dim;
   const int* sharers = item.first_sharer < 0 ? nullptr : step.sharers.data() + item.first_sharer;
-  const bool is_cut = step.first_partial[size_t(item.sequence)] >= 0;
   for (int kv_head = item.kv_begin; kv_head < item.kv_end; ++kv_head) {
     switch (step.batch.kv_type) {
       case KvType::f32:
@@ -90,14 +98,15 @@ static inline void merge_partials(Step& step, const Layer& layer, int chunk, con
     const int first = step.first_partial[size_t(s)];
     if (first >= 0) {
       const int parts = (sequence.context + kPartition - 1) / kPartition, query = row - sequence.first;
-      const int position = sequence.context - sequence.queries + query;
+      const int first_position = sequence.context - sequence.queries, position = first_position + query;
+      const int first_part = hidden_tokens(layer.window, first_position) / kPartition;
       for (int head = 0; head < m.heads; head += 16) {
         const int heads = m.heads - head < 16 ? m.heads - head : 16;
         alignas(64) float values[16 * Widest], keep[16], take[16];
         for (int i = 0; i < heads * D; i += 16) v_store(values + i, v_zero());
         Softmax all;
         v_store(all.max_score, v_set(-__builtin_inff()));
-        for (int p = 0; p < parts && p * kPartition <= position; ++p) {
+        for (int p = first_part; p < parts && p * kPartition <= position; ++p) {
           const float* from[16];
           Softmax further;
           for (int h = 0; h < heads; ++h) {
@@ -130,14 +139,16 @@ static inline void write_latent_rows(Step& step, const Layer& layer, int layer_i
   const Latent& latent = m.latent;
   const int width = layer.qkv.panels * kPanel,
             of_queries = latent.query_rank ? latent.query_rank : m.heads * m.head_dim;
+  const Place place = place_of(b, layer_index, m.num_layers);
+  const int64_t* slots = slots_of(b, place.group);
   for (int row = first; row < end; ++row) {
     float *query = step.qkv + size_t(row) * width, *vector = query + of_queries;
     rms_norm(vector, layer.latent_norm, latent.rank, kLatentEpsilon, vector);
     const size_t angles = size_t(b.positions[row]) * latent.rotated;
     apply_rope(vector + latent.rank, layer.cos + angles, layer.sin + angles, latent.rotated);
-    const size_t page = size_t(b.slots[row] / b.block_tokens), place = size_t(b.slots[row] % b.block_tokens);
-    const size_t at = (page * m.num_layers + layer_index) * head_bytes(b.kv_type, b.block_tokens, latent.width());
-    write_kv(b, b.pages + at, place, vector, latent.width());
+    const size_t page = size_t(slots[row] / b.block_tokens), slot = size_t(slots[row] % b.block_tokens);
+    const size_t at = (page * place.page_layers + place.layer) * head_bytes(b.kv_type, b.block_tokens, latent.width());
+    write_kv(b, b.pages + at, slot, vector, latent.width());
     if (!latent.query_rank) continue;
     float* wide = step.query_x.f32 + size_t(row) * step.query_x.stride;
     rms_norm(query, layer.query_norm, latent.query_rank, kLatentEpsilon, wide);

@@ -114,6 +114,8 @@ static inline void rope_rows(Step& step, const Layer& layer, int layer_index, in
   const Batch& b = step.batch;
   const int D = m.head_dim, width = layer.qkv.panels * kPanel;
   const int end = b.rows < (chunk + 1) * step.row_chunk ? b.rows : (chunk + 1) * step.row_chunk;
+  const Place place = place_of(b, layer_index, m.num_layers);
+  const int64_t* slots = slots_of(b, place.group);
   for (int row = chunk * step.row_chunk; row < end; ++row) {
     float* qkv = step.qkv + size_t(row) * width;
     if (layer.q_norm_whole) {
@@ -127,11 +129,11 @@ static inline void rope_rows(Step& step, const Layer& layer, int layer_index, in
       if (norm) rms_norm(qkv + h * D, norm, D, m.epsilon, qkv + h * D);
       if (layer.cos) apply_rope(qkv + h * D, layer.cos + angles, layer.sin + angles, D);
     }
-    const size_t page = size_t(b.slots[row] / b.block_tokens), place = size_t(b.slots[row] % b.block_tokens);
+    const size_t page = size_t(slots[row] / b.block_tokens), slot = size_t(slots[row] % b.block_tokens);
     for (int half = 0; half < 2; ++half)
       for (int h = 0; h < m.kv_heads; ++h) {
-        const size_t head = ((page * m.num_layers + layer_index) * 2 + half) * m.kv_heads + h;
-        write_kv(b, b.pages + head * head_bytes(b.kv_type, b.block_tokens, D), place,
+        const size_t head = ((page * place.page_layers + place.layer) * 2 + half) * m.kv_heads + h;
+        write_kv(b, b.pages + head * head_bytes(b.kv_type, b.block_tokens, D), slot,
                  qkv + (m.heads + half * m.kv_heads + h) * D, D);
       }
   }

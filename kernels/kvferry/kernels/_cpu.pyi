@@ -65,4 +65,8 @@ class Runner:
         tapped: Floats,
         residuals: Floats,
         inputs: Floats,
+        places: Ints,
+        page_layers: int,
+        further_slots: Ints,
+        further_tables: Ints,
     ) -> None: ...

@@ -108,7 +108,7 @@ class Bench:
         self._measure = measure_machine(
             level_of(model.kernels), threads, clock, of_bytes=model.rounds_inputs, device=model.device
         )
-        self._token_bytes = llm.block_bytes // llm.engine.allocator.block_tokens
+        self._token_bytes = llm.token_bytes
         self._seen: list[Machine] = []
         self._seed = 0
 

@@ -45,7 +45,7 @@ class AsyncLLM:
         Raises:
             KvferryError: the model is unknown or damaged, or a setting does not fit it.
         """
-        loaded = load_model(EngineSettings(model, **settings))
+        loaded = load_model(EngineSettings(model, **settings), releases_windows=True)
         self.config = loaded.config
         """Configuration of the model."""
         commands = CommandQueue()

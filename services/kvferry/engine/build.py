@@ -5,7 +5,7 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -14,18 +14,18 @@ from kvferry.core.dtypes import BFLOAT16, INT8
 from kvferry.core.epochs import EpochTable
 from kvferry.core.errors import UsageError
 from kvferry.core.hashing import BlockNamers
-from kvferry.core.process.memory import usable_memory
 from kvferry.engine.adapters.adapter_settings import check_adapter_settings
 from kvferry.engine.adapters.adapter_store import AdapterStore, LoadedAdapter
 from kvferry.engine.drafts.load_draft import LoadedDraft, load_draft
 from kvferry.engine.drafts.load_heads import LoadedEagle, LoadedMedusa, load_heads
 from kvferry.engine.engine import Engine
 from kvferry.engine.grammar.grammar_masks import OFFLINE_SECONDS, GrammarMasks
+from kvferry.engine.kv_memory import kv_memory
 from kvferry.engine.models.build import build_model
 from kvferry.engine.models.model import Model
 from kvferry.engine.run.build_runner import build_runner
 from kvferry.engine.run.runner import Runner
-from kvferry.engine.settings import ASYNC_STEPS, DEFAULT_KV_BYTES, LOAD_FORMATS, ON, EngineSettings
+from kvferry.engine.settings import ASYNC_STEPS, LOAD_FORMATS, ON, EngineSettings
 from kvferry.engine.speculation.settings import parse_speculation
 from kvferry.engine.speculation.speculation import Speculation, speculation_of
 from kvferry.engine.tensors.compute_dtype import choose_dtype
@@ -36,6 +36,7 @@ from kvferry.kernels.families import device_kind
 from kvferry.kv.interface.connector import KvLoader, PageMemory
 from kvferry.kv.interface.mirror import SAME_PAGES, PageMirror
 from kvferry.kv.interface.tiering import KvTiers
+from kvferry.kv.pages.layer_groups import LayerGroups, choose_groups
 from kvferry.kv.pages.layout import KvLayout
 from kvferry.kv.pricing.price import PriceBook
 from kvferry.model.adapters.adapter_folder import read_adapter
@@ -68,6 +69,8 @@ class LoadedModel:
     """Memory for the KV pages of an engine."""
     draft: LoadedDraft | LoadedEagle | LoadedMedusa | None = None
     """The draft model or the heads; `None` without any."""
+    groups: LayerGroups | None = None
+    """Groups of layers with pages of their own; `None` if the pages of all layers are kept for the whole context."""
 
     @property
     def layout(self) -> KvLayout:
@@ -83,7 +86,14 @@ class LoadedModel:
         digest = ""
         if self.source is not None:
             digest = model_digest(self.source.digest, self.source.config, self.config.max_model_tokens, changes)
-        return KvLayout.of(self.config, block_tokens=settings.block_tokens, dtype=self.dtype, model_digest=digest)
+        return replace(self._shape, model_digest=digest)
+
+    @property
+    def _shape(self) -> KvLayout:
+        is_divided = self.groups is not None and self.groups.is_divided
+        return KvLayout.of(
+            self.config, block_tokens=self.settings.block_tokens, dtype=self.dtype, is_divided=is_divided
+        )
 
     @property
     def num_blocks(self) -> int:
@@ -127,12 +137,14 @@ class LoadedModel:
         return min(self.settings.max_model_tokens or self.config.max_model_tokens, self.config.max_model_tokens)
 
 
-def load_model(settings: EngineSettings, *, device: str | None = None) -> LoadedModel:
+def load_model(settings: EngineSettings, *, device: str | None = None, releases_windows: bool = False) -> LoadedModel:
     """Open and load a model.
 
     Args:
         settings: the engine's settings.
         device: overrides `settings.device`.
+        releases_windows: whether pages behind sliding windows may be released, if the model's kernels can; such an
+            engine has neither loader nor tiers.
 
     Raises:
         KvferryError: the model is unknown or damaged, or a setting is not valid for it.
@@ -175,10 +187,11 @@ def load_model(settings: EngineSettings, *, device: str | None = None) -> Loaded
     if settings.adapters and model.why_no_adapters is not None:
         raise UsageError(f"adapters cannot be served: {model.why_no_adapters}", field="adapters")
     draft = load_draft(settings, config, source, dtype, where) or load_heads(speculation, model)
-    kv_bytes = _kv_bytes(settings, config, where)
+    kv_bytes = kv_memory(settings, config, where)
     if draft is not None and not settings.kv_bytes and where != CPU:
         kv_bytes = int(kv_bytes / (1.0 + draft.kv_share(config)))
-    return LoadedModel(settings, config, source, model, dtype, kv_bytes, draft)
+    loaded = LoadedModel(settings, config, source, model, dtype, kv_bytes, draft)
+    return replace(loaded, groups=_groups(loaded)) if releases_windows and model.has_layer_groups else loaded
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,8 +235,7 @@ def runner_for(loaded: LoadedModel, memory: PageMemory | None = None) -> Runner:
         UsageError: the memory for KV is too small.
     """
     settings = loaded.settings
-    # A runner checks only the shape of its pages, so the digest may be empty.
-    layout = KvLayout.of(loaded.config, block_tokens=settings.block_tokens, dtype=loaded.dtype)
+    layout = loaded._shape  # a runner checks only the shape of its pages
     if memory is None:
         pages = PagedKv.allocate(layout, loaded.num_blocks, loaded.model.device)
     else:
@@ -279,6 +291,7 @@ def build_engine(
         tiers=tiers,
         epochs=epochs,
         block_bytes=layout.block_bytes,
+        windows=(None,) if loaded.groups is None else loaded.groups.windows,
         prices=PriceBook(settings.load_policy),
         masks=_masks(loaded, on_mask),
         speculation=_speculation(loaded, runner),
@@ -287,6 +300,16 @@ def build_engine(
         adapter_slots=settings.adapter_slots,
         activate=runner.activate,
         clock=clock,
+    )
+
+
+def _groups(loaded: LoadedModel) -> LayerGroups:
+    settings = loaded.settings
+    return choose_groups(
+        loaded.config,
+        context_tokens=loaded.context_tokens,
+        block_tokens=settings.block_tokens,
+        step_tokens=settings.limits.step_tokens,
     )
 
 
@@ -318,34 +341,6 @@ def _adapters(loaded: LoadedModel) -> AdapterStore | None:
         store.add(name, load_adapter(loaded, Path(path)))
         store.trim((), lambda _: False)
     return store
-
-
-def _kv_bytes(settings: EngineSettings, config: ModelConfig, device: str) -> int:
-    """Return the memory for KV pages: as set, or by the device.
-
-    Raises:
-        UsageError: the machine does not have as much, or the weights leave none on a GPU.
-    """
-    if device == CPU:
-        wanted, most = settings.kv_bytes or DEFAULT_KV_BYTES, usable_memory()
-        if wanted > most:
-            raise UsageError(
-                f"kv_memory of {wanted} bytes exceeds the {most} bytes of memory that this process may have; set "
-                "kv_memory to less",
-                field="kv_memory",
-            )
-        return wanted
-    if settings.kv_bytes:
-        return settings.kv_bytes
-    import torch
-
-    from kvferry.engine.gpu.memory import GpuMemory, activation_bytes, kv_budget
-
-    free, total = torch.cuda.mem_get_info()
-    limits = settings.limits
-    step_bytes = activation_bytes(config, rows=limits.token_budget, max_sequences=limits.max_sequences)
-    found = GpuMemory(total, free, torch.cuda.memory_reserved())
-    return kv_budget(found, settings.gpu_memory_share, step_bytes)
 
 
 def _speculation(loaded: LoadedModel, runner: Runner) -> Speculation | None:

@@ -97,7 +97,7 @@ class Engine:
             num_blocks,
             block_tokens=block_tokens,
             windows=windows,
-            step_tokens=min(limits.max_chunk_tokens, limits.token_budget),
+            step_tokens=limits.step_tokens,
             epochs=epochs,
         )
         self.scheduler = Scheduler(limits, self.allocator, speculation, AdapterSlots(adapter_slots))

@@ -117,7 +117,7 @@ class LLM:
         return made
 
     def _load(self, settings: EngineSettings) -> None:
-        self._loaded = loaded = load_model(settings)
+        self._loaded = loaded = load_model(settings, releases_windows=True)
         self.config = loaded.config
         """Configuration of the model."""
         self.runner = runner_for(loaded)
@@ -128,6 +128,8 @@ class LLM:
         """The model, loaded for its kernels."""
         self.block_bytes = loaded.layout.block_bytes
         """Bytes of one page."""
+        self.token_bytes = loaded.layout.token_bytes
+        """Bytes of the KV of one token, all layers."""
         self.dtype = loaded.dtype
         """Data type of the KV."""
 

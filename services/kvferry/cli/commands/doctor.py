@@ -55,7 +55,8 @@ def command(values: Values, *, as_json: bool, cluster: bool) -> None:
     llm = LLM.of(engine_settings(values, device="cpu", kv_bytes=256 << 20))  # as workers do
     prices = PriceBook()
     findings.append(doctor.teach_compute(llm, prices, clock))
-    block_bytes, block_tokens = llm.block_bytes, llm.engine.allocator.block_tokens
+    block_tokens = llm.engine.allocator.block_tokens
+    block_bytes = llm.token_bytes * block_tokens  # of a worker's pages, which have all layers
     say("moving pages")
     sources = doctor.transports(block_bytes, block_tokens, prices, clock)
     say("measuring the tiers")

@@ -271,10 +271,11 @@ class Allocator:
         """
         first_written = num_computed // self.block_tokens
         fits_page = num_tokens <= (first_written + 1) * self.block_tokens and first_written < len(table.blocks)
-        if fits_page and self.pool.refs(table.blocks[first_written]) <= 1:
-            # The most frequent case: a decode writes to a page that only it uses.
-            if not table.further or all(self.pool.refs(pages[first_written]) <= 1 for pages in table.further):
-                return []
+        is_own = fits_page and self.pool.refs(table.blocks[first_written]) <= 1
+        if is_own and table.further:
+            is_own = all(self.pool.refs(pages[first_written]) <= 1 for pages in table.further)
+        if is_own:
+            return []  # the most frequent case: a decode writes to pages that only it uses
         groups = self._groups(table)
         written = range(first_written, min(len(table.blocks), self.blocks_for(num_tokens)))
         shared = [(pages, i) for i in written for pages in groups if self.pool.refs(pages[i]) > 1]

@@ -99,6 +99,11 @@ class CompiledTransformer:
         return Logits(room.values, greedy, finite, hidden if num_hidden else None, tapped if num_taps else None)
 
     @property
+    def has_layer_groups(self) -> bool:
+        """See `model.Model.has_layer_groups`."""
+        return self.config.latent is None
+
+    @property
     def why_no_adapters(self) -> str | None:
         """See `model.Model.why_no_adapters`."""
         if self.config.latent is not None:
@@ -208,6 +213,10 @@ def run_step(
         out.tapped,
         vectors.residuals,
         vectors.inputs,
+        kv.places,
+        kv.page_layers,
+        batch.further_slots,
+        batch.further_tables,
     )
 
 

@@ -95,6 +95,11 @@ class Model(Protocol):
         ...
 
     @property
+    def has_layer_groups(self) -> bool:
+        """Whether the kernels compute with pages of groups of layers, of which those behind a window are released."""
+        ...
+
+    @property
     def why_no_adapters(self) -> str | None:
         """Reason why the model's kernels cannot compute adapters, with a remedy; `None` if they can."""
         ...

@@ -151,6 +151,11 @@ class Transformer:
         return replace(logits, hidden=self.hidden_states(hidden, there.hidden_rows).cpu().numpy())
 
     @property
+    def has_layer_groups(self) -> bool:
+        """See `model.Model.has_layer_groups`."""
+        return False
+
+    @property
     def why_no_adapters(self) -> str | None:
         """See `model.Model.why_no_adapters`."""
         if self.config.latent is not None:

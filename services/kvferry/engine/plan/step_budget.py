@@ -38,6 +38,11 @@ class SchedulerLimits:
         check_ranges(self, "token_budget", "max_chunk_tokens", "max_mixed_tokens", "max_sequences", "max_scored_rows")
         check_share("reserve_share", self.reserve_share, may_be_zero=True)
 
+    @property
+    def step_tokens(self) -> int:
+        """Maximum number of tokens of one sequence in a step, without draft tokens."""
+        return min(self.max_chunk_tokens, self.token_budget)
+
 
 class StepBudget:
     """Remaining budget of a step while it is being planned."""

@@ -44,6 +44,8 @@ def begin_recording(
         obstacle = "requests were running when the recording began"
     elif allocator.index.blocks():
         obstacle = "the prefix cache was not empty when the recording began; it can be emptied first"
+    elif allocator.windows != (None,):
+        obstacle = "pages behind sliding windows are released, which a replay does not compute"
     elif engine.scheduler.blocks.object_blocks:
         obstacle = "KV of tiers is loaded when it arrives, which no log tells"
     recording = Recording(

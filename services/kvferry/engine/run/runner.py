@@ -28,7 +28,10 @@ class Runner:
         Raises:
             InvariantBroken: shape, dtype or device of the pages differ from the model's.
         """
-        expected = KvLayout.of(model.config, block_tokens=kv.layout.block_tokens, dtype=model.dtype)
+        layout = kv.layout
+        expected = KvLayout.of(
+            model.config, block_tokens=layout.block_tokens, dtype=model.dtype, is_divided=bool(layout.windows)
+        )
         if kv.layout != expected:
             raise InvariantBroken(f"the pages have {kv.layout}; the model needs {expected}")
         if kv.device != model.device:

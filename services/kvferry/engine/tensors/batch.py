@@ -20,6 +20,8 @@ from kvferry.engine.plan.step import ScheduledSequence, StepPlan
 
 Ints = npt.NDArray[np.int64]
 _NO_ROWS = np.empty(0, dtype=np.int64)
+_NO_SLOTS = np.empty((0, 0), dtype=np.int64)
+_NO_TABLES = np.empty((0, 0, 0), dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,7 @@ class StepBatch:
     contexts: Ints
     """[sequences]: context length of each sequence after this step's writes."""
     block_tables: Ints
-    """[sequences, maximum blocks]: page id of each block, padded with 0."""
+    """[sequences, maximum blocks]: page id of each block, padded with 0; -1 for pages behind a window."""
     sample_rows: Ints
     """[R]: indices of the rows whose logits are needed, in the order of the plan: the scored rows of each sequence,
     then its sampled rows, which are its last `num_sampled` rows."""
@@ -66,6 +68,10 @@ class StepBatch:
     """[T]: index of each row's adapter in `adapters`, -1 for none; empty if no row has an adapter."""
     adapters: tuple[PackedAdapter, ...] = ()
     """The adapters of the step; kept here while it is computed, since a slot may get another adapter meanwhile."""
+    further_slots: Ints = field(default_factory=lambda: _NO_SLOTS)
+    """[groups - 1, T]: KV slot of each row in the pages of each further group of layers."""
+    further_tables: Ints = field(default_factory=lambda: _NO_TABLES)
+    """[groups - 1, sequences, maximum blocks]: page id of each block; 0 for pages behind a window."""
 
 
 def build_batch(
@@ -102,8 +108,8 @@ def _built(
     computed = np.array([s.num_computed for s in scheduled], dtype=np.int64)
     queries = np.array([s.num_scheduled for s in scheduled], dtype=np.int64)
     contexts = computed + queries
-    needed = -(-contexts // block_tokens)
-    table = _table(scheduled, needed.tolist())
+    needed: list[int] = (-(-contexts // block_tokens)).tolist()
+    table = _table(scheduled, needed)
     ends = np.cumsum(queries)
     owner = np.repeat(np.arange(len(scheduled)), queries)
     positions = np.arange(int(ends[-1])) - np.repeat(ends - queries - computed, queries)
@@ -122,6 +128,7 @@ def _built(
         else _last_rows(ends, sampled),
         hidden_rows=_pooled(scheduled, ends.tolist()),
         **_adapted(scheduled, queries, adapters),
+        **_further(scheduled, needed, owner, positions, block_tokens),
     )
 
 
@@ -149,6 +156,34 @@ def _adapted(
     of_sequence = np.array([index[s.adapter_slot] for s in scheduled], dtype=np.int64)
     rows = of_sequence if queries is None else np.repeat(of_sequence, queries)
     return {"adapter_of_row": rows, "adapters": tuple(adapters[slot] for slot in used)}
+
+
+class _Further(TypedDict, total=False):
+    further_slots: Ints
+    further_tables: Ints
+
+
+def _further(
+    scheduled: tuple[ScheduledSequence, ...], needed: list[int], owner: Ints, positions: Ints, block_tokens: int
+) -> _Further:
+    """Return slots and block tables of further groups of layers; nothing with one group.
+
+    Args:
+        scheduled: the plan's sequences.
+        needed: number of blocks of each sequence.
+        owner: [T]: index of each row's sequence.
+        positions: [T]: position of each row.
+        block_tokens: tokens per page.
+    """
+    num_further = len(scheduled[0].further_ids)
+    if not num_further:
+        return {}
+    tables = np.zeros((num_further, len(scheduled), max(needed)), dtype=np.int64)
+    for row, (s, blocks) in enumerate(zip(scheduled, needed, strict=True)):
+        for table, ids, first in zip(tables, s.further_ids, s.num_passed[1:], strict=True):
+            table[row, first:blocks] = ids[first:blocks]
+    slots = tables[:, owner, positions // block_tokens] * block_tokens + positions % block_tokens
+    return {"further_slots": np.ascontiguousarray(slots), "further_tables": tables}
 
 
 def _with_scored(scheduled: tuple[ScheduledSequence, ...], ends: Ints) -> Ints:
@@ -190,7 +225,8 @@ def _one_row_each(
     frequent, and caches are cold after each step, so that every numpy call takes several times longer than in a
     benchmark loop."""
     positions = [s.num_computed for s in scheduled]
-    table = _table(scheduled, [position // block_tokens + 1 for position in positions])
+    needed = [position // block_tokens + 1 for position in positions]
+    table = _table(scheduled, needed)
     tokens = [s.token_ids[position] for s, position in zip(scheduled, positions, strict=True)]
     slots = slots_of(scheduled, positions, block_tokens)
     samples = [row for row, s in enumerate(scheduled) if s.num_sampled or s.num_scored]
@@ -205,6 +241,7 @@ def _one_row_each(
         sample_rows=np.array(samples, dtype=np.int64),
         hidden_rows=_pooled(scheduled, range(1, len(scheduled) + 1)),
         **_adapted(scheduled, None, adapters),
+        **_further(scheduled, needed, np.arange(len(scheduled)), rows[1], block_tokens),
     )
 
 

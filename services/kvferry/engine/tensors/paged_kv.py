@@ -1,10 +1,11 @@
 """Paged KV memory of one engine: one contiguous range of pages in host memory or on a device.
 
-    [pages][layers][K, V][kv heads][block tokens][head dim]
+    [pages][layers of a group][K, V][kv heads][block tokens][head dim]
 
 With int8, the scales of a head's tokens follow their codes; `kv.pages.layout` has the full definition.
 
-All layers of a page are one contiguous range, so that a page is one transfer descriptor. The memory is allocated here,
+Most models have one group of all layers (`kv.pages.layer_groups`). A page is one contiguous range, so that it is one
+transfer descriptor. The memory is allocated here,
 or is a buffer that a connector has registered or shared. Torch is imported only if its kernels are used.
 """
 
@@ -29,7 +30,7 @@ _ALIGNMENT = 4096
 class PagedKv:
     """KV pages of one engine and their layout. Create it with `allocate` or `over`."""
 
-    __slots__ = ("_memory", "_pages", "address", "device", "layout", "num_blocks")
+    __slots__ = ("_memory", "_pages", "address", "device", "layout", "num_blocks", "page_layers", "places")
 
     def __init__(
         self,
@@ -43,6 +44,11 @@ class PagedKv:
         self.layout = layout
         self.num_blocks = num_blocks
         """Pages in the pool."""
+        groups = layout.groups
+        self.page_layers = groups.page_layers
+        """Layers of a page."""
+        self.places = np.array(groups.places if groups.is_divided else [], np.int64).reshape(-1, 2)
+        """[layers, 2]: group of each layer and its place in the pages of the group; empty with one group."""
         self._memory = memory
         self._pages = pages
         self.device = CPU if pages is None else str(pages.device)

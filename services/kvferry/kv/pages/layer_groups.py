@@ -45,7 +45,7 @@ class LayerGroups:
     """Division of a model's layers into groups."""
 
     windows: tuple[int | None, ...]
-    """Sliding window of each group's layers in tokens; `None` for full attention, or for layers of different windows."""
+    """Sliding window of each group's layers in tokens; `None` for full attention, or if windows differ."""
     layers: tuple[tuple[int, ...], ...]
     """Layers of each group, ascending. The first group has as many layers as a page has places."""
 
@@ -88,9 +88,7 @@ class LayerGroups:
     def places(self) -> tuple[tuple[int, int], ...]:
         """(group, place in the page) of each layer."""
         found = {
-            layer: (group, place)
-            for group, layers in enumerate(self.layers)
-            for place, layer in enumerate(layers)
+            layer: (group, place) for group, layers in enumerate(self.layers) for place, layer in enumerate(layers)
         }
         return tuple(found[layer] for layer in range(len(found)))
 

@@ -5,6 +5,8 @@ A page holds one block of tokens for all layers, so that it is one contiguous ra
     [layer][K, V][kv_head][token][head_dim]        one page, `block_bytes` long
     |------------------- block-major: page i starts at i * block_bytes -------------------|
 
+If layers are in groups by their sliding windows, a page has the layers of one group (`layer_groups`).
+
 Models with latent attention have one vector per token and layer, of which keys and values are both computed
 (DeepSeek-AI, DeepSeek-V2, 2024, section 2.1): `planes` is then 1, and a page is [layer][token][vector].
 
@@ -24,6 +26,7 @@ from blake3 import blake3
 
 from kvferry.core.dtypes import DTYPES, row_bytes
 from kvferry.core.errors import UsageError
+from kvferry.kv.pages.layer_groups import LayerGroups
 from kvferry.model.config import ModelConfig
 
 VERSION = 1
@@ -55,6 +58,9 @@ class KvLayout:
     normalized to `None`."""
     planes: int = 2
     """Vectors per token, layer and KV head: key and value, or 1 latent vector."""
+    windows: tuple[int, ...] = ()
+    """Sliding window of each layer, 0 for full attention, if the layers are in groups with pages of their own
+    (`layer_groups`); empty if a page has all layers."""
 
     def __post_init__(self) -> None:
         """Check the range of KV heads, and normalize `total_kv_heads`.
@@ -64,6 +70,8 @@ class KvLayout:
         """
         if self.planes not in (1, 2):
             raise ValueError(f"pages have 1 or 2 planes, not {self.planes}")
+        if self.windows and len(self.windows) != self.num_layers:
+            raise ValueError(f"{len(self.windows)} windows for {self.num_layers} layers")
         total = self.num_kv_heads if self.total_kv_heads is None else self.total_kv_heads
         if not 0 <= self.first_kv_head <= total - self.num_kv_heads:
             raise ValueError(
@@ -73,7 +81,15 @@ class KvLayout:
             object.__setattr__(self, "total_kv_heads", None)
 
     @classmethod
-    def of(cls, config: ModelConfig, *, block_tokens: int, dtype: str, model_digest: str = "") -> "KvLayout":
+    def of(
+        cls,
+        config: ModelConfig,
+        *,
+        block_tokens: int,
+        dtype: str,
+        model_digest: str = "",
+        is_divided: bool = False,
+    ) -> "KvLayout":
         """Build the layout of a model's pages, with all KV heads.
 
         Args:
@@ -81,6 +97,7 @@ class KvLayout:
             block_tokens: tokens per block.
             dtype: data type of the KV.
             model_digest: see `KvLayout.model_digest`; empty for pages that are never transferred.
+            is_divided: whether the layers are in groups by their windows.
 
         Raises:
             UsageError: `block_tokens` is not positive.
@@ -90,12 +107,20 @@ class KvLayout:
         heads, dim, planes = config.num_kv_heads, config.head_dim, 2
         if config.latent is not None:
             heads, dim, planes = 1, config.latent.width, 1
-        return cls(model_digest, dtype, config.num_layers, heads, dim, block_tokens, planes=planes)
+        windows = tuple(window or 0 for window in config.windows) if is_divided else ()
+        return cls(model_digest, dtype, config.num_layers, heads, dim, block_tokens, planes=planes, windows=windows)
+
+    @property
+    def groups(self) -> LayerGroups:
+        """Groups of layers that have pages of their own."""
+        if not self.windows:
+            return LayerGroups.single(self.num_layers)
+        return LayerGroups.of([window or None for window in self.windows])
 
     @property
     def dims(self) -> tuple[int, int, int, int, int]:
-        """Shape of a page: (layers, planes, kv heads, block tokens, head dim)."""
-        return self.num_layers, self.planes, self.num_kv_heads, self.block_tokens, self.head_dim
+        """Shape of a page: (layers of a group, planes, kv heads, block tokens, head dim)."""
+        return self.groups.page_layers, self.planes, self.num_kv_heads, self.block_tokens, self.head_dim
 
     @property
     def heads(self) -> range:
@@ -109,8 +134,8 @@ class KvLayout:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one page, all layers."""
-        return self.token_bytes * self.block_tokens
+        """Bytes of one page: a block of tokens in the layers of a group."""
+        return self.token_bytes // self.num_layers * self.groups.page_layers * self.block_tokens
 
     @property
     def fingerprint(self) -> bytes:
@@ -123,11 +148,15 @@ class KvLayout:
         )
         if self.total_kv_heads is not None:
             text += f" first_kv_head={self.first_kv_head} total_kv_heads={self.total_kv_heads}"
-        return blake3((text + self._planes_text).encode()).digest(length=16)
+        return blake3((text + self._planes_text + self._windows_text).encode()).digest(length=16)
 
     @property
     def _planes_text(self) -> str:
         return "" if self.planes == _PLANES else f" planes={self.planes}"
+
+    @property
+    def _windows_text(self) -> str:
+        return f" windows={','.join(map(str, self.windows))}" if self.windows else ""
 
     @property
     def family(self) -> bytes:
@@ -137,20 +166,26 @@ class KvLayout:
             f"kvferry-kv-family v{VERSION} model={self.model_digest} layers={self.num_layers} "
             f"kv_heads={self.num_kv_heads} head_dim={self.head_dim} "
             f"first_kv_head={self.first_kv_head} total_kv_heads={self.total_kv_heads}"
-            f"{self._planes_text}"
+            f"{self._planes_text}{self._windows_text}"
         )
         return blake3(text.encode()).digest(length=16)
 
     @property
     def description(self) -> Description:
-        """Layout as plain values, for messages; `described` parses it."""
-        *whole, planes = astuple(self)
+        """Layout as plain values, for messages; `described` parses it.
+
+        Raises:
+            ValueError: the layers are in groups; such pages are not transferred.
+        """
+        if self.windows:
+            raise ValueError("pages of groups of layers are not transferred")
+        *whole, planes, _ = astuple(self)
         shown = whole[:_SHARED] if self.total_kv_heads is None else whole
         return (VERSION, *shown, *([] if planes == _PLANES else [planes]))
 
 
 _PLANES = 2
-_SHARED = len(fields(KvLayout)) - 3
+_SHARED = len(fields(KvLayout)) - 4
 """Number of fields in the description of a layout with all KV heads and two planes."""
 
 

@@ -176,6 +176,8 @@ def plan(source: KvLayout, target: KvLayout) -> Relayout:
     for layout in (source, target):
         if layout.dtype not in _STORED:
             raise _impossible("dtype", source.dtype, target.dtype, f"use one of {', '.join(_STORED)} on both")
+    if source.windows:
+        raise _impossible("windows", source.windows, target.windows, _MUST_BE_EQUAL["windows"])
     totals = [layout.total_kv_heads or layout.num_kv_heads for layout in (source, target)]
     if totals[0] != totals[1]:
         raise _impossible("total_kv_heads", totals[0], totals[1], _MUST_BE_EQUAL["model_digest"])
@@ -190,6 +192,7 @@ _MUST_BE_EQUAL = {
     "num_layers": "prefill and decode must run the same model files",
     "head_dim": "prefill and decode must run the same model files",
     "planes": "prefill and decode must run the same model files",
+    "windows": "pages of groups of layers are not converted",
 }
 
 

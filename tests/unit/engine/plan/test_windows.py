@@ -152,4 +152,5 @@ def test_in_any_mixture_rows_read_what_was_computed_for_them(case: Case) -> None
             bound = engine.allocator.pages_for(sequence.num_tokens + num_drafted)
             assert len(sequence.table.pages) <= bound + num_drafted * len(engine.allocator.windows)
     assert engine.is_idle
-    assert tokens == {str(i): expected_tokens(p, n) for i, (p, n) in enumerate(zip(case.prompts, case.counts))}
+    asked = zip(case.prompts, case.counts, strict=True)
+    assert tokens == {str(i): expected_tokens(p, n) for i, (p, n) in enumerate(asked)}

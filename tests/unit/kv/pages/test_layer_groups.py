@@ -39,9 +39,7 @@ def test_layers_with_one_window_are_one_group() -> None:
     assert not LayerGroups.of([4096] * 32).is_divided
 
 
-@given(
-    st.integers(1, 60), st.integers(1, 50), st.integers(1, 9), st.integers(1, 30), st.lists(st.integers(1, 30))
-)
+@given(st.integers(1, 60), st.integers(1, 50), st.integers(1, 9), st.integers(1, 30), st.lists(st.integers(1, 30)))
 def test_no_steps_hold_more_blocks_than_the_bound(
     num_tokens: int, window: int, block_tokens: int, step_tokens: int, steps: list[int]
 ) -> None:
