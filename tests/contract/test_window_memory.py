@@ -70,7 +70,7 @@ def most_held(allocator: Allocator) -> int | None:
 
 def measured(shape: Shape, groups: LayerGroups) -> tuple[int, int]:
     """Return the bytes of a request, and how many such requests fit into the memory beside each other."""
-    layout = KvLayout.of(shape.config, block_tokens=BLOCK, dtype="bfloat16", is_divided=groups.is_divided)
+    layout = KvLayout.of(shape.config, block_tokens=BLOCK, dtype="bfloat16", releases_windows=groups.windows != (None,))
     allocator = Allocator.create(
         MEMORY // layout.block_bytes, block_tokens=BLOCK, windows=groups.windows, step_tokens=CHUNK
     )

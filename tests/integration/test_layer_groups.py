@@ -8,13 +8,20 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+import grpc
 import pytest
 from harness.fakes.stepping import generate
+from harness.idle import assert_workers_idle
 from harness.kernels.family_checkpoints import CHECKPOINTS, WINDOW
 from integration.test_families import runner_for
+from integration.test_layouts import Fetched, a_pair
 
+from kvferry.core.errors import UsageError
 from kvferry.engine import LLM, SamplingParams
 from kvferry.engine.plan.step_budget import SchedulerLimits
+from kvferry.engine.settings import EngineSettings
+from kvferry.v1 import prefill_pb2
+from kvferry.workers.config import WorkerConfig
 
 NAMES = ["mistral", "gemma2", "gemma3", "gpt_oss", "qwen2-window"]
 BLOCK, CHUNK = 4, 16
@@ -113,3 +120,64 @@ def test_samples_of_a_seed_are_those_of_the_model_with_whole_pages(folders: Fold
 def test_other_kernels_keep_whole_pages(kernels: str, folders: Folders) -> None:
     llm = LLM(str(folders("gemma3")), dtype="float32", kernels=kernels, block_tokens=BLOCK, limits=LIMITS)
     assert llm.engine.allocator.windows == (None,)
+
+
+FLAGS = ["--dtype", "float32", "--block-tokens", str(BLOCK), "--max-chunk-tokens", str(CHUNK), "--window-pages"]
+
+
+@pytest.mark.parametrize(
+    ("connector", "name"), [("shm", "gpt_oss"), ("shm", "mistral"), ("tcp", "gemma3"), ("nixl", "gemma3")]
+)
+def test_kv_is_handed_over_with_the_windows(
+    connector: str, name: str, folders: Folders, expected: Callable[[str], list[list[int]]]
+) -> None:
+    flags = [*FLAGS, "release"]
+    with a_pair(connector, flags, flags, models=(str(folders(name)),) * 2) as pair:
+        for prompt, tokens in zip(PROMPTS, expected(name), strict=True):
+            found, handoff = pair.hand_over(prompt)
+            assert handoff.outcome == Fetched, handoff.reason
+            assert found == tokens
+            blocks = -(-len(prompt) // BLOCK)
+            assert handoff.num_blocks < 2 * blocks, "a part of the pages of windows"
+        again, handoff = pair.hand_over([*PROMPTS[0], 9, 9, 9])
+        assert handoff.outcome == Fetched, handoff.reason
+        assert handoff.num_cached_tokens >= (0 if name == "mistral" else len(PROMPTS[0]) - BLOCK)
+        assert len(again) == NEW_TOKENS
+        assert_workers_idle(pair.admin)
+
+
+def test_workers_that_keep_and_that_release_pages_refuse_each_others(folders: Folders) -> None:
+    models = (str(folders("gemma3")),) * 2
+    with a_pair("shm", [*FLAGS, "keep"], [*FLAGS, "release"], models=models) as pair:
+        answer = pair.compute(PROMPTS[0])
+        with pytest.raises(grpc.RpcError, match="KV layout"):
+            pair.generate(PROMPTS[0], answer.first_token.id, answer.ticket)
+        pair.prefill.Release(prefill_pb2.ReleaseRequest(ticket_id=answer.ticket_id), timeout=60)
+        assert_workers_idle(pair.admin)
+
+
+def test_kernels_that_read_all_pages_cannot_release_them() -> None:
+    with pytest.raises(UsageError, match="need all pages of a sequence") as caught:
+        LLM("tiny", kernels="reference", window_pages="release")
+    assert caught.value.field == "window_pages"
+    with pytest.raises(UsageError, match="expected one of auto, keep, release"):
+        LLM("tiny", window_pages="drop")
+
+
+def test_tiers_store_whole_pages() -> None:
+    with pytest.raises(UsageError, match="not possible with tiers") as caught:
+        WorkerConfig(
+            "both",
+            EngineSettings("tiny", window_pages="release"),
+            tiers=("dram://?size=1MiB",),
+            ticket_secrets=(b"0" * 32,),
+        )
+    assert caught.value.field == "window_pages"
+
+
+def test_pages_are_kept_if_that_is_set_or_takes_less_memory(folders: Folders) -> None:
+    path = str(folders("gemma2"))
+    options = {"dtype": "float32", "kernels": "compiled", "block_tokens": BLOCK}
+    assert LLM(path, limits=LIMITS, window_pages="keep", **options).engine.allocator.windows == (None,)
+    assert LLM(path, **options).engine.allocator.windows == (None,), "a chunk is as long as the context"
+    assert LLM(path, limits=LIMITS, window_pages="release", **options).engine.allocator.windows == (None, WINDOW)

@@ -66,6 +66,13 @@ ENGINE = (
     ),
     Setting("block_tokens", 16, "Tokens per KV page.", parse=whole(1, 1024)),
     Setting(
+        "window_pages",
+        "auto",
+        "KV pages behind the sliding windows of layers. keep: until the request ends; release: with compiled kernels "
+        "and without tiers, the same for all workers of a pool; auto: keep in workers, release offline.",
+        choices=("auto", "keep", "release"),
+    ),
+    Setting(
         "max_model_tokens",
         0,
         "Context length in tokens, prompt and output; 0: the model's.",

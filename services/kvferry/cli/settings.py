@@ -306,7 +306,7 @@ CUDA_GRAPHS = Setting(
 
 _BENCH_ENGINE = {
     "device", "dtype", "weights", "numerics", "kernels", "threads", "kv_memory", "block_tokens", "async_steps",
-    "speculation",
+    "speculation", "window_pages",
 }  # fmt: skip
 BENCH = (MODEL, LOAD_FORMAT, CUDA_GRAPHS, *(s for s in ENGINE if s.name in _BENCH_ENGINE))
 

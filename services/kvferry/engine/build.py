@@ -20,7 +20,7 @@ from kvferry.engine.drafts.load_draft import LoadedDraft, load_draft
 from kvferry.engine.drafts.load_heads import LoadedEagle, LoadedMedusa, load_heads
 from kvferry.engine.engine import Engine
 from kvferry.engine.grammar.grammar_masks import OFFLINE_SECONDS, GrammarMasks
-from kvferry.engine.kv_memory import kv_memory
+from kvferry.engine.kv_memory import kv_memory, releases_window_pages
 from kvferry.engine.models.build import build_model
 from kvferry.engine.models.model import Model
 from kvferry.engine.run.build_runner import build_runner
@@ -36,7 +36,6 @@ from kvferry.kernels.families import device_kind
 from kvferry.kv.interface.connector import KvLoader, PageMemory
 from kvferry.kv.interface.mirror import SAME_PAGES, PageMirror
 from kvferry.kv.interface.tiering import KvTiers
-from kvferry.kv.pages.layer_groups import LayerGroups, choose_groups
 from kvferry.kv.pages.layout import KvLayout
 from kvferry.kv.pricing.price import PriceBook
 from kvferry.model.adapters.adapter_folder import read_adapter
@@ -69,8 +68,8 @@ class LoadedModel:
     """Memory for the KV pages of an engine."""
     draft: LoadedDraft | LoadedEagle | LoadedMedusa | None = None
     """The draft model or the heads; `None` without any."""
-    groups: LayerGroups | None = None
-    """Groups of layers with pages of their own; `None` if the pages of all layers are kept for the whole context."""
+    releases_windows: bool = False
+    """Whether pages behind sliding windows are released."""
 
     @property
     def layout(self) -> KvLayout:
@@ -90,9 +89,11 @@ class LoadedModel:
 
     @property
     def _shape(self) -> KvLayout:
-        is_divided = self.groups is not None and self.groups.is_divided
         return KvLayout.of(
-            self.config, block_tokens=self.settings.block_tokens, dtype=self.dtype, is_divided=is_divided
+            self.config,
+            block_tokens=self.settings.block_tokens,
+            dtype=self.dtype,
+            releases_windows=self.releases_windows,
         )
 
     @property
@@ -121,11 +122,14 @@ class LoadedModel:
         """
         block_bytes, block_tokens = self.layout.block_bytes, self.settings.block_tokens
         least = min(MIN_KV_TOKENS, self.context_tokens)
-        needed = max(_MIN_BLOCKS, -(-least // block_tokens))
+        groups, step_tokens = self.layout.groups, self.settings.limits.step_tokens
+        pages = groups.most_pages(least, block_tokens=block_tokens, step_tokens=step_tokens)
+        needed = max(_MIN_BLOCKS, pages)
         count = self.kv_bytes // block_bytes
         if count < needed:
+            tokens = count * block_tokens // len(groups.windows)
             raise UsageError(
-                f"kv_memory of {self.kv_bytes} bytes holds the KV of {count * block_tokens} tokens, fewer "
+                f"kv_memory of {self.kv_bytes} bytes holds the KV of {tokens} tokens, fewer "
                 f"than {least:,}, so that most requests could not be served; set kv_memory to at least "
                 f"{-(-needed * block_bytes // _MIB)}MiB, or max_model_tokens to a shorter context",
                 field="kv_memory",
@@ -143,8 +147,8 @@ def load_model(settings: EngineSettings, *, device: str | None = None, releases_
     Args:
         settings: the engine's settings.
         device: overrides `settings.device`.
-        releases_windows: whether pages behind sliding windows may be released, if the model's kernels can; such an
-            engine has neither loader nor tiers.
+        releases_windows: whether pages behind sliding windows are released if the setting is `auto`, and the model's
+            kernels can; such an engine has no tiers.
 
     Raises:
         KvferryError: the model is unknown or damaged, or a setting is not valid for it.
@@ -191,7 +195,8 @@ def load_model(settings: EngineSettings, *, device: str | None = None, releases_
     if draft is not None and not settings.kv_bytes and where != CPU:
         kv_bytes = int(kv_bytes / (1.0 + draft.kv_share(config)))
     loaded = LoadedModel(settings, config, source, model, dtype, kv_bytes, draft)
-    return replace(loaded, groups=_groups(loaded)) if releases_windows and model.has_layer_groups else loaded
+    released = releases_window_pages(settings, model, loaded.context_tokens, is_default=releases_windows)
+    return replace(loaded, releases_windows=released)
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +296,7 @@ def build_engine(
         tiers=tiers,
         epochs=epochs,
         block_bytes=layout.block_bytes,
-        windows=(None,) if loaded.groups is None else loaded.groups.windows,
+        windows=layout.groups.windows,
         prices=PriceBook(settings.load_policy),
         masks=_masks(loaded, on_mask),
         speculation=_speculation(loaded, runner),
@@ -300,16 +305,6 @@ def build_engine(
         adapter_slots=settings.adapter_slots,
         activate=runner.activate,
         clock=clock,
-    )
-
-
-def _groups(loaded: LoadedModel) -> LayerGroups:
-    settings = loaded.settings
-    return choose_groups(
-        loaded.config,
-        context_tokens=loaded.context_tokens,
-        block_tokens=settings.block_tokens,
-        step_tokens=settings.limits.step_tokens,
     )
 
 

@@ -81,7 +81,7 @@ class Engine:
             max_waiting: maximum number of waiting requests; further requests are rejected.
             block_bytes: bytes of one page, for cost estimates.
             windows: sliding window of each group of layers that has pages of its own, `None` for full attention; only
-                without loader and tiers, and without requests that export their pages.
+                without tiers.
             prices: estimates the seconds of loading and computing; updated by each step and load. Default: always load.
             masks: masks of constrained sequences; without it, constraints are rejected.
             speculation: drafts of decoding sequences; without it, a step samples one token of each.
@@ -91,8 +91,8 @@ class Engine:
             activate: puts an adapter into a slot of the runner.
             clock: measures the steps.
         """
-        if windows != (None,) and (loader is not None or tiers is not None):
-            raise InvariantBroken("groups of layers are not loaded from peers or tiers")
+        if windows != (None,) and tiers is not None:
+            raise InvariantBroken("tiers have no pages of groups of layers")
         self.allocator = Allocator.create(
             num_blocks,
             block_tokens=block_tokens,

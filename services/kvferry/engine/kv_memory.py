@@ -1,9 +1,11 @@
-"""Memory for the KV pages of an engine, by its settings and its device."""
+"""Memory for the KV pages of an engine, and whether pages behind windows are released, by its settings."""
 
 from kvferry.core.errors import UsageError
 from kvferry.core.process.memory import usable_memory
-from kvferry.engine.settings import DEFAULT_KV_BYTES, EngineSettings
+from kvferry.engine.models.model import Model
+from kvferry.engine.settings import AUTO, DEFAULT_KV_BYTES, KEEP, RELEASE, WINDOW_PAGES, EngineSettings
 from kvferry.engine.tensors.device import CPU
+from kvferry.kv.pages.layer_groups import choose_groups
 from kvferry.model.config import ModelConfig
 
 
@@ -33,3 +35,37 @@ def kv_memory(settings: EngineSettings, config: ModelConfig, device: str) -> int
     step_bytes = activation_bytes(config, rows=limits.token_budget, max_sequences=limits.max_sequences)
     found = GpuMemory(total, free, torch.cuda.memory_reserved())
     return kv_budget(found, settings.gpu_memory_share, step_bytes)
+
+
+def releases_window_pages(settings: EngineSettings, model: Model, context_tokens: int, *, is_default: bool) -> bool:
+    """Return whether pages behind sliding windows are released: as set, if that saves memory.
+
+    Args:
+        settings: the engine's settings.
+        model: the model.
+        context_tokens: context length that is served.
+        is_default: what `auto` means.
+
+    Raises:
+        UsageError: the setting is unknown, or the kernels cannot release pages.
+    """
+    wanted = settings.window_pages
+    if wanted not in WINDOW_PAGES:
+        raise UsageError(
+            f"unknown window_pages {wanted!r}; expected one of {', '.join(WINDOW_PAGES)}", field="window_pages"
+        )
+    if wanted == RELEASE and not model.has_layer_groups:
+        raise UsageError(
+            f"the kernels {model.kernels!r} need all pages of a sequence; set window_pages to {KEEP!r}, or use the "
+            "compiled kernels (--device cpu)",
+            field="window_pages",
+        )
+    if wanted == KEEP or (wanted == AUTO and not is_default) or not model.has_layer_groups:
+        return False
+    groups = choose_groups(
+        model.config,
+        context_tokens=context_tokens,
+        block_tokens=settings.block_tokens,
+        step_tokens=settings.limits.step_tokens,
+    )
+    return groups.windows != (None,)

@@ -10,6 +10,9 @@ LOAD_FORMATS = ("auto", "dummy")
 """Valid values of `load_format`: weights from the model's files, or random weights."""
 DEFAULT_KV_BYTES = 1 << 30
 """Memory for KV pages on the CPU, unless it is set."""
+AUTO, KEEP, RELEASE = "auto", "keep", "release"
+WINDOW_PAGES = (AUTO, KEEP, RELEASE)
+"""Valid values of `window_pages`."""
 ON, OFF = "on", "off"
 ASYNC_STEPS = (ON, OFF)
 """Valid values of `async_steps`."""
@@ -57,6 +60,10 @@ class EngineSettings:
     """Tokens per block; 16 is the usual trade-off between internal fragmentation and table length."""
     max_model_tokens: int = 0
     """Context length in tokens, prompt and output together; 0 uses the model's maximum."""
+    window_pages: str = AUTO
+    """What happens to KV pages behind the sliding windows of a model's layers, one of `WINDOW_PAGES`; the same for all
+    workers of a pool. They are released only by compiled kernels, without tiers, and if a request of the context length
+    takes less memory that way. `auto`: released by `LLM` and `AsyncLLM`, kept by workers."""
     limits: SchedulerLimits = field(default_factory=SchedulerLimits)
     load_policy: LoadPolicy = LoadPolicy.PRICE
     """When to load KV from peers and tiers: if it is estimated to be faster, or always."""

@@ -30,8 +30,9 @@ from kvferry.core.errors import InvariantBroken
 from kvferry.core.ids import BlockHash, BlockId
 from kvferry.engine.blocks.block_pool import BlockPool
 from kvferry.engine.blocks.cached_prefix import NO_PAGE, CachedPrefix, in_order, longest_prefix
+from kvferry.engine.blocks.page_copies import PageCopy
 from kvferry.engine.blocks.prefix_index import PrefixIndex
-from kvferry.kv.pages.layer_groups import first_block_read, most_blocks
+from kvferry.kv.pages.layer_groups import first_block_read, handed_over, most_blocks
 
 _FULL = (None,)
 
@@ -54,34 +55,6 @@ class BlockTable:
     def pages(self) -> list[BlockId]:
         """All pages, in order of position."""
         return in_order(self.blocks, self.further)
-
-
-@dataclass(frozen=True, slots=True)
-class PageCopy:
-    """Copy of one whole page, made before the step writes KV; a list of copies is executed in order."""
-
-    source: BlockId
-    target: BlockId
-
-
-def copy_rounds(copies: Sequence[PageCopy]) -> list[list[PageCopy]]:
-    """Split copies into rounds by their dependencies: rounds run in order, copies of a round in any order.
-
-    Within a round no page is both source and target, and no page is a target twice. A step needs a second round if a
-    page was copied, freed by a preempted sequence, and allocated for another copy while the step was planned.
-    """
-    rounds: list[list[PageCopy]] = []
-    sources: set[BlockId] = set()
-    targets: set[BlockId] = set()
-    for copy in copies:
-        if not rounds or copy.target in sources or copy.target in targets or copy.source in targets:
-            rounds.append([])
-            sources.clear()
-            targets.clear()
-        rounds[-1].append(copy)
-        sources.add(copy.source)
-        targets.add(copy.target)
-    return rounds
 
 
 class Allocator:
@@ -117,7 +90,8 @@ class Allocator:
         self.windows = tuple(windows)
         self.further_indexes = tuple(further_indexes)
         self._indexes = (index, *further_indexes)
-        self._has_windows = self.windows != _FULL
+        self.has_windows = self.windows != _FULL
+        """Whether pages are released behind a window."""
         self._step_tokens = step_tokens
         self._versions = count(1)
 
@@ -179,7 +153,9 @@ class Allocator:
                 high = middle - 1
         return low * self.block_tokens
 
-    def peek(self, names: Sequence[BlockHash], tokens: Sequence[int], *, max_tokens: int) -> CachedPrefix:
+    def peek(
+        self, names: Sequence[BlockHash], tokens: Sequence[int], *, max_tokens: int, for_load: bool = False
+    ) -> CachedPrefix:
         """Look up the pages of the longest cached prefix of at most `max_tokens` tokens, without taking references.
 
         A group with a window needs only the pages that the first row after the prefix reads, so a shorter prefix may be
@@ -187,6 +163,13 @@ class Allocator:
 
         A prompt's last token must always be computed to get its logits, so callers pass the prompt's length minus one.
         The result is stale after the next allocation; call `hold` on the pages before that.
+
+        Args:
+            names: names of the prompt's full blocks.
+            tokens: the prompt.
+            max_tokens: maximum length.
+            for_load: whether the KV after the prefix is loaded from a peer, with the pages of all windows. Then only
+                pages for full attention are looked up.
         """
         size = self.block_tokens
         limit = min(max_tokens // size, len(names))
@@ -197,9 +180,13 @@ class Allocator:
                 if block is None:
                     break
                 found.append(block)
-            if not self._has_windows:
+            if not self.has_windows:
                 return CachedPrefix(found)
+            if for_load:
+                return CachedPrefix(found, tuple([NO_PAGE] * len(found) for _ in self.further_indexes))
             limit = len(found)
+        elif for_load:
+            return CachedPrefix([], tuple([] for _ in self.further_indexes))
 
         def cached(group: int, i: int) -> BlockId | None:
             return self._cached(self._indexes[group], names[i], tokens, i)
@@ -218,7 +205,7 @@ class Allocator:
             raise InvariantBroken(f"a prefix hit needs an empty table; this one has {len(table.blocks)} blocks")
         self.pool.hold(prefix.pages)
         table.blocks.extend(prefix.blocks)
-        if self._has_windows:
+        if self.has_windows:
             table.further = tuple(list(pages) for pages in prefix.further)
             table.passed = prefix.passed
         table.version = next(self._versions)
@@ -226,7 +213,7 @@ class Allocator:
     def missing(self, table: BlockTable, num_tokens: int) -> int:
         """Return the number of free pages that the table may need until it has slots for `num_tokens` tokens, without
         copy-on-write. With windows, it is the largest number at any time, since pages are released meanwhile."""
-        if not self._has_windows:
+        if not self.has_windows:
             return max(0, self.blocks_for(num_tokens) - len(table.blocks))
         return self._missing(len(table.blocks), table.passed, num_tokens)
 
@@ -297,9 +284,47 @@ class Allocator:
             pages.extend(fresh[group * size : (group + 1) * size])
         return copies
 
+    def reserve_load(self, table: BlockTable, *, num_loaded: int, num_tokens: int) -> bool:
+        """Allocate the pages of a sequence whose KV is loaded; change nothing and return `False` if too few are free.
+
+        Args:
+            table: the table, with the pages of its prefix (`peek` with `for_load`).
+            num_loaded: number of leading tokens whose KV is loaded.
+            num_tokens: number of tokens for which the table has slots afterwards.
+        """
+        if not self.has_windows:
+            return self.grow(table, num_computed=num_loaded, num_tokens=num_tokens, may_copy=False) is not None
+        groups, end = self._groups(table), self.blocks_for(num_tokens)
+        firsts = [blocks.start for blocks in handed_over(num_loaded, self.windows, self.block_tokens)]
+        lacking = [
+            [i for i in range(first, end) if i >= len(pages) or pages[i] == NO_PAGE]
+            for first, pages in zip(firsts, groups, strict=True)
+        ]
+        fresh = self.pool.allocate(sum(map(len, lacking)))
+        if fresh is None:
+            return False
+        for group, pages in enumerate(groups):
+            pages.extend([NO_PAGE] * (end - len(pages)))
+            for i in lacking[group]:
+                pages[i] = fresh.pop()
+            table.passed[group] = pages.count(NO_PAGE)
+        return True
+
+    def handed_over(self, table: BlockTable, num_tokens: int) -> list[BlockId]:
+        """Return the pages with which a peer continues after `num_tokens` tokens, in the order of a ticket.
+
+        Raises:
+            InvariantBroken: a page was released, or never allocated.
+        """
+        parts = handed_over(num_tokens, self.windows, self.block_tokens)
+        pages = [p for each, part in zip(self._groups(table), parts, strict=True) for p in each[part.start : part.stop]]
+        if len(pages) != sum(map(len, parts)) or NO_PAGE in pages:
+            raise InvariantBroken(f"a table lacks pages of the {num_tokens} tokens that are handed over")
+        return pages
+
     def _groups(self, table: BlockTable) -> tuple[list[BlockId], ...]:
         """Return the lists of pages of all groups, which an empty table lacks."""
-        if self._has_windows and not table.passed:
+        if self.has_windows and not table.passed:
             table.further, table.passed = tuple([] for _ in self.further_indexes), [0] * len(self.windows)
         return (table.blocks, *table.further)
 
@@ -311,7 +336,7 @@ class Allocator:
             table: the table.
             num_computed: number of leading tokens that no step computes again, while the sequence runs.
         """
-        if not self._has_windows or not table.passed:
+        if not self.has_windows or not table.passed:
             return
         boundary = num_computed // self.block_tokens * self.block_tokens
         groups = (table.blocks, *table.further)
@@ -325,7 +350,7 @@ class Allocator:
     def name_block(
         self, table: BlockTable, i: int, name: BlockHash, tokens: Sequence[int], parent: BlockHash | None
     ) -> None:
-        """Add the pages of a full, computed block to the prefix index.
+        """Add the pages of a full, computed block to the prefix index; loaded KV lacks those behind a window.
 
         Args:
             table: the sequence's table.
@@ -334,15 +359,17 @@ class Allocator:
             tokens: its tokens.
             parent: name of the block before it.
         """
-        self.index.add(name, tokens, table.blocks[i], parent=parent, depth=i)
+        if table.blocks[i] != NO_PAGE:
+            self.index.add(name, tokens, table.blocks[i], parent=parent, depth=i)
         for index, pages in zip(self.further_indexes, table.further, strict=False):
-            index.add(name, tokens, pages[i])
+            if pages[i] != NO_PAGE:
+                index.add(name, tokens, pages[i])
 
     def forget(self, table: BlockTable, names: Iterable[BlockHash]) -> None:
         """Remove a sequence's blocks from the prefix index, also those whose pages were released behind a window."""
         for block in table.blocks:
             self.index.forget(block)
-        if self._has_windows:
+        if self.has_windows:
             for name in names:
                 for index in self._indexes:
                     index.forget_name(name)
@@ -359,7 +386,7 @@ class Allocator:
 
     def free(self, table: BlockTable) -> None:
         """Free all pages of a table; cached content stays readable until the pages are reused. Idempotent."""
-        self.pool.release(table.pages if self._has_windows else table.blocks)
+        self.pool.release(table.pages if self.has_windows else table.blocks)
         table.blocks.clear()
         table.further, table.passed = (), []
         table.version = next(self._versions)

@@ -14,7 +14,7 @@ import torch
 
 from kvferry.core.clock import Clock, SystemClock
 from kvferry.core.sampling import SampledToken
-from kvferry.engine.blocks.allocation import PageCopy, copy_rounds
+from kvferry.engine.blocks.page_copies import PageCopy, copy_rounds
 from kvferry.engine.gpu.draws import NONE_LEFT, draw, most_likely
 from kvferry.engine.gpu.graphs import Graphs
 from kvferry.engine.gpu.outbox import Outbox, PendingTokens

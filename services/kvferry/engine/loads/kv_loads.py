@@ -21,6 +21,7 @@ from kvferry.engine.plan.sequence import RemoteKv, Sequence
 from kvferry.kv.handoff.quarantine import accepts_fetch
 from kvferry.kv.interface.connector import KvLoader, LoadOutcome, PagesQuiet
 from kvferry.kv.interface.tiering import KvMessage, KvTiers, StoreDone, TierAnswer, TierSource
+from kvferry.kv.pages.layer_groups import handed_over
 from kvferry.kv.pricing.price import Decision, Piece, PriceBook
 
 _QUARANTINE_SHARE = 0.05
@@ -234,11 +235,13 @@ class KvLoads:
         """Return whether fetching a peer's offer is estimated to be faster than computing its tokens beyond the local
         prefix hit."""
         size = self._allocator.block_tokens
-        hit = len(self._allocator.peek(sequence.name_blocks(), sequence.tokens, max_tokens=sequence.num_tokens - 1))
+        names, limit = sequence.name_blocks(), sequence.num_tokens - 1
+        hit = len(self._allocator.peek(names, sequence.tokens, max_tokens=limit, for_load=True))
         tokens = remote.num_tokens - hit * size
         if tokens <= 0:
             return True  # no page is fetched, but the load ends the offer at the peer
-        num_bytes = (self._allocator.blocks_for(remote.num_tokens) - hit) * self._block_bytes
+        blocks = handed_over(remote.num_tokens, self._allocator.windows, size)
+        num_bytes = (sum(map(len, blocks)) - hit) * self._block_bytes
         decision = self._prices.decide([Piece(remote.label, tokens, num_bytes, remote.place)], hit * size)
         self._note_decision(sequence.request_id, decision)
         return decision.num_loaded > 0

@@ -229,6 +229,11 @@ class Admission:
         remote = sequence.remote
         # Blocks that were cached at the time of the lookup may have been evicted since, which leaves a gap.
         fetches = remote is not None and remote.first_token <= hit_tokens < remote.num_tokens
+        if remote is not None and fetches and self._allocator.has_windows:
+            limit = min(sequence.num_reusable, remote.num_tokens)
+            names, tokens = sequence.name_blocks(), sequence.tokens
+            hit = self._allocator.peek(names, tokens, max_tokens=limit, for_load=True)
+            hit_tokens = len(hit) * self._allocator.block_tokens
         wanted = sequence.num_tokens - hit_tokens
         count = room.fit_scored(sequence, hit_tokens, room.fit(wanted))
         if count == 0 and not fetches:
@@ -237,7 +242,12 @@ class Admission:
         if not pages.fits(hit, sequence.num_tokens):  # counts all its tokens, not only the first chunk
             return False
         self._allocator.hold(sequence.table, hit)
-        if self._allocator.grow(sequence.table, num_computed=hit_tokens, num_tokens=upto, may_copy=False) is None:
+        table = sequence.table
+        if remote is not None and fetches:
+            is_held = self._allocator.reserve_load(table, num_loaded=remote.num_tokens, num_tokens=upto)
+        else:
+            is_held = self._allocator.grow(table, num_computed=hit_tokens, num_tokens=upto, may_copy=False) is not None
+        if not is_held:
             raise InvariantBroken("the pages of an admitted sequence could not be allocated")
         if sequence.adapter is not None:
             sequence.adapter_slot, sequence.num_overtaken = self._slots.take(sequence.adapter), 0
@@ -251,7 +261,8 @@ class Admission:
             self.num_queried_tokens += sequence.num_tokens
             self.num_hit_tokens += hit_tokens
         if remote is not None and fetches:
-            self._loading.start(sequence, len(hit), self._allocator.blocks_for(remote.num_tokens))
+            targets = self._allocator.handed_over(table, remote.num_tokens)[len(hit) :]
+            self._loading.start(sequence, len(hit), targets)
             return True
         sequence.remote = None
         sequence.move(SequenceEvent.ADMIT)

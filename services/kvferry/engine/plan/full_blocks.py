@@ -1,7 +1,6 @@
 """Full blocks of sequences: added to the prefix index, stored in tiers, and reported to the reader of a hand-off.
 Pure."""
 
-from kvferry.core.errors import InvariantBroken
 from kvferry.engine.blocks.allocation import Allocator
 from kvferry.engine.plan.kv_jobs import Export, Progress, StoreJob
 from kvferry.engine.plan.sequence import Sequence
@@ -48,13 +47,20 @@ class FullBlocks:
             self.allocator.name_block(sequence.table, i, names[i], tokens, parent)
         sequence.num_listed = full
         self._plan_stores(sequence, full)
-        if sequence.exports and sequence.num_computed < sequence.num_tokens:
+        is_followed = sequence.exports and sequence.num_computed < sequence.num_tokens
+        if is_followed and self.allocator.windows[0] is None:
             new = slice(sequence.num_told, full)
             pages = tuple(sequence.table.blocks[new])
             epochs = tuple(self.allocator.pool.epochs[b] for b in pages)
             self._progress.append(Progress(sequence.request_id, pages, epochs, tuple(names[new])))
             sequence.num_told = full
         self.allocator.release_passed(sequence.table, full * size)
+
+    def list_loaded(self, sequence: Sequence) -> None:
+        """Add the full blocks of a sequence whose KV was loaded to the prefix index; see `list_full`."""
+        # Of blocks that were cached for full attention, the pages of windows have been loaded.
+        sequence.num_listed = min([sequence.num_listed, *sequence.table.passed[1:]])
+        self.list_full(sequence)
 
     def _plan_stores(self, sequence: Sequence, full: int) -> None:
         """Plan the stores of complete objects among the first `full` blocks, each only once."""
@@ -68,30 +74,18 @@ class FullBlocks:
 
     def export(self, sequence: Sequence, num_tokens: int) -> Export:
         """Move the pages of a finished prefill, which hold the KV of `num_tokens` tokens, from its table to an
-        export.
-
-        Raises:
-            InvariantBroken: windows have released pages.
-        """
-        self._check_whole(sequence)
-        pages = tuple(sequence.table.blocks)
-        sequence.table.blocks.clear()
+        export."""
+        table = sequence.table
+        self.allocator.release_passed(table, num_tokens)
+        pages = tuple(self.allocator.handed_over(table, num_tokens))
+        self.allocator.pool.hold(pages)
+        self.allocator.free(table)
         return Export(pages, tuple(self.allocator.pool.epochs[b] for b in pages), num_tokens)
 
     def export_full(self, sequence: Sequence) -> Export | None:
-        """Return the pages of the full blocks, without references; `None` if no block is full.
-
-        Raises:
-            InvariantBroken: windows have released pages.
-        """
-        self._check_whole(sequence)
-        full = sequence.num_computed // self.allocator.block_tokens
-        pages = tuple(sequence.table.blocks[:full])
-        if not pages:
+        """Return the pages of the full blocks, without references; `None` if no block is full."""
+        num_tokens = sequence.num_computed // self.allocator.block_tokens * self.allocator.block_tokens
+        if not num_tokens:
             return None
-        return Export(pages, tuple(self.allocator.pool.epochs[b] for b in pages), full * self.allocator.block_tokens)
-
-    @staticmethod
-    def _check_whole(sequence: Sequence) -> None:
-        if sequence.table.passed:
-            raise InvariantBroken("the pages of an engine with windows are not handed off")
+        pages = tuple(self.allocator.handed_over(sequence.table, num_tokens))
+        return Export(pages, tuple(self.allocator.pool.epochs[b] for b in pages), num_tokens)

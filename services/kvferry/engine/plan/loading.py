@@ -1,9 +1,9 @@
 """Sequences whose KV is being loaded, and the loads that are planned for them."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from kvferry.core.errors import InvariantBroken
-from kvferry.core.ids import RequestId
+from kvferry.core.ids import BlockId, RequestId
 from kvferry.engine.plan.kv_jobs import LoadJob
 from kvferry.engine.plan.sequence import Sequence, SequenceEvent
 
@@ -15,8 +15,8 @@ class LoadingSequences:
         self._sequences: dict[RequestId, Sequence] = {}
         self._jobs: list[LoadJob] = []
 
-    def start(self, sequence: Sequence, first_block: int, end_block: int) -> None:
-        """Plan the load of a sequence's blocks `first_block` .. `end_block` - 1, whose pages are in its table.
+    def start(self, sequence: Sequence, first_block: int, targets: Iterable[BlockId]) -> None:
+        """Plan the load of a sequence's blocks from `first_block` on into pages of its table, in the order of a ticket.
 
         Raises:
             InvariantBroken: the sequence has nothing to load.
@@ -24,11 +24,10 @@ class LoadingSequences:
         remote = sequence.remote
         if remote is None:
             raise InvariantBroken(f"request {sequence.request_id} has nothing to load")
-        targets = tuple(sequence.table.blocks[first_block:end_block])
         sequence.move(SequenceEvent.LOAD)
         self._sequences[sequence.request_id] = sequence
         is_return = sequence.num_preemptions > 0
-        self._jobs.append(LoadJob(sequence.request_id, remote, first_block, targets, is_return=is_return))
+        self._jobs.append(LoadJob(sequence.request_id, remote, first_block, tuple(targets), is_return=is_return))
 
     def take(self, request_id: RequestId) -> Sequence | None:
         """Remove and return the sequence of a load that has ended; `None` if the sequence has ended."""

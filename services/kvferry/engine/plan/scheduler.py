@@ -25,7 +25,8 @@ from kvferry.core.errors import InvariantBroken, KvferryError
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import FinishReason
 from kvferry.engine.adapters.adapter_slots import AdapterSlots
-from kvferry.engine.blocks.allocation import Allocator, PageCopy
+from kvferry.engine.blocks.allocation import Allocator
+from kvferry.engine.blocks.page_copies import PageCopy
 from kvferry.engine.plan.admission import Admission, num_lacking, num_remaining
 from kvferry.engine.plan.full_blocks import FullBlocks
 from kvferry.engine.plan.kv_jobs import LoadJob, SequenceUpdate
@@ -261,7 +262,7 @@ class Scheduler:
             sequence.num_stored = max(sequence.num_stored, num_tokens // self.allocator.block_tokens)
         sequence.remote = None
         sequence.move(SequenceEvent.LOADED)
-        self.blocks.list_full(sequence)
+        self.blocks.list_loaded(sequence)
         self.admission.start(sequence)
         return True
 

@@ -31,7 +31,7 @@ from kvferry.core.errors import InvariantBroken, KvferryError
 from kvferry.core.ids import BlockId, RequestId
 from kvferry.core.sampling import SampledToken, SamplingParams, ScoredToken
 from kvferry.engine.adapters.adapter_slots import NO_SLOT
-from kvferry.engine.blocks.allocation import PageCopy
+from kvferry.engine.blocks.page_copies import PageCopy
 from kvferry.engine.plan.token_mask import TokenMask
 from kvferry.engine.pooling.prompt_pooling import Sums
 

@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from kvferry.core.errors import InvariantBroken
 from kvferry.core.sampling import SampledToken
-from kvferry.engine.blocks.allocation import PageCopy
+from kvferry.engine.blocks.page_copies import PageCopy
 from kvferry.engine.models.model import Logits, Model
 from kvferry.engine.plan.step import Sampled, StepPlan, StepResult, sampled_rows
 from kvferry.engine.profile.watch import FORWARD, NO_WATCH, SAMPLE, StepWatch
@@ -30,7 +30,7 @@ class Runner:
         """
         layout = kv.layout
         expected = KvLayout.of(
-            model.config, block_tokens=layout.block_tokens, dtype=model.dtype, is_divided=bool(layout.windows)
+            model.config, block_tokens=layout.block_tokens, dtype=model.dtype, releases_windows=bool(layout.windows)
         )
         if kv.layout != expected:
             raise InvariantBroken(f"the pages have {kv.layout}; the model needs {expected}")

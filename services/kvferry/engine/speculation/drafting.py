@@ -7,7 +7,8 @@ addition to those of one block for each running sequence.
 from collections.abc import Callable
 
 from kvferry.core.ids import RequestId
-from kvferry.engine.blocks.allocation import Allocator, PageCopy
+from kvferry.engine.blocks.allocation import Allocator
+from kvferry.engine.blocks.page_copies import PageCopy
 from kvferry.engine.plan.sequence import Sequence
 from kvferry.engine.plan.step import ScheduledSequence, SequenceOutput, StepPlan, StepResult, is_decode
 from kvferry.engine.speculation.speculation import Drafts, Speculation

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvferry.engine.blocks.allocation import PageCopy
+from kvferry.engine.blocks.page_copies import PageCopy
 from kvferry.engine.tensors.batch import StepBatch
 from kvferry.kernels.batch import AttentionBatch
 

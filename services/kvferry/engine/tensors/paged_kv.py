@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.core.errors import InvariantBroken, UsageError
-from kvferry.engine.blocks.allocation import PageCopy, copy_rounds
+from kvferry.engine.blocks.page_copies import PageCopy, copy_rounds
 from kvferry.engine.tensors.device import CPU
 from kvferry.kv.pages.layout import KvLayout
 

@@ -127,7 +127,7 @@ class Attempt:
         """
         ticket = source.ticket
         needed = range(first_block, first_block + len(targets)) if blocks is None else blocks
-        span = slice(needed.start, needed.stop)  # block i of the prompt is entry i of the ticket
+        span = slice(needed.start, needed.stop)  # block i of the prompt is entry i of the ticket, then those of windows
         self.source = source
         self.remote = list(ticket.block_ids[span])
         self.local = list(targets)

@@ -18,6 +18,7 @@ from kvferry.core.errors import TicketRejected
 from kvferry.core.ids import Incarnation, TicketId, WorkerId
 from kvferry.kv.handoff.seals import Sealed, sealed_bytes
 from kvferry.kv.interface.packed import unpacked
+from kvferry.kv.pages.layer_groups import handed_over
 from kvferry.kv.pages.layout import Description, KvLayout, described
 from kvferry.kv.pages.relayout import Relayout, plan
 
@@ -47,6 +48,7 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     num_tokens: int
     """Number of tokens whose KV is in the pages: positions 0 .. num_tokens-1."""
     block_ids: tuple[int, ...]
+    """Pages of the blocks in order; with groups of layers, in the order of `layer_groups.handed_over`."""
     epochs: tuple[int, ...]
     """Epochs of the pages at the time of the offer."""
     expires_wall: float
@@ -199,11 +201,13 @@ def check_ticket(
     tokens: Sequence[int],
     now_wall: float,
     layout: KvLayout | None = None,
+    windows: Sequence[int | None] = (None,),
 ) -> None:
     """Check that an opened ticket is valid for a request on this worker.
 
     Args:
         layout: this worker's layout; if given, a ticket for held pages may have a different, convertible layout.
+        windows: sliding windows of this worker's groups of layers.
 
     Raises:
         TicketRejected: the ticket is not valid; `reason` is one of TICKET_LAYOUT, TICKET_TENANT, TICKET_TOKENS,
@@ -218,12 +222,14 @@ def check_ticket(
             raise _other_layout(ticket.fingerprint, fingerprint, "and this kind of ticket needs equal layouts")
         made = plan_for(ticket.fingerprint, ticket.layout, layout)
         block_tokens = block_tokens if made is None else made.source.block_tokens
+    num_pages = sum(map(len, handed_over(ticket.num_tokens, windows, block_tokens)))
     if ticket.tenant != tenant:
         raise reject("TICKET_TENANT", "the ticket belongs to another tenant")
-    if not ticket.num_tokens < len(tokens) or len(ticket.block_ids) != -(-ticket.num_tokens // block_tokens):
+    if not ticket.num_tokens < len(tokens) or len(ticket.block_ids) != num_pages:
         raise reject(
             "TICKET_EXTENT",
-            f"the ticket covers {ticket.num_tokens} tokens in {len(ticket.block_ids)} blocks; "
+            f"the ticket covers {ticket.num_tokens} tokens in {len(ticket.block_ids)} pages, of which {num_pages} are "
+            f"needed; "
             f"the request has {len(tokens)} tokens and at least one must remain to be computed",
         )
     if ticket.tokens_digest != digest_tokens(tokens[: ticket.num_tokens]):

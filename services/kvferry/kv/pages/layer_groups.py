@@ -40,6 +40,20 @@ def most_blocks(num_tokens: int, window: int | None, *, block_tokens: int, step_
     return min(blocks, of_window + of_step)
 
 
+def handed_over(num_tokens: int, windows: Sequence[int | None], block_tokens: int) -> tuple[range, ...]:
+    """Return the blocks of each group whose pages a hand-off has: those that rows after the last full block read.
+
+    A ticket has the pages of the first group in order, then those of each further group.
+
+    Args:
+        num_tokens: number of tokens whose KV is handed over.
+        windows: sliding window of each group in tokens; `None` for full attention.
+        block_tokens: tokens per page.
+    """
+    boundary, end = num_tokens // block_tokens * block_tokens, -(-num_tokens // block_tokens)
+    return tuple(range(first_block_read(boundary, window, block_tokens), end) for window in windows)
+
+
 @dataclass(frozen=True, slots=True)
 class LayerGroups:
     """Division of a model's layers into groups."""
@@ -92,10 +106,9 @@ class LayerGroups:
         }
         return tuple(found[layer] for layer in range(len(found)))
 
-    def most_layer_blocks(self, num_tokens: int, *, block_tokens: int, step_tokens: int) -> int:
-        """Return the largest number of blocks that a sequence of `num_tokens` tokens holds at once, times the layers of
-        a page; in proportion to its bytes."""
-        return self.page_layers * sum(
+    def most_pages(self, num_tokens: int, *, block_tokens: int, step_tokens: int) -> int:
+        """Return the largest number of pages that a sequence holds at once while it grows to `num_tokens` tokens."""
+        return sum(
             most_blocks(num_tokens, window, block_tokens=block_tokens, step_tokens=step_tokens)
             for window in self.windows
         )
@@ -115,6 +128,7 @@ def choose_groups(config: ModelConfig, *, context_tokens: int, block_tokens: int
     divided = LayerGroups.of([config.window_of(layer) for layer in range(config.num_layers)])
 
     def size(groups: LayerGroups) -> int:
-        return groups.most_layer_blocks(context_tokens, block_tokens=block_tokens, step_tokens=step_tokens)
+        pages = groups.most_pages(context_tokens, block_tokens=block_tokens, step_tokens=step_tokens)
+        return groups.page_layers * pages
 
     return divided if size(divided) < size(whole) else whole

@@ -59,8 +59,8 @@ class KvLayout:
     planes: int = 2
     """Vectors per token, layer and KV head: key and value, or 1 latent vector."""
     windows: tuple[int, ...] = ()
-    """Sliding window of each layer, 0 for full attention, if the layers are in groups with pages of their own
-    (`layer_groups`); empty if a page has all layers."""
+    """Sliding window of each layer, 0 for full attention, if pages behind a window are released and layers are in
+    groups by windows (`layer_groups`); empty if all pages are kept, with all layers in each."""
 
     def __post_init__(self) -> None:
         """Check the range of KV heads, and normalize `total_kv_heads`.
@@ -88,7 +88,7 @@ class KvLayout:
         block_tokens: int,
         dtype: str,
         model_digest: str = "",
-        is_divided: bool = False,
+        releases_windows: bool = False,
     ) -> "KvLayout":
         """Build the layout of a model's pages, with all KV heads.
 
@@ -97,7 +97,7 @@ class KvLayout:
             block_tokens: tokens per block.
             dtype: data type of the KV.
             model_digest: see `KvLayout.model_digest`; empty for pages that are never transferred.
-            is_divided: whether the layers are in groups by their windows.
+            releases_windows: whether pages behind the windows of layers are released.
 
         Raises:
             UsageError: `block_tokens` is not positive.
@@ -107,7 +107,7 @@ class KvLayout:
         heads, dim, planes = config.num_kv_heads, config.head_dim, 2
         if config.latent is not None:
             heads, dim, planes = 1, config.latent.width, 1
-        windows = tuple(window or 0 for window in config.windows) if is_divided else ()
+        windows = tuple(window or 0 for window in config.windows) if releases_windows else ()
         return cls(model_digest, dtype, config.num_layers, heads, dim, block_tokens, planes=planes, windows=windows)
 
     @property
@@ -172,13 +172,10 @@ class KvLayout:
 
     @property
     def description(self) -> Description:
-        """Layout as plain values, for messages; `described` parses it.
-
-        Raises:
-            ValueError: the layers are in groups; such pages are not transferred.
-        """
+        """Layout as plain values, for messages; `described` parses it. Empty if pages are released behind windows: they
+        are not converted, so only equal layouts can read them."""
         if self.windows:
-            raise ValueError("pages of groups of layers are not transferred")
+            return ()
         *whole, planes, _ = astuple(self)
         shown = whole[:_SHARED] if self.total_kv_heads is None else whole
         return (VERSION, *shown, *([] if planes == _PLANES else [planes]))

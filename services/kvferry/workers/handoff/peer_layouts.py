@@ -8,7 +8,9 @@ from kvferry.v1 import common_pb2
 
 
 def layout_to_wire(layout: KvLayout) -> common_pb2.KvLayout:
-    """Convert a layout to a message."""
+    """Convert a layout to a message; the message is empty for a layout that is never converted."""
+    if layout.windows:
+        return common_pb2.KvLayout()
     return common_pb2.KvLayout(
         model_digest=layout.model_digest,
         dtype=layout.dtype,

@@ -182,6 +182,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
                 tenant=request.tenant,
                 tokens=tokens,
                 now_wall=self._context.clock.wall(),
+                windows=self._context.layout.groups.windows,
                 layout=self._context.layout,
             )
         except TicketRejected as error:

@@ -135,6 +135,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
                 tenant=request.tenant,
                 tokens=tokens,
                 now_wall=self._context.clock.wall(),
+                windows=self._context.layout.groups.windows,
             )
         except TicketRejected as error:
             _log.info(

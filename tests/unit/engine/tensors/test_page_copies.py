@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvferry.core.errors import InvariantBroken
 from kvferry.core.ids import BlockId, RequestId
-from kvferry.engine.blocks.allocation import PageCopy, copy_rounds
+from kvferry.engine.blocks.page_copies import PageCopy, copy_rounds
 from kvferry.engine.models.build import build_model
 from kvferry.engine.run.runner import Runner
 from kvferry.engine.tensors.paged_kv import PagedKv
@@ -115,7 +115,7 @@ def test_copies_of_host_pages_load_no_torch() -> None:
     program = """
 import sys
 from kvferry.core.ids import BlockId
-from kvferry.engine.blocks.allocation import PageCopy
+from kvferry.engine.blocks.page_copies import PageCopy
 from kvferry.engine.tensors.paged_kv import PagedKv
 from kvferry.kv.pages.layout import KvLayout
 from kvferry.model import tiny

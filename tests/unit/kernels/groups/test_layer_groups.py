@@ -42,7 +42,7 @@ class GroupedWorld(World):
     def __init__(self, config: ModelConfig, lengths: list[int], dtype: str, seed: int = 0) -> None:
         super().__init__(config, lengths, dtype, seed)
         self.groups = LayerGroups.of([config.window_of(layer) for layer in range(config.num_layers)])
-        self.shape = KvLayout.of(config, block_tokens=BLOCK, dtype=dtype, is_divided=self.groups.is_divided)
+        self.shape = KvLayout.of(config, block_tokens=BLOCK, dtype=dtype, releases_windows=True)
         count = len(self.groups.windows)
         order = np.random.default_rng(seed).permutation(self.num_blocks * count)
         self.num_blocks *= count

@@ -70,5 +70,6 @@ def test_layers_are_divided_where_a_long_request_takes_less_memory(
     config = replace(tiny.config(), num_layers=4, windows=tuple(windows))
     groups = choose_groups(config, context_tokens=context, block_tokens=16, step_tokens=64)
     assert groups.is_divided == is_divided
-    sizes = [g.most_layer_blocks(context, block_tokens=16, step_tokens=64) for g in (groups, LayerGroups.single(4))]
+    pair = (groups, LayerGroups.single(4))
+    sizes = [g.page_layers * g.most_pages(context, block_tokens=16, step_tokens=64) for g in pair]
     assert (sizes[0] < sizes[1]) == is_divided
