@@ -30,9 +30,15 @@ class QueuedRunner(ArithmeticRunner):
     """
 
     def __init__(
-        self, num_blocks: int, block_tokens: int, chance: random.Random, *, samples_on_host: bool = False
+        self,
+        num_blocks: int,
+        block_tokens: int,
+        chance: random.Random,
+        windows: Sequence[int | None] = (None,),
+        *,
+        samples_on_host: bool = False,
     ) -> None:
-        super().__init__(num_blocks, block_tokens)
+        super().__init__(num_blocks, block_tokens, windows)
         self._chance, self._samples_on_host = chance, samples_on_host
         self._queue: list[QueuedStep] = []
         self._last: dict[RequestId, int] = {}
@@ -41,7 +47,15 @@ class QueuedRunner(ArithmeticRunner):
         self.num_ahead = self.num_masked_ahead = 0
 
     def begin(self, plan: StepPlan) -> "QueuedStep":
-        frozen = [replace(s, token_ids=list(s.token_ids), block_ids=list(s.block_ids)) for s in plan.scheduled]
+        frozen = [
+            replace(
+                s,
+                token_ids=list(s.token_ids),
+                block_ids=list(s.block_ids),
+                further_ids=[list(ids) for ids in s.further_ids],
+            )
+            for s in plan.scheduled
+        ]
         step = QueuedStep(self, replace(plan, scheduled=tuple(frozen)))
         self.num_ahead += any(map(is_ahead, frozen))
         self.num_masked_ahead += any(is_ahead(s) and s.mask is not None for s in frozen)

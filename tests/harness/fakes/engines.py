@@ -42,14 +42,21 @@ def state_after(state: int, token: int) -> int:
     return (state * 31 + token + 1) % 1_000_003
 
 
+def mark(group: int, position: int, token: int) -> int:
+    """Return the content of a slot of a further group of layers, which no other slot and no token has."""
+    return VOCAB + ((group * 4096 + position) * VOCAB) + token
+
+
 class ArithmeticRunner:
     """A runner that stores each computed token in its KV slot and derives the next token from the slots that it reads.
 
-    A wrong page, a page reused too early or a position that was not computed therefore changes the tokens.
+    A wrong page, a page reused too early or a position that was not computed therefore changes the tokens. Tokens are
+    derived from the first group of layers, and in the others everything within the window is checked.
     """
 
-    def __init__(self, num_blocks: int, block_tokens: int) -> None:
+    def __init__(self, num_blocks: int, block_tokens: int, windows: Sequence[int | None] = (None,)) -> None:
         self.block_tokens = block_tokens
+        self.further_windows = tuple(windows[1:])
         self.pages: list[list[int | None]] = [[None] * block_tokens for _ in range(num_blocks)]
         self.steps: list[StepPlan] = []
         self.has_head = False
@@ -63,12 +70,33 @@ class ArithmeticRunner:
             for position in range(item.num_computed, item.num_computed + item.num_scheduled):
                 block, slot = divmod(position, self.block_tokens)
                 self.pages[item.block_ids[block]][slot] = item.token_ids[position]
+        for item in plan.scheduled:
+            self._write_further(item)
+        for item in plan.scheduled:
+            self._check_further(item)
         sampled = [self._sample(row) for item in plan.scheduled if item.num_sampled for row in rows_of(item)]
         scores = {s.request_id: tuple(self._score(s, p) for p in s.scored_positions) for s in plan.scheduled}
         found = {name: made for name, made in scores.items() if made}
         pooled = {s.request_id: self._pool(s) for s in plan.scheduled if s.pooled_positions}
         hidden = np.concatenate([self._hidden(s) for s in plan.scheduled]) if self.has_head else None
         return replace(StepResult.of(plan.scheduled, sampled, found), pooled=pooled, hidden=hidden)
+
+    def _write_further(self, item: ScheduledSequence) -> None:
+        assert len(item.further_ids) == len(self.further_windows)
+        for group, ids in enumerate(item.further_ids):
+            for position in range(item.num_computed, item.num_computed + item.num_scheduled):
+                block, slot = divmod(position, self.block_tokens)
+                assert ids[block] >= 0, f"request {item.request_id} writes to a page that was released"
+                self.pages[ids[block]][slot] = mark(group, position, item.token_ids[position])
+
+    def _check_further(self, item: ScheduledSequence) -> None:
+        """Check all slots within the windows of the rows: those of the first row, and the rows themselves."""
+        for group, (ids, window) in enumerate(zip(item.further_ids, self.further_windows, strict=True)):
+            first = 0 if window is None else max(0, item.num_computed + 1 - window)
+            for position in range(first, item.num_computed + item.num_scheduled):
+                block, slot = divmod(position, self.block_tokens)
+                assert ids[block] >= 0, f"request {item.request_id} reads position {position} after its release"
+                assert self.pages[ids[block]][slot] == mark(group, position, item.token_ids[position])
 
     def _hidden(self, item: ScheduledSequence) -> npt.NDArray[np.float32]:
         state, rows = FIRST_STATE, list[tuple[int, int, int]]()
@@ -170,9 +198,10 @@ def an_engine(
     limits: SchedulerLimits | None = None,
     speculation: Speculation | None = None,
     clock: Clock | None = None,
+    windows: tuple[int | None, ...] = (None,),
 ) -> tuple[Engine, ArithmeticRunner]:
     """Create a small engine and its runner."""
-    runner = ArithmeticRunner(num_blocks, block_tokens)
+    runner = ArithmeticRunner(num_blocks, block_tokens, windows)
     engine = Engine(
         runner,
         num_blocks=num_blocks,
@@ -185,6 +214,7 @@ def an_engine(
         namers=BlockNamers(b"secret"),
         speculation=speculation,
         clock=clock,
+        windows=windows,
     )
     return engine, runner
 

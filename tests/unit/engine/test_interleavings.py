@@ -26,6 +26,9 @@ from kvferry.engine.speculation.matches import Tokens
 from kvferry.engine.speculation.proposers import NO_DRAFT, Draft
 from kvferry.engine.speculation.speculation import Speculation
 
+Windows = tuple[int | None, ...]
+WHOLE: Windows = (None,)
+"""One group of layers with full attention."""
 MAX_TOKENS = 48
 SHARED = [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16]
 LONG = [[20 + number, *range(30, 46 + number)] for number in range(4)]
@@ -57,7 +60,7 @@ class NoGuesses:
 class Side:
     """One engine with its runner, loader and tiers."""
 
-    def __init__(self, chance: random.Random) -> None:
+    def __init__(self, chance: random.Random, windows: Windows = WHOLE) -> None:
         pick = chance.choice
         limits = small_limits(
             scheduling=pick(("fcfs", "priority", "srtf", "two-level")),
@@ -76,19 +79,24 @@ class Side:
             speculation = Speculation(
                 NoGuesses(), WholeDrafts(), num_drafts=depth, draft_model=head, depth=DraftDepth(depth, is_fixed=True)
             )
-        num_blocks = pick((13, 14, 16, 60))
+        num_blocks = pick((13, 14, 16, 60)) * len(windows)
         self.engine, _ = an_engine(
-            num_blocks=num_blocks, max_model_tokens=MAX_TOKENS, limits=limits, speculation=speculation
+            num_blocks=num_blocks,
+            max_model_tokens=MAX_TOKENS,
+            limits=limits,
+            speculation=speculation,
+            windows=windows,
         )
         self.runner = QueuedRunner(
-            num_blocks, self.engine.allocator.block_tokens, chance, samples_on_host=chance.random() < 0.5
+            num_blocks, self.engine.allocator.block_tokens, chance, windows, samples_on_host=chance.random() < 0.5
         )
         self.runner.has_head = has_head
         self.engine._pipeline = Pipeline(self.runner, self.engine.allocator, runs_ahead=pick((True, True, False)))
         self.masks = constrained(self.engine, [pick((0, 0, 1, 3)) for _ in range(7)])
         failing = pick((0.0, 0.1, 0.5))
         self.loader = DelayedLoader(self.engine, self.runner, chance, failing)
-        self.tiers = DelayedTiers(self.engine, self.runner, chance, failing) if chance.random() < 0.8 else None
+        has_tiers = windows == WHOLE and chance.random() < 0.8
+        self.tiers = DelayedTiers(self.engine, self.runner, chance, failing) if has_tiers else None
 
     def work(self) -> None:
         """Advance the runner, the loader and the tiers."""
@@ -119,9 +127,9 @@ class Asked:
 class Walk:
     """One random interleaving."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, windows: Windows = WHOLE) -> None:
         self.chance = random.Random(seed)
-        self.prefill, self.decode = Side(self.chance), Side(self.chance)
+        self.prefill, self.decode = Side(self.chance, windows), Side(self.chance, windows)
         self.asked: dict[str, Asked] = {}
         self.seen: Counter[str] = Counter()
 
@@ -272,10 +280,10 @@ class Walk:
             assert len(tokens) - start == limit, name
 
 
-def walks(seeds: range) -> Counter[str]:
+def walks(seeds: range, windows: Windows = WHOLE) -> Counter[str]:
     seen: Counter[str] = Counter()
     for seed in seeds:
-        walk = Walk(seed)
+        walk = Walk(seed, windows)
         try:
             walk.run()
         except Exception as error:
@@ -302,6 +310,15 @@ def test_each_request_has_the_tokens_of_an_isolated_run(first: int) -> None:
         assert seen[what] > 0, (what, seen)
 
 
+@pytest.mark.parametrize("windows", [(None, 6), (None, 3, 11)])
+def test_with_windows_too(windows: Windows) -> None:
+    """The runners check that all rows find, in every group of layers, what was computed for them."""
+    seen = walks(range(60), windows)
+    kinds = ("preempted", "ahead", "accepted drafts", "aborted", "handed over", "branches", "prefetches")
+    assert all(seen[what] > 0 for what in kinds), seen
+
+
 @pytest.mark.long
-def test_two_thousand_interleavings() -> None:
-    walks(range(10_000, 12_000))
+@pytest.mark.parametrize("windows", [WHOLE, (None, 9)])
+def test_two_thousand_interleavings(windows: Windows) -> None:
+    walks(range(10_000, 12_000), windows)

@@ -1,12 +1,15 @@
 """Engines whose layers are in groups: released pages are never read, and hits are complete in every group."""
 
+import random
 from dataclasses import dataclass, field
 
 import pytest
+from harness.fakes.delayed import QueuedRunner
 from harness.fakes.engines import (
     WindowedRunner,
     a_request,
     a_windowed_engine,
+    an_engine,
     expected_tokens,
     run_until_idle,
     small_limits,
@@ -15,7 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.core.errors import InvalidRequest
+from kvferry.core.ids import RequestId
 from kvferry.engine.engine import Engine
+from kvferry.engine.plan.pipeline import Pipeline
 from kvferry.engine.speculation.settings import parse_speculation
 from kvferry.engine.speculation.speculation import speculation_of
 
@@ -154,3 +159,18 @@ def test_in_any_mixture_rows_read_what_was_computed_for_them(case: Case) -> None
     assert engine.is_idle
     asked = zip(case.prompts, case.counts, strict=True)
     assert tokens == {str(i): expected_tokens(p, n) for i, (p, n) in enumerate(asked)}
+
+
+def test_pages_of_all_groups_are_in_quarantine_while_a_step_ahead_may_write_them() -> None:
+    engine, _ = an_engine(windows=(None, 6, 6))
+    runner = QueuedRunner(64, 4, random.Random(0), (None, 6, 6))
+    engine._pipeline = Pipeline(runner, engine.allocator)
+    engine.add(a_request("one", list(range(21)), max_tokens=20))
+    engine.step()
+    assert engine.runs_ahead
+    assert runner.num_ahead == 1, "the step after the prompt's was launched"
+    engine.abort(RequestId("one"))
+    assert engine.allocator.pool.num_quarantined == 3
+    engine.step()
+    engine.check_integrity()
+    assert engine.allocator.pool.num_quarantined == 0
