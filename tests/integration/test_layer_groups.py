@@ -32,7 +32,9 @@ NEW_TOKENS = 12
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
 LIMITS = SchedulerLimits(max_chunk_tokens=CHUNK, max_mixed_tokens=CHUNK, max_sequences=4)
 
+KERNELS = ["compiled", "torch"]
 Folders = Callable[[str], Path]
+Expected = Callable[..., list[list[int]]]
 
 
 @pytest.fixture(scope="module")
@@ -49,12 +51,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
 
 
 @pytest.fixture(scope="module")
-def expected(folders: Folders) -> Callable[[str], list[list[int]]]:
-    """Function from a checkpoint's name to the tokens after each prompt, with pages of all layers."""
+def expected(folders: Folders) -> Expected:
+    """Function from a checkpoint's name and kernels to the tokens after each prompt, with pages of all layers."""
 
     @cache
-    def made(name: str) -> list[list[int]]:
-        runner = runner_for(folders(name), "compiled", pages=400)
+    def made(name: str, kernels: str = "compiled") -> list[list[int]]:
+        runner = runner_for(folders(name), kernels, pages=400)
         found = [generate(runner, [prompt], NEW_TOKENS)[0].tokens for prompt in PROMPTS]
         return [tokens[len(prompt) :] for prompt, tokens in zip(PROMPTS, found, strict=True)]
 
@@ -75,31 +77,30 @@ def answers(llm: LLM, prompts: Sequence[list[int]], sampling: SamplingParams = G
     return found
 
 
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("name", NAMES)
-def test_tokens_are_those_with_whole_pages(name: str, folders: Folders, expected: Callable[[str], object]) -> None:
-    llm = an_llm(folders(name), 400)
+def test_tokens_are_those_with_whole_pages(name: str, kernels: str, folders: Folders, expected: Expected) -> None:
+    llm = an_llm(folders(name), 400, kernels=kernels)
     assert WINDOW in llm.engine.allocator.windows
-    assert answers(llm, PROMPTS) == expected(name)
+    assert answers(llm, PROMPTS) == expected(name, kernels)
     first = llm.generate(PROMPTS, GREEDY)
-    assert [out.token_ids for out in first] == expected(name)
+    assert [out.token_ids for out in first] == expected(name, kernels)
     assert all(out.num_cached_tokens >= len(p) - 2 * BLOCK for out, p in zip(first, PROMPTS, strict=True))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "kernels"), [*((name, "compiled") for name in NAMES), ("gemma3", "torch")])
 def test_tokens_are_the_same_after_preemption_and_eviction(
-    name: str, folders: Folders, expected: Callable[[str], list[list[int]]]
+    name: str, kernels: str, folders: Folders, expected: Expected
 ) -> None:
-    llm = an_llm(folders(name), 110)
+    llm = an_llm(folders(name), 110, kernels=kernels)
     for _ in range(2):
-        assert answers(llm, PROMPTS) == expected(name)
-    assert answers(llm, PROMPTS[::-1]) == expected(name)[::-1]
+        assert answers(llm, PROMPTS) == expected(name, kernels)
+    assert answers(llm, PROMPTS[::-1]) == expected(name, kernels)[::-1]
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("speculation", ["ngram?k=5", "suffix"])
-def test_draft_tokens_change_nothing(
-    name: str, speculation: str, folders: Folders, expected: Callable[[str], object]
-) -> None:
+def test_draft_tokens_change_nothing(name: str, speculation: str, folders: Folders, expected: Expected) -> None:
     llm = an_llm(folders(name), 200, speculation=speculation)
     assert answers(llm, PROMPTS) == expected(name)
     repeated = [[1, 2, 3, 4, 5, 6] * 12] * 2
@@ -116,21 +117,13 @@ def test_samples_of_a_seed_are_those_of_the_model_with_whole_pages(folders: Fold
     assert answers(llm, [PROMPTS[0]], other) != [alone]
 
 
-@pytest.mark.parametrize("kernels", ["torch", "reference"])
-def test_other_kernels_keep_whole_pages(kernels: str, folders: Folders) -> None:
-    llm = LLM(str(folders("gemma3")), dtype="float32", kernels=kernels, block_tokens=BLOCK, limits=LIMITS)
-    assert llm.engine.allocator.windows == (None,)
-
-
 FLAGS = ["--dtype", "float32", "--block-tokens", str(BLOCK), "--max-chunk-tokens", str(CHUNK), "--window-pages"]
 
 
 @pytest.mark.parametrize(
     ("connector", "name"), [("shm", "gpt_oss"), ("shm", "mistral"), ("tcp", "gemma3"), ("nixl", "gemma3")]
 )
-def test_kv_is_handed_over_with_the_windows(
-    connector: str, name: str, folders: Folders, expected: Callable[[str], list[list[int]]]
-) -> None:
+def test_kv_is_handed_over_with_the_windows(connector: str, name: str, folders: Folders, expected: Expected) -> None:
     flags = [*FLAGS, "release"]
     with a_pair(connector, flags, flags, models=(str(folders(name)),) * 2) as pair:
         for prompt, tokens in zip(PROMPTS, expected(name), strict=True):
@@ -156,9 +149,10 @@ def test_workers_that_keep_and_that_release_pages_refuse_each_others(folders: Fo
         assert_workers_idle(pair.admin)
 
 
-def test_kernels_that_read_all_pages_cannot_release_them() -> None:
+def test_latent_vectors_are_kept(folders: Folders) -> None:
+    path = str(folders("deepseek_v2"))
     with pytest.raises(UsageError, match="need all pages of a sequence") as caught:
-        LLM("tiny", kernels="reference", window_pages="release")
+        LLM(path, window_pages="release")
     assert caught.value.field == "window_pages"
     with pytest.raises(UsageError, match="expected one of auto, keep, release"):
         LLM("tiny", window_pages="drop")

@@ -56,8 +56,8 @@ def releases_window_pages(settings: EngineSettings, model: Model, context_tokens
         )
     if wanted == RELEASE and not model.has_layer_groups:
         raise UsageError(
-            f"the kernels {model.kernels!r} need all pages of a sequence; set window_pages to {KEEP!r}, or use the "
-            "compiled kernels (--device cpu)",
+            f"the kernels {model.kernels!r} need all pages of a sequence of {model.config.name}; set window_pages to "
+            f"{KEEP!r}",
             field="window_pages",
         )
     if wanted == KEEP or (wanted == AUTO and not is_default) or not model.has_layer_groups:

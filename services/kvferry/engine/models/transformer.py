@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvferry.engine.models.group_plans import GroupPlans, group_plans
 from kvferry.engine.models.latent import LatentWeights, Place, project
 from kvferry.engine.models.mixture import mix
 from kvferry.engine.models.model import EXPERTS_TAKE_NO_ADAPTERS, LATENT_TAKES_NO_ADAPTERS, Logits
@@ -41,6 +42,8 @@ from kvferry.kernels.unfused import clamped_swiglu
 from kvferry.model.adapters.adapter_folder import Adapter
 from kvferry.model.config import Activation, LayerRope, ModelConfig
 from kvferry.model.tensors import TensorSource, linear_weights
+
+_GROUP_FAMILIES = ("torch", "reference")
 
 
 @torch.inference_mode()
@@ -98,6 +101,8 @@ class Rows:
     slots: torch.Tensor
     """[T] int64: KV slot of each row, like `AttentionBatch.slots`."""
     adapters: StepAdapters | None = None
+    groups: GroupPlans | None = None
+    """Slots of the rows in each group of layers; `None` if a page has all layers."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,6 +116,7 @@ class ForwardState:
     residual: torch.Tensor
     """[T, hidden]: residual stream, accumulated in place; after the last layer, the result of the forward pass."""
     adapters: StepAdapters | None
+    groups: GroupPlans | None
 
 
 class Transformer:
@@ -138,8 +144,13 @@ class Transformer:
         """See `model.Model.compute`."""
         there = DeviceBatch.of(batch, self.torch_device)
         adapters = step_adapters(batch, self.torch_device)
-        rows = Rows(there.token_ids, there.positions, there.attention.slots, adapters)
-        plan = self.ops.plan_attention(there.attention, kv.pages, self.config.num_heads)
+
+        def planned(attention: AttentionBatch) -> AttentionPlan:
+            return self.ops.plan_attention(attention, kv.pages, self.config.num_heads)
+
+        groups = group_plans(batch, kv.layout, self.torch_device, planned) if kv.layout.windows else None
+        rows = Rows(there.token_ids, there.positions, there.attention.slots, adapters, groups)
+        plan = planned(there.attention) if groups is None else groups
         taps: dict[int, torch.Tensor] = dict.fromkeys(batch.tapped_layers, rows.token_ids)
         hidden = self.pass_through(rows, kv.pages, plan, taps)
         logits = logits_of(self.logits(hidden, there.sample_rows))
@@ -153,7 +164,8 @@ class Transformer:
     @property
     def has_layer_groups(self) -> bool:
         """See `model.Model.has_layer_groups`."""
-        return False
+        # On a GPU, captured steps read tables of one group.
+        return self.config.latent is None and self.kernels in _GROUP_FAMILIES and self.torch_device.type == "cpu"
 
     @property
     def why_no_adapters(self) -> str | None:
@@ -240,6 +252,7 @@ class Transformer:
             slots=rows.slots,
             residual=residual,
             adapters=rows.adapters,
+            groups=rows.groups,
         )
         return passage, self._project(0, inputs, passage)
 
@@ -247,6 +260,8 @@ class Transformer:
         """Launch one layer's attention on the qkv returned by `enter` or `leave`; return [T, H * D]."""
         queries, rules = qkv[:, : self.config.num_heads], self._rules[index]
         weights = self.weights.layers[index].qkv
+        if isinstance(plan, GroupPlans):
+            index, plan = plan.plan_of(index)
         if isinstance(weights, LatentWeights):
             assert self.ops.attend_latent is not None
             return self.ops.attend_latent(queries, weights.up, pages, index, plan, rules.scale)
@@ -328,7 +343,8 @@ class Transformer:
         if layer.whole_norms is not None:
             self._norm_projections(flat, layer.whole_norms)
         qkv = flat.view(x.shape[0], config.num_heads + 2 * config.num_kv_heads, config.head_dim)
-        self.ops.place_qkv(qkv, layer.head_norms, cos, sin, passage.pages, index, passage.slots)
+        place, slots = (index, passage.slots) if passage.groups is None else passage.groups.slots_of(index)
+        self.ops.place_qkv(qkv, layer.head_norms, cos, sin, passage.pages, place, slots)
         return qkv
 
     def _adapted(self, y: torch.Tensor, x: torch.Tensor, index: int, name: str, passage: ForwardState) -> torch.Tensor:
