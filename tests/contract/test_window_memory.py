@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.engine.blocks.allocation import Allocator, BlockTable
+from kvferry.engine.blocks.allocation import Allocator
+from kvferry.engine.blocks.block_table import BlockTable
 from kvferry.engine.plan.step_budget import SchedulerLimits
 from kvferry.engine.settings import EngineSettings
 from kvferry.kv.pages.layer_groups import LayerGroups, choose_groups
@@ -76,7 +77,7 @@ def measured(shape: Shape, groups: LayerGroups) -> tuple[int, int]:
     )
     first = most_held(allocator)
     assert first is not None, "not even one request fits"
-    assert first <= allocator.pages_for(TOKENS)
+    assert first <= allocator.needs.pages_for(TOKENS)
     count = 1
     while most_held(allocator) is not None:
         count += 1

@@ -13,15 +13,15 @@ import pytest
 from harness.fakes.stepping import generate
 from harness.idle import assert_workers_idle
 from harness.kernels.family_checkpoints import CHECKPOINTS, WINDOW
+from harness.servers.processes import running
 from integration.test_families import runner_for
 from integration.test_layouts import Fetched, a_pair
 
+from kvferry.client import Client
 from kvferry.core.errors import UsageError
 from kvferry.engine import LLM, SamplingParams
 from kvferry.engine.plan.step_budget import SchedulerLimits
-from kvferry.engine.settings import EngineSettings
 from kvferry.v1 import prefill_pb2
-from kvferry.workers.config import WorkerConfig
 
 NAMES = ["mistral", "gemma2", "gemma3", "gpt_oss", "qwen2-window"]
 BLOCK, CHUNK = 4, 16
@@ -158,15 +158,25 @@ def test_latent_vectors_are_kept(folders: Folders) -> None:
         LLM("tiny", window_pages="drop")
 
 
-def test_tiers_store_whole_pages() -> None:
-    with pytest.raises(UsageError, match="not possible with tiers") as caught:
-        WorkerConfig(
-            "both",
-            EngineSettings("tiny", window_pages="release"),
-            tiers=("dram://?size=1MiB",),
-            ticket_secrets=(b"0" * 32,),
-        )
-    assert caught.value.field == "window_pages"
+def test_evicted_blocks_are_loaded_from_a_tier_with_the_pages_of_all_groups(
+    folders: Folders, expected: Expected
+) -> None:
+    address = ("--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--json")
+    small = ("--kv-memory", "160KiB", "--max-model-tokens", "300", "--load-policy", "always", "--threads", "1")
+    flags = ("--model", str(folders("gemma3")), *FLAGS, "release", *small, "--tier", "dram://?size=64MiB")
+    from_dram = 0
+    with running("up", *flags, *address) as process:
+        ready = dict(process.wait_for("ready"))
+        with Client(str(ready["grpc"]), timeout=60.0) as client:
+            for prompt, tokens in [*zip(PROMPTS, expected("gemma3"), strict=True)] * 2:
+                (whole,) = client.complete(prompt, GREEDY)
+                assert list(whole.token_ids) == tokens
+                assert whole.timing is not None
+                from_dram += sum(r.blocks_loaded for r in whole.timing.kv if r.source == "dram")
+        assert isinstance(ready["workers"], dict)
+        assert_workers_idle(ready["workers"].values())
+        assert process.stop() == 0
+    assert from_dram > 0
 
 
 def test_pages_are_kept_if_that_is_set_or_takes_less_memory(folders: Folders) -> None:

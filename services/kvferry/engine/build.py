@@ -148,7 +148,7 @@ def load_model(settings: EngineSettings, *, device: str | None = None, releases_
         settings: the engine's settings.
         device: overrides `settings.device`.
         releases_windows: whether pages behind sliding windows are released if the setting is `auto`, and the model's
-            kernels can; such an engine has no tiers.
+            kernels can.
 
     Raises:
         KvferryError: the model is unknown or damaged, or a setting is not valid for it.

@@ -10,7 +10,7 @@ from itertools import chain
 
 from kvferry.core.clock import Clock, SystemClock
 from kvferry.core.epochs import EpochTable
-from kvferry.core.errors import InvalidRequest, InvariantBroken, KvferryError, Overloaded, UnknownModel
+from kvferry.core.errors import InvalidRequest, KvferryError, Overloaded, UnknownModel
 from kvferry.core.hashing import BlockNamer, BlockNamers, is_scope_of
 from kvferry.core.ids import AdapterId, BlockId, RequestId
 from kvferry.core.load import WorkerLoad
@@ -80,8 +80,7 @@ class Engine:
             epochs: the transport's epoch table.
             max_waiting: maximum number of waiting requests; further requests are rejected.
             block_bytes: bytes of one page, for cost estimates.
-            windows: sliding window of each group of layers that has pages of its own, `None` for full attention; only
-                without tiers.
+            windows: sliding window of each group of layers that has pages of its own, `None` for full attention.
             prices: estimates the seconds of loading and computing; updated by each step and load. Default: always load.
             masks: masks of constrained sequences; without it, constraints are rejected.
             speculation: drafts of decoding sequences; without it, a step samples one token of each.
@@ -91,8 +90,6 @@ class Engine:
             activate: puts an adapter into a slot of the runner.
             clock: measures the steps.
         """
-        if windows != (None,) and tiers is not None:
-            raise InvariantBroken("tiers have no pages of groups of layers")
         self.allocator = Allocator.create(
             num_blocks,
             block_tokens=block_tokens,
@@ -104,7 +101,6 @@ class Engine:
         self.adapters = adapters
         """The registered adapters; `None` if the engine computes none."""
         self._activate = activate
-        self.max_model_tokens = min(max_model_tokens, self.allocator.most_tokens())
         self._vocab_size = vocab_size
         self._eos = frozenset(eos_token_ids)
         self._pipeline = Pipeline(runner, self.allocator, runs_ahead=runs_ahead)
@@ -117,6 +113,7 @@ class Engine:
         self._loads = KvLoads(
             self.scheduler, self.allocator, loader=loader, tiers=tiers, prices=self._prices, block_bytes=block_bytes
         )
+        self.max_model_tokens = min(max_model_tokens, self.allocator.needs.most_tokens(num_blocks))
         self.statistics = EngineStatistics()
         self._exports: dict[int, tuple[BlockId, ...]] = {}
         self.num_exports = 0

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from kvferry.core.errors import UsageError
 from kvferry.core.traces.spans import TraceSettings
-from kvferry.engine.settings import KEEP, RELEASE, EngineSettings
+from kvferry.engine.settings import EngineSettings
 from kvferry.kv.handoff.offers import OfferTimes
 from kvferry.model.requests.answer_forms import AnswerParsers
 from kvferry.rpc.access.hosts import is_host
@@ -85,12 +85,6 @@ class WorkerConfig:
                 f"tier_object_tokens={self.tier_object_tokens} is not a multiple of block_tokens="
                 f"{self.engine.block_tokens}",
                 field="tier_object_tokens",
-            )
-        if self.tiers and self.engine.window_pages == RELEASE:
-            raise UsageError(
-                "window_pages=release is not possible with tiers, which store the pages of all layers; set "
-                f"window_pages to {KEEP!r} on all workers of the pool, or leave out the tiers",
-                field="window_pages",
             )
         if self.advertise_host and not is_host(self.advertise_host):
             raise UsageError(

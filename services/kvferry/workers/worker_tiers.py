@@ -25,17 +25,18 @@ def open_tier_stack(
     """
     if not config.tiers:
         return None
-    blocks = config.tier_object_tokens // layout.block_tokens
+    blocks, block_pages = config.tier_object_tokens // layout.block_tokens, len(layout.groups.windows)
     return TierStack(
         open_tiers(
             config.tiers,
-            object_bytes=blocks * layout.block_bytes,
+            object_bytes=blocks * block_pages * layout.block_bytes,
             secret=config.tenant_key,
             clock=clock,
         ),
         memory.pages,
         block_bytes=layout.block_bytes,
         object_blocks=blocks,
+        block_pages=block_pages,
         listener=commands.put,
         clock=clock,
         mirror=mirror,

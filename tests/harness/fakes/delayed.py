@@ -246,7 +246,8 @@ class DelayedTiers:
             if key.name not in self._kept:
                 break
             pages += self._kept[key.name]
-        self._loads.begin(job, request_id, pages[first_block - source.first_object * self.object_blocks :], targets)
+        size = self.object_blocks * len(self._engine.allocator.windows)
+        self._loads.begin(job, request_id, pages[first_block - source.first_object * size :], targets)
 
     def cancel(self, request_id: RequestId) -> None:
         self._loads.cancel(request_id)

@@ -10,8 +10,9 @@ from itertools import count
 
 from harness.fakes.stepping import GREEDY
 from kvferry.core.ids import RequestId
-from kvferry.engine.blocks.allocation import Allocator, BlockTable
+from kvferry.engine.blocks.allocation import Allocator
 from kvferry.engine.blocks.block_pool import BlockPool
+from kvferry.engine.blocks.block_table import BlockTable
 from kvferry.engine.blocks.page_copies import PageCopy
 from kvferry.engine.blocks.prefix_index import PrefixIndex
 from kvferry.engine.plan.step import ScheduledSequence, StepPlan

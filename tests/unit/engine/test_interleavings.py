@@ -95,8 +95,7 @@ class Side:
         self.masks = constrained(self.engine, [pick((0, 0, 1, 3)) for _ in range(7)])
         failing = pick((0.0, 0.1, 0.5))
         self.loader = DelayedLoader(self.engine, self.runner, chance, failing)
-        has_tiers = windows == WHOLE and chance.random() < 0.8
-        self.tiers = DelayedTiers(self.engine, self.runner, chance, failing) if has_tiers else None
+        self.tiers = DelayedTiers(self.engine, self.runner, chance, failing) if chance.random() < 0.8 else None
 
     def work(self) -> None:
         """Advance the runner, the loader and the tiers."""
@@ -314,7 +313,7 @@ def test_each_request_has_the_tokens_of_an_isolated_run(first: int) -> None:
 def test_with_windows_too(windows: Windows) -> None:
     """The runners check that all rows find, in every group of layers, what was computed for them."""
     seen = walks(range(60), windows)
-    kinds = ("preempted", "ahead", "accepted drafts", "aborted", "handed over", "branches", "prefetches")
+    kinds = ("preempted", "ahead", "tier loads", "accepted drafts", "aborted", "handed over", "branches", "prefetches")
     assert all(seen[what] > 0 for what in kinds), seen
 
 

@@ -1,60 +1,23 @@
 """Block tables and their allocator, with prefix hits, copy-on-write and groups of layers.
 
-One sequence's table, block size B = 4, after 7 prompt tokens and one generated:
-
-    logical     0            1
-    physical    7            1
-    filled      4 of 4       4 of 4        the next token needs a third block
-
-Tables grow in order of position and only as far as the next step needs, so each sequence has fewer than B unused slots
-(Kwon et al., PagedAttention, sections 4.2 and 4.3). Several tables may share one page; a shared page is copied before a
-table writes to it (section 4.4, copy-on-write).
-
-With groups of layers (`kv.pages.layer_groups`), a block has a page in each group. A group with a sliding window
-releases the pages that no later row reads:
-
-    logical          0    1    2    3    4
-    group 0          7    1    5    2    9     full attention
-    group 1          -    -    3    8    4     a window of 6 tokens, 18 tokens computed
-
-Released pages are counted from the last full block instead of the last token. So the blocks in the index at that
-boundary are complete in all groups, and a sequence can continue from there.
+Tables are in `block_table`. They grow in order of position and only as far as the next step needs; with groups of
+layers (`kv.pages.layer_groups`), a block has a page in each group, and groups with a sliding window release the pages
+that no later row reads.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from itertools import count
 
 from kvferry.core.epochs import EpochTable
 from kvferry.core.errors import InvariantBroken
 from kvferry.core.ids import BlockHash, BlockId
 from kvferry.engine.blocks.block_pool import BlockPool
-from kvferry.engine.blocks.cached_prefix import NO_PAGE, CachedPrefix, in_order, longest_prefix
+from kvferry.engine.blocks.block_table import BlockTable
+from kvferry.engine.blocks.cached_prefix import NO_PAGE, CachedPrefix, longest_prefix
 from kvferry.engine.blocks.page_copies import PageCopy
+from kvferry.engine.blocks.page_needs import FULL, PageNeeds
 from kvferry.engine.blocks.prefix_index import PrefixIndex
-from kvferry.kv.pages.layer_groups import first_block_read, handed_over, most_blocks
-
-_FULL = (None,)
-
-
-@dataclass(slots=True)
-class BlockTable:
-    """Pages of one sequence in order of position. Changed only by the allocator."""
-
-    blocks: list[BlockId] = field(default_factory=list)
-    """Pages of the first group of layers."""
-    version: int = 0
-    """Version number, unique over the allocator's lifetime; while it is unchanged, blocks were only appended to this
-    table, or released behind a window."""
-    further: tuple[list[BlockId], ...] = ()
-    """Pages of each further group, as many as `blocks`; empty with one group, or without pages."""
-    passed: list[int] = field(default_factory=list)
-    """Number of leading entries of each group that are `NO_PAGE`; empty without windows, or without pages."""
-
-    @property
-    def pages(self) -> list[BlockId]:
-        """All pages, in order of position."""
-        return in_order(self.blocks, self.further)
+from kvferry.kv.pages.layer_groups import first_block_read, handed_over
 
 
 class Allocator:
@@ -69,7 +32,7 @@ class Allocator:
         index: PrefixIndex,
         *,
         block_tokens: int,
-        windows: Sequence[int | None] = _FULL,
+        windows: Sequence[int | None] = FULL,
         further_indexes: Sequence[PrefixIndex] = (),
         step_tokens: int = 1,
     ) -> None:
@@ -88,11 +51,12 @@ class Allocator:
         self.index = index
         self.block_tokens = block_tokens
         self.windows = tuple(windows)
+        self.needs = PageNeeds(windows, block_tokens, step_tokens)
+        """Number of pages that sequences need."""
+        self.has_windows = self.needs.has_windows
+        """Whether pages are released behind a window."""
         self.further_indexes = tuple(further_indexes)
         self._indexes = (index, *further_indexes)
-        self.has_windows = self.windows != _FULL
-        """Whether pages are released behind a window."""
-        self._step_tokens = step_tokens
         self._versions = count(1)
 
     @classmethod
@@ -101,7 +65,7 @@ class Allocator:
         num_blocks: int,
         *,
         block_tokens: int,
-        windows: Sequence[int | None] = _FULL,
+        windows: Sequence[int | None] = FULL,
         step_tokens: int = 1,
         epochs: EpochTable | None = None,
     ) -> "Allocator":
@@ -130,28 +94,6 @@ class Allocator:
             further_indexes=further,
             step_tokens=step_tokens,
         )
-
-    def blocks_for(self, num_tokens: int) -> int:
-        """Return the blocks needed for `num_tokens` tokens: ceil(num_tokens / block_tokens)."""
-        return -(-num_tokens // self.block_tokens)
-
-    def pages_for(self, num_tokens: int) -> int:
-        """Return the largest number of pages that a sequence holds at once while it grows to `num_tokens` tokens, over
-        all groups of layers."""
-        return sum(self._most(window, num_tokens) for window in self.windows)
-
-    def most_tokens(self) -> int:
-        """Return the length of the longest sequence for which all pages of the pool suffice."""
-        low, high = 0, self.pool.num_blocks
-        if None not in self.windows:
-            high = max(high, 1 << 40)  # a window bounds the pages of any length
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self.pages_for(middle * self.block_tokens) <= self.pool.num_blocks:
-                low = middle
-            else:
-                high = middle - 1
-        return low * self.block_tokens
 
     def peek(
         self, names: Sequence[BlockHash], tokens: Sequence[int], *, max_tokens: int, for_load: bool = False
@@ -210,12 +152,14 @@ class Allocator:
             table.passed = prefix.passed
         table.version = next(self._versions)
 
+    def blocks_for(self, num_tokens: int) -> int:
+        """Return the blocks needed for `num_tokens` tokens: ceil(num_tokens / block_tokens)."""
+        return -(-num_tokens // self.block_tokens)
+
     def missing(self, table: BlockTable, num_tokens: int) -> int:
         """Return the number of free pages that the table may need until it has slots for `num_tokens` tokens, without
         copy-on-write. With windows, it is the largest number at any time, since pages are released meanwhile."""
-        if not self.has_windows:
-            return max(0, self.blocks_for(num_tokens) - len(table.blocks))
-        return self._missing(len(table.blocks), table.passed, num_tokens)
+        return self.needs.missing(len(table.blocks), table.passed, num_tokens)
 
     def needed(self, hit: CachedPrefix, num_tokens: int) -> int:
         """Return the number of free pages that a new sequence of `num_tokens` tokens needs; see `missing`.
@@ -224,17 +168,11 @@ class Allocator:
             hit: its longest cached prefix. Pages without a reference are still free, so they are counted too.
             num_tokens: number of tokens.
         """
-        num_free_hits = sum(1 for block in hit.pages if self.pool.refs(block) == 0)
-        return self._missing(len(hit), hit.passed, num_tokens) + num_free_hits
+        return self.needs.missing(len(hit), hit.passed, num_tokens) + self.num_free(hit)
 
-    def _missing(self, num_blocks: int, passed: Sequence[int], num_tokens: int) -> int:
-        """Return the pages that may be needed in addition to those of `num_blocks` blocks, without those passed."""
-        behind = passed or [0] * len(self.windows)
-        most = [self._most(window, num_tokens) for window in self.windows]
-        return sum(max(0, pages - num_blocks + gone) for pages, gone in zip(most, behind, strict=True))
-
-    def _most(self, window: int | None, num_tokens: int) -> int:
-        return most_blocks(num_tokens, window, block_tokens=self.block_tokens, step_tokens=self._step_tokens)
+    def num_free(self, hit: CachedPrefix) -> int:
+        """Return the number of pages of a cached prefix that have no reference."""
+        return sum(1 for block in hit.pages if self.pool.refs(block) == 0)
 
     def growth(self, table: BlockTable, num_tokens: int) -> int:
         """Return the number of pages that `grow` allocates for `num_tokens` tokens, without copy-on-write."""
@@ -310,35 +248,25 @@ class Allocator:
             table.passed[group] = pages.count(NO_PAGE)
         return True
 
-    def handed_over(self, table: BlockTable, num_tokens: int) -> list[BlockId]:
-        """Return the pages with which a peer continues after `num_tokens` tokens, in the order of a ticket.
-
-        Raises:
-            InvariantBroken: a page was released, or never allocated.
-        """
-        parts = handed_over(num_tokens, self.windows, self.block_tokens)
-        pages = [p for each, part in zip(self._groups(table), parts, strict=True) for p in each[part.start : part.stop]]
-        if len(pages) != sum(map(len, parts)) or NO_PAGE in pages:
-            raise InvariantBroken(f"a table lacks pages of the {num_tokens} tokens that are handed over")
-        return pages
-
     def _groups(self, table: BlockTable) -> tuple[list[BlockId], ...]:
         """Return the lists of pages of all groups, which an empty table lacks."""
         if self.has_windows and not table.passed:
             table.further, table.passed = tuple([] for _ in self.further_indexes), [0] * len(self.windows)
         return (table.blocks, *table.further)
 
-    def release_passed(self, table: BlockTable, num_computed: int) -> None:
-        """Release the pages that no row after the last full computed block reads. They stay in the prefix index until
-        they are reused.
+    def release_passed(self, table: BlockTable, num_computed: int, *, boundary_blocks: int | None = None) -> None:
+        """Release the pages that no row after the last boundary reads. They stay in the prefix index until they are
+        reused.
 
         Args:
             table: the table.
             num_computed: number of leading tokens that no step computes again, while the sequence runs.
+            boundary_blocks: blocks between boundaries, instead of that of `needs`.
         """
         if not self.has_windows or not table.passed:
             return
-        boundary = num_computed // self.block_tokens * self.block_tokens
+        size = self.block_tokens * (boundary_blocks or self.needs.boundary_blocks)
+        boundary = num_computed // size * size
         groups = (table.blocks, *table.further)
         for group, (window, pages) in enumerate(zip(self.windows, groups, strict=True)):
             first, passed = first_block_read(boundary, window, self.block_tokens), table.passed[group]

@@ -59,12 +59,12 @@ class KvLoads:
         self._inbox: deque[KvMessage] = deque()
         self._tiers: TierLoads | None = None
         if tiers is not None:
-            scheduler.blocks.object_blocks = tiers.object_blocks
+            scheduler.blocks.object_blocks = allocator.needs.boundary_blocks = tiers.object_blocks
             self._tiers = TierLoads(
                 tiers,
                 allocator,
                 prices,
-                block_bytes=block_bytes,
+                block_bytes=block_bytes * len(allocator.windows),
                 waits=scheduler.is_waiting,
                 answered=scheduler.answered,
                 decided=self._note_decision,
@@ -179,9 +179,10 @@ class KvLoads:
 
     def _start(self, job: LoadJob) -> None:
         loader: KvLoader | None = self._loader
-        source = job.remote.source
+        source, first = job.remote.source, job.first_block
         if self._tiers is not None and isinstance(source, TierSource):
             loader, source = self._tiers.tiers, self._tiers.bounded(job, source)
+            first *= len(self._allocator.windows)  # tiers count pages
         if loader is None:
             raise InvariantBroken("a load was planned without a loader")
         number = self._take_number()
@@ -197,7 +198,7 @@ class KvLoads:
             return
         self._jobs[number] = job
         pool.begin_write(job.targets)
-        loader.start(number, job.request_id, source, job.first_block, job.targets)
+        loader.start(number, job.request_id, source, first, job.targets)
 
     def _end_load(self, outcome: LoadOutcome) -> None:
         if self._prefetches.ended(outcome.job, is_good=outcome.failure is None):
@@ -217,7 +218,8 @@ class KvLoads:
             self._scheduler.loaded(outcome.request_id, job.remote.num_tokens, is_stored=is_tier)
         elif job is not None and is_tier and outcome.num_blocks:
             self._end_write(outcome.job)  # a tier's outcome also ends its writes
-            here = (job.first_block + outcome.num_blocks) * self._allocator.block_tokens
+            num_blocks = outcome.num_blocks // len(self._allocator.windows)
+            here = (job.first_block + num_blocks) * self._allocator.block_tokens
             self._scheduler.loaded(outcome.request_id, here, is_stored=True)
         else:
             sequence = self._scheduler.load_failed(outcome.request_id)

@@ -171,4 +171,4 @@ class TierLoads:
         )
         self.tiers.prefetch(answer.request_id, source)
         first = lookup.first_object
-        return RemoteKv((first + count) * tokens, source, sources[0], first_token=first * tokens)
+        return RemoteKv((first + count) * tokens, source, sources[0], first_token=first * tokens, has_all_pages=True)

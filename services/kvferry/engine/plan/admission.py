@@ -85,6 +85,13 @@ class Headroom:
         reserve = self._reserve if self._has_others else 0
         return self._allocator.needed(hit, num_tokens) <= self._allocator.pool.num_free - self._promised - reserve
 
+    def fits_whole(self, hit: CachedPrefix, num_tokens: int) -> bool:
+        """Return whether the pages of all groups for all blocks after a hit fit as well, before windows release any."""
+        if not self._allocator.has_windows:
+            return True
+        whole = (self._allocator.blocks_for(num_tokens) - len(hit)) * len(self._allocator.windows)
+        return whole + self._allocator.num_free(hit) <= self._allocator.pool.num_free - self._promised
+
     def admit(self, newcomer: Sequence) -> None:
         """Admit a sequence whose table has the pages of its first chunk; its remaining pages are reserved for it."""
         self._has_others = True
@@ -229,7 +236,7 @@ class Admission:
         remote = sequence.remote
         # Blocks that were cached at the time of the lookup may have been evicted since, which leaves a gap.
         fetches = remote is not None and remote.first_token <= hit_tokens < remote.num_tokens
-        if remote is not None and fetches and self._allocator.has_windows:
+        if remote is not None and fetches and self._allocator.has_windows and not remote.has_all_pages:
             limit = min(sequence.num_reusable, remote.num_tokens)
             names, tokens = sequence.name_blocks(), sequence.tokens
             hit = self._allocator.peek(names, tokens, max_tokens=limit, for_load=True)
@@ -241,9 +248,12 @@ class Admission:
         upto = sequence.num_tokens if fetches else hit_tokens + count
         if not pages.fits(hit, sequence.num_tokens):  # counts all its tokens, not only the first chunk
             return False
+        if remote is not None and fetches and remote.has_all_pages and not pages.fits_whole(hit, upto):
+            sequence.remote = None  # computing needs fewer pages at once
+            return self._admit_one(sequence, hit, room, pages, planned)
         self._allocator.hold(sequence.table, hit)
         table = sequence.table
-        if remote is not None and fetches:
+        if remote is not None and fetches and not remote.has_all_pages:
             is_held = self._allocator.reserve_load(table, num_loaded=remote.num_tokens, num_tokens=upto)
         else:
             is_held = self._allocator.grow(table, num_computed=hit_tokens, num_tokens=upto, may_copy=False) is not None
@@ -261,7 +271,12 @@ class Admission:
             self.num_queried_tokens += sequence.num_tokens
             self.num_hit_tokens += hit_tokens
         if remote is not None and fetches:
-            targets = self._allocator.handed_over(table, remote.num_tokens)[len(hit) :]
+            if remote.has_all_pages:
+                blocks = range(len(hit), self._allocator.blocks_for(remote.num_tokens))
+                targets = table.whole_blocks(blocks)
+            else:
+                size, windows = self._allocator.block_tokens, self._allocator.windows
+                targets = table.handed_over(windows, remote.num_tokens, size)[len(hit) :]
             self._loading.start(sequence, len(hit), targets)
             return True
         sequence.remote = None

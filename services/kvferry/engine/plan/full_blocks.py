@@ -2,6 +2,7 @@
 Pure."""
 
 from kvferry.engine.blocks.allocation import Allocator
+from kvferry.engine.blocks.cached_prefix import NO_PAGE
 from kvferry.engine.plan.kv_jobs import Export, Progress, StoreJob
 from kvferry.engine.plan.sequence import Sequence
 from kvferry.kv.interface.tiering import ObjectKey
@@ -69,23 +70,26 @@ class FullBlocks:
             return
         for end in range((sequence.num_stored // size + 1) * size, full + 1, size):
             key = ObjectKey(sequence.names[end - 1], sequence.tenant)
-            self._stores.append(StoreJob(key, tuple(sequence.table.blocks[end - size : end])))
+            pages = tuple(sequence.table.whole_blocks(range(end - size, end)))
+            if NO_PAGE not in pages:  # otherwise the sequence began after the object's first block
+                self._stores.append(StoreJob(key, pages))
             sequence.num_stored = end
 
     def export(self, sequence: Sequence, num_tokens: int) -> Export:
         """Move the pages of a finished prefill, which hold the KV of `num_tokens` tokens, from its table to an
         export."""
         table = sequence.table
-        self.allocator.release_passed(table, num_tokens)
-        pages = tuple(self.allocator.handed_over(table, num_tokens))
+        self.allocator.release_passed(table, num_tokens, boundary_blocks=1)
+        pages = tuple(table.handed_over(self.allocator.windows, num_tokens, self.allocator.block_tokens))
         self.allocator.pool.hold(pages)
         self.allocator.free(table)
         return Export(pages, tuple(self.allocator.pool.epochs[b] for b in pages), num_tokens)
 
     def export_full(self, sequence: Sequence) -> Export | None:
         """Return the pages of the full blocks, without references; `None` if no block is full."""
-        num_tokens = sequence.num_computed // self.allocator.block_tokens * self.allocator.block_tokens
+        size = self.allocator.block_tokens
+        num_tokens = sequence.num_computed // size * size
         if not num_tokens:
             return None
-        pages = tuple(self.allocator.handed_over(sequence.table, num_tokens))
+        pages = tuple(sequence.table.handed_over(self.allocator.windows, num_tokens, size))
         return Export(pages, tuple(self.allocator.pool.epochs[b] for b in pages), num_tokens)

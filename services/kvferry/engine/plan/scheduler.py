@@ -87,7 +87,7 @@ class Scheduler:
         """
         if sequence.request_id in self._known:
             raise InvariantBroken(f"request {sequence.request_id} was added twice")
-        if self.allocator.pages_for(sequence.max_tokens_total) > self.allocator.pool.num_blocks:
+        if self.allocator.needs.pages_for(sequence.max_tokens_total) > self.allocator.pool.num_blocks:
             raise InvariantBroken(f"request {sequence.request_id} needs more pages than the pool has")
         sequence.name_blocks()  # here and not in the step that admits it, which may admit many
         sequence.arrival = next(self._arrivals)
@@ -249,11 +249,8 @@ class Scheduler:
         return True
 
     def loaded(self, request_id: RequestId, num_tokens: int, *, is_stored: bool = False) -> bool:
-        """Record that KV is loaded and verified up to `num_tokens`; return whether the sequence is still waiting.
-
-        Args:
-            is_stored: whether the KV was loaded from a tier and need not be stored.
-        """
+        """Record that KV is loaded and verified up to `num_tokens`; return whether the sequence is still waiting. KV
+        that `is_stored` is from a tier and need not be stored."""
         sequence = self._loading.take(request_id)
         if sequence is None:
             return False

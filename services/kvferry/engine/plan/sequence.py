@@ -17,7 +17,7 @@ from kvferry.core.ids import AdapterId, BlockHash, RequestId
 from kvferry.core.sampling import FinishReason, SampledToken, SamplingParams, ScoredToken
 from kvferry.core.states import Machine
 from kvferry.engine.adapters.adapter_slots import NO_SLOT
-from kvferry.engine.blocks.allocation import BlockTable
+from kvferry.engine.blocks.block_table import BlockTable
 from kvferry.engine.plan.token_mask import TokenMask
 from kvferry.engine.pooling.prompt_pooling import PromptPooling
 
@@ -79,6 +79,9 @@ class RemoteKv:
     """Instance of the source, such as a peer's worker id; costs are estimated separately for each instance."""
     first_token: int = 0
     """First position that can be loaded; earlier ones were in the prefix cache at the time of the lookup."""
+    has_all_pages: bool = False
+    """Whether the source has the pages of all groups of layers for every block, as tiers do, instead of those that
+    the rows after it read."""
 
 
 @dataclass(slots=True, eq=False)

@@ -23,7 +23,9 @@ def first_block_read(position: int, window: int | None, block_tokens: int) -> in
     return 0 if window is None else max(0, position + 1 - window) // block_tokens
 
 
-def most_blocks(num_tokens: int, window: int | None, *, block_tokens: int, step_tokens: int) -> int:
+def most_blocks(
+    num_tokens: int, window: int | None, *, block_tokens: int, step_tokens: int, boundary_blocks: int = 1
+) -> int:
     """Return the largest number of pages that a group holds at once while a sequence grows to `num_tokens` tokens.
 
     Args:
@@ -31,12 +33,13 @@ def most_blocks(num_tokens: int, window: int | None, *, block_tokens: int, step_
         window: sliding window of the group's layers in tokens; `None` for full attention.
         block_tokens: tokens per page.
         step_tokens: maximum number of tokens of one sequence in a step.
+        boundary_blocks: pages are released up to a multiple of this number of full blocks.
     """
     blocks = -(-num_tokens // block_tokens)
     if window is None:
         return blocks
-    # Pages are released up to a full block. A step begins at most block_tokens - 1 tokens after it.
-    of_window, of_step = -(-(window - 1) // block_tokens), -(-(block_tokens - 1 + step_tokens) // block_tokens)
+    behind = boundary_blocks * block_tokens - 1  # tokens between such a boundary and the begin of a step, at most
+    of_window, of_step = -(-(window - 1) // block_tokens), -(-(behind + step_tokens) // block_tokens)
     return min(blocks, of_window + of_step)
 
 

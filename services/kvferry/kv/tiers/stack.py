@@ -72,6 +72,7 @@ class TierStack:
         *,
         block_bytes: int,
         object_blocks: int,
+        block_pages: int = 1,
         listener: KvListener,
         clock: Clock,
         parallel: int = 4,
@@ -83,6 +84,7 @@ class TierStack:
             pages: the memory of the pages that transports access.
             block_bytes: bytes of one page.
             object_blocks: number of blocks per storage object.
+            block_pages: pages of a block, one for each group of layers.
             listener: called with answers and outcomes, on a thread of this stack.
             parallel: number of objects that are read from slow tiers concurrently.
             mirror: relation of `pages` to the engine's pages.
@@ -94,6 +96,7 @@ class TierStack:
             raise InvariantBroken("a stack needs at least one tier, and a DRAM tier must be the first")
         self.tiers = tuple(tiers)
         self.object_blocks = object_blocks
+        self._object_pages = object_blocks * block_pages
         self._memory = tiers[0] if isinstance(tiers[0], DramTier) else None
         self._slow = {t.name: t for t in tiers if t is not self._memory}
         self._pages = pages
@@ -106,7 +109,7 @@ class TierStack:
         self._fetching = ThreadPoolExecutor(parallel, thread_name_prefix="tier-fetch")
         self._loading = ThreadPoolExecutor(parallel, thread_name_prefix="tier-load")
         self._behind = WriteBehind(
-            self._memory, tuple(self._slow.values()), block_bytes * object_blocks, listener, self._count
+            self._memory, tuple(self._slow.values()), block_bytes * self._object_pages, listener, self._count
         )
         self._jobs: dict[int, _Job] = {}
         self._wanted: dict[BlockHash, set[RequestId]] = {}
@@ -155,7 +158,7 @@ class TierStack:
     ) -> None:
         if not isinstance(source, TierSource):
             raise InvariantBroken(f"a tier load needs keys, not {type(source).__name__}")
-        size = self.object_blocks
+        size = self._object_pages
         made = _Job(job, request_id, source, [], [], self._clock.monotonic(), 0)
         here = first_block % size  # leading blocks of the first object that the sequence has; they are read too
         scratch = memoryview(bytearray(here * self._block_bytes))

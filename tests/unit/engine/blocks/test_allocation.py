@@ -5,8 +5,9 @@ import pytest
 from kvferry.core.errors import InvariantBroken
 from kvferry.core.hashing import BlockNamer
 from kvferry.core.ids import BlockId
-from kvferry.engine.blocks.allocation import Allocator, BlockTable
+from kvferry.engine.blocks.allocation import Allocator
 from kvferry.engine.blocks.block_pool import BlockPool
+from kvferry.engine.blocks.block_table import BlockTable
 from kvferry.engine.blocks.cached_prefix import CachedPrefix
 from kvferry.engine.blocks.page_copies import PageCopy
 from kvferry.engine.blocks.prefix_index import PrefixIndex

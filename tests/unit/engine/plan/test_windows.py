@@ -35,7 +35,7 @@ def test_a_long_request_keeps_the_pages_of_its_windows_only() -> None:
         engine.check_integrity()
         held.append(engine.allocator.pool.num_held)
     # 30 blocks with full attention. A window of 8 tokens needs 2 blocks, and a chunk of 8 tokens at most 3 more.
-    assert max(held) <= engine.allocator.pages_for(120) == 30 + 2 * (2 + 3)
+    assert max(held) <= engine.allocator.needs.pages_for(120) == 30 + 2 * (2 + 3)
     assert max(held) > 30
     assert engine.is_idle
 
@@ -154,7 +154,7 @@ def test_in_any_mixture_rows_read_what_was_computed_for_them(case: Case) -> None
         engine.check_integrity()
         for sequence in engine.scheduler.sequences:
             num_drafted = 4  # draft tokens hold pages only if other sequences do not need them
-            bound = engine.allocator.pages_for(sequence.num_tokens + num_drafted)
+            bound = engine.allocator.needs.pages_for(sequence.num_tokens + num_drafted)
             assert len(sequence.table.pages) <= bound + num_drafted * len(engine.allocator.windows)
     assert engine.is_idle
     asked = zip(case.prompts, case.counts, strict=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import pytest
-from harness.fakes.engines import ArithmeticRunner, a_request, an_engine, attach, expected_tokens
+from harness.fakes.engines import ArithmeticRunner, a_request, an_engine, attach, expected_tokens, small_limits
 from harness.idle import assert_idle
 
 from kvferry.core.clock import SystemClock
@@ -87,7 +87,8 @@ class BytesRunner:
         self._slots = pages.cast("q")
 
     def run(self, plan: StepPlan) -> StepResult:
-        blocks = {b for item in plan.scheduled for b in item.block_ids}
+        lists = [ids for item in plan.scheduled for ids in (item.block_ids, *item.further_ids)]
+        blocks = {b for ids in lists for b in ids if b >= 0}
         for block in blocks:
             read = self._slots[block * BLOCK_TOKENS : (block + 1) * BLOCK_TOKENS].tolist()
             self.inner.pages[block] = [None if value == 0 else value - 1 for value in read]
@@ -101,8 +102,15 @@ class BytesRunner:
 class Bench:
     """An engine whose pages are real bytes, with tiers; messages reach it through a queue, as in a worker."""
 
-    def __init__(self, *tiers: Tier, num_blocks: int = 32) -> None:
-        self.engine, self.runner = an_engine(num_blocks=num_blocks, block_tokens=BLOCK_TOKENS)
+    def __init__(
+        self, *tiers: Tier, num_blocks: int = 32, windows: tuple[int | None, ...] = (None,), chunk: int = 64
+    ) -> None:
+        self.engine, self.runner = an_engine(
+            num_blocks=num_blocks,
+            block_tokens=BLOCK_TOKENS,
+            windows=windows,
+            limits=small_limits(max_chunk_tokens=chunk),
+        )
         self.pages = memoryview(bytearray(num_blocks * BLOCK_BYTES))
         self.engine._pipeline = Pipeline(BytesRunner(self.runner, self.pages), self.engine.allocator)
         self.heard: list[object] = []
@@ -112,6 +120,7 @@ class Bench:
             self.pages,
             block_bytes=BLOCK_BYTES,
             object_blocks=OBJECT_BLOCKS,
+            block_pages=len(windows),
             listener=self._listen,
             clock=SystemClock(),
         )
@@ -185,8 +194,9 @@ def slow() -> ScriptedTier:
     return ScriptedTier()
 
 
-def dram(objects: int = 64) -> DramTier:
-    return DramTier(objects * OBJECT_BLOCKS * BLOCK_BYTES, OBJECT_BLOCKS * BLOCK_BYTES)
+def dram(objects: int = 64, block_pages: int = 1) -> DramTier:
+    size = OBJECT_BLOCKS * block_pages * BLOCK_BYTES
+    return DramTier(objects * size, size)
 
 
 @pytest.fixture(params=["dram", "disk", "dram+disk"])
@@ -207,6 +217,40 @@ def test_a_prefix_that_was_evicted_is_loaded_from_the_tiers(bench: Bench) -> Non
     assert [(o.failure, o.num_blocks) for o in loads] == [(None, 4)]
     computed = [i.num_scheduled for step in bench.runner.steps[-4:] for i in step.scheduled]
     assert computed == [21 - 16, 1, 1, 1], "only tokens outside of the objects are computed"
+
+
+@pytest.mark.parametrize("windows", [(None, 6), (None, 1, 17)])
+@pytest.mark.parametrize("kind", ["dram", "disk"])
+def test_objects_have_the_pages_of_all_groups_of_layers(
+    windows: tuple[int | None, ...], kind: str, slow: ScriptedTier
+) -> None:
+    """The runner checks what rows read in every group, also after a prefix of any length."""
+    tier = dram(block_pages=len(windows)) if kind == "dram" else slow
+    bench = Bench(tier, num_blocks=48, windows=windows, chunk=4)
+    tokens, _ = bench.run("first", PROMPT, 9)
+    assert tokens == expected_tokens(PROMPT, 9)
+    for end, blocks in ((21, 4), (15, 2), (21, 4)):
+        bench.forget_pages()
+        again, loads = bench.run(f"again {end}", PROMPT[:end], 9)
+        assert again == expected_tokens(PROMPT[:end], 9)
+        assert [(o.failure, o.num_blocks) for o in loads] == [(None, blocks * len(windows))]
+    slow.fail_from = slow.num_loads + 1
+    bench.forget_pages()
+    again, loads = bench.run("partly", PROMPT, 9)
+    assert again == expected_tokens(PROMPT, 9)
+    if kind == "disk":
+        assert [o.num_blocks for o in loads] == [2 * len(windows)], "the second object is computed"
+    bench.close()
+
+
+def test_a_load_that_needs_too_many_pages_at_once_is_computed() -> None:
+    bench = Bench(dram(block_pages=3), num_blocks=20, windows=(None, 3, 3), chunk=4)
+    prompt = list(range(3, 3 + 29))  # eight blocks: 24 pages in all groups, of which windows keep a part
+    tokens, _ = bench.run("first", prompt, 2)
+    bench.forget_pages()
+    assert bench.run("again", prompt, 2) == (tokens, [])
+    assert tokens == expected_tokens(prompt, 2)
+    bench.close()
 
 
 def test_a_preempted_sequence_is_loaded_from_dram() -> None:

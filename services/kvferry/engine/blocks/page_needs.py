@@ -1,0 +1,74 @@
+"""Number of pages that a sequence needs at once, over groups of layers with sliding windows."""
+
+from collections.abc import Sequence
+
+from kvferry.kv.pages.layer_groups import most_blocks
+
+FULL: tuple[int | None, ...] = (None,)
+"""Windows of one group of layers with full attention."""
+
+
+class PageNeeds:
+    """Needs of the sequences of one engine."""
+
+    def __init__(self, windows: Sequence[int | None], block_tokens: int, step_tokens: int) -> None:
+        """
+        Args:
+            windows: sliding window of each group of layers in tokens, `None` for full attention.
+            block_tokens: tokens per page.
+            step_tokens: maximum number of tokens of one sequence in a step.
+        """
+        self.windows = tuple(windows)
+        self.block_tokens = block_tokens
+        self.has_windows = self.windows != FULL
+        """Whether pages are released behind a window."""
+        self.boundary_blocks = 1
+        """Pages are released behind windows only up to a multiple of this number of full blocks, which a storage object
+        has."""
+        self._step_tokens = step_tokens
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Return the blocks needed for `num_tokens` tokens: ceil(num_tokens / block_tokens)."""
+        return -(-num_tokens // self.block_tokens)
+
+    def pages_for(self, num_tokens: int) -> int:
+        """Return the largest number of pages that a sequence holds at once while it grows to `num_tokens` tokens, over
+        all groups of layers."""
+        return sum(self._most(window, num_tokens) for window in self.windows)
+
+    def most_tokens(self, num_pages: int) -> int:
+        """Return the length of the longest sequence of full blocks for which `num_pages` pages suffice."""
+        low, high = 0, num_pages
+        if None not in self.windows:
+            high = max(high, 1 << 40)  # a window bounds the pages of any length
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.pages_for(middle * self.block_tokens) <= num_pages:
+                low = middle
+            else:
+                high = middle - 1
+        return low * self.block_tokens
+
+    def missing(self, num_blocks: int, passed: Sequence[int], num_tokens: int) -> int:
+        """Return the largest number of further pages that a sequence needs at any time while it grows to `num_tokens`
+        tokens.
+
+        Args:
+            num_blocks: number of blocks in its table.
+            passed: number of those that each group has released; empty for none.
+            num_tokens: number of tokens.
+        """
+        if not self.has_windows:
+            return max(0, self.blocks_for(num_tokens) - num_blocks)
+        behind = passed or [0] * len(self.windows)
+        most = [self._most(window, num_tokens) for window in self.windows]
+        return sum(max(0, pages - num_blocks + gone) for pages, gone in zip(most, behind, strict=True))
+
+    def _most(self, window: int | None, num_tokens: int) -> int:
+        return most_blocks(
+            num_tokens,
+            window,
+            block_tokens=self.block_tokens,
+            step_tokens=self._step_tokens,
+            boundary_blocks=self.boundary_blocks,
+        )
