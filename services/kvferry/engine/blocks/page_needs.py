@@ -22,10 +22,23 @@ class PageNeeds:
         self.block_tokens = block_tokens
         self.has_windows = self.windows != FULL
         """Whether pages are released behind a window."""
-        self.boundary_blocks = 1
-        """Pages are released behind windows only up to a multiple of this number of full blocks, which a storage object
-        has."""
         self._step_tokens = step_tokens
+        self.boundary_blocks = 1
+        """Pages are released behind windows only up to a multiple of this number of full blocks; see
+        `set_boundaries`."""
+        self.set_boundaries(1)
+
+    def set_boundaries(self, blocks: int) -> None:
+        """Set the number of blocks between boundaries, for example that of a storage object."""
+        self.boundary_blocks = blocks
+        self._most = [
+            None
+            if window is None
+            else most_blocks(
+                window, block_tokens=self.block_tokens, step_tokens=self._step_tokens, boundary_blocks=blocks
+            )
+            for window in self.windows
+        ]
 
     def blocks_for(self, num_tokens: int) -> int:
         """Return the blocks needed for `num_tokens` tokens: ceil(num_tokens / block_tokens)."""
@@ -34,7 +47,8 @@ class PageNeeds:
     def pages_for(self, num_tokens: int) -> int:
         """Return the largest number of pages that a sequence holds at once while it grows to `num_tokens` tokens, over
         all groups of layers."""
-        return sum(self._most(window, num_tokens) for window in self.windows)
+        blocks = self.blocks_for(num_tokens)
+        return sum(blocks if most is None else min(blocks, most) for most in self._most)
 
     def most_tokens(self, num_pages: int) -> int:
         """Return the length of the longest sequence of full blocks for which `num_pages` pages suffice."""
@@ -60,15 +74,8 @@ class PageNeeds:
         """
         if not self.has_windows:
             return max(0, self.blocks_for(num_tokens) - num_blocks)
-        behind = passed or [0] * len(self.windows)
-        most = [self._most(window, num_tokens) for window in self.windows]
-        return sum(max(0, pages - num_blocks + gone) for pages, gone in zip(most, behind, strict=True))
-
-    def _most(self, window: int | None, num_tokens: int) -> int:
-        return most_blocks(
-            num_tokens,
-            window,
-            block_tokens=self.block_tokens,
-            step_tokens=self._step_tokens,
-            boundary_blocks=self.boundary_blocks,
+        blocks, behind = self.blocks_for(num_tokens), passed or [0] * len(self.windows)
+        return sum(
+            max(0, (blocks if most is None else min(blocks, most)) - num_blocks + gone)
+            for most, gone in zip(self._most, behind, strict=True)
         )

@@ -59,7 +59,8 @@ class KvLoads:
         self._inbox: deque[KvMessage] = deque()
         self._tiers: TierLoads | None = None
         if tiers is not None:
-            scheduler.blocks.object_blocks = allocator.needs.boundary_blocks = tiers.object_blocks
+            scheduler.blocks.object_blocks = tiers.object_blocks
+            allocator.needs.set_boundaries(tiers.object_blocks)
             self._tiers = TierLoads(
                 tiers,
                 allocator,

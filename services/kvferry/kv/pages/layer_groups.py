@@ -23,24 +23,18 @@ def first_block_read(position: int, window: int | None, block_tokens: int) -> in
     return 0 if window is None else max(0, position + 1 - window) // block_tokens
 
 
-def most_blocks(
-    num_tokens: int, window: int | None, *, block_tokens: int, step_tokens: int, boundary_blocks: int = 1
-) -> int:
-    """Return the largest number of pages that a group holds at once while a sequence grows to `num_tokens` tokens.
+def most_blocks(window: int, *, block_tokens: int, step_tokens: int, boundary_blocks: int = 1) -> int:
+    """Return the largest number of pages that a group with a window holds at once for a sequence of any length.
 
     Args:
-        num_tokens: length of the sequence.
-        window: sliding window of the group's layers in tokens; `None` for full attention.
+        window: sliding window of the group's layers in tokens.
         block_tokens: tokens per page.
         step_tokens: maximum number of tokens of one sequence in a step.
         boundary_blocks: pages are released up to a multiple of this number of full blocks.
     """
-    blocks = -(-num_tokens // block_tokens)
-    if window is None:
-        return blocks
     behind = boundary_blocks * block_tokens - 1  # tokens between such a boundary and the begin of a step, at most
     of_window, of_step = -(-(window - 1) // block_tokens), -(-(behind + step_tokens) // block_tokens)
-    return min(blocks, of_window + of_step)
+    return of_window + of_step
 
 
 def handed_over(num_tokens: int, windows: Sequence[int | None], block_tokens: int) -> tuple[range, ...]:
@@ -111,8 +105,11 @@ class LayerGroups:
 
     def most_pages(self, num_tokens: int, *, block_tokens: int, step_tokens: int) -> int:
         """Return the largest number of pages that a sequence holds at once while it grows to `num_tokens` tokens."""
+        blocks = -(-num_tokens // block_tokens)
         return sum(
-            most_blocks(num_tokens, window, block_tokens=block_tokens, step_tokens=step_tokens)
+            blocks
+            if window is None
+            else min(blocks, most_blocks(window, block_tokens=block_tokens, step_tokens=step_tokens))
             for window in self.windows
         )
 

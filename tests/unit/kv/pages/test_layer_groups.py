@@ -50,7 +50,7 @@ def test_no_steps_hold_more_blocks_than_the_bound(
         boundary = computed // block_tokens * block_tokens
         most = max(most, -(-end // block_tokens) - first_block_read(boundary, window, block_tokens))
         computed = end
-    assert most <= most_blocks(num_tokens, window, block_tokens=block_tokens, step_tokens=step_tokens)
+    assert most <= most_blocks(window, block_tokens=block_tokens, step_tokens=step_tokens)
 
 
 @pytest.mark.parametrize(
