@@ -333,13 +333,8 @@ static void attend(const Batch& batch, const AttentionGeometry& g, const Attenti
     }
   const int last = sharers ? first_position : first_position + item.queries;  // tokens that the last row attends to
   const int packed = last < item.end * kPartition ? last : item.end * kPartition, behind = (packed + 15) / 16 * 16;
-  // Tokens before the windows of all rows, whose pages may be released, and the first token that is read.
-  const int hidden = hidden_tokens(g.window, first_position);
-  const auto first_read = [](int begin, int not_seen) {
-    return begin * kPartition > not_seen ? begin * kPartition : not_seen / 16 * 16;
-  };
-  // The key to pack kPrefetchGroups groups after the one at t: a key of this head, of the next head or of the next
-  // item.
+  const int hidden = hidden_tokens(g.window, first_position);  // of all rows; pages of these may be released
+  // The key to pack kPrefetchGroups groups after the one at t: of this head, of the next head or of the next item.
   const auto prefetch_target = [&](int t) -> Key {
     const int then = t + 16 * kPrefetchGroups, further = then - behind;
     if (further < 0) return then < hidden ? Key{} : key_at<K>(batch, g, sequence, kv_head, then);
@@ -359,14 +354,10 @@ static void attend(const Batch& batch, const AttentionGeometry& g, const Attenti
     for (int t = start; t < end; t += 16) {
       const int p = (t - start) / 16;
       if (t + 16 <= hidden) {  // panels of zeros, since a weight of zero times anything finite is zero
-        std::memset(s.keys + p * key_panel_bytes<K>(D), 0, key_panel_bytes<K>(D));
-        for (int d = 0; d < N / 16; ++d)
-          std::memset(s.values + d * value_panel_bytes<K>() + size_t(p) * 16 * 16 * kPackedBytes<K>, 0,
-                      16 * 16 * kPackedBytes<K>);
-        if constexpr (K == KvType::int8) {
-          v_store(s.key_scales + p * 16, v_zero());
-          v_store(s.value_scales + p * 16, v_zero());
-        }
+        pack_zeros<K>(g, s.keys + p * key_panel_bytes<K>(D), s.values + size_t(p) * 16 * 16 * kPackedBytes<K>,
+                      value_panel_bytes<K>());
+        v_store(s.key_scales + p * 16, v_zero());
+        v_store(s.value_scales + p * 16, v_zero());
         continue;
       }
       const TokenGroup group = token_group_at<K>(batch, g, sequence, kv_head, t, hidden, end, copy);

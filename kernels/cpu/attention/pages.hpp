@@ -251,4 +251,16 @@ static inline void pack_values(const AttentionGeometry& g, const uint8_t* values
   }
 }
 
+// Packs 16 keys and values of zeros, for tokens that no row attends to.
+template <KvType K>
+static inline void pack_zeros(const AttentionGeometry& g, uint8_t* keys, uint8_t* values, size_t stride) {
+  std::memset(keys, 0, size_t(g.head_dim) * 16 * kPackedBytes<K>);
+  for (int d = 0; d < g.value_dim / 16; ++d) std::memset(values + size_t(d) * stride, 0, 16 * 16 * kPackedBytes<K>);
+}
+
+// First token that is read of partitions from `begin` on, if the first `hidden` tokens of a sequence are not.
+static inline int first_read(int begin, int hidden) {
+  return begin * kPartition > hidden ? begin * kPartition : hidden / 16 * 16;
+}
+
 }  // namespace kvferry::KVFERRY_LEVEL

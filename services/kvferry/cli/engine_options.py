@@ -68,8 +68,8 @@ ENGINE = (
     Setting(
         "window_pages",
         "auto",
-        "KV pages behind the sliding windows of layers. keep: until the request ends; release: on CPUs, "
-        "the same for all workers of a pool; auto: keep in workers, release offline.",
+        "KV pages behind the sliding windows of layers. keep: until the request ends; release: the same "
+        "for all workers of a pool; auto: keep in workers and on GPUs, release offline on CPUs.",
         choices=("auto", "keep", "release"),
     ),
     Setting(

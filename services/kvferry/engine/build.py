@@ -147,8 +147,7 @@ def load_model(settings: EngineSettings, *, device: str | None = None, releases_
     Args:
         settings: the engine's settings.
         device: overrides `settings.device`.
-        releases_windows: whether pages behind sliding windows are released if the setting is `auto`, and the model's
-            kernels can.
+        releases_windows: whether pages behind sliding windows are released on CPUs if the setting is `auto`.
 
     Raises:
         KvferryError: the model is unknown or damaged, or a setting is not valid for it.

@@ -44,7 +44,7 @@ def releases_window_pages(settings: EngineSettings, model: Model, context_tokens
         settings: the engine's settings.
         model: the model.
         context_tokens: context length that is served.
-        is_default: what `auto` means.
+        is_default: whether `auto` releases pages on CPUs.
 
     Raises:
         UsageError: the setting is unknown, or the kernels cannot release pages.
@@ -60,6 +60,7 @@ def releases_window_pages(settings: EngineSettings, model: Model, context_tokens
             f"{KEEP!r}",
             field="window_pages",
         )
+    is_default = is_default and model.device == CPU
     if wanted == KEEP or (wanted == AUTO and not is_default) or not model.has_layer_groups:
         return False
     groups = choose_groups(

@@ -62,8 +62,8 @@ class EngineSettings:
     """Context length in tokens, prompt and output together; 0 uses the model's maximum."""
     window_pages: str = AUTO
     """What happens to KV pages behind the sliding windows of a model's layers, one of `WINDOW_PAGES`; the same for all
-    workers of a pool. They are released only on CPUs, and if a request of the context length takes less memory that
-    way. `auto`: released by `LLM` and `AsyncLLM`, kept by workers."""
+    workers of a pool. They are released only if a request of the context length takes less memory that way. `auto`:
+    released by `LLM` and `AsyncLLM` on CPUs, kept by workers and on GPUs."""
     limits: SchedulerLimits = field(default_factory=SchedulerLimits)
     load_policy: LoadPolicy = LoadPolicy.PRICE
     """When to load KV from peers and tiers: if it is estimated to be faster, or always."""

@@ -138,7 +138,7 @@ def test_without_a_map_the_gateway_routes_by_its_history() -> None:
 
 def test_a_prompt_that_no_worker_can_hold_is_an_error() -> None:
     demand = a_demand(count=1, lengths=LengthMix(num_input=500, num_output=10))
-    with pytest.raises(InvariantBroken, match="blocks"):
+    with pytest.raises(InvariantBroken, match="more pages than the pool has"):
         a_pool(demand, {"both": 1}, engine=replace(ENGINE, num_blocks=8)).run()
 
 

@@ -44,6 +44,9 @@ class Allocator:
             windows: sliding window of each group of layers in tokens, `None` for full attention.
             further_indexes: index of the pages of each further group. The same names stand for the same blocks.
             step_tokens: maximum number of tokens of one sequence in a step, for the pages that a window needs.
+
+        Raises:
+            ValueError: the groups and their indexes differ in number.
         """
         if len(further_indexes) != len(windows) - 1:
             raise ValueError(f"{len(windows)} groups of layers need {len(windows) - 1} further prefix indexes")

@@ -116,9 +116,11 @@ class DeviceRunner(Runner):
                     model, kv, ops, graphs, max_sequences=max_sequences, last=self._last, clock=clock
                 )
                 width = self._captured.width
-                self._pieces = PiecewiseGraphs(model, kv, graphs, piece_rows) if piece_rows else None
+                # Pieces have slots of one group of layers.
+                has_pieces = bool(piece_rows) and not kv.layout.windows
+                self._pieces = PiecewiseGraphs(model, kv, graphs, piece_rows) if has_pieces else None
                 self._captured.capture_next()  # the largest batch size, so that every batch can be replayed
-        self._places = BatchSlots(max_sequences, width)
+        self._places = BatchSlots(max_sequences, width, len(kv.layout.groups.windows))
         self._outbox = Outbox(model.torch_device, max_sequences)
 
     @torch.inference_mode()
@@ -220,8 +222,7 @@ class DeviceRunner(Runner):
         if self._pieces is not None and size is not None:
             hidden = self._pieces.run(size, batch)
         else:
-            rows = batch.token_ids, batch.positions
-            hidden = self._transformer.forward(*rows, self.kv.pages, batch.attention, adapters)
+            hidden = self._transformer.compute_hidden(plain, batch, self.kv, adapters)
         shown = None if batch.hidden_rows is None else self._transformer.hidden_states(hidden, batch.hidden_rows)
         if not len(batch.sample_rows):
             return hidden[:0], batch.sample_rows, shown

@@ -2,6 +2,9 @@
 
     host       [5, size] pinned ──one copy──► [5, size]     given token, batch slot, position, context, slot of each row
     changed blocks ──if any──────────────────► tables       block tables of the running sequences, by batch slot
+
+With groups of layers, contexts, slots and tables are those of each group; contexts begin with its tables' first block.
+
     replay     tokens = given, or the batch slot's last token ─► model ─► logits ─► argmax ─► last token of batch slot
 
 Rows beyond the batch are padding: they have the spare batch slot, context 0, so that attention returns zeros, and KV
@@ -10,6 +13,7 @@ slot -1, so that they write no KV.
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -19,9 +23,10 @@ from kvferry.core.clock import Clock, SystemClock
 from kvferry.engine.adapters.adapter_slots import NO_SLOT
 from kvferry.engine.gpu.draws import most_likely
 from kvferry.engine.gpu.graphs import Graphs, Launch
+from kvferry.engine.models.group_plans import GroupPlans
 from kvferry.engine.models.transformer import Rows, Transformer
 from kvferry.engine.plan import graph_sizes
-from kvferry.engine.plan.batch_slots import BatchSlots
+from kvferry.engine.plan.batch_slots import BatchSlots, num_passed
 from kvferry.engine.plan.step import ScheduledSequence
 from kvferry.engine.tensors.batch import check_room, slots_of
 from kvferry.engine.tensors.device_batch import to_device
@@ -32,6 +37,7 @@ from kvferry.kernels.ops import DeviceOps
 _log = logging.getLogger(__name__)
 
 _GIVEN, _PLACE, _POSITION, _CONTEXT, _SLOT = range(5)
+"""Rows of the inputs. Context and slot of each further group of layers follow."""
 _FROM_PLACE = -1
 """Value in the column of given tokens: the row's input is the last token sampled in its batch slot."""
 _TURNS = 2
@@ -42,9 +48,9 @@ launched, so its buffer can then be reused."""
 class _Size:
     """Static inputs and captured graph of one batch size."""
 
-    def __init__(self, size: int, spare: int, device: torch.device) -> None:
-        padding = np.zeros((5, size), np.int64)
-        padding[_PLACE], padding[_SLOT] = spare, -1
+    def __init__(self, size: int, spare: int, device: torch.device, num_groups: int) -> None:
+        padding = np.zeros((3 + 2 * num_groups, size), np.int64)
+        padding[_PLACE], padding[_SLOT::2] = spare, -1
         self.padding: npt.NDArray[np.int64] = padding
         hosts = [torch.from_numpy(padding.copy()) for _ in range(_TURNS)]
         self._hosts = hosts if device.type == "cpu" else [host.pin_memory() for host in hosts]
@@ -93,7 +99,10 @@ class CapturedSteps:
         sizes = graph_sizes.sizes(max_sequences)
         self._most_tokens = {size: graph_sizes.most_tokens(size, most, kv.num_blocks * block_tokens) for size in sizes}
         self._spare = max_sequences
-        self._tables = torch.zeros(max_sequences + 1, self.width, dtype=torch.int32, device=device)
+        self._groups = kv.layout.groups
+        self._tables = torch.zeros(
+            len(self._groups.windows), max_sequences + 1, self.width, dtype=torch.int32, device=device
+        )
         self._logits = torch.zeros(sizes[-1], model.config.vocab_size, dtype=torch.float32, device=device)
         self._drawn = torch.zeros(sizes[-1], dtype=torch.int64, device=device)
         self._sizes: dict[int, _Size] = {}
@@ -106,7 +115,7 @@ class CapturedSteps:
             sizes,
             value_bytes=model.torch_dtype.itemsize,
             tokens=self._most_tokens[sizes[-1]],
-            width=self.width,
+            width=self.width * len(self._groups.windows),
         )
         self.most_bytes = bound.most_bytes
         """Upper bound of the memory of all captured steps in bytes, without weights and pages."""
@@ -127,7 +136,7 @@ class CapturedSteps:
             return
         begun = self._clock.monotonic()
         size = self._waiting.pop()
-        made = _Size(size, self._spare, self._model.torch_device)
+        made = _Size(size, self._spare, self._model.torch_device, len(self._groups.windows))
         try:
             made.replay = self._graphs.capture(lambda: self._launch(size, made.inputs))
         except Exception as error:  # compiler or driver error: steps run eagerly
@@ -179,18 +188,24 @@ class CapturedSteps:
         needed = [position // block_tokens + 1 for position in positions]
         here = [places.is_drawn_here(s) for s in scheduled]
         check_room(scheduled, needed, on_device=here)
-        writes = places.changes(scheduled, needed)
-        if writes.cells:
-            cells = np.array((writes.cells, writes.blocks), np.int64)
-            sent = to_device(torch.from_numpy(cells), self._model.torch_device)
-            self._tables.view(-1).scatter_(0, sent[0], sent[1].to(torch.int32))
+        groups = range(len(self._groups.windows))
+        for group in groups:
+            writes = places.changes(scheduled, needed, group)
+            if writes.cells:
+                cells = np.array((writes.cells, writes.blocks), np.int64)
+                sent = to_device(torch.from_numpy(cells), self._model.torch_device)
+                self._tables[group].view(-1).scatter_(0, sent[0], sent[1].to(torch.int32))
         given = [
             _FROM_PLACE if is_here else s.token_ids[p] for s, p, is_here in zip(scheduled, positions, here, strict=True)
         ]
-        slots = slots_of(scheduled, positions, block_tokens)
-        contexts = [p + 1 for p in positions]
+        inputs = [given, numbers, positions]
+        for group in groups:
+            inputs.append(
+                [p + 1 - num_passed(s, group) * block_tokens for s, p in zip(scheduled, positions, strict=True)]
+            )
+            inputs.append(slots_of(scheduled, positions, block_tokens, group))
         taken = self._sizes[size]
-        taken.send(np.array((given, numbers, positions, contexts, slots), np.int64))
+        taken.send(np.array(inputs, np.int64))
         assert taken.replay is not None
         taken.replay()
         return self._logits[:size], self._drawn[:size]
@@ -198,11 +213,20 @@ class CapturedSteps:
     def _launch(self, size: int, inputs: torch.Tensor) -> None:
         """Launch the kernels of a captured step; the kernels read no host memory."""
         model, pages = self._model, self._kv.pages
-        given, places, positions, contexts, slots = inputs.unbind()
+        given, places, positions, *of_groups = inputs.unbind()
         tokens = torch.where(given < 0, self._last.index_select(0, places).clamp_min(0), given)
-        rows = SingleRows(self._tables, places, contexts, self._most_tokens[size])
-        plan = self._ops.plan_rows(rows, pages, model.config.num_heads)
-        hidden = model.pass_through(Rows(tokens, positions, slots), pages, plan)
+        contexts, slots = of_groups[::2], of_groups[1::2]
+        plans = [
+            self._ops.plan_rows(
+                SingleRows(tables, places, context, self._most_tokens[size]), pages, model.config.num_heads
+            )
+            for tables, context in zip(self._tables, contexts, strict=True)
+        ]
+        rows, plan = Rows(tokens, positions, slots[0]), plans[0]
+        if self._kv.layout.windows:
+            plan = GroupPlans(self._groups.places, tuple(plans), tuple(slots))
+            rows = replace(rows, groups=plan)
+        hidden = model.pass_through(rows, pages, plan)
         model.logits_into(self._logits[:size], hidden)
         drawn = self._drawn[:size]
         drawn.copy_(most_likely(self._logits[:size]))

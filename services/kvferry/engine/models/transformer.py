@@ -43,8 +43,6 @@ from kvferry.model.adapters.adapter_folder import Adapter
 from kvferry.model.config import Activation, LayerRope, ModelConfig
 from kvferry.model.tensors import TensorSource, linear_weights
 
-_GROUP_FAMILIES = ("torch", "reference")
-
 
 @torch.inference_mode()
 def load_transformer(
@@ -144,15 +142,8 @@ class Transformer:
         """See `model.Model.compute`."""
         there = DeviceBatch.of(batch, self.torch_device)
         adapters = step_adapters(batch, self.torch_device)
-
-        def planned(attention: AttentionBatch) -> AttentionPlan:
-            return self.ops.plan_attention(attention, kv.pages, self.config.num_heads)
-
-        groups = group_plans(batch, kv.layout, self.torch_device, planned) if kv.layout.windows else None
-        rows = Rows(there.token_ids, there.positions, there.attention.slots, adapters, groups)
-        plan = planned(there.attention) if groups is None else groups
-        taps: dict[int, torch.Tensor] = dict.fromkeys(batch.tapped_layers, rows.token_ids)
-        hidden = self.pass_through(rows, kv.pages, plan, taps)
+        taps: dict[int, torch.Tensor] = dict.fromkeys(batch.tapped_layers, there.token_ids)
+        hidden = self.compute_hidden(batch, there, kv, adapters, taps)
         logits = logits_of(self.logits(hidden, there.sample_rows))
         if taps:
             tapped = torch.cat([taps[layer] for layer in batch.tapped_layers], dim=-1)
@@ -161,11 +152,35 @@ class Transformer:
             return logits
         return replace(logits, hidden=self.hidden_states(hidden, there.hidden_rows).cpu().numpy())
 
+    def compute_hidden(
+        self,
+        batch: StepBatch,
+        there: DeviceBatch,
+        kv: PagedKv,
+        adapters: StepAdapters | None,
+        taps: dict[int, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """Compute the hidden states of a step, [T, hidden] before the final norm, and write its keys and values.
+
+        Args:
+            batch: the step.
+            there: the same on the device.
+            kv: the pages.
+            adapters: adapters of the rows.
+            taps: see `pass_through`.
+        """
+
+        def planned(attention: AttentionBatch) -> AttentionPlan:
+            return self.ops.plan_attention(attention, kv.pages, self.config.num_heads)
+
+        groups = group_plans(batch, kv.layout, self.torch_device, planned) if kv.layout.windows else None
+        rows = Rows(there.token_ids, there.positions, there.attention.slots, adapters, groups)
+        return self.pass_through(rows, kv.pages, planned(there.attention) if groups is None else groups, taps)
+
     @property
     def has_layer_groups(self) -> bool:
         """See `model.Model.has_layer_groups`."""
-        # On a GPU, captured steps read tables of one group.
-        return self.config.latent is None and self.kernels in _GROUP_FAMILIES and self.torch_device.type == "cpu"
+        return self.config.latent is None
 
     @property
     def why_no_adapters(self) -> str | None:
@@ -182,37 +197,15 @@ class Transformer:
         """See `model.Model.pack_adapter`."""
         return pack_adapter(adapter, self.config, self.torch_dtype, self.torch_device)
 
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        pages: torch.Tensor,
-        batch: AttentionBatch,
-        adapters: StepAdapters | None = None,
-    ) -> torch.Tensor:
-        """Compute the hidden states of all rows and write their keys and values to `pages`.
-
-        Args:
-            token_ids: [T] int64.
-            positions: [T] int64, each below `max_model_tokens`.
-            pages: [pages, layers, 2, K, B, D] of the model's dtype.
-            batch: rows per sequence and block tables.
-            adapters: adapters of the rows.
-
-        Returns:
-            [T, hidden] before the final norm, as input of `logits`.
-        """
-        plan = self.ops.plan_attention(batch, pages, self.config.num_heads)
-        return self.pass_through(Rows(token_ids, positions, batch.slots, adapters), pages, plan)
-
     def pass_through(
         self, rows: Rows, pages: torch.Tensor, plan: AttentionPlan, taps: dict[int, torch.Tensor] | None = None
     ) -> torch.Tensor:
-        """Run `forward` with a given attention plan, without host synchronization.
+        """Compute the hidden states of rows with a given attention plan, without host synchronization, and write their
+        keys and values to `pages`.
 
         Args:
             rows: the input rows.
-            pages: see `forward`.
+            pages: [pages, layers of a page, 2, K, B, D] of the model's dtype.
             plan: the attention plan.
             taps: set to the inputs of the layers that are its keys, each [T, hidden], without a norm.
         """
@@ -241,7 +234,7 @@ class Transformer:
             residual: [T, hidden]: residual stream before the first layer; changed in place by later launches.
             inputs: [T, inputs]: inputs of the first layer's attention.
             rows: positions and slots of the rows.
-            pages: see `forward`.
+            pages: see `pass_through`.
         """
         passage = ForwardState(
             pages=pages,
@@ -304,7 +297,7 @@ class Transformer:
         """Compute float32 logits [R, vocabulary] of the given rows.
 
         Args:
-            hidden: result of `forward`.
+            hidden: result of `pass_through`.
             rows: [R] int64.
         """
         return self._head(self.ops.gather_rows(hidden, rows)).float()
@@ -313,7 +306,7 @@ class Transformer:
         """Compute float32 hidden states after the final norm [H, hidden] of the given rows.
 
         Args:
-            hidden: result of `forward`.
+            hidden: result of `pass_through`.
             rows: [H] int64.
         """
         chosen = self.ops.gather_rows(hidden, rows)
@@ -343,8 +336,8 @@ class Transformer:
         if layer.whole_norms is not None:
             self._norm_projections(flat, layer.whole_norms)
         qkv = flat.view(x.shape[0], config.num_heads + 2 * config.num_kv_heads, config.head_dim)
-        place, slots = (index, passage.slots) if passage.groups is None else passage.groups.slots_of(index)
-        self.ops.place_qkv(qkv, layer.head_norms, cos, sin, passage.pages, place, slots)
+        at, slots = (index, passage.slots) if passage.groups is None else passage.groups.slots_of(index)
+        self.ops.place_qkv(qkv, layer.head_norms, cos, sin, passage.pages, at, slots)
         return qkv
 
     def _adapted(self, y: torch.Tensor, x: torch.Tensor, index: int, name: str, passage: ForwardState) -> torch.Tensor:

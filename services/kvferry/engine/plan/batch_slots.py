@@ -7,6 +7,9 @@ A sequence keeps its slot as long as it takes part in every step, so that only c
       1      -                             9 3                     (1, 0) = 9, (1, 1) = 3
     spare    -                             (for padding rows)
 
+Of groups of layers with windows (`kv.pages.layer_groups`), each has block tables of its own, whose rows begin with the
+first block that the window has not passed. They are written again from the beginning whenever it passes a block.
+
 The device also keeps the last token sampled in each batch slot, as input of the next step.
 """
 
@@ -19,13 +22,23 @@ from kvferry.engine.plan.step import ScheduledSequence
 
 
 @dataclass(slots=True)
+class _Row:
+    """A row of the block tables of a group of layers on the device."""
+
+    version: int = 0
+    num_passed: int = 0
+    """Number of leading blocks that are not in the row."""
+    num_blocks: int = 0
+    """Number of blocks of that version of the block table that are on the device."""
+
+
+@dataclass(slots=True)
 class _Slot:
     """A batch slot that is assigned to a sequence."""
 
     number: int
-    version: int = 0
-    num_blocks: int = 0
-    """Number of blocks of that version of the block table that are on the device."""
+    rows: list[_Row]
+    """Row of each group."""
     drawn: tuple[int, int] | None = None
     """Table version and position of the last token sampled in this slot. A new request with a reused id has a
     different table version."""
@@ -39,18 +52,24 @@ class Writes:
     blocks: list[int] = field(default_factory=list)
 
 
+def num_passed(s: ScheduledSequence, group: int) -> int:
+    """Return the number of leading blocks of a sequence that the window of a group of layers has passed."""
+    return s.num_passed[group] if s.num_passed else 0
+
+
 class BatchSlots:
     """Assignment of batch slots to sequences, and state of the slots on the device. Not thread-safe."""
 
-    def __init__(self, count: int, width: int) -> None:
+    def __init__(self, count: int, width: int, num_groups: int = 1) -> None:
         """
         Args:
             count: maximum number of sequences; one spare slot is added.
             width: blocks per row.
+            num_groups: number of groups of layers.
         """
         self.spare = count
         """Index of the spare slot, which padding rows use."""
-        self._width = width
+        self._width, self._num_groups = width, num_groups
         self._free = list(range(count - 1, -1, -1))
         self._held: dict[RequestId, _Slot] = {}
 
@@ -67,7 +86,7 @@ class BatchSlots:
             if s.request_id not in self._held:
                 if not self._free:
                     raise InvariantBroken(f"{len(scheduled)} sequences in a step with {self.spare} batch slots")
-                self._held[s.request_id] = _Slot(self._free.pop())
+                self._held[s.request_id] = _Slot(self._free.pop(), [_Row() for _ in range(self._num_groups)])
         return [self._held[s.request_id].number for s in scheduled]
 
     def forget(self) -> None:
@@ -75,23 +94,25 @@ class BatchSlots:
         self._free += [place.number for place in self._held.values()]
         self._held.clear()
 
-    def changes(self, scheduled: Sequence[ScheduledSequence], needed: Sequence[int]) -> Writes:
+    def changes(self, scheduled: Sequence[ScheduledSequence], needed: Sequence[int], group: int = 0) -> Writes:
         """Return the block table cells to write for sequences that have slots, and record these cells as written.
 
         Args:
             scheduled: the step's sequences.
             needed: number of blocks that the step reads or writes, for each sequence.
+            group: group of layers.
         """
         writes = Writes()
-        for s, count in zip(scheduled, needed, strict=True):
-            place = self._held[s.request_id]
-            if not s.table_version or s.table_version != place.version:
-                place.num_blocks, place.version = 0, s.table_version
-            if place.num_blocks < count:
-                start = place.number * self._width
-                writes.cells += range(start + place.num_blocks, start + count)
-                writes.blocks += s.block_ids[place.num_blocks : count]
-                place.num_blocks = count
+        for s, end in zip(scheduled, needed, strict=True):
+            place, passed = self._held[s.request_id], num_passed(s, group)
+            row, count = place.rows[group], end - passed
+            if not s.table_version or s.table_version != row.version or passed != row.num_passed:
+                row.num_blocks, row.version, row.num_passed = 0, s.table_version, passed
+            if row.num_blocks < count:
+                start, ids = place.number * self._width, s.further_ids[group - 1] if group else s.block_ids
+                writes.cells += range(start + row.num_blocks, start + count)
+                writes.blocks += ids[passed + row.num_blocks : end]
+                row.num_blocks = count
         return writes
 
     def is_drawn_here(self, s: ScheduledSequence) -> bool:

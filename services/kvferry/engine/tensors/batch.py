@@ -254,8 +254,15 @@ def _table(scheduled: tuple[ScheduledSequence, ...], needed: list[int]) -> Ints:
     return table
 
 
-def slots_of(scheduled: Sequence[ScheduledSequence], positions: Sequence[int], block_tokens: int) -> list[int]:
-    """Return the KV slots of one token per sequence, at the given positions."""
+def slots_of(
+    scheduled: Sequence[ScheduledSequence], positions: Sequence[int], block_tokens: int, group: int = 0
+) -> list[int]:
+    """Return the KV slots of one token per sequence, at the given positions, in the pages of a group of layers."""
+    if group:
+        return [
+            s.further_ids[group - 1][position // block_tokens] * block_tokens + position % block_tokens
+            for s, position in zip(scheduled, positions, strict=True)
+        ]
     return [
         s.block_ids[position // block_tokens] * block_tokens + position % block_tokens
         for s, position in zip(scheduled, positions, strict=True)

@@ -210,7 +210,10 @@ def described(description: Sequence[object]) -> KvLayout:
             + ", ".join(f"{f.name}={c!r:.20}" for f, c in zip(fields(KvLayout)[2:], counts, strict=False))
             + f"; each must be an integer from 1 to {_MAX_COUNT}, first_kv_head may be 0"
         )
-    made = replace(KvLayout(digest, str(dtype), *checked), planes=1 if planes == 1 else _PLANES)
+    layers, kv_heads, head_dim, block_tokens, *heads = checked
+    made = KvLayout(digest, str(dtype), layers, kv_heads, head_dim, block_tokens, planes=1 if planes == 1 else _PLANES)
+    if heads:
+        made = replace(made, first_kv_head=heads[0], total_kv_heads=heads[1])
     if made.block_bytes > _MAX_BLOCK_BYTES:
         raise ValueError(
             f"unsupported layout: pages of {made.block_bytes} bytes; at most {_MAX_BLOCK_BYTES} are accepted"

@@ -6,9 +6,10 @@ short: the reservations alone decide what is admitted.
 
 from collections.abc import Callable, Sequence
 
-from kvferry.core.ids import BlockHash, BlockId, RequestId
+from kvferry.core.ids import BlockHash, RequestId
 from kvferry.engine.blocks.allocation import Allocator
 from kvferry.engine.blocks.block_pool import BlockPool
+from kvferry.engine.blocks.cached_prefix import CachedPrefix
 from kvferry.engine.blocks.prefix_index import PrefixIndex
 from kvferry.engine.plan.admission import Admission, Headroom
 from kvferry.engine.plan.scheduler import Scheduler
@@ -45,9 +46,11 @@ def true_length(sequence: EngineSequence) -> int:
 class PrivatePages(Allocator):
     """Allocator that finds nothing in the prefix cache, so that no two sequences share pages."""
 
-    def peek(self, names: Sequence[BlockHash], tokens: Sequence[int], *, max_tokens: int) -> list[BlockId]:
+    def peek(
+        self, names: Sequence[BlockHash], tokens: Sequence[int], *, max_tokens: int, for_load: bool = False
+    ) -> CachedPrefix:
         """Find nothing."""
-        return []
+        return CachedPrefix()
 
 
 class _ReservingAdmission(Admission):
@@ -71,7 +74,7 @@ class _ReservingAdmission(Admission):
             self.memory.give(chunk)
 
     def _admit_one(
-        self, sequence: EngineSequence, hit: list[BlockId], room: StepBudget, pages: Headroom,
+        self, sequence: EngineSequence, hit: CachedPrefix, room: StepBudget, pages: Headroom,
         planned: list[ScheduledSequence],
     ) -> bool:  # fmt: skip
         chunk = self.memory.take(self.rule(sequence))

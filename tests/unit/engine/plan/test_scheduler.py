@@ -339,7 +339,7 @@ def test_the_scheduler_refuses_requests_larger_than_the_pool() -> None:
     engine, _ = an_engine(num_blocks=4, block_tokens=4, max_model_tokens=1000)
     assert engine.max_model_tokens == 16, "the engine does not admit more tokens than its pages hold"
     sequence = Sequence(RequestId("a"), [1], 1, SamplingParams(), engine.namer(""), 17, frozenset())
-    with pytest.raises(InvariantBroken, match="more blocks than the pool has"):
+    with pytest.raises(InvariantBroken, match="more pages than the pool has"):
         engine.scheduler.add(sequence)
     assert engine.is_idle
 
