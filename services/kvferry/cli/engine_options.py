@@ -111,7 +111,8 @@ ENGINE = (
         "off",
         "Draft tokens that a step verifies after the next token: off; from earlier text of the request: auto, a number "
         "chosen by measurement, suffix?k=16, or ngram?k=5, a fixed number; of a small model of the same vocabulary: "
-        "draft=MODEL?k=8; of heads that were trained for the model: eagle=FOLDER?k=6 or medusa=FOLDER?k=4.",
+        "draft=MODEL?k=8; of heads that were trained for the model: eagle=FOLDER?k=6 or medusa=FOLDER?k=4. "
+        "accept=rejection, a parameter of all of these, accepts more tokens of a draft model at high temperature.",
         parse=checked_speculation,
     ),
 )

@@ -20,13 +20,14 @@ def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tupl
     return c0, c1, c2, c3
 
 
-def uniform(seed: int, stream: int, position: int) -> float:
+def uniform(seed: int, stream: int, position: int, draw: int = 0) -> float:
     """Return a random number in [0, 1) with 53 random bits.
 
     Args:
         seed: the request's seed; only its low 64 bits are used.
         stream: number of the sample within the request; only its low 32 bits are used.
         position: index of the token to sample, counted from the start of the prompt; only its low 32 bits are used.
+        draw: number of the draw at this position; all of them are independent.
     """
-    words = philox4x32((position & _U32, stream & _U32, 0, 0), (seed & _U32, (seed >> 32) & _U32))
+    words = philox4x32((position & _U32, stream & _U32, draw & _U32, 0), (seed & _U32, (seed >> 32) & _U32))
     return ((words[0] << 21) | (words[1] >> 11)) * 2.0**-53

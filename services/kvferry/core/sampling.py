@@ -146,7 +146,8 @@ class SamplingParams:
     only that of the token itself; `None` disables them. All rows of the prompt are computed, so that the prefix cache
     and other workers' KV are not used for it."""
     speculation: bool = True
-    """Whether a worker with speculation verifies draft tokens for this request. Tokens are the same either way."""
+    """Whether a worker with speculation verifies draft tokens for this request. Tokens are the same either way, except
+    with the rejection rule, which keeps their distribution."""
 
     def __post_init__(self) -> None:
         """Check the range of every field.

@@ -164,6 +164,11 @@ def load_model(settings: EngineSettings, *, device: str | None = None, releases_
         )
     speculation = parse_speculation(settings.speculation)
     where = choose_device(device or settings.device, kernels=settings.kernels)
+    if speculation.is_rejecting and where != CPU:
+        raise UsageError(
+            f"accept=rejection of speculation is computed by the sampler of CPUs, not on {where}; use accept=exact",
+            field="speculation",
+        )
     source = None if settings.load_format == "dummy" else open_model(settings.model, served_name=settings.served_name)
     config = shape_of(settings.model) if source is None else source.config
     config = config.served(settings.max_model_tokens)

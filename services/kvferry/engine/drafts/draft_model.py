@@ -4,8 +4,9 @@ Speculative Decoding, 2023; Chen et al., Accelerating Large Language Model Decod
     step    tokens that are new since the last draft ─► d1    then one row each: d1 ─► d2, d2 ─► d3, ..
     pages   of the draft model only; KV of rejected tokens is overwritten
 
-The draft model is greedy. Prompts are computed in chunks alongside the steps, and a sequence has no drafts until its
-prompt is computed.
+The draft model is greedy, unless the rejection rule verifies its tokens: then it draws each from its distribution with
+the request's parameters, and drafts have their full length, whatever was drawn (`run.rejection`). Prompts are computed
+in chunks alongside the steps, and a sequence has no drafts until its prompt is computed.
 """
 
 from collections.abc import Sequence
@@ -17,11 +18,13 @@ from kvferry.core.clock import Clock, SystemClock
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import SamplingParams
 from kvferry.engine.models.model import Logits
-from kvferry.engine.plan.step import ScheduledSequence, StepPlan
+from kvferry.engine.plan.step import DraftSource, ScheduledSequence, StepPlan
+from kvferry.engine.run.rejection import drawn
 from kvferry.engine.run.runner import Runner
-from kvferry.engine.speculation.acceptance import MIN_CONFIDENCE, support_of_confidence
+from kvferry.engine.run.sampler import probabilities
+from kvferry.engine.speculation.acceptance import DRAWN, MIN_CONFIDENCE, support_of_confidence
 from kvferry.engine.speculation.draft_pages import DraftedSequence, DraftPages
-from kvferry.engine.speculation.model_drafts import ModelDraft, Wanted
+from kvferry.engine.speculation.model_drafts import Drawing, ModelDraft, Wanted
 from kvferry.engine.speculation.row_prices import RowPrices
 
 MAX_CATCH_UP_TOKENS = 512
@@ -37,6 +40,7 @@ class _Drafting(NamedTuple):
     sequence: DraftedSequence
     draft: list[int]
     supports: list[int]
+    sources: list[DraftSource]
 
 
 class DraftModel:
@@ -66,7 +70,11 @@ class DraftModel:
             if not active:
                 break
             active = self._step(active, depth)
-        return {one.wanted.request_id: ModelDraft(tuple(one.draft), tuple(one.supports)) for one in ready if one.draft}
+        return {
+            one.wanted.request_id: ModelDraft(tuple(one.draft), tuple(one.supports), tuple(one.sources))
+            for one in ready
+            if one.draft
+        }
 
     def forget(self, request_id: RequestId) -> None:
         self.pages.forget(request_id)
@@ -81,7 +89,7 @@ class DraftModel:
             sequence.follow(one.tokens)
             due = len(one.tokens) - sequence.num_computed
             if due <= one.most + 1 + _MAX_LAG:
-                ready.append(_Drafting(one, sequence, [], []))
+                ready.append(_Drafting(one, sequence, [], [], []))
                 continue
             count = min(due - 1, budget)
             end = sequence.num_computed + count
@@ -118,15 +126,33 @@ class DraftModel:
         return going
 
     def _extend(self, one: _Drafting, logits: Logits, row: int, depth: int) -> bool:
-        """Add the most probable token to a draft; return whether the draft continues."""
+        """Add a token to a draft; return whether the draft continues."""
         sequence = one.sequence
         sequence.num_computed = len(sequence.tokens)
+        if one.wanted.drawing is not None:
+            return self._draw(one, one.wanted.drawing, logits, row, depth)
         token, confidence = logits.greedy[row], _confidence(logits, row)
         if not logits.finite[row] or token >= self._vocab_size or confidence < MIN_CONFIDENCE:
             return False
         sequence.tokens.append(token)
         one.draft.append(token)
         one.supports.append(support_of_confidence(confidence))
+        return len(one.draft) < min(depth, one.wanted.most)
+
+    def _draw(self, one: _Drafting, drawing: Drawing, logits: Logits, row: int, depth: int) -> bool:
+        """Add a token to a draft that is drawn from the draft model's distribution; return whether the draft continues,
+        which does not depend on the token."""
+        if not logits.finite[row]:
+            return False
+        values = logits.values[row][: self._vocab_size].astype(np.float64)
+        values[[token for token in drawing.excluded if token < len(values)]] = -np.inf
+        sampling, tokens = drawing.sampling, one.sequence.tokens
+        assert sampling.seed is not None, "drawn drafts have a seed"
+        token, source = drawn(probabilities(values, sampling), sampling.seed, drawing.sample_index, len(tokens))
+        tokens.append(token)
+        one.draft.append(token)
+        one.supports.append(DRAWN)
+        one.sources.append(source)
         return len(one.draft) < min(depth, one.wanted.most)
 
     def _scheduled(

@@ -53,7 +53,7 @@ class MedusaDrafts:
             going: list[Wanted] = []
             for one, token, confidence in zip(active, *guesses, strict=True):
                 if token >= 0 and confidence >= MIN_CONFIDENCE:
-                    tokens, supports = found.get(one.request_id, ((), ()))
+                    tokens, supports, _ = found.get(one.request_id, ModelDraft((), ()))
                     support = support_of_confidence(confidence)
                     found[one.request_id] = ModelDraft((*tokens, token), (*supports, support))
                     going.append(one)

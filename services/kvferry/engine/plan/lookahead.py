@@ -17,13 +17,16 @@ from dataclasses import replace
 from kvferry.core.ids import RequestId
 from kvferry.engine.blocks.allocation import Allocator
 from kvferry.engine.plan.sequence import Sequence
-from kvferry.engine.plan.step import ScheduledSequence, StepPlan
+from kvferry.engine.plan.step import DraftSources, ScheduledSequence, StepPlan
 from kvferry.engine.plan.token_mask import TokenMask
 from kvferry.engine.pooling.prompt_pooling import NO_ROWS
 
 
-def share(sequence: Sequence, count: int, draft: tuple[int, ...] = ()) -> ScheduledSequence:
-    """Schedule the next `count` tokens of a sequence; with a draft, also its tokens, which follow the last one."""
+def share(
+    sequence: Sequence, count: int, draft: tuple[int, ...] = (), sources: DraftSources | None = None
+) -> ScheduledSequence:
+    """Schedule the next `count` tokens of a sequence; with a draft, also its tokens, which follow the last one, and
+    their distributions, if the rejection rule accepts them."""
     pooling = sequence.pooling
     masks: Tokens[TokenMask] = ()
     num_sampled = 1 if pooling is None and sequence.num_computed + count == len(sequence.tokens) else 0
@@ -49,6 +52,7 @@ def share(sequence: Sequence, count: int, draft: tuple[int, ...] = ()) -> Schedu
         adapter_slot=sequence.adapter_slot,
         further_ids=sequence.table.further,
         num_passed=sequence.table.passed,
+        draft_sources=sources,
     )
 
 

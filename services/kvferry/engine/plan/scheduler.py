@@ -146,7 +146,7 @@ class Scheduler:
             if made is None:
                 continue
             copies += made
-            planned.append(share(sequence, count, draft))
+            planned.append(share(sequence, count, draft, self.drafting.sources(sequence, draft)))
             room.take(wanted, planned[-1].num_scheduled, planned[-1].num_scored)
         if self.num_preemptions == preempted_before:  # otherwise pages are scarce
             self.admission.admit(room, planned)

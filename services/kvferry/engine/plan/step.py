@@ -16,7 +16,9 @@ sampled                   t1   t2 t3 t4     t1 is always a token; t2 only if d1 
 
 A draft token is accepted if it is the token that is sampled at its position, with the random number of that position
 (Leviathan et al., Fast Inference from Transformers via Speculative Decoding, 2023, algorithm 1, for a draft without
-probabilities whose draws are coupled with the model's). So drafts change the number of steps, and no token.
+probabilities whose draws are coupled with the model's). So drafts change the number of steps, and no token. With
+`draft_sources`, the rule of that algorithm decides instead (`run.rejection`), and drafts change tokens, but not their
+distribution.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,6 +38,19 @@ from kvferry.engine.plan.token_mask import TokenMask
 from kvferry.engine.pooling.prompt_pooling import Sums
 
 Floats = npt.NDArray[np.float32]
+
+
+class DraftSource(NamedTuple):
+    """Distribution from which a draft token was drawn."""
+
+    ids: npt.NDArray[np.int64]
+    """[N] tokens, ascending."""
+    probabilities: npt.NDArray[np.float64]
+    """[N] their probabilities, which sum to 1; any other token has probability 0."""
+
+
+DraftSources = Sequence[DraftSource | None]
+"""Distribution of each draft token; `None` for a token that was not drawn, whose probability is 1."""
 
 
 def is_decode(num_uncomputed: int) -> bool:
@@ -87,6 +102,9 @@ class ScheduledSequence:
     `NO_PAGE`."""
     num_passed: Sequence[int] = ()
     """Number of leading `NO_PAGE` entries of each group, the first group included; empty if there are none."""
+    draft_sources: DraftSources | None = None
+    """Distributions of the draft tokens, if they are accepted by the rejection rule; `None`: a draft token is accepted
+    if it is the token that is drawn."""
 
     @property
     def num_drafts(self) -> int:

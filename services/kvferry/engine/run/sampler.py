@@ -9,7 +9,8 @@ tokens that the cuts before it keep.
 A draw takes one uniform number u from the counter-based generator, keyed by (seed, sample, position), and walks the
 kept tokens, most probable first and lowest id first on ties, until the sum of their probabilities exceeds u times the
 sum over all kept tokens. All computations are in float64, row by row, so that the same logits give the same token in
-any batch. Greedy sampling takes the first token of that order.
+any batch. Greedy sampling takes the first token of that order. `rejection` replaces the draw of a draft token's row
+where the plan asks for the rejection rule.
 """
 
 from collections import Counter
@@ -34,6 +35,7 @@ from kvferry.engine.plan.sampling_plan import (
 )
 from kvferry.engine.plan.step import Sampled, ScheduledSequence, draft_tokens, rows_of
 from kvferry.engine.plan.token_mask import Bits, TokenMask, has_token, unpacked
+from kvferry.engine.run.rejection import Proposed, verified
 
 Floats = npt.NDArray[np.float64]
 Ids = npt.NDArray[np.int64]
@@ -69,20 +71,24 @@ def _sample_drafted(logits: Logits, first: int, s: ScheduledSequence) -> list[Sa
     if sampling_path(s) is SamplingPath.BEST:  # does not depend on earlier tokens
         return [_sample_one(logits, row, s) for row in range(first, first + s.num_sampled)]
     sampled: list[Sampled] = []
-    for draft, row in zip([*draft_tokens(s), None], rows_of(s), strict=True):
-        one = _sample_one(logits, first + len(sampled), row)
+    sources = (*(s.draft_sources or (None,) * s.num_drafts), None)
+    for draft, source, row in zip([*draft_tokens(s), None], sources, rows_of(s), strict=True):
+        proposed = None if s.draft_sources is None or draft is None else Proposed(draft, source)
+        one = _sample_one(logits, first + len(sampled), row, proposed)
         sampled.append(one)
         if not isinstance(one, SampledToken) or one.token_id != draft:
             break
     return sampled + [None] * (s.num_sampled - len(sampled))
 
 
-def _sample_one(logits: Logits, row: int, s: ScheduledSequence) -> Sampled:
+def _sample_one(logits: Logits, row: int, s: ScheduledSequence, proposed: Proposed | None = None) -> Sampled:
     if not logits.finite[row]:
         return not_finite(s)
     if sampling_path(s) is SamplingPath.BEST:
         return SampledToken(logits.greedy[row])
-    return _sample_row(logits.values[row], s) if s.mask is None else _sample_masked(logits, row, s, s.mask)
+    if s.mask is not None:
+        return _sample_masked(logits, row, s, s.mask)
+    return _sample_row(logits.values[row], s, proposed=proposed)
 
 
 def is_greedy(scheduled: Sequence[ScheduledSequence]) -> bool:
@@ -117,7 +123,10 @@ def _best_of(row: npt.NDArray[np.float32], allowed: Bits) -> int:
 
 
 def _sample_row(
-    row: npt.NDArray[np.float32], s: ScheduledSequence, allowed: npt.NDArray[np.bool_] | None = None
+    row: npt.NDArray[np.float32],
+    s: ScheduledSequence,
+    allowed: npt.NDArray[np.bool_] | None = None,
+    proposed: Proposed | None = None,
 ) -> Sampled:
     raw = row.astype(np.float64)
     masked = raw if allowed is None else np.where(allowed, raw, -np.inf)
@@ -127,6 +136,9 @@ def _sample_row(
         return error
     if s.sampling.is_greedy:
         token = int(adjusted.argmax())
+    elif proposed is not None:
+        position = len(s.token_ids)
+        token = verified(probabilities(adjusted, s.sampling), proposed, drawn_seed(s), s.sample_index, position)
     else:
         token = draw(adjusted, s.sampling, uniform(drawn_seed(s), s.sample_index, len(s.token_ids)))
     if s.sampling.logprobs is None:
@@ -184,6 +196,35 @@ def draw(logits: Floats, params: SamplingParams, u: float) -> int:
         if token is not None:
             return int(ids[token])
     raise InvariantBroken("a draw selected no token")
+
+
+def probabilities(logits: Floats, params: SamplingParams) -> Floats:
+    """Return the distribution from which `draw` selects a token, [vocabulary] float64.
+
+    Args:
+        logits: [vocabulary] float64; minus infinity for banned tokens.
+        params: parameters of the draw; the temperature must be above 0.
+    """
+    with np.errstate(over="ignore", under="ignore"):
+        weights: Floats = np.exp((logits - logits.max()) / params.temperature)
+    if params.top_k or params.top_p < 1.0 or params.min_p > 0.0 or params.typical_p < 1.0:
+        kept = _kept(weights, params)
+        weights, chosen = np.zeros_like(weights), weights[kept]
+        weights[kept] = chosen
+    shares: Floats = weights / weights.sum()
+    return shares
+
+
+def _kept(weights: Floats, params: SamplingParams) -> Ids:
+    """Return the ids of the tokens that the cuts keep."""
+    for count in (*_HEAD_TOKENS, len(weights)):
+        head = _head(weights, max(count, params.top_k))
+        ids = _by_weight(weights, head)
+        num_kept = _num_kept(weights[ids], weights, params, is_all=head is None)
+        if num_kept is not None:
+            ids = ids[:num_kept]
+            return ids[_typical(weights[ids], params.typical_p)] if params.typical_p < 1.0 else ids
+    raise InvariantBroken("the cuts of a distribution keep no token")
 
 
 def _head(weights: Floats, count: int) -> Ids | None:

@@ -31,10 +31,14 @@ _FIRST_PROBABILITIES = (
     *(0.95,),  # forced
     *(0.25, 0.4, 0.6, 0.7, 0.8, 0.85),  # by length of the match
     *(0.2, 0.4, 0.6, 0.75, 0.85, 0.92, 0.96, 0.99),  # by confidence
+    *(0.6,),  # drawn
 )
 """Assumed probabilities, by support."""
 _FIRST_OF_MODEL = 2 + len(_MATCHES)
 """The lowest support of a draft model's tokens."""
+DRAWN = len(_FIRST_PROBABILITIES) - 1
+"""Support of a token that was drawn from a draft model's distribution. It must not depend on the drawn token, since
+otherwise the number of verified tokens would, and with it the distribution of the output."""
 _MODEL_PROBABILITY = 0.6
 """Assumed probability of a draft model's token."""
 
@@ -119,6 +123,8 @@ class SequenceAcceptance:
     def probability(self, support: int) -> float:
         """Return the estimated probability that the next draft token is right, given that those before it are."""
         common = self._all.probability(support)
+        if support == DRAWN:
+            return _combined(self._own_of_model, common)
         if not _is_match(support):
             return common
         return _combined(self._own, common)

@@ -10,7 +10,7 @@ from kvferry.core.ids import RequestId
 from kvferry.engine.blocks.allocation import Allocator
 from kvferry.engine.blocks.page_copies import PageCopy
 from kvferry.engine.plan.sequence import Sequence
-from kvferry.engine.plan.step import ScheduledSequence, SequenceOutput, StepPlan, StepResult, is_decode
+from kvferry.engine.plan.step import DraftSources, ScheduledSequence, SequenceOutput, StepPlan, StepResult, is_decode
 from kvferry.engine.speculation.speculation import Drafts, Speculation
 
 
@@ -48,6 +48,12 @@ class Drafting:
         if needed and self._allocator.pool.num_free < needed + num_running * len(self._allocator.windows):
             return None
         return self._allocator.grow(sequence.table, num_computed=start, num_tokens=end)
+
+    def sources(self, sequence: Sequence, draft: tuple[int, ...]) -> DraftSources | None:
+        """Return the distributions of a draft's tokens, if the rejection rule accepts them; otherwise `None`."""
+        if not draft or self.speculation is None:
+            return None
+        return self.speculation.sources(sequence.request_id, len(draft))
 
     def verified(self, item: ScheduledSequence, output: SequenceOutput) -> None:
         """Count the draft of a sequence in a step, if it had one."""

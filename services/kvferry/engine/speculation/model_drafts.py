@@ -7,7 +7,20 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.core.ids import RequestId
+from kvferry.core.sampling import SamplingParams
+from kvferry.engine.plan.step import DraftSource
 from kvferry.engine.speculation.row_prices import RowPrices
+
+
+class Drawing(NamedTuple):
+    """Parameters with which a draft model draws its tokens for the rejection rule, rather than takes the most probable
+    ones."""
+
+    sampling: SamplingParams
+    """The request's parameters, with a seed."""
+    sample_index: int
+    excluded: frozenset[int]
+    """Tokens that end the sequence; they are not drafted."""
 
 
 class Wanted(NamedTuple):
@@ -18,6 +31,8 @@ class Wanted(NamedTuple):
     """Its tokens."""
     most: int
     """Maximum number of draft tokens, at least 1."""
+    drawing: Drawing | None = None
+    """How a draft model draws the tokens; `None`: the most probable ones. Heads ignore it."""
 
 
 class ModelDraft(NamedTuple):
@@ -25,6 +40,8 @@ class ModelDraft(NamedTuple):
 
     tokens: tuple[int, ...]
     supports: tuple[int, ...]
+    sources: tuple[DraftSource, ...] = ()
+    """Distribution of each token if they were drawn; otherwise empty."""
 
 
 class ModelDrafts(Protocol):

@@ -5,6 +5,7 @@ from urllib.parse import parse_qsl
 
 from kvferry.core.errors import UsageError
 
+EXACT, REJECTION = "exact", "rejection"
 OFF, AUTO, NGRAM, SUFFIX, DRAFT = "off", "auto", "ngram", "suffix", "draft"
 EAGLE, MEDUSA = "eagle", "medusa"
 MODEL_METHODS = (DRAFT, EAGLE, MEDUSA)
@@ -39,12 +40,16 @@ class SpeculationSettings:
     `medusa`."""
     is_fixed: bool = False
     """Whether the draft model, or the heads, always propose `num_drafts` tokens, which are all verified."""
+    is_rejecting: bool = False
+    """Whether drafts of sampled requests are accepted by the rejection rule (`run.rejection`), rather than where they
+    are the token that is drawn."""
 
 
 def parse_speculation(text: str) -> SpeculationSettings:
     """Parse the setting: `off`, `auto`, `suffix`, `ngram`, `draft=MODEL`, `eagle=FOLDER` or `medusa=FOLDER`. All but
     `off` accept `?k=`, the maximum draft tokens of a sequence in a step; `ngram` also accepts `&min=` and `&max=`, the
-    lengths of matches, and the last three `&fixed=1`, which always proposes k tokens.
+    lengths of matches, and the last three `&fixed=1`, which always proposes k tokens. `accept=rejection` selects the
+    rejection rule.
 
     Raises:
         UsageError: the method or a parameter is unknown, not a number, or out of range.
@@ -56,10 +61,18 @@ def parse_speculation(text: str) -> SpeculationSettings:
     if method in MODEL_METHODS and not model:
         what = "MODEL with a name, a .gguf file or a folder" if method == DRAFT else "FOLDER with the head's files"
         raise UsageError(f"speculation {method!r} has no value; write {method}={what}", field="speculation")
-    values = dict(_DEFAULTS[method])
+    values, accept = dict(_DEFAULTS[method]), EXACT
     for key, value in parse_qsl(query, keep_blank_values=True):
+        if key == "accept" and method != OFF:
+            if value not in (EXACT, REJECTION):
+                raise UsageError(
+                    f"parameter accept={value[:20]!r} of speculation {method!r} must be {EXACT} or {REJECTION}",
+                    field="speculation",
+                )
+            accept = value
+            continue
         if key not in values:
-            known = ", ".join(values) or "none"
+            known = ", ".join((*values, "accept")) if values else "none"
             raise UsageError(
                 f"unknown parameter {key!r} of speculation {method!r}; known: {known}", field="speculation"
             )
@@ -75,7 +88,9 @@ def parse_speculation(text: str) -> SpeculationSettings:
     if shortest > longest:
         raise UsageError(f"min={shortest} of speculation {method!r} is above max={longest}", field="speculation")
     is_fixed = values.get("fixed", 0) == 1
-    return SpeculationSettings(method, values.get("k", 0), shortest, longest, model, is_fixed)
+    return SpeculationSettings(
+        method, values.get("k", 0), shortest, longest, model, is_fixed, is_rejecting=accept == REJECTION
+    )
 
 
 def checked_speculation(text: str) -> str:

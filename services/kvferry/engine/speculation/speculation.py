@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 
 from kvferry.core.ids import RequestId
 from kvferry.engine.plan.sequence import Sequence
-from kvferry.engine.plan.step import ScheduledSequence, StepPlan, StepResult
+from kvferry.engine.plan.step import DraftSource, DraftSources, ScheduledSequence, StepPlan, StepResult
 from kvferry.engine.speculation.acceptance import FORCED, Acceptance, SequenceAcceptance, support_of_match
 from kvferry.engine.speculation.draft_depth import DraftDepth
 from kvferry.engine.speculation.draft_lengths import Lengths, PayingDrafts, WholeDrafts
 from kvferry.engine.speculation.matches import TokenArray
-from kvferry.engine.speculation.model_drafts import HiddenReader, ModelDrafts, Wanted
+from kvferry.engine.speculation.model_drafts import Drawing, HiddenReader, ModelDrafts, Wanted
 from kvferry.engine.speculation.proposer_choice import Offer, ProposerChoice
 from kvferry.engine.speculation.proposers import NO_DRAFT, Draft, NgramProposer, Proposer, SuffixProposer
 from kvferry.engine.speculation.row_prices import RowPrices
@@ -53,7 +53,7 @@ class _State:
 
     __slots__ = (
         *("acceptance", "choice", "draft", "is_asked", "is_of_model", "match", "most", "other", "start", "supports"),
-        "tokens",
+        *("drawing", "sources", "tokens"),
     )
 
     def __init__(self, acceptance: Acceptance) -> None:
@@ -75,6 +75,10 @@ class _State:
         self.other: tuple[tuple[int, ...], list[int]] = ((), [])
         """The text's draft and its supports, if the model's draft was used instead."""
         self.choice = ProposerChoice()
+        self.drawing: Drawing | None = None
+        """Parameters of draws, if the rejection rule accepts the sequence's drafts."""
+        self.sources: tuple[DraftSource, ...] = ()
+        """Distributions from which the tokens of `draft` were drawn; empty if they were not drawn."""
 
     @property
     def is_forced(self) -> bool:
@@ -100,6 +104,7 @@ class Speculation:
         num_drafts: int,
         draft_model: ModelDrafts | None = None,
         depth: DraftDepth | None = None,
+        is_rejecting: bool = False,
     ) -> None:
         """
         Args:
@@ -109,7 +114,9 @@ class Speculation:
             draft_model: draft model or heads, which propose drafts where the text has none or a worse one.
             depth: chooses how many tokens the model or the heads propose; default: as many as increase the
                 expected tokens per second.
+            is_rejecting: whether drafts of sampled requests are accepted by the rejection rule.
         """
+        self._is_rejecting = is_rejecting
         self._proposer, self._lengths, self._num_drafts = proposer, lengths, num_drafts
         self._model, self._depth = draft_model, depth or DraftDepth(num_drafts)
         self._reader = draft_model if isinstance(draft_model, HiddenReader) else None
@@ -143,6 +150,14 @@ class Speculation:
             for (sequence, state), length in zip(proposed, lengths, strict=False)
             if length
         }
+
+    def sources(self, request_id: RequestId, count: int) -> DraftSources | None:
+        """Return the distributions of the first `count` tokens of a sequence's draft; `None` if they are accepted where
+        they are the token that is drawn."""
+        state = self._states.get(request_id) if self._is_rejecting else None
+        if state is None or state.drawing is None:
+            return None
+        return state.sources[:count] if state.sources else (None,) * count
 
     def may_draft(self, decoding: Iterable[Sequence], rows: int) -> bool:
         """Return whether the next step may have drafts, without the work of a draft model."""
@@ -201,6 +216,7 @@ class Speculation:
         state = self._states.get(sequence.request_id)
         if state is None:
             state = self._states[sequence.request_id] = _State(self._acceptance)
+            state.drawing = _drawing(sequence) if self._is_rejecting else None
         if state.start == sequence.num_tokens:
             return state
         state.tokens.extend(sequence.tokens[len(state.tokens) :])
@@ -212,7 +228,7 @@ class Speculation:
 
     def _take(self, state: _State, sequence: Sequence, draft: tuple[int, ...], supports: list[int]) -> None:
         """Make a draft the sequence's draft, within its constraint and its end."""
-        state.start, state.draft, state.supports = sequence.num_tokens, draft, supports
+        state.start, state.draft, state.supports, state.sources = sequence.num_tokens, draft, supports, ()
         if sequence.mask is not None:
             self._constrain(state, sequence, state.most)
         state.cut_before(sequence.eos_token_ids, sequence.sampling.stop_token_ids)
@@ -231,13 +247,17 @@ class Speculation:
             self._depth.advance(depth)
         if not due or not depth:
             return
-        wanted = [Wanted(sequence.request_id, sequence.tokens, min(depth, state.most)) for sequence, state in due]
+        wanted = [
+            Wanted(sequence.request_id, sequence.tokens, min(depth, state.most), state.drawing)
+            for sequence, state in due
+        ]
         drafts = model.propose(wanted, depth)
         for sequence, state in due:
             state.is_asked = True
             if (draft := drafts.get(sequence.request_id)) is not None:
                 state.is_of_model, state.other = True, (state.draft, state.supports)
                 self._take(state, sequence, draft.tokens, list(draft.supports))
+                state.sources = draft.sources  # tokens that were drawn are never cut
 
     def _prefers_model(self, state: _State, depth: int, drafting: float, rows: int) -> bool:
         """Return whether the model drafts for a sequence, rather than its text.
@@ -305,6 +325,16 @@ def _supports(draft: Draft) -> list[int]:
     return [support_of_match(draft.match)] * len(draft.tokens)
 
 
+def _drawing(sequence: Sequence) -> Drawing | None:
+    """Return the parameters of a sequence's draws for the rejection rule; `None` if its drafts are accepted where they
+    are the token that is drawn. That rule would be wrong for a draft that a constraint cuts at a token that was drawn;
+    for a greedy request both rules are the same."""
+    sampling = sequence.sampling
+    if sampling.is_greedy or sampling.seed is None or sampling.constraint is not None:
+        return None
+    return Drawing(sampling, sequence.sample_index, frozenset((*sequence.eos_token_ids, *sampling.stop_token_ids)))
+
+
 def _before_bans_end(sequence: Sequence) -> int:
     """Return the maximum number of draft tokens: while end tokens are banned, they must be banned in all rows."""
     if not sequence.banned_now():
@@ -327,4 +357,11 @@ def speculation_of(settings: SpeculationSettings, draft_model: ModelDrafts | Non
     is_paying = settings.method in (AUTO, *MODEL_METHODS) and not settings.is_fixed
     lengths: Lengths = PayingDrafts() if is_paying else WholeDrafts()
     depth = DraftDepth(settings.num_drafts, is_fixed=settings.is_fixed)
-    return Speculation(proposer, lengths, num_drafts=settings.num_drafts, draft_model=draft_model, depth=depth)
+    return Speculation(
+        proposer,
+        lengths,
+        num_drafts=settings.num_drafts,
+        draft_model=draft_model,
+        depth=depth,
+        is_rejecting=settings.is_rejecting,
+    )

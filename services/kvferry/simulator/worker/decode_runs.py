@@ -10,6 +10,7 @@ from dataclasses import replace
 from itertools import accumulate, repeat
 
 from kvferry.core.errors import InvariantBroken
+from kvferry.core.ids import RequestId
 from kvferry.engine.plan.scheduler import Scheduler
 from kvferry.engine.plan.sequence import Sequence
 from kvferry.engine.plan.step import StepPlan
@@ -34,6 +35,9 @@ class KnownDrafts(Speculation):
             return {}
         draft = (0,) * self.length
         return {sequence.request_id: draft for sequence in decoding}
+
+    def sources(self, request_id: RequestId, count: int) -> None:
+        """Return nothing: the drafts are not drawn."""
 
     def verified(self, num_drafts: int, num_accepted: int) -> None:
         """Do nothing, since drafts are not counted."""
