@@ -42,7 +42,7 @@ class MedusaDrafts:
             self._last[request_id] = (position + len(hidden) - 1, hidden[-1:].copy())
 
     def propose(self, wanted: Sequence[Wanted], depth: int) -> dict[RequestId, ModelDraft]:
-        active = [one for one in wanted if self._last.get(one.request_id, (-1,))[0] == len(one.tokens) - 2]
+        active = [one for one in wanted if self._has_state(one)]
         found: dict[RequestId, ModelDraft] = {}
         for head in range(min(depth, self._model.num_heads)):
             active = [one for one in active if head < one.most]
@@ -60,6 +60,11 @@ class MedusaDrafts:
             self.prices.observe(len(active), self._clock.monotonic() - begun)
             self.is_measured, active = True, going
         return found
+
+    def _has_state(self, one: Wanted) -> bool:
+        """Return whether the hidden state before a sequence's last token is known."""
+        last = self._last.get(one.request_id)
+        return last is not None and last[0] == len(one.tokens) - 2
 
     def forget(self, request_id: RequestId) -> None:
         self._last.pop(request_id, None)
