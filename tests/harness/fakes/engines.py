@@ -12,6 +12,7 @@ import numpy.typing as npt
 from kvferry.core.clock import Clock
 from kvferry.core.hashing import BlockNamers
 from kvferry.core.ids import RequestId
+from kvferry.core.philox import uniform
 from kvferry.core.sampling import SampledToken, SamplingParams, ScoredToken
 from kvferry.engine.engine import Engine
 from kvferry.engine.loads.kv_loads import KvLoads
@@ -27,6 +28,8 @@ from kvferry.kv.interface.tiering import KvTiers
 VOCAB = 97
 EOS = 96
 FIRST_STATE = 7
+POISON = -2
+"""Content of a slot of a rejected draft token."""
 
 
 def next_token(tokens: list[int]) -> int:
@@ -35,6 +38,17 @@ def next_token(tokens: list[int]) -> int:
     for token in tokens:
         state = state_after(state, token)
     return state % EOS
+
+
+def drawn_token(tokens: list[int], sampling: SamplingParams, sample_index: int) -> int:
+    """Return the token that a request draws after `tokens`: `next_token`, or with probability 0.3 another one if the
+    request samples, from the random number of its seed and position."""
+    token = next_token(tokens)
+    if sampling.is_greedy:
+        return token
+    assert sampling.seed is not None
+    u = uniform(sampling.seed, sample_index, len(tokens))
+    return token if u < 0.7 else (token + int(u * 1000)) % EOS
 
 
 def state_after(state: int, token: int) -> int:
@@ -51,7 +65,8 @@ class ArithmeticRunner:
     """A runner that stores each computed token in its KV slot and derives the next token from the slots that it reads.
 
     A wrong page, a page reused too early or a position that was not computed therefore changes the tokens. Tokens are
-    derived from the first group of layers, and in the others everything within the window is checked.
+    derived from the first group of layers, and in the others everything within the window is checked. The slots of
+    rejected draft tokens are poisoned after the step, so that they must not be read before they are computed again.
     """
 
     def __init__(self, num_blocks: int, block_tokens: int, windows: Sequence[int | None] = (None,)) -> None:
@@ -61,6 +76,8 @@ class ArithmeticRunner:
         self.steps: list[StepPlan] = []
         self.has_head = False
         """Whether results have hidden states of all rows: position, token, and checksum of the KV up to it."""
+        self.num_poisoned = 0
+        """Number of slots of rejected draft tokens."""
 
     def run(self, plan: StepPlan) -> StepResult:
         self.steps.append(plan)
@@ -79,7 +96,20 @@ class ArithmeticRunner:
         found = {name: made for name, made in scores.items() if made}
         pooled = {s.request_id: self._pool(s) for s in plan.scheduled if s.pooled_positions}
         hidden = np.concatenate([self._hidden(s) for s in plan.scheduled]) if self.has_head else None
-        return replace(StepResult.of(plan.scheduled, sampled, found), pooled=pooled, hidden=hidden)
+        result = replace(StepResult.of(plan.scheduled, sampled, found), pooled=pooled, hidden=hidden)
+        for item in plan.scheduled:
+            if item.num_drafts:
+                self._poison(item, result)
+        return result
+
+    def _poison(self, item: ScheduledSequence, result: StepResult) -> None:
+        """Overwrite the slots of a sequence's rejected draft tokens."""
+        output = result.outputs.get(item.request_id)
+        accepted = item.num_scheduled - item.num_sampled if output is None else output.accepted
+        for position in range(item.num_computed + accepted, item.num_computed + item.num_scheduled):
+            block, slot = divmod(position, self.block_tokens)
+            self.pages[item.block_ids[block]][slot] = POISON
+            self.num_poisoned += 1
 
     def _write_further(self, item: ScheduledSequence) -> None:
         assert len(item.further_ids) == len(self.further_windows)
@@ -113,7 +143,8 @@ class ArithmeticRunner:
             self.pages[row.block_ids[p // self.block_tokens]][p % self.block_tokens] for p in range(len(row.token_ids))
         ]
         assert None not in read, f"request {row.request_id} read a slot that was not computed"
-        token = next_token([t for t in read if t is not None])
+        assert POISON not in read, f"request {row.request_id} read the KV of a rejected draft token"
+        token = drawn_token([t for t in read if t is not None], row.sampling, row.sample_index)
         if row.mask is None:
             return SampledToken(token)
         allowed = row.mask.wait()

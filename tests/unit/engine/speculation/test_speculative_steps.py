@@ -3,14 +3,12 @@
 The runner derives tokens from the KV that it reads, so a rejected draft token that stays in the KV changes the output.
 """
 
-import random
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
+from harness.drafts.proposers import Oracle, TickingClock
 from harness.fakes.engines import (
-    ArithmeticRunner,
     a_request,
     an_engine,
     expected_tokens,
@@ -20,52 +18,14 @@ from harness.fakes.engines import (
     small_limits,
 )
 from harness.fakes.heads import eagle_drafts
-from harness.fakes.masks import FakeMasks, allowed_after, constrained, with_constraint
+from harness.fakes.masks import allowed_after, constrained, with_constraint
 
-from kvferry.core.clock import SystemClock
 from kvferry.core.ids import RequestId
-from kvferry.engine.drafts.eagle_drafts import EagleDrafts
 from kvferry.engine.engine import Engine
-from kvferry.engine.messages import EngineRequest
 from kvferry.engine.plan.step import StepResult
 from kvferry.engine.speculation.draft_lengths import Lengths, PayingDrafts, WholeDrafts
-from kvferry.engine.speculation.matches import Tokens
-from kvferry.engine.speculation.proposers import NO_DRAFT, Draft
 from kvferry.engine.speculation.settings import parse_speculation
 from kvferry.engine.speculation.speculation import Speculation, speculation_of
-
-
-class Oracle:
-    """Proposes the right continuation; `wrong` decides which tokens are replaced by wrong ones."""
-
-    def __init__(self, wrong: Callable[[], bool]) -> None:
-        self._wrong = wrong
-
-    def propose(self, tokens: Tokens, most: int) -> Draft:
-        known = tokens.tolist()
-        draft: list[int] = []
-        for _ in range(most):
-            token = next_token([*known, *draft])
-            draft.append((token + 1) % 96 if self._wrong() else token)
-        return Draft(tuple(draft), 9)
-
-
-class TickingClock(SystemClock):
-    """A clock that advances by the same time at each reading, so that steps of any number of rows take equally long."""
-
-    def __init__(self) -> None:
-        self._now = 0.0
-
-    def monotonic(self) -> float:
-        self._now += 0.001
-        return self._now
-
-
-class Silent:
-    """A proposer without proposals."""
-
-    def propose(self, tokens: Tokens, most: int) -> Draft:
-        return NO_DRAFT
 
 
 def speculating(wrong: Callable[[], bool], lengths: Lengths | None = None, num_drafts: int = 4) -> Speculation:
@@ -234,112 +194,3 @@ def test_each_method_with_repetitive_prompts(method: str) -> None:
 
 def test_method_off_creates_no_speculation() -> None:
     assert speculation_of(parse_speculation("off")) is None
-
-
-# ---------------------------------------------------------------------- random interleavings
-
-
-class Walk:
-    """A random interleaving of arrivals, steps and aborts, with few pages, chunks, shared prefixes, hand-offs, late
-    masks and drafts."""
-
-    def __init__(self, seed: int) -> None:
-        self.random = random.Random(seed)
-        pick = self.random.choice
-        chance = pick((0.0, 0.1, 0.5, 1.0))
-        proposer = pick((Oracle(lambda: self.random.random() < chance), Silent()))
-        lengths: Lengths = pick((WholeDrafts(), PayingDrafts()))
-        limits = small_limits(
-            scheduling=pick(("fcfs", "priority", "srtf", "two-level")),
-            token_budget=pick((6, 16, 64)),
-            max_chunk_tokens=pick((3, 8, 64)),
-            max_sequences=pick((1, 2, 4)),
-        )
-        self.engine, self.runner = an_engine(
-            num_blocks=pick((12, 16, 40)),
-            max_model_tokens=48,
-            limits=limits,
-            speculation=Speculation(proposer, lengths, num_drafts=pick((1, 3, 8)), draft_model=self.head(pick, chance)),
-        )
-        assert self.engine.speculation is not None
-        self.runner.has_head = isinstance(self.engine.speculation._model, EagleDrafts)
-        self.masks: FakeMasks = constrained(self.engine, [pick((0, 0, 1, 3)) for _ in range(7)])
-        self.requests: dict[str, EngineRequest] = {}
-        self.tokens: dict[str, list[int]] = {}
-        self.aborted: set[str] = set()
-        self.exported: set[str] = set()
-
-    def head(self, pick: Callable[[Any], Any], chance: float) -> EagleDrafts | None:
-        """Return a head with few or many pages, or `None`. With a silent proposer, the drafts come from the head."""
-        num_blocks = pick((0, 0, 4, 12, 60))
-        return eagle_drafts(lambda: self.random.random() < chance, num_blocks) if num_blocks else None
-
-    def run(self) -> ArithmeticRunner:
-        for number in range(self.random.randrange(3, 9)):
-            self.arrive(f"r{number}")
-            for _ in range(self.random.randrange(5)):
-                self.step()
-            if self.random.random() < 0.15:
-                name = self.random.choice(list(self.requests))
-                if self.engine.abort(RequestId(name)):
-                    self.aborted.add(name)
-        for _ in range(2000):
-            if not self.engine.has_work:
-                break
-            self.step()
-        assert is_idle(self.engine), self.engine.load()
-        for name, request in self.requests.items():
-            self.check(name, request)
-        return self.runner
-
-    def arrive(self, name: str) -> None:
-        prefix = [5, 6, 7, 8, 9, 10, 11, 12][: self.random.randrange(9)]
-        prompt = [*prefix, *(self.random.randrange(96) for _ in range(self.random.randrange(1, 12)))]
-        request = a_request(
-            name,
-            prompt,
-            max_tokens=self.random.randrange(1, 20),
-            exports=self.random.random() < 0.15,
-            priority=self.random.randrange(3),
-        )
-        if self.random.random() < 0.3 and not request.exports:
-            request = with_constraint(request)
-        if self.random.random() < 0.2:
-            request = replace(request, sampling=replace(request.sampling, min_tokens=self.random.randrange(1, 9)))
-        self.requests[name] = request
-        self.tokens[name] = []
-        self.engine.add(request)
-
-    def step(self) -> None:
-        output = self.engine.step()
-        for update in output.updates:
-            assert update.error is None
-            self.tokens[update.request_id] += [token.token_id for token in update.tokens]
-        for name, number in output.exports.items():
-            self.exported.add(name)
-            self.engine.release_export(number)
-        self.engine.check_integrity()
-
-    def check(self, name: str, request: EngineRequest) -> None:
-        tokens = list(request.token_ids)
-        count = len(self.tokens[name])
-        for _ in range(count):
-            token = next_token(tokens)
-            if request.sampling.constraint is not None:
-                token = next_allowed(token, allowed_after(tokens[len(request.token_ids) :]))
-            tokens.append(token)
-        assert self.tokens[name] == tokens[len(request.token_ids) :], name
-        if name not in self.aborted and name not in self.exported and tokens[-1] != 96:
-            assert count == min(request.sampling.max_tokens or 0, 48 - len(request.token_ids)), name
-
-
-@pytest.mark.parametrize("first", range(0, 300, 50))
-def test_random_interleavings(first: int) -> None:
-    for seed in range(first, first + 50):
-        Walk(seed).run()
-
-
-@pytest.mark.long
-def test_two_thousand_random_interleavings() -> None:
-    for seed in range(1000, 3000):
-        Walk(seed).run()

@@ -1,0 +1,1 @@
+"""Proposers, draft models and random interleavings for tests of speculation."""

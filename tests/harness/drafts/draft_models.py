@@ -1,0 +1,85 @@
+"""A draft model and Medusa heads without weights, for `ArithmeticRunner`; an EAGLE head is in `harness.fakes.heads`."""
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+
+import numpy as np
+
+from harness.fakes.engines import EOS, VOCAB, ArithmeticRunner, next_token, state_after
+from kvferry.core.ids import RequestId
+from kvferry.engine.drafts.draft_model import DraftModel
+from kvferry.engine.drafts.head_models import Floats, Predicted
+from kvferry.engine.drafts.medusa_drafts import MedusaDrafts
+from kvferry.engine.models.model import Logits
+from kvferry.engine.plan.step import ScheduledSequence, StepPlan
+from kvferry.engine.speculation.model_drafts import ModelDraft, Wanted
+
+BLOCK_TOKENS = 4
+_PEAK = 6.0
+"""Logit of the predicted token; the others have 0, so that its probability is about 0.8."""
+
+
+class ArithmeticModel:
+    """The runner of a draft model. It stores tokens in its own pages and predicts from what it reads there, as
+    `ArithmeticRunner` does: KV of a rejected draft token that is read again changes a prediction or fails."""
+
+    def __init__(self, is_wrong: Callable[[], bool], num_blocks: int, max_model_tokens: int = 1 << 20) -> None:
+        self._is_wrong = is_wrong
+        self._pages = ArithmeticRunner(num_blocks, BLOCK_TOKENS)
+        self.model = SimpleNamespace(config=SimpleNamespace(max_model_tokens=max_model_tokens))
+        self.kv = SimpleNamespace(num_blocks=num_blocks, layout=SimpleNamespace(block_tokens=BLOCK_TOKENS))
+
+    def prepare(self, plan: StepPlan) -> StepPlan:
+        return plan
+
+    def compute(self, plan: StepPlan) -> SimpleNamespace:
+        self._pages.run(plan)
+        tokens = [self._predict(item) for item in plan.scheduled if item.num_sampled]
+        values = np.zeros((len(tokens), VOCAB), np.float32)
+        values[np.arange(len(tokens)), tokens] = _PEAK
+        return SimpleNamespace(logits=Logits(values, tokens, [True] * len(tokens)))
+
+    def _predict(self, item: ScheduledSequence) -> int:
+        known = [
+            self._pages.pages[item.block_ids[p // BLOCK_TOKENS]][p % BLOCK_TOKENS] for p in range(len(item.token_ids))
+        ]
+        assert known == list(item.token_ids), "the draft model read KV of other tokens"
+        return (next_token(list(item.token_ids)) + self._is_wrong()) % EOS
+
+
+class CheckedDraftModel(DraftModel):
+    """A draft model whose tokens of each sequence are compared with the sequence's own."""
+
+    def propose(self, wanted: Sequence[Wanted], depth: int) -> dict[RequestId, ModelDraft]:
+        found = super().propose(wanted, depth)
+        for one in wanted:
+            followed = self.pages.sequence(one.request_id)
+            assert followed.tokens[: followed.num_known] == list(one.tokens), "the draft model follows other tokens"
+        return found
+
+
+def draft_model(is_wrong: Callable[[], bool], num_blocks: int) -> DraftModel:
+    """Create a draft model with a number of pages."""
+    return CheckedDraftModel(ArithmeticModel(is_wrong, num_blocks), vocab_size=EOS)  # type: ignore[arg-type]
+
+
+class ArithmeticHeads:
+    """Medusa heads that predict from the hidden states [position, token, checksum] of `ArithmeticRunner`."""
+
+    num_heads = 4
+
+    def __init__(self, is_wrong: Callable[[], bool]) -> None:
+        self._is_wrong = is_wrong
+
+    def predict(self, head: int, hidden: Floats) -> Predicted:
+        tokens: list[int] = []
+        for _, _, state in hidden.astype(int).tolist():
+            for _ in range(head + 1):
+                state = state_after(state, state % EOS)
+            tokens.append((state % EOS + self._is_wrong()) % EOS)
+        return Predicted(tokens, [0.9] * len(tokens))
+
+
+def medusa_drafts(is_wrong: Callable[[], bool]) -> MedusaDrafts:
+    """Create drafts of `ArithmeticHeads`."""
+    return MedusaDrafts(ArithmeticHeads(is_wrong))
