@@ -256,6 +256,8 @@ class Walk:
         if self.chance.random() < 0.3 and generated > 2 and len(self.asked) < 20:
             kept = self.chance.randrange(1, generated)
             tokens = [*asked.tokens[: self.num_prompt(asked) + kept], self.chance.randrange(EOS)]
+            if len(tokens) == MAX_TOKENS:
+                return  # no room for an output
             sampling = replace(asked.request.sampling, max_tokens=kept + 4, constraint=None, min_tokens=0)
             name = RequestId(f"{asked.request.request_id}+{len(self.asked)}")
             self.seen["branches"] += 1
