@@ -251,7 +251,7 @@ def test_a_child_that_does_not_start_reports_the_cause(adapter: Path) -> None:
 def test_a_child_that_dies_reports_the_cause(adapter: Path) -> None:
     child = _child(adapter, "death")
     try:
-        with pytest.raises(EngineFailed, match="it ended: out of memory"):
+        with pytest.raises(EngineFailed, match="its log ends: out of memory"):
             child.ask([REQUEST], 30.0)
     finally:
         child.close()

@@ -68,7 +68,7 @@ CASES: dict[str, tuple[Callable[[], object], str, str]] = {
     "residual of heads": (lambda: norms.add_rms_norm(QKV, QKV, W, 1e-5), "SHAPE", r"not \[T, n\]"),
     "odd heads": (lambda: heads.rotate(torch.zeros(2, 1, 7), W, W), "HEAD_SIZE", "heads have 7 values; even numbers"),
     "large heads": (lambda: heads.rotate(torch.zeros(2, 1, 258), W, W), "HEAD_SIZE", "heads have 258"),
-    "angles of 16 bits": (lambda: heads.rotate(QKV, ANGLES.half(), ANGLES), "DTYPE", "cos: it is torch.float16"),
+    "angles of 16 bits": (lambda: heads.rotate(QKV, ANGLES.half(), ANGLES), "DTYPE", "cos: the dtype is torch.float16"),
     "flat heads": (lambda: heads.rotate(X, ANGLES, ANGLES), "SHAPE", r"not \[T, heads, D\]"),
     "norms of another size": (
         lambda: heads.place_qkv(QKV, HeadNorms(W, W[:4], 1e-6), ANGLES, ANGLES, PAGES, 0, ROWS),
@@ -78,7 +78,7 @@ CASES: dict[str, tuple[Callable[[], object], str, str]] = {
     "slots of 32 bits": (
         lambda: heads.place_qkv(QKV, None, ANGLES, ANGLES, PAGES, 0, ROWS.int()),
         "DTYPE",
-        "slots: it is torch.int32",
+        "slots: the dtype is torch.int32",
     ),
     "heads that do not fit pages": (
         lambda: heads.place_qkv(QKV[:, :3], None, ANGLES, ANGLES, PAGES, 0, ROWS),
@@ -137,7 +137,11 @@ CASES: dict[str, tuple[Callable[[], object], str, str]] = {
         "TABLE",
         "not on the same pages",
     ),
-    "draws of float32": (lambda: draw.sample(X, draws(top_p=torch.zeros(2))), "DTYPE", "top_p: it is torch.float32"),
+    "draws of float32": (
+        lambda: draw.sample(X, draws(top_p=torch.zeros(2))),
+        "DTYPE",
+        "top_p: the dtype is torch.float32",
+    ),
     "draws for other rows": (lambda: draw.sample(X, draws(seed=torch.zeros(3, dtype=torch.int64))), "SHAPE", "seed"),
     "logits of 16 bits": (lambda: logits.adjust_logits(X.half(), Adjustments()), "DTYPE", "must be torch.float32"),
     "lists without their values": (
@@ -151,7 +155,7 @@ CASES: dict[str, tuple[Callable[[], object], str, str]] = {
         "bias.values",
     ),
     "bits of 64": (lambda: logits.adjust_logits(X, Adjustments(allowed=ROWS[:, None])), "DTYPE", "allowed"),
-    "blocks of 32 bits": (lambda: blocks.gather_blocks(PAGES, ROWS.int()), "DTYPE", "blocks: it is torch.int32"),
+    "blocks of 32 bits": (lambda: blocks.gather_blocks(PAGES, ROWS.int()), "DTYPE", "blocks: the dtype is torch.int32"),
     "sliced pages": (lambda: digest.digest_blocks(PAGES[:, :1], ROWS), "STRIDES", "pages: strides"),
     "staged pages of another shape": (lambda: blocks.scatter_blocks(PAGES, PAGES, ROWS), "SHAPE", "staged"),
     "heads that are not staged": (

@@ -102,8 +102,8 @@ def test_inconsistent_arguments_are_refused() -> None:
     pages = torch.zeros(2, 1, 2, 1, 4, 8)
     tables, one = torch.zeros(2, 3, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
     cases = [
-        (SingleRows(tables.long(), one, one, 4), "tables: it is torch.int64"),
-        (SingleRows(tables, one.int(), one, 4), "places: it is torch.int32"),
+        (SingleRows(tables.long(), one, one, 4), "tables: the dtype is torch.int64"),
+        (SingleRows(tables, one.int(), one, 4), "places: the dtype is torch.int32"),
         (SingleRows(tables, one, torch.zeros(2, dtype=torch.int64), 4), "contexts: its shape is"),
         (SingleRows(tables, one, one, 13), "most_tokens: 13 tokens exceed tables of 3 blocks"),
     ]

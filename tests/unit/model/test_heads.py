@@ -25,7 +25,10 @@ _D2T = eagle_tensors(MODEL, is_fused=True, drafted=100)["d2t"]
         ({"hidden_size": 64}, "hidden_size is 64, and 48 is expected"),
         ({"target_hidden_size": 64}, "target_hidden_size is 64, and 48 is expected"),
         ({"num_hidden_layers": 2}, "num_hidden_layers is 2, and 1 is expected"),
-        ({"num_attention_heads": 3, "num_key_value_heads": 2}, "3 heads over 2 KV heads of 16 values cannot be"),
+        (
+            {"num_attention_heads": 3, "num_key_value_heads": 2},
+            "3 heads over 2 KV heads of 16 values are not supported",
+        ),
         ({"num_attention_heads": 0}, "num_attention_heads must be a positive whole number, not 0"),
         ({"num_attention_heads": "two"}, "num_attention_heads must be a positive whole number"),
         ({"rms_norm_eps": -1.0}, "rms_norm_eps must be a positive number"),

@@ -159,9 +159,9 @@ X = torch.zeros(2, 8)
 GOOD = packed(weights_of(3, 8, 4, has_biases=True), lambda t: t)
 CHOSEN, SHARES = torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1)
 BAD: dict[str, tuple[Callable[[], object], str]] = {
-    "chosen of 32 bits": (lambda: call(chosen=CHOSEN.int()), "chosen: it is torch.int32"),
+    "chosen of 32 bits": (lambda: call(chosen=CHOSEN.int()), "chosen: the dtype is torch.int32"),
     "chosen of other rows": (lambda: call(chosen=CHOSEN[:1]), r"chosen: \(1, 1\) is not \[2, A\]"),
-    "shares of 64 bits": (lambda: call(shares=SHARES.double()), "shares: it is torch.float64"),
+    "shares of 64 bits": (lambda: call(shares=SHARES.double()), "shares: the dtype is torch.float64"),
     "rows of another width": (lambda: call(x=X[:, :4]), r"x: its shape is \(2, 4\)"),
     "weights of another type": (lambda: call(weights=replace(GOOD, down=GOOD.down.half())), "down: torch.float16"),
     "biases of other experts": (
