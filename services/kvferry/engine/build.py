@@ -85,10 +85,11 @@ class LoadedModel:
         digest = ""
         if self.source is not None:
             digest = model_digest(self.source.digest, self.source.config, self.config.max_model_tokens, changes)
-        return replace(self._shape, model_digest=digest)
+        return replace(self.page_layout, model_digest=digest)
 
     @property
-    def _shape(self) -> KvLayout:
+    def page_layout(self) -> KvLayout:
+        """Layout of the pages, without the model's digest."""
         return KvLayout.of(
             self.config,
             block_tokens=self.settings.block_tokens,
@@ -244,7 +245,7 @@ def runner_for(loaded: LoadedModel, memory: PageMemory | None = None) -> Runner:
         UsageError: the memory for KV is too small.
     """
     settings = loaded.settings
-    layout = loaded._shape  # a runner checks only the shape of its pages
+    layout = loaded.page_layout  # a runner checks only the shape of its pages
     if memory is None:
         pages = PagedKv.allocate(layout, loaded.num_blocks, loaded.model.device)
     else:

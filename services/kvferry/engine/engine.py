@@ -36,6 +36,7 @@ from kvferry.engine.speculation.speculation import Speculation
 from kvferry.engine.tensors.batch import PackedAdapter
 from kvferry.kv.interface.connector import KvLoader
 from kvferry.kv.interface.tiering import KvMessage, KvTiers
+from kvferry.kv.pages.layer_groups import FULL_ATTENTION
 from kvferry.kv.pricing.price import LoadPolicy, PriceBook
 from kvferry.model.requests.prompt_parameters import check_prompt_logprobs
 
@@ -60,7 +61,7 @@ class Engine:
         epochs: EpochTable | None = None,
         max_waiting: int = 1024,
         block_bytes: int = 1,
-        windows: tuple[int | None, ...] = (None,),
+        windows: tuple[int | None, ...] = FULL_ATTENTION,
         prices: PriceBook | None = None,
         masks: GrammarMasks | None = None,
         speculation: Speculation | None = None,

@@ -5,7 +5,7 @@ from kvferry.core.process.memory import usable_memory
 from kvferry.engine.models.model import Model
 from kvferry.engine.settings import AUTO, DEFAULT_KV_BYTES, KEEP, RELEASE, WINDOW_PAGES, EngineSettings
 from kvferry.engine.tensors.device import CPU
-from kvferry.kv.pages.layer_groups import choose_groups
+from kvferry.kv.pages.layer_groups import FULL_ATTENTION, choose_groups
 from kvferry.model.config import ModelConfig
 
 
@@ -69,4 +69,4 @@ def releases_window_pages(settings: EngineSettings, model: Model, context_tokens
         block_tokens=settings.block_tokens,
         step_tokens=settings.limits.step_tokens,
     )
-    return groups.windows != (None,)
+    return groups.windows != FULL_ATTENTION

@@ -108,7 +108,8 @@ class ArithmeticRunner:
         accepted = item.num_scheduled - item.num_sampled if output is None else output.accepted
         for position in range(item.num_computed + accepted, item.num_computed + item.num_scheduled):
             block, slot = divmod(position, self.block_tokens)
-            self.pages[item.block_ids[block]][slot] = POISON
+            for ids in (item.block_ids, *item.further_ids):
+                self.pages[ids[block]][slot] = POISON
             self.num_poisoned += 1
 
     def _write_further(self, item: ScheduledSequence) -> None:

@@ -15,9 +15,9 @@ from kvferry.engine.blocks.block_pool import BlockPool
 from kvferry.engine.blocks.block_table import BlockTable
 from kvferry.engine.blocks.cached_prefix import NO_PAGE, CachedPrefix, longest_prefix
 from kvferry.engine.blocks.page_copies import PageCopy
-from kvferry.engine.blocks.page_needs import FULL, PageNeeds
+from kvferry.engine.blocks.page_needs import PageNeeds
 from kvferry.engine.blocks.prefix_index import PrefixIndex
-from kvferry.kv.pages.layer_groups import first_block_read, handed_over
+from kvferry.kv.pages.layer_groups import FULL_ATTENTION, first_block_read, handed_over
 
 
 class Allocator:
@@ -32,7 +32,7 @@ class Allocator:
         index: PrefixIndex,
         *,
         block_tokens: int,
-        windows: Sequence[int | None] = FULL,
+        windows: Sequence[int | None] = FULL_ATTENTION,
         further_indexes: Sequence[PrefixIndex] = (),
         step_tokens: int = 1,
     ) -> None:
@@ -68,7 +68,7 @@ class Allocator:
         num_blocks: int,
         *,
         block_tokens: int,
-        windows: Sequence[int | None] = FULL,
+        windows: Sequence[int | None] = FULL_ATTENTION,
         step_tokens: int = 1,
         epochs: EpochTable | None = None,
     ) -> "Allocator":
@@ -156,8 +156,8 @@ class Allocator:
         table.version = next(self._versions)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Return the blocks needed for `num_tokens` tokens: ceil(num_tokens / block_tokens)."""
-        return -(-num_tokens // self.block_tokens)
+        """See `PageNeeds.blocks_for`."""
+        return self.needs.blocks_for(num_tokens)
 
     def missing(self, table: BlockTable, num_tokens: int) -> int:
         """Return the number of free pages that the table may need until it has slots for `num_tokens` tokens, without

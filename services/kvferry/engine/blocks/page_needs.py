@@ -2,10 +2,7 @@
 
 from collections.abc import Sequence
 
-from kvferry.kv.pages.layer_groups import most_blocks
-
-FULL: tuple[int | None, ...] = (None,)
-"""Windows of one group of layers with full attention."""
+from kvferry.kv.pages.layer_groups import FULL_ATTENTION, most_blocks
 
 
 class PageNeeds:
@@ -20,7 +17,7 @@ class PageNeeds:
         """
         self.windows = tuple(windows)
         self.block_tokens = block_tokens
-        self.has_windows = self.windows != FULL
+        self.has_windows = self.windows != FULL_ATTENTION
         """Whether pages are released behind a window."""
         self._step_tokens = step_tokens
         self.boundary_blocks = 1

@@ -5,8 +5,8 @@
 With int8, the scales of a head's tokens follow their codes; `kv.pages.layout` has the full definition.
 
 Most models have one group of all layers (`kv.pages.layer_groups`). A page is one contiguous range, so that it is one
-transfer descriptor. The memory is allocated here,
-or is a buffer that a connector has registered or shared. Torch is imported only if its kernels are used.
+transfer descriptor. The memory is allocated here, or is a buffer that a connector has registered or shared. Torch is
+imported only if its kernels are used.
 """
 
 from collections.abc import Sequence

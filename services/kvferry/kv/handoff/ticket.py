@@ -18,7 +18,7 @@ from kvferry.core.errors import TicketRejected
 from kvferry.core.ids import Incarnation, TicketId, WorkerId
 from kvferry.kv.handoff.seals import Sealed, sealed_bytes
 from kvferry.kv.interface.packed import unpacked
-from kvferry.kv.pages.layer_groups import handed_over
+from kvferry.kv.pages.layer_groups import FULL_ATTENTION, handed_over
 from kvferry.kv.pages.layout import Description, KvLayout, described
 from kvferry.kv.pages.relayout import Relayout, plan
 
@@ -201,7 +201,7 @@ def check_ticket(
     tokens: Sequence[int],
     now_wall: float,
     layout: KvLayout | None = None,
-    windows: Sequence[int | None] = (None,),
+    windows: Sequence[int | None] = FULL_ATTENTION,
 ) -> None:
     """Check that an opened ticket is valid for a request on this worker.
 

@@ -17,6 +17,9 @@ from dataclasses import dataclass
 
 from kvferry.model.config import ModelConfig
 
+FULL_ATTENTION: tuple[int | None, ...] = (None,)
+"""Windows of one group of all layers, whose pages are kept for the whole context."""
+
 
 def first_block_read(position: int, window: int | None, block_tokens: int) -> int:
     """Return the first block that rows from `position` on read: that of position + 1 - window, or 0 without window."""
@@ -63,7 +66,7 @@ class LayerGroups:
     @classmethod
     def single(cls, num_layers: int) -> "LayerGroups":
         """Return one group of all layers, whose pages are kept for the whole context."""
-        return cls((None,), (tuple(range(num_layers)),))
+        return cls(FULL_ATTENTION, (tuple(range(num_layers)),))
 
     @classmethod
     def of(cls, windows: Sequence[int | None]) -> "LayerGroups":
