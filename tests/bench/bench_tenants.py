@@ -13,11 +13,9 @@ import asyncio
 import hashlib
 import json
 import os
-import statistics
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,19 +23,18 @@ from tempfile import TemporaryDirectory
 import httpx
 from harness.machine import cpu_name
 from harness.servers.processes import running
+from harness.siege.canary import Canary, p95
 
 from kvferry.bench.commit import commit
 from kvferry.bench.rows import append_csv
 from kvferry.client import AsyncClient
 from kvferry.core.clock import SystemClock
 from kvferry.core.process.priority import lower_priority
-from kvferry.core.sampling import SamplingParams
 
 RESULTS = Path(__file__).parent / "results" / "tenants.csv"
 CLOCK = SystemClock()
 KEYS = {"quiet": "quiet-key-" * 4, "greedy": "greedy-key-" * 4}
 REQUESTS_PER_MINUTE, RATE = 60, 100.0
-SAMPLING = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
 SENDERS = 16
 
 
@@ -68,25 +65,13 @@ async def send_greedy(http: str, seconds: float) -> Counter[int]:
     return statuses
 
 
-async def watch(grpc: str, seconds: float) -> tuple[list[float], list[float]]:
-    """Stream answers of the quiet tenant for some seconds; return the seconds to first tokens and between tokens."""
-    first, gaps = list[float](), list[float]()
+async def watch(grpc: str, seconds: float, canary: Canary) -> None:
+    """Stream answers of the quiet tenant for some seconds."""
     deadline = CLOCK.monotonic() + seconds
     async with AsyncClient(grpc, api_key=KEYS["quiet"]) as client:
         while CLOCK.monotonic() < deadline:
-            last, is_first = CLOCK.monotonic(), True
-            async for chunk in client.generate("The harbour", SAMPLING, timeout=60):
-                now = CLOCK.monotonic()
-                if chunk.tokens:
-                    (first if is_first else gaps).append((now - last) / len(chunk.tokens))
-                    is_first = False
-                last = now
+            await canary.stream(client)
             await asyncio.sleep(0.1)
-    return first, gaps
-
-
-def p95(values: Sequence[float]) -> float:
-    return 1e3 * statistics.quantiles(values, n=20)[-1]
 
 
 def main() -> None:
@@ -100,7 +85,7 @@ def main() -> None:
         lower_priority(10)  # a real client has a machine of its own
         print(json.dumps(asyncio.run(send_greedy(arguments.greedy[0], float(arguments.greedy[1])))))
         return
-    found: dict[bool, tuple[list[float], list[float]]] = {False: ([], []), True: ([], [])}
+    alone, beside = Canary(), Canary()
     statuses: Counter[str] = Counter()
     with TemporaryDirectory() as folder:
         file = Path(folder) / "tenants.toml"
@@ -108,22 +93,23 @@ def main() -> None:
         flags = ("--tenants", str(file), "--threads", "1", "--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--json")
         with running("up", *flags) as stack:
             ready = stack.wait_for("ready")
-            asyncio.run(watch(str(ready["grpc"]), 5.0))
+            asyncio.run(watch(str(ready["grpc"]), 5.0, Canary()))  # the first streams are slower
             for number in range(2 * arguments.rounds):
                 is_attacked = bool(number % 2)
                 command = [sys.executable, __file__, "--greedy", str(ready["http"]), str(arguments.seconds)]
                 process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True) if is_attacked else None
-                for kept, new in zip(
-                    found[is_attacked], asyncio.run(watch(str(ready["grpc"]), arguments.seconds)), strict=True
-                ):
-                    kept += new
+                asyncio.run(watch(str(ready["grpc"]), arguments.seconds, beside if is_attacked else alone))
                 if process is not None:
                     statuses.update(json.loads(process.communicate(timeout=120)[0]))
     rows: list[dict[str, object]] = []
-    for index, name in enumerate(("first token", "between tokens")):
-        alone, beside = p95(found[False][index]), p95(found[True][index])
-        rows.append({"measure": name, "p95_alone_ms": round(alone, 3), "p95_beside_ms": round(beside, 3)})
-        print(f"{name:16} p95 {alone:7.2f} ms alone, {beside:7.2f} ms beside: {beside / alone:.2f}")
+    pairs = {"first token": (alone.first, beside.first), "between tokens": (alone.between, beside.between)}
+    for name, (base, values) in pairs.items():
+        before, after = 1e3 * p95(base), 1e3 * p95(values)
+        rows.append({"measure": name, "p95_alone_ms": round(before, 3), "p95_beside_ms": round(after, 3)})
+        print(f"{name:16} p95 {before:7.2f} ms alone, {after:7.2f} ms beside: {after / before:.2f}")
+    failures = [*alone.failures, *beside.failures]
+    if failures:
+        raise SystemExit(f"{len(failures)} streams of the first tenant failed: {failures[0]}")
     print("answers of the other tenant:", dict(statuses))
     common = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"), "commit": commit(), "cpu": cpu_name(),

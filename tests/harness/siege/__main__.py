@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -19,14 +18,13 @@ import psutil
 
 from harness.servers.processes import running
 from harness.siege.attacks import ATTACKS, Target
+from harness.siege.canary import Canary, p95
 from kvferry.client import AsyncClient
 from kvferry.core.clock import SystemClock
-from kvferry.core.sampling import SamplingParams
 
 CLOCK = SystemClock()
 OPEN_FILES = 1024
 CALM_STREAMS = 30
-CANARY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
 PAUSE_SECONDS = 0.3
 SETTLE_SECONDS = 15.0
 LIMITS = {
@@ -40,43 +38,6 @@ LIMITS = {
 }
 """Limits. A ratio of latencies is that of the 95th percentile under siege to the median before; that of memory compares
 the gateway some seconds after the siege with before."""
-
-
-@dataclass
-class Canary:
-    """Latencies of small streams, one after another, in seconds."""
-
-    first: list[float] = field(default_factory=list)
-    second: list[float] = field(default_factory=list)
-    """From the first token to the second, with the hand-off in between."""
-    gaps: list[float] = field(default_factory=list)
-    """Between later tokens."""
-    failures: list[str] = field(default_factory=list)
-
-    @property
-    def between(self) -> list[float]:
-        """Times between two tokens, those with a hand-off included."""
-        return [*self.second, *self.gaps]
-
-    async def sing(self, client: AsyncClient) -> None:
-        """Generate one stream."""
-        last = CLOCK.monotonic()
-        begun, num_chunks = last, 0
-        try:
-            async for chunk in client.generate("The ferry", CANARY, timeout=60):
-                now = CLOCK.monotonic()
-                if chunk.tokens:
-                    of = (self.first, self.second)[num_chunks] if num_chunks < 2 else self.gaps
-                    of.append(now - begun if of is self.first else (now - last) / len(chunk.tokens))
-                    num_chunks += 1
-                last = now
-        except Exception as error:
-            self.failures.append(str(error)[:200])
-
-
-def p95(values: Sequence[float]) -> float:
-    """Return the 95th percentile."""
-    return statistics.quantiles(values, n=20)[-1] if len(values) > 1 else float("inf")
 
 
 @contextmanager
@@ -100,12 +61,12 @@ async def besiege(
     calm, disturbed, most = Canary(), Canary(), 0.0
     async with AsyncClient(target.grpc) as client:
         for _ in range(CALM_STREAMS):
-            await calm.sing(client)
+            await calm.stream(client)
             await asyncio.sleep(PAUSE_SECONDS)
         with attackers(target, names) as process:
             deadline = CLOCK.monotonic() + seconds
             while CLOCK.monotonic() < deadline:
-                await disturbed.sing(client)
+                await disturbed.stream(client)
                 most = max(most, gateway.memory_info().rss)
                 if process.poll() is not None:
                     raise SystemExit(f"the attackers' process exited with status {process.returncode}")
