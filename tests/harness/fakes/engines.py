@@ -3,7 +3,7 @@
 They are used in tests of scheduling decisions; end-to-end tests use the real runner.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from kvferry.core.clock import Clock
 from kvferry.core.hashing import BlockNamers
-from kvferry.core.ids import RequestId
+from kvferry.core.ids import BlockId, RequestId
 from kvferry.core.philox import uniform
 from kvferry.core.sampling import SampledToken, SamplingParams, ScoredToken
 from kvferry.engine.engine import Engine
@@ -61,6 +61,15 @@ def mark(group: int, position: int, token: int) -> int:
     return VOCAB + ((group * 4096 + position) * VOCAB) + token
 
 
+def written_slots(item: ScheduledSequence, block_tokens: int) -> Iterator[tuple[int, int, BlockId, int]]:
+    """Yield the group, position, page and slot of the page of each KV slot that a step writes for a sequence."""
+    for group, ids in enumerate((item.block_ids, *item.further_ids)):
+        for position in range(item.num_computed, item.num_computed + item.num_scheduled):
+            block, slot = divmod(position, block_tokens)
+            assert ids[block] >= 0, f"request {item.request_id} writes to a page that was released"
+            yield group, position, ids[block], slot
+
+
 class ArithmeticRunner:
     """A runner that stores each computed token in its KV slot and derives the next token from the slots that it reads.
 
@@ -84,11 +93,10 @@ class ArithmeticRunner:
         for copy in plan.copies:
             self.pages[copy.target] = list(self.pages[copy.source])
         for item in plan.scheduled:  # all writes precede the reads, as in a layer
-            for position in range(item.num_computed, item.num_computed + item.num_scheduled):
-                block, slot = divmod(position, self.block_tokens)
-                self.pages[item.block_ids[block]][slot] = item.token_ids[position]
-        for item in plan.scheduled:
-            self._write_further(item)
+            assert len(item.further_ids) == len(self.further_windows)
+            for group, position, page, slot in written_slots(item, self.block_tokens):
+                token = item.token_ids[position]
+                self.pages[page][slot] = mark(group - 1, position, token) if group else token
         for item in plan.scheduled:
             self._check_further(item)
         sampled = [self._sample(row) for item in plan.scheduled if item.num_sampled for row in rows_of(item)]
@@ -106,19 +114,10 @@ class ArithmeticRunner:
         """Overwrite the slots of a sequence's rejected draft tokens."""
         output = result.outputs.get(item.request_id)
         accepted = item.num_scheduled - item.num_sampled if output is None else output.accepted
-        for position in range(item.num_computed + accepted, item.num_computed + item.num_scheduled):
-            block, slot = divmod(position, self.block_tokens)
-            for ids in (item.block_ids, *item.further_ids):
-                self.pages[ids[block]][slot] = POISON
-            self.num_poisoned += 1
-
-    def _write_further(self, item: ScheduledSequence) -> None:
-        assert len(item.further_ids) == len(self.further_windows)
-        for group, ids in enumerate(item.further_ids):
-            for position in range(item.num_computed, item.num_computed + item.num_scheduled):
-                block, slot = divmod(position, self.block_tokens)
-                assert ids[block] >= 0, f"request {item.request_id} writes to a page that was released"
-                self.pages[ids[block]][slot] = mark(group, position, item.token_ids[position])
+        for group, position, page, slot in written_slots(item, self.block_tokens):
+            if position >= item.num_computed + accepted:
+                self.pages[page][slot] = POISON
+                self.num_poisoned += not group
 
     def _check_further(self, item: ScheduledSequence) -> None:
         """Check all slots within the windows of the rows: those of the first row, and the rows themselves."""
@@ -182,11 +181,8 @@ class WindowedRunner:
         for copy in plan.copies:
             self.pages[copy.target] = list(self.pages[copy.source])
         for item in plan.scheduled:  # all writes precede the reads, as in a layer
-            for position in range(item.num_computed, item.num_computed + item.num_scheduled):
-                block, slot = divmod(position, self.block_tokens)
-                for group, ids in enumerate((item.block_ids, *item.further_ids)):
-                    assert ids[block] >= 0, f"request {item.request_id} writes to a page that was released"
-                    self.pages[ids[block]][slot] = (group, position, item.token_ids[position])
+            for group, position, page, slot in written_slots(item, self.block_tokens):
+                self.pages[page][slot] = (group, position, item.token_ids[position])
         for item in plan.scheduled:
             self._check_reads(item)
         rows = [row for item in plan.scheduled if item.num_sampled for row in rows_of(item)]

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from kvferry.kv.pages.layer_groups import FULL_ATTENTION, most_blocks
+from kvferry.kv.pages.layer_groups import FULL_ATTENTION, most_blocks, pages_of
 
 
 class PageNeeds:
@@ -44,8 +44,7 @@ class PageNeeds:
     def pages_for(self, num_tokens: int) -> int:
         """Return the largest number of pages that a sequence holds at once while it grows to `num_tokens` tokens, over
         all groups of layers."""
-        blocks = self.blocks_for(num_tokens)
-        return sum(blocks if most is None else min(blocks, most) for most in self._most)
+        return pages_of(self.blocks_for(num_tokens), self._most)
 
     def most_tokens(self, num_pages: int) -> int:
         """Return the length of the longest sequence of full blocks for which `num_pages` pages suffice."""

@@ -52,8 +52,19 @@ class _State:
     """Tokens and last draft of a sequence."""
 
     __slots__ = (
-        *("acceptance", "choice", "draft", "is_asked", "is_of_model", "match", "most", "other", "start", "supports"),
-        *("drawing", "sources", "tokens"),
+        "acceptance",
+        "choice",
+        "draft",
+        "drawing",
+        "is_asked",
+        "is_of_model",
+        "match",
+        "most",
+        "other",
+        "sources",
+        "start",
+        "supports",
+        "tokens",
     )
 
     def __init__(self, acceptance: Acceptance) -> None:

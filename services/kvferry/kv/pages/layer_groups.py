@@ -40,6 +40,16 @@ def most_blocks(window: int, *, block_tokens: int, step_tokens: int, boundary_bl
     return of_window + of_step
 
 
+def pages_of(num_blocks: int, most: Sequence[int | None]) -> int:
+    """Return the number of pages of a sequence over all groups.
+
+    Args:
+        num_blocks: number of blocks of the sequence.
+        most: largest number of pages of each group (`most_blocks`); `None` for full attention.
+    """
+    return sum(num_blocks if limit is None else min(num_blocks, limit) for limit in most)
+
+
 def handed_over(num_tokens: int, windows: Sequence[int | None], block_tokens: int) -> tuple[range, ...]:
     """Return the blocks of each group whose pages a hand-off has: those that rows after the last full block read.
 
@@ -108,13 +118,11 @@ class LayerGroups:
 
     def most_pages(self, num_tokens: int, *, block_tokens: int, step_tokens: int) -> int:
         """Return the largest number of pages that a sequence holds at once while it grows to `num_tokens` tokens."""
-        blocks = -(-num_tokens // block_tokens)
-        return sum(
-            blocks
-            if window is None
-            else min(blocks, most_blocks(window, block_tokens=block_tokens, step_tokens=step_tokens))
+        most = [
+            None if window is None else most_blocks(window, block_tokens=block_tokens, step_tokens=step_tokens)
             for window in self.windows
-        )
+        ]
+        return pages_of(-(-num_tokens // block_tokens), most)
 
 
 def choose_groups(config: ModelConfig, *, context_tokens: int, block_tokens: int, step_tokens: int) -> LayerGroups:
