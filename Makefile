@@ -11,7 +11,7 @@ NODE_PACKAGES := containerd runc containernetworking-plugins nftables conntrack 
 PROTOS := $(wildcard proto/kvferry/v1/*.proto)
 CPP := $(wildcard kernels/cpu/*.[ch]pp kernels/cpu/*/*.[ch]pp)
 
-.PHONY: fuzz endurance siege sanitize help run setup redis test check format lint types layers proto golden verify lock bench bench-gpu bench-tiers bench-transfer bench-turns bench-bursts bench-adapters bench-constraints bench-cache-map bench-flow bench-gateway bench-tenants bench-routing bench-scheduler bench-speculation train-head bench-peers bench-async-steps bench-steps bench-calibration bench-tls results explore faults test-long test-gpu test-cluster cluster-assets zero-loss cluster-up cluster-down image node-tools coverage clean
+.PHONY: fuzz endurance siege sanitize help run setup redis test check format lint types layers proto golden verify lock bench bench-gpu bench-tiers bench-transfer bench-turns bench-bursts bench-adapters bench-constraints bench-cache-map bench-flow bench-gateway bench-tenants bench-hostile-schemas bench-routing bench-scheduler bench-speculation train-head bench-peers bench-async-steps bench-steps bench-calibration bench-tls results explore faults test-long test-gpu test-cluster cluster-assets zero-loss cluster-up cluster-down image node-tools coverage clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -132,6 +132,9 @@ bench-gateway: $(READY) ## the gateway's overhead and streamed tokens, with a st
 
 bench-tenants: $(READY) ## latencies beside a tenant that sends a hundred times its quota; tests/bench/results/tenants.csv
 	@$(BIN)/python tests/bench/bench_tenants.py $(ARGS)
+
+bench-hostile-schemas: $(READY) ## latencies beside costly constraints; tests/bench/results/hostile_schemas.csv
+	@$(BIN)/python tests/bench/bench_hostile_schemas.py $(ARGS)
 
 bench-flow: $(READY) ## the gateway's flow controller: time per request, with and without a queue; tests/bench/results/flow.csv
 	@$(BIN)/python tests/bench/bench_flow.py $(ARGS)

@@ -13,7 +13,6 @@ import asyncio
 import hashlib
 import json
 import os
-import subprocess
 import sys
 from collections import Counter
 from datetime import UTC, datetime
@@ -23,11 +22,10 @@ from tempfile import TemporaryDirectory
 import httpx
 from harness.machine import cpu_name
 from harness.servers.processes import running
-from harness.siege.canary import Canary, p95
+from harness.siege.in_turn import measure_in_turn
 
 from kvferry.bench.commit import commit
 from kvferry.bench.rows import append_csv
-from kvferry.client import AsyncClient
 from kvferry.core.clock import SystemClock
 from kvferry.core.process.priority import lower_priority
 
@@ -65,15 +63,6 @@ async def send_greedy(http: str, seconds: float) -> Counter[int]:
     return statuses
 
 
-async def watch(grpc: str, seconds: float, canary: Canary) -> None:
-    """Stream answers of the quiet tenant for some seconds."""
-    deadline = CLOCK.monotonic() + seconds
-    async with AsyncClient(grpc, api_key=KEYS["quiet"]) as client:
-        while CLOCK.monotonic() < deadline:
-            await canary.stream(client)
-            await asyncio.sleep(0.1)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=4)
@@ -85,31 +74,22 @@ def main() -> None:
         lower_priority(10)  # a real client has a machine of its own
         print(json.dumps(asyncio.run(send_greedy(arguments.greedy[0], float(arguments.greedy[1])))))
         return
-    alone, beside = Canary(), Canary()
-    statuses: Counter[str] = Counter()
     with TemporaryDirectory() as folder:
         file = Path(folder) / "tenants.toml"
         file.write_text(tenants_file())
         flags = ("--tenants", str(file), "--threads", "1", "--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--json")
         with running("up", *flags) as stack:
             ready = stack.wait_for("ready")
-            asyncio.run(watch(str(ready["grpc"]), 5.0, Canary()))  # the first streams are slower
-            for number in range(2 * arguments.rounds):
-                is_attacked = bool(number % 2)
-                command = [sys.executable, __file__, "--greedy", str(ready["http"]), str(arguments.seconds)]
-                process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True) if is_attacked else None
-                asyncio.run(watch(str(ready["grpc"]), arguments.seconds, beside if is_attacked else alone))
-                if process is not None:
-                    statuses.update(json.loads(process.communicate(timeout=120)[0]))
-    rows: list[dict[str, object]] = []
-    pairs = {"first token": (alone.first, beside.first), "between tokens": (alone.between, beside.between)}
-    for name, (base, values) in pairs.items():
-        before, after = 1e3 * p95(base), 1e3 * p95(values)
-        rows.append({"measure": name, "p95_alone_ms": round(before, 3), "p95_beside_ms": round(after, 3)})
-        print(f"{name:16} p95 {before:7.2f} ms alone, {after:7.2f} ms beside: {after / before:.2f}")
-    failures = [*alone.failures, *beside.failures]
-    if failures:
-        raise SystemExit(f"{len(failures)} streams of the first tenant failed: {failures[0]}")
+            greedy = [sys.executable, __file__, "--greedy", str(ready["http"]), str(arguments.seconds)]
+            measured = measure_in_turn(
+                str(ready["grpc"]),
+                greedy,
+                rounds=arguments.rounds,
+                seconds=arguments.seconds,
+                api_key=KEYS["quiet"],
+            )
+    statuses = sum(map(Counter, measured.outputs), Counter[str]())
+    rows = measured.rows()
     print("answers of the other tenant:", dict(statuses))
     common = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"), "commit": commit(), "cpu": cpu_name(),

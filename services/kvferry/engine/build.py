@@ -359,7 +359,7 @@ def _masks(loaded: LoadedModel, on_mask: Callable[[], None] | None) -> GrammarMa
         return None
     vocabulary = GrammarVocabulary(loaded.source.tokenizer)
     if on_mask is None:
-        return GrammarMasks(vocabulary, late_seconds=OFFLINE_SECONDS)
+        return GrammarMasks(vocabulary, late_seconds=OFFLINE_SECONDS, late_share=1.0)
     return GrammarMasks(vocabulary, notify=on_mask)
 
 

@@ -7,8 +7,9 @@ A step that is launched ahead has the mask that `following` returned before the 
 take 10 us, less than waking a thread takes from the kernels; so the engine's thread computes the masks of a sequence
 while they are that fast, and threads compute those of costly grammars.
 
-A mask is usually ready long before the logits are. If it is not, the engine waits for at most `LATE_SECONDS`: the
-sequence is then left out of steps until its mask is ready, so that one costly grammar does not delay other sequences.
+A mask is usually ready long before the logits are. If it is not, the engine waits for at most `LATE_SECONDS`, and for
+at most `LATE_SHARE` of all time: the sequence is then left out of steps until its mask is ready, so that costly grammars
+do not delay other sequences.
 The state of a constraint depends only on the generated tokens, so any worker rebuilds it from them.
 """
 
@@ -23,12 +24,15 @@ from kvferry.core.clock import Clock, SystemClock
 from kvferry.core.constraint import Constraint
 from kvferry.core.errors import GenerationFailed, KvferryError
 from kvferry.core.histogram import Histogram
+from kvferry.engine.grammar.wait_budget import WaitBudget
 from kvferry.engine.plan.token_mask import Bits
 from kvferry.model.grammar.grammar import GrammarState
 from kvferry.model.grammar.vocabulary import GrammarVocabulary
 
 LATE_SECONDS = 0.002
 """Time that a step waits for a mask. A mask takes 0.05 ms on average, and is computed while the step's kernels run."""
+LATE_SHARE = 0.05
+"""Largest share of the time that steps wait for masks."""
 INLINE_SECONDS = 0.0002
 """A sequence whose recent masks took less than this has its next mask computed on the engine's thread."""
 _DECAY = 0.9
@@ -37,7 +41,7 @@ DRAFT_SECONDS = 0.0005
 """Time that the plan of a step waits for a mask to make a draft; a step without a draft costs more than that."""
 OFFLINE_SECONDS = 60.0
 """Time that an engine without other callers waits for a mask."""
-_NICENESS = 10
+_NICENESS = 15
 """Niceness of the threads that compile: below that of the kernels, since a compilation can take a second."""
 
 
@@ -50,6 +54,7 @@ class GrammarMasks:
         *,
         clock: Clock | None = None,
         late_seconds: float = LATE_SECONDS,
+        late_share: float = LATE_SHARE,
         notify: Callable[[], None] = lambda: None,
     ) -> None:
         """
@@ -57,11 +62,12 @@ class GrammarMasks:
             vocabulary: compiles constraints.
             clock: measures masks.
             late_seconds: time that a step waits for a mask.
+            late_share: largest share of the time that steps wait for masks, from 0 to 1.
             notify: called on another thread when a mask becomes ready for which a step did not wait.
         """
         self._vocabulary = vocabulary
         self._clock = clock or SystemClock()
-        self._late_seconds = late_seconds
+        self._waits = WaitBudget(late_seconds, late_share)
         self.compile_seconds = Histogram(metrics.WORKER_COMPILE_SECONDS.buckets)
         """Durations until the first mask of a sequence."""
         self.mask_seconds = Histogram(metrics.WORKER_MASK_SECONDS.buckets)
@@ -93,6 +99,14 @@ class GrammarMasks:
         self._compiling.submit(mask.compute, compute, self.compile_seconds)
         return mask
 
+    def _wait_for(self, mask: "GrammarMask") -> None:
+        begun = self._clock.monotonic()
+        with self._ready:
+            self._ready.wait_for(lambda: mask.is_ready or mask._is_abandoned, self._waits.available(begun))
+            mask._is_late = not (mask.is_ready or mask._is_abandoned)
+            self.num_late += mask._is_late
+        self._waits.spend(self._clock.monotonic() - begun)
+
 
 class GrammarMask:
     """Mask of the next token of one sequence; see `TokenMask`."""
@@ -123,10 +137,7 @@ class GrammarMask:
             GenerationFailed: the mask could not be computed.
         """
         if not self.is_ready:
-            with self._owner._ready:
-                self._owner._ready.wait_for(lambda: self.is_ready or self._is_abandoned, self._owner._late_seconds)
-                self._is_late = not (self.is_ready or self._is_abandoned)
-                self._owner.num_late += self._is_late
+            self._owner._wait_for(self)
         if self._error is not None:
             raise self._error
         return self._allowed

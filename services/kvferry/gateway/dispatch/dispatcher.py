@@ -16,6 +16,7 @@ from typing import Never
 
 from kvferry.core.clock import Clock
 from kvferry.core.errors import (
+    ENDS_OUTPUT,
     DeadlinePassed,
     InvalidRequest,
     KvferryError,
@@ -273,7 +274,7 @@ class Dispatcher:
     def _refuse(self, run: SampleRun, error: KvferryError) -> Never:
         if isinstance(error, DeadlinePassed):
             raise self._deadline_passed(run) from error
-        was_valid = isinstance(error, InvalidRequest) and error.reason != "NO_TOKEN_LEFT" and run.emitted
+        was_valid = isinstance(error, InvalidRequest) and error.reason not in ENDS_OUTPUT and run.emitted
         if isinstance(error, RequestCancelled) or was_valid:
             # The client did not cancel, and its request was valid when it began.
             raise Unavailable(f"no worker could finish the stream: {error.message}") from error

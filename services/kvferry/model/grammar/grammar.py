@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.core.errors import InvalidRequest, InvariantBroken
+from kvferry.core.errors import CONSTRAINT_DEAD_END, CONSTRAINT_TOO_COMPLEX, InvalidRequest, InvariantBroken
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -102,7 +102,7 @@ def dead_end() -> InvalidRequest:
     return InvalidRequest(
         "the constraint cannot be continued with any token of this model; change its grammar or schema",
         field="constraint",
-        reason="CONSTRAINT_DEAD_END",
+        reason=CONSTRAINT_DEAD_END,
     )
 
 
@@ -111,7 +111,7 @@ def too_complex(error: str) -> InvalidRequest:
     return InvalidRequest(
         f"the constraint is too complex for constrained decoding: {first_line(error)}",
         field="constraint",
-        reason="CONSTRAINT_TOO_COMPLEX",
+        reason=CONSTRAINT_TOO_COMPLEX,
     )
 
 

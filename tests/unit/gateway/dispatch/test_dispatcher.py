@@ -11,6 +11,7 @@ from harness.fakes.scripted_worker import Act, Fault, ScriptedWorker
 
 from kvferry.core.clock import SystemClock
 from kvferry.core.errors import (
+    ENDS_OUTPUT,
     STEP_FAILED,
     DeadlinePassed,
     GenerationFailed,
@@ -474,6 +475,24 @@ async def test_errors_that_every_worker_would_return_are_not_retried(pair):
     with pytest.raises(InvalidRequest, match="no such token"):
         await collect(pair, ask())
     assert len(pair.workers.prefill[0].prefills) == 1
+
+
+@pytest.mark.parametrize("reason", sorted(ENDS_OUTPUT))
+async def test_a_request_whose_output_cannot_continue_fails_with_its_own_error(pair, reason):
+    """A 503 would make clients send again what fails again."""
+    error = InvalidRequest("the output cannot continue", field="constraint", reason=reason)
+    pair.workers.decode[0].faults["decode"].append(Fault(Act.FAIL, after_tokens=2, error=error))
+    with pytest.raises(InvalidRequest, match="cannot continue") as caught:
+        await collect(pair, ask())
+    assert caught.value.reason == reason
+    assert len(pair.workers.decode[0].decodes) == 1
+
+
+async def test_an_error_of_a_request_that_was_valid_before_is_the_workers(pair):
+    error = InvalidRequest("no such token", field="logit_bias")
+    pair.workers.decode[0].faults["decode"].append(Fault(Act.FAIL, after_tokens=2, error=error))
+    with pytest.raises(Unavailable, match="no worker could finish the stream: no such token"):
+        await collect(pair, ask())
 
 
 async def test_streams_are_bounded():
