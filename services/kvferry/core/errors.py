@@ -24,10 +24,10 @@ from typing import ClassVar
 STEP_FAILED = "STEP_FAILED"
 """Value of `InvariantBroken.reason` for requests that were in the step in which an engine failed."""
 
-NO_TOKEN_LEFT = "NO_TOKEN_LEFT"
+NOTHING_TO_SAMPLE = "NO_TOKEN_LEFT"
 CONSTRAINT_DEAD_END = "CONSTRAINT_DEAD_END"
 CONSTRAINT_TOO_COMPLEX = "CONSTRAINT_TOO_COMPLEX"
-ENDS_OUTPUT = frozenset({NO_TOKEN_LEFT, CONSTRAINT_DEAD_END, CONSTRAINT_TOO_COMPLEX})
+ENDS_OUTPUT = frozenset({NOTHING_TO_SAMPLE, CONSTRAINT_DEAD_END, CONSTRAINT_TOO_COMPLEX})
 """Values of `InvalidRequest.reason` for requests whose output cannot continue: they may appear after tokens."""
 
 

@@ -56,8 +56,8 @@ async def _watch(grpc: str, key: str | None, seconds: float, canary: Canary) -> 
 def measure_in_turn(
     grpc: str, other: Sequence[str], *, rounds: int, seconds: float, api_key: str | None = None
 ) -> InTurn:
-    """Stream from a gateway in `2 * rounds` windows of some seconds; in every second one the command `other` runs, which
-    ends by itself after that time and prints one line of JSON.
+    """Stream from a gateway in `2 * rounds` windows of `seconds`; the command `other` runs in every second window, ends
+    by itself after that time and prints one line of JSON.
     """
     result = InTurn()
     asyncio.run(_watch(grpc, api_key, WARM_UP_SECONDS, Canary()))  # the first streams are slower

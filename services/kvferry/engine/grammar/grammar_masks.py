@@ -8,8 +8,8 @@ take 10 us, less than waking a thread takes from the kernels; so the engine's th
 while they are that fast, and threads compute those of costly grammars.
 
 A mask is usually ready long before the logits are. If it is not, the engine waits for at most `LATE_SECONDS`, and for
-at most `LATE_SHARE` of all time: the sequence is then left out of steps until its mask is ready, so that costly grammars
-do not delay other sequences.
+at most `LATE_SHARE` of all time: the sequence is then left out of steps until its mask is ready, so that costly
+grammars do not delay other sequences.
 The state of a constraint depends only on the generated tokens, so any worker rebuilds it from them.
 """
 

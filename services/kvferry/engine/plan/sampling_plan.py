@@ -13,7 +13,7 @@ from enum import Enum
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.core.errors import NO_TOKEN_LEFT, GenerationFailed, InvalidRequest, InvariantBroken
+from kvferry.core.errors import NOTHING_TO_SAMPLE, GenerationFailed, InvalidRequest, InvariantBroken
 from kvferry.core.sampling import SamplingParams
 from kvferry.engine.plan.step import ScheduledSequence
 
@@ -134,7 +134,7 @@ def none_left(s: ScheduledSequence) -> InvalidRequest:
         f"request {s.request_id}: logit_bias, penalties, min_tokens, allowed_token_ids, bad_words and the constraint "
         "leave no token that can be sampled",
         field="logit_bias",
-        reason=NO_TOKEN_LEFT,
+        reason=NOTHING_TO_SAMPLE,
     )
 
 
