@@ -93,7 +93,19 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "target without Auto": (prefill(scaling={"mode": "External", "requestsTarget": 3}), "require scaling.mode Auto"),
     "endless window": (prefill(scaling={"mode": "Auto", "downSeconds": 86401}), "downSeconds"),
     "idle at once": (prefill(scaling={"mode": "Auto", "idleSeconds": 0}), "idleSeconds"),
-    "unknown scheduling": ({"scheduling": "lifo"}, 'supported values: "fcfs", "priority", "srtf", "two-level"'),
+    "unknown scheduling": (
+        {"scheduling": "lifo"},
+        'supported values: "fcfs", "priority", "srtf", "two-level", "weighted"',
+    ),
+    "weights without weighted": (
+        {"scheduling": "fcfs", "classWeights": [{"priority": 0, "weight": 2}]},
+        "classWeights requires scheduling weighted",
+    ),
+    "a weight of 0": (
+        {"scheduling": "weighted", "classWeights": [{"priority": 0, "weight": 0}]},
+        "classWeights[0].weight",
+    ),
+    "unknown window pages": ({"model": {"name": "m", "windowPages": "drop"}}, 'supported values: "keep", "release"'),
     "heads without a folder": (prefill(speculation="medusa?k=3"), "spec.roles[0].speculation"),
     "unknown speculation": (prefill(speculation="lookahead=/heads"), "spec.roles[0].speculation"),
     "a draft of no model": (prefill(speculation="draft=?k=3"), "spec.roles[0].speculation"),
@@ -200,6 +212,7 @@ GOOD: dict[str, dict[str, Any]] = {
     "certificates of clients": {"gateway": {"clientCaSecret": "c", "tlsSecret": "t"}},
     "an adapter": adapters(digest="ab" * 32),
     "a scheduling policy": {"scheduling": "two-level"},
+    "weights of classes": {"scheduling": "weighted", "classWeights": [{"priority": -1, "weight": 1000}]},
     "speculation": prefill(speculation="ngram?k=4&min=3"),
     "a draft model": prefill(speculation="draft=/models/small?k=4&fixed=1"),
     "an EAGLE head": prefill(speculation="eagle=/heads/eagle3?k=4"),

@@ -2,6 +2,7 @@
 
 from kvferry.core.dtypes import DTYPES
 from kvferry.core.settings import Setting, device_name, share, size_bytes, size_or_auto, whole
+from kvferry.engine.policies.class_weights import checked_weights
 from kvferry.engine.speculation.settings import checked_speculation
 
 ENGINE = (
@@ -91,8 +92,15 @@ ENGINE = (
         "scheduling",
         "fcfs",
         "Which waiting request runs next: the earliest; the lowest priority number; the one with the fewest tokens to "
-        "compute; or, of the first eight, that one.",
-        choices=("fcfs", "priority", "srtf", "two-level"),
+        "compute; or, of the first eight, that one; or, with weighted, one of the class that has used the least of its "
+        "share.",
+        choices=("fcfs", "priority", "srtf", "two-level", "weighted"),
+    ),
+    Setting(
+        "class_weights",
+        "",
+        "With scheduling=weighted: PRIORITY=WEIGHT,... of the classes, such as 0=4,1=2; other priorities weigh 1.",
+        parse=checked_weights,
     ),
     Setting(
         "async_steps",

@@ -163,7 +163,8 @@ def _neighbours(spec: FleetSpec, name: str) -> Iterator[tuple[str, FleetSpec]]:
             gateway = replace(spec.pool.gateway, routing=routing)
             yield str(value), replace(spec, pool=replace(spec.pool, gateway=gateway))
     else:
-        values: tuple[Any, ...] = tuple(SCHEDULING)
+        has_weights = bool(spec.pool.roles[0].engine.limits.class_weights)  # they exclude the other policies
+        values: tuple[Any, ...] = () if has_weights else tuple(SCHEDULING)
         if field_name in ENGINE_FIELDS:
             values = _beside(ENGINE_FIELDS[field_name], int(_value(spec, name)))
         for value in values:

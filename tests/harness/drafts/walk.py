@@ -50,7 +50,7 @@ class Walk:
             depth=DraftDepth(depth, is_fixed=pick((True, False))),
         )
         limits = small_limits(
-            scheduling=pick(("fcfs", "priority", "srtf", "two-level")),
+            scheduling=pick(("fcfs", "priority", "srtf", "two-level", "weighted")),
             token_budget=pick((6, 16, 64)),
             max_chunk_tokens=pick((3, 8, 64)),
             max_sequences=pick((1, 2, 4)),

@@ -207,10 +207,10 @@ def next_allowed(token: int, allowed: npt.NDArray[np.bool_]) -> int:
     return (token + int(np.roll(allowed, -token).argmax())) % len(allowed)
 
 
-def small_limits(*, scheduling: str = "fcfs", **changes: int) -> SchedulerLimits:
+def small_limits(*, scheduling: str = "fcfs", class_weights: str = "", **changes: int) -> SchedulerLimits:
     """Return scheduler limits of 64 tokens per step and 8 sequences, updated by `changes`."""
     base = {"token_budget": 64, "max_chunk_tokens": 64, "max_sequences": 8}
-    return SchedulerLimits(**{**base, **changes}, scheduling=scheduling, reserve_share=0.0)
+    return SchedulerLimits(**{**base, **changes}, scheduling=scheduling, class_weights=class_weights, reserve_share=0.0)
 
 
 def shares(runner: ArithmeticRunner) -> list[list[tuple[str, int]]]:

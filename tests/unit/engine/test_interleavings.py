@@ -63,7 +63,7 @@ class Side:
     def __init__(self, chance: random.Random, windows: Windows = WHOLE) -> None:
         pick = chance.choice
         limits = small_limits(
-            scheduling=pick(("fcfs", "priority", "srtf", "two-level")),
+            scheduling=pick(("fcfs", "priority", "srtf", "two-level", "weighted")),
             token_budget=pick((6, 16, 64)),
             max_chunk_tokens=pick((3, 8, 64)),
             max_sequences=pick((1, 2, 4, 8)),

@@ -139,6 +139,7 @@ EFFECTS: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "model.digest": ({"model": {"name": "m", "digest": "cd" * 16}}, told, "DigestMismatch"),
     "model.dtype": ({"model": {"name": "m", "dtype": "float32"}}, flag("dtype"), "float32"),
     "model.maxTokens": ({"model": {"name": "m", "maxTokens": 512}}, flag("max-model-tokens"), "512"),
+    "model.windowPages": ({"model": {"name": "m", "windowPages": "release"}}, flag("window-pages"), "release"),
     "model.cache.mountPath": (
         {"model": {"name": "m", "cache": {"mountPath": "/big"}}},
         lambda pool: {m["name"]: m["mountPath"] for m in container(pool)["volumeMounts"]}.get("models"),
@@ -278,6 +279,14 @@ EFFECTS: dict[str, tuple[dict[str, Any], Any, Any]] = {
         54,
     ),
     "scheduling": ({"scheduling": "two-level"}, flag("scheduling"), "two-level"),
+    **{
+        f"classWeights[].{part}": (
+            {"scheduling": "weighted", "classWeights": [{"priority": 0, "weight": 4}, {"priority": 2, "weight": 1}]},
+            flag("class-weights"),
+            "0=4,2=1",
+        )
+        for part in ("priority", "weight")
+    },
     "tenancy.keysSecret": (
         {"tenancy": {"keysSecret": "mine"}},
         lambda pool: [
@@ -419,8 +428,9 @@ OTHERWISE = {
 """Specs without the field, for fields whose absence has no effect in a pool of defaults."""
 
 CHANGES_WORKERS = {
-    "model.name", "model.source", "model.digest", "model.dtype", "model.maxTokens", "connector.type",
-    "routing.blockTokens", "drain.seconds", "tenancy.keysSecret", "scheduling", "image",
+    "model.name", "model.source", "model.digest", "model.dtype", "model.maxTokens", "model.windowPages",
+    "connector.type", "routing.blockTokens", "drain.seconds", "tenancy.keysSecret", "scheduling", "image",
+    "classWeights[].priority", "classWeights[].weight",
     "observability.otlp", "observability.traceSamplePercent",
     "imagePullPolicy", "imagePullSecrets", "tls.mode", "tls.secretName", "roles[].name", "roles[].speculation",
     "roles[].template",

@@ -53,6 +53,7 @@ def _inputs(pool: Pool, default_image: str) -> dict[str, Any]:
     return {
         **({"keys": pool.keys} if pool.keys else {}),
         **({"scheduling": spec.scheduling} if spec.scheduling else {}),
+        **({"class_weights": spec.class_weights} if spec.class_weights else {}),
         **({"tls": spec.tls} if spec.tls.mode != "Off" else {}),
         **({"traces": trace_flags(pool)} if spec.observability.otlp else {}),
         "model": spec.model,
@@ -180,6 +181,7 @@ def _arguments(pool: Pool, role: Role) -> list[str]:
         "worker-id": "$(POD_NAME)",
         "dtype": spec.model.dtype,
         "max-model-tokens": spec.model.max_tokens,
+        "window-pages": spec.model.window_pages,
         "block-tokens": spec.routing.block_tokens,
         "device": role.engine.device,
         "kv-memory": size(role.engine.kv_memory),
@@ -197,6 +199,8 @@ def _arguments(pool: Pool, role: Role) -> list[str]:
     }
     if spec.scheduling:
         flags["scheduling"] = spec.scheduling
+    if spec.class_weights:
+        flags["class-weights"] = ",".join(f"{of.priority}={of.weight}" for of in spec.class_weights)
     if role.speculation:
         flags["speculation"] = role.speculation
     if spec.tls.mode != "Off":

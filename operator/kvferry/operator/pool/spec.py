@@ -37,6 +37,7 @@ class Model(_Struct, frozen=True):
     digest: str = ""
     dtype: str = "auto"
     max_tokens: int = 0
+    window_pages: Literal["keep", "release"] = "keep"
     cache: Cache | None = None
 
 
@@ -91,6 +92,13 @@ class Adapter(_Struct, frozen=True):
     name: str
     source: str
     digest: str = ""
+
+
+class ClassWeight(_Struct, frozen=True):
+    """The weight of a priority with the scheduling policy `weighted`."""
+
+    priority: int
+    weight: int
 
 
 class Connector(_Struct, frozen=True):
@@ -231,8 +239,9 @@ class PoolSpec(_Struct, frozen=True):
     observability: Observability = Observability()
     network_policy: Literal["Restricted", "Off"] = "Restricted"
     disruption: Disruption = Disruption()
-    scheduling: Literal["", "fcfs", "priority", "srtf", "two-level"] = ""
+    scheduling: Literal["", "fcfs", "priority", "srtf", "two-level", "weighted"] = ""
     """Scheduling policy of the workers; empty for their default."""
+    class_weights: tuple[ClassWeight, ...] = ()
     image: str = ""
     image_pull_policy: str = "IfNotPresent"
     image_pull_secrets: tuple[str, ...] = ()

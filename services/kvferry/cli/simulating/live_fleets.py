@@ -58,8 +58,8 @@ def stack_of(spec: FleetSpec, model: str, threads: int) -> StackConfig:
     flags = {
         "--token-budget": limits.token_budget, "--max-chunk-tokens": limits.max_chunk_tokens,
         "--max-mixed-tokens": limits.max_mixed_tokens, "--max-sequences": limits.max_sequences,
-        "--scheduling": limits.scheduling, "--block-tokens": engine.block_tokens,
-        "--load-policy": engine.load_policy.value,
+        "--scheduling": limits.scheduling, "--class-weights": limits.class_weights,
+        "--block-tokens": engine.block_tokens, "--load-policy": engine.load_policy.value,
     }  # fmt: skip
     if engine.block_bytes > engine.block_tokens:  # else the file does not give the size of KV
         flags["--kv-memory"] = engine.num_blocks * engine.block_bytes

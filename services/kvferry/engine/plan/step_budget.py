@@ -3,8 +3,10 @@
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from kvferry.core.errors import UsageError
 from kvferry.engine.plan.sequence import Sequence
 from kvferry.engine.plan.step import is_decode
+from kvferry.engine.policies.class_weights import Weights, read_weights
 from kvferry.engine.ranges import check_ranges, check_share
 
 
@@ -23,6 +25,8 @@ class SchedulerLimits:
     """Maximum number of sequences that hold pages."""
     scheduling: str = "fcfs"
     """Scheduling policy, a key of `policies.policy.POLICIES`."""
+    class_weights: str = ""
+    """Weights of priorities with the policy `weighted`, as `PRIORITY=WEIGHT,...`; priorities without one weigh 1."""
     max_scored_rows: int = 64
     """Maximum number of prompt rows in a step whose logits are computed for `prompt_logprobs`; bounds the memory of
     logits."""
@@ -33,10 +37,20 @@ class SchedulerLimits:
     def __post_init__(self) -> None:
         """
         Raises:
-            UsageError: a number is out of range.
+            UsageError: a number is out of range, or `class_weights` is invalid or has no effect.
         """
         check_ranges(self, "token_budget", "max_chunk_tokens", "max_mixed_tokens", "max_sequences", "max_scored_rows")
         check_share("reserve_share", self.reserve_share, may_be_zero=True)
+        if self.weights and self.scheduling != "weighted":
+            raise UsageError(
+                f"class_weights has no effect with scheduling={self.scheduling}; use scheduling=weighted",
+                field="class_weights",
+            )
+
+    @property
+    def weights(self) -> Weights:
+        """Weights by priority."""
+        return read_weights(self.class_weights)
 
     @property
     def step_tokens(self) -> int:

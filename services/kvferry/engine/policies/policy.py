@@ -7,11 +7,12 @@
 | srtf      | the fewest remaining tokens                     | the latest arrival         | the lowest mean TTFT   |
 | two-level | the fewest remaining tokens of eight arrivals   | the latest arrival         | short waits, no        |
 |           |                                                 |                            | starvation             |
+| weighted  | a class by its share, then the earliest arrival | the latest arrival         | shares of classes      |
 
 With `priority`, a waiting request takes the place of a running one with a higher number. `srtf` (shortest remaining
-time first) lets a steady stream of short prompts delay a long one without a bound. Both of the latter compare
+time first) lets a steady stream of short prompts delay a long one without a bound. `srtf` and `two-level` compare
 priorities before remaining tokens (Kwon, "vLLM: an efficient inference engine for large language models", 2025,
-section 4.5).
+section 4.5). With `weighted`, the classes that wait share admitted tokens in proportion to the limits' `class_weights`.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -20,7 +21,14 @@ from dataclasses import dataclass
 from kvferry.core.errors import UsageError
 from kvferry.engine.plan.sequence import Sequence
 from kvferry.engine.plan.step import ScheduledSequence
-from kvferry.engine.policies.waiting_queue import RankQueue, ShortestFirstQueue, TwoLevelQueue, WaitingQueue
+from kvferry.engine.policies.class_weights import Weights
+from kvferry.engine.policies.waiting_queue import (
+    RankQueue,
+    ShortestFirstQueue,
+    TwoLevelQueue,
+    WaitingQueue,
+    WeightedQueue,
+)
 
 Remaining = Callable[[Sequence], int]
 """Function that returns the number of tokens of a sequence that are neither computed nor cached."""
@@ -31,7 +39,7 @@ class Policy:
     """A scheduling policy: a queue, and two decisions about running sequences."""
 
     name: str
-    make_queue: Callable[[Remaining], WaitingQueue]
+    make_queue: Callable[[Remaining, Weights], WaitingQueue]
     """Creates the queue of one scheduler."""
     has_classes: bool = False
     """Whether priorities are compared before anything else."""
@@ -96,20 +104,21 @@ def _shortest(remaining: Remaining) -> Callable[[Sequence], tuple[int, ...]]:
 POLICIES: Mapping[str, Policy] = {
     policy.name: policy
     for policy in (
-        Policy("fcfs", lambda _: RankQueue(_arrival)),
-        Policy("priority", lambda _: RankQueue(_class), has_classes=True, displaces=True),
+        Policy("fcfs", lambda *_: RankQueue(_arrival)),
+        Policy("priority", lambda *_: RankQueue(_class), has_classes=True, displaces=True),
         Policy(
             "srtf",
-            lambda remaining: ShortestFirstQueue(_shortest(remaining)),
+            lambda remaining, _: ShortestFirstQueue(_shortest(remaining)),
             has_classes=True,
             is_shortest_first=True,
         ),
         Policy(
             "two-level",
-            lambda remaining: TwoLevelQueue(_class, _shortest(remaining)),
+            lambda remaining, _: TwoLevelQueue(_class, _shortest(remaining)),
             has_classes=True,
             is_shortest_first=True,
         ),
+        Policy("weighted", lambda _, weights: WeightedQueue(weights)),
     )
 }
 """All policies by name."""

@@ -1,8 +1,9 @@
-"""Queues of waiting sequences: by a fixed rank, by remaining tokens, and in two levels.
+"""Queues of waiting sequences: by a fixed rank, by remaining tokens, in two levels, and by shares of classes.
 
     rank queue       heap by a rank that does not change: arrival, or priority and arrival
     shortest first   heap by priority and remaining tokens; the rank of the first is recomputed before its use
     two levels       rank queue -> staging of `STAGED` sequences, refilled when empty; shortest first among the staged
+    weighted         heap by virtual start time: the tokens of earlier requests of the class, divided by its weight
 
 Remaining tokens are those that are neither computed nor cached. They change when the prefix cache does, and computing
 them searches the cache, so this heap recomputes only the rank of its first sequence, and the staging bounds the search
@@ -15,9 +16,13 @@ from typing import Protocol
 
 from kvferry.core.ids import RequestId
 from kvferry.engine.plan.sequence import Sequence
+from kvferry.engine.policies.class_weights import Weights
 
 STAGED = 8
 """Number of sequences in the staging; more are closer to shortest first, fewer are searched faster."""
+
+_UNITS = 1 << 20
+"""Units of virtual time for a token of a class with weight 1; integers keep the order exact."""
 
 Rank = tuple[int, ...]
 RankOf = Callable[[Sequence], Rank]
@@ -31,7 +36,7 @@ class WaitingQueue(Protocol):
         ...
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a sequence of the queue."""
+        """Remove a sequence from the queue."""
         ...
 
     def first(self) -> Sequence | None:
@@ -70,7 +75,7 @@ class RankQueue:
         heapq.heappush(self._heap, (self._rank(sequence), self._count, sequence))
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a sequence of the queue."""
+        """Remove a sequence from the queue."""
         self.num_tokens -= self._entries.pop(sequence.request_id)[2]
 
     def first(self) -> Sequence | None:
@@ -106,6 +111,37 @@ class ShortestFirstQueue(RankQueue):
         return None
 
 
+class WeightedQueue(RankQueue):
+    """A queue in which the classes that wait share admitted tokens in proportion to their weights (start-time fair
+    queueing, Goyal et al., SIGCOMM 1996). A sequence costs its prompt and output tokens. A class that did not wait
+    starts at the virtual time, which is the start time of the sequence that was admitted last, so that it gains
+    nothing by its pause. A preempted sequence was charged before, and comes first."""
+
+    def __init__(self, weights: Weights) -> None:
+        super().__init__(self._start)
+        self._weights = weights
+        self._virtual = 0
+        self._ends: dict[int, int] = {}
+        """Virtual end of the last sequence of each class that is ahead of the virtual time."""
+        self._starts: dict[RequestId, int] = {}
+
+    def remove(self, sequence: Sequence) -> None:
+        """Remove a sequence; the virtual time advances to its start."""
+        super().remove(sequence)
+        self._virtual = max(self._virtual, self._starts.pop(sequence.request_id))
+        self._ends = {priority: end for priority, end in self._ends.items() if end > self._virtual}
+
+    def _start(self, sequence: Sequence) -> Rank:
+        if sequence.num_preemptions:
+            start = self._virtual
+        else:
+            start = max(self._virtual, self._ends.get(sequence.priority, 0))
+            cost = sequence.max_tokens_total
+            self._ends[sequence.priority] = start + _UNITS * cost // self._weights.get(sequence.priority, 1)
+        self._starts[sequence.request_id] = start
+        return (start, 0 if sequence.num_preemptions else 1, sequence.arrival)
+
+
 class TwoLevelQueue:
     """A queue with a staging, which is refilled in order of `outer` only when it is empty. A sequence that is staged is
     admitted before any later arrival is staged, which bounds its wait."""
@@ -123,7 +159,7 @@ class TwoLevelQueue:
             self._waiting.add(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a sequence of the queue."""
+        """Remove a sequence from the queue."""
         if self._staged.pop(sequence.request_id, None) is None:
             self._waiting.remove(sequence)
 

@@ -149,6 +149,7 @@ def _engine(table: Table) -> ReplicaSettings:
             max_mixed_tokens=table.whole("max_mixed_tokens", default.max_mixed_tokens, 1, 1 << 20),
             max_sequences=table.whole("max_sequences", default.max_sequences, 1, 1 << 16),
             scheduling=table.text("scheduling", default.scheduling, SCHEDULING),
+            class_weights=table.text("class_weights", default.class_weights),
             reserve_share=table.number("reserve_share", default.reserve_share, 0.0, 0.5),
         ),
         load_policy=LoadPolicy(table.text("load_policy", LoadPolicy.PRICE.value, [p.value for p in LoadPolicy])),

@@ -109,7 +109,7 @@ def test_a_burst_of_one_prompt_stays_within_a_bounded_search() -> None:
 @given(
     st.lists(st.tuples(st.integers(0, 5), st.integers(1, 20), st.integers(1, 6)), min_size=2, max_size=10),
     st.integers(8, 24),
-    st.sampled_from(["fcfs", "priority", "srtf", "two-level"]),
+    st.sampled_from(["fcfs", "priority", "srtf", "two-level", "weighted"]),
 )
 def test_requests_with_common_prefixes_get_their_own_tokens(
     requests: list[tuple[int, int, int]], num_blocks: int, scheduling: str

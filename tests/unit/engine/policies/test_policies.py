@@ -95,6 +95,37 @@ def test_two_levels_compare_classes_first() -> None:
     assert [step[0][0] for step in shares(runner)] == ["long", "short"]
 
 
+def test_classes_share_tokens_by_their_weights() -> None:
+    limits = small_limits(max_sequences=1, scheduling="weighted", class_weights="0=3")
+    engine, runner = an_engine(limits=limits)
+    for number in range(12):
+        for priority in (0, 7):
+            engine.add(with_priority(a_request(f"{priority}-{number}", [number + 1, 2], max_tokens=1), priority))
+    run_until_idle(engine)
+    order = [step[0][0][0] for step in shares(runner)]
+    assert order[:12].count("0") == 9
+    assert order[:4].count("7") == 1  # neither class waits for the end of the other
+
+
+def test_a_class_gains_no_credit_while_it_does_not_wait() -> None:
+    engine, runner = an_engine(limits=small_limits(max_sequences=1, scheduling="weighted"))
+    for number in range(10):
+        engine.add(with_priority(a_request(f"a{number}", [number + 1], max_tokens=1), 0))
+    for _ in range(5):
+        engine.step()
+    for number in range(6):
+        engine.add(with_priority(a_request(f"b{number}", [number + 1, 3], max_tokens=1), 1))
+    run_until_idle(engine)
+    order = "".join(step[0][0][0] for step in shares(runner))
+    assert order.startswith("aaaaa")
+    assert "bbb" not in order[:10]
+
+
+def test_weights_without_the_policy_are_refused() -> None:
+    with pytest.raises(UsageError, match="scheduling=fcfs; use scheduling=weighted"):
+        small_limits(class_weights="0=2")
+
+
 def test_a_request_whose_deadline_cannot_be_met_is_refused_while_it_waits() -> None:
     clock = ManualClock()
     engine, _ = an_engine(limits=small_limits(max_sequences=1))

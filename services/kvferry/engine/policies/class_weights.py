@@ -1,0 +1,52 @@
+"""Weights of request classes for the `weighted` policy."""
+
+from collections.abc import Mapping
+
+from kvferry.core.errors import UsageError, shortened
+
+MAX_CLASSES = 64
+MAX_WEIGHT = 1000
+
+Weights = Mapping[int, int]
+"""Weight by priority number; other priorities weigh 1."""
+
+
+def read_weights(spec: str) -> Weights:
+    """Parse `PRIORITY=WEIGHT,...`, such as `0=4,1=2`.
+
+    Args:
+        spec: empty for equal weights.
+
+    Raises:
+        UsageError: an entry is not a pair of whole numbers, a weight is not from 1 to 1000, a priority appears twice,
+            or there are more than 64 entries.
+    """
+    weights: dict[int, int] = {}
+    entries = spec.split(",") if spec else []
+    if len(entries) > MAX_CLASSES:
+        raise UsageError(f"class_weights has {len(entries)} classes; at most {MAX_CLASSES}", field="class_weights")
+    for entry in entries:
+        priority, _, weight = entry.strip().partition("=")
+        if not (priority.removeprefix("-").isdecimal() and weight.isdecimal() and len(entry) <= 24):
+            raise UsageError(
+                f"class_weights entry {shortened(entry)!r} is not PRIORITY=WEIGHT, such as 0=4", field="class_weights"
+            )
+        if not 1 <= int(weight) <= MAX_WEIGHT:
+            raise UsageError(
+                f"class_weights: the weight of priority {priority} is {weight}; it must be from 1 to {MAX_WEIGHT}",
+                field="class_weights",
+            )
+        if int(priority) in weights:
+            raise UsageError(f"class_weights has priority {priority} twice", field="class_weights")
+        weights[int(priority)] = int(weight)
+    return weights
+
+
+def checked_weights(spec: str) -> str:
+    """Return `spec` if `read_weights` accepts it.
+
+    Raises:
+        UsageError: see `read_weights`.
+    """
+    read_weights(spec)
+    return spec
