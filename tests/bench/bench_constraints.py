@@ -26,7 +26,7 @@ from kvferry.core.ids import RequestId
 from kvferry.core.sampling import SamplingParams
 from kvferry.engine import LLM
 from kvferry.engine.messages import EngineRequest
-from kvferry.model.grammar.vocabulary import GrammarVocabulary
+from kvferry.model.grammar.compiler import GrammarCompiler
 
 RESULTS = Path(__file__).parent / "results" / "constraints.csv"
 MODEL = "smollm2-135m-instruct"
@@ -77,12 +77,12 @@ def decode_step(llm: LLM, batch: int, sampling: SamplingParams, name: str) -> fl
 
 
 def compile_seconds(llm: LLM, repetitions: int) -> float:
-    vocabulary = GrammarVocabulary(llm.tokenizer)
-    vocabulary.check(Constraint(ConstraintKind.JSON_OBJECT, ""))
+    compiler = GrammarCompiler(llm.tokenizer)
+    compiler.check(Constraint(ConstraintKind.JSON_OBJECT, ""))
     found: list[float] = []
     for number in range(repetitions):
         begun = CLOCK.monotonic()
-        vocabulary.check(replace(ENDLESS, source=ENDLESS.source + " " * number))
+        compiler.check(replace(ENDLESS, source=ENDLESS.source + " " * number))
         found.append(CLOCK.monotonic() - begun)
     return statistics.median(found)
 

@@ -41,7 +41,7 @@ from kvferry.kv.pricing.price import PriceBook
 from kvferry.model.adapters.adapter_folder import read_adapter
 from kvferry.model.config import ModelConfig
 from kvferry.model.features import model_digest
-from kvferry.model.grammar.vocabulary import GrammarVocabulary
+from kvferry.model.grammar.compiler import GrammarCompiler
 from kvferry.model.shapes import shape_of
 from kvferry.model.source import ModelSource, open_model
 from kvferry.model.tensors import TensorSource
@@ -357,10 +357,10 @@ def _speculation(loaded: LoadedModel, runner: Runner) -> Speculation | None:
 def _masks(loaded: LoadedModel, on_mask: Callable[[], None] | None) -> GrammarMasks | None:
     if loaded.source is None:
         return None
-    vocabulary = GrammarVocabulary(loaded.source.tokenizer)
+    compiler = GrammarCompiler(loaded.source.tokenizer)
     if on_mask is None:
-        return GrammarMasks(vocabulary, late_seconds=OFFLINE_SECONDS, late_share=1.0)
-    return GrammarMasks(vocabulary, notify=on_mask)
+        return GrammarMasks(compiler, late_seconds=OFFLINE_SECONDS, late_share=1.0)
+    return GrammarMasks(compiler, notify=on_mask)
 
 
 def _dtype(settings: EngineSettings, config: ModelConfig, device: str) -> str:

@@ -6,8 +6,8 @@ from itertools import count
 from typing import Any
 
 from kvferry.model.text.answers.answer import AnswerForm, AnswerSplitter, SplitOptions
-from kvferry.model.text.answers.formats import CallFormat
 from kvferry.model.text.answers.marks import Marks
+from kvferry.model.text.answers.registry import CallFormat
 
 NAMES = ("f", "g", "get_weather")
 

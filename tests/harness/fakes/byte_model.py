@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from kvferry.core.constraint import Constraint
 from kvferry.core.errors import InvalidRequest
 from kvferry.model.text.answers.answer import AnswerForm
-from kvferry.model.text.answers.formats import CallFormat
+from kvferry.model.text.answers.registry import CallFormat
 from kvferry.model.text.tools.definitions import Tool
 from kvferry.model.text.tools.prompt import as_text
 from kvferry.rpc.text.text_model import ChatMessages, TextModel

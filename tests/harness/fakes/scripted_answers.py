@@ -12,7 +12,7 @@ from kvferry.gateway.dispatch.journal import Journal
 from kvferry.gateway.http.client_api import ClientApi
 from kvferry.gateway.http.http_server import HttpServer
 from kvferry.gateway.instruments import Instruments
-from kvferry.model.text.answers.formats import CallFormat
+from kvferry.model.text.answers.registry import CallFormat
 from kvferry.rpc.server import start_server
 from kvferry.rpc.text.inference import inference_service
 from kvferry.rpc.text.text_service import TextService

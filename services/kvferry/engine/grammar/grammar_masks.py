@@ -26,8 +26,8 @@ from kvferry.core.errors import GenerationFailed, KvferryError
 from kvferry.core.histogram import Histogram
 from kvferry.engine.grammar.wait_budget import WaitBudget
 from kvferry.engine.plan.token_mask import Bits
+from kvferry.model.grammar.compiler import GrammarCompiler
 from kvferry.model.grammar.grammar import GrammarState
-from kvferry.model.grammar.vocabulary import GrammarVocabulary
 
 LATE_SECONDS = 0.002
 """Time that a step waits for a mask. A mask takes 0.05 ms on average, and is computed while the step's kernels run."""
@@ -50,7 +50,7 @@ class GrammarMasks:
 
     def __init__(
         self,
-        vocabulary: GrammarVocabulary,
+        compiler: GrammarCompiler,
         *,
         clock: Clock | None = None,
         late_seconds: float = LATE_SECONDS,
@@ -59,13 +59,13 @@ class GrammarMasks:
     ) -> None:
         """
         Args:
-            vocabulary: compiles constraints.
+            compiler: compiles constraints.
             clock: measures masks.
             late_seconds: time that a step waits for a mask.
             late_share: largest share of the time that steps wait for masks, from 0 to 1.
             notify: called on another thread when a mask becomes ready for which a step did not wait.
         """
-        self._vocabulary = vocabulary
+        self._compiler = compiler
         self._clock = clock or SystemClock()
         self._waits = WaitBudget(late_seconds, late_share)
         self.compile_seconds = Histogram(metrics.WORKER_COMPILE_SECONDS.buckets)
@@ -92,7 +92,7 @@ class GrammarMasks:
         tokens = list(generated)
 
         def compute() -> GrammarState:
-            state = self._vocabulary.compile(constraint).start()
+            state = self._compiler.compile(constraint).start()
             state.advance(tokens)
             return state
 

@@ -7,8 +7,8 @@ from kvferry.core.errors import UsageError
 from kvferry.model.requests.output_text import Detokenizer
 from kvferry.model.text.answers import reasoning
 from kvferry.model.text.answers.answer import AnswerForm
-from kvferry.model.text.answers.formats import AUTO, CallFormat, recognized
 from kvferry.model.text.answers.marks import Marks
+from kvferry.model.text.answers.registry import AUTO, CallFormat, recognized
 from kvferry.model.text.chat_template import ChatTemplate
 from kvferry.model.text.tokenizer import Tokenizer
 

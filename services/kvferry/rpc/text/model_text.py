@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from kvferry.model.grammar.vocabulary import GrammarVocabulary
+from kvferry.model.grammar.compiler import GrammarCompiler
 from kvferry.model.requests.answer_forms import AnswerParsers, answer_form
 from kvferry.model.source import ModelSource, open_model
 from kvferry.model.text.detokenizer import Detokenizer
@@ -39,7 +39,7 @@ def text_model_of(source: ModelSource, parsers: AnswerParsers | None = None) -> 
         new_stop_matcher=StopMatcher,
         max_prompt_chars=source.config.max_model_tokens * tokenizer.max_token_chars,
         encode_chat=None if template is None else chat,
-        check_constraint=GrammarVocabulary(tokenizer).check,
+        check_constraint=GrammarCompiler(tokenizer).check,
         answer_form=answer_form(template, tokenizer, parsers or AnswerParsers()),
         hidden_size=source.config.hidden_size,
     )

@@ -11,15 +11,15 @@ from kvferry.core.errors import GenerationFailed, InvalidRequest
 from kvferry.engine.grammar.grammar_masks import GrammarMasks
 from kvferry.engine.plan.token_mask import Bits, unpacked
 from kvferry.model import tiny
+from kvferry.model.grammar.compiler import GrammarCompiler
 from kvferry.model.grammar.grammar import Grammar
-from kvferry.model.grammar.vocabulary import GrammarVocabulary
 
 CHOICE = Constraint(ConstraintKind.CHOICE, '["yes", "yet"]')
 SECONDS = 30.0
 
 
-class HeldVocabulary(GrammarVocabulary):
-    """A vocabulary whose compilations wait until the test releases them, or fail."""
+class HeldCompiler(GrammarCompiler):
+    """A compiler whose compilations wait until the test releases them, or fail."""
 
     def __init__(self) -> None:
         super().__init__(tiny.tokenizer(tiny.config()))
@@ -34,16 +34,16 @@ class HeldVocabulary(GrammarVocabulary):
 
 
 @pytest.fixture
-def vocabulary() -> HeldVocabulary:
-    return HeldVocabulary()
+def compiler() -> HeldCompiler:
+    return HeldCompiler()
 
 
-def masks(vocabulary: GrammarVocabulary, notify: Callable[[], None] = lambda: None) -> GrammarMasks:
-    return GrammarMasks(vocabulary, late_seconds=0.0, notify=notify)
+def masks(compiler: GrammarCompiler, notify: Callable[[], None] = lambda: None) -> GrammarMasks:
+    return GrammarMasks(compiler, late_seconds=0.0, notify=notify)
 
 
-def patient(vocabulary: GrammarVocabulary) -> GrammarMasks:
-    return GrammarMasks(vocabulary, late_seconds=SECONDS)
+def patient(compiler: GrammarCompiler) -> GrammarMasks:
+    return GrammarMasks(compiler, late_seconds=SECONDS)
 
 
 def ids(allowed: Bits | None) -> set[int]:
@@ -52,26 +52,26 @@ def ids(allowed: Bits | None) -> set[int]:
     return set(np.flatnonzero(unpacked(allowed, tiny.config().vocab_size)).tolist())
 
 
-def test_masks_follow_the_tokens(vocabulary: HeldVocabulary) -> None:
-    vocabulary.go.set()
-    mask = patient(vocabulary).begin(CHOICE, [])
+def test_masks_follow_the_tokens(compiler: HeldCompiler) -> None:
+    compiler.go.set()
+    mask = patient(compiler).begin(CHOICE, [])
     for byte, following in ((b"y", b"e"), (b"e", b"st")):
         assert byte[0] in ids(mask.wait())
         mask = mask.after(list(byte))
         assert ids(mask.wait()) == set(following)
 
 
-def test_a_mask_is_rebuilt_from_generated_tokens(vocabulary: HeldVocabulary) -> None:
-    vocabulary.go.set()
-    assert ids(patient(vocabulary).begin(CHOICE, list(b"ye")).wait()) == set(b"st")
+def test_a_mask_is_rebuilt_from_generated_tokens(compiler: HeldCompiler) -> None:
+    compiler.go.set()
+    assert ids(patient(compiler).begin(CHOICE, list(b"ye")).wait()) == set(b"st")
 
 
-def test_a_late_mask_is_announced_when_it_is_ready(vocabulary: HeldVocabulary) -> None:
+def test_a_late_mask_is_announced_when_it_is_ready(compiler: HeldCompiler) -> None:
     announced = threading.Event()
-    mask = masks(vocabulary, announced.set).begin(CHOICE, [])
+    mask = masks(compiler, announced.set).begin(CHOICE, [])
     assert mask.wait() is None
     assert not mask.is_ready
-    vocabulary.go.set()
+    compiler.go.set()
     assert announced.wait(SECONDS)
     assert mask.is_ready
     assert ids(mask.wait()) == set(b"y")
@@ -81,14 +81,12 @@ def test_a_late_mask_is_announced_when_it_is_ready(vocabulary: HeldVocabulary) -
     ("raised", "expected"),
     [(InvalidRequest("bad", field="constraint"), InvalidRequest), (RuntimeError("of the library"), GenerationFailed)],
 )
-def test_an_error_is_that_of_its_sequence(
-    vocabulary: HeldVocabulary, raised: Exception, expected: type[Exception]
-) -> None:
-    vocabulary.fails = raised
-    vocabulary.go.set()
-    owner = patient(vocabulary)
+def test_an_error_is_that_of_its_sequence(compiler: HeldCompiler, raised: Exception, expected: type[Exception]) -> None:
+    compiler.fails = raised
+    compiler.go.set()
+    owner = patient(compiler)
     mask = owner.begin(CHOICE, [])
     with pytest.raises(expected):
         mask.wait()
-    vocabulary.fails = None
+    compiler.fails = None
     assert ids(owner.begin(CHOICE, []).wait()) == set(b"y")

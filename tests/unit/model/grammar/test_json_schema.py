@@ -10,16 +10,16 @@ from hypothesis import strategies as st
 from kvferry.core.constraint import Constraint, ConstraintKind
 from kvferry.core.errors import InvalidRequest
 from kvferry.model import tiny
+from kvferry.model.grammar.compiler import GrammarCompiler
 from kvferry.model.grammar.json_schema import enforceable, parsed_schema
-from kvferry.model.grammar.vocabulary import GrammarVocabulary
 
-VOCABULARY = GrammarVocabulary(tiny.tokenizer(tiny.config()))
+COMPILER = GrammarCompiler(tiny.tokenizer(tiny.config()))
 EOS = list(tiny.config().eos_token_ids)
 _values = st.sampled_from([0, 1, 2, -1, -2, 0.5, -0.5, 0.1, 1.5, 2.25, 10, -10, 100, 0.01])
 
 
 def accepts(schema: dict[str, Any], text: str) -> bool:
-    state = VOCABULARY.compile(Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(schema))).start()
+    state = COMPILER.compile(Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(schema))).start()
     for byte in text.encode():
         if not state.allowed()[byte]:
             return False
@@ -79,5 +79,5 @@ def test_the_tighter_bound_is_kept() -> None:
 
 def test_a_grammar_without_texts_is_named_as_such() -> None:
     with pytest.raises(InvalidRequest) as caught:
-        VOCABULARY.check(Constraint(ConstraintKind.REGEX, r"[^\s\S]"))
+        COMPILER.check(Constraint(ConstraintKind.REGEX, r"[^\s\S]"))
     assert caught.value.reason == "CONSTRAINT_DEAD_END"

@@ -16,7 +16,7 @@ from kvferry.core.sampling import FinishReason, SamplingParams
 from kvferry.model import tiny
 from kvferry.model.requests.answer_forms import AnswerParsers
 from kvferry.model.source import ModelSource
-from kvferry.model.text.answers.formats import CallFormat
+from kvferry.model.text.answers.registry import CallFormat
 from kvferry.model.text.chat_template import ChatTemplate
 from kvferry.model.text.tools.definitions import Choice, ToolUse
 from kvferry.rpc.channel import open_channel

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 from kvferry.model.text.answers.call_parser import CallParser
 from kvferry.model.text.answers.calls import Calls
-from kvferry.model.text.answers.formats import CallFormat, new_id_of, syntax_of
 from kvferry.model.text.answers.harmony import HarmonySplitter
 from kvferry.model.text.answers.marks import Marks, without_marks
 from kvferry.model.text.answers.pieces import Parts
 from kvferry.model.text.answers.reasoning import ReasoningSplitter
+from kvferry.model.text.answers.registry import CallFormat, new_id_of, syntax_of
 
 _LETTERS = string.ascii_letters + string.digits
 

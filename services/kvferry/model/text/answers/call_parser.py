@@ -1,4 +1,5 @@
-"""Splits generated text into content and tool calls, for any format of calls.
+"""Splits generated text into content and tool calls, for any format of calls; the formats are in
+`registry.py`.
 
     content ──opener──► call ──end of the format──► content
                           └──a character that cannot continue the call──► content, from that character on

@@ -9,8 +9,8 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 
 from kvferry.model.grammar.json_schema import enforceable
-from kvferry.model.text.answers.formats import CallFormat
 from kvferry.model.text.answers.marks import HARMONY, Marks
+from kvferry.model.text.answers.registry import CallFormat
 from kvferry.model.text.tools.definitions import Tool
 from kvferry.model.text.tools.pythonic_grammar import pythonic_call
 

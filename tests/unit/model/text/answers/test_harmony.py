@@ -5,8 +5,8 @@ from harness.fakes.answers import split
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.model.text.answers.formats import CallFormat, recognized
 from kvferry.model.text.answers.marks import HARMONY, Marks
+from kvferry.model.text.answers.registry import CallFormat, recognized
 
 ALL = Marks.of({text: number for number, text in enumerate(HARMONY)})
 NONE = Marks()

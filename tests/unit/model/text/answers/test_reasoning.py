@@ -1,8 +1,8 @@
 import pytest
 from harness.fakes.answers import split
 
-from kvferry.model.text.answers.formats import CallFormat
 from kvferry.model.text.answers.marks import Marks
+from kvferry.model.text.answers.registry import CallFormat
 
 
 @pytest.mark.parametrize(

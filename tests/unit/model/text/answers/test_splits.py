@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from kvferry.model.text.answers.call_parser import MAX_HELD_CHARS
 from kvferry.model.text.answers.calls import MAX_CALLS
-from kvferry.model.text.answers.formats import CallFormat
 from kvferry.model.text.answers.marks import Marks
+from kvferry.model.text.answers.registry import CallFormat
 
 MARKS = Marks.of({"[TOOL_CALLS]": 1, "<think>": 2})
 FORMATS = st.sampled_from(list(CallFormat))

@@ -16,8 +16,8 @@ from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from kvferry.core.errors import InvalidRequest
-from kvferry.model.text.answers.formats import CallFormat
 from kvferry.model.text.answers.marks import MARKERS, Marks
+from kvferry.model.text.answers.registry import CallFormat
 from kvferry.model.text.byte_level import CHARACTER_OF
 from kvferry.model.text.tools.definitions import Tool
 from kvferry.model.text.tools.grammars import MAX_CALLS, calls_grammar, thought_rules

@@ -4,7 +4,7 @@ from typing import Any
 
 from kvferry.model import tiny
 from kvferry.model.requests.answer_forms import AnswerParsers, answer_form
-from kvferry.model.text.answers.formats import CallFormat
+from kvferry.model.text.answers.registry import CallFormat
 from kvferry.model.text.chat_template import ChatTemplate
 from kvferry.model.text.tools.prompt import encode_conversation
 

@@ -4,8 +4,8 @@ from typing import Any
 import pytest
 from harness.fakes.answers import NAMES, split
 
-from kvferry.model.text.answers.formats import CallFormat, recognized
 from kvferry.model.text.answers.marks import Marks
+from kvferry.model.text.answers.registry import CallFormat, recognized
 
 H, L, M, P = CallFormat.HERMES, CallFormat.LLAMA3_JSON, CallFormat.MISTRAL, CallFormat.PYTHONIC
 Expected = tuple[str, list[tuple[str, Any]]]

@@ -1,4 +1,4 @@
-"""Compiles grammars for the vocabulary of a model, and caches them."""
+"""Grammar compiler: compiles constraints for the vocabulary of a model, and caches the grammars."""
 
 import threading
 from collections import OrderedDict
@@ -21,8 +21,8 @@ memory in proportion to its source and to the states that outputs have visited."
 _CHECKED_TOKENS = 16
 
 
-class GrammarVocabulary:
-    """A model's vocabulary, for which it compiles grammars. Thread-safe."""
+class GrammarCompiler:
+    """Compiles constraints for the vocabulary of a model. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer

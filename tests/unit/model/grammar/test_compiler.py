@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from kvferry.core.constraint import MAX_CONSTRAINT_BYTES, Constraint, ConstraintKind
 from kvferry.core.errors import InvalidRequest, InvariantBroken
 from kvferry.model import tiny
-from kvferry.model.grammar import vocabulary as module
-from kvferry.model.grammar.vocabulary import GrammarVocabulary
+from kvferry.model.grammar import compiler as module
+from kvferry.model.grammar.compiler import GrammarCompiler
 
 EOS = frozenset(tiny.config().eos_token_ids)
-VOCABULARY = GrammarVocabulary(tiny.tokenizer(tiny.config()))
+COMPILER = GrammarCompiler(tiny.tokenizer(tiny.config()))
 SEEDS = range(500)
 LONGEST = 4000
 
@@ -30,7 +30,7 @@ def constraint(kind: ConstraintKind, source: object, after: str = "") -> Constra
 
 def accepts(of: Constraint, text: str) -> bool:
     """Return whether a complete output may be `text`: each byte is allowed, and then the end."""
-    state = VOCABULARY.compile(of).start()
+    state = COMPILER.compile(of).start()
     for byte in text.encode():
         if not state.allowed()[byte]:
             return False
@@ -41,7 +41,7 @@ def accepts(of: Constraint, text: str) -> bool:
 def drawn(of: Constraint, seed: int) -> str | None:
     """Draw an output byte by byte, preferring bytes that end it. Return `None` if it exceeds `LONGEST`."""
     draw = random.Random(seed)
-    state = VOCABULARY.compile(of).start()
+    state = COMPILER.compile(of).start()
     output = bytearray()
     while len(output) < LONGEST:
         ids = np.flatnonzero(state.allowed())
@@ -102,7 +102,7 @@ def test_each_kind_accepts_exactly_its_texts(of: Constraint, good: list[str], ba
 
 def test_a_constraint_may_begin_after_a_control_token() -> None:
     of = constraint(ConstraintKind.CHOICE, ["yes"], after=tiny.BOS)
-    state = VOCABULARY.compile(of).start()
+    state = COMPILER.compile(of).start()
     control = tiny.tokenizer(tiny.config()).control_tokens[tiny.BOS].token_id
     state.advance([*b"free", control])
     assert set(np.flatnonzero(state.allowed())) == {ord("y")}
@@ -117,7 +117,7 @@ def test_choices_are_exactly_the_strings_given(choices: list[str], data: st.Data
 
 def test_the_number_of_white_space_characters_is_bounded() -> None:
     # A model that prefers white space would otherwise generate it until max_tokens.
-    state = VOCABULARY.compile(constraint(ConstraintKind.JSON_OBJECT, "")).start()
+    state = COMPILER.compile(constraint(ConstraintKind.JSON_OBJECT, "")).start()
     state.advance(b"{")
     count = 0
     while state.allowed()[ord(" ")]:
@@ -127,7 +127,7 @@ def test_the_number_of_white_space_characters_is_bounded() -> None:
 
 
 def test_a_token_that_is_not_allowed_breaks_an_invariant() -> None:
-    state = VOCABULARY.compile(constraint(ConstraintKind.CHOICE, ["yes"])).start()
+    state = COMPILER.compile(constraint(ConstraintKind.CHOICE, ["yes"])).start()
     with pytest.raises(InvariantBroken):
         state.advance(b"n")
 
@@ -158,7 +158,7 @@ def test_a_token_that_is_not_allowed_breaks_an_invariant() -> None:
 )
 def test_a_bad_constraint_is_rejected_with_its_reason(of: Constraint, message: str) -> None:
     with pytest.raises(InvalidRequest, match=message) as caught:
-        VOCABULARY.check(of)
+        COMPILER.check(of)
     assert caught.value.field == "constraint"
     assert len(caught.value.message) < 500
 
@@ -167,16 +167,16 @@ def test_a_costly_step_ends_the_output_and_not_the_process() -> None:
     optional = {f"p{number}": {"type": "null"} for number in range(1200)}
     of = constraint(ConstraintKind.JSON_SCHEMA, {"type": "object", "properties": optional})
     with pytest.raises(InvalidRequest) as caught:
-        VOCABULARY.check(of)
+        COMPILER.check(of)
     assert caught.value.reason == "CONSTRAINT_TOO_COMPLEX"
 
 
 def test_the_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_CACHED", 3)
-    vocabulary = GrammarVocabulary(tiny.tokenizer(tiny.config()))
-    made = [vocabulary.compile(constraint(ConstraintKind.CHOICE, [str(n)])) for n in range(4)]
-    assert vocabulary.compile(constraint(ConstraintKind.CHOICE, ["3"])) is made[3]
-    assert vocabulary.compile(constraint(ConstraintKind.CHOICE, ["0"])) is not made[0], (
+    compiler = GrammarCompiler(tiny.tokenizer(tiny.config()))
+    made = [compiler.compile(constraint(ConstraintKind.CHOICE, [str(n)])) for n in range(4)]
+    assert compiler.compile(constraint(ConstraintKind.CHOICE, ["3"])) is made[3]
+    assert compiler.compile(constraint(ConstraintKind.CHOICE, ["0"])) is not made[0], (
         "the least recently used grammar was evicted"
     )
 
