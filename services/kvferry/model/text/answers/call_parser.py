@@ -1,5 +1,4 @@
-"""Splits generated text into content and tool calls, for any format of calls; the formats are in
-`registry.py`.
+"""Splits generated text into content and tool calls, for any format in `registry.py`.
 
     content ──opener──► call ──end of the format──► content
                           └──a character that cannot continue the call──► content, from that character on
