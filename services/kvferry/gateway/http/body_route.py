@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from kvferry.core.errors import RequestCancelled
 from kvferry.gateway.config import HttpConfig
-from kvferry.gateway.http.openai.api import Caller
+from kvferry.gateway.http.openai.generation import Caller
 from kvferry.gateway.http.request_body import BodyBudget, BufferedBody, check_media, read_body
 from kvferry.rpc.text.text_service import LARGE_CHARS, TextService
 

@@ -29,9 +29,9 @@ from kvferry.gateway.dispatch.journal import Journal
 from kvferry.gateway.http.answers import Alive, Ready
 from kvferry.gateway.http.body_route import BodyRoute, prepared, while_connected
 from kvferry.gateway.http.event_stream import send_events
-from kvferry.gateway.http.openai import api as openai_api
+from kvferry.gateway.http.openai import completions
 from kvferry.gateway.http.openai import reply as openai_reply
-from kvferry.gateway.http.openai.api import Caller
+from kvferry.gateway.http.openai.generation import Caller, prepare_chat, prepare_completion
 from kvferry.gateway.http.openapi.document import openapi_document
 from kvferry.gateway.http.openapi.operations import OPERATIONS
 from kvferry.gateway.http.request_body import JSON, BodyBudget
@@ -187,17 +187,17 @@ class _Generate(BodyRoute):
         receive, service = request.receive, self.side.service
         async with self.body(request) as (caller, body):
             if self._is_chat:
-                reading = openai_api.prepare_chat(service, caller, body)
+                reading = prepare_chat(service, caller, body)
             else:
-                reading = openai_api.prepare_completion(service, caller, body, self.side.config.max_prompts)
+                reading = prepare_completion(service, caller, body, self.side.config.max_prompts)
             generation = await prepared(receive, body, reading)
             del body, reading  # a request that waits for room holds only its tokens
         if generation.stream:
-            events = openai_api.events(generation)
+            events = completions.events(generation)
             sending = send_events(events, send, end=b"data: [DONE]\n\n", failed=_last_event)
             await while_connected(receive, sending)
         else:
-            whole, timing = await while_connected(receive, openai_api.answer(generation))
+            whole, timing = await while_connected(receive, completions.answer(generation))
             headers = {_DEBUG_HEADER: openai_reply.kv_line(timing)} if _DEBUG_HEADER in request.headers else None
             await Response(whole, headers=headers, media_type=JSON)(request.scope, receive, send)
 

@@ -9,10 +9,11 @@ from harness.fakes.byte_model import BOS, byte_model
 from harness.fakes.scripted_tokens import ScriptedSource
 
 from kvferry.core.clock import ManualClock
-from kvferry.core.errors import InvalidRequest
+from kvferry.core.errors import CONSTRAINT_TOO_COMPLEX, InvalidRequest, KvferryError
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import FinishReason, SampledToken, ScoredToken
-from kvferry.gateway.http.openai.api import Caller, answer, events, prepare_chat, prepare_completion
+from kvferry.gateway.http.openai.completions import answer, events
+from kvferry.gateway.http.openai.generation import Caller, prepare_chat, prepare_completion
 from kvferry.rpc.text.text_service import TextService
 from kvferry.rpc.text.token_source import TokenEvent, TokenRequest, TokenSource
 
@@ -226,3 +227,24 @@ async def test_an_echo_without_output_scores_the_prompt_alone(stream: bool) -> N
     assert (found["tokens"], found["token_logprobs"]) == (["h", "e", "y"], [None, -1.0, -2.0])
     with pytest.raises(InvalidRequest, match="max_tokens must be a whole number from 1"):
         await complete(Scored(), prompt="hey", max_tokens=0)
+
+
+class Ending:
+    """A source that generates one token and then cannot continue."""
+
+    def __init__(self, error: KvferryError) -> None:
+        self.error = error
+
+    async def stream(self, request: TokenRequest) -> AsyncGenerator[TokenEvent, None]:
+        yield TokenEvent((SampledToken(ord("a"), None, ()),))
+        raise self.error
+
+
+@pytest.mark.parametrize("read", [complete, streamed])
+async def test_an_output_that_its_constraint_ends_has_an_error_with_the_field_of_the_request(read: Any) -> None:
+    """The engine knows a constraint, and not which of the fields of the request had it."""
+    source = Ending(InvalidRequest("it is too complex", field="constraint", reason=CONSTRAINT_TOO_COMPLEX))
+    with pytest.raises(InvalidRequest, match="guided_regex: it is too complex") as caught:
+        await read(source, prompt="hi", guided_regex="a*")
+    assert caught.value.field == "guided_regex"
+    assert caught.value.reason == CONSTRAINT_TOO_COMPLEX

@@ -8,7 +8,7 @@ import msgspec
 
 from kvferry.core.errors import InvalidRequest, KvferryError
 from kvferry.core.ids import new_request_id
-from kvferry.gateway.http.openai.api import Caller, Generation, prepared
+from kvferry.gateway.http.openai.generation import Caller, Generation, prepared
 from kvferry.gateway.http.openai.reply import encode
 from kvferry.gateway.http.responses import output as out
 from kvferry.gateway.http.responses.body import ReadResponse, read_response

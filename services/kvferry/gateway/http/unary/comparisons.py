@@ -12,8 +12,8 @@ from pydantic import Field, PlainValidator
 
 from kvferry.core.errors import InvalidRequest
 from kvferry.gateway.http.fields.strict import Accepted, Strict
-from kvferry.gateway.http.openai.api import Caller
 from kvferry.gateway.http.openai.bounds import shown
+from kvferry.gateway.http.openai.generation import Caller
 from kvferry.gateway.http.openai.reply import encode
 from kvferry.gateway.http.unary.bodies import Items, VectorBody, check_count, check_texts, parse
 from kvferry.gateway.http.unary.vectors import (

@@ -9,8 +9,8 @@ from msgspec import Raw, Struct
 from pydantic import PlainValidator
 
 from kvferry.core.errors import InvalidRequest
-from kvferry.gateway.http.openai.api import Caller
 from kvferry.gateway.http.openai.bounds import shown
+from kvferry.gateway.http.openai.generation import Caller
 from kvferry.gateway.http.openai.reply import encode
 from kvferry.gateway.http.unary.bodies import Items, VectorBody, check_count, check_texts, is_ids, parse
 from kvferry.gateway.http.unary.vectors import (

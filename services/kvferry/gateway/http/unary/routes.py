@@ -8,7 +8,7 @@ from starlette.responses import Response
 from starlette.types import Send
 
 from kvferry.gateway.http.body_route import BodyRoute, Side, while_connected
-from kvferry.gateway.http.openai.api import Caller
+from kvferry.gateway.http.openai.generation import Caller
 from kvferry.gateway.http.request_body import JSON
 from kvferry.gateway.http.unary.comparisons import answer_rerank, answer_score
 from kvferry.gateway.http.unary.embeddings import answer_embeddings

@@ -10,8 +10,8 @@ from kvferry.core.errors import InvalidRequest
 from kvferry.gateway.http.fields.messages import Message
 from kvferry.gateway.http.fields.offered_tools import ToolDefinition
 from kvferry.gateway.http.fields.strict import Accepted
-from kvferry.gateway.http.openai.api import Caller
 from kvferry.gateway.http.openai.bounds import shown
+from kvferry.gateway.http.openai.generation import Caller
 from kvferry.gateway.http.openai.reply import encode
 from kvferry.gateway.http.openai.schema import ChatRequest
 from kvferry.gateway.http.openai.schema import parse as parse_chat

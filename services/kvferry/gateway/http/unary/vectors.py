@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from msgspec import Struct
 
-from kvferry.gateway.http.openai.api import Caller
+from kvferry.gateway.http.openai.generation import Caller
 from kvferry.gateway.http.unary.bodies import VectorBody
 from kvferry.model.requests.pooling import PoolingParams
 from kvferry.rpc.text import embedding

@@ -1,0 +1,187 @@
+"""Generations of OpenAI's API: validates chat and text completions and starts them."""
+
+import math
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from kvferry.core.errors import InvalidRequest
+from kvferry.core.ids import RequestId
+from kvferry.core.sampling import FinishReason
+from kvferry.gateway.http.fields.constraint_fields import in_field
+from kvferry.gateway.http.openai import reply
+from kvferry.gateway.http.openai.request import ReadRequest, read_chat, read_completion
+from kvferry.model.requests.prompt_parameters import check_prompt_logprobs
+from kvferry.rpc.text.merging import merge
+from kvferry.rpc.text.text_service import TextService
+from kvferry.rpc.text.text_stream import MAX_RUNNING_SAMPLES, TextChunk, TextRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Request id, tenant and arrival time of one HTTP request."""
+
+    request_id: RequestId
+    tenant: str
+    arrived: float
+    """Arrival time, monotonic seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A validated request and the form of its response."""
+
+    service: TextService
+    requests: tuple[TextRequest, ...]
+    """A request per prompt."""
+    is_chat: bool
+    stream: bool
+    include_usage: bool
+    created: int
+    """Unix time of the response, seconds."""
+    num_choices: int | None = None
+    """Number of samples per prompt in the response: the best ones; `None` for all."""
+    logprobs: int | None = None
+    """Number of alternatives per token in the response; `None` for a response without log-probabilities."""
+    prompt_logprobs: int | None = None
+    """The same for the tokens of the prompt."""
+    echoes: tuple[str, ...] = ()
+    """Texts of the prompts, which precede the outputs in the response; empty if they do not."""
+    is_echo_alone: bool = False
+    """Whether the response has no output."""
+    constraint_field: str = ""
+    """Field of the request that has the constraint of the output."""
+
+    @property
+    def reply_id(self) -> str:
+        """The response's `id` in OpenAI's form."""
+        return f"{'chatcmpl' if self.is_chat else 'cmpl'}-{self.requests[0].request_id}"
+
+    def reply(self, choices: Sequence[reply.Choice | msgspec.Raw]) -> reply.Reply[reply.Choice | msgspec.Raw]:
+        """Build a response, or a stream chunk, with these choices."""
+        kind = "text_completion"
+        if self.is_chat:
+            kind = "chat.completion.chunk" if self.stream else "chat.completion"
+        adapter = self.requests[0].adapter
+        model = self.service.model.name if adapter is None else adapter.name
+        return reply.Reply(self.reply_id, kind, self.created, model, choices)
+
+    def chunks(self) -> AsyncGenerator[TextChunk, None]:
+        """Return an iterator over the chunks of all prompts and samples, which begins when the request is admitted;
+        `index` is prompt index * `num_samples` + sample index.
+
+        Raises:
+            KvferryError: the generation failed; an error of the constraint has the request's name of its field.
+        """
+        return self.service.admitted(self.requests, self._chunks_now)
+
+    def _chunks_now(self, requests: Sequence[TextRequest]) -> AsyncGenerator[TextChunk, None]:
+        cut = _without_output if self.is_echo_alone else None
+        sources = [
+            self._changed(self.service.generate_now(request), number * request.num_samples, cut)
+            for number, request in enumerate(requests)
+        ]
+        at_once = max(1, MAX_RUNNING_SAMPLES // requests[0].num_samples)
+        return sources[0] if len(sources) == 1 else merge(sources, at_once=at_once)
+
+    async def _changed(
+        self, chunks: AsyncGenerator[TextChunk, None], by: int, cut: Callable[[TextChunk], TextChunk] | None
+    ) -> AsyncGenerator[TextChunk, None]:
+        """Yield chunks with `by` added to their index, cut by `cut` if it is given."""
+        try:
+            async with aclosing(chunks):
+                async for chunk in chunks:
+                    moved = chunk if by == 0 else replace(chunk, index=chunk.index + by)
+                    yield moved if cut is None else cut(moved)
+        except InvalidRequest as error:
+            raise in_field(error, self.constraint_field) from None
+
+    def echo(self, index: int) -> str:
+        """Return the text that precedes the output of sample `index`: its prompt, or nothing."""
+        return self.echoes[index // self.requests[0].num_samples] if self.echoes else ""
+
+
+async def prepare_chat(service: TextService, caller: Caller, body: bytes) -> Generation:
+    """Validate a chat request.
+
+    Raises:
+        InvalidRequest: a field is invalid or not implemented.
+        UnknownModel: this gateway serves a different model.
+    """
+    return await prepared(service, caller, await service.read(read_chat, len(body), body), is_chat=True)
+
+
+async def prepare_completion(service: TextService, caller: Caller, body: bytes, max_prompts: int) -> Generation:
+    """Validate a completions request.
+
+    Raises:
+        InvalidRequest: a field is invalid or not implemented.
+        UnknownModel: this gateway serves a different model.
+    """
+    asked = await service.read(read_completion, len(body), body, max_prompts)
+    return await prepared(service, caller, asked, is_chat=False)
+
+
+async def prepared(service: TextService, caller: Caller, asked: ReadRequest, *, is_chat: bool) -> Generation:
+    """Check a request that was read against the served model and the tenant's access.
+
+    Raises:
+        InvalidRequest: the request cannot be served with this model, or its constraint cannot be compiled.
+        UnknownModel: the model or adapter is unknown, or the tenant may not use it.
+    """
+    adapter = service.adapter_of(asked.model)
+    service.check_access(caller.tenant, service.model.name if adapter is None else adapter.name)
+    sampling = asked.sampling
+    if asked.num_choices is not None and sampling.logprobs is None:
+        sampling = replace(sampling, logprobs=0)  # the samples are compared by their log-probabilities
+    requests = tuple(
+        service.fit(
+            TextRequest(
+                request_id=caller.request_id if len(asked.prompts) == 1 else RequestId(f"{caller.request_id}-{number}"),
+                token_ids=ids,
+                sampling=sampling,
+                num_samples=asked.num_samples,
+                tenant=caller.tenant,
+                cache_salt=asked.cache_salt,
+                adapter=adapter,
+                priority=asked.priority,
+                arrived=caller.arrived,
+                split=asked.split,
+            )
+        )
+        for number, ids in enumerate(asked.prompts)
+    )
+    check_prompt_logprobs(sampling, asked.num_samples * sum(len(request.token_ids) for request in requests))
+    if asked.sampling.constraint is not None:
+        try:
+            await service.check(asked.sampling.constraint)
+        except InvalidRequest as error:
+            raise in_field(error, asked.constraint_field) from None
+    created = math.floor(service.clock.wall())
+    decode = service.model.tokenizer.decode
+    return Generation(
+        service,
+        requests,
+        is_chat,
+        asked.stream,
+        asked.include_usage,
+        created,
+        asked.num_choices,
+        logprobs=asked.sampling.logprobs,
+        prompt_logprobs=asked.prompt_logprobs,
+        is_echo_alone=asked.is_echo_alone,
+        constraint_field=asked.constraint_field,
+        echoes=tuple(
+            text if text is not None and len(request.token_ids) == len(ids) else decode(request.token_ids)
+            for text, ids, request in zip(asked.echoes, asked.prompts, requests, strict=False)
+        ),
+    )
+
+
+def _without_output(chunk: TextChunk) -> TextChunk:
+    """Return a chunk without its output, as if no token had been generated."""
+    usage = None if chunk.usage is None else replace(chunk.usage, output_tokens=0)
+    finish = None if chunk.finish_reason is None else FinishReason.LENGTH
+    return replace(chunk, text="", tokens=(), finish_reason=finish, stop_reason=None, usage=usage)
