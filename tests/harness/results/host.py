@@ -23,6 +23,7 @@ from kvferry.engine.plan.step import ScheduledSequence, SequenceOutput, StepPlan
 from kvferry.engine.plan.step_budget import SchedulerLimits
 
 _CLOCK = SystemClock()
+_DELTAS = 8
 _BATCH, _STEPS = 64, 60
 _STEP_ROWS = Path(__file__).resolve().parents[2] / "bench" / "results" / "steps.csv"
 
@@ -160,7 +161,7 @@ def table_deltas() -> Outcome:
     """Compare writing the changed cells of block tables with writing all of them, for growing tables."""
     rows = []
     for per_row in (1000, 4000, 16_000):
-        tables = [[BlockId(index) for index in range(per_row + 1)] for _ in range(64)]
+        tables = [[BlockId(index) for index in range(per_row + _DELTAS)] for _ in range(64)]
         rows.append((64 * per_row, *_delta_and_rebuild(tables, per_row)))
     ratio = rows[-1][2] / rows[-1][1]
     growth = rows[-1][1] / rows[0][1]
@@ -178,8 +179,9 @@ def table_deltas() -> Outcome:
 
 
 def _delta_and_rebuild(tables: Sequence[list[BlockId]], per_row: int) -> tuple[float, float]:
-    """Return the median seconds of a step in which each table has one more block, and of one that writes all."""
-    slots = BatchSlots(len(tables), per_row + 1)
+    """Return the median seconds of a step in which each table has one more block, and of one that writes all. Several
+    of the former follow each of the latter, which evicts the ends of the tables from the processor's caches."""
+    slots = BatchSlots(len(tables), per_row + _DELTAS)
 
     def step(count: int, version: int) -> float:
         scheduled = [
@@ -198,7 +200,7 @@ def _delta_and_rebuild(tables: Sequence[list[BlockId]], per_row: int) -> tuple[f
     deltas, rebuilds = [], []
     for version in range(1, 10):
         rebuilds.append(step(per_row, version))
-        deltas.append(step(per_row + 1, version))
+        deltas += [step(per_row + count, version) for count in range(1, _DELTAS + 1)]
     return statistics.median(deltas), statistics.median(rebuilds)
 
 
