@@ -10,6 +10,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from kvferry.core.errors import UsageError
+from kvferry.core.struct_types import describe
 
 Json = dict[str, Any]
 Percentage = str
@@ -261,6 +262,9 @@ class Pool(_Struct, frozen=True):
     spec: PoolSpec
     keys: str = ""
     """Identifier of the generated keys, from the status; empty for the first ones."""
+
+
+describe(PoolSpec)
 
 
 def parse_pool(body: Mapping[str, Any]) -> Pool:

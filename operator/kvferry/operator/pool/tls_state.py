@@ -10,6 +10,8 @@ from collections.abc import Mapping
 import msgspec
 from blake3 import blake3
 
+from kvferry.core.struct_types import describe
+
 CA_ENTRY = "ca.crt"
 STATE_ENTRY = "state.json"
 _MAX_CAS = 6
@@ -54,6 +56,9 @@ class TlsState(msgspec.Struct, frozen=True, rename="camel"):
 def fingerprint(certificate: str) -> str:
     """Return a digest of a certificate, PEM, 32 hexadecimal digits."""
     return blake3(certificate.strip().encode()).hexdigest(16)
+
+
+describe(TlsState)
 
 
 def data_of(state: TlsState) -> dict[str, str]:

@@ -28,6 +28,7 @@ import numpy.typing as npt
 from kvferry.core.clock import Clock, SystemClock
 from kvferry.core.ids import BlockId, Incarnation
 from kvferry.core.process.exit_threads import start_thread
+from kvferry.core.struct_types import describe
 from kvferry.kv.connectors.address_proof import checked, proved
 from kvferry.kv.interface.connector import PageMemory, Peer, Read, ReadError, TransportSetup
 from kvferry.kv.interface.packed import unpacked
@@ -61,6 +62,9 @@ class _Address(msgspec.Struct, frozen=True, array_like=True):
     epochs: _Place
     num_blocks: Annotated[int, msgspec.Meta(ge=1, le=_MAX_BLOCKS)]
     block_bytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
+
+
+describe(_Address)
 
 
 class _Remote:

@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 from kvferry.core.ids import BlockId, Incarnation
+from kvferry.core.struct_types import describe
 from kvferry.kv.connectors.windows import CompletedRead, Pages, as_pages, copy_pages, copy_raw, epochs_of
 from kvferry.kv.interface.connector import PageMemory, Peer, Read, ReadError, TransportSetup
 from kvferry.kv.interface.packed import unpacked
@@ -39,6 +40,9 @@ class _Address(msgspec.Struct, frozen=True, array_like=True):
     @property
     def size(self) -> int:
         return self.num_blocks * (self.block_bytes + _EPOCH_BYTES)
+
+
+describe(_Address)
 
 
 class _Window:

@@ -16,6 +16,7 @@ import msgspec
 from kvferry.core.clock import Clock, SystemClock
 from kvferry.core.errors import UsageError
 from kvferry.core.ids import BlockId, Incarnation
+from kvferry.core.struct_types import describe
 from kvferry.kv.connectors import tcp_wire as wire
 from kvferry.kv.connectors.tcp_read import ParallelRead, TcpRead, split_buffers
 from kvferry.kv.connectors.tcp_server import PageServer, runs
@@ -42,6 +43,9 @@ class _Address(msgspec.Struct, frozen=True, array_like=True):
     port: int
     num_blocks: int
     block_bytes: int
+
+
+describe(_Address)
 
 
 class _Owner:

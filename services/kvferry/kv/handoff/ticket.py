@@ -16,6 +16,7 @@ from blake3 import blake3
 
 from kvferry.core.errors import TicketRejected
 from kvferry.core.ids import Incarnation, TicketId, WorkerId
+from kvferry.core.struct_types import describe
 from kvferry.kv.handoff.seals import Sealed, sealed_bytes
 from kvferry.kv.interface.packed import unpacked
 from kvferry.kv.pages.layer_groups import FULL_ATTENTION, handed_over
@@ -73,6 +74,9 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     def peer(self) -> tuple[WorkerId, Incarnation]:
         """Worker id and incarnation of the worker that owns the pages."""
         return WorkerId(self.worker_id), Incarnation(self.incarnation)
+
+
+describe(Ticket)
 
 
 def digest_tokens(tokens: Sequence[int]) -> bytes:

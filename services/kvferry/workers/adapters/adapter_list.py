@@ -16,6 +16,7 @@ import msgspec
 
 from kvferry.core.errors import UsageError
 from kvferry.core.ids import MAX_ADAPTER_NAME_CHARS
+from kvferry.core.struct_types import describe
 from kvferry.engine.adapters.adapter_store import MAX_ADAPTERS
 
 MAX_LIST_BYTES = 4 << 20
@@ -31,6 +32,9 @@ class ListedAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class _List(msgspec.Struct, forbid_unknown_fields=True):
     adapters: Annotated[list[ListedAdapter], msgspec.Meta(max_length=MAX_ADAPTERS)] = []
+
+
+describe(_List)
 
 
 def read_adapter_list(raw: bytes) -> Mapping[str, ListedAdapter]:

@@ -8,6 +8,7 @@ import msgspec
 
 from kvferry.core.errors import InvalidRequest, KvferryError
 from kvferry.core.ids import new_request_id
+from kvferry.core.struct_types import describe
 from kvferry.gateway.http.openai.generation import Caller, Generation, prepared
 from kvferry.gateway.http.openai.reply import encode
 from kvferry.gateway.http.responses import output as out
@@ -19,6 +20,9 @@ from kvferry.rpc.text.text_service import TextService
 
 class _Peek(msgspec.Struct):
     previous_response_id: Any = None
+
+
+describe(_Peek)
 
 
 class Creation:
