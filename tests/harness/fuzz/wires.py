@@ -209,7 +209,8 @@ def _frames() -> Iterator[Run]:
                     case 0:
                         tcp_wire.greet_as_owner(ours, [key], clock, _READ_SECONDS)
                     case 1:
-                        while tcp_wire.receive_request(ours, 1000):
+                        requests = tcp_wire.Requests(ours, 1000)
+                        while requests.receive():
                             pass
                     case 2:
                         tcp_wire.greet_as_reader(ours, key)

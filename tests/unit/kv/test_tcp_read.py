@@ -2,6 +2,7 @@
 
 import socket
 import struct
+import threading
 from collections import deque
 
 import pytest
@@ -79,6 +80,47 @@ def test_a_read_lands_as_it_arrives_and_returns_its_connection() -> None:
     scene.close()
 
 
+def test_a_wait_receives_the_whole_reply() -> None:
+    scene = Scene()
+    read, peer = scene.read(), scene.links.peers[0]
+    sender = threading.Thread(target=lambda: [peer.sendall(part) for part in (HEAD, b"a" * SIZE, b"b" * SIZE)])
+    sender.start()
+    read.wait(60.0)
+    sender.join()
+    assert scene.landed == b"b" * SIZE + b"a" * SIZE
+    assert len(scene.links.given_back) == 1
+    assert read.poll()
+    scene.close()
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.001])
+def test_a_wait_ends_without_the_rest_of_a_reply(seconds: float) -> None:
+    scene = Scene()
+    read, peer = scene.read(), scene.links.peers[0]
+    for _ in range(2):
+        read.wait(seconds)
+        assert read.progress() == 0
+    peer.sendall(HEAD + b"a")
+    read.wait(seconds)
+    assert read.progress() == len(HEAD) + 1
+    assert not read.is_quiet()
+    peer.sendall(b"a" * (2 * SIZE - 1))
+    assert read.poll()
+    scene.close()
+
+
+def test_a_failure_during_a_wait_is_raised_by_the_next_poll() -> None:
+    scene = Scene()
+    read, peer = scene.read(), scene.links.peers[0]
+    peer.sendall(struct.pack("<BQ", 1, 0))
+    peer.shutdown(socket.SHUT_WR)
+    read.wait(60.0)
+    assert read.is_quiet()
+    with pytest.raises(ReadError, match="rejected"):
+        read.poll()
+    scene.close()
+
+
 def test_a_read_without_data_for_two_seconds_fails_and_is_quiet() -> None:
     scene = Scene()
     read, peer = scene.read(), scene.links.peers[0]
@@ -143,6 +185,7 @@ def test_an_answer_that_ended_early_is_not_requested_again() -> None:
     read, peer = scene.read(), scene.links.peers[0]
     peer.sendall(HEAD + b"a")
     peer.shutdown(socket.SHUT_WR)
+    assert not read.poll()
     with pytest.raises(ReadError, match="closed the connection"):
         read.poll()
     assert read.is_quiet()

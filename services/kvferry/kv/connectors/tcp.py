@@ -71,6 +71,7 @@ class _Owner:
         try:
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             wire.greet_as_reader(link, self._key)
+            link.settimeout(None)
         except BaseException:
             link.close()
             raise

@@ -4,7 +4,6 @@ A thread for each read would cost two switches, which is more than the transfer 
 a large read have threads, since their copies then run in parallel.
 """
 
-import select
 import socket
 from collections.abc import Sequence
 from concurrent.futures import Executor, wait
@@ -14,7 +13,6 @@ from kvferry.core.clock import Clock
 from kvferry.kv.connectors import tcp_wire as wire
 from kvferry.kv.interface.connector import ReadError
 
-_MAX_BYTES_PER_POLL = 16 << 20
 _WAIT_SECONDS = 0.1
 
 
@@ -35,7 +33,7 @@ class Links(Protocol):
 
 
 class TcpRead:
-    """A read in flight. Only `poll` and `is_quiet` write to the target pages, on the thread that calls them."""
+    """A read in flight. Only `poll`, `is_quiet` and `wait` write to the target pages, on the thread that calls them."""
 
     def __init__(
         self,
@@ -74,20 +72,20 @@ class TcpRead:
         self._link: socket.socket | None = None
         self._failure: str | None = None
         self._may_retry = True
-        self._reply = wire.Reply(into)
         try:
             self._request()
         except OSError as error:
             raise ReadError(f"the read failed ({error})") from error
+        self._reply = wire.Reply(into)  # made while the peer receives the request
 
     def poll(self) -> bool:
-        self._receive()
+        self._receive(socket.MSG_DONTWAIT)
         if self._failure is not None:
             raise ReadError(f"the read failed ({self._failure})")
         return self._link is None
 
     def is_quiet(self) -> bool:
-        self._receive()
+        self._receive(socket.MSG_DONTWAIT)
         return self._link is None
 
     def progress(self) -> int:
@@ -95,18 +93,17 @@ class TcpRead:
         return self._reply.num_received
 
     def wait(self, seconds: float) -> None:
+        """Receive until the reply is complete, for at most `seconds` (rounded up to a tick of the kernel's timer) or
+        8 MiB. The call waits in the kernel between parts of the reply, without the interpreter."""
         if self._link is not None:
-            watcher = select.poll()
-            watcher.register(self._link, select.POLLIN)
-            watcher.poll(1e3 * seconds)
+            wire.limit_receives(self._link, seconds)
+            self._receive(socket.MSG_WAITALL)
 
     def _request(self) -> None:
         """Send the request; retry once, since the peer may have closed an idle connection."""
         link = self._links.take(self._connect_seconds)
         try:
-            link.settimeout(self._stall_seconds)
-            wire.send_request(link, self._op, self._ids)
-            link.setblocking(False)
+            wire.send_request(link, self._op, self._ids, self._stall_seconds)
         except OSError:
             link.close()
             if not self._may_retry:
@@ -116,16 +113,13 @@ class TcpRead:
         else:
             self._link = link
 
-    def _receive(self) -> None:
-        """Receive what has arrived; end the read when it is complete or has failed."""
+    def _receive(self, flags: int) -> None:
+        """Receive once; end the read when it is complete or has failed."""
         if self._link is None:
             return
         before = self._reply.num_received
         try:
-            while not self._reply.receive_some(self._link):
-                if self._reply.num_received - before >= _MAX_BYTES_PER_POLL:
-                    break
-            else:
+            if self._reply.receive_some(self._link, flags):
                 self._links.give_back(self._link)
                 self._link = None
                 return

@@ -98,8 +98,9 @@ class PageServer:
             link.settimeout(_GREETING_SECONDS)
             wire.greet_as_owner(link, self._keys, self._clock, _GREETING_SECONDS)
             wire.block_in_kernel(link, _STALL_SECONDS)
-            while self._answer(link):
-                pass
+            requests = wire.Requests(link, len(self._epochs))
+            while (request := requests.receive()) is not None:
+                self._answer(link, *request)
         except BlockingIOError:
             _log.info("disconnected a reader: it stalled for %.0f s", _STALL_SECONDS)
         except OSError as error:  # includes time-outs and `WireError`
@@ -110,11 +111,7 @@ class PageServer:
                 self._links.discard(link)
             link.close()
 
-    def _answer(self, link: socket.socket) -> bool:
-        request = wire.receive_request(link, len(self._epochs))
-        if request is None:
-            return False
-        op, ids = request
+    def _answer(self, link: socket.socket, op: wire.Op, ids: Sequence[int]) -> None:
         if max(ids) >= len(self._epochs):
             wire.send_refusal(link)
         elif op is wire.Op.EPOCHS:
@@ -122,7 +119,6 @@ class PageServer:
         else:
             size = self._block_bytes
             wire.send_reply(link, [self._pages[a * size : b * size] for a, b in runs(ids)])
-        return True
 
 
 def runs(ids: Sequence[int]) -> list[tuple[int, int]]:

@@ -32,7 +32,10 @@ _CONTEXT = "kvferry 2026-11 tcp connector"
 _REQUEST = struct.Struct("<BI")
 _REPLY = struct.Struct("<BQ")
 _MAX_BUFFERS = 256
-_PIECE_BYTES = 1 << 20
+_PIECE_BYTES = 8 << 20
+"""Maximum number of bytes of one receive, which bounds the time until the caller can look at its clock."""
+_REQUEST_PIECE_BYTES = 4096
+"""Number of bytes that are received at once for a request: those of about 1000 page ids."""
 
 
 class Op(IntEnum):
@@ -40,6 +43,9 @@ class Op(IntEnum):
 
     PAGES = 1
     EPOCHS = 2
+
+
+_OPS = {op.value: op for op in Op}
 
 
 class Status(IntEnum):
@@ -103,33 +109,73 @@ def block_in_kernel(link: socket.socket, patience: float) -> None:
     a part fits into the buffer; that costs more than the transfer of a small page over loopback.
     """
     link.settimeout(None)
-    limit = struct.pack("@ll", int(patience), int(patience % 1 * 1e6))
-    link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-    link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _interval(patience))
+    limit_receives(link, patience)
 
 
-def send_request(link: socket.socket, op: Op, ids: Sequence[int]) -> None:
-    """Send a request for pages or epochs."""
-    link.sendall(_REQUEST.pack(op, len(ids)) + struct.pack(f"<{len(ids)}I", *ids))
+def limit_receives(link: socket.socket, patience: float) -> None:
+    """Make each receive of a connection without a time-out of Python's wait for at most `patience` seconds, rounded up
+    to the kernel's timer tick (1 to 10 ms)."""
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _interval(patience))
 
 
-def receive_request(link: socket.socket, most: int) -> tuple[Op, tuple[int, ...]] | None:
-    """Wait for the next request, without a time limit; return `None` if the reader closed the connection. After the
-    first byte, the connection's time-out applies.
+def send_request(link: socket.socket, op: Op, ids: Sequence[int], seconds: float) -> None:
+    """Send a request for pages or epochs, within `seconds`.
+
+    Args:
+        link: connection that blocks without a time-out; it still does afterwards.
 
     Raises:
-        WireError, BlockingIOError: the request is malformed, has more than `most` page ids, or is incomplete.
+        OSError, TimeoutError: the connection is closed, or the peer does not receive.
     """
-    head = None
-    while head is None:
-        with suppress(BlockingIOError):  # the time-out of an idle connection
-            head = link.recv(_REQUEST.size)
-    if not head:
-        return None
-    op, count = _REQUEST.unpack(head + receive(link, _REQUEST.size - len(head)))
-    if op not in Op._value2member_map_ or not 0 < count <= most:
-        raise WireError(f"invalid request of kind {op} for {count} pages")
-    return Op(op), struct.unpack(f"<{count}I", receive(link, 4 * count))
+    request = _REQUEST.pack(op, len(ids)) + struct.pack(f"<{len(ids)}I", *ids)
+    sent = 0
+    with suppress(BlockingIOError):
+        sent = link.send(request, socket.MSG_DONTWAIT)  # a time-out of Python's would cost three more system calls
+    if sent < len(request):
+        link.settimeout(seconds)
+        link.sendall(request[sent:])
+        link.settimeout(None)
+
+
+class Requests:
+    """Requests that arrive on a connection, each usually received in one call."""
+
+    def __init__(self, link: socket.socket, most: int) -> None:
+        """
+        Args:
+            most: maximum number of page ids of a request.
+        """
+        self._link, self._most = link, most
+        self._rest = b""
+        """Bytes received after the last request."""
+
+    def receive(self) -> tuple[Op, tuple[int, ...]] | None:
+        """Wait for the next request, without a time limit; return `None` if the reader closed the connection. After
+        the first byte, the connection's time-out applies.
+
+        Raises:
+            WireError, BlockingIOError: the request is malformed, has too many page ids, or is incomplete.
+        """
+        held = self._rest
+        while not held:
+            try:
+                held = self._link.recv(_REQUEST_PIECE_BYTES)
+            except BlockingIOError:  # the time-out of an idle connection
+                continue
+            if not held:
+                return None
+        if len(held) < _REQUEST.size:
+            held += receive(self._link, _REQUEST.size - len(held))
+        number, count = _REQUEST.unpack_from(held)
+        op = _OPS.get(number)
+        if op is None or not 0 < count <= self._most:
+            raise WireError(f"invalid request of kind {number} for {count} pages")
+        size = _REQUEST.size + 4 * count
+        if len(held) < size:
+            held += receive(self._link, size - len(held))
+        self._rest = held[size:]
+        return op, struct.unpack_from(f"<{count}I", held, _REQUEST.size)
 
 
 def send_refusal(link: socket.socket) -> None:
@@ -150,41 +196,41 @@ class Reply:
 
     def __init__(self, into: Sequence[memoryview]) -> None:
         self._head = bytearray(_REPLY.size)
-        self._head_left = memoryview(self._head)
-        self._left = list(into)
+        self._left = [memoryview(self._head), *into]
+        self._size = sum(map(len, into))
         self.num_received = 0
         """Bytes received so far."""
 
-    def receive_some(self, link: socket.socket) -> bool:
-        """Receive once, at most 1 MiB if no buffer is longer; return whether the reply is complete.
+    def receive_some(self, link: socket.socket, flags: int = 0) -> bool:
+        """Receive once, at most 8 MiB; return whether the reply is complete.
+
+        Head and content are received together, since a call for the head alone would cost as much as a twentieth of a
+        page over loopback. If the head turns out to be wrong, the buffers may have content of the wrong reply.
+
+        Args:
+            flags: `MSG_DONTWAIT` receives what has arrived; `MSG_WAITALL` waits for all bytes of this call, or for
+                the time of `limit_receives`.
 
         Raises:
-            BlockingIOError: nothing has arrived on a connection that does not block.
+            BlockingIOError: nothing has arrived, or not in time.
             WireError, TimeoutError: the reply is a rejection or has an unexpected length, the connection was closed
                 or timed out.
         """
-        if self._head_left:
-            received = link.recv_into(self._head_left)
-            self._head_left = self._head_left[received:]
-            if received and not self._head_left:
-                self._check_head()
-        else:
-            piece, size = 0, 0
-            while piece < min(len(self._left), _MAX_BUFFERS) and size < _PIECE_BYTES:
-                size += len(self._left[piece])
-                piece += 1
-            received = link.recvmsg_into(self._left[:piece])[0]
-            self._left = _advance(self._left, received)
+        received = link.recvmsg_into(_first(self._left, _PIECE_BYTES), 0, flags)[0]
         if not received:
             raise WireError("the peer closed the connection before the whole reply arrived")
+        before = self.num_received
         self.num_received += received
-        return not self._left and not self._head_left
+        self._left = _advance(self._left, received)
+        if before < _REPLY.size <= self.num_received:
+            self._check_head()
+        return not self._left
 
     def _check_head(self) -> None:
         status, length = _REPLY.unpack(self._head)
         if status != Status.OK:
             raise WireError("the owner rejected the request")
-        if length != sum(map(len, self._left)):
+        if length != self._size:
             raise WireError(f"the owner's reply has an unexpected length of {length} bytes")
 
 
@@ -201,6 +247,23 @@ def receive(link: socket.socket, size: int) -> bytes:
             raise WireError("the other side closed the connection")
         found += more
     return bytes(found)
+
+
+def _first(left: list[memoryview], size: int) -> list[memoryview]:
+    """Return the first `size` bytes of `left`, or fewer if that many buffers do not fit into a call."""
+    taken: list[memoryview] = []
+    for view in left[:_MAX_BUFFERS]:
+        taken.append(view[:size])
+        size -= len(view)
+        if size <= 0:
+            break
+    return taken
+
+
+def _interval(seconds: float) -> bytes:
+    """Encode a positive time as `struct timeval`; zero would mean no limit."""
+    micros = max(1, int(seconds * 1e6))
+    return struct.pack("@ll", micros // 1_000_000, micros % 1_000_000)
 
 
 def _advance(left: list[memoryview], done: int) -> list[memoryview]:
