@@ -1,6 +1,6 @@
 // Sanitizer program (`make sanitize`): runs random batches through small random models of every weight format, with
-// several threads, on every level. The exit status is 1 if a row's logits differ from those of a single thread that
-// computes only this sequence. Buffers are poisoned before every step.
+// several threads, on every level. The exit status is 1 if a row's logits differ from the logits that a single thread
+// computes for this sequence alone. Buffers are poisoned before every step.
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -27,7 +27,7 @@ namespace {
 
 std::mt19937 rng(11);
 
-constexpr int kLongest = 700;  // maximum tokens of a sequence
+constexpr int kLongest = 700;  // maximum number of tokens of a sequence
 
 int draw(int least, int most) { return std::uniform_int_distribution<int>(least, most)(rng); }
 int one_of(const std::vector<int>& choices) { return choices[size_t(draw(0, int(choices.size()) - 1))]; }
@@ -51,7 +51,7 @@ Packed random_matrix(const std::string& wanted, RowType type, int rows, int cols
   if (type == RowType::f32) {
     const auto values = floats(size_t(rows) * cols, 0.1f);
     std::memcpy(raw.data(), values.data(), raw.size());
-  } else {  // random codes with scales of about 0.01
+  } else {  // random quantized values with scales of about 0.01
     for (auto& byte : raw) byte = uint8_t(draw(0, 255));
     const size_t block = type == RowType::q6_k ? 210 : type == RowType::q8_0 ? 34 : 20;
     for (size_t at = type == RowType::q6_k ? 208 : 0; at < raw.size(); at += block) {
@@ -67,7 +67,7 @@ Packed random_matrix(const std::string& wanted, RowType type, int rows, int cols
   return p;
 }
 
-// A random model, and the memory to which it points.
+// A random model, and the memory that it points to.
 struct World {
   Model model;
   std::vector<Packed> matrices;
@@ -102,7 +102,7 @@ struct World {
       RowType t = type;
       if (wanted == "mixed")
         t = RowType(one_of({int(RowType::f32), int(RowType::q4_1), int(RowType::q8_0), int(type)}));
-      if (row_bytes(t, cols) == 0) t = RowType::f32;  // the inputs do not fill whole blocks
+      if (row_bytes(t, cols) == 0) t = RowType::f32;  // the inputs are not a multiple of the block
       std::string form = wanted;
       if (t != RowType::f32) {
         form = "shipped";
@@ -187,14 +187,14 @@ struct Piece {
   int sequence, first, rows;
 };
 
-// Groups of the two layers, and the pages of each sequence in each group.
+// Layer groups of the two layers, and the pages of each sequence in each group.
 struct Groups {
   std::vector<int64_t> places;  // empty for pages with both layers
   std::vector<std::vector<std::vector<int64_t>>> tables;
   int page_layers() const { return places.empty() ? 2 : 1; }
 };
 
-// Pages from `page` on. If the layers are in two groups, each page has one of them.
+// Pages from `page` on. If the layers are in two groups, each page holds one layer.
 Groups random_groups(const std::vector<int>& lengths, int block_tokens, int64_t& page) {
   Groups groups;
   if (draw(0, 1)) groups.places = draw(0, 1) ? std::vector<int64_t>{0, 0, 1, 0} : std::vector<int64_t>{1, 0, 0, 0};
@@ -224,7 +224,7 @@ std::vector<float> step(Step& job, Pool& pool, const std::vector<Piece>& pieces,
       int64_t* to = tables.data() + (g * pieces.size() + sequences.size()) * width;
       for (int i = p.first; i < p.first + p.rows; ++i)
         slots[g].push_back(pages_of[size_t(i / block_tokens)] * block_tokens + i % block_tokens);
-      // Pages behind the windows of all layers of the group are not named.
+      // Pages before the windows of all layers of the group have no valid id.
       int hidden = kLongest;
       for (int layer = 0; layer < 2; ++layer)
         if (groups.places.empty() || groups.places[2 * size_t(layer)] == int64_t(g))

@@ -36,7 +36,7 @@ KvType kv_type_named(const std::string& name) {
   return KvType::int8;
 }
 
-// An adapter of one model, whose memory Python owns.
+// An adapter of one model; Python owns its memory.
 struct PackedAdapter {
   Adapter adapter;
   const void* model = nullptr;
@@ -141,7 +141,8 @@ class Runner {
     step_ = std::make_unique<Step>(model_, usable(level), pool.threads());
   }
 
-  // Returns the seconds by phase since the last call, accumulated over all threads. The first call starts the timers.
+  // Returns the time by phase since the last call in seconds, accumulated over all threads. The first call starts the
+  // timers.
   nb::dict phase_seconds() {
     nb::dict found;
     std::unique_lock<std::mutex> lock(one_step_, std::defer_lock);
@@ -323,7 +324,7 @@ class Runner {
   Pool& pool_;
   Model model_;
   std::vector<Layer> layers_;
-  std::vector<std::vector<Expert>> experts_;  // of each layer that has some
+  std::vector<std::vector<Expert>> experts_;  // experts of each MoE layer
   std::mutex one_step_;                       // engines in one process may share a model
   std::vector<nb::object> owners_;
   std::unique_ptr<Step> step_;
@@ -340,7 +341,7 @@ std::vector<std::string> level_names() {
 
 NB_MODULE(_cpu, m) {
   using namespace kvferry;
-  nb::set_leak_warnings(false);  // objects that exist until interpreter exit are not leaks
+  nb::set_leak_warnings(false);  // objects that live until the interpreter exits are not leaks
   m.doc() = "Compiled CPU kernels of kvferry; kvferry.kernels is the only importer.";
   m.def("levels", &level_names,
         "Instruction sets that the kernels are compiled for and this machine runs, slowest first.");

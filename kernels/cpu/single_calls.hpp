@@ -1,4 +1,4 @@
-// Calls of single kernels: a product, rows of a matrix, and the bounds of the machine.
+// Calls of single kernels: a product, rows of a matrix, and the machine's bounds.
 #pragma once
 #include <nanobind/nanobind.h>
 

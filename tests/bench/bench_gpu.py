@@ -4,7 +4,7 @@
     make bench-gpu ARGS="--only kernels"    or steps, or parity
     make bench-gpu ARGS="--csv /tmp/gpu.csv"
 
-kernels   every operation of the Triton family beside torch and what else is installed (kvferry bench kernels)
+kernels   every operation of the Triton backend beside torch and what else is installed (kvferry bench kernels)
 steps     decode steps of a random-weight 8B shape at batch 1 and 64, the engine and its host included
 parity    greedy tokens of random weights in float32 beside transformers', which must be the same
 

@@ -1,4 +1,4 @@
-"""A hand-off between two engines of the Triton family, interpreted: the tokens are those of the torch family."""
+"""A hand-off between two engines with the Triton backend, interpreted: the tokens equal those of the torch backend."""
 
 from harness.idle import assert_workers_idle
 from harness.servers.processes import a_worker

@@ -3,8 +3,8 @@
 namespace kvferry {
 
 constexpr int kMaxHeadDim = 256;
-constexpr int kMaxRank = 512;         // values of a latent vector that are not rotated
-constexpr int kMaxKeyDim = 640;       // values of a latent vector
+constexpr int kMaxRank = 512;         // unrotated elements of a latent vector
+constexpr int kMaxKeyDim = 640;       // elements of a latent vector
 constexpr int kPartition = 256;       // tokens per partition; each has its own softmax state
 constexpr int kMaxTileQueries = 128;  // queries per item; all of them share the packed keys and values
 
@@ -18,9 +18,9 @@ struct AttentionItem {
   int sequence, kv_begin, kv_end;  // KV heads [begin, end)
   int first_query, queries;
   int begin, end;  // partitions
-  // For an item of decoding sequences with the same pages in this partition, index of the first sequence in
-  // Step::sharers; the other sequences follow it. Each sequence has one query, which attends to the whole partition. -1
-  // if the item has one sequence.
+  // For an item of decoding sequences that share the pages of this partition, index of the first sequence in
+  // Step::sharers; the other sequences follow. Each sequence has one query, which attends to the whole partition. -1 if
+  // the item has one sequence.
   int first_sharer;
 };
 

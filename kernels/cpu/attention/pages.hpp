@@ -11,14 +11,14 @@
 
 namespace kvferry::KVFERRY_LEVEL {
 
-// A layer of the KV pages, with the layout of pages and heads.
+// One layer of the KV pages, with the layout of pages and heads.
 struct AttentionGeometry {
   Place place;
   int kv_heads, group, head_dim, block_tokens;  // group: query heads per KV head
-  int planes;     // 2 for keys and values; 1 for latent vectors, whose first values are the value
+  int planes;     // 2 for keys and values; 1 for latent vectors, whose first elements are the value
   int value_dim;  // head_dim with 2 planes
   float scale;
-  int window;      // tokens that a row attends to, including its own; 0 for all
+  int window;      // number of tokens that a row attends to, including its own; 0 for all
   float soft_cap;  // 0 for none
 };
 
@@ -27,7 +27,7 @@ static inline size_t row_bytes(const AttentionGeometry& g) {
   return size_t(g.head_dim) * item_bytes(K);
 }
 
-// Addresses of a token's key and, for int8, of its scale. Value and value scale follow `value_offset` bytes later.
+// Addresses of a token's key and, for int8, of its scale. The value and its scale follow `value_offset` bytes later.
 struct Key {
   const uint8_t *row, *scale;
 };
@@ -54,8 +54,8 @@ struct TokenGroupCopy {
   alignas(64) uint8_t scales[2][16 * kScaleBytes];
 };
 
-// Tokens [first, first + 16), of which some are not hidden: in place if one page holds them, otherwise copied to
-// `copy`. There, the first `hidden` tokens of the sequence, whose pages may be released, and those from `end` on are
+// Tokens [first, first + 16), not all of which are hidden: in place if one page holds them, otherwise copied to `copy`.
+// In the copy, the first `hidden` tokens of the sequence, whose pages may be released, and the tokens from `end` on are
 // zeros.
 template <KvType K>
 static inline TokenGroup token_group_at(const Batch& batch, const AttentionGeometry& g, const Sequence& s, int kv_head,
@@ -136,8 +136,8 @@ static inline void transpose_pairs(const uint8_t* from, size_t row, const uint8_
   for (int i = 0; i < 16; ++i) _mm512_storeu_si512(out + size_t(i) * 64, t[i]);
 }
 
-// Transposes int8 codes, up to 64 per token, to vectors of four codes per token; `each(i, v)` receives codes 4 i to 4 i
-// + 3.
+// Transposes int8 values, up to 64 per token, to vectors of four values per token; `each(i, v)` receives values 4 i to
+// 4 i + 3.
 template <class Each>
 [[gnu::always_inline]] static inline void transpose_codes(const uint8_t* from, size_t row, const uint8_t* ahead,
                                                           int count, Each&& each) {
@@ -157,7 +157,7 @@ template <class Each>
 }
 #endif
 
-// Element type in which keys and values are multiplied: float, bf16 pairs or int16 pairs.
+// Element type in which keys and values are multiplied: floats, bf16 pairs or int16 pairs.
 enum class Packing { floats, pairs, words };
 constexpr Packing packing_of(KvType type) {
   if (type == KvType::int8) return KVFERRY_AMX ? Packing::pairs : Packing::words;
@@ -166,8 +166,8 @@ constexpr Packing packing_of(KvType type) {
 template <KvType K>
 constexpr size_t kPackedBytes = packing_of(K) == Packing::floats ? 4 : 2;  // per value
 
-// Factor of int8 keys in bf16 products: a code is moved to the top byte of an int32, which is 2^24 times the code and
-// exact as a float.
+// Factor of int8 keys in bf16 products: an int8 value is moved to the top byte of an int32, which is 2^24 times the
+// value and exact as a float.
 template <KvType K>
 constexpr float kKeyCodeScale = K == KvType::int8 && packing_of(K) == Packing::pairs ? 0x1p24f : 1.0f;
 
@@ -251,14 +251,14 @@ static inline void pack_values(const AttentionGeometry& g, const uint8_t* values
   }
 }
 
-// Packs 16 keys and values of zeros, for tokens that no row attends to.
+// Packs 16 zero keys and values, for tokens that no row attends to.
 template <KvType K>
 static inline void pack_zeros(const AttentionGeometry& g, uint8_t* keys, uint8_t* values, size_t stride) {
   std::memset(keys, 0, size_t(g.head_dim) * 16 * kPackedBytes<K>);
   for (int d = 0; d < g.value_dim / 16; ++d) std::memset(values + size_t(d) * stride, 0, 16 * 16 * kPackedBytes<K>);
 }
 
-// First token that is read of partitions from `begin` on, if the first `hidden` tokens of a sequence are not.
+// First token that partitions from `begin` on read, if the first `hidden` tokens of a sequence are not read.
 static inline int first_read(int begin, int hidden) {
   return begin * kPartition > hidden ? begin * kPartition : hidden / 16 * 16;
 }

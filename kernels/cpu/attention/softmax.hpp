@@ -23,8 +23,8 @@ static inline void merge_sums(Softmax& all, const Softmax& further, float keep[1
   v_store(all.max_score, top);
 }
 
-// Merges the sinks of the rows' heads, which are scores without a value, into the state of `rows` rows: head i is that
-// of rows i, i + group, i + 2 group and so on. `values` is [rows][width].
+// Merges the sinks of the rows' heads, which are scores without a value, into the state of `rows` rows: head i belongs
+// to rows i, i + group, i + 2 group and so on. `values` is [rows][width].
 static inline void add_sinks(const float* sinks, int group, float* max_score, float* sums, float* values, int rows,
                              int width) {
   for (int first = 0; first < rows; first += 16) {

@@ -1,4 +1,4 @@
-// Writing of keys and values of new tokens to their pages.
+// Writes keys and values of new tokens to their pages.
 #pragma once
 #include <cstddef>
 #include <cstdint>

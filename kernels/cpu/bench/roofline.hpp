@@ -42,7 +42,7 @@ class ReadJob final : public Job {
 constexpr int kSumRounds = 20000, kSums = KVFERRY_PAIRS ? 24 : 6, kQuads = 32;
 
 #if !KVFERRY_AMX
-// int8 dot products. Operands differ and are known only at run time, so the compiler cannot eliminate any product.
+// int8 dot products. Operands differ and are known only at run time, so that the compiler cannot eliminate any product.
 static inline V sum_of_bytes(int chunk, int) {
   alignas(64) uint8_t some[64], quads[4 * (kSums + kQuads)];
   for (int i = 0; i < 64; ++i) some[i] = uint8_t(chunk * 7 + i * 37);

@@ -1,4 +1,4 @@
-// An adapter: low-rank updates of the products of a model, y += B (A x) (Hu et al., LoRA, 2021).
+// An adapter: low-rank updates to a model's linear layers, y += B (A x) (Hu et al., LoRA, 2021).
 #pragma once
 #include <cstdint>
 
@@ -7,19 +7,19 @@ namespace kvferry {
 constexpr int kMaxParts = 3;
 constexpr int kRankStep = 4;  // ranks are padded with zeros to a multiple of this
 
-// Weights come two vectors of 16 at a time: inputs 0 .. 15 and 16 .. 31 of a row of A, two ranks of a panel of B. As
-// bfloat16, lane i of the first vector and lane i of the second are stored side by side.
+// Weights are stored as two vectors of 16 at a time: inputs 0 .. 15 and 16 .. 31 of a row of A, or two ranks of a panel
+// of B. In bfloat16, lane i of the first vector and lane i of the second are stored side by side.
 
-// Update of the outputs of one of the matrices that a packed matrix fuses.
+// Update to the outputs of one of the matrices fused in a packed matrix.
 struct LowRankPart {
   int rank = 0;                // 0 if these outputs are not updated
-  int first = 0;               // index of its first value in A x
+  int first = 0;               // index of this part's first value in A x
   const uint8_t* b = nullptr;  // [panels][rank][16], multiplied by the adapter's scale
 };
 
-// Update of a packed matrix. A stacks the A of all parts.
+// Update to a packed matrix. A stacks the A of all parts.
 struct LowRank {
-  int rank = 0;                // rows of A, 0 without an update
+  int rank = 0;                // rows of A; 0 without an update
   int width = 0;               // inputs, rounded up to 32 with zeros
   const uint8_t* a = nullptr;  // [rank][width]
   LowRankPart parts[kMaxParts];
@@ -31,11 +31,11 @@ struct AdapterLayer {
 
 struct Adapter {
   bool is_bf16 = false;  // values are bfloat16 instead of float32
-  int most_rank = 0;     // largest rank of a LowRank
+  int most_rank = 0;     // largest rank of any LowRank
   const AdapterLayer* layers = nullptr;
 };
 
-// How the panels of a packed matrix are assigned to parts: one after the other, or alternating between two.
+// How the panels of a packed matrix are assigned to parts: in order, or alternating between two parts.
 struct PanelParts {
   bool alternates = false;
   int ends[kMaxParts] = {};  // end of each part's panels; unused if they alternate

@@ -1,4 +1,4 @@
-// Checks the arrays of an adapter against a model, and describes them as updates of its packed matrices.
+// Checks an adapter's arrays against a model, and describes them as updates to the model's packed matrices.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -22,7 +22,7 @@ constexpr AdaptedMatrix kAdapted[] = {{"qkv", &Layer::qkv, &AdapterLayer::qkv},
                                       {"gate_up", &Layer::gate_up, &AdapterLayer::gate_up},
                                       {"down", &Layer::down, &AdapterLayer::down}};
 
-// The parts of the panels of a packed matrix.
+// The parts that a packed matrix's panels belong to.
 inline PanelParts parts_of(const Model& m, LowRank AdapterLayer::* which) {
   PanelParts parts;
   const int all = 1 << 30;

@@ -10,8 +10,8 @@ namespace kvferry {
 
 struct Sequence {
   int first;             // index of the sequence's first row
-  int queries;           // rows computed in this step
-  int context;           // tokens in the KV cache after this step's writes
+  int queries;           // number of rows computed in this step
+  int context;           // context length: tokens in the KV cache after this step's writes
   const int64_t* pages;  // block table: page id of each block
 };
 
@@ -25,8 +25,8 @@ struct Batch {
   const int64_t* sampled = nullptr;  // [num_sampled]: indices of the rows whose logits are computed
   int num_sampled = 0;
   uint8_t* pages = nullptr;  // [pages][page_layers][2][kv_heads], each `head_bytes`: [block_tokens][head_dim]
-  // Group of each layer and its place in the pages of the group, [layers][2], and places in a page. Null if pages have
-  // all layers in order. Slots and tables are those of group 0; those of further groups follow each other.
+  // [layers][2]: layer group of each layer, and the layer's index in the group's pages. Null if pages hold all layers
+  // in order. `slots` and the sequences' tables belong to group 0; the arrays below hold the further groups in order.
   const int64_t* places = nullptr;
   int page_layers = 0;
   const int64_t* further_slots = nullptr;   // [groups - 1, rows]
@@ -39,12 +39,12 @@ struct Batch {
   uint8_t* finite = nullptr;       // [num_sampled] 1 if all logits of the row are finite
   const int64_t* shown = nullptr;  // [num_shown]: indices of the rows whose hidden states are returned
   int num_shown = 0;
-  float* hidden = nullptr;                  // [num_shown, hidden] hidden states after the final norm
+  float* hidden = nullptr;                  // [num_shown, hidden] the hidden states after the final norm
   const int64_t* adapter_of_row = nullptr;  // [rows]: index in `adapters`, -1 for none
   const Adapter* const* adapters = nullptr;
   int num_adapters = 0;  // 0 if no row has an adapter
-  // Rows of vectors instead of tokens: the residual before the first layer, and the inputs of its attention, which may
-  // be wider. Both null if rows are tokens.
+  // If rows are vectors instead of tokens: the residual before the first layer, and the inputs of the first layer's
+  // attention, which may be wider. Both are null if rows are tokens.
   const float* residuals = nullptr;  // [rows, hidden]
   const float* inputs = nullptr;     // [rows, inputs of the model]
   const int64_t* taps = nullptr;     // [num_taps]: layers whose inputs (the residual before them) are returned
@@ -52,9 +52,9 @@ struct Batch {
   float* tapped = nullptr;  // [rows, num_taps, hidden]
 };
 
-// Where a layer's keys and values are.
+// Location of a layer's keys and values.
 struct Place {
-  int group, layer, page_layers;  // group, place in its pages, and places in a page
+  int group, layer, page_layers;  // layer group, index of the layer in the group's pages, and layers per page
 };
 
 inline Place place_of(const Batch& b, int layer, int num_layers) {
@@ -66,7 +66,7 @@ inline const int64_t* slots_of(const Batch& b, int group) {
   return group ? b.further_slots + size_t(group - 1) * size_t(b.rows) : b.slots;
 }
 
-// A sequence with its pages of a group.
+// A sequence with its pages in a layer group.
 inline Sequence sequence_of(const Batch& b, int group, int index) {
   Sequence s = b.sequences[index];
   if (group) s.pages = b.further_tables + (size_t(group - 1) * size_t(b.num_sequences) + size_t(index)) * b.table_width;

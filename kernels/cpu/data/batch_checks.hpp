@@ -1,4 +1,4 @@
-// Checks the arrays of a batch that come from outside of the kernels.
+// Checks the arrays of a batch that come from outside the kernels.
 #pragma once
 #include <algorithm>
 #include <cstddef>
@@ -16,19 +16,20 @@ inline void check(bool holds, const char* what) {
   if (!holds) throw std::invalid_argument(what);
 }
 
-// Checks that `count` indices are from `least` to below `end`.
+// Checks that `count` indices are in [least, end).
 inline void check_indices(const int64_t* indices, size_t count, int64_t least, int64_t end, const char* what) {
   for (size_t i = 0; i < count; ++i) check(indices[i] >= least && indices[i] < end, what);
 }
 
-// Checks the pages that a sequence reads or writes; those behind the window of its first row are not read.
+// Checks the pages that a sequence reads or writes; pages before the window of its first row are not read.
 inline void check_pages(const Sequence& s, int window, int block_tokens, int64_t num_pages) {
   const size_t first = size_t(hidden_tokens(window, s.context - s.queries) / block_tokens);
   const size_t end = size_t((s.context + block_tokens - 1) / block_tokens);
   check_indices(s.pages + first, end - first, 0, num_pages, "a page is not there");
 }
 
-// Describes the sequences of a batch of `rows` rows; `width`: blocks per table; `window`: of the layers of these pages.
+// Describes the sequences of a batch of `rows` rows; `width`: blocks per table; `window`: window of the layers in these
+// pages.
 inline void describe_sequences(const int64_t* queries, const int64_t* contexts, const int64_t* tables, size_t width,
                                int rows, int max_tokens, int block_tokens, int64_t num_pages, size_t count, int window,
                                std::vector<Sequence>& sequences) {
@@ -47,8 +48,8 @@ inline void describe_sequences(const int64_t* queries, const int64_t* contexts, 
   check(first == rows, "the sequences' rows do not add up");
 }
 
-// Returns the window of each group of layers: that of its layers, or 0 if one of them has full attention. Checks the
-// places of layers in pages.
+// Returns the window of each layer group: the largest window of its layers, or 0 if one of them has full attention.
+// Checks the layers' positions in pages.
 inline std::vector<int> group_windows(const Model& m, const Batch& b) {
   std::vector<int> windows;
   for (int i = 0; i < m.num_layers; ++i) {
@@ -65,7 +66,7 @@ inline std::vector<int> group_windows(const Model& m, const Batch& b) {
   return windows;
 }
 
-// Checks slots and pages of further groups of layers.
+// Checks the slots and pages of further layer groups.
 inline void check_further(const Batch& b, const std::vector<int>& windows, int block_tokens, int64_t num_pages) {
   check_indices(b.further_slots, (windows.size() - 1) * size_t(b.rows), 0, num_pages * block_tokens,
                 "a slot is beyond the pages");

@@ -4,8 +4,8 @@
 
 namespace kvferry {
 
-// Element type of keys and values in a page. With int8, a head's codes in the page are followed by one float scale per
-// token; value = code * scale.
+// Element type of keys and values in a page. With int8, a head's quantized values q in the page are followed by one
+// float scale per token; value = q * scale.
 enum class KvType : int { f32, bf16, int8 };
 constexpr int kScaleBytes = 4;
 constexpr float kMaxCode = 127.0f;

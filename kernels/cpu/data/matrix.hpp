@@ -7,7 +7,7 @@ namespace kvferry {
 
 constexpr int kPanel = 16;     // outputs per panel
 constexpr int kGroup = 32;     // the input dimension is padded to a multiple of this
-constexpr int kSumWidth = 16;  // inputs per precomputed sum; the sums are multiplied by the minima of a block
+constexpr int kSumWidth = 16;  // inputs per precomputed sum; sums are multiplied by the minima of a block
 
 // Nibble index of each of the 4 input pairs in a group of 8 inputs in codes4: 0 2 1 3. Two pairs that are two nibbles
 // apart form a quad, so one mask extracts a quad from a pair of words, and one shift extracts a pair.
@@ -24,9 +24,9 @@ struct Matrix {
   int depth = 0;             // cols rounded up to kGroup, padded with zeros
   int block = 0;             // inputs per scale: 16 or 32; quantized formats only
   bool half_scales = false;  // scales and minima are float16 instead of float32
-  bool has_min = false;      // value = scale * code + minimum; otherwise scale * (code + offset)
+  bool has_min = false;      // value = scale * q + minimum; otherwise scale * (q + offset); q: quantized value
   float offset = 0.0f;
-  bool has_one_scale = false;  // of codes8 without minimum and offset: the blocks of an output have one scale
+  bool has_one_scale = false;  // codes8 without minimum and offset: all blocks of an output have the same scale
   size_t panel_bytes = 0;
   const uint8_t* data = nullptr;
   const float* bias = nullptr;  // [panels * 16] or null

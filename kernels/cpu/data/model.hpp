@@ -4,40 +4,42 @@
 
 namespace kvferry {
 
-// Function of the gate and up values g and u: SiLU(g) u, GELU(g) u, or, clamped to a limit, g sigmoid(alpha g) (u + 1).
+// Activation of the gated MLP, from gate values g and up values u: SiLU(g) u, GELU(g) u, or, clamped to a limit, g
+// sigmoid(alpha g) (u + 1).
 enum class Gate : int { silu = 0, gelu_tanh = 1, clamped_swiglu = 2 };
 
-// A gated MLP that computes some of the rows.
+// A gated MLP that computes the rows routed to it.
 struct Expert {
   Matrix gate_up;  // as in Layer
   Matrix down;
 };
 
-// Experts instead of an MLP (Shazeer et al., Outrageously Large Neural Networks, 2017, section 2).
+// MoE layer: experts instead of an MLP (Shazeer et al., Outrageously Large Neural Networks, 2017, section 2).
 struct Mixture {
-  int count = 0;   // experts among which the router chooses; 0 without experts
-  int active = 0;  // experts of a row
+  int count = 0;   // number of routed experts; 0 for a dense layer
+  int active = 0;  // experts per row
   bool renormalizes = false;
   bool is_sigmoid = false;  // scores are sigmoids of the router's outputs instead of their softmax
-  // Experts are divided into groups of equal size; only those of the best `active_groups` are chosen. The mark of a
-  // group is the largest score of its experts, or with sigmoids the sum of the two largest.
+  // Experts are divided into groups of equal size; only experts of the best `active_groups` groups are chosen. A
+  // group's score is the largest score of its experts or, with sigmoids, the sum of the two largest.
   int groups = 1, active_groups = 1;
-  float weight_scale = 1.0f;          // factor of the weights
-  const float* correction = nullptr;  // [count] added to scores for the choice; null for none
-  bool has_shared = false;            // one more expert computes all rows
-  bool has_shared_gate = false;       // its weight is a sigmoid of a further output of the router, instead of 1
-  Matrix router;                      // [count, hidden], and a row for the gate of the shared expert
-  const Expert* experts = nullptr;    // [count], then the shared expert
+  float weight_scale = 1.0f;          // factor of the routing weights
+  const float* correction = nullptr;  // [count]: added to scores when choosing experts; null for none
+  bool has_shared = false;            // a further expert computes all rows
+  bool has_shared_gate = false;       // its weight is a sigmoid of a further router output, instead of 1
+  Matrix router;                      // [count, hidden], and a row for the shared expert's gate
+  const Expert* experts = nullptr;    // [count], followed by the shared expert
 };
 
-// Latent attention (DeepSeek-AI, DeepSeek-V2, 2024, section 2.1): a page has a vector of `rank` + `rotated` values per
-// token, of which keys and values of all heads are projections. Queries are multiplied by the projection of keys.
+// Latent attention (DeepSeek-AI, DeepSeek-V2, 2024, section 2.1): a page has a vector of `rank` + `rotated` elements
+// per token; the keys and values of all heads are projections of this vector. The key projection is applied to the
+// queries instead of the keys.
 struct Latent {
   int rank = 0;        // 0 for a model with keys and values
-  int rotated = 0;     // rotated values, the last ones of queries and vectors
-  int plain = 0;       // values of a query that are not rotated
-  int value = 0;       // values of a value
-  int query_rank = 0;  // values of the vector of which queries are projections; 0 for the hidden state
+  int rotated = 0;     // rotated elements, at the end of queries and latent vectors
+  int plain = 0;       // unrotated elements of a query
+  int value = 0;       // elements of a value
+  int query_rank = 0;  // elements of the latent query vector; 0 if queries are projected from the hidden state
   int width() const { return rank + rotated; }
 };
 
@@ -47,17 +49,18 @@ struct Layer {
   Matrix qkv;                             // rows: query heads, key heads, value heads
   const float* q_norm = nullptr;          // [head_dim] or null
   const float* k_norm = nullptr;
-  const float* q_norm_whole = nullptr;  // [heads * head_dim] or null: all heads together
+  const float* q_norm_whole = nullptr;  // [heads * head_dim] or null: norm over all heads together
   const float* k_norm_whole = nullptr;
   const float* cos = nullptr;    // [max_tokens, head_dim]; null if the layer is not rotated
   const float* sin = nullptr;    // [max_tokens, head_dim]; the first half is negated
-  int window = 0;                // tokens that a token attends to, including its own; 0 for all
+  int window = 0;                // number of tokens that a token attends to, including itself; 0 for all
   const float* sinks = nullptr;  // [heads]: scores without a value in the softmax of each head; null for none
-  // With latent attention, qkv has the rows of the vector of queries, or of queries, and those of the latent vector.
+  // With latent attention, qkv has the rows of the latent query vector (or of the queries) and then the rows of the
+  // latent vector.
   const float* query_norm = nullptr;   // [query_rank]
   const float* latent_norm = nullptr;  // [rank]
   Matrix query_up;                     // [heads * head_dim, query_rank]; no panels without query_rank
-  Matrix absorb;                       // [heads * rank, plain]: the transposed projection of keys of each head
+  Matrix absorb;                       // [heads * rank, plain]: each head's transposed key projection
   Matrix value_up;                     // [heads * value, rank]
   Matrix output;
   const float* attention_output_norm = nullptr;  // [hidden]
@@ -65,7 +68,7 @@ struct Layer {
   Matrix gate_up;  // panels alternate: 16 gate outputs, then the 16 corresponding up outputs
   Matrix down;
   const float* mlp_output_norm = nullptr;
-  Mixture mixture;  // then gate_up and down have no panels, and mlp_output_norm is null
+  Mixture mixture;  // if set, gate_up and down have no panels, and mlp_output_norm is null
 };
 
 struct Model {
@@ -75,13 +78,13 @@ struct Model {
   float scale = 0.0f;                                      // factor of attention scores
   float attention_soft_cap = 0.0f, logit_soft_cap = 0.0f;  // s becomes cap * tanh(s / cap); 0 for none
   float embedding_scale = 1.0f;
-  float residual_scale = 1.0f;  // factor of what is added to the residual
+  float residual_scale = 1.0f;  // factor of every term that is added to the residual
   Gate gate = Gate::silu;
-  float swiglu_alpha = 0.0f, swiglu_limit = 0.0f;  // of Gate::clamped_swiglu
+  float swiglu_alpha = 0.0f, swiglu_limit = 0.0f;  // for Gate::clamped_swiglu
   Matrix embedding;                                // [vocabulary, hidden], or without data if rows are vectors
   Matrix head;                                     // shares its data with `embedding` if the weights are tied
-  const float* final_norm = nullptr;               // of the hidden states that are returned; null for none
-  const float* head_norm = nullptr;                // final norm times the factor of the logits; null for none
+  const float* final_norm = nullptr;               // applied to hidden states that are returned; null for none
+  const float* head_norm = nullptr;                // final norm times the logits' factor; null for none
   const Layer* layers = nullptr;
   int num_layers = 0;
   Latent latent;

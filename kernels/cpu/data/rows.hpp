@@ -9,9 +9,9 @@ namespace kvferry {
 
 constexpr float kLowWordSteps = 65534.0f;  // resolution of a low word: fractions of the quantization step
 
-// Set of representations that are stored. Integer representations are quantized from f32 and have their own sums. If
-// both `bytes` and `words` are set, words have the same integers as bytes. `low_words` have the rounding error of the
-// words as a second int16.
+// Set of stored representations. Integer representations are quantized from f32 and have their own sums. If both
+// `bytes` and `words` are set, the words hold the same integers as the bytes. `low_words` hold the rounding error of
+// the words as a second int16.
 struct InputForms {
   bool f32 = false, bf16 = false, sums = false, bytes = false, words = false, low_words = false;
 
@@ -26,8 +26,8 @@ struct Rows {
   InputForms forms;
   float* f32 = nullptr;      // [rows][stride]; only scratch memory if f32 is not a stored form
   uint16_t* bf16 = nullptr;  // [rows][stride] bfloat16
-  // Sums of 16 and of 32 adjacent inputs, in the representation that products read; multiplied by the minima of
-  // quantized matrices.
+  // Sums of 16 and of 32 adjacent inputs, in the representation that products read; they are multiplied by the minima
+  // of quantized matrices.
   float* half_sums = nullptr;   // [rows][stride / kSumWidth]
   float* group_sums = nullptr;  // [rows][stride / kGroup]
   // Inputs quantized to 8 bits, or to 16 bits if `bytes` is not set: value = scale * byte, or scale * (word + low_word
@@ -80,7 +80,7 @@ struct Rows {
            (forms.low_words ? inputs * 2 : 0) + (forms.bytes ? inputs : 0);
   }
 
-  // Places the arrays in `memory`, which has at least `memory_bytes` bytes.
+  // Lays out the arrays in `memory`, which must have at least `memory_bytes` bytes.
   static Rows over(uint8_t* memory, int rows, int stride, InputForms forms) {
     const size_t inputs = size_t(rows) * stride;
     const auto take = [&memory](size_t bytes) {

@@ -2,8 +2,8 @@
 //
 // A packed panel has the layout of a tile of weights: 16 outputs side by side, with bf16 pairs or int8 quads of inputs
 // (Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2, TDPBF16PS and TDPBSSD). A row's result
-// depends on this row alone and accumulates 32 inputs at a time, so it is the same in any tile. AMX flushes denormals
-// to zero and rounds to nearest even, regardless of MXCSR.
+// depends only on that row and accumulates 32 inputs at a time, so it is the same in any tile. AMX flushes denormals to
+// zero and rounds to nearest even, regardless of MXCSR.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -109,8 +109,8 @@ static void amx_product_bf16(const Matrix& m, const Rows& x, int rows, int panel
   epilogue(last);
 }
 
-// Unpacks a block of codes into a weight tile: bf16 integers (4-bit codes keep kCodeBias, which the minimum
-// compensates) or int8 quads.
+// Unpacks a block of quantized weights into a weight tile: bf16 integers (4-bit values keep kCodeBias, which the
+// minimum compensates) or int8 quads.
 template <class Form, bool Bytes>
 [[gnu::always_inline]] static inline void unpack_block(const uint8_t* at, uint8_t* to) {
   constexpr bool four = Form::format == Format::codes4;

@@ -2,7 +2,7 @@
 #pragma once
 namespace kvferry {
 
-// Panels and rows per chunk, and the number of chunks.
+// Panels and rows per chunk, and number of chunks.
 struct Blocking {
   int panels = 0, rows = 0, count = 0;
   int row_blocks = 0, panel_blocks = 0;

@@ -1,13 +1,13 @@
 // Quantized matrices, inputs quantized to int8 (`fast`): out = sum over blocks of
 //
-//   scale * x_scale * (q0 c0 + q1 c1 + ...) + minimum * x_scale * (q0 + q1 + ...)
+//   scale * x_scale * (q0 w0 + q1 w1 + ...) + minimum * x_scale * (q0 + q1 + ...)
 //
 // The sums in parentheses are integers, so they are exact in any order and identical on every level. The scale of each
 // group of 32 inputs is its largest magnitude / 127 (as in ggml's Q8_0 and Q8_1; Dettmers et al., LLM.int8(), 2022,
-// section 2). Codes are unpacked in registers, with three operations per 64 bytes of a panel; for many rows, those of 8
-// bits are unpacked once into scratch memory. On levels without bf16 dot products, products of more than kByteRows rows
-// use words.hpp. On a level where all numbers of rows are computed here, outputs with one scale for all inputs (W8A8
-// checkpoints) are multiplied by it once, at the end, which rounds differently from other levels.
+// section 2). Quantized weights w are unpacked in registers, with three operations per 64 bytes of a panel; for many
+// rows, 8-bit weights are unpacked once into scratch memory. On levels without bf16 dot products, products of more than
+// kByteRows rows use words.hpp. On a level that computes any number of rows here, outputs with one scale for all inputs
+// (W8A8 checkpoints) are multiplied by that scale once, at the end, which rounds differently from other levels.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -26,8 +26,8 @@ constexpr int kByteRows = 6;
 constexpr int kByteRows = 3;
 #endif
 
-// Multiplies R rows by C panels, starting at `panel`. `unpacked`: their codes from `unpack_codes8`, if AreUnpacked.
-// With HasOneScale, sums over blocks are multiplied by the scale of their output once.
+// Multiplies R rows by C panels, starting at `panel`. `unpacked`: the panels' weights from `unpack_codes8`, if
+// AreUnpacked. With HasOneScale, the sum over all blocks is multiplied by the output's scale once.
 template <class Form, int R, int C, bool AreUnpacked = false, bool HasOneScale = false>
 static inline void tile_bytes(const Matrix& m, int panel, const Rows& x, float* out,
                               const uint8_t* unpacked = nullptr) {
@@ -115,9 +115,9 @@ static inline void tile_bytes(const Matrix& m, int panel, const Rows& x, float* 
 }
 
 #if KVFERRY_PAIRS
-constexpr int kUnpackedRows = 24;  // with more rows, codes of 8 bits are unpacked once for all of them
+constexpr int kUnpackedRows = 24;  // with more rows, 8-bit weights are unpacked once for all rows
 
-// Unpacks the codes of a panel, without scales: [depth / 4][16][4].
+// Unpacks the quantized weights of a panel, without scales: [depth / 4][16][4].
 static inline void unpack_codes8(const Matrix& m, int panel, uint8_t* to) {
   const uint8_t* at = m.data + size_t(panel) * m.panel_bytes;
   for (int b = 0; b < m.depth / m.block; ++b, at += m.block_bytes())
@@ -136,7 +136,7 @@ static void product_of_bytes(const Matrix& m, const Rows& x, int rows, int panel
   for (int p = 0; are_unpacked && p < panels; ++p) unpack_codes8(m, panel + p, scratch + size_t(p) * m.depth * kPanel);
 #endif
   for (int p = 0; p < panels;) {
-    // A single row is bound by memory bandwidth, for which one stream is faster than several.
+    // A single row is bound by memory bandwidth, and one stream is then faster than several.
     const int columns = KVFERRY_PAIRS && rows > 1 && panels - p >= 2 ? 2 : 1;
     for (int row = 0; row < rows; row += step) {
       const Rows at = x.from(row);

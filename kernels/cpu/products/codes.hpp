@@ -1,9 +1,9 @@
 // Quantized matrices, inputs in bf16 (`exact`): out = sum over blocks of
 //
-//   scale * (x0 c0 + x1 c1 + ...) + minimum * (x0 + x1 + ...)
+//   scale * (x0 w0 + x1 w1 + ...) + minimum * (x0 + x1 + ...)
 //
-// Levels with bf16 dot products unpack codes in registers for any number of rows (`fused_codes`): unpacking uses
-// execution ports that the dot products leave idle. Other levels use words.hpp.
+// Levels with bf16 dot products unpack the quantized weights w in registers for any number of rows (`fused_codes`):
+// unpacking uses execution ports that the dot products leave idle. Other levels use words.hpp.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -15,7 +15,7 @@
 
 namespace kvferry::KVFERRY_LEVEL {
 
-// Quantized format with code width and block size as compile-time constants. 4-bit codes always have blocks of 32.
+// Quantized format with bit width and block size as compile-time constants. 4-bit formats always have blocks of 32.
 template <Format F, int Block>
 struct Codes {
   static constexpr Format format = F;

@@ -11,7 +11,7 @@
 
 namespace kvferry::KVFERRY_LEVEL {
 
-// Returns the input representations that a product with the matrix reads.
+// Returns the input representations that a product with this matrix reads.
 static InputForms input_forms(const Matrix& m, int input_bits) {
   const bool bytes = input_bits == 8 && m.has_codes();
   const bool pairs = !bytes && takes_pairs(m.format), words = !KVFERRY_PAIRS && m.has_codes();

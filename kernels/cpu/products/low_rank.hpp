@@ -1,8 +1,8 @@
-// Low-rank updates of rows with adapters: `shrink` computes A x of a few rows with one adapter, `expand` adds B (A x)
+// Low-rank updates for rows with adapters: `shrink` computes A x of a few rows with one adapter, `expand` adds B (A x)
 // to a tile of a product (Chen et al., Punica, 2024; Sheng et al., S-LoRA, 2024).
 //
-// Every value of A x is a chain of additions in the order of its inputs, and every update one in the order of ranks, so
-// a row's result does not depend on the rest of the batch.
+// Every value of A x is a chain of additions in the order of its inputs, and every update is a chain in the order of
+// ranks, so a row's result does not depend on the rest of the batch.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -24,7 +24,7 @@ constexpr int kShrinkRows = 2, kShrinkRanks = 2;
 #endif
 constexpr int kExpandRows = 2;
 
-// Two vectors of weights: floats one after the other, bfloat16 in pairs of lanes.
+// Two vectors of weights: floats consecutively, bfloat16 in pairs of lanes.
 static inline void load_two(const float* p, V& first, V& second) {
   first = v_load(p);
   second = v_load(p + kPanel);
@@ -49,7 +49,7 @@ template <int R, int K, class X, class A>
 #pragma GCC unroll 4
     for (int k = 0; k < K; ++k) {
       V w[2];
-      prefetch(weights + size_t(K + k) * width);  // of the next ranks
+      prefetch(weights + size_t(K + k) * width);  // weights of the next ranks
       load_two(weights + size_t(k) * width, w[0], w[1]);
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) sum[r][k] = v_fma(inputs[r][1], w[1], v_fma(inputs[r][0], w[0], sum[r][k]));
@@ -106,9 +106,9 @@ static inline void shrink(const LowRank& update, bool is_bf16, const Rows& x, bo
   }
 }
 
-// The updates that a product adds to its results: of one packed matrix, for all adapters of a batch.
+// The updates that a product adds to its results: for one packed matrix and all adapters of a batch.
 struct Expansion {
-  const int64_t* adapter_of_row;  // [rows]: index of its adapter, -1 for none
+  const int64_t* adapter_of_row;  // [rows]: index of the row's adapter, -1 for none
   const Adapter* const* adapters;
   int layer;
   LowRank AdapterLayer::* matrix;
@@ -146,7 +146,7 @@ static inline void expand_rows(const Expansion& e, const Adapter& adapter, const
       shrunk[r] = e.shrunk + size_t(tile.row + row + r) * e.stride + p.first;
     }
     const size_t at = size_t(local) * p.rank * kPanel, item = adapter.is_bf16 ? 2 : 4;
-    // Of the next panel: the streams of all adapters are too many for the prefetchers of a core.
+    // Prefetches the next panel: the streams of all adapters are too many for a core's hardware prefetchers.
     for (size_t line = 0; line < size_t(p.rank) * kPanel * item; line += 64)
       prefetch(p.b + (at + size_t(p.rank) * kPanel) * item + line);
     adapter.is_bf16 ? expand_panel(to, (const uint16_t*)p.b + at, shrunk, p.rank)
@@ -154,7 +154,7 @@ static inline void expand_rows(const Expansion& e, const Adapter& adapter, const
   }
 }
 
-// Adds updates to a tile. Not inlined: products without adapters keep their registers.
+// Adds updates to a tile. Not inlined, so that products without adapters keep their registers.
 [[gnu::noinline]] static void expand(const Expansion& e, const Tile& tile) {
   const int64_t* adapters = e.adapter_of_row + tile.row;
   for (int r = 0, count; r < tile.rows; r += count) {

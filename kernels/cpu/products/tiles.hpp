@@ -1,5 +1,5 @@
-// Register tiles: R rows times C panels of 16 outputs. Each output is a chain of additions in the order of its inputs,
-// for any number of rows, so a row's result does not depend on the rest of the batch.
+// Register tiles: R rows times C panels of 16 outputs. With any number of rows, each output is a chain of additions in
+// the order of its inputs, so a row's result does not depend on the rest of the batch.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -101,7 +101,7 @@ template <int R, int C>
     for (int c = 0; c < C; ++c) v_store(out + r * stride + c * kPanel, sum[r][c]);
 }
 
-// sum += one input of each row times the weights of this input in C panels.
+// sum += one input of each row times that input's weights in C panels.
 template <int R, int C>
 [[gnu::always_inline]] static inline void add_input(V (&sum)[R][C], const float* x, size_t stride,
                                                     const V (&panel)[C]) {

@@ -1,14 +1,14 @@
 // Quantized matrices on levels without bf16 dot products, inputs quantized to int16 (`exact`): out = sum over blocks of
 //
-//   scale * x_scale * (q0 c0 + q1 c1 + ...) + minimum * x_scale * (q0 + q1 + ...)
+//   scale * x_scale * (q0 w0 + q1 w1 + ...) + minimum * x_scale * (q0 + q1 + ...)
 //
 // The sums in parentheses are integers, so they are exact in any order. The scale of each group of 32 inputs is its
 // largest magnitude / 32767. For the largest input this is 128 times finer than bfloat16, and AVX2 computes two int16
 // products in the time of one float product. For small inputs next to large inputs it is too coarse if the KV is in
-// float32; the rounding error of a word is then stored as a second int16, the low word, and both words have more bits
-// than a float. For few rows, codes are unpacked in registers; for more rows, a panel is unpacked into scratch memory
-// once. Many rows with int8 inputs (`fast`) use this path as well: the integers are the same, and int8 would not be
-// faster.
+// float32; the rounding error of a word is then stored as a second int16, the low word, and both words together have
+// more bits than a float. For few rows, the quantized weights w are unpacked in registers; for more rows, a panel is
+// unpacked into scratch memory once. Many rows with int8 inputs (`fast`) use this path as well: the integers are the
+// same, and int8 would not be faster.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -24,7 +24,7 @@ namespace kvferry::KVFERRY_LEVEL {
 #if !KVFERRY_PAIRS
 constexpr int kWordRows = 4;
 
-// Bytes of an unpacked block: codes as int16, 16 scales and 16 minima as floats.
+// Bytes of an unpacked block: weights as int16, 16 scales and 16 minima as floats.
 static inline constexpr size_t unpacked_block(int block) { return size_t(block) * kPanel * 2 + 2 * kPanel * 4; }
 
 template <class Form>

@@ -23,7 +23,7 @@ static inline V v_exp(V x) {
   return v_zero_below(v_mul(y, v_exp2i(n)), x, -87.0f);
 }
 
-// cap * tanh(x / cap), with an error of 2e-7 times the cap.
+// cap * tanh(x / cap), with an error of at most 2e-7 times the cap.
 static inline V v_soft_cap(V x, float cap) {
   const V e = v_exp(v_mul(x, v_set(2.0f / cap)));
   return v_fma(v_div(v_set(1.0f), v_add(e, v_set(1.0f))), v_set(-2.0f * cap), v_set(cap));

@@ -128,7 +128,8 @@ static inline void v_transpose(const uint8_t* from, size_t row, float* to) {
 }
 
 // --- products of 16-bit integers -----------------------------------------------------------------------------------
-// These are GCC vector types, since the compiler keeps arrays of them in registers, but arrays of __m256i in memory.
+// These are GCC vector types, since the compiler keeps arrays of them in registers, but keeps arrays of __m256i in
+// memory.
 typedef short Int16x16 __attribute__((vector_size(32)));
 typedef int Int32x8 __attribute__((vector_size(32)));
 struct W {
@@ -204,7 +205,7 @@ static inline void w_transpose(const uint8_t* from, size_t row, int16_t* out) {
 struct B {
   __m256i a, b;
 };
-struct S {  // for 4-bit codes, two int16 sums per lane, which 32 inputs cannot overflow (16 * 15 * 127 < 2^15)
+struct S {  // for 4-bit weights, two int16 sums per lane, which 32 inputs cannot overflow (16 * 15 * 127 < 2^15)
   __m256i a, b;
 };
 
@@ -226,7 +227,7 @@ static inline S s_add4(S sum, B codes, uint32_t quad) {
   return {_mm256_add_epi16(sum.a, _mm256_maddubs_epi16(codes.a, inputs)),
           _mm256_add_epi16(sum.b, _mm256_maddubs_epi16(codes.b, inputs))};
 }
-// vpmaddubsw has one unsigned operand, so the signs of the codes are moved to the inputs. |-128| = 128 does not
+// vpmaddubsw has one unsigned operand, so the signs of the weights are moved to the inputs. |-128| = 128 does not
 // overflow: 2 * 128 * 127 < 2^15.
 static inline __m256i add8_half(__m256i sum, __m256i codes, __m256i inputs) {
   const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(codes), _mm256_sign_epi8(inputs, codes));

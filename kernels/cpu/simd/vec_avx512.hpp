@@ -1,6 +1,6 @@
 // Vectors of 16 floats as one AVX-512 register, with BF16 and VNNI. vec_portable.hpp documents the names. Only this
-// level has dot products of bf16 pairs (`p_`) and conversions of codes to such pairs. It has only those int16
-// operations (`w_`, `i_`) that attention uses.
+// level has dot products of bf16 pairs (`p_`) and conversions of quantized values to such pairs. Of the int16
+// operations (`w_`, `i_`), it has only the ones that attention uses.
 #pragma once
 #include <immintrin.h>
 
@@ -127,7 +127,7 @@ static inline P p_from_int32(__m512i first, __m512i second) {
   const __m512i x = _mm512_castps_si512(_mm512_cvtepi32_ps(first)), y = _mm512_castps_si512(_mm512_cvtepi32_ps(second));
   return _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(x, 16), y);
 }
-// Converts lanes of four int8 codes to two bf16 pairs, (0, 1) and (2, 3), scaled by 2^24.
+// Converts lanes of four int8 values to two bf16 pairs, (0, 1) and (2, 3), scaled by 2^24.
 static inline void p_from_codes(__m512i codes, P& first, P& second) {
   const __m512i one =
       _mm512_broadcast_i32x4(_mm_setr_epi8(-1, -1, -1, 1, -1, -1, -1, 5, -1, -1, -1, 9, -1, -1, -1, 13));
@@ -136,7 +136,7 @@ static inline void p_from_codes(__m512i codes, P& first, P& second) {
   first = p_from_int32(_mm512_slli_epi32(codes, 24), _mm512_shuffle_epi8(codes, one));
   second = p_from_int32(_mm512_shuffle_epi8(codes, two), _mm512_and_si512(codes, _mm512_set1_epi32(int(0xff000000))));
 }
-// Converts lanes of four int8 codes to two int16 pairs, (0, 2) and (1, 3).
+// Converts lanes of four int8 values to two int16 pairs, (0, 2) and (1, 3).
 static inline void w_from_codes(__m512i codes, P& first, P& second) {
   first = _mm512_srai_epi16(_mm512_slli_epi16(codes, 8), 8);
   second = _mm512_srai_epi16(codes, 8);
@@ -157,8 +157,8 @@ static inline P p_table4() {
 [[gnu::always_inline]] static inline P p_code4(P words, P table, int i) {
   return _mm512_permutexvar_epi16(i ? _mm512_srli_epi16(words, unsigned(4 * nibble_of_pair(i))) : words, table);
 }
-// Unpacks the same pair plus kCodeBias: a code is placed into the upper mantissa bits of 16.0, which takes two
-// operations and no table.
+// Unpacks the same pair plus kCodeBias: a quantized value is placed into the upper mantissa bits of 16.0, which takes
+// two operations and no table.
 constexpr float kCodeBias = 16.0f;
 [[gnu::always_inline]] static inline P p_biased4(P words, int i) {
   const int shift = 4 * nibble_of_pair(i) - 3;
@@ -218,7 +218,7 @@ static inline __m512i quads8(const uint8_t* p) {
                                          5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
   return _mm512_shuffle_epi8(_mm512_permutexvar_epi16(order, _mm512_loadu_si512(p)), order_0213());
 }
-// vpdpbusd has one unsigned operand, so codes are biased by 128, and sums start at -128 times the sum of the inputs.
+// vpdpbusd has one unsigned operand, so weights are biased by 128, and sums start at -128 times the sum of the inputs.
 static inline B b_codes8(const uint8_t* p) { return {_mm512_xor_si512(quads8(p), _mm512_set1_epi8(char(0x80)))}; }
 static inline B b_load(const void* p) { return {_mm512_loadu_si512(p)}; }
 static inline void b_store(void* p, B x) { _mm512_storeu_si512(p, x.v); }

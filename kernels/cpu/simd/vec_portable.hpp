@@ -1,5 +1,5 @@
 // Vectors of 16 floats in plain C++ (four vectors of four floats), for any compiler and machine. This header documents
-// the names that vec_avx2.hpp and vec_avx512.hpp also define; kernels are written once, against these names.
+// the names that vec_avx2.hpp and vec_avx512.hpp also define; kernels are written once, in terms of these names.
 //
 //   V  16 floats       W  16 pairs of int16    I  16 int32 sums of W products
 //                      B  16 quads of int8     S  16 int32 sums of B products
@@ -151,7 +151,7 @@ static inline void v_transpose(const uint8_t* from, size_t row, float* to) {
 }
 
 // --- products of 16-bit integers -----------------------------------------------------------------------------------
-// 16 lanes of two adjacent codes, and 16 integer sums of their products.
+// 16 lanes of two adjacent quantized values, and 16 integer sums of their products.
 struct W {
   int16_t v[32];
 };
@@ -165,20 +165,20 @@ static inline W w_load(const int16_t* p) {
   return r;
 }
 static inline void w_store(int16_t* p, W x) { std::memcpy(p, x.v, sizeof x.v); }
-// Unpacks one of the four pairs in each lane of packed 4-bit codes; see weights/pack.hpp.
+// Unpacks one of the four pairs in each lane of packed 4-bit values; see weights/pack.hpp.
 static inline W w_code4(W packed, int pair) {
   W r;
   for (int j = 0; j < 32; ++j) r.v[j] = int16_t(uint16_t(packed.v[j]) >> (4 * nibble_of_pair(pair)) & 15);
   return r;
 }
-// Sign-extends 32 codes of 8 bits; code j of lane o is byte 2 o + j.
+// Sign-extends 32 8-bit values; value j of lane o is byte 2 o + j.
 static inline W w_codes8(const int8_t* p) {
   W r;
   for (int j = 0; j < 32; ++j) r.v[j] = p[j];
   return r;
 }
 static inline I i_zero() { return {}; }
-// Adds products of two inputs of a row with codes of at most 8 bits; a sum has at most 256 inputs.
+// Adds products of two inputs of a row with weights of at most 8 bits; a sum has at most 256 inputs.
 static inline I i_add(I sum, W codes, uint32_t pair) {
   int16_t q[2];
   std::memcpy(q, &pair, 4);
@@ -202,15 +202,15 @@ static inline void v_store_int16_quads(int16_t* p, V whole) {
   v_store_int16(p, whole);
   for (int i = 1; i < 16; i += 4) std::swap(p[i], p[i + 1]);
 }
-// Interleaves 16 codes of two rows as int16.
+// Interleaves 16 values of two rows as int16.
 static inline void w_interleave(const uint8_t* x, const uint8_t* y, int16_t* out) {
   for (int i = 0; i < 16; ++i) {
     out[2 * i] = int8_t(x[i]);
     out[2 * i + 1] = int8_t(y[i]);
   }
 }
-// Transposes 16 rows of 16 codes, `row` bytes apart, to int16 [8 pairs][16 rows][2], every four codes in the order 0 2
-// 1 3.
+// Transposes 16 rows of 16 values, `row` bytes apart, to int16 [8 pairs][16 rows][2], every four values in the order 0
+// 2 1 3.
 static inline void w_transpose(const uint8_t* from, size_t row, int16_t* out) {
   constexpr int order[4] = {0, 2, 1, 3};
   for (int i = 0; i < 16; ++i)
@@ -218,7 +218,7 @@ static inline void w_transpose(const uint8_t* from, size_t row, int16_t* out) {
 }
 
 // --- products of bytes ---------------------------------------------------------------------------------------------
-// 16 lanes of four codes; a quad of inputs in the order 0 2 1 3; 16 integer sums of their products.
+// 16 lanes of four quantized values; a quad of inputs in the order 0 2 1 3; 16 integer sums of their products.
 struct B {
   int8_t v[64];
 };
@@ -226,14 +226,14 @@ struct S {
   int32_t v[16];
 };
 
-// Splits 64 bytes of 4-bit codes into the first and the second quad of each lane.
+// Splits 64 bytes of 4-bit values into the first and the second quad of each lane.
 static inline void b_codes4(const uint8_t* p, B& low, B& high) {
   for (int i = 0; i < 64; ++i) {
     low.v[i] = int8_t(p[i] & 15);
     high.v[i] = int8_t(p[i] >> 4);
   }
 }
-// Combines 64 bytes of 8-bit codes (two pairs per lane) into one quad per lane.
+// Combines 64 bytes of 8-bit values (two pairs per lane) into one quad per lane.
 static inline B b_codes8(const uint8_t* p) {
   B quads;
   for (int o = 0; o < 16; ++o)
@@ -244,9 +244,9 @@ static inline B b_codes8(const uint8_t* p) {
   return quads;
 }
 static inline S s_zero() { return {}; }
-// Initial value of a sum with 8-bit codes, given the sum of all inputs that will be multiplied.
+// Initial value of a sum with 8-bit weights, given the sum of all inputs that will be multiplied.
 static inline S s_start8(int32_t) { return {}; }
-// Adds products of four inputs of a row with 4-bit codes (at most 32 inputs per sum) or 8-bit codes.
+// Adds products of four inputs of a row with 4-bit weights (at most 32 inputs per sum) or 8-bit weights.
 static inline S s_add4(S sum, B codes, uint32_t quad) {
   int8_t q[4];
   std::memcpy(q, &quad, 4);

@@ -1,4 +1,4 @@
-// The phases of a step that only batches with adapters have, and the updates of its products.
+// The phases that only batches with adapters have, and the updates that they add to a step's products.
 #pragma once
 #include "data/adapter.hpp"
 #include "data/adapter_layout.hpp"
@@ -14,7 +14,7 @@ static inline Expansion expansion_of(const Step& step, int layer, LowRank Adapte
           size_t(step.shrunk_stride)};
 }
 
-// A x of a run of rows, for the product that follows.
+// Computes A x of a run of rows, for the product that follows.
 static inline void shrink_run(Step& step, Phase phase, int layer, int chunk) {
   const Model& m = step.model;
   const Step::AdapterRun& run = step.adapter_runs[size_t(chunk)];
@@ -25,7 +25,7 @@ static inline void shrink_run(Step& step, Phase phase, int layer, int chunk) {
     if (update.rank)
       shrink(update, adapter.is_bf16, x, has_floats, n, rows, run.count, step.shrunk, size_t(step.shrunk_stride));
   };
-  // Rows of x and of attended are computed as floats, whatever the products read.
+  // Rows of x and of attended are computed as floats, whichever representation the products read.
   switch (phase) {
     case Phase::shrink_qkv: go(of.qkv, step.x, true, m.hidden); break;
     case Phase::shrink_output: go(of.output, step.attended, true, m.heads * m.head_dim); break;

@@ -22,8 +22,8 @@
 
 namespace kvferry::KVFERRY_LEVEL {
 
-// Attends an item: queries [rows][width], and results, where they are not merged later, into the floats of `attended`.
-// `Widest`: most values of a value.
+// Computes attention of an item: queries are [rows][width]; results that are not merged later go to the floats of
+// `attended`. `Widest`: maximum size of a value vector.
 template <int Widest>
 static inline void attend_item(Step& step, const Layer& layer, int layer_index, int chunk, int thread,
                                const float* queries, int width, const Rows& attended) {
@@ -31,7 +31,7 @@ static inline void attend_item(Step& step, const Layer& layer, int layer_index, 
   const AttentionItem& item = step.items[size_t(chunk)];
   const Sequence& sequence = step.batch.sequences[item.sequence];
   const bool is_cut = step.first_partial[size_t(item.sequence)] >= 0;
-  // Before the windows of all rows, there is no partial result; `merge_partials` leaves it out.
+  // A partition before the windows of all rows has no partial result; `merge_partials` skips it.
   if (is_cut && item.end * kPartition <= hidden_tokens(layer.window, sequence.context - sequence.queries)) return;
   const AttentionGeometry g{place_of(step.batch, layer_index, m.num_layers),
                             m.kv_heads,
@@ -57,7 +57,7 @@ static inline void attend_item(Step& step, const Layer& layer, int layer_index, 
         attend<KvType::bf16, Widest>(step.batch, g, item, sharers, kv_head, next, queries, width, s);
         break;
       case KvType::int8:
-        if constexpr (Widest == kMaxHeadDim)  // latent vectors have no int8 form
+        if constexpr (Widest == kMaxHeadDim)  // latent vectors do not support int8 KV
           attend<KvType::int8, Widest>(step.batch, g, item, sharers, kv_head, next, queries, width, s);
         break;
     }
@@ -130,7 +130,7 @@ static inline void merge_partials(Step& step, const Layer& layer, int chunk, con
   }
 }
 
-constexpr float kLatentEpsilon = 1e-6f;  // of the norms of latent vectors, whatever the model's epsilon
+constexpr float kLatentEpsilon = 1e-6f;  // for the norms of latent vectors, independent of the model's epsilon
 
 // Writes the latent vectors of rows to their pages, and the inputs of query_up.
 static inline void write_latent_rows(Step& step, const Layer& layer, int layer_index, int first, int end) {
@@ -156,7 +156,8 @@ static inline void write_latent_rows(Step& step, const Layer& layer, int layer_i
   }
 }
 
-// Divides the queries of rows: plain values become inputs of absorb, rotated ones the ends of queries for vectors.
+// Splits the rows' queries: unrotated elements become inputs of absorb; rotated elements become the ends of queries for
+// latent vectors.
 static inline void split_queries(Step& step, const Layer& layer, int first, int end) {
   const Model& m = step.model;
   const Latent& latent = m.latent;
@@ -177,8 +178,8 @@ static inline void split_queries(Step& step, const Layer& layer, int first, int 
   }
 }
 
-// A chunk of a product per head: the inputs of a head, `inputs` values, times the panels of the head, into `to`
-// [rows][stride], where the outputs of heads are `apart` values apart.
+// A chunk of a per-head product: the `inputs` inputs of a head times the panels of the head, into `to` [rows][stride],
+// where the outputs of consecutive heads are `apart` elements apart.
 static inline void multiply_head(Step& step, const Matrix& m, const Rows& x, int inputs, int chunk, int thread,
                                  float* to, size_t stride, int apart) {
   const int heads = step.model.heads, head = chunk % heads, first_row = chunk / heads * step.head_rows;

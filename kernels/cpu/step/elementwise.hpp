@@ -113,7 +113,7 @@ static inline V gelu_tanh(V x) {
   return v_div(x, v_add(v_set(1.0f), v_exp(v_mul(inner, v_set(-1.5957691216f)))));
 }
 
-// g sigmoid(alpha g) (u + 1), of a gate value g clamped from above and an up value u clamped from both sides. NaN is
+// g sigmoid(alpha g) (u + 1), with a gate value g clamped from above and an up value u clamped on both sides. A NaN is
 // the second operand of each comparison, which then returns it.
 static inline V clamped_swiglu(V gate, V up, float alpha, float limit) {
   const V g = v_min(v_set(limit), gate), u = v_max(v_set(-limit), v_min(v_set(limit), up));

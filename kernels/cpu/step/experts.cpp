@@ -9,7 +9,8 @@
 namespace kvferry {
 namespace {
 
-constexpr float kLeastSum = 1e-20f;  // of the weights of active experts; sigmoids of very negative outputs may all be 0
+constexpr float kLeastSum =
+    1e-20f;  // minimum sum of the active weights; sigmoids of very negative outputs may all be 0
 
 }  // namespace
 
@@ -18,7 +19,7 @@ void ExpertPlan::clear(int rows, int most_per_row, int most_experts) {
   runs.clear();
   runs.reserve(size_t(most_experts));
   has_gathered = false;
-  // Memory is allocated here and not while the pool runs.
+  // Memory is allocated here, not while the pool runs.
   for (auto* each : {&row_of, &entries_of, &chosen_}) each->resize(std::max(entries, each->size()));
   share_of.resize(std::max(entries, share_of.size()));
   counts_.resize(size_t(most_experts) + 1);
@@ -28,7 +29,7 @@ void ExpertPlan::clear(int rows, int most_per_row, int most_experts) {
   best_.resize(size_t(most_experts));
 }
 
-// Returns the numbers by which a row's experts are chosen, from their scores.
+// Returns the values by which a row's experts are chosen, computed from their scores.
 const float* ExpertPlan::marks_of(const Mixture& m, const float* scores) {
   if (!m.correction && m.active_groups == m.groups) return scores;
   for (int e = 0; e < m.count; ++e) marks_[size_t(e)] = scores[e] + (m.correction ? m.correction[e] : 0.0f);
@@ -95,7 +96,7 @@ void ExpertPlan::plan(const Mixture& m, const Level& level, const float* logits,
   int first = 0;
   for (int e = 0; e < experts; ++e) {
     const int count = counts_[size_t(e)];
-    counts_[size_t(e)] = first;  // from here on the next entry of the expert
+    counts_[size_t(e)] = first;  // from here on, the index of the expert's next entry
     if (!count) continue;
     ExpertRun run;
     run.expert = e;

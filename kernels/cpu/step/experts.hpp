@@ -1,4 +1,4 @@
-// Plan of a layer with experts: which expert computes which rows.
+// Plan of an MoE layer: which expert computes which rows.
 #pragma once
 #include <vector>
 
@@ -12,18 +12,18 @@ namespace kvferry {
 struct ExpertRun {
   int expert = 0;
   int first = 0, count = 0;           // entries [first, first + count)
-  int source = -1;                    // first of the adjacent rows of x that are its inputs, -1 if they are gathered
-  Blocking gate_up, down;             // of its products
+  int source = -1;                    // first of the adjacent rows of x that are the inputs, -1 if they are gathered
+  Blocking gate_up, down;             // blocking of the run's products
   int gate_up_end = 0, down_end = 0;  // number of chunks of this and all earlier runs
 };
 
 class ExpertPlan {
  public:
-  // Forgets the plan of the last layer, and reserves memory for `rows` rows.
+  // Discards the plan of the last layer, and reserves memory for `rows` rows.
   void clear(int rows, int most_per_row, int most_experts);
 
-  // Chooses the experts of each row by the router's outputs, and sorts the rows by expert. Weights are those of
-  // Mixture, in float32; of equal ones those of the first experts are chosen.
+  // Chooses the experts of each row by the router's outputs, and sorts the rows by expert. Weights are computed as in
+  // Mixture, in float32; of experts with equal scores, the first are chosen.
   void plan(const Mixture& mixture, const Level& level, const float* logits, int stride, int rows, int threads);
 
   // Returns the run of a chunk, and replaces the chunk by its index within the run.
@@ -33,16 +33,16 @@ class ExpertPlan {
 
   std::vector<ExpertRun> runs;
   std::vector<int> row_of;      // [entries]
-  std::vector<float> share_of;  // [entries]: weight in the sum of the row
+  std::vector<float> share_of;  // [entries]: weight of the entry in the row's sum
   std::vector<int> entries_of;  // [rows][per_row], in the order of experts
   int per_row = 0;
-  bool has_gathered = false;  // whether the inputs of a run are gathered
+  bool has_gathered = false;  // whether the inputs of any run are gathered
 
  private:
   const float* marks_of(const Mixture& m, const float* scores);
 
   std::vector<float> probabilities_;
-  std::vector<float> marks_, best_;  // of a row: by expert, by group
+  std::vector<float> marks_, best_;  // of one row: by expert, and by group
   std::vector<int> chosen_, counts_, used_;
 };
 

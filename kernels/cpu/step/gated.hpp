@@ -1,4 +1,4 @@
-// Products that one or more kinds of layers compute. Each is one function, since code that is inlined twice is slower.
+// Products that several kinds of layers compute. Each is one function, since code that is inlined twice is slower.
 #pragma once
 #include <cstddef>
 
@@ -15,7 +15,7 @@
 
 namespace kvferry::KVFERRY_LEVEL {
 
-// Writes the gated values of one tile of the gate and up product, whose panels alternate.
+// Writes the gated values of one tile of the fused gate/up projection (interleaved panels).
 template <Gate Kind>
 static inline void write_gated(const Model& model, const Matrix& m, const Rows& to, bool rough, const Tile& tile) {
   const auto gated = [&](V gate, V up) {
@@ -45,14 +45,14 @@ static inline void write_gated(const Model& model, const Matrix& m, const Rows& 
   }
 }
 
-// Not inlined: beside an inlined GELU, or in a second instance of the product, the code for SiLU was slower by 7 %.
+// Not inlined: next to an inlined GELU, or in a second instance of the product, the code for SiLU was 7 % slower.
 [[gnu::noinline]] static void write_other_gated(const Model& model, const Matrix& m, const Rows& to, bool rough,
                                                 const Tile& tile) {
   model.gate == Gate::gelu_tanh ? write_gated<Gate::gelu_tanh>(model, m, to, rough, tile)
                                 : write_gated<Gate::clamped_swiglu>(model, m, to, rough, tile);
 }
 
-// A chunk of the gate and up product, into the inputs of down.
+// A chunk of the fused gate/up projection, into the inputs of down.
 [[gnu::noinline]] static void gated_product(const Matrix& m, const Rows& x, int rows, const Blocking& blocking,
                                             const Expansion* expansion, int chunk, uint8_t* scratch, const Rows& to,
                                             const Model& model) {

@@ -10,8 +10,8 @@
 
 namespace kvferry {
 
-// Phases named shrink compute the inner products of adapters; only batches with adapters have them. Those
-// after `pick` belong to layers with experts, and those after `combine` to latent attention.
+// The shrink phases compute A x of LoRA adapters, in batches with adapters. The phases after `pick`, up to `combine`,
+// are for MoE layers; the phases after `combine` are for latent attention.
 enum class Phase : int {
   embed,
   qkv,

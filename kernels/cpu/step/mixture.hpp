@@ -1,4 +1,4 @@
-// Chunks of layers with experts.
+// Chunks of MoE layers.
 #pragma once
 #include <cstddef>
 #include <cstring>

@@ -67,8 +67,8 @@ static inline void embed_rows(Step& step, int chunk) {
   tap_rows(step, 0, chunk * step.row_chunk, end);
 }
 
-// Returns a row of the residual. If the last product has an output norm, the product is in `projected` and has not been
-// added yet: `to` then receives the sum of the residual and the normalized product.
+// Returns a row of the residual. If the previous sublayer has a post-norm, its output is in `projected` and has not
+// been added yet: `to` then receives the sum of the residual and the normalized output.
 static inline const float* residual_row(Step& step, const float* output_norm, int row, float* to) {
   const Model& m = step.model;
   const float* residual = step.residual + size_t(row) * step.x.stride;
@@ -78,7 +78,7 @@ static inline const float* residual_row(Step& step, const float* output_norm, in
   return to;
 }
 
-// RMSNorm of rows [first, end) from the residual into x. With an output norm of the product before, the rows of the
+// RMSNorm of rows [first, end) from the residual into x. If the previous sublayer has a post-norm, the rows of the
 // residual are updated first.
 static inline void norm_rows(Step& step, const float* output_norm, const float* weight, int first, int end) {
   for (int i = first; i < end; ++i) {
@@ -89,8 +89,8 @@ static inline void norm_rows(Step& step, const float* output_norm, const float* 
   }
 }
 
-// The norm before the head, of the sampled rows [first, end). The residual is not updated in place: hidden states of a
-// sampled row may be returned too, and would then have the product twice.
+// The norm before the head, for the sampled rows [first, end). The residual is not updated in place: hidden states of a
+// sampled row may be returned too, and the sublayer's output would then be added twice.
 static inline void norm_sampled_rows(Step& step, const float* output_norm, int first, int end) {
   const Model& m = step.model;
   for (int i = first; i < end; ++i) {
@@ -139,7 +139,7 @@ static inline void rope_rows(Step& step, const Layer& layer, int layer_index, in
   }
 }
 
-// Adds a product to the residual, or stores it if it has a norm, which needs whole rows.
+// Adds a sublayer's output to the residual, or stores it if the sublayer has a post-norm, which needs whole rows.
 static inline void accumulate_chunk(Step& step, const Matrix& m, const float* output_norm, const Rows& from,
                                     const Blocking& blocking, const Expansion* expansion, int chunk, int thread) {
   const size_t stride = size_t(step.x.stride);

@@ -17,25 +17,25 @@ constexpr int kMinRowsPerThread = 128;        // minimum rows per thread for row
 constexpr int kMinChunkRows = 24;             // with fewer rows, fetching panels costs more than multiplying them
 constexpr int kChunkCells = 2048;             // target of rows times panels per chunk
 constexpr int kFewRows = 2;                   // short products, where claiming a chunk costs as much as half a panel
-constexpr int kRunRows = 4;                   // rows with one adapter that a thread shrinks together
+constexpr int kRunRows = 4;                   // rows with the same adapter that a thread shrinks together
 constexpr Phase kLayerPhases[] = {Phase::qkv,      Phase::rotate,  Phase::attend, Phase::merge,    Phase::output,
                                   Phase::mlp_norm, Phase::gate_up, Phase::down,   Phase::next_norm};
 constexpr Phase kAdaptedLayerPhases[] = {
     Phase::shrink_qkv,    Phase::qkv,    Phase::rotate,   Phase::attend,         Phase::merge,
     Phase::shrink_output, Phase::output, Phase::mlp_norm, Phase::shrink_gate_up, Phase::gate_up,
     Phase::shrink_down,   Phase::down,   Phase::next_norm};
-// For models with experts; a phase that a layer lacks has no chunks.
+// For MoE models; a phase that a layer does not have has no chunks.
 constexpr Phase kMixtureLayerPhases[] = {
     Phase::qkv,      Phase::rotate,         Phase::attend,      Phase::merge,   Phase::output,
     Phase::mlp_norm, Phase::gate_up,        Phase::down,        Phase::route,   Phase::plan_experts,
     Phase::gather,   Phase::expert_gate_up, Phase::expert_down, Phase::combine, Phase::next_norm};
-// For models with latent attention, whose layers may have experts.
+// For models with latent attention, whose layers may be MoE layers.
 constexpr Phase kLatentLayerPhases[] = {
     Phase::qkv,      Phase::latent_rows,    Phase::query_up,    Phase::split_queries, Phase::absorb,
     Phase::attend,   Phase::merge,          Phase::value_up,    Phase::attended_rows, Phase::output,
     Phase::mlp_norm, Phase::gate_up,        Phase::down,        Phase::route,         Phase::plan_experts,
     Phase::gather,   Phase::expert_gate_up, Phase::expert_down, Phase::combine,       Phase::next_norm};
-constexpr int kHeadRows = 64;  // rows per chunk of a product per head
+constexpr int kHeadRows = 64;  // rows per chunk of a per-head product
 
 int round_up(int n, int to) { return (n + to - 1) / to * to; }
 int ceil_div(int n, int of) { return (n + of - 1) / of; }
@@ -108,7 +108,8 @@ Blocking choose_blocking(const Level& level, const Matrix& matrix, int rows, int
   const int most_rows = level.has_matrix_unit
                             ? std::max(kMatrixUnitInputs / matrix.depth / level.tile_rows, 1) * level.tile_rows
                             : kMaxChunkRows;
-  // Use enough chunks that no thread idles long at the end of the phase, but few enough that claiming them is cheap.
+  // Use enough chunks that no thread idles for long at the end of the phase, but few enough that claiming them is
+  // cheap.
   int row_blocks = ceil_div(rows, most_rows);
   if (has_row_affinity(level, rows, threads)) row_blocks = round_up(row_blocks, threads);
   while (ceil_div(matrix.panels, 4) * row_blocks < 8 * threads && rows >= (row_blocks + 1) * kMinChunkRows)
@@ -160,7 +161,7 @@ void Step::prepare(const Batch& b) {
   plan_attention();
 }
 
-// Allocates the memory of layers with experts; they are planned while the step runs.
+// Allocates the memory of MoE layers, which are planned while the step runs.
 void Step::plan_experts(int capacity) {
   if (first_mixture_ < 0) return;
   const Matrix& router = model.layers[first_mixture_].mixture.router;
@@ -194,7 +195,7 @@ void Step::plan_latent(int capacity) {
   head_row_blocks = ceil_div(batch.rows, head_rows);
 }
 
-// Sorts the rows with adapters by adapter, and cuts them into runs.
+// Sorts the rows with adapters by adapter, and splits them into runs.
 void Step::plan_adapters(int capacity) {
   adapted_rows.clear();
   adapter_runs.clear();
@@ -249,7 +250,7 @@ void Step::plan_attention() {
     const int items_of_most = ceil_div(q.queries, most_queries) * ceil_div(model.kv_heads, heads_at_once);
     const bool are_few = items_of_most < kMinItemsPerThread * threads_;
     const int most = are_few ? std::max(1, most_queries / 2) : most_queries;
-    for (int first = (q.queries - 1) / most * most; first >= 0; first -= most) {  // the most expensive first
+    for (int first = (q.queries - 1) / most * most; first >= 0; first -= most) {  // most expensive first
       const int queries = std::min(most, q.queries - first);
       const int end = ceil_div(q.context - q.queries + first + queries, kPartition);
       for (int h = 0; h < model.kv_heads; h += heads_at_once)
@@ -278,7 +279,7 @@ void Step::plan_partition(int partition, int heads_at_once, int most_sharers) {
   for (int s = 0; s < batch.num_sequences; ++s) {
     const Sequence& q = batch.sequences[s];
     if (first_partial[size_t(s)] < 0 || partition * kPartition >= q.context) continue;
-    // Sequences that share a partition see all of it, which is not the case with windows.
+    // Sequences that share a partition must attend to all of it, which is not the case with windows.
     if (q.queries > 1 || q.context < (partition + 1) * kPartition || has_windows_) {
       add(s, q.queries, heads_at_once, -1);
       continue;

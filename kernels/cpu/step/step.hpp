@@ -35,15 +35,15 @@ class Step final : public Job {
   const Model& model;
   const Level& level;
   Batch batch;
-  Rows x, attended, hidden_up;  // inputs of qkv, gate_up and head; of output; of down
+  Rows x, attended, hidden_up;  // inputs of qkv, gate_up and head; inputs of output; inputs of down
   float* residual = nullptr;    // [rows][stride of x]
-  float* projected = nullptr;   // [rows][stride of x]: products that are normalized before they are added
+  float* projected = nullptr;   // [rows][stride of x]: outputs that are normalized before they are added
   float* qkv = nullptr;         // [rows][panels * 16]
   float* partials = nullptr;    // for split sequences: [head_dim values, max score, sum] per row, partition and head
   Blocking qkv_blocking, output_blocking, gate_up_blocking, down_blocking, head_blocking;
   int row_chunk = 0;  // rows per chunk in row-wise phases
-  // Layers with experts: the router's outputs, inputs that are gathered for an expert, inputs of down, and outputs. All
-  // but the first are by entry of the plan.
+  // MoE layers: the router's outputs, inputs gathered for an expert, inputs of down, and outputs. All but the first
+  // have one row per entry of the plan.
   ExpertPlan experts;
   float* router_logits = nullptr;  // [rows][panels * 16 of the router]
   Rows expert_x, expert_up;
@@ -54,8 +54,8 @@ class Step final : public Job {
   Rows query_x, absorb_x, attended_latent;
   float *queries = nullptr, *absorbed = nullptr;
   Blocking query_blocking;
-  int head_rows = 0, head_row_blocks = 0;  // rows per chunk of a product per head, and number of such chunks of a head
-  // Rows with adapters, sorted by adapter, and the runs of rows with one adapter that are shrunk together.
+  int head_rows = 0, head_row_blocks = 0;  // rows per chunk of a per-head product, and number of such chunks of a head
+  // Rows with adapters, sorted by adapter, and the runs of rows with the same adapter that are shrunk together.
   struct AdapterRun {
     int adapter, first, count;  // rows adapted_rows[first .. first + count - 1]
   };
@@ -95,13 +95,13 @@ class Step final : public Job {
   bool has_windows_ = false, has_output_norms_ = false;
   InputForms x_forms_, attended_forms_, up_forms_, expert_up_forms_;
   InputForms query_forms_, absorb_forms_, attended_latent_forms_;
-  int first_dense_ = -1, first_mixture_ = -1;  // first layer without and with experts
+  int first_dense_ = -1, first_mixture_ = -1;  // first dense layer and first MoE layer
   int most_per_row_ = 0, most_experts_ = 0, most_expert_inputs_ = 0;
   // Number of chunks claimed from a thread's rows; each counter has its own cache line.
   struct alignas(64) Cursor {
     std::atomic<int> taken{0};
   };
-  bool row_affinity_ = false;    // whether this step has row affinity; see has_row_affinity
+  bool row_affinity_ = false;    // whether this step uses row affinity; see has_row_affinity
   std::vector<Cursor> cursors_;  // [phases][threads] under row affinity
   std::vector<SharedPartition> shared_partitions_;
   std::vector<int> next_sharer_;  // per sequence: the next sequence in its SharedPartition

@@ -49,7 +49,7 @@ void unpack_scale_pair(int i, const uint8_t* s, int& scale, int& minimum) {
   }
 }
 
-// Values of the codes of IQ4_NL.
+// Values that IQ4_NL's 4-bit indices stand for.
 constexpr int8_t kUnevenCodes[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 
 // Blocks of 32 values with a scale and an optional minimum, both float16 or both float32.

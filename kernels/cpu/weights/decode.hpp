@@ -1,4 +1,4 @@
-// Rows of files decoded to codes, scales and minima.
+// Decodes rows of files to quantized values, scales and minima.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -12,19 +12,19 @@ struct RowTraits {
   int width;       // values per stored block
   int bytes;       // bytes per stored block
   int block;       // values per scale; 0: not quantized
-  bool wide_code;  // codes need 8 bits
+  bool wide_code;  // quantized values need 8 bits
   bool half_scales, has_min;
-  float offset;  // added to every code, if it is the same for all codes
+  float offset;  // added to every quantized value, if the offset is the same for all
 };
 
 // Throws if the type is unknown.
 RowTraits traits_of(RowType type);
 
-// A quantized row: value = scale * code + minimum, with a scale and a minimum per 16 values.
+// A quantized row: value = scale * (quantized value) + minimum, with a scale and a minimum per 16 values.
 struct CodedRow {
   std::vector<int8_t> codes;
   std::vector<float> scales, minima;               // per 16 values
-  std::vector<uint16_t> half_scales, half_minima;  // bits of the file, for formats with float16 scales
+  std::vector<uint16_t> half_scales, half_minima;  // the file's bits, for formats with float16 scales
 
   explicit CodedRow(int cols)
       : codes(size_t(cols)),

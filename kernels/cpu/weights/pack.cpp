@@ -167,7 +167,7 @@ void pack(const Matrix& m, const std::vector<Part>& parts, const int64_t* order,
         decode_row(type, data, m.cols, coded);
         for (size_t i = 0; i < coded.scales.size(); ++i)
           if (!std::isfinite(coded.scales[i]) || !std::isfinite(coded.minima[i])) throw_not_finite();
-        // A matrix with mixed formats has no common offset, so offsets are folded into 8-bit codes, or into the minima.
+        // A matrix with mixed formats has no common offset, so offsets are folded into the 8-bit values or the minima.
         const float offset = traits_of(type).offset;
         const int shift = m.format == Format::codes8 ? int(offset) : 0;
         if (m.format == Format::codes4 && offset != m.offset)

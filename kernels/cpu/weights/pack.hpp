@@ -11,7 +11,8 @@
 // In a group of 8 inputs of codes4, input 2 p + j of output o is nibble `nibble_of_pair(p)` of 16-bit word 2 o + j. A
 // shift and a mask of 4 bits extract two adjacent inputs, as bf16 and int16 dot products read them; a mask of every
 // other nibble extracts four inputs in the order 0 2 1 3, as int8 dot products read them. The block formats are defined
-// in ggml-common.h of the ggml project. Codes, scales and minima keep their bits; nothing is requantized.
+// in ggml-common.h of the ggml project. Quantized values, scales and minima are copied bit for bit; nothing is
+// requantized.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -22,9 +23,9 @@
 
 namespace kvferry {
 
-// Types of rows, with the numbers of GGUF. From 1000: types for checkpoints of other formats, whose values no type of
-// GGUF expresses. Their blocks of 32 are a float32 scale, for wide4 a float32 minimum, and codes as in q4_1 or q8_0.
-// as_f16 and as_bf16 are float32 rows that "shipped" rounds to 16 bits.
+// Row types, with GGUF's type ids. From 1000 on: types for checkpoints of other formats, whose values no GGUF type can
+// represent. Their blocks of 32 consist of a float32 scale, for wide4 a float32 minimum, and quantized values as in
+// q4_1 or q8_0. as_f16 and as_bf16 are float32 rows that "shipped" rounds to 16 bits.
 enum class RowType : int {
   f32 = 0,
   f16 = 1,
@@ -50,8 +51,8 @@ enum class RowType : int {
 size_t row_bytes(RowType type, int cols);
 
 // Returns the packed format for rows of these types. `wanted` is "shipped", "f32", "f16" or "bf16". "shipped" keeps a
-// common type. Of mixed types, 4-bit codes become 4-bit codes with float32 scales and minima, other codes become 8-bit
-// codes with float32 scales, and the rest becomes f32. `data` is null.
+// common type. With mixed types, 4-bit formats get 4-bit values with float32 scales and minima, other quantized formats
+// get 8-bit values with float32 scales, and all others become f32. `data` is null.
 Matrix packed_layout(const std::string& wanted, const std::vector<RowType>& types, int rows, int cols);
 
 struct Part {
@@ -60,10 +61,11 @@ struct Part {
   int rows;
 };
 
-// Packs panel by panel. Output row r is source row `order[r]`, counted over all parts; -1 makes a row of zeros.
+// Packs panel by panel. Output row r is source row `order[r]`, counted over all parts; -1 gives a row of zeros.
 void pack(const Matrix& matrix, const std::vector<Part>& parts, const int64_t* order, uint8_t* out);
 
-// Returns whether the matrix, which has data, is one with `has_one_scale`; reads all scales.
+// Returns whether each output has one scale for all its blocks (`has_one_scale`); the matrix must have data, and all
+// its scales are read.
 bool has_one_scale(const Matrix& matrix);
 
 // Dequantizes a row of a file.

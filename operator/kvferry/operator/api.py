@@ -22,7 +22,7 @@ _TIMEOUT_SECONDS = 15.0
 _PAGE = 500
 _CONNECTIONS = 16
 _ATTEMPTS = 4
-"""Maximum number of requests of one apply, while other writers change the object."""
+"""Maximum number of attempts of one apply, while other writers change the object."""
 _BUSY = frozenset({429, 502, 503, 504})
 """HTTP status codes after which a request may be retried."""
 _MANAGER = re.compile(r'conflict(?:s)? with "([^"]+)"')
@@ -239,8 +239,8 @@ class KubeApi:
             raise
 
     def would_create(self, manifest: Mapping[str, Any]) -> bool:
-        """Return whether no object of this kind and name exists, without reading or writing it: by a dry run of its
-        creation, which needs only the permission to create."""
+        """Return whether no object of this kind and name exists. It is neither read nor written: a dry run of its
+        creation needs only the permission to create."""
         path = path_of(manifest["apiVersion"], manifest["kind"], manifest["metadata"].get("namespace"))
         query = {"fieldManager": names.FIELD_MANAGER, "dryRun": "All"}
         try:
@@ -252,7 +252,7 @@ class KubeApi:
         return True
 
     def replace(self, manifest: Mapping[str, Any]) -> Json:
-        """Replace an object if its `resourceVersion` still equals that in `manifest`."""
+        """Replace an object if its `resourceVersion` still equals the one in `manifest`."""
         meta = manifest["metadata"]
         path = path_of(manifest["apiVersion"], manifest["kind"], meta.get("namespace"), meta["name"])
         return self._call("PUT", path, manifest["kind"], {}, manifest, "application/json")

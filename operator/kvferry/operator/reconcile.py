@@ -78,7 +78,7 @@ class Reconciler:
         status = body.get("status") or {}
         try:
             pool = parse_pool(body)
-            if memory.keys:  # newer than the keys in `status`, which may be out of date
+            if memory.keys:  # newer than the keys in `status`, which may be outdated
                 pool = msgspec.structs.replace(pool, keys=memory.keys)
             if memory.verified_generation != pool.generation:
                 verify(pool, self._default_image)

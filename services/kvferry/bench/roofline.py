@@ -50,8 +50,8 @@ def measure_machine(
         level: instruction level of the compiled kernels; empty selects torch.
         threads: number of threads.
         clock: clock of the measurement.
-        of_bytes: whether to measure products of 8-bit numbers instead of the level's format.
-        device: torch device. For a GPU, the rates are those of a copy and a bfloat16 matrix product.
+        of_bytes: whether to measure 8-bit matrix products instead of products in the level's format.
+        device: torch device. On a GPU, a copy and a bfloat16 matrix product are measured.
     """
     if device_kind(device) == "cuda":
         where = torch.device(device)

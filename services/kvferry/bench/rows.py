@@ -1,4 +1,4 @@
-"""Converts measured values to rows of JSON and CSV files."""
+"""Converts measurements to rows of JSON and CSV files."""
 
 import csv
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Replays a step log with a real engine: the same schedule, and the same tokens."""
+"""Replays a step log with a real engine, and checks that schedule and tokens are the same."""
 
 from dataclasses import dataclass, replace
 
@@ -24,9 +24,9 @@ class EngineReplay:
     """Result of a replay with an engine."""
 
     num_steps: int
-    """Steps that were compared."""
+    """Number of steps that were compared."""
     num_tokens: int
-    """Tokens that were compared."""
+    """Number of tokens that were compared."""
     schedule_differs_at: int | None = None
     """Number of the first step that was planned differently."""
     tokens_differ_at: int | None = None
@@ -34,7 +34,7 @@ class EngineReplay:
 
     @property
     def is_equal(self) -> bool:
-        """Whether schedule and tokens were the logged ones."""
+        """Whether schedule and tokens matched the log."""
         return self.schedule_differs_at is None and self.tokens_differ_at is None
 
 
@@ -54,11 +54,11 @@ def engine_for(log: StepLog, settings: EngineSettings) -> Engine:
     """Build an engine like the recorded one.
 
     Args:
-        log: the log, whose pages, limits and asynchronous steps replace those of the settings.
+        log: the log. Its page count, limits and asynchronous steps override the settings.
         settings: the model.
 
     Raises:
-        UsageError: the log's number of pages of this model exceeds the memory.
+        UsageError: the log's number of pages does not fit into memory with this model.
         KvferryError: the model cannot be loaded.
     """
     facts = log.engine
@@ -82,7 +82,7 @@ def engine_for(log: StepLog, settings: EngineSettings) -> Engine:
 
 
 def replay(log: StepLog, engine: Engine) -> EngineReplay:
-    """Give an idle engine the events of a log, between the same steps, and compare what it does.
+    """Apply the events of a log to an idle engine, between the same steps, and compare its plans and tokens.
 
     Args:
         log: a log with tokens.
@@ -90,7 +90,7 @@ def replay(log: StepLog, engine: Engine) -> EngineReplay:
             cache is emptied.
 
     Raises:
-        UsageError: the log cannot be replayed, has no tokens, or contradicts itself, or the engine differs.
+        UsageError: the log cannot be replayed, has no tokens, or is inconsistent, or the engine differs.
     """
     if log.obstacle or not log.has_tokens:
         why = log.obstacle or "it has no tokens; record them with --tokens"
@@ -134,7 +134,7 @@ def _apply(engine: Engine, log: StepLog, event: str, which: int, first_export: i
 
 def _request(logged: LoggedRequest) -> EngineRequest:
     sampling = sampling_of(logged)
-    # The context of the recorded engine may have been smaller than that of this one.
+    # The recorded engine may have had a shorter context length than this one.
     sampling = replace(sampling, max_tokens=logged.max_tokens_total - logged.num_prompt)
     return EngineRequest(
         RequestId(str(logged.number)),

@@ -27,7 +27,7 @@ _READ_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Result of a transport with a given number of pages."""
+    """Result of one transport with a given number of pages."""
 
     transport: str
     num_blocks: int
@@ -122,7 +122,7 @@ def measure(name: str, num_blocks: int, block_bytes: int, *, scattered: bool, ro
 
 
 def summary(runs: Sequence[Run]) -> list[dict[str, object]]:
-    """Return a summary of each transport: the results of its largest contiguous read."""
+    """Return a summary per transport: the results of its largest contiguous read."""
     best: dict[str, Run] = {}
     for run in runs:
         if not run.is_scattered and (run.transport not in best or run.num_blocks >= best[run.transport].num_blocks):

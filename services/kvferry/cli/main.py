@@ -42,7 +42,7 @@ class _Lazy(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _COMMANDS:
             return None
-        silence_grpc()  # of the processes of a stack, and of commands that call them
+        silence_grpc()  # for the processes of a stack, and for commands that call them
         found = getattr(import_module(_COMMANDS[cmd_name][0]), "command")  # noqa: B009
         if not isinstance(found, click.Command):
             raise TypeError(f"module of subcommand {cmd_name} does not define a click command")

@@ -83,8 +83,8 @@ def with_settings(settings: Sequence[Setting]) -> Callable[[Callable[..., None]]
 
 
 def read_key(values: Values, name: str) -> list[bytes]:
-    """Read keys, newest first, from the environment setting `<name>` or the file `<name>_file`: one per line, without
-    the spaces around it.
+    """Read keys, newest first, from the environment setting `<name>` or the file `<name>_file`: one per line;
+    surrounding spaces are ignored.
 
     Raises:
         UsageError: a key has fewer than 16 bytes.
@@ -101,7 +101,7 @@ def read_key(values: Values, name: str) -> list[bytes]:
 
 
 def pool_tls_files(values: Values) -> "CertificateFiles | None":
-    """Return the files of the pool's TLS; `None` without them.
+    """Return the files for the pool's TLS; `None` if none are set.
 
     Raises:
         UsageError: only some of the three files are set.
@@ -119,7 +119,7 @@ def pool_tls_files(values: Values) -> "CertificateFiles | None":
 
 
 def traces_of(values: Values) -> TraceSettings | None:
-    """Return where traces are sent; `None` for no traces.
+    """Return the destination of traces; `None` for no traces.
 
     Raises:
         UsageError: the URL is invalid.

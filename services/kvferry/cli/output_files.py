@@ -11,7 +11,8 @@ from kvferry.cli.options import print_json
 
 
 class OutputFile(click.Path):
-    """A file in a folder that exists and is writable, so that a long run does not lose its results at the end."""
+    """Parameter type for an output file. The folder must exist and be writable, so that a long run does not lose its
+    results at the end."""
 
     def __init__(self) -> None:
         super().__init__(path_type=Path, dir_okay=False, writable=True)
@@ -33,7 +34,7 @@ class OutputFile(click.Path):
 
 OUTPUT_FILE = OutputFile()
 JSON_FILE = click.option("--json", "json_file", type=OUTPUT_FILE, help="Write the results to a file.")
-"""The option of a command that calls `write_json`."""
+"""Option for commands that call `write_json`."""
 
 
 def write_json(file: Path | None, result: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ from kvferry.v1 import worker_admin_pb2, worker_admin_pb2_grpc
 
 _MAX_BYTES = 1 << 30
 _GRACE_SECONDS = 60.0
-"""Time for writing and sending a recording after the worker's timeout."""
+"""Seconds allowed for writing and sending a recording after the worker's timeout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ def profile_worker(
     """Record steps of the worker whose WorkerAdmin listens on `address`, `host:port`.
 
     Raises:
-        UsageError: the address has another form.
+        UsageError: the address is not `host:port`.
         KvferryError: the call failed.
     """
     host, _, port = address.rpartition(":")

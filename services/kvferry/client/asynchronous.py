@@ -88,10 +88,10 @@ class AsyncClient:
             model: name of the model; empty selects the served model.
             request_id: request id for logs; if empty, the gateway generates one.
             timeout: time limit of the whole stream in seconds; `None` selects the client's default.
-            tools: functions that the model may call.
-            tool_choice: `auto`, `none`, `required`, or the name of the function to call.
+            tools: tools that the model may call.
+            tool_choice: `auto`, `none`, `required`, or the name of the tool to call.
             parallel_tool_calls: whether an answer may have several calls.
-            priority: class of the request; lower numbers come first, where workers schedule by priority.
+            priority: priority of the request, used if workers schedule by priority; lower numbers come first.
             cache_salt: requests with unequal salts share no KV; empty for the tenant's cache.
 
         Raises:
@@ -158,17 +158,17 @@ class AsyncClient:
         priority: int = 0,
         cache_salt: str = "",
     ) -> list[Vector]:
-        """Compute a vector of each input, in order.
+        """Compute a vector for each input, in order.
 
         Args:
-            inputs: 1 to 1024 inputs, each a text or its token ids.
+            inputs: 1 to 1024 inputs, each a string or a list of token ids.
             pooling: `last`, `mean` or `cls`; see `model.requests.pooling.Pooling`.
             normalize: whether vectors have an L2 norm of 1.
             dimensions: number of leading values to keep, before a vector is normalized; `None` for all.
             model: name of the model; empty selects the served model.
             request_id: request id for logs; if empty, the gateway generates one.
             timeout: time limit of the call in seconds; `None` selects the client's default.
-            priority: class of the request; lower numbers come first, where workers schedule by priority.
+            priority: priority of the request, used if workers schedule by priority; lower numbers come first.
             cache_salt: requests with unequal salts share no KV; empty for the tenant's cache.
 
         Raises:
@@ -180,7 +180,7 @@ class AsyncClient:
         return vectors_from_wire(await self._ask(self._stub.Embed(request, timeout=limit, metadata=self._metadata)))
 
     async def tokenize(self, prompt: str | Sequence[ChatMessage], *, model: str = "") -> list[int]:
-        """Return the token ids of a text, or of a conversation rendered by the chat template.
+        """Return the token ids of text, or of a conversation rendered by the chat template.
 
         Raises:
             KvferryError: the gateway's error; see `generate`.

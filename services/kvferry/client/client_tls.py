@@ -10,14 +10,14 @@ from kvferry.core.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class ClientTls:
-    """Files of a client's TLS, all PEM. Without any, the CAs of gRPC's package are trusted.
+    """Files for a client's TLS, all PEM. If none is set, the CAs of gRPC's package are trusted.
 
     Example:
         Client("chat.example:9000", tls=ClientTls(ca_file="ca.crt", cert_file="me.crt", key_file="me.key"))
     """
 
     ca_file: str | Path = ""
-    """CAs that may have signed the gateway's certificate; empty for those of gRPC's package."""
+    """CAs that may have signed the gateway's certificate; empty for the CAs of gRPC's package."""
     cert_file: str | Path = ""
     """Certificate chain of this client, for a gateway with `--tls-client-ca-file`."""
     key_file: str | Path = ""
@@ -27,7 +27,7 @@ class ClientTls:
         """Read the files.
 
         Raises:
-            UsageError: a file cannot be read, or only one of certificate and key is given.
+            UsageError: a file cannot be read, or only one of certificate and key is set.
         """
         if bool(self.cert_file) != bool(self.key_file):
             missing = "key_file" if self.cert_file else "cert_file"

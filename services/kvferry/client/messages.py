@@ -18,8 +18,8 @@ from kvferry.rpc.text.vector_wire import pooling_to_wire
 from kvferry.v1 import common_pb2, inference_pb2
 
 ChatMessage = Mapping[str, object]
-"""A message: `role` and `content`; an assistant's may have `tool_calls` (a sequence of `ToolCall`) and `reasoning`, a
-message of role `tool` has `tool_call_id`."""
+"""A message: `role` and `content`; an assistant message may have `tool_calls` (a sequence of `ToolCall`) and
+`reasoning`, and a message of role `tool` has `tool_call_id`."""
 Prompt = str | Sequence[int] | Sequence[ChatMessage]
 """Plain text, token ids, or a conversation."""
 
@@ -44,7 +44,7 @@ class Completion:
     reasoning: str = ""
     """Reasoning before the answer."""
     tool_calls: tuple[ToolCall, ...] = ()
-    """Calls of functions; their results are messages of role `tool` in the next request."""
+    """Tool calls; their results are messages of role `tool` in the next request."""
 
     @property
     def token_ids(self) -> list[int]:
@@ -77,8 +77,8 @@ def generate_request(
     """Build the message for `Inference.Generate`.
 
     Raises:
-        InvalidRequest: the prompt is empty, so it is unknown whether it has tokens or messages; functions are given for
-            a prompt that is not a conversation.
+        InvalidRequest: the prompt is empty, so it is unknown whether it has tokens or messages, or tools are set for a
+            prompt that is not a conversation.
     """
     request = inference_pb2.GenerateRequest(
         model=model, request_id=request_id, n=n, priority=priority, cache_salt=cache_salt
@@ -106,11 +106,11 @@ _MODES = {
 
 
 def tool_use(tools: Sequence[Tool], choice: str, *, is_parallel: bool) -> ToolUse | None:
-    """Return the functions and their use; `None` if there are none.
+    """Return the tools and how they may be used; `None` if there are none.
 
     Args:
-        tools: functions that the model may call.
-        choice: `auto`, `none`, `required`, or the name of the function to call.
+        tools: tools that the model may call.
+        choice: `auto`, `none`, `required`, or the name of the tool to call.
         is_parallel: whether an answer may have several calls.
 
     Raises:

@@ -21,7 +21,7 @@ class ConstraintKind(StrEnum):
     CHOICE = "choice"
     """JSON array of strings, one of which is the output."""
     GRAMMAR = "grammar"
-    """Context-free grammar in Lark's syntax with the extensions of llguidance."""
+    """Context-free grammar in Lark's syntax with llguidance's extensions."""
     STRUCTURAL_TAG = "structural_tag"
     """JSON object with `structures` and `triggers`: free text with parts between tags that follow a schema."""
 

@@ -1,7 +1,7 @@
 """The error hierarchy. Each class defines its gRPC and HTTP status; only API servers convert errors to statuses.
 
     KvferryError
-    ├── InvalidRequest      INVALID_ARGUMENT    400  the request is invalid; `field` has its faulty field
+    ├── InvalidRequest      INVALID_ARGUMENT    400  the request is invalid; `field` names the faulty field
     ├── Unauthenticated     UNAUTHENTICATED     401  missing or unknown API key or call token
     ├── Forbidden           PERMISSION_DENIED   403  the caller's role may not call the method
     ├── UnknownModel        NOT_FOUND           404  the requested model is not served here
@@ -13,7 +13,7 @@
     ├── ModelFileError      FAILED_PRECONDITION 500  a model file is missing, damaged or unsupported
     ├── UsageError          INVALID_ARGUMENT    400  a setting or flag is invalid; the process does not start
     ├── GenerationFailed    INTERNAL            500  no token could be sampled for one sequence; others continue
-    ├── RequestRefused      FAILED_PRECONDITION 422  workers failed while they computed the request; no retry
+    ├── RequestRefused      FAILED_PRECONDITION 422  workers failed while processing the request; no retry
     └── InvariantBroken     INTERNAL            500  an internal invariant is violated; the process stops cleanly
 
 Messages contain the field, the value and the remedy, but never a secret or a prompt.

@@ -33,7 +33,7 @@ MAX_CACHE_SALT_CHARS = 1024
 SALT_DIGEST_CHARS = 33
 """Number of characters that a salt adds to a tenant: a separator and a digest."""
 ADAPTER_DIGEST_CHARS = 33
-"""Number of characters that an adapter adds to a tenant, likewise."""
+"""Number of characters that an adapter adds to a tenant: a separator and a digest."""
 _ADAPTER_MARK = "\x1e"
 
 
@@ -142,8 +142,8 @@ def _pack_u32(tokens: Iterable[int]) -> bytes:
 
 
 def cache_scope(tenant: str, salt: str, adapter: AdapterId | None = None) -> str:
-    """Return the scope of a request's block names: the tenant, a digest of the salt if there is one, and one of the
-    adapter's content and name if there is one.
+    """Return the scope of a request's block names: the tenant, followed by a digest of the salt, if any, and a digest
+    of the adapter's content and name, if any.
 
     Requests with unequal salts share no KV, so that the time to first token of one does not reveal whether a prompt was
     computed for another. KV that was computed with an adapter is used only with the same version of the adapter.
@@ -154,7 +154,7 @@ def cache_scope(tenant: str, salt: str, adapter: AdapterId | None = None) -> str
 
 
 def is_scope_of(scope: str, adapter: AdapterId | None) -> bool:
-    """Return whether a scope is one of this version of the adapter, or of no adapter."""
+    """Return whether a scope belongs to this version of the adapter, or to no adapter."""
     _, mark, rest = scope.partition(_ADAPTER_MARK)
     return mark + rest == _adapter_part(adapter)
 

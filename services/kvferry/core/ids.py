@@ -27,12 +27,12 @@ ADAPTER_DIGEST_BYTES = 32
 
 
 class AdapterId(NamedTuple):
-    """One version of an adapter. KV that was computed with it is used only with it."""
+    """One version of an adapter. KV computed with one version is reused only with that version."""
 
     name: str
     """Name by which requests choose the adapter."""
     digest: bytes
-    """Digest of its content (`model.adapters`), 32 bytes; another one after the adapter is replaced."""
+    """32-byte digest of its content (`model.adapters`); it changes when the adapter is replaced."""
 
 
 def new_incarnation() -> Incarnation:

@@ -27,7 +27,7 @@ def uniform(seed: int, stream: int, position: int, draw: int = 0) -> float:
         seed: the request's seed; only its low 64 bits are used.
         stream: number of the sample within the request; only its low 32 bits are used.
         position: index of the token to sample, counted from the start of the prompt; only its low 32 bits are used.
-        draw: number of the draw at this position; all of them are independent.
+        draw: number of the draw at this position; draws are independent.
     """
     words = philox4x32((position & _U32, stream & _U32, draw & _U32, 0), (seed & _U32, (seed >> 32) & _U32))
     return ((words[0] << 21) | (words[1] >> 11)) * 2.0**-53

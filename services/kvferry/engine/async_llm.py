@@ -1,4 +1,4 @@
-"""Asynchronous offline API: the class `AsyncLLM` serves concurrent prompts with one engine on a thread of its own."""
+"""Asynchronous offline API: the class `AsyncLLM` serves concurrent prompts with one engine on a separate thread."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
@@ -92,7 +92,7 @@ class AsyncLLM:
             await self._owner.stop()
             if self._owner.is_running:
                 raise Unavailable("the engine's step did not end in time; its thread ends with the process")
-        for stream in self._open:  # the thread has ended, so that their aborts are not executed there
+        for stream in self._open:  # the thread has ended, so it cannot execute their aborts
             self.engine.abort(stream.request_id)
         if self.engine.has_work:  # a step that was launched ahead
             await asyncio.to_thread(self.engine.step)
@@ -100,10 +100,10 @@ class AsyncLLM:
     async def generate(
         self, prompt: Prompt, sampling: SamplingParams | None = None
     ) -> AsyncGenerator[CompletionPart, None]:
-        """Complete a prompt; yield what each step adds. The last part has the whole completion.
+        """Complete a prompt; yield the part that each step adds. The last part has the whole completion.
 
         Args:
-            prompt: a text or its token ids.
+            prompt: a string or a list of token ids.
             sampling: parameters of the prompt.
 
         Raises:
@@ -126,12 +126,12 @@ class AsyncLLM:
         *,
         tools: Sequence[Tool] = (),
     ) -> AsyncGenerator[CompletionPart, None]:
-        """Answer a conversation; yield what each step adds to text, reasoning and calls. See `generate`.
+        """Answer a conversation; yield the text, reasoning and calls that each step adds. See `generate`.
 
         Args:
             messages: messages with `role` and `content`.
             sampling: parameters of the answer.
-            tools: functions that the model may call.
+            tools: tools that the model may call.
 
         Raises:
             KvferryError: see `generate` and `LLM.chat`.

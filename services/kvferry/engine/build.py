@@ -50,7 +50,7 @@ _log = logging.getLogger(__name__)
 _MIN_BLOCKS = 2
 _MIB = 1 << 20
 MIN_KV_TOKENS = 1024
-"""Minimum tokens that the memory for KV of a worker must hold, unless the context is shorter."""
+"""Minimum number of tokens for which a worker must have KV memory, unless the context is shorter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +65,9 @@ class LoadedModel:
     dtype: str
     """Data type of the KV."""
     kv_bytes: int
-    """Memory for the KV pages of an engine."""
+    """KV memory of an engine in bytes."""
     draft: LoadedDraft | LoadedEagle | LoadedMedusa | None = None
-    """The draft model or the heads; `None` without any."""
+    """The draft model or the heads; `None` if there are none."""
     releases_windows: bool = False
     """Whether pages behind sliding windows are released."""
 
@@ -99,7 +99,7 @@ class LoadedModel:
 
     @property
     def num_blocks(self) -> int:
-        """Number of pages that fit into the memory for KV.
+        """Number of pages that fit into the KV memory.
 
         Raises:
             UsageError: fewer than two pages fit.
@@ -115,11 +115,11 @@ class LoadedModel:
         return count
 
     def check_serves(self) -> None:
-        """Check that the memory for KV suffices for a server, whose requests have unknown lengths; a program that calls
-        the engine directly may need less.
+        """Check that the KV memory suffices for a server, whose requests have unknown lengths; a program that calls the
+        engine directly may need less.
 
         Raises:
-            UsageError: the memory holds fewer tokens than `MIN_KV_TOKENS` and than the context length.
+            UsageError: the memory holds fewer tokens than both `MIN_KV_TOKENS` and the context length.
         """
         block_bytes, block_tokens = self.layout.block_bytes, self.settings.block_tokens
         least = min(MIN_KV_TOKENS, self.context_tokens)
@@ -138,7 +138,7 @@ class LoadedModel:
 
     @property
     def context_tokens(self) -> int:
-        """Context length in tokens by the settings, at most that of the model; the memory for KV may hold less."""
+        """Context length in tokens as set, at most the model's; the KV memory may hold less."""
         return min(self.settings.max_model_tokens or self.config.max_model_tokens, self.config.max_model_tokens)
 
 
@@ -187,7 +187,9 @@ def load_model(settings: EngineSettings, *, device: str | None = None, releases_
             kernels=settings.kernels,
             threads=settings.threads,
         )
-    except RuntimeError as error:  # of torch; the class for exhausted memory cannot be named without importing torch
+    except (
+        RuntimeError
+    ) as error:  # torch's error for exhausted memory, whose class cannot be named without importing torch
         if where == CPU or type(error).__name__ != "OutOfMemoryError":
             raise
         raise UsageError(
@@ -211,15 +213,15 @@ class EnginePages:
     runner: Runner
     """Computes with the pages."""
     mirror: PageMirror
-    """Relation of the pages to the memory that transports access."""
+    """Mapping between the pages and the memory that transports access."""
 
 
 def engine_pages(loaded: LoadedModel, memory: PageMemory) -> EnginePages:
-    """Build a model's runner over the memory that a transport has allocated, or over pages on the model's device, of
-    which that memory is the mirror.
+    """Build a model's runner over memory that a transport has allocated, or over pages on the model's device that are
+    mirrored in that memory.
 
     Raises:
-        UsageError: the memory for KV is too small, or host memory for the mirror cannot be pinned.
+        UsageError: the KV memory is too small, or host memory for the mirror cannot be pinned.
     """
     if device_kind(loaded.model.device) == CPU:
         return EnginePages(runner_for(loaded, memory), SAME_PAGES)
@@ -242,7 +244,7 @@ def runner_for(loaded: LoadedModel, memory: PageMemory | None = None) -> Runner:
             device.
 
     Raises:
-        UsageError: the memory for KV is too small.
+        UsageError: the KV memory is too small.
     """
     settings = loaded.settings
     layout = loaded.page_layout  # a runner checks only the shape of its pages
@@ -317,7 +319,7 @@ def load_adapter(loaded: LoadedModel, path: Path) -> LoadedAdapter:
     """Read an adapter of a model from its folder. Takes a fraction of a second; thread-safe.
 
     Raises:
-        UsageError: the model's kernels compute no adapters.
+        UsageError: the model's kernels do not support adapters.
         ModelFileError: the folder is missing or damaged, or the adapter does not fit the model.
     """
     reason = loaded.model.why_no_adapters
@@ -328,7 +330,7 @@ def load_adapter(loaded: LoadedModel, path: Path) -> LoadedAdapter:
 
 
 def _adapters(loaded: LoadedModel) -> AdapterStore | None:
-    """Return a store with the adapters of the settings; `None` if the model computes none.
+    """Return a store with the adapters of the settings; `None` if the model does not support adapters.
 
     Raises:
         ModelFileError: a folder is missing or damaged, or its adapter does not fit the model.

@@ -30,7 +30,7 @@ class Completion:
     reasoning_content: str = ""
     """Reasoning before the answer of a conversation; not part of `text`."""
     tool_calls: tuple[ToolCall, ...] = ()
-    """Calls of functions in the answer of a conversation; not part of `text`."""
+    """Tool calls in the answer of a conversation; not part of `text`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class CompletionStream:
         Args:
             request: the request.
             writer: converts tokens to text; `None` if the model has no tokenizer.
-            splitter: splits the text of an answer; `None` if all of it is its text.
+            splitter: splits the text of an answer; `None` if all generated text belongs to `text`.
         """
         self.request = request
         self._writer = writer
@@ -76,8 +76,8 @@ class CompletionStream:
         self._num_cached = 0
 
     def add(self, update: SequenceUpdate) -> CompletionPart:
-        """Add the tokens of a step. The last part has the completion; if the engine then continues the request, it must
-        be aborted."""
+        """Add the tokens of a step. The last part has the completion. If the engine would continue the request after
+        it, the caller must abort the request."""
         self._num_cached = update.num_cached
         if update.scores is not None:
             self._scores = update.scores

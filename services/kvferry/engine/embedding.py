@@ -47,7 +47,7 @@ def pooling_request(
     priority: int = 0,
     deadline: float | None = None,
 ) -> EngineRequest:
-    """Create a pooling request; it samples no token, so its sampling parameters have no effect."""
+    """Create a pooling request; it samples no tokens, so its sampling parameters have no effect."""
     return EngineRequest(
         request_id,
         list(token_ids),
@@ -66,7 +66,7 @@ def embedding_of(request: EngineRequest, update: SequenceUpdate) -> Embedding:
 
 
 def prompt_key(prompt: Prompt) -> str | tuple[int, ...]:
-    """Return a prompt as a key, so that equal prompts are computed once."""
+    """Return a key for a prompt, so that equal prompts are computed once."""
     return prompt if isinstance(prompt, str) else tuple(prompt)
 
 
@@ -74,7 +74,7 @@ def pairs(a: Prompt | Sequence[Prompt], b: Prompt | Sequence[Prompt]) -> list[tu
     """Return the pairs to compare: one with one, one with each of several, or the items of two equally long lists.
 
     Raises:
-        InvalidRequest: the numbers do not fit, or a list is empty.
+        InvalidRequest: the numbers of prompts do not match, or a list is empty.
     """
     left, right = prompt_list(a, "a"), prompt_list(b, "b")
     if len(left) == 1:

@@ -73,7 +73,7 @@ class Engine:
     ) -> None:
         """
         Args:
-            max_model_tokens: context length, prompt and output together; limited by the size of the pool.
+            max_model_tokens: context length, prompt and output; limited by the size of the pool.
             fingerprint: the KV layout's fingerprint; an input of every block name.
             namers: factory of block namers, keyed with the pool's tenant key.
             loader: fetches KV from peers; without it, prompts are computed.
@@ -81,10 +81,10 @@ class Engine:
             epochs: the transport's epoch table.
             max_waiting: maximum number of waiting requests; further requests are rejected.
             block_bytes: bytes of one page, for cost estimates.
-            windows: sliding window of each group of layers that has pages of its own, `None` for full attention.
-            prices: estimates the seconds of loading and computing; updated by each step and load. Default: always load.
+            windows: sliding window of each layer group with its own pages; `None` for full attention.
+            prices: estimates how long loading and computing take; updated by each step and load. Default: always load.
             masks: masks of constrained sequences; without it, constraints are rejected.
-            speculation: drafts of decoding sequences; without it, a step samples one token of each.
+            speculation: drafts tokens for decoding sequences; without it, a step samples one token per sequence.
             runs_ahead: whether a step may be launched before the previous one's tokens are read, if the runner can.
             adapters: the registered adapters; without it, requests with an adapter are rejected.
             adapter_slots: maximum number of adapters in one step.
@@ -100,7 +100,7 @@ class Engine:
         )
         self.scheduler = Scheduler(limits, self.allocator, speculation, AdapterSlots(adapter_slots))
         self.adapters = adapters
-        """The registered adapters; `None` if the engine computes none."""
+        """The registered adapters; `None` if the engine does not support adapters."""
         self._activate = activate
         self._vocab_size = vocab_size
         self._eos = frozenset(eos_token_ids)
@@ -118,9 +118,9 @@ class Engine:
         self.statistics = EngineStatistics()
         self._exports: dict[int, tuple[BlockId, ...]] = {}
         self.num_exports = 0
-        """Number of exports so far, which is the number of the next one."""
+        """Number of exports so far, which is also the number of the next export."""
         self.on_started: Callable[[list[RequestId]], None] | None = None
-        """Callback before each step, called with the requests that are computed for the first time in that step."""
+        """Callback before each step, called with the requests that take part in a step for the first time."""
         self.failed_step: frozenset[RequestId] = frozenset()
         """Requests of the step that raised an exception; empty if no step did."""
         self.watch: StepWatch = NO_WATCH
@@ -239,8 +239,8 @@ class Engine:
         version.
 
         Raises:
-            InvalidRequest: the engine computes no adapters, or too many are registered.
-            UnknownModel: no adapter to remove has this name.
+            InvalidRequest: the engine does not support adapters, or too many are registered.
+            UnknownModel: there is no adapter with this name to remove.
         """
         if self.adapters is None:
             raise InvalidRequest("this engine computes no adapters; set adapter_slots", field="adapter_slots")
@@ -285,7 +285,7 @@ class Engine:
     # ------------------------------------------------------------------ the prefix cache
 
     def reset_prefix_cache(self) -> int:
-        """Empty the prefix cache, which also invalidates peers' tickets of cached blocks; return the number of dropped
+        """Empty the prefix cache, which also invalidates peers' tickets for cached blocks; return the number of dropped
         blocks. Sequences keep their pages, and tiers their objects."""
         self.watch.reset()
         return self.allocator.reset_cache()
@@ -349,8 +349,8 @@ class Engine:
         return number
 
     def _latest_start(self, request: EngineRequest) -> float | None:
-        """Return the time after which a request cannot meet its deadline: half of the estimated time for its prompt
-        before the deadline, since an estimate may be wrong and the refusal is final."""
+        """Return the time after which a request counts as unable to meet its deadline: half the estimated time for its
+        prompt before the deadline, since the estimate may be wrong and the refusal is final."""
         if request.deadline is None:
             return None
         return request.deadline - 0.5 * self._prices.compute_seconds(0, len(request.token_ids))
@@ -387,7 +387,7 @@ class Engine:
             raise
         self.watch.phase(RECORD)
         chunks = [item for item in plan.scheduled if not item.is_decode]
-        if len(chunks) == 1:  # the step may also have decode rows, as is usual under load
+        if len(chunks) == 1:  # the step may also have decode rows, which is usual under load
             seconds = self._clock.monotonic() - begun
             self._prices.observe_compute(chunks[0].num_computed, chunks[0].num_scheduled, seconds)
         self.scheduler.drafting.read(plan, result, self.scheduler.is_wanted)

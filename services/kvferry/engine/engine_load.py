@@ -8,7 +8,7 @@ from kvferry.engine.plan.scheduler import Scheduler
 
 
 def engine_load(scheduler: Scheduler, loads: KvLoads, exports: Sequence[int]) -> WorkerLoad:
-    """Count all resources that an engine holds. Its cost is in proportion to the running sequences only.
+    """Count all resources that an engine holds. The cost is proportional only to the number of running sequences.
 
     Args:
         exports: number of pages of each prompt that is pinned for offers.

@@ -22,7 +22,8 @@ def _of(metric: Metric) -> Histogram:
 
 @dataclass(slots=True)
 class _Times:
-    """A request's prompt tokens, and the times of its phases in monotonic seconds; `None` for phases to come."""
+    """A request's prompt tokens, and the times of its phases in monotonic seconds; `None` for phases that have not been
+    reached."""
 
     arrived: float
     num_prompt: int
@@ -32,7 +33,7 @@ class _Times:
 
 @dataclass(slots=True)
 class EngineStatistics:
-    """Statistics of one engine since its start. Written on the engine's thread, read on any."""
+    """Statistics of one engine since its start. Written on the engine's thread, read on any thread."""
 
     num_steps: int = 0
     num_prompt_tokens: int = 0

@@ -1,4 +1,4 @@
-"""Memory for the KV pages of an engine, and whether pages behind windows are released, by its settings."""
+"""KV memory of an engine, and whether pages behind windows are released, according to its settings."""
 
 from kvferry.core.errors import UsageError
 from kvferry.core.process.memory import usable_memory
@@ -10,10 +10,10 @@ from kvferry.model.config import ModelConfig
 
 
 def kv_memory(settings: EngineSettings, config: ModelConfig, device: str) -> int:
-    """Return the memory for KV pages: as set, or by the device.
+    """Return the KV memory in bytes, as set or by the device's default.
 
     Raises:
-        UsageError: the machine does not have as much, or the weights leave none on a GPU.
+        UsageError: the machine does not have that much memory, or the weights leave none on a GPU.
     """
     if device == CPU:
         wanted, most = settings.kv_bytes or DEFAULT_KV_BYTES, usable_memory()
@@ -38,7 +38,7 @@ def kv_memory(settings: EngineSettings, config: ModelConfig, device: str) -> int
 
 
 def releases_window_pages(settings: EngineSettings, model: Model, context_tokens: int, *, is_default: bool) -> bool:
-    """Return whether pages behind sliding windows are released: as set, if that saves memory.
+    """Return whether pages behind sliding windows are released: as set, provided that it saves memory.
 
     Args:
         settings: the engine's settings.

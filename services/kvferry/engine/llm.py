@@ -32,7 +32,7 @@ from kvferry.model.text.tools.definitions import Tool
 __all__ = ["LLM", "Completion", "Embedding"]
 
 _MAX_WAITING = 512
-"""Number of waiting requests up to which further ones are added; the engine rejects more than 1024."""
+"""Requests are added while fewer than this number are waiting; the engine rejects more than 1024."""
 
 
 class LLM:
@@ -150,7 +150,8 @@ class LLM:
         model: str | Sequence[str] = "",
         progress: bool = False,
     ) -> list[Completion]:
-        """Complete prompts, each a text or its token ids, in one batch; return one completion per prompt, in order.
+        """Complete prompts, each a string or a list of token ids, in one batch; return one completion per prompt, in
+        order.
 
         Args:
             prompts: one or several prompts.
@@ -163,7 +164,7 @@ class LLM:
                 not fit the model, or every token is banned; no prompt was completed.
             UnknownModel: no adapter has this name.
             GenerationFailed: a logit is not finite.
-            UsageError: the weights are random, but a prompt is a text, or stop strings or bad words are set.
+            UsageError: the weights are random, but a prompt is a string, or stop strings or bad words are set.
         """
         prompts = prompt_list(prompts)
         params = _for_each(sampling, len(prompts))
@@ -180,10 +181,10 @@ class LLM:
         dimensions: int | None = None,
         progress: bool = False,
     ) -> list[Embedding]:
-        """Compute a vector of each prompt, each a text or its token ids, in one batch; return them in order.
+        """Compute a vector for each prompt, a string or a list of token ids, in one batch; return them in order.
 
-        The vector is made of the model's hidden states after the final norm. A model that was trained to generate text
-        and not to compare it gives vectors that are all similar; compare them with each other only.
+        The vector is pooled from the model's hidden states after the final norm. Vectors of a model that was trained to
+        generate text rather than to compare it are all similar, so compare them only with each other.
 
         Args:
             prompts: one or several prompts.
@@ -195,7 +196,7 @@ class LLM:
         Raises:
             InvalidRequest: a prompt is empty or too long, or a parameter is out of range; no vector is returned.
             GenerationFailed: a hidden state is not finite.
-            UsageError: the weights are random, but a prompt is a text.
+            UsageError: the weights are random, but a prompt is a string.
         """
         params = pooling_params(pooling, normalize, dimensions, self.config.hidden_size)
         requests = [self._requests.start_pooling(prompt, params) for prompt in prompt_list(prompts)]
@@ -224,7 +225,7 @@ class LLM:
             A number from -1 to 1 for each pair, in order.
 
         Raises:
-            InvalidRequest: see `encode`; the numbers of prompts do not fit.
+            InvalidRequest: see `encode`; the numbers of prompts do not match.
         """
         compared = pairs(a, b)
         distinct = list(dict.fromkeys(prompt_key(prompt) for pair in compared for prompt in pair))
@@ -240,14 +241,14 @@ class LLM:
         """Search for the most probable outputs of prompts; return at most `width` outputs per prompt, the best first.
 
         Args:
-            prompts: one or several prompts, each a text or its token ids.
+            prompts: one or several prompts, each a string or a list of token ids.
             params: width and limits of the search.
             progress: whether to show a progress bar on standard error.
 
         Raises:
             InvalidRequest: a prompt is empty or too long.
             GenerationFailed: a logit is not finite.
-            UsageError: the weights are random, but a prompt is a text.
+            UsageError: the weights are random, but a prompt is a string.
         """
         params = params or BeamParams()
         if not isinstance(params, BeamParams):
@@ -267,18 +268,18 @@ class LLM:
         model: str | Sequence[str] = "",
         progress: bool = False,
     ) -> list[Completion]:
-        """Answer conversations in one batch; return one completion per conversation, in order. The reasoning of models
-        that reason, and calls of functions, are not part of an answer's text.
+        """Answer conversations in one batch; return one completion per conversation, in order. Reasoning and tool calls
+        are not part of an answer's text.
 
         Args:
             conversations: one or several, each a list of messages with `role` and `content`.
             sampling: parameters of all answers, or one for each.
-            tools: functions that the model may call.
+            tools: tools that the model may call.
             model: see `generate`.
             progress: whether to show a progress bar on standard error.
 
         Raises:
-            InvalidRequest: see `generate`; the chat template rejects a conversation.
+            InvalidRequest: see `generate`; or the chat template rejects a conversation.
             UnknownModel: see `generate`.
             GenerationFailed: a logit is not finite.
             UsageError: the model has no chat template.
@@ -295,7 +296,7 @@ class LLM:
         """Load an adapter, or replace the one of the same name.
 
         Raises:
-            UsageError: the name is not valid, or the model's kernels compute no adapters.
+            UsageError: the name is not valid, or the model's kernels do not support adapters.
             ModelFileError: the folder is missing or damaged, or the adapter does not fit the model.
         """
         check_adapter_name(name, self.config.name)
@@ -310,7 +311,7 @@ class LLM:
         self.engine.change_adapter(name, None)
 
     def _adapters(self, model: str | Sequence[str], count: int) -> list[AdapterId | None]:
-        """Return the adapter of each prompt, by the names that requests give as their model."""
+        """Return the adapter of each prompt, by the model names of the requests."""
         names = [model] * count if isinstance(model, str) else list(model)
         if len(names) != count:
             raise InvalidRequest(
@@ -341,7 +342,8 @@ class LLM:
 
         Args:
             requests: the requests; they are added while the engine's queue has room.
-            take: takes an update; returns whether the request has ended; it is then aborted if the engine continues it.
+            take: receives an update and returns whether the request has ended; if so, and the engine would continue it,
+                it is aborted.
             shown: label of the progress bar; `None` for no bar.
         """
         waiting = deque(requests)

@@ -29,20 +29,20 @@ class EngineRequest:
     num_generated: int = 0
     sample_index: int = 0
     priority: int = 0
-    """Class of the request: lower numbers come first, if the scheduling policy compares classes."""
+    """Priority of the request, used if the scheduling policy compares priorities; lower numbers come first."""
     deadline: float | None = None
     """Monotonic seconds by which the first token is needed; `None` for no deadline."""
     tenant: str = ""
     """Scope of the request's KV (`core.hashing.cache_scope`)."""
     adapter: AdapterId | None = None
-    """Version of the adapter to compute with; the scope is then one of this version."""
+    """Version of the adapter to use; the scope must then belong to this version."""
     exports: bool = False
     """Whether to sample one token and then export the pages to an offer."""
     keeps: bool = False
     """Whether to report the pages of the full blocks when the sequence ends, without holding references to them."""
     remote: RemoteKv | None = None
     pooling: PoolingParams | None = None
-    """Set for a pooling request: it returns a vector of its prompt and samples no token."""
+    """Set for a pooling request: it returns a vector of its prompt and samples no tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class ReleaseExport:
 
 @dataclass(frozen=True, slots=True)
 class MaskReady:
-    """Command without effect: wakes the engine's thread, since a sequence that waited for its mask can run."""
+    """Command without an action: wakes the engine's thread, since a sequence that waited for its mask can run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +74,11 @@ class ResetPrefixCache:
 
 @dataclass(frozen=True, slots=True)
 class ChangeAdapter:
-    """Command: register an adapter, replace the one of the same name, or remove it."""
+    """Command: register an adapter, replace the one with the same name, or remove it."""
 
     name: str
     loaded: LoadedAdapter | None
-    """The adapter; `None` to remove the one of this name."""
+    """The adapter; `None` to remove the adapter with this name."""
     reply: Callable[[AdapterId | KvferryError], None]
     """Called on the engine's thread."""
 

@@ -1,4 +1,4 @@
-"""Prompts of the offline API, of which callers may give one or several, and the check of a prompt's length."""
+"""Prompts of the offline API, which takes one or several, and the check of a prompt's length."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -7,14 +7,14 @@ from kvferry.core.errors import InvalidRequest, shortened
 from kvferry.model.text.chat_template import Message
 
 Prompt = str | Sequence[int]
-"""A text, or its token ids."""
+"""A string, or a list of token ids."""
 
 
 def prompt_list(prompts: Prompt | Sequence[Prompt], field: str = "prompts") -> list[Prompt]:
-    """Return prompts as a list: a text or a list of token ids is one prompt.
+    """Return prompts as a list: a string or a list of token ids is one prompt.
 
     Raises:
-        InvalidRequest: an item is neither a text nor a list of token ids.
+        InvalidRequest: an item is neither a string nor a list of token ids.
     """
     if isinstance(prompts, str):
         return [prompts]
@@ -56,7 +56,7 @@ def checked_prompt(value: object, field: str = "prompt") -> Prompt:
     """Return one prompt, its token ids as a list.
 
     Raises:
-        InvalidRequest: the prompt is neither a text nor a list of token ids.
+        InvalidRequest: the prompt is neither a string nor a list of token ids.
     """
     if isinstance(value, str):
         return value
@@ -78,15 +78,15 @@ def _top(field: str) -> str:
 
 
 def check_length(count: int, context: int, *, has_output: bool) -> None:
-    """Check that a prompt, with the tokens generated before, fits into the context.
+    """Check that a prompt, with the tokens generated so far, fits into the context.
 
     Args:
         count: number of tokens.
-        context: number of tokens that the context holds.
-        has_output: whether room for at least one more token is needed; a vector needs none.
+        context: context length in tokens.
+        has_output: whether there must be room for at least one more token; a vector needs none.
 
     Raises:
-        InvalidRequest: it does not fit.
+        InvalidRequest: the prompt does not fit.
     """
     if has_output and count >= context:
         raise InvalidRequest(

@@ -1,4 +1,4 @@
-"""Ranges of the numeric settings of an engine, checked where the settings are made, also outside the command line."""
+"""Ranges of an engine's numeric settings, checked whenever settings are created, not only on the command line."""
 
 from kvferry.core.errors import UsageError, shortened
 from kvferry.engine.adapters.adapter_slots import MAX_SLOTS
@@ -26,7 +26,7 @@ def check_ranges(settings: object, *fields: str) -> None:
     """Check the whole numbers of settings.
 
     Raises:
-        UsageError: a field is not a whole number of its range.
+        UsageError: a field is not a whole number in its range.
     """
     for field in fields:
         value = getattr(settings, field)

@@ -65,7 +65,7 @@ class RequestBuilder:
         """Return the token ids of a prompt.
 
         Raises:
-            UsageError: the weights are random, but the prompt is a text.
+            UsageError: the weights are random, but the prompt is a string.
         """
         return self.tokenizer.encode(prompt, add_special=True) if isinstance(prompt, str) else prompt
 
@@ -80,11 +80,11 @@ class RequestBuilder:
         return BeamOutput(text, beam.tokens, beam.logprob, score, beam.finish_reason)
 
     def start(self, prompt: Prompt, sampling: SamplingParams, adapter: AdapterId | None = None) -> CompletionStream:
-        """Build the request of a prompt, with its output, which is empty.
+        """Build the request of a prompt, with an empty output.
 
         Raises:
             InvalidRequest: a parameter does not fit the model, or conflicts with another parameter.
-            UsageError: the weights are random, but the prompt is a text, or stop strings or bad words are set.
+            UsageError: the weights are random, but the prompt is a string, or stop strings or bad words are set.
         """
         return self._start(self.tokens(prompt), sampling, adapter)
 
@@ -98,7 +98,7 @@ class RequestBuilder:
         """Build the request for the answer of a conversation; see `start`.
 
         Raises:
-            InvalidRequest: the chat template rejects the conversation, or the functions exceed a limit.
+            InvalidRequest: the chat template rejects the conversation, or the tools exceed a limit.
             UsageError: the model has no chat template.
         """
         template, tokenizer = self._template(), self.tokenizer
@@ -117,7 +117,7 @@ class RequestBuilder:
         """Build a pooling request.
 
         Raises:
-            UsageError: the weights are random, but the prompt is a text.
+            UsageError: the weights are random, but the prompt is a string.
         """
         return pooling_request(_request_id(next(self._numbers)), self.tokens(prompt), params)
 

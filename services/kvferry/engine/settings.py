@@ -9,7 +9,7 @@ from kvferry.kv.pricing.price import LoadPolicy
 LOAD_FORMATS = ("auto", "dummy")
 """Valid values of `load_format`: weights from the model's files, or random weights."""
 DEFAULT_KV_BYTES = 1 << 30
-"""Memory for KV pages on the CPU, unless it is set."""
+"""Default memory for KV pages on the CPU, in bytes."""
 AUTO, KEEP, RELEASE = "auto", "keep", "release"
 WINDOW_PAGES = (AUTO, KEEP, RELEASE)
 """Valid values of `window_pages`."""
@@ -30,11 +30,12 @@ class EngineSettings:
     load_format: str = "auto"
     """One of `LOAD_FORMATS`. `dummy` generates random weights and has no tokenizer: prompts are token ids."""
     device: str = "auto"
-    """`cpu`, `cuda`, `cuda:N`, or `auto`: a GPU if torch detects one. Pages are on the same device."""
+    """`cpu`, `cuda`, `cuda:N`, or `auto`: a GPU if torch detects one, otherwise the CPU. Pages are on the same
+    device."""
     dtype: str = "auto"
     """Data type of KV and activations: `float32`, `bfloat16`, `float16`, `int8` (KV only, compiled kernels), or `auto`:
     bfloat16 with compiled kernels and on GPUs, otherwise float32 or bfloat16, whichever is measured to be faster.
-    Between workers with equal types KV is copied unchanged; otherwise it is converted."""
+    KV is copied unchanged between workers with equal types, and converted otherwise."""
     weights: str = "shipped"
     """Weight format, a key of `models.build.WEIGHTS`; the same for all workers of a pool."""
     numerics: str = "exact"
@@ -46,24 +47,24 @@ class EngineSettings:
     async_steps: str = ON
     """Whether the next step is launched before the tokens of the current one are recorded, one of `ASYNC_STEPS`."""
     stream_interval: int = 1
-    """Tokens of a part of a stream, after the first token; see `loop.stream_interval`."""
+    """Number of tokens in each part of a stream after the first token; see `loop.stream_interval`."""
     speculation: str = "off"
     """Speculative decoding, parsed by `speculation.settings.parse_speculation`."""
     threads: int = 0
     """Compute threads; 0 uses one thread per available core."""
     kv_bytes: int = 0
-    """Memory for KV pages, in bytes; 0: `DEFAULT_KV_BYTES` in host memory, and what `gpu_memory_share` leaves on a
-    GPU."""
+    """Memory for KV pages in bytes; 0 selects `DEFAULT_KV_BYTES` in host memory and, on a GPU, the memory that
+    `gpu_memory_share` leaves."""
     gpu_memory_share: float = 0.9
     """Share of a GPU's memory for the engine, weights included."""
     block_tokens: int = 16
     """Tokens per block; 16 is the usual trade-off between internal fragmentation and table length."""
     max_model_tokens: int = 0
-    """Context length in tokens, prompt and output together; 0 uses the model's maximum."""
+    """Context length in tokens, prompt and output; 0 uses the model's maximum."""
     window_pages: str = AUTO
     """What happens to KV pages behind the sliding windows of a model's layers, one of `WINDOW_PAGES`; the same for all
-    workers of a pool. They are released only if a request of the context length takes less memory that way. `auto`:
-    released by `LLM` and `AsyncLLM` on CPUs, kept by workers and on GPUs."""
+    workers of a pool. They are released only if that reduces the memory of a request that fills the context. With
+    `auto`, `LLM` and `AsyncLLM` release them on CPUs; workers keep them, and so do GPUs."""
     limits: SchedulerLimits = field(default_factory=SchedulerLimits)
     load_policy: LoadPolicy = LoadPolicy.PRICE
     """When to load KV from peers and tiers: if it is estimated to be faster, or always."""
@@ -76,7 +77,8 @@ class EngineSettings:
     max_adapter_rank: int = 64
     """Largest accepted rank of an adapter, at most `model.adapters.adapter_config.MAX_RANK`."""
     adapter_bytes: int = 1 << 30
-    """Host memory for weights of adapters; beyond it, those that are not in a slot are loaded again when needed."""
+    """Host memory for adapter weights in bytes; beyond it, adapters that are not in a slot are evicted and loaded again
+    when needed."""
 
     def __post_init__(self) -> None:
         """

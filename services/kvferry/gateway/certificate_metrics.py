@@ -1,4 +1,4 @@
-"""Metric of the gateway's certificates: when they expire."""
+"""Metric for the expiry of the gateway's certificates."""
 
 from collections.abc import Iterator, Mapping
 from typing import Protocol

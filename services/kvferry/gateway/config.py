@@ -106,8 +106,8 @@ class RetryConfig:
     """Limits on retries and waits after a worker is lost."""
 
     max_failures: int = 20
-    """Consecutive failures without a new token after which a request fails. With the backoff below this is about 30 s,
-    enough for a worker to restart."""
+    """Consecutive failures without a new token after which a request fails. With the backoff below, this takes about 30
+    s, enough for a worker to restart."""
     max_failed_steps: int = 2
     """Consecutive failed steps that contained a request, without a new token for it, after which the request is
     rejected: it may be the cause and would crash the next worker too."""
@@ -134,8 +134,8 @@ class DispatchConfig:
     max_streams: int = 1024
     """Maximum number of samples in flight; further samples are rejected."""
     tenant_key: bytes = b""
-    """Key of the workers' block hashes. If it is empty, hashes are computed under an empty key: all gateways still
-    choose the same routes, but the hashes match no worker's blocks."""
+    """Key of the workers' block hashes. If it is empty, hashes are computed with an empty key: all gateways still
+    choose the same routes, but the hashes do not match any worker's blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +157,8 @@ class FleetConfig:
     """Number of consecutive unanswered status polls, with no token received between them, after which calls to the
     worker are cancelled. A single missed poll only diverts new requests; cancelled calls must be recomputed."""
     stalled_polls: int = 60
-    """Consecutive statuses with running sequences and without a new step of the engine, after which calls to the worker
-    are cancelled and it gets no new requests: 30 s at the default interval. The longest step, a chunk of a large model
+    """Number of consecutive statuses with running sequences but no new engine step after which calls to the worker are
+    cancelled and it gets no new requests: 30 s at the default interval. The longest step, a chunk of a large model
     on a CPU, takes a few seconds."""
     max_backoff_seconds: float = 2.0
     """Maximum interval between status polls of a worker that does not answer."""
@@ -166,7 +166,7 @@ class FleetConfig:
 
 @dataclass(frozen=True, slots=True)
 class HoldConfig:
-    """Limits on requests that are held while their pool has no worker."""
+    """Limits on requests that are held while their pool has no workers."""
 
     max_held: int = 256
     """Maximum number of samples waiting for a worker; further samples are rejected with HTTP status 429."""
@@ -176,7 +176,7 @@ class HoldConfig:
 
 @dataclass(frozen=True, slots=True)
 class FlowConfig:
-    """Bounds of the queue of requests that the fleet has no room for."""
+    """Bounds of the queue of requests for which the fleet has no room."""
 
     max_queued: int = 4096
     """Maximum number of queued requests; further ones are rejected with HTTP status 429, or displace requests of a
@@ -207,7 +207,8 @@ class HttpConfig:
     """`host:port` to listen on; port 0 selects a free port."""
     max_body_bytes: int = 8 << 20
     max_buffered_bytes: int = 128 << 20
-    """Bodies of more than 64 KiB that are received or read at a time, together; further ones are rejected with 429."""
+    """Maximum number of bodies of more than 64 KiB that are being received or read at a time; further ones are rejected
+    with 429."""
     body_timeout_seconds: float = 30.0
     """Time limit in seconds for receiving a request's body."""
     max_prompts: int = 64
@@ -231,7 +232,8 @@ class GatewayConfig:
     """`host:port` of the admin API: metrics, fleet, ended requests. It has no authentication and therefore listens on
     loopback by default."""
     tls: tuple[Path, Path, Path | None] | None = None
-    """Certificate chain and key, PEM, for HTTP and gRPC, and the CA of the clients' certificates, if clients need one;
+    """Certificate chain and key, PEM, for HTTP and gRPC, and the CA of client certificates, if clients must present
+    one;
     `None` disables TLS."""
     pool_tls: "CertificateFiles | None" = None
     """Certificate, key and CA bundle for calls to workers; `None` for plain connections."""
@@ -246,14 +248,14 @@ class GatewayConfig:
     probe_key: str = field(default="", repr=False)
     """API key of a local stack's first request, accepted in addition to those of the tenants if keys are required."""
     tenants_file: Path | None = None
-    """TOML file with the tenants' keys, shares and quotas, read again when it changes; `None` for none."""
+    """TOML file with the tenants' keys, shares and quotas, read again when it changes; `None` for no tenants."""
     cache_map: CacheMapConfig = field(default_factory=CacheMapConfig)
     tenant_key: bytes = b""
     """Key of the workers' block hashes; see `DispatchConfig.tenant_key`."""
     traces: TraceSettings | None = None
     """Settings of traces; `None` for no traces."""
     request_trace: tuple[Path, int] | None = None
-    """File of an anonymous trace of the requests, and the bound of its size in bytes; `None` for none."""
+    """File for an anonymous trace of the requests, and its maximum size in bytes; `None` for no trace."""
     hold: HoldConfig = field(default_factory=HoldConfig)
     """Limits on held requests; used only if `fleet.pool` is set."""
     shares_ports: bool = False

@@ -48,7 +48,7 @@ from kvferry.rpc.tls.pool_tls import PoolTls
 
 _log = logging.getLogger(__name__)
 _SHARE_OF_FILES = 0.25
-"""Share of the open files for clients' gRPC connections."""
+"""Share of the open files that is reserved for clients' gRPC connections."""
 _IDLE_SECONDS = 60.0
 """Seconds without a call after which a client's gRPC connection is closed; its next call opens a new one."""
 _CERTIFICATE_SECONDS = 10.0
@@ -306,7 +306,7 @@ class Gateway:
         )
 
     def _trace_request(self, run: SampleRun) -> None:
-        """Add an ended sample to the request trace; those that got no token are requests that had no effect."""
+        """Add an ended sample to the request trace, unless it got no tokens: such a request had no effect."""
         if self._request_trace is not None and run.emitted:
             request = run.request
             at = self._clock.wall() - (self._clock.monotonic() - request.arrived)

@@ -81,8 +81,8 @@ class Instruments:
 
     def handoff_counts(self) -> dict[str, int]:
         """Return the number of KV fetches from peers by outcome: `fetched`; `failed`; `key_unknown` and `rejected`,
-        tickets that a decode worker did not accept, because of their key or for another reason. Prompts that were
-        cheaper to recompute are not counted."""
+        the latter two for tickets that a decode worker did not accept, because of their key or for another reason.
+        Prompts that were cheaper to recompute are not counted."""
         counts = {labels["outcome"]: n for labels, n in _totals(self.peer_loads)}
         for labels, n in _totals(self.retries):
             if labels["reason"].startswith("TICKET_"):

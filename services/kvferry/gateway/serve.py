@@ -17,9 +17,10 @@ from kvferry.rpc.text.text_process import TextProcess
 _log = logging.getLogger(__name__)
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _MEMORY_SECONDS = 5.0
-"""Interval in which the process's memory is checked."""
+"""Interval in seconds between checks of the process's memory."""
 _IDLE_GROWTH_BYTES, _BUSY_GROWTH_BYTES = 8 << 20, 256 << 20
-"""Growth after which freed memory is returned to the system, without and with open streams, which wait meanwhile."""
+"""Growth after which freed memory is returned to the system: without open streams, and with open streams, which wait
+meanwhile."""
 
 Announce = Callable[[Listening], None]
 

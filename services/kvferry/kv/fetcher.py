@@ -47,7 +47,7 @@ _FIRST_PAUSE_SECONDS = 0.0002
 _LONGEST_PAUSE_SECONDS = 0.005
 _DRAIN_PAUSE_SECONDS = 0.05
 _PLACE_BYTES = 8 << 20
-"""Size of a job's staging slot in bytes; slots are larger if four of this worker's pages would not fit."""
+"""Minimum size of a job's staging slot in bytes; slots are larger if four of this worker's pages would not fit."""
 
 
 @dataclass(slots=True)
@@ -90,7 +90,7 @@ class Fetcher:
             max_parallel: maximum number of concurrent transfers.
             pages: the engine's pages, for conversions and digests; without them, only pages with an equal layout are
                 read.
-            mirror: relation of the memory that the transport writes to the engine's pages.
+            mirror: mapping between the memory that the transport writes and the engine's pages.
             requires_digests: whether to reject tickets without digests. If a ticket has digests, they are always
                 verified.
         """
@@ -103,7 +103,7 @@ class Fetcher:
         self._pages = pages
         self._mirror = mirror
         self._requires_digests = requires_digests
-        # Space for four pages of this layout, or two pages in float32, the largest dtype of a peer.
+        # Space for four pages of this layout, or two pages in float32, the largest dtype that a peer can have.
         place_bytes = max(_PLACE_BYTES, 4 * layout.block_bytes, 2 * replace(layout, dtype=FLOAT32).block_bytes)
         self._staging = StagingSlots(lambda size: transport.staging(size), place_bytes, 2 * max_parallel)
         self._pool = ThreadPoolExecutor(max_parallel, thread_name_prefix="kv-fetch")
@@ -280,7 +280,7 @@ class Fetcher:
         return []
 
     def _why_not_copied(self, job: _Job) -> str | None:
-        """Copy the verified pages to the engine's device; return the reason of a failure."""
+        """Copy the verified pages to the engine's device; return the reason for a failure."""
         try:
             self._mirror.to_device(job.attempt.local)
         except CopyError as error:

@@ -14,7 +14,7 @@ import numpy as np
 _MADV_POPULATE_WRITE = 23  # Linux 5.14: fault in, writable, without changing the content
 _SLICE_BYTES = 1 << 20
 _PAUSE_SECONDS = 0.02
-"""Pause between two slices in seconds, with which 1 GiB takes about 20 s and 5 % of a core. Without pauses, the first
+"""Pause between two slices in seconds; with it, 1 GiB takes about 20 s and 5 % of a core. Without pauses, the first
 requests to a local stack on two cores were three times slower."""
 
 

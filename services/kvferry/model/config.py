@@ -1,4 +1,5 @@
-"""The model configuration, read from the model's files: all parameters of the computation and of the KV layout."""
+"""The model configuration, read from the model's files: all parameters that determine the computation and the KV
+layout."""
 
 import math
 from dataclasses import dataclass, replace
@@ -8,7 +9,7 @@ from kvferry.model.rope import DynamicNtkRope, LongRope, RopeScaling
 
 
 class NormPlacement(Enum):
-    """Places of a layer's norms: on the inputs of attention and MLP, on their outputs, or on both."""
+    """Positions of a layer's norms: on the inputs of attention and MLP, on their outputs, or on both."""
 
     BEFORE = "before"
     AFTER = "after"
@@ -16,7 +17,8 @@ class NormPlacement(Enum):
 
 
 class Activation(Enum):
-    """Function of the gate and up values g and u of the MLP: SiLU(g) u, GELU(g) u in its tanh approximation, or, with
+    """Activation of the gated MLP, a function of the gate and up values g and u: SiLU(g) u, GELU(g) u in its tanh
+    approximation, or, with
     g and u clamped to a limit (g only from above), g sigmoid(alpha g) (u + 1) (gpt-oss)."""
 
     SILU = "silu"
@@ -25,7 +27,7 @@ class Activation(Enum):
 
 
 class LayerRope(Enum):
-    """Rotary embedding of a layer: the model's, that of layers with a sliding window, or none."""
+    """Rotary embedding of a layer: the model's, the one for layers with a sliding window, or none."""
 
     FULL = "full"
     LOCAL = "local"
@@ -43,7 +45,8 @@ class Scoring(Enum):
 @dataclass(frozen=True, slots=True)
 class Latent:
     """Latent attention (DeepSeek-AI, DeepSeek-V2, 2024, section 2.1): pages have a vector of `rank` values per token,
-    of which keys and values of all heads are projections, and `rotated` values of the key that all heads share."""
+    from which the keys and values of all heads are projected, and the `rotated` values of the key that all heads
+    share."""
 
     rank: int
     rotated: int
@@ -53,9 +56,9 @@ class Latent:
     value: int
     """Values of a value head."""
     query_rank: int | None
-    """Size of the vector of which queries are projections; `None` if they are projections of the hidden state."""
+    """Size of the vector from which queries are projected; `None` if they are projected from the hidden state."""
     is_interleaved: bool = True
-    """Whether the files have the values of a rotary pair next to each other, instead of half of `rotated` apart."""
+    """Whether the files store the two values of a rotary pair next to each other, instead of `rotated` / 2 apart."""
 
     @property
     def width(self) -> int:
@@ -66,30 +69,31 @@ class Latent:
 @dataclass(frozen=True, slots=True)
 class Experts:
     """Mixture of experts instead of an MLP (Shazeer et al., Outrageously Large Neural Networks, 2017, section 2). A
-    router's softmax weighs all experts, and the most probable ones compute a token."""
+    router's softmax weighs all experts, and each token is computed by the most probable ones."""
 
     count: int
     active: int
-    """Experts that compute a token."""
+    """Number of experts that compute each token."""
     intermediate_size: int
     """Width of each expert."""
     renormalizes: bool
     """Whether the weights of the active experts are divided by their sum."""
     shared_size: int = 0
-    """Intermediate size of the expert that computes all tokens, weighed by the sigmoid of its own gate; 0 for none
+    """Intermediate size of the shared expert, which computes all tokens and is weighed by the sigmoid of its own gate;
+    0 for none
     (Dai et al., DeepSeekMoE, 2024, section 3.2)."""
     dense_layers: tuple[int, ...] = ()
-    """Layers with an MLP instead."""
+    """Layers with an MLP instead of experts."""
     has_biases: bool = False
     """Whether router and experts have biases (gpt-oss)."""
     has_shared_gate: bool = True
     """Whether the shared expert is weighed by its gate (Qwen 2-MoE), instead of by 1 (DeepSeek)."""
     scoring: Scoring = Scoring.SOFTMAX
     groups: int = 1
-    """Groups of experts of equal size, of which the best `active_groups` remain for the choice of a token."""
+    """Number of equally large groups of experts; a token's experts are chosen from the best `active_groups` of them."""
     active_groups: int = 1
     weight_scale: float = 1.0
-    """Factor of the weights of the active experts."""
+    """Factor by which the weights of the active experts are multiplied."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +128,7 @@ class ModelConfig:
     """Begin-of-sequence token, prepended to plain-text prompts if the tokenizer's configuration requires it; `None` if
     the model has no such token."""
     rotary_dim: int | None = None
-    """Number of values of each head that are rotated; `None` for all."""
+    """Number of rotated values per head; `None` for all."""
     local_rope_theta: float | None = None
     """RoPE base, without scaling, of layers with a sliding window (Gemma 3); `None` if all layers rotate alike."""
     unrotated_layers: tuple[int, ...] = ()
@@ -155,22 +159,23 @@ class ModelConfig:
     swiglu_limit: float = 7.0
     """Limit of `Activation.CLAMPED_SWIGLU`."""
     attention_sinks: bool = False
-    """Whether each head has a learned score that counts in the denominator of the softmax and has no value (Xiao et
+    """Whether each head has a learned score that is part of the softmax's denominator but has no value (Xiao et
     al., Efficient Streaming Language Models with Attention Sinks, 2024, in the learned form; gpt-oss)."""
     output_bias: bool = False
     """Whether the output projection of attention has a bias (gpt-oss)."""
     experts: Experts | None = None
-    """Experts of the layers; `None` for a dense model."""
+    """Experts of the MoE layers; `None` for a dense model."""
     latent: Latent | None = None
-    """Latent attention of all layers; then `head_dim` is that of queries and keys, and `num_kv_heads` has no effect."""
+    """Latent attention of all layers; `head_dim` is then the size of a query or key head, and `num_kv_heads` has no
+    effect."""
 
     def experts_of(self, layer: int) -> Experts | None:
-        """Return the experts of a layer; `None` for an MLP."""
+        """Return the experts of a layer; `None` if the layer has an MLP."""
         return None if self.experts is None or layer in self.experts.dense_layers else self.experts
 
     @property
     def attended_size(self) -> int:
-        """Values of the result of attention, which is the input of its output projection."""
+        """Size of the attention result, the input of the output projection."""
         return self.num_heads * (self.head_dim if self.latent is None else self.latent.value)
 
     @property
@@ -204,8 +209,8 @@ class ModelConfig:
 
     def served(self, tokens: int | None) -> "ModelConfig":
         """Return the configuration for a served context of `tokens` tokens, if the context changes the computation:
-        frequencies that depend on the length are those of this context, and windows at least as long as the context are
-        left out. Otherwise the configuration is unchanged; so it is for `None` or 0."""
+        frequencies that depend on the length are computed for this context, and windows at least as long as the context
+        are left out. Otherwise, and for `None` or 0, return the configuration unchanged."""
         if not tokens or tokens >= self.max_model_tokens:
             return self._without_idle_windows(self.max_model_tokens)
         short = self._without_idle_windows(tokens)

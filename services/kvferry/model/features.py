@@ -1,7 +1,7 @@
 """Digest of the features by which a model's computation differs from Llama's, as part of the KV fingerprint.
 
-The digest of a model's files covers the fields, but not their meaning: a worker that ignored a feature would have the
-same files but different KV.
+The digest of a model's files covers the values of the fields but not their meaning: a worker that ignored a feature
+would compute different KV from the same files.
 """
 
 from collections.abc import Sequence
@@ -25,13 +25,13 @@ FEATURES = (
 
 
 def features_in_use(config: ModelConfig) -> dict[str, object]:
-    """Return the features that are not Llama's, by field name."""
+    """Return the features that differ from Llama's, by field name."""
     defaults = {field.name: field.default for field in fields(ModelConfig)}
     return {name: value for name in FEATURES if (value := getattr(config, name)) != defaults[name]}
 
 
 def features_digest(config: ModelConfig, served_tokens: int) -> str:
-    """Return 16 hex digits for a model's features; empty for a model without any.
+    """Return 16 hex digits for a model's features; an empty string for a model without any.
 
     Args:
         config: the configuration as in the model's files.
@@ -49,7 +49,8 @@ def features_digest(config: ModelConfig, served_tokens: int) -> str:
 
 
 def model_digest(files: str, config: ModelConfig, served_tokens: int, changes: Sequence[str] = ()) -> str:
-    """Return the model digest of KV layouts: of the files, of what changes their weights, and of the features.
+    """Return the model digest for KV layouts, which covers the files, settings that change the weights, and the
+    features.
 
     Args:
         files: digest of the model's files.

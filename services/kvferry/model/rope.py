@@ -1,9 +1,9 @@
 """Frequency scalings of the rotary position embedding, as values: `families/rope_fields.py` reads
 them from a config, `engine/models/rotary.py` computes the tables.
 
-A scaling changes the frequencies of RoPE (Su et al., RoFormer, 2021), so that a model reads longer contexts than it was
-first trained for. Dynamic NTK and LongRoPE depend on a length. An engine computes KV once for all later requests, so
-one length applies to all sequences: the context length that the engine serves (`ModelConfig.max_model_tokens`).
+A scaling changes the frequencies of RoPE (Su et al., RoFormer, 2021) for contexts longer than those of the first
+training. Dynamic NTK and LongRoPE depend on a length. An engine computes KV once for all later requests, so one length
+applies to all sequences: the context length that the engine serves (`ModelConfig.max_model_tokens`).
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class DynamicNtkRope:
 
 @dataclass(frozen=True, slots=True)
 class YarnRope:
-    """YaRN: low frequencies are divided by `factor`, high ones kept, with a ramp in between (Peng et al., 2023)."""
+    """YaRN: low frequencies are divided by `factor` and high ones kept, with a ramp in between (Peng et al., 2023)."""
 
     factor: float
     original_max_position: int

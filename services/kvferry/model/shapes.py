@@ -1,6 +1,6 @@
 """Configurations of published models by name, without weights; for benchmarks with random weights.
 
-The values are those of each model's `config.json`.
+The values come from each model's `config.json`.
 """
 
 from collections.abc import Mapping

@@ -24,7 +24,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", f"{_TEMPLATE}.jin
 
 
 class ModelSource:
-    """An open model. Weights are read only by `tensors.read`."""
+    """An open model. Only `tensors.read` reads weights."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ def _open_folder(folder: Path) -> ModelSource:
     template_file, processor_file = (folder / f"{_TEMPLATE}{suffix}" for suffix in (".jinja", ".json"))
     if template_file.is_file():
         source = read_file(template_file).decode("utf-8", "replace")
-    elif source is None and processor_file.is_file():  # multimodal checkpoints have the template in a file of its own
+    elif source is None and processor_file.is_file():  # multimodal checkpoints have the template in a separate file
         source = read_json(processor_file).get(_TEMPLATE)
     if isinstance(source, list):  # several templates by name; use the one for plain chat
         source = next((i.get("template") for i in source if isinstance(i, dict) and i.get("name") == "default"), None)

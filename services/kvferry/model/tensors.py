@@ -1,6 +1,6 @@
 """Names and shapes of the tensors of a model, and the interface to read them.
 
-For all file formats, names and shapes are those of Hugging Face checkpoints ([out, in] for projections).
+Names and shapes follow Hugging Face checkpoints for all file formats ([out, in] for projections).
 """
 
 import math
@@ -35,9 +35,9 @@ class Stored:
     ) -> None:
         """
         Args:
-            type_id: number of the type of rows: of GGUF, which has numbers of unquantized types as well, or of
+            type_id: number of the row format: a GGUF type, which also covers unquantized types, or one of
                 `quantized.representation.Kept`.
-            data: bytes of the rows, flat, in stored order, or a function that makes them. May be a read-only view of
+            data: bytes of the rows, flat, in stored order, or a function that returns them. May be a read-only view of
                 the mapped file.
             order: index of the stored row for each row of the tensor.
         """
@@ -57,7 +57,7 @@ class Stored:
 
     @classmethod
     def later(cls, type_id: int, load: Callable[[], npt.NDArray[np.uint8]], rows: int) -> "Stored":
-        """Create a tensor whose rows, in order, are converted each time when `data` is read."""
+        """Create a tensor whose rows, in order, are converted each time `data` is read."""
         return cls(type_id, load, np.arange(rows, dtype=np.int64))
 
     def reordered(self, order: npt.NDArray[np.int64]) -> "Stored":
@@ -93,8 +93,8 @@ class TensorSource(Protocol):
         ...
 
     def weights(self) -> list[str]:
-        """Return readable lines about the types of the tensors, and about how quantized matrices are kept and why not
-        in a smaller type; may read all scales."""
+        """Return lines for the log: the types of the tensors, how quantized matrices are kept, and why no smaller type
+        was chosen. May read all scales."""
         ...
 
     def release(self) -> None:
@@ -204,7 +204,7 @@ ROUTER = "mlp.gate.weight"
 """Weight of the router [experts, hidden], after the layer's prefix."""
 ROUTER_BIAS = "mlp.gate.bias"
 CORRECTION = "mlp.gate.e_score_correction_bias"
-"""Values added to the scores of experts for their choice, [experts]."""
+"""Corrections that are added to experts' scores when experts are chosen, [experts]."""
 SHARED, SHARED_GATE = "mlp.shared_expert.", "mlp.shared_expert_gate.weight"
 """Prefix of the shared expert's tensors, and its gate [1, hidden]."""
 
@@ -233,8 +233,8 @@ def _expert_shapes(experts: Experts, hidden: int) -> dict[str, Shape]:
 
 
 def linear_weights(config: ModelConfig) -> int:
-    """Return the number of weights in the projections of all layers that compute a token, without embedding and output
-    head: of experts, only the active ones."""
+    """Return the number of weights in all layers' projections that compute one token, without embedding and output
+    head. Of the experts, only the active ones count."""
     attention = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     if config.latent is not None:
         shapes = _latent_shapes(config.latent, config.num_heads, config.hidden_size)

@@ -1,7 +1,7 @@
 """A two-layer model with seeded random weights and a byte-level tokenizer; needs no file and no download.
 
-Its output is random but deterministic text. The model is in this package and not in the engine, since a gateway needs
-its tokenizer.
+Its output is random but deterministic text. The model is in this package rather than in the engine, since a gateway
+needs its tokenizer.
 """
 
 import hashlib

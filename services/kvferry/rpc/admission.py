@@ -1,4 +1,4 @@
-"""The interface between text serving and flow control: a request enters before its first sample starts."""
+"""The interface between text serving and flow control: a request is admitted before its first sample starts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,11 +8,11 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Size and limits of a request, with all of its prompts and samples."""
+    """Size and limits of a request, over all of its prompts and samples."""
 
     tenant: str
     scope: str
-    """Scope of the names of its KV blocks."""
+    """Scope of the request's block names."""
     priority: int
     arrived: float
     """Arrival time, monotonic seconds."""
@@ -25,18 +25,18 @@ class Work:
     num_running: int
     """Maximum number of samples that run at a time, over all prompts."""
     max_tokens: int
-    """Maximum output tokens of a sample; 0 if no tokens are generated."""
+    """Maximum number of output tokens of a sample; 0 if no tokens are generated."""
     held_bytes: int = 0
     """Memory that the request holds while it waits, besides its tokens, in bytes."""
 
 
 class Slot(Protocol):
-    """The place of a request: entering waits until the request may start, and leaving frees what it holds."""
+    """Admission of one request: entering waits until the request may start, and leaving frees what it holds."""
 
     queued_seconds: float
-    """Seconds that the request has waited."""
+    """Time that the request has waited in seconds."""
     priority: int
-    """Priority of the request within the range of its tenant."""
+    """Priority of the request, within its tenant's range."""
 
     async def __aenter__(self) -> "Slot":
         """Wait until the request may start. Cancelling the calling task leaves the queue at once.
@@ -45,18 +45,18 @@ class Slot(Protocol):
             Overloaded: a quota is used up, or the queue is full.
             Forbidden: the tenant may not use the request's priority.
             DeadlinePassed: the deadline passed in the queue.
-            Unavailable: the pool had no worker for too long.
+            Unavailable: the pool had no workers for too long.
         """
         ...
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Free the request's place."""
+        """Free what the request holds."""
         ...
 
     def note_tokens(self, sample: int, count: int) -> None:
-        """Count `count` output tokens of a sample, whose prompt has then been computed.
+        """Count `count` output tokens of a sample; its prompt has then been computed.
 
         Args:
             sample: index of the prompt * `num_samples` + index of the sample.
@@ -72,7 +72,7 @@ class Admission(Protocol):
     """Decides which requests may start, and when."""
 
     def enter(self, work: Work) -> Slot:
-        """Return the place of a request, which is not taken until it is entered."""
+        """Return a request's slot, which holds nothing until it is entered."""
         ...
 
     def count(self, tenant: str) -> None:

@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 _OWN_PREFIX = "/kvferry."
 STARTED_METADATA = (("kvferry-started", "1"),)
-"""Initial metadata of `Prefill.Run` and `Decode.Run`, sent before the first step that computes the request."""
+"""Initial metadata of `Prefill.Run` and `Decode.Run`, sent before the first step that includes the request."""
 _LASTING_PREFIX = "/kvferry.v1.KvEvents/"
 """Method prefix of long-lived subscriptions, which do not count as calls in flight."""
 _QUIET_HTTP_STATUS = 500
@@ -29,8 +29,8 @@ _QUIET_HTTP_STATUS = 500
 
 
 _NOT_OF_THE_CALL = (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)
-"""Exceptions that do not come from the handler; all others end the call with a status, including those of extensions
-that are not derived from `Exception`."""
+"""Exceptions that do not come from the handler. All others end the call with a status, including exceptions of
+extensions that do not derive from `Exception`."""
 
 
 class OpenCalls:
@@ -177,7 +177,7 @@ async def _abort(
     """End the call with the status of `error`, and log it once. Always raises, as `ServicerContext.abort` does."""
     if isinstance(error, grpc.aio.AbortError):
         raise error
-    if isinstance(error, NotImplementedError):  # a generated base class: the method exists only in the definition
+    if isinstance(error, NotImplementedError):  # a generated base class: the method is defined but not implemented
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"{method} is not implemented")
     extra = {"request_id": request_id_of(request, context)[:MAX_REQUEST_ID_CHARS], "peer": context.peer()}
     if isinstance(error, KvferryError):

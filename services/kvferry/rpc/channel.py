@@ -8,7 +8,7 @@ MAX_MESSAGE_BYTES = 16 << 20
 """Message size limit; a million token ids take at most 5 MiB, and KV pages are not sent over gRPC."""
 
 MAX_CLIENT_MESSAGE_BYTES = 4 << 20
-"""Message size limit for requests of clients; prompts are shorter, and larger messages take long to parse."""
+"""Message size limit for client requests; prompts are shorter, and larger messages take long to parse."""
 
 KEEPALIVE_SECONDS = 10
 """Seconds without traffic, while calls are in flight, after which a keepalive ping is sent; the peer must answer within
@@ -19,8 +19,8 @@ Options = tuple[tuple[str, int], ...]
 PING_OPTIONS: Options = (
     ("grpc.keepalive_time_ms", KEEPALIVE_SECONDS * 1000),
     ("grpc.keepalive_timeout_ms", KEEPALIVE_SECONDS * 500),
-    # gRPC also sends pings to estimate bandwidth, and no keepalive ping while such a ping is unanswered. Its default
-    # timeout of a minute would delay the detection of a peer that hangs during a stream.
+    # gRPC also sends pings to estimate bandwidth, and sends no keepalive ping while such a ping is unanswered. Its
+    # default timeout of a minute would delay the detection of a peer that hangs during a stream.
     ("grpc.http2.ping_timeout_ms", KEEPALIVE_SECONDS * 500),
     # A call may be idle for long (a queued prompt); keepalive pings must continue.
     ("grpc.http2.max_pings_without_data", 0),

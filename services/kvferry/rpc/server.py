@@ -26,7 +26,7 @@ MAX_CONNECTIONS = 1024
 _REUSEPORT = "grpc.so_reuseport"
 _SERVER_OPTIONS: Options = (
     *PING_OPTIONS,
-    # Connections without calls are pinged, too: that of a dead peer would otherwise keep a file descriptor open.
+    # Connections without calls are pinged, too: a dead peer's connection would otherwise keep a file descriptor open.
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     # Clients ping every KEEPALIVE_SECONDS; by default, a server closes connections that ping so often.
@@ -92,8 +92,8 @@ class RpcServer:
         self._serving = asyncio.create_task(self._keep_serving(), name=f"grpc {self.address}")
 
     async def _keep_serving(self) -> None:
-        """Serve again after gRPC has ended the server by itself: its loop ends at a method name that is not UTF-8,
-        which any client can send."""
+        """Serve again after gRPC has ended the server by itself: its loop ends when a method name is not UTF-8, which
+        any client can send."""
         while True:
             try:
                 await self._server.wait_for_termination()  # never cancelled: that would cancel what `stop` waits for
@@ -158,10 +158,10 @@ async def start_server(
 
     Args:
         credentials: makes TLS credentials, which gRPC can use for one server only; `None` disables TLS.
-        verifier: checks the tokens of calls; `None` for a server of clients, which are authenticated by API keys.
+        verifier: checks the tokens of calls; `None` for a server for clients, which authenticate with API keys.
         advertised_hosts: further hosts, besides that of `address`, under which callers reach this server.
         max_request_bytes: limit of one request message.
-        max_connections: connections beyond this number are closed at once.
+        max_connections: further connections are closed at once.
         idle_seconds: connections without a call for this time are closed, and clients open new ones when they need
             them; `None`: never.
         statuses: statuses of another server that this one reports; `None` for its own.

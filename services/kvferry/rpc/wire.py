@@ -47,7 +47,7 @@ def adapter_to_wire(adapter: AdapterId | None) -> common_pb2.Adapter | None:
 
 
 def adapter_from_wire(message: prefill_pb2.PrefillRequest | decode_pb2.DecodeRequest) -> AdapterId | None:
-    """Return the version of the adapter that a request names; `None` if it names none.
+    """Return the version of the adapter that a request names; `None` if it names no adapter.
 
     Raises:
         InvalidRequest: the name or the digest is not valid.
@@ -135,7 +135,7 @@ def sampling_from_wire(message: common_pb2.SamplingParams) -> SamplingParams:
     Raises:
         InvalidRequest: a field is out of range; the error contains its name.
     """
-    # Before they are copied: a message of some MiB may hold millions of them.
+    # Check sizes before copying: a message of a few MiB can hold millions of items.
     for name, limit in (
         ("stop", MAX_STOP_STRINGS),
         ("stop_token_ids", MAX_STOP_TOKEN_IDS),
@@ -281,10 +281,10 @@ def num_samples_from_wire(n: int) -> int:
 
 
 def check_priority(value: int) -> int:
-    """Check the class of a request.
+    """Check the priority of a request.
 
     Raises:
-        InvalidRequest: the class is out of range.
+        InvalidRequest: the priority is out of range.
     """
     if abs(value) > MAX_PRIORITY:
         raise InvalidRequest(

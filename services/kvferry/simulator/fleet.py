@@ -1,4 +1,4 @@
-"""One pool on a virtual clock: gateway, workers, links, starts and failures of workers.
+"""One pool on a virtual clock: gateway, workers, links, and starts and failures of workers.
 
 Pools share nothing, so that several of them can be simulated in different processes and their measures merged.
 """
@@ -41,14 +41,14 @@ class RoleSpec:
     start_at: float = 0.0
     """Time at which the workers accept requests, seconds."""
     jitter: tuple[float, ...] = ()
-    """Factors of the duration of steps, drawn with equal probability; empty: steps have the durations of the device
+    """Factors of the duration of steps, drawn with equal probability; if empty, steps have the durations of the device
     profile.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The loss of a worker: it stops at once, and another one takes its place."""
+    """The loss of a worker: it stops at once, and another worker takes its place."""
 
     at: float
     role: str
@@ -147,7 +147,7 @@ class Pool:
         """Simulate until all requests have ended.
 
         Raises:
-            InvariantBroken: no event is left, but requests have not ended.
+            InvariantBroken: no events are left, but some requests have not ended.
         """
         clock, measures, gateway = self.clock, self.gateway.measures, self.gateway
         while (gateway.num_open or self._has_next) and clock.step():

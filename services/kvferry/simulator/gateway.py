@@ -1,4 +1,4 @@
-"""The gateway in virtual time: production flow control, map of caches and routing, for one pool.
+"""The gateway in virtual time: production flow control, cache map and routing, for one pool.
 
 arrive --> FlowController --> route --> prefill replica --> offer --> decode replica --> finished
                 ^                                                                           |
@@ -137,7 +137,7 @@ class Gateway:
             self._pump()
 
     def _pump(self) -> None:
-        """Dispatch what the fleet has room for."""
+        """Dispatch queued requests for which the fleet has room."""
         if not self.controller.num_queued or not len(self.members):
             return
         if self._room is None:
@@ -151,7 +151,7 @@ class Gateway:
 
     def _send(self, run: Run, ticket: Ticket | None) -> None:
         """Choose workers for a request and send it."""
-        self._arrived(run)  # its earlier choice is not a load of the workers
+        self._arrived(run)  # its earlier choice does not count as load on the workers
         route, caches = self._route(run, ticket)
         if route is None:
             self._clock.after(self.settings.status_seconds, partial(self._send, run, ticket))
@@ -219,7 +219,7 @@ class Gateway:
         self._clock.after(self.settings.latency, partial(self._deliver, member, job))
 
     def _deliver(self, member: Member, job: Job) -> None:
-        if member.replica.is_stopped:  # lost on the way
+        if member.replica.is_stopped:  # the worker was lost meanwhile
             run = run_of(job)
             run.attempt += 1
             self.measures.resumed += 1

@@ -38,7 +38,7 @@ class Histogram:
 
     @property
     def mean(self) -> float:
-        """Mean of the values; 0 without any."""
+        """Mean of the values; 0 if there are none."""
         return self.total / self.count if self.count else 0.0
 
     def percentile(self, percent: float) -> float:
@@ -79,14 +79,14 @@ class Measures:
     good: int = 0
     """Completed requests that met all latency targets."""
     resumed: int = 0
-    """Times that a request continued on another worker after the loss of one."""
+    """Number of times that a request continued on another worker after a loss."""
     input_tokens: int = 0
     output_tokens: int = 0
     hit_tokens: int = 0
     """Prompt tokens found in the prefix caches of the workers that computed the prompts."""
     queried_tokens: int = 0
     normalized: float = 0.0
-    """Sum over completed requests of E2E seconds per output token."""
+    """Sum over completed requests of the end-to-end time per output token, in seconds."""
     ended_at: float = 0.0
     """Time of the last completion, seconds."""
 

@@ -24,14 +24,14 @@ class GatewaySettings:
     max_streams: int = 1 << 20
     max_queued: int = 1 << 20
     status_seconds: float = 0.5
-    """Interval between the statuses of a worker."""
+    """Interval between a worker's statuses in seconds."""
     exact_status: bool = True
-    """Whether statuses show the state of a worker at their time; otherwise that after its last event, which takes less
-    time with many workers."""
+    """Whether a status shows the worker's state at that time; otherwise it shows the state after the worker's last
+    event, which takes less time to simulate with many workers."""
     seed: int = 0
     """Seed of the policy `random`."""
     latency: float = 0.0002
-    """Seconds of a message between gateway and worker."""
+    """Latency of a message between gateway and worker in seconds."""
     has_map: bool = True
     """Whether the gateway subscribes to the workers' caches; otherwise it predicts from what it has dispatched."""
     slo: Mapping[str, float] = field(default_factory=dict)
@@ -54,11 +54,11 @@ class Run:
     first: float | None = None
     """Time of the first token at the worker."""
     last: float | None = None
-    """Time of the last token at the last worker."""
+    """Time of the last token at the latest worker."""
     gaps: "array[float] | None" = None
     commitment: Commitment | None = None
     running: int = 0
-    """Requests on its worker when its output began."""
+    """Number of requests on its worker when its output began."""
     source: Member | None = None
     """The worker that has computed its prompt."""
     offer: tuple[OfferDesk, TicketId] | None = None
@@ -66,11 +66,11 @@ class Run:
     attempt: int = 0
     excluded: frozenset[str] = frozenset()
     tokens: list[int] | None = None
-    """Prompt and tokens that were generated before the loss of a worker or the hand-off."""
+    """The prompt, and the tokens generated before the hand-off or the loss of a worker."""
 
 
 def p99(gaps: "array[float] | None") -> float:
-    """Return the 99th percentile of seconds between tokens; 0 without any."""
+    """Return the 99th percentile of the time between tokens in seconds; 0 if there is none."""
     if not gaps:
         return 0.0
     ordered = sorted(gaps)

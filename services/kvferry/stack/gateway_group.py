@@ -1,4 +1,4 @@
-"""Runs a gateway of several processes on this machine: starts them, restarts those that exit, and drains all."""
+"""Runs a gateway of several processes on this machine: starts them, restarts any that exit, and drains them."""
 
 import asyncio
 import signal
@@ -13,7 +13,7 @@ from kvferry.stack.supervisor import SupervisedProcess
 
 _LISTEN_SECONDS = 120.0
 _STOP_SECONDS = 10.0
-"""Time for the exit of a process after its draining."""
+"""Time allowed for a process to exit after it has drained."""
 
 
 class GatewayGroup:
@@ -38,7 +38,7 @@ class GatewayGroup:
         self.processes: list[SupervisedProcess] = []
 
     async def start(self) -> tuple[SharedAddresses, Sequence[str]]:
-        """Start all processes; return the clients' addresses, and the admin address of each, when all listen.
+        """Start all processes; when all listen, return the addresses for clients and each process's admin address.
 
         Raises:
             UsageError: an address is invalid or in use.
@@ -56,7 +56,7 @@ class GatewayGroup:
         return shared, [str(event["admin"]) for event in events]
 
     async def stop(self) -> None:
-        """Let all processes drain, and wait for their exit. Idempotent."""
+        """Drain all processes, and wait until they exit. Idempotent."""
         seconds = float(str(self._value("linger_seconds"))) + float(str(self._value("drain_seconds"))) + _STOP_SECONDS
         await asyncio.gather(*(process.stop(seconds) for process in self.processes))
         for held in self._reserved:
@@ -67,7 +67,7 @@ class GatewayGroup:
         return self._settings[name].value
 
     def _reserve(self, name: str) -> str:
-        """Bind an address without listening, so that its port stays the group's while processes come and go."""
+        """Bind an address without listening, so that the group keeps its port while processes restart."""
         address = str(self._value(name))
         host, _, port = address.rpartition(":")
         if not host or not port.isdecimal() or int(port) > 0xFFFF:

@@ -1,4 +1,4 @@
-"""Runs a stack on this machine: starts workers and gateway, generates a first token, stops all in order."""
+"""Runs a stack on this machine: starts workers and gateway, generates a first token, and stops all in order."""
 
 import asyncio
 import secrets
@@ -24,7 +24,7 @@ _LISTEN_SECONDS = 120.0
 _READY_SECONDS = 180.0
 _FIRST_TOKEN_SECONDS = 60.0
 _TLS_DAYS = 3650
-"""Validity of the certificates of a run in days; longer than any run, since they are not renewed."""
+"""Validity of a run's certificates in days; longer than any run, since they are not renewed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class LocalStack:
         """Start all processes; return after a first token has been generated through the gateway.
 
         Raises:
-            Unavailable: a process did not start in time; processes that have started run until `stop`.
+            Unavailable: a process did not start in time; processes already started keep running until `stop`.
         """
         for name, address in (("http", self._config.http), ("grpc", self._config.grpc), ("admin", self._config.admin)):
             check_free(name, address)  # before any process is started

@@ -1,7 +1,7 @@
-"""Temporary folders for private keys, which are removed also after a process that was killed.
+"""Temporary folders for private keys, which are removed even after a process was killed.
 
-A folder is locked while its process runs; the kernel releases the lock with the process. The next process that makes a
-folder of the same prefix removes the folders whose lock is free.
+A folder is locked while its process runs; the kernel releases the lock when the process ends. The next process that
+creates a folder with the same prefix removes the folders whose lock is free.
 """
 
 import fcntl
@@ -27,7 +27,7 @@ class PrivateFolder:
         fcntl.flock(self._lock, fcntl.LOCK_EX)
 
     def remove(self) -> None:
-        """Remove the folder with its content. Idempotent."""
+        """Remove the folder and its content. Idempotent."""
         if self._lock is not None:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)

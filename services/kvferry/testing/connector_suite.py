@@ -201,7 +201,7 @@ def check_a_reused_page_shows_in_its_epoch(rig: Rig) -> None:
 
 
 def check_ids_out_of_range_are_refused(rig: Rig) -> None:
-    """Check that page ids out of range raise before any data is transferred."""
+    """Check that out-of-range page ids raise an error before any data is transferred."""
     rig.transport.connect(rig.peer, rig.address)
     before = [rig.page(b) for b in range(NUM_BLOCKS)]
     _refused(lambda: rig.read([NUM_BLOCKS], [0]))
@@ -245,7 +245,7 @@ def check_a_dead_peer_gives_right_data_or_an_error(rig: Rig) -> None:
 
 
 def check_a_frozen_peer_gives_right_data_or_silence(rig: Rig) -> None:
-    """Check that a read from a suspended peer is correct or late, never wrong, and that after it is reported quiet it
+    """Check that a read from a suspended peer is correct or late, never wrong, and that once it is reported quiet, it
     writes nothing when the peer resumes."""
     _survives_frost(rig, lambda b: rig.transport.read(rig.peer, [b], [BlockId(b)]), rig.page)
 
@@ -332,7 +332,7 @@ def check_raw_reads_have_places_of_their_own(rig: Rig) -> None:
 
 
 def check_raw_reads_that_do_not_fit_are_refused(rig: Rig) -> None:
-    """Check that wrong lengths, and page-to-page reads between different page sizes, raise before any data is
+    """Check that wrong lengths, and page-to-page reads between different page sizes, raise an error before any data is
     transferred."""
     size = rig.peer_bytes
     staging = rig.transport.staging(2 * size)

@@ -1,4 +1,4 @@
-"""The spans of a call that computes a request on a worker: queue, loads of KV, computation or output."""
+"""The spans of a call that runs a request on a worker: queue, loads of KV, computation or output."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,13 +13,13 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class CallTrace:
-    """Follows the events of a request's stream. A context manager; costs nothing but its calls if it has no span."""
+    """Follows the events of a request's stream. A context manager; without a span, it costs only its calls."""
 
     def __init__(self, span: Span | None, clock: Clock, begun: float, work: str, connector: str) -> None:
         """
         Args:
             begun: time of the call, monotonic seconds.
-            work: name of the phase that computes.
+            work: name of the computing phase.
         """
         self._span, self._clock, self._work, self._connector = span, clock, work, connector
         self._at = begun
@@ -27,7 +27,7 @@ class CallTrace:
         self._num_tokens = 0
 
     def add(self, items: Sequence[StreamItem]) -> None:
-        """Process events of the stream, in order, at the time that they arrive."""
+        """Process events of the stream, in order, as they arrive."""
         if self._span is None:
             return
         now = self._clock.monotonic()

@@ -52,9 +52,9 @@ class WorkerConfig:
     drain_seconds: float = 30.0
     """Maximum seconds for running requests to finish after SIGTERM."""
     adapters_file: str = ""
-    """File with a list of adapters (`workers.adapters.adapter_list`), followed while serving; empty: none."""
+    """File with a list of adapters (`workers.adapters.adapter_list`), followed while serving; empty for none."""
     adapter_folder: str = ""
-    """Folder below which adapters may be loaded while serving; empty refuses that."""
+    """Folder below which adapters may be loaded while serving; if empty, they may not."""
     traces: TraceSettings | None = None
     """Settings of traces; `None` for no traces."""
     parsers: AnswerParsers = field(default_factory=AnswerParsers)

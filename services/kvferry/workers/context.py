@@ -14,7 +14,7 @@ from kvferry.v1 import common_pb2
 
 _UNBOUND = WorkerId("")
 MAX_TENANT_CHARS = 256 + SALT_DIGEST_CHARS + ADAPTER_DIGEST_CHARS
-"""Maximum length of a tenant with the digests of its salt and its adapter (`core.hashing.cache_scope`)."""
+"""Maximum length of a tenant together with the digests of salt and adapter (`core.hashing.cache_scope`)."""
 
 
 @dataclass(slots=True)

@@ -100,11 +100,11 @@ class _Process:
         for place in places:
             unit = await _start_unit(config, place, model, self._clock, self.fail, tls)
             unit.context.tracer = self._tracer
-            self._units.append(unit)  # one after the other, so that the units already started are stopped if one fails
+            self._units.append(unit)  # one after another, so that units already started are stopped if one fails
         addresses = _addresses(self._units)
         if tls is not None:
             self._renewing = asyncio.create_task(tls.follow(), name="pool tls")
-        if self._config.health:  # of the last unit, which becomes ready last
+        if self._config.health:  # the health of the last unit, which becomes ready last
             self._health = await self._units[-1].report_health(self._config.health)
             addresses["health"] = self._health.address
         if self._config.metrics:
@@ -140,7 +140,7 @@ class _Process:
         return 1
 
     def leave(self) -> NoReturn:
-        """Exit immediately during start: no request was accepted, and loading a model cannot be interrupted."""
+        """Exit immediately during start: no requests have been accepted, and loading a model cannot be interrupted."""
         status = self.report()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -148,7 +148,7 @@ class _Process:
 
 
 def _load(config: WorkerConfig) -> LoadedModel:
-    # A prefill worker has no drafts, so it loads no draft model.
+    # A prefill worker does not draft, so it loads no draft model.
     loaded = load_model(replace(config.engine, speculation=OFF) if config.role == "prefill" else config.engine)
     if loaded.model.device != CPU:
         _log.info("computing on %s, with %d MiB for KV", loaded.model.device, loaded.kv_bytes >> 20)

@@ -58,7 +58,7 @@ _COUNTERS: tuple[tuple[Metric, Metric | None, Callable[[Engine], int]], ...] = (
     (metrics.WORKER_DRAFT_TOKENS, metrics.VLLM_DRAFT_TOKENS, lambda e: _counts(e).num_draft_tokens),
     (metrics.WORKER_ACCEPTED_TOKENS, metrics.VLLM_ACCEPTED_TOKENS, lambda e: _counts(e).num_accepted_tokens),
 )
-"""Counters of an engine: metric by worker, the sum under vLLM's name, value."""
+"""Counters of an engine: metric per worker, metric for the sum under vLLM's name, and the value's attribute."""
 
 _NO_DRAFTS = SpeculationCounts()
 
@@ -78,7 +78,7 @@ _HISTOGRAMS: tuple[tuple[Metric, Metric | None, Callable[[Engine], Histogram | N
     (metrics.WORKER_COMPILE_SECONDS, None, lambda e: None if e.masks is None else e.masks.compile_seconds),
     (metrics.WORKER_MASK_SECONDS, None, lambda e: None if e.masks is None else e.masks.mask_seconds),
 )
-"""Histograms of an engine: metric by worker, the sum under vLLM's name, value."""
+"""Histograms of an engine: metric per worker, metric for the sum under vLLM's name, and the value's attribute."""
 
 
 def engine_families(model: str, engines: Sequence[tuple[str, Engine]]) -> Iterator[Family]:
@@ -199,7 +199,7 @@ def _by_position(metric: Metric, values: Sequence[tuple[str, Sequence[int]]]) ->
 
 
 def _histogram(metric: Metric, values: Sequence[tuple[str, Histogram]]) -> HistogramMetricFamily:
-    """Convert histograms to a family with one entry per label; those of equal labels are added."""
+    """Convert histograms to a metric family with one entry per label; histograms with equal labels are added."""
     family = HistogramMetricFamily(metric.name, metric.help, labels=metric.labels)
     for label in dict.fromkeys(label for label, _ in values):
         same = [histogram for other, histogram in values if other == label]

@@ -98,7 +98,7 @@ class WorkerUnit:
             on_failure: called on the event loop after the engine has raised an unexpected error; the process should
                 exit.
             tls: TLS of the pool; `None` for plain connections.
-            make_pages: makes the engine's pages, apart from the memory that transports access.
+            make_pages: creates the engine's pages, separate from the memory that transports access.
         """
         self._make_pages, self._tls = make_pages, tls
         self._config, self._endpoint, self._model = config, endpoint, model
@@ -124,7 +124,7 @@ class WorkerUnit:
         """Create the engine, bind both servers, and start the engine's thread. The unit is not ready before `warm_up`.
 
         Raises:
-            UsageError: an address cannot be bound, or the memory for KV is too small for one request.
+            UsageError: an address cannot be bound, or the KV memory is too small for one request.
         """
         self._parts = parts = await asyncio.to_thread(self._build)
         self._loop = EngineLoop(
@@ -275,7 +275,7 @@ class WorkerUnit:
         running, self._running = self._running, None
         if running is None:
             return
-        self._cache.close()  # ends the event streams, for which the drain would otherwise wait
+        self._cache.close()  # ends the event streams; otherwise the drain would wait for them
         if not await running.admin_service.drain(drain_seconds):
             self._loop.cut(Unavailable("this worker is stopping; retry on a different worker", reason="DRAINING"))
         await running.work.stop(_FLUSH_SECONDS)
@@ -323,12 +323,12 @@ class WorkerUnit:
         return "" if self._running is None else self._running.admin.address
 
     def _namer(self, tenant: str) -> BlockNamer:
-        """Create a block namer with the engine's parameters, for use on the event loop's thread."""
+        """Return the tenant's block namer with the engine's parameters, for use on the event loop's thread."""
         layout = self._model.layout
         return self._namers.of(tenant, fingerprint=layout.fingerprint, block_tokens=layout.block_tokens)
 
     def _verifier(self) -> CallVerifier:
-        """Create the verifier of calls to one server."""
+        """Create the verifier of one server's incoming calls."""
         return CallVerifier(self._config.ticket_secrets)
 
     def _services(self) -> list[Service]:

@@ -1,4 +1,4 @@
-"""Opens the tiers of a worker's settings for an engine's pages."""
+"""Opens the tiers set for a worker, for an engine's pages."""
 
 from kvferry.core.clock import Clock
 from kvferry.engine.loop.engine_loop import CommandQueue
@@ -18,7 +18,7 @@ def open_tier_stack(
     commands: CommandQueue,
     clock: Clock,
 ) -> TierStack | None:
-    """Open the worker's tiers, which report to the engine by `commands`; `None` without tiers.
+    """Open the worker's tiers, which report to the engine through `commands`; `None` if there are none.
 
     Raises:
         UsageError: a tier cannot be opened.

@@ -29,15 +29,15 @@ def assert_as_good_as_reference(
     definition: Any = reference.OPS,
     device: torch.device | str = "cpu",
 ) -> None:
-    """Check that a kernel family is about as accurate as the reference implementation in the same data type.
+    """Check that a kernel backend is about as accurate as the reference implementation in the same data type.
 
     Args:
         run: function with parameters (operations, cast); it is called with the reference in float64, the reference in
-            `dtype`, and the family in `dtype`.
-        dtype: data type of the family's tensors.
-        fast: operations of the family.
+            `dtype`, and the backend in `dtype`.
+        dtype: data type of the backend's tensors.
+        fast: operations of the backend.
         definition: operations of the reference.
-        device: device of the family; the reference runs on the CPU.
+        device: device of the backend; the reference runs on the CPU.
     """
     exact = run(definition, lambda t: t.to(dtype).double())
     low = run(definition, lambda t: t.to(dtype).clone())

@@ -37,7 +37,7 @@ def differing_tokens(
     Args:
         config: the model's configuration.
         device: device of both implementations.
-        kernels: kernel family of kvferry's engine.
+        kernels: kernel backend of kvferry's engine.
         prompts: number of prompts, all in one batch; prompt i has i tokens fewer.
         prompt_tokens: length of the longest prompt.
         new_tokens: number of tokens to generate per prompt.

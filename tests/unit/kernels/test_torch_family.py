@@ -1,4 +1,4 @@
-"""The torch family equals the reference for any shape, and never reads beyond a context."""
+"""The torch backend equals the reference for any shape, and never reads beyond a context."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Engines over the Triton family give the tokens of the torch family; Triton is imported only on request."""
+"""Engines with the Triton backend give the tokens of the torch backend; Triton is imported only on request."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The Triton family's row operations equal the reference, for any shape and strided views."""
+"""The Triton backend's row operations equal the reference, for any shape and strided views."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Tokens drawn by the Triton family are those of the host's sampler, for all sampling parameters."""
+"""Tokens drawn by the Triton backend are those of the host's sampler, for all sampling parameters."""
 
 from dataclasses import replace
 

@@ -1,7 +1,7 @@
-"""Draws CAs, and writes the certificates and keys that they sign to Secrets, which the operator cannot read.
+"""Generates CAs, and writes the certificates and keys that they sign to Secrets, which the operator cannot read.
 
 The private key of a CA is kept in memory until it has signed, and is never written. A Secret is created or replaced as
-a whole (PUT), which needs no permission to read it; its uid, known from its creation, protects Secrets of others.
+a whole (PUT), which needs no permission to read it; the uid recorded at its creation protects Secrets of other owners.
 """
 
 import base64
@@ -20,7 +20,8 @@ _NAMES = {WORKER: WORKER_NAME, GATEWAY: GATEWAY_NAME}
 
 
 class Certificates:
-    """The CAs that the operator has drawn and that have not signed yet, by pool. Thread-safe for different pools."""
+    """The CAs that the operator has generated and that have not signed yet, by pool. Thread-safe for different
+    pools."""
 
     def __init__(self, api: KubeApi, wall: Callable[[], float]) -> None:
         """
@@ -40,7 +41,7 @@ class Certificates:
 
         Raises:
             ApiRefusal: the API server rejected a write, a Secret of that name does not belong to the pool, or
-                certificates cannot be made.
+                certificates cannot be generated.
             Unavailable: the API server is unavailable.
         """
         state = action.state
@@ -87,7 +88,8 @@ class Certificates:
             return str(created["metadata"]["uid"])
         if not action.state.bundle:
             raise _taken(action)
-        # Without a uid, an earlier pass created the Secret, whose name was free, and was interrupted before noting it.
+        # Without a uid, an earlier pass created the Secret, whose name was free, and was interrupted before it recorded
+        # the uid.
         known = {"uid": state.secret_uid} if state.secret_uid else {}
         try:
             stored = self._api.replace({**secret, "metadata": {**secret["metadata"], **known}})

@@ -70,7 +70,7 @@ class NameTaken(ApiRefusal):
 
 
 class Executor:
-    """Executor of an operator's actions. Different pools may be executed in parallel."""
+    """Executor of the planned actions. Different pools may be executed in parallel."""
 
     def __init__(
         self,

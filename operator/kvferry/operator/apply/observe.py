@@ -1,4 +1,4 @@
-"""Reads of the ControllerRevisions that a plan needs: those of the target revision and of running revisions."""
+"""Reads of the ControllerRevisions that a plan needs: the target revision's and the running revisions'."""
 
 from collections.abc import Mapping
 
@@ -17,7 +17,7 @@ Records = Mapping[str, Mapping[str, Json]]
 def read_records(
     api: KubeApi, pool: Pool, facts: PoolFacts, known: Records, default_image: str
 ) -> tuple[dict[str, Mapping[str, Json]], int]:
-    """Return the known records plus those that the plan needs, and the number of the next ControllerRevision.
+    """Return the known records, the further records that the plan needs, and the number of the next ControllerRevision.
 
     The number is determined (by listing the records) only if a record has to be created. Records never change, so known
     records are not read again.

@@ -10,7 +10,7 @@ ADAPTERS_FILE = "adapters.toml"
 
 
 def adapter_list(pool: Pool) -> Json:
-    """Build the ConfigMap; its list is empty for a pool without adapters, which removes those of before."""
+    """Build the ConfigMap; for a pool without adapters, its list is empty, which removes earlier adapters."""
     entries = [
         f"[[adapters]]\nname = {_text(one.name)}\npath = {_text(one.source)}\ndigest = {_text(one.digest)}\n"
         for one in pool.spec.adapters
@@ -20,5 +20,5 @@ def adapter_list(pool: Pool) -> Json:
 
 
 def _text(value: str) -> str:
-    """Return a TOML string: a string of JSON without characters beyond ASCII is one."""
+    """Return a TOML string: a JSON string of ASCII characters is also a TOML string."""
     return json.dumps(value)

@@ -28,7 +28,7 @@ def gateway_deployment(pool: Pool, default_image: str, account: str = "") -> Jso
     """Build the Deployment of the gateway pods.
 
     Args:
-        account: uid of the ServiceAccount if pods with tokens of an earlier one must be replaced.
+        account: uid of the ServiceAccount if pods with tokens of an earlier account must be replaced.
     """
     marks = {names.LABEL_POOL: pool.name, names.LABEL_ROLE: names.ROLE_GATEWAY}
     labels = names.pool_labels(pool.name, names.ROLE_GATEWAY)
@@ -75,8 +75,8 @@ def _pod(pool: Pool, default_image: str) -> Json:
     tls_volumes, tls_mounts = tls_volume(pool, GATEWAY)
     volumes += tls_volumes
     mounts += tls_mounts
-    # Gateways get the key of block names, which they compute, and the key that signs their calls; with the ticket key
-    # they could act as workers.
+    # Gateways get the block-name key, since they compute block names, and the key that signs their calls; with the
+    # ticket key they could act as workers.
     items = [{"key": name, "path": name} for name in ("tenant-key", "gateway-key")]
     keys = {"secretName": keys_secret_of(pool), "items": items}
     volumes.append({"name": "keys", "secret": keys})
@@ -108,7 +108,7 @@ def _pod(pool: Pool, default_image: str) -> Json:
                     ],
                     "resources": pool.spec.gateway.resources or {"requests": {"cpu": "100m", "memory": "256Mi"}},
                     "volumeMounts": mounts,
-                    # The last lines of the log of a container that failed are the reason in the pool's status.
+                    # If a container fails, the last lines of its log become the reason in the pool's status.
                     "terminationMessagePolicy": "FallbackToLogsOnError",
                     **_probes(pool),
                 }

@@ -38,7 +38,7 @@ _BESIDE_KV_BYTES = 1 << 30
 """Memory in bytes besides KV: interpreter, libraries and a small model. For a large model, users must set
 `roles[].resources`."""
 _AUTO_KV_BYTES = 1 << 30
-"""Memory for KV of a worker on CPUs with `kvMemory: auto`. Pods on GPUs have `roles[].resources`."""
+"""KV memory of a CPU worker with `kvMemory: auto`. GPU pods have `roles[].resources`."""
 _ADAPTERS_FOLDER = "/etc/kvferry/adapters"
 _START_SECONDS = 1800
 
@@ -76,7 +76,7 @@ def _role_inputs(role: Role) -> list[Any]:
 
 
 def _engine(role: Role) -> Engine:
-    """Return a role's engine settings with the size in one notation, so that 1Gi and 1GiB are the same revision."""
+    """Return a role's engine settings with sizes in one notation, so that 1Gi and 1GiB give the same revision."""
     return msgspec.structs.replace(role.engine, kv_memory=size(role.engine.kv_memory))
 
 
@@ -93,7 +93,7 @@ def with_replicas(deployment: Mapping[str, Any], replicas: int) -> Json:
 def _deployment(pool: Pool, role: Role, revision: str, default_image: str) -> Json:
     marks = {names.LABEL_POOL: pool.name, names.LABEL_ROLE: role.name, names.LABEL_REVISION: revision}
     labels = names.pool_labels(pool.name, role.name) | marks
-    # These labels are read by the endpoint picker of the Gateway API Inference Extension.
+    # The endpoint picker of the Gateway API Inference Extension reads these labels.
     labels |= {"llm-d.ai/role": role.name, "llm-d.ai/engine-type": "vllm"}
     made = pool_child(pool, "apps/v1", "Deployment", names.deployment_name(pool.name, role.name, revision), role.name)
     made["metadata"]["labels"] |= {names.LABEL_REVISION: revision}
@@ -115,7 +115,7 @@ def _pod(pool: Pool, role: Role, default_image: str) -> Json:
         *tls_volumes,
         {"name": "keys", "secret": {"secretName": keys_secret_of(pool)}},
         {"name": "shm", "emptyDir": {"medium": "Memory"}},
-        # Also in pools without adapters, so that the first one restarts no pods.
+        # Set even in pools without adapters, so that adding the first adapter restarts no pods.
         {"name": "adapters", "configMap": {"name": names.adapters_object(pool.name), "optional": True}},
     ]
     mounts += [
@@ -157,7 +157,7 @@ def _pod(pool: Pool, role: Role, default_image: str) -> Json:
                     ],
                     "resources": role.resources or _default_resources(role),
                     "volumeMounts": mounts,
-                    # The last lines of the log of a container that failed are the reason in the pool's status.
+                    # If a container fails, the last lines of its log become the reason in the pool's status.
                     "terminationMessagePolicy": "FallbackToLogsOnError",
                     **_probes(pool),
                 }

@@ -1,4 +1,4 @@
-"""Decisions of the operator: rollouts, numbers of replicas, status. `plan.process` has leases and the work queue.
+"""Decisions of the operator: rollouts, numbers of replicas, status. `plan.process` contains leases and the work queue.
 
-Without I/O: facts and a time determine the actions, which `kvferry operator plan` prints.
+Performs no I/O: facts and a time determine the actions, which `kvferry operator plan` prints.
 """

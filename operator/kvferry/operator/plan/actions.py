@@ -67,10 +67,10 @@ class CreateKeys:
 
 @dataclass(frozen=True, slots=True)
 class WriteTls:
-    """Draw a CA and publish its certificate in the pool's ConfigMap, or sign the certificates in the pool's Secret with
-    the CA that was drawn, or both. The stored result is the ConfigMap.
+    """Generate a CA and publish its certificate in the pool's ConfigMap, or sign the certificates in the pool's Secret
+    with the generated CA, or both. The stored result is the ConfigMap.
 
-    The executor draws and holds the keys, so that plans do not contain them. A Secret or a ConfigMap that does not
+    The executor generates and holds the keys, so that plans do not contain them. A Secret or a ConfigMap that does not
     belong to the pool is not changed.
     """
 
@@ -191,7 +191,7 @@ class SetReplicas:
 class MarkDeletionCosts:
     """Annotate the pods of a role with their deletion costs before the role's Deployment is scaled down.
 
-    The executor lists the pods and patches those whose annotation differs.
+    The executor lists the pods and patches each pod whose annotation differs.
     """
 
     role: str

@@ -16,7 +16,7 @@ from kvferry.operator.pool.spec import Role, Scaling
 
 _FRESH_SECONDS = 15.0
 _TOLERANCE = 0.1
-"""Relative deviation of the KV use from its target up to which it is ignored."""
+"""Relative deviation of the KV use from its target that is tolerated."""
 _MAX_GROWTH = 2
 """Maximum factor by which one decision increases the number of pods; four additional pods are always allowed."""
 _MIN_STRIDE = 4

@@ -20,7 +20,7 @@ class PlanContext:
     facts: PoolFacts
     """Observed objects that the pool controls."""
     memory: Memory
-    """Results of earlier passes; its `records` contain all existing records of the revisions in `revisions_to_read`."""
+    """Results of earlier passes; `records` contains all existing records of the revisions in `revisions_to_read`."""
     next_record: int
     """Number of the next ControllerRevision, if one is created."""
     status: Mapping[str, Any]
@@ -61,7 +61,7 @@ class PlanContext:
         return (ApplyObject(manifest, check_owner=applied is None or live == "", is_required=is_required),)
 
     def without_refused(self, actions: Iterable[Action]) -> tuple[Action, ...]:
-        """Return the actions without those whose targets were rejected in this pass."""
+        """Return the actions whose targets were not rejected in this pass."""
         return tuple(action for action in actions if action.target not in self.problems)
 
 

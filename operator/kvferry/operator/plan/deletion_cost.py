@@ -25,7 +25,7 @@ def deletion_costs(workers: Iterable[WorkerReport]) -> dict[str, int]:
 
 
 def changed_costs(costs: Mapping[str, int], current: Mapping[str, int]) -> dict[str, int]:
-    """Return the costs to write: those that differ from the pod's cost in `current`, for existing pods."""
+    """Return the costs to write: for existing pods, each cost that differs from the pod's cost in `current`."""
     return {name: cost for name, cost in costs.items() if name in current and cost != current[name]}
 
 

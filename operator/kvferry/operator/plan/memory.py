@@ -69,9 +69,9 @@ class Memory:
     has_keys: bool = False
     """Whether the Secret with the generated keys was created or found since the last resync."""
     keys: str = ""
-    """Identifier of the generated keys, if they replaced lost ones since the operator started."""
+    """Identifier of the generated keys, if they replaced lost keys since the operator started."""
     tls: TlsState | None = None
-    """State of the managed TLS as last written; `None` before."""
+    """State of the managed TLS as last written; `None` if it was not written yet."""
     holds_ca: bool = False
     """Whether the executor holds the private key of the newest CA, which has not signed yet."""
     verified_generation: int = -1

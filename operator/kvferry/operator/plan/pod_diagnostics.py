@@ -8,7 +8,7 @@ _STARTING = frozenset({"ContainerCreating", "PodInitializing"})
 
 
 def needs_events(pods: Iterable[Mapping[str, Any]]) -> bool:
-    """Return whether the status of an unready pod does not show the cause, so that its events may."""
+    """Return whether an unready pod's status does not show the cause, in which case its events may show it."""
     return any("deletionTimestamp" not in pod["metadata"] and not _is_ready(pod) and not _of(pod) for pod in pods)
 
 
@@ -26,7 +26,7 @@ def mount_failures(events: Iterable[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def troubles(pods: Iterable[Mapping[str, Any]], mounts: Mapping[str, str] | None = None) -> list[str]:
-    """Describe each cause of unready pods in a sentence with an example pod, the most frequent cause first.
+    """Describe each cause of unready pods in a sentence with an example pod, most frequent cause first.
 
     Args:
         mounts: messages about volumes that cannot be mounted, by pod uid.

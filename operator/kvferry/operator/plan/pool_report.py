@@ -181,7 +181,7 @@ def _is_answering(ctx: PlanContext) -> bool:
 
 
 def _tls(ctx: PlanContext, memory: Memory) -> TlsSeen | None:
-    """Return what is known of the pool's certificates; `None` without TLS."""
+    """Return what is known about the pool's certificates; `None` without TLS."""
     mode = ctx.pool.spec.tls.mode
     if mode == "Off":
         return None

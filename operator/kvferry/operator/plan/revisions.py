@@ -44,7 +44,7 @@ def next_number(found: Iterable[Mapping[str, Any]]) -> int:
 
 
 def superfluous(found: Iterable[Mapping[str, Any]], needed: frozenset[str], limit: int) -> list[str]:
-    """Return the names of records to delete, oldest first: all but the newest `limit` and those of `needed`
+    """Return the names of records to delete, oldest first: all but the newest `limit` and the records of `needed`
     revisions."""
     spare = [item for item in found if item["metadata"]["labels"].get(names.LABEL_REVISION) not in needed]
     ordered = sorted(spare, key=lambda item: (int(item.get("revision") or 0), item["metadata"]["name"]))

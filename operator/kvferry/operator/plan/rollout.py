@@ -8,9 +8,9 @@ A step
 - removes an old pod if it is not ready, or if afterwards the role still has wanted - maxUnavailable ready pods and the
   capacity is at least 1 - maxUnavailable / wanted, or at least as before.
 
-If there are several old revisions, the one with the least capacity is removed first. With one old revision the rollout
-always completes: let q be the role with the smallest new share, with its surge in use; removing an old pod from q
-leaves old share + new share >= 1, so q can always proceed. A change during a rollout leaves three revisions, whose
+If there are several old revisions, the revision with the least capacity is removed first. With one old revision the
+rollout always completes: let q be the role with the smallest new share, with its surge in use; removing an old pod from
+q leaves old share + new share >= 1, so q can always proceed. A change during a rollout leaves three revisions, whose
 unpaired pods can use up the surge; if no other step is possible, the old pod that costs the least capacity is removed,
 within wanted - maxUnavailable of its role.
 
@@ -100,7 +100,7 @@ class Step:
     desired: Mapping[tuple[str, str], int]
     """Desired number of pods by (role, revision)."""
     done: bool
-    """Whether only the target revision has pods, all of them are ready, and their number is the wanted number."""
+    """Whether only the target revision has pods, all of them are ready, and their number is as wanted."""
     waiting_for: str
     """Reason why the rollout is not complete; empty when done."""
 

@@ -22,7 +22,7 @@ _MIN_HANDOFFS = 20
 """Minimum number of recent hand-offs for evaluating the transport."""
 _MAX_RECOMPUTED = 0.2
 _MIN_UNKNOWN_KEYS, _MAX_UNKNOWN_KEYS = 3, 0.05
-"""Number and share of recent hand-offs with an unknown ticket key above which the pods' keys differ."""
+"""Number and share of recent hand-offs with an unknown ticket key above which the pods' keys are reported to differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Observed:
     """State of the inference extension's InferencePool: reason `Emitted` if it was applied, `None` if it is
     disabled."""
     keys: str = ""
-    """Identifier of the generated keys; empty for the first ones."""
+    """Identifier of the generated keys; empty for the first keys."""
     fleet: FleetReport | None = None
     """Latest report of the gateway, even if it is older than the end of the rollout."""
     is_answering: bool = False

@@ -1,4 +1,5 @@
-"""Managed TLS of a pool: when the operator makes a CA, signs certificates with it, and removes the earlier CA. Pure.
+"""Managed TLS of a pool: when the operator generates a CA, signs certificates with it, and removes the earlier CA.
+Pure.
 
     publish   a new CA is added to the bundle that all pods trust
     wait      until kubelet has updated the bundle in all pods
@@ -42,10 +43,10 @@ def plan_tls(ctx: PlanContext) -> tuple[Action, ...]:
 
 
 def needs_certificates(ctx: PlanContext, state: TlsState) -> bool:
-    """Return whether the Secret needs other certificates: it has none, is missing, or they expire soon."""
+    """Return whether the Secret needs new certificates: it is missing, it has none, or they expire soon."""
     return not state.issuer or ctx.facts.is_without_tls or state.not_after - ctx.wall <= RENEW_SECONDS
 
 
 def state_of(ctx: PlanContext) -> TlsState:
-    """Return the pool's state: the one that this operator wrote, or after a restart the one that it finds."""
+    """Return the pool's state: as this operator wrote it, or, after a restart, as the operator finds it."""
     return ctx.memory.tls or ctx.facts.tls or TlsState()

@@ -1,6 +1,6 @@
 """Facts: the fields of watched objects that the operator keeps in memory.
 
-Keeping only these fields bounds the memory for thousands of Deployments and shows on which fields decisions depend.
+Keeping only these fields bounds the memory for thousands of Deployments, and shows which fields decisions depend on.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from kvferry.operator.pool.ownership import is_orphan, order_of, owner_of, versi
 from kvferry.operator.pool.tls_state import TlsState, read_state
 
 Place = tuple[str, str]
-"""Kind and name of an object, as `names.kind_of` and the metadata have them."""
+"""Kind and name of an object, as in `names.kind_of` and the metadata."""
 _TOMBSTONES = 64
 """Deleted objects of a pool whose last resourceVersion is kept."""
 
@@ -153,7 +153,7 @@ class WorkerReport:
     connector: str = ""
     model_digest: str = ""
     context_tokens: int = 0
-    """Maximum tokens of a request on this worker; 0 if unknown."""
+    """Maximum number of tokens of a request on this worker; 0 if unknown."""
     device: str = ""
     """`cpu`, or the name of the GPU; empty if unknown."""
     is_staged: bool = False
@@ -260,8 +260,8 @@ class PoolFacts:
             del self.orders[oldest]
 
     def owned_by(self, uid: str) -> "PoolFacts":
-        """Return the facts without objects of other owners, such as those of an earlier pool of the same name that are
-        being garbage collected. Orphans are included: the next apply restores their owner reference."""
+        """Return the facts without objects of other owners, such as objects of an earlier pool of the same name that
+        are being garbage-collected. Orphans are included: the next apply restores their owner reference."""
         children = {place: c for place, c in self.children.items() if c.owner == uid or c.is_orphan}
         return replace(
             self,

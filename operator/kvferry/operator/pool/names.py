@@ -25,7 +25,8 @@ PROBE_MANAGER = "kvferry-operator-watch-probe"
 RESET_MANAGER = "before-first-apply"
 """Field manager to which the API server assigns all fields of an object whose managed fields were cleared."""
 OWN_MANAGERS = frozenset({FIELD_MANAGER, SEED_MANAGER, AUTOSCALER_MANAGER, GATEWAY_MANAGER, RESET_MANAGER})
-"""Field managers whose fields the operator may take over; conflicts with others are reported. Clearing the managed
+"""Field managers whose fields the operator may take over; conflicts with other field managers are reported. Clearing
+the managed
 fields of an object returns them to the operator."""
 
 LABEL_POOL = f"{GROUP}/pool"
@@ -50,7 +51,7 @@ PORT_GRPC = 9100
 PORT_ADMIN = 9101
 PORT_METRICS = 9102
 PORT_HEALTH = 9103
-"""Port of workers with TLS for probes, which cannot use TLS."""
+"""Port for probes of workers with TLS, since probes cannot use TLS."""
 GATEWAY_HTTP = 8000
 GATEWAY_GRPC = 9000
 GATEWAY_ADMIN = 8001

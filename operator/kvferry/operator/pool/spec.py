@@ -88,7 +88,7 @@ class Role(_Struct, frozen=True):
 
 
 class Adapter(_Struct, frozen=True):
-    """A LoRA adapter, which requests name as their model."""
+    """A LoRA adapter; requests select it as their model."""
 
     name: str
     source: str
@@ -198,7 +198,7 @@ class Gateway(_Struct, frozen=True):
     api_keys_secret: str = ""
     tls_secret: str = ""
     client_ca_secret: str = ""
-    """Secret with ca.crt, of which clients need a certificate; empty if they need none."""
+    """Secret with ca.crt, the CA that must have signed clients' certificates; empty if clients need none."""
     service: Service = Service()
     resources: Json = {}
     template: Json = {}
@@ -261,7 +261,7 @@ class Pool(_Struct, frozen=True):
     generation: int
     spec: PoolSpec
     keys: str = ""
-    """Identifier of the generated keys, from the status; empty for the first ones."""
+    """Identifier of the generated keys, from the status; empty for the first keys."""
 
 
 describe(PoolSpec)

@@ -1,7 +1,7 @@
 """State of a pool's managed TLS, kept in the ConfigMap that the pods mount for the CA bundle. Pure.
 
-The private keys of the CAs are not in it, and nowhere else: a CA signs the certificates of a pool once, and its key is
-then forgotten. The state therefore contains all that a restarted operator needs.
+The CAs' private keys are not stored here or anywhere else: a CA signs a pool's certificates once, and its key is then
+discarded. The state therefore contains everything that a restarted operator needs.
 """
 
 import re
@@ -15,20 +15,21 @@ from kvferry.core.struct_types import describe
 CA_ENTRY = "ca.crt"
 STATE_ENTRY = "state.json"
 _MAX_CAS = 6
-"""Maximum CAs in the bundle: the one that signed, the newest, and earlier ones that may have signed before an operator
-was interrupted."""
+"""Maximum number of CAs in the bundle: the CA that signed, the newest CA, and earlier CAs that may have signed before
+an operator was interrupted."""
 _PEM = re.compile(r"-----BEGIN CERTIFICATE-----\n[^-]+-----END CERTIFICATE-----\n?")
 
 
 class TlsState(msgspec.Struct, frozen=True, rename="camel"):
-    """CAs that pods trust, and what is known of the certificates in the pool's Secret. Times are wall-clock seconds."""
+    """CAs that pods trust, and what is known about the certificates in the pool's Secret. Times are wall-clock
+    seconds."""
 
     bundle: tuple[str, ...] = ()
-    """Certificates of the CAs, PEM, the newest last."""
+    """Certificates of the CAs in PEM format, newest last."""
     published_at: float = 0.0
     """Time when the newest CA was added to the bundle."""
     issuer: str = ""
-    """Fingerprint of the CA that signed the certificates; empty before the first ones."""
+    """Fingerprint of the CA that signed the certificates; empty before the first certificates."""
     issued_at: float = 0.0
     not_after: float = 0.0
     """End of the validity of the certificates."""
@@ -54,7 +55,7 @@ class TlsState(msgspec.Struct, frozen=True, rename="camel"):
 
 
 def fingerprint(certificate: str) -> str:
-    """Return a digest of a certificate, PEM, 32 hexadecimal digits."""
+    """Return a digest of a PEM certificate, 32 hexadecimal digits."""
     return blake3(certificate.strip().encode()).hexdigest(16)
 
 
@@ -68,7 +69,7 @@ def data_of(state: TlsState) -> dict[str, str]:
 
 
 def read_state(data: Mapping[str, str]) -> TlsState | None:
-    """Read the entries of the ConfigMap; `None` if they are not those of a state."""
+    """Read a state from the entries of the ConfigMap; `None` if they do not contain a state."""
     try:
         state = msgspec.json.decode(data.get(STATE_ENTRY, ""), type=TlsState)
     except (msgspec.DecodeError, RecursionError):

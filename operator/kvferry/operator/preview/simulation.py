@@ -87,7 +87,7 @@ class SimulatedCluster:
                 stored = {**manifest, "metadata": {**manifest["metadata"], "generation": int(_VERSION)}}
                 return Done(action, stored)
             case CreateKeys():
-                return Done(action)  # The Secret exists, so that no pod is replaced for new keys.
+                return Done(action)  # The Secret exists, so no pods are replaced for new keys.
             case WriteTls(config=config, state=state):
                 self._apply(config)
                 signed = state.published("", 0.0).issued(0.0, _FAR, "")

@@ -18,10 +18,10 @@ from kvferry.operator.reconcile import Installed
 _log = logging.getLogger(__name__)
 _RETRY_SECONDS = 1.0
 _FIRST_SECONDS, _PERIOD_SECONDS = 5.0, 600.0
-"""Seconds from the first to the second census, which also covers the start of the watches, and between later
-censuses."""
+"""Time from the first to the second census, which also covers the start of the watches, and between later censuses, in
+seconds."""
 _POLL_SECONDS = 2.0
-"""Seconds between lists of the optional kinds."""
+"""Interval between lists of the optional kinds in seconds."""
 
 
 class Census:
@@ -92,7 +92,7 @@ class Census:
             before = self._store.names(kind)
             listed = await asyncio.to_thread(watches.list_all, self._api, kind, self._namespaces)
             existing = {(body["metadata"]["namespace"], body["metadata"]["name"]) for body in listed}
-            known = self._store.names(kind)  # with objects that a watch added during the list: these are not older
+            known = self._store.names(kind)  # includes objects that a watch added during the list, which are not older
             for body in listed:
                 is_known = (body["metadata"]["namespace"], body["metadata"]["name"]) in known
                 if not is_known or kind != names.POOL_KIND:

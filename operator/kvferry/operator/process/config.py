@@ -23,7 +23,7 @@ class OperatorConfig:
     health_address: str = "0.0.0.0:8080"
     watch_probe_seconds: float = 10.0
     discovery_seconds: float = 30.0
-    """Seconds between discoveries of optional kinds."""
+    """Interval between discoveries of optional kinds in seconds."""
     workers: int = 4
     """Maximum number of pools reconciled in parallel."""
 

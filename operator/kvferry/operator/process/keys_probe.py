@@ -1,7 +1,6 @@
 """Keys probe: checks that the Secrets with generated keys and certificates exist, by dry runs of their creation.
 
-The operator has no permission to read or to watch Secrets, so that it cannot be used to read those of other
-applications.
+The operator has no permission to read or watch Secrets, so it cannot be used to read other applications' Secrets.
 """
 
 import asyncio
@@ -53,8 +52,8 @@ class KeysProbe:
             await asyncio.sleep(max(_MIN_PAUSE_SECONDS, _PERIOD_SECONDS - (self._clock.monotonic() - begun)))
 
     def _secrets(self, key: Key) -> list[tuple[str, Take]]:
-        """Return the generated Secrets of a pool, and where the result of a check is stored; none before its first
-        reconcile, which creates them."""
+        """Return a pool's generated Secrets, and where the result of a check is stored; none before its first
+        reconcile, which creates the Secrets."""
         facts = self._store.facts(key)
         body = facts.body
         if body is None or "deletionTimestamp" in body["metadata"] or not facts.children:

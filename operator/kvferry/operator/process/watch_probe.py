@@ -36,7 +36,8 @@ class WatchProbe:
         self._beats[kind].saw(mark_of(kind, body))
 
     def late(self) -> dict[str, float]:
-        """Return, by kind, the seconds by which the mark is overdue, for watches that did not deliver it in time."""
+        """Return, for each watch that did not deliver its mark in time, by how many seconds the mark is overdue, by
+        kind."""
         now = self._clock.monotonic()
         found = {kind: beat.late_seconds(now) for kind, beat in self._beats.items()}
         return {kind: late for kind, late in found.items() if late > 0}

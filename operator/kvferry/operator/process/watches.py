@@ -1,4 +1,4 @@
-"""Watches, which kopf runs: the watched kinds, and forwarding of their events.
+"""Watches, which kopf runs: the watched kinds, and the forwarding of their events.
 
 Only `on.event` handlers are used. They need no finalizer and no annotation, so that a pool can be deleted while no
 operator runs and kopf stores no state in objects.
@@ -81,7 +81,7 @@ def settings(workers: int) -> kopf.OperatorSettings:
     made.queueing.worker_limit = workers
     made.queueing.idle_timeout = 1.0
     for kind, (group, version, plural) in WATCHED.items():
-        if kind != names.POOL_KIND:  # only objects of kvferry are listed
+        if kind != names.POOL_KIND:  # only kvferry's objects are listed
             made.watching.label_selectors[resource(group, version, plural)] = names.LABEL_POOL
     made.persistence.finalizer = f"{names.GROUP}/finalizer"
     # This logger would write "succeeded" for every event of every object.

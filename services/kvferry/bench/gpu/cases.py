@@ -65,7 +65,7 @@ def make_case(spec: Spec, device: torch.device, dtype: torch.dtype) -> Case:
     """Create a case for a spec, with random inputs.
 
     Raises:
-        UsageError: the Triton family does not run on the device.
+        UsageError: the Triton backend does not run on the device.
     """
     here = _Setup(device, dtype, ops_for(device, "triton"), device_ops_for(device, "triton"), ops_for(device, "torch"))
     return _CASES[spec.op](spec, here)

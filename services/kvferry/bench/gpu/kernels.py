@@ -1,4 +1,4 @@
-"""`kvferry bench kernels` on a GPU: operations of the Triton family by shape, compared with other libraries.
+"""`kvferry bench kernels` on a GPU: operations of the Triton backend by shape, compared with other libraries.
 
 If another library computes different results or cannot run, its row is omitted and the reason is reported.
 """

@@ -1,4 +1,4 @@
-"""Line charts as SVG, several on a page, each with one or more curves."""
+"""Line charts as SVG: several per page, each with one or more curves."""
 
 import math
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ _INK, _GRID = "#1f2937", "#d1d5db"
 _LINES = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2")
 Points = Sequence[tuple[float, float]]
 Panel = tuple[str, str, Sequence[tuple[str, Points]]]
-"""Titles of the x axis and of the y axis, and the curves with their names; a single curve needs none."""
+"""Titles of the x and y axes, and the curves with their names; a single curve needs no name."""
 
 
 def page(title: str, panels: Sequence[Panel]) -> str:

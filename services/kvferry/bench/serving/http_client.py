@@ -1,4 +1,4 @@
-"""Streams completions from an OpenAI-compatible server and notes when its messages arrive."""
+"""Streams completions from an OpenAI-compatible server and records when their events arrive."""
 
 import json
 from collections.abc import AsyncIterator
@@ -28,7 +28,7 @@ class Target:
     """Model name; if empty, the first one that the server lists."""
     api_key: str = ""
     timeout: float = 600.0
-    """Maximum seconds of a request."""
+    """Timeout of a request in seconds."""
 
 
 class CompletionClient:
@@ -54,7 +54,7 @@ class CompletionClient:
             httpx.HTTPError, httpx.InvalidURL, httpx.StreamError,
             ValueError, KeyError, IndexError, TypeError, AttributeError,
         )  # fmt: skip
-        """Exceptions of a server that does not answer, or whose answer is not what the API defines."""
+        """Exceptions for a server that does not answer, or whose answer does not conform to the API."""
         self._target, self._clock = target, clock
         self.model = target.model
 
@@ -70,7 +70,7 @@ class CompletionClient:
         """Set `model` to the first model of the server, unless the target names one.
 
         Raises:
-            Unavailable: the server does not answer, or lists no model.
+            Unavailable: the server does not answer, or lists no models.
         """
         if self.model:
             return

@@ -12,7 +12,7 @@ from kvferry.core.errors import Unavailable
 
 Progress = Callable[[Answer], None]
 _MAX_OPEN = 8192
-"""Maximum open connections if the caller sets no concurrency."""
+"""Maximum number of open connections if the caller sets no concurrency."""
 
 
 async def run(
@@ -26,14 +26,14 @@ async def run(
     """Send all requests and wait for their answers; return the model's name and the answers, in the order of requests.
 
     Args:
-        requests: requests in order of arrival.
+        requests: the requests in order of arrival.
         target: the server.
         clock: measures times.
         max_concurrency: maximum number of requests in flight; a request that waits for others keeps its arrival time.
         on_answer: called with each answer as it ends.
 
     Raises:
-        Unavailable: the server does not list its models, or rejects a first request, which is not measured.
+        Unavailable: the server does not list its models, or rejects the first request, which is not measured.
         UsageError: the target is invalid.
     """
     places = asyncio.Semaphore(max_concurrency or _MAX_OPEN)

@@ -1,4 +1,4 @@
-"""Arrival times of an open-loop benchmark, which do not depend on the times of answers."""
+"""Arrival times of an open-loop benchmark; they do not depend on when answers end."""
 
 import math
 from dataclasses import dataclass

@@ -1,8 +1,8 @@
-"""Lengths of prompts and outputs: uniform around a mean, or heavy-tailed like those of published traces.
+"""Lengths of prompts and outputs: uniform around a mean, or heavy-tailed as in published traces.
 
-The published means are those of ShareGPT and Alpaca (Kwon et al., Efficient Memory Management for Large Language Model
-Serving with PagedAttention, 2023, figure 11). Their distributions were not published; log-normal lengths with these
-means after truncation, and with more spread for ShareGPT, stand for them here.
+Mean lengths of ShareGPT and Alpaca are from Kwon et al., Efficient Memory Management for Large Language Model Serving
+with PagedAttention, 2023, figure 11. The distributions were not published; they are approximated by log-normal lengths
+with these means after truncation, and with more spread for ShareGPT.
 """
 
 import math
@@ -21,7 +21,7 @@ class LengthMix:
     """Distribution of (input, output) lengths."""
 
     kind: str = UNIFORM
-    """One of `MIXES`. The heavy-tailed mixes use neither the means nor the spread given here."""
+    """One of `MIXES`. The heavy-tailed mixes ignore the means and the spread."""
     num_input: int = 512
     """Mean number of input tokens."""
     num_output: int = 128
@@ -49,7 +49,9 @@ class LengthMix:
         if self.kind == UNIFORM:
             return self._around(self.num_input, draw), self._around(self.num_output, draw)
         (mean_in, sigma_in), (mean_out, sigma_out) = _HEAVY[self.kind]
-        while True:  # rejection keeps the shape below the limit; at most a few percent of the draws are rejected
+        while (
+            True
+        ):  # rejection keeps the distribution's shape below the limit; at most a few percent of the draws are rejected
             num_input = math.ceil(draw.lognormvariate(mean_in, sigma_in))
             num_output = math.ceil(draw.lognormvariate(mean_out, sigma_out))
             if num_input + num_output <= self.most:

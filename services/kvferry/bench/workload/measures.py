@@ -1,7 +1,7 @@
 """Statistics of a serving benchmark, in the shape of vLLM's `benchmark_serving`.
 
-All times count from a request's arrival in the workload, not from when the client sent it: a client that falls behind
-would otherwise hide the server's queue (coordinated omission).
+All times are measured from a request's arrival in the workload, not from when the client sent it: a client that falls
+behind would otherwise hide the server's queueing (coordinated omission).
 
 | measure | per | meaning |
 | --- | --- | --- |
@@ -24,10 +24,10 @@ SLO_NAMES = ("ttft", "tpot", "itl", "e2el")
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Times and sizes of one request's answer."""
+    """Times and sizes of the answer to one request."""
 
     at: float
-    """Arrival in seconds after the start."""
+    """Arrival time in seconds after the start."""
     sent: float
     times: tuple[float, ...]
     """Time of each message with text, in seconds after the start; empty if the request failed."""
@@ -134,7 +134,7 @@ def _statistics(name: str, seconds: Sequence[float]) -> dict[str, float]:
 
 
 def _percentile(ordered: Sequence[float], percent: float) -> float:
-    """Return a percentile of ascending values, interpolated linearly; 0 without values."""
+    """Return a percentile of ascending values, interpolated linearly; 0 if there are none."""
     if not ordered:
         return 0.0
     at = (len(ordered) - 1) * percent / 100

@@ -1,7 +1,7 @@
 """Requests of a benchmark: arrival time, prompt as token ids, number of output tokens.
 
-Prompts are token ids, so that their lengths are exact with any tokenizer. Equal prefixes are equal ids, so that prefix
-caches and routers see the same sharing in every run with the same seed.
+Prompts are token ids, so their lengths are exact with any tokenizer. Equal prefixes have equal ids, so prefix caches
+and routers see the same sharing in every run with the same seed.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ class BenchRequest:
     """One request."""
 
     at: float
-    """Arrival in seconds after the start."""
+    """Arrival time in seconds after the start."""
     prompt: tuple[int, ...]
     num_output: int
     session: int | None = None
@@ -45,11 +45,11 @@ class Workload:
     spread: float = 0.0
     """Relative spread of both lengths: 0.5 draws lengths from half to one and a half of the mean."""
     num_prefix: int = 1024
-    """Tokens of each shared prefix."""
+    """Number of tokens of each shared prefix."""
     num_prefixes: int = 4
     num_turns: int = 4
     turn_seconds: float = 5.0
-    """Seconds between the arrivals of two turns of a conversation."""
+    """Time between the arrivals of two turns of a conversation in seconds."""
 
     def __post_init__(self) -> None:
         """
@@ -72,7 +72,7 @@ class Workload:
             raise UsageError(f"turn_seconds is {self.turn_seconds}; it must be from 0 to 3600", field="turn_seconds")
 
     def requests(self, count: int, arrivals: Arrivals, seed: int) -> list[BenchRequest]:
-        """Draw `count` requests, in the order of arrival.
+        """Draw `count` requests in order of arrival.
 
         Raises:
             UsageError: `count` is out of range.
@@ -107,12 +107,12 @@ class Workload:
 
 
 def token_block(name: str, count: int) -> tuple[int, ...]:
-    """Return the `count` tokens that belong to a name, the same in every run."""
+    """Return the `count` tokens that belong to a name; they are the same in every run."""
     return _tokens(Random(name), count)  # noqa: S311
 
 
 def clipped(requests: Sequence[BenchRequest], *, max_input: int, max_output: int) -> tuple[list[BenchRequest], int]:
-    """Cut prompts and outputs to the limits of a server; return the requests and how many were cut."""
+    """Truncate prompts and outputs to a server's limits; return the requests and how many were truncated."""
     made = [
         replace(r, prompt=r.prompt[:max_input], num_output=min(r.num_output, max_output), output=None)
         if len(r.prompt) > max_input or r.num_output > max_output
@@ -126,7 +126,7 @@ def in_vocabulary(requests: Sequence[BenchRequest], size: int) -> list[BenchRequ
     """Map the tokens of requests to a vocabulary of `size` tokens; equal prefixes stay equal.
 
     Raises:
-        UsageError: the vocabulary has no token.
+        UsageError: the vocabulary has no tokens.
     """
     if size < 1:
         raise UsageError(f"vocabulary is {size}; it must be at least 1", field="vocabulary")

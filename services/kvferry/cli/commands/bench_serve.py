@@ -84,8 +84,8 @@ def command(
       kvferry bench serve --workload shared-prefix --arrivals gamma --burstiness 0.5 --rate 8 --slo ttft=500ms,itl=50ms
       kvferry bench serve --arrivals trace=mooncake.jsonl --trace-speed 0.1 --max-input-tokens 4096 --svg run.svg
 
-    Requests are sent at their arrival times even if earlier ones are not answered, and times count from there. The
-    JSON has the names of vLLM's serving benchmark. The server must accept token ids as prompts.
+    Requests are sent at their arrival times even if earlier ones are not answered, and times count from there. The JSON
+    uses the names of vLLM's serving benchmark. The server must accept token ids as prompts.
     """
     from kvferry.bench.serving.http_client import Target
     from kvferry.bench.serving.run import common_errors, run
@@ -117,7 +117,7 @@ def command(
 
 
 def _requests(**shape: Any) -> tuple[list[workloads.BenchRequest], int]:
-    """Build the requests; return also how many were cut to the maximum lengths."""
+    """Build the requests; also return how many were cut to the maximum lengths."""
     arrivals = shape["arrivals"]
     if arrivals.startswith(_TRACE):
         requests = _traced(Path(arrivals.removeprefix(_TRACE)), shape["count"], shape["trace_speed"])

@@ -75,7 +75,7 @@ class DemoResult:
 @with_settings(settings.STACK)
 def command(values: Values, *, prompt: str, max_tokens: int, as_json: bool) -> None:
     """Start a gateway, a prefill and a decode worker, send one streaming chat request, print a timeline, and compare
-    the tokens with those of a single aggregated engine.
+    the tokens with the output of a single aggregated engine.
 
     \b
       kvferry demo

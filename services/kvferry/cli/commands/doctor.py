@@ -56,7 +56,7 @@ def command(values: Values, *, as_json: bool, cluster: bool) -> None:
     prices = PriceBook()
     findings.append(doctor.teach_compute(llm, prices, clock))
     block_tokens = llm.engine.allocator.block_tokens
-    block_bytes = llm.token_bytes * block_tokens  # of a worker's pages, which have all layers
+    block_bytes = llm.token_bytes * block_tokens  # the size of a worker's pages, which have all layers
     say("moving pages")
     sources = doctor.transports(block_bytes, block_tokens, prices, clock)
     say("measuring the tiers")

@@ -33,7 +33,7 @@ def command(values: Values) -> None:
       kvferry gateway --processes 4 --both 127.0.0.1:9100/9101 --gateway-key-file gateway.key
       kvferry gateway --pool chat/smollm --http 0.0.0.0:8000 --linger-seconds 5 --gateway-key-file gateway.key
 
-    With --pool the gateway watches the pool's EndpointSlices. While the pool has no worker, requests are held, and
+    With --pool the gateway watches the pool's EndpointSlices. While the pool has no workers, requests are held, and
     roles that were scaled to zero are scaled from 0 replicas to 1.
     """
     leave_on_signals()
@@ -115,7 +115,7 @@ def _config(values: Values) -> "GatewayConfig":
         http=HttpConfig(
             address=values["http"],
             api_keys_file=Path(values["api_keys_file"]) if values["api_keys_file"] else None,
-            # The next request of a conversation may come to another process.
+            # The next request of a conversation may arrive at another process.
             kept_responses=None if values["share_ports"] else StoreLimits(),
         ),
         grpc_address=values["grpc"],

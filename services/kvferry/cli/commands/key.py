@@ -1,4 +1,4 @@
-"""`kvferry key`: makes the keys with which the processes of a pool authenticate each other."""
+"""`kvferry key`: creates the keys with which a pool's processes authenticate each other."""
 
 import secrets
 import sys
@@ -24,7 +24,7 @@ _MAX_KEY_CHARS = 512
 
 @click.group("key")
 def command() -> None:
-    """Make the keys and certificates of a pool.
+    """Create the keys and certificates of a pool.
 
     \b
       kvferry key new > ticket.key                                      all workers of the pool
@@ -35,8 +35,8 @@ def command() -> None:
       kvferry key certificate worker tls                                TLS: workers, signed by that CA
       kvferry key certificate gateway tls                               TLS: gateways
 
-    Keep the files readable for their owner only. A gateway needs only its own key: it cannot make tickets, claim pages
-    or drain workers.
+    Keep the files readable for their owner only. A gateway needs only its own key, with which it cannot create tickets,
+    claim pages or drain workers.
     """
 
 
@@ -64,7 +64,7 @@ def hash_key() -> None:
 @command.command("gateway")
 @with_settings(settings.TICKET_KEY)
 def gateway(values: Values) -> None:
-    """Print the gateway key of a ticket key."""
+    """Print the gateway key that belongs to a ticket key."""
     click.echo(_derived(values, CallerRole.GATEWAY))
 
 
@@ -96,7 +96,7 @@ _DAYS_HELP = "Validity in days from now."
 @_FOLDER
 @click.option("--days", type=_DAYS, default=3650, show_default=True, help=_DAYS_HELP)
 def ca(folder: Path, days: float) -> None:
-    """Make a CA for the TLS of a pool: FOLDER/ca.crt and FOLDER/ca.key.
+    """Create a CA for the TLS of a pool: FOLDER/ca.crt and FOLDER/ca.key.
 
     \b
       kvferry key ca tls
@@ -104,12 +104,12 @@ def ca(folder: Path, days: float) -> None:
       kvferry key certificate gateway tls
 
     Every process needs ca.crt, its own certificate and its own key: --pool-tls-ca-file, --pool-tls-cert-file and
-    --pool-tls-key-file. With ca.key, certificates for new members of the pool can be made:
-    keep it elsewhere; no process reads it.
+    --pool-tls-key-file. ca.key can sign certificates for new members of the pool, so keep it elsewhere; no process
+    reads it.
 
-    To replace the CA while the pool runs, make a new one in another folder, append its ca.crt to the ca.crt of every
-    process, then give the processes certificates of the new CA, then remove the old one from every ca.crt. Processes
-    read changed files again within a second, and no request is interrupted.
+    To replace the CA while the pool runs, create a new one in another folder, append its ca.crt to the ca.crt of every
+    process, replace the processes' certificates by certificates of the new CA, then remove the old CA from every
+    ca.crt. Processes read changed files again within a second, and no requests are interrupted.
     """
     with reported():
         write_ca(folder, Authority.draw(SystemClock().wall(), days))
@@ -126,7 +126,7 @@ def ca(folder: Path, days: float) -> None:
 )
 @click.option("--days", type=_DAYS, default=90, show_default=True, help=_DAYS_HELP)
 def certificate(kind: str, folder: Path, into: Path | None, days: float) -> None:
-    """Make a certificate signed by the CA in FOLDER: KIND.crt and KIND.key, which replace earlier ones.
+    """Create a certificate signed by the CA in FOLDER: KIND.crt and KIND.key, which replace earlier files.
 
     \b
       kvferry key certificate worker tls

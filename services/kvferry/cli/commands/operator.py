@@ -1,4 +1,4 @@
-"""`kvferry operator`: runs the operator, checks that it is running, or previews a change of a pool."""
+"""`kvferry operator`: runs the operator, checks that it is running, or previews a change to a pool."""
 
 import asyncio
 import socket

@@ -49,7 +49,7 @@ def command() -> None:
       kvferry profile model --batch 8 --trace steps.json           open steps.json in Perfetto or chrome://tracing
       kvferry profile worker 127.0.0.1:9101 --ticket-key-file ticket.key --log steps.jsonl
       kvferry profile replay steps.jsonl                           the simulator plans the same steps
-      kvferry profile replay steps.jsonl --against engine          so does an engine, with the same tokens
+      kvferry profile replay steps.jsonl --against engine          an engine too, with the same tokens
     """
 
 
@@ -68,7 +68,7 @@ def command() -> None:
 def of_model(
     values: Values, *, steps: int, batch: int, input_tokens: int, output_tokens: int, tokens: bool, **files: Any
 ) -> None:
-    """Record an engine in this process; a request arrives before each step until all have."""
+    """Record an engine in this process; one request arrives before each step until all have arrived."""
     from kvferry.bench.profiling import profile_engine
 
     llm = _llm(values)

@@ -25,7 +25,7 @@ def stack_config(values: Values, *, http: str, grpc: str, admin: str) -> StackCo
     """Convert a command's settings to the configuration of a local stack.
 
     Raises:
-        UsageError: a setting cannot hold on this machine.
+        UsageError: a setting is not possible on this machine.
     """
     check_driver(values["device"])
     worker_flags = ["--log-level", values["log_level"]]
@@ -67,7 +67,7 @@ def stack_config(values: Values, *, http: str, grpc: str, admin: str) -> StackCo
         gateway_flags += ["--tenants", values["tenants"]]
         api_keys_file = Path(values["api_keys_file"]) if values["api_keys_file"] else None
         tenants = Tenants.load(Path(values["tenants"]), api_keys_file, SystemClock())
-        if api_key is None and tenants.table.keys:  # only hashes of keys are known
+        if api_key is None and tenants.table.keys:  # only hashes of the keys are known
             api_key = probe_key = secrets.token_hex(32)
     counts = {name: values[name] for name in ("prefill", "decode", "both") if name in has}
     return StackConfig(
@@ -90,7 +90,7 @@ def stack_config(values: Values, *, http: str, grpc: str, admin: str) -> StackCo
 
 
 def _text_key(values: Values) -> str:
-    """Return the newest ticket key, which the processes inherit by their environment; empty if none is given."""
+    """Return the newest ticket key, which the processes inherit through their environment; empty if none is set."""
     try:
         return next((key.decode("ascii") for key in read_key(values, "ticket_key")), "")
     except UnicodeDecodeError:
@@ -130,7 +130,7 @@ async def _up(config: StackConfig, drain_seconds: float, *, as_json: bool) -> in
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     ending = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as it is below `nohup`
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # it is ignored under `nohup`
         ending.append(signal.SIGHUP)
     for number in ending:
         loop.add_signal_handler(number, stop.set)

@@ -1,4 +1,4 @@
-"""Subcommands that simulate fleets (`simulate`, `plan`, `tune`), and the live runs that `tune` ends with.
+"""Subcommands that simulate fleets (`simulate`, `plan`, `tune`), and the live runs at the end of `tune`.
 
-A new question to the simulator belongs here. These modules read files, call the simulator and print: no decisions.
+New uses of the simulator belong here. These modules read files, call the simulator and print: no decisions.
 """

@@ -25,7 +25,7 @@ class LiveScore:
     """Score of a fleet that ran on this machine."""
 
     goodputs: tuple[float, ...]
-    """Requests per second within the latency targets, of each round."""
+    """Requests per second within the latency targets, by round."""
 
     @property
     def goodput(self) -> float:
@@ -61,7 +61,7 @@ def stack_of(spec: FleetSpec, model: str, threads: int) -> StackConfig:
         "--scheduling": limits.scheduling, "--class-weights": limits.class_weights,
         "--block-tokens": engine.block_tokens, "--load-policy": engine.load_policy.value,
     }  # fmt: skip
-    if engine.block_bytes > engine.block_tokens:  # else the file does not give the size of KV
+    if engine.block_bytes > engine.block_tokens:  # otherwise the file does not set the size of KV
         flags["--kv-memory"] = engine.num_blocks * engine.block_bytes
     gateway = {
         "--policy": routing.policy, "--prefix-blocks": routing.prefix_blocks,
@@ -97,7 +97,7 @@ async def serve(config: StackConfig, requests: Sequence[BenchRequest], clock: Cl
     """Start the processes, send the requests, and stop the processes.
 
     Raises:
-        Unavailable: no request was served.
+        Unavailable: no requests were served.
         KvferryError: the processes cannot be started.
     """
     stack = LocalStack(config, clock=clock)
@@ -124,12 +124,12 @@ Serve = Callable[[FleetSpec], float]
 def compare(
     fleets: Sequence[FleetSpec], serve_one: Serve, rounds: int, on_run: Callable[[int, float], None] = lambda *_: None
 ) -> list[LiveScore]:
-    """Run fleets in turn; each round begins with another one, so that drifts of the machine hit all alike.
+    """Run fleets in turn; each round begins with a different fleet, so that drifts of the machine affect all equally.
 
     Args:
         fleets: the fleets.
         serve_one: runs one of them.
-        rounds: number of runs of each.
+        rounds: number of runs per fleet.
         on_run: called with the index of a fleet and its goodput after each run.
     """
     found: list[list[float]] = [[] for _ in fleets]

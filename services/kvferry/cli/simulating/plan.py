@@ -34,15 +34,15 @@ _MAX_RATES = 32
 )
 @JSON_FILE
 def command(fleet: Path, *, rates: str, attain: float, simulations: int, json_file: Path | None) -> None:
-    """Find the fewest workers of each role for several loads: each try is a simulation of the fleet's file.
+    """Find the smallest number of workers of each role for several loads: each try is a simulation of the fleet file.
 
     \b
       kvferry plan docs/examples/fleet-split.toml
       kvferry plan fleet.toml --rates 2,4,8,16 --attain 0.99 --json plan.json
 
-    The file's numbers of workers are ignored; its roles, device, workload and `slo` are used. The rows say how many
-    prefill and decode workers a pool needs at each rate, as `replicas` of its roles. The status is 1 if a rate needs
-    more workers than were tried.
+    The file's numbers of workers are ignored; its roles, device, workload and `slo` are used. The rows show how many
+    prefill and decode workers a pool needs at each rate, as `replicas` of its roles. The exit status is 1 if a rate
+    needs more workers than were tried.
     """
     with reported():
         from kvferry.simulator.planning import PoolPlanner, attained_share, named

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvferry.simulator.measures import Measures
 
 _MAX_BYTES = 1 << 30
-"""Maximum size of a file that a fleet file names."""
+"""Maximum size in bytes of a file that a fleet file names."""
 
 
 @click.command("simulate")
@@ -47,7 +47,7 @@ def command(
     seed: int | None,
     processes: int | None,
 ) -> None:
-    """Simulate the fleet of a TOML file: the decisions are those of the real gateway and engines, the time is virtual.
+    """Simulate the fleet of a TOML file: the real gateway's and engines' decisions, in virtual time.
 
     \b
       kvferry simulate docs/examples/fleet.toml
@@ -68,7 +68,7 @@ def command(
     All other fields, and how a device profile is measured, are in docs/simulator.md. The same file and seed give the
     same result, on any machine and with any number of processes. `--json` writes ttft_ms, itl_ms and e2e_ms (p50, p90,
     p99), goodput (requests per second within the file's `slo`), hit_rate, requests and seconds_simulated; with
-    `--compare`, the same of the other fleet under `compared`.
+    `--compare`, also the other fleet's results, under `compared`.
     """
     with reported():
         from kvferry.simulator.files.picture import picture
@@ -110,7 +110,7 @@ def _simulate(path: Path, seed: int | None, processes: int | None) -> "tuple[Fle
 
 
 def _one_pool(asked: tuple[str, int | None, int]) -> "PoolResult":
-    """Simulate one pool in a process of its own."""
+    """Simulate one pool in a separate process."""
     from kvferry.simulator.run import simulate_pool
 
     path, seed, index = asked

@@ -1,4 +1,4 @@
-"""`kvferry tune`: searches the settings of a fleet in the simulator, and runs the best few."""
+"""`kvferry tune`: searches for better settings of a fleet in the simulator, and runs the best few."""
 
 import asyncio
 import sys
@@ -54,7 +54,7 @@ def command(
     json_file: Path | None,
     **options: Any,
 ) -> None:
-    """Search for settings of a fleet with higher goodput: each try is a simulation of the fleet's file.
+    """Search for settings of a fleet with higher goodput: each try is a simulation of the fleet file.
 
     \b
       kvferry tune docs/examples/fleet-split.toml
@@ -62,10 +62,10 @@ def command(
       kvferry tune fleet.toml --live --best 3 --requests 100
 
     Tries routing policy, split of prefill and decode workers, budgets, chunks, sequences and scheduling, one field at a
-    time, and prints the gain of each change. The file needs an `slo`. The result holds for its workload and device
-    profile. With --live, the file's fleet and the best few of the search are started on this machine, in turn, and
-    serve the first requests of the workload; the one with the highest median goodput is chosen. docs/simulator.md has
-    more.
+    time, and prints the gain of each change. The file needs an `slo`. The result holds for the file's workload and
+    device profile. With --live, the file's fleet and the best few of the search are started on this machine, in turn,
+    and serve the first requests of the workload; the fleet with the highest median goodput is chosen. docs/simulator.md
+    has more.
     """
     with reported():
         from kvferry.simulator.run import simulate_pool

@@ -1,4 +1,4 @@
-"""Memory of this process: the largest amount that it may have, and the return of freed memory to the system."""
+"""Memory of this process: its limit, and the return of freed memory to the system."""
 
 import ctypes
 import gc
@@ -36,7 +36,7 @@ def resident_memory() -> int:
 
 
 def free_memory() -> None:
-    """Collect garbage, and return free memory to the system; some 100 MiB take 10 ms each.
+    """Collect garbage, and return free memory to the system: about 10 ms per 100 MiB.
 
     A large request leaves objects that refer to each other, which Python frees only in a collection, and free memory
     between other allocations, which glibc returns only when asked to.
@@ -49,7 +49,7 @@ def free_memory() -> None:
 
 
 def usable_memory(cgroup: Path = _CGROUP) -> int:
-    """Return the bytes of memory that this process may have: those of the machine, limited by its cgroup.
+    """Return the memory limit of this process in bytes: the machine's memory, or its cgroup's limit if that is lower.
 
     Args:
         cgroup: mount point of cgroup v1 or v2.

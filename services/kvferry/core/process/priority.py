@@ -18,6 +18,6 @@ def lower_priority(niceness: int) -> None:
         niceness: 0 to 19; added to that of the process.
     """
     os.nice(niceness)
-    with suppress(OSError):  # the leader of a process group cannot make a session
+    with suppress(OSError):  # the leader of a process group cannot create a session
         os.setsid()
         _AUTOGROUP.write_text(str(niceness), "ascii")

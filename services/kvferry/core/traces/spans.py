@@ -34,8 +34,8 @@ class TraceSettings:
     url: str
     """URL of a collector that accepts OTLP over HTTP, without `/v1/traces`."""
     share: float = 1.0
-    """Share of the requests without a decision of their client that are traced, from 0 to 1. With 0 none is traced,
-    whatever the client's decision."""
+    """Fraction of the requests without a sampling decision by their client that are traced, from 0 to 1. With 0, no
+    request is traced, whatever its client decided."""
 
     def __post_init__(self) -> None:
         """Check the settings.
@@ -79,7 +79,7 @@ class TraceContext:
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """Metadata that pass the position on with a gRPC call."""
+        """gRPC metadata that carries the position with a call."""
         pairs = ((TRACEPARENT, self.traceparent),)
         return (*pairs, (TRACESTATE, self.state)) if self.state else pairs
 
@@ -105,11 +105,11 @@ class Span(Protocol):
     def phase(
         self, name: str, start: float, end: float | None = None, attributes: Mapping[str, Attribute] | None = None
     ) -> None:
-        """Record a phase within this one that has ended."""
+        """Record an ended phase within this one."""
         ...
 
     def event(self, name: str, attributes: Mapping[str, Attribute] | None = None) -> None:
-        """Record an event of this moment."""
+        """Record an event at the current time."""
         ...
 
     def set(self, attributes: Mapping[str, Attribute]) -> None:
@@ -122,7 +122,7 @@ class Span(Protocol):
 
 
 class Tracer(Protocol):
-    """Begins the traces of a process, or its part of them."""
+    """Starts traces, or this process's part of traces that a caller started."""
 
     def begin(
         self,
@@ -146,7 +146,7 @@ class Tracer(Protocol):
         ...
 
     def close(self) -> None:
-        """Send what is left, for at most a few seconds. Blocks."""
+        """Send the remaining spans; blocks for at most a few seconds."""
         ...
 
 
@@ -164,7 +164,7 @@ def use_span(span: Span | None) -> None:
 
 
 def context_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> TraceContext | None:
-    """Return the position that the metadata of a gRPC call carry; `None` if there is none."""
+    """Return the position in the metadata of a gRPC call; `None` if there is none."""
     names = (TRACEPARENT, TRACESTATE)
     found = {key: value for key, value in metadata or () if key in names and isinstance(value, str)}
     return TraceContext.parse(found.get(TRACEPARENT), found.get(TRACESTATE))

@@ -14,7 +14,7 @@ def check_adapter_settings(settings: EngineSettings, model: str) -> None:
         model: name of the model.
 
     Raises:
-        UsageError: two adapters have one name, a name is not valid, or there are no slots.
+        UsageError: two adapters have the same name, a name is not valid, or there are no slots.
     """
     if settings.adapters and not settings.adapter_slots:
         raise UsageError("adapters need slots; set adapter_slots to at least 1", field="adapter_slots")
@@ -30,10 +30,10 @@ def check_adapter_settings(settings: EngineSettings, model: str) -> None:
 
 
 def check_adapter_name(name: str, model: str) -> None:
-    """Check the name of an adapter, which requests give as their model.
+    """Check the name of an adapter, which requests use as their model.
 
     Raises:
-        UsageError: the name is empty, too long, not printable, or that of the model.
+        UsageError: the name is empty, too long, not printable, or the model's name.
     """
     if not name or len(name) > MAX_ADAPTER_NAME_CHARS or not name.isprintable():
         raise UsageError(

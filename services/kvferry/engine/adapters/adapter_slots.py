@@ -1,4 +1,4 @@
-"""Slots of adapters: which adapters the sequences of a step may use. Pure.
+"""Adapter slots: which adapters the sequences of a step may use. Pure.
 
 A step computes with at most as many adapters as there are slots. A slot is in use while an admitted sequence has its
 adapter, and keeps the adapter afterwards, until another adapter needs the slot: the least recently used one is replaced
@@ -17,7 +17,7 @@ MAX_SLOTS = 1024
 
 
 class AdapterSlots:
-    """Slots of one engine. Not thread-safe."""
+    """The adapter slots of one engine. Not thread-safe."""
 
     def __init__(self, num_slots: int) -> None:
         self._free = list(range(num_slots - 1, -1, -1))
@@ -27,14 +27,14 @@ class AdapterSlots:
         self._activations: list[tuple[int, AdapterId]] = []
         self.num_slots = num_slots
         self.num_activations = self.num_evictions = 0
-        """Numbers of adapters that were put into a slot, and of those that were replaced by another one."""
+        """Number of times that an adapter was put into a slot, and of times that it replaced another one."""
 
     def can_take(self, adapter: AdapterId) -> bool:
         """Return whether a sequence with this adapter can be admitted."""
         return adapter in self._slots or bool(self._free) or bool(self._idle)
 
     def take(self, adapter: AdapterId) -> int:
-        """Return the slot of the adapter of an admitted sequence; `give_back` must be called at the sequence's end.
+        """Return the adapter slot of an admitted sequence; `give_back` must be called when the sequence ends.
 
         Raises:
             InvariantBroken: every slot is in use; see `can_take`.
@@ -60,14 +60,14 @@ class AdapterSlots:
             self._idle[adapter] = None
 
     def forget(self, adapter: AdapterId) -> None:
-        """Free the slot of an adapter that no sequence uses; without effect otherwise."""
+        """Free an adapter's slot if no sequence uses the adapter; no effect otherwise."""
         if adapter in self._idle:
             del self._idle[adapter]
             self._free.append(self._slots.pop(adapter))
             self._activations = [item for item in self._activations if item[1] != adapter]
 
     def take_activations(self) -> list[tuple[int, AdapterId]]:
-        """Return the adapters that were put into slots since the last call, for which weights are needed."""
+        """Return the adapters that were put into slots since the last call, whose weights must be copied."""
         activations, self._activations = self._activations, []
         return activations
 

@@ -2,9 +2,10 @@
 
     folder ──load──► host copy (bounded by `max_bytes`) ──activate──► slot (`engine.adapters.adapter_slots`)
 
-An evicted copy is loaded from its folder when a sequence needs it; a folder that has changed meanwhile is refused,
-since its digest differs. A replaced or removed adapter is *retired*: it serves the sequences that have begun with it,
-and for `RETIRED_SECONDS` also new ones, since a request may have begun with it on another worker; then it is dropped.
+An evicted copy is loaded again from its folder when a sequence needs it; if the folder has changed meanwhile, its
+digest differs and it is refused. A replaced or removed adapter is *retired*: it serves the sequences that started with
+it and, for `RETIRED_SECONDS`, also new ones, since a request may have started with it on another worker; then it is
+dropped.
 """
 
 from collections.abc import Callable, Collection
@@ -18,7 +19,7 @@ from kvferry.engine.tensors.batch import PackedAdapter
 MAX_ADAPTERS = 4096
 """Largest number of registered adapters."""
 RETIRED_SECONDS = 60.0
-"""Time for which a replaced or removed adapter serves requests that began with it on another worker."""
+"""Time for which a replaced or removed adapter serves requests that started with it on another worker."""
 _MAX_RETIRED = 64
 """Largest number of retired adapters without sequences; more are dropped, oldest first."""
 
@@ -40,7 +41,7 @@ class _Registered:
     rank: int
     packed: PackedAdapter | None
     used: int
-    """Number of the last use; larger is later."""
+    """Sequence number of the last use; larger is later."""
     retired_until: float | None = None
     """Monotonic seconds until which a replaced or removed adapter serves requests; `None` for the current version."""
 
@@ -95,7 +96,7 @@ class AdapterStore:
         return adapter
 
     def remove(self, name: str, now: float = 0.0) -> AdapterId:
-        """Remove an adapter; requests that have begun with it continue.
+        """Remove an adapter; requests that started with it continue.
 
         Raises:
             UnknownModel: no adapter has this name.
@@ -158,7 +159,7 @@ class AdapterStore:
         Args:
             now: monotonic seconds.
             used: adapters of all sequences.
-            active: whether an adapter has a slot; such copies are not evicted, as this would free no memory.
+            active: whether an adapter has a slot; such copies are not evicted, since that would free no memory.
 
         Returns:
             The adapters that were dropped.
@@ -179,7 +180,7 @@ class AdapterStore:
             if total <= self._max_bytes:
                 break
             known = self._known[adapter]
-            # A retired adapter cannot be loaded again: its folder may have the new content.
+            # A retired adapter cannot be loaded again: its folder may have new content.
             if known.packed is None or active(adapter) or known.retired_until is not None:
                 continue
             total -= known.packed.num_bytes

@@ -30,7 +30,7 @@ class BeamOutput:
     cumulative_logprob: float
     """Sum of the log-probabilities of the tokens."""
     score: float
-    """The sum divided by the length to the power of the length penalty; outputs are ordered by it."""
+    """The sum divided by the length to the power of the length penalty; outputs are ordered by this score."""
     finish_reason: FinishReason
 
 
@@ -46,7 +46,7 @@ def search(
     Args:
         engine: an idle engine, which no other thread uses.
         prompts: prompts as token ids.
-        params: parameters of the search; an output ends at the end of the context at the latest.
+        params: parameters of the search; an output ends at the latest when the context is full.
         eos_token_ids: the model's end-of-sequence tokens.
         on_done: called for each prompt whose search is done.
 

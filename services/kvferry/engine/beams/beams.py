@@ -2,7 +2,7 @@
 
     live beams    each with its 2 * width most likely next tokens
     candidates    all of them, by the sum of their log-probabilities
-    ended         those of the best `width` candidates that end with an end-of-sequence token
+    ended         candidates among the best `width` that end with an end-of-sequence token
     live          the best `width` candidates that do not end
 
 With 2 * width tokens of each beam, at least `width` candidates do not end if there is one end token. The score of an
@@ -36,7 +36,7 @@ class BeamParams:
     """Whether to stop as soon as `width` outputs have ended. Otherwise the search continues while a live beam has a
     better score than the worst of them."""
     ignore_eos: bool = False
-    """Whether end-of-sequence tokens are tokens like others."""
+    """Whether end-of-sequence tokens are treated like other tokens."""
 
     def __post_init__(self) -> None:
         """
@@ -83,7 +83,7 @@ class Beams:
         """Extend the live beams by one token.
 
         Args:
-            alternatives: of each live beam, its 2 * width most likely next tokens; fewer if the vocabulary is smaller.
+            alternatives: the 2 * width most likely next tokens of each live beam; fewer if the vocabulary is smaller.
         """
         params = self.params
         candidates = [
@@ -91,7 +91,7 @@ class Beams:
             for beam, own in zip(self.live, alternatives, strict=True)
             for token, logprob in own
         ]
-        candidates.sort(key=lambda beam: -beam.logprob)  # stable: of equals, the better beam's likelier token is first
+        candidates.sort(key=lambda beam: -beam.logprob)  # stable: among equals, the better beam's likelier token first
         is_last = len(candidates[0].tokens) >= params.max_tokens
         self.live = []
         for rank, beam in enumerate(candidates):

@@ -1,8 +1,8 @@
-"""Block tables and their allocator, with prefix hits, copy-on-write and groups of layers.
+"""Block tables and their allocator, with prefix hits, copy-on-write and layer groups.
 
-Tables are in `block_table`. They grow in order of position and only as far as the next step needs; with groups of
-layers (`kv.pages.layer_groups`), a block has a page in each group, and groups with a sliding window release the pages
-that no later row reads.
+Tables are in `block_table`. They grow in order of position and only as far as the next step needs; with layer groups
+(`kv.pages.layer_groups`), a block has a page in each group, and groups with a sliding window release the pages that no
+later row reads.
 """
 
 from collections.abc import Iterable, Sequence
@@ -39,14 +39,14 @@ class Allocator:
         """
         Args:
             pool: the pages, all of the same size. Its `on_reuse` must remove a page from all indexes.
-            index: index of the pages of the first group of layers.
+            index: index of the pages of the first layer group.
             block_tokens: tokens per page.
-            windows: sliding window of each group of layers in tokens, `None` for full attention.
+            windows: sliding window of each layer group in tokens; `None` for full attention.
             further_indexes: index of the pages of each further group. The same names stand for the same blocks.
             step_tokens: maximum number of tokens of one sequence in a step, for the pages that a window needs.
 
         Raises:
-            ValueError: the groups and their indexes differ in number.
+            ValueError: the number of groups and the number of their indexes differ.
         """
         if len(further_indexes) != len(windows) - 1:
             raise ValueError(f"{len(windows)} groups of layers need {len(windows) - 1} further prefix indexes")
@@ -104,7 +104,7 @@ class Allocator:
         """Look up the pages of the longest cached prefix of at most `max_tokens` tokens, without taking references.
 
         A group with a window needs only the pages that the first row after the prefix reads, so a shorter prefix may be
-        cached where a longer one is not, and the reverse.
+        cached when a longer one is not, and vice versa.
 
         A prompt's last token must always be computed to get its logits, so callers pass the prompt's length minus one.
         The result is stale after the next allocation; call `hold` on the pages before that.
@@ -113,8 +113,8 @@ class Allocator:
             names: names of the prompt's full blocks.
             tokens: the prompt.
             max_tokens: maximum length.
-            for_load: whether the KV after the prefix is loaded from a peer, with the pages of all windows. Then only
-                pages for full attention are looked up.
+            for_load: whether the KV after the prefix is loaded from a peer, including the pages of all windows. In that
+                case, only pages for full attention are looked up.
         """
         size = self.block_tokens
         limit = min(max_tokens // size, len(names))
@@ -161,14 +161,14 @@ class Allocator:
 
     def missing(self, table: BlockTable, num_tokens: int) -> int:
         """Return the number of free pages that the table may need until it has slots for `num_tokens` tokens, without
-        copy-on-write. With windows, it is the largest number at any time, since pages are released meanwhile."""
+        copy-on-write. With windows, this is the largest number at any time, since pages are released meanwhile."""
         return self.needs.missing(len(table.blocks), table.passed, num_tokens)
 
     def needed(self, hit: CachedPrefix, num_tokens: int) -> int:
         """Return the number of free pages that a new sequence of `num_tokens` tokens needs; see `missing`.
 
         Args:
-            hit: its longest cached prefix. Pages without a reference are still free, so they are counted too.
+            hit: its longest cached prefix. Its pages without a reference are still free, so they are counted too.
             num_tokens: number of tokens.
         """
         return self.needs.missing(len(hit), hit.passed, num_tokens) + self.num_free(hit)
@@ -203,7 +203,7 @@ class Allocator:
         if is_own and table.further:
             is_own = all(self.pool.refs(pages[first_written]) <= 1 for pages in table.further)
         if is_own:
-            return []  # the most frequent case: a decode writes to pages that only it uses
+            return []  # the most frequent case: decoding writes to pages that only this sequence uses
         groups = self._groups(table)
         written = range(first_written, min(len(table.blocks), self.blocks_for(num_tokens)))
         shared = [(pages, i) for i in written for pages in groups if self.pool.refs(pages[i]) > 1]
@@ -252,7 +252,7 @@ class Allocator:
         return True
 
     def _groups(self, table: BlockTable) -> tuple[list[BlockId], ...]:
-        """Return the lists of pages of all groups, which an empty table lacks."""
+        """Return the page lists of all groups; an empty table has none, so they are created."""
         if self.has_windows and not table.passed:
             table.further, table.passed = tuple([] for _ in self.further_indexes), [0] * len(self.windows)
         return (table.blocks, *table.further)
@@ -264,7 +264,7 @@ class Allocator:
         Args:
             table: the table.
             num_computed: number of leading tokens that no step computes again, while the sequence runs.
-            boundary_blocks: blocks between boundaries, instead of that of `needs`.
+            boundary_blocks: number of blocks between boundaries; overrides the number of `needs`.
         """
         if not self.has_windows or not table.passed:
             return
@@ -281,7 +281,7 @@ class Allocator:
     def name_block(
         self, table: BlockTable, i: int, name: BlockHash, tokens: Sequence[int], parent: BlockHash | None
     ) -> None:
-        """Add the pages of a full, computed block to the prefix index; loaded KV lacks those behind a window.
+        """Add the pages of a full, computed block to the prefix index; loaded KV has no pages behind a window.
 
         Args:
             table: the sequence's table.
@@ -297,7 +297,8 @@ class Allocator:
                 index.add(name, tokens, pages[i])
 
     def forget(self, table: BlockTable, names: Iterable[BlockHash]) -> None:
-        """Remove a sequence's blocks from the prefix index, also those whose pages were released behind a window."""
+        """Remove a sequence's blocks from the prefix index, including blocks whose pages were released behind a
+        window."""
         for block in table.blocks:
             self.index.forget(block)
         if self.has_windows:
@@ -333,8 +334,8 @@ class Allocator:
         return len(removed)
 
     def check_integrity(self) -> None:
-        """Check the pool's invariants, and invariant I3: a named page is not in quarantine, and has a name in one group
-        only.
+        """Check the pool's invariants, and invariant I3: a named page is not in quarantine, and has a name in only one
+        group.
 
         Raises:
             InvariantBroken: an invariant is violated; the message has the observed counts.

@@ -187,13 +187,13 @@ class BlockPool:
             raise InvariantBroken("a reference or writer count is negative")
 
     def check_references(self, owners: Iterable[Iterable[BlockId]]) -> None:
-        """Check that the references of each page are those of its owners.
+        """Check that each page has exactly one reference per owner.
 
         Args:
             owners: the pages of each owner.
 
         Raises:
-            InvariantBroken: a page has another number of references; the message has the numbers.
+            InvariantBroken: a page has a different number of references; the message has the numbers.
         """
         counted = [0] * self.num_blocks
         for blocks in owners:

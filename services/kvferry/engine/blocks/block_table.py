@@ -1,4 +1,4 @@
-"""Block tables, with the pages of groups of layers.
+"""Block tables, with the pages of layer groups.
 
 One sequence's table, block size B = 4, after 7 prompt tokens and one generated:
 
@@ -10,15 +10,15 @@ Tables grow in order of position and only as far as the next step needs, so each
 (Kwon et al., PagedAttention, sections 4.2 and 4.3). Several tables may share one page; a shared page is copied before a
 table writes to it (section 4.4, copy-on-write).
 
-With groups of layers (`kv.pages.layer_groups`), a block has a page in each group. A group with a sliding window
-releases the pages that no later row reads:
+With layer groups (`kv.pages.layer_groups`), a block has a page in each group. A group with a sliding window releases
+the pages that no later row reads:
 
     logical          0    1    2    3    4
     group 0          7    1    5    2    9     full attention
     group 1          -    -    3    8    4     a window of 6 tokens, 18 tokens computed
 
-Released pages are counted from the last full block instead of the last token. So the blocks in the index at that
-boundary are complete in all groups, and a sequence can continue from there.
+Released pages are counted from the last full block instead of the last token. The indexed blocks at that boundary are
+therefore complete in all groups, and a sequence can continue from there.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ class BlockTable:
     """Pages of one sequence in order of position. Changed only by the allocator."""
 
     blocks: list[BlockId] = field(default_factory=list)
-    """Pages of the first group of layers."""
+    """Pages of the first layer group."""
     version: int = 0
     """Version number, unique over the allocator's lifetime; while it is unchanged, blocks were only appended to this
     table, or released behind a window."""
@@ -55,7 +55,8 @@ class BlockTable:
         return (self.blocks, *self.further)
 
     def whole_blocks(self, blocks: range) -> list[BlockId]:
-        """Return the pages of all groups of some blocks, block by block; entries of passed blocks are `NO_PAGE`."""
+        """Return the pages of all groups of some blocks, block by block; entries of blocks behind a window are
+        `NO_PAGE`."""
         if not self.further:
             return self.blocks[blocks.start : blocks.stop]
         return [pages[i] for i in blocks for pages in self.groups]

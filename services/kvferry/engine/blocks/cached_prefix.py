@@ -1,11 +1,11 @@
-"""The longest cached prefix of a prompt, over groups of layers with sliding windows.
+"""The longest cached prefix of a prompt, over layer groups with sliding windows.
 
     block       0  1  2  3  4  5        a window of 2 blocks
     group 0     x  x  x  x  x  -        full attention: 5 blocks
     group 1     x  x  x  -  x  -        the prefix of 5 blocks lacks block 3, that of 4 too; of 3 blocks, all is there
 
-A group needs only the pages that the first row after the prefix reads. So a shorter prefix may be cached where a longer
-one is not, and the reverse.
+A group needs only the pages that the first row after the prefix reads. So a shorter prefix may be cached when a longer
+one is not, and vice versa.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from kvferry.core.ids import BlockId
 from kvferry.kv.pages.layer_groups import first_block_read
 
 NO_PAGE = BlockId(-1)
-"""Entry of a table for a block that the group's window has passed. It is never read or written."""
+"""Table entry for a block behind the group's window. It is never read or written."""
 CachedPage = Callable[[int, int], BlockId | None]
 """Looks up the page of a group for a block: (group, block) to page, or `None` without one."""
 
@@ -33,9 +33,9 @@ class CachedPrefix:
     """Pages of the leading blocks of a prompt; its length is the number of blocks."""
 
     blocks: list[BlockId] = field(default_factory=list)
-    """Pages of the first group of layers; `NO_PAGE` for blocks that its window has passed."""
+    """Pages of the first layer group; `NO_PAGE` for blocks behind its window."""
     further: tuple[list[BlockId], ...] = ()
-    """The same of each further group."""
+    """Pages of each further group, in the same form."""
 
     def __len__(self) -> int:
         return len(self.blocks)
@@ -54,13 +54,13 @@ class CachedPrefix:
 def longest_prefix(
     windows: Sequence[int | None], block_tokens: int, limit: int, cached: CachedPage, known: Sequence[BlockId] = ()
 ) -> CachedPrefix:
-    """Return the longest prefix of at most `limit` blocks of which every group has the pages that later rows read.
+    """Return the longest prefix of at most `limit` blocks for which every group has the pages that later rows read.
 
     Args:
         windows: sliding window of each group in tokens; `None` for full attention.
         block_tokens: tokens per block.
         limit: maximum number of blocks.
-        cached: looks up pages; called at most once for each.
+        cached: looks up pages; called at most once per page.
         known: pages of the first group for the leading blocks, which are not looked up.
     """
     found: list[dict[int, BlockId]] = [{} for _ in windows]
@@ -82,7 +82,7 @@ def longest_prefix(
 
     length = limit
     while length and (lacking := last_lacking(length)) is not None:
-        length = lacking  # every prefix between the two also needs the page that is lacking
+        length = lacking  # every prefix between the two also needs the missing page
     groups = []
     for group, pages in enumerate(found):
         first = min(length, first_read(group, length))

@@ -1,4 +1,4 @@
-"""Number of pages that a sequence needs at once, over groups of layers with sliding windows."""
+"""Number of pages that a sequence needs at once, over layer groups with sliding windows."""
 
 from collections.abc import Sequence
 
@@ -6,12 +6,12 @@ from kvferry.kv.pages.layer_groups import FULL_ATTENTION, most_blocks, pages_of
 
 
 class PageNeeds:
-    """Needs of the sequences of one engine."""
+    """Page needs of the sequences of one engine."""
 
     def __init__(self, windows: Sequence[int | None], block_tokens: int, step_tokens: int) -> None:
         """
         Args:
-            windows: sliding window of each group of layers in tokens, `None` for full attention.
+            windows: sliding window of each layer group in tokens; `None` for full attention.
             block_tokens: tokens per page.
             step_tokens: maximum number of tokens of one sequence in a step.
         """
@@ -26,7 +26,7 @@ class PageNeeds:
         self.set_boundaries(1)
 
     def set_boundaries(self, blocks: int) -> None:
-        """Set the number of blocks between boundaries, for example that of a storage object."""
+        """Set the number of blocks between boundaries, for example the number of blocks of a storage object."""
         self.boundary_blocks = blocks
         self._most = [
             None
@@ -65,7 +65,7 @@ class PageNeeds:
 
         Args:
             num_blocks: number of blocks in its table.
-            passed: number of those that each group has released; empty for none.
+            passed: number of blocks that each group has released; empty for none.
             num_tokens: number of tokens.
         """
         if not self.has_windows:

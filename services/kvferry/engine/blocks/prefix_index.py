@@ -1,6 +1,6 @@
 """Prefix index: maps block hashes to pages.
 
-A name is a hash of the keyed chain of `core.hashing`, so equal names mean equal prefixes unless hashes collide; a hit
+A name is a hash of the keyed chain of `core.hashing`, so equal names mean equal prefixes unless hashes collide. A hit
 is therefore confirmed by comparing the block's tokens. Comparing one block is enough, since its parents in the chain
 were confirmed before it.
 """
@@ -32,7 +32,7 @@ class CacheChange:
 
 
 class PrefixIndex:
-    """Names of full, computed blocks and their pages. The index holds no references: its pages may be free and
+    """Names of full, computed blocks and their pages. The index holds no references, so its pages may be free and
     reusable."""
 
     def __init__(self, *, has_feed: bool = True) -> None:

@@ -1,4 +1,4 @@
 """Draft models and heads: loading, and the steps with which they propose tokens.
 
-Computes with models and pages of its own; decisions are in `engine.speculation`. Does not use the scheduler.
+Uses its own models and pages; decisions are in `engine.speculation`. Does not use the scheduler.
 """

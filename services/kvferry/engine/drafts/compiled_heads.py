@@ -1,8 +1,7 @@
 """Heads on the compiled CPU kernels, on the threads of the target model.
 
-The weights of a head are rounded to 8 bits if the target model keeps its own in the file's format: they are read
-once per draft token, and a rounding error of a draft costs time at most. Otherwise they have the target model's
-format.
+The weights of a head are rounded to 8 bits if the target model keeps its own in the file's format: they are read once
+per draft token, and rounding errors in a draft only cost time. Otherwise they have the target model's format.
 """
 
 from dataclasses import replace
@@ -28,13 +27,13 @@ _SHIPPED = "shipped"
 
 
 class Codes8Tensors(HeadTensors):
-    """The tensors of a head; matrices are rounded to 8-bit codes with a float16 scale per 32 inputs."""
+    """The tensors of a head; matrices are rounded to 8 bits with a float16 scale per 32 inputs."""
 
     def __init__(self, tensors: HeadTensors) -> None:
         super().__init__(tensors.path, tensors._found)
 
     def stored(self, name: str) -> Stored:
-        """Return a matrix in codes, if its rows are whole blocks."""
+        """Return a quantized matrix, if its rows consist of whole blocks."""
         rows, cols = self.shapes()[name]
         if cols % BLOCK:
             return super().stored(name)
@@ -42,7 +41,7 @@ class Codes8Tensors(HeadTensors):
 
 
 def codes8(values: Floats) -> npt.NDArray[np.uint8]:
-    """Round a matrix [rows, cols], of whole blocks, to the bytes of its codes."""
+    """Quantize a matrix [rows, cols], whose rows consist of whole blocks; return the bytes."""
     blocks = values.reshape(-1, BLOCK)
     scales = np.minimum(np.abs(blocks).max(axis=1, keepdims=True) / 127.0, np.finfo(np.float16).max).astype("<f2")
     wide = scales.astype(np.float32)
@@ -154,7 +153,9 @@ class CompiledMedusa:
         for block in self._blocks[head]:
             out = np.empty_like(x)
             compiled.product(model.pool, model.level, block, x, out, model.input_bits)
-            with np.errstate(over="ignore"):  # the exponential of a large negative value is infinite, and SiLU 0
+            with np.errstate(
+                over="ignore"
+            ):  # for a large negative value the exponential overflows to infinity, and SiLU is 0
                 x += out / (1.0 + np.exp(-out))
         logits = np.empty((len(x), model.config.vocab_size), np.float32)
         compiled.product(model.pool, model.level, self._outputs[head], x, logits, model.input_bits)

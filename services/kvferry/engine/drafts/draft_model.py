@@ -1,12 +1,12 @@
-"""Draft tokens of a smaller model with the same vocabulary (Leviathan et al., Fast Inference from Transformers via
+"""Draft tokens from a smaller model with the same vocabulary (Leviathan et al., Fast Inference from Transformers via
 Speculative Decoding, 2023; Chen et al., Accelerating Large Language Model Decoding with Speculative Sampling, 2023).
 
     step    tokens that are new since the last draft ─► d1    then one row each: d1 ─► d2, d2 ─► d3, ..
     pages   of the draft model only; KV of rejected tokens is overwritten
 
-The draft model is greedy, unless the rejection rule verifies its tokens: then it draws each from its distribution with
-the request's parameters, and drafts have their full length, whatever was drawn (`run.rejection`). Prompts are computed
-in chunks alongside the steps, and a sequence has no drafts until its prompt is computed.
+The draft model is greedy, unless the rejection rule verifies its tokens: then each token is drawn from its distribution
+with the request's parameters, and drafts have their full length whatever is drawn (`run.rejection`). Prompts are
+computed in chunks alongside the steps, and a sequence has no drafts until its prompt is computed.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ from kvferry.engine.speculation.row_prices import RowPrices
 MAX_CATCH_UP_TOKENS = 512
 """Maximum prompt tokens that the draft model computes before one step, which bounds the delay of other streams."""
 _MAX_LAG = 32
-"""Tokens beyond those of one draft that are computed together with the first draft token."""
+"""Number of tokens, in addition to one draft, that are computed together with the first draft token."""
 _UNKNOWN_CONFIDENCE = 0.6
 _GREEDY = SamplingParams(temperature=0.0)
 
@@ -49,7 +49,7 @@ class DraftModel:
     def __init__(self, runner: Runner, *, vocab_size: int, clock: Clock | None = None) -> None:
         """
         Args:
-            runner: computes the draft model, with pages for its KV.
+            runner: runs the draft model, with pages for its KV.
             vocab_size: vocabulary of the model that verifies; tokens beyond it are not proposed.
             clock: measures the steps.
         """
@@ -80,7 +80,7 @@ class DraftModel:
         self.pages.forget(request_id)
 
     def _catch_up(self, wanted: Sequence[Wanted]) -> list[_Drafting]:
-        """Follow the sequences, and compute chunks of their prompts; return those that can have drafts now."""
+        """Follow the sequences, and compute chunks of their prompts; return the sequences that can be drafted now."""
         ready: list[_Drafting] = []
         budget, chunks = MAX_CATCH_UP_TOKENS, list[ScheduledSequence]()
         names = {one.request_id for one in wanted}
@@ -172,7 +172,7 @@ class DraftModel:
 
 
 def _confidence(logits: Logits, row: int) -> float:
-    """Return the probability of the most probable token; an assumed one if the logits are not in host memory."""
+    """Return the probability of the most probable token, or an assumed value if the logits are not in host memory."""
     if not isinstance(logits.values, np.ndarray):
         return _UNKNOWN_CONFIDENCE
     values = logits.values[row]

@@ -1,11 +1,12 @@
-"""Draft tokens of an EAGLE head (Li et al., EAGLE, 2024, section 4.1), as chains: the most probable token of each row.
+"""Draft tokens from an EAGLE head (Li et al., EAGLE, 2024, section 4.1), as chains: the most probable token of each
+row.
 
     step    rows that the target model has computed since the last draft ─► d1     their own hidden states
             then one row each: d1 ─► d2, d2 ─► d3, ..                                 hidden states of the head
     pages   of the head only; rows of draft tokens are overwritten by those of the accepted tokens
 
-A row's hidden state comes from the verifying step, so that nothing is computed again; where it is not known, the
-context of the head begins later (`speculation.head_context`).
+A row's hidden state comes from the verifying step, so that nothing is computed twice; if it is unknown, the head's
+context begins later (`speculation.head_context`).
 """
 
 from collections.abc import Sequence
@@ -93,7 +94,7 @@ class EagleDrafts:
             self._num_pending -= context.num_pending
 
     def _ready(self, wanted: Sequence[Wanted], depth: int) -> list[_Drafting]:
-        """Return the sequences that can have drafts now, within the budget of rows and with pages."""
+        """Return the sequences that can be drafted now, limited by the budget of rows and by free pages."""
         ready: list[_Drafting] = []
         budget = MAX_ROWS
         names: set[RequestId] = set()
@@ -112,7 +113,7 @@ class EagleDrafts:
         return ready
 
     def _followed(self, one: Wanted, context: HeadContext) -> DraftedSequence:
-        """Return the sequence's state in the head, with its current tokens."""
+        """Return the head's state for a sequence, with its current tokens."""
         sequence = self.pages.sequence(one.request_id)
         before = context.num_pending
         context.keep(context.limit)
@@ -137,8 +138,8 @@ class EagleDrafts:
 
         Args:
             active: the sequences.
-            counts: number of rows of each.
-            hidden: [rows, hidden] hidden states of all rows.
+            counts: number of rows of each sequence.
+            hidden: hidden states of all rows, [rows, hidden].
             depth: maximum number of draft tokens.
 
         Returns:

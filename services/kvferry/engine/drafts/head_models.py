@@ -1,4 +1,4 @@
-"""Interface between heads and their kernels, which are those of the target model."""
+"""Interface between heads and their kernels; the kernels are the target model's."""
 
 from typing import NamedTuple, Protocol
 
@@ -11,7 +11,7 @@ from kvferry.model.config import ModelConfig
 
 Floats = npt.NDArray[np.float32]
 NO_TOKEN = -1
-"""Token of a row whose logits are not finite."""
+"""Marks a row whose logits are not finite."""
 
 
 class Predicted(NamedTuple):
@@ -24,7 +24,7 @@ class Predicted(NamedTuple):
 
 
 class EagleModel(Protocol):
-    """An EAGLE head with the embedding, and the output head if it has none of its own, of the target model."""
+    """An EAGLE head with the target model's embedding and, if it has no output head of its own, output head."""
 
     @property
     def config(self) -> ModelConfig:
@@ -37,14 +37,14 @@ class EagleModel(Protocol):
         ...
 
     def fuse(self, hidden: Floats) -> Floats:
-        """Return the hidden states [N, hidden] that the head's rows take, from those of the target model."""
+        """Convert hidden states of the target model to the inputs [N, hidden] of the head's rows."""
         ...
 
     def compute(self, batch: StepBatch, hidden: Floats, kv: PagedKv) -> tuple[Predicted, Floats]:
-        """Compute rows, and write their keys and values.
+        """Run the head on rows, and write their keys and values.
 
         Args:
-            batch: the rows; token ids are those of the target model.
+            batch: the rows, with the target model's token ids.
             hidden: [T, hidden]: result of `fuse`, or hidden states that the head returned.
             kv: pages of the head.
 

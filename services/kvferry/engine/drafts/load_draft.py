@@ -30,14 +30,14 @@ class LoadedDraft:
     dtype: str
     """Data type of its KV."""
     shown: ShownStates | None = None
-    """`None`: a draft model reads no hidden states of the target model."""
+    """`None`, since a draft model reads no hidden states of the target model."""
 
     def build(self, block_tokens: int, num_tokens: int, vocab_size: int) -> DraftModel:
         """Build the draft model of one engine.
 
         Args:
             block_tokens: tokens per page.
-            num_tokens: tokens that its pages hold, over all sequences.
+            num_tokens: number of tokens that its pages hold, over all sequences.
             vocab_size: vocabulary of the model that verifies.
         """
         layout = KvLayout.of(self.config, block_tokens=block_tokens, dtype=self.dtype)
@@ -51,7 +51,7 @@ class LoadedDraft:
         return DraftModel(Runner(self.model, pages), vocab_size=vocab_size)
 
     def kv_share(self, config: ModelConfig) -> float:
-        """Return the KV bytes of a token in the draft model per byte in the model that verifies."""
+        """Return the ratio of KV bytes per token, the draft model's to the verifying model's."""
         own, others = (KvLayout.of(one, block_tokens=1, dtype=self.dtype).block_bytes for one in (self.config, config))
         return own / others
 
@@ -59,7 +59,7 @@ class LoadedDraft:
 def load_draft(
     settings: EngineSettings, config: ModelConfig, source: ModelSource | None, dtype: str, device: str
 ) -> LoadedDraft | None:
-    """Load the draft model of the settings; `None` if they name none.
+    """Load the draft model named in the settings; `None` if there is none.
 
     Args:
         settings: the engine's settings.

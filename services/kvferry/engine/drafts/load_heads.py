@@ -21,16 +21,16 @@ from kvferry.model.heads.medusa_head import MedusaHeads, read_medusa
 
 _log = logging.getLogger(__name__)
 _MAX_HEAD_DIM = 256
-"""Values of an attention head, a multiple of 16, that the compiled kernels compute."""
+"""Largest number of values of an attention head in the compiled kernels; must be a multiple of 16."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedEagle:
-    """A loaded EAGLE head, which engines of this process can share one after the other."""
+    """A loaded EAGLE head, which engines of this process can use one after another."""
 
     model: EagleModel
     shown: ShownStates
-    """Hidden states of the target model that it reads."""
+    """Hidden states of the target model that the head reads."""
 
     def build(self, block_tokens: int, num_tokens: int, vocab_size: int) -> EagleDrafts:
         """Build the drafts of one engine; see `LoadedDraft.build`."""
@@ -40,7 +40,7 @@ class LoadedEagle:
         return EagleDrafts(self.model, PagedKv.allocate(layout, num_blocks))
 
     def kv_share(self, config: ModelConfig) -> float:
-        """Return the KV bytes of a token in the head per byte in the target model."""
+        """Return the ratio of KV bytes per token, the head's to the target model's."""
         own = self._layout(1).block_bytes
         return own / KvLayout.of(config, block_tokens=1, dtype=self.model.dtype).block_bytes
 
@@ -50,11 +50,11 @@ class LoadedEagle:
 
 @dataclass(frozen=True, slots=True)
 class LoadedMedusa:
-    """Loaded Medusa heads, which engines of this process can share one after the other."""
+    """Loaded Medusa heads, which engines of this process can use one after another."""
 
     model: MedusaModel
     shown: ShownStates
-    """Hidden states of the target model that they read."""
+    """Hidden states of the target model that the heads read."""
 
     def build(self, block_tokens: int, num_tokens: int, vocab_size: int) -> MedusaDrafts:
         """Build the drafts of one engine; see `LoadedDraft.build`."""
@@ -66,14 +66,14 @@ class LoadedMedusa:
 
 
 def load_heads(parsed: SpeculationSettings, model: Model) -> LoadedEagle | LoadedMedusa | None:
-    """Load the heads of the settings; `None` if they name none.
+    """Load the heads named in the settings; `None` if there are none.
 
     Args:
         parsed: the setting `speculation`.
         model: the target model.
 
     Raises:
-        UsageError: the kernels of the target model compute no heads.
+        UsageError: the kernels of the target model do not support heads.
         ModelFileError: a file is missing or damaged, or the head does not fit the model.
     """
     if parsed.method not in (EAGLE, MEDUSA):

@@ -1,8 +1,8 @@
-"""Draft tokens of Medusa heads (Cai et al., Medusa, 2024, section 3.1), as chains: the most probable token of each
+"""Draft tokens from Medusa heads (Cai et al., Medusa, 2024, section 3.1), as chains: the most probable token of each
 head.
 
 The first head predicts the token after the one that the target model samples from the same hidden state, so a draft
-needs the last hidden state only, and no KV.
+needs only the last hidden state, and no KV.
 """
 
 from collections.abc import Sequence

@@ -50,7 +50,7 @@ class TorchEagle:
         names = (EMBEDDING_NORM, HIDDEN_NORM, NORM) if head.is_fused else ()
         self._norms = [reader.tensor(name) for name in names]
         self._output = linear(HEAD) if head.is_fused else model.weights.head
-        # The final norm is applied here, since the head returns its hidden states without it.
+        # The final norm is applied here, since the head returns hidden states before that norm.
         weights = Weights(model.weights.embedding, (layer,), model.weights.final_norm, self._output)
         self._layer = Transformer(head.config, weights, model.ops, dtype=model.torch_dtype)
 

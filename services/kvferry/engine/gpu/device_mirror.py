@@ -1,4 +1,4 @@
-"""The mirror of a device's pages: one thread makes all copies, in the order of the requests."""
+"""The host mirror of a device's pages: one thread makes all copies, in the order of the requests."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -10,8 +10,8 @@ from kvferry.core.ids import BlockId
 from kvferry.kv.interface.mirror import CopyError
 
 COPY_SECONDS = 30.0
-"""Time limit of a request, including those before it. A copy of 1 GiB takes 0.1 s over a slow bus; a device that takes
-longer than this is lost."""
+"""Time limit of a request, including those before it. A copy of 1 GiB takes 0.1 s over a slow bus; a device that
+exceeds this limit counts as lost."""
 
 
 class PageCopies(Protocol):
@@ -30,9 +30,9 @@ class PageCopies(Protocol):
 class DeviceMirror:
     """`PageMirror` of a device. Thread-safe.
 
-    The order of the requests, on one thread, makes rows safe. A copy to the host is preceded by a check of the page's
-    epoch on the same thread. The copy is therefore made before the page is allocated again, and ends before the
-    `settle` of the next writer of its row, or it is not made.
+    Rows are safe because one thread processes the requests in order. Before a copy to the host, the same thread checks
+    the page's epoch. So a copy either is made before the page is allocated again and ends before the `settle` of the
+    row's next writer, or it is not made.
     """
 
     def __init__(self, copies: PageCopies, epochs: EpochTable, *, seconds: float = COPY_SECONDS) -> None:
@@ -81,5 +81,5 @@ class DeviceMirror:
         except TimeoutError as error:
             made.cancel()
             raise CopyError(f"the device did not complete a copy of pages in {self._seconds:g} s") from error
-        except Exception as error:  # of the device, or of the pool that is shut down
+        except Exception as error:  # from the device, or from a pool that is shut down
             raise CopyError(f"pages were not copied between host and device: {error}") from error

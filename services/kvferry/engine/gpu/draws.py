@@ -28,7 +28,7 @@ def most_likely(logits: torch.Tensor) -> torch.Tensor:
 def draw(
     ops: DeviceOps, logits: torch.Tensor, best: torch.Tensor, sequences: Sequence[ScheduledSequence], rows: torch.Tensor
 ) -> torch.Tensor:
-    """Sample the tokens of some rows; return [N] int64 token ids, `NOT_FINITE` or `NONE_LEFT`.
+    """Sample tokens for some rows; return [N] int64 token ids, `NOT_FINITE` or `NONE_LEFT`.
 
     Args:
         ops: the device's kernels.

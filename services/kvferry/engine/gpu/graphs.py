@@ -12,7 +12,7 @@ import torch
 
 Launch = Callable[[], None]
 _WARM_UPS = 2
-"""Number of runs before capture, since kernel compilation and first-use allocations cannot be captured."""
+"""Number of warm-up runs before capture, since kernel compilation and first-use allocations cannot be captured."""
 
 
 class Graphs(Protocol):

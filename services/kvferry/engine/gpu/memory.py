@@ -1,4 +1,4 @@
-"""Memory of a GPU for the KV pages of an engine."""
+"""GPU memory for the KV pages of an engine."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from kvferry.model.config import ModelConfig
 
 _MIB = 1 << 20
 _WORKSPACE_BYTES = 768 * _MIB
-"""Context of the driver, workspaces of libraries, captured graphs."""
+"""Memory reserved for the driver's context, library workspaces and captured graphs, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,9 +16,9 @@ class GpuMemory:
 
     total: int
     free: int
-    """Not used by any process."""
+    """Memory not used by any process."""
     own: int
-    """Used by this process: the weights."""
+    """Memory used by this process: the weights."""
 
 
 def activation_bytes(config: ModelConfig, *, rows: int, max_sequences: int) -> int:
@@ -34,8 +34,8 @@ def activation_bytes(config: ModelConfig, *, rows: int, max_sequences: int) -> i
 
 
 def kv_budget(memory: GpuMemory, share: float, step_bytes: int) -> int:
-    """Return the bytes for KV pages: a share of the GPU's memory, less the weights and what a step needs, at most what
-    is free.
+    """Return the bytes for KV pages: a share of the GPU's memory, less the weights and the memory of a step, and at
+    most the free memory.
 
     Args:
         share: share of the memory for this engine, weights included, 0 to 1.

@@ -1,4 +1,5 @@
-"""Piecewise graph capture of steps with prefill: all launches between two attentions are captured; attention is not.
+"""Piecewise graph capture of steps with prefill: all launches between two attention layers are captured, but attention
+is not.
 
     tokens, positions, slots          static memory per batch size, filled up with padding
     enter ─► attend 0 ─► leave 0 ─► attend 1 ─► .. ─► leave L-1          captured except `attend`, by number of rows

@@ -52,8 +52,8 @@ class LaunchedStep:
     """[H, hidden] float32: hidden states of the pooled rows, on the device; `None` without such rows."""
 
     def result(self) -> StepResult:
-        """Wait for the step's results. A non-finite logit or hidden state, or a row without a token to sample, fails
-        only its own sequence."""
+        """Wait for the step's results. A non-finite logit or hidden state, or a row with no token to sample, fails only
+        its own sequence."""
         if self.hidden is None:
             return self._sampled()
         return with_pooled(self._sampled(), self.hidden.cpu().numpy(), self.scheduled)
@@ -88,7 +88,7 @@ class DeviceRunner(Runner):
     ) -> None:
         """
         Args:
-            model: the model; its kernels are of the same family as `ops`.
+            model: the model; its kernels belong to the same backend as `ops`.
             kv: the model's KV pages.
             ops: the device's kernels.
             max_sequences: maximum number of sequences in a step.
@@ -116,10 +116,10 @@ class DeviceRunner(Runner):
                     model, kv, ops, graphs, max_sequences=max_sequences, last=self._last, clock=clock
                 )
                 width = self._captured.width
-                # Pieces have slots of one group of layers.
+                # Pieces support the slots of only one layer group.
                 has_pieces = bool(piece_rows) and not kv.layout.windows
                 self._pieces = PiecewiseGraphs(model, kv, graphs, piece_rows) if has_pieces else None
-                self._captured.capture_next()  # the largest batch size, so that every batch can be replayed
+                self._captured.capture_next()  # the largest batch size first, so that every batch can be replayed
         self._places = BatchSlots(max_sequences, width, len(kv.layout.groups.windows))
         self._outbox = Outbox(model.torch_device, max_sequences)
 
@@ -199,7 +199,7 @@ class DeviceRunner(Runner):
                 logits, best = logits.index_select(0, drawing), best.index_select(0, drawing)
             rows = list(range(len(best)))
         for s in plan.scheduled:
-            if s.num_sampled != 1:  # which token is the last accepted one is known only after verification
+            if s.num_sampled != 1:  # the last accepted token is known only after verification
                 self._places.drew(s, on_device=False)
         sampling = drawn_rows(plan.scheduled)
         if not sampling:
@@ -217,7 +217,7 @@ class DeviceRunner(Runner):
         batch = DeviceBatch.of(plain, self._transformer.torch_device)
         adapters = step_adapters(plain, self._transformer.torch_device)
         size = None
-        if self._pieces is not None and self.replays and adapters is None:  # pieces have no updates of adapters
+        if self._pieces is not None and self.replays and adapters is None:  # pieces do not compute adapter updates
             size = self._pieces.size_for(len(batch.token_ids))
         if self._pieces is not None and size is not None:
             hidden = self._pieces.run(size, batch)
@@ -285,7 +285,7 @@ class DeviceRunner(Runner):
 
     @torch.inference_mode()
     def _capture_next(self) -> None:
-        """Capture one more batch size while the device runs a step, so that no request waits for all captures."""
+        """Capture one more batch size while the device runs a step, so that requests do not wait for all captures."""
         for part in (self._captured, self._pieces):
             if part is not None and part.is_waiting:
                 self._outbox.before_next_step()  # the capture's first run overwrites this step's tokens

@@ -3,7 +3,8 @@
     host       [5, size] pinned ──one copy──► [5, size]     given token, batch slot, position, context, slot of each row
     changed blocks ──if any──────────────────► tables       block tables of the running sequences, by batch slot
 
-With groups of layers, contexts, slots and tables are those of each group; contexts begin with its tables' first block.
+With layer groups, each group has its own context lengths, slots and block tables; a group's context lengths count from
+the first block in its tables.
 
     replay     tokens = given, or the batch slot's last token ─► model ─► logits ─► argmax ─► last token of batch slot
 
@@ -37,12 +38,12 @@ from kvferry.kernels.ops import DeviceOps
 _log = logging.getLogger(__name__)
 
 _GIVEN, _PLACE, _POSITION, _CONTEXT, _SLOT = range(5)
-"""Rows of the inputs. Context and slot of each further group of layers follow."""
+"""Rows of the inputs. The context length and slot of each further layer group follow."""
 _FROM_PLACE = -1
 """Value in the column of given tokens: the row's input is the last token sampled in its batch slot."""
 _TURNS = 2
-"""Number of host buffers per captured batch size. The result of a step is read before the second step after it is
-launched, so its buffer can then be reused."""
+"""Number of host buffers per captured batch size. A step's result is read before the second step after it is launched,
+so its buffer can be reused then."""
 
 
 class _Size:
@@ -82,7 +83,7 @@ class CapturedSteps:
     ) -> None:
         """
         Args:
-            model: the model; its kernels are of the same family as `ops`.
+            model: the model; its kernels belong to the same backend as `ops`.
             kv: the model's KV pages.
             ops: the device's kernels.
             graphs: captures launches.

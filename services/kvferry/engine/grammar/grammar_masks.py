@@ -4,8 +4,8 @@
     threads     └ compile, rebuild, mask ──┘                         └ advance, mask ──┘
 
 A step that is launched ahead has the mask that `following` returned before the previous token was sampled. Most masks
-take 10 us, less than waking a thread takes from the kernels; so the engine's thread computes the masks of a sequence
-while they are that fast, and threads compute those of costly grammars.
+take 10 us, which is less than waking a thread would cost the kernels. So the engine's thread computes a sequence's
+masks while they are that fast, and other threads compute the masks of costly grammars.
 
 A mask is usually ready long before the logits are. If it is not, the engine waits for at most `LATE_SECONDS`, and for
 at most `LATE_SHARE` of all time: the sequence is then left out of steps until its mask is ready, so that costly
@@ -30,19 +30,22 @@ from kvferry.model.grammar.compiler import GrammarCompiler
 from kvferry.model.grammar.grammar import GrammarState
 
 LATE_SECONDS = 0.002
-"""Time that a step waits for a mask. A mask takes 0.05 ms on average, and is computed while the step's kernels run."""
+"""Time in seconds for which a step waits for a mask. A mask takes 0.05 ms on average, and is computed while the step's
+kernels run."""
 LATE_SHARE = 0.05
-"""Largest share of the time that steps wait for masks."""
+"""Largest share of all time that steps may wait for masks."""
 INLINE_SECONDS = 0.0002
-"""A sequence whose recent masks took less than this has its next mask computed on the engine's thread."""
+"""If a sequence's recent masks took less than this, its next mask is computed on the engine's thread."""
 _DECAY = 0.9
 """Factor per token by which a slow mask counts less."""
 DRAFT_SECONDS = 0.0005
-"""Time that the plan of a step waits for a mask to make a draft; a step without a draft costs more than that."""
+"""Time in seconds for which step planning waits for a mask that it needs to draft; a step without a draft costs
+more."""
 OFFLINE_SECONDS = 60.0
-"""Time that an engine without other callers waits for a mask."""
+"""Time in seconds for which an engine without other callers waits for a mask."""
 _NICENESS = 15
-"""Niceness of the threads that compile: below that of the kernels, since a compilation can take a second."""
+"""Niceness of the compiling threads, which have a lower priority than the kernels, since a compilation can take a
+second."""
 
 
 class GrammarMasks:
@@ -61,7 +64,7 @@ class GrammarMasks:
         Args:
             compiler: compiles constraints.
             clock: measures masks.
-            late_seconds: time that a step waits for a mask.
+            late_seconds: time for which a step waits for a mask.
             late_share: largest share of the time that steps wait for masks, from 0 to 1.
             notify: called on another thread when a mask becomes ready for which a step did not wait.
         """
@@ -77,16 +80,16 @@ class GrammarMasks:
         self._notify = notify
         self._ready = threading.Condition()
         count = max(1, (os.cpu_count() or 1) // 2)
-        # Two pools, such that a long compilation does not delay the masks of running sequences.
+        # Two pools, so that a long compilation does not delay the masks of running sequences.
         self._compiling = ThreadPoolExecutor(count, "grammar-compile", initializer=_lower_priority)
         self._masking = ThreadPoolExecutor(count, "grammar-mask")
 
     def begin(self, constraint: Constraint, generated: Sequence[int]) -> "GrammarMask":
-        """Start to compute the first mask of a sequence.
+        """Start computing the first mask of a sequence.
 
         Args:
             constraint: the constraint of its output.
-            generated: tokens that were generated already, on this worker or another one.
+            generated: tokens already generated, on this or another worker.
         """
         mask = GrammarMask(self)
         tokens = list(generated)
@@ -143,7 +146,7 @@ class GrammarMask:
         return self._allowed
 
     def after(self, token_ids: Sequence[int]) -> "GrammarMask":
-        """Start to compute the mask after `token_ids`."""
+        """Start computing the mask after `token_ids`."""
         following, state = self._following or GrammarMask(self._owner), self._state
         assert state is not None, "a token was sampled without its mask"
         tokens = list(token_ids)
@@ -222,7 +225,7 @@ class GrammarMask:
             allowed = self._state.allowed_bits()
         except KvferryError as caught:
             error = caught
-        except Exception as caught:  # of the library: the sequence fails, the engine continues
+        except Exception as caught:  # from the library: the sequence fails, and the engine continues
             error = GenerationFailed(f"the mask of a constrained output could not be computed: {type(caught).__name__}")
         with self._owner._ready:
             duration = self._owner._clock.monotonic() - begun

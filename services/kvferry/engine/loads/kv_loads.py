@@ -1,7 +1,7 @@
 """KV transfers of one engine: loads from peers' offers and from tiers, stores to tiers, KV prefetches.
 
-    arrive         decide whether to fetch a peer's offer; otherwise look up the tiers
-    scheduler plans a load: pages are held, and the loader may write to them
+    arrive         decide whether to fetch a peer's offer; otherwise look in the tiers
+    scheduler      plans a load: pages are held, and the loader may write to them
     LoadOutcome    the load ended: the sequence runs with the loaded blocks, or computes them
     PagesQuiet     the transport no longer writes the pages
 
@@ -242,7 +242,7 @@ class KvLoads:
         hit = len(self._allocator.peek(names, sequence.tokens, max_tokens=limit, for_load=True))
         tokens = remote.num_tokens - hit * size
         if tokens <= 0:
-            return True  # no page is fetched, but the load ends the offer at the peer
+            return True  # no pages are fetched, but the load ends the offer at the peer
         blocks = handed_over(remote.num_tokens, self._allocator.windows, size)
         num_bytes = (sum(map(len, blocks)) - hit) * self._block_bytes
         decision = self._prices.decide([Piece(remote.label, tokens, num_bytes, remote.place)], hit * size)

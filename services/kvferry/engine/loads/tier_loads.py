@@ -1,4 +1,4 @@
-"""Tier lookups, loads and stores of one engine: looks up KV on arrival and after preemption, and loads it where that is
+"""Tier lookups, loads and stores of one engine: looks up KV on arrival and after preemption, and loads it if that is
 faster than computing.
 
     blocks      [ b0 b1 | b2 b3 | b4 b5 | b6        2 blocks per object
@@ -6,7 +6,7 @@ faster than computing.
     looked up           |  o1   |  o2   |           o1 only for b3
     decided             |  o1   |                   o2 is faster to compute
 
-For a preempted sequence all objects are looked up, including those of generated tokens: its blocks are cached only
+For a preempted sequence, all objects are looked up, including objects with generated tokens: its blocks are cached only
 until other sequences take the pages, possibly before its next admission. Once pages are free, it is admitted even if
 the lookup is pending. The time limit of its load is the time to recompute the same positions, so that a load is never
 slower than recomputation alone (swapping and recomputation: Kwon et al., PagedAttention, section 4.5).

@@ -103,7 +103,7 @@ class EngineLoop:
 
     @property
     def num_steps(self) -> int:
-        """Number of steps of the engine so far."""
+        """Number of steps that the engine has made so far."""
         return self._engine.statistics.num_steps
 
     def start(self) -> None:
@@ -272,7 +272,7 @@ class EngineLoop:
             case Observe(apply):
                 apply(self._engine)
             case MaskReady():
-                pass  # the step that follows finds the mask
+                pass  # the next step finds the mask
             case message:
                 self._engine.post(message)
 

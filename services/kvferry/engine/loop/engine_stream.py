@@ -22,7 +22,7 @@ class StreamItem:
     decision: Decision | None = None
     progress: Progress | None = None
     is_started: bool = False
-    """Whether the next step is the first that computes the request."""
+    """Whether the next step is the first that includes the request."""
 
 
 class EngineStream:

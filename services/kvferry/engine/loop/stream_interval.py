@@ -1,6 +1,6 @@
-"""Number of a request's tokens in a part of its stream: fewer, larger parts cost less on the event loop and the wire.
+"""Groups a request's tokens into parts of its stream: fewer, larger parts cost less on the event loop and the wire.
 
-The first token is handed out at once; later ones wait until there are `interval` of them, or the request ends.
+The first token is delivered at once; later tokens wait until there are `interval` of them, or the request ends.
 """
 
 from dataclasses import dataclass, field
@@ -21,12 +21,12 @@ class _Part:
 
 
 class StreamInterval:
-    """Parts of all requests whose output has begun. Used on the engine's thread only."""
+    """The pending parts of all requests whose output has begun. Used on the engine's thread only."""
 
     def __init__(self, interval: int) -> None:
         """
         Args:
-            interval: tokens of a part after the first one, at least 1.
+            interval: number of tokens in each part after the first, at least 1.
         """
         self._interval = interval
         self._parts: dict[RequestId, _Part] = {}
@@ -51,10 +51,10 @@ class StreamInterval:
         return found
 
     def drop(self, request_id: RequestId) -> None:
-        """Forget a request that has ended or was aborted."""
+        """Drop a request that has ended or was aborted."""
         self._parts.pop(request_id, None)
 
     @property
     def num_open(self) -> int:
-        """Number of requests with an output that has begun."""
+        """Number of requests whose output has begun."""
         return len(self._parts)

@@ -1,4 +1,4 @@
-"""Models: forward passes from token ids and positions to logits, with a selected kernel family.
+"""Models: forward passes from token ids and positions to logits, with a selected kernel backend.
 
-A model holds its parameters and no request state; pages and batch are arguments of each call.
+A model holds parameters but no request state; pages and batch are arguments of each call.
 """

@@ -23,7 +23,7 @@ KERNELS = (
     *FAMILIES,
 )
 """Valid values of `kernels`: the fastest available, the best compiled level, a given compiled level, or a torch
-family."""
+backend."""
 COMPILED_FEATURES = frozenset(
     {
         "rope_scaling", "rotary_dim", "local_rope_theta", "unrotated_layers", "windows", "attention_scale",
@@ -34,13 +34,13 @@ COMPILED_FEATURES = frozenset(
 )  # fmt: skip
 """Features of `ModelConfig` that the compiled kernels implement."""
 _MAX_RANK, _MAX_WIDTH = 512, 640
-"""Most values of a latent vector in the compiled kernels, without and with the rotated ones."""
+"""Maximum number of values of a latent vector in the compiled kernels, without and with the rotated ones."""
 SHIPPED = "shipped"
 WEIGHTS = {SHIPPED: "shipped", "float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 """Weight formats, each with its name in the compiled kernels."""
 EXACT, FAST = "exact", "fast"
 NUMERICS = (EXACT, FAST)
-"""Precision of inputs of matrix products: the KV's dtype, or rounded to 8 bits where weights are quantized."""
+"""Precision of the inputs of matrix products: the KV's dtype, or rounded to 8 bits where weights are quantized."""
 
 
 def build_model(
@@ -60,7 +60,7 @@ def build_model(
         config: the model's shape.
         tensors: the model's weights (`ModelSource.tensors`).
         dtype: data type of the KV. With float32, activations are not rounded either; int8 needs compiled kernels.
-        weights: key of `WEIGHTS`; torch families keep weights in `dtype` and support no other format.
+        weights: key of `WEIGHTS`; torch backends keep weights in `dtype` and support no other format.
         numerics: one of `NUMERICS`; `fast` needs compiled kernels, quantized weights, and KV in a dtype other than
             float32.
         device: device of the model, as a torch device string.
@@ -100,7 +100,7 @@ def build_model(
 
 
 def resolve_kernels(kernels: str, config: ModelConfig, dtype: str, device: str = "cpu") -> str:
-    """Resolve `auto` or `compiled` to a level of the compiled kernels or a torch family.
+    """Resolve `auto` or `compiled` to a level of the compiled kernels or a torch backend.
 
     Raises:
         UsageError: the name is unknown, or the kernels cannot run on this machine.
@@ -140,7 +140,8 @@ def level_of(kernels: str) -> str:
 
 
 def why_not_compiled(config: ModelConfig, dtype: str, device: str = "cpu") -> str | None:
-    """Return the reason why a model cannot run on the compiled kernels; `None` if it can."""
+    """Return the reason why a model cannot run on the compiled kernels, as a clause about the kernels; `None` if it
+    can."""
     if device_kind(device) != "cpu":
         return f"they are for CPUs, not for {device} (--device cpu)"
     if not compiled.levels():

@@ -32,7 +32,8 @@ Ints = npt.NDArray[np.int64]
 
 
 class CompiledTransformer:
-    """A model on the compiled CPU kernels. Thread-safe (calls are serialized): engines of one process can share it."""
+    """A model on the compiled CPU kernels. Thread-safe (calls are serialized), so engines of one process can share
+    it."""
 
     def __init__(
         self,
@@ -115,7 +116,7 @@ class CompiledTransformer:
         return pack_adapter(adapter, self._runner, self.config.num_layers, is_bf16=self.dtype != FLOAT32)
 
     def _room_for(self, rows: int) -> "_Scratch":
-        """Return scratch memory for `rows` rows. Each thread reuses its memory in all steps, since new memory would
+        """Return scratch memory for `rows` rows. Each thread reuses its memory for all steps, since new memory would
         cause a page fault per 4 KiB."""
         room: _Scratch | None = getattr(self._own, "room", None)
         if room is None or len(room.memory) < rows:
@@ -126,8 +127,8 @@ class CompiledTransformer:
         return room
 
     def phase_seconds(self) -> dict[str, float]:
-        """Return the seconds spent in each phase since the last call, summed over threads; the first call starts the
-        measurement."""
+        """Return the time spent in each phase since the last call, in seconds, summed over threads; the first call
+        starts the measurement."""
         return self._runner.phase_seconds()
 
 
@@ -136,7 +137,7 @@ class _Scratch:
     """Output buffers of a step; views of the memory are created once per number of rows."""
 
     memory: Floats
-    """[largest number of rows so far, vocabulary]."""
+    """Memory for logits, [largest number of rows so far, vocabulary]."""
     values: Floats
     """[rows, vocabulary], a view of `memory`: logits of the current step."""
     greedy: Ints
@@ -149,7 +150,7 @@ class _Scratch:
 
 
 class StepOutputs(NamedTuple):
-    """Memory for the results of a step of S sampled rows, H hidden rows and T rows."""
+    """Memory for the results of a step with T rows, of which S are sampled and H return hidden states."""
 
     logits: Floats
     """[S, vocabulary]."""
@@ -188,7 +189,7 @@ def run_step(
         kv: the pages.
         dtype: data type of the pages.
         out: memory for the results.
-        vectors: the rows, if they are vectors; default: rows are the tokens of the batch.
+        vectors: the rows, if they are vectors; by default, rows are the tokens of the batch.
     """
     runner.step(
         batch.token_ids,

@@ -3,9 +3,9 @@
     a   [ranks of all parts][inputs, padded to 32]
     b   [panels of part 0][rank 0][16] | [panels of part 1][rank 1][16] | ...
 
-A part is one of the projections that a packed matrix fuses; its rank is padded with zeros to a multiple of 4. Values
-are float32, or bfloat16 where inputs of products are rounded to bfloat16 too: then two adjacent vectors of 16 values
-are interleaved value by value, so that a vector of pairs is split by a shift and a mask.
+A part is one of the projections fused into a packed matrix; its rank is padded with zeros to a multiple of 4. Values
+are float32, or bfloat16 if the inputs of matrix products are rounded to bfloat16 too. In that case two adjacent vectors
+of 16 values are interleaved value by value, so that a vector of pairs can be split by a shift and a mask.
 """
 
 from collections.abc import Iterator

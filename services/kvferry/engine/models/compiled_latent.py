@@ -10,8 +10,8 @@ Ints = npt.NDArray[np.int64]
 
 
 def latent_sizes(latent: Latent | None) -> dict[str, int]:
-    """Return the sizes as the kernels name them, none for a model with keys and values; `query_rank` is 0 without such
-    a vector."""
+    """Return the sizes under the kernels' names; empty for a model with keys and values. `query_rank` is 0 if queries
+    are not projected from a latent vector."""
     if latent is None:
         return {}
     return {
@@ -24,8 +24,8 @@ def latent_sizes(latent: Latent | None) -> dict[str, int]:
 
 
 def transposed_keys(tensors: TensorSource, name: str, heads: int, latent: Latent) -> Stored:
-    """Return the transposed projection of keys of each head, [heads * rank, plain], from that of keys and values, in
-    its 16-bit type, or as float32."""
+    """Return the transposed key projection of each head, [heads * rank, plain], from the projection of keys and values,
+    in its 16-bit type or as float32."""
     kind = tensors.stored(name).type_id
 
     def load() -> npt.NDArray[np.uint8]:
@@ -41,7 +41,7 @@ def transposed_keys(tensors: TensorSource, name: str, heads: int, latent: Latent
 
 
 def value_rows(heads: int, latent: Latent) -> Ints:
-    """Return the rows of the values of all heads in a projection of keys and values."""
+    """Return the rows that belong to the values of all heads in a projection of keys and values."""
     size = latent.plain + latent.value
     found: Ints = (np.arange(heads)[:, None] * size + np.arange(latent.plain, size)).reshape(-1)
     return found

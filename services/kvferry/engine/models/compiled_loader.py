@@ -1,6 +1,6 @@
 """Packs the weights of a model, or of a head, for the compiled CPU kernels.
 
-Gate and up rows are interleaved in panels of 16, so that the thread that computes a gate value also has the
+Gate and up rows are interleaved in panels of 16, so that the thread that computes a gate value also computes the
 corresponding up value.
 """
 
@@ -65,7 +65,7 @@ class Loader:
         self._angles: dict[LayerRope, tuple[Floats, Floats]] = {}
         self.num_bytes = 0
         self.idle_bytes = 0
-        """Bytes of experts that do not compute a row."""
+        """Bytes of the experts that are not active for a row."""
         self.has_codes = False
         self.of_vocabulary: tuple[Matrix, Matrix]
         """Embedding and output head of a loaded model."""
@@ -82,7 +82,7 @@ class Loader:
         return {"embedding": embedding, "head": head, "final_norm": norm, "head_norm": head_norm}, layers
 
     def pack(self) -> None:
-        """Pack all matrices that were described.
+        """Pack all described matrices.
 
         Raises:
             ModelFileError: a weight is not finite.
@@ -106,8 +106,8 @@ class Loader:
 
         Args:
             index: the layer.
-            width: inputs of the attention of a layer that has no norm on them; default: a layer of a model, whose
-                inputs are the hidden state.
+            width: number of inputs of attention in a layer without a norm on them; by default, the layer belongs to a
+                model and its inputs are the hidden state.
         """
         config, at = self._config, layer_prefix(index)
         attention, hidden = at + "self_attn.", width or config.hidden_size
@@ -152,7 +152,7 @@ class Loader:
         }
 
     def _latent(self, latent: Latent, at: str) -> LayerParts:
-        """Describe the projections of latent attention. The projection of keys is transposed, so that queries are
+        """Describe the projections of latent attention. The key projection is transposed, so that queries can be
         multiplied by it; a quantized one becomes float32."""
         config, up = self._config, at + "kv_b_proj.weight"
         has_query_down = latent.query_rank is not None
@@ -211,7 +211,7 @@ class Loader:
         return gate_up, matrix(("down_proj",), inner)
 
     def _norm(self, name: str) -> Floats:
-        """Read the weight of a norm, with the family's offset."""
+        """Read the weight of a norm, with the model family's offset."""
         return self._vector(name) + np.float32(self._config.norm_offset)
 
     def _vector(self, *names: str) -> Floats:

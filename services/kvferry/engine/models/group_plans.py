@@ -1,4 +1,4 @@
-"""Attention plans of groups of layers, of whose pages those behind windows are released, for kernels over tensors.
+"""Attention plans of layer groups whose pages behind windows are released, for kernels that work on tensors.
 
 The kernels get sequences that begin with the first block that a window still reaches: positions count from there, and
 keys were rotated when they were written.
@@ -44,7 +44,7 @@ class GroupPlans:
 def group_plans(
     batch: StepBatch, layout: KvLayout, device: torch.device, plan: Callable[[AttentionBatch], AttentionPlan]
 ) -> GroupPlans:
-    """Plan a step's attention for each group of layers.
+    """Plan a step's attention for each layer group.
 
     Args:
         batch: the step.

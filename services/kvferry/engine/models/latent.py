@@ -2,8 +2,8 @@
 
 Per layer, with T rows:
 
-    x -> (down, norm) -> queries [T, H, plain + rotated], of which the last values are rotated
-    x -> down -> vector [T, rank + rotated]: norm of the first values, rotation of the last -> page
+    x -> (down, norm) -> queries [T, H, plain + rotated], whose last values are rotated x -> down -> vector [T, rank +
+    rotated]: norm of the first values, rotation of the last -> page
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from kvferry.kernels.ops import Linear, Ops
 from kvferry.model.config import Latent
 
 EPSILON = 1e-6
-"""Epsilon of the norms of latent vectors, whatever the model's `rms_norm_eps`, as in transformers' classes."""
+"""Epsilon of the norms of latent vectors, independent of the model's `rms_norm_eps`, as in transformers."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -23,7 +23,7 @@ class LatentWeights:
     """Parameters of a layer's latent attention, without the output projection."""
 
     query_down: Linear | None
-    """[T, hidden] to [T, query rank]; `None` if queries are projections of the hidden state."""
+    """[T, hidden] to [T, query rank]; `None` if queries are projected from the hidden state."""
     query_norm: torch.Tensor | None
     query: Linear
     """[T, query rank or hidden] to [T, H * (plain + rotated)]."""
@@ -54,7 +54,7 @@ def project(x: torch.Tensor, weights: LatentWeights, latent: Latent, heads: int,
         weights: parameters of the layer.
         latent: sizes of the model's latent attention.
         heads: number of query heads.
-        ops: operations of the kernel family.
+        ops: operations of the kernel backend.
         at: see `Place`.
 
     Returns:

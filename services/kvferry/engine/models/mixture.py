@@ -1,5 +1,5 @@
-"""Mixture of experts over torch tensors: rows sorted by expert, one product per matrix of each active expert, or the
-products of all experts by `Ops.run_experts`."""
+"""Mixture of experts over torch tensors: rows are sorted by expert, then each active expert's matrices are applied one
+by one, or all experts' at once by `Ops.run_experts`."""
 
 from collections.abc import Callable, Sequence
 
@@ -22,7 +22,7 @@ def choose_experts(
 
     Args:
         logits: [T, experts], the router's outputs.
-        experts: how many are chosen, of which groups, and how they are weighed.
+        experts: how many experts are chosen, from which groups, and how they are weighed.
         correction: [experts], added to scores for the choice.
 
     Returns:
@@ -41,8 +41,8 @@ def choose_experts(
 
 
 def _of_best_groups(marks: torch.Tensor, experts: Experts) -> torch.Tensor:
-    """Replace the marks [T, experts] of experts outside the best groups by minus infinity. A group's mark is the
-    largest of its experts, or with a sigmoid the sum of its two largest."""
+    """Replace the marks [T, experts] of experts outside the best groups by minus infinity. A group's mark is its
+    largest expert mark or, with a sigmoid, the sum of its two largest."""
     parts = marks.view(len(marks), experts.groups, -1)
     best = parts.topk(2, dim=-1).values.sum(-1) if experts.scoring is Scoring.SIGMOID else parts.amax(-1)
     groups = torch.topk(best, experts.active_groups, dim=-1).indices
@@ -58,7 +58,7 @@ def mix(x: torch.Tensor, layer: MixtureOfExperts, experts: Experts, multiply_gat
         layer: router and experts.
         experts: the model's experts.
         multiply_gate: activation of the gate half times the other half, [T, 2 n] to [T, n].
-        ops: operations of the kernel family.
+        ops: operations of the kernel backend.
 
     Returns:
         [T, hidden]. The shared expert is added last.
@@ -78,9 +78,9 @@ def mix(x: torch.Tensor, layer: MixtureOfExperts, experts: Experts, multiply_gat
 def _one_by_one(
     x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, experts: Sequence[Mlp], multiply_gate: _Gate
 ) -> torch.Tensor:
-    """Compute the weighted sum of each row's experts, [T, hidden], in the order of their indices. The host reads how
-    many rows each expert computes."""
-    order = torch.argsort(chosen.flatten(), stable=True)  # pairs of row and place, by expert
+    """Compute the weighted sum of each row's experts, [T, hidden], in the order of their indices. The number of rows of
+    each expert is read back to the host."""
+    order = torch.argsort(chosen.flatten(), stable=True)  # pairs of row and rank, by expert
     rows, shares = order // chosen.shape[1], weights.flatten()[order].to(x.dtype)
     counts = torch.bincount(chosen.flatten(), minlength=len(experts)).tolist()
     out = torch.zeros_like(x)

@@ -39,11 +39,11 @@ class Logits:
     """[H, hidden]: hidden states after the final norm of the rows that the batch names (`StepBatch.hidden_rows`), in
     order; `None` without such rows."""
     tapped: npt.NDArray[np.float32] | None = None
-    """[T, layers * hidden]: inputs of the layers that the batch names (`StepBatch.tapped_layers`), of all rows, without
-    a norm; `None` without such layers."""
+    """[T, layers * hidden]: inputs of the layers that the batch names (`StepBatch.tapped_layers`), for all rows, before
+    any norm; `None` without such layers."""
 
     def of_rows(self, rows: Sequence[int]) -> "Logits":
-        """Return the logits of some rows; they share the memory of all."""
+        """Return the logits of some rows as a view of the same memory."""
         return Logits(_ChosenRows(self.values, rows), [self.greedy[r] for r in rows], [self.finite[r] for r in rows])
 
 
@@ -81,27 +81,27 @@ class Model(Protocol):
 
     @property
     def kernels(self) -> str:
-        """Kernels of the model: a torch family, or the compiled kernels with their level."""
+        """Kernels of the model: a torch backend, or the compiled kernels with their level."""
         ...
 
     @property
     def rounds_inputs(self) -> bool:
-        """Whether inputs of products with quantized weights are rounded to 8 bits."""
+        """Whether the inputs of products with quantized weights are rounded to 8 bits."""
         ...
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the weight matrices that a step of one row reads: all, except experts that are not active."""
+        """Bytes of the weight matrices that a step of one row reads: all matrices except those of inactive experts."""
         ...
 
     @property
     def has_layer_groups(self) -> bool:
-        """Whether the kernels compute with pages of groups of layers, of which those behind a window are released."""
+        """Whether the kernels support layer groups whose pages behind a window are released."""
         ...
 
     @property
     def why_no_adapters(self) -> str | None:
-        """Reason why the model's kernels cannot compute adapters, with a remedy; `None` if they can."""
+        """Reason why the model's kernels do not support adapters, with a remedy; `None` if they do."""
         ...
 
     def pack_adapter(self, adapter: Adapter) -> PackedAdapter:

@@ -65,7 +65,7 @@ class RandomTensors:
         return []
 
     def release(self) -> None:
-        """Do nothing, since no tensor is kept."""
+        """Do nothing, since tensors are not kept."""
 
     def _spread(self, name: str, shape: Shape) -> float:
         if name == EMBEDDING and not self._is_tied:

@@ -48,8 +48,8 @@ def rotary_table(config: ModelConfig, kind: LayerRope = LayerRope.FULL) -> tuple
     attention [max_model_tokens, rotated].
 
     Both halves of a row hold the same angles; the first half of the sines is negated, as `Ops.rotate` expects. Values
-    that are not rotated have angle zero: with a `rotary_dim` those at the end of each half, without rotary embedding
-    all of them, in a view of one row.
+    that are not rotated have angle zero: with a `rotary_dim`, the values at the end of each half; without rotary
+    embedding, all values, in a view of one row.
 
     Args:
         config: the model's configuration.

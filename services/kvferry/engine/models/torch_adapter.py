@@ -1,4 +1,4 @@
-"""Adapters of the torch kernel families: weights as tensors, and the rows of a step grouped by adapter."""
+"""Adapters for the torch kernel backends: weights as tensors, and the rows of a step grouped by adapter."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

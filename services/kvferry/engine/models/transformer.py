@@ -1,12 +1,12 @@
-"""Decoder over torch tensors, for all families; their features are fields of `ModelConfig`.
+"""Decoder over torch tensors, for all model families; their features are fields of `ModelConfig`.
 
-Per layer, with T rows of one step's ragged batch (norms on the outputs in some families only, some of which have no
-norms on the inputs):
+Per layer, with T rows of one step's ragged batch (only some families have norms on the outputs, and some of those have
+no norms on the inputs):
 
     hidden -> norm -> q, k, v -> (norm) rotate q, k, write k, v to pages -> attention -> output -> (norm)  ┐ added to
     hidden -> norm -> gate, up -> silu * -> down -> (norm)                                                  ┘ residual
 
-With experts, the last line is that of each active expert of a row (`mixture`).
+In MoE layers, the last line is computed by each active expert of a row (`mixture`).
 """
 
 from collections.abc import Callable
@@ -48,11 +48,11 @@ from kvferry.model.tensors import TensorSource, linear_weights
 def load_transformer(
     config: ModelConfig, tensors: TensorSource, *, dtype: str, device: str, family: str, threads: int
 ) -> "Transformer":
-    """Load a model for a torch kernel family; sets torch's number of threads.
+    """Load a model for a torch kernel backend; sets torch's number of threads.
 
     Raises:
         ModelFileError: the weights do not match the configuration.
-        UsageError: the family does not run on the device.
+        UsageError: the backend does not run on the device.
     """
     torch.set_num_threads(threads)
     ops, kind = ops_for(device, family), getattr(torch, dtype)
@@ -100,7 +100,7 @@ class Rows:
     """[T] int64: KV slot of each row, like `AttentionBatch.slots`."""
     adapters: StepAdapters | None = None
     groups: GroupPlans | None = None
-    """Slots of the rows in each group of layers; `None` if a page has all layers."""
+    """Slots of the rows in each layer group; `None` if a page has all layers."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -118,7 +118,7 @@ class ForwardState:
 
 
 class Transformer:
-    """Model on one device with the kernels of a torch family. Contains only parameters; call it from one thread at a
+    """Model on one device with the kernels of a torch backend. Contains only parameters; call it from one thread at a
     time."""
 
     def __init__(self, config: ModelConfig, weights: Weights, ops: Ops, *, dtype: torch.dtype) -> None:
@@ -164,7 +164,7 @@ class Transformer:
 
         Args:
             batch: the step.
-            there: the same on the device.
+            there: the same batch on the device.
             kv: the pages.
             adapters: adapters of the rows.
             taps: see `pass_through`.
@@ -283,7 +283,7 @@ class Transformer:
     def _add(
         self, x: torch.Tensor, norm: torch.Tensor | None, residual: torch.Tensor, next_norm: torch.Tensor | None
     ) -> torch.Tensor:
-        """Add an output to the residual IN PLACE, after its norm and scale if the family has them; return the residual
+        """Add an output to the residual IN PLACE, after its norm and scale if the model has them; return the residual
         after `next_norm`, or the residual itself without one."""
         if norm is not None:
             x = self.ops.rms_norm(x, norm, self.config.rms_norm_eps)
@@ -373,7 +373,7 @@ def _rules(config: ModelConfig, layer: int, sinks: torch.Tensor | None) -> Atten
 
 
 def _gate_of(config: ModelConfig, ops: Ops) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return the activation of a gate half times the other half: [T, 2 n] to [T, n]."""
+    """Multiply the activation of the gate half by the up half: [T, 2 n] to [T, n]."""
     if config.activation is Activation.CLAMPED_SWIGLU:
         return partial(clamped_swiglu, alpha=config.swiglu_alpha, limit=config.swiglu_limit)
     return ops.silu_mul if config.activation is Activation.SILU else ops.gelu_mul

@@ -30,7 +30,7 @@ from kvferry.model.tensors import (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mlp:
-    """A gated MLP: that of a layer, or one expert of a mixture."""
+    """A gated MLP, of a layer or of an expert."""
 
     gate_up: Linear
     """[T, hidden] to [T, 2 * intermediate]."""
@@ -44,13 +44,13 @@ class MixtureOfExperts:
     router: Linear
     """[T, hidden] to [T, experts]."""
     experts: tuple[Mlp, ...] | ExpertWeights
-    """Each expert, or all of them for `Ops.run_experts`."""
+    """One MLP per expert, or stacked weights of all experts for `Ops.run_experts`."""
     shared: Mlp | None
-    """Expert of all rows."""
+    """Shared expert, which computes all rows."""
     shared_gate: Linear | None
     """[T, hidden] to [T, 1]; `None` if the shared expert is not weighed."""
     correction: torch.Tensor | None
-    """[experts] float32: added to scores for the choice of experts."""
+    """[experts] float32: added to scores when experts are chosen."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,7 +64,7 @@ class LayerWeights:
     head_norms: HeadNorms | None
     """Norms of each query and key head."""
     whole_norms: HeadNorms | None
-    """Norms of all query heads together and of all key heads together."""
+    """Norms over all query heads together and over all key heads together."""
     output: Linear
     sinks: torch.Tensor | None
     """[H] float32: attention sinks."""
@@ -219,12 +219,12 @@ class Reader:
 
     @property
     def stacks_experts(self) -> bool:
-        """Whether the family multiplies with all experts of a layer at once."""
+        """Whether the backend runs all experts of a layer at once."""
         return self._ops.run_experts is not None
 
     def stacked(self, names: list[list[str]]) -> torch.Tensor:
-        """Read tensors of one shape, one for each item of `names`, in which those of one item are concatenated: [items,
-        ..]. Besides the result, only one item is in memory."""
+        """Read one stacked tensor [items, ..]; each item is the concatenation of the tensors named in one item of
+        `names`. Besides the result, only one item is in memory."""
         first = self.tensor(*names[0])
         stack = torch.empty((len(names), *first.shape), dtype=self._dtype, device=self._device)
         stack[0] = first
@@ -233,7 +233,7 @@ class Reader:
         return stack
 
     def norm(self, name: str, config: ModelConfig) -> torch.Tensor:
-        """Read the weight of a norm, with the family's offset."""
+        """Read the weight of a norm, with the model family's offset."""
         weight = self.tensor(name)
         return weight + config.norm_offset if config.norm_offset else weight
 

@@ -1,4 +1,5 @@
-"""Admission of waiting sequences to a step: in the order of the policy, while budget, sequence limit and pages last.
+"""Admission of waiting sequences to a step: in the order of the policy, until the budget, the sequence limit or the
+pages are exhausted.
 
 A sequence is admitted if it fits into the free pages that admitted sequences do not need:
 
@@ -6,18 +7,19 @@ A sequence is admitted if it fits into the free pages that admitted sequences do
     free    [ needed by admitted prompts | reserve | for new sequences ]
 
 A prompt that is computed in chunks allocates its pages chunk by chunk, so the pages of later chunks are still free. Two
-long prompts that fit one after the other, but not together, would both be admitted and then preempt each other
+long prompts that fit one after the other but not together would both be admitted, and would then preempt each other
 repeatedly. Therefore all pages for the tokens of an admitted prompt are counted from the start. Pages for tokens to be
 generated are not counted: their number is unknown, and preemption handles them (Kwon et al., PagedAttention, section
 4.5).
 
 A sequence whose next missing block is just being computed or loaded for another sequence waits for that block instead
-of computing it a second time. So the `n` samples of a request, and requests that arrive together with a common prefix,
-compute or fetch that prefix once (Kwon et al., PagedAttention, section 4.4); each computes only its last, partly filled
-block by itself, so that no page is written by two sequences.
+of computing it a second time. Thus the `n` samples of a request, and requests that arrive together with a common
+prefix, compute or fetch that prefix only once (Kwon et al., PagedAttention, section 4.4); each sequence itself computes
+only its last, partly filled block, so that no page is written by two sequences.
 
 A sequence whose adapter has no free slot is passed over. After `_MAX_OVERTAKEN` later sequences with adapters were
-admitted instead, no more are, until it has a slot: the running ones end and free one, so that none starves.
+admitted instead, none is admitted until the first sequence has a slot. Running sequences end and free one, so no
+sequence starves.
 """
 
 from collections.abc import Iterable
@@ -36,7 +38,8 @@ from kvferry.engine.policies.policy import Policy
 from kvferry.engine.policies.waiting_queue import WaitingQueue
 
 _MAX_FOLLOWERS = 32
-"""Maximum number of sequences per step that are found to wait for another sequence's block; bounds the step's time."""
+"""Maximum number of sequences per step that may be found waiting for another sequence's block; bounds the step's
+time."""
 _MAX_PASSED = 256
 """Maximum number of sequences without a slot that one step passes over; bounds the step's time."""
 _MAX_OVERTAKEN = 32
@@ -66,7 +69,7 @@ class Headroom:
         Args:
             allocator: the allocator of pages.
             admitted: running sequences, and those whose KV is being loaded.
-            reserve: number of pages that must stay free if other sequences are admitted.
+            reserve: number of pages that must stay free while other sequences are admitted.
         """
         self._allocator = allocator
         self._reserve = reserve
@@ -86,7 +89,7 @@ class Headroom:
         return self._allocator.needed(hit, num_tokens) <= self._allocator.pool.num_free - self._promised - reserve
 
     def fits_whole(self, hit: CachedPrefix, num_tokens: int) -> bool:
-        """Return whether the pages of all groups for all blocks after a hit fit as well, before windows release any."""
+        """Return whether the pages for all blocks after a hit fit in all groups, before windows release any."""
         if not self._allocator.has_windows:
             return True
         whole = (self._allocator.blocks_for(num_tokens) - len(hit)) * len(self._allocator.windows)
@@ -128,10 +131,11 @@ class Admission:
         self._reserve = int(allocator.pool.num_blocks * limits.reserve_share)
         self._started: list[RequestId] = []
         self.num_queried_tokens = self.num_hit_tokens = 0
-        """Tokens looked up in the prefix cache at the first admission of each sequence, and those found."""
+        """Number of tokens looked up in the prefix cache at the first admission of each sequence, and number of tokens
+        found."""
 
     def admit(self, room: StepBudget, planned: list[ScheduledSequence], *, before: Sequence | None = None) -> None:
-        """Admit waiting sequences while they fit; with `before`, those that precede this running sequence."""
+        """Admit waiting sequences while they fit; with `before`, only sequences that precede this running sequence."""
         if not len(self._waiting) or not self.has_place:
             return
         skipped: list[Sequence] = []
@@ -181,13 +185,13 @@ class Admission:
         return self.has_place and self._headroom().fits(hit, sequence.num_tokens)
 
     def give_back_slot(self, sequence: Sequence) -> None:
-        """Give back the slot of the adapter of a sequence that ends or waits again; without effect if it has none."""
+        """Free the adapter slot of a sequence that ends or waits again; no effect if it has none."""
         if sequence.adapter is not None and sequence.adapter_slot != NO_SLOT:
             self._slots.give_back(sequence.adapter)
             sequence.adapter_slot = NO_SLOT
 
     def start(self, sequence: Sequence) -> None:
-        """Add a sequence whose KV was loaded to the running ones."""
+        """Add a sequence whose KV was loaded to the running sequences."""
         self._running.append(sequence)
         self._running.sort(key=self._policy.order)
         self._started.append(sequence.request_id)
@@ -210,16 +214,16 @@ class Admission:
         return len(self._running) + len(self._loading) < self._limits.max_sequences
 
     def _lacks_slot(self, sequence: Sequence, passed: list[Sequence]) -> bool:
-        """Return whether a sequence is passed over: its adapter has no slot, or the first one passed over comes
-        first."""
+        """Return whether a sequence is passed over: its adapter has no slot, or the first sequence passed over takes
+        precedence."""
         if sequence.adapter is None:
             return False
         is_reserved = bool(passed) and passed[0].num_overtaken >= _MAX_OVERTAKEN
         return is_reserved or not self._slots.can_take(sequence.adapter)
 
     def _awaits(self, sequence: Sequence, num_hit: int, pending: set[BlockHash | None]) -> bool:
-        """Return whether another sequence is computing or loading the block after the cached prefix, which this one
-        could then use."""
+        """Return whether another sequence is computing or loading the block after the cached prefix, so that this
+        sequence can use it."""
         is_usable = (num_hit + 1) * self._allocator.block_tokens <= sequence.num_reusable
         return is_usable and sequence.names[num_hit] in pending
 

@@ -7,8 +7,8 @@ A sequence keeps its slot as long as it takes part in every step, so that only c
       1      -                             9 3                     (1, 0) = 9, (1, 1) = 3
     spare    -                             (for padding rows)
 
-Of groups of layers with windows (`kv.pages.layer_groups`), each has block tables of its own, whose rows begin with the
-first block that the window has not passed. They are written again from the beginning whenever it passes a block.
+Each layer group with a window (`kv.pages.layer_groups`) has its own block tables, whose rows begin with the first block
+inside the window. They are rewritten from the beginning whenever the window passes a block.
 
 The device also keeps the last token sampled in each batch slot, as input of the next step.
 """
@@ -23,7 +23,7 @@ from kvferry.engine.plan.step import ScheduledSequence
 
 @dataclass(slots=True)
 class _Row:
-    """A row of the block tables of a group of layers on the device."""
+    """A row of a layer group's block tables on the device."""
 
     version: int = 0
     num_passed: int = 0
@@ -53,7 +53,7 @@ class Writes:
 
 
 def num_passed(s: ScheduledSequence, group: int) -> int:
-    """Return the number of leading blocks of a sequence that the window of a group of layers has passed."""
+    """Return the number of leading blocks of a sequence that are behind the window of a layer group."""
     return s.num_passed[group] if s.num_passed else 0
 
 
@@ -65,7 +65,7 @@ class BatchSlots:
         Args:
             count: maximum number of sequences; one spare slot is added.
             width: blocks per row.
-            num_groups: number of groups of layers.
+            num_groups: number of layer groups.
         """
         self.spare = count
         """Index of the spare slot, which padding rows use."""
@@ -100,7 +100,7 @@ class BatchSlots:
         Args:
             scheduled: the step's sequences.
             needed: number of blocks that the step reads or writes, for each sequence.
-            group: group of layers.
+            group: the layer group.
         """
         writes = Writes()
         for s, end in zip(scheduled, needed, strict=True):

@@ -9,8 +9,8 @@ from kvferry.kv.interface.tiering import ObjectKey
 
 
 class FullBlocks:
-    """Processing of full blocks: each is added to the prefix index, stored and reported once its KV is completely
-    computed. Then pages that the windows of the model's layers have passed are released."""
+    """Processes full blocks: each is added to the prefix index, stored and reported once its KV is completely computed.
+    Then the pages behind the model's sliding windows are released."""
 
     def __init__(self, allocator: Allocator) -> None:
         self.allocator = allocator
@@ -41,7 +41,7 @@ class FullBlocks:
         full = sequence.num_computed // size
         if full <= sequence.num_listed:
             return
-        full = min(full, sequence.num_tokens // size)  # blocks with draft tokens are named once these are accepted
+        full = min(full, sequence.num_tokens // size)  # blocks with draft tokens are named once the tokens are accepted
         names = sequence.name_blocks()
         for i in range(sequence.num_listed, full):
             tokens, parent = tuple(sequence.tokens[i * size : (i + 1) * size]), names[i - 1] if i else None
@@ -59,7 +59,7 @@ class FullBlocks:
 
     def list_loaded(self, sequence: Sequence) -> None:
         """Add the full blocks of a sequence whose KV was loaded to the prefix index; see `list_full`."""
-        # Of blocks that were cached for full attention, the pages of windows have been loaded.
+        # Blocks that were cached for full attention now also have loaded pages for the windows.
         sequence.num_listed = min([sequence.num_listed, *sequence.table.passed[1:]])
         self.list_full(sequence)
 
@@ -86,7 +86,7 @@ class FullBlocks:
         return Export(pages, tuple(self.allocator.pool.epochs[b] for b in pages), num_tokens)
 
     def export_full(self, sequence: Sequence) -> Export | None:
-        """Return the pages of the full blocks, without references; `None` if no block is full."""
+        """Return the pages of the full blocks, without references; `None` if no blocks are full."""
         size = self.allocator.block_tokens
         num_tokens = sequence.num_computed // size * size
         if not num_tokens:

@@ -28,7 +28,7 @@ class LoadJob:
     """Source of the KV. After the load, all positions below its `num_tokens` are treated as computed."""
     first_block: int
     targets: tuple[BlockId, ...]
-    """Pages of the blocks in order; with groups of layers, those of all groups for each block if the source has them
+    """Pages of the blocks in order. With layer groups: the pages of all groups, block by block, if the source has them
     (`RemoteKv.has_all_pages`), otherwise in the order of `layer_groups.handed_over`."""
     is_return: bool = False
     """Whether the sequence resumes after a preemption."""
@@ -41,7 +41,7 @@ class StoreJob:
 
     key: ObjectKey
     blocks: tuple[BlockId, ...]
-    """Pages of the blocks in order; with groups of layers, those of all groups for each block."""
+    """Pages of the blocks in order; with layer groups, the pages of all groups, block by block."""
 
 
 @dataclass(frozen=True, slots=True)

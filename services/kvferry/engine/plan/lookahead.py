@@ -4,10 +4,11 @@
     next step     computes g0, samples g1       launched
     one ahead     computes g1, samples g2       C = 4, and g1 exists only on the device
 
-Only pure decode steps are planned ahead. A sequence that ends with the running step for certain takes no part; if a
-sampled token stops a sequence, or a late mask postpones its token, its part of the step ahead is discarded. The mask of
-a constrained sequence is computed while the kernels of the step ahead run, as soon as the token before is recorded. The
-runner decides whether it can compute the step before its input tokens are on the host (`pipeline.PipelinedRunner`).
+Only pure decode steps are planned ahead. A sequence that is certain to end with the running step takes no part. If a
+sampled token stops a sequence, or a late mask postpones its token, the sequence's part of the step ahead is discarded.
+The mask of a constrained sequence is computed while the kernels of the step ahead run, as soon as the previous token is
+recorded. The runner decides whether it can compute the step before its input tokens are on the host
+(`pipeline.PipelinedRunner`).
 """
 
 from collections.abc import Mapping
@@ -63,7 +64,7 @@ def one_ahead(plan: StepPlan, known: Mapping[RequestId, Sequence], allocator: Al
     Even then, block tables may have grown by one page each, which the next step uses.
 
     Args:
-        plan: the step in flight, with all running sequences, and perhaps others that have ended.
+        plan: the step in flight, with all running sequences, and possibly others that have ended.
         known: the scheduler's sequences, by request.
         allocator: allocates pages; never preempts a sequence.
     """

@@ -4,8 +4,8 @@
     device           └── step 1 ──┴── step 2 ──┴── step 3 ──┴ ..         never waits for the host
 
 If a sequence ends while a step ahead is in flight, its results of that step are discarded, but the step may still write
-to its pages. Each page that a step ahead writes to therefore has a writer until the step has ended: other sequences,
-which write only in later steps, need no such fence, but a page without a reference stays in quarantine, so that no
+to its pages. Each page that a step ahead writes to therefore has a writer until the step has ended: other sequences
+write only in later steps and need no such fence, but a page without a reference stays in quarantine, so that no
 transport gets it as the target of a load.
 """
 
@@ -62,7 +62,7 @@ class Pipeline:
     def __init__(self, runner: StepRunner, allocator: Allocator, *, runs_ahead: bool = True) -> None:
         """
         Args:
-            runner: computes the steps; without `begin` and `may_follow`, no step is launched ahead.
+            runner: computes the steps; if it lacks `begin` and `may_follow`, no steps are launched ahead.
             allocator: allocator of the pages that steps write to.
             runs_ahead: whether steps may be launched ahead.
         """
@@ -126,7 +126,7 @@ class Pipeline:
             self._next = None
 
     def _written_pages(self, plan: StepPlan) -> tuple[BlockId, ...]:
-        """Return the pages that a step of decoding sequences writes to, one for each sequence and group of layers."""
+        """Return the pages that a step of decoding sequences writes to, one for each sequence and layer group."""
         size = self._allocator.block_tokens
         pages = [s.block_ids[s.num_computed // size] for s in plan.scheduled]
         pages += [ids[s.num_computed // size] for s in plan.scheduled for ids in s.further_ids]

@@ -85,8 +85,9 @@ def needs_host(s: ScheduledSequence) -> bool:
 
 
 def banned_now(s: ScheduledSequence) -> list[int]:
-    """Return the token ids that must not be sampled: those of the plan, and the last token of each bad word whose other
-    tokens are the last generated ones. A bad word that begins in the prompt is not in the output, so it is allowed."""
+    """Return the token ids that must not be sampled: the ids banned by the plan, and the last token of each bad word
+    whose other tokens were just generated. A bad word that begins in the prompt is not part of the output, so it is
+    allowed."""
     banned, tokens = list(s.banned_token_ids), s.token_ids
     num_generated = len(tokens) - s.num_prompt
     for word in s.sampling.bad_word_token_ids:
@@ -129,7 +130,7 @@ def not_finite(s: ScheduledSequence) -> GenerationFailed:
 
 
 def none_left(s: ScheduledSequence) -> InvalidRequest:
-    """Return the error for a sequence whose sampling parameters leave no token to sample."""
+    """Return the error for a sequence whose sampling parameters leave no tokens to sample."""
     return InvalidRequest(
         f"request {s.request_id}: logit_bias, penalties, min_tokens, allowed_token_ids, bad_words and the constraint "
         "leave no token that can be sampled",

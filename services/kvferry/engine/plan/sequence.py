@@ -78,10 +78,10 @@ class RemoteKv:
     place: str = ""
     """Instance of the source, such as a peer's worker id; costs are estimated separately for each instance."""
     first_token: int = 0
-    """First position that can be loaded; earlier ones were in the prefix cache at the time of the lookup."""
+    """First position that can be loaded; earlier positions were in the prefix cache at the time of the lookup."""
     has_all_pages: bool = False
-    """Whether the source has the pages of all groups of layers for every block, as tiers do, instead of those that
-    the rows after it read."""
+    """Whether the source has the pages of all layer groups for every block, as tiers do, instead of only the pages that
+    later rows read."""
 
 
 @dataclass(slots=True, eq=False)
@@ -101,9 +101,10 @@ class Sequence:
     """Order of arrival: the earliest is scheduled first, the latest is preempted first."""
     sample_index: int = 0
     priority: int = 0
-    """Class of the request; lower numbers come first with the policies that compare classes."""
+    """Priority of the request; lower numbers come first, in policies that compare priorities."""
     latest_start: float | None = None
-    """Monotonic seconds after which its deadline can no longer be met; a sequence that waits longer is refused."""
+    """Time after which the deadline can no longer be met, monotonic seconds; a sequence that waits longer is
+    refused."""
     tenant: str = ""
     adapter: AdapterId | None = None
     adapter_slot: int = NO_SLOT
@@ -136,13 +137,13 @@ class Sequence:
     """Scored tokens of the prompt that have not been reported."""
     has_told_scores: bool = False
     pooling: PromptPooling | None = None
-    """Pooled vector of a pooling request, which samples no token."""
+    """Pooled vector of a pooling request, which samples no tokens."""
     num_preemptions: int = 0
     mask: TokenMask | None = None
-    """Mask of the next token, of a sequence with a constraint."""
+    """Mask of the next token, if the sequence has a constraint."""
     is_postponed: bool = False
     """Whether the last step sampled no token because the mask was not ready; the sequence takes part in steps again
-    when it is."""
+    once the mask is ready."""
     finish_reason: FinishReason | None = None
 
     @property
@@ -162,7 +163,7 @@ class Sequence:
 
     @property
     def num_reusable(self) -> int:
-        """Maximum number of leading tokens whose KV may be taken from a cache: all but the last one, and only those
+        """Maximum number of leading tokens whose KV may be taken from a cache: all but the last one, and only tokens
         whose rows need not be scored or pooled."""
         if self.pooling is not None:
             return self.pooling.num_reusable
@@ -183,7 +184,7 @@ class Sequence:
         """Record the scored tokens of a step that had `count` scored rows.
 
         Raises:
-            InvariantBroken: the numbers differ.
+            InvariantBroken: the number of tokens and the number of rows differ.
         """
         if len(scores) != count:
             raise InvariantBroken(f"request {self.request_id}: {len(scores)} tokens were scored in {count} rows")
@@ -240,7 +241,8 @@ class Sequence:
         return (*sorted(self.eos_token_ids), *self.sampling.stop_token_ids)
 
     def extend(self, drawn: tuple[SampledToken, ...]) -> tuple[tuple[SampledToken, ...], FinishReason | None]:
-        """Append sampled tokens up to the one that ends the sequence; return these tokens and the finish reason."""
+        """Append sampled tokens, up to and including the one that ends the sequence; return these tokens and the finish
+        reason."""
         if len(drawn) == 1:  # the most frequent case
             return drawn, self.append(drawn[0].token_id)
         for index, token in enumerate(drawn):

@@ -16,9 +16,9 @@ sampled                   t1   t2 t3 t4     t1 is always a token; t2 only if d1 
 
 A draft token is accepted if it is the token that is sampled at its position, with the random number of that position
 (Leviathan et al., Fast Inference from Transformers via Speculative Decoding, 2023, algorithm 1, for a draft without
-probabilities whose draws are coupled with the model's). So drafts change the number of steps, and no token. With
-`draft_sources`, the rule of that algorithm decides instead (`run.rejection`), and drafts change tokens, but not their
-distribution.
+probabilities whose draws are coupled with the model's). So drafts change the number of steps but no tokens. With
+`draft_sources`, that algorithm's rejection rule applies instead (`run.rejection`), and drafts change tokens, but not
+their distribution.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -46,7 +46,7 @@ class DraftSource(NamedTuple):
     ids: npt.NDArray[np.int64]
     """[N] tokens, ascending."""
     probabilities: npt.NDArray[np.float64]
-    """[N] their probabilities, which sum to 1; any other token has probability 0."""
+    """[N] probabilities of these tokens, which sum to 1; any other token has probability 0."""
 
 
 DraftSources = Sequence[DraftSource | None]
@@ -87,9 +87,9 @@ class ScheduledSequence:
     table_version: int = 0
     """Version of the block table, 0 if unknown; while it is unchanged, blocks were only appended."""
     mask: TokenMask | None = None
-    """Mask of the first sampled row, of a sequence with a constraint."""
+    """Mask of the first sampled row, if the sequence has a constraint."""
     draft_masks: Sequence[TokenMask] = ()
-    """Masks of the other sampled rows, of a sequence with a constraint: one after each draft token."""
+    """Masks of the other sampled rows, one after each draft token, if the sequence has a constraint."""
     num_scored: int = 0
     """Number of rows whose logits score the prompt's next token: the last scheduled rows before the prompt's last
     token."""
@@ -98,22 +98,22 @@ class ScheduledSequence:
     adapter_slot: int = NO_SLOT
     """Slot of the sequence's adapter (`adapter_slots`); `NO_SLOT` without one."""
     further_ids: Sequence[Sequence[BlockId]] = ()
-    """Pages of each further group of layers, in order of position like `block_ids`. Entries behind a group's window are
+    """Pages of each further layer group, in order of position like `block_ids`. Entries behind a group's window are
     `NO_PAGE`."""
     num_passed: Sequence[int] = ()
     """Number of leading `NO_PAGE` entries of each group, the first group included; empty if there are none."""
     draft_sources: DraftSources | None = None
-    """Distributions of the draft tokens, if they are accepted by the rejection rule; `None`: a draft token is accepted
-    if it is the token that is drawn."""
+    """Distributions of the draft tokens, if the rejection rule applies; with `None`, a draft token is accepted if it
+    equals the drawn token."""
 
     @property
     def num_drafts(self) -> int:
-        """Number of draft tokens, the last of `token_ids`."""
+        """Number of draft tokens, which are the last tokens in `token_ids`."""
         return self.num_sampled - 1 if self.num_sampled > 1 else 0
 
     @property
     def is_decode(self) -> bool:
-        """Whether the sequence decodes in this step (see the function `is_decode`), perhaps with draft tokens."""
+        """Whether the sequence decodes in this step (see the function `is_decode`), possibly with draft tokens."""
         return is_decode(self.num_scheduled - self.num_drafts)
 
     @property
@@ -200,8 +200,9 @@ class StepResult:
         sampled: Sequence[Sampled],
         scored: Mapping[RequestId, tuple[ScoredToken, ...] | KvferryError] | None = None,
     ) -> "StepResult":
-        """Build a result. A sequence's rows count up to the first whose token differs from the draft, whose mask was
-        not ready, or which has an error; the sequence fails if its first row, or a row after accepted tokens, has one.
+        """Build a result. A sequence's rows count up to the first one whose token differs from the draft, whose mask
+        was not ready, or which has an error; the sequence fails if its first row, or a row after accepted tokens, has
+        an error.
 
         Args:
             scheduled: the plan's sequences.
@@ -272,7 +273,7 @@ def rows_of(s: ScheduledSequence) -> Iterator[ScheduledSequence]:
     """Yield the scheduled sequence of each sampled row of a sequence that samples.
 
     A sequence with several rows is yielded once per row, truncated after the row's token: a draw depends on the tokens
-    up to its row, on their number and on the request, and not on draft tokens after it.
+    up to its row, on their number and on the request, but not on later draft tokens.
     """
     if s.num_sampled == 1:
         yield s

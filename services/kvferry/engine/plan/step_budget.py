@@ -26,7 +26,7 @@ class SchedulerLimits:
     scheduling: str = "fcfs"
     """Scheduling policy, a key of `policies.policy.POLICIES`."""
     class_weights: str = ""
-    """Weights of priorities with the policy `weighted`, as `PRIORITY=WEIGHT,...`; priorities without one weigh 1."""
+    """Weights of priorities for the policy `weighted`, as `PRIORITY=WEIGHT,...`; other priorities have weight 1."""
     max_scored_rows: int = 64
     """Maximum number of prompt rows in a step whose logits are computed for `prompt_logprobs`; bounds the memory of
     logits."""
@@ -88,7 +88,7 @@ class StepBudget:
         return max(start, sequence.num_scored) + self._scored_rows - start
 
     def take(self, wanted: int, count: int, num_scored: int = 0) -> None:
-        """Consume budget for `count` of a sequence's `wanted` tokens, of which `num_scored` have a scored row."""
+        """Consume budget for `count` of a sequence's `wanted` tokens, of which `num_scored` have scored rows."""
         self.tokens -= count
         self._scored_rows -= num_scored
         if not is_decode(wanted):

@@ -29,8 +29,8 @@ class TokenMask(Protocol):
         ...
 
     def wait(self) -> Bits | None:
-        """Return which tokens may come next; `None` if the mask is not ready in time. Then the
-        sequence must be left out of the steps until `is_ready`.
+        """Return which tokens may come next; `None` if the mask is not ready in time. In that case, the sequence must
+        be left out of steps until `is_ready`.
 
         Raises:
             KvferryError: the constraint cannot be compiled or continued; the sequence must end.
@@ -42,8 +42,8 @@ class TokenMask(Protocol):
         ...
 
     def following(self) -> "TokenMask":
-        """Return the mask of the token after the one that this mask allows, before that token is known. `after` starts
-        to compute it and returns the same mask; after `abandon` its `wait` returns `None`."""
+        """Return the mask of the token that follows this mask's token, before the latter is known. `after` starts
+        computing it and returns the same mask; after `abandon`, its `wait` returns `None`."""
         ...
 
     def abandon(self) -> None:
@@ -51,8 +51,8 @@ class TokenMask(Protocol):
         ...
 
     def forced_tokens(self) -> Sequence[int]:
-        """Return tokens that the constraint probably forces next, for drafts: the shortest output that follows may also
-        be split otherwise into tokens. Empty if there are none, or the mask is not ready in time."""
+        """Return tokens that the constraint probably forces next, for drafts; the text that must follow may also have
+        other tokenizations. Empty if there are none, or the mask is not ready in time."""
         ...
 
     def num_allowed(self, token_ids: Sequence[int]) -> int:
@@ -60,6 +60,6 @@ class TokenMask(Protocol):
         ...
 
     def after_each(self, token_ids: Sequence[int]) -> "Sequence[TokenMask]":
-        """Start to compute the mask after each prefix of `token_ids`, which must be allowed. The masks are only for
+        """Start computing the mask after each prefix of `token_ids`, which must be allowed. The masks support only
         `wait`; this mask can still be used."""
         ...

@@ -1,4 +1,4 @@
-"""Weights of request classes for the `weighted` policy."""
+"""Weights of priorities for the `weighted` policy."""
 
 from collections.abc import Mapping
 
@@ -8,7 +8,7 @@ MAX_CLASSES = 64
 MAX_WEIGHT = 1000
 
 Weights = Mapping[int, int]
-"""Weight by priority number; other priorities weigh 1."""
+"""Weight by priority number; other priorities have weight 1."""
 
 
 def read_weights(spec: str) -> Weights:
@@ -18,8 +18,8 @@ def read_weights(spec: str) -> Weights:
         spec: empty for equal weights.
 
     Raises:
-        UsageError: an entry is not a pair of whole numbers, a weight is not from 1 to 1000, a priority appears twice,
-            or there are more than 64 entries.
+        UsageError: an entry is not a pair of whole numbers, a weight is not between 1 and 1000, a priority appears
+            twice, or there are more than 64 entries.
     """
     weights: dict[int, int] = {}
     entries = spec.split(",") if spec else []

@@ -1,4 +1,4 @@
-"""The latest times at which waiting sequences must start to meet their deadlines."""
+"""The latest times at which waiting sequences can start and still meet their deadlines."""
 
 import heapq
 
@@ -29,7 +29,8 @@ class Deadlines:
 
 
 def is_overdue(sequence: Sequence) -> bool:
-    """Return whether a sequence past its latest start is refused: one that has computed and sampled nothing."""
+    """Return whether a sequence past its latest start is refused, which is the case if nothing has been computed or
+    sampled for it."""
     is_new = sequence.num_preemptions == 0 and sequence.num_generated == 0
     return sequence.state is SequenceState.WAITING and is_new
 

@@ -12,7 +12,8 @@
 With `priority`, a waiting request takes the place of a running one with a higher number. `srtf` (shortest remaining
 time first) lets a steady stream of short prompts delay a long one without a bound. `srtf` and `two-level` compare
 priorities before remaining tokens (Kwon, "vLLM: an efficient inference engine for large language models", 2025,
-section 4.5). With `weighted`, the classes that wait share admitted tokens in proportion to the limits' `class_weights`.
+section 4.5). With `weighted`, priorities that have waiting sequences share admitted tokens in proportion to
+`class_weights`.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -36,7 +37,7 @@ Remaining = Callable[[Sequence], int]
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """A scheduling policy: a queue, and two decisions about running sequences."""
+    """A scheduling policy: a queue of waiting sequences, and decisions about running ones."""
 
     name: str
     make_queue: Callable[[Remaining, Weights], WaitingQueue]
@@ -46,7 +47,7 @@ class Policy:
     is_shortest_first: bool = False
     """Whether sequences with fewer remaining tokens are computed first, waiting or running."""
     displaces: bool = False
-    """Whether a waiting sequence takes the place of a running one of a lower class."""
+    """Whether a waiting sequence displaces a running one of lower priority."""
 
     @property
     def mixes(self) -> bool:
@@ -73,7 +74,7 @@ class Policy:
         """Return whether a waiting sequence gets tokens of a step before a running prompt.
 
         Args:
-            waiting: the first sequence of the queue.
+            waiting: the first sequence in the queue.
             num_remaining: number of its tokens that are neither computed nor cached.
             running: a running sequence.
         """
@@ -85,7 +86,7 @@ class Policy:
         return self.is_shortest_first and num_remaining < left
 
     def displaced(self, waiting: Sequence, running: Sequence) -> bool:
-        """Return whether a waiting sequence takes the place of a running one."""
+        """Return whether a waiting sequence displaces a running one."""
         return self.displaces and waiting.priority < running.priority
 
 

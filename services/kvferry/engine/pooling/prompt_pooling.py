@@ -5,7 +5,7 @@
     mean        [ 0 .............. 8 ]           all rows, summed over chunks
     cls         [0]                              one row
 
-A row whose KV is cached has no hidden state, so that tokens are reused only up to the first row that is still needed.
+A row whose KV is cached has no hidden state, so cached tokens are reused only up to the first row that is still needed.
 If the sequence is preempted, its sum is kept, and the rows in it are not added again.
 """
 
@@ -20,7 +20,7 @@ NO_ROWS = range(0)
 
 
 class PromptPooling:
-    """Pooled vector of one prompt, while it is computed."""
+    """Pooled vector of one prompt while it is being computed."""
 
     def __init__(self, params: PoolingParams, num_prompt: int) -> None:
         """
@@ -45,7 +45,7 @@ class PromptPooling:
 
     @property
     def may_load(self) -> bool:
-        """Whether no row before the prompt's last one is needed, so that KV of peers and tiers can be loaded."""
+        """Whether only the prompt's last row is needed, so that KV of peers and tiers can be loaded."""
         return self.num_reusable == self._last
 
     def positions(self, start: int, count: int) -> range:

@@ -22,7 +22,7 @@ def begin_recording(
     resets_cache: bool = False,
     on_full: Callable[[], object] = lambda: None,
 ) -> Recording:
-    """Begin to record an engine's steps. The log can be replayed if the engine is idle and its prefix cache empty.
+    """Begin recording an engine's steps. The log can be replayed if the engine is idle and its prefix cache empty.
 
     Args:
         engine: the engine, on the thread that owns it.

@@ -1,7 +1,7 @@
 """Reads and writes step logs as JSON lines.
 
-A log without tokens has ids of the full blocks of prompt and output instead, under a key that is not stored. Reading
-makes tokens of the ids, so that the same prefixes are equal; end tokens become `END_TOKEN`.
+A log without tokens instead has ids of the full blocks of prompt and output, hashed with a key that is not stored.
+Reading generates tokens from the ids, so that equal prefixes stay equal; end tokens become `END_TOKEN`.
 """
 
 import json
@@ -109,10 +109,10 @@ def sampling_of(request: LoggedRequest) -> SamplingParams:
 
 @contextmanager
 def replayed(step: int) -> Iterator[None]:
-    """Report an error of an event or a step as that of a log that contradicts itself, such as one that was edited.
+    """Report an error in an event or a step as an inconsistent log, for example one that was edited.
 
     Raises:
-        UsageError: in place of the error.
+        UsageError: replaces the error.
     """
     try:
         yield
@@ -175,7 +175,7 @@ def _request(entry: Any) -> LoggedRequest:
 
 
 def _complete(log: StepLog) -> None:
-    """Check that requests and steps fit, and make the tokens of a log that has none."""
+    """Check that requests and steps match, and generate the tokens of a log without tokens."""
     arrived = {number for step in log.steps for kind, number in step.events if kind == ADD}
     if missing := arrived - log.requests.keys():
         raise ValueError(f"request {min(missing)} arrives, but is not described")
@@ -196,7 +196,7 @@ def _complete(log: StepLog) -> None:
 
 
 def _tokens(request: LoggedRequest, count: int, block_tokens: int) -> list[int]:
-    """Make the tokens of a request from the ids of its blocks; those of the last, partial block are its own."""
+    """Generate the tokens of a request from the ids of its blocks; the last, partial block gets unique tokens."""
     tokens: list[int] = []
     for name in (*request.names, f"end of {request.number}"):
         draw = Random(f"{name}")  # noqa: S311  tokens that stand for a block need no secret numbers
@@ -207,7 +207,7 @@ def _tokens(request: LoggedRequest, count: int, block_tokens: int) -> list[int]:
 
 
 def _fill(log: StepLog) -> None:
-    """Give the steps of a log without tokens the tokens of its requests."""
+    """Set the tokens of the steps of a log without tokens, from its requests."""
     at = {number: request.num_given for number, request in log.requests.items()}
     for step in log.steps:
         filled: list[tuple[int, list[int]]] = []
@@ -218,7 +218,7 @@ def _fill(log: StepLog) -> None:
                 at[number] += len(ids)
                 ids = request.tokens[start : at[number]]
                 if number in step.stopped:
-                    ids[-1] = END_TOKEN  # its KV is never computed, so that no name depends on it
+                    ids[-1] = END_TOKEN  # its KV is never computed, so no name depends on it
             filled.append((number, ids))
         step.tokens = filled
 

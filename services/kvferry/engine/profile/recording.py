@@ -25,14 +25,14 @@ from kvferry.engine.profile.watch import MESSAGES, StepWatch
 
 MAX_STEPS = 10_000
 _MAX_ITEMS = 2_000_000
-"""Bound on planned sequences and tokens of a recording, about 200 MB."""
+"""Maximum total of planned sequences and tokens in a recording, about 200 MB."""
 _IDLE_PER_STEP = 4
-"""Calls without a step that are recorded per requested step."""
+"""Maximum number of calls without a step that are recorded per requested step."""
 
 
 class Recording(StepWatch):
-    """A recording of a number of steps. Used on the engine's thread, and `runner_phase` and `kernels` on the one that
-    computes; the log is read after `is_full`."""
+    """A recording of a number of steps. Call its methods from the engine thread, except `runner_phase` and `kernels`,
+    which the runner thread calls. Read the log after `is_full`."""
 
     def __init__(
         self,
@@ -51,8 +51,8 @@ class Recording(StepWatch):
             clock: measures the phases.
             steps: number of steps to record.
             has_tokens: whether the log has the tokens of prompts and outputs, which a replay by an engine needs.
-            obstacle: why the log cannot be replayed, if that is known.
-            first_export: number of the engine's next export, which is 0 in the log.
+            obstacle: reason why the log cannot be replayed, if one is known.
+            first_export: number of the engine's next export; the log counts from 0.
             on_full: called once, on the engine's thread, when all steps are recorded.
         """
         self.log = StepLog(engine, has_tokens, obstacle)
@@ -192,7 +192,7 @@ def _obstacles(request: EngineRequest) -> list[str]:
 
 
 def _sampling(sampling: SamplingParams) -> dict[str, object]:
-    """Return the parameters that are not the defaults."""
+    """Return the parameters that differ from the defaults."""
     default = SamplingParams()
     return {
         one.name: getattr(sampling, one.name)

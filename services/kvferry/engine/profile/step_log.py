@@ -1,11 +1,11 @@
-"""A step log: the requests that an engine took in, and what it planned, step by step. Written as JSON lines.
+"""A step log: the requests that an engine received, and its plans, step by step. Written as JSON lines.
 
     {"kvferry_steps": 1, "engine": {...}, "has_tokens": false, ...}                       the head
     {"events": [["add", 0], ["abort", 3]], "plan": [[0, 0, 40, 1]], "tokens": [[0, [17]]], ...}    one for each step
     {"request": 0, "prompt": 40, "ids": [..], ...}                                        one for each request
 
-A log begins with an idle engine and an empty prefix cache, so that a scheduler that takes in the same events between
-the same steps plans the same steps (`simulator.worker.step_replay`). `obstacle` is the reason if that is not so.
+A log begins with an idle engine and an empty prefix cache, so a scheduler that receives the same events between the
+same steps plans the same steps (`simulator.worker.step_replay`). `obstacle` is the reason if this does not hold.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from kvferry.engine.plan.step import StepPlan
 from kvferry.engine.plan.step_budget import SchedulerLimits
 
 Planned = tuple[int, int, int, int]
-"""Number of a request; tokens computed before, scheduled, and rows sampled in the step."""
+"""Number of a request; tokens computed before the step; tokens scheduled and rows sampled in the step."""
 Event = tuple[str, int]
 """One of `EVENTS`, and the number of the request or of the export; 0 for `reset`."""
 ADD, ABORT, RELEASE, RESET = "add", "abort", "release", "reset"
@@ -24,7 +24,7 @@ EVENTS = (ADD, ABORT, RELEASE, RESET)
 
 
 def planned(plan: StepPlan, number: Callable[[RequestId], int] = int) -> list[Planned]:
-    """Return a plan as it is logged.
+    """Return a plan in the form in which it is logged.
 
     Args:
         plan: the plan of a step.
@@ -46,7 +46,7 @@ class EngineFacts:
 
 @dataclass(slots=True)
 class LoggedRequest:
-    """A request. Its fields are those of `EngineRequest`."""
+    """A request; the fields correspond to those of `EngineRequest`."""
 
     number: int
     scope: int
@@ -59,15 +59,15 @@ class LoggedRequest:
     keeps: bool = False
     sample_index: int = 0
     tokens: list[int] = field(default_factory=list)
-    """Prompt and known output, if the log has tokens."""
+    """Tokens of the prompt and the known output, if the log has tokens."""
     names: list[int] = field(default_factory=list)
-    """Otherwise ids of the full blocks of prompt and known output."""
+    """Ids of the full blocks of the prompt and the known output, if the log has no tokens."""
     sampling: dict[str, object] = field(default_factory=dict)
-    """Sampling parameters that are not the defaults, if the log has tokens."""
+    """Sampling parameters that differ from the defaults, if the log has tokens."""
 
     @property
     def num_given(self) -> int:
-        """Tokens at its arrival: prompt, and those generated before."""
+        """Tokens at its arrival: the prompt, and tokens generated earlier."""
         return self.num_prompt + self.num_generated
 
 
@@ -79,7 +79,7 @@ class LoggedStep:
     """Events since the previous step, in order."""
     plan: list[Planned] = field(default_factory=list)
     tokens: list[tuple[int, list[int]]] = field(default_factory=list)
-    """Number of a request and its sampled tokens; if the log has no tokens, their number only, as -1 each."""
+    """Number of a request and its sampled tokens; in a log without tokens, -1 for each token."""
     stopped: list[int] = field(default_factory=list)
     """Requests whose last token in this step is an end token."""
     is_ahead: bool = False

@@ -1,4 +1,4 @@
-"""Times of phases by lane, and their form as a Chrome trace.
+"""Times of phases by lane, and their conversion to a Chrome trace.
 
 lane engine    | messages | plan | compute ............... | record |  gap
 lane runner                        | forward ...... | sample |
@@ -36,7 +36,7 @@ class Timeline:
         self._open: dict[str, tuple[str, float]] = {}
 
     def begin(self, lane: str, name: str, now: float) -> None:
-        """Begin a phase of a lane, and end the one before it; an empty name only ends it."""
+        """Begin a phase of a lane, and end the previous one; an empty name only ends the previous phase."""
         self.end(lane, now)
         if name:
             self._open[lane] = (name, now)
@@ -48,8 +48,8 @@ class Timeline:
             self.spans.append(Span(lane, begun[0], begun[1], now))
 
     def kernels(self, seconds: Mapping[str, float]) -> None:
-        """Add the kernels of the runner's last forward pass. Only sums are known: they are drawn one after the other,
-        in proportion to their seconds, over the span of the pass."""
+        """Add the kernels of the runner's last forward pass. Only total durations are known, so the kernels are drawn
+        one after another, in proportion to their durations, over the span of the pass."""
         total = sum(seconds.values())
         last = next((span for span in reversed(self.spans) if span.lane == RUNNER), None)
         if last is None or total <= 0:
@@ -76,7 +76,7 @@ class PhaseStatistics:
 
 
 def with_gaps(spans: Iterable[Span], lane: str = ENGINE) -> list[Span]:
-    """Return spans and, for one lane, a span for each time between two of them, sorted by their beginning."""
+    """Return the spans and, for one lane, a span for each gap between two of its spans, sorted by start."""
     ordered = sorted(spans, key=lambda span: span.begun)
     gaps: list[Span] = []
     end: float | None = None
@@ -90,7 +90,7 @@ def with_gaps(spans: Iterable[Span], lane: str = ENGINE) -> list[Span]:
 
 
 def statistics(spans: Iterable[Span]) -> list[PhaseStatistics]:
-    """Summarize phases by lane and name, the longest of each lane first."""
+    """Summarize phases by lane and name, longest first within each lane."""
     times: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
     known = list(spans)
     for span in known:
@@ -116,7 +116,7 @@ def chrome_trace(spans: Iterable[Span], steps: Iterable[LoggedStep]) -> dict[str
 
     Args:
         spans: phases of all lanes.
-        steps: the steps; each with a plan becomes an event with its numbers of sequences and tokens.
+        steps: the steps; each step with a plan becomes an event with its number of sequences and of tokens.
     """
     events: list[dict[str, object]] = [
         {"ph": "M", "pid": 1, "tid": number, "name": "thread_name", "args": {"name": lane}}

@@ -1,6 +1,6 @@
 """The interface through which an engine and its runner report what they do.
 
-Calls cost a few tens of nanoseconds while nothing is recorded, so that the engine needs no second path.
+Calls cost a few tens of nanoseconds while nothing is recorded, so the engine needs no separate path.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from kvferry.engine.plan.kv_jobs import SequenceUpdate
 from kvferry.engine.plan.step import StepPlan
 
 MESSAGES, PLAN, COMPUTE, RECORD = "messages", "plan", "compute", "record"
-"""Phases of the engine's thread in a step, in order: take in messages, plan, launch and wait, record the results."""
+"""Phases of the engine's thread in a step, in order: process messages, plan, launch and wait, record the results."""
 FORWARD, SAMPLE = "forward", "sample"
 """Phases of a runner that samples on the host."""
 
@@ -22,7 +22,7 @@ class StepWatch:
     __slots__ = ()
 
     def added(self, request: EngineRequest, max_tokens_total: int) -> None:
-        """Handle the acceptance of a request; its sequence ends with `max_tokens_total` tokens at the latest."""
+        """Handle the acceptance of a request; its sequence has at most `max_tokens_total` tokens."""
 
     def aborted(self, request_id: RequestId) -> None:
         """Handle the abort of a request, which may already have ended."""
@@ -41,7 +41,7 @@ class StepWatch:
 
         Args:
             plan: the plan.
-            updates: results of its sequences, and of those that failed before it.
+            updates: results of its sequences, and of sequences that failed before it.
             is_ahead: whether the next step was launched before the results of this one were read.
         """
 
@@ -49,7 +49,7 @@ class StepWatch:
         """Handle the start of a phase on the runner's thread; an empty name ends the last phase."""
 
     def kernels(self, seconds: Mapping[str, float]) -> None:
-        """Handle the seconds of each kind of kernel since the last call, summed over threads."""
+        """Handle the time spent in each kind of kernel since the last call, in seconds, summed over threads."""
 
 
 NO_WATCH = StepWatch()

@@ -22,8 +22,8 @@ def build_runner(
         model: the model.
         kv: the model's KV pages.
         max_sequences: maximum number of sequences in a step.
-        cuda_graphs: one of `CUDA_GRAPHS`; only the GPU kernel family on a GPU can be captured.
-        runs_ahead: whether the engine launches steps ahead, for which a CPU runner needs a thread.
+        cuda_graphs: one of `CUDA_GRAPHS`; only the GPU kernel backend on a GPU can be captured.
+        runs_ahead: whether the engine launches steps ahead; a CPU runner then needs a thread.
 
     Raises:
         UsageError: `cuda_graphs` is unknown.

@@ -13,7 +13,7 @@ from kvferry.engine.pooling.prompt_pooling import Sums
 
 
 def pool(hidden: npt.NDArray[np.float32], scheduled: Sequence[ScheduledSequence]) -> dict[RequestId, Sums]:
-    """Sum the hidden states of each sequence's pooled rows; a sum that is not finite shows that a row is not.
+    """Sum the hidden states of each sequence's pooled rows; a non-finite sum means that a row is not finite.
 
     Args:
         hidden: [H, hidden] hidden states of all pooled rows of the step, in the order of `StepBatch.hidden_rows`.

@@ -4,10 +4,10 @@
     draft token x, drawn from q:   accepted with probability min(1, p(x) / q(x)),
                                    otherwise the token is drawn from max(0, p - q), normalized
 
-The token has the distribution p whatever q is, and x is accepted with probability sum of min(p, q), the largest that
-any rule has. A token that was not drawn, as one from the text, has q(x) = 1. The number of draft tokens must not depend
-on their values. The three random numbers of a position are independent: of the token, of its draft and of the
-acceptance (`core.philox`).
+The token has the distribution p whatever q is, and x is accepted with the probability sum of min(p, q), the largest of
+any rule. A token that was not drawn, such as one from the text, has q(x) = 1. The number of draft tokens must not
+depend on their values. The random numbers for the token, for its draft and for the acceptance are independent
+(`core.philox`).
 """
 
 from typing import NamedTuple
@@ -21,9 +21,10 @@ from kvferry.engine.plan.step import DraftSource
 Floats = npt.NDArray[np.float64]
 
 MAX_SOURCE_TOKENS = 1024
-"""Maximum number of tokens of a draft's distribution; the most probable ones, so that a draft token takes 16 KiB."""
+"""Maximum number of tokens in a draft's distribution, which keeps the most probable ones; a draft token takes 16
+KiB."""
 _TOKEN, _DRAFT, _ACCEPTANCE = 0, 1, 2
-"""Numbers of the draws at a position."""
+"""Numbers of the random draws at a position."""
 
 
 class Proposed(NamedTuple):
@@ -31,11 +32,11 @@ class Proposed(NamedTuple):
 
     token: int
     source: DraftSource | None
-    """Distribution from which it was drawn; `None`: it was not drawn."""
+    """Distribution from which it was drawn; `None` if it was not drawn."""
 
 
 def verified(p: Floats, proposed: Proposed, seed: int, sample_index: int, position: int) -> int:
-    """Return the token of a row with a draft token: the draft token if it is accepted, and only then.
+    """Return the token of a row with a draft token. The result equals the draft token exactly if it is accepted.
 
     Args:
         p: [vocabulary] distribution of the token.
@@ -46,7 +47,7 @@ def verified(p: Floats, proposed: Proposed, seed: int, sample_index: int, positi
     """
     token, source = proposed
     share = 1.0 if source is None else _share(source, token)
-    # A draft token without a share was not drawn from its source; it is refused.
+    # A draft token with probability 0 was not drawn from its source; it is rejected.
     if share > 0.0 and uniform(seed, sample_index, position, _ACCEPTANCE) * share < p[token]:
         return token
     rest = _remaining(p, token, source)
@@ -54,7 +55,7 @@ def verified(p: Floats, proposed: Proposed, seed: int, sample_index: int, positi
 
 
 def drawn(p: Floats, seed: int, sample_index: int, position: int) -> tuple[int, DraftSource]:
-    """Draw a draft token; return it and the distribution that it comes from: the most probable tokens of p.
+    """Draw a draft token; return it and the distribution from which it was drawn: the most probable tokens of p.
 
     Args:
         p: [vocabulary] distribution of the draft model.

@@ -40,7 +40,7 @@ class Runner:
         self.kv = kv
         self._slots: dict[int, PackedAdapter] = {}
         self.shown: ShownStates | None = None
-        """Hidden states that steps return of every row, for a head; `None` without one."""
+        """Hidden states of every row that steps return, for a head; `None` without a head."""
         self.watch: Callable[[StepPlan], None] | None = None
         """Callback for measurements, called with every plan before its execution."""
         self.phases: StepWatch = NO_WATCH
@@ -48,7 +48,7 @@ class Runner:
         self._kernel_seconds: Callable[[], Mapping[str, float]] | None = getattr(model, "phase_seconds", None)
 
     def activate(self, slot: int, adapter: PackedAdapter) -> None:
-        """Put an adapter into a slot, for the steps that are prepared from now on."""
+        """Put an adapter into a slot, for all steps prepared from now on."""
         self._slots[slot] = adapter
 
     def copy_pages(self, copies: Sequence[PageCopy]) -> None:
@@ -129,7 +129,7 @@ class ComputedStep:
     hidden: npt.NDArray[np.float32] | None = None
     """Hidden states of the pooled rows, or of all rows if a head reads them; `None` without such rows."""
     tapped: npt.NDArray[np.float32] | None = None
-    """Inputs of layers that a head reads, of all rows; `None` without such a head."""
+    """Inputs of the layers that a head reads, for all rows; `None` without such a head."""
     shown: ShownStates | None = None
     """Hidden states that a head reads; `None` without a head."""
 

@@ -3,14 +3,14 @@
     logits ─ mask ─ bias ─ penalties ─ bans ─ / temperature ─ softmax ─ top k ─ top p ─ min p ─ typical p ─ draw
        └─ log-probabilities are taken here, from the unmodified logits
 
-Bans are those of `min_tokens`, `bad_words` and `allowed_token_ids`. `typical_p` refers to the distribution over the
-tokens that the cuts before it keep.
+Bans come from `min_tokens`, `bad_words` and `allowed_token_ids`. `typical_p` refers to the distribution over the tokens
+that top-k, top-p and min-p filtering keep.
 
 A draw takes one uniform number u from the counter-based generator, keyed by (seed, sample, position), and walks the
 kept tokens, most probable first and lowest id first on ties, until the sum of their probabilities exceeds u times the
 sum over all kept tokens. All computations are in float64, row by row, so that the same logits give the same token in
-any batch. Greedy sampling takes the first token of that order. `rejection` replaces the draw of a draft token's row
-where the plan asks for the rejection rule.
+any batch. Greedy sampling takes the first token of that order. `rejection` replaces the draw for a draft token's row if
+the plan uses the rejection rule.
 """
 
 from collections import Counter
@@ -46,13 +46,13 @@ vocabulary of 49,152 tokens takes ten times as long."""
 
 
 def sample(logits: Logits, scheduled: Sequence[ScheduledSequence]) -> list[Sampled]:
-    """Sample one token for each sampled row. The result of a row with a non-finite logit, or without a token to sample,
-    is an error, and that of a row whose mask is not ready is `None`; other rows are not affected. Rows after one that
-    differs from its draft token do not count (`StepResult.of`) and are not sampled.
+    """Sample one token for each sampled row. The result is an error for a row with a non-finite logit or with no tokens
+    to sample, and `None` for a row whose mask is not ready; other rows are not affected. Rows after a row that differs
+    from its draft token do not count (`StepResult.of`) and are not sampled.
 
     Args:
         logits: logits of R rows.
-        scheduled: sequences with R sampled rows in all, in the order of rows.
+        scheduled: sequences with R sampled rows in total, in the order of rows.
 
     Raises:
         InvariantBroken: a sequence that samples has no seed.
@@ -97,8 +97,8 @@ def is_greedy(scheduled: Sequence[ScheduledSequence]) -> bool:
 
 
 def _sample_masked(logits: Logits, row: int, s: ScheduledSequence, mask: TokenMask) -> Sampled:
-    """Sample a token that the constraint allows. If bans leave none of them, as `min_tokens` does at the end of a
-    grammar, the constraint takes precedence and the bans are dropped."""
+    """Sample a token that the constraint allows. If bans leave none of the allowed tokens, as `min_tokens` may at the
+    end of a grammar, the constraint takes precedence and the bans are dropped."""
     try:
         allowed = mask.wait()
     except KvferryError as error:
@@ -117,7 +117,7 @@ def _sample_masked(logits: Logits, row: int, s: ScheduledSequence, mask: TokenMa
 
 
 def _best_of(row: npt.NDArray[np.float32], allowed: Bits) -> int:
-    """Return the allowed token with the largest logit. Most masks allow a few tokens only."""
+    """Return the allowed token with the largest logit. Most masks allow only a few tokens."""
     ids = np.flatnonzero(unpacked(allowed, len(row)))
     return int(ids[row[ids].argmax()])
 
@@ -216,7 +216,7 @@ def probabilities(logits: Floats, params: SamplingParams) -> Floats:
 
 
 def _kept(weights: Floats, params: SamplingParams) -> Ids:
-    """Return the ids of the tokens that the cuts keep."""
+    """Return the ids of the tokens that top-k, top-p, min-p and typical-p filtering keep."""
     for count in (*_HEAD_TOKENS, len(weights)):
         head = _head(weights, max(count, params.top_k))
         ids = _by_weight(weights, head)
@@ -257,7 +257,7 @@ def _walk(head: Floats, weights: Floats, params: SamplingParams, u: float, *, is
     if num_kept is not None:
         return _select(head[:num_kept], u)
     if params.top_p < 1.0 or params.min_p > 0.0 or params.typical_p < 1.0:
-        return None  # the cut is beyond the head, so the kept tokens are unknown
+        return None  # the boundary is beyond the head, so the kept tokens are unknown
     sums = np.cumsum(head)
     target = u * float(weights.sum())
     return None if target >= sums[-1] else int(np.searchsorted(sums, target, side="right"))
@@ -291,10 +291,10 @@ def _select(weights: Floats, u: float) -> int:
 
 def _typical(weights: Floats, mass: float) -> Ids:
     """Return the indices of the locally typical tokens, ascending (Meister et al., Locally Typical Sampling, 2023,
-    section 4): those whose information content is closest to the entropy, the fewest that have probability `mass`.
+    section 4): the smallest set of tokens with probability `mass` whose information content is closest to the entropy.
 
     Args:
-        weights: weights of the kept tokens in descending order. Of tokens equally close, the first ones are taken.
+        weights: weights of the kept tokens in descending order. Among equally close tokens, the first ones are taken.
         mass: probability of the result, above 0 and below 1.
     """
     weights = weights[: np.count_nonzero(weights)]  # the others cannot be drawn, and their information is infinite

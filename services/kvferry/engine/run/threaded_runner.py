@@ -54,14 +54,14 @@ class TokensAhead(Sequence[int]):
 
 
 class LaunchedStep:
-    """A step for the compute thread. Only what the next step needs is done there: the engine's thread builds the batch
-    before, and the result after."""
+    """A step for the compute thread. That thread does only the work that the next step needs: the engine's thread
+    builds the batch before it and the result after it."""
 
     def __init__(self, runner: Runner, plan: StepPlan, previous: "LaunchedStep | None") -> None:
         """
         Args:
             runner: computes the step.
-            plan: the plan. If it lacks the input tokens of decoding sequences, `previous` samples one for each.
+            plan: the plan. If it lacks the input tokens of decoding sequences, `previous` samples them.
             previous: the step before this one; `None` if all input tokens are known.
 
         Raises:
@@ -117,7 +117,7 @@ class LaunchedStep:
 
 
 class ThreadedRunner(Runner):
-    """Runner that computes steps on a thread of its own, which ends with the runner."""
+    """Runner that computes steps on its own thread, which ends with the runner."""
 
     def __init__(self, model: Model, kv: PagedKv) -> None:
         """
@@ -132,7 +132,8 @@ class ThreadedRunner(Runner):
         weakref.finalize(self, stop)
 
     def begin(self, plan: StepPlan) -> LaunchedStep:
-        """Launch a step after those launched before. If input tokens are not known yet, the previous step samples them.
+        """Launch a step after all previously launched steps. If input tokens are not known yet, the previous step
+        samples them.
 
         Raises:
             InvariantBroken: the plan does not match its sequences.

@@ -1,7 +1,8 @@
 """Estimates of the probability that the next draft token is accepted, from earlier drafts.
 
-All drafts are compared with the sampled tokens, also drafts that no step verified: a proposal that was not worth its
-rows still shows whether the next one is. An estimate combines two counts, in which older events weigh less:
+All drafts are compared with the sampled tokens, including drafts that no step verified: a proposal that was not worth
+its rows still shows whether the next one will be. An estimate combines two counts in which older events have less
+weight:
 
     probability  =  (hits of this sequence + W * probability of the support) / (tries of this sequence + W)
 
@@ -14,19 +15,19 @@ from bisect import bisect_left, bisect_right
 _DECAY = 0.9
 """Factor by which the weight of a sequence's earlier events decreases at each event; about the last ten matter."""
 _MODEL_DECAY = 0.95
-"""The same for tokens of a draft model, of which one draft compares several."""
+"""Decay factor for tokens of a draft model, where each draft yields several events."""
 _CLASS_DECAY = 0.99
 _PRIOR_WEIGHT = 3.0
-"""W: tries of a sequence that count as much as the events of all sequences."""
+"""W: number of a sequence's tries that weigh as much as the events of all sequences."""
 _FIRST_TRIES = 8.0
 MIN_CONFIDENCE = 0.2
-"""A draft of a model or a head ends before a token to which it gives less than this probability."""
+"""The draft of a model or a head ends before a token to which it assigns a lower probability than this."""
 FORCED = 0
-"""Support of a token that a constraint forces."""
+"""Support class of a token that a constraint forces."""
 _MATCHES = (1, 2, 4, 8, 16)
 """Upper bounds of the classes of match lengths; longer matches form one more class."""
 _CONFIDENCES = (0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98)
-"""Lower bounds of the classes of a draft model's probabilities, but for the first class."""
+"""Lower bounds of the classes of a draft model's probabilities, except for the first class."""
 _FIRST_PROBABILITIES = (
     *(0.95,),  # forced
     *(0.25, 0.4, 0.6, 0.7, 0.8, 0.85),  # by length of the match
@@ -37,8 +38,8 @@ _FIRST_PROBABILITIES = (
 _FIRST_OF_MODEL = 2 + len(_MATCHES)
 """The lowest support of a draft model's tokens."""
 DRAWN = len(_FIRST_PROBABILITIES) - 1
-"""Support of a token that was drawn from a draft model's distribution. It must not depend on the drawn token, since
-otherwise the number of verified tokens would, and with it the distribution of the output."""
+"""Support class of a token that was drawn from a draft model's distribution. It must not depend on the drawn token:
+otherwise the number of verified tokens, and with it the distribution of the output, would depend on it."""
 _MODEL_PROBABILITY = 0.6
 """Assumed probability of a draft model's token."""
 
@@ -49,12 +50,12 @@ def support_of_match(length: int) -> int:
 
 
 def support_of_confidence(probability: float) -> int:
-    """Return the support of a token to which a draft model gives this probability."""
+    """Return the support of a token to which a draft model assigns this probability."""
     return _FIRST_OF_MODEL + bisect_right(_CONFIDENCES, probability)
 
 
 class _Share:
-    """Share of hits among tries; older tries weigh less."""
+    """Share of hits among tries; older tries have less weight."""
 
     __slots__ = ("_decay", "hits", "tries")
 
@@ -121,7 +122,7 @@ class SequenceAcceptance:
         return _combined(self._own_of_model, self._all.of_model)
 
     def probability(self, support: int) -> float:
-        """Return the estimated probability that the next draft token is right, given that those before it are."""
+        """Return the estimated probability that the next draft token is right, given that all earlier ones are."""
         common = self._all.probability(support)
         if support == DRAWN:
             return _combined(self._own_of_model, common)
@@ -136,6 +137,7 @@ def _combined(own: _Share, common: float) -> float:
 
 
 def _is_match(support: int) -> bool:
-    """Return whether a token follows a match. How far a text repeats itself depends on the sequence; what a constraint
-    forces does not, and the confidence of a draft model already does."""
+    """Return whether the support is a match in the text. How far text repeats itself depends on the sequence, so only
+    these supports are estimated per sequence: forced tokens do not depend on it, and a draft model's confidence already
+    reflects it."""
     return FORCED < support < _FIRST_OF_MODEL

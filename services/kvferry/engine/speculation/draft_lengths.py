@@ -1,9 +1,9 @@
 """Draft lengths of a step: as many draft tokens as increase the expected output tokens per second.
 
-A draft token is accepted if all before it are, so the gain of a sequence's j-th draft token is the product of the
-probabilities of its first j (Leviathan et al., Fast Inference from Transformers via Speculative Decoding, 2023, section
-3.1). The draft tokens of all sequences are taken in the order of their gains while the rate is computed for each
-number of rows; the best number wins:
+A draft token can be accepted only if all earlier ones are, so the gain of a sequence's j-th draft token is the product
+of the probabilities of its first j draft tokens (Leviathan et al., Fast Inference from Transformers via Speculative
+Decoding, 2023, section 3.1). The draft tokens of all sequences are taken in descending order of gain, and the rate is
+computed for each number of rows; the number with the best rate is chosen:
 
     rate(m)  =  (sequences + gains of the first m draft tokens)  /  seconds of a step of (rows + m) rows
 """
@@ -17,11 +17,13 @@ from kvferry.engine.speculation.row_prices import RowPrices
 MAX_DRAFT_ROWS = 64
 """Maximum number of draft tokens in a step, over all sequences."""
 MIN_ADVANTAGE = 1.08
-"""Drafts must be estimated to increase the rate by this factor, since prices and probabilities are estimates."""
+"""Minimum factor by which drafts must be estimated to increase the rate, since prices and probabilities are only
+estimates."""
 
 
 def gains_of(probabilities: Sequence[float]) -> list[float]:
-    """Return the probability that each draft token is accepted, from those given that the ones before it are."""
+    """Return the probability that each draft token is accepted, from the conditional probabilities given that the
+    earlier ones are."""
     gains: list[float] = []
     gain = 1.0
     for probability in probabilities:
@@ -34,10 +36,10 @@ def draft_lengths(gains: Sequence[Sequence[float]], rows: int, seconds: Callable
     """Choose the number of draft tokens of each sequence.
 
     Args:
-        gains: for each decoding sequence, the probability that each of its draft tokens is accepted, descending; empty
-            for a sequence without a draft.
-        rows: rows of the step without drafts.
-        seconds: estimated seconds of a step by its number of rows.
+        gains: for each decoding sequence, the acceptance probability of each of its draft tokens, descending; empty for
+            a sequence without a draft.
+        rows: number of rows of the step without drafts.
+        seconds: estimated duration of a step in seconds, by its number of rows.
     """
     taken = [0] * len(gains)
     best = list(taken)
@@ -66,16 +68,16 @@ class Lengths(Protocol):
         """Return the number of draft tokens of each sequence.
 
         Args:
-            probabilities: of each sequence, the estimated probability that each draft token is accepted if those
-                before it are.
+            probabilities: for each sequence, the estimated probability that each draft token is accepted, given that
+                the earlier ones are.
             rows: rows of the step without drafts.
-            prices: seconds of a step by its number of rows.
+            prices: estimated duration of a step by its number of rows.
         """
         ...
 
 
 class WholeDrafts:
-    """All draft tokens are verified, whatever the load."""
+    """Verifies all draft tokens, whatever the load."""
 
     def choose(self, probabilities: list[list[float]], rows: int, prices: RowPrices) -> list[int]:
         """See `Lengths.choose`."""

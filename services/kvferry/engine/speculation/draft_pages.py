@@ -1,7 +1,7 @@
 """Pages of the KV of a draft model or of a head, by sequence. Pure.
 
-They are for the tokens of running sequences only: nothing is shared, named or stored. If no page is free, the sequence
-that has waited longest for a draft gives its pages up; its tokens are computed again later.
+They hold only the tokens of running sequences: nothing is shared, named or stored. If no pages are free, the sequence
+that has gone longest without a draft gives up its pages; its tokens are computed again later.
 """
 
 from collections.abc import Collection, Sequence
@@ -17,12 +17,12 @@ class DraftedSequence:
     tokens: list[int] = field(default_factory=list)
     """The sequence's tokens, then its last draft."""
     num_known: int = 0
-    """Number of leading tokens that are the sequence's own; those after them are draft tokens."""
+    """Number of leading tokens that belong to the sequence; the others are draft tokens."""
     num_computed: int = 0
     """Number of leading tokens whose KV is in the pages."""
     blocks: list[BlockId] = field(default_factory=list)
     used: int = 0
-    """Number of its last use; larger is later."""
+    """Sequence number of the last use; larger is later."""
 
     def follow(self, tokens: Sequence[int]) -> None:
         """Copy the sequence's current tokens. KV stays valid up to the first token that differs; only draft tokens
@@ -37,14 +37,14 @@ class DraftedSequence:
         self.num_computed = min(same, self.num_computed, len(tokens) - 1)
 
     def extend(self, tokens: Sequence[int], first: int) -> None:
-        """Copy the sequence's current tokens from `first` on, in place of the last draft. KV stays valid, since
-        that of draft tokens is not counted."""
+        """Copy the sequence's current tokens from `first` on, in place of the last draft. KV stays valid, since the KV
+        of draft tokens does not count."""
         del self.tokens[self.num_known :]
         self.tokens += tokens[first + self.num_known :]
         self.num_known = len(self.tokens)
 
     def restart(self) -> None:
-        """Forget all tokens; the pages are kept."""
+        """Drop all tokens, but keep the pages."""
         self.tokens.clear()
         self.num_known = self.num_computed = 0
 
@@ -59,7 +59,7 @@ class DraftPages:
         self._uses = 0
 
     def sequence(self, request_id: RequestId) -> DraftedSequence:
-        """Return the state of a sequence, which is new at its first use."""
+        """Return the state of a sequence, creating it at the first use."""
         found = self._sequences.setdefault(request_id, DraftedSequence())
         self._uses += 1
         found.used = self._uses
@@ -70,7 +70,7 @@ class DraftPages:
 
         Args:
             sequence: the sequence.
-            num_tokens: tokens that its pages must hold.
+            num_tokens: number of tokens that its pages must hold.
             kept: sequences that keep their pages.
         """
         needed = -(-num_tokens // self._block_tokens) - len(sequence.blocks)

@@ -1,7 +1,7 @@
 """Draft tokens in the plan of a step: which sequences may have any, and pages for them. Pure.
 
-A draft never displaces required work: a step with prompts has no drafts, and the pages of a draft must be free in
-addition to those of one block for each running sequence.
+A draft never displaces required work: a step with prompts has no drafts, and a draft's pages must be free in addition
+to the pages of one block for each running sequence.
 """
 
 from collections.abc import Callable
@@ -33,14 +33,14 @@ class Drafting:
         return self.speculation.drafts(running, len(running))
 
     def has_drafts(self, running: list[Sequence]) -> bool:
-        """Return whether drafts are worth their rows for the step in flight, whose plan has none. A draft proposed now,
-        before that step's tokens are known, is probably the beginning of the next step's draft, so the next step is not
-        launched before that step has ended."""
+        """Return whether drafts would be worth their rows after the step in flight, whose plan has none. A draft
+        proposed now, before that step's tokens are known, is probably the beginning of the next step's draft; if drafts
+        are worth it, the next step is therefore not launched ahead."""
         return self.speculation is not None and self.speculation.may_draft(running, len(running))
 
     def grow(self, sequence: Sequence, draft: tuple[int, ...], num_running: int) -> list[PageCopy] | None:
-        """Allocate pages for the next token and a draft; `None` without a draft, or if running sequences may need the
-        pages."""
+        """Allocate pages for the next token and a draft; `None` if there is no draft, or if running sequences may need
+        the pages."""
         if not draft:
             return None
         start, end = sequence.num_computed, sequence.num_computed + 1 + len(draft)

@@ -3,9 +3,9 @@
     positions   0 ..... start ......... first ........ end
                         read by head    pending        known to the engine
 
-A head reads the rows of a context in order. It begins at the first position whose hidden state is known: states of
-tokens whose KV was loaded or cached are not. It begins again later, at the first pending row, after a gap, or if more
-rows are pending than are worth their computation.
+A head reads the rows of a context in order. It begins at the first position whose hidden state is known; the states of
+tokens whose KV was loaded or cached are unknown. It begins anew at the first pending row after a gap, or if more rows
+are pending than are worth computing.
 """
 
 import numpy as np
@@ -14,7 +14,7 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float32]
 
 MAX_NEW_ROWS = 512
-"""Maximum rows of a context that a head reads at first: those of the end of a prompt."""
+"""Maximum number of rows that a head reads when a context begins: the end of a prompt."""
 MAX_LAG_ROWS = 32
 """Maximum number of rows that a head reads to continue a context, after steps without drafts."""
 
@@ -32,7 +32,7 @@ class HeadContext:
         self.num_read = 0
         """Number of rows that the head has read, directly before the first pending one."""
         self.limit = MAX_NEW_ROWS
-        """Maximum pending rows that are worth their computation."""
+        """Maximum number of pending rows that are worth computing."""
 
     @property
     def start(self) -> int:
@@ -45,7 +45,8 @@ class HeadContext:
         return self.first + self.num_pending
 
     def add(self, position: int, hidden: Floats) -> None:
-        """Add hidden states, [N, width], of accepted tokens from a position on. States that are known are left out."""
+        """Add hidden states, [N, width], of accepted tokens from a position on. States that are already known are left
+        out."""
         known = self.end - position
         if known < 0 or not (self.num_read or self.num_pending):
             self._parts, self.first, self.num_read, self.num_pending = [], position, 0, 0
@@ -53,11 +54,11 @@ class HeadContext:
         if known < len(hidden):
             self._parts.append(hidden[known:].copy())  # the step's array has the rows of all sequences
             self.num_pending += len(hidden) - known
-        if self.num_pending > 2 * self.limit:  # not at once, since each cut copies
+        if self.num_pending > 2 * self.limit:  # not every time, since each cut copies
             self.keep(self.limit)
 
     def keep(self, count: int) -> None:
-        """Keep the last `count` pending rows at most; the context begins with them if any are dropped."""
+        """Keep at most the last `count` pending rows; if any are dropped, the context begins with the kept ones."""
         dropped = self.num_pending - count
         if dropped > 0:
             self._parts = [np.concatenate(self._parts)[dropped:]]

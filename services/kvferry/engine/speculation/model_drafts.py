@@ -13,7 +13,7 @@ from kvferry.engine.speculation.row_prices import RowPrices
 
 
 class Drawing(NamedTuple):
-    """Parameters with which a draft model draws its tokens for the rejection rule, rather than takes the most probable
+    """Parameters with which a draft model draws tokens for the rejection rule, instead of taking the most probable
     ones."""
 
     sampling: SamplingParams
@@ -24,7 +24,7 @@ class Drawing(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """A sequence that can have a draft."""
+    """A sequence that can be drafted."""
 
     request_id: RequestId
     tokens: Sequence[int]
@@ -32,7 +32,7 @@ class Wanted(NamedTuple):
     most: int
     """Maximum number of draft tokens, at least 1."""
     drawing: Drawing | None = None
-    """How a draft model draws the tokens; `None`: the most probable ones. Heads ignore it."""
+    """How a draft model draws the tokens; `None` takes the most probable ones. Heads ignore it."""
 
 
 class ModelDraft(NamedTuple):
@@ -41,7 +41,7 @@ class ModelDraft(NamedTuple):
     tokens: tuple[int, ...]
     supports: tuple[int, ...]
     sources: tuple[DraftSource, ...] = ()
-    """Distribution of each token if they were drawn; otherwise empty."""
+    """Distribution of each token, if the tokens were drawn; otherwise empty."""
 
 
 class ModelDrafts(Protocol):
@@ -49,7 +49,7 @@ class ModelDrafts(Protocol):
 
     @property
     def prices(self) -> RowPrices:
-        """Seconds of the draft model's steps by their number of rows."""
+        """Estimated duration of the draft model's steps by their number of rows."""
         ...
 
     @property
@@ -67,7 +67,7 @@ class ModelDrafts(Protocol):
         ...
 
     def forget(self, request_id: RequestId) -> None:
-        """Free what a sequence holds. Idempotent."""
+        """Free everything that a sequence holds. Idempotent."""
         ...
 
 

@@ -2,11 +2,11 @@
 
     seconds(rows)  =  (a + b * rows) * ratio(rows)
 
-A decoding step reads all weights once for any number of rows, so that a further row costs less than the first one; how
-much less depends on the machine, the weights and the batch. The line is fitted to the latest steps; before steps with
-two numbers of rows are measured, a further row costs 0.5 / (R + 3) of a step of R rows. The ratio of a number of rows
-is the deviation of its steps from the line, which occurs with kernels that compute rows in groups; without recent steps
-it returns to 1, so that one delayed step does not exclude a number of rows for good.
+A decoding step reads all weights once for any number of rows, so each further row costs less than the first; how much
+less depends on the machine, the weights and the batch. The line is fitted to the latest steps; before steps with two
+numbers of rows are measured, a further row costs 0.5 / (R + 3) of a step of R rows. The ratio of a number of rows is
+the deviation of its steps from the line, which occurs with kernels that compute rows in groups; without recent steps,
+it returns to 1, so that one delayed step does not rule out a number of rows forever.
 """
 
 _MEMORY = 0.98
@@ -18,18 +18,18 @@ _RATIO_MEMORY = 0.99
 _RATIO_WEIGHT = 3.0
 """Weight of the assumed ratio 1, in steps of the same number of rows."""
 _MAX_CHANGE = 3.0
-"""Maximum factor between the estimate of a step and the duration that is recorded; steps may be delayed for other
+"""Maximum factor between a step's estimate and the duration that is recorded, since steps may be delayed for other
 reasons."""
 _MAX_ROWS = 4096
 
 
 class RowPrices:
-    """Seconds of a decoding step by its number of rows."""
+    """Estimated duration of a decoding step by its number of rows."""
 
     def __init__(self) -> None:
         self._weight = self._rows = self._seconds = self._rows_squared = self._products = 0.0
         self._ratios: dict[int, tuple[float, float, int]] = {}
-        """By number of rows: sum and number of the ratios, both with decay, and the step at which they were updated."""
+        """By number of rows: the decayed sum and count of the ratios, and the step at which they were updated."""
         self._num_steps = 0
 
     def observe(self, rows: int, seconds: float) -> None:
@@ -49,8 +49,8 @@ class RowPrices:
         self._ratios[rows] = (total + seconds / self._line(rows), count + 1.0, self._num_steps)
 
     def seconds(self, rows: int) -> float:
-        """Estimate the seconds of a step of this many rows; relative to a step of one row before the first
-        measurement."""
+        """Estimate the duration of a step of this many rows in seconds; before the first measurement, relative to a
+        step of one row."""
         if not self._num_steps:
             return 1.0 + 0.5 * max(0, rows - 1) / 4.0
         total, count = self._ratio(rows)

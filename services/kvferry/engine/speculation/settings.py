@@ -30,19 +30,19 @@ class SpeculationSettings:
     method: str
     """`off`, `auto`, `ngram`, `suffix`, `draft`, `eagle` or `medusa`."""
     num_drafts: int = 0
-    """Maximum draft tokens of a sequence in a step."""
+    """Maximum number of draft tokens of a sequence per step."""
     min_match: int = 2
     """Minimum length of a match in tokens."""
     max_match: int = 5
     """Maximum length of a match that `ngram` compares, in tokens."""
     draft_model: str = ""
-    """Name, folder or file of the draft model of the method `draft`, or folder of the heads of the methods `eagle` and
-    `medusa`."""
+    """With method `draft`, the name, folder or file of the draft model; with `eagle` and `medusa`, the folder of the
+    heads."""
     is_fixed: bool = False
     """Whether the draft model, or the heads, always propose `num_drafts` tokens, which are all verified."""
     is_rejecting: bool = False
-    """Whether drafts of sampled requests are accepted by the rejection rule (`run.rejection`), rather than where they
-    are the token that is drawn."""
+    """Whether the rejection rule accepts drafts of sampled requests (`run.rejection`), instead of accepting draft
+    tokens that equal the drawn token."""
 
 
 def parse_speculation(text: str) -> SpeculationSettings:

@@ -30,8 +30,8 @@ from kvferry.engine.speculation.settings import (
 _TEXT, _MODEL = 0, 1
 """Numbers of the proposers: the sequence's text, and the draft model or heads."""
 _LONG_MATCH = 6
-"""Length of a match in the sequence's own text from which it is used instead of a draft model that drafts a fixed
-number of tokens; otherwise `ProposerChoice` decides."""
+"""With a draft model that drafts a fixed number of tokens: length from which a match in the sequence's own text is used
+instead. Otherwise `ProposerChoice` decides."""
 Drafts = Mapping[RequestId, tuple[int, ...]]
 """Draft tokens of a step, by sequence; sequences without any are absent."""
 
@@ -41,7 +41,7 @@ class SpeculationCounts:
     """Counters of verified drafts."""
 
     num_drafts: int = 0
-    """Drafts that were verified, at least in part."""
+    """Drafts that were verified at least in part."""
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     accepted_by_position: list[int] = field(default_factory=lambda: [0] * MAX_DRAFT_TOKENS)
@@ -78,11 +78,11 @@ class _State:
         self.most = 0
         """Maximum number of tokens of `draft`."""
         self.is_asked = False
-        """Whether the draft model has proposed `draft`, or nothing, for these tokens."""
+        """Whether the draft model has already been asked for these tokens."""
         self.is_of_model = False
-        """Whether `draft` is of the draft model."""
+        """Whether `draft` came from the draft model."""
         self.match = 0
-        """Length of the match that the text's draft follows."""
+        """Length of the match on which the text's draft is based."""
         self.other: tuple[tuple[int, ...], list[int]] = ((), [])
         """The text's draft and its supports, if the model's draft was used instead."""
         self.choice = ProposerChoice()
@@ -97,7 +97,7 @@ class _State:
         return bool(self.supports) and self.supports[0] == FORCED
 
     def cut_before(self, *ends: Collection[int]) -> None:
-        """Cut the draft before the first token that ends the sequence: no token follows it."""
+        """Cut the draft before the first token that would end the sequence, since nothing follows it."""
         for index, token in enumerate(self.draft):
             if any(token in tokens for tokens in ends):
                 self.draft, self.supports = self.draft[:index], self.supports[:index]
@@ -122,9 +122,9 @@ class Speculation:
             proposer: proposes drafts from a sequence's own text.
             lengths: chooses how many tokens of each draft are verified.
             num_drafts: maximum draft tokens of a sequence in a step, at most `MAX_DRAFT_TOKENS`.
-            draft_model: draft model or heads, which propose drafts where the text has none or a worse one.
-            depth: chooses how many tokens the model or the heads propose; default: as many as increase the
-                expected tokens per second.
+            draft_model: draft model or heads, which propose a draft if the text has none or a worse one.
+            depth: chooses how many tokens the model or the heads propose; by default, as many as increase the expected
+                tokens per second.
             is_rejecting: whether drafts of sampled requests are accepted by the rejection rule.
         """
         self._is_rejecting = is_rejecting
@@ -146,7 +146,7 @@ class Speculation:
         return self._chosen(decoding, rows, self._model)
 
     def _chosen(self, decoding: Iterable[Sequence], rows: int, model: ModelDrafts | None) -> Drafts:
-        """Return the draft tokens of a step; a model proposes where the text has no draft or a worse one."""
+        """Return the draft tokens of a step; a model proposes for sequences whose text has no draft or a worse one."""
         states = [(sequence, state) for sequence in decoding if (state := self._propose(sequence)) is not None]
         if model is not None:
             self._ask(model, states, rows)
@@ -163,15 +163,15 @@ class Speculation:
         }
 
     def sources(self, request_id: RequestId, count: int) -> DraftSources | None:
-        """Return the distributions of the first `count` tokens of a sequence's draft; `None` if they are accepted where
-        they are the token that is drawn."""
+        """Return the distributions of the first `count` tokens of a sequence's draft; `None` if draft tokens are
+        accepted by comparison with the drawn token."""
         state = self._states.get(request_id) if self._is_rejecting else None
         if state is None or state.drawing is None:
             return None
         return state.sources[:count] if state.sources else (None,) * count
 
     def may_draft(self, decoding: Iterable[Sequence], rows: int) -> bool:
-        """Return whether the next step may have drafts, without the work of a draft model."""
+        """Return whether the next step may have drafts, without running a draft model."""
         if self._model is not None:
             if self._num_proposed(self._model, rows, rows):
                 return True
@@ -192,7 +192,7 @@ class Speculation:
         Args:
             plan: the step.
             result: its result.
-            is_wanted: whether the sequence of an item still exists.
+            is_wanted: whether an item's sequence still exists.
         """
         if self._reader is None or result.hidden is None:
             return
@@ -238,7 +238,7 @@ class Speculation:
         return state
 
     def _take(self, state: _State, sequence: Sequence, draft: tuple[int, ...], supports: list[int]) -> None:
-        """Make a draft the sequence's draft, within its constraint and its end."""
+        """Store a draft for the sequence, cut to what its constraint and stop tokens allow."""
         state.start, state.draft, state.supports, state.sources = sequence.num_tokens, draft, supports, ()
         if sequence.mask is not None:
             self._constrain(state, sequence, state.most)
@@ -268,7 +268,7 @@ class Speculation:
             if (draft := drafts.get(sequence.request_id)) is not None:
                 state.is_of_model, state.other = True, (state.draft, state.supports)
                 self._take(state, sequence, draft.tokens, list(draft.supports))
-                state.sources = draft.sources  # tokens that were drawn are never cut
+                state.sources = draft.sources  # drawn tokens are never cut
 
     def _prefers_model(self, state: _State, depth: int, drafting: float, rows: int) -> bool:
         """Return whether the model drafts for a sequence, rather than its text.
@@ -276,7 +276,7 @@ class Speculation:
         Args:
             state: the sequence's state.
             depth: number of tokens that the model proposes, at least 1.
-            drafting: seconds that the model takes for this sequence; 0 before they were measured.
+            drafting: time that the model takes for this sequence, in seconds; 0 before it was measured.
             rows: rows of the step without drafts, one per sequence.
         """
         if not state.draft or not drafting:
@@ -292,7 +292,7 @@ class Speculation:
         return self._depth.choose(sequences, rows, self._acceptance.of_model, self._prices.seconds, seconds)
 
     def _compare(self, state: _State) -> None:
-        """Compare the last draft, and the text's if another was used, with the tokens that were sampled since."""
+        """Compare the last draft, and also the text's draft if another was used, with the tokens sampled since then."""
         actual = state.tokens.view()[state.start :].tolist()
         for draft, supports in ((state.draft, state.supports), state.other):
             for support, token, drawn in zip(supports, draft, actual, strict=False):
@@ -324,7 +324,7 @@ class Speculation:
 
 
 def _num_accepted(item: ScheduledSequence, result: StepResult) -> int:
-    """Return the number of leading scheduled tokens of a sequence that are its own."""
+    """Return the number of leading scheduled tokens that now belong to the sequence."""
     output = result.outputs.get(item.request_id)
     if output is not None:
         return output.accepted
@@ -337,9 +337,9 @@ def _supports(draft: Draft) -> list[int]:
 
 
 def _drawing(sequence: Sequence) -> Drawing | None:
-    """Return the parameters of a sequence's draws for the rejection rule; `None` if its drafts are accepted where they
-    are the token that is drawn. That rule would be wrong for a draft that a constraint cuts at a token that was drawn;
-    for a greedy request both rules are the same."""
+    """Return the parameters of a sequence's draws for the rejection rule; `None` if its drafts are accepted by
+    comparison with the drawn token. The rejection rule would be wrong for a draft that a constraint cuts at a drawn
+    token; for a greedy request, both rules are the same."""
     sampling = sequence.sampling
     if sampling.is_greedy or sampling.seed is None or sampling.constraint is not None:
         return None
@@ -347,7 +347,7 @@ def _drawing(sequence: Sequence) -> Drawing | None:
 
 
 def _before_bans_end(sequence: Sequence) -> int:
-    """Return the maximum number of draft tokens: while end tokens are banned, they must be banned in all rows."""
+    """Return the maximum number of draft tokens. While end tokens are banned, they must be banned in all rows."""
     if not sequence.banned_now():
         return MAX_DRAFT_TOKENS
     return sequence.sampling.min_tokens - sequence.num_generated - 1

@@ -26,10 +26,10 @@ _NO_TABLES = np.empty((0, 0, 0), dtype=np.int64)
 
 @dataclass(frozen=True, slots=True)
 class ShownStates:
-    """Hidden states that a head reads of every row."""
+    """Hidden states of every row that a head reads."""
 
     layers: tuple[int, ...] = ()
-    """Layers whose inputs they are, side by side; empty: the last hidden states, after the final norm."""
+    """Layers whose inputs they are, concatenated; empty for the last hidden states, after the final norm."""
 
 
 class PackedAdapter(Protocol):
@@ -63,13 +63,13 @@ class StepBatch:
     hidden_rows: Ints = field(default_factory=lambda: _NO_ROWS)
     """[H]: indices of the rows whose hidden states are needed, in the order of the plan; empty in most steps."""
     tapped_layers: tuple[int, ...] = ()
-    """Layers whose inputs are needed, of all rows; empty without a head that reads them."""
+    """Layers whose inputs are needed for all rows; empty if no head reads them."""
     adapter_of_row: Ints = field(default_factory=lambda: _NO_ROWS)
-    """[T]: index of each row's adapter in `adapters`, -1 for none; empty if no row has an adapter."""
+    """[T]: index of each row's adapter in `adapters`, -1 for none; empty if no rows have an adapter."""
     adapters: tuple[PackedAdapter, ...] = ()
-    """The adapters of the step; kept here while it is computed, since a slot may get another adapter meanwhile."""
+    """The adapters of the step; kept here during the step, since a slot may get another adapter meanwhile."""
     further_slots: Ints = field(default_factory=lambda: _NO_SLOTS)
-    """[groups - 1, T]: KV slot of each row in the pages of each further group of layers."""
+    """[groups - 1, T]: KV slot of each row in the pages of each further layer group."""
     further_tables: Ints = field(default_factory=lambda: _NO_TABLES)
     """[groups - 1, sequences, maximum blocks]: page id of each block; 0 for pages behind a window."""
 
@@ -86,8 +86,8 @@ def build_batch(
     Args:
         plan: the plan.
         block_tokens: tokens per page.
-        adapters: adapters by slot; those of the plan's sequences are there.
-        shown: hidden states that a head reads of every row; `None` without a head.
+        adapters: adapters by slot, including the adapters of all of the plan's sequences.
+        shown: hidden states of every row that a head reads; `None` without a head.
 
     Raises:
         InvariantBroken: a sequence has fewer pages or tokens than the plan needs.
@@ -166,7 +166,7 @@ class _Further(TypedDict, total=False):
 def _further(
     scheduled: tuple[ScheduledSequence, ...], needed: list[int], owner: Ints, positions: Ints, block_tokens: int
 ) -> _Further:
-    """Return slots and block tables of further groups of layers; nothing with one group.
+    """Return slots and block tables of further layer groups; nothing with one group.
 
     Args:
         scheduled: the plan's sequences.
@@ -202,7 +202,7 @@ def pooled_rows(scheduled: tuple[ScheduledSequence, ...]) -> Ints:
 
 
 def _pooled(scheduled: tuple[ScheduledSequence, ...], ends: Sequence[int]) -> Ints:
-    """Return the indices of the pooled rows of each sequence, whose last row is the one before its end in `ends`."""
+    """Return the indices of the pooled rows of each sequence; a sequence's rows end before its entry in `ends`."""
     if not any(s.pooled_positions for s in scheduled):
         return _NO_ROWS
     rows: list[int] = []
@@ -222,8 +222,8 @@ def _one_row_each(
     scheduled: tuple[ScheduledSequence, ...], block_tokens: int, adapters: Mapping[int, PackedAdapter]
 ) -> StepBatch:
     """Build the arrays of a pure decode step from a few lists instead of a dozen small arrays. Such steps are the most
-    frequent, and caches are cold after each step, so that every numpy call takes several times longer than in a
-    benchmark loop."""
+    frequent, and caches are cold after each step, so every numpy call takes several times longer than in a benchmark
+    loop."""
     positions = [s.num_computed for s in scheduled]
     needed = [position // block_tokens + 1 for position in positions]
     table = _table(scheduled, needed)
@@ -257,7 +257,7 @@ def _table(scheduled: tuple[ScheduledSequence, ...], needed: list[int]) -> Ints:
 def slots_of(
     scheduled: Sequence[ScheduledSequence], positions: Sequence[int], block_tokens: int, group: int = 0
 ) -> list[int]:
-    """Return the KV slots of one token per sequence, at the given positions, in the pages of a group of layers."""
+    """Return the KV slots of one token per sequence, at the given positions, in the pages of a layer group."""
     if group:
         return [
             s.further_ids[group - 1][position // block_tokens] * block_tokens + position % block_tokens

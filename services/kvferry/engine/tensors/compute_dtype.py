@@ -2,7 +2,7 @@
 faster.
 
 Torch computes in the data type of the KV. Bfloat16 halves the bytes, but whether torch is faster with it depends on the
-CPU: with AVX-512 BF16 or AMX it is; otherwise torch converts each weight during the product and may be slower.
+CPU: it is with AVX-512 BF16 or AMX; otherwise torch converts each weight during the matrix product and may be slower.
 Therefore `auto` measures the model's largest projections.
 """
 
@@ -48,7 +48,7 @@ def choose_dtype(
 
 
 def is_measured(wanted: str, config: ModelConfig, *, kernels: str = "auto", device: str = "cpu") -> bool:
-    """Return whether the choice needs a measurement, which is the case with torch on a CPU. With the compiled kernels
+    """Return whether the choice needs a measurement, which is so with torch on a CPU. With the compiled kernels
     and on GPUs, bfloat16 has no conversion cost."""
     if wanted != AUTO or device_kind(device) != "cpu":
         return False

@@ -14,7 +14,7 @@ from kvferry.kernels.batch import AttentionBatch
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceBatch:
-    """The arrays of a `StepBatch` on a device. `attention` also has the host arrays from which attention is planned."""
+    """The arrays of a `StepBatch` on a device. `attention` also has the host arrays that are used to plan attention."""
 
     token_ids: torch.Tensor
     """[T] int64: input token of each row."""

@@ -24,7 +24,7 @@ def faster_dtype(config: ModelConfig, *, device: str, clock: Clock) -> str:
     """
     ops, threads = ops_for(device), torch.get_num_threads()
     # Measured on one thread: on a busy machine, two threads that synchronize after each call wait for each other's time
-    # slice, 8 ms at a time, so that both types seem equally fast. The fastest of many single-threaded passes is robust.
+    # slices of 8 ms, so both types seem equally fast. The fastest of many single-threaded passes is robust.
     torch.set_num_threads(1)
     try:
         with torch.inference_mode():

@@ -2,9 +2,9 @@
 
     [pages][layers of a group][K, V][kv heads][block tokens][head dim]
 
-With int8, the scales of a head's tokens follow their codes; `kv.pages.layout` has the full definition.
+With int8, the scales of a head's tokens follow the quantized values; `kv.pages.layout` has the full definition.
 
-Most models have one group of all layers (`kv.pages.layer_groups`). A page is one contiguous range, so that it is one
+Most models have one group of all layers (`kv.pages.layer_groups`). A page is one contiguous range, and therefore one
 transfer descriptor. The memory is allocated here, or is a buffer that a connector has registered or shared. Torch is
 imported only if its kernels are used.
 """
@@ -43,12 +43,12 @@ class PagedKv:
         """Exactly one of `memory` (host memory) and `pages` (a tensor on a device) must be set."""
         self.layout = layout
         self.num_blocks = num_blocks
-        """Pages in the pool."""
+        """Number of pages in the pool."""
         groups = layout.groups
         self.page_layers = groups.page_layers
         """Layers of a page."""
         self.places = np.array(groups.places if groups.is_divided else [], np.int64).reshape(-1, 2)
-        """[layers, 2]: group of each layer and its place in the pages of the group; empty with one group."""
+        """[layers, 2]: group of each layer, and its place in the group's pages; empty with one group."""
         self._memory = memory
         self._pages = pages
         self.device = CPU if pages is None else str(pages.device)
@@ -80,7 +80,7 @@ class PagedKv:
 
     @classmethod
     def over(cls, layout: KvLayout, buffer: "Buffer") -> "PagedKv":
-        """Use an existing writable buffer as pages, as many as fit; the buffer's content is not changed.
+        """Use an existing writable buffer as pages, as many as fit; the buffer's content stays unchanged.
 
         Raises:
             UsageError: the buffer is smaller than one page.

@@ -31,14 +31,14 @@ _BYTES_PER_TOKEN = 40
 """Memory of one queued token: a reference and a Python integer."""
 _BYTES_PER_REQUEST = 4096
 _MAX_ESTIMATED_PROMPTS = 16
-"""Prompts of one request whose cached prefixes are looked up; the others count as not cached."""
+"""Maximum number of prompts per request whose cached prefixes are looked up; the others count as not cached."""
 
 UncachedTokens = Callable[[str, Sequence[int]], int]
-"""Function from the scope and the tokens of a prompt to the number of tokens that no worker has cached."""
+"""Function from a prompt's scope and tokens to the number of its tokens that no worker has cached."""
 
 
 def all_uncached(_scope: str, token_ids: Sequence[int]) -> int:
-    """Return the number of tokens, for gateways without knowledge of caches."""
+    """Return the number of tokens of the prompt, for gateways without a cache map."""
     return len(token_ids)
 
 
@@ -60,8 +60,8 @@ class FlowGate:
         """
         Args:
             uncached: predicts the cost of a request that must wait.
-            holding: limits on requests that wait for a pool's first worker; `None` if the workers are listed: requests
-                then pass without workers, and fail.
+            holding: limits on requests that wait for a pool's first worker; `None` if the workers are listed: without
+                workers, requests then pass, and fail.
             waker: scales the pool up from zero; `None` disables scaling up.
         """
         self._clock = clock
@@ -82,7 +82,7 @@ class FlowGate:
         self._was_asleep = False
         self._follower: asyncio.Task[None] | None = None
 
-    # -- the interface of text serving -----------------------------------------------------------------------------
+    # -- interface to text serving -----------------------------------------------------------------------------
 
     def enter(self, work: Work) -> RequestSlot:
         """Return the place of a request; see `rpc.admission.Admission.enter`."""
@@ -104,7 +104,7 @@ class FlowGate:
             self._metrics.refused(tenant, "model")
             raise
 
-    # -- the interface of slots ------------------------------------------------------------------------------------
+    # -- interface to slots ------------------------------------------------------------------------------------
 
     async def admit(self, slot: RequestSlot) -> None:
         """Wait until the request may start; see `rpc.admission.Slot.__aenter__`."""
@@ -160,7 +160,7 @@ class FlowGate:
             `True`, or `False` if `remaining_seconds` or the configured hold time passed first.
 
         Raises:
-            Overloaded: as many samples as allowed are held already.
+            Overloaded: `max_held` samples are already held.
         """
         assert self._holding is not None, "only pools hold requests"
         with self._holding.held():
@@ -233,7 +233,7 @@ class FlowGate:
 
     @property
     def _own_bounds(self) -> QueueBounds:
-        """Default bounds of the queue of a tenant: a quarter of the whole if there are several tenants."""
+        """Default bounds of a tenant's queue: a quarter of the whole queue's if there are several tenants."""
         share = 4 if self._tenants.path is not None else 1
         return QueueBounds(max(1, self._config.max_queued // share), self._config.max_queued_bytes // share)
 
@@ -259,8 +259,8 @@ class FlowGate:
         """Wait until a queued entry has left the queue.
 
         Raises:
-            Overloaded: the pool has no worker, and as many samples as allowed wait for one.
-            Unavailable: the pool had no worker for the maximum time.
+            Overloaded: the pool has no workers, and `max_held` samples are already waiting.
+            Unavailable: the pool had no workers for the maximum time.
         """
         event = self._waiters[entry.number] = asyncio.Event()
         if self._follower is None:

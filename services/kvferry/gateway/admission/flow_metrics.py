@@ -11,7 +11,8 @@ from kvferry.gateway.flow.controller import FlowController, QueueSize
 from kvferry.gateway.instruments import Instruments
 
 MAX_TENANT_LABELS = 100
-"""Number of tenants with own labels, in order of their first request; further ones share the label `other`."""
+"""Number of tenants that get their own label, in order of their first requests; further ones share the label
+`other`."""
 BANDS = ("high", "normal", "low")
 
 

@@ -7,7 +7,7 @@ from kvferry.gateway.flow.controller import FlowController, QueueSize
 from kvferry.gateway.flow.quotas import Account, Quotas
 
 MAX_TENANTS = 1024
-"""Number of tenants in a report: those with the most queued requests."""
+"""Maximum number of tenants in a report: the ones with the most queued requests."""
 
 
 def flow_report(controller: FlowController, quotas: Quotas, room: Room) -> dict[str, Any]:
@@ -37,5 +37,5 @@ def _size(size: QueueSize) -> dict[str, int]:
 
 
 def _bound(value: int) -> int | None:
-    """Return a bound, `None` for none."""
+    """Return a bound; `None` if there is none."""
     return None if value >= UNBOUNDED else value

@@ -70,7 +70,7 @@ class Tenants:
             return None
 
     def use(self, table: TenantTable) -> None:
-        """Replace the tenants. Requests that were admitted continue."""
+        """Replace the tenants. Requests already admitted continue."""
         self.table = table
         self.keys.replace_hashed(table.keys)
         _log.info("tenants file %s read: %d tenants", self.path, len(table.policies))

@@ -27,7 +27,7 @@ class CacheFeeds:
     ) -> None:
         """
         Args:
-            tenant_key: key of the block names, to detect workers with another key.
+            tenant_key: key of the block names, to detect workers with a different key.
         """
         self._fleet = fleet
         self._map = cache_map

@@ -23,7 +23,7 @@ def event_from_wire(event: kv_events_pb2.KvEvent) -> SnapshotPart | Delta:
 
 
 def audit_from_wire(answer: kv_events_pb2.ProbeResponse) -> AuditAnswer:
-    """Convert the answer to an audit."""
+    """Convert a worker's answer to an audit."""
     return AuditAnswer(
         answer.incarnation[:_MAX_INCARNATION_CHARS],
         answer.sequence,
@@ -34,7 +34,7 @@ def audit_from_wire(answer: kv_events_pb2.ProbeResponse) -> AuditAnswer:
 
 
 class _BlockNames(Sequence[bytes]):
-    """The names of blocks, read when a slice of them is used, since a message may have 100,000 blocks."""
+    """Block names, converted when a slice of them is used, since a message may have 100,000 blocks."""
 
     def __init__(self, blocks: Sequence[kv_events_pb2.CachedBlock]) -> None:
         self._blocks = blocks

@@ -26,14 +26,14 @@ _PART_SECONDS = 10.0
 _SNAPSHOT_SECONDS = 120.0
 _PROBE_SECONDS = 5.0
 _FEED_LAG_SECONDS = 5.0
-"""Time in seconds within which the feed must reach the state of the worker's answer to an audit; later it counts as
-stalled."""
+"""Time in seconds within which the feed must reach the state of the worker's answer to an audit; after that, it counts
+as stalled."""
 _LAG_CHECKS = 50
 _NUM_SAMPLES = 64
 _MAX_CATCHING_UP = 2
 _MAX_REASON_CHARS = 300
 _PERSISTENT = frozenset({MapEvent.OTHER_NAMES, MapEvent.FULL, MapEvent.MALFORMED})
-"""Losses after which an immediate new subscription would most likely end the same way."""
+"""Reasons of loss after which an immediate new subscription would most likely be lost the same way."""
 
 
 @dataclass(slots=True)
@@ -124,7 +124,7 @@ class ReplicaFeed:
                 raise
             return MapEvent.FEED_LOST, "the subscription was cancelled"  # after an audit
         except Exception as error:
-            # A stale map would look exact, so that no error may end the task.
+            # A stale map would look exact, so no error may end the task.
             _log.exception("the cache feed of worker %s failed", self._address)
             return MapEvent.MALFORMED, f"{type(error).__name__}: {error}"[:_MAX_REASON_CHARS]
         finally:

@@ -1,9 +1,9 @@
 """Compares a replica's map with the worker's own answer.
 
 Digests in the feed show that the worker's reports were applied completely. An audit also shows that the index still
-contains these blocks, and that the feed has not stalled: a separate call requests the worker's sequence and digest, the
-presence of names that were predicted recently, and a sample of its own names. Blocks that changed during the audit are
-not compared.
+contains these blocks, and that the feed has not stalled: a separate call requests the worker's sequence number and
+digest, whether it has names that were predicted recently, and a sample of its own names. Blocks that changed during the
+audit are not compared.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ class AuditOutcome(StrEnum):
     """Result of an audit."""
 
     WAIT = "wait"
-    """The feed has not reached the sequence of the worker's answer; compare again later."""
+    """The feed has not reached the worker's answer yet; compare again later."""
     MATCH = "match"
     MISMATCH = "mismatch"
     SKIPPED = "skipped"
@@ -45,7 +45,7 @@ class Audit:
     """An audit in progress."""
 
     names: tuple[bytes, ...]
-    """Names in question, which the map has."""
+    """Names in question, all of which the map has."""
     sequence: int
     """Sequence of the map at the beginning."""
     incarnation: str

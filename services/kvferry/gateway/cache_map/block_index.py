@@ -1,9 +1,9 @@
 """Index from block names to the sets of replicas that have the blocks, one lookup for the whole fleet.
 
 A set of replicas is an integer with a bit per slot; equal integers are shared between entries. The index consists of
-1,024 dictionaries, because a dictionary that grows is copied at once, which would stop the event loop for a second at
-10 million blocks. The bits of a replica that is dropped are not cleared at once either: its slot stays reserved until
-`sweep` has passed over all dictionaries.
+1,024 dictionaries, because a growing dictionary is copied as a whole, which would stop the event loop for a second at
+10 million blocks. For the same reason, the bits of a dropped replica are not cleared at once: its slot stays reserved
+until `sweep` has passed over all dictionaries.
 """
 
 import sys
@@ -23,11 +23,11 @@ class BlockIndex:
     """Map from the leading bits of names to sets of slots."""
 
     def __init__(self) -> None:
-        # Shards are chosen by the highest bits of a key, because a dictionary chooses the position by the lowest.
+        # Shards are chosen by the highest bits of a key, because dictionaries choose positions by the lowest bits.
         self._shards: list[dict[int, int]] = [{} for _ in range(1 << _SHARD_BITS)]
         self._sets: dict[int, int] = {}
         self._extra: dict[tuple[int, int], int] = {}
-        """Additional names of a slot with equal leading bits, by (key, bit)."""
+        """Number of additional names of a slot with equal leading bits, by (key, bit)."""
         self._free = list(range(MAX_SLOTS - 1, -1, -1))
         self._dead = 0
         self.exact = 0

@@ -89,7 +89,7 @@ class CacheMap:
             replica.on(MapEvent.LEFT)
 
     def met(self, address: str, incarnation: str) -> None:
-        """Note the incarnation in a worker's status. If it is a new one, the replica's map and history are dropped."""
+        """Note the incarnation in a worker's status. If it is new, the replica's map and history are dropped."""
         replica = self._replicas.get(address)
         if replica is not None and not replica.meet(incarnation):
             self.lost(address, MapEvent.OTHER_INCARNATION, "the worker restarted")

@@ -37,7 +37,7 @@ class ReplicaMap:
         self._index = index
         self.state: MapState = MAP_MACHINE.initial
         self.why = "not subscribed yet"
-        """Reason of the last loss, as text; empty if the map is exact."""
+        """Reason for the last loss, as text; empty if the map is exact."""
         self.bit = 0
         """The replica's slot in the index; 0 if it has none."""
         self.incarnation = ""
@@ -78,8 +78,8 @@ class ReplicaMap:
         self.why = "the snapshot is not complete"
 
     def meet(self, incarnation: str) -> bool:
-        """Record the incarnation of the worker; return whether it is the same as before. A new one has an empty cache,
-        so that blocks dispatched to its predecessor are dropped."""
+        """Record the incarnation of the worker; return whether it is the same as before. A new incarnation has an empty
+        cache, so blocks dispatched to its predecessor are dropped."""
         if incarnation == self.incarnation:
             return True
         was_known = bool(self.incarnation)

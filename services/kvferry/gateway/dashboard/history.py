@@ -19,7 +19,7 @@ _SHARES = (0.5, 0.95)
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Reading of a gateway's histograms and counters, all since its start."""
+    """Reading of a gateway's histograms and counters, cumulative since its start."""
 
     first_token: Buckets
     token_gap: Buckets
@@ -54,7 +54,7 @@ class History:
 
     def add(self, now: float, totals: Totals) -> None:
         """Add a reading, taken at `now` (monotonic seconds). The first one makes no point. A reading less than half an
-        interval after the last one is left out: rates over a very short time have no meaning."""
+        interval after the last one is left out: rates over very short times are meaningless."""
         if self._readings:
             if now - self._readings[-1][0] < INTERVAL_SECONDS / 2:
                 return

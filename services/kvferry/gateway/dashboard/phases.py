@@ -15,17 +15,17 @@ class Phase:
 
 
 def phases(*, queue: float, prefill: float, first_token: float, handoff: float, total: float) -> list[Phase]:
-    """Return the phases of a sample from its timing, adjoining, without the empty ones.
+    """Return the non-empty phases of a sample from its timing; each begins where the previous one ends.
 
-    The durations come from different processes. A phase that by its duration would end after the next known instant is
-    cut there, so that the phases fill 0 to `total`.
+    The durations come from different processes. A phase whose duration extends past the next known instant is cut
+    there, so that the phases cover 0 to `total`.
 
     Args:
         queue, prefill, handoff: durations in seconds.
         first_token: seconds to the first token; 0 if there was none.
         total: seconds to the end of the sample.
     """
-    # Without a first token, `first_token` has the time from the last phase to the end.
+    # Without a first token, `first_token` covers the time from the last phase to the end.
     first = min(first_token, total) if first_token > 0 else total
     lengths = [("queue", queue, first), ("prefill", prefill, first), ("first_token", first, first)]
     if first_token > 0:

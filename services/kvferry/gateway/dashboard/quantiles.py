@@ -12,15 +12,15 @@ class Buckets:
     bounds: tuple[float, ...]
     """Upper bounds of the buckets, ascending; the last one may be infinite."""
     counts: tuple[float, ...]
-    """Number of observations up to each bound, of the histogram's whole life: cumulative, as Prometheus has them."""
+    """Number of observations up to each bound since the histogram was created: cumulative, as in Prometheus."""
 
 
 def quantiles(earlier: Buckets, later: Buckets, shares: Sequence[float]) -> list[float | None]:
     """Return the quantile of each share (0 to 1) of the observations between two readings of one histogram.
 
-    Observations are taken as evenly spread inside a bucket, as by Prometheus' `histogram_quantile`. A quantile in the
-    infinite bucket is the highest finite bound. `None` stands for no observation, or for readings of a histogram that
-    was reset between them.
+    Observations are assumed to be evenly spread inside a bucket, as in Prometheus' `histogram_quantile`. A quantile in
+    the infinite bucket is the highest finite bound. `None` means no observations, or a histogram that was reset between
+    the readings.
 
     Raises:
         ValueError: the readings have different buckets.

@@ -132,8 +132,8 @@ class Dispatcher:
                     yield event
 
     async def pool(self, request: TokenRequest, params: PoolingParams) -> Vector:
-        """Compute the vector of a prompt; see `rpc.text.token_source.VectorSource.pool`. A call that lost its worker is
-        repeated on another one."""
+        """Compute the vector of a prompt; see `rpc.text.token_source.VectorSource.pool`. If the worker of a call is
+        lost, the call is repeated on another worker."""
         run = SampleRun(request, pooling=params, trace=self._trace(request))
         with self._open(run):
             while True:
@@ -195,11 +195,11 @@ class Dispatcher:
 
     @property
     def num_committed(self) -> int:
-        """Number of samples whose dispatched work is counted; 0 if no stream is open."""
+        """Number of samples whose dispatched work is counted; 0 if no streams are open."""
         return self._commitments.count
 
     async def wait_idle(self) -> None:
-        """Return when no stream is open and no clean-up is in flight."""
+        """Return when no streams are open and no clean-up is in flight."""
         while self.open_streams or self._releases.count:
             await self._no_streams.wait()
             await self._releases.drain()

@@ -23,7 +23,7 @@ MAX_LISTED = 200
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
-    """An ended sample. It is converted when it is read: few are."""
+    """An ended sample. It is converted only when it is read, since few entries are."""
 
     sample_index: int
     outcome: str

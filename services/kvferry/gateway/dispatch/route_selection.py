@@ -33,7 +33,7 @@ from kvferry.gateway.routing.routes import Policy, Route, RouteReason, RouteRequ
 RETRY_AFTER_SECONDS = 1.0
 _MAX_ROUTES = 16
 _ANY = PrefixHash(load_factor=1.0)
-"""Policy where only the existence of a route matters."""
+"""Policy used when only the existence of a route matters."""
 
 
 class RouteSelection:
@@ -67,10 +67,10 @@ class RouteSelection:
             drop_ticket: called if no decode worker can read the sample's ticket.
 
         Raises:
-            Overloaded: every worker is at capacity, and no token has been generated yet.
-            WorkerLost: no worker accepts requests.
+            Overloaded: every worker is at capacity, and no tokens have been generated yet.
+            WorkerLost: no workers accept requests.
         """
-        self._records.arrived(run)  # its earlier choice is not a load of the workers
+        self._records.arrived(run)  # its earlier choice does not count as load on the workers
         caches = PromptCaches(
             self._map, self._namers, run.names, run.request.scope, run.token_ids, self._config.prefix_blocks
         )
@@ -122,8 +122,8 @@ class RouteSelection:
         return self._choose(run, frozenset(run.excluded)) is not None
 
     def uncached_tokens(self, scope: str, token_ids: Sequence[int]) -> int:
-        """Return the number of tokens of a prompt, at least 1, that the best of the workers that compute prompts would
-        compute."""
+        """Return the number of tokens of a prompt, at least 1, that would be computed on the worker that has cached
+        most of it."""
         candidates = self._fleet.candidates()
         caches = PromptCaches(self._map, self._namers, PromptNames(), scope, token_ids, self._config.prefix_blocks)
         computing = (*candidates.prefill, *candidates.both) or candidates.decode
@@ -136,8 +136,8 @@ class RouteSelection:
         cached: CachedTokens | None = None,
         policy: Policy | None = None,
     ) -> Route | None:
-        """Choose a route by the configured policy or another one; without knowledge of caches, only whether there is
-        one."""
+        """Choose a route by the configured policy or another one. Without cache predictions, the result shows only
+        whether a route exists."""
         candidates = self._candidates(run, excluded)
         if cached is None:
             return self._route(run, candidates, _ANY, nothing_cached)

@@ -1,4 +1,4 @@
-"""Records the work dispatched to the workers, and its durations: the inputs of routing by estimated seconds."""
+"""Records the work dispatched to the workers, and its durations: the inputs of routing by estimated latency."""
 
 import math
 
@@ -22,7 +22,7 @@ class WorkRecords:
     # -- dispatched work ---------------------------------------------------------------------------------------------
 
     def dispatched(self, run: SampleRun, route: Route) -> None:
-        """Count the sample's work on the workers of its route, instead of that of an earlier route."""
+        """Count the sample's work on the workers of its route, replacing an earlier route."""
         self.arrived(run)
         computing = route.prefill or (route.decode if run.ticket is None else None)
         decode = route.decode.replica
@@ -46,7 +46,7 @@ class WorkRecords:
     # -- durations ---------------------------------------------------------------------------------------------------
 
     def prefilled(self, run: SampleRun, address: str, num_cached: int, seconds: float) -> None:
-        """Record the computation of a prompt, or of the tokens so far, in which `num_cached` tokens were cached."""
+        """Record the computation of a prompt, or of the tokens so far, of which `num_cached` were cached."""
         num_tokens = len(run.token_ids)
         self._estimates.observe_prompt(num_tokens, num_cached)
         process = _process(self._fleet.view(address))

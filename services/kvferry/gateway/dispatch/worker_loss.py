@@ -20,7 +20,7 @@ class WorkerLost(Exception):
         self.address = address
         """`host:port` of the lost worker; `None` if no worker was available."""
         self.in_failed_step = in_failed_step
-        """Whether the worker failed while it computed this request, so that the request may be the cause."""
+        """Whether the worker failed while processing this request, so that the request may be the cause."""
 
 
 async def worker_lost(call: grpc.aio.Call, error: grpc.aio.AioRpcError, address: str) -> WorkerLost:

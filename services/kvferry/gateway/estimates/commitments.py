@@ -12,14 +12,14 @@ from kvferry.core.clock import Clock
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Commitment:
-    """The shares of one sample: a prompt on one worker, blocks on another or the same one."""
+    """The work of one sample: a prompt on one worker, and blocks on the same or another one."""
 
     prompt_address: str = ""
     """Worker that computes the prompt; empty if none does."""
     prompt_tokens: int = 0
     """Number of tokens that it computes."""
     decode_address: str = ""
-    """Worker that will generate; empty if it is not chosen or the prompt has arrived there."""
+    """Worker that will generate; empty if it is not chosen yet, or once the prompt has arrived there."""
     decode_blocks: int = 0
     """Number of KV blocks that the sample will need there."""
 
@@ -28,9 +28,9 @@ class Commitment:
 class _Worker:
     prompts: OrderedDict[Commitment, int] = field(default_factory=OrderedDict)
     tokens: int = 0
-    """Number of tokens of `prompts` together."""
+    """Total number of tokens in `prompts`."""
     head_since: float = 0.0
-    """Time since which the oldest prompt is computed."""
+    """Time at which the computation of the oldest prompt began."""
     sequences: int = 0
     blocks: int = 0
 
@@ -91,12 +91,12 @@ class Commitments:
         return worker.tokens - done
 
     def sequences(self, address: str) -> int:
-        """Return the number of sequences that are to come to a worker."""
+        """Return the number of sequences that will arrive at a worker."""
         worker = self._workers.get(address)
         return 0 if worker is None else worker.sequences
 
     def blocks(self, address: str) -> int:
-        """Return the number of KV blocks that sequences to come will need on a worker."""
+        """Return the number of KV blocks that these sequences will need on a worker."""
         worker = self._workers.get(address)
         return 0 if worker is None else worker.blocks
 

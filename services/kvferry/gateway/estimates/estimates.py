@@ -1,9 +1,9 @@
 """Durations of prompts, hand-offs and output tokens by worker, estimated from the gateway's own requests.
 
-All observations of a kind are fitted together, and those of each worker. A worker's own fit is used if it differs from
-that of the fleet, as on other hardware; smaller differences are noise, which would scatter equal prefixes over equal
-workers. Until the fleet has observations, defaults apply. The first observation of each process is dropped: it contains
-compilation, page faults and connection set-up.
+Observations of a kind are fitted for the whole fleet and for each worker. A worker's own fit is used only if it differs
+clearly from the fleet's, as on different hardware; smaller differences are noise, which would scatter equal prefixes
+over equal workers. Until the fleet has observations, defaults apply. The first observation of each process is dropped:
+it contains compilation, page faults and connection set-up.
 """
 
 from collections import OrderedDict
@@ -15,21 +15,22 @@ from kvferry.core.ids import WorkerId
 from kvferry.gateway.estimates.fits import FittedLine
 
 DEFAULT_PREFILL = (0.005, 5e-4)
-"""Seconds of a prompt without any observation: constant, per token."""
+"""Time to compute a prompt without any observation, in seconds: constant, per token."""
 DEFAULT_STEP = (0.02, 6e-4)
-"""Seconds per output token without any observation: constant, per running sequence."""
+"""Time per output token without any observation, in seconds: constant, per running sequence."""
 DEFAULT_TRANSFER = (0.002, 1e-5)
-"""Seconds of a hand-off without any observation: constant, per token."""
+"""Time of a hand-off without any observation, in seconds: constant, per token."""
 DEFAULT_OUTPUT_TOKENS = 128.0
 
 _NUM_OWN = 3
 """Number of observations from which a worker's own fit may be used."""
 _DIFFERENT = 0.15
-"""Relative difference to the fleet's fit, at the mean of a worker's amounts, from which its own fit is used."""
+"""Relative difference from the fleet's fit, at the mean of a worker's amounts, from which the worker's own fit is
+used."""
 _MAX_WORKERS = 4096
 _MAX_PAIRS = 16384
 _STEP_SLOPE = 0.05
-"""Assumed share of the time per output token that is in proportion to the running sequences, until loads differ."""
+"""Assumed share of the time per output token that is proportional to the running sequences, until loads differ."""
 _EWMA = 0.02
 
 Key = TypeVar("Key", bound=Hashable)
@@ -62,7 +63,8 @@ class _Fits(Generic[Key]):
             self._lines.popitem(last=False)
 
     def line(self, *keys: Key) -> tuple[float, float]:
-        """Return the line of the first key that has enough observations, of all, or the default."""
+        """Return the line of the first key that has enough observations, or else of all observations, or else the
+        default."""
         for key in keys:
             own = self._lines.get(key)
             if own is not None and own.count >= _NUM_OWN:
@@ -115,7 +117,8 @@ class Estimates:
         """Add a hand-off of the KV of `num_tokens` tokens.
 
         Args:
-            distance: relation of the places of both workers, for pairs without observations; see `replicas.Place`.
+            distance: relation between the places of the two workers, for pairs without observations; see
+                `replicas.Place`.
         """
         if self._is_warm(("transfer", source, target)):
             self._transfers.add((source.worker, target.worker), num_tokens, seconds)
@@ -133,15 +136,16 @@ class Estimates:
     # -- predictions -------------------------------------------------------------------------------------------------
 
     def prefill_line(self, worker: WorkerId) -> tuple[float, float]:
-        """Return the seconds of a prompt on a worker: (constant, per computed token)."""
+        """Return the estimated time of a prompt on a worker in seconds: (constant, per computed token)."""
         return self._prefills.line(worker)
 
     def step_line(self, worker: WorkerId) -> tuple[float, float]:
-        """Return the seconds per output token of a sequence on a worker: (constant, per running sequence)."""
+        """Return the estimated time per output token of a sequence on a worker in seconds: (constant, per running
+        sequence)."""
         return self._steps.line(worker)
 
     def transfer_line(self, source: WorkerId, target: WorkerId, distance: str) -> tuple[float, float]:
-        """Return the seconds of a hand-off between two workers: (constant, per token)."""
+        """Return the estimated time of a hand-off between two workers in seconds: (constant, per token)."""
         return self._transfers.line((source, target), ("distance", distance))
 
     def output_tokens(self, max_tokens: int) -> float:

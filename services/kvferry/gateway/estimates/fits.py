@@ -7,7 +7,7 @@ _DECAY = 0.98
 _MIN_SPREAD = 0.05
 """Minimum standard deviation of the amounts, as a fraction of their mean, from which a slope is fitted."""
 _OUTLIER = 8.0
-"""A duration that differs from the fit by more than this factor counts as one that differs by this factor: pauses of a
+"""A duration that differs from the fit by more than this factor is clamped to this factor: pauses of a
 process (compilation, swapping) do not predict the duration of the next request."""
 _NUM_TRUSTED = 5
 """Number of observations from which outliers are limited."""
@@ -18,7 +18,7 @@ class FittedLine:
     """Weighted least squares fit of seconds = intercept + slope * amount, both at least 0.
 
     As long as the amounts hardly differ, the slope is an assumption: `slope_share` of the mean duration per mean
-    amount. 1 is a line through the origin (work in proportion to the amount), 0 a constant.
+    amount. 1 gives a line through the origin (work proportional to the amount), 0 a constant.
     """
 
     slope_share: float
@@ -48,7 +48,7 @@ class FittedLine:
         self._line = None
 
     def predict(self, amount: float) -> float:
-        """Return the expected seconds for an amount, at least 0; 0 without observations."""
+        """Return the expected time for an amount in seconds, at least 0; 0 without observations."""
         intercept, slope = self.line()
         return intercept + slope * amount
 

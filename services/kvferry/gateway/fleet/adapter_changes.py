@@ -26,7 +26,7 @@ class AdapterChanges:
         self._fleet = fleet
 
     def served(self) -> tuple[AdapterId, ...]:
-        """Return the adapters that requests may name now."""
+        """Return the adapters that requests may currently name."""
         return served_adapters(self._fleet.candidates())
 
     async def load(self, name: str, path: str) -> Mapping[str, str]:

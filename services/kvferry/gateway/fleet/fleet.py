@@ -114,7 +114,7 @@ class Fleet:
         return Candidates(**{role: tuple(replicas) for role, replicas in by_role.items()})
 
     def context_tokens(self) -> int | None:
-        """Return the smallest context length in tokens among workers that accept requests; `None` if no worker does."""
+        """Return the smallest context length in tokens among workers that accept requests; `None` if no workers do."""
         return min((view.max_model_tokens for view in self.views() if view.takes_work), default=None)
 
     def prefill(self, address: str) -> "prefill_pb2_grpc.PrefillAsyncStub":

@@ -71,13 +71,13 @@ class WorkerView:
     device: str = ""
     """`cpu`, or the name of the worker's GPU; empty if it is not known."""
     is_staged: bool = False
-    """Whether peers and tiers access the worker's KV through host memory, apart from the device's pages."""
+    """Whether peers and tiers access the worker's KV through host memory rather than in the device's pages."""
     place: Place = Place()  # noqa: RUF009  frozen
     tiers: tuple[worker_admin_pb2.TierStatus, ...] = ()
     adapters: frozenset[AdapterId] = frozenset()
-    """Versions of adapters that requests may begin with."""
+    """Adapter versions that new requests may use."""
     retired_adapters: frozenset[AdapterId] = frozenset()
-    """Versions that only requests which have begun with them may use."""
+    """Adapter versions that only requests already started with them may use."""
     adapter_failures: Mapping[str, str] = field(default_factory=dict)
     """Why an adapter of the worker's list is not loaded, by name."""
 
@@ -167,10 +167,10 @@ class Member:
         self._model = model
         self._keys = keys
         self._signer = None if keys is None else keys.signers[0]
-        """Signer whose key the worker has accepted last."""
+        """Signer whose key the worker last accepted."""
         self._status: worker_admin_pb2.StatusResponse | None = None
         self._room: WorkerRoom | None = None
-        """Room of the worker at its last status."""
+        """The worker's room as of its last status."""
         self._why_lost = "no status yet"
         self._view: WorkerView | None = None
         """The last view, of `_viewed`; routing asks for the views of all workers several times per request."""
@@ -280,7 +280,7 @@ class Member:
 
     @property
     def is_stalled(self) -> bool:
-        """Whether the worker answers, but its engine makes no step."""
+        """Whether the worker answers but its engine makes no steps."""
         return self._steps.is_stalled
 
     def view(self) -> WorkerView:
@@ -375,5 +375,5 @@ def _versions(adapters: Iterable[common_pb2.Adapter]) -> frozenset[AdapterId]:
 
 
 def _cleaned(text: str) -> str:
-    """Return a peer's text for logs and reports: at most 300 characters, all printable."""
+    """Return text from a peer for logs and reports: at most 300 characters, all printable."""
     return "".join(c if c.isprintable() else "?" for c in text[:_MAX_REASON_CHARS])

@@ -18,7 +18,7 @@ SCALER_GROUP = "kvferry.dev"
 SCALER_VERSION = "v1alpha1"
 SCALER_PLURAL = "poolrolescalers"
 FIELD_MANAGER = "kvferry-gateway"
-"""Field manager of replica counts that the gateway sets; the operator overwrites fields of this manager without a
+"""Field manager for replica counts that the gateway sets; the operator may overwrite this manager's fields without a
 conflict."""
 _CONNECT_SECONDS = 5.0
 _ANSWER_SECONDS = 15.0

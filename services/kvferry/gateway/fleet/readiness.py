@@ -26,8 +26,8 @@ def can_serve(fleet: Fleet) -> bool:
 
 
 def notes(fleet: Fleet) -> list[str]:
-    """Return a line per worker that accepts no requests: the reason, and whether requests are served without the
-    worker."""
+    """Return a line for each worker that accepts no requests: the reason, and whether requests are served without
+    it."""
     matter = "; requests are served without it" if can_serve(fleet) else ""
     return [f"{view.role} {view.endpoint.address}: {view.why_not}{matter}" for view in fleet.views() if view.why_not]
 

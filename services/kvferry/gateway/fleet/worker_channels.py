@@ -14,8 +14,8 @@ from kvferry.rpc.tls.refusal_cause import may_be_tls, refusal_cause
 _CLOSE_SECONDS = 5.0
 """Grace period in seconds of a channel that is being closed, for releases of offers and final statuses of streams."""
 REPLACED_POLLS = 1_200
-"""Status polls for which a replaced channel is kept, 10 minutes at the default interval: calls that do not hold
-it, which are KV prefetches, releases and subscriptions, end earlier or are repeated."""
+"""Status polls for which a replaced channel is kept, 10 minutes at the default interval: calls that do not keep it open
+(KV prefetches, releases and subscriptions) end earlier or are repeated."""
 
 
 @dataclass(slots=True)
@@ -53,7 +53,7 @@ class WorkerChannels:
         self.admin = open_channel(self._endpoint.admin_address, self._tls)
 
     def renew(self, calls: Collection[object]) -> bool:
-        """Open new channels if the certificate was renewed; return whether they were.
+        """Open new channels if the certificate was renewed; return whether it was.
 
         Args:
             calls: calls in flight, for which the replaced channels are kept.

@@ -10,7 +10,7 @@ from kvferry.rpc.access.table import CallerRole
 _log = logging.getLogger(__name__)
 _KEY_BYTES = 32
 _MAX_KEYS = 4
-"""Newest keys that are kept: while a pool's keys are replaced, each worker accepts one of several."""
+"""Number of newest keys that are kept: while a pool's keys are replaced, each worker accepts one of several."""
 
 
 class WorkerKeys:
@@ -36,7 +36,7 @@ class WorkerKeys:
         try:
             key = _parsed(self._read())
         except UsageError as error:
-            if str(error) != self._failure:  # renewed at each poll of a worker that rejects the keys
+            if str(error) != self._failure:  # called at each poll of a worker that rejects the keys
                 _log.warning("the gateway key cannot be read again: %s", error)
             self._failure = str(error)
             return

@@ -12,8 +12,8 @@ MAX_KV_USAGE = 0.95
 """Fraction of a worker's KV blocks in use at which it gets no further sequences; evictable blocks are not in use."""
 PREFILL_TOKENS_PER_WORKER = 16_384
 """Maximum number of dispatched prompt tokens per worker that are not yet computed: eight steps of the default token
-budget. Workers compute prompts in order of arrival; more tokens than keep them busy would only move the queue to the
-workers, where it is not fair between tenants."""
+budget. Workers compute prompts in order of arrival; more tokens than needed to keep them busy would only move the queue
+to the workers, where it is not fair between tenants."""
 UNBOUNDED = 1 << 62
 
 
@@ -48,8 +48,8 @@ class WorkerRoom:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Bounds on all dispatched requests of this gateway together. A request is dispatched while those before it are
-    below the bounds on sequences and prefill tokens; its own size may exceed what is left."""
+    """Bounds on all dispatched requests of this gateway together. A request is dispatched while earlier requests are
+    below the bounds on sequences and prefill tokens; its own size may exceed the remainder."""
 
     sequences: int = UNBOUNDED
     """Maximum number of this gateway's sequences on the fleet."""
@@ -61,14 +61,14 @@ class Room:
 
 
 CLOSED = Room(0, 0, 0)
-"""Bounds under which no request is dispatched."""
+"""Bounds under which no requests are dispatched."""
 
 
 def room(workers: Iterable[WorkerRoom], max_streams: int) -> Room:
     """Return the bounds that follow from the workers that accept requests.
 
-    Workers of role `both` count only if there is no pair of a prefill and a decode worker, since only then they are
-    routed to. Without workers, `max_streams` is the only bound, and the dispatcher reports why requests cannot be
+    Workers of role `both` count only if there is no pair of a prefill and a decode worker, since only then requests are
+    routed to them. Without workers, `max_streams` is the only bound, and the dispatcher reports why requests cannot be
     served.
     """
     by_role: dict[str, list[WorkerRoom]] = {"prefill": [], "decode": [], "both": []}
@@ -81,5 +81,5 @@ def room(workers: Iterable[WorkerRoom], max_streams: int) -> Room:
         return Room(streams=max_streams)
     most = min(UNBOUNDED, sum(worker.sequences for worker in generating or computing))
     first = min(UNBOUNDED, sum(worker.sequences for worker in computing))
-    # Every sequence ends on a worker that generates, so the bound of these workers is that of the fleet.
+    # Every sequence ends on a worker that generates, so these workers' bound is the bound of the fleet.
     return Room(most if first else 0, PREFILL_TOKENS_PER_WORKER * len(computing), max_streams)

@@ -207,11 +207,11 @@ class FlowController:
         return decided
 
     def expire(self, entry: Entry) -> None:
-        """Remove a queued entry whose time in the queue is over."""
+        """Remove a queued entry whose deadline in the queue has passed."""
         self._leave(entry, EntryEvent.EXPIRE)
 
     def cancel(self, entry: Entry) -> None:
-        """Remove a queued entry whose client has gone."""
+        """Remove a queued entry whose client has disconnected."""
         self._leave(entry, EntryEvent.CANCEL)
 
     def refuse(self, entry: Entry) -> None:

@@ -28,12 +28,12 @@ class DrainRate:
         if self._started is None:
             return 0.0
         self._decay(now)
-        # The divisor is the weight of the time since the first dispatch, at least a second.
+        # Normalize by the total exponential weight of the window since the first dispatch (minimum 1 s).
         age = max(1.0, now - self._started)
         return self._weight / (_MEMORY_SECONDS * (1.0 - math.exp(-age / _MEMORY_SECONDS)))
 
     def retry_after(self, num_ahead: int, now: float) -> float:
-        """Return the seconds needed to dispatch `num_ahead` requests at the present rate, from 1 to 60."""
+        """Return the time to dispatch `num_ahead` requests at the present rate in seconds, clamped to 1 to 60."""
         rate = self.per_second(now)
         if rate <= 0.0:
             return MAX_RETRY_SECONDS

@@ -21,7 +21,7 @@ class EntryState(StrEnum):
     EXPIRED = "expired"
     """The deadline passed in the queue."""
     CANCELLED = "cancelled"
-    """The client left the queue."""
+    """The client cancelled the request in the queue."""
 
 
 class EntryEvent(StrEnum):
@@ -59,7 +59,7 @@ class Entry:
     priority: int
     """Band of the request; lower numbers are served first."""
     cost: float
-    """Expected tokens: prompt tokens that are not cached and output tokens, over all samples; greater than 0."""
+    """Expected number of tokens, uncached prompt tokens plus output tokens, over all samples; greater than 0."""
     num_sequences: int = 1
     """Maximum number of samples that run at a time."""
     prefill_tokens: int = 1

@@ -18,11 +18,11 @@ class TenantPolicy:
     """Smallest and largest priority number of the tenant's requests."""
     requests_per_minute: float | None = None
     request_burst: float | None = None
-    """Requests that may arrive at once; `None` for as many as per minute."""
+    """Requests that may arrive at once; `None` for the number per minute."""
     tokens_per_minute: float | None = None
     """Prompt and output tokens per minute."""
     token_burst: float | None = None
-    """Tokens that may be used at once; `None` for as many as per minute."""
+    """Tokens that may be used at once; `None` for the number per minute."""
     concurrent_requests: int | None = None
     """Maximum number of requests that are queued or running."""
     models: frozenset[str] | None = None
@@ -61,7 +61,7 @@ class TenantPolicy:
             )
 
     def bounds(self, default: QueueBounds) -> QueueBounds:
-        """Return the bounds of the tenant's queue; `default` has the bounds of tenants that set none."""
+        """Return the bounds of the tenant's queue; `default` has the bounds for tenants that set none."""
         return QueueBounds(
             default.requests if self.max_queued is None else self.max_queued,
             default.num_bytes if self.max_queued_bytes is None else self.max_queued_bytes,

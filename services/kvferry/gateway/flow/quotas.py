@@ -15,7 +15,7 @@ from kvferry.gateway.flow.policy import TenantPolicy
 _SECONDS_PER_MINUTE = 60.0
 MAX_WAIT_SECONDS = 3600.0
 _FIRST_OUTPUT_TOKENS = 256.0
-"""Expected output tokens per sample of a tenant's first requests, at most their `max_tokens`."""
+"""Expected output tokens per sample of a tenant's first requests, capped at their `max_tokens`."""
 _NEW_SHARE = 0.1
 """Weight of the newest request in a tenant's averages."""
 
@@ -35,13 +35,14 @@ class Bucket:
     """Monotonic seconds."""
 
     def refill(self, per_minute: float, capacity: float, now: float) -> None:
-        """Add what has accrued since the last call, up to `capacity`."""
+        """Refill for the time since the last call, up to `capacity`."""
         elapsed = max(0.0, now - self.updated)
         self.level = min(capacity, self.level + elapsed * per_minute / _SECONDS_PER_MINUTE)
         self.updated = max(self.updated, now)
 
     def wait_seconds(self, cost: float, per_minute: float, capacity: float) -> float:
-        """Return the seconds until `cost` can be taken, 0 for now; a cost above the capacity needs a full bucket."""
+        """Return the time until `cost` can be taken, in seconds; 0 if it can be taken now. A cost above the capacity
+        needs a full bucket."""
         missing = min(cost, capacity) - self.level
         return 0.0 if missing <= 0 else missing * _SECONDS_PER_MINUTE / per_minute
 
@@ -62,7 +63,7 @@ class Account:
 
 @dataclass(slots=True)
 class Quotas:
-    """The accounts of all tenants that have used the gateway. Their number is bounded by the number of tenants."""
+    """The accounts of all tenants that have used the gateway; at most one per tenant."""
 
     accounts: dict[str, Account] = field(default_factory=dict)
 
@@ -130,13 +131,13 @@ class Quotas:
         self._charge(account, 0.0, used - expected)
 
     def learn(self, tenant: str, output_tokens: float, seconds: float) -> None:
-        """Note the output tokens per sample and the duration of a request that has ended by itself."""
+        """Note the output tokens per sample and the duration of a request that was not cancelled."""
         account = self.account(tenant)
         account.output_tokens += _NEW_SHARE * (output_tokens - account.output_tokens)
         account.seconds += _NEW_SHARE * (seconds - account.seconds)
 
     def forget_all_but(self, known: frozenset[str]) -> None:
-        """Drop the accounts of tenants that no longer exist and have no open request."""
+        """Drop the accounts of tenants that no longer exist and have no open requests."""
         for tenant in [t for t, account in self.accounts.items() if t not in known and not account.num_open]:
             del self.accounts[tenant]
 

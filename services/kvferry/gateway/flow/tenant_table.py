@@ -42,7 +42,7 @@ class TenantTable:
 
     policies: Mapping[str, TenantPolicy] = field(default_factory=dict)
     default: TenantPolicy = TenantPolicy()  # noqa: RUF009  frozen
-    """Policy of tenants that have none of their own."""
+    """Policy of tenants without their own."""
     keys: Mapping[bytes, str] = field(default_factory=dict, repr=False)
     """Tenant by the SHA-256 digest of its key."""
 

@@ -63,7 +63,7 @@ class AdminApi:
     overview: Callable[[], Mapping[str, object]]
     """Function that returns the body of `GET /debug/overview`."""
     readiness: Callable[[], tuple[bool, Sequence[str]]]
-    """Function that returns whether requests are accepted, and notes about it."""
+    """Function that returns whether requests are accepted, and the reasons."""
 
     def app(self) -> ASGIApp:
         """Create the ASGI application of the admin API."""
@@ -150,7 +150,7 @@ class AdminApi:
 
 
 async def _texts(request: Request, names: Sequence[str]) -> list[str]:
-    """Return fields of a request's JSON body, all of them texts.
+    """Return the string fields of a request's JSON body.
 
     Raises:
         InvalidRequest: the body is too large or not a JSON object with exactly these fields.

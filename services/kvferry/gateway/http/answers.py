@@ -11,7 +11,7 @@ from kvferry.rpc.text.token_source import Timing
 
 
 class EndedSample(Struct):
-    """An ended sample of a request, as in the journal."""
+    """An ended sample of a request, as stored in the journal."""
 
     sample_index: int
     outcome: Literal["done", "failed", "cancelled"]

@@ -34,7 +34,7 @@ class ApiKeys:
         return frozenset((self._tenants or {}).values())
 
     def replace_hashed(self, hashed: Mapping[bytes, str]) -> None:
-        """Replace the hashed keys. Authentication that is enabled stays enabled, even without keys."""
+        """Replace the hashed keys. Authentication, once enabled, stays enabled even without keys."""
         if self._tenants is not None or hashed:
             self._tenants = {**hashed, **self._plain}
 
@@ -67,7 +67,7 @@ class ApiKeys:
             return ""
         if authorization is None or not authorization.lower().startswith(_SCHEME):
             raise Unauthenticated("no API key; send `Authorization: Bearer <key>`")
-        # Looked up by digest, so that timing reveals nothing about a key's prefix.
+        # Looked up by digest, so that the timing reveals nothing about the key's prefix.
         digest, now = key_digest(authorization[len(_SCHEME) :].strip()), self._clock.monotonic()
         if wait := self._guesses.wait_seconds(address, digest, now):
             raise Overloaded(
@@ -88,7 +88,7 @@ def read_keys(path: Path) -> dict[str, str]:
     """Read lines of `key tenant`, tenant by key; empty lines and lines that begin with `#` are ignored.
 
     Raises:
-        UsageError: the file cannot be read, or a line is invalid; the message has its number, never its text.
+        UsageError: the file cannot be read, or a line is invalid; the message contains the line number, never the line.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -108,5 +108,5 @@ def read_keys(path: Path) -> dict[str, str]:
 
 
 def key_digest(key: str) -> bytes:
-    """Return the SHA-256 digest of a key, by which it is known to the gateway."""
+    """Return the SHA-256 digest of a key, the only form in which the gateway stores keys."""
     return hashlib.sha256(key.encode()).digest()

@@ -58,7 +58,8 @@ class BodyRoute:
 
     @asynccontextmanager
     async def body(self, request: Request) -> AsyncIterator[tuple[Caller, bytes]]:
-        """Give the caller and the body of a request; the body counts as buffered for the length of the `with` block."""
+        """Yield the caller and the body of a request; the body counts as buffered for the length of the `with`
+        block."""
         caller = self.side.caller(request)
         check_media(request)
         with BufferedBody(self.side.bodies) as buffered:
@@ -66,8 +67,8 @@ class BodyRoute:
 
 
 async def prepared(receive: Receive, body: bytes, preparing: Coroutine[Any, Any, T]) -> T:
-    """Await the preparation of a request. That of a large body waits for the text process, so that the client may
-    disconnect meanwhile.
+    """Await the preparation of a request. A large body waits for the text process, and the client may disconnect
+    meanwhile.
 
     Raises:
         RequestCancelled: the client disconnected.

@@ -250,7 +250,7 @@ class _Edge:
 
 
 def _begin_span(tracer: Tracer, scope: Scope, request_id: RequestId, now: float) -> Span | None:
-    """Begin the span of a request that computes, and make it the current one; `None` if it is not traced."""
+    """Begin the span of a request that uses workers, and make it the current one; `None` if it is not traced."""
     path = scope["path"]
     if path not in _COMPUTING_PATHS:
         return None
@@ -262,7 +262,7 @@ def _begin_span(tracer: Tracer, scope: Scope, request_id: RequestId, now: float)
         "kvferry.request_id": request_id,
     }
     span = tracer.begin(f"{scope['method']} {path}", parent, now, attributes)
-    use_span(span)  # uvicorn gives each request a task of its own
+    use_span(span)  # uvicorn runs each request in its own task
     return span
 
 
@@ -317,7 +317,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
 
 
 def _methods_of(request: Request) -> list[str]:
-    """Return the methods of the request's path, which may have a route for each."""
+    """Return the methods of the request's path; each may have its own route."""
     routes = [route for route in request.app.routes if isinstance(route, Route)]
     matching = (route for route in routes if route.matches(request.scope)[0] is not Match.NONE)
     return sorted({method for route in matching for method in route.methods or ()})

@@ -32,12 +32,12 @@ class ConnectionLimits:
     max_framing_bytes: int = 64 << 10
     """Maximum bytes of chunk sizes and trailers, in addition to `_FRAMING_PER_BYTE` bytes per byte of the body."""
     header_seconds: float = 10.0
-    """Maximum seconds from opening the connection, or from the first byte of a later request, to the end of the
-    headers."""
+    """Maximum number of seconds from opening the connection, or from the first byte of a later request, to the end of
+    the headers."""
     max_pipelined: int = 16
-    """Requests of one connection that wait for the answers to earlier ones."""
+    """Maximum number of requests on one connection that wait for the answers to earlier ones."""
     read_seconds: float = 30.0
-    """Maximum seconds during which a client reads nothing of a pending response."""
+    """Maximum number of seconds for which a client may read nothing of a pending response."""
 
 
 _FRAMING_PER_BYTE = 6
@@ -45,7 +45,8 @@ _FRAMING_PER_BYTE = 6
 
 
 _UPGRADE = re.compile(rb"((?:^|\n)[ \t]*)upgrade:", re.IGNORECASE)
-"""Offer of another protocol. It is ignored (RFC 9110, section 7.8); the parser would stop there and drop the body."""
+"""Header that offers another protocol. It is ignored (RFC 9110, section 7.8), since the parser would stop there and
+drop the body."""
 
 
 def _without_upgrade(data: bytes) -> bytes:
@@ -80,7 +81,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     @property
     def is_idle(self) -> bool:
-        """Whether the connection has no request in progress."""
+        """Whether no requests are in progress on the connection."""
         return self._head_bytes == 0 and (self.cycle is None or self.cycle.response_complete)
 
     # -- connection ------------------------------------------------------------------------------------------------

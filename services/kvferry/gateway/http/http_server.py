@@ -20,9 +20,10 @@ _log = logging.getLogger(__name__)
 
 _BACKLOG = 2048
 _ACCEPTED_AT_ONCE = 64
-"""Connections that asyncio accepts before it runs their protocols, which close those above the limit."""
+"""Number of connections that asyncio accepts before it runs their protocols, which close connections above the
+limit."""
 _SHARE_OF_FILES = 0.75
-"""Share of the open files for HTTP connections; the gRPC server has the rest."""
+"""Share of the open files that is reserved for HTTP connections; the rest is for the gRPC server."""
 _ACCEPT_LOG_SECONDS = 60.0
 _SUPPRESSED = frozenset(
     {
@@ -38,8 +39,8 @@ _SUPPRESSED = frozenset(
     }
 )
 _KEEP_ALIVE_SECONDS = 75
-"""Idle timeout in seconds. Longer than that of clients and load balancers: they close first and never receive a
-reset."""
+"""Idle timeout in seconds. Longer than the idle timeouts of clients and load balancers, so that they close first and
+never receive a reset."""
 
 
 class HttpServer:
@@ -101,7 +102,7 @@ class HttpServer:
         started = asyncio.create_task(server.is_up.wait())
         await asyncio.wait((started, running._serving), return_when=asyncio.FIRST_COMPLETED)
         started.cancel()
-        bound.listen(_BACKLOG)  # uvicorn's own listen used the smaller number
+        bound.listen(_BACKLOG)  # uvicorn's own call of listen used a smaller backlog
         if running._serving.done():
             running._serving.result()
         return running

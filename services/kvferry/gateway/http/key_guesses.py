@@ -3,22 +3,23 @@
 from collections import OrderedDict, deque
 
 MAX_WRONG_KEYS = 10
-"""Wrong keys from one address within `WINDOW_SECONDS`, after which its further keys are not looked up."""
+"""Number of wrong keys from one address within `WINDOW_SECONDS` after which its further keys are not looked up."""
 WINDOW_SECONDS = 60.0
 _MAX_ADDRESSES = 4096
 _MAX_USED = 4096
 
 
 class KeyGuesses:
-    """Wrong keys by address, and the keys that each address has used with success, which are always looked up: clients
-    behind one proxy do not exclude each other. Both are bounded; the oldest are forgotten first."""
+    """Wrong keys by address, and the keys that each address has used successfully, which are always looked up, so that
+    clients behind one proxy cannot lock each other out. Both tables are bounded; the oldest entries are dropped
+    first."""
 
     def __init__(self) -> None:
         self._wrong: OrderedDict[str, deque[float]] = OrderedDict()
         self._used: OrderedDict[tuple[str, bytes], None] = OrderedDict()
 
     def wait_seconds(self, address: str, digest: bytes, now: float) -> float:
-        """Return the seconds until a key from `address` is looked up again; 0 if it is looked up now.
+        """Return the time until keys from `address` are looked up again, in seconds; 0 if they are looked up now.
 
         Args:
             digest: digest of the key.

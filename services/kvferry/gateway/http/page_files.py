@@ -1,4 +1,5 @@
-"""Serves the files of the dashboard: a fixed set, read once, with headers that forbid everything else to the page."""
+"""Serves the files of the dashboard: a fixed set, read once, with headers that forbid the page to load anything
+else."""
 
 import hashlib
 from collections.abc import Mapping

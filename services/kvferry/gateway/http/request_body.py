@@ -54,7 +54,7 @@ class BufferedBody:
         """Record that the body has `size` bytes by now.
 
         Raises:
-            Overloaded: all large bodies together exceed the limit.
+            Overloaded: the total size of all large bodies exceeds the limit.
         """
         if size <= _SMALL_BODY_BYTES:
             return

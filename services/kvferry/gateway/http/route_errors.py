@@ -1,10 +1,10 @@
-"""Errors of paths and methods that a server does not have, or of objects that it does not keep."""
+"""Errors for paths and methods that a server does not have, or for objects that it does not store."""
 
 from kvferry.core.errors import InvalidRequest
 
 
 class NoSuchRoute(InvalidRequest):
-    """The path does not exist on this server, or the object that it names."""
+    """The path, or the object that it names, does not exist on this server."""
 
     http_status = 404
     reason = "NOT_FOUND"

@@ -22,7 +22,7 @@ class Certificate:
     chain: Path
     key: Path
     client_ca: Path | None = None
-    """PEM file with the CAs of clients; if set, a connection needs a certificate of one of them."""
+    """PEM file with the CAs of clients; if set, a connection needs a certificate signed by one of them."""
     context: ssl.SSLContext = field(init=False)
     """TLS context of the HTTP server."""
     not_after: float = field(init=False)
@@ -78,8 +78,8 @@ class Certificate:
         )
 
     def _use_current(self, connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
-        """Use the renewed files for a new connection: OpenSSL calls this at each ClientHello. The context of a server
-        cannot unload CAs; a renewal therefore makes another context."""
+        """Use the renewed files for a new connection: OpenSSL calls this at each ClientHello. A server's context cannot
+        unload CAs, so a renewal creates a new context."""
         connection.context = self._current
 
     def _read(self) -> tuple[float, ssl.SSLContext]:
@@ -89,7 +89,7 @@ class Certificate:
         if self.client_ca is not None:
             context.load_verify_locations(self.client_ca)
             context.verify_mode = ssl.CERT_REQUIRED
-            # A resumed session is not verified again, so that a CA that was removed would still be accepted.
+            # A resumed session is not verified again, so a removed CA would still be accepted.
             context.options |= ssl.OP_NO_TICKET
             context.num_tickets = 0
         return leaf_not_after(self.chain, self.key), context

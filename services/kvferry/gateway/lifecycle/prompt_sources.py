@@ -10,7 +10,7 @@ _PEER = "peer"
 @dataclass(frozen=True, slots=True)
 class PromptSources:
     """Number of a prompt's tokens by the source of their KV on the worker that produced the first token. The first four
-    add up to the length of the prompt."""
+    sum to the length of the prompt."""
 
     computed: int = 0
     cached: int = 0
@@ -29,7 +29,7 @@ def prompt_sources(prompt_tokens: int, cached_tokens: int, timing: Timing) -> Pr
     Args:
         prompt_tokens: length of the prompt in tokens.
         cached_tokens: number of its tokens that were in the prefix cache.
-        timing: has the workers and their reports. A load that failed counts with the share of its bytes that arrived.
+        timing: has the workers and their reports. A failed load counts for the share of its bytes that arrived.
     """
     first = timing.prefill_worker or timing.decode_worker
     loaded = {"peer": 0, "tier": 0}

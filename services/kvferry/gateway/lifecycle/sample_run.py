@@ -50,7 +50,7 @@ def judge(error: KvferryError) -> Verdict:
         case Overloaded() | GenerationFailed():
             return Verdict.ELSEWHERE
         case UnknownModel(reason="ADAPTER_NOT_LOADED"):
-            return Verdict.ELSEWHERE  # replaced or removed there since the worker's last status
+            return Verdict.ELSEWHERE  # the adapter was replaced or removed there since the worker's last status
         case Unavailable() | RequestCancelled() | InvariantBroken() | ModelFileError():
             # CANCELLED without a local cancellation: the server is shutting down.
             return Verdict.SUSPECT
@@ -125,7 +125,7 @@ class SampleRun:
 
     @property
     def max_new_tokens(self) -> int:
-        """Maximum number of tokens that it may still generate; 0 for a vector."""
+        """Maximum number of tokens that the sample may still generate; 0 for a vector."""
         return 0 if self.pooling is not None else max(0, (self.request.sampling.max_tokens or 0) - len(self.emitted))
 
     @property
@@ -138,7 +138,7 @@ class SampleRun:
         self.timing = replace(self.timing, **changes)  # type: ignore[arg-type]  # dataclasses.replace is untyped
 
     def report_kv(self, reports: tuple[KvReport, ...]) -> None:
-        """Add a worker's reports on the source of its KV to `timing`."""
+        """Add a worker's reports on the source of the KV to `timing`."""
         if reports:
             self.timing = replace(self.timing, kv=(*self.timing.kv, *reports)[-_MAX_REPORTS:])
 

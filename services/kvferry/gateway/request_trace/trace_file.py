@@ -1,6 +1,6 @@
-"""Writes a request trace to a file of bounded size on a thread of its own.
+"""Writes a request trace to a file of bounded size on a separate thread.
 
-event loop -- add --> queue (bounded; a full one drops) --> thread: names, line --> FILE, rotated to FILE.old
+event loop -- add --> queue (bounded; drops when full) --> thread: names, line --> FILE, rotated to FILE.old
 """
 
 import fcntl
@@ -36,10 +36,10 @@ class TraceFile:
         Args:
             path: the file; an existing one is continued.
             max_bytes: bound of both files together, at least `MIN_BYTES`.
-            key: secret of the block ids; if it is empty, a random one is used, which no file contains.
+            key: secret for the block ids; if it is empty, a random secret is used, which is stored nowhere.
 
         Raises:
-            UsageError: the file cannot be written or another process writes it, or the bound is too small.
+            UsageError: the file cannot be written, another process is writing it, or the bound is too small.
         """
         if max_bytes < MIN_BYTES:
             raise UsageError(
@@ -69,7 +69,7 @@ class TraceFile:
             self._changed.notify()
 
     def close(self) -> None:
-        """Write what is queued and close the file. Blocks for at most a few seconds. Idempotent."""
+        """Write the queued samples and close the file. Blocks for at most a few seconds. Idempotent."""
         self._end()
         self._thread.join(_JOIN_SECONDS)
         if self.num_dropped:

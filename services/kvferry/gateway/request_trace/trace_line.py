@@ -2,9 +2,9 @@
 
     {"timestamp": 1764083100123, "input_length": 40, "output_length": 9, "block_tokens": 16, "hash_ids": [81, 7, 95]}
 
-The format is Mooncake's (Qin et al., Mooncake, 2024, section 4) with the field `block_tokens`. `hash_ids` then has one
-id for each full block of prompt and output together, so that the next turn of a conversation shares the blocks of the
-answer, as it does in the workers' caches.
+The format is Mooncake's (Qin et al., Mooncake, 2024, section 4), extended by the field `block_tokens`. `hash_ids` then
+has one id for each full block of prompt and output together, so that the next turn of a conversation shares the blocks
+of the answer, as it does in the workers' caches.
 """
 
 import json
@@ -41,7 +41,7 @@ def trace_line(sample: TracedSample, namers: BlockNamers) -> str:
 
     Args:
         sample: the sample.
-        namers: namers under the trace's key; without the key, an id does not reveal whether a text was sent.
+        namers: namers under the trace's key; without the key, an id does not reveal whether particular text was sent.
     """
     namer = namers.of(sample.scope, fingerprint=_FINGERPRINT, block_tokens=BLOCK_TOKENS)
     names = namer.chain([*sample.prompt, *sample.output])

@@ -130,7 +130,7 @@ def _host(address: object, family: str) -> str | None:
 
 
 def _label(value: object) -> str:
-    """Return a name of the API server, empty if it is none."""
+    """Return a name from the API server; empty if it is not a valid name."""
     return value if isinstance(value, str) and len(value) <= _MAX_NAME_CHARS else ""
 
 

@@ -38,7 +38,7 @@ class Holding:
         """Count `count` samples as held during the `with` block.
 
         Raises:
-            Overloaded: `max_held` samples are held already.
+            Overloaded: `max_held` samples are already held.
         """
         most = self._config.max_held
         # A request with more samples than that is held if it is the only one.

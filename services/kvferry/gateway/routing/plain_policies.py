@@ -1,4 +1,5 @@
-"""Policies that ignore caches: in turn, by load, at random. Baselines, and remedies if estimates mislead."""
+"""Policies that ignore caches: in turn, by load, at random. They serve as baselines, and as alternatives when estimates
+mislead."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -63,10 +64,10 @@ def least_loaded() -> PlainPolicy:
 
 
 def uniform(seed: int | None = None) -> PlainPolicy:
-    """Return a policy that draws a replica, each with the same probability.
+    """Return a policy that draws a replica uniformly at random.
 
     Args:
-        seed: makes the draws repeatable; `None` seeds by the operating system.
+        seed: makes the draws repeatable; `None` seeds from the operating system.
     """
     draws = random.Random(seed)  # noqa: S311  a load balancer needs no secrecy
 

@@ -22,7 +22,7 @@ class OtherChoice:
     """Name of the prefill worker; empty if the route has none."""
     decode: str
     seconds: float
-    """Estimated seconds of this route, in the estimates of the policy `seconds`."""
+    """Latency of this route in seconds, as estimated by the policy `seconds`."""
 
 
 class RoutingPolicies:
@@ -67,12 +67,12 @@ class RoutingPolicies:
 def make_policy(
     name: str, estimates: Estimates, commitments: Commitments, *, load_factor: float, seed: int | None = None
 ) -> Policy:
-    """Return the policy of this name.
+    """Return the policy with this name.
 
     Args:
-        estimates, commitments: what `seconds` is based on.
+        estimates, commitments: inputs of the policy `seconds`.
         load_factor: load bound of `prefix-hash`; see `RoutingConfig.load_factor`.
-        seed: of `random`; `None` seeds by the operating system.
+        seed: seed of the policy `random`; `None` seeds from the operating system.
 
     Raises:
         UsageError: there is no such policy.

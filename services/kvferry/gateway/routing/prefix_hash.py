@@ -1,9 +1,9 @@
 """Routing by cached prefix and rendezvous hashing, within a bound on the replica's load.
 
-Replicas are ranked by the cached tokens of the prompt, as predicted by `gateway.cache_map`. Among
-equals, and if no replica has enough of the prompt, equal prefixes go to the same replica: rendezvous hashing (Thaler
-and Ravishankar, "Using name-based mappings to increase hit rates", IEEE/ACM ToN 1998) orders the replicas for a prefix.
-A request takes the first replica whose load stays within ceil(c * (total + 1) / n), the bound of Mirrokni, Thorup and
+Replicas are ranked by the cached tokens of the prompt, as predicted by `gateway.cache_map`. Among replicas that tie,
+and if no replica has enough of the prompt, equal prefixes go to the same replica: rendezvous hashing (Thaler and
+Ravishankar, "Using name-based mappings to increase hit rates", IEEE/ACM ToN 1998) orders the replicas for a prefix. A
+request takes the first replica whose load stays within ceil(c * (total + 1) / n), the bound of Mirrokni, Thorup and
 Zadimoghaddam, "Consistent hashing with bounded loads", SODA 2018. Removing a replica moves only its own requests, and
 one popular prefix cannot overload a replica.
 """

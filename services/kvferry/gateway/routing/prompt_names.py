@@ -49,8 +49,8 @@ def prefix_key(namers: BlockNamers, tenant: str, token_ids: Sequence[int], prefi
         prefix_blocks: number of leading full blocks in the key.
 
     Returns:
-        A function from a replica to the hash of block number `prefix_blocks` in its layout, or of the last full block
-        if the prompt has fewer blocks, or of all tokens as one block if the prompt has no full block.
+        A function from a replica to a hash in the replica's layout: of block number `prefix_blocks`; if the prompt has
+        fewer blocks, of its last full block; if it has no full block, of all tokens as one block.
     """
     known: dict[tuple[bytes, int], bytes] = {}
 

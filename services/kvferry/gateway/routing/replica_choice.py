@@ -1,4 +1,5 @@
-"""Chooses the workers of a request: which roles it needs, then the replicas by a policy of `gateway.routing`."""
+"""Chooses the workers of a request: first the roles that it needs, then the replicas by a policy of
+`gateway.routing`."""
 
 from kvferry.gateway.routing.replicas import Candidates, readers
 from kvferry.gateway.routing.routes import Policy, Route, RouteReason, RouteRequest, Work
@@ -17,8 +18,8 @@ def choose(
     Args:
         candidates: replicas that accept requests.
         skip_prefill: reason why no prefill worker is needed; `None` if a prefill worker is needed.
-        enough_tokens: number of tokens which, if a decode worker has reported them as cached, make a prefill worker
-            unnecessary; `None` if a prefill worker is needed in any case.
+        enough_tokens: number of cached tokens from which a decode worker, if it has reported them, needs no prefill
+            worker; `None` if a prefill worker is always needed.
     """
     if skip_prefill is not None:
         work = Work.WHOLE if asked.source is None else Work.GENERATE
@@ -48,7 +49,7 @@ def choose_pooling(asked: RouteRequest, candidates: Candidates, policy: Policy) 
 
 
 def _pair(asked: RouteRequest, candidates: Candidates, policy: Policy) -> Route | None:
-    """Choose a pair with equal layouts; one that converts blocks if there is none."""
+    """Choose a pair with equal layouts or, if there is none, a pair that converts blocks."""
     decodable = {replica.fingerprint for replica in candidates.decode}
     prefill = [p for p in candidates.prefill if p.fingerprint in decodable]
     if not prefill:

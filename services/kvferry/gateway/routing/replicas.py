@@ -17,7 +17,7 @@ class Place:
     zone: str = ""
 
     def distance(self, other: "Place") -> str:
-        """Return the nearest relation of two places that is known: `node`, `zone`, `remote` or `unknown`."""
+        """Return the nearest known relation between two places: `node`, `zone`, `remote` or `unknown`."""
         if not (self.node and other.node):
             return "unknown"
         if self.node == other.node:
@@ -46,9 +46,9 @@ class Replica:
     block_tokens: int = 16
     """Tokens per block in the worker's KV layout."""
     adapters: frozenset[AdapterId] = frozenset()
-    """Versions of adapters that requests may begin with."""
+    """Adapter versions that new requests may use."""
     retired_adapters: frozenset[AdapterId] = frozenset()
-    """Versions that only requests which have begun with them may use."""
+    """Adapter versions that only requests already started with them may use."""
     tokens_to_compute: int = 0
     """Number of prompt tokens on the worker that are not computed yet, at its last status."""
     blocks_total: int = 0
@@ -68,7 +68,7 @@ class CachedPrefix:
     confirmed_tokens: int = 0
     """Number of tokens that the replica itself has reported; at most `tokens`."""
     decides: bool = False
-    """Whether the prefix is long enough to prefer the replica over others with less."""
+    """Whether the prefix is long enough to prefer the replica over others with a shorter one."""
     state: MapState = MapState.BLIND
     """State of the replica's map."""
     basis: Basis = Basis.HISTORY
@@ -102,8 +102,8 @@ def with_adapter(candidates: Candidates, adapter: AdapterId | None) -> Candidate
 
 
 def served_adapters(candidates: Candidates) -> tuple[AdapterId, ...]:
-    """Return the adapters that requests may name, by name: of the versions of one name, the one that most workers that
-    generate have."""
+    """Return the adapters that requests may name, by name: of several versions with one name, the version on most of
+    the workers that generate."""
     counts = Counter(adapter for replica in (*candidates.decode, *candidates.both) for adapter in replica.adapters)
     best: dict[str, AdapterId] = {}
     for adapter in sorted(counts, key=lambda one: (counts[one], one.digest)):
@@ -112,12 +112,12 @@ def served_adapters(candidates: Candidates) -> tuple[AdapterId, ...]:
 
 
 def nothing_cached(_: Replica) -> CachedPrefix:
-    """Return an empty prefix, for choices without knowledge of caches."""
+    """Return an empty prefix, for choices without cache predictions."""
     return CachedPrefix()
 
 
 def readers(decode: Sequence[Replica], fingerprint: bytes, family: bytes) -> tuple[Replica, ...]:
-    """Return the replicas that can read blocks with this fingerprint; if there are none, replicas of this family, which
-    convert the blocks."""
+    """Return the replicas that can read blocks with this fingerprint or, if there are none, replicas of this family,
+    which convert the blocks."""
     equal = tuple(replica for replica in decode if replica.fingerprint == fingerprint)
     return equal or tuple(replica for replica in decode if family and replica.family == family)

@@ -16,12 +16,12 @@ class CandidateNote:
     cached_tokens: int
     """Number of the prompt's tokens that the replica was predicted to have."""
     confirmed_tokens: int
-    """Number of these that the replica itself had reported."""
+    """Number of those tokens that the replica itself had reported."""
     map_state: str
     """State of the replica's map: exact, catching_up or blind."""
     terms_ms: dict[str, float]
-    """Estimated milliseconds of the request on the replica: queue, prefill, transfer, decode, room, eviction; empty
-    with policies that do not estimate."""
+    """Estimated latency of the request on the replica, in milliseconds, by term: queue, prefill, transfer, decode,
+    room, eviction; empty with policies that do not estimate."""
     basis: str
     """Basis of the prediction: exact (reported by the replica), pending (in part dispatched just before) or history
     (dispatched before; the cache is unknown)."""
@@ -29,7 +29,7 @@ class CandidateNote:
 
 @dataclass(frozen=True, slots=True)
 class OtherNote:
-    """The choice of another policy."""
+    """The choice that another policy would have made."""
 
     policy: str
     prefill: str
@@ -46,7 +46,7 @@ class RouteNote:
     role: str
     worker: str
     preferred: str
-    """Name of the replica that the prefix belongs to: by cached tokens, then by rendezvous hashing."""
+    """Name of the replica ranked first for the prefix: by cached tokens, then by rendezvous hashing."""
     load: int
     """Load of the chosen replica."""
     capacity: int

@@ -15,7 +15,7 @@ MAX_RANKED = 8
 
 
 class Work(StrEnum):
-    """Share of a request that a worker is chosen for."""
+    """Part of a request for which a worker is chosen."""
 
     PROMPT = "prompt"
     """Compute the prompt."""
@@ -32,7 +32,7 @@ class RouteRequest:
     key: PrefixKey
     cached: CachedTokens = nothing_cached
     num_tokens: int = 1
-    """Number of tokens of the prompt, and of the output so far."""
+    """Number of tokens of the prompt and of the output so far."""
     max_output_tokens: int = 0
     """Maximum number of further tokens; 0 if unknown."""
     source: Replica | None = None
@@ -40,12 +40,12 @@ class RouteRequest:
 
 
 class Terms(NamedTuple):
-    """Estimated seconds of a request on a worker."""
+    """Estimated latency of a request on a worker, in seconds, by term."""
 
     queue: float = 0.0
-    """Computation of the prompts before it."""
+    """Computation of the prompts ahead of it."""
     prefill: float = 0.0
-    """Computation of the part of its prompt that is not cached."""
+    """Computation of the uncached part of its prompt."""
     transfer: float = 0.0
     """Hand-off of the part of its KV that the worker lacks."""
     decode: float = 0.0
@@ -53,7 +53,7 @@ class Terms(NamedTuple):
     room: float = 0.0
     """Wait for KV blocks in use by other sequences."""
     eviction: float = 0.0
-    """Expected computation of the cached blocks that it evicts."""
+    """Expected recomputation of the cached blocks that it evicts."""
 
     @property
     def total(self) -> float:
@@ -70,7 +70,7 @@ class Candidate:
     weight: bytes
     """Rendezvous weight for the prefix."""
     terms: Terms | None = None
-    """Estimated seconds; `None` with policies that do not estimate."""
+    """Estimated latency; `None` with policies that do not estimate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class Pick:
 
     replica: Replica
     preferred: WorkerId
-    """Name of the replica that the prefix belongs to: where most of it is cached, or that it hashes to."""
+    """Name of the replica ranked first for the prefix: the one that has most of it cached, or that it hashes to."""
     capacity: int
     """Upper bound on a replica's load, in requests; 0 if the policy has none."""
     num_candidates: int
@@ -88,7 +88,7 @@ class Pick:
     ranked: tuple[Candidate, ...] = ()
     """The candidates that rank highest, in order."""
     terms: Terms | None = None
-    """Estimated seconds on the replica; `None` with policies that do not estimate."""
+    """Estimated latency on the replica; `None` with policies that do not estimate."""
 
     @property
     def spilled(self) -> bool:
@@ -107,7 +107,7 @@ class RouteReason(StrEnum):
     SHORT_PROMPT = "short_prompt"
     """The prompt is short enough for the decode worker to compute it."""
     SHORT_TAIL = "short_tail"
-    """The decode worker has so much of the prompt in its cache that it computes the rest."""
+    """The decode worker has enough of the prompt in its cache to compute the rest."""
     RESUME = "resume"
     """A resumed stream; only a decode worker is needed."""
     BOTH = "both"
@@ -130,7 +130,7 @@ class Route:
 
     @property
     def seconds(self) -> float:
-        """Estimated seconds of the request; 0 with policies that do not estimate."""
+        """Estimated latency of the request in seconds; 0 with policies that do not estimate."""
         picks = (self.decode,) if self.prefill is None else (self.prefill, self.decode)
         return sum(pick.terms.total for pick in picks if pick.terms is not None)
 

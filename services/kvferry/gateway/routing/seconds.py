@@ -1,10 +1,10 @@
-"""Routing by estimated seconds: the wait for earlier prompts, the prompt, the hand-off, the output, and evicted blocks.
+"""Routing by estimated latency: the wait for earlier prompts, the prompt, the hand-off, the output, and evicted blocks.
 
-All terms have one unit, so that no weights are needed: a cached prefix counts as the computation that it saves, a queue
-as the time that it takes. A popular prefix spreads to further replicas as soon as the queue at those that have it takes
-longer than computing it elsewhere. A pair of a prefill and a decode worker is chosen together, since the hand-off
+All terms are in seconds, so no weights are needed: a cached prefix counts as the computation that it saves, a queue as
+the time that it takes. A popular prefix spreads to further replicas as soon as queueing at the replicas that have it
+takes longer than computing it elsewhere. A pair of a prefill and a decode worker is chosen together, since the hand-off
 depends on both. Replicas whose estimates hardly differ are ordered by cached prefix and rendezvous weight, so that
-equal prefixes meet.
+equal prefixes go to the same replica.
 """
 
 import math
@@ -28,12 +28,12 @@ from kvferry.gateway.routing.routes import (
 
 TIE_SHARE = 0.02
 TIE_SECONDS = 0.002
-"""Estimates count as equal to the best one within this difference, or this share of its seconds before the output
-begins."""
+"""Estimates within this difference of the best one, or within this share of its time to first token, count as equal to
+it."""
 _MAX_PAIRED = 8
-"""Number of the best prefill and decode replicas of which all pairs are compared."""
+"""Number of best prefill replicas, and of best decode replicas, whose pairs are all compared."""
 _MAX_WAITS = 10.0
-"""Upper bound on the wait for KV blocks, in outputs: beyond it, the estimate has no meaning."""
+"""Upper bound on the wait for KV blocks, in durations of an output; beyond it, the estimate is meaningless."""
 
 
 class _Pair(NamedTuple):
@@ -50,7 +50,7 @@ class Seconds:
         self._commitments = commitments
 
     def one(self, asked: RouteRequest, replicas: Sequence[Replica], work: Work) -> Pick | None:
-        """Choose the replica with the least estimated seconds; see `Policy.one`."""
+        """Choose the replica with the lowest estimated latency; see `Policy.one`."""
         if not replicas:
             return None
         ranked = _sorted(self._candidate(asked, replica, work) for replica in replicas)
@@ -62,7 +62,7 @@ class Seconds:
     def pair(
         self, asked: RouteRequest, prefill: Sequence[Replica], decode: Sequence[Replica]
     ) -> tuple[Pick, Pick] | None:
-        """Choose the pair with the least estimated seconds; see `Policy.pair`."""
+        """Choose the pair with the lowest estimated latency; see `Policy.pair`."""
         if not prefill:
             return None
         first = _sorted(self._candidate(asked, replica, Work.PROMPT) for replica in prefill)
@@ -90,7 +90,7 @@ class Seconds:
         bound = _bound(least.seconds, least.seconds - _total(least.decode))
         equal = [pair for pair in pairs if pair.seconds <= bound]
         chosen = max((pair.prefill for pair in equal), key=rank)
-        # Of the decode replicas that fit this prefill replica equally well, the one that the prefix belongs to.
+        # Among decode replicas tied for this prefill replica, pick the one ranked first for the prefix.
         partner = max((pair.decode for pair in equal if pair.prefill is chosen), key=rank)
         partners = sorted((pair for pair in pairs if pair.prefill is chosen), key=lambda pair: pair.seconds)
         moved = {
@@ -99,7 +99,7 @@ class Seconds:
         return _pick(chosen, first), _pick(moved[partner.replica.address], list(moved.values()))
 
     def estimate(self, asked: RouteRequest, route: Route) -> float:
-        """Return the estimated seconds of a request on a route of any policy."""
+        """Return the estimated latency of a request on a route of any policy, in seconds."""
         decode = route.decode.replica
         if route.prefill is None:
             work = Work.WHOLE if asked.source is None else Work.GENERATE
@@ -148,8 +148,8 @@ class Seconds:
     def _room(self, replica: Replica, num_tokens: float, running: int, output: float) -> float:
         """Return the wait for KV blocks, in durations of an output.
 
-        Running sequences end in turn, one per duration of an output divided by their number, and free an equal share of
-        the blocks in use; until then, they grow by half an output.
+        Running sequences end one after another, at intervals of an output's duration divided by their number, and each
+        frees an equal share of the blocks in use; until then, they grow by half an output.
         """
         if not replica.blocks_total:
             return 0.0
@@ -162,7 +162,7 @@ class Seconds:
         return min(_MAX_WAITS, num_ended / sequences)
 
     def _evicted_tokens(self, replica: Replica, num_tokens: float) -> float:
-        """Return the number of cached tokens that `num_tokens` new ones evict."""
+        """Return the number of cached tokens that `num_tokens` new tokens evict."""
         held = replica.blocks_total - replica.blocks_free
         evictable = max(0, replica.blocks_cached - held)
         unused = max(0, replica.blocks_free - evictable - self._commitments.blocks(replica.address))

@@ -18,7 +18,7 @@ class NoTrace:
         """Record a routing decision that was begun at `start`, monotonic seconds."""
 
     def call(self, name: str, pick: Pick) -> AbstractContextManager[Metadata | None]:
-        """Record a call to a worker, for the length of the `with` block; gives the metadata that the call carries."""
+        """Record a call to a worker for the length of the `with` block; yields the metadata for the call."""
         return _NO_CALL
 
     def answered(self) -> None:

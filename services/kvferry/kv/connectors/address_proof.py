@@ -1,5 +1,5 @@
-"""Proof that an address was made by a worker of the pool, for libraries that must not parse bytes of others: NIXL
-ends the process on some malformed metadata."""
+"""Proof that an address was made by a worker of the pool, for libraries that must not parse untrusted bytes: NIXL ends
+the process on some malformed metadata."""
 
 import hmac
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ _PROOF_BYTES = 16
 
 
 def proved(secrets: Sequence[bytes], address: bytes) -> bytes:
-    """Return an address with its proof in front.
+    """Prefix an address with its proof.
 
     Args:
         secrets: secrets of the pool, newest first. Without any, the proof only detects changed bytes.
@@ -23,10 +23,10 @@ def proved(secrets: Sequence[bytes], address: bytes) -> bytes:
 
 
 def checked(secrets: Sequence[bytes], proved_address: bytes) -> bytes:
-    """Return an address without its proof, which may be of any secret.
+    """Return an address without its proof, which may have been made with any of the secrets.
 
     Raises:
-        ReadError: the proof is missing, or of none of the secrets.
+        ReadError: the proof is missing, or was made with none of the secrets.
     """
     proof, address = proved_address[:_PROOF_BYTES], proved_address[_PROOF_BYTES:]
     if not any(hmac.compare_digest(_proof(secret, address), proof) for secret in secrets or (b"",)):

@@ -69,7 +69,7 @@ class ShmTransport:
         try:
             boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
             return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}/{os.getuid()}"
-        except OSError:  # unknown domain: workers are paired, and `connect` fails if the file cannot be opened
+        except OSError:  # unknown domain: workers are paired anyway, and `connect` fails if the file cannot be opened
             return ""
 
     def __init__(self, incarnation: Incarnation) -> None:

@@ -127,7 +127,8 @@ class Attempt:
         """
         ticket = source.ticket
         needed = range(first_block, first_block + len(targets)) if blocks is None else blocks
-        span = slice(needed.start, needed.stop)  # block i of the prompt is entry i of the ticket, then those of windows
+        # Block i of the prompt is entry i of the ticket; the blocks of windows follow.
+        span = slice(needed.start, needed.stop)
         self.source = source
         self.remote = list(ticket.block_ids[span])
         self.local = list(targets)
@@ -205,7 +206,7 @@ class Attempt:
         return [*([Forget()] if gone else []), *self._end(TransferEvent.REFUSED, failure)]
 
     def progress(self, count: int, now: float) -> Effects:
-        """Record the read's progress `count`, which grows while data arrives."""
+        """Record the read's progress, a `count` that grows while data arrives."""
         if self.state is TransferState.READING and count > self._progress:
             self._progress = count
             self._stall_at = now + self._times.stall_seconds

@@ -80,7 +80,8 @@ class OfferTimes:
     offer_seconds: float = 10.0
     """Time until an unclaimed offer expires; the gateway forwards or releases a ticket within milliseconds."""
     lease_seconds: float = 30.0
-    """Duration of a lease. A reader renews it after every sixth of this time, so that lost renewals do not end it."""
+    """Duration of a lease. A reader renews it after each sixth of this time, so that a few lost renewals do not end
+    it."""
     quiesce_seconds: float = 5.0
     """Time that a reader has to stop reading after its lease has ended."""
     max_failures: int = 3
@@ -161,7 +162,8 @@ class OfferBook(Generic[P]):
             place.lease(OfferEvent.CLAIM, now + self.times.lease_seconds)
         elif place.state is OfferState.CLAIMED and place.attempt is not None and attempt > place.attempt:
             # The gateway delivers a ticket a second time only after it has abandoned the first attempt. The first
-            # attempt may still be reading; its late messages have its number, and epochs verify the data that it read.
+            # attempt may still be reading, but its late messages carry its number, and epochs verify the data that it
+            # read.
             place.ended = max(place.ended, place.attempt)
             place.attempt = attempt
             place.lease(OfferEvent.CLAIM, now + self.times.lease_seconds)

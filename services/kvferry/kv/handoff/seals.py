@@ -1,4 +1,4 @@
-"""Messages between workers about their pages, in the form that is sealed with the pool's ticket key. Pure.
+"""The fields of messages between workers about their pages that are sealed with the pool's ticket key. Pure.
 
     seal = [ key id 4 B ][ MAC 32 B ] over the MessagePack array of the fields
 
@@ -16,7 +16,7 @@ class AddressSeal(msgspec.Struct, frozen=True, array_like=True, tag="address"):
     connector: str
     fingerprint: bytes
     address: bytes
-    """Transport address of the worker's pages, of the connector's own format."""
+    """Transport address of the worker's pages, in the connector's own format."""
 
 
 class BlocksSeal(msgspec.Struct, frozen=True, array_like=True, tag="blocks"):

@@ -25,7 +25,7 @@ from kvferry.kv.pages.relayout import Relayout, plan
 
 _MAGIC = b"kvt1"
 _SEAL = b"kvs1"
-"""Purpose of the MACs of seals, so that none is valid as the MAC of a ticket."""
+"""Purpose of the MACs of seals, so that a seal's MAC is never valid as a ticket's MAC."""
 _KEY_CONTEXT = "kvferry 2026-11 ticket key"
 _TOKENS_CONTEXT = "kvferry 2026-11 ticket tokens"
 _HEADER = len(_MAGIC) + 4 + 32
@@ -49,7 +49,7 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     num_tokens: int
     """Number of tokens whose KV is in the pages: positions 0 .. num_tokens-1."""
     block_ids: tuple[int, ...]
-    """Pages of the blocks in order; with groups of layers, in the order of `layer_groups.handed_over`."""
+    """Pages of the blocks in order; with layer groups, in the order of `layer_groups.handed_over`."""
     epochs: tuple[int, ...]
     """Epochs of the pages at the time of the offer."""
     expires_wall: float
@@ -137,7 +137,7 @@ class Keyring:
         return ticket
 
     def sign(self, sealed: Sealed) -> bytes:
-        """Make the seal of a message to another worker."""
+        """Create the seal of a message to another worker."""
         return self._current + self._mac(self._current, sealed_bytes(sealed), _SEAL)
 
     def check(self, sealed: Sealed, seal: bytes) -> None:
@@ -211,7 +211,7 @@ def check_ticket(
 
     Args:
         layout: this worker's layout; if given, a ticket for held pages may have a different, convertible layout.
-        windows: sliding windows of this worker's groups of layers.
+        windows: sliding windows of this worker's layer groups.
 
     Raises:
         TicketRejected: the ticket is not valid; `reason` is one of TICKET_LAYOUT, TICKET_TENANT, TICKET_TOKENS,

@@ -1,8 +1,8 @@
 """Transfer state machine, the decode side of a hand-off: states and time limits of one attempt to read a ticket.
 
     QUEUED      waits for a fetch thread                    on failure FAILED: no read is in flight
-    CONNECTING  requests the address of the peer's pages    likewise
-    CLAIMING    requests a lease from the peer              likewise; skipped for a ticket without an offer
+    CONNECTING  requests the address of the peer's pages    on failure FAILED
+    CLAIMING    requests a lease from the peer              on failure FAILED; skipped for a ticket without an offer
     READING     the transport writes to the target pages
     VERIFYING   data has arrived; the peer's epochs are read *after* it and compared with those in the ticket
     READY       epochs are equal: the KV is verified

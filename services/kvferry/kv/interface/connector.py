@@ -118,7 +118,7 @@ class Transport(Protocol):
 
     def attend(self, busy: bool) -> None:
         """Set whether peers may currently be reading this worker's pages (`busy`). A transport that needs CPU time of
-        this process to serve reads polls for progress while `busy`; one-sided ones ignore the call.
+        this process to serve reads polls for progress while `busy`; one-sided transports ignore the call.
         """
         ...
 
@@ -144,7 +144,7 @@ class Transport(Protocol):
         ...
 
     def read_raw(self, peer: Peer, remote: Sequence[int], into: memoryview) -> Read:
-        """Start copying the peer's pages, of any page size, contiguously into `into`: the beginning of a buffer from
+        """Start copying the peer's pages, of any page size, contiguously into `into`: the start of a buffer from
         `staging`, exactly as long as the pages. Do not use `into` until the read is quiet.
 
         Raises:
@@ -207,7 +207,7 @@ class FetchSource:
 
 @dataclass(frozen=True, slots=True)
 class LoadPart:
-    """Part of a load that was read from one source; an observation for the source's cost estimate."""
+    """Part of a load that was read from one source; used as an observation for the source's cost estimate."""
 
     source: str
     num_bytes: int

@@ -1,4 +1,4 @@
-"""The mirror: host memory that transports and tiers access, of pages that an engine keeps on a device.
+"""The mirror: a host copy of pages that an engine keeps on a device, for access by transports and tiers.
 
     P   engine ── pages on the device ──to_host──► mirror ── transport, tiers ──► peers, storage
     D   peers, storage ── transport, tiers ──► mirror ──to_device──► pages on the device ── engine
@@ -7,8 +7,8 @@ Row i of the mirror is page i. It has the content of the device's page only afte
 long as the epoch of the page does not change. Hence the two rules of this interface:
 
 - A page is named to peers (in offers, progress reports, tickets of prior turns) after `to_host`.
-- A transport writes to a row after `settle`, so that no earlier copy writes to it, too; the engine computes with the
-  page after `to_device`.
+- A transport writes to a row after `settle`, so that no earlier copy also writes to it; the engine uses the page after
+    `to_device`.
 
 An engine that keeps its pages in host memory has no mirror: transports access the pages (`SAME_PAGES`).
 """
@@ -24,8 +24,8 @@ class CopyError(Exception):
 
 
 class PageMirror(Protocol):
-    """The mirror of one engine's pages. Every method blocks for a bounded time, and can be called from any thread but
-    the engine's."""
+    """The mirror of one engine's pages. Every method blocks for a bounded time, and may be called from any thread
+    except the engine's."""
 
     def settle(self) -> None:
         """Wait until no copy that was requested before writes to the mirror.
@@ -36,15 +36,15 @@ class PageMirror(Protocol):
         ...
 
     def to_host(self, blocks: Sequence[BlockId], epochs: Sequence[int] | None, *, num_full: int | None = None) -> None:
-        """Copy pages to the mirror, after all steps that were launched before.
+        """Copy pages to the mirror, after all previously launched steps.
 
         A full page does not change during its epoch, so it is copied once: a peer may be reading its row.
 
         Args:
             num_full: number of leading pages that are full; `None` if all are.
-            epochs: epochs of the pages when they had the content to be copied. Pages whose epoch has changed are
-                skipped: a transport may be writing to their rows, and readers reject their old content. `None` if the
-                caller holds the pages.
+            epochs: epochs of the pages at the time of the content to copy. Pages whose epoch has changed are skipped: a
+                transport may be writing to their rows, and readers reject their old content. `None` if the caller holds
+                the pages.
 
         Raises:
             CopyError: the pages were not copied.
@@ -52,7 +52,7 @@ class PageMirror(Protocol):
         ...
 
     def to_device(self, blocks: Sequence[BlockId]) -> None:
-        """Copy rows of the mirror to the pages, after all steps that were launched before.
+        """Copy rows of the mirror to the pages, after all previously launched steps.
 
         Raises:
             CopyError: the pages were not copied.

@@ -1,4 +1,4 @@
-"""Decodes MessagePack that came from another worker."""
+"""Decodes MessagePack from other workers."""
 
 from typing import TypeVar
 
@@ -8,7 +8,7 @@ T = TypeVar("T")
 
 
 def unpacked(data: bytes, kind: type[T]) -> T:
-    """Decode a MessagePack document of this type.
+    """Decode a MessagePack document of the given type.
 
     Raises:
         msgspec.DecodeError: the bytes are not such a document. The library itself raises other errors for text that is

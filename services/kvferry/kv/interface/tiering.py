@@ -89,7 +89,7 @@ class KvTiers(KvLoader, Protocol):
         ...
 
     def wants(self, key: ObjectKey) -> bool:
-        """Return whether a tier would store this object."""
+        """Return whether any tier would store this object."""
         ...
 
     def store(self, job: int, key: ObjectKey, pages: Sequence[BlockId]) -> None:

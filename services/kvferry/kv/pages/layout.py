@@ -1,17 +1,17 @@
 """KV page layout: shape and dtype of a page, and the fingerprint by which two engines compare layouts.
 
-A page holds one block of tokens for all layers, so that it is one contiguous range and one transfer descriptor:
+A page holds one block of tokens for all layers, and is one contiguous range and one transfer descriptor:
 
     [layer][K, V][kv_head][token][head_dim]        one page, `block_bytes` long
     |------------------- block-major: page i starts at i * block_bytes -------------------|
 
 If layers are in groups by their sliding windows, a page has the layers of one group (`layer_groups`).
 
-Models with latent attention have one vector per token and layer, of which keys and values are both computed
+Models with latent attention have one vector per token and layer, from which both keys and values are computed
 (DeepSeek-AI, DeepSeek-V2, 2024, section 2.1): `planes` is then 1, and a page is [layer][token][vector].
 
-With int8, a head has [token][head_dim] codes, followed by [token] scales in float32, little-endian; a value is code *
-scale (`core.dtypes`).
+With int8, a head has [token][head_dim] integers, followed by [token] scales in float32, little-endian; a value is
+integer * scale (`core.dtypes`).
 
 Pages with equal fingerprints are copied byte for byte; `relayout` plans conversions between different layouts. Every
 change of the byte format changes the fingerprint; VERSION counts the changes that are not visible in a field:
@@ -35,8 +35,8 @@ _MAX_COUNT = 1 << 20
 _MAX_BLOCK_BYTES = 1 << 32
 
 Description = tuple[int | str, ...]
-"""A layout as plain values: VERSION, then the fields in order. The two fields of the range of heads are included only
-if the pages have a part of the KV heads; then `planes` follows, if it is not 2."""
+"""A layout as plain values: VERSION, then the fields in order. The two fields for the range of heads are included only
+if the pages have a part of the KV heads; `planes` is appended if it is not 2."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ class KvLayout:
 
     @property
     def groups(self) -> LayerGroups:
-        """Groups of layers that have pages of their own."""
+        """Layer groups, each with its own pages."""
         if not self.windows:
             return LayerGroups.single(self.num_layers)
         return LayerGroups.of([window or None for window in self.windows])
@@ -160,8 +160,8 @@ class KvLayout:
 
     @property
     def family(self) -> bytes:
-        """Digest of model and heads, 16 bytes. Pages can be converted between two layouts only if their digests are
-        equal."""
+        """Digest of model and heads, 16 bytes. Pages can be converted between two layouts only if their family digests
+        are equal."""
         text = (
             f"kvferry-kv-family v{VERSION} model={self.model_digest} layers={self.num_layers} "
             f"kv_heads={self.num_kv_heads} head_dim={self.head_dim} "

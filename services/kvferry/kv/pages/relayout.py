@@ -3,8 +3,8 @@
     source, blocks of 16  |  0 .. 15 | 16 .. 31 | 32 .. 47 | 48 ..      tokens of a prompt, by position
     target, blocks of 24  |   0 .. 23    |   24 .. 47    | 48 ..
 
-A move covers the overlap of one source block with one target block: all layers, K and V, the target's heads and a run
-of tokens, in one strided copy that also converts the dtype. Block size, dtype and the range of KV heads may differ; any
+A move covers the overlap of one source block with one target block (all layers, K and V, the target's heads and a run
+of tokens) in one strided copy that also converts the dtype. Block size, dtype and the range of KV heads may differ; any
 other difference means different values and is rejected with the name of the field.
 
 Widening is exact. Narrowing rounds to nearest, ties to even; int8 uses one scale per token and head. float16 has a
@@ -63,7 +63,7 @@ class Relayout:
         """Split the source's `blocks` into runs of at most `most_bytes` each.
 
         Raises:
-            ValueError: `most_bytes` is less than one page.
+            ValueError: `max_bytes` is less than one page.
         """
         step = most_bytes // self.source.block_bytes
         if not step:
@@ -166,8 +166,8 @@ def plan(source: KvLayout, target: KvLayout) -> Relayout:
     """Plan the conversion of pages of `source` into pages of `target`.
 
     Raises:
-        TicketRejected: the layouts cannot be converted; `field` is the field of the layout, and the message has both
-            values and a remedy.
+        TicketRejected: the layouts cannot be converted; `field` is the field of the layout, and the message contains
+            both values and a remedy.
     """
     for field, remedy in _MUST_BE_EQUAL.items():
         theirs, ours = getattr(source, field), getattr(target, field)

@@ -1,12 +1,13 @@
-"""Load-or-recompute decision: estimates of the seconds to load and to compute a prefix, and the choice between them.
+"""Load-or-recompute decision: estimates of the time to load and the time to compute a prefix, and the choice between
+them.
 
     load       seconds = round trip + bytes / rate                 for each peer and each tier
     compute    seconds = per step + per token + per token x tokens before it    for this engine, under its present load
 
-Both are fitted to recent measurements (`rates`). The choice depends only on the estimated seconds: a short prefix that
+Both are fitted to recent measurements (`rates`). The choice depends only on the estimated times: a short prefix that
 can be loaded in 2 ms is loaded, a long prefix behind a slow link is computed, and if a prefix is spread over several
 sources, as many leading pieces are loaded as save time. The beginning of a prefix can be loaded and its end computed,
-but not the reverse, since a token's keys and values depend on all tokens before it.
+but not vice versa, since a token's keys and values depend on all tokens before it.
 
 A source that is never chosen would never be measured again, so it is probed periodically if it is not much slower.
 """
@@ -51,11 +52,11 @@ class Decision:
     num_loaded: int
     """Number of leading positions to load; 0 if all positions are computed."""
     num_bytes: int
-    """Bytes of the positions to load, or, if none is loaded, of all positions."""
+    """Bytes of the positions to load or, if none is loaded, of all positions."""
     load_seconds: float
-    """Estimated seconds to load these bytes."""
+    """Estimated time to load these bytes, in seconds."""
     compute_seconds: float
-    """Estimated seconds to compute the same positions."""
+    """Estimated time to compute the same positions, in seconds."""
     is_forced: bool = False
     """Whether the load was chosen by policy or as a probe, not by the estimate."""
 
@@ -90,7 +91,8 @@ class PriceBook:
         self._compute.observe(_compute_features(1, first_token, num_tokens), seconds)
 
     def load_seconds(self, pieces: Sequence[Piece]) -> float:
-        """Estimate the seconds to load pieces: one round trip per source, plus the time for the bytes."""
+        """Estimate the time to load pieces, in seconds: one round trip per source, plus the transfer time of the
+        bytes."""
         totals: dict[tuple[str, str], int] = {}
         for piece in pieces:
             key = piece.source, piece.place
@@ -98,7 +100,8 @@ class PriceBook:
         return sum(self._load_fit(*key).seconds((1.0, float(size))) for key, size in totals.items())
 
     def compute_seconds(self, first_token: int, num_tokens: int) -> float:
-        """Estimate the additional seconds to compute positions first_token .. first_token+num_tokens-1. The step for
+        """Estimate the additional time, in seconds, to compute positions first_token .. first_token+num_tokens-1. The
+        step for
         the following token is not counted, since it always runs."""
         if num_tokens <= 0:
             return 0.0

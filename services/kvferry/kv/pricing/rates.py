@@ -2,8 +2,8 @@
 
     seconds = c0 x f0 + c1 x f1 + ...        features are given, coefficients are fitted
 
-Recent observations weigh more (exponential decay), and errors are relative, since a choice between two options depends
-on ratios. Where the observations do not determine the coefficients (for example if all have the same size), the
+Recent observations have more weight (exponential decay), and errors are relative, since a choice between two options
+depends on ratios. Where the observations do not determine the coefficients (for example if all have the same size), the
 proportions of a prior are used, scaled to the observations. Coefficients are never negative, since durations are never
 negative. After three consecutive outliers in one direction, conditions are assumed to have changed, and all earlier
 observations are dropped.

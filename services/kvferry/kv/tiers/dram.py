@@ -1,6 +1,6 @@
 """DRAM tier: storage objects in one arena of host memory, `dram://?size=2GiB&tenant_share=50`.
 
-The memory is anonymous and faulted in at first use. Beyond the `Tier` interface, the tier exposes its slots: slower
+The memory is anonymous, and is faulted in at first use. Beyond the `Tier` interface, the tier exposes its slots: slower
 tiers read directly into a reserved slot, and pages are copied directly from a pinned slot.
 """
 
@@ -151,7 +151,7 @@ def _copy(target: memoryview, source: memoryview) -> None:
 
 
 def open_tier(spec: TierSpec, *, object_bytes: int, secret: bytes, clock: Clock) -> DramTier:
-    """Create the tier of a `dram://` URL.
+    """Create the tier for a `dram://` URL.
 
     Raises:
         UsageError: an option is invalid, or the size is smaller than an object.

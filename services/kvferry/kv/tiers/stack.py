@@ -84,10 +84,10 @@ class TierStack:
             pages: the memory of the pages that transports access.
             block_bytes: bytes of one page.
             object_blocks: number of blocks per storage object.
-            block_pages: pages of a block, one for each group of layers.
+            block_pages: number of pages of a block, one for each layer group.
             listener: called with answers and outcomes, on a thread of this stack.
             parallel: number of objects that are read from slow tiers concurrently.
-            mirror: relation of `pages` to the engine's pages.
+            mirror: mapping between `pages` and the engine's pages.
 
         Raises:
             InvariantBroken: `tiers` is empty, or a DRAM tier is not the first.
@@ -160,7 +160,7 @@ class TierStack:
             raise InvariantBroken(f"a tier load needs keys, not {type(source).__name__}")
         size = self._object_pages
         made = _Job(job, request_id, source, [], [], self._clock.monotonic(), 0)
-        here = first_block % size  # leading blocks of the first object that the sequence has; they are read too
+        here = first_block % size  # leading blocks of the first object that the sequence already has; they are read too
         scratch = memoryview(bytearray(here * self._block_bytes))
         first = first_block // size - source.first_object  # earlier objects are already in the prefix cache
         if first < 0:

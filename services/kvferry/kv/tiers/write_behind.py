@@ -1,9 +1,9 @@
 """Write-behind stores: objects are copied out of the pages immediately and written to slow tiers in the background.
 
     store ──copy──► arena slot, or a buffer ──┬─► StoreDone: the pages are free
-                                              └─► one slow tier after the other, one object per thread at a time
+                                              └─► one slow tier after another, one object per thread at a time
 
-Only committed blocks are stored, and no request waits for a store: objects that do not fit in the queue are dropped
+Only committed blocks are stored, and requests never wait for a store: objects that do not fit in the queue are dropped
 and counted, since their tokens can be recomputed.
 """
 

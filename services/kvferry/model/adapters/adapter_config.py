@@ -30,8 +30,8 @@ _WITHOUT_EFFECT = frozenset(
         "task_type",
     }
 )  # fmt: skip
-"""Fields that describe how the adapter was trained or found and do not change its computation; the tensors show which
-modules it updates."""
+"""Fields that describe how the adapter was trained and do not change its computation. The tensors show which modules it
+updates."""
 _REFUSED = {
     "use_dora": "DoRA scales the columns of the merged weights; train without use_dora, or merge the adapter",
     "modules_to_save": "whole modules replace those of the model; train without modules_to_save",

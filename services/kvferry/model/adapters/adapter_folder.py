@@ -128,7 +128,7 @@ _FUSED = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
 }
-"""Fused layers of some families, and the layers that the engine has instead."""
+"""Fused layers of some model families, and the separate layers that the engine has instead."""
 
 
 def _pairs(stored: Mapping[str, StoredTensor], path: Path) -> dict[str, tuple[StoredTensor, StoredTensor]]:

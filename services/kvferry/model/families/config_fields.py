@@ -65,7 +65,8 @@ DECIDING: Mapping[str, tuple[object, ...]] = {
     "vision_config": (),
 }
 """Fields that change the computation in some family, each with its harmless values; `null` is always harmless. A family
-reads such a field, declares that it ignores it as `transformers` does, or the value must be harmless."""
+either reads such a field or declares that it ignores it, as `transformers` does; otherwise its value must be
+harmless."""
 
 
 class ConfigFields:
@@ -147,10 +148,10 @@ class ConfigFields:
         return None if self.value(key) is None else self.whole(key)
 
     def flag(self, key: str, *, default: bool = False) -> bool:
-        """Return a truth value.
+        """Return a boolean.
 
         Raises:
-            ModelFileError: the field is not a truth value.
+            ModelFileError: the field is not a boolean.
         """
         value = self.value(key)
         if value is None:
@@ -163,7 +164,7 @@ class ConfigFields:
         """Return a list of `count` positive numbers.
 
         Raises:
-            ModelFileError: the list has another length or other items.
+            ModelFileError: the list has the wrong length or invalid items.
         """
         value = self.value(key)
         if not isinstance(value, list) or len(value) != count or count > _MAX_NUMBERS:
@@ -191,7 +192,7 @@ class ConfigFields:
         """Return which layers have a sliding window, from `layer_types`; `None` if it is absent.
 
         Raises:
-            ModelFileError: the field has another length or other types of layers.
+            ModelFileError: the field has the wrong length or unknown layer types.
         """
         value = self.value("layer_types")
         if value is None:

@@ -31,8 +31,8 @@ def _latent(fields: ConfigFields, *, is_interleaved: bool) -> Latent:
 
 
 def _score_scale(fields: ConfigFields, latent: Latent) -> float | None:
-    """Return the factor of attention scores, `None` for that of plain attention. YaRN multiplies it by the square of
-    the magnitude of `mscale_all_dim`."""
+    """Return the factor of attention scores; `None` for the default, 1 / sqrt(head_dim). YaRN multiplies it by the
+    square of the magnitude of `mscale_all_dim`."""
     given = fields.inner("rope_parameters") or fields.inner("rope_scaling")
     if given is None or (given.value("rope_type") or given.value("type") or "default") == "default":
         return None
@@ -48,7 +48,8 @@ def _groups(fields: ConfigFields, experts: Experts) -> Experts:
     """Read the groups of experts.
 
     Raises:
-        ModelFileError: the groups do not divide the experts, or have fewer experts than are active.
+        ModelFileError: the number of experts is not divisible by the number of groups, or the active groups have fewer
+            experts than are active.
     """
     groups = fields.whole("n_group", 1)
     active = fields.whole("topk_group", groups)

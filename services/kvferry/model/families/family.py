@@ -19,7 +19,7 @@ def as_llama(fields: ConfigFields, llama: ModelConfig) -> ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A family of models. Defaults are those of Llama."""
+    """A model family. The defaults are Llama's."""
 
     name: str
     title: str
@@ -28,21 +28,21 @@ class Family:
     """Name of the class in the field `architectures` of config.json."""
     adapt: Adapt = as_llama
     defaults: Mapping[str, object] = field(default_factory=dict)
-    """Values of absent fields, where those of the class in transformers differ from Llama's."""
+    """Values of absent fields, where the class in transformers and Llama have different defaults."""
     ignores: tuple[str, ...] = ()
-    """Fields that have no effect in the family's class, although they have in others."""
+    """Fields that have no effect in the family's class but have one in others."""
     has_fused_tensors: bool = False
     """Whether the files have `qkv_proj` and `gate_up_proj` instead of separate projections."""
     ignores_further_layers: bool = False
-    """Whether tensors of layers beyond `num_hidden_layers`, which predict further tokens, are left out."""
+    """Whether the files have layers beyond `num_hidden_layers`, which predict further tokens and are left out."""
     has_stacked_experts: bool = False
-    """Whether the files have the experts of a layer as one tensor, with gate and up in alternating outputs."""
+    """Whether the files store all experts of a layer in one tensor, with alternating gate and up outputs."""
     renames: tuple[tuple[re.Pattern[str], str], ...] = ()
-    """Expressions in names of tensors of the files, and their replacements; the first that is found applies."""
+    """Regular expressions for tensor names in the files, with their replacements; the first match applies."""
     reads_gguf: bool = False
-    """Whether GGUF files of the family are read; the family's name is then that of the architecture in GGUF."""
+    """Whether GGUF files of the family can be read; the family's name is then GGUF's name of the architecture."""
     text: TextPart | None = None
-    """The text part of a class for text and images, of which nothing else is served; `None` for a class for text."""
+    """The text part of a class for text and images, the only part that is served; `None` for a text-only class."""
 
     def renamed(self, name: str) -> str:
         """Return this project's name for a tensor of the family's files."""

@@ -1,7 +1,7 @@
 """Gemma 2 and 3, text: windows in most layers, norms on inputs and outputs, GeGLU, scaled embeddings.
 
 Gemma 2 caps attention scores and logits (Gemma Team, Gemma 2, 2024, section 2). Gemma 3 normalizes heads instead, and
-its layers with a window have a rotary base of their own (Gemma Team, Gemma 3, 2025, section 2).
+its layers with a window have their own rotary base (Gemma Team, Gemma 3, 2025, section 2).
 """
 
 import math

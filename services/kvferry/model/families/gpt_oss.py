@@ -1,7 +1,7 @@
 """gpt-oss: mixtures of experts with biases and a clamped SwiGLU, attention sinks, a window in every other layer, YaRN.
 
-Source: OpenAI, gpt-oss-120b & gpt-oss-20b Model Card, 2025, section 2. The router's softmax over the chosen experts is
-that over all experts, renormalized.
+Source: OpenAI, gpt-oss-120b & gpt-oss-20b Model Card, 2025, section 2. The router's softmax over the chosen experts
+    equals the renormalized softmax over all experts.
 """
 
 import re

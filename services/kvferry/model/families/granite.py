@@ -1,6 +1,6 @@
 """Granite 3: multipliers of embeddings, residual branches, attention scores and logits.
 
-Source: Granite Team, Granite 3.0 Language Models, 2024, section 2; the multipliers are those of muP (Yang et al.,
+Source: Granite Team, Granite 3.0 Language Models, 2024, section 2; the multipliers come from muP (Yang et al.,
 2022).
 """
 

@@ -1,4 +1,4 @@
-"""Phi-3, Phi-3.5 and Phi-4: fused projections, LongRoPE, a partly rotated head, and a window in Phi-3 mini with 4k.
+"""Phi-3, Phi-3.5 and Phi-4: fused projections, LongRoPE, partly rotated heads, and a sliding window in Phi-3 mini 4k.
 
 Source: Abdin et al., Phi-3 Technical Report, 2024.
 """

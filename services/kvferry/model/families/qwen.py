@@ -14,7 +14,7 @@ _FIRST_WINDOW = 28
 
 
 def qwen_windows(fields: ConfigFields, llama: ModelConfig) -> tuple[int | None, ...]:
-    """Return the window of each layer: of the upper layers, if `use_sliding_window` is set."""
+    """Return the window of each layer; only upper layers have one, and only if `use_sliding_window` is set."""
     fields.ignore("sliding_window")
     window = fields.optional_whole("sliding_window") if fields.flag("use_sliding_window") else None
     first = fields.value("max_window_layers")

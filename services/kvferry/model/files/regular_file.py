@@ -42,7 +42,7 @@ def map_file(path: Path) -> mmap.mmap:
 
 
 def _open(path: Path) -> BinaryIO:
-    """Open a regular file; without blocking, as a named pipe without a writer would."""
+    """Open a regular file. Does not block, as opening a named pipe without a writer would."""
     handle = os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb")
     if not stat.S_ISREG(os.fstat(handle.fileno()).st_mode):
         handle.close()

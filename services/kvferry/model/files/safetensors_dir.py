@@ -24,9 +24,9 @@ from kvferry.model.tensors import BF16, F16, F32, HEAD, Shape, Stored, check_sha
 
 _TYPE_IDS = {"F32": F32, "F16": F16, "BF16": BF16}
 _ROTATED = re.compile(r"self_attn\.[qk]_(?:proj\.(?:weight|bias)|norm\.weight)$")
-"""Tensors whose rows are values of queries or keys."""
+"""Tensors whose rows produce values of queries or keys."""
 _LATENT_ROTATED = re.compile(r"self_attn\.(q|q_b|kv_a)_proj(?:_with_mqa)?\.weight$")
-"""Tensors with such rows for latent attention; the last values of each head, or of the latent vector, are rotated."""
+"""The corresponding tensors of latent attention; the last values of each head, or of the latent vector, are rotated."""
 _HEAD = f"{HEAD.rpartition('.')[0]}."
 _LAYER = re.compile(r"^model\.layers\.(\d{1,9})\.")
 
@@ -106,8 +106,8 @@ class SafetensorsModel:
         return {name: matrix.choice for name, matrix in self._matrices.items()}
 
     def weights(self) -> list[str]:
-        """Return a line for each way in which quantized matrices are kept, and for each setting of the checkpoint
-        that is not applied, and for each part of the model that is left out; empty for other checkpoints."""
+        """Return a line for each way in which quantized matrices are kept, for each setting of the checkpoint that is
+        not applied, and for each part of the model that is left out. Empty if there is nothing to report."""
         return [*report(self.choices()), *self._notes]
 
     def read(self, name: str) -> npt.NDArray[np.float32]:
@@ -181,7 +181,7 @@ def rotated_first(config: ModelConfig, rows: int) -> npt.NDArray[np.int64] | Non
     A partly rotated head stores the halves of its rotated values first: r0 .. r(n/2 - 1), r(n/2) .. r(n - 1), p0 ..
     p(m - 1). The engine rotates pairs (i, i + head_dim/2) of all heads, and its table has angle zero for pairs of plain
     values: r0 .. r(n/2 - 1), p0 .. p(m/2 - 1) | r(n/2) .. r(n - 1), p(m/2) .. p(m - 1). Scores do not depend on the
-    order, as queries and keys share it.
+        order, since queries and keys share it.
     """
     if config.rotary_dim is None:
         return None
@@ -195,9 +195,9 @@ def rotated_first(config: ModelConfig, rows: int) -> npt.NDArray[np.int64] | Non
 
 
 def pairs_apart(latent: Latent, rows: int, *, is_vector: bool) -> npt.NDArray[np.int64] | None:
-    """Return the stored row of each row of a projection to the queries of all heads, or to latent vectors, so that
-    rotary pairs, which the files have next to each other, are half of the rotated values apart; `None` if the files
-    have them so."""
+    """Return the stored row of each row of a projection to the queries of all heads, or to latent vectors. The files
+    store rotary pairs next to each other; the result puts them half of the rotated values apart. `None` if the files
+    already do."""
     if not latent.is_interleaved:
         return None
     size = latent.width if is_vector else latent.plain + latent.rotated

@@ -56,11 +56,11 @@ class StoredTensor:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of the values of one index of the first dimension."""
+        """Bytes per index of the first dimension."""
         return math.prod(self.shape[1:]) * _BYTES[self.dtype]
 
     def rows(self, first: int, count: int) -> "StoredTensor":
-        """Return a range of indices of the first dimension."""
+        """Return the tensor restricted to a range of indices of the first dimension."""
         return replace(self, shape=(count, *self.shape[1:]), start=self.start + first * self.row_bytes)
 
     def raw(self) -> npt.NDArray[np.generic]:

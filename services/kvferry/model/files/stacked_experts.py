@@ -1,8 +1,8 @@
 """Splits tensors that hold all experts of a layer into a tensor per expert and projection.
 
-gpt-oss stores, after the prefix of a layer and `mlp.experts.`, gate_up_proj [experts, hidden, 2 * inner] and down_proj
-[experts, inner, hidden], which are [inputs, outputs], and their biases [experts, outputs] with the suffix `_bias`. The
-outputs of gate and up alternate.
+gpt-oss stores, under a layer's prefix and `mlp.experts.`, gate_up_proj [experts, hidden, 2 * inner] and down_proj
+[experts, inner, hidden], in the order [inputs, outputs], and their biases [experts, outputs] with the suffix `_bias`.
+The outputs of gate and up alternate.
 """
 
 import re
@@ -60,8 +60,8 @@ class ExpertTensor:
 def split_experts(
     tensors: Mapping[str, StoredTensor], experts: Experts
 ) -> tuple[dict[str, StoredTensor], dict[str, ExpertTensor]]:
-    """Return the tensors that are not stacked, and those of each expert by their names. A stack for another number of
-    experts, or with another number of dimensions, is left for the shape check.
+    """Return the tensors by name, with each stack replaced by one tensor per expert. A stack with an unexpected number
+    of experts or dimensions is left for the shape check.
 
     Args:
         tensors: tensors of the files by name.

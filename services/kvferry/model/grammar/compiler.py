@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 MAX_CACHED = 128
 MAX_CACHED_BYTES = 4 << 20
-"""Limits of the cache of compiled grammars: their number, and the bytes of their sources. A compiled grammar takes
-memory in proportion to its source and to the states that outputs have visited."""
+"""Limits of the cache of compiled grammars: their number, and the total size of their sources in bytes. A compiled
+grammar takes memory in proportion to its source and to the states that outputs have visited."""
 
 _CHECKED_TOKENS = 16
 
@@ -32,8 +32,8 @@ class GrammarCompiler:
         self._cached_bytes = 0
 
     def check(self, constraint: Constraint) -> None:
-        """Check that a constraint can be compiled and that an output can begin: computes the masks of a few tokens,
-        since the work for a mask is limited too.
+        """Check that a constraint can be compiled and that an output can begin. Computes the masks of a few tokens,
+        since the work per mask is limited too.
 
         Raises:
             InvalidRequest: see `compile`.
@@ -111,8 +111,8 @@ class GrammarCompiler:
 
 
 def _limits() -> "LLParserLimits":
-    """Return the limits of the parser's work, in its own units. They are independent of the machine's speed, such that
-    a constraint is accepted or rejected everywhere alike; the time for one token is below 50 ms."""
+    """Return the limits of the parser's work, in the library's units. They do not depend on the machine's speed, so a
+    constraint is accepted or rejected alike everywhere; a token takes less than 50 ms."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(
@@ -120,7 +120,7 @@ def _limits() -> "LLParserLimits":
         max_grammar_size=200_000,
         max_lexer_states=50_000,  # 1 to 2 KiB each
         max_items_in_row=2_000,
-        step_lexer_fuel=100_000,  # some 7 ms
-        step_max_items=20_000,  # some 20 ms
+        step_lexer_fuel=100_000,  # about 7 ms
+        step_max_items=20_000,  # about 20 ms
         verbose_errors=False,
     )

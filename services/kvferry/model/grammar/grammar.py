@@ -59,7 +59,8 @@ class GrammarState:
         first. At the end of the grammar only the end-of-sequence tokens may.
 
         Raises:
-            InvalidRequest: the grammar exceeds the limits of work for a step, or permits no token of the vocabulary.
+            InvalidRequest: the grammar exceeds the limits of work for a step, or permits none of the vocabulary's
+                tokens.
         """
         self._matcher.unsafe_compute_mask_ptr(self._address, self._num_bytes)
         if self._matcher.is_error():
@@ -70,8 +71,8 @@ class GrammarState:
         return self._bits.copy()
 
     def forced_tokens(self) -> list[int]:
-        """Return the tokens that follow whatever the model prefers: the usual tokens of the only text that may come
-        next. Empty if there are several."""
+        """Return the tokens that must follow whatever the model prefers: the tokenization of the only text that may
+        come next. Empty if several strings may."""
         return list(self._matcher.compute_ff_tokens())
 
     def num_allowed(self, token_ids: Sequence[int]) -> int:
@@ -79,7 +80,7 @@ class GrammarState:
         return self._matcher.validate_tokens(list(token_ids)) if token_ids else 0
 
     def copy(self) -> "GrammarState":
-        """Return a state with the same output, which continues on its own."""
+        """Return an independent copy of this state."""
         return GrammarState(self._matcher.deep_copy(), self._vocab_size)
 
     @property
@@ -93,12 +94,13 @@ _LIMIT_SIGNS = ("limit", "too complex", "too large", "too many", "max is", "fuel
 
 
 def is_limit(error: str) -> bool:
-    """Return whether an error of the parser is an exceeded limit of its work. A panic is one of its arithmetic."""
+    """Return whether an error of the parser means that it exceeded a limit on its work. A panic means that its
+    arithmetic did."""
     return any(sign in error.lower() for sign in _LIMIT_SIGNS)
 
 
 def dead_end() -> InvalidRequest:
-    """Return the error for an output that no token can continue, such as that of a grammar without texts."""
+    """Return the error for an output that no token can continue, for example if the grammar matches no text at all."""
     return InvalidRequest(
         "the constraint cannot be continued with any token of this model; change its grammar or schema",
         field="constraint",

@@ -1,8 +1,8 @@
 """Translates constraints to llguidance's grammar format.
 
 llguidance reads JSON with a list of grammars, each in Lark's syntax or a JSON Schema, which refer to each other by name
-(https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md). A constraint that applies after a text becomes two
-of them: free text up to that text, then the constraint.
+(https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md). A constraint that applies after a marker becomes
+two grammars: free text up to the marker, then the constraint.
 """
 
 import json
@@ -16,7 +16,7 @@ from kvferry.model.grammar.json_schema import enforceable, parsed_schema
 MAX_CHOICES = 1024
 MAX_TAGS = 128
 MAX_WHITESPACE = 32
-"""Maximum length of a run of white space between two JSON tokens. Without a limit, a model that prefers white space
+"""Maximum length of a run of whitespace between two JSON tokens. Without a limit, a model that prefers whitespace
 would generate it until `max_tokens`."""
 
 _FREE_TEXT = r"/(?s:.*)/"
@@ -31,8 +31,8 @@ def grammar_text(constraint: Constraint, control_ids: Mapping[str, int]) -> str:
         control_ids: ids of the tokenizer's control tokens by text. Control tokens are matched by id, not by text.
 
     Raises:
-        InvalidRequest: the constraint is not valid JSON where JSON is expected, or a list in it is too long. Grammars
-            and schemas are checked by the compiler.
+        InvalidRequest: the constraint must be JSON and is not, or a list in it is too long. The compiler checks
+            grammars and schemas.
     """
     text = _TRANSLATE[constraint.kind](constraint.source, control_ids)
     return _delayed(text, constraint.after, control_ids) if constraint.after else text

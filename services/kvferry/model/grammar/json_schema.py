@@ -1,8 +1,8 @@
 """Prepares JSON Schemas for the compiler, which enforces two kinds of bounds of numbers imprecisely.
 
 - A bound of more than 53 bits is rounded or clamped; it is rejected here.
-- An exclusive bound that is a whole number is accepted as a value where the range is narrow: `0` satisfies its grammar
-  of `{"exclusiveMinimum": 0, "maximum": 0.1}`. Such a bound becomes an inclusive one, moved inwards by `_STEP` of its
+- An exclusive bound that is a whole number is itself accepted if the range is narrow: `0` satisfies its grammar of
+  `{"exclusiveMinimum": 0, "maximum": 0.1}`. Such a bound becomes an inclusive one, moved inwards by `_STEP` of its
   value, so that every output satisfies the schema; the values between the two bounds are lost.
 """
 
@@ -18,7 +18,7 @@ _STEP = 1e-9
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _INWARDS = {"exclusiveMinimum": ("minimum", 1), "exclusiveMaximum": ("maximum", -1)}
 _NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
-"""Keywords whose value has schemas by name."""
+"""Keywords whose value maps names to schemas."""
 _VALUES = frozenset({"const", "enum", "default", "examples"})
 """Keywords whose value is not a schema."""
 _OPTIONS = "x-guidance"

@@ -8,8 +8,8 @@
     EAGLE-3   h = fc [h of a low, a middle and a high layer]             inputs of these layers
               q, k, v from [norm(embedding of t), norm(h)], added to h   logits = lm_head norm(output), of fewer tokens
 
-The output of the layer takes the place of h in the row of the next draft token. Embeddings, and those of EAGLE's output
-head, are the target model's; copies of them in the file are not read.
+The output of the layer takes the place of h in the row of the next draft token. Embeddings, and the output head of
+EAGLE, are the target model's; copies of them in the file are not read.
 """
 
 from dataclasses import dataclass
@@ -42,18 +42,18 @@ class EagleHead:
     """A head whose files fit a model."""
 
     config: ModelConfig
-    """Configuration of the layer; its vocabulary is that of the drafts."""
+    """Configuration of the layer; its vocabulary is the draft vocabulary."""
     layers: tuple[int, ...]
     """EAGLE-3: layers of the target model whose inputs are the hidden states. Empty: they are its last hidden states
     after the final norm."""
     tensors: HeadTensors
-    """Tensors with the names of this module, and those of a Llama layer after `LAYER`."""
+    """Tensors by the names in this module, and a Llama layer's tensors under the prefix `LAYER`."""
     token_ids: npt.NDArray[np.int64] | None
     """[draft vocabulary]: token of the target model by token of the head; `None` if they are the same."""
 
     @property
     def is_fused(self) -> bool:
-        """Whether the head is of EAGLE-3."""
+        """Whether this is an EAGLE-3 head."""
         return bool(self.layers)
 
 
@@ -66,7 +66,7 @@ def read_eagle(folder: Path, model: ModelConfig) -> EagleHead:
 
     Raises:
         ModelFileError: a file is missing or damaged, the head is of an unknown variant, or it does not fit the model;
-            the message has the file, the field or tensor, its value and a remedy.
+            the message names the file, the field or tensor, its value and a remedy.
     """
     where = folder / CONFIG_FILE
     fields = ConfigFields(read_json(where), where)
@@ -81,7 +81,7 @@ def read_eagle(folder: Path, model: ModelConfig) -> EagleHead:
 
 
 def _config(fields: ConfigFields, model: ModelConfig, *, has_bias: bool, is_fused: bool) -> ModelConfig:
-    """Return the configuration of the head's layer, as of a Llama model."""
+    """Return the configuration of the head's layer, as for a Llama model."""
     hidden, vocabulary = fields.whole("hidden_size"), fields.whole("vocab_size")
     for field, value, expected in (
         ("hidden_size", hidden, model.hidden_size),

@@ -1,7 +1,7 @@
 """Opens the files of a head's folder: config.json and one safetensors file, whose names are mapped to one form.
 
-Every tensor has the shape that the configuration and the target model give before its values are read, so that a
-file cannot make this process allocate more than its own size.
+The shape of every tensor is checked against the configuration and the target model before its values are read, so that
+a file cannot make this process allocate more than the file's own size.
 """
 
 import math
@@ -49,7 +49,7 @@ class HeadTensors:
         return Stored.plain(_TYPE_IDS[tensor.dtype], tensor.raw().view(np.uint8).reshape(-1), tensor.shape[0])
 
     def whole_numbers(self, name: str) -> npt.NDArray[np.int64]:
-        """Read a tensor of integers or truth values."""
+        """Read a tensor of integers or booleans."""
         return self._found[name].raw().astype(np.int64)
 
     def weights(self) -> list[str]:
@@ -60,14 +60,14 @@ class HeadTensors:
         """Do nothing: the file is small."""
 
     def check(self, expected: Mapping[str, Shape], *, whole: Sequence[str] = ()) -> None:
-        """Check that the tensors are those of a head.
+        """Check that the tensors are exactly the expected ones.
 
         Args:
             expected: shapes by name.
-            whole: names of the tensors of integers or truth values; all others have a float type.
+            whole: names of the tensors of integers or booleans; all others have a float type.
 
         Raises:
-            ModelFileError: a tensor is missing, unknown, has another shape or type, or values that are not finite;
+            ModelFileError: a tensor is missing or unknown, or has a wrong shape or type, or values that are not finite;
                 `field` has its name.
         """
         for name, shape in expected.items():
@@ -113,7 +113,7 @@ def open_head(folder: Path, files: Sequence[str], renamed: Mapping[str, str], ig
     Args:
         folder: the folder.
         files: names that the file may have; the first that exists is used.
-        renamed: other beginnings of names, with the ones to use instead.
+        renamed: prefixes to replace in names, with their replacements.
         ignored: names of tensors that are not used, such as a copy of the target model's embedding.
 
     Raises:

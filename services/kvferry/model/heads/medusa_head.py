@@ -46,7 +46,7 @@ def read_medusa(folder: Path, model: ModelConfig) -> MedusaHeads:
         model: configuration of the target model.
 
     Raises:
-        ModelFileError: a file is missing or damaged, or the heads do not fit the model; the message has the file, the
+        ModelFileError: a file is missing or damaged, or the heads do not fit the model; the message names the file, the
             field or tensor, its value and a remedy.
     """
     where = folder / CONFIG_FILE

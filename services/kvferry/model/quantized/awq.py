@@ -1,7 +1,7 @@
 """AWQ checkpoints in the layout `gemm` (Lin et al., AWQ: Activation-aware Weight Quantization, 2024; AutoAWQ).
 
-A module has qweight [inputs, outputs / 8] and qzeros [groups, outputs / 8], words of eight 4-bit codes of outputs in
-the order 0 2 4 6 1 3 5 7, and scales [groups, outputs]. value = scale * (code - zero).
+A module has qweight [inputs, outputs / 8] and qzeros [groups, outputs / 8], words of eight 4-bit values of outputs in
+the order 0 2 4 6 1 3 5 7, and scales [groups, outputs]. A quantized value q stands for scale * (q - zero).
 """
 
 import numpy as np
@@ -40,7 +40,7 @@ def read_awq(fields: ConfigFields) -> Method:
 
 
 def group_size(fields: ConfigFields) -> int | None:
-    """Return `group_size`; `None` for -1, one group for all inputs.
+    """Return `group_size`; `None` for -1, which means one group for all inputs.
 
     Raises:
         ModelFileError: the field is neither -1 nor a positive whole number.

@@ -1,4 +1,4 @@
-"""Reads `quantization_config` of a config.json, and collects the tensors of quantized modules into matrices."""
+"""Reads `quantization_config` from a config.json, and collects the tensors of quantized modules into matrices."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -61,7 +61,7 @@ def _object(raw: Json) -> Json:
 def collect(
     method: Method, tensors: Mapping[str, StoredTensor], where: str
 ) -> tuple[dict[str, StoredTensor], dict[str, QuantizedMatrix]]:
-    """Split the tensors of a checkpoint into plain ones and quantized matrices, both by the names of plain tensors.
+    """Split the tensors of a checkpoint into plain tensors and quantized matrices, both by the name of the weight.
 
     Args:
         method: the format.
@@ -110,8 +110,7 @@ def collect(
 def without_idle_biases(
     tensors: dict[str, StoredTensor], matrices: Mapping[str, QuantizedMatrix], expected: Mapping[str, object]
 ) -> dict[str, StoredTensor]:
-    """Return the tensors without biases of zeros of quantized modules that have no bias in the model, which some
-    quantizers write."""
+    """Drop the zero biases that some quantizers write for quantized modules that have no bias in the model."""
     return {
         name: stored
         for name, stored in tensors.items()

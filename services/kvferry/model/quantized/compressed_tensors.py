@@ -1,9 +1,10 @@
 """Checkpoints of compressed-tensors (llm-compressor): packed integers, int8 and FP8 weights.
 
-A module with packed integers has weight_packed [outputs, inputs / 8], words of eight 4-bit codes (or four 8-bit codes)
-of inputs, weight_scale [outputs, groups], weight_shape, if asymmetric weight_zero_point, packed along outputs, and with
-reordered groups weight_g_idx [inputs]. Otherwise its weight [outputs, inputs] is int8 or FP8. Codes and zero points are
-signed; packed ones are stored with the middle code added. value = scale * (code - zero).
+A module with packed integers has weight_packed [outputs, inputs / 8], words of eight 4-bit (or four 8-bit) values of
+inputs, weight_scale [outputs, groups], weight_shape, weight_zero_point packed along outputs (if asymmetric), and
+weight_g_idx [inputs] (if groups are reordered). Otherwise its weight [outputs, inputs] is int8 or FP8. Quantized values
+and zero points are signed; packed values are stored with half the range added. The value is scale * (q - zero) for a
+quantized q.
 """
 
 from dataclasses import dataclass
@@ -118,7 +119,8 @@ def _scheme(weights: ConfigFields) -> _Scheme:
 
 
 def _scheme_of(parts: Parts, schemes: list[tuple[Names, _Scheme]]) -> _Scheme:
-    """Return the scheme of a module: of the first group that names it, or else of the first for all linear modules."""
+    """Return the scheme of a module: of the first group that names it, or else of the first group for all linear
+    modules."""
     for names, scheme in schemes:
         if names.has(parts.module):
             return scheme
@@ -166,7 +168,7 @@ def _packed(parts: Parts, scheme: _Scheme) -> IntegerMatrix:
 def _plain(parts: Parts, scheme: _Scheme) -> IntegerMatrix:
     weight = parts.take("weight", ("I8",))
     outputs, inputs = weight.shape
-    middle = np.uint8(1 << 7)  # signed codes become codes from 0
+    middle = np.uint8(1 << 7)  # signed values become unsigned
     groups = _groups(parts, scheme, inputs)
     rows = 1 if scheme.strategy == "tensor" else outputs
     shape = (1,) if rows == 1 and groups == 1 and parts.has_shape("weight_scale", (1,)) else (rows, groups)

@@ -2,8 +2,8 @@
 tensors of FP8 modules of all formats.
 
 A module has weight [outputs, inputs] in e4m3 and weight_scale_inv [blocks of outputs, blocks of inputs] with
-`weight_block_size`, or one weight_scale without. value = scale * e4m3 (the scales are those to multiply with, despite
-the name).
+`weight_block_size`, or otherwise one weight_scale. value = scale * e4m3: despite its name, weight_scale_inv holds
+multipliers.
 """
 
 import numpy as np
@@ -58,7 +58,7 @@ def float8_matrix(parts: Parts, scale_name: str, block: tuple[int, int] | None, 
 
     Args:
         parts: tensors of the module.
-        scale_name: name of the tensor with the scales.
+        scale_name: name of the scales' tensor.
         block: outputs and inputs of a block; `None` for a scale per tensor or per output.
         title: readable name of the scheme.
 

@@ -16,7 +16,7 @@ Floats = npt.NDArray[np.float32]
 
 
 def _table() -> Floats:
-    """Return the value of each of the 256 bytes: sign, 4 bits of exponent with bias 7, 3 bits of mantissa."""
+    """Return the value of each of the 256 bytes: 1 sign bit, 4 exponent bits with bias 7, 3 mantissa bits."""
     bits = np.arange(128)
     exponent, mantissa = bits >> 3, bits & 7
     values = np.where(exponent == 0, mantissa * 2.0**-9, (8 + mantissa) * 2.0 ** (exponent - 10.0))
@@ -41,7 +41,7 @@ class Float8Matrix:
     load_bytes: Callable[[], npt.NDArray[np.uint8]]
     """Returns [outputs, inputs], e4m3."""
     load_scales: Callable[[], Floats]
-    """Returns [blocks of outputs, blocks of inputs]; a single row or column belongs to all."""
+    """Returns [blocks of outputs, blocks of inputs]; a single row or column applies to all blocks."""
     block: tuple[int, int]
     """Outputs and inputs of a block; the last blocks may be smaller."""
     span: slice = field(default_factory=lambda: slice(None))

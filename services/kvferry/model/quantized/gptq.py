@@ -1,8 +1,8 @@
 """GPTQ checkpoints (Frantar et al., GPTQ, 2023; AutoGPTQ and GPTQModel).
 
-A module has qweight [inputs / 8, outputs], words of eight 4-bit codes of inputs (or four 8-bit codes), scales [groups,
-outputs], qzeros [groups, outputs / 8] and g_idx [inputs], the group of each input. value = scale * (code - zero). The
-stored zero points are one less than the real ones, except in version 2 of the layout.
+A module has qweight [inputs / 8, outputs], words of eight 4-bit (or four 8-bit) values of inputs, scales [groups,
+outputs], qzeros [groups, outputs / 8] and g_idx [inputs], the group of each input. For a quantized q, the value is
+scale * (q - zero). The stored zero points are one less than the actual zero points, except in version 2 of the layout.
 """
 
 import numpy as np
@@ -70,7 +70,7 @@ def _matrix(parts: Parts, bits: int, group: int | None, is_less: bool, scheme: s
 
     def load_zeros() -> Codes:
         found = zeros.raw().view(np.uint32)
-        if is_less:  # whole words, since the subtraction for a zero point of 0 borrowed from the next one
+        if is_less:  # whole words, since subtracting 1 from a zero point of 0 borrowed from the next one
             found = found + np.uint32(sum(1 << place for place in range(0, 32, bits)))
         return np.ascontiguousarray(unpack_words(found, bits).T)
 

@@ -1,7 +1,7 @@
-"""A matrix of integer codes in groups with a scale and a zero point: value = scale * (code - zero).
+"""A matrix of quantized integers in groups with a scale and a zero point: q stands for scale * (q - zero).
 
-AWQ, GPTQ and the integer formats of compressed-tensors differ in how they store codes, scales and zero points; all of
-them become this.
+AWQ, GPTQ and the integer formats of compressed-tensors differ in how they store values, scales and zero points; all are
+converted to this form.
 """
 
 import functools
@@ -40,15 +40,15 @@ class IntegerMatrix:
 
     shape: Shape
     bits: int
-    """Bits of a code, 4 or 8."""
+    """Bits of a quantized value, 4 or 8."""
     grouping: Grouping
     scheme: str
     load_codes: Callable[[], Codes]
-    """Returns [outputs, inputs], codes from 0."""
+    """Returns [outputs, inputs], unsigned quantized values."""
     load_scales: Callable[[], Floats]
     """Returns [outputs, groups]."""
     load_zeros: Callable[[], Codes] | None
-    """Returns [outputs, groups], zero points as codes; `None` if all are the middle code."""
+    """Returns [outputs, groups], unsigned zero points; `None` if all are half the range."""
     span: slice = field(default_factory=lambda: slice(None))
     """This matrix's rows of the loaded arrays."""
 
@@ -147,5 +147,6 @@ def _bytes_of(values: npt.NDArray[np.generic]) -> npt.NDArray[np.uint8]:
 
 
 def _nibbles(codes: Codes) -> Codes:
-    """Pack [outputs, blocks, 32] codes into [outputs, blocks, 16] bytes: input i below input i + 16."""
+    """Pack [outputs, blocks, 32] values into [outputs, blocks, 16] bytes: input i in the low nibble, input i + 16 in
+    the high one."""
     return codes[..., :16] | codes[..., 16:] << np.uint8(4)

@@ -1,4 +1,4 @@
-"""Interface of the formats of quantized checkpoints."""
+"""Interface of quantization formats."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -9,12 +9,12 @@ from kvferry.model.quantized.representation import QuantizedMatrix
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A format, with the fields of a checkpoint."""
+    """A quantization format, as configured by a checkpoint."""
 
     name: str
     """Value of `quant_method`."""
     parts: frozenset[str]
-    """Last parts of the names of the tensors of a quantized module, other than `weight`."""
+    """Last parts of the names of a quantized module's tensors, other than `weight`."""
     read: Callable[[Parts], QuantizedMatrix] | None = None
     """Function from the tensors of a module to its matrix. Raises ModelFileError."""
     is_excluded: Callable[[str], bool] = lambda _: False
@@ -24,5 +24,5 @@ class Method:
     notes: tuple[str, ...] = ()
     """Lines for the log about settings of the checkpoint that are not applied."""
     read_many: Callable[[Parts], Mapping[str, QuantizedMatrix]] | None = None
-    """Instead of `read`, function from the tensors of a module to several matrices, by their names after the module's.
-    Raises ModelFileError."""
+    """Function from the tensors of a module to several matrices, by their names under the module; used instead of
+    `read`. Raises ModelFileError."""

@@ -25,7 +25,7 @@ Floats = npt.NDArray[np.float32]
 Codes = npt.NDArray[np.uint8]
 
 TWICE = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
-"""Twice the value of each of the 16 codes of e2m1: sign, 2 bits of exponent with bias 1, 1 bit of mantissa."""
+"""Twice the value of each of the 16 e2m1 numbers: 1 sign bit, 2 exponent bits with bias 1, 1 mantissa bit."""
 _HALF_BIAS = 128
 """Bias of the exponent of half a scale, by which `TWICE` is multiplied."""
 _MOST = 252
@@ -50,7 +50,7 @@ def read_mxfp4(fields: ConfigFields) -> Method:
 
 
 def _is_named(names: tuple[list[str], ...], module: list[str]) -> bool:
-    """Return whether a name is the start of a module's name, part by part; `*` is any part."""
+    """Return whether a name is the start of a module's name, part by part; `*` matches any part."""
     return any(
         len(name) <= len(module) and all(a in ("*", b) for a, b in zip(name, module, strict=False)) for name in names
     )
@@ -84,7 +84,7 @@ def _read(parts: Parts) -> Mapping[str, QuantizedMatrix]:
 
 @dataclass(frozen=True, eq=False)
 class Mxfp4Matrix:
-    """A projection of one expert; see the module."""
+    """A projection of one expert; the module docstring has the format."""
 
     shape: Shape
     blocks: StoredTensor

@@ -45,7 +45,7 @@ class Names:
             fields.refuse(key, f"at most {_MAX_EXPRESSIONS} expressions are")
         self._expressions = []
         for text in texts:
-            # The time of a match grows with the length of a name to the power of the number of repeats.
+            # The time to match grows with the length of a name to the power of the number of repeats.
             if _REPEATED_GROUP.search(text) or _UNUSUAL.search(text) or len(_REPEATS.findall(text)) > _MAX_REPEATS:
                 fields.refuse(
                     key, f"the expression {text[:60]!r} is not: use at most {_MAX_REPEATS} repeats, none of a group"
@@ -56,12 +56,12 @@ class Names:
                 fields.refuse(key, f"the expression {text[:60]!r} is not valid ({error})")
 
     def has(self, module: str) -> bool:
-        """Return whether a module is named, or an expression matches the start of its name."""
+        """Return whether the list has the module's name, or an expression that matches the start of it."""
         return module in self._exact or any(each.match(module) for each in self._expressions)
 
     @property
     def exact(self) -> frozenset[str]:
-        """Names that are compared as they are, without expressions."""
+        """Names that are compared literally, without regular expressions."""
         return self._exact
 
 

@@ -1,4 +1,4 @@
-"""Unpacks 32-bit words of 4-bit or 8-bit codes, and checks the shapes of the tensors of a module."""
+"""Unpacks 32-bit words of 4-bit or 8-bit values, and checks the shapes of a module's tensors."""
 
 from collections.abc import Mapping, Sequence
 
@@ -14,12 +14,12 @@ FLOATS = ("F16", "BF16", "F32")
 
 
 def unpack_words(words: npt.NDArray[np.generic], bits: int, order: Sequence[int] | None = None) -> Codes:
-    """Unpack words along the last axis: [..., n] int32 to [..., n * 32 / bits] codes.
+    """Unpack words along the last axis: [..., n] int32 to [..., n * 32 / bits] unsigned values.
 
     Args:
         words: the words.
-        bits: bits of a code, 4 or 8.
-        order: which code of its word each of a word's fields is, lowest bits first; default: in order.
+        bits: bits per value, 4 or 8.
+        order: index of the value in each field of a word, lowest bits first; default: in order.
     """
     count = 32 // bits
     raw = words.view(np.uint32)
@@ -54,11 +54,11 @@ class Parts:
         Args:
             name: last part of its name.
             types: allowed types.
-            shape: required shape; `None`: any with `dimensions` dimensions that is not empty.
-            dimensions: required number of dimensions without `shape`.
+            shape: required shape; `None` for any non-empty shape with `dimensions` dimensions.
+            dimensions: required number of dimensions if `shape` is `None`.
 
         Raises:
-            ModelFileError: the tensor is missing or has another type or shape.
+            ModelFileError: the tensor is missing or has a wrong type or shape.
         """
         found = self._tensors.get(name)
         if found is None:

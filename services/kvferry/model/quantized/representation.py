@@ -1,7 +1,7 @@
 """Representations of a quantized matrix in memory: candidates, smallest first, and the reasons against rejected ones.
 
-Kept types are numbers of rows as kernels/cpu/weights/pack.hpp reads them. Some are types of GGUF; the numbers from 1000
-are those of checkpoints that GGUF has no exact type for.
+A kept type is the number of a row format that kernels/cpu/weights/pack.hpp reads. Some are GGUF types; numbers from
+1000 stand for checkpoint formats without an exact GGUF type.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ import numpy.typing as npt
 from kvferry.model.tensors import Shape, Stored
 
 BLOCK = 32
-"""Inputs with one scale in kept codes."""
+"""Number of inputs that share a scale in kept quantized values."""
 
 
 class Kept(Enum):
@@ -30,7 +30,7 @@ class Kept(Enum):
 
     @property
     def type_id(self) -> int:
-        """Number of the type of rows."""
+        """Number of the row format."""
         return self.value[0]
 
     @property
@@ -47,7 +47,7 @@ class Choice:
     scheme: str
     """Readable name of the scheme of the checkpoint."""
     passed_over: tuple[tuple[Kept, str], ...] = ()
-    """Smaller candidates, each with the reason why it was not chosen."""
+    """Smaller candidates, each with the reason for its rejection."""
 
     @property
     def line(self) -> str:
@@ -69,7 +69,7 @@ class QuantizedMatrix(Protocol):
 
     @property
     def choice(self) -> Choice:
-        """Representation of the matrix; reads scales, but no codes."""
+        """Representation of the matrix; reads scales, but no quantized values."""
         ...
 
     def values(self) -> npt.NDArray[np.float32]:
@@ -86,7 +86,7 @@ class QuantizedMatrix(Protocol):
 
 
 def report(choices: Mapping[str, Choice]) -> list[str]:
-    """Return a line for each distinct choice, with the number of its matrices and the name of the first."""
+    """Return a line for each distinct choice, with its number of matrices and the name of the first one."""
     names: dict[str, list[str]] = {}
     for name, choice in choices.items():
         names.setdefault(choice.line, []).append(name)

@@ -13,7 +13,7 @@ from kvferry.model.text.chat_template import ChatTemplate
 from kvferry.model.text.tokenizer import Tokenizer
 
 TAIL_TOKENS = 32
-"""Tokens at the end of a prompt in which the beginning of the reasoning is looked for."""
+"""Number of tokens at the end of a prompt that are searched for the start of the reasoning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ def answer_form(template: ChatTemplate | None, tokenizer: Tokenizer, parsers: An
 
 
 def opens_reasoning(form: AnswerForm, token_ids: Sequence[int], detokenizer: Detokenizer) -> bool:
-    """Return whether a prompt ends with the beginning of the reasoning.
+    """Return whether a prompt ends with the opening of the reasoning.
 
     Args:
         form: format of the model's answers.

@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 from kvferry.core.sampling import FinishReason, SampledToken, SamplingParams
 
 StopReason = str | int | None
-"""The stop string or the stop token id that ended a text; `None` if neither did."""
+"""The stop string or stop token id that ended the output; `None` if neither did."""
 
 
 class Detokenizer(Protocol):
@@ -22,7 +22,7 @@ class Detokenizer(Protocol):
 
 
 class StopMatcher(Protocol):
-    """Finds stop strings in a text received in parts; holds back text that may be the start of a stop string."""
+    """Finds stop strings in text received in parts; holds back text that may be the start of a stop string."""
 
     @property
     def matched(self) -> str | None:

@@ -29,12 +29,12 @@ class PoolingParams:
     normalize: bool = True
     """Whether the vector is divided by its L2 norm; a vector of zeros is unchanged."""
     dimensions: int | None = None
-    """Number of leading values to keep, before the vector is normalized; `None` for all. They are a good vector only
-    with models trained for it (Kusupati et al., Matryoshka Representation Learning, 2022)."""
+    """Number of leading values to keep, before the vector is normalized; `None` for all. Truncated vectors are useful
+    only with models trained for it (Kusupati et al., Matryoshka Representation Learning, 2022)."""
 
 
 def pooling_named(name: str, field: str = "pooling") -> Pooling:
-    """Return the pooling of this name.
+    """Return the pooling method with this name.
 
     Raises:
         InvalidRequest: the name is unknown.
@@ -64,7 +64,7 @@ def check_dimensions(dimensions: int | None, hidden_size: int) -> None:
 
 
 def cosine(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]) -> float:
-    """Return the cosine similarity of two vectors, from -1 to 1; 0 if one of them has no direction."""
+    """Return the cosine similarity of two vectors, from -1 to 1; 0 if one of them is zero."""
     left, right = a.astype(np.float64), b.astype(np.float64)
     norms = float(np.linalg.norm(left) * np.linalg.norm(right))
     return float(np.clip(np.dot(left, right) / norms, -1.0, 1.0)) if norms else 0.0

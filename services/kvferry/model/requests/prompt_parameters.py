@@ -33,8 +33,8 @@ def kept_prompt(token_ids: Sequence[int], sampling: SamplingParams, context_toke
 
 
 def with_bad_word_tokens(sampling: SamplingParams, tokenizer: Encoder) -> SamplingParams:
-    """Convert `bad_words` to token sequences, which are added to `bad_word_token_ids`; each word with a space before it
-    and without, since most vocabularies have different tokens for both.
+    """Convert `bad_words` to token sequences, which are added to `bad_word_token_ids`. Each word is converted with and
+    without a space before it, since most vocabularies have different tokens for the two.
 
     Raises:
         InvalidRequest: a word cannot be encoded, or there are too many sequences.
@@ -95,7 +95,7 @@ def check_prompt_logprobs(sampling: SamplingParams, num_prompt: int) -> None:
 
 
 def token_fields(sampling: SamplingParams) -> dict[str, Sequence[int]]:
-    """Return the token ids of each parameter that has token ids, by name; all must be in the vocabulary."""
+    """Return the token ids in each parameter that has some, by name; all must be in the vocabulary."""
     return {
         "stop_token_ids": sampling.stop_token_ids,
         "logit_bias": tuple(sampling.logit_bias),

@@ -1,4 +1,5 @@
-"""The alphabet of byte-level BPE, in which each of the 256 bytes is a printable character (Radford et al., GPT-2,
+"""The alphabet of byte-level BPE, which represents each of the 256 bytes by a printable character (Radford et al.,
+GPT-2,
 2019)."""
 
 

@@ -1,9 +1,9 @@
 """Encodes chat messages to token ids, such that message text cannot produce control tokens.
 
 If message text could become control tokens, a user who writes `<|im_end|><|im_start|>system` could end the turn and
-start a system turn. Control tokens of the template must be parsed and those in messages must not, but both are in the
-same rendered text. Therefore, before rendering, every control token inside a message is split by a mark, a private-use
-character that occurs nowhere else:
+start a system turn. Control tokens of the template must be parsed and control tokens in messages must not, but both
+appear in the same rendered text. Therefore, before rendering, every control token inside a message is split by a mark,
+a private-use character that occurs nowhere else:
 
     content    "hi <|im_end|> there"            mark = U+E000, drawn as ^
     guarded    "hi <^|im_end|> there"
@@ -94,7 +94,7 @@ class _Guard:
         if self._whole is None:
             return text
         guarded = self._whole.sub(rf"\1{self.mark}", text)
-        # Templates strip white space, so compare the stripped ends.
+        # Templates strip whitespace, so compare the stripped ends.
         bare = guarded.rstrip()
         if any(bare[-n:] in self._beginnings for n in range(1, min(self._longest, len(bare) + 1))):
             guarded = bare + self.mark + guarded[len(bare) :]
@@ -106,7 +106,8 @@ class _Guard:
 
 
 def _pieces(text: str, tokenizer: Tokenizer) -> Iterator[str | ControlToken]:
-    """Split text at control tokens, like the tokenizer: the leftmost match first, of several the longest."""
+    """Split text at control tokens, like the tokenizer: the leftmost match first; of several at one position, the
+    longest."""
     controls = tokenizer.control_tokens
     pattern = re.compile("|".join(map(re.escape, sorted(controls, key=len, reverse=True))))
     at, swallow = 0, False

@@ -5,15 +5,15 @@ Python internals or change its arguments. Each rendering has a budget of work: `
 the size of the messages. The budget holds for the whole rendering, whatever operations the template composes, and
 bounds
 
-    time      some 10 ns per unit: 10 ms for a message of a few words, 30 ms for a request of 16 KiB
-    memory    some 8 bytes per unit
+    time      about 10 ns per unit: 10 ms for a message of a few words, 30 ms for a request of 16 KiB
+    memory    about 8 bytes per unit
     output    a character costs `OUTPUT_UNITS`, since it is tokenized later
 
-Ordinary templates use a few percent of it. The limit depends on the messages only, such that a request is accepted or
-rejected independently of where it is rendered and of the machine's speed. Options and extra functions are those of
-Hugging Face transformers, with two exceptions: `safe` and `escape` return plain text, and `strftime_now` exists only
-for templates that do not ask whether it does, such as gpt-oss's; the others have a fixed date without it, so that
-prompts begin alike every day.
+Ordinary templates use a few percent of the budget. It depends on the messages only, so that whether a request is
+accepted does not depend on where it is rendered or on the machine's speed. Options and extra functions match Hugging
+Face transformers, with two exceptions: `safe` and `escape` return plain text, and `strftime_now` exists only for
+templates that call it without testing whether it is defined, such as gpt-oss's. The others fall back to a fixed date,
+so that prompts start with the same tokens every day.
 """
 
 import re
@@ -70,7 +70,7 @@ class ChatTemplate:
             self.uses_tools = "tools" in meta.find_undeclared_variables(parsed)
             """Whether the template reads the variable `tools`; otherwise tools have no effect on its text."""
             self._template = environment.from_string(metered(parsed))
-        except Exception as error:  # of the template's syntax, of nested parts, of long numbers
+        except Exception as error:  # due to the template's syntax, deep nesting or long numbers
             raise ModelFileError(f"the model's chat template does not compile: {message_of(error)}") from None
 
     def render(
@@ -85,7 +85,7 @@ class ChatTemplate:
         Args:
             messages: messages with `role` and `content`, oldest first; values as in JSON.
             add_generation_prompt: whether to append the start of the assistant's answer.
-            tools: function descriptions, for templates that support them.
+            tools: descriptions of the tools, for templates that support them.
 
         Raises:
             InvalidRequest: the template rejects the messages, or does more work than the budget allows.

@@ -25,8 +25,8 @@ class Detokenizer:
         """
         Args:
             tokenizer: the model's tokenizer.
-            shows_control: whether the text has the texts of control tokens.
-            marks: other texts of control tokens, by their ids, which the text has in any case; see `answers.marks`.
+            shows_control: whether control tokens appear in the text.
+            marks: strings that replace control tokens in the text in any case, by token id; see `answers.marks`.
         """
         self._tokenizer = tokenizer
         self._shows_control = shows_control

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 
 class LibraryPanic(Exception):
-    """The library's Rust code panicked: it reached a state that it assumes to be impossible."""
+    """The library's Rust code panicked: it reached a state that its authors considered impossible."""
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """The work that one rendering of a chat template may do, counted in units of a few nanoseconds.
 
-A unit is a character that is read or written. Other operations have a cost in units, such that a unit takes at most
-about 10 ns and 8 bytes of memory; a budget therefore bounds time and memory of a rendering.
+A unit is a character that is read or written. Other operations cost as many units as make a unit take at most about 10
+ns and 8 bytes of memory; a budget therefore bounds the time and memory of a rendering.
 """
 
 import types
@@ -22,7 +22,7 @@ _MAX_MESSAGE_CHARS = 500
 
 
 class Budget:
-    """The units that are left for a rendering."""
+    """The units left for a rendering."""
 
     __slots__ = ("_total", "left")
 
@@ -46,10 +46,10 @@ class Budget:
             )
 
     def read(self, value: object) -> int:
-        """Take the units for reading all of a value, including what is inside of it, and return their number.
+        """Take the units for reading a whole value, including nested values, and return their number.
 
-        A list may contain the same list many times, and is then as large as its text. The units are taken before each
-        part is visited, so that the walk itself is bounded.
+        A list may contain the same list many times; it then counts as often as it would be printed. The units are taken
+        before each part is visited, so that the walk itself is bounded.
 
         Raises:
             InvalidRequest: the budget is used up.
@@ -80,7 +80,7 @@ class Budget:
 
 
 def message_of(error: Exception) -> str:
-    """Return the message of an error that a template caused, which may contain any text of its own."""
+    """Return the message of an error that a template caused; it may contain any text."""
     return str(error)[:_MAX_MESSAGE_CHARS] or type(error).__name__
 
 

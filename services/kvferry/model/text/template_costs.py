@@ -22,7 +22,7 @@ _SORTING = 24
 
 
 def width_of(value: object) -> int:
-    """Return a width or count that a template gave; 0 for a value that is not one.
+    """Return a width or count from a template; 0 for a value that is not a number.
 
     Raises:
         SecurityError: the integer is too long.
@@ -42,7 +42,8 @@ def number(value: object) -> None:
 
 
 def is_plain(value: object) -> bool:
-    """Return whether a value may be a key: its hash takes constant time, or the time of a text."""
+    """Return whether a value may be a key: hashing it takes constant time, or time proportional to a string's
+    length."""
     return value is None or isinstance(value, str | int | float | bool | Undefined)
 
 
@@ -122,7 +123,7 @@ def _reading(times: int) -> Cost:
 
 
 def text_of(budget: Budget, value: object) -> None:
-    """Charge for the text of a value, in which each character of a non-text may be escaped."""
+    """Charge for the text of a value; if the value is not a string, each of its characters may be escaped."""
     size = budget.read(value)
     budget.spend(0 if isinstance(value, str) else ITEM * size)
 
@@ -209,7 +210,7 @@ def _round(budget: Budget, value: object, precision: object = 0, method: object 
 
 
 def _arithmetic(budget: Budget, value: object, *others: object) -> None:
-    """Tests that compute a remainder, which for a text would be a format."""
+    """Tests that compute a remainder; applied to a string, `%` would format it."""
     for part in (value, *others):
         number(part)
 
@@ -224,14 +225,14 @@ def _sorting(budget: Budget, value: object, *args: object, **kwargs: object) -> 
 
 
 def _each(budget: Budget, value: object, *args: object, **kwargs: object) -> None:
-    """Charge for a result per item. The name of an attribute is a path, which is followed for each item."""
+    """Charge for a result per item. An attribute name is a path, which is followed for each item."""
     each = 3 * ITEM + sum(len(name) for name in (*args, *kwargs.values()) if isinstance(name, str))
     if hasattr(value, "__len__"):
         budget.spend(each * len(value))
 
 
 def _pairs(budget: Budget, *values: object, **named: object) -> None:
-    """`dict(...)` and `namespace(...)`: keyword arguments and mappings, whose keys are plain."""
+    """`dict(...)` and `namespace(...)`: keyword arguments, and mappings with plain keys."""
     for value in values:
         if not isinstance(value, dict):
             raise SecurityError("only a mapping and keyword arguments are available here")

@@ -1,4 +1,4 @@
-"""Rewrites the syntax tree of a chat template, such that each operation whose cost depends on data is counted.
+"""Rewrites the syntax tree of a chat template so that each operation whose cost depends on data is counted.
 
     a ~ b          a | !concat(b)              x[a:b]     x | !slice(a, b)
     a < b          a | !compare("lt", b)       {k: v}     {k | !key: v}
@@ -126,7 +126,7 @@ def _counted(body: list[nodes.Node]) -> list[nodes.Node]:
 
 
 def _is_short(left: nodes.Expr, operand: nodes.Operand) -> bool:
-    """Return whether a comparison takes no longer than the constants in it are."""
+    """Return whether the cost of a comparison is bounded by the length of its constants."""
     right = operand.expr
     if operand.op in ("eq", "ne"):
         return isinstance(left, nodes.Const) or isinstance(right, nodes.Const)
@@ -138,7 +138,7 @@ def _is_short(left: nodes.Expr, operand: nodes.Operand) -> bool:
 
 
 def _weight(parts: Iterable[nodes.Node]) -> int:
-    """Return the units of one evaluation, without the parts that are counted where they begin."""
+    """Return the units of one evaluation, without the parts that count themselves when they begin."""
     total, left = 0, list(parts)
     while left:
         node = left.pop()

@@ -6,7 +6,7 @@ Everything a template can do is one of the following, and no other functions, fi
     filters, tests, methods,        each takes its cost from the budget before it runs (`template_costs`)
     arithmetic, comparison, output
 
-Lists that filters return lazily in Jinja are made at once, so that their cost is counted where it arises.
+Lists that Jinja's filters return lazily are built at once, so that their cost is counted where it arises.
 """
 
 import json
@@ -58,7 +58,7 @@ class BudgetContext(Context):
 
 
 class _Format:
-    """The method `format` of a text; `Sandbox.call` counts and calls it."""
+    """The method `format` of a string; `Sandbox.call` counts and calls it."""
 
     def __init__(self, template: str) -> None:
         self.template = template
@@ -75,7 +75,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         Args:
             now: clock of the function `strftime_now`; without it, templates have no such function.
         """
-        # Without the optimizer, which would run filters on constants while it compiles.
+        # Without the optimizer, which would run filters on constants at compile time.
         super().__init__(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols], optimized=False, finalize=_finalize
         )
@@ -99,7 +99,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.tests = {name: _counted(tests[name], cost) for name, cost in costs.TESTS.items()}
 
     def call_filter(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Run a filter that a template names in a text, as `map` does."""
+        """Run a filter that a template names by a string, as `map` does."""
         if name in _INTERNAL:
             raise jinja2.exceptions.SecurityError(f"a filter {name!r} is not available")
         return super().call_filter(name, *args, **kwargs)
@@ -256,7 +256,7 @@ def _raise_exception(message: object) -> NoReturn:
 
 
 def _date(moment: datetime, form: object) -> str:
-    # Some systems pad a field to any width, such as `%9999d`.
+    # Some systems pad a field to any width, for example with `%9999d`.
     if not isinstance(form, str) or len(form) > _MAX_DATE or _DATE.fullmatch(form) is None:
         raise InvalidRequest(
             f"the chat template uses the unsupported date format {str(form)[:100]!r}", field="messages"

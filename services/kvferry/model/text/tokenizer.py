@@ -25,7 +25,7 @@ class ControlToken:
     token_id: int
     text: str
     strips_left: bool = False
-    """Whether white space before the token is removed."""
+    """Whether whitespace before the token is removed."""
     strips_right: bool = False
 
 
@@ -69,7 +69,7 @@ class Tokenizer:
 
     @functools.cached_property
     def max_token_chars(self) -> int:
-        """Maximum number of characters of a text per token. Known normalizers shorten a text by a factor of less than
+        """Maximum number of characters of text per token. Known normalizers shorten text by a factor of less than
         `_MAX_SHORTENING`."""
         longest = max(map(len, self._fast.get_vocab(with_added_tokens=True)), default=1)
         return longest if self._fast.normalizer is None else longest * _MAX_SHORTENING
@@ -92,7 +92,7 @@ class Tokenizer:
         return self._fast.get_vocab(with_added_tokens=True)
 
     def encode(self, text: str, *, add_special: bool, parse_control: bool = True) -> list[int]:
-        """Convert a text to token ids.
+        """Convert text to token ids.
 
         Args:
             text: any Unicode text.
@@ -110,7 +110,7 @@ class Tokenizer:
                 ids = fast.encode(text, add_special_tokens=add_special).ids
         except (UnicodeEncodeError, TypeError):
             raise InvalidRequest("the text is not valid Unicode (an unpaired surrogate)", field="text") from None
-        except Exception:  # of a file that contradicts itself, for example without an unknown token
+        except Exception:  # the file is inconsistent, for example without an unknown token
             raise InvalidRequest("the text cannot be encoded by this model's tokenizer", field="text") from None
         return [*self._prefix, *ids] if add_special else ids
 
@@ -125,7 +125,7 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of a token; empty for an unused id. For a control token, the bytes of its text.
 
-        If `is_byte_level` is false (SentencePiece vocabularies), white space at the start of a text may differ.
+        If `is_byte_level` is false (SentencePiece vocabularies), whitespace at the start of the text may differ.
         """
         known = self._bytes.get(token_id)
         if known is None:

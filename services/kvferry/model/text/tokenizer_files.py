@@ -1,6 +1,6 @@
 """Creates tokenizers from model files: a tokenizer.json, or a GGUF file's vocabulary and merges.
 
-The GGUF key `tokenizer.ggml.pre` selects the pre-tokenizer, which splits text before merging. The rules are those of
+The GGUF key `tokenizer.ggml.pre` selects the pre-tokenizer, which splits text before merging. The rules follow
 llama.cpp (src/llama-vocab.cpp), in the form of the models' tokenizer.json files. Unknown names are rejected, since a
 wrong pre-tokenizer silently degrades the model's output.
 """

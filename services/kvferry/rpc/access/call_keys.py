@@ -7,11 +7,11 @@
 
     token = "<role> <key id> <audience> <MAC>"      metadata `kvferry-caller` of every call
 
-A process gets only the key of its own role, so that a gateway cannot call what is reserved for workers or operators.
-The MAC is BLAKE3, keyed with the role's key, over method and audience; the audience is the `host:port` that the caller
-dials. A token that was sent to one address is therefore rejected at every other address, even if the first address
-now belongs to a different process. Tokens neither encrypt nor bind the content of a message: anyone who can read
-and alter the traffic between two pods needs to be kept out by the network or by TLS. The encoding is fixed by
+A process gets only the key of its own role, so that a gateway cannot call methods that are reserved for workers or
+operators. The MAC is BLAKE3, keyed with the role's key, over method and audience; the audience is the `host:port` that
+the caller dials. A token that was sent to one address is therefore rejected at every other address, even if the first
+address now belongs to a different process. Tokens neither encrypt nor bind the content of a message: anyone who can
+read and alter the traffic between two pods needs to be kept out by the network or by TLS. The encoding is fixed by
 tests/golden/call_keys.json.
 """
 
@@ -63,12 +63,13 @@ class CallSigner:
         return ((CALLER_METADATA, f"{self._prefix} {audience} {mac}"),)
 
     def proves(self, proof: bytes, audience: str, nonce: bytes) -> bool:
-        """Return whether the server at `audience` made `proof` from `nonce`, which requires the pool's secret."""
+        """Return whether `proof` was made from `nonce` by the server at `audience`, which requires the pool's
+        secret."""
         return compare_digest(proof, _mac(self._key, "proof", audience, nonce))
 
 
 class CallVerifier:
-    """Checks the tokens of calls to one server. Not thread-safe: used on one event loop."""
+    """Verifies the tokens of incoming calls of one server. Not thread-safe: used on one event loop."""
 
     def __init__(self, secrets: Sequence[bytes]) -> None:
         """
@@ -138,7 +139,7 @@ class CallVerifier:
         return self._valid.setdefault((method, token), CallerRole(role))
 
     def proof(self, token: str, nonce: bytes) -> bytes:
-        """Return the proof of this server for the caller that made the valid `token`; empty without a nonce."""
+        """Return this server's proof for the caller that made the valid `token`; empty without a nonce."""
         role, key_id, audience, _ = token.split(" ")
         return _mac(self._keys[role, key_id], "proof", audience, nonce) if nonce else b""
 

@@ -26,7 +26,7 @@ def ip_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 
 def addresses_of(host: str) -> set[str]:
-    """Return the IP addresses of a host, of this machine for the wildcard; empty for a name that this machine cannot
+    """Return the IP addresses of a host, or of this machine for the wildcard; empty for a name that this machine cannot
     resolve."""
     address = ip_of(host)
     if address is None:

@@ -1,6 +1,6 @@
 """The internal methods that each role may call. Pure.
 
-Health and reflection are open, for probes and tools. A method that is not in the table may not be called at all.
+Health and reflection are open, for probes and tools. Methods that are not in the table may not be called.
 """
 
 from collections.abc import Mapping

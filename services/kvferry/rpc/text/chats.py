@@ -18,7 +18,7 @@ from kvferry.rpc.text.text_model import ChatMessages, TextModel
 
 @dataclass(frozen=True, slots=True)
 class PreparedChat:
-    """A prompt, in general of a chat, as the token source needs it."""
+    """A prompt, usually of a chat, in the form that the token source takes."""
 
     token_ids: Sequence[int]
     sampling: SamplingParams
@@ -27,11 +27,11 @@ class PreparedChat:
 
 
 def prepare_chat(model: TextModel, messages: ChatMessages, use: ToolUse, sampling: SamplingParams) -> PreparedChat:
-    """Tokenize a conversation and complete the sampling parameters for the use of its functions.
+    """Tokenize a conversation with its tools, and complete the sampling parameters for tool calls.
 
     Raises:
-        InvalidRequest: see `prompts.encode_chat`; a message of role `tool` answers no call; a call is required
-            together with another constraint, or with a schema that no grammar expresses.
+        InvalidRequest: see `prompts.encode_chat`; a message of role `tool` does not match a call; a call is required
+            together with another constraint, or with a schema that no grammar can express.
     """
     ids = encode_chat(model, messages, use)
     form = model.answer_form
@@ -47,10 +47,10 @@ def prepare_chat(model: TextModel, messages: ChatMessages, use: ToolUse, samplin
 
 
 def encode_chat(model: TextModel, messages: ChatMessages, use: ToolUse) -> list[int]:
-    """Tokenize a conversation with the functions that are offered.
+    """Tokenize a conversation with the tools that are offered.
 
     Raises:
-        InvalidRequest: see `prompts.encode_chat`; a message of role `tool` answers no call.
+        InvalidRequest: see `prompts.encode_chat`; a message of role `tool` does not match a call.
     """
     prompts.check_num_messages(len(messages))
     check_calls(messages)

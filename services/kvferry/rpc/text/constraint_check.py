@@ -1,8 +1,8 @@
 """Checks constraints before a worker compiles them, in a process that can be killed.
 
 A short schema can take minutes to compile, and a library that compiles cannot be interrupted. The process compiles each
-constraint first, with a limit of time and memory; workers compile what passed. Verdicts are kept, so that a client that
-repeats a request waits only once, and a costly constraint is not compiled again.
+constraint first, within limits of time and memory; workers compile only constraints that passed. Verdicts are kept, so
+that a client that repeats a request waits only once, and a costly constraint is not compiled again.
 """
 
 import asyncio
@@ -90,7 +90,7 @@ def compile_constraint(model: TextModel, constraint: Constraint) -> None:
 
 
 def prepare(model: TextModel) -> None:
-    """Prepare the vocabulary of the model, which would otherwise count as time of the first constraint. A vocabulary
-    that cannot be prepared is reported by each check."""
+    """Prepare the vocabulary of the model, which would otherwise take time from the first constraint. If it cannot be
+    prepared, each check reports that."""
     with suppress(InvalidRequest):
         model.check_constraint(Constraint(ConstraintKind.JSON_OBJECT, ""))

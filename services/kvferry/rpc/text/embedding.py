@@ -20,7 +20,7 @@ from kvferry.rpc.wire import MAX_TOKEN_IDS
 MAX_INPUTS = 1024
 """Maximum number of inputs of one request."""
 MAX_RUNNING_INPUTS = 16
-"""Maximum number of inputs of one request that are computed at a time, so that it does not delay other requests."""
+"""Maximum number of inputs of one request that are computed at a time, so that the request does not delay others."""
 _VALUE_BYTES = 4
 _RESPONSE_ROOM_BYTES = 1 << 20
 _NO_SAMPLING = SamplingParams(max_tokens=1, temperature=0.0, seed=0)
@@ -83,11 +83,11 @@ async def read_inputs(service: TextService, inputs: Sequence[Input], names: Sequ
     """Tokenize the inputs and check their tokens.
 
     Args:
-        inputs: each a text or its token ids.
+        inputs: each a string or a list of token ids.
         names: name of each input in the request, for errors.
 
     Raises:
-        InvalidRequest: an input is empty, too long or not text, or all together have too many tokens.
+        InvalidRequest: an input is empty, too long or not text, or the inputs have too many tokens in total.
     """
     size = sum(len(text) for text in inputs if isinstance(text, str))
     return await service.read(encode_inputs, size, inputs, names, service.served_tokens)
@@ -127,7 +127,7 @@ async def embed(service: TextService, request: VectorRequest) -> list[Vector]:
     fails, the others are cancelled.
 
     Raises:
-        KvferryError: the request is not admitted; or the error of the first input that failed.
+        KvferryError: the request is not admitted, or an input failed: the error of the first one.
     """
     source = service.vectors
     assert source is not None, "`check_vectors` was called"

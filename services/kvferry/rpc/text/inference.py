@@ -129,7 +129,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     @contextmanager
     def _traced(self, method: str, request_id: RequestId, arrived: float, context: Context) -> Iterator[None]:
-        """Trace the call for the length of the `with` block; gRPC gives each call a task of its own."""
+        """Trace the call for the length of the `with` block; gRPC runs each call in its own task."""
         tracer = self._text.tracer()
         if tracer is None:
             yield
@@ -186,7 +186,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         **kwargs: P.kwargs,
     ) -> R:
         prompts.check_num_messages(len(chat.messages))
-        # A template processes each message and each function, even if it is short.
+        # Each message and tool adds a fixed cost to rendering, however short it is.
         size = chat.ByteSize() + _MESSAGE_CHARS * (len(chat.messages) + len(chat.tools))
         return await self._text.read(job, size, chat.SerializeToString(), *args, **kwargs)
 
@@ -215,5 +215,5 @@ def inference_service(text: TextService) -> Service:
 
 
 def _host_of(peer: str) -> str:
-    """Return the host in gRPC's name of a peer, for example `ipv4:10.0.0.5:40000`."""
+    """Return the host from gRPC's name for a peer, for example `ipv4:10.0.0.5:40000`."""
     return peer.partition(":")[2].rpartition(":")[0]

@@ -1,4 +1,4 @@
-"""Tokenizes prompts and validates requests as far as possible without a worker."""
+"""Tokenizes prompts, and validates requests as far as this is possible without a worker."""
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -32,10 +32,10 @@ def check_model(model: TextModel, name: str) -> None:
 
 
 def check_num_chars(model: TextModel, num_chars: int) -> None:
-    """Reject a text that is too long for the context for any tokenization.
+    """Reject text that exceeds the context length however it is tokenized.
 
     Raises:
-        InvalidRequest: the text has more characters than the tokens of the context can encode.
+        InvalidRequest: the text has more characters than a full context of tokens can encode.
     """
     if num_chars > model.max_prompt_chars:
         raise InvalidRequest(
@@ -67,7 +67,7 @@ def check_num_messages(count: int) -> None:
 
 
 def encode_chat(model: TextModel, messages: ChatMessages, tools: Sequence[Tool] = ()) -> list[int]:
-    """Tokenize a conversation, with the functions that may be called, up to the start of the assistant's answer.
+    """Tokenize a conversation, with the tools that may be called, up to the start of the assistant's answer.
 
     Raises:
         InvalidRequest: the number or length of messages is out of range, the model has no chat template, or the
@@ -86,7 +86,7 @@ def encode_chat(model: TextModel, messages: ChatMessages, tools: Sequence[Tool] 
 
 
 def num_chars(value: object) -> int:
-    """Return the number of characters of all values in messages and functions."""
+    """Return the number of characters of all values in messages and tools."""
     total, left = 0, [value]
     while left:
         part = left.pop()

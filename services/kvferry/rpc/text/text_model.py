@@ -10,8 +10,8 @@ from kvferry.model.text.answers.answer import AnswerForm
 from kvferry.model.text.tools.definitions import Tool
 
 ChatMessages = Sequence[Mapping[str, object]]
-"""A conversation in the form that chat templates expect: messages with `role` and `content`; those of assistants may
-have `tool_calls`, those of role `tool` have `tool_call_id`."""
+"""A conversation in the form that chat templates expect: messages with `role` and `content`; assistant messages may
+have `tool_calls`, and messages of role `tool` have `tool_call_id`."""
 
 
 class Tokenizer(Protocol):
@@ -44,18 +44,18 @@ class TextModel:
     eos_token_ids: tuple[int, ...]
     tokenizer: Tokenizer
     new_detokenizer: Callable[[bool, Mapping[int, str]], Detokenizer]
-    """Function that creates a detokenizer. Its arguments are whether control tokens are shown, and the texts of those
-    that are marks of an answer, by their ids."""
+    """Function that creates a detokenizer. Its arguments are whether control tokens are shown, and the strings that
+    stand for an answer's markers, by token id."""
     new_stop_matcher: Callable[[Sequence[str]], StopMatcher]
     max_prompt_chars: int
     """Maximum number of characters that `max_model_tokens` tokens can encode."""
     encode_chat: Callable[[ChatMessages, Sequence[Tool]], list[int]] | None
-    """Function that tokenizes a conversation, with the functions that may be called, up to the start of the assistant's
+    """Function that tokenizes a conversation, with the tools that may be called, up to the start of the assistant's
     answer; `None` if the model has no chat template. Raises InvalidRequest for a conversation that the template
     rejects."""
     check_constraint: Callable[[Constraint], None]
     """Function that compiles a constraint for the model's vocabulary. Raises InvalidRequest for a constraint that
-    workers cannot compile. A hostile constraint takes minutes; use `constraint_check`."""
+    workers cannot compile. A hostile constraint may take minutes to compile; use `constraint_check`."""
     answer_form: AnswerForm = field(default_factory=AnswerForm)
     """How reasoning and tool calls are written in the model's answers."""
     hidden_size: int = 0

@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 P = ParamSpec("P")
 R = TypeVar("R")
 _START_SECONDS = 30.0
-"""Time for the start of the process, in addition to that of the job."""
+"""Seconds allowed for starting the process, in addition to the time of the job."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class TextLimits:
     max_waiting: int = 16
     """Maximum number of waiting and running jobs; additional jobs are rejected."""
     niceness: int = 5
-    """Niceness of the process: its priority is lower than that of the event loop and the engines."""
+    """Niceness of the process, which gives it a lower priority than the event loop and the engines."""
     field: str = "prompt"
     """Request field in the error for a job that exceeds the limits."""
     reason: str = "PROMPT_TOO_COSTLY"
@@ -64,7 +64,8 @@ class TextProcess:
         Args:
             open_model: creates the model in the process; a module-level function, or a `functools.partial` of one.
             limits: limits of the process; `TextLimits()` by default.
-            prepare: called in the process before its first job, whose time it does not take; a module-level function.
+            prepare: module-level function called in the process before its first job; its time does not count towards
+                that job.
         """
         self._open_model = open_model
         self._limits = limits or TextLimits()
@@ -72,7 +73,7 @@ class TextProcess:
         self._executor: ProcessPoolExecutor | None = None
         self._turn = asyncio.Lock()
         self._num_jobs = 0
-        """Jobs that wait or run."""
+        """Number of jobs that are waiting or running."""
         self._running: set[asyncio.Task[Any]] = set()
         self._children: set[BaseProcess] = set()
 
@@ -114,7 +115,8 @@ class TextProcess:
             task.exception()  # mark the exception as retrieved, in case the caller was cancelled
 
     async def _execute(self, submit: Callable[[], Any]) -> Any:
-        """Run a job; if the process exits, once more in a new one, since it may have been killed between two jobs."""
+        """Run a job. If the process exits, run it once more in a new process: the old one may have been killed between
+        two jobs."""
         begun = asyncio.get_running_loop().time()
         for is_last in (False, True):
             try:
@@ -179,9 +181,8 @@ def _begin(
 ) -> None:
     global _model  # each process has one model
     die_with_parent(parent_pid)
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # the terminal signals the whole process group, but the parent stops this process
+    # The terminal signals the whole process group, but the parent stops this process.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     lower_priority(limits.niceness)
     _model = open_model()
     if prepare is not None:
@@ -194,9 +195,8 @@ def _ready() -> None:
 
 
 def _run(limits: TextLimits, job: Callable[..., R], args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
-    signal.setitimer(
-        signal.ITIMER_REAL, limits.job_seconds
-    )  # the signal kills the process, even while it runs library code
+    # The signal kills the process, even while it runs library code.
+    signal.setitimer(signal.ITIMER_REAL, limits.job_seconds)
     try:
         return job(_model, *args, **kwargs)
     except KvferryError:

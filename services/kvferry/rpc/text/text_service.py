@@ -24,8 +24,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 LARGE_CHARS = 16_384
-"""Number of characters from which a text is read in the text process; reading a text of this size takes
-milliseconds."""
+"""Number of characters from which text is read in the text process; reading text of this size takes milliseconds."""
 
 
 def _one_tenant(_authorization: str | None, _address: str) -> str:
@@ -47,15 +46,15 @@ class TextService:
     """Function that returns the tenant for the value of an `authorization` header and the client's host; raises
     Unauthenticated and Overloaded."""
     process: TextProcess | None = None
-    """Process in which large requests are read; `None` uses a thread."""
+    """Process that reads large requests; `None` uses a thread."""
     constraints: ConstraintCheck | None = None
     """Checks the constraints of requests; `None` checks them in a thread, without limits of time and memory."""
     adapters: Callable[[], Sequence[AdapterId]] = tuple
-    """Function that returns the adapters that requests may name now."""
+    """Function that returns the adapters that requests may currently name."""
     vectors: VectorSource | None = None
     """Computes pooled vectors; `None` if they are not served."""
     admission: Admission | None = None
-    """Decides which requests may start, and when; `None` starts all at once."""
+    """Decides which requests may start, and when; `None` starts all requests at once."""
 
     tracer: Callable[[], Tracer | None] = lambda: None
     """Function that returns the tracer of this process; `None` if requests are not traced."""
@@ -120,8 +119,8 @@ class TextService:
 
     @property
     def served_tokens(self) -> int:
-        """Maximum tokens of a request now, prompt and output: the context length of the model, or that of the workers
-        if their memory for KV holds less."""
+        """Current maximum number of tokens of a request, prompt and output: the context length of the model, or of the
+        workers if their KV memory holds less."""
         limit = self.context_tokens()
         return self.model.max_model_tokens if limit is None else min(limit, self.model.max_model_tokens)
 

@@ -4,7 +4,7 @@ TokenSource --TokenEvent--> detokenizer --text--> stop strings --text--> answer 
                  ^                                    |                        |
                  +------- closed on a match, or after the last call that is wanted
 
-Only answers in which reasoning or tool calls are to be found have a splitter.
+Only answers that may contain reasoning or tool calls have a splitter.
 """
 
 from collections.abc import AsyncGenerator, Sequence
@@ -23,7 +23,7 @@ from kvferry.rpc.text.text_model import TextModel
 from kvferry.rpc.text.token_source import Timing, TokenRequest, TokenSource
 
 MAX_RUNNING_SAMPLES = 16
-"""Maximum number of concurrent samples of a request, so that it does not delay other requests."""
+"""Maximum number of concurrent samples of a request, so that the request does not delay others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class TextRequest:
     adapter: AdapterId | None = None
     """Version of the adapter to compute with."""
     priority: int = 0
-    """Class of the request; lower numbers come first, where workers schedule by priority."""
+    """Priority of the request, used if workers schedule by priority; lower numbers come first."""
     arrived: float = 0.0
     """Arrival time, monotonic seconds."""
     deadline: float | None = None

@@ -108,10 +108,10 @@ def _message_from_wire(message: inference_pb2.ChatMessage, where: str) -> dict[s
 
 
 def tool_use_from_wire(chat: inference_pb2.Chat) -> ToolUse:
-    """Return the functions of a chat and their use.
+    """Return the tools of a chat and how they may be used.
 
     Raises:
-        InvalidRequest: see `ToolUse`; a schema is not JSON, the mode is unknown.
+        InvalidRequest: see `ToolUse`; a schema is not JSON, or the mode is unknown.
     """
     if len(chat.tools) > MAX_TOOLS:
         raise InvalidRequest(f"tools has {len(chat.tools)} functions; at most {MAX_TOOLS} are accepted", field="tools")

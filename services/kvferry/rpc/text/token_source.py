@@ -35,7 +35,7 @@ class TokenRequest:
     adapter: AdapterId | None = None
     """Version of the adapter to compute with."""
     priority: int = 0
-    """Class of the request; lower numbers come first, where workers schedule by priority."""
+    """Priority of the request, used if workers schedule by priority; lower numbers come first."""
     arrived: float = 0.0
     """Arrival time, monotonic seconds; timings are relative to it."""
     deadline: float | None = None
@@ -45,7 +45,7 @@ class TokenRequest:
 
     @property
     def scope(self) -> str:
-        """Scope of the names of its KV blocks: tenant, salt and adapter."""
+        """Scope of the request's block names: tenant, salt and adapter."""
         return cache_scope(self.tenant, self.cache_salt, self.adapter)
 
 
@@ -73,7 +73,7 @@ class Timing:
     """Timing of a sample; see `Timing` in inference.proto. Fields for phases that did not occur are zero or empty."""
 
     queue_seconds: float = 0.0
-    """Seconds in queues before the prompt's computation: of the gateway, and of the worker that computes the prompt."""
+    """Seconds in queues before the prompt's computation: in the gateway, and in the worker that computes the prompt."""
     prefill_seconds: float = 0.0
     first_token_seconds: float = 0.0
     """Seconds from the request's arrival to the first token."""

@@ -45,7 +45,7 @@ def vector_from_wire(message: prefill_pb2.PoolResponse, num_prompt_tokens: int) 
 
 
 def vectors_to_wire(request_id: RequestId, vectors: Sequence[Vector]) -> inference_pb2.EmbedResponse:
-    """Convert the vectors of a request to a response, with the usage of all together."""
+    """Convert the vectors of a request to a response, with their total usage."""
     return inference_pb2.EmbedResponse(
         request_id=request_id,
         embeddings=[
@@ -60,5 +60,5 @@ def vectors_to_wire(request_id: RequestId, vectors: Sequence[Vector]) -> inferen
 
 
 def vectors_from_wire(message: inference_pb2.EmbedResponse) -> list[Vector]:
-    """Convert a response to vectors; only the usage of all together has the number of cached tokens."""
+    """Convert a response to vectors; only the total usage has the number of cached tokens."""
     return [Vector(np.array(e.values, np.float32), e.prompt_tokens) for e in message.embeddings]

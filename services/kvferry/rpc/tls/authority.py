@@ -1,12 +1,12 @@
-"""Certificate authority of a pool: draws keys and signs the certificates of workers and gateways.
+"""Certificate authority of a pool: generates keys, and signs the certificates of workers and gateways.
 
     CA  ECDSA P-256, signs certificates only, path length 0
     ├── worker.kvferry     server and client: workers are called by gateways and by each other
     └── gateway.kvferry    client
 
-Workers have no names of their own: their addresses change with each pod, so that a certificate names the kind of the
+Workers have no names of their own, and their addresses change with each pod. A certificate therefore names the kind of
 process, and callers verify that name and the CA (RFC 9525, 6.3: a DNS name in the subject alternative names). A
-gateway's certificate cannot stand for a worker.
+gateway's certificate is not accepted as a worker's.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ GATEWAY_NAME = "gateway.kvferry"
 NAMES: Mapping[str, str] = {"worker": WORKER_NAME, "gateway": GATEWAY_NAME}
 """DNS name by kind of process."""
 _EARLY = timedelta(minutes=5)
-"""Validity before the time of signing, for machines whose clocks are late."""
+"""Validity before the time of signing, for machines whose clocks are behind."""
 MAX_DAYS = 36_500
 
 
@@ -45,12 +45,12 @@ class Authority:
 
     @classmethod
     def draw(cls, now: float, days: float, *, title: str = "kvferry pool") -> "Authority":
-        """Draw a new key and sign its own certificate.
+        """Generate a new key and a self-signed certificate for it.
 
         Args:
             now: wall-clock time in seconds since the epoch.
             days: validity in days from `now`.
-            title: common name of the certificate; a part that is drawn is added to it, which makes it unique.
+            title: common name of the certificate; a random suffix makes it unique.
 
         Raises:
             UsageError: the package `cryptography` is not installed, or `days` is out of range.
@@ -71,7 +71,8 @@ class Authority:
         return cls(_pem(built.sign(key, hashes.SHA256())), _key_pem(key))
 
     def sign(self, name: str, now: float, days: float) -> Signed:
-        """Draw a key and sign a certificate for `name`, which is not valid for longer than that of the authority.
+        """Generate a key and sign a certificate for `name`, which expires no later than the authority's own
+        certificate.
 
         Args:
             name: DNS name, for example `WORKER_NAME`.
@@ -145,10 +146,10 @@ class CertificateFacts:
 
 
 def facts_of(pem: str) -> list[CertificateFacts]:
-    """Read the certificates of a PEM text, in order.
+    """Read the certificates in a PEM string, in order.
 
     Raises:
-        UsageError: the text has no certificate or a malformed one, or the package `cryptography` is not installed.
+        UsageError: the string has no certificate, or a malformed one, or the package `cryptography` is not installed.
     """
     x509, hashes = _module("x509"), _module("hazmat.primitives.hashes")
     try:
@@ -225,7 +226,7 @@ def _date(moment: datetime) -> str:
 
 
 def _module(name: str) -> Any:
-    """Import a module of `cryptography`, which is needed only where certificates are made."""
+    """Import a module of `cryptography`, which is needed only to create certificates."""
     try:
         return import_module(f"cryptography.{name}")
     except ImportError as error:

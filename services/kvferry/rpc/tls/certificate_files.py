@@ -1,7 +1,7 @@
 """Reads the certificate, the key and the CA bundle of a process from files, and checks them by a handshake.
 
-The check is a TLS handshake of the process with itself in memory, so that exactly the library's rules decide: validity,
-signatures, the name, the purposes, and whether the key belongs to the certificate.
+The check is an in-memory TLS handshake of the process with itself, so that exactly the TLS library's rules apply:
+validity, signatures, the name, the purposes, and whether the key belongs to the certificate.
 """
 
 import ssl
@@ -87,7 +87,7 @@ def read_credentials(files: CertificateFiles, *, is_worker: bool) -> Credentials
 
 
 def client_context(files: CertificateFiles) -> ssl.SSLContext:
-    """Return a context that verifies a worker's certificate and shows the process's own one."""
+    """Return a context that verifies a worker's certificate and presents the process's own."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     _load(context, files)
     context.set_alpn_protocols(["h2"])
@@ -114,7 +114,7 @@ def leaf_not_after(chain: Path, key: Path) -> float:
 
 
 def cause_of(error: ssl.SSLCertVerificationError) -> str:
-    """Return why a certificate was refused, as the rest of a sentence about it: `has expired`."""
+    """Return why a certificate was refused, as the end of a sentence about it: `has expired`."""
     match error.verify_code:
         case 10:
             return "has expired"
@@ -151,7 +151,7 @@ def _check(files: CertificateFiles, *, is_worker: bool) -> float:
 
 
 def _shake_hands(server: ssl.SSLContext, client: ssl.SSLContext) -> tuple[ssl.SSLObject, ssl.SSLObject]:
-    """Let a server and a client of these contexts shake hands in memory; return both."""
+    """Perform a handshake between a server and a client with these contexts in memory; return both."""
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     serving = server.wrap_bio(to_server, to_client, server_side=True)
     calling = client.wrap_bio(to_client, to_server, server_hostname=WORKER_NAME)

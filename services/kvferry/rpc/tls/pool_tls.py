@@ -1,7 +1,7 @@
 """TLS between the processes of a pool: credentials for gRPC servers and channels, renewed with their files.
 
 Both sides present a certificate of the pool's CA. A server uses renewed files for each new connection. A channel keeps
-the certificate with which it was opened; a changed `generation` means that its owner must open another one. Existing
+the certificate with which it was opened; a changed `generation` means that its owner must open a new channel. Existing
 connections and calls are not affected by a renewal.
 """
 
@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 _CHECK_SECONDS = 1.0
 """Interval in seconds between checks for renewed files."""
 CHANNEL_OPTIONS = (("grpc.ssl_target_name_override", WORKER_NAME),)
-"""Options of channels: the name in the worker's certificate, instead of the address that is dialed."""
+"""Channel options: verify the name in the worker's certificate instead of the address that is dialed."""
 
 
 class PoolTls:
@@ -47,8 +47,8 @@ class PoolTls:
         return self._current.not_after
 
     def renew(self) -> bool:
-        """Read the files again if they have changed; return whether they were. Invalid files are logged and tried again
-        at the next call, and the earlier ones stay in use."""
+        """Read the files again if they have changed; return whether they were read. Invalid files are logged and tried
+        again at the next call; until then, the earlier ones stay in use."""
         try:
             if self.files.times() == self._current.times:
                 return False

@@ -1,6 +1,6 @@
-"""Determines why a connection to a worker fails, by a handshake with Python's TLS, whose errors have causes.
+"""Determines why a connection to a worker fails, by a handshake with Python's TLS, whose errors name the cause.
 
-gRPC reports `Socket closed` if the other side refuses a certificate, and the numbers of its library's errors otherwise.
+gRPC reports `Socket closed` if the other side refuses a certificate, and otherwise only its library's error numbers.
 """
 
 import socket
@@ -13,11 +13,11 @@ from kvferry.rpc.tls.certificate_files import CertificateFiles, cause_of, client
 
 _SECONDS = 2.0
 _SIGNS = ("handshake", "verification", "socket closed", "reset", "recvmsg", "broken pipe")
-"""Parts of gRPC's error texts after which TLS may be the cause."""
+"""Substrings of gRPC's error messages for which TLS may be the cause."""
 
 
 def may_be_tls(details: str) -> bool:
-    """Return whether TLS may be the cause of a failed connection, by gRPC's text."""
+    """Return whether TLS may be the cause of a failed connection, judging by gRPC's message."""
     lower = details.lower()
     return any(sign in lower for sign in _SIGNS)
 

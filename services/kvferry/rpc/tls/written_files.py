@@ -46,7 +46,7 @@ def read_ca(folder: Path) -> Authority:
 
 def write_certificate(folder: Path, kind: str, authority: Authority, now: float, days: float) -> CertificateFiles:
     """Sign a certificate for one kind of process and write it with its key. Existing files are replaced atomically, so
-    that a process never reads half of one.
+    that a process never reads a partial file.
 
     Args:
         kind: `worker` or `gateway`.
@@ -64,7 +64,7 @@ def write_certificate(folder: Path, kind: str, authority: Authority, now: float,
 
 
 def write_pool(folder: Path, now: float, days: float) -> dict[str, CertificateFiles]:
-    """Draw a CA whose key is not stored, and write its certificate and those of workers and gateways.
+    """Create a CA whose key is not stored, and write its certificate and the certificates of workers and gateways.
 
     Raises:
         UsageError: the folder cannot be written, or the package `cryptography` is not installed.

@@ -1,4 +1,4 @@
-"""Picture of one or several simulations as SVG: distributions of the latencies, one curve for each simulation."""
+"""SVG chart of one or several simulations: distributions of the latencies, one curve per simulation."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Results of a simulation as JSON, as text, and compared with a base."""
+"""Results of a simulation as JSON, as text, and compared with a baseline."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -43,7 +43,7 @@ def as_json(spec: FleetSpec, result: PoolResult) -> dict[str, Any]:
 
 
 def _role(totals: RoleTotals, seconds: float) -> dict[str, float]:
-    counts, replicas = totals.counts, max(1, totals.replicas)  # 0 if all are lost at the end
+    counts, replicas = totals.counts, max(1, totals.replicas)  # 0 if all workers are lost at the end
     busy = counts.busy_seconds or 1.0
     return {
         "replicas": totals.replicas,
@@ -97,7 +97,7 @@ _COMPARED = (
 
 
 def comparison(base: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """Return a table of a base and another simulation, with the change in percent."""
+    """Return a table of a baseline and another simulation, with the change in percent."""
     shown = [f"  {'':<22} {'base':>12} {'other':>12} {'change':>9}"]
     for title, path in _COMPARED:
         a, b = _at(base, path), _at(other, path)

@@ -1,4 +1,4 @@
-"""Fleet files: TOML to the values of a simulation. docs/simulator.md lists the fields."""
+"""Fleet files: converts TOML to the values of a simulation. docs/simulator.md lists the fields."""
 
 import tomllib
 from collections.abc import Callable, Iterable, Iterator
@@ -29,7 +29,7 @@ MAX_POOLS = 1000
 MAX_FILE_BYTES = 1 << 20
 _MOST_SECONDS = 1e7
 ReadText = Callable[[str], str]
-"""Returns the text of a file that a fleet file names."""
+"""Function that returns the text of a file that a fleet file names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class FleetSpec:
 
     seed: int
     pools: int
-    """Number of equal pools, which share the requests evenly and nothing else."""
+    """Number of equal pools, which share the requests evenly and share nothing else."""
     pool: PoolSpec
     demand: Demand | None
     trace: tuple[BenchRequest, ...]
@@ -82,7 +82,7 @@ def read_fleet(text: str, read: ReadText) -> FleetSpec:
     of_link, of_engine, of_device = top.table("link"), top.table("engine"), top.table("device")
     of_roles, workload, of_tenants = top.tables("role", 16), top.table("workload"), top.tables("tenant", 1000)
     of_gateway, of_failures, machine = top.table("gateway"), top.tables("failure", 100_000), top.table("machine")
-    top.end()  # before what is missing is reported, since it may be there under a wrong name
+    top.end()  # before missing fields are reported, since a field may be there under a wrong name
     link = _link(of_link)
     roles, prices = _roles(of_roles, of_engine, of_device, read)
     tenants = _tenants(of_tenants)
@@ -104,7 +104,7 @@ def read_profile(text: str) -> DeviceProfile:
         table = Table("device", tomllib.loads(text))
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise UsageError(f"the device profile is not TOML: {error}", field="device.profile") from None
-    table.table("measured")  # where the numbers come from; for readers
+    table.table("measured")  # the origin of the numbers, for human readers
     return _coefficients(table)
 
 

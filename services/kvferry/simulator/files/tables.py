@@ -9,7 +9,7 @@ from kvferry.core.errors import UsageError, shortened
 
 
 class Table:
-    """One table of a file. Every field is taken once; `end` rejects those that remain."""
+    """One table of a file. Every field is taken once; `end` rejects the remaining fields."""
 
     def __init__(self, name: str, fields: object) -> None:
         """
@@ -84,7 +84,7 @@ class Table:
         return [Table(f"{self.path(field)}.{index}", one) for index, one in enumerate(value)]
 
     def over(self, base: "Table") -> "Table":
-        """Return this table with the fields of `base` that it lacks."""
+        """Return this table, completed with fields of `base`."""
         return Table(self.name, base._fields | self._fields)
 
     def end(self) -> None:

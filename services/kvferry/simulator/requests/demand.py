@@ -24,7 +24,7 @@ class SimRequest:
 
     number: int
     at: float
-    """Arrival in seconds after the start."""
+    """Arrival time in seconds after the start."""
     prompt: Sequence[int]
     output: Output
     tenant: str = ""
@@ -55,7 +55,7 @@ class Demand:
     """Tokens of the prefix that begins each conversation, one of `num_prefixes`."""
     num_prefixes: int = 1
     num_turns: int = 1
-    """Turns of a conversation. The prompt of a turn begins with the prompt and the output of the turn before."""
+    """Turns of a conversation. The prompt of a turn begins with the prompt and the output of the previous turn."""
     turn_seconds: float = 5.0
     """Seconds between the arrivals of two turns."""
     most_tokens: int = 1 << 20
@@ -102,7 +102,7 @@ class Demand:
                     heapq.heappush(later, (at + self.turn_seconds, made, following))
 
     def _starts(self, draw: Random) -> Iterator[float]:
-        """Draw the arrivals of the first turns. All are drawn that the requests may need."""
+        """Draw the arrivals of the first turns, as many as the requests may need."""
         left, start = self.count, 0.0
         while left > 0:
             some = min(left, _CHUNK)
@@ -127,7 +127,7 @@ class Demand:
 class _Turn:
     history: list[int]
     left: int
-    """Number of turns of the conversation that follow, with this one."""
+    """Number of remaining turns of the conversation, including this one."""
     tenant: Tenant
     lengths: tuple[int, int]
 
@@ -142,8 +142,8 @@ def of_trace(requests: Iterable[BenchRequest], tape: Tape, *, repeat: int = 1) -
     """Convert the requests of a trace, which are sorted by arrival.
 
     Args:
-        repeat: number of copies of each request, all at its time; their prompts share nothing with each other, as those
-            of so many tenants. Replays a trace at a higher load without changing its pattern.
+        repeat: number of copies of each request, all at its time. The prompts of different copies share nothing, as if
+            each copy belonged to a different tenant. Replays a trace at a higher load without changing its pattern.
     """
     number = 0
     for request in requests:

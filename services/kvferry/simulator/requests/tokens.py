@@ -1,7 +1,7 @@
 """Token ids of simulated prompts and outputs: slices of one pseudo-random tape, so that a token costs eight bytes.
 
-A prompt that shares nothing begins with a token that no other prompt has. Names of blocks are a chain over all tokens
-before (`core.hashing`), so that its blocks differ from those of all others, although the tape repeats.
+A prompt that shares nothing begins with a token that no other prompt has. Block names are a chain over all preceding
+tokens (`core.hashing`), so its blocks differ from all other prompts' blocks although the tape repeats.
 """
 
 from collections.abc import Sequence
@@ -16,9 +16,9 @@ _TAPE_TOKENS = 1 << 17
 _NUM_IDS = 4000
 _FIRST_ID = 300
 UNIQUE_ID = 1 << 20
-"""Ids from here on occur once in a simulation."""
+"""First of the ids that occur only once in a simulation."""
 _STRIDE = 7919
-"""Distance on the tape between the outputs of consecutive requests; prime, so that all places are used."""
+"""Distance on the tape between the outputs of consecutive requests; prime, so that all positions are used."""
 
 
 class Tape:
@@ -31,7 +31,7 @@ class Tape:
         self._ids = [token.token_id for token in self._sampled]
 
     def ids(self, place: int, count: int) -> list[int]:
-        """Return `count` token ids from a place on; places beyond the end continue at the beginning."""
+        """Return `count` token ids from a position on; positions beyond the end wrap around."""
         return _slice(self._ids, place, count)
 
     def sampled(self, place: int, count: int) -> tuple[SampledToken, ...]:
@@ -42,7 +42,7 @@ class Tape:
         return tuple(_slice(self._sampled, place, count))
 
     def unique(self, number: int, count: int) -> list[int]:
-        """Return `count` token ids that begin with one that belongs to `number` alone."""
+        """Return `count` token ids, the first of which belongs to `number` alone."""
         return [UNIQUE_ID + number, *self.ids(number * _STRIDE, count - 1)] if count else []
 
 
@@ -63,7 +63,7 @@ class Output:
     count: int
     """Number of tokens, at least 1."""
     known: tuple[SampledToken, ...] | None = None
-    """The tokens, instead of those of the tape."""
+    """The tokens to use instead of the tape's."""
 
     @classmethod
     def of(cls, tape: Tape, number: int, count: int) -> "Output":

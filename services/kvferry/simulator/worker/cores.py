@@ -12,7 +12,7 @@ from kvferry.core.errors import UsageError
 from kvferry.simulator.clock import VirtualClock
 
 Done = Callable[[float], None]
-"""Called at the end of a piece of work, with the seconds that it took."""
+"""Called at the end of a piece of work, with its duration in seconds."""
 _EPSILON = 1e-12
 
 
@@ -28,7 +28,7 @@ class SharedCores:
             raise UsageError(f"machine.cores is {cores}; it must be above 0 and at most 1e6", field="machine.cores")
         self._clock, self._cores = clock, cores
         self._left: dict[int, float] = {}
-        """Remaining seconds of each piece of work, if it ran alone."""
+        """Remaining time of each piece of work in seconds, if it ran alone."""
         self._begun: dict[int, tuple[float, Done]] = {}
         self._number = self._change = 0
         self._at = clock.now
@@ -46,7 +46,7 @@ class SharedCores:
         return min(1.0, self._cores / len(self._left)) if self._left else 1.0
 
     def _advance(self) -> None:
-        """Count the work since the last change."""
+        """Account for the work done since the last change."""
         done = (self._clock.now - self._at) * self._speed
         self._at = self._clock.now
         if done > 0.0:
@@ -54,7 +54,7 @@ class SharedCores:
                 self._left[number] -= done
 
     def _plan(self) -> None:
-        """Plan the end of the piece that ends first, if nothing changes before."""
+        """Schedule the end of the piece of work that ends first if nothing changes before then."""
         self._change += 1
         if self._left:
             first = max(0.0, min(self._left.values())) / self._speed
@@ -64,7 +64,7 @@ class SharedCores:
         if change != self._change:
             return
         self._advance()
-        # The first one has ended, whatever rounding has left of it.
+        # The first piece has ended, whatever rounding has left of it.
         least = max(_EPSILON, min(self._left.values()))
         ended = [number for number, left in self._left.items() if left <= least]
         for number in ended:

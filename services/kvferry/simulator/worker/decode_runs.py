@@ -1,8 +1,8 @@
 """Runs of decode steps that are planned and recorded at once.
 
-While every sequence decodes, none waits and pages are plentiful, one step is like the next. Such steps are passed to
-the production scheduler as one step whose drafts are all accepted: it appends the same tokens to the same sequences,
-takes as many pages and names the same blocks as in single steps. A test compares all times with those of single steps.
+While all sequences decode, none waits and pages are plentiful, consecutive steps are alike. They are passed to the
+production scheduler as one step whose drafts are all accepted: it appends the same tokens to the same sequences, takes
+as many pages and names the same blocks as in single steps. A test compares all times with a simulation of single steps.
 """
 
 from collections.abc import Iterable
@@ -20,7 +20,7 @@ from kvferry.simulator.worker.device import DeviceProfile
 MAX_STEPS = 1024
 """Maximum number of steps of a run."""
 MIN_STEPS = 3
-"""Shorter runs save nothing."""
+"""Minimum number of steps of a run; shorter runs save no time."""
 
 
 class KnownDrafts(Speculation):
@@ -75,14 +75,14 @@ class DecodeRun:
         return is_cut
 
     def gaps(self) -> list[float]:
-        """Return the seconds from the end of each step to that of the next."""
+        """Return the time from the end of each step to the end of the next, in seconds."""
         return [b - a for a, b in zip(self.ends, self.ends[1:], strict=False)]
 
 
 def num_steps(scheduler: Scheduler, running: Iterable[Sequence]) -> int:
-    """Return the number of steps that can be planned at once: until the first sequence ends; 1 if the next step is not
-    like those after it."""
-    # If the batch has no free place, no sequence is admitted until one ends.
+    """Return the number of steps that can be planned at once: until the first sequence ends; 1 if the next step differs
+    from later ones."""
+    # If the batch is full, no sequence is admitted until one ends.
     may_admit = scheduler.num_waiting > 0 and scheduler.admission.has_place
     if may_admit or scheduler.num_running > scheduler.limits.token_budget:
         return 1
@@ -95,7 +95,7 @@ def num_steps(scheduler: Scheduler, running: Iterable[Sequence]) -> int:
     if not count:
         return 1
     allocator = scheduler.allocator
-    # A sequence takes at most a page more than its steps fill; with drafts, one page for each must stay free.
+    # A sequence takes at most one page more than its steps fill; with drafts, one page per sequence must stay free.
     spare = allocator.pool.num_free // count - 3
     steps = min(steps, spare * allocator.block_tokens)
     return steps if steps >= MIN_STEPS else 1
@@ -109,7 +109,7 @@ def plan_run(scheduler: Scheduler, drafts: KnownDrafts, steps: int) -> StepPlan:
     """
     limits, count = scheduler.limits, scheduler.num_running
     drafts.length = steps - 1
-    # The budget bounds a single step, and does not bind in any of these.
+    # The budget bounds a single step, and none of these steps reaches it.
     scheduler.limits = replace(limits, token_budget=count * steps)
     try:
         plan = scheduler.schedule()

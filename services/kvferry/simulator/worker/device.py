@@ -2,10 +2,10 @@
 
     seconds = step + token x tokens + kv_token x KV tokens read + pair x (token, earlier token) pairs
 
-A step reads the weights once (`step`), multiplies each of its tokens with them (`token`), and reads the KV of each of
-its sequences once (`kv_token`; Kwon, "vLLM: an efficient inference engine for large language models", 2025, section
-2.1). Attention of a prompt also computes a term for each pair of a token and one before it (`pair`), which matters for
-long prompts on a device whose arithmetic is slow.
+A step reads the weights once (`step`), multiplies them by each of its tokens (`token`), and reads the KV of each of its
+sequences once (`kv_token`; Kwon, "vLLM: an efficient inference engine for large language models", 2025, section 2.1).
+Attention of a prompt also computes a term for each pair of a token and an earlier one (`pair`), which matters for long
+prompts on a device with slow arithmetic.
 """
 
 import math
@@ -23,11 +23,12 @@ class StepWork(NamedTuple):
     """Work of one step."""
 
     tokens: int
-    """Tokens that are computed."""
+    """Number of tokens that are computed."""
     kv_tokens: int
-    """Tokens whose KV is read, over all sequences, including the step's own."""
+    """Number of tokens whose KV is read, over all sequences, including the step's own tokens."""
     pairs: int = 0
-    """Pairs of a prompt token of the step and a token up to it, over the sequences that compute several tokens."""
+    """Number of pairs of a prompt token of the step and a token up to it, over the sequences that compute several
+    tokens."""
 
 
 def work_of(scheduled: Iterable[ScheduledSequence]) -> StepWork:
@@ -47,7 +48,7 @@ class DeviceProfile:
     """Coefficients of a device with a model, in seconds."""
 
     step: float
-    """Seconds of every step: reading weights, launching, and the host's part."""
+    """Fixed time of every step in seconds: reading weights, launching, and the host's part."""
     token: float
     kv_token: float
     pair: float = 0.0
@@ -77,9 +78,9 @@ class LinkProfile:
     """Network between workers, and between a worker and the gateway."""
 
     bytes_per_second: float = 1.25e9
-    """Rate of a worker's link in each direction; transfers of one worker follow each other."""
+    """Rate of a worker's link in each direction; a worker's transfers run one after another."""
     latency: float = 0.0002
-    """Seconds of a message in one direction."""
+    """Latency of a message in one direction, in seconds."""
 
     def __post_init__(self) -> None:
         """

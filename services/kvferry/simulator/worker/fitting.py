@@ -46,7 +46,7 @@ def fit(measured: Sequence[Measured]) -> Fit:
 
 
 def residuals(profile: DeviceProfile, measured: Sequence[Measured]) -> list[float]:
-    """Return measured by estimated seconds of each step, for the jitter of a role."""
+    """Return the ratio of measured to estimated duration of each step, for the jitter of a role."""
     return [seconds / profile.seconds(work) for work, seconds in measured]
 
 

@@ -134,7 +134,7 @@ class _Load:
     num_blocks: int
     is_reading: bool = False
     tick_at: float = math.inf
-    """Time of the next call of `Attempt.tick` that is planned."""
+    """Time for which the next call of `Attempt.tick` is scheduled."""
 
 
 class Loader:
@@ -154,7 +154,7 @@ class Loader:
         self._times, self._block_bytes, self._counts = times, block_bytes, counts
         self._loads: dict[RequestId, _Load] = {}
         self.replica: Replica | None = None
-        """Receiver of the outcomes; set once it exists."""
+        """Receiver of the outcomes; set as soon as it exists."""
 
     @property
     def num_active(self) -> int:
@@ -172,7 +172,7 @@ class Loader:
         )
         load = _Load(job, request_id, attempt, self._desks[source.ticket.worker_id], now, len(targets))
         self._loads[request_id] = load
-        # Not at once: the engine may be planning the step that starts this load.
+        # Not immediately: the engine may still be planning the step that starts this load.
         self._clock.at(now, lambda: self._run(load, attempt.begin(self._clock.now)))
 
     def cancel(self, request_id: RequestId) -> None:
@@ -209,7 +209,7 @@ class Loader:
                     ticket, number = attempt.source.ticket, attempt.source.attempt
                     self._clock.after(latency, partial(load.desk.finish, ticket.id, number, done=done))
                 case _:
-                    pass  # Forget: no state of a peer is kept; CheckDigests: simulated tickets have none
+                    pass  # Forget: no peer state is kept; CheckDigests: simulated tickets have no digests
         if not attempt.is_over and attempt.due < load.tick_at:
             load.tick_at = attempt.due
             self._clock.at(attempt.due, partial(self._tick, load, attempt.due))

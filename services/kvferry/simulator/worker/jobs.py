@@ -20,7 +20,7 @@ class Job:
 
     request_id: RequestId
     tokens: Sequence[int]
-    """Prompt, then tokens generated before."""
+    """The prompt, then tokens generated earlier."""
     num_prompt: int
     output: Output
     arrived: float
@@ -35,14 +35,14 @@ class Job:
     last: float | None = None
     """Time of the last token; `None` before the first."""
     gaps: "array[float] | None" = None
-    """Seconds between tokens, if the request collects them."""
+    """Times between tokens in seconds, if the request collects them."""
     started: float = 0.0
     """Time at which its computation on this replica began."""
     first: float | None = None
     """Time of the first token on this replica."""
     sequence: EngineSequence | None = None
     context: object = None
-    """Value of the listener."""
+    """Arbitrary value for the listener."""
 
 
 class Listener(Protocol):
@@ -61,11 +61,11 @@ class Listener(Protocol):
         ...
 
     def gap(self, seconds: float, weight: int) -> None:
-        """Handle the time between two tokens of each of `weight` sequences."""
+        """Handle the time between two tokens, which is the same for `weight` sequences."""
         ...
 
     def declined(self, job: Job) -> None:
-        """Handle the decision to compute the KV of the job's ticket, which is faster than to fetch it."""
+        """Handle the decision to compute the KV of the job's ticket because that is faster than fetching it."""
         ...
 
     def finished(self, job: Job, now: float) -> None:
@@ -73,7 +73,7 @@ class Listener(Protocol):
         ...
 
     def exported(self, job: Job, export: Export, now: float) -> None:
-        """Handle an export of the job's pages, which are to be offered; the listener owns their references."""
+        """Handle an export of the job's pages, which the listener must offer; it owns their references."""
         ...
 
 
@@ -96,10 +96,10 @@ class ReplicaCounts:
 
     steps: int = 0
     tokens: int = 0
-    """Tokens that were computed."""
+    """Number of computed tokens."""
     sampled: int = 0
     busy_seconds: float = 0.0
     page_seconds: float = 0.0
-    """Sum over steps of pages in use times seconds."""
+    """Sum over steps of the number of pages in use times the duration in seconds."""
     sequence_seconds: float = 0.0
-    """Sum over steps of sequences in the step times seconds."""
+    """Sum over steps of the number of sequences times the duration in seconds."""

@@ -2,7 +2,7 @@
 
     inbox --> scheduler.schedule --> device: seconds of the planned work --> scheduler.update --> listener
 
-As in `engine.Engine.step`, everything that arrives during a step is taken in before the next one is planned.
+As in `engine.Engine.step`, everything that arrives during a step is processed before the next step is planned.
 """
 
 from collections import deque
@@ -38,7 +38,7 @@ SAMPLING = SamplingParams(temperature=0.0, ignore_eos=True)
 _NO_EOS: frozenset[int] = frozenset()
 
 Observer = Callable[["Replica", StepPlan, float], None]
-"""Called with the plan and the seconds of each step, before the step is recorded."""
+"""Called with the plan and the duration in seconds of each step, before the step is recorded."""
 
 
 MakeScheduler = Callable[[ReplicaSettings, Speculation | None], Scheduler]
@@ -75,14 +75,15 @@ class Replica:
             namer: returns the block namer of a tenant.
             loader: fetches KV from other replicas.
             on_changes: called with the changes of the prefix index after each step.
-            make_scheduler: creates the scheduler and its allocator, for baselines; default: the production ones.
-            cores: processor cores that it shares with other replicas; default: its own device.
-            jitter: returns a factor of each step's duration; default: 1.
+            make_scheduler: creates the scheduler and its allocator, for baselines; by default, the production classes.
+            cores: processor cores shared with other replicas; by default, the replica has its own device.
+            jitter: returns a factor for each step's duration; default: 1.
         """
         self._clock, self.settings, self._profile = clock, settings, profile
         self._listener, self._namer, self._on_changes, self._observer = listener, namer, on_changes, observer
         self._cores, self._jitter = cores, jitter
-        # The duration of a step on shared cores depends on what the others do during it.
+        # With shared cores, a step's duration depends on other replicas, so decode steps cannot be batched into one
+        # run.
         has_runs = settings.takes_runs and observer is None and cores is None and jitter is None
         self._drafts = KnownDrafts() if has_runs else None
         self.scheduler = (make_scheduler or make_production_scheduler)(settings, self._drafts)
@@ -120,8 +121,8 @@ class Replica:
         self.wake()
 
     def wake(self) -> None:
-        """Plan a step, if none is running, after everything that arrives at this time; a run of decode steps ends with
-        the step that is running."""
+        """Plan a step, if none is running, after all events at the present time; a run of decode steps ends with the
+        step that is running."""
         if not self._is_busy:
             if not self._is_waking:
                 self._is_waking = True
@@ -130,7 +131,7 @@ class Replica:
             self._end_run_at(self._run)
 
     def stop(self) -> list[Job]:
-        """Stop for ever, as after a crash; return the jobs that are lost."""
+        """Stop permanently, as after a crash; return the jobs that are lost."""
         self._record_ended()
         self._run = None
         self._is_stopped = True
@@ -139,8 +140,8 @@ class Replica:
         return lost
 
     def catch_up(self) -> None:
-        """Record the steps of a run that have ended, and plan the one that is running, so that `load` is the same
-        as if steps were simulated one by one."""
+        """Record the steps of a run that have ended, and plan the step that is running, so that `load` is the same as
+        if steps were simulated one by one."""
         run = self._run
         if run is None or run.end <= self._clock.now:
             return
@@ -180,7 +181,7 @@ class Replica:
 
     @property
     def hits(self) -> tuple[int, int]:
-        """Prompt tokens that were found in the prefix cache, and those that were looked up."""
+        """Number of prompt tokens found in the prefix cache, and number looked up."""
         return self.scheduler.admission.num_hit_tokens, self.scheduler.admission.num_queried_tokens
 
     # ------------------------------------------------------------------ the step
@@ -201,7 +202,7 @@ class Replica:
             return
         if self._drafts is not None:
             running = [s for s in scheduler.sequences if s.state is SequenceState.RUNNING]
-            # First tokens are reported when they are made, and a run is recorded at its end.
+            # First tokens must be reported when they are sampled, but a run is recorded at its end.
             has_begun = all(self._jobs[s.request_id].first is not None for s in running)
             steps = num_steps(scheduler, running) if has_begun else 1
             if steps > 1:
@@ -284,7 +285,7 @@ class Replica:
         self._begin()
 
     def _record_ended(self) -> float:
-        """Record the steps of the run that have ended; return the time at which the next one began."""
+        """Record the steps of the run that have ended; return the start time of the next step."""
         run = self._run
         if run is None:
             return self._clock.now

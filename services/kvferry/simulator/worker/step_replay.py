@@ -1,7 +1,7 @@
-"""Replays a step log: the production scheduler and pipeline take in the logged events between the logged steps.
+"""Replays a step log: the production scheduler and pipeline process the logged events between the logged steps.
 
-The result is the first step that is planned differently, if there is one, and the time that a device profile gives for
-each step beside the one that was measured.
+The result is the first step that is planned differently, if any, and each step's estimated duration by a device profile
+beside the measured one.
 """
 
 from collections.abc import Callable
@@ -40,10 +40,10 @@ class Replayed:
     """Result of a replay."""
 
     num_steps: int
-    """Steps that were compared, those without a plan included."""
+    """Number of steps that were compared, including steps without a plan."""
     difference: Difference | None
     work: list[tuple[StepWork, float]]
-    """Work of each step with a plan, and its measured seconds."""
+    """Work of each step with a plan, and its measured duration in seconds."""
 
 
 class StepReplay:
@@ -77,7 +77,7 @@ class StepReplay:
             observe: called with the plan of each step before its results are recorded.
 
         Raises:
-            UsageError: the log contradicts itself.
+            UsageError: the log is inconsistent.
         """
         work: list[tuple[StepWork, float]] = []
         for number, step in enumerate(self._log.steps):
@@ -123,7 +123,7 @@ class StepReplay:
         )
 
     def _plan(self) -> StepPlan:
-        """Plan as `Engine.step` does."""
+        """Plan a step, as `Engine.step` does."""
         self._loads.take_in()
         self._loads.store_full_objects()
         plan = self._pipeline.take(self.scheduler.is_wanted) or self.scheduler.schedule()
@@ -150,7 +150,7 @@ class _LoggedRunner:
         self.step = LoggedStep()
 
     def run(self, plan: StepPlan) -> StepResult:
-        """Return the tokens of the current step; those of sequences that have ended have no effect."""
+        """Return the tokens of the current step; tokens of sequences that have ended have no effect."""
         tokens = {number: tuple(map(SampledToken, ids)) for number, ids in self.step.tokens}
         for number in self.step.stopped:
             tokens[number] = (*tokens[number][:-1], SampledToken(END_TOKEN))
@@ -162,7 +162,7 @@ class _LoggedRunner:
         })  # fmt: skip
 
     def begin(self, plan: StepPlan) -> Launched:
-        """Launch a step, whose tokens are read when its result is."""
+        """Launch a step; its tokens are read together with its result."""
         return _Launched(self, plan)
 
     def may_follow(self, plan: StepPlan) -> bool:

@@ -1,4 +1,4 @@
 """Plans a local stack: its processes and their restarts.
 
-Without I/O: settings and a clock determine command lines and delays.
+Performs no I/O: settings and a clock determine command lines and delays.
 """

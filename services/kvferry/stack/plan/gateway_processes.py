@@ -1,12 +1,10 @@
-"""Plans the processes of a gateway of several processes, which share the ports of their clients. Pure.
+"""Plans a gateway of several processes, which share the ports for clients. Pure.
 
-| of | each process |
-| --- | --- |
-| HTTP and gRPC ports | the same: the kernel gives each new connection to one of the processes (SO_REUSEPORT) |
-| admin port | its own: the first one's is as configured, the others' follow it; port 0 selects a free one for each |
-| streams, queue | a share of the limits, so that all together keep within them |
-| request trace | a file of its own, FILE.0, FILE.1 .., and a share of the size |
-| map of caches, journal, quotas | its own, exact; a tenant's quota holds for each process |
+| item | each process | | --- | --- | | HTTP and gRPC ports | the same: the kernel gives each new connection to one of
+the processes (SO_REUSEPORT) | | admin port | its own: the first one's is as configured, the others' follow it; port 0
+selects a free one for each | | streams, queue | a share of the limits, so that the sum stays within them | | request
+trace | its own file (FILE.0, FILE.1, ..) and a share of the size | | cache map, journal, quotas | its own, exact; a
+tenant's quota applies to each process |
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,10 +16,10 @@ from kvferry.core.settings import Resolved
 from kvferry.stack.plan.processes import ProcessSpec
 
 _SHARED = ("max_streams", "max_queued", "max_queued_bytes", "max_held", "trace_file_bytes")
-"""Limits of which each process has a share."""
+"""Limits that are divided among the processes."""
 _OWN = frozenset({"processes", "share_ports", "http", "grpc", "admin"})
 _FILE = "trace_file"
-"""Setting of a file of which each process writes its own."""
+"""Setting of a file; each process writes a file of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +45,11 @@ def admin_address(address: str, number: int) -> str:
 def gateway_process_specs(
     settings: Mapping[str, Resolved], shared: SharedAddresses, processes: int
 ) -> Sequence[ProcessSpec]:
-    """Return the processes, with the settings that the group was given.
+    """Return the specs of the processes, with the group's settings.
 
     Args:
         settings: resolved settings of the group by name.
-        shared: addresses of the clients' ports.
+        shared: addresses that clients connect to.
         processes: number of processes.
     """
     flags: list[str] = []
@@ -77,7 +75,7 @@ def gateway_process_specs(
         return (trace_flag, f"{trace_file}.{number}") if trace_flag else ()
 
     return [
-        # The admin address is that of the first start, so that a restarted process is found where it was.
+        # A restarted process reuses the admin address of its first start, so that it can be found where it was.
         ProcessSpec(
             f"gateway-{number}", ("gateway", *flags, *traced(number), *fixed, "--admin", "{admin}"), environment
         )
@@ -86,5 +84,5 @@ def gateway_process_specs(
 
 
 def _literal(text: str) -> str:
-    """Return a value that has no places for addresses."""
+    """Return a value without placeholders for addresses."""
     return text.replace("{", "{{").replace("}", "}}")

@@ -8,11 +8,11 @@ from kvferry.core.errors import UsageError
 MAX_WORKERS = 64
 
 # How long a compute thread spins before it sleeps (GOMP_SPINCOUNT). Measured on two cores, docs/performance.md: for a
-# single worker a longer spin makes decode 1.5 times as fast; two workers on the same cores become three times slower.
+# single worker a longer spin makes decode 1.5 times as fast; two workers on the same cores take three times as long.
 _SPIN_ALONE = "3000"
 _SPIN_SHARED = "100"
 _GPU_SHARE = 0.9
-"""Share of a GPU's memory for all workers together."""
+"""Share of a GPU's memory that all its workers use together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +48,14 @@ class StackConfig:
     """Flags for every worker, for example `--dtype` or `--kv-memory`."""
     gateway_flags: Sequence[str] = ()
     ticket_key: str = field(default="", repr=False)
-    """Secret of the workers, from which the gateway's key is derived; if empty, a random one is generated for each
+    """The workers' secret, from which the gateway's key is derived; if empty, a random secret is generated for each
     run."""
     pool_tls: bool = False
     """Whether the processes call each other by mutual TLS, with a CA that is generated for the run."""
     api_key: str | None = field(default=None, repr=False)
     """API key for the first token; `None` if the gateway requires none."""
     probe_key: str = field(default="", repr=False)
-    """`api_key` if no tenant of the gateway has it; empty if one has."""
+    """`api_key` if no tenant of the gateway has it; empty otherwise."""
 
     def __post_init__(self) -> None:
         """Check the numbers of workers.
@@ -81,7 +81,7 @@ def compute_threads(config: StackConfig, role: str) -> int:
     """Return the number of compute threads of a worker, such that workers on the same machine do not starve each other.
 
     Prefill runs in bursts and uses all cores. Decode steps are short and frequent, and a thread that waits for a core
-    delays each step, so decode uses only its share of the cores.
+    delays every step, so decode uses only its share of the cores.
     """
     if config.threads:
         return config.threads
@@ -91,7 +91,7 @@ def compute_threads(config: StackConfig, role: str) -> int:
 
 
 def gpu_memory_share(config: StackConfig) -> float:
-    """Return the share of each GPU's memory for one engine, if all workers compute on the same GPU."""
+    """Return one engine's share of each GPU's memory, if all workers run on the same GPU."""
     engines = config.prefill + config.decode + config.both
     return round(_GPU_SHARE / max(1, engines), 3)
 

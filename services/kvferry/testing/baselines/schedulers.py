@@ -1,7 +1,7 @@
 """Baseline schedulers: contiguous reservations for whole requests, static batches, and pages without sharing.
 
-A reserved chunk is at least as large as the pages of its sequence, so that the production block pool beneath is never
-short: the reservations alone decide what is admitted.
+A reserved chunk is at least as large as its sequence's pages, so the underlying production block pool never runs short:
+admission depends on the reservations alone.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,11 +20,11 @@ from kvferry.engine.speculation.speculation import Speculation
 from kvferry.testing.baselines.buddy import BuddyMemory
 
 Rule = Callable[[EngineSequence], int]
-"""Number of slots that are reserved for a sequence. `max_tokens_total` is its true length in a simulation."""
+"""Return the number of slots to reserve for a sequence. In a simulation, `max_tokens_total` is its true length."""
 
 
 def whole_context(context: int) -> Rule:
-    """Reserve the model's context: Orca (Max)."""
+    """Reserve the model's context length: Orca (Max)."""
     return lambda sequence: context
 
 
@@ -39,12 +39,12 @@ def power_of_two(context: int) -> Rule:
 
 
 def true_length(sequence: EngineSequence) -> int:
-    """Reserve the prompt and the true output: Orca (Oracle), which cannot be built."""
+    """Reserve the prompt and the true output: Orca (Oracle), which cannot be built in practice."""
     return sequence.max_tokens_total
 
 
 class PrivatePages(Allocator):
-    """Allocator that finds nothing in the prefix cache, so that no two sequences share pages."""
+    """Allocator that never finds a prefix in the cache, so that no two sequences share pages."""
 
     def peek(
         self, names: Sequence[BlockHash], tokens: Sequence[int], *, max_tokens: int, for_load: bool = False
@@ -62,12 +62,12 @@ class _ReservingAdmission(Admission):
 
     @property
     def has_place(self) -> bool:
-        """Whether the first waiting sequence can have a chunk."""
+        """Whether a chunk is free for the first waiting sequence."""
         first = self._waiting.first()
         return super().has_place and (first is None or self.memory.fits(self.rule(first)))
 
     def give_back_slot(self, sequence: EngineSequence) -> None:
-        """Give the chunk of a sequence back."""
+        """Free a sequence's chunk."""
         super().give_back_slot(sequence)
         chunk = self.chunks.pop(sequence.request_id, None)
         if chunk is not None:
@@ -109,13 +109,13 @@ class _StaticAdmission(Admission):
 
     @property
     def has_place(self) -> bool:
-        """Whether no batch is running, or the one that is being filled has a place."""
+        """Whether no batch is running, or the batch being filled has room."""
         is_filling = all(sequence.num_generated == 0 and not sequence.num_computed for sequence in self._running)
         return (not self._running or is_filling) and len(self._running) < self.batch
 
 
 class StaticScheduler(Scheduler):
-    """Scheduler that runs a batch of a fixed size to its end before it takes the next (FasterTransformer-like)."""
+    """Scheduler that runs a batch of a fixed size to its end before it starts the next one (FasterTransformer-like)."""
 
     def __init__(
         self, limits: SchedulerLimits, allocator: Allocator, speculation: Speculation | None, *, batch: int
@@ -129,6 +129,6 @@ class StaticScheduler(Scheduler):
 
 
 def private_pages(num_blocks: int, block_tokens: int) -> Allocator:
-    """Return an allocator without sharing."""
+    """Return an allocator that shares no pages."""
     index = PrefixIndex()
     return PrivatePages(BlockPool(num_blocks, on_reuse=index.forget), index, block_tokens=block_tokens)

@@ -41,7 +41,7 @@ def read_adapter_list(raw: bytes) -> Mapping[str, ListedAdapter]:
     """Read a list; return its adapters by name.
 
     Raises:
-        UsageError: the list is too large, is not TOML, has an unknown or invalid field, or has a name twice.
+        UsageError: the list is too large, is not TOML, has an unknown or invalid field, or repeats a name.
     """
     if len(raw) > MAX_LIST_BYTES:
         raise UsageError(
@@ -62,6 +62,6 @@ def read_adapter_list(raw: bytes) -> Mapping[str, ListedAdapter]:
 def changes(
     loaded: Mapping[str, ListedAdapter], listed: Mapping[str, ListedAdapter]
 ) -> tuple[Sequence[ListedAdapter], Sequence[str]]:
-    """Return the adapters to load and the names to remove, so that the loaded adapters are the listed ones."""
+    """Return the adapters to load and the names to remove so that the loaded adapters match the list."""
     to_load = [one for name, one in listed.items() if loaded.get(name) != one]
     return to_load, [name for name in loaded if name not in listed]

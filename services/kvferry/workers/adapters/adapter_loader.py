@@ -31,7 +31,7 @@ class AdapterLoader:
         self._turn = asyncio.Lock()
 
     async def load(self, name: str, path: str) -> AdapterId:
-        """Load an adapter for a caller, or replace the one of the same name, and return its version.
+        """Load an adapter for a caller, or replace the one with the same name, and return its version.
 
         Raises:
             InvalidRequest: the name is not valid, or the folder is missing or damaged or does not fit the model.
@@ -52,7 +52,7 @@ class AdapterLoader:
             digest: hexadecimal digits with which the digest of its content must begin; empty for any.
 
         Raises:
-            UsageError: the name is not valid, or the engine computes no adapters.
+            UsageError: the name is not valid, or the engine does not support adapters.
             ModelFileError: the folder is missing or damaged, does not fit the model, or has another digest.
             InvalidRequest: too many adapters are registered.
             Unavailable: the engine has stopped.

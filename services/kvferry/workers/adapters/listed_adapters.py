@@ -17,7 +17,8 @@ from kvferry.workers.adapters.adapter_loader import AdapterLoader
 _log = logging.getLogger(__name__)
 _POLL_SECONDS = 2.0
 RETRY_SECONDS = 15.0
-"""Time after which a listed adapter is tried again that could not be loaded, as its files may still be copied."""
+"""Time in seconds after which a listed adapter that could not be loaded is tried again: its files may still be being
+copied."""
 
 
 class ListedAdapters:
@@ -38,7 +39,8 @@ class ListedAdapters:
         self._loaded: dict[str, ListedAdapter] = {}
         self._retry_at: dict[ListedAdapter, float] = {}
         self.failures: dict[str, str] = {}
-        """Why a listed adapter is not loaded, by its name; under the file's name, why the list cannot be used."""
+        """Reason why a listed adapter is not loaded, by its name; under the file's name, the reason why the list cannot
+        be used."""
 
     async def run(self) -> None:
         """Follow the list until cancelled."""
@@ -52,7 +54,7 @@ class ListedAdapters:
                 _log.exception("reading the list of adapters %s failed", self._file)
 
     async def refresh(self) -> None:
-        """Read the list and apply its changes; tries failed adapters again when that is due.
+        """Read the list and apply its changes; retry failed adapters when a retry is due.
 
         Raises:
             Unavailable: the engine has stopped.

@@ -48,8 +48,8 @@ class KvPrefetcher:
     ) -> None:
         """
         Args:
-            namer: function that returns a tenant's block namer; names must equal those of the engine.
-            signer: makes the tokens of this worker's calls.
+            namer: function that returns a tenant's block namer; names must equal the engine's.
+            signer: creates the tokens for this worker's calls.
             keyring: checks that the reported blocks were sealed with the pool's key.
             tls: TLS of the pool; `None` for plain connections.
         """

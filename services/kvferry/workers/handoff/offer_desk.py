@@ -46,7 +46,7 @@ class OfferDesk:
         digests: tuple[bytes, ...] = (),
     ) -> Offered:
         """Offer the pages of export `number` to `readers` readers. The ticket id is `ticket_id`, or a new id if an open
-        offer already has this one."""
+        offer already has that id."""
         if ticket_id is None or ticket_id in self._book:
             ticket_id = new_ticket_id()
         ticket = Ticket(

@@ -1,4 +1,4 @@
-"""Makes pages readable for peers: copies them to the mirror, and computes their digests."""
+"""Makes pages readable by peers: copies them to the mirror, and computes their digests."""
 
 import asyncio
 from collections.abc import Sequence
@@ -10,8 +10,8 @@ from kvferry.kv.pages.digests import page_digests
 
 
 class PagePublisher:
-    """Publishes the pages of one engine. Copies and digests are made on another thread; without both, nothing is
-    done."""
+    """Publishes the pages of one engine. Copies and digests are made on another thread; if neither is needed, does
+    nothing."""
 
     def __init__(
         self, pages: memoryview, block_bytes: int, mirror: PageMirror = SAME_PAGES, *, with_digests: bool
@@ -19,7 +19,7 @@ class PagePublisher:
         """
         Args:
             pages: the memory that transports access.
-            mirror: relation of this memory to the engine's pages.
+            mirror: mapping between this memory and the engine's pages.
             with_digests: whether to compute digests, for `--verify-kv digest`.
         """
         self._pages = pages
@@ -30,14 +30,14 @@ class PagePublisher:
     async def publish(
         self, blocks: Sequence[BlockId], epochs: Sequence[int], *, num_full: int | None = None
     ) -> tuple[bytes, ...]:
-        """Make pages readable; return their digests, empty without digests.
+        """Make pages readable; return their digests, or an empty result if digests are off.
 
-        Unpinned pages may be reused meanwhile; in this case their epochs differ from `epochs`, and peers use neither
-        content nor digests.
+        Unpinned pages may be reused meanwhile; their epochs then differ from `epochs`, and peers use neither content
+        nor digests.
 
         Args:
             blocks: the pages.
-            epochs: their epochs when they had their content.
+            epochs: epochs of the pages at the time of the content.
             num_full: number of leading pages that are full; `None` if all are.
 
         Raises:

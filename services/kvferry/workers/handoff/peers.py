@@ -27,7 +27,7 @@ _MAX_CHANNELS = 256
 
 @dataclass(slots=True)
 class _PeerChannel:
-    """A channel to a peer, which is closed after its last call if it is no longer the one for new calls."""
+    """A channel to a peer. Once new calls use another channel, it is closed after its last call."""
 
     channel: grpc.Channel
     stub: kv_transfer_pb2_grpc.KvTransferStub
@@ -51,7 +51,7 @@ class GrpcPeerControl:
         Args:
             identity: function that returns this worker's identity; called for each message, since it is set only when
                 the server is bound.
-            signer: makes the tokens of this worker's calls.
+            signer: creates the tokens for this worker's calls.
             keyring: checks that peers' messages were sealed with the pool's key.
             tls: TLS of the pool; `None` for plain connections.
         """

@@ -47,8 +47,8 @@ class AdminService(worker_admin_pb2_grpc.WorkerAdminServicer):
         """
         Args:
             calls: counter of calls in flight to the request server, excluding those to the admin server.
-            verifier: verifier of the admin server, which proves to callers that this worker has the pool's secret.
-            adapters: loads adapters while serving; `None`: calls that load adapters are refused.
+            verifier: the admin server's verifier, which proves to callers that this worker has the pool's secret.
+            adapters: loads adapters while serving; `None` refuses calls that load adapters.
             listed: the adapters of a list, whose failures are reported.
             on_drain: called once when draining begins.
         """

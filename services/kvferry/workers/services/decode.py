@@ -250,7 +250,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
 
 
 def _message(items: list[StreamItem], handoff: _Handoff) -> decode_pb2.DecodeResponse | None:
-    """Combine all available events in one message; return `None` if no token is available yet."""
+    """Combine all available events in one message; return `None` if no tokens are available yet."""
     message = decode_pb2.DecodeResponse()
     num_cached = 0
     for item in items:

@@ -27,7 +27,7 @@ _MAX_WAITING_EVENTS = 1024
 _SNAPSHOT_PART = 2000
 _NAME_BYTES = 32
 _SAMPLED_BLOCKS = 100_000
-"""Number of oldest blocks from which samples are drawn: a dictionary has no random access."""
+"""Number of oldest blocks from which samples are drawn, since a dictionary has no random access."""
 
 
 class FeedLine:
@@ -53,7 +53,7 @@ class FeedLine:
         """Return the next event.
 
         Raises:
-            asyncio.QueueEmpty: there is none yet.
+            asyncio.QueueEmpty: there is no event yet.
         """
         return self._part() if self._next_part < self._num_parts else self._queue.get_nowait()
 

@@ -21,7 +21,7 @@ async def compute_vector(
         context: the worker.
         request: the request, from `embedding.pooling_request`.
         kv_report: collects the sources of the prompt's KV.
-        on_started: called before the first step that computes the request.
+        on_started: called before the first step that includes the request.
 
     Raises:
         KvferryError: the engine rejected or failed the request.

@@ -40,7 +40,7 @@ class Profiling:
         task = asyncio.create_task(self._record(request), name="profile")
         try:
             while not (await asyncio.wait({task}, timeout=_ALIVE_SECONDS))[0]:
-                yield worker_admin_pb2.ProfilePart()  # gRPC closes a connection on which only pings arrive
+                yield worker_admin_pb2.ProfilePart()  # gRPC would close a connection on which only pings arrive
             parts = iter(_parts(task.result()))
             while (part := await asyncio.to_thread(next, parts, None)) is not None:
                 yield part
@@ -92,7 +92,7 @@ def _parts(recording: Recording) -> Iterator[worker_admin_pb2.ProfilePart]:
 
 
 def _joined(texts: Iterable[str]) -> Iterator[bytes]:
-    """Join texts to parts of about `_PART_BYTES`."""
+    """Join strings into parts of about `_PART_BYTES`."""
     held: list[bytes] = []
     size = 0
     for text in texts:

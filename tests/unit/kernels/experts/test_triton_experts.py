@@ -1,4 +1,4 @@
-"""Experts of the Triton family: products equal the reference, tokens equal those of the torch family, no
+"""Experts of the Triton backend: products equal the reference, tokens equal those of the torch backend, no
 synchronization.
 """
 

@@ -39,7 +39,7 @@ class Heartbeat:
             self._marked_at = None
 
     def late_seconds(self, now: float) -> float:
-        """Return the seconds by which the mark is overdue; 0 if it is not overdue."""
+        """Return by how many seconds the mark is overdue; 0 if it is not."""
         if self._marked_at is None:
             return 0.0
         return max(0.0, now - self._marked_at - self.period * _GRACE)

@@ -1,7 +1,7 @@
 """Leader election with a Lease of coordination.k8s.io, as pure functions of the observed lease.
 
-As in client-go, a lease expires if it has not changed for `leaseDurationSeconds` by the candidate's own clock, so that
-the clocks of different machines need not agree.
+As in client-go, a lease expires if it has not changed for `leaseDurationSeconds` by the candidate's own clock, so the
+clocks of different machines need not agree.
 """
 
 from collections.abc import Mapping

@@ -2,7 +2,7 @@
 
 Operators with one lease take turns. Operators with different leases, for example two releases of the chart, would both
 write the same objects. Every status names the lease of the operator that wrote it, so an operator that starts looks for
-statuses of others that are still being renewed. As in leader election, it measures by its own clock.
+other operators' statuses that are still being renewed. As in leader election, it measures by its own clock.
 """
 
 from collections.abc import Iterable, Mapping

@@ -16,7 +16,7 @@ _MAX_BACKOFF_SECONDS = 120.0
 
 @dataclass(slots=True)
 class WorkQueue(Generic[K]):
-    """Work queue of keys. All times are seconds by the same monotonic clock."""
+    """Work queue of keys. All times are in seconds, by the same monotonic clock."""
 
     jitter: Callable[[], float] = random.random
     """Function that returns a random number from 0 to 1, to spread the retries of keys that failed together."""
@@ -60,7 +60,7 @@ class WorkQueue(Generic[K]):
         self._leave(key, None if again_in_seconds is None else now + again_in_seconds)
 
     def failed(self, key: K, now: float) -> float:
-        """Record that processing `key` failed, and requeue it; return the seconds until the next attempt."""
+        """Record that processing `key` failed, and requeue it; return the delay before the next attempt in seconds."""
         failures = self._failures.get(key, 0)
         self._failures[key] = failures + 1
         wait = min(_MAX_BACKOFF_SECONDS, _FIRST_BACKOFF_SECONDS * 2.0**failures) * (0.5 + self.jitter())

@@ -1,4 +1,4 @@
 """Verdicts on what workers and certificates report, for the conditions of a pool's status. Pure.
 
-A module has one subject; `plan.status` combines all conditions. Must not import the API client.
+Each module has one subject; `plan.status` combines all conditions. Must not import the API client.
 """

@@ -1,1 +1,1 @@
-"""Fields of OpenAI's requests that are objects of their own, by subject."""
+"""Fields of OpenAI's requests that are objects, by subject."""

@@ -2,7 +2,7 @@
 
 response_format       OpenAI: text, json_object, json_schema; vLLM: structural_tag
 structured_outputs    vLLM: one of json, json_object, regex, choice, grammar, structural_tag
-guided_json, ...      the older names of vLLM
+guided_json, ...      vLLM's older names
 """
 
 import json
@@ -28,7 +28,7 @@ class JsonSchemaFormat(Strict):
     description: str | None = None
     body: dict[str, Any] | None = Field(default=None, alias="schema")
     strict: bool | None = None
-    """Without effect: the output follows the schema in any case."""
+    """No effect: the output always follows the schema."""
 
 
 class ResponseFormat(Strict):
@@ -91,7 +91,7 @@ class ConstraintFields(Strict):
 
 
 def in_field(error: InvalidRequest, field: str) -> InvalidRequest:
-    """Return an error of a constraint with the name of the request's field that has the constraint."""
+    """Return a constraint's error with the name of the request field that sets the constraint."""
     if error.field != "constraint":
         return error
     return InvalidRequest(f"{field}: {error.message}", field=field, reason=error.reason)

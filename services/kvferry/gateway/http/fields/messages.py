@@ -30,7 +30,7 @@ class ToolCall(Strict):
     type: Literal["function"] = "function"
     function: CalledFunction
     index: int | None = None
-    """Number of the call in a stream, which clients copy from there; has no effect."""
+    """Number of the call in a stream, which clients copy into requests; no effect."""
 
 
 class Message(Strict):

@@ -1,4 +1,4 @@
-"""Tools of OpenAI's chat requests: functions, and the choice among them."""
+"""Tools of OpenAI's chat requests, and the choice among them."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -9,7 +9,7 @@ from kvferry.model.text.tools.definitions import Choice, Tool, ToolUse
 
 
 class FunctionDefinition(Strict):
-    """A function that the model may call."""
+    """The function of a tool that the model may call."""
 
     name: str
     description: str | None = None
@@ -18,20 +18,20 @@ class FunctionDefinition(Strict):
 
 
 class ToolDefinition(Strict):
-    """An item of `tools`; only functions are implemented."""
+    """An item of `tools`; only tools of type function are supported."""
 
     type: Literal["function"]
     function: FunctionDefinition
 
 
 class FunctionName(Strict):
-    """The function that `tool_choice` names."""
+    """The tool that `tool_choice` names."""
 
     name: str
 
 
 class NamedChoice(Strict):
-    """A `tool_choice` of one function."""
+    """A `tool_choice` of a single tool."""
 
     type: Literal["function"]
     function: FunctionName
@@ -40,7 +40,7 @@ class NamedChoice(Strict):
 def tool_use(
     tools: Sequence[ToolDefinition] | None, choice: str | NamedChoice | None, is_parallel: bool | None
 ) -> ToolUse:
-    """Return the functions of a request and their use.
+    """Return the tools of a request and how they may be used.
 
     Raises:
         InvalidRequest: see `ToolUse`; the choice is unknown.

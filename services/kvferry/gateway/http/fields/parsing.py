@@ -34,7 +34,7 @@ def parse_fields(kind: type[S], fields: dict[str, Any]) -> S:
     """Validate the fields of a body.
 
     Raises:
-        InvalidRequest: a field is invalid, unknown or not implemented; the error describes the most specific one.
+        InvalidRequest: a field is invalid, unknown or not supported; the error describes the most specific one.
     """
     for name in fields.keys() & kind.NO_OPS.keys():
         if not is_no_op(fields[name], kind.NO_OPS[name]):
@@ -77,7 +77,7 @@ def _refusal(kind: type[Strict], errors: list[ErrorDetails]) -> InvalidRequest:
 
 @functools.cache
 def _names(kind: type[BaseModel]) -> tuple[frozenset[str], Accepted]:
-    """Return the names of all fields of a model and of the models in it, and the `NO_OPS` of the latter."""
+    """Return the names of all fields of a model and of its nested models, and the `NO_OPS` of the nested models."""
     models = {kind}
     open_models = [kind]
     while open_models:

@@ -1,4 +1,5 @@
-"""The base class of all bodies and of their objects: no unknown fields, no conversion of types, a schema of both."""
+"""The base class of all bodies and of their objects: no unknown fields, no type conversion, and a schema that describes
+both."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
@@ -30,25 +31,26 @@ def _is_same(value: object, other: object) -> bool:
 
 
 class Strict(BaseModel):
-    """A part of a request, without unknown fields and without conversion of types."""
+    """A part of a request; unknown fields and type conversions are refused."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 
     NO_OPS: ClassVar[Accepted] = {}
-    """Fields that are not implemented, with the values at which they have no effect and are accepted."""
+    """Fields that are not supported, with the values at which they have no effect and are accepted."""
 
     @model_validator(mode="before")
     @classmethod
     def _drop_no_ops(cls, value: object) -> object:
-        """Return an object without the fields of `NO_OPS` that have an accepted value. The others stay, as unknown
-        fields."""
+        """Return an object without the fields in `NO_OPS` that have an accepted value. Other such fields stay, and are
+        unknown."""
         if not isinstance(value, dict) or not cls.NO_OPS.keys() & value.keys():
             return value
         return {name: item for name, item in value.items() if not is_no_op(item, cls.NO_OPS.get(name, ()))}
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """Return the JSON Schema of what is accepted: the fields, and those of `NO_OPS` with their values."""
+        """Return the JSON Schema of accepted objects: the fields, and the fields in `NO_OPS` with their accepted
+        values."""
         schema = handler(core)
         properties = handler.resolve_ref_schema(schema).setdefault("properties", {})
         for name, values in cls.NO_OPS.items():

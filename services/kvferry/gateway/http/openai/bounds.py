@@ -11,7 +11,7 @@ from kvferry.core.errors import InvalidRequest, shortened
 MAX_FIELDS = 64
 """Maximum number of fields per object; OpenAI's requests have fewer."""
 MAX_ITEMS = 1024
-"""Maximum length of an array or object other than `prompt` and `messages`; `tools` has a limit of its own."""
+"""Maximum length of an array or object other than `prompt` and `messages`; `tools` has a separate limit."""
 MAX_MESSAGES = 4096
 MAX_PARTS = 256
 """Maximum number of content parts per message."""
@@ -59,7 +59,7 @@ def check_prompt(value: object) -> Prompt:
 
 
 def shown(value: object) -> str:
-    """Describe a value for an error message. Numbers and booleans are quoted; strings are not, since they may be
+    """Describe a value for an error message. Numbers and booleans are shown; strings are not, since they may be
     prompts."""
     if value is None:
         return "null"

@@ -1,4 +1,4 @@
-"""Responses of OpenAI's chat and text completions: whole ones, and event streams."""
+"""Responses of OpenAI's chat and text completions: whole responses and event streams."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -88,8 +88,8 @@ def _echoed_logprobs(generation: Generation, chunk: TextChunk) -> reply.Completi
 
 @dataclass(slots=True)
 class _Sample:
-    """A sample of a whole response. Log-probabilities are converted as they arrive, since all at once would stop the
-    event loop."""
+    """A sample of a whole response. Log-probabilities are converted as they arrive, since converting all of them at
+    once would block the event loop."""
 
     generation: Generation
     texts: list[str]
@@ -153,8 +153,8 @@ class _Sample:
 
 
 def _best(samples: Mapping[int, _Sample], per_prompt: int, num_choices: int | None) -> list[_Sample]:
-    """Return the samples of a response: those of the first prompt, then those of the next. With `num_choices`, only
-    this number per prompt is returned, those with the highest cumulative log-probability, the best first.
+    """Return the samples of a response, grouped by prompt in order. With `num_choices`, return only this number per
+    prompt: the samples with the highest cumulative log-probability, best first.
     """
     ordered = [sample for _, sample in sorted(samples.items())]
     if num_choices is None:

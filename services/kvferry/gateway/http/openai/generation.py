@@ -44,15 +44,16 @@ class Generation:
     num_choices: int | None = None
     """Number of samples per prompt in the response: the best ones; `None` for all."""
     logprobs: int | None = None
-    """Number of alternatives per token in the response; `None` for a response without log-probabilities."""
+    """Number of alternatives per output token in the response; `None` for a response without log-probabilities."""
     prompt_logprobs: int | None = None
-    """The same for the tokens of the prompt."""
+    """Number of alternatives per prompt token in the response; `None` for a response without prompt
+    log-probabilities."""
     echoes: tuple[str, ...] = ()
-    """Texts of the prompts, which precede the outputs in the response; empty if they do not."""
+    """Texts of the prompts, if they precede the outputs in the response; otherwise empty."""
     is_echo_alone: bool = False
     """Whether the response has no output."""
     constraint_field: str = ""
-    """Field of the request that has the constraint of the output."""
+    """Field of the request that contains the output's constraint."""
 
     @property
     def reply_id(self) -> str:
@@ -73,7 +74,7 @@ class Generation:
         `index` is prompt index * `num_samples` + sample index.
 
         Raises:
-            KvferryError: the generation failed; an error of the constraint has the request's name of its field.
+            KvferryError: the generation failed; an error of the constraint names the request's field.
         """
         return self.service.admitted(self.requests, self._chunks_now)
 
@@ -89,7 +90,7 @@ class Generation:
     async def _changed(
         self, chunks: AsyncGenerator[TextChunk, None], by: int, cut: Callable[[TextChunk], TextChunk] | None
     ) -> AsyncGenerator[TextChunk, None]:
-        """Yield chunks with `by` added to their index, cut by `cut` if it is given."""
+        """Yield chunks with `by` added to their index, and passed through `cut` if it is set."""
         try:
             async with aclosing(chunks):
                 async for chunk in chunks:
@@ -107,7 +108,7 @@ async def prepare_chat(service: TextService, caller: Caller, body: bytes) -> Gen
     """Validate a chat request.
 
     Raises:
-        InvalidRequest: a field is invalid or not implemented.
+        InvalidRequest: a field is invalid or not supported.
         UnknownModel: this gateway serves a different model.
     """
     return await prepared(service, caller, await service.read(read_chat, len(body), body), is_chat=True)
@@ -117,7 +118,7 @@ async def prepare_completion(service: TextService, caller: Caller, body: bytes, 
     """Validate a completions request.
 
     Raises:
-        InvalidRequest: a field is invalid or not implemented.
+        InvalidRequest: a field is invalid or not supported.
         UnknownModel: this gateway serves a different model.
     """
     asked = await service.read(read_completion, len(body), body, max_prompts)

@@ -31,9 +31,9 @@ class ReadRequest:
     cache_salt: str
     priority: int
     constraint_field: str
-    """Field of the request that has the constraint of `sampling`; empty if the output is free."""
+    """Field of the request that sets the constraint of `sampling`; empty if the output is free."""
     num_choices: int | None = None
-    """Number of samples per prompt that are returned: those with the highest log-probability; `None` for all."""
+    """Number of samples per prompt that are returned, the ones with the highest log-probability; `None` for all."""
     echoes: tuple[str | None, ...] = ()
     """Texts of the prompts, `None` for a prompt of token ids; empty if the response does not repeat the prompts."""
     prompt_logprobs: int | None = None
@@ -58,8 +58,8 @@ def read_conversation(model: TextModel, asked: ChatRequest, use: ToolUse, constr
     """Render the template of a valid chat request and tokenize the prompt.
 
     Args:
-        use: the functions that are offered.
-        constraint_field: field of the client's request that has the constraint, for errors.
+        use: the tools that are offered.
+        constraint_field: field of the client's request that sets the constraint, for errors.
 
     Raises:
         InvalidRequest, UnknownModel: the request is invalid or cannot be served by this gateway.

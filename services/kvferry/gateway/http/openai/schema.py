@@ -42,7 +42,7 @@ _NO_OPS: Accepted = {
     "verbosity": (None, "medium"),
     "web_search_options": (None,),
 }
-"""OpenAI fields that are not implemented, with the values at which they have no effect and are accepted."""
+"""OpenAI fields that are not supported, with the values at which they have no effect and are accepted."""
 
 _COMPLETION_NO_OPS: Accepted = {
     **_NO_OPS,
@@ -50,7 +50,7 @@ _COMPLETION_NO_OPS: Accepted = {
     "tool_choice": (None, "none", "auto"),
     "tools": (None, []),
 }
-"""The same for /v1/completions, which has no tools."""
+"""Unimplemented fields of /v1/completions, which has no tools."""
 
 _BIAS_SCHEMA = {
     "type": "object",
@@ -81,7 +81,7 @@ class _Common(ConstraintFields, SamplingFields):
     logit_bias: Annotated[dict[str, float], WithJsonSchema(_BIAS_SCHEMA)] | None = None
     user: str | None = None
     """End user identifier for abuse detection; has no effect on the response."""
-    # Extensions of OpenAI's API, named as in vLLM.
+    # Extensions to OpenAI's API, named as in vLLM.
     top_k: int | None = None
     min_p: float | None = None
     min_tokens: int | None = None
@@ -98,7 +98,7 @@ class _Common(ConstraintFields, SamplingFields):
     skip_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
     prompt_logprobs: int | None = None
-    # An extension of kvferry.
+    # A kvferry-specific extension.
     speculation: bool | None = None
 
     @property
@@ -151,7 +151,7 @@ class _Common(ConstraintFields, SamplingFields):
     def check_stream_options(self) -> None:
         """
         Raises:
-            InvalidRequest: `stream_options` is set, but `stream` is not; or `prompt_logprobs` and `stream` are set.
+            InvalidRequest: `stream_options` is set without `stream`, or `prompt_logprobs` with `stream`.
         """
         if self.stream and self.prompt_logprobs is not None:
             raise InvalidRequest(
@@ -183,7 +183,7 @@ class ChatRequest(_Common):
     def to_tool_use(self) -> ToolUse:
         """
         Raises:
-            InvalidRequest: the functions exceed a limit, or contradict the choice.
+            InvalidRequest: the tools exceed a limit, or contradict the choice.
         """
         return tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
 
@@ -218,7 +218,7 @@ class CompletionRequest(_Common):
 
     NO_OPS: ClassVar[Accepted] = _COMPLETION_NO_OPS
     LIMITS: ClassVar[Mapping[str, Range]] = {**RANGES, "max_tokens": replace(RANGES["max_tokens"], low=0)}
-    """As in `SamplingParams`; 0 tokens beside `echo`."""
+    """As in `SamplingParams`, except that 0 is accepted with `echo`."""
 
     prompt: Annotated[Prompt, PlainValidator(check_prompt, json_schema_input_type=Prompt)]
     logprobs: int | None = None
@@ -232,7 +232,7 @@ class CompletionRequest(_Common):
 
     @property
     def is_echo_alone(self) -> bool:
-        """Whether the response has the prompt and no output, as evaluations of a model's log-probabilities need it."""
+        """Whether the response has the prompt and no output, as needed to evaluate a model's log-probabilities."""
         return bool(self.echo) and self.max_tokens == 0
 
     def to_sampling(self) -> SamplingParams:
@@ -281,7 +281,7 @@ def parse(kind: type[R], body: bytes) -> R:
     """Parse and validate a request from a JSON body.
 
     Raises:
-        InvalidRequest: a field is invalid, unknown or not implemented; the error describes the first such field.
+        InvalidRequest: a field is invalid, unknown or not supported; the error describes the first such field.
     """
     fields = json_object(body)
     check_sizes(fields)

@@ -1,4 +1,4 @@
-"""The description of the clients' API in OpenAPI 3.1, made from the models and structs that the server uses.
+"""The description of the client API in OpenAPI 3.1, generated from the models and structs that the server uses.
 
-A route is added in `operations.py`; must not describe fields by hand, and must not depend on the serving of requests.
+Routes are added in `operations.py`. Must not describe fields by hand, and must not depend on the serving of requests.
 """

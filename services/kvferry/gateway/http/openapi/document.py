@@ -1,7 +1,7 @@
-"""Makes the OpenAPI 3.1 document of the table of operations.
+"""Generates the OpenAPI 3.1 document from the table of operations.
 
 Bodies come from pydantic's schemas of the models that validate them, answers from msgspec's schemas of the structs that
-are encoded, errors from the classes of the errors. Names of bodies end in `Param`, except those of whole requests.
+are encoded, errors from the error classes. Component names of nested objects in bodies end in `Param`.
 """
 
 import re
@@ -32,7 +32,7 @@ _PROTOCOL = {
     431: "The headers are too large or too many.",
     501: "The body has a transfer coding other than chunked.",
 }
-"""Errors of the connection, which are possible on every route."""
+"""Connection errors, which are possible on every route."""
 
 
 def openapi_document(version: str, *, needs_key: bool, operations: Iterable[Operation] = OPERATIONS) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""The routes of the clients' API: path, body, answer and errors of each. The server's routes are made from this table.
+"""The routes of the client API: path, body, answer and errors of each. The server's routes are generated from this
+table.
 
 | errors | of |
 | --- | --- |
@@ -64,7 +65,7 @@ class Operation:
     event: Any = None
     """Type of the events of a stream; `None` if the route does not stream."""
     has_done: bool = False
-    """Whether a stream ends with the event `[DONE]`, or with an error."""
+    """Whether a stream that does not fail ends with the event `[DONE]`."""
     errors: Errors = EDGE
     query: type[Strict] | None = None
     """Parameters of the query."""

@@ -1,6 +1,6 @@
 """The body of a request of the Responses API, and its conversion to a chat's prompt and parameters.
 
-OpenAI's fields that are not implemented are refused by name, or accepted at values without effect.
+OpenAI's fields that are not supported are refused by name, or accepted at values without effect.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,7 +34,7 @@ _ITEMS: TypeAdapter[list[Any]] = TypeAdapter(list[Item])
 
 
 class FunctionTool(Strict):
-    """A function that the model may call."""
+    """A tool that the model may call."""
 
     NO_OPS: ClassVar[Accepted] = {
         "defer_loading": (None, False),
@@ -51,7 +51,7 @@ class FunctionTool(Strict):
 
 
 class FunctionChoice(Strict):
-    """A `tool_choice` of one function."""
+    """A `tool_choice` of a single tool."""
 
     type: Literal["function"]
     name: str
@@ -65,7 +65,7 @@ class TextFormat(Strict):
     description: str | None = None
     body: dict[str, Any] | None = Field(default=None, alias="schema")
     strict: bool | None = None
-    """Without effect: the output follows the schema in any case."""
+    """No effect: the output always follows the schema."""
 
 
 class TextOptions(Strict):
@@ -147,7 +147,7 @@ class ResponseRequest(SamplingFields):
         return self.store is not False
 
     def items(self) -> list[Any]:
-        """Return the items of the input; a text is a user's message."""
+        """Return the items of the input; a string is a user message."""
         if isinstance(self.input, list):
             return self.input
         return [KINDS["message"].model_validate({"role": "user", "content": self.input})]
@@ -155,7 +155,7 @@ class ResponseRequest(SamplingFields):
     def to_tool_use(self) -> ToolUse:
         """
         Raises:
-            InvalidRequest: the functions exceed a limit, or contradict the choice.
+            InvalidRequest: the tools exceed a limit, or contradict the choice.
         """
         offered = [
             ToolDefinition(
@@ -174,10 +174,10 @@ class ResponseRequest(SamplingFields):
         return tool_use(offered, choice, self.parallel_tool_calls)
 
     def as_chat(self, messages: Sequence[Any]) -> ChatRequest:
-        """Return the chat request with the same prompt and parameters, without its functions.
+        """Return the chat request with the same prompt and parameters, but without tools.
 
         Raises:
-            InvalidRequest: the items make no valid conversation, or the format of the text is incomplete.
+            InvalidRequest: the items are not a valid conversation, or the text format is incomplete.
         """
         wants_logprobs = _LOGPROBS in (self.include or ())
         shared = {
@@ -201,7 +201,7 @@ class ResponseRequest(SamplingFields):
 
 @dataclass(frozen=True, slots=True)
 class ReadResponse:
-    """A valid request: what is generated, and what the response repeats."""
+    """A valid request: the generation's parameters, and the fields that the response repeats."""
 
     chat: ReadRequest
     body: ResponseRequest
@@ -238,7 +238,7 @@ def parse_response(body: bytes) -> ResponseRequest:
     """Parse and validate a body.
 
     Raises:
-        InvalidRequest: a field is invalid, unknown or not implemented; the error describes the first such field.
+        InvalidRequest: a field is invalid, unknown or not supported; the error describes the first such field.
     """
     fields = json_object(body)
     check_sizes({name: value for name, value in fields.items() if name != "input"})
@@ -279,7 +279,7 @@ _NAMES = {"max_tokens": "max_output_tokens", "logprobs": "top_logprobs", "respon
 
 
 def _renamed(error: InvalidRequest) -> InvalidRequest:
-    """Replace the name of a chat field in an error by that of the Responses API; return other errors unchanged."""
+    """Replace a chat field's name in an error with its name in the Responses API; return other errors unchanged."""
     name = _NAMES.get(error.field or "")
     if name is None or error.field is None:
         return error

@@ -1,4 +1,4 @@
-"""Makes one response: reads the request, generates the output, and keeps the result for the next turn."""
+"""Creates one response: reads the request, generates the output, and stores the result for the next turn."""
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -26,7 +26,7 @@ describe(_Peek)
 
 
 class Creation:
-    """A valid request, and the response that is made of it."""
+    """A valid request, and the response created from it."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Creation:
             begun = False
             async for chunk in chunks:
                 made = list(self._progress.add(chunk)) if begun else []
-                if not begun:  # after the first chunk, so that a request that is refused has no event
+                if not begun:  # after the first chunk, so that a refused request has no events
                     begun = True
                     made = [*self._progress.begin(), *self._progress.add(chunk)]
                 if chunk.finish_reason is not None:
@@ -94,11 +94,11 @@ async def create(service: TextService, caller: Caller, body: bytes, store: Respo
     """Validate a request.
 
     Args:
-        store: the kept responses; `None` if this gateway keeps none.
+        store: the stored responses; `None` if this gateway stores none.
 
     Raises:
-        InvalidRequest: a field is invalid or not implemented.
-        ResponseNotFound: the previous response is not kept.
+        InvalidRequest: a field is invalid or not supported.
+        ResponseNotFound: the previous response is not stored.
         UnknownModel: this gateway serves a different model.
     """
     earlier = _earlier(caller, body, store)

@@ -1,4 +1,4 @@
-"""The input items of the Responses API, and the messages that they make for the chat template."""
+"""The input items of the Responses API, and their conversion to messages for the chat template."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ _Status = Literal["in_progress", "completed", "incomplete"]
 
 
 class InputText(Strict):
-    """A part of a message or of a function's result."""
+    """A part of a message or of a tool's result."""
 
     type: Literal["input_text", "output_text", "text"]
     text: str
@@ -29,7 +29,7 @@ Content = str | Annotated[list[InputText], Field(fail_fast=True)]
 
 
 class InputMessage(Strict):
-    """A message; also one of an earlier response's output."""
+    """A message, possibly from an earlier response's output."""
 
     NO_OPS: ClassVar[Accepted] = {"phase": (None, "commentary", "final_answer")}
 
@@ -41,7 +41,7 @@ class InputMessage(Strict):
 
 
 class FunctionCall(Strict):
-    """A call of a function by the model."""
+    """A tool call by the model."""
 
     NO_OPS: ClassVar[Accepted] = {"namespace": (None,), "caller": (None,), "async": (None, False)}
 
@@ -71,7 +71,7 @@ class ReasoningText(Strict):
 
 
 class ReasoningInput(Strict):
-    """Reasoning of an earlier response's output, before the message or the calls that it led to."""
+    """Reasoning from an earlier response's output; it precedes the message or calls that it led to."""
 
     NO_OPS: ClassVar[Accepted] = {"encrypted_content": (None,)}
 
@@ -103,7 +103,7 @@ KINDS: Mapping[str, type[Strict]] = {
 
 
 def check_kinds(field: str, items: Sequence[object]) -> None:
-    """Refuse items and parts of types that are not implemented, by their name.
+    """Refuse items and parts of unsupported types; the error names the type.
 
     Raises:
         InvalidRequest: an item or a part has another type, such as an image.
@@ -131,7 +131,7 @@ def _check_kind(where: str, kind: object, known: Sequence[str] | Mapping[str, ob
 
 
 class _Turn:
-    """Items of one assistant message: reasoning, text, calls."""
+    """The items that form one assistant message: reasoning, text, calls."""
 
     def __init__(self) -> None:
         self.reasoning: list[str] = []
@@ -143,7 +143,7 @@ class _Turn:
         return not self.reasoning and self.text is None and not self.calls
 
     def message(self) -> dict[str, Any]:
-        # A model's reasoning without text or calls, as of an answer that was cut off, has an empty text.
+        # Reasoning without text or calls, as in an answer that was cut off, gets empty text.
         message: dict[str, Any] = {"role": "assistant", "content": self.text}
         if self.text is None and not self.calls:
             message["content"] = ""
@@ -157,7 +157,7 @@ class _Turn:
 def messages_of(items: Sequence[Any], paths: Sequence[str]) -> tuple[list[dict[str, Any]], list[str]]:
     """Convert items to messages; return them and, for each, the path of its first item, for errors.
 
-    Reasoning, a message of the assistant and calls that follow each other become one message.
+    Consecutive reasoning, assistant messages and calls become one message.
 
     Args:
         items: valid items (`Item`).
@@ -210,7 +210,7 @@ _PLACE = re.compile(r"messages\.(\d+)(\.tool_call_id)?")
 
 
 def in_items(error: InvalidRequest, places: Sequence[str]) -> InvalidRequest:
-    """Return an error about a message with the names of the request's items."""
+    """Return an error about a message with the names of the request's items instead."""
 
     def name(found: re.Match[str]) -> str:
         number = int(found[1])

@@ -29,7 +29,7 @@ Part = OutputText | ReasoningPart
 
 
 class OutputMessage(Struct, tag="message"):
-    """A message of the assistant."""
+    """An assistant message."""
 
     id: str
     status: Status
@@ -68,7 +68,7 @@ class ReasoningTokens(Struct):
 
 
 class ResponseUsage(Struct):
-    """Token counts. Tokens of reasoning are not counted apart from the others."""
+    """Token counts. Reasoning tokens are not counted separately."""
 
     input_tokens: int
     input_tokens_details: CachedTokens
@@ -117,7 +117,7 @@ class Response(Struct):
     background: bool = False
     truncation: str = "disabled"
     kvferry: Timing | UnsetType = UNSET
-    """Timing, in a response that has ended."""
+    """Timing; set in a response that has ended."""
 
 
 class Event(Struct, tag_field="type"):

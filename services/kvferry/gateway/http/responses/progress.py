@@ -1,4 +1,4 @@
-"""The progress of one response: text chunks in, events out, and the response as it is so far. No I/O.
+"""The progress of one response: text chunks in, events out, and the response so far. No I/O.
 
 reasoning ──► message ──► function calls        each item is added, receives its deltas, and is done
 """
@@ -64,7 +64,7 @@ class ResponseProgress:
         ]
 
     def add(self, chunk: TextChunk) -> Iterator[out.Event]:
-        """Add a chunk of the output; at its last one the response ends."""
+        """Add a chunk of the output; the last one ends the response."""
         if chunk.reasoning:
             yield from self._enter("reasoning", "rs")
             yield self._delta(chunk.reasoning)
@@ -139,7 +139,7 @@ class ResponseProgress:
     def _finish(self, chunk: TextChunk) -> Iterator[out.Event]:
         is_cut = chunk.finish_reason is FinishReason.LENGTH
         if self._open is None and not any(isinstance(item, out.OutputMessage | out.OutputCall) for item in self._items):
-            yield from self._enter("message", "msg")  # an answer without text is a message without text
+            yield from self._enter("message", "msg")  # an empty answer is a message without text
         yield from self._close("incomplete" if is_cut else "completed")
         ended = replace(
             self.response,

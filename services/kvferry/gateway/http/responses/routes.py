@@ -112,7 +112,7 @@ class _Create(BodyRoute):
 
 
 def _query(params: Mapping[str, str]) -> dict[str, Any]:
-    """Return the parameters of a query with whole numbers as such."""
+    """Return the parameters of a query, with whole numbers converted to integers."""
     return {
         name: int(value) if value.isascii() and value.isdecimal() and len(value) < 10 and name == "limit" else value
         for name, value in params.items()

@@ -1,7 +1,7 @@
-"""Responses that are kept for their clients: bounded in bytes for each tenant and in all, and in time. No I/O.
+"""Stored responses: bounded in bytes, per tenant and in total, and in time. No I/O.
 
 A conversation's items are kept once, as segments that the responses of its turns share, so that a response stays usable
-when those before it are evicted or deleted.
+when earlier ones are evicted or deleted.
 """
 
 from collections import OrderedDict
@@ -13,11 +13,12 @@ from kvferry.core.errors import InvalidRequest, shortened
 from kvferry.gateway.config import StoreLimits
 
 _ENTRY_BYTES = 1024
-"""Memory of an entry besides its JSON, roughly."""
+"""Approximate memory of an entry in addition to its JSON, in bytes."""
 
 
 class ResponseNotFound(InvalidRequest):
-    """No response of the tenant has this id: it was not stored, has expired, was evicted, or is another gateway's."""
+    """The tenant has no response with this id: it was not stored, has expired, was evicted, or belongs to another
+    gateway."""
 
     http_status = 404
     reason = "RESPONSE_NOT_FOUND"
@@ -40,7 +41,7 @@ class KeptResponse:
     own_items: bytes
     """The input items of its request, a JSON array."""
     transcript: tuple[Segment, ...]
-    """All items up to and with its output, in order."""
+    """All items up to and including its output, in order."""
 
 
 @dataclass(slots=True)
@@ -61,8 +62,8 @@ class ResponseStore:
         self.num_bytes = 0
 
     def put(self, tenant: str, response_id: str, kept: KeptResponse) -> None:
-        """Keep a response; evicts the tenant's least recently used ones, then those of the tenant that was least
-        recently active. A response that exceeds the tenant's bound alone is not kept."""
+        """Keep a response; evicts the tenant's least recently used ones, then responses of the least recently active
+        tenant. A response that exceeds the tenant's bound by itself is not kept."""
         self._expire()
         if tenant in self._tenants:
             self._remove(tenant, response_id)
@@ -153,5 +154,5 @@ def transcript(earlier: KeptResponse | None, items: bytes, output: bytes) -> tup
 
 
 def history(earlier: KeptResponse | None) -> Sequence[bytes]:
-    """Return the items of all turns up to and with `earlier`."""
+    """Return the items of all turns up to and including `earlier`."""
     return [] if earlier is None else [segment.items for segment in earlier.transcript]

@@ -18,7 +18,7 @@ from kvferry.rpc.text.text_model import TextModel
 Ids = list[int]
 T = TypeVar("T")
 Items = Annotated[list[T], Field(min_length=1)]
-"""A list that is not empty, for the description of a field."""
+"""A non-empty list, for the description of a field."""
 
 
 class Body(Strict):
@@ -34,7 +34,7 @@ class VectorBody(Body):
     user: str | None = None
     """End user identifier for abuse detection; has no effect on the response."""
     pooling: str | None = None
-    """Extension: `last`, `mean` or `cls`."""
+    """kvferry-specific extension: `last`, `mean` or `cls`."""
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
     """Extension, named as in vLLM."""
     cache_salt: Annotated[str, Field(max_length=MAX_CACHE_SALT_CHARS)] | None = None
@@ -57,7 +57,7 @@ def parse(kind: type[B], model: TextModel, body: bytes) -> B:
     """Parse and validate a body.
 
     Raises:
-        InvalidRequest: a field is invalid, unknown or not implemented; the error names the first such field.
+        InvalidRequest: a field is invalid, unknown or not supported; the error names the first such field.
         UnknownModel: a different model is requested.
     """
     fields = json_object(body)
@@ -71,10 +71,10 @@ def parse(kind: type[B], model: TextModel, body: bytes) -> B:
 
 
 def check_texts(name: str, value: object, limit: int) -> list[str]:
-    """Check a text or a list of texts; return the list.
+    """Check a string or a list of strings; return a list.
 
     Raises:
-        InvalidRequest: the value is neither, or has more than `limit` texts.
+        InvalidRequest: the value is neither, or has more than `limit` strings.
     """
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list):
@@ -98,5 +98,5 @@ def check_count(name: str, items: Sequence[object], limit: int) -> None:
 
 
 def is_ids(value: object) -> bool:
-    """Return whether a value is a list of integers; booleans are none."""
+    """Return whether a value is a list of integers; booleans do not count as integers."""
     return isinstance(value, list) and set(map(type, value)) <= {int}

@@ -1,4 +1,5 @@
-"""Similarity of texts: scores of pairs in vLLM's form, and documents in order of relevance in that of Jina and Cohere.
+"""Text similarity: scores of pairs in vLLM's format, and documents in order of relevance in the format of Jina and
+Cohere.
 
 A score is the cosine similarity of two vectors of the served model, from -1 to 1.
 """
@@ -50,7 +51,7 @@ def _check_documents(value: object) -> list[str]:
 
 
 class Score(Struct):
-    """The similarity of one pair of texts."""
+    """The similarity of one text pair."""
 
     index: int
     score: float
@@ -140,7 +141,7 @@ class ReadTexts:
     pairs: list[tuple[int, int]]
     """Indices of the texts to compare."""
     documents: Sequence[str] = ()
-    """Texts to return with their scores; empty for none."""
+    """Texts to return with their scores; empty if none are returned."""
     top_n: int = 0
 
 

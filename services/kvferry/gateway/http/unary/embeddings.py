@@ -28,11 +28,11 @@ from kvferry.rpc.text.token_source import Vector
 
 _Inputs = str | Items[int] | Items[str] | Items[list[int]]
 _VECTORS_AT_ONCE = 32
-"""Number of vectors that are written as JSON before other tasks have a turn."""
+"""Number of vectors that are encoded as JSON before other tasks may run."""
 
 
 def check_input(value: object) -> list[Input]:
-    """Check the inputs of a request: a text, its token ids, or a list of either; return them as a list.
+    """Check the inputs of a request: a string, a list of token ids, or a list of either; return them as a list.
 
     Raises:
         InvalidRequest: the value is none of these; the error names the first wrong item.
@@ -81,7 +81,7 @@ class EmbeddingsBody(VectorBody):
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = None
     normalize: bool = True
-    """Extension: whether vectors have an L2 norm of 1."""
+    """kvferry-specific extension: whether vectors have an L2 norm of 1."""
 
 
 def read_embeddings(model: TextModel, body: bytes, context_tokens: int) -> tuple[VectorInputs, bool]:

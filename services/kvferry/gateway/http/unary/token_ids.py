@@ -1,4 +1,4 @@
-"""Token ids of texts and conversations, and texts of token ids, in vLLM's form."""
+"""Token ids of text and conversations, and the text of token ids, in vLLM's format."""
 
 import json
 from typing import Annotated, Any, ClassVar
@@ -48,7 +48,7 @@ def _anything(value: Any) -> Any:
 
 
 class TokenizeBody(Body):
-    """Body of POST /tokenize: a text or a conversation."""
+    """Body of POST /tokenize: text or a conversation."""
 
     NO_OPS: ClassVar[Accepted] = {
         "add_generation_prompt": (None, True),
@@ -64,8 +64,8 @@ class TokenizeBody(Body):
     tools: Annotated[Any, PlainValidator(_anything, json_schema_input_type=list[ToolDefinition] | None)] = None
     """Checked by the schema of chat requests."""
     add_special_tokens: bool | None = None
-    """Whether the begin-of-sequence token is added to a text, true by default; a conversation has the special tokens of
-    its template."""
+    """Whether the begin-of-sequence token is added to text, true by default; a conversation has its template's special
+    tokens."""
     return_token_strs: bool = False
 
 
@@ -76,7 +76,7 @@ class DetokenizeBody(Body):
 
 
 def read_tokenize(model: TextModel, body: bytes) -> tuple[list[int], bool]:
-    """Parse a body and tokenize its text or conversation; return the ids, and whether their texts are wanted.
+    """Parse a body and tokenize its text or conversation; return the ids, and whether the text of each token is wanted.
 
     Raises:
         InvalidRequest, UnknownModel: the request is invalid or cannot be served by this gateway.

@@ -83,11 +83,11 @@ async def compute_vectors(service: TextService, caller: Caller, inputs: VectorIn
 
 
 def names_of(field: str, count: int) -> list[str]:
-    """Return the name of each input of a field in a body: one text, or the items of a list."""
+    """Return the name of each input of a field in a body: a single string, or the items of a list."""
     return [field] if count == 1 else [f"{field}.{number}" for number in range(count)]
 
 
 def usage_of(vectors: Sequence[Vector]) -> VectorUsage:
-    """Return the token counts of all inputs together."""
+    """Return the total token counts of all inputs."""
     count = sum(vector.num_prompt_tokens for vector in vectors)
     return VectorUsage(count, count)

@@ -25,7 +25,7 @@ def direct_is_better(folder: Path, clock: Clock, *, must: bool, object_bytes: in
     possible.
 
     Raises:
-        OSError: no file can be created in `folder`.
+        OSError: files cannot be created in `folder`.
     """
     path = folder / f"{TEMPORARY}probe-{secrets.token_hex(8)}"
     chunk = min(_MAX_CHUNK, aligned(object_bytes))
@@ -34,7 +34,8 @@ def direct_is_better(folder: Path, clock: Clock, *, must: bool, object_bytes: in
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # so that a worker that starts now does not remove the file
+            # A worker that is starting now does not remove a locked file.
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             for i in range(count):
                 os.pwrite(fd, buffer, i * chunk)
             os.fsync(fd)

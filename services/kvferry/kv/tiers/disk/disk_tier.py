@@ -5,9 +5,10 @@
     FOLDER/ab/cd/abcd...      the object with that name; it remains available after a restart
 
 A file appears atomically, by rename, and never changes. There is no index and no lock on disk: the index in memory is
-rebuilt from file names and modification times. Workers share the times of use through modification times. For names
-that are not in the index, the file system is checked; a file removed by a different worker is a miss. Files are not
-synced by default: after a power loss some may be damaged, which the frame's digest detects. A damaged file is removed.
+rebuilt from file names and modification times. Workers share times of use through the files' modification times. For
+names that are not in the index, the file system is checked; a file removed by a different worker is a miss. Files are
+not synced by default: after a power loss some may be damaged, which the frame's digest detects. A damaged file is
+removed.
 """
 
 import errno
@@ -67,7 +68,7 @@ class DiskTier:
         self._index = DiskIndex(options.max_bytes)
         self._storing: set[BlockHash] = set()
         self._unscanned: dict[BlockHash, Entry] = {}
-        """Objects stored since the start of the last scan, which may not have found their files."""
+        """Objects stored since the start of the last scan, which may have missed their files."""
         self._bounces: list[memoryview] = []
         """Idle aligned buffers; at most `_MAX_BOUNCES`."""
         self._lock = threading.Lock()  # guards the four fields above; not held during file accesses

@@ -29,7 +29,7 @@ DIRECT = getattr(os, "O_DIRECT", 0)
 _DIRECT_CHUNK_BYTES = 1 << 20
 _MAX_BUFFERS = 512
 _MAX_SWEPT = 8
-"""Limit of temporary files that scans of the folder may remove before one is locked."""
+"""Maximum number of temporary files that scans may remove before this worker locks one."""
 
 
 def file_bytes(object_bytes: int) -> int:

@@ -24,7 +24,7 @@ class Presence(StrEnum):
     """Result of a lookup for one object."""
 
     YES = "yes"
-    """Completely stored and readable; a hint, since the object may be evicted before it is read."""
+    """Completely stored and readable; only a hint, since the object may be evicted before it is read."""
     NO = "no"
     NOT_YET = "not_yet"
     """Being written; a later lookup may return YES."""

@@ -5,7 +5,7 @@
     HALF_OPEN one probe, requests are rejected success closes it; failure opens it for twice as long, up to a maximum
 
 A time-out is weighted by the time waited, since a time-out after a very short deadline does not indicate a failed
-server. Probes run outside the requests (a PING on a separate thread), so that a failed server delays no request.
+server. Probes run outside the requests (a PING on a separate thread), so that a failed server does not delay requests.
 """
 
 from dataclasses import dataclass

@@ -61,7 +61,8 @@ class HedgePolicy:
         """Number of hedged requests that completed before the first request."""
 
     def wait_seconds(self) -> float | None:
-        """Return the seconds to wait for the first request before sending a hedged request; `None` to send none."""
+        """Return how long to wait for the first request before sending a hedged request, in seconds; `None` to send
+        none."""
         if len(self._seconds) < MIN_SAMPLES or self._budget < LOADS_PER_HEDGE:
             return None
         return self._seconds.value()

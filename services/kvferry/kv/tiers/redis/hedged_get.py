@@ -63,7 +63,8 @@ class Getter:
         into: Sequence[memoryview],
         deadline: float,
     ) -> bool:
-        """Read both replies until one is complete; return whether it was that of the hedged request. The connection of
+        """Read both replies until one is complete; return whether it was the reply to the hedged request. The
+        connection of
         the unfinished reply is closed. If the hedged request fails, reading the first reply continues.
         """
         with self._buffer() as buffer:

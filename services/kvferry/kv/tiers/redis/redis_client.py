@@ -78,7 +78,7 @@ class Wire:
         self._start = 0
         self._end = 0
         self._armed_seconds = float("inf")
-        """Kernel time-out per call in seconds, as set last."""
+        """Kernel time-out per call in seconds, as last set."""
         self._watcher: select.poll | None = None
         self.is_closed = False
         self.is_patient = False

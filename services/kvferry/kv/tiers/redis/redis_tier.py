@@ -182,7 +182,7 @@ class RedisTier:
 
     @property
     def hedges(self) -> tuple[int, int]:
-        """Number of hedged requests sent, and number of those that completed first."""
+        """Number of hedged requests sent, and number of hedged requests that completed first."""
         with self._lock:
             links = list(self._links.values())
         counts = [link.hedges for link in links]

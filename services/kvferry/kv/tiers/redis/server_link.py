@@ -106,7 +106,7 @@ class Link:
             self._settle(wire, storing, unanswered_seconds)
 
     def patience_seconds(self) -> float | None:
-        """Return the seconds to wait for a load before a hedged request is sent; `None` to send none."""
+        """Return how long to wait for a load before a hedged request is sent, in seconds; `None` to send none."""
         with self._lock:
             return self._hedge.wait_seconds()
 
@@ -129,7 +129,7 @@ class Link:
 
     @property
     def hedges(self) -> tuple[int, int]:
-        """Number of hedged requests sent, and number of those that completed first."""
+        """Number of hedged requests sent, and number of hedged requests that completed first."""
         with self._lock:
             return self._hedge.num_hedges, self._hedge.num_won
 

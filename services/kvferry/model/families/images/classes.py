@@ -1,7 +1,7 @@
 """Gemma 3, Mistral Small 3.x, Qwen 2-VL, 2.5-VL and 3-VL: text families in classes for text and images.
 
 Sources: Gemma Team, Gemma 3, 2025, section 2; Wang et al., Qwen2-VL, 2024, section 2.1; Bai et al., Qwen2.5-VL
-Technical Report, 2025, section 2. Defaults are those of the text configuration in transformers.
+Technical Report, 2025, section 2. Defaults come from the text configuration in transformers.
 """
 
 from dataclasses import replace

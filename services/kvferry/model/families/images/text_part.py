@@ -20,7 +20,7 @@ RENAMES = (
     (re.compile(r"^language_model\.(model\.|lm_head\.)"), r"\1"),
     (re.compile(r"^model\.language_model\."), "model."),
 )
-"""Names of the text part's tensors as in a model for text alone."""
+"""Prefixes of the text part's tensors, and the prefixes that text-only models use instead."""
 _LEFT_OUT = re.compile(r"^(?:model\.)?(vision_tower|multi_modal_projector|visual)\.")
 
 
@@ -34,7 +34,7 @@ class TextPart:
     """Whether the fields of the text part may be beside `vision_config` instead of in `text_config`."""
     has_sections: bool = False
     """Whether the rotary embedding has sections of three positions (M-RoPE: Wang et al., Qwen2-VL, 2024, section 2.1).
-    The three positions of a text token are equal, so its embedding is the plain rotary embedding."""
+    The three positions of a text token are equal, so the result is the plain rotary embedding."""
 
 
 def left_out(name: str) -> str | None:
@@ -44,10 +44,10 @@ def left_out(name: str) -> str | None:
 
 
 def text_fields(raw: Json, part: TextPart, where: Path, *, has_head: bool) -> tuple[Json, str]:
-    """Return the fields of the text part, as in the config.json of a model for text alone, and their place.
+    """Return the fields of the text part, as in the config.json of a text-only model, and their location.
 
-    The end tokens are those of both objects. The output head is tied to the embedding if the files have none, unless
-    `tie_word_embeddings` is false: transformers ignores a true one if the files have both.
+    The end tokens of both objects apply. The output head is tied to the embedding if the files have no head, unless
+    `tie_word_embeddings` is false: transformers ignores a true value if the files have a head.
 
     Args:
         raw: content of config.json.
@@ -56,7 +56,7 @@ def text_fields(raw: Json, part: TextPart, where: Path, *, has_head: bool) -> tu
         has_head: whether the files have an output head.
 
     Raises:
-        ModelFileError: `text_config` is missing, not an object, or another text model's.
+        ModelFileError: `text_config` is missing, not an object, or belongs to another text model.
     """
     outer = ConfigFields(raw, where)
     inner, place = raw.get(_FIELD), f"{where}: {_FIELD}"

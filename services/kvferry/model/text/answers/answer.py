@@ -36,7 +36,7 @@ class SplitOptions:
     """Options for splitting the answers of one request."""
 
     tool_names: tuple[str, ...] = ()
-    """Functions that may be called; if empty, calls are not searched for."""
+    """Names of the tools that may be called; if empty, calls are not searched for."""
     max_calls: int | None = None
     """Number of calls to report; further ones are dropped. `None` for no limit."""
     is_reasoning_open: bool = False
@@ -68,7 +68,7 @@ class AnswerSplitter:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all calls that are reported have ended, so that the text after them is not needed."""
+        """Whether all calls to report have ended, so that the text after them is not needed."""
         parser = self._whole or self._calls
         return parser is not None and parser.is_complete
 

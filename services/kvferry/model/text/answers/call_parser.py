@@ -3,9 +3,9 @@
     content ──opener──► call ──end of the format──► content
                           └──a character that cannot continue the call──► content, from that character on
 
-What was read since the opener, or since the last call, becomes content again when it turns out not to be a call. When
-a call's arguments are malformed after they began to stream, the call ends there and the rest is content. White space
-next to a call is dropped, except between content before and after it. Each character is read at most twice, and nothing
+Text read since the opener, or since the last call, becomes content again if it turns out not to be a call. When a
+call's arguments are malformed after they began to stream, the call ends there and the rest is content. Whitespace next
+to a call is dropped, except between content before and after it. Each character is read at most twice, and nothing
 raises.
 """
 
@@ -18,7 +18,7 @@ from kvferry.model.text.answers.marks import without_marks
 from kvferry.model.text.answers.pieces import NotACall, Parts
 
 MAX_HELD_CHARS = 1 << 16
-"""Maximum number of characters that are held back until it is known whether they are a call."""
+"""Maximum number of characters that are held back until they are recognized as a call or not."""
 
 _BLOCK = 1024
 """Characters that are parsed at a time."""
@@ -29,7 +29,7 @@ class CallSyntax(Protocol):
 
     @property
     def openers(self) -> tuple[str, ...]:
-        """Texts that may begin calls at any position of the answer."""
+        """Strings that may begin calls at any position of the answer."""
         ...
 
     @property
@@ -55,16 +55,16 @@ class CallParser:
         """Text since the opener or the last call, if no call is open."""
         self._num_held = 0
         self._drops_space = False
-        """Whether content begins only at the next character that is not white space."""
+        """Whether content begins only at the next non-whitespace character."""
         self._has_content = False
         self._before = ""
-        """White space before the opener."""
+        """Whitespace before the opener."""
         self._between = ""
-        """White space between the content so far and content after calls."""
+        """Whitespace between the content so far and content after calls."""
 
     @property
     def is_complete(self) -> bool:
-        """Whether all calls that are reported have ended."""
+        """Whether all calls to report have ended."""
         return self._calls.is_complete
 
     def feed(self, text: str) -> Parts:

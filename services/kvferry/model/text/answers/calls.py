@@ -25,7 +25,7 @@ class Calls:
     def __init__(self, names: Collection[str], new_id: Callable[[], str], max_calls: int | None = None) -> None:
         """
         Args:
-            names: names of the functions that the request offers; a call of another name is not a call.
+            names: names of the tools that the request offers; a call with another name is content.
             new_id: function that generates the id of a call.
             max_calls: number of calls to report; further ones are read and dropped. `None` for no limit.
         """
@@ -41,11 +41,11 @@ class Calls:
 
     @property
     def is_complete(self) -> bool:
-        """Whether as many calls as are reported have ended."""
+        """Whether all calls to report have ended."""
         return self._max_calls is not None and self.num_ended >= self._max_calls
 
     def begin(self, name: str) -> None:
-        """Begin a call of the function `name`.
+        """Begin a call of the tool `name`.
 
         Raises:
             NotACall: the answer has too many calls.

@@ -1,12 +1,12 @@
 """Splits answers in the harmony format of gpt-oss, which are messages in channels (OpenAI, gpt-oss model card, 2025,
-section 2.5.2): reasoning, a call of the function f, and content.
+section 2.5.2). Examples of reasoning, a call of the tool f, and content:
 
     <|channel|>analysis<|message|>...<|end|>
     <|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{...}<|call|>
     <|start|>assistant<|channel|>final<|message|>...<|return|>
 
-The prompt ends with the first `<|start|>assistant`. What is in other channels, or for a function that is not offered,
-is content; so is text without markers, such as a constrained answer.
+The prompt ends with the first `<|start|>assistant`. Text in other channels, calls of tools that are not offered, and
+text without markers, such as a constrained answer, are content.
 """
 
 from collections.abc import Generator
@@ -21,12 +21,12 @@ from kvferry.model.text.answers.pieces import NotACall, Parts
 CHANNEL = HARMONY[0]
 _RECIPIENT, _FUNCTIONS = "to=", "functions."
 _MAX_HEADER = 1024
-"""Maximum number of characters of a header; what is longer is content."""
+"""Maximum number of characters of a header; longer text is content."""
 
 
 class _State(Enum):
     BEFORE = auto()
-    """Before the first marker; the beginning of a header or of text without markers."""
+    """Before the first marker: the start of a header, or of text without markers."""
     HEADER = auto()
     REASONING = auto()
     CONTENT = auto()
@@ -54,13 +54,13 @@ class HarmonySplitter:
         """Whether the arguments of the call have begun."""
         self._reading: Generator[None, str, None] | None = None
         self._said: dict[_State, bool] = {}
-        """Whether earlier messages had reasoning, or content."""
+        """Whether earlier messages had reasoning, and whether they had content."""
         self._content: list[str] = []
         self._reasoning: list[str] = []
 
     @property
     def is_complete(self) -> bool:
-        """Whether all calls that are reported have ended."""
+        """Whether all calls to report have ended."""
         return self._calls.is_complete
 
     def feed(self, text: str) -> Parts:

@@ -14,13 +14,14 @@ from kvferry.model.text.answers.pieces import NotACall
 MAX_DEPTH = 64
 """Maximum nesting depth of arrays and objects; deeper values are not arguments of a call."""
 MAX_SHORT_STRING = 512
-"""Maximum number of characters of a string that is needed as a whole: a key, a name."""
+"""Maximum number of characters of a string that is needed as a whole, such as a key or a name."""
 SPACE = " \t\r\n"
 _HEX = frozenset("0123456789abcdefABCDEF")
 _ESCAPES = frozenset('"\\/bfnrt')
 
 Reader = Generator[None, str, str]
-"""Receives characters by `send`. Returns the character that it read too far, or an empty string."""
+"""Generator that receives characters by `send`. Returns the character it read past the end of the value, or an empty
+string."""
 Out = Callable[[str], None]
 """Receives the text that was read."""
 
@@ -35,7 +36,7 @@ _NUMBERS: Mapping[str, Mapping[str, str]] = {
     "sign": {"0": "power", "1": "power"},
     "power": {"0": "power", "1": "power"},
 }
-"""States of a number and its next state by kind of character, where 1 stands for the digits 1 to 9."""
+"""Transitions of a number's state by kind of character, where 1 stands for the digits 1 to 9."""
 _COMPLETE = frozenset({"zero", "whole", "fraction", "power"})
 
 
@@ -59,7 +60,7 @@ def read_value(first: str, out: Out, depth: int = 0) -> Reader:
 
 
 def read_object(out: Out, depth: int = 0) -> Generator[None, str, None]:
-    """Read an object after its opening brace, which is passed on as well."""
+    """Read an object after its opening brace, and emit it with the brace."""
     if depth >= MAX_DEPTH:
         raise NotACall
     out("{")
@@ -108,7 +109,7 @@ def _array(out: Out, depth: int) -> Generator[None, str, None]:
 
 
 def _string(out: Out) -> Generator[None, str, None]:
-    """Read a string after its opening quote, which is passed on as well."""
+    """Read a string after its opening quote, and emit it with the quote."""
     out('"')
     while (character := (yield)) != '"':
         if character == "\\":
@@ -164,7 +165,7 @@ def read_number(first: str, out: Out) -> Reader:
 
 
 def read_word(word: str, out: Out) -> Generator[None, str, None]:
-    """Read the rest of `word` after its first character, which is passed on as well."""
+    """Read the rest of `word` after its first character, and emit the whole word."""
     out(word[0])
     for expected in word[1:]:
         if (yield) != expected:
@@ -173,7 +174,7 @@ def read_word(word: str, out: Out) -> Generator[None, str, None]:
 
 
 def skip_space(first: str = "") -> Generator[None, str, str]:
-    """Skip white space and return the next character. `first` was read already, if it is not empty."""
+    """Skip whitespace and return the next character. `first`, if not empty, was read already."""
     character = first or (yield)
     while character in SPACE:
         character = yield
@@ -181,7 +182,7 @@ def skip_space(first: str = "") -> Generator[None, str, str]:
 
 
 def _token(out: Out, first: str = "") -> Generator[None, str, str]:
-    """Pass white space on and return the next character."""
+    """Emit whitespace and return the next character."""
     character = first or (yield)
     while character in SPACE:
         out(character)

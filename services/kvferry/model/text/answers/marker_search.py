@@ -1,6 +1,6 @@
-"""Finds the first of several markers in a text received in pieces; holds back what may belong to a marker.
+"""Finds the first of several markers in text received in pieces; holds back text that may belong to a marker.
 
-White space before a marker is held back too, since it is a matter of the format and not content.
+Whitespace before a marker is held back too, since it is part of the format and not content.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ class Found:
     marker: str | None = None
     """The marker that was found; `None` if none was found yet."""
     space: str = ""
-    """White space between `clear` and the marker."""
+    """Whitespace between `clear` and the marker."""
     rest: str = ""
     """Text after the marker."""
 
@@ -30,7 +30,7 @@ class MarkerSearch:
         """
         Args:
             markers: markers anywhere in the text.
-            at_start: markers of one character that count only as the first one of the text, after white space.
+            at_start: markers of one character that count only as the first character of the text, after whitespace.
         """
         self._markers = tuple(markers)
         self._at_start = tuple(at_start)
@@ -38,7 +38,7 @@ class MarkerSearch:
         self._longest = max(map(len, markers), default=0)
         self._held = ""
         self.is_blank = True
-        """Whether nothing but white space came before the text that is held back."""
+        """Whether only whitespace preceded the text that is held back."""
 
     def feed(self, text: str) -> Found:
         """Add text. After a marker was found, the caller processes `rest`."""

@@ -1,9 +1,9 @@
 """Markers of an answer's parts. A marker that is a control token of the model is one character, a *mark*.
 
-Detokenizers omit control tokens, and a text that merely spells one (`[TOOL_CALLS]`, because a user requested it) is not
+Detokenizers omit control tokens, and text that merely spells one (`[TOOL_CALLS]`, because a user asked for it) is not
 the token. Therefore the detokenizer of an answer writes each control token that is a marker as a mark: an unpaired
-surrogate, which no decoded text contains. Parsers compare marks like any other text, and remove those that they do not
-need.
+surrogate, which no decoded text contains. Parsers compare marks like any other text, and remove the marks that they do
+not need.
 """
 
 from collections.abc import Mapping
@@ -40,7 +40,7 @@ class Marks:
     @classmethod
     def of(cls, control_tokens: Mapping[str, int]) -> "Marks":
         """Return the marks of the markers that are control tokens, given all control tokens with their ids."""
-        # Other models have control tokens of the same text as some of harmony's markers.
+        # Other models have control tokens with the same text as some of harmony's markers.
         known = (*MARKERS, *HARMONY) if HARMONY[0] in control_tokens else MARKERS
         token_ids = {text: control_tokens[text] for text in known if text in control_tokens}
         by_text = {text: chr(_FIRST_MARK + number) for number, text in enumerate(token_ids)}

@@ -1,4 +1,4 @@
-"""Calls in the formats of Mistral: a list after `[TOOL_CALLS]`, or since 2025 `[TOOL_CALLS]f{...}` for each call.
+"""Calls in Mistral's formats: a list after `[TOOL_CALLS]` or, since 2025, `[TOOL_CALLS]f{...}` for each call.
 
 The newer format may have `[CALL_ID]` with an id, and `[ARGS]`, between the name and the arguments.
 """

@@ -34,7 +34,7 @@ class ToolCall:
     call_id: str
     name: str
     arguments: str
-    """JSON text; cut off if the answer was."""
+    """JSON text; truncated if the answer was."""
 
 
 @dataclass(slots=True)

@@ -1,7 +1,7 @@
-"""Reads Python literals character by character and passes them on as JSON text; see `json_reader`.
+"""Reads Python literals character by character and emits them as JSON text; see `json_reader`.
 
-Strings, numbers in JSON's form, lists, dictionaries with strings as keys, True, False and None, and JSON's spelling of
-the latter three.
+Supported are strings, numbers in JSON's form, lists, dictionaries with string keys, True, False and None, and JSON's
+true, false and null.
 """
 
 import json
@@ -37,7 +37,7 @@ _CODES: Mapping[str, int] = {"x": 2, "u": 4, "U": 8}
 
 
 def read_literal(first: str, out: Out, depth: int = 0) -> Reader:
-    """Read a literal that begins with the character `first`; return the character that was read too far, if any."""
+    """Read a literal that begins with the character `first`; return the character read past its end, if any."""
     if first in "\"'":
         yield from _string(first, out)
     elif first == "[":

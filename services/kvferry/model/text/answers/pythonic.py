@@ -65,7 +65,7 @@ def _call(first: str, calls: Calls) -> Generator[None, str, None]:
 
 
 def _name(first: str, calls: Calls) -> Generator[None, str, str]:
-    """Read the name of an offered function and the parenthesis after it; fail as soon as no name fits."""
+    """Read the name of an offered tool and the parenthesis after it; fail as soon as no name matches."""
     name, possible = "", list(calls.names)
     character = first
     while character != "(":

@@ -1,7 +1,7 @@
 """Splits the reasoning at the start of an answer, `<think>...</think>`, from what follows it.
 
-White space around the reasoning is dropped. If the chat template has opened `<think>` in the prompt, the answer begins
-inside of the reasoning.
+Whitespace around the reasoning is dropped. If the chat template opened `<think>` in the prompt, the answer begins
+inside the reasoning.
 """
 
 from enum import Enum, auto
@@ -15,10 +15,10 @@ OPENER, CLOSER = "<think>", "</think>"
 
 class _State(Enum):
     START = auto()
-    """Nothing but white space and a beginning of the opener so far."""
+    """Only whitespace and a prefix of the opener so far."""
     REASONING = auto()
     BEFORE_CONTENT = auto()
-    """White space after the reasoning."""
+    """Whitespace after the reasoning."""
     CONTENT = auto()
 
 

@@ -1,4 +1,4 @@
-"""The known formats of tool calls, and how a model's format is recognized."""
+"""The supported formats of tool calls, and recognition of a model's format."""
 
 from collections.abc import Callable, Mapping
 from enum import StrEnum
@@ -38,16 +38,16 @@ _SIGNS = (
     (CallFormat.LLAMA3_JSON, json_calls.LLAMA3_TAG),
     (CallFormat.HARMONY, harmony.CHANNEL),
 )
-"""Texts in a template, or tokens of a vocabulary, by which a format is recognized; the first that is found decides.
-The third one is in the instructions of Llama 3.2's and Llama 4's templates for calls in Python."""
+"""Strings in a template, or tokens of a vocabulary, by which a format is recognized; the first match decides. The third
+string is in the instructions for calls in Python in Llama 3.2's and Llama 4's templates."""
 
 
 def recognized(template: str, has_token: Callable[[str], bool]) -> CallFormat:
-    """Return the format of a model: by the text of its chat template, or else by its vocabulary, or else Hermes.
+    """Return a model's format: recognized by its chat template, or else by its vocabulary, or else Hermes.
 
     Args:
         template: source of the chat template.
-        has_token: function that returns whether a text is one token of the vocabulary.
+        has_token: function that returns whether a string is a single token of the vocabulary.
     """
     for known, sign in _SIGNS:
         if sign in template:
@@ -56,14 +56,15 @@ def recognized(template: str, has_token: Callable[[str], bool]) -> CallFormat:
 
 
 def syntax_of(call_format: CallFormat, marks: Marks) -> CallSyntax:
-    """Return the reader of a format, for a model with these marks. Harmony has none, since calls are messages there."""
+    """Return the reader of a format, for a model with these marks. Harmony has no reader, since its calls are
+    messages."""
     return _SYNTAXES[call_format](marks)
 
 
 def new_id_of(call_format: CallFormat, letters: Callable[[int], str]) -> Callable[[], str]:
     """Return a function that generates ids of calls.
 
-    Mistral's templates require 9 letters and digits; all others get ids in OpenAI's form.
+    Mistral's templates require 9 letters and digits; all other formats get ids in OpenAI's form.
 
     Args:
         call_format: the model's format.

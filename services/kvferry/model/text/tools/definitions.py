@@ -1,4 +1,4 @@
-"""Functions that a request offers to the model, and which of them it must call; checked against limits."""
+"""Tools that a request offers to the model, and which of them it must call; checked against limits."""
 
 import json
 import re
@@ -12,14 +12,14 @@ MAX_TOOLS = 128
 MAX_NAME_CHARS = 64
 MAX_DESCRIPTION_CHARS = 16_384
 MAX_PARAMETERS_CHARS = 1 << 17
-"""Maximum number of characters of the parameter schemas of all functions together, as JSON."""
+"""Maximum number of characters of the parameter schemas of all tools together, as JSON."""
 MAX_DEPTH = 32
 """Maximum nesting depth of objects and arrays in a parameter schema."""
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
 
 
 class Choice(StrEnum):
-    """Whether the model may, must not or must call functions."""
+    """Whether the model may, must not or must call tools."""
 
     AUTO = "auto"
     NONE = "none"
@@ -28,17 +28,17 @@ class Choice(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function that the model may call."""
+    """A tool that the model may call: a function, the only type of tool supported."""
 
     name: str
     description: str = ""
     parameters: Mapping[str, object] = field(default_factory=dict)
-    """JSON schema of the arguments, an object; empty for a function without arguments."""
+    """JSON schema of the arguments, which is of type object; empty for a tool without arguments."""
     is_strict: bool = False
-    """Whether the arguments must fit the schema; holds if a call is required, and has no effect otherwise."""
+    """Whether the arguments must match the schema. Enforced if a call is required; no effect otherwise."""
 
     def as_template_input(self) -> dict[str, object]:
-        """Return the function in the form that chat templates expect."""
+        """Return the tool in the form that chat templates expect."""
         function: dict[str, object] = {"name": self.name}
         if self.description:
             function["description"] = self.description
@@ -47,27 +47,27 @@ class Tool:
 
     @property
     def schema(self) -> Mapping[str, object]:
-        """The schema of the arguments, an object without members if none is given."""
+        """The schema of the arguments; by default, an object without properties."""
         return self.parameters or {"type": "object", "properties": {}}
 
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """Functions that a request offers, and how they may be used."""
+    """Tools that a request offers, and how they may be used."""
 
     tools: tuple[Tool, ...] = ()
     choice: Choice = Choice.AUTO
     function: str = ""
-    """Name of the function that must be called; empty for any. `choice` is then `required`."""
+    """Name of the tool that must be called, in which case `choice` is `required`; empty for any tool."""
     is_parallel: bool = True
     """Whether an answer may have several calls."""
 
     def __post_init__(self) -> None:
-        """Check the functions and the choice.
+        """Check the tools and the choice.
 
         Raises:
-            InvalidRequest: there are too many functions, one is named twice or too large, or the choice contradicts
-                them.
+            InvalidRequest: there are too many tools, two have the same name, one is too large, or the choice
+                contradicts them.
         """
         _check_tools(self.tools)
         if self.choice is Choice.REQUIRED and not self.tools:
@@ -83,17 +83,18 @@ class ToolUse:
 
     @property
     def offered(self) -> tuple[Tool, ...]:
-        """The functions that are in the prompt."""
+        """The tools in the prompt."""
         return () if self.choice is Choice.NONE else self.tools
 
     @property
     def callable_tools(self) -> tuple[Tool, ...]:
-        """The functions of which calls are returned."""
+        """The tools whose calls are returned."""
         return tuple(tool for tool in self.offered if self.function in ("", tool.name))
 
     @property
     def max_calls(self) -> int | None:
-        """Number of calls of an answer; `None` for no limit. A named function is called once, as in OpenAI's API."""
+        """Maximum number of calls in an answer; `None` for no limit. A tool that tool_choice names is called once, as
+        in OpenAI's API."""
         return None if self.is_parallel and not self.function else 1
 
 
@@ -160,5 +161,5 @@ def depth_of(value: object) -> int:
 
 
 def size_of(tools: Sequence[Tool]) -> int:
-    """Return the number of characters of the functions as JSON."""
+    """Return the number of characters of the tools as JSON."""
     return sum(len(json.dumps(tool.as_template_input(), ensure_ascii=False)) for tool in tools)

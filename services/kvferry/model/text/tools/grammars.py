@@ -1,8 +1,8 @@
 """Grammars of answers that consist of tool calls, for constrained decoding: one for each format of calls.
 
-A grammar is text in llguidance's dialect of Lark, with the schemas of the arguments inline. What it accepts is read by
-the parser of the same format, with arguments that fit their schemas. Separators are those of the models' training data
-(one space after a comma or colon), and no white space is free, since small models repeat it without end.
+A grammar is text in llguidance's dialect of Lark, with the schemas of the arguments inline. The parser of the same
+format reads whatever the grammar accepts, with arguments that match their schemas. Separators follow the models'
+training data (one space after a comma or colon), and no whitespace is optional, since small models repeat it endlessly.
 """
 
 import json
@@ -15,7 +15,7 @@ from kvferry.model.text.tools.definitions import Tool
 from kvferry.model.text.tools.pythonic_grammar import pythonic_call
 
 MAX_CALLS = 16
-"""Maximum number of calls in an answer that must have calls: a small model does not end by itself."""
+"""Maximum number of calls in an answer that must have calls, since a small model may never stop."""
 _COMPOSED = frozenset({"$ref", "allOf", "anyOf", "oneOf", "if", "not"})
 _OPEN = frozenset({"additionalProperties", "patternProperties", "unevaluatedProperties", *_COMPOSED})
 """Keywords that define which other members an object may have."""
@@ -29,10 +29,10 @@ def calls_grammar(
 
     Args:
         call_format: the model's format of calls.
-        tools: functions that may be called, at least one.
+        tools: tools that may be called, at least one.
         marks: markers that are control tokens of the model.
         is_single: whether the answer has exactly one call.
-        thought: rules of what may come before the calls; see `thought_rules`. Empty for nothing.
+        thought: rules for text before the calls, from `thought_rules`; empty if no text may come before them.
 
     Raises:
         InvalidRequest: a schema cannot be expressed in the format.
@@ -47,7 +47,7 @@ def thought_rules(marks: Marks, *, is_open: bool, call_format: CallFormat = Call
     """Return the rules of reasoning before the calls.
 
     Args:
-        call_format: the model's format of calls; the reasoning of harmony is a message of its own.
+        call_format: the model's format of calls; harmony's reasoning is a separate message.
         marks: markers that are control tokens of the model.
         is_open: whether the prompt has opened the reasoning.
     """
@@ -70,14 +70,14 @@ def _harmony_thought(marks: Marks) -> str:
 
 
 def _terminal(marker: str, marks: Marks) -> str:
-    """Return the form of a marker in a rule: a control token, or its text."""
+    """Return a marker as it is written in a rule: as a control token, or as its text."""
     token_id = marks.token_ids.get(marker)
     return json.dumps(marker) if token_id is None else f"<[{token_id}]>"
 
 
 def _schema(tool: Tool) -> str:
     schema = tool.schema
-    # JSON Schema allows members that a schema does not mention; a small model would invent them without end.
+    # JSON Schema allows members that a schema does not mention; a small model would invent them endlessly.
     closed = {"additionalProperties": False} if "properties" in schema and not _OPEN & schema.keys() else {}
     whole = {**enforceable(schema), **closed, "type": "object", "x-guidance": _SPACING}
     return f"%json {json.dumps(whole, ensure_ascii=False)}"

@@ -1,6 +1,7 @@
-"""Tool calls and their results in the messages of a conversation: each result answers a call, each call is answered.
+"""Tool calls and their results in the messages of a conversation: each result answers a call, and each call is
+answered.
 
-The rules are those of OpenAI's API. Arguments are JSON text in requests, and an object in templates.
+The rules follow OpenAI's API. Arguments are JSON text in requests, and an object in templates.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,7 +25,7 @@ def check_calls(messages: Sequence[Message]) -> None:
         messages: messages in the form that templates expect.
 
     Raises:
-        InvalidRequest: a result answers no call of the assistant's message before it, or a call is not answered.
+        InvalidRequest: a result does not match a call in the preceding assistant message, or a call has no result.
     """
     open_ids: dict[str, None] = {}
     for number, message in enumerate(messages):
@@ -65,7 +66,7 @@ def call_input(call_id: str, name: str, arguments: str) -> dict[str, object]:
 
 
 def with_names(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages with the name of the called function in each result, for templates that need it."""
+    """Return the messages with the name of the called tool in each result, for templates that need it."""
     names: dict[str, object] = {}
     named: list[Message] = []
     for message in messages:
@@ -79,7 +80,7 @@ def with_names(messages: Sequence[Message]) -> list[Message]:
 
 
 def _as_object(arguments: str) -> object:
-    """Return arguments as an object, or as text if they are not one, as may happen in an answer that was cut off."""
+    """Return arguments as an object, or as text if they are not an object, as in an answer that was cut off."""
     try:
         value = from_json(arguments or "{}", allow_inf_nan=False)
     except ValueError:

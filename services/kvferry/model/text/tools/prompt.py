@@ -1,7 +1,7 @@
-"""Writes functions, calls and results as text, for chat templates without tools of their own.
+"""Writes tools, calls and results as text, for chat templates that do not support tools.
 
-The format is that of the Hermes models: functions in the system message, calls in `<tool_call>`, results in
-`<tool_response>`, which many models were trained with, and which `answers.json_calls` reads.
+The format is the one of the Hermes models: tools in the system message, calls in `<tool_call>`, results in
+`<tool_response>`. Many models were trained with it, and `answers.json_calls` reads it.
 """
 
 import json
@@ -14,7 +14,7 @@ from kvferry.model.text.tools.definitions import Tool
 from kvferry.model.text.tools.history import Message
 
 _THINKING = "message.thinking"
-"""Text by which templates of the harmony format are recognized."""
+"""String by which templates of the harmony format are recognized."""
 _INSTRUCTIONS = """You can call functions. Each line between <tools> and </tools> describes one function as JSON, with \
 a JSON schema of its arguments:
 <tools>
@@ -33,7 +33,7 @@ You then get the results between <tool_response> and </tool_response>. If none i
 def encode_conversation(
     template: ChatTemplate, tokenizer: Tokenizer, messages: Sequence[Message], tools: Sequence[Tool] = ()
 ) -> list[int]:
-    """Render and encode a conversation with the functions that are offered, whether or not the template has tools.
+    """Render and encode a conversation with the tools that are offered, whether or not the template supports tools.
 
     Raises:
         InvalidRequest: see `chat.encode_chat`.
@@ -56,11 +56,11 @@ def _with_thinking(message: Message) -> Message:
 
 
 def as_text(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
-    """Return the conversation without tools: all that concerns them is text of messages.
+    """Return the conversation with tools, calls and results written as message text.
 
     Args:
         messages: messages in the form that templates expect.
-        tools: functions that the model may call.
+        tools: tools that the model may call.
     """
     plain: list[Message] = []
     results: list[str] = []
@@ -75,7 +75,7 @@ def as_text(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]
 
 
 def _add_results(messages: list[Message], results: list[str]) -> None:
-    """Add the results that follow each other as one message of the user."""
+    """Append consecutive results as one user message."""
     if results:
         messages.append({"role": "user", "content": "\n".join(results)})
         results.clear()

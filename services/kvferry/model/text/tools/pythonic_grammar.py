@@ -1,8 +1,8 @@
 """The grammar of one Python call with keyword arguments, `f(a=1, b="x")`, from the schema of its arguments.
 
-Keywords come in the order of the schema's properties; those that are not required may be left out. Values are written
-as JSON, which the parser of the format reads as well as Python. A schema that says more than which properties exist
-(`anyOf` beside them, for example) has no such grammar.
+Keywords come in the order of the schema's properties; optional ones may be left out. Values are written as JSON, which
+the parser of the format reads as well as Python. A schema with more than a list of properties (such as `anyOf` beside
+them) has no such grammar.
 """
 
 import json
@@ -22,9 +22,9 @@ def pythonic_call(tool: Tool, rule: str, spacing: Mapping[str, object]) -> list[
     """Return the rules of a call of `tool`; the first one is named `rule`.
 
     Args:
-        tool: the function.
-        rule: name of the rule, with which the names of the others begin.
-        spacing: llguidance's options for white space in JSON.
+        tool: the tool to call.
+        rule: name of the rule, and prefix of the names of the others.
+        spacing: llguidance's options for whitespace in JSON.
 
     Raises:
         InvalidRequest: the schema cannot be expressed as keyword arguments.
@@ -57,7 +57,7 @@ def pythonic_call(tool: Tool, rule: str, spacing: Mapping[str, object]) -> list[
 def _sequence(name: str, rule: str, is_required: list[bool]) -> list[str]:
     """Return the rules of the keywords in order, with commas between those that are present.
 
-    Two chains of rules: `first_i` is what may follow before any keyword was written, `next_i` after one.
+    Two chains of rules: `first_i` for what may follow if no keyword has been written yet, `next_i` otherwise.
     """
     count = len(is_required)
     rules = [f'{rule}: "{name}(" {rule}_first_0 ")"', f'{rule}_first_{count}: ""', f'{rule}_next_{count}: ""']
