@@ -174,7 +174,7 @@ def _without_docstrings(tree: ast.Module) -> ast.Module:
 
 
 def test_types_that_threads_convert_to_are_described_when_their_module_is_imported() -> None:
-    """See `kvferry.core.struct_types`: the first use of a type by two threads ends the process."""
+    """See `kvferry.core.process.struct_types`: the first use of a type by two threads ends the process."""
     missing = []
     for path in MODULES:
         text = path.read_text("utf-8")

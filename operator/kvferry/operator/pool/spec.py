@@ -10,7 +10,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from kvferry.core.errors import UsageError
-from kvferry.core.struct_types import describe
+from kvferry.core.process.struct_types import describe
 
 Json = dict[str, Any]
 Percentage = str

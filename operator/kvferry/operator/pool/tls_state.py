@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import msgspec
 from blake3 import blake3
 
-from kvferry.core.struct_types import describe
+from kvferry.core.process.struct_types import describe
 
 CA_ENTRY = "ca.crt"
 STATE_ENTRY = "state.json"

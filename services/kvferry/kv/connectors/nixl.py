@@ -28,7 +28,7 @@ import numpy.typing as npt
 from kvferry.core.clock import Clock, SystemClock
 from kvferry.core.ids import BlockId, Incarnation
 from kvferry.core.process.exit_threads import start_thread
-from kvferry.core.struct_types import describe
+from kvferry.core.process.struct_types import describe
 from kvferry.kv.connectors.address_proof import checked, proved
 from kvferry.kv.interface.connector import PageMemory, Peer, Read, ReadError, TransportSetup
 from kvferry.kv.interface.packed import unpacked

@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from kvferry.core.ids import BlockId, Incarnation
-from kvferry.core.struct_types import describe
+from kvferry.core.process.struct_types import describe
 from kvferry.kv.connectors.windows import CompletedRead, Pages, as_pages, copy_pages, copy_raw, epochs_of
 from kvferry.kv.interface.connector import PageMemory, Peer, Read, ReadError, TransportSetup
 from kvferry.kv.interface.packed import unpacked

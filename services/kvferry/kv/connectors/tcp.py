@@ -16,7 +16,7 @@ import msgspec
 from kvferry.core.clock import Clock, SystemClock
 from kvferry.core.errors import UsageError
 from kvferry.core.ids import BlockId, Incarnation
-from kvferry.core.struct_types import describe
+from kvferry.core.process.struct_types import describe
 from kvferry.kv.connectors import tcp_wire as wire
 from kvferry.kv.connectors.tcp_read import ParallelRead, TcpRead, split_buffers
 from kvferry.kv.connectors.tcp_server import PageServer, runs

@@ -16,7 +16,7 @@ from blake3 import blake3
 
 from kvferry.core.errors import TicketRejected
 from kvferry.core.ids import Incarnation, TicketId, WorkerId
-from kvferry.core.struct_types import describe
+from kvferry.core.process.struct_types import describe
 from kvferry.kv.handoff.seals import Sealed, sealed_bytes
 from kvferry.kv.interface.packed import unpacked
 from kvferry.kv.pages.layer_groups import FULL_ATTENTION, handed_over

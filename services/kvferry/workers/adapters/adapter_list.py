@@ -16,7 +16,7 @@ import msgspec
 
 from kvferry.core.errors import UsageError
 from kvferry.core.ids import MAX_ADAPTER_NAME_CHARS
-from kvferry.core.struct_types import describe
+from kvferry.core.process.struct_types import describe
 from kvferry.engine.adapters.adapter_store import MAX_ADAPTERS
 
 MAX_LIST_BYTES = 4 << 20

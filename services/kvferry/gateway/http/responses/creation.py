@@ -8,7 +8,7 @@ import msgspec
 
 from kvferry.core.errors import InvalidRequest, KvferryError
 from kvferry.core.ids import new_request_id
-from kvferry.core.struct_types import describe
+from kvferry.core.process.struct_types import describe
 from kvferry.gateway.http.openai.generation import Caller, Generation, prepared
 from kvferry.gateway.http.openai.reply import encode
 from kvferry.gateway.http.responses import output as out
