@@ -49,34 +49,34 @@ struct PackedMatrix {
 inline PackedMatrix make_matrix(const std::string& wanted, const std::vector<int>& types, int rows, int cols) {
   require(rows > 0 && cols > 0 && !types.empty(), "a matrix needs rows, columns and types");
   for (RowType type : row_types(types))
-    require(row_bytes(type, cols) > 0, "columns do not divide into the type's blocks");
+    require(row_bytes(type, cols) > 0, "the number of columns must be a multiple of the type's block");
   return {packed_layout(wanted, row_types(types), rows, cols), {}};
 }
 
 inline void pack_matrix(PackedMatrix& packed, const std::vector<int>& types,
                         const std::vector<Array<const uint8_t>>& parts, Ints order, Bytes out) {
   const Matrix& m = packed.matrix;
-  require(types.size() == parts.size(), "every part needs a type");
-  require(order.size() == size_t(m.rows), "the order does not name every row");
-  require(out.size() == packed.bytes(), "the packed matrix has another size");
+  require(types.size() == parts.size(), "each part needs a type");
+  require(order.size() == size_t(m.rows), "the order must have one entry per row");
+  require(out.size() == packed.bytes(), "the packed matrix has the wrong size");
   std::vector<Part> list;
   int64_t total = 0;
   for (size_t i = 0; i < parts.size(); ++i) {
     const size_t bytes = row_bytes(RowType(types[i]), m.cols);
-    require(bytes > 0 && parts[i].size() % bytes == 0, "a part is not a whole number of rows");
+    require(bytes > 0 && parts[i].size() % bytes == 0, "a part must be a whole number of rows");
     list.push_back({RowType(types[i]), parts[i].data(), int(parts[i].size() / bytes)});
     total += list.back().rows;
   }
   for (size_t r = 0; r < order.size(); ++r)
-    require(order.data()[r] >= -1 && order.data()[r] < total, "the order names a row that is not there");
+    require(order.data()[r] >= -1 && order.data()[r] < total, "the order names a row that does not exist");
   nb::gil_scoped_release released;
   pack(m, list, order.data(), out.data());
 }
 
 inline void attach(PackedMatrix& packed, nb::object data, nb::object bias) {
-  require(packed.matrix.data == nullptr, "the matrix has its data already");
+  require(packed.matrix.data == nullptr, "the matrix already has its data");
   const auto bytes = exactly<Array<const uint8_t>>(data, "packed data");
-  require(bytes.size() == packed.bytes(), "the packed matrix has another size");
+  require(bytes.size() == packed.bytes(), "the packed matrix has the wrong size");
   const float* values = nullptr;
   if (!bias.is_none()) {
     const auto given = exactly<Floats>(bias, "a bias");

@@ -318,7 +318,7 @@ bool check(const Level& level, const std::string& wanted, RowType type, KvType k
     for (const Piece& p : pieces) {
       const size_t width = size_t(m.vocabulary + 2 * m.hidden), count = size_t(p.rows) * width;
       if (std::memcmp(&logits[at], &alone[size_t(p.sequence)][size_t(p.first) * width], count * 4) != 0) {
-        std::printf("%s %s: rows %d to %d of sequence %d differ from those computed alone\n", level.name,
+        std::printf("%s %s: rows %d to %d of sequence %d differ from the sequence computed alone\n", level.name,
                     wanted.c_str(), p.first, p.first + p.rows, p.sequence);
         return false;
       }

@@ -32,7 +32,7 @@ namespace {
 KvType kv_type_named(const std::string& name) {
   if (name == "float32") return KvType::f32;
   if (name == "bfloat16") return KvType::bf16;
-  require(name == "int8", "KV is float32, bfloat16 or int8");
+  require(name == "int8", "the KV type must be float32, bfloat16 or int8");
   return KvType::int8;
 }
 
@@ -68,8 +68,8 @@ class Runner {
     m.gate = Gate(whole("gate"));
     m.swiglu_alpha = real("swiglu_alpha");
     m.swiglu_limit = real("swiglu_limit");
-    require(m.gate >= Gate::silu && m.gate <= Gate::clamped_swiglu, "the activation is unknown");
-    require(is_width(m.input_bits), "inputs have 8, 16 or 32 bits");
+    require(m.gate >= Gate::silu && m.gate <= Gate::clamped_swiglu, "unknown activation");
+    require(is_width(m.input_bits), "input_bits must be 8, 16 or 32");
     require(m.head_dim % 16 == 0 && m.head_dim <= kMaxHeadDim, "head_dim must be a multiple of 16, at most 256");
     require(m.kv_heads > 0 && m.heads % m.kv_heads == 0, "heads must be a multiple of kv_heads");
     if (shape.contains("rank")) {
@@ -78,8 +78,9 @@ class Runner {
       require(of.rank > 0 && of.rank % 32 == 0 && of.rank <= kMaxRank && of.plain > 0 && of.plain % 32 == 0 &&
                   of.rotated > 0 && of.rotated % 16 == 0 && of.width() <= kMaxKeyDim && of.value > 0 &&
                   of.value % 16 == 0 && of.query_rank >= 0 && of.query_rank % 16 == 0,
-              "latent attention has a size that is not supported");
-      require(m.kv_heads == 1 && m.head_dim == of.plain + of.rotated, "latent attention has another head");
+              "latent attention has an unsupported size");
+      require(m.kv_heads == 1 && m.head_dim == of.plain + of.rotated,
+              "latent attention needs kv_heads 1 and head_dim = plain + rotated");
     }
     m.inputs = whole("inputs");
     const auto norm = [&](const char* name) { return parts[name].is_none() ? nullptr : floats(parts[name], m.hidden); };
@@ -87,7 +88,7 @@ class Runner {
     m.head = matrix(parts["head"], m.vocabulary, m.hidden);
     m.final_norm = norm("final_norm");
     m.head_norm = norm("head_norm");
-    require(m.inputs == m.hidden || !m.embedding.data, "attention over tokens has `hidden` inputs");
+    require(m.inputs == m.hidden || !m.embedding.data, "a model over tokens needs inputs = hidden");
     const Latent& latent = m.latent;
     const size_t angles = size_t(m.max_tokens) * (latent.rank ? latent.rotated : m.head_dim);
     const int width = m.heads * m.head_dim;
@@ -105,17 +106,17 @@ class Runner {
       layer.k_norm = optional("k_norm", m.head_dim);
       layer.q_norm_whole = optional("q_norm_whole", width);
       layer.k_norm_whole = optional("k_norm_whole", size_t(m.kv_heads) * m.head_dim);
-      require(!layer.q_norm_whole == !layer.k_norm_whole, "queries and keys are normalized both or not at all");
+      require(!layer.q_norm_whole == !layer.k_norm_whole, "queries and keys need a norm both or neither");
       layer.cos = optional("cos", angles);
       layer.sin = optional("sin", angles);
-      require(!layer.cos == !layer.sin, "a rotated layer needs cosines and sines");
+      require(!layer.cos == !layer.sin, "a rotated layer needs both cosines and sines");
       layer.window = nb::cast<int>(from["window"]);
-      require(layer.window >= 0, "a window must not be negative");
+      require(layer.window >= 0, "window must not be negative");
       layer.sinks = optional("sinks", m.heads);
       layer.attention_output_norm = optional("attention_output_norm", m.hidden);
       layer.mlp_output_norm = optional("mlp_output_norm", m.hidden);
       if (latent.rank) {
-        require(layer.cos != nullptr, "latent attention is rotated");
+        require(layer.cos != nullptr, "latent attention needs rotation");
         layer.latent_norm = floats(from["latent_norm"], latent.rank);
         layer.absorb = matrix(from["absorb"], m.heads * latent.rank, latent.plain);
         layer.value_up = matrix(from["value_up"], m.heads * latent.value, latent.rank);
@@ -128,14 +129,14 @@ class Runner {
       layer.mlp_norm = optional("mlp_norm", m.hidden);
       if (from.contains("mixture")) {
         layer.mixture = mixture(nb::cast<nb::dict>(from["mixture"]));
-        require(!layer.mlp_output_norm, "outputs of experts have no norm");
+        require(!layer.mlp_output_norm, "an MoE layer has no output norm");
       } else {
         layer.gate_up = matrix(from["gate_up"], gate_up_rows(m.intermediate), m.hidden);
         layer.down = matrix(from["down"], m.hidden, m.intermediate);
       }
       layers_.push_back(layer);
     }
-    require(!layers_.empty(), "a model needs a layer");
+    require(!layers_.empty(), "a model needs at least one layer");
     m.layers = layers_.data();
     m.num_layers = int(layers_.size());
     step_ = std::make_unique<Step>(model_, usable(level), pool.threads());
@@ -167,7 +168,7 @@ class Runner {
     auto packed = std::make_unique<PackedAdapter>();
     packed->model = this;
     packed->adapter.is_bf16 = is_bf16;
-    require(experts_.empty(), "models with experts take no adapters");
+    require(experts_.empty(), "MoE models do not support adapters");
     require(layers.size() == layers_.size(), "an adapter needs an entry for every layer");
     for (size_t i = 0; i < layers.size(); ++i) {
       const auto from = nb::cast<nb::dict>(layers[i]);
@@ -199,44 +200,45 @@ class Runner {
     b.num_sampled = int(sampled.size());
     b.num_shown = int(shown.size());
     require(b.rows > 0, "a step needs rows");
-    require(b.num_sampled <= b.rows, "more rows are sampled than there are");
+    require(b.num_sampled <= b.rows, "more rows are sampled than exist");
     require(positions.size() == tokens.size() && slots.size() == tokens.size(),
             "tokens, positions and slots differ in number");
     require(contexts.size() == queries.size() && tables.ndim() == 2 && tables.shape(0) == queries.size(),
             "the sequences' arrays differ in number");
     require(logits.size() == sampled.size() * size_t(model_.vocabulary) && greedy.size() == sampled.size() &&
                 finite.size() == sampled.size(),
-            "the results have another size");
-    require(hidden.size() == shown.size() * size_t(model_.hidden), "the hidden states have another size");
-    require(block_tokens > 0 && num_pages > 0 && pages != 0, "there are no pages");
+            "the results have the wrong size");
+    require(hidden.size() == shown.size() * size_t(model_.hidden), "the hidden states have the wrong size");
+    require(block_tokens > 0 && num_pages > 0 && pages != 0, "pages must not be empty");
     const size_t rows = tokens.size();
-    require(tapped.size() == rows * taps.size() * size_t(model_.hidden), "the inputs of layers have another size");
-    check_indices(taps.data(), taps.size(), 0, model_.num_layers, "a layer is not there");
+    require(tapped.size() == rows * taps.size() * size_t(model_.hidden), "the tapped layer inputs have the wrong size");
+    check_indices(taps.data(), taps.size(), 0, model_.num_layers, "a tapped layer does not exist");
     if (model_.embedding.data) {
-      require(!inputs.size() && !residuals.size(), "rows are tokens, and no vectors");
+      require(!inputs.size() && !residuals.size(), "rows must be tokens, not vectors");
       check_indices(tokens.data(), rows, 0, model_.vocabulary, "a token is not in the vocabulary");
     } else {
       require(inputs.size() == rows * size_t(model_.inputs) && residuals.size() == rows * size_t(model_.hidden),
-              "the vectors of rows have another size");
+              "the rows' vectors have the wrong size");
       b.inputs = inputs.data();
       b.residuals = residuals.data();
     }
-    check_indices(positions.data(), positions.size(), 0, model_.max_tokens, "a position is beyond the model's");
+    check_indices(positions.data(), positions.size(), 0, model_.max_tokens,
+                  "a position is beyond the model's context length");
     check_indices(slots.data(), slots.size(), 0, num_pages * block_tokens, "a slot is beyond the pages");
-    check_indices(sampled.data(), sampled.size(), 0, b.rows, "a sampled row is not there");
-    check_indices(shown.data(), shown.size(), 0, b.rows, "a row of hidden states is not there");
+    check_indices(sampled.data(), sampled.size(), 0, b.rows, "a sampled row does not exist");
+    check_indices(shown.data(), shown.size(), 0, b.rows, "a row of hidden states does not exist");
     thread_local std::vector<const Adapter*> given;
     given.clear();
     for (nb::handle each : adapters) {
       const auto& packed = nb::cast<const PackedAdapter&>(each);
-      require(packed.model == this, "an adapter belongs to another model");
+      require(packed.model == this, "an adapter belongs to a different model");
       given.push_back(&packed.adapter);
     }
-    require(given.empty() || adapter_of_row.size() == tokens.size(), "every row needs the index of its adapter");
+    require(given.empty() || adapter_of_row.size() == tokens.size(), "each row needs the index of its adapter");
     if (!given.empty())
       check_indices(adapter_of_row.data(), adapter_of_row.size(), -1, int64_t(given.size()),
-                    "a row's adapter is not there");
-    require(!places.size() || places.size() == 2 * layers_.size(), "every layer needs a place");
+                    "a row's adapter does not exist");
+    require(!places.size() || places.size() == 2 * layers_.size(), "places must have an entry for each layer");
     b.places = places.size() ? places.data() : nullptr;
     b.page_layers = page_layers;
     const std::vector<int> windows = group_windows(model_, b);
@@ -249,7 +251,7 @@ class Runner {
     b.sequences = sequences.data();
     const size_t further = windows.size() - 1;
     require(further_slots.size() == further * rows && further_tables.size() == further * tables.size(),
-            "slots or tables of further groups of layers have another size");
+            "slots or tables of further layer groups have the wrong size");
     b.further_slots = further_slots.data();
     b.further_tables = further_tables.data();
     b.table_width = tables.shape(1);
@@ -257,7 +259,7 @@ class Runner {
     b.sampled = sampled.data();
     b.pages = reinterpret_cast<uint8_t*>(pages);
     b.kv_type = kv_type_named(kv_type);
-    require(!model_.latent.rank || b.kv_type != KvType::int8, "latent vectors have no int8 form");
+    require(!model_.latent.rank || b.kv_type != KvType::int8, "latent vectors do not support int8 KV");
     b.block_tokens = block_tokens;
     b.logits = logits.data();
     b.greedy = greedy.data();
@@ -293,9 +295,9 @@ class Runner {
     found.has_shared = !from["shared"].is_none();
     require(found.groups > 0 && found.count % found.groups == 0 && found.active_groups > 0 &&
                 found.active_groups <= found.groups && found.active <= found.count / found.groups * found.active_groups,
-            "the groups do not divide the experts, or have too few");
+            "the number of experts must be a multiple of groups, and active groups must hold the active experts");
     if (!from["correction"].is_none()) found.correction = floats(from["correction"], size_t(found.count));
-    require(found.active > 0 && found.active <= found.count, "more experts are active than there are");
+    require(found.active > 0 && found.active <= found.count, "active must be between 1 and the number of experts");
     if (found.has_shared) experts.push_back(nb::borrow(from["shared"]));
     found.router = matrix(from["router"], found.count + (found.has_shared_gate ? 1 : 0), model_.hidden);
     std::vector<Expert>& list = experts_.emplace_back();
@@ -310,13 +312,13 @@ class Runner {
   Matrix matrix(nb::handle from, int rows, int cols) {
     const auto& packed = nb::cast<PackedMatrix&>(from);
     require(packed.matrix.rows == rows && packed.matrix.cols == cols && packed.matrix.data,
-            "a matrix has another shape, or no data");
+            "a matrix has the wrong shape, or no data");
     owners_.push_back(nb::borrow(from));
     return packed.matrix;
   }
   const float* floats(nb::handle from, size_t count) {
     const auto values = exactly<Floats>(from, "a vector of weights");
-    require(values.size() == count, "an array has another size");
+    require(values.size() == count, "an array has the wrong size");
     owners_.push_back(nb::borrow(from));
     return values.data();
   }
@@ -344,7 +346,7 @@ NB_MODULE(_cpu, m) {
   nb::set_leak_warnings(false);  // objects that live until the interpreter exits are not leaks
   m.doc() = "Compiled CPU kernels of kvferry; kvferry.kernels is the only importer.";
   m.def("levels", &level_names,
-        "Instruction sets that the kernels are compiled for and this machine runs, slowest first.");
+        "Instruction sets that the kernels are compiled for and this machine supports, slowest first.");
   nb::class_<Pool>(m, "Pool").def(nb::init<int>(), "threads"_a).def_prop_ro("threads", &Pool::threads);
   nb::class_<PackedMatrix>(m, "Matrix")
       .def(
@@ -381,7 +383,7 @@ NB_MODULE(_cpu, m) {
   m.def("dequantize", &dequantize, "level"_a, "matrix"_a, "rows"_a, "out"_a.noconvert(),
         "Dequantizes rows of a matrix into out [rows, cols].");
   m.def("read_all", &read_all, "pool"_a, "level"_a, "data"_a,
-        "Streams an array: the bound that memory bandwidth sets.");
+        "Streams an array, to measure the bound set by memory bandwidth.");
   m.def("sum_products", &sum_products, "pool"_a, "level"_a, "chunks"_a, "of_bytes"_a = false,
         "Runs multiply-adds in registers and returns the number of operations.");
   m.def("row_bytes", [](int type, int cols) { return row_bytes(RowType(type), cols); }, "type_id"_a, "cols"_a);

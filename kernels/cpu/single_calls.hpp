@@ -17,7 +17,7 @@ inline bool is_width(int input_bits) { return input_bits == 8 || input_bits == 1
 
 inline const Level& usable(const std::string& level) {
   const Level* found = level_named(level);
-  require(found != nullptr, "this machine does not run level " + level);
+  require(found != nullptr, "this machine does not support level " + level);
   return *found;
 }
 
@@ -26,10 +26,10 @@ inline void product(Pool& pool, const std::string& level, const PackedMatrix& pa
   const Matrix& m = packed.matrix;
   const Level& found = usable(level);
   require(m.data != nullptr, "the matrix has no data");
-  require(is_width(input_bits), "inputs have 8, 16 or 32 bits");
-  require(x.ndim() == 2 && x.shape(1) == size_t(m.cols), "the inputs have another width");
+  require(is_width(input_bits), "input_bits must be 8, 16 or 32");
+  require(x.ndim() == 2 && x.shape(1) == size_t(m.cols), "the inputs have the wrong width");
   require(out.ndim() == 2 && out.shape(0) == x.shape(0) && out.shape(1) == size_t(m.rows),
-          "the outputs have another shape");
+          "the outputs have the wrong shape");
   const int rows = int(x.shape(0));
   nb::gil_scoped_release released;
   if (rows) found.product(pool, m, x.data(), rows, out.data(), input_bits);
@@ -39,8 +39,8 @@ inline void dequantize(const std::string& level, const PackedMatrix& packed, Int
   const Matrix& m = packed.matrix;
   const Level& found = usable(level);
   require(m.data != nullptr, "the matrix has no data");
-  require(out.size() == rows.size() * size_t(m.cols), "the outputs have another size");
-  check_indices(rows.data(), rows.size(), 0, m.rows, "a row is not there");
+  require(out.size() == rows.size() * size_t(m.cols), "the outputs have the wrong size");
+  check_indices(rows.data(), rows.size(), 0, m.rows, "a row does not exist");
   nb::gil_scoped_release released;
   found.dequantize(m, rows.data(), int(rows.size()), out.data());
 }

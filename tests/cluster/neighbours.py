@@ -21,15 +21,15 @@ def downloaded(module: str, version: str) -> dict[str, Any]:
     words = [toolchain.find(recipes.read().go), "mod", "download", "-json", f"{module}@{version}"]
     with tempfile.TemporaryDirectory() as empty:
         done = subprocess.run(words, cwd=empty, env=child_environment({}), capture_output=True, text=True, timeout=250)
-    told = dict(json.loads(done.stdout or "{}"))
-    if "Dir" not in told:
-        pytest.skip(f"{module} cannot be fetched: {told.get('Error') or done.stderr.strip()}")
-    return told
+    module_info = dict(json.loads(done.stdout or "{}"))
+    if "Dir" not in module_info:
+        pytest.skip(f"{module} cannot be fetched: {module_info.get('Error') or done.stderr.strip()}")
+    return module_info
 
 
 def definition(name: str) -> dict[str, Any]:
     """Return the definition called `name` in neighbours.toml; skip the test where it cannot be fetched."""
     wanted = tomllib.loads(FILE.read_text())[name]
-    told = downloaded(wanted["module"], wanted["version"])
-    assert told["Sum"] == wanted["sum"], f"the checksum of {wanted['module']} has changed"
-    return dict(yaml.safe_load((Path(told["Dir"]) / wanted["path"]).read_text()))
+    module_info = downloaded(wanted["module"], wanted["version"])
+    assert module_info["Sum"] == wanted["sum"], f"the checksum of {wanted['module']} has changed"
+    return dict(yaml.safe_load((Path(module_info["Dir"]) / wanted["path"]).read_text()))

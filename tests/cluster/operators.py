@@ -247,12 +247,12 @@ class FakePods:
                     self.make_ready(pod)
 
     def make_ready(self, pod: Mapping[str, Any]) -> None:
-        told = {c["type"]: c["status"] for c in pod["status"].get("conditions") or ()}
-        if told.get("Ready") == "True" or "deletionTimestamp" in pod["metadata"]:
+        by_type = {c["type"]: c["status"] for c in pod["status"].get("conditions") or ()}
+        if by_type.get("Ready") == "True" or "deletionTimestamp" in pod["metadata"]:
             return
         place, name = pod["metadata"]["namespace"], pod["metadata"]["name"]
         if self.are_stuck:
-            if told.get("PodScheduled") != "True":
+            if by_type.get("PodScheduled") != "True":
                 waits = {"name": "worker", "ready": False, "restartCount": 0, "image": "x", "imageID": "x"}
                 waits["state"] = {"waiting": {"reason": "ContainerCreating"}}
                 scheduled = [{"type": "PodScheduled", "status": "True"}, {"type": "Ready", "status": "False"}]

@@ -64,11 +64,11 @@ def test_the_api_calls_of_each_change(kube: Kube) -> None:
             kube.change(namespace, roles=[{"name": "prefill"}, {"name": "decode", "replicas": 2}])
             kube.rolled_out(namespace)
 
-        told = {
+        counts = {
             name: cost(operator, change) for name, change in (("made", made), ("edited", edited), ("scaled", scaled))
         }
-        total = {name: sum(found.values()) for name, found in told.items()}
-        print(*(f"{name}: {total[name]:.0f} {found}" for name, found in told.items()), sep="\n")
+        total = {name: sum(found.values()) for name, found in counts.items()}
+        print(*(f"{name}: {total[name]:.0f} {found}" for name, found in counts.items()), sep="\n")
         assert total["made"] <= 60
         assert total["edited"] <= 36
         assert total["scaled"] <= 11

@@ -167,11 +167,11 @@ async def test_requests_are_held_until_workers_join_and_are_routed_by_the_slices
         await until(lambda: ready(gateway) == ["d-0", "d-1", "p-0"])
         await asyncio.to_thread(slices.put, "d-0", "decode", d0.address, terminating=True)
         await until(lambda: ready(gateway) == ["d-1", "p-0"])
-        told = {
+        by_name = {
             worker["name"]: worker
             for worker in (await client.get(f"http://{gateway.listening.admin}/fleet")).json()["workers"]
         }
-        assert told["d-0"]["why_not"] == "terminating"
+        assert by_name["d-0"]["why_not"] == "terminating"
         await asyncio.to_thread(slices.remove, "d-0")
         await until(lambda: sorted(view.name for view in gateway.fleet.views()) == ["d-1", "p-0"])
         before = len(d1.decodes)
@@ -187,7 +187,7 @@ async def test_a_request_without_a_worker_gets_a_retry_time(slices):
         assert (second.status_code, second.headers["retry-after"]) == (429, "5")
         answer = await first
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
-        assert "had no worker" in answer.text
+        assert "had no workers" in answer.text
 
 
 NOWHERE = urllib3.ProxyManager("http://127.0.0.1:9")
@@ -381,7 +381,12 @@ async def test_the_whole_gateway_serves_a_pool_of_real_workers(slices):
             held = asyncio.create_task(client.post("/v1/completions", json=body))
             slices.put("c-0", "both", str(listening["grpc"]), str(listening["admin"]))
             assert (await held).status_code == 200
-            (told,) = (await client.get(f"http://{heard['admin']}/fleet")).json()["workers"]
-            assert (told["name"], told["worker_id"], told["role"], told["takes_work"]) == ("c-0", "c-0", "both", True)
-            assert told["model_digest"]
+            (entry,) = (await client.get(f"http://{heard['admin']}/fleet")).json()["workers"]
+            assert (entry["name"], entry["worker_id"], entry["role"], entry["takes_work"]) == (
+                "c-0",
+                "c-0",
+                "both",
+                True,
+            )
+            assert entry["model_digest"]
         assert gateway.stop() == 0

@@ -47,5 +47,5 @@ def test_a_second_operator_over_the_same_namespace_refuses_to_start(kube, api, n
         assert second.process.wait(60) == 1
     said = capfd.readouterr().err
     assert f"pool {namespace}/chat is reconciled by the operator with the lease {namespace}/kvferry-operator" in said
-    assert "Uninstall one of them, or give each its own namespaces" in said
+    assert "Uninstall one of them, or assign each its own namespaces" in said
     assert "Traceback" not in said

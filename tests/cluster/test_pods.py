@@ -75,7 +75,7 @@ def test_too_little_kv_memory_is_reported_and_lost_keys_are_replaced(
         (card,) = openai.models.list().data
     held = int((card.model_extra or {})["max_model_len"])
     assert 1024 <= held < 2048
-    eventually(lambda: conditions(pool)["ContextAvailable"]["status"] == "False", "told in the condition", 30)
+    eventually(lambda: conditions(pool)["ContextAvailable"]["status"] == "False", "the condition ContextAvailable", 30)
     assert f"requests can have only {held:,} of 8,192 tokens" in conditions(pool)["ContextAvailable"]["message"]
     say(f"64Mi: advertised {held} tokens, ContextAvailable is False")
     with_kv_memory(pool, "3Mi")

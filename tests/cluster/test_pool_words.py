@@ -57,9 +57,9 @@ def test_a_settled_pool_is_not_written(world):
 def test_events_are_few(world):
     world.apply()
     world.settled()
-    told = [e for e in world.all("events").values() if e["involvedObject"]["kind"] == "InferencePool"]
-    assert len(told) <= 8
-    assert {e["source"]["component"] for e in told} == {"kvferry-operator"}
+    events = [e for e in world.all("events").values() if e["involvedObject"]["kind"] == "InferencePool"]
+    assert len(events) <= 8
+    assert {e["source"]["component"] for e in events} == {"kvferry-operator"}
 
 
 def test_deleting_a_pool_keeps_another_pool_of_the_namespace(world):

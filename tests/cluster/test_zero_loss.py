@@ -177,7 +177,7 @@ def undergo(pool: PoolOnNode, asked: list[Question], event: str, say: Callable[[
         load.flows(4)
         load_ended = load.ended
     row = table.row(event, load_ended, ready - began)
-    say(f"{event}: {table.told(row)}")
+    say(f"{event}: {table.described(row)}")
     for end in load_ended:
         if end.outcome is not Outcome.RIGHT:
             say(f"    {end.outcome} at {end.began - began:.1f} s, after {end.seconds:.1f} s: {end.note}")

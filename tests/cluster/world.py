@@ -91,9 +91,9 @@ class World:
         def done() -> Json | None:
             pool = self.get("kvpool", name)
             status = pool.get("status") or {}
-            told = {c["type"]: c for c in status.get("conditions") or ()}
+            by_type = {c["type"]: c for c in status.get("conditions") or ()}
             same = status.get("observedGeneration") == pool["metadata"]["generation"]
-            return status if same and told.get("Progressing", {}).get("reason") == "Complete" else None
+            return status if same and by_type.get("Progressing", {}).get("reason") == "Complete" else None
 
         return self.until(done)
 

@@ -13,8 +13,8 @@ ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for line in re.fin
 
 
 def test_the_table_has_a_row_for_each_family() -> None:
-    told = [(name.strip("`"), models, kind.strip("`")) for name, models, kind, *_ in ROWS]
-    assert told == [(family.name, family.title, family.architecture) for family in FAMILIES.values()]
+    listed = [(name.strip("`"), models, kind.strip("`")) for name, models, kind, *_ in ROWS]
+    assert listed == [(family.name, family.title, family.architecture) for family in FAMILIES.values()]
 
 
 def test_the_table_names_the_kernels_that_serve_a_family() -> None:

@@ -234,7 +234,7 @@ def test_a_frozen_decode_worker_does_not_hang_its_stream(expected: list[int]) ->
         (("up", "--model", "no-such-model"), "model 'no-such-model' is not a known name"),
         (("up", "--tier", "pigeon://x"), "unknown tier"),
         (("up", "--kv-memory", "lots"), "unknown unit"),
-        (("worker", "--role", "both", "--model", "tiny", "--kv-memory", "64KiB"), "fewer than 1,024"),
+        (("worker", "--role", "both", "--model", "tiny", "--kv-memory", "64KiB"), "a server needs 1,024"),
         (("worker", "--role", "prefill"), "ticket key"),
         (("worker", "--role", "decode", "--connector", "memory"), "within one process"),
         (("worker", "--model", "README.md"), "is not a known name"),

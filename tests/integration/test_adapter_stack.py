@@ -202,8 +202,8 @@ def test_the_workers_follow_a_list_of_adapters(stack: Stack) -> None:
         ({"lora_name": "x", "lora_path": "."}, 403, "not below"),
         ({"lora_name": "x", "lora_path": "link"}, 403, "not below"),
         ({"lora_name": "x", "lora_path": "none"}, 400, "adapter_config.json"),
-        ({"lora_name": "tiny", "lora_path": "a0"}, 400, "that of the model"),
-        ({"lora_name": "x"}, 400, "lora_path is missing"),
+        ({"lora_name": "tiny", "lora_path": "a0"}, 400, "is the model's name"),
+        ({"lora_name": "x"}, 400, "lora_path must be"),
         ({"lora_name": "x", "lora_path": "a0", "more": "y"}, 400, "'more' is not a field"),
     ],
 )

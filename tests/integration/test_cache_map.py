@@ -100,8 +100,8 @@ async def test_a_prompt_is_routed_to_the_worker_with_its_cache_also_after_a_rest
             with running("explain", "warm", "--http", gateway.listening.http) as process:
                 output = process.process.stdout
                 assert output is not None
-                told = (await asyncio.to_thread(output.read)).decode()
-            assert f"{addresses[1]}: {CACHED_TOKENS} tokens cached (its map is exact), load 0" in told
+                printed = (await asyncio.to_thread(output.read)).decode()
+            assert f"{addresses[1]}: {CACHED_TOKENS} tokens cached (its map is exact), load 0" in printed
 
             cold = await asked(gateway, prompts[1], "cold")
             assert cold["routes"][0]["worker"] == addresses[0]  # type: ignore[index]

@@ -94,9 +94,9 @@ def test_latent_pages_are_loaded_from_a_tier(folders: Any) -> None:
 @pytest.mark.parametrize(
     ("kernels", "dtype", "device", "message"),
     [
-        ("triton", "float32", "cpu", "latent attention of the family deepseek_v3 is computed on CPUs only"),
-        ("auto", "float32", "cuda", "on CPUs only; use --device cpu and --kernels auto"),
-        ("auto", "int8", "cpu", "KV in int8 needs the compiled kernels, and they keep latent vectors in float32 or"),
+        ("triton", "float32", "cpu", "latent attention of the model family deepseek_v3 is supported only on CPUs"),
+        ("auto", "float32", "cuda", "only on CPUs; use --device cpu and --kernels auto"),
+        ("auto", "int8", "cpu", "int8 KV needs the compiled kernels, but they keep latent vectors in float32 or"),
     ],
 )
 def test_kernels_without_latent_attention_are_refused(

@@ -108,7 +108,7 @@ def test_a_lost_device_ends_the_worker_with_the_cause_and_its_streams_at_once() 
         assert caught.value.code() == grpc.StatusCode.INTERNAL, (
             "the gateway records the failed step and continues on another worker"
         )
-        assert "the step that computed this request failed" in str(caught.value.details())
+        assert "the step that was processing this request failed" in str(caught.value.details())
         with pytest.raises(grpc.RpcError) as refused:
             list(decode_pb2_grpc.DecodeStub(channel).Run(request, timeout=SECONDS))
         assert refused.value.code() == grpc.StatusCode.UNAVAILABLE

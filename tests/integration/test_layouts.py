@@ -207,7 +207,7 @@ def test_a_pair_of_different_models_is_refused_by_name(other_model: str) -> None
         status = pair.worker_admin.Status(worker_admin_pb2.StatusRequest(), timeout=CALL_SECONDS)
         own = KvLayout(status.model_digest, "float32", 2, 2, 16, 16)
         assert (own.fingerprint, own.family) == (status.fingerprint, status.family)
-        told = {}
+        refusals = {}
         for name, reader in {
             "equal": own,
             "block_tokens": replace(own, block_tokens=24, dtype="float16"),
@@ -225,15 +225,15 @@ def test_a_pair_of_different_models_is_refused_by_name(other_model: str) -> None
             try:
                 answered = pair.transfer.Describe(request, timeout=CALL_SECONDS)
             except grpc.RpcError as error:
-                told[name] = str(error.details())
+                refusals[name] = str(error.details())
             else:
                 assert answered.layout == layout_to_wire(own)
-        assert sorted(told) == ["head_dim", "model_digest", "num_layers"]
-        assert all(f"KV layouts differ in {name}" in why for name, why in told.items())
+        assert sorted(refusals) == ["head_dim", "model_digest", "num_layers"]
+        assert all(f"KV layouts differ in {name}" in why for name, why in refusals.items())
         request.fingerprint = b"?" * 16
         with pytest.raises(grpc.RpcError) as caught:
             pair.transfer.Describe(request, timeout=CALL_SECONDS)
-        assert "its description has another fingerprint" in str(caught.value.details())
+        assert "its description does not match its fingerprint" in str(caught.value.details())
         request.ClearField("layout")
         with pytest.raises(grpc.RpcError) as caught:
             pair.transfer.Describe(request, timeout=CALL_SECONDS)

@@ -73,11 +73,11 @@ def test_a_request_can_be_explained(stack: dict[str, object], capfd: pytest.Capt
     assert "expected load" in answer.headers["x-kvferry-kv"]
     with running("explain", "why-1", "--http", http) as process:
         assert process.process.stdout is not None
-        told = process.process.stdout.read().decode()
+        printed = process.process.stdout.read().decode()
         assert process.process.wait(SECONDS) == 0
-    assert "why-1  sample 0  done" in told
-    assert "prefill" in told
-    assert "loaded" in told
+    assert "why-1  sample 0  done" in printed
+    assert "prefill" in printed
+    assert "loaded" in printed
     with running("explain", "why-1", "--http", http, "--json") as process:
         assert process.process.stdout is not None
         found = json.loads(process.process.stdout.read())

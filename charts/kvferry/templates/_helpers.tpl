@@ -36,7 +36,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 - apiGroups: [""]
   resources: [pods]
   verbs: [list, patch]
-# The operator creates Secrets, replaces those of its pools, and cannot read any.
+# The operator creates Secrets and replaces its pools' Secrets, but cannot read any.
 - apiGroups: [""]
   resources: [secrets]
   verbs: [create, update]

@@ -4,11 +4,11 @@
 // its maximum score, then the weights, their sum and the weighted values; partitions are merged in order (Milakov and
 // Gimelshein, Online normalizer calculation for softmax, 2018). For decode rows with long contexts, partitions are
 // distributed over threads and merged later, with the same operations as in sequential order, so the results are
-// bit-identical. Weights beyond a row's position are exactly zero, so the values that a tile computes there have no
-// effect.
+// bit-identical. Attention weights beyond a row's position are exactly zero, so the values that a tile computes there
+// have no effect.
 //
-// The transposed keys of 16 tokens form a panel like that of a weight matrix, and so do 16 values of all tokens. The
-// query heads that share a KV head are rows of the same tile, so each key and value is read once for all of them.
+// The transposed keys of 16 tokens form a panel, as in a weight matrix, and so do 16 elements of all values. The query
+// heads that share a KV head are rows of the same tile, so each key and value is read once for all of them.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -109,7 +109,7 @@ alignas(64) static const float kTailMask[32] = {0,
                                                 kMaskedScore,
                                                 kMaskedScore};
 
-// out [R][panels * 16] = x [R][depth] times packed panels. Strides of x and out are in elements, those of panels in
+// out [R][panels * 16] = x [R][depth] times packed panels. Strides of x and out are in elements, strides of panels in
 // bytes.
 template <KvType K, int R>
 static inline void multiply(const void* x, int x_stride, const uint8_t* w, size_t w_stride, int panels, int depth,
@@ -134,7 +134,7 @@ static inline void multiply(const void* x, int x_stride, const uint8_t* w, size_
 }
 
 #if KVFERRY_AMX
-// Like `multiply`, but with AMX, for bf16 rows: 16 rows, or as many as the tiles are configured for.
+// Like `multiply`, but with AMX, for bf16 rows: 16 rows, or as many as the tiles are configured to hold.
 static inline void multiply_amx(const uint16_t* x, int x_stride, const uint8_t* w, size_t w_stride, int panels,
                                 int depth, float* out, int out_stride) {
   for (int p = 0, columns; p < panels; p += columns) {
@@ -164,8 +164,8 @@ static inline void hide_first(float* scores, int count, float by) {
 }
 
 // Converts a row's scores to softmax weights in place, for `panels` groups of 16 tokens; the row attends to the first
-// `seen` tokens without the first `hidden`. If all are hidden, the weights have no meaning, and the maximum score is
-// that of a mask, so that a later partition, which has the row's own token, takes their place entirely. `step` is the
+// `seen` tokens without the first `hidden`. If all are hidden, the weights have no meaning, and the maximum score is a
+// mask's score, so that a later partition, which contains the row's own token, replaces them entirely. `step` is the
 // scale of an int16 query. Returns the scale of the weights, which is 1 unless they are int16. int16 weights are
 // multiplied by the value scales and then quantized with the largest product as maximum: with the largest value scale
 // alone, a token with negligible weight would reduce the precision of all other tokens.
@@ -312,7 +312,7 @@ static inline float store_query(uint8_t* to, const float* from, int n) {
 
 // Computes one KV head of an item. The rows' totals stay in the scratch memory, not yet divided by their sums.
 // `sharers` lists the item's sequences and is null for a single sequence. `next` is the item that the thread probably
-// runs next; its first keys are prefetched. `Widest`: most values of a value.
+// runs next; its first keys are prefetched. `Widest`: maximum size of a value vector.
 template <KvType K, int Widest>
 static void attend(const Batch& batch, const AttentionGeometry& g, const AttentionItem& item, const int* sharers,
                    int kv_head, const AttentionItem* next, const float* queries, int query_stride,
@@ -333,8 +333,8 @@ static void attend(const Batch& batch, const AttentionGeometry& g, const Attenti
     }
   const int last = sharers ? first_position : first_position + item.queries;  // tokens that the last row attends to
   const int packed = last < item.end * kPartition ? last : item.end * kPartition, behind = (packed + 15) / 16 * 16;
-  const int hidden = hidden_tokens(g.window, first_position);  // of all rows; pages of these may be released
-  // The key to pack kPrefetchGroups groups after the one at t: of this head, of the next head or of the next item.
+  const int hidden = hidden_tokens(g.window, first_position);  // hidden from all rows; their pages may be released
+  // The key to be packed kPrefetchGroups groups after the key at t: of this head, of the next head or of the next item.
   const auto prefetch_target = [&](int t) -> Key {
     const int then = t + 16 * kPrefetchGroups, further = then - behind;
     if (further < 0) return then < hidden ? Key{} : key_at<K>(batch, g, sequence, kv_head, then);

@@ -48,20 +48,20 @@ inline LowRank lay_out_update(const Model& m, const Matrix& matrix, LowRank Adap
     parts.locate(p, part, local);
     ++panels[part];
   }
-  check(!ranks.empty() && ranks.size() <= kMaxParts, "an update has another number of parts");
+  check(!ranks.empty() && ranks.size() <= kMaxParts, "an update has the wrong number of parts");
   LowRank update;
   update.width = matrix.depth;
   update.a = a;
   size_t used = 0;
   for (size_t i = 0; i < ranks.size(); ++i) {
     check(ranks[i] >= 0 && ranks[i] <= 1 << 16 && ranks[i] % kRankStep == 0 && (panels[i] || !ranks[i]),
-          "an update has a wrong rank");
+          "an update has an invalid rank");
     update.parts[i] = {ranks[i], update.rank, b + used};
     update.rank += ranks[i];
     used += size_t(ranks[i]) * size_t(panels[i]) * kPanel * item;
   }
-  check(a_bytes == size_t(update.rank) * size_t(update.width) * item, "A of an update has another size");
-  check(b_bytes == used, "B of an update has another size");
+  check(a_bytes == size_t(update.rank) * size_t(update.width) * item, "A of an update has the wrong size");
+  check(b_bytes == used, "B of an update has the wrong size");
   return update;
 }
 

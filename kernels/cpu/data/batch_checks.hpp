@@ -25,7 +25,7 @@ inline void check_indices(const int64_t* indices, size_t count, int64_t least, i
 inline void check_pages(const Sequence& s, int window, int block_tokens, int64_t num_pages) {
   const size_t first = size_t(hidden_tokens(window, s.context - s.queries) / block_tokens);
   const size_t end = size_t((s.context + block_tokens - 1) / block_tokens);
-  check_indices(s.pages + first, end - first, 0, num_pages, "a page is not there");
+  check_indices(s.pages + first, end - first, 0, num_pages, "a page does not exist");
 }
 
 // Describes the sequences of a batch of `rows` rows; `width`: blocks per table; `window`: window of the layers in these
@@ -38,14 +38,14 @@ inline void describe_sequences(const int64_t* queries, const int64_t* contexts, 
   for (size_t s = 0; s < count; ++s) {
     const int64_t own = queries[s], context = contexts[s];
     const int64_t* table = tables + s * width;
-    check(own > 0 && context >= own && context <= max_tokens, "a sequence has rows beyond its context");
+    check(own > 0 && context >= own && context <= max_tokens, "a sequence has rows beyond its context length");
     const size_t blocks = size_t((context + block_tokens - 1) / block_tokens);
-    check(blocks <= width, "a sequence's table of pages is too short");
+    check(blocks <= width, "a sequence's block table is too short");
     sequences.push_back({int(first), int(own), int(context), table});
     check_pages(sequences.back(), window, block_tokens, num_pages);
     first += own;
   }
-  check(first == rows, "the sequences' rows do not add up");
+  check(first == rows, "the sequences' rows do not add up to the batch's rows");
 }
 
 // Returns the window of each layer group: the largest window of its layers, or 0 if one of them has full attention.
@@ -54,15 +54,15 @@ inline std::vector<int> group_windows(const Model& m, const Batch& b) {
   std::vector<int> windows;
   for (int i = 0; i < m.num_layers; ++i) {
     if (b.places) {
-      check_indices(b.places + 2 * i, 1, 0, m.num_layers, "the group of a layer is not there");
-      check_indices(b.places + 2 * i + 1, 1, 0, b.page_layers, "the place of a layer is beyond the page");
+      check_indices(b.places + 2 * i, 1, 0, m.num_layers, "the group of a layer does not exist");
+      check_indices(b.places + 2 * i + 1, 1, 0, b.page_layers, "the position of a layer is beyond the page");
     }
     const size_t group = size_t(place_of(b, i, m.num_layers).group);
     if (group >= windows.size()) windows.resize(group + 1, -1);
     const int own = m.layers[i].window, others = windows[group];
     windows[group] = others < 0 ? own : own == 0 || others == 0 ? 0 : std::max(own, others);
   }
-  for (int window : windows) check(window >= 0, "a group has no layer");
+  for (int window : windows) check(window >= 0, "a layer group has no layers");
   return windows;
 }
 

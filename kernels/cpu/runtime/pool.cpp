@@ -35,7 +35,7 @@ Pool::Pool(int threads) : ticket_(make_ticket(kNoPhase, 0)) {
     const size_t started = workers_.size() + 1;
     close();
     throw std::runtime_error("only " + std::to_string(started) + " of " + std::to_string(threads) +
-                             " threads could be started; set fewer (--threads)");
+                             " threads could be started; set --threads to a lower number");
   }
 }
 

@@ -28,7 +28,7 @@ RowTraits traits_of(RowType type) {
     case RowType::as_f16:
     case RowType::as_bf16: return {1, 4, 0, false, false, false, 0};
   }
-  throw std::invalid_argument("unknown type of weights");
+  throw std::invalid_argument("unknown weight type");
 }
 
 namespace {

@@ -35,7 +35,7 @@ uint16_t float_to_bf16(float x) {
   return uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-[[noreturn]] void throw_not_finite() { throw std::overflow_error("values that are not finite in the packed form"); }
+[[noreturn]] void throw_not_finite() { throw std::overflow_error("values are not finite in the packed format"); }
 
 void pack_float_panel(const Matrix& m, const std::vector<std::vector<float>>& rows, uint8_t* out) {
   for (int k = 0; k < m.depth; ++k)
@@ -135,7 +135,7 @@ Matrix packed_layout(const std::string& wanted, const std::vector<RowType>& type
   } else if (wanted == "f32" || wanted == "f16" || wanted == "bf16") {
     m.format = wanted == "f32" ? Format::f32 : wanted == "f16" ? Format::f16 : Format::bf16;
   } else {
-    throw std::invalid_argument("no packed form " + wanted + "; known: shipped, f32, f16, bf16");
+    throw std::invalid_argument("unknown packed format " + wanted + "; known: shipped, f32, f16, bf16");
   }
   m.panel_bytes = size_t(m.depth) * kPanel * (m.format == Format::f32 ? 4 : 2);
   return m;
@@ -150,7 +150,7 @@ void pack(const Matrix& m, const std::vector<Part>& parts, const int64_t* order,
       }
       row -= part.rows;
     }
-    throw std::out_of_range("a row beyond all parts");
+    throw std::out_of_range("a row is beyond all parts");
   };
   CodedRow coded(m.has_codes() ? m.cols : 0);
   std::vector<std::vector<float>> floats(kPanel);

@@ -24,14 +24,14 @@ class AttentionBatch:
     contexts: npt.NDArray[np.int64]
     """[sequences]: context length of each sequence in tokens, at least its `queries`."""
     block_tables: npt.NDArray[np.int64]
-    """[sequences, maximum blocks]: page id of each block, padded with 0."""
+    """[sequences, maximum number of blocks]: page id of each block, padded with 0."""
     slots: torch.Tensor
-    """[rows] int64: KV slot of each row, page * block_tokens + offset in the page. Families with `DeviceOps` also
-    accept -1, for padding rows, whose keys and values are not written."""
+    """[rows] int64: KV slot of each row, page * block_tokens + offset in the page. Backends with `DeviceOps` also
+    accept -1 for padding rows, whose keys and values are not written."""
 
     @property
     def num_rows(self) -> int:
-        """Number of rows over all sequences."""
+        """Total number of rows of all sequences."""
         return int(self.queries.sum())
 
 
@@ -43,7 +43,7 @@ class HeadNorms:
     query: torch.Tensor
     """Weight of the query norm, [head dim] or [heads * head dim]."""
     key: torch.Tensor
-    """Weight of the key norm, likewise."""
+    """Weight of the key norm, [head dim] or [KV heads * head dim]."""
     epsilon: float
 
 
@@ -63,7 +63,7 @@ class AttentionRules:
 
     @property
     def is_plain(self) -> bool:
-        """Whether there is only a scale, as for `Ops.paged_attention`."""
+        """Whether the rules consist only of a scale, as for `Ops.paged_attention`."""
         return self.window is None and self.soft_cap is None and self.sinks is None
 
 
@@ -72,14 +72,14 @@ class LatentUp:
     """Projections of latent vectors to keys and values."""
 
     keys: torch.Tensor
-    """[H, plain, rank]: the values of keys that are not rotated."""
+    """[H, plain, rank]: projection to the unrotated elements of keys."""
     values: torch.Tensor
     """[H, value, rank]"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertWeights:
-    """Matrices of all experts of a layer. The outputs of gate and up are one after the other."""
+    """Matrices of all experts of a layer. The up outputs follow the gate outputs."""
 
     gate_up: torch.Tensor
     """[experts, 2 n, hidden]"""
@@ -93,7 +93,7 @@ class ExpertWeights:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LowRankWeights:
-    """Update of some outputs of a projection: y += (x A^T) B^T (Hu et al., LoRA, 2021)."""
+    """Update to some of a projection's outputs: y += (x A^T) B^T (Hu et al., LoRA, 2021)."""
 
     a: torch.Tensor
     """[rank, in]"""
@@ -105,10 +105,10 @@ class LowRankWeights:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LowRankGroup:
-    """The rows of a step that get the same update."""
+    """Rows of a step that get the same update."""
 
     rows: torch.Tensor
-    """[G] int64: row indices, each once."""
+    """[G] int64: row indices, without duplicates."""
     weights: LowRankWeights
 
 
@@ -123,8 +123,8 @@ class SingleRows:
     places: torch.Tensor
     """[rows] int64: batch slot of each row, as an index into `tables`."""
     contexts: torch.Tensor
-    """[rows] int64: context length of each row, at most `most_tokens`."""
-    most_tokens: int
+    """[rows] int64: context length of each row, at most `max_tokens`."""
+    max_tokens: int
     """Maximum context length in tokens; bounds the memory for partial results."""
 
 

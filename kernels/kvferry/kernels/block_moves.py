@@ -1,4 +1,4 @@
-"""Geometry of block copies: runs of consecutive blocks, and the overlap of staged pages with pages of a different
+"""Geometry of block copies: runs of consecutive blocks, and the overlap of staged pages with pages in a different
 layout."""
 
 from collections.abc import Sequence

@@ -52,7 +52,7 @@ def choose_level(wanted: str | None, *, rounds_activations: bool) -> str:
 
     Args:
         wanted: name of the level; default: the fastest.
-        rounds_activations: whether inputs of products may be rounded to bfloat16.
+        rounds_activations: whether inputs of matrix products may be rounded to bfloat16.
 
     Raises:
         UsageError: the machine or the build does not support the level.
@@ -65,7 +65,8 @@ def choose_level(wanted: str | None, *, rounds_activations: bool) -> str:
     elif wanted in usable:
         return wanted
     raise UsageError(
-        f"no compiled kernels {wanted or ''!r} here; usable: {', '.join(usable) or 'none, they were not built'}",
+        f"compiled kernels {wanted or ''!r} are not available; available: "
+        f"{', '.join(usable) or 'none, they were not built'}",
         field="kernels",
     )
 
@@ -98,7 +99,7 @@ def make_matrix(form: str, types: Sequence[int], rows: int, cols: int) -> "Matri
 
     Args:
         form: `shipped`, `f32`, `f16` or `bf16`.
-        types: GGUF type numbers of the tensors in the matrix.
+        types: GGUF type ids of the tensors in the matrix.
         rows: number of outputs.
         cols: number of inputs.
     """
@@ -153,7 +154,7 @@ def product(
         matrix: [rows, cols].
         x: [N, cols], contiguous.
         out: [N, rows]; overwritten.
-        input_bits: precision of the inputs where the matrix is of codes: 8, 16 or 32.
+        input_bits: precision of the inputs if the matrix is quantized: 8, 16 or 32 bits.
     """
     module = extension()
     assert module is not None, "the compiled kernels are not built"

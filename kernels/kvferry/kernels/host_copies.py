@@ -56,15 +56,16 @@ class CudaCopyStream:
 
 
 class HostCopies:
-    """Copies between the pages of one device and their mirror. Use it on one thread, which may differ from that of the
-    steps."""
+    """Copies between the pages of one device and their mirror. Use it on one thread, which may be a different thread
+    from the steps' thread."""
 
     def __init__(self, pages: torch.Tensor, host: memoryview, stream: CopyStream) -> None:
         """
         Args:
             pages: [num_blocks, ...] contiguous.
-            host: the mirror, num_blocks rows of the bytes of a page each; see `pin`. It must outlive this object.
-            stream: makes the copies.
+            host: the mirror: num_blocks rows, each of the size of a page in bytes; see `pin`. It must outlive this
+                object.
+            stream: stream that runs the copies.
 
         Raises:
             UsageError: sizes do not match, or `pages` is not contiguous.
@@ -73,7 +74,7 @@ class HostCopies:
             raise UsageError("the pages are not contiguous", field="pages")
         if pages.numel() * pages.element_size() != host.nbytes:
             raise UsageError(
-                f"the mirror has {host.nbytes} bytes, the pages have {pages.numel() * pages.element_size()}",
+                f"the mirror must have {pages.numel() * pages.element_size()} bytes like the pages, not {host.nbytes}",
                 field="host",
             )
         self._pages = pages.view(len(pages), -1).view(torch.uint8)
@@ -81,7 +82,7 @@ class HostCopies:
         self._stream = stream
 
     def to_host(self, blocks: Sequence[int]) -> None:
-        """Copy pages to their rows, after all steps launched before; return when the copies are complete.
+        """Copy pages to their rows, after all steps launched so far; return when the copies are complete.
 
         Raises:
             UsageError: a block is out of range.
@@ -89,7 +90,7 @@ class HostCopies:
         self._copy(self._host, self._pages, blocks)
 
     def to_device(self, blocks: Sequence[int]) -> None:
-        """Copy rows to their pages, after all steps launched before; return when the copies are complete.
+        """Copy rows to their pages, after all steps launched so far; return when the copies are complete.
 
         Raises:
             UsageError: a block is out of range.

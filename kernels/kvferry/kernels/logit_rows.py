@@ -1,4 +1,4 @@
-"""Sampling inputs as tensors: adjustments of logits (bias, penalties, bans, grammar) and parameters of the draw.
+"""Sampling inputs as tensors: logit adjustments (bias, penalties, bans, grammar) and parameters of the draw.
 
 Lists are ragged: row r has the entries `starts[r] .. starts[r + 1] - 1` of flat tensors. A list contains each token at
 most once, and token ids are below the vocabulary size.

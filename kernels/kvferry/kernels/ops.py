@@ -1,18 +1,18 @@
-"""Operation tables `Ops` and `DeviceOps`, their contracts, and the selection of a kernel family per device.
+"""Operation tables `Ops` and `DeviceOps`, their contracts, and the selection of a kernel backend per device.
 
-`Ops` contains the operations of models; every family implements all of them. `DeviceOps` contains additional operations
-for a runner without host synchronization; the torch family does not implement them, since on a CPU the host's sampler
-is used (`engine/run/sampler.py`).
+`Ops` contains the operations of models; every backend implements all of them. `DeviceOps` contains additional
+operations for a runner without host synchronization; the torch backend does not implement them, since on a CPU the
+host's sampler is used (`engine/run/sampler.py`).
 
-    family      Ops   DeviceOps   runs on
+    backend     Ops   DeviceOps   runs on
     reference   yes   yes         any device; defines the results, written for clarity
     torch       yes   no          any device
     triton      yes   yes         GPUs, and any CPU in Triton's interpreter, for tests
 
 Shapes: T rows, H query heads, K key-value heads (H a multiple of K), D values per head, B tokens per page, R rows of
 logits, V the vocabulary. Pages are `[pages, layers, 2, K, B, D]`, keys before values, so that a page with all its
-layers is one range of memory; those of models with latent attention are `[pages, layers, 1, 1, B, D]`. Contracts are
-written as (arguments) -> result.
+layers is one range of memory; with latent attention, pages are `[pages, layers, 1, 1, B, D]`. Contracts are written as
+(arguments) -> result.
 """
 
 import importlib
@@ -23,6 +23,7 @@ from types import ModuleType
 import torch
 
 from kvferry.core.errors import UsageError
+from kvferry.kernels.backends import BACKENDS, backend_for
 from kvferry.kernels.batch import (
     AttentionBatch,
     AttentionRules,
@@ -34,14 +35,13 @@ from kvferry.kernels.batch import (
     SingleRows,
 )
 from kvferry.kernels.block_moves import Overlay
-from kvferry.kernels.families import FAMILIES, family_for
 from kvferry.kernels.logit_rows import Adjustments, Draws
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
 """A projection with its weights: maps [T, in] to [T, out]."""
 
 AttentionPlan = object
-"""Plan of a step's attention, used in every layer; its type depends on the family."""
+"""Plan of a step's attention, used in every layer; its type depends on the backend."""
 
 
 def _runs_anywhere(device: torch.device) -> str | None:
@@ -50,7 +50,7 @@ def _runs_anywhere(device: torch.device) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Ops:
-    """Operations of a kernel family that models use."""
+    """Operations of a kernel backend that models use."""
 
     name: str
 
@@ -105,16 +105,16 @@ class Ops:
 
     add_low_rank: Callable[[torch.Tensor, torch.Tensor, Sequence[LowRankGroup]], None] | None = None
     """Add the updates of adapters to a projection's outputs IN PLACE: (y [T, out], x [T, in], groups) -> `None`. For
-    each group, the columns of its weights are updated in its rows; the rank-sized product is of at least float32.
-    `None` if the family does not compute adapters."""
+    each group, the columns of its weights are updated in its rows; the rank-sized product is computed in at least
+    float32. `None` if the backend does not support adapters."""
 
     attend_latent: Callable[[torch.Tensor, LatentUp, torch.Tensor, int, AttentionPlan, float], torch.Tensor] | None = (
         None
     )
     """Compute causal attention over pages of latent vectors, [pages, layers, 1, 1, B, rank + R]: (q [T, H, plain + R],
-    projections, pages, layer, plan, scale) -> [T, H * value]. A head's key is the projection of the first `rank` values
-    of a vector, followed by its last R values, which were rotated; its value is a projection of the first. `None` if
-    the family has no latent attention."""
+    projections, pages, layer, plan, scale) -> [T, H * value]. A head's key is the projection of the first `rank`
+    elements of a vector, followed by the vector's last R elements, which were rotated; a head's value is a projection
+    of the first `rank` elements. `None` if the backend does not support latent attention."""
 
     run_experts: (
         Callable[
@@ -124,11 +124,11 @@ class Ops:
         | None
     ) = None
     """Compute the weighted sum of each row's experts without host synchronization: (x [T, hidden], chosen experts [T,
-    A] int64, which differ in a row, their weights [T, A] float32, matrices, gate function [P, 2 n] to [P, n]) -> [T,
-    hidden]. `None` if models multiply each expert's rows by its own projections."""
+    A] int64, distinct within a row, their weights [T, A] float32, matrices, gate function [P, 2 n] to [P, n]) -> [T,
+    hidden]. `None` if models apply each expert's projections to its rows separately."""
 
     why_not: Callable[[torch.device], str | None] = _runs_anywhere
-    """Map a device to the reason why this family cannot run on it, with a remedy; `None` if it can."""
+    """Map a device to the reason why this backend cannot run on it, with a remedy; `None` if it can."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +150,7 @@ class DeviceOps:
     float64."""
 
     sample: Callable[[torch.Tensor, Draws], torch.Tensor]
-    """Sample tokens: (logits [R, V] float32 or float64, draws) -> ids [R] int64, equal to those of
+    """Sample tokens: (logits [R, V] float32 or float64, draws) -> ids [R] int64, equal to the result of
     `engine.run.sampler.draw`."""
 
     log_probabilities: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -173,34 +173,34 @@ class DeviceOps:
     int32, the number of finite values outside the range of the target's dtype."""
 
     digest_blocks: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    """Compute a 128-bit digest of each page: (pages, blocks [N] int64) -> [N, 2] int64. It detects corruption, but not
-    forgery."""
+    """Compute a 128-bit digest of each page: (pages, blocks [N] int64) -> [N, 2] int64. The digest detects corruption,
+    but not forgery."""
 
 
-def ops_for(device: torch.device | str, family: str | None = None) -> Ops:
+def ops_for(device: torch.device | str, backend: str | None = None) -> Ops:
     """Return the `Ops` for a device.
 
     Args:
         device: device of the tensors.
-        family: one of `FAMILIES`; default: the fastest family for the device.
+        backend: one of `BACKENDS`; default: the fastest backend for the device.
 
     Raises:
-        UsageError: the family is unknown, or does not run on the device.
+        UsageError: the backend is unknown, or does not run on the device.
     """
-    ops = _load(device, family).OPS
+    ops = _load(device, backend).OPS
     assert isinstance(ops, Ops)
     if reason := ops.why_not(torch.device(device)):
         raise UsageError(reason, field="kernels")
     return ops
 
 
-def device_ops_for(device: torch.device | str, family: str | None = None) -> DeviceOps:
+def device_ops_for(device: torch.device | str, backend: str | None = None) -> DeviceOps:
     """Return the `DeviceOps` for a device.
 
     Raises:
-        UsageError: the family has no `DeviceOps`, or does not run on the device.
+        UsageError: the backend has no `DeviceOps`, or does not run on the device.
     """
-    name = ops_for(device, family).name
+    name = ops_for(device, backend).name
     found = getattr(_load(device, name), "DEVICE_OPS", None)
     if found is None:
         raise UsageError(f"the kernels {name!r} have no `DeviceOps`", field="kernels")
@@ -208,12 +208,12 @@ def device_ops_for(device: torch.device | str, family: str | None = None) -> Dev
     return found
 
 
-def _load(device: torch.device | str, family: str | None) -> ModuleType:
-    chosen = family or family_for(device)
-    if chosen not in FAMILIES:
-        raise UsageError(f"unknown kernel family {chosen!r}; expected one of {', '.join(FAMILIES)}", field="kernels")
+def _load(device: torch.device | str, backend: str | None) -> ModuleType:
+    chosen = backend or backend_for(device)
+    if chosen not in BACKENDS:
+        raise UsageError(f"unknown kernel backend {chosen!r}; expected one of {', '.join(BACKENDS)}", field="kernels")
     try:
-        return importlib.import_module(FAMILIES[chosen])
+        return importlib.import_module(BACKENDS[chosen])
     except ModuleNotFoundError as error:
         if error.name != chosen:
             raise

@@ -1,4 +1,4 @@
-"""Unfused fallbacks: fused operations built from simple operations, for families without fused kernels."""
+"""Unfused fallbacks: fused operations built from simple operations, for backends without fused kernels."""
 
 from collections.abc import Callable
 
@@ -16,7 +16,7 @@ _PlaceQkv = Callable[
 
 
 def place_qkv_of(rms_norm: _RmsNorm, rotate: _Rotate, write_kv: _WriteKv) -> _PlaceQkv:
-    """Build `Ops.place_qkv` from a family's `rms_norm`, `rotate` and `write_kv`."""
+    """Build `Ops.place_qkv` from a backend's `rms_norm`, `rotate` and `write_kv`."""
 
     def place_qkv(
         qkv: torch.Tensor,
@@ -41,7 +41,7 @@ def place_qkv_of(rms_norm: _RmsNorm, rotate: _Rotate, write_kv: _WriteKv) -> _Pl
 
 def clamped_swiglu(gate_up: torch.Tensor, *, alpha: float, limit: float) -> torch.Tensor:
     """Multiply g sigmoid(alpha g) of the first half of each row by u + 1 of the second half: [T, 2 n] to [T, n]. g is
-    clamped to `limit` from above, u from both sides (OpenAI, gpt-oss model card, 2025, section 2.2)."""
+    clamped to `limit` from above, u on both sides (OpenAI, gpt-oss model card, 2025, section 2.2)."""
     gate, up = gate_up.chunk(2, dim=-1)
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return gate * torch.sigmoid(gate * alpha) * (up + 1)

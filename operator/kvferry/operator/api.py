@@ -208,7 +208,7 @@ class KubeApi:
                 # The object was changed while the API server merged the manifest.
                 if refusal.status != 409 or not attempts_left:
                     raise
-        raise Unavailable(f"{path} is changed too often to be applied")
+        raise Unavailable(f"{path} changes too often to be applied")
 
     def patch(
         self,

@@ -47,7 +47,7 @@ _NOT_COMPILED = "not compiled, falling back to torch, several times slower; rein
 _COPY_BYTES = 64 << 20
 _ROUNDS = 5
 _TIER_SECONDS = 30.0
-_MOST_TOKENS = 1 << 15
+_MAX_TOKENS = 1 << 15
 _SIZES = (1, 8, 32)
 """Numbers of storage objects per measured load; transports load pages with the same number of tokens."""
 
@@ -176,12 +176,12 @@ def _source(prices: PriceBook, label: str, token_bytes: float) -> Source:
     def load(tokens: int) -> float:
         return prices.load_seconds([Piece(label, tokens, round(tokens * token_bytes))])
 
-    trip, large = load(0), load(_MOST_TOKENS)
-    wins = (n for n in range(1, _MOST_TOKENS) if load(n) < prices.compute_seconds(0, n))
+    trip, large = load(0), load(_MAX_TOKENS)
+    wins = (n for n in range(1, _MAX_TOKENS) if load(n) < prices.compute_seconds(0, n))
     return Source(
         name=label,
         trip_ms=1e3 * trip,
-        gbps=_MOST_TOKENS * token_bytes / max(large - trip, 1e-9) / 1e9,
+        gbps=_MAX_TOKENS * token_bytes / max(large - trip, 1e-9) / 1e9,
         break_even_tokens=next(wins, None),
     )
 

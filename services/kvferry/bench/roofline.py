@@ -15,7 +15,7 @@ from kvferry.bench.formulas.work import Work
 from kvferry.bench.gpu.timing import CudaTimer, rates_of
 from kvferry.core.clock import Clock
 from kvferry.kernels import compiled
-from kvferry.kernels.families import device_kind
+from kvferry.kernels.backends import device_kind
 from kvferry.model.config import ModelConfig
 from kvferry.model.tensors import linear_weights
 

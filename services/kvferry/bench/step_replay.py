@@ -70,11 +70,11 @@ def engine_for(log: StepLog, settings: EngineSettings) -> Engine:
             async_steps=ON if facts.runs_ahead else OFF,
         )
     )
-    kv_bytes, most = facts.num_blocks * loaded.layout.block_bytes, usable_memory()
-    if kv_bytes > most:
+    kv_bytes, memory = facts.num_blocks * loaded.layout.block_bytes, usable_memory()
+    if kv_bytes > memory:
         raise UsageError(
             f"the {facts.num_blocks} pages of the step log take {kv_bytes} bytes with {loaded.config.name}, more "
-            f"than the {most} bytes of memory; the log was recorded with {shortened(repr(facts.model))}: set --model",
+            f"than the {memory} bytes of memory; the log was recorded with {shortened(repr(facts.model))}: set --model",
             field="log",
         )
     loaded = replace(loaded, kv_bytes=kv_bytes)

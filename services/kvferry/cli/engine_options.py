@@ -9,14 +9,15 @@ ENGINE = (
     Setting(
         "device",
         "auto",
-        "Device that runs the model: cpu, cuda, cuda:N (the GPU with index N); auto: a GPU if torch detects one.",
+        "Device that runs the model: cpu, cuda, cuda:N (the GPU with index N); auto: a GPU if torch detects one, "
+        "otherwise the CPU.",
         parse=device_name,
     ),
     Setting(
         "dtype",
         "auto",
         "Data type of KV and activations. int8: KV in half the bytes of bfloat16, activations in bfloat16, only with "
-        "compiled kernels. auto: bfloat16 with compiled kernels, otherwise the type that is faster by measurement.",
+        "compiled kernels. auto: bfloat16 with compiled kernels, otherwise the type measured to be faster.",
         choices=("auto", *DTYPES),
     ),
     Setting(
@@ -34,7 +35,7 @@ ENGINE = (
     Setting(
         "kernels",
         "auto",
-        "Kernel family: the fastest on this machine (auto), compiled kernels by instruction level, torch or Triton.",
+        "Kernel backend: the fastest on this machine (auto), compiled kernels by instruction level, torch or Triton.",
         choices=(
             "auto",
             "compiled",
@@ -56,21 +57,22 @@ ENGINE = (
     Setting(
         "kv_memory",
         0,
-        "Memory for KV pages, for example 512MiB or 4GiB; auto: 1GiB on the CPU, and on a GPU what its share leaves.",
+        "Memory for KV pages, for example 512MiB or 4GiB; auto: 1GiB on the CPU, and the rest of gpu_memory_share on a "
+        "GPU.",
         parse=size_or_auto,
     ),
     Setting(
         "gpu_memory_share",
         0.9,
-        "Share of a GPU's memory for a worker, weights included; in a stack, divided by the workers of the GPU.",
+        "Share of a GPU's memory for a worker, weights included; in a stack, divided among the workers on the GPU.",
         parse=share(),
     ),
     Setting("block_tokens", 16, "Tokens per KV page.", parse=whole(1, 1024)),
     Setting(
         "window_pages",
         "auto",
-        "KV pages behind the sliding windows of layers. keep: until the request ends; release: the same "
-        "for all workers of a pool; auto: keep in workers and on GPUs, release offline on CPUs.",
+        "KV pages behind the sliding windows of layers. keep: until the request ends; release: free them early; must "
+        "be the same for all workers of a pool; auto: keep in workers and on GPUs, release offline on CPUs.",
         choices=("auto", "keep", "release"),
     ),
     Setting(
@@ -92,14 +94,14 @@ ENGINE = (
         "scheduling",
         "fcfs",
         "Which waiting request runs next: the earliest; the lowest priority number; the one with the fewest tokens to "
-        "compute; or, of the first eight, that one; or, with weighted, one of the class that has used the least of its "
-        "share.",
+        "compute; or that one among the first eight; or, with weighted, one with the priority that has used the least "
+        "of its share.",
         choices=("fcfs", "priority", "srtf", "two-level", "weighted"),
     ),
     Setting(
         "class_weights",
         "",
-        "With scheduling=weighted: PRIORITY=WEIGHT,... of the classes, such as 0=4,1=2; other priorities weigh 1.",
+        "With scheduling=weighted: weights as PRIORITY=WEIGHT,..., such as 0=4,1=2; other priorities have weight 1.",
         parse=checked_weights,
     ),
     Setting(
@@ -111,16 +113,18 @@ ENGINE = (
     Setting(
         "stream_interval",
         1,
-        "Tokens of a part of a stream after its first token; more cost less time per token in many streams.",
+        "Number of tokens in each part of a stream after the first token; larger parts cost less time per token with "
+        "many streams.",
         parse=whole(1, 1024),
     ),
     Setting(
         "speculation",
         "off",
         "Draft tokens that a step verifies after the next token: off; from earlier text of the request: auto, a number "
-        "chosen by measurement, suffix?k=16, or ngram?k=5, a fixed number; of a small model of the same vocabulary: "
-        "draft=MODEL?k=8; of heads that were trained for the model: eagle=FOLDER?k=6 or medusa=FOLDER?k=4. "
-        "accept=rejection, a parameter of all of these, accepts more tokens of a draft model at high temperature.",
+        "chosen by measurement, suffix?k=16, or ngram?k=5, a fixed number; from a small model with the same "
+        "vocabulary: draft=MODEL?k=8; from heads that were trained for the model: eagle=FOLDER?k=6 or "
+        "medusa=FOLDER?k=4. The parameter accept=rejection, available with all of these, accepts more of a draft "
+        "model's tokens at high temperature.",
         parse=checked_speculation,
     ),
 )
@@ -129,7 +133,7 @@ ADAPTERS = (
     Setting(
         "adapter",
         (),
-        "NAME=PATH of a LoRA adapter (a PEFT folder), which requests name as their model; repeat for more.",
+        "NAME=PATH of a LoRA adapter (a PEFT folder), which requests use as their model; repeat for more.",
         is_repeated=True,
     ),
     Setting("adapter_slots", 8, "Maximum number of adapters in one step; 0 refuses adapters.", parse=whole(0, 1024)),
@@ -137,7 +141,7 @@ ADAPTERS = (
     Setting(
         "adapter_memory",
         1 << 30,
-        "Memory for weights of adapters; those beyond it are loaded again when requests need them.",
+        "Memory for adapter weights; adapters beyond it are loaded again when requests need them.",
         parse=size_bytes,
     ),
     Setting(

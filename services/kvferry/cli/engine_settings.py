@@ -44,5 +44,5 @@ def _adapter(spec: str) -> tuple[str, str]:
     """
     name, _, path = spec.partition("=")
     if not name or not path:
-        raise UsageError(f"adapter {shortened(spec)!r} is not NAME=PATH; give both", field="adapter")
+        raise UsageError(f"adapter {shortened(spec)!r} must be NAME=PATH", field="adapter")
     return name, path

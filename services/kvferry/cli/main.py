@@ -22,15 +22,15 @@ _COMMANDS = {
         "kvferry.cli.simulating.simulate",
         "Simulate a fleet under a workload: the real decisions in virtual time.",
     ),
-    "plan": ("kvferry.cli.simulating.plan", "Find the fewest workers for several loads, in the simulator."),
+    "plan": ("kvferry.cli.simulating.plan", "Find the smallest number of workers for several loads, in the simulator."),
     "tune": ("kvferry.cli.simulating.tune", "Search for settings of a fleet with higher goodput, in the simulator."),
     "profile": (
         "kvferry.cli.commands.profile_steps",
-        "Record the steps of an engine as a picture and a log, and replay them.",
+        "Record the steps of an engine as a trace and a log, and replay them.",
     ),
     "doctor": ("kvferry.cli.commands.doctor", "Inspect and measure this machine, or inspect a cluster."),
     "explain": ("kvferry.cli.commands.explain", "Explain an ended request: route, source of its KV, timing."),
-    "key": ("kvferry.cli.commands.key", "Make the keys with which a pool's processes authenticate each other."),
+    "key": ("kvferry.cli.commands.key", "Create the keys with which a pool's processes authenticate each other."),
     "model": ("kvferry.cli.commands.model", "List, fetch and inspect models."),
 }
 

@@ -114,7 +114,7 @@ def pool_tls_files(values: Values) -> "CertificateFiles | None":
         return None
     if missing:
         flags = " and ".join("--" + name.replace("_", "-") for name in missing)
-        raise UsageError(f"TLS of a pool needs a certificate, its key and the CA; set {flags} too", field=missing[0])
+        raise UsageError(f"a pool's TLS needs a certificate, its key and the CA; set {flags} too", field=missing[0])
     return CertificateFiles(*(Path(values[name]) for name in names))
 
 

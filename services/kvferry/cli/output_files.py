@@ -26,9 +26,9 @@ class OutputFile(click.Path):
         path = super().convert(value, param, ctx)
         folder = Path(os.fsdecode(path)).absolute().parent
         if not folder.is_dir():
-            self.fail(f"the folder {str(folder)!r} does not exist; create it, or name another file", param, ctx)
+            self.fail(f"the folder {str(folder)!r} does not exist; create it, or use another file", param, ctx)
         if not os.access(folder, os.W_OK):
-            self.fail(f"the folder {str(folder)!r} is not writable; name another file", param, ctx)
+            self.fail(f"the folder {str(folder)!r} is not writable; use another file", param, ctx)
         return path
 
 

@@ -47,7 +47,7 @@ def profile_worker(
     """
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
-        raise UsageError(f"{address!r} is not an address; write host:port of the worker's --admin", field="address")
+        raise UsageError(f"{address!r} is not an address; use host:port of the worker's --admin", field="address")
     pool_tls = None if tls is None else PoolTls(tls, is_worker=False)
     signer = CallSigner(CallerRole.OPERATOR, role_key(ticket_key, CallerRole.OPERATOR))
     request = worker_admin_pb2.ProfileRequest(

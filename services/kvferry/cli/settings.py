@@ -88,7 +88,8 @@ TLS = (
     Setting(
         "tls_client_ca_file",
         "",
-        "CA certificates, PEM: clients need a certificate of one of them, for HTTP and gRPC; default: none needed.",
+        "CA certificates, PEM: clients need a certificate signed by one of them, for HTTP and gRPC; default: none "
+        "needed.",
     ),
 )
 POOL_TLS = (
@@ -96,7 +97,7 @@ POOL_TLS = (
         "pool_tls_cert_file",
         "",
         "Certificate chain of this process, PEM, for mutual TLS with the pool's other processes; default: no TLS. "
-        "`kvferry key certificate` makes it.",
+        "`kvferry key certificate` creates it.",
     ),
     Setting("pool_tls_key_file", "", "Private key of that certificate, PEM. Renewed files are reloaded while serving."),
     Setting("pool_tls_ca_file", "", "Certificates of the pool's CA, PEM; several during a rotation of the CA."),
@@ -110,8 +111,8 @@ TENANTS = Setting(
 POLICY = Setting(
     "policy",
     "seconds",
-    "How workers are chosen. seconds: least estimated time; prefix-hash: cached prefix within a load bound; "
-    "round-robin, least-loaded, random: without regard to caches.",
+    "How workers are chosen. seconds: lowest estimated latency; prefix-hash: cached prefix within a load bound; "
+    "round-robin, least-loaded, random: ignoring caches.",
     choices=POLICIES,
 )
 TRACES = (
@@ -121,7 +122,7 @@ TRACES = (
     Setting(
         "trace_sample",
         1.0,
-        "Share of the requests that are traced where the client does not decide, from 0 to 1; 0 turns traces off.",
+        "Share of requests to trace if the client does not decide, from 0 to 1; 0 turns traces off.",
         parse=share(may_be_zero=True),
     ),
 )
@@ -148,7 +149,7 @@ PROCESSES = Setting(
 PROBE_KEY = Setting(
     "probe_key",
     "",
-    "API key of the first request of a local stack, accepted in addition to those of the tenants.",
+    "API key of a local stack's first request, accepted in addition to the tenants' keys.",
     is_secret=True,
 )
 QUEUE = (
@@ -179,7 +180,7 @@ GATEWAY_KEY = (
         "Key with which the gateway's calls to workers are signed, 64 hexadecimal digits.",
         is_secret=True,
     ),
-    Setting("gateway_key_file", "", "File with the gateway key; kvferry key gateway makes it from the ticket key."),
+    Setting("gateway_key_file", "", "File with the gateway key; kvferry key gateway derives it from the ticket key."),
 )
 TENANT_KEY = (
     Setting(
@@ -255,13 +256,14 @@ GATEWAY = (
     Setting(
         "skip_prefill_below",
         0,
-        "Prompts with fewer tokens, not counting those in the decode worker's cache, are computed by that worker.",
+        "Prompts with fewer tokens, not counting tokens in the decode worker's cache, are computed by that worker.",
         parse=whole(0, 1 << 20),
     ),
     Setting(
         "cache_map_blocks",
         1 << 22,
-        "Maximum KV blocks in the map of the workers' caches, about 100 bytes each; 0: route by routing history.",
+        "Maximum number of KV blocks in the map of the workers' caches, about 100 bytes each; 0: route by routing "
+        "history.",
         parse=whole(0, 1 << 28),
     ),
     KV_PREFETCH,

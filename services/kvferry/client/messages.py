@@ -88,13 +88,13 @@ def generate_request(
     if isinstance(prompt, str):
         request.text = prompt
     elif not prompt:
-        raise InvalidRequest("the prompt is empty; give at least one token or message", field="prompt")
+        raise InvalidRequest("the prompt is empty; pass at least one token or message", field="prompt")
     elif isinstance(prompt[0], int):
         request.tokens.CopyFrom(common_pb2.TokenIds(ids=cast("Sequence[int]", prompt)))
     else:
         request.chat.CopyFrom(chat_to_wire(cast("Sequence[ChatMessage]", prompt), use))
     if use is not None and use.tools and not request.HasField("chat"):
-        raise InvalidRequest("tools need a conversation; send messages instead of text or tokens", field="tools")
+        raise InvalidRequest("tools need a conversation; pass messages instead of text or tokens", field="tools")
     return request
 
 
@@ -171,7 +171,7 @@ def embed_request(
         InvalidRequest: `dimensions` is less than 1, which the message cannot express.
     """
     if params.dimensions is not None and params.dimensions < 1:
-        raise InvalidRequest(f"dimensions is {params.dimensions}; give at least 1", field="dimensions")
+        raise InvalidRequest(f"dimensions must be at least 1, not {params.dimensions}", field="dimensions")
     kind = inference_pb2.EmbedRequest.Input
     given = [
         kind(text=each) if isinstance(each, str) else kind(tokens=common_pb2.TokenIds(ids=each)) for each in inputs

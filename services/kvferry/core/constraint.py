@@ -53,7 +53,7 @@ class Constraint:
         if self.kind is ConstraintKind.JSON_OBJECT and self.source:
             raise InvalidRequest("json_object takes no schema; use json_schema", field="constraint")
         if self.kind is not ConstraintKind.JSON_OBJECT and not self.source:
-            raise InvalidRequest(f"{self.kind} is empty; give its text, or leave it out", field="constraint")
+            raise InvalidRequest(f"{self.kind} is empty; set its text, or leave it out", field="constraint")
         if len(self.after) > MAX_AFTER_CHARS:
             raise InvalidRequest(
                 f"after has {len(self.after)} characters; at most {MAX_AFTER_CHARS} are accepted", field="constraint"

@@ -232,7 +232,7 @@ WORKER_STEP_SEQUENCES = Metric(
     "kvferry_worker_step_sequences", Kind.HISTOGRAM, "Sequences in a step.", _WORKER, _COUNT_BUCKETS
 )
 WORKER_PREEMPTIONS = Metric(
-    "kvferry_worker_preemptions_total", Kind.COUNTER, "Sequences preempted because pages were short.", _WORKER
+    "kvferry_worker_preemptions_total", Kind.COUNTER, "Sequences preempted because pages ran short.", _WORKER
 )
 WORKER_PREFIX_QUERIED = Metric(
     "kvferry_worker_prefix_queried_tokens_total", Kind.COUNTER, "Tokens looked up in the prefix cache.", _WORKER

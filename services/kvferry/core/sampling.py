@@ -179,7 +179,7 @@ class SamplingParams:
             _flag(name, getattr(self, name))
         if self.truncate_prompt_tokens == 0:
             raise InvalidRequest(
-                "truncate_prompt_tokens is 0, which keeps no token; set -1 to fill the context, or leave it out",
+                "truncate_prompt_tokens is 0, which keeps no tokens; set -1 to fill the context, or leave it out",
                 field="truncate_prompt_tokens",
             )
 
@@ -217,19 +217,19 @@ def _at_most(name: str, count: int, limit: int, unit: str) -> None:
         raise InvalidRequest(f"{name} has {count} {unit}; at most {limit} are accepted", field=name)
 
 
-def _strings(name: str, values: tuple[str, ...], most: int, most_chars: int) -> None:
-    _at_most(name, len(values), most, "strings")
+def _strings(name: str, values: tuple[str, ...], limit: int, max_chars: int) -> None:
+    _at_most(name, len(values), limit, "strings")
     for text in values:
         if not isinstance(text, str):
             raise InvalidRequest(f"{name} must be a list of strings, not of {type(text).__name__}", field=name)
-        if not text or len(text) > most_chars:
+        if not text or len(text) > max_chars:
             raise InvalidRequest(
-                f"a string of {name} has {len(text)} characters; 1 to {most_chars} are accepted", field=name
+                f"a string of {name} has {len(text)} characters; 1 to {max_chars} are accepted", field=name
             )
 
 
-def _ids(name: str, values: tuple[int, ...], most: int) -> None:
-    _at_most(name, len(values), most, "ids")
+def _ids(name: str, values: tuple[int, ...], limit: int) -> None:
+    _at_most(name, len(values), limit, "ids")
     for token in values:
         _whole(name, token, 0, 1 << 31)
 

@@ -121,7 +121,7 @@ def whole(low: int, high: int) -> Callable[[str], int]:
     def parse(text: str) -> int:
         number = int(text)
         if not low <= number <= high:
-            raise ValueError(f"must be from {low} to {high}")
+            raise ValueError(f"must be between {low} and {high}")
         return number
 
     return parse
@@ -133,7 +133,7 @@ def seconds(low: float, high: float) -> Callable[[str], float]:
     def parse(text: str) -> float:
         number = float(text)
         if not low <= number <= high:  # also rejects NaN
-            raise ValueError(f"must be from {low:g} to {high:g} seconds")
+            raise ValueError(f"must be between {low:g} and {high:g} seconds")
         return number
 
     return parse
@@ -163,7 +163,7 @@ def share(*, may_be_zero: bool = False) -> Callable[[str], float]:
     def parse(text: str) -> float:
         number = float(text)
         if not 0 <= number <= 1 or (number == 0 and not may_be_zero):  # also rejects NaN
-            raise ValueError(f"must be {'from 0 to 1' if may_be_zero else 'greater than 0 and at most 1'}")
+            raise ValueError(f"must be {'between 0 and 1' if may_be_zero else 'greater than 0 and at most 1'}")
         return number
 
     return parse

@@ -198,4 +198,4 @@ class AsyncLLM:
             self._loop = running
             self._owner.start()
         elif self._loop is not running:
-            raise UsageError("an AsyncLLM serves one event loop; make another one for this loop")
+            raise UsageError("an AsyncLLM serves one event loop; create another one for this loop")

@@ -32,7 +32,7 @@ from kvferry.engine.tensors.compute_dtype import choose_dtype
 from kvferry.engine.tensors.device import CPU, choose_device
 from kvferry.engine.tensors.dtype_record import recorded_dtype
 from kvferry.engine.tensors.paged_kv import PagedKv
-from kvferry.kernels.families import device_kind
+from kvferry.kernels.backends import device_kind
 from kvferry.kv.interface.connector import KvLoader, PageMemory
 from kvferry.kv.interface.mirror import SAME_PAGES, PageMirror
 from kvferry.kv.interface.tiering import KvTiers
@@ -108,8 +108,8 @@ class LoadedModel:
         count = self.kv_bytes // block_bytes
         if count < _MIN_BLOCKS:
             raise UsageError(
-                f"kv_memory of {self.kv_bytes} bytes is too small: a page takes {block_bytes} bytes, and at "
-                f"least {_MIN_BLOCKS} are needed",
+                f"kv_memory of {self.kv_bytes} bytes is too small: at least {_MIN_BLOCKS} pages of {block_bytes} bytes "
+                "are needed",
                 field="kv_memory",
             )
         return count
@@ -124,15 +124,15 @@ class LoadedModel:
         block_bytes, block_tokens = self.layout.block_bytes, self.settings.block_tokens
         least = min(MIN_KV_TOKENS, self.context_tokens)
         groups, step_tokens = self.layout.groups, self.settings.limits.step_tokens
-        pages = groups.most_pages(least, block_tokens=block_tokens, step_tokens=step_tokens)
+        pages = groups.max_pages(least, block_tokens=block_tokens, step_tokens=step_tokens)
         needed = max(_MIN_BLOCKS, pages)
         count = self.kv_bytes // block_bytes
         if count < needed:
             tokens = count * block_tokens // len(groups.windows)
             raise UsageError(
-                f"kv_memory of {self.kv_bytes} bytes holds the KV of {tokens} tokens, fewer "
-                f"than {least:,}, so that most requests could not be served; set kv_memory to at least "
-                f"{-(-needed * block_bytes // _MIB)}MiB, or max_model_tokens to a shorter context",
+                f"kv_memory of {self.kv_bytes} bytes holds the KV of only {tokens} tokens, and a server needs "
+                f"{least:,}; set kv_memory to at least {-(-needed * block_bytes // _MIB)}MiB, or reduce "
+                "max_model_tokens",
                 field="kv_memory",
             )
 
@@ -167,7 +167,8 @@ def load_model(settings: EngineSettings, *, device: str | None = None, releases_
     where = choose_device(device or settings.device, kernels=settings.kernels)
     if speculation.is_rejecting and where != CPU:
         raise UsageError(
-            f"accept=rejection of speculation is computed by the sampler of CPUs, not on {where}; use accept=exact",
+            f"speculation with accept=rejection needs the CPU sampler and is not supported on {where}; use "
+            "accept=exact",
             field="speculation",
         )
     source = None if settings.load_format == "dummy" else open_model(settings.model, served_name=settings.served_name)
@@ -192,9 +193,7 @@ def load_model(settings: EngineSettings, *, device: str | None = None, releases_
     ) as error:  # torch's error for exhausted memory, whose class cannot be named without importing torch
         if where == CPU or type(error).__name__ != "OutOfMemoryError":
             raise
-        raise UsageError(
-            f"the weights of {config.name} do not fit into the memory of the GPU: {error}", field="model"
-        ) from error
+        raise UsageError(f"the weights of {config.name} do not fit into GPU memory: {error}", field="model") from error
     if settings.adapters and model.why_no_adapters is not None:
         raise UsageError(f"adapters cannot be served: {model.why_no_adapters}", field="adapters")
     draft = load_draft(settings, config, source, dtype, where) or load_heads(speculation, model)

@@ -81,7 +81,7 @@ def pairs(a: Prompt | Sequence[Prompt], b: Prompt | Sequence[Prompt]) -> list[tu
         left = left * len(right)
     if not right or len(left) != len(right):
         raise InvalidRequest(
-            f"{len(left)} and {len(right)} prompts cannot be compared; give one and one, one and several, or equally "
+            f"{len(left)} and {len(right)} prompts cannot be compared; pass one and one, one and several, or equally "
             "many",
             field="prompts",
         )

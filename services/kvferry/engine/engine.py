@@ -114,7 +114,7 @@ class Engine:
         self._loads = KvLoads(
             self.scheduler, self.allocator, loader=loader, tiers=tiers, prices=self._prices, block_bytes=block_bytes
         )
-        self.max_model_tokens = min(max_model_tokens, self.allocator.needs.most_tokens(num_blocks))
+        self.max_model_tokens = min(max_model_tokens, self.allocator.needs.max_tokens(num_blocks))
         self.statistics = EngineStatistics()
         self._exports: dict[int, tuple[BlockId, ...]] = {}
         self.num_exports = 0
@@ -243,7 +243,7 @@ class Engine:
             UnknownModel: there is no adapter with this name to remove.
         """
         if self.adapters is None:
-            raise InvalidRequest("this engine computes no adapters; set adapter_slots", field="adapter_slots")
+            raise InvalidRequest("this engine does not support adapters; set adapter_slots", field="adapter_slots")
         now = self._clock.monotonic()
         adapter = self.adapters.remove(name, now) if loaded is None else self.adapters.add(name, loaded, now)
         self._trim_adapters(self.adapters)
@@ -357,11 +357,11 @@ class Engine:
 
     def _check(self, request: EngineRequest) -> None:
         if request.adapter is not None and self.adapters is None:
-            raise UnknownModel("this engine computes no adapters; set adapter_slots", field="model")
+            raise UnknownModel("this engine does not support adapters; set adapter_slots", field="model")
         if request.adapter is not None and self.adapters is not None:
             self.adapters.check(request.adapter, self._clock.monotonic())
         if not is_scope_of(request.tenant, request.adapter):
-            raise InvalidRequest("the scope of the KV is not one of the adapter's version", field="tenant")
+            raise InvalidRequest("tenant is not a scope of this version of the adapter", field="tenant")
         count = len(request.token_ids)
         if count - request.num_generated < 1:
             raise InvalidRequest("the prompt is empty; send at least one token", field="prompt", reason="PROMPT_EMPTY")
@@ -371,11 +371,9 @@ class Engine:
             # The gateway chooses the seed, so that a request samples the same tokens on every worker.
             raise InvalidRequest("seed is missing; set a seed for requests with a temperature above 0", field="seed")
         if request.sampling.constraint is not None and self._masks is None:
-            raise InvalidRequest(
-                "constraints need a tokenizer; this engine has a model without one", field="constraint"
-            )
+            raise InvalidRequest("constraints need a tokenizer, but this engine's model has none", field="constraint")
         if min(request.token_ids) < 0 or max(request.token_ids) >= self._vocab_size:
-            raise InvalidRequest(f"token ids must be from 0 to {self._vocab_size - 1}", field="token_ids")
+            raise InvalidRequest(f"token ids must be between 0 and {self._vocab_size - 1}", field="token_ids")
 
     def _run(self, plan: StepPlan) -> list[SequenceUpdate]:
         begun = self._clock.monotonic()

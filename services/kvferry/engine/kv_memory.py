@@ -16,11 +16,10 @@ def kv_memory(settings: EngineSettings, config: ModelConfig, device: str) -> int
         UsageError: the machine does not have that much memory, or the weights leave none on a GPU.
     """
     if device == CPU:
-        wanted, most = settings.kv_bytes or DEFAULT_KV_BYTES, usable_memory()
-        if wanted > most:
+        wanted, limit = settings.kv_bytes or DEFAULT_KV_BYTES, usable_memory()
+        if wanted > limit:
             raise UsageError(
-                f"kv_memory of {wanted} bytes exceeds the {most} bytes of memory that this process may have; set "
-                "kv_memory to less",
+                f"kv_memory of {wanted} bytes exceeds this process's memory limit of {limit} bytes; reduce kv_memory",
                 field="kv_memory",
             )
         return wanted
@@ -56,7 +55,7 @@ def releases_window_pages(settings: EngineSettings, model: Model, context_tokens
         )
     if wanted == RELEASE and not model.has_layer_groups:
         raise UsageError(
-            f"the kernels {model.kernels!r} need all pages of a sequence of {model.config.name}; set window_pages to "
+            f"the {model.kernels} kernels need all pages of a sequence of {model.config.name}; set window_pages to "
             f"{KEEP!r}",
             field="window_pages",
         )

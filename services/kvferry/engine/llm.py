@@ -252,7 +252,7 @@ class LLM:
         """
         params = params or BeamParams()
         if not isinstance(params, BeamParams):
-            raise InvalidRequest(f"params is {shortened(repr(params))}; give BeamParams", field="params")
+            raise InvalidRequest(f"params must be a BeamParams, not {type(params).__name__}", field="params")
         ids = [self._requests.tokens(prompt) for prompt in prompt_list(prompts)]
         with Progress(console=Console(stderr=True), disable=not progress) as bar:
             task = bar.add_task("searches", total=len(ids))
@@ -315,7 +315,7 @@ class LLM:
         names = [model] * count if isinstance(model, str) else list(model)
         if len(names) != count:
             raise InvalidRequest(
-                f"model has {len(names)} names for {count} prompts; give one, or one for each", field="model"
+                f"model has {len(names)} names for {count} prompts; pass one name, or one per prompt", field="model"
             )
         return [self._adapter(name) for name in names]
 
@@ -323,7 +323,10 @@ class LLM:
         if name in ("", self.config.name):
             return None
         if self.engine.adapters is None:
-            raise UnknownModel(f"model {shortened(name)!r} is not served here, nor any adapter", field="model")
+            raise UnknownModel(
+                f"model {shortened(name)!r} is not served here, and this LLM has no adapters; use {self.config.name!r}",
+                field="model",
+            )
         return self.engine.adapters.resolve(name)
 
     def _complete(self, streams: Sequence[CompletionStream], shown: str | None) -> list[Completion]:
@@ -371,10 +374,10 @@ def _for_each(sampling: SamplingParams | Sequence[SamplingParams] | None, count:
         return [sampling or SamplingParams()] * count
     if not isinstance(sampling, Sequence) or not all(isinstance(one, SamplingParams) for one in sampling):
         raise InvalidRequest(
-            f"sampling is {shortened(repr(sampling))}; give SamplingParams, or a list of them", field="sampling"
+            f"sampling must be SamplingParams or a list of them, not {shortened(repr(sampling))}", field="sampling"
         )
     if len(sampling) != count:
         raise InvalidRequest(
-            f"sampling has {len(sampling)} parameters for {count} prompts; give one, or one for each", field="sampling"
+            f"sampling has {len(sampling)} items for {count} prompts; pass one, or one per prompt", field="sampling"
         )
     return sampling

@@ -18,7 +18,7 @@ def prompt_list(prompts: Prompt | Sequence[Prompt], field: str = "prompts") -> l
     """
     if isinstance(prompts, str):
         return [prompts]
-    items = _items(prompts, field, "a text, a list of token ids, or a list of these")
+    items = _items(prompts, field, "a string, a list of token ids, or a list of these")
     if items and all(type(one) is int for one in items):
         return [items]
     return [checked_prompt(one, f"{field}.{at}") for at, one in enumerate(items)]
@@ -45,8 +45,8 @@ def message_list(messages: Sequence[Message], field: str = "messages") -> list[M
     for at, message in enumerate(items):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise InvalidRequest(
-                f"{field}.{at} is {shortened(repr(message))}; give a message, such as "
-                '{"role": "user", "content": "Hello"}',
+                f'{field}.{at} must be a message such as {{"role": "user", "content": "Hello"}}, '
+                f"not {shortened(repr(message))}",
                 field=_top(field),
             )
     return items
@@ -60,16 +60,18 @@ def checked_prompt(value: object, field: str = "prompt") -> Prompt:
     """
     if isinstance(value, str):
         return value
-    items = _items(value, field, "a text or a list of token ids")
+    items = _items(value, field, "a string or a list of token ids")
     for one in items:
         if type(one) is not int:
-            raise InvalidRequest(f"{field} has {shortened(repr(one))}; token ids are whole numbers", field=_top(field))
+            raise InvalidRequest(
+                f"{field} has {shortened(repr(one))}; token ids must be whole numbers", field=_top(field)
+            )
     return items
 
 
 def _items(value: object, field: str, expected: str) -> list[Any]:
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
-        raise InvalidRequest(f"{field} is {shortened(repr(value))}; give {expected}", field=_top(field))
+        raise InvalidRequest(f"{field} must be {expected}, not {shortened(repr(value))}", field=_top(field))
     return list(value)
 
 
@@ -90,14 +92,14 @@ def check_length(count: int, context: int, *, has_output: bool) -> None:
     """
     if has_output and count >= context:
         raise InvalidRequest(
-            f"the prompt has {count} tokens, the context holds {context}, and at least one must be left for the "
-            "output; shorten the prompt",
+            f"the prompt has {count} tokens, but the context length is {context} and the output needs at least one "
+            "token; shorten the prompt",
             field="prompt",
             reason="PROMPT_TOO_LONG",
         )
     if count > context:
         raise InvalidRequest(
-            f"the prompt has {count} tokens, and the context holds {context}; shorten the prompt",
+            f"the prompt has {count} tokens, but the context length is {context}; shorten the prompt",
             field="prompt",
             reason="PROMPT_TOO_LONG",
         )

@@ -56,7 +56,7 @@ class RequestBuilder:
         """
         if self._source is None:
             raise UsageError(
-                "random weights (--load-format dummy) have no tokenizer; give token ids instead of text",
+                "--load-format dummy loads no tokenizer; pass token ids instead of text",
                 field="load_format",
             )
         return self._source.tokenizer
@@ -71,7 +71,7 @@ class RequestBuilder:
 
     def beam_output(self, beam: Beam, params: BeamParams) -> BeamOutput:
         """Convert an ended beam to an output with its text."""
-        assert beam.finish_reason is not None, "a beam is an output when it has ended"
+        assert beam.finish_reason is not None, "only an ended beam is an output"
         text = ""
         if self._source is not None:
             detokenizer = Detokenizer(self.tokenizer)

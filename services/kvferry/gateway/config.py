@@ -31,7 +31,7 @@ class Endpoint:
         address, slash, admin_port = text.partition("/")
         host, _, port = address.rpartition(":")
         if not host or not port.isdecimal() or (slash and not admin_port.isdecimal()):
-            raise UsageError(f"{text!r} is not a worker's address; write host:port or host:port/admin_port")
+            raise UsageError(f"{text!r} is not a worker's address; use host:port or host:port/admin_port")
         return cls(address, f"{host}:{admin_port}" if slash else address)
 
 
@@ -55,7 +55,7 @@ class PoolName:
         namespace, _, name = text.partition("/")
         if not _DNS_LABEL.fullmatch(namespace) or not _DNS_LABEL.fullmatch(name):
             raise UsageError(
-                f"{text!r} is not a pool; write NAMESPACE/NAME, each of lower case letters, digits and hyphens",
+                f"{text!r} is not a pool; use NAMESPACE/NAME, each with lower case letters, digits and hyphens",
                 field="pool",
             )
         return cls(namespace, name)

@@ -287,7 +287,10 @@ class Gateway:
             return False, ["this gateway is draining"]
         found = [*self.membership.notes(), *notes(self.fleet)]
         if self._pool is not None and not can_serve(self.fleet):
-            found.append(f"pool {self._pool.pool} has no worker that accepts requests; {self._holding.num_held} wait")
+            found.append(
+                f"pool {self._pool.pool} has no workers that accept requests; {self._holding.num_held} requests are "
+                "waiting"
+            )
         return self._would_take, found
 
     def _report(self) -> Mapping[str, object]:

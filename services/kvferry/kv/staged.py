@@ -23,17 +23,17 @@ from kvferry.kv.pages.relayout import DtypeOverflow, Relayout
 class StagingSlots:
     """Pool of equally sized slots in a transport's staging memory, which nothing else uses. Thread-safe."""
 
-    def __init__(self, make: Callable[[int], memoryview], place_bytes: int, most: int) -> None:
+    def __init__(self, make: Callable[[int], memoryview], place_bytes: int, max_slots: int) -> None:
         """
         Args:
             make: allocates a slot (`Transport.staging`) when it is first needed.
             place_bytes: size of each slot.
-            most: maximum number of slots; should exceed the number of parallel reads, since a stalled read keeps its
-                slot.
+            max_slots: maximum number of slots; should exceed the number of parallel reads, because a stalled read keeps
+                its slot.
         """
         self.place_bytes = place_bytes
         self._make = make
-        self._most = most
+        self._max_slots = max_slots
         self._free: list[memoryview] = []
         self._num_made = 0
         self._lock = threading.Lock()  # guards _free and _num_made; not held during allocation
@@ -53,8 +53,8 @@ class StagingSlots:
         with self._lock:
             if self._free:
                 return self._free.pop()
-            if self._num_made == self._most:
-                raise ReadError(f"all {self._most} staging slots are held by stalled reads")
+            if self._num_made == self._max_slots:
+                raise ReadError(f"all {self._max_slots} staging slots are held by stalled reads")
             self._num_made += 1
         try:
             return self._make(self.place_bytes)
@@ -95,7 +95,7 @@ class StagedRead:
             pages: all pages of this worker.
             first: position in the prompt of the target block that is written to `local[0]`.
             local: target pages, in order of position.
-            digests: digests of the source blocks, which are verified before a piece is converted; empty to skip this.
+            digests: digests of the source blocks, verified before a piece is converted; empty to skip verification.
 
         Raises:
             ReadError: the slot is too small, or the first piece cannot be read.

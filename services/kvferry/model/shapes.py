@@ -110,7 +110,7 @@ def shape_of(name: str) -> ModelConfig:
     except KeyError:
         known = ", ".join(SHAPES)
         raise UnknownModel(
-            f"unknown shape {name!r} for --load-format dummy; expected one of {known}",
+            f"unknown shape {name!r} for --load-format dummy; use one of {known}",
             reason="UNKNOWN_SHAPE",
             field="model",
         ) from None

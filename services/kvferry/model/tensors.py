@@ -257,12 +257,12 @@ def check_shapes(config: ModelConfig, found: Mapping[str, Shape], where: str) ->
     """
     if config.num_heads % config.num_kv_heads or config.head_dim % 2 or config.num_layers > len(found):
         raise ModelFileError(
-            f"{where}: {config.num_layers} layers of {config.num_heads} heads over {config.num_kv_heads} KV heads of"
-            f" {config.head_dim} values cannot be, with {len(found)} tensors. The file is damaged"
+            f"{where}: {config.num_layers} layers of {config.num_heads} heads over {config.num_kv_heads} KV heads of "
+            f"{config.head_dim} values do not match {len(found)} tensors. The file is damaged"
         )
     beyond = [token for token in config.eos_token_ids if not 0 <= token < config.vocab_size]
     if beyond:
-        raise ModelFileError(f"{where}: end token {beyond[0]} is not in the vocabulary of {config.vocab_size}")
+        raise ModelFileError(f"{where}: end token {beyond[0]} is not in the vocabulary of {config.vocab_size} tokens")
     expected = expected_shapes(config)
     missing = [name for name in expected if name not in found]
     unexpected = [name for name in found if name not in expected]

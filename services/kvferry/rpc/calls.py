@@ -131,14 +131,14 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
 
 def _reader(read: Callable[[bytes], object] | None) -> Callable[[bytes], object] | None:
-    def read_or_tell(data: bytes) -> object:
+    def read_or_mark(data: bytes) -> object:
         assert read is not None
         try:
             return read(data)
         except DecodeError:
             return _Malformed(len(data))
 
-    return None if read is None else read_or_tell
+    return None if read is None else read_or_mark
 
 
 def _checked(request: object) -> object:

@@ -84,7 +84,7 @@ class RpcServer:
             bound = self._bind(self._server, address)
         except RuntimeError as error:
             raise UsageError(
-                f"cannot listen on {address}: {error}; another process may use the port", field="grpc"
+                f"cannot listen on {address}: {error}; another process may be using the port", field="grpc"
             ) from error
         self.address = f"{address.rpartition(':')[0]}:{bound}"
         await self.set_ready(False)
@@ -172,7 +172,7 @@ async def start_server(
     """
     _, separator, port = address.rpartition(":")
     if not separator or not port.isdecimal() or int(port) > 0xFFFF:
-        raise UsageError(f"{address!r} is not an address; write host:port; port 0 selects a free port", field="grpc")
+        raise UsageError(f"{address!r} is not an address; use host:port (port 0 selects a free port)", field="grpc")
     calls = OpenCalls()
     options: Options = (
         *_SERVER_OPTIONS,

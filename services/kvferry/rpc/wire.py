@@ -57,7 +57,7 @@ def adapter_from_wire(message: prefill_pb2.PrefillRequest | decode_pb2.DecodeReq
     found = message.adapter
     if not 0 < len(found.name) <= MAX_ADAPTER_NAME_CHARS or len(found.digest) != ADAPTER_DIGEST_BYTES:
         raise InvalidRequest(
-            f"an adapter needs a name of at most {MAX_ADAPTER_NAME_CHARS} characters and a digest of "
+            f"an adapter must have a name of at most {MAX_ADAPTER_NAME_CHARS} characters and a digest of "
             f"{ADAPTER_DIGEST_BYTES} bytes",
             field="adapter",
         )
@@ -231,7 +231,7 @@ def finish_to_wire(reason: FinishReason | None) -> "common_pb2.FinishReason.Valu
     if reason is None:
         return common_pb2.FINISH_REASON_UNSPECIFIED
     if reason not in _FINISH_TO_WIRE:
-        raise ValueError(f"a stream that ended with {reason.value!r} ends with a status, not with a finish reason")
+        raise ValueError(f"a stream that ended with {reason.value!r} must end with a status, not with a finish reason")
     return _FINISH_TO_WIRE[reason]
 
 
@@ -314,8 +314,8 @@ def check_request_id(value: str) -> str:
     """
     if not 0 < len(value) <= MAX_REQUEST_ID_CHARS or not _REQUEST_ID_CHARS.issuperset(value):
         raise InvalidRequest(
-            f"a request id has 1 to {MAX_REQUEST_ID_CHARS} letters, digits and characters of '-_.:'; "
-            f"this id has {len(value)} characters",
+            f"a request id must have 1 to {MAX_REQUEST_ID_CHARS} letters, digits and characters from '-_.:'; this one "
+            f"has {len(value)} characters",
             field="request_id",
         )
     return value

@@ -182,14 +182,14 @@ class Gateway:
             enough = len(tokens) - config.skip_prefill_below_tokens + 1
         tenant = run.request.tenant
         caches = PromptCaches(self.cache_map, self._namers, run.names, tenant, tokens, config.prefix_blocks)
-        asked = RouteRequest(
+        request = RouteRequest(
             prefix_key(self._namers, tenant, tokens, config.prefix_blocks),
             caches,
             len(tokens),
             run.request.output.count,
             None if ticket is None or run.source is None else run.source.candidate,
         )
-        return choose(asked, candidates, self._policy, skip_prefill=skip, enough_tokens=enough), caches
+        return choose(request, candidates, self._policy, skip_prefill=skip, enough_tokens=enough), caches
 
     def _arrived(self, run: Run) -> None:
         self._records.arrived(run.commitment)

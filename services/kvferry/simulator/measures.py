@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, field
 
-_LEAST = 1e-6
+_MIN_VALUE = 1e-6
 _RATIO = 1.01
 """Ratio of the bounds of a bucket; a percentile is off by at most half a percent."""
 _LOG_RATIO = math.log(_RATIO)
@@ -21,7 +21,7 @@ class Histogram:
 
     def add(self, value: float, weight: int = 1) -> None:
         """Add a value `weight` times."""
-        bucket = int(math.log(value / _LEAST) / _LOG_RATIO) + 1 if value > _LEAST else 0
+        bucket = int(math.log(value / _MIN_VALUE) / _LOG_RATIO) + 1 if value > _MIN_VALUE else 0
         self._buckets[bucket] = self._buckets.get(bucket, 0) + weight
         self.count += weight
         self.total += value * weight
@@ -47,7 +47,7 @@ class Histogram:
         for bucket in sorted(self._buckets):
             seen += self._buckets[bucket]
             if seen >= wanted:
-                middle = _LEAST * _RATIO ** (bucket - 0.5) if bucket else 0.0
+                middle = _MIN_VALUE * _RATIO ** (bucket - 0.5) if bucket else 0.0
                 return min(middle, self.largest)
         return 0.0
 
@@ -56,7 +56,7 @@ class Histogram:
         seen, found = 0, []
         for bucket in sorted(self._buckets):
             seen += self._buckets[bucket]
-            found.append((min(_LEAST * _RATIO**bucket, self.largest), seen / self.count))
+            found.append((min(_MIN_VALUE * _RATIO**bucket, self.largest), seen / self.count))
         return found
 
     def in_ms(self) -> dict[str, float]:

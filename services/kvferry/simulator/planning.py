@@ -1,11 +1,12 @@
-"""Sizes of a fleet by load: the fewest workers of each role with which enough requests meet the latency targets.
+"""Sizes of a fleet by load: the smallest number of workers of each role with which enough requests meet the latency
+targets.
 
     for each rate, ascending, from the sizes of the previous rate:
         grow     add workers to the role where it helps most, until enough requests meet the targets
         shrink   remove single workers, the most expensive first, as long as enough requests meet the targets
 
-A role that a step of growth made too large is made smaller again, so that the result is a fleet from which no single
-worker can be removed; the prefill:decode ratio follows from the workload.
+A role that grew too much is shrunk again, so that no single worker can be removed from the resulting fleet; the
+prefill:decode ratio follows from the workload.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,7 @@ from kvferry.simulator.files.spec import FleetSpec
 from kvferry.simulator.fleet import PoolResult
 
 MAX_WORKERS = 4096
-"""Largest number of workers of one role that is tried."""
+"""Largest number of workers of a role that is tried."""
 _STRIDE = 4
 """A role grows by its size divided by this number, at least by one worker."""
 Sizes = Mapping[str, int]
@@ -35,12 +36,12 @@ class PlanRow:
     attained: float
     """Share of the requests that meet the latency targets."""
     is_enough: bool
-    """Whether that is the wanted share; if not, no fleet within the limits reached it."""
+    """Whether the share is at least the wanted share; if not, no fleet within the limits reached it."""
     price_per_hour: float
 
 
 def attained_share(result: PoolResult) -> float:
-    """Return the share of all requests that were completed within the targets; refused ones count as missed."""
+    """Return the share of all requests that were completed within the targets; refused requests count as missed."""
     measures = result.measures
     return measures.good / measures.arrived if measures.arrived else 0.0
 
@@ -54,23 +55,31 @@ class PoolPlanner:
         attain: Attain,
         *,
         wanted: float,
-        most: int,
+        max_simulations: int,
         on_try: Callable[[str], None] = lambda _: None,
     ) -> None:
         """
         Args:
-            spec: the fleet; its numbers of workers are ignored.
+            spec: the fleet; the numbers of its workers are ignored.
             attain: simulates a fleet.
             wanted: share of the requests that must meet the targets, above 0, at most 1.
-            most: maximum number of simulations for one rate.
+            max_simulations: maximum number of simulations for one rate.
             on_try: called with the sizes and the share of each simulation.
 
         Raises:
-            UsageError: the workload is a trace, whose rate is given.
+            UsageError: the workload is a trace, which has its own rate.
         """
         if spec.demand is None:
-            raise UsageError("a trace has its own rate; give the fleet file a [workload] with a rate", field="workload")
-        self._spec, self._attain, self._wanted, self._most, self._on_try = spec, attain, wanted, most, on_try
+            raise UsageError(
+                "a trace has its own rate; use a fleet file with a [workload] that sets a rate", field="workload"
+            )
+        self._spec, self._attain, self._wanted, self._max_simulations, self._on_try = (
+            spec,
+            attain,
+            wanted,
+            max_simulations,
+            on_try,
+        )
         self._known: dict[tuple[int, ...], float] = {}
         self._roles = tuple(role.role for role in spec.pool.roles)
         self._rate = 0.0
@@ -96,13 +105,13 @@ class PoolPlanner:
                 for role, count in sizes.items()
                 if count < MAX_WORKERS
             ]
-            if not larger or len(self._known) >= self._most:
+            if not larger or len(self._known) >= self._max_simulations:
                 return sizes
             sizes = max(larger, key=self._share)
         return sizes
 
     def _shrunk(self, sizes: dict[str, int]) -> dict[str, int]:
-        while self._share(sizes) >= self._wanted and len(self._known) < self._most:
+        while self._share(sizes) >= self._wanted and len(self._known) < self._max_simulations:
             dearest = sorted(sizes, key=lambda role: -self._spec.prices.get(role, 0.0))
             smaller = [{**sizes, role: sizes[role] - 1} for role in dearest if sizes[role] > 1]
             found = next((one for one in smaller if self._share(one) >= self._wanted), None)

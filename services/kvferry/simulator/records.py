@@ -1,6 +1,6 @@
-"""Dispatched work of a simulated gateway and its durations: the inputs of routing by estimated seconds.
+"""Dispatched work of a simulated gateway and its durations: the inputs of routing by estimated latency.
 
-The rules of `gateway.dispatch.work_records`, whose shell takes the same from the answers of workers.
+Follows the rules of `gateway.dispatch.work_records`, which takes the same records from the answers of workers.
 """
 
 import math
@@ -19,17 +19,17 @@ class Records:
     def __init__(self, estimates: Estimates, commitments: Commitments) -> None:
         self._estimates, self._commitments = estimates, commitments
 
-    def dispatched(self, tokens: Sequence[int], most: int, route: Route, *, has_kv: bool) -> Commitment:
+    def dispatched(self, tokens: Sequence[int], max_tokens: int, route: Route, *, has_kv: bool) -> Commitment:
         """Count the work of a request on the workers of its route.
 
         Args:
-            tokens: prompt, and tokens that were generated before.
-            most: maximum number of further tokens.
+            tokens: the prompt, and tokens generated so far.
+            max_tokens: maximum number of further tokens.
             has_kv: whether a prefill worker has computed the prompt.
         """
         computing = route.prefill or (None if has_kv else route.decode)
         decode = route.decode.replica
-        new_tokens = len(tokens) - route.decode.cached.tokens + math.ceil(self._estimates.output_tokens(most))
+        new_tokens = len(tokens) - route.decode.cached.tokens + math.ceil(self._estimates.output_tokens(max_tokens))
         commitment = Commitment(
             prompt_address="" if computing is None else computing.replica.address,
             prompt_tokens=0 if computing is None else max(1, len(tokens) - computing.cached.tokens),

@@ -81,5 +81,5 @@ def run_of(job: Job) -> Run:
     """Return the request of a job."""
     run = job.context
     if not isinstance(run, Run):
-        raise InvariantBroken("a job has no request")
+        raise InvariantBroken("a job has no requests")
     return run

@@ -1,11 +1,11 @@
-"""Search for the settings of a fleet with the most goodput: one field at a time, each value in the simulator.
+"""Search for the settings of a fleet with the highest goodput: one field at a time, with a simulation for each value.
 
     best <- the fleet as it is
     repeat: for each field, for the values next to the best one: simulate; keep the best if it gains enough
     until a whole round changes nothing, or the simulations are used up
 
-Fields interact (a larger chunk needs a larger budget), so that rounds repeat. A change that gains less than
-`LEAST_GAIN` is not made: it would be noise on another workload.
+Fields interact (a larger chunk needs a larger budget), so rounds are repeated. A change that gains less than `MIN_GAIN`
+is not made: with another workload, it would be noise.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -18,8 +18,8 @@ from kvferry.simulator.files.spec import FleetSpec
 from kvferry.simulator.fleet import PoolResult
 from kvferry.simulator.members import DECODE, PREFILL
 
-LEAST_GAIN = 0.01
-"""Relative gain from which a change is made."""
+MIN_GAIN = 0.01
+"""Minimum relative gain for a change."""
 ENGINE_FIELDS: Mapping[str, tuple[int, ...]] = {
     "max_mixed_tokens": (32, 64, 128, 256, 512, 1024, 2048),
     "max_chunk_tokens": (64, 128, 256, 512, 1024, 2048, 4096),
@@ -47,9 +47,9 @@ class Score:
         return cls(result.measures.goodput, 1.0 / mean if mean else 0.0)
 
     def gain_over(self, other: "Score") -> float:
-        """Return the relative gain in goodput, or in speed if goodput differs by less than `LEAST_GAIN`."""
+        """Return the relative gain in goodput, or in speed if goodput differs by less than `MIN_GAIN`."""
         gain = self.goodput / other.goodput - 1.0 if other.goodput else float(self.goodput > 0.0)
-        if abs(gain) >= LEAST_GAIN or not other.speed:
+        if abs(gain) >= MIN_GAIN or not other.speed:
             return gain
         return self.speed / other.speed - 1.0
 
@@ -75,10 +75,10 @@ class Tuned:
     changes: list[Change] = field(default_factory=list)
     simulations: int = 1
     tried: list[tuple[FleetSpec, Score]] = field(default_factory=list)
-    """Every fleet that was simulated, the first one as it is in the file."""
+    """Every fleet that was simulated; the first one is the file's."""
 
     def best(self, count: int) -> list[tuple[FleetSpec, Score]]:
-        """Return the file's fleet, and the `count` best others, the best first."""
+        """Return the file's fleet and the `count` best other fleets, best first."""
         others = sorted(self.tried[1:], key=lambda one: one[1], reverse=True)
         return [*self.tried[:1], *others[:count]]
 
@@ -86,12 +86,14 @@ class Tuned:
 Simulate = Callable[[FleetSpec], Score]
 
 
-def tune(spec: FleetSpec, simulate: Simulate, *, most: int, on_try: Callable[[str], None] = lambda _: None) -> Tuned:
+def tune(
+    spec: FleetSpec, simulate: Simulate, *, max_simulations: int, on_try: Callable[[str], None] = lambda _: None
+) -> Tuned:
     """Search for better settings.
 
     Args:
         simulate: returns the score of a fleet.
-        most: maximum number of simulations.
+        max_simulations: maximum number of simulations.
         on_try: called with the name and the value of each simulation.
     """
     base = simulate(spec)
@@ -99,19 +101,20 @@ def tune(spec: FleetSpec, simulate: Simulate, *, most: int, on_try: Callable[[st
     while True:
         is_changed = False
         for name in _names(spec):
-            is_changed |= _improve(found, name, simulate, most, on_try)
-        if not is_changed or found.simulations >= most:
+            is_changed |= _improve(found, name, simulate, max_simulations, on_try)
+        if not is_changed or found.simulations >= max_simulations:
             return found
 
 
-def _improve(found: Tuned, name: str, simulate: Simulate, most: int, on_try: Callable[[str], None]) -> bool:
-    """Try the neighbours of a field's value, and continue in the direction of a gain; return whether it was changed."""
+def _improve(found: Tuned, name: str, simulate: Simulate, max_simulations: int, on_try: Callable[[str], None]) -> bool:
+    """Try the neighbours of a field's value, and continue in the direction of a gain; return whether the field was
+    changed."""
     is_changed = False
     tried = {_value(found.spec, name)}
-    while found.simulations < most:
+    while found.simulations < max_simulations:
         best: tuple[float, str, FleetSpec, Score] | None = None
         for value, spec in _neighbours(found.spec, name):
-            if value in tried or found.simulations >= most:
+            if value in tried or found.simulations >= max_simulations:
                 continue
             tried.add(value)
             on_try(f"{name} = {value}")
@@ -119,7 +122,7 @@ def _improve(found: Tuned, name: str, simulate: Simulate, most: int, on_try: Cal
             found.simulations += 1
             found.tried.append((spec, score))
             gain = score.gain_over(found.score)
-            if gain >= LEAST_GAIN and (best is None or gain > best[0]):
+            if gain >= MIN_GAIN and (best is None or gain > best[0]):
                 best = gain, value, spec, score
         if best is None:
             return is_changed
@@ -146,7 +149,7 @@ def _value(spec: FleetSpec, name: str) -> str:
 
 
 def _neighbours(spec: FleetSpec, name: str) -> Iterator[tuple[str, FleetSpec]]:
-    """Yield the values next to the present one, with their fleets."""
+    """Yield the values next to the present value, with their fleets."""
     table, _, field_name = name.partition(".")
     if name == SPLIT:
         prefill, decode = _role(spec, PREFILL).replicas, _role(spec, DECODE).replicas
@@ -163,7 +166,7 @@ def _neighbours(spec: FleetSpec, name: str) -> Iterator[tuple[str, FleetSpec]]:
             gateway = replace(spec.pool.gateway, routing=routing)
             yield str(value), replace(spec, pool=replace(spec.pool, gateway=gateway))
     else:
-        has_weights = bool(spec.pool.roles[0].engine.limits.class_weights)  # they exclude the other policies
+        has_weights = bool(spec.pool.roles[0].engine.limits.class_weights)  # weights rule out the other policies
         values: tuple[Any, ...] = () if has_weights else tuple(SCHEDULING)
         if field_name in ENGINE_FIELDS:
             values = _beside(ENGINE_FIELDS[field_name], int(_value(spec, name)))

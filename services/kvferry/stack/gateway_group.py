@@ -71,7 +71,7 @@ class GatewayGroup:
         address = str(self._value(name))
         host, _, port = address.rpartition(":")
         if not host or not port.isdecimal() or int(port) > 0xFFFF:
-            raise UsageError(f"{address!r} is not an address; write host:port; port 0 selects a free port", field=name)
+            raise UsageError(f"{address!r} is not an address; use host:port (port 0 selects a free port)", field=name)
         bare = host.strip("[]")
         held = socket.socket(socket.AF_INET6 if ":" in bare else socket.AF_INET, socket.SOCK_STREAM)
         self._reserved.append(held)

@@ -44,7 +44,7 @@ def check_free(name: str, address: str) -> None:
     """
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 0xFFFF:
-        raise UsageError(f"{address!r} is not an address; write host:port; port 0 selects a free port", field=name)
+        raise UsageError(f"{address!r} is not an address; use host:port (port 0 selects a free port)", field=name)
     bare = host.strip("[]")
     try:
         socket.create_server((bare, int(port)), family=socket.AF_INET6 if ":" in bare else socket.AF_INET).close()

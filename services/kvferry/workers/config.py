@@ -76,8 +76,8 @@ class WorkerConfig:
             raise UsageError("role 'split' transfers KV within one process; use connector 'memory'", field="connector")
         if self.role in {"prefill", "decode"} and self.connector == "memory":
             raise UsageError(
-                f"connector 'memory' works within one process only, not with role {self.role!r}; "
-                "use 'shm', 'nixl' or 'tcp', or role 'split'",
+                f"connector 'memory' works only within one process, not with role {self.role!r}; use 'shm', 'nixl' or "
+                "'tcp', or role 'split'",
                 field="connector",
             )
         if self.tier_object_tokens % self.engine.block_tokens:
@@ -88,12 +88,12 @@ class WorkerConfig:
             )
         if self.advertise_host and not is_host(self.advertise_host):
             raise UsageError(
-                f"advertise_host {self.advertise_host!r} is neither an IP address nor a host name; the port is that of "
+                f"advertise_host {self.advertise_host!r} is neither an IP address nor a host name; the port comes from "
                 "--listen",
                 field="advertise_host",
             )
         if not self.ticket_secrets:
             raise UsageError(
-                "no ticket key; write one with `kvferry key new > ticket.key` and set --ticket-key-file ticket.key",
+                "no ticket key; create one with `kvferry key new > ticket.key` and set --ticket-key-file ticket.key",
                 field="ticket_key_file",
             )

@@ -61,7 +61,7 @@ class LocalSource:
 
     async def pool(self, request: TokenRequest, params: PoolingParams) -> Vector:
         self._context.admit("")
-        asked = pooling_request(
+        pooling = pooling_request(
             sequence_id(request.request_id, request.sample_index),
             request.token_ids,
             params,
@@ -69,6 +69,6 @@ class LocalSource:
             priority=request.priority,
             deadline=request.deadline,
         )
-        update = await compute_vector(self._context, asked, KvReportBuilder(self._context.worker_id))
+        update = await compute_vector(self._context, pooling, KvReportBuilder(self._context.worker_id))
         assert update.embedding is not None
         return Vector(update.embedding, len(request.token_ids), update.num_cached)

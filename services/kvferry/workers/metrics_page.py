@@ -135,7 +135,7 @@ class MetricsPage:
         """
         host, separator, port = address.rpartition(":")
         if not separator or not port.isdecimal() or int(port) > 0xFFFF:
-            raise UsageError(f"{address!r} is not an address; write host:port", field="metrics")
+            raise UsageError(f"{address!r} is not an address; use host:port", field="metrics")
         registry = CollectorRegistry()
         registry.register(_FromUnits(units, asyncio.get_running_loop(), tls))
         self._server: wsgiref.simple_server.WSGIServer

@@ -14,10 +14,10 @@ class Oracle:
     def __init__(self, wrong: Callable[[], bool]) -> None:
         self._wrong = wrong
 
-    def propose(self, tokens: Tokens, most: int) -> Draft:
+    def propose(self, tokens: Tokens, limit: int) -> Draft:
         known = tokens.tolist()
         draft: list[int] = []
-        for _ in range(most):
+        for _ in range(limit):
             token = next_token([*known, *draft])
             draft.append((token + 1) % 96 if self._wrong() else token)
         return Draft(tuple(draft), 9)
@@ -37,5 +37,5 @@ class TickingClock(SystemClock):
 class Silent:
     """A proposer without proposals."""
 
-    def propose(self, tokens: Tokens, most: int) -> Draft:
+    def propose(self, tokens: Tokens, limit: int) -> Draft:
         return NO_DRAFT

@@ -73,9 +73,9 @@ class Walk:
 
     def _proposer(self, is_wrong: Callable[[], bool]) -> Proposer:
         if self.text == "suffix":
-            return SuffixProposer(least=1)
+            return SuffixProposer(min_length=1)
         if self.text == "ngram":
-            return NgramProposer(least=1, most=3)
+            return NgramProposer(min_length=1, max_length=3)
         return Oracle(is_wrong) if self.text == "oracle" else Silent()
 
     def _model(self, pick: Callable[[Any], Any], is_wrong: Callable[[], bool]) -> ModelDrafts | None:

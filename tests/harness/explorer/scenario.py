@@ -8,7 +8,7 @@ from kvferry.kv.handoff.ticket import digest_tokens
 from kvferry.kv.handoff.transfers import TransferTimes
 
 OFFER_TIMES = OfferTimes(offer_seconds=2.5, lease_seconds=3.0, quiesce_seconds=1.0, max_failures=3)
-TRANSFER_TIMES = TransferTimes(control_seconds=2.0, least_seconds=8.0, stall_seconds=2.5, queue_seconds=5.0)
+TRANSFER_TIMES = TransferTimes(control_seconds=2.0, min_seconds=8.0, stall_seconds=2.5, queue_seconds=5.0)
 """Short leases and long transfers, such that a single read can include renewals, lost leases and reuse of pages. All
 times in seconds are sums of powers of two, so that equal states have equal times."""
 SILENCE_SECONDS = 4.0

@@ -116,7 +116,7 @@ def _locked(path: Path, clock: Clock, say: Say) -> Iterator[None]:
     deadline = clock.monotonic() + _LOCK_SECONDS
     pause = threading.Event()
     with path.open("w") as file:
-        told = False
+        is_logged = False
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -124,8 +124,8 @@ def _locked(path: Path, clock: Clock, say: Say) -> Iterator[None]:
             except BlockingIOError:
                 if clock.monotonic() > deadline:
                     raise Unavailable(f"another build has held {path} for {_LOCK_SECONDS:.0f} s") from None
-                if not told:
+                if not is_logged:
                     say("another build is running; waiting for it")
-                told = True
+                is_logged = True
                 pause.wait(0.5)
         yield

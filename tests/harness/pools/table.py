@@ -71,7 +71,7 @@ def row(event: str, ended: Iterable[Ended], event_seconds: float) -> Row:
     )
 
 
-def told(row: Row) -> str:
+def described(row: Row) -> str:
     """Format a row as one line of text for the terminal."""
     return ", ".join(f"{name} {cell}" for name, cell in list(zip(_COLUMNS, _cells(row), strict=True))[1:])
 

@@ -28,7 +28,7 @@ ORIGINAL_SHARES = {"Orca (Max)": 20.4, "Orca (Pow2)": 26.8, "Orca (Oracle)": 38.
 
 def requests(kind: str, count: int, rate: float, seed: int) -> list[SimRequest]:
     """Draw requests with the lengths of a trace."""
-    return list(Demand(LengthMix(kind, most=CONTEXT), count, Arrivals(rate=rate)).requests(TAPE, seed))
+    return list(Demand(LengthMix(kind, max_tokens=CONTEXT), count, Arrivals(rate=rate)).requests(TAPE, seed))
 
 
 def makers() -> dict[str, MakeScheduler | None]:

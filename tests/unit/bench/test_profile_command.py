@@ -82,5 +82,5 @@ def test_a_log_that_does_not_fit_is_refused(recorded: Path, tmp_path: Path) -> N
         line.replace('"tokens":[', '"tokens":[99999,', 1) if '"request":' in line else line for line in lines
     )
     foreign = foreign.replace('"num_prompt":20', '"num_prompt":21')
-    assert "contradicts itself at step 0" in refused(foreign, "--against", "engine", *ENGINE)
+    assert "is inconsistent at step 0" in refused(foreign, "--against", "engine", *ENGINE)
     assert "is not a regular file" in run("replay", "/dev/zero", status=2).output

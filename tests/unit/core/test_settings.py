@@ -42,7 +42,7 @@ def test_repeated_settings_take_lists_and_commas() -> None:
     ("setting", "env", "says"),
     [
         (PORT, {"KVFERRY_PORT": "many"}, "KVFERRY_PORT: 'many' is invalid"),
-        (PORT, {"KVFERRY_PORT": "70000"}, "must be from 0 to 65535"),
+        (PORT, {"KVFERRY_PORT": "70000"}, "must be between 0 and 65535"),
         (KIND, {"KVFERRY_KIND": "c"}, "'c' is not one of a, b"),
     ],
 )
@@ -93,5 +93,5 @@ def test_whole_numbers_keep_their_bounds(number: int) -> None:
     if 0 <= number <= 9:
         assert whole(0, 9)(str(number)) == number
     else:
-        with pytest.raises(ValueError, match="from 0 to 9"):
+        with pytest.raises(ValueError, match="between 0 and 9"):
             whole(0, 9)(str(number))

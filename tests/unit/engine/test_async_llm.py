@@ -132,7 +132,7 @@ async def test_a_bad_request_fails_alone() -> None:
         for bad in ([], [10**6], [1] * 5000):
             with pytest.raises(InvalidRequest):
                 await llm.encode(bad)
-        with pytest.raises(InvalidRequest, match="1 to 48"):
+        with pytest.raises(InvalidRequest, match="between 1 and 48"):
             await llm.encode("hello", dimensions=0)
         assert (await parts_of(llm, "hello"))[-1].completion is not None
     assert_idle(llm.engine)

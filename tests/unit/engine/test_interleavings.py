@@ -41,10 +41,10 @@ class Guesses:
     def __init__(self, chance: random.Random, wrong: float) -> None:
         self._chance, self._wrong = chance, wrong
 
-    def propose(self, tokens: Tokens, most: int) -> Draft:
+    def propose(self, tokens: Tokens, limit: int) -> Draft:
         known = tokens.tolist()
         draft: list[int] = []
-        for _ in range(most):
+        for _ in range(limit):
             token = next_token([*known, *draft])
             draft.append((token + 1) % EOS if self._chance.random() < self._wrong else token)
         return Draft(tuple(draft), 9)
@@ -53,7 +53,7 @@ class Guesses:
 class NoGuesses:
     """A proposer without proposals, so that the drafts come from a head."""
 
-    def propose(self, tokens: Tokens, most: int) -> Draft:
+    def propose(self, tokens: Tokens, limit: int) -> Draft:
         return NO_DRAFT
 
 

@@ -22,13 +22,13 @@ def num_blocks(kv_bytes: int, max_model_tokens: int = 0) -> int:
 def test_memory_for_fewer_than_1024_tokens_is_refused_unless_the_context_is_shorter() -> None:
     assert num_blocks(64 * PAGE) == 64
     with pytest.raises(
-        UsageError, match=r"kv_memory of 524287 bytes holds the KV of 1008 tokens, fewer than 1,024"
+        UsageError, match=r"kv_memory of 524287 bytes holds the KV of only 1008 tokens, and a server needs 1,024"
     ) as e:
         num_blocks(64 * PAGE - 1)
     assert e.value.field == "kv_memory"
-    assert "set kv_memory to at least 1MiB, or max_model_tokens to a shorter context" in e.value.message
+    assert "set kv_memory to at least 1MiB, or reduce max_model_tokens" in e.value.message
     assert num_blocks(32 * PAGE, max_model_tokens=512) == 32
-    with pytest.raises(UsageError, match="fewer than 513"):
+    with pytest.raises(UsageError, match="a server needs 513"):
         num_blocks(32 * PAGE, max_model_tokens=513)
 
 

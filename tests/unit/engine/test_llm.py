@@ -27,7 +27,7 @@ def test_each_prompt_has_its_parameters(llm: LLM) -> None:
 
 
 def test_unequal_numbers_are_named(llm: LLM) -> None:
-    with pytest.raises(InvalidRequest, match="2 parameters for 1 prompts"):
+    with pytest.raises(InvalidRequest, match="sampling has 2 items for 1 prompts"):
         llm.generate(["hello"], [GREEDY, GREEDY])
     assert llm.engine.is_idle
 
@@ -56,21 +56,21 @@ def test_one_prompt_and_one_conversation_need_no_list(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda llm: llm.generate(5), "prompts is 5; give a text, a list of token ids, or a list of these"),
-        (lambda llm: llm.generate([None]), "prompts.0 is None; give a text or a list of token ids"),
-        (lambda llm: llm.generate(["a", b"x"]), "prompts.1 is b'x'; give a text or a list of token ids"),
-        (lambda llm: llm.generate([[1], ["a"]]), "prompts.1 has 'a'; token ids are whole numbers"),
-        (lambda llm: llm.generate([[True]]), "prompts.0 has True; token ids are whole numbers"),
+        (lambda llm: llm.generate(5), "prompts must be a string, a list of token ids, or a list of these, not 5"),
+        (lambda llm: llm.generate([None]), "prompts.0 must be a string or a list of token ids, not None"),
+        (lambda llm: llm.generate(["a", b"x"]), "prompts.1 must be a string or a list of token ids, not b'x'"),
+        (lambda llm: llm.generate([[1], ["a"]]), "prompts.1 has 'a'; token ids must be whole numbers"),
+        (lambda llm: llm.generate([[True]]), "prompts.0 has True; token ids must be whole numbers"),
         (lambda llm: llm.generate([[1.5]]), "prompts.0 has 1.5"),
-        (lambda llm: llm.generate([{}]), "prompts.0 is {}"),
-        (lambda llm: llm.generate(["a"], 5), "sampling is 5; give SamplingParams, or a list of them"),
-        (lambda llm: llm.generate(["a"], [5]), r"sampling is \[5\]; give SamplingParams"),
-        (lambda llm: llm.encode([5, "a"]), "prompts.0 is 5"),
-        (lambda llm: llm.score("a", [5, None]), "b.0 is 5"),
-        (lambda llm: llm.beam_search(["a"], 2), "params is 2; give BeamParams"),
-        (lambda llm: llm.chat("hello"), "conversations is 'hello'; give a list of messages, or a list of such lists"),
-        (lambda llm: llm.chat([["hello"]]), "conversations.0.0 is 'hello'; give a message, such as"),
-        (lambda llm: llm.chat([{"content": "hello"}]), "conversations.0.0 is {'content': 'hello'}"),
+        (lambda llm: llm.generate([{}]), "prompts.0 must be a string or a list of token ids, not {}"),
+        (lambda llm: llm.generate(["a"], 5), "sampling must be SamplingParams or a list of them, not 5"),
+        (lambda llm: llm.generate(["a"], [5]), r"sampling must be SamplingParams or a list of them, not \[5\]"),
+        (lambda llm: llm.encode([5, "a"]), "prompts.0 must be a string or a list of token ids, not 5"),
+        (lambda llm: llm.score("a", [5, None]), "b.0 must be a string or a list of token ids, not 5"),
+        (lambda llm: llm.beam_search(["a"], 2), "params must be a BeamParams, not int"),
+        (lambda llm: llm.chat("hello"), r"conversations must be a list of messages, or .*, not 'hello'"),
+        (lambda llm: llm.chat([["hello"]]), r"conversations.0.0 must be a message such as .*, not 'hello'"),
+        (lambda llm: llm.chat([{"content": "hello"}]), r"conversations.0.0 must .*, not {'content': 'hello'}"),
     ],
 )  # fmt: skip
 def test_arguments_of_other_types_are_named(llm: LLM, call, message: str) -> None:

@@ -54,8 +54,8 @@ def expected(prompt: Sequence[int], pooling: Pooling) -> np.ndarray:
 
 
 def runner_for(kernels: str, blocks: int = 96) -> Runner:
-    family = "auto" if kernels == "threaded" else kernels
-    model = build_model(CONFIG, tiny.TinyTensors(CONFIG), dtype="float32", kernels=family)
+    backend = "auto" if kernels == "threaded" else kernels
+    model = build_model(CONFIG, tiny.TinyTensors(CONFIG), dtype="float32", kernels=backend)
     pages = PagedKv.allocate(KvLayout.of(CONFIG, block_tokens=4, dtype="float32"), blocks)
     if kernels == "threaded":
         return ThreadedRunner(model, pages)
@@ -207,7 +207,7 @@ def test_a_hidden_state_that_is_not_finite_fails_its_own_request() -> None:
 
 def test_a_prompt_may_fill_the_context_and_not_more() -> None:
     engine = engine_on(COMPILED)
-    with pytest.raises(InvalidRequest, match=r"65 tokens.*holds 64"):
+    with pytest.raises(InvalidRequest, match=r"65 tokens, but the context length is 64"):
         ask(engine, "long", [1] * (CONTEXT + 1), RAW)
     with pytest.raises(InvalidRequest, match="empty"):
         ask(engine, "none", [], RAW)

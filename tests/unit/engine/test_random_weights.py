@@ -46,7 +46,7 @@ def test_the_default_model_has_the_shape_of_its_file() -> None:
 
 
 def test_an_unknown_shape_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(UnknownModel, match=r"unknown shape 'gpt-9' for --load-format dummy; expected one of llama"):
+    with pytest.raises(UnknownModel, match=r"unknown shape 'gpt-9' for --load-format dummy; use one of llama"):
         LLM("gpt-9", load_format="dummy")
 
 
@@ -115,9 +115,9 @@ def test_seeds_make_other_models() -> None:
 
 def test_text_is_refused_without_a_tokenizer() -> None:
     model = LLM("tiny", load_format="dummy", device="cpu", kv_bytes=4 << 20)
-    with pytest.raises(UsageError, match="have no tokenizer; give token ids instead of text"):
+    with pytest.raises(UsageError, match="loads no tokenizer; pass token ids instead of text"):
         model.generate(["hello"], GREEDY)
-    with pytest.raises(UsageError, match="have no tokenizer"):
+    with pytest.raises(UsageError, match="loads no tokenizer"):
         model.generate([[1, 2]], replace(GREEDY, stop=("x",)))
     assert not model.engine.has_work
     with pytest.raises(UsageError, match="unknown load format 'magic'; expected one of auto, dummy"):

@@ -89,7 +89,7 @@ async def test_samples_of_one_request_are_bounded(gateway):
     async with httpx.AsyncClient(base_url=gateway.url, timeout=60) as client:
         refused = await client.post(_TEXT, json={"prompt": ["a"] * 16, "n": 64, "max_tokens": 1})
         assert refused.status_code == 400
-        assert "16 prompts with n=64 are 1024 samples; at most 128" in refused.json()["error"]["message"]
+        assert "16 prompts with n=64 need 1024 samples; at most 128" in refused.json()["error"]["message"]
         answered = await client.post(_TEXT, json={"prompt": ["a"] * 2, "n": 64, "max_tokens": 1})
         assert [choice["index"] for choice in answered.json()["choices"]] == list(range(128))
 

@@ -168,10 +168,10 @@ def test_the_command_line(tmp_path: object, capsys: pytest.CaptureFixture[str]) 
     assert main(["--scenario", "messages"]) == 0
     assert "complete" in capsys.readouterr().out
     assert main(["--mutation", "no lease timer"]) == 1
-    told = capsys.readouterr().out
-    assert "P still holds resources forever" in told
+    printed = capsys.readouterr().out
+    assert "P still holds resources forever" in printed
     trace = tmp_path / "trace.txt"  # type: ignore[operator]
-    trace.write_text(told.partition("  after\n")[2])
+    trace.write_text(printed.partition("  after\n")[2])
     assert main(["--mutation", "no lease timer", "--replay", str(trace)]) == 1
     assert main(["--scenario", "messages", "--replay", str(trace)]) == 0, "the unchanged machine passes"
     assert main(["--mutation", "no such"]) == 2

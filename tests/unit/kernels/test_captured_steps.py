@@ -329,7 +329,7 @@ def test_steps_that_cannot_be_captured_run_eagerly(caplog: pytest.LogCaptureFixt
     ops = device_ops_for("cpu", "triton")
     runner = DeviceRunner(model, pages_for(model), ops, max_sequences=PLACES, graphs=Failing())
     assert generated(runner, GREEDY, 4) == generated(plain_runner(), GREEDY, 4)
-    assert "cannot capture decode steps of 4 rows or fewer, they run eagerly: out of memory" in caplog.text
+    assert "cannot capture decode steps of 4 rows or fewer; they run eagerly: out of memory" in caplog.text
 
 
 def test_contexts_longer_than_the_captured_ones_run_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -389,10 +389,10 @@ def test_inputs_out_of_range_are_refused_before_memory_is_written() -> None:
         (replace(good, token_ids=bad_token), "a token is not in the vocabulary"),
         (replace(good, positions=bad_position), "a position is beyond"),
         (replace(good, slots=bad_slot), "a slot is beyond"),
-        (replace(good, block_tables=bad_table), "a page is not there"),
+        (replace(good, block_tables=bad_table), "a page does not exist"),
         (replace(good, queries=np.array([19])), "do not add up"),
-        (replace(good, sample_rows=np.array([20])), "a sampled row is not there"),
-        (replace(good, sample_rows=np.zeros(21, np.int64)), "more rows are sampled than there are"),
+        (replace(good, sample_rows=np.array([20])), "a sampled row does not exist"),
+        (replace(good, sample_rows=np.zeros(21, np.int64)), "more rows are sampled than exist"),
     ]
     for batch, message in cases:
         with pytest.raises(ValueError, match=message):
@@ -404,10 +404,10 @@ def test_unsupported_types_and_shapes_are_refused_with_the_reason() -> None:
     config = tiny.config()
     with pytest.raises(UsageError, match="float32, bfloat16 or int8, not float16"):
         build_model(config, tiny.TinyTensors(config), dtype="float16", kernels="compiled")
-    with pytest.raises(UsageError, match="int8 needs the compiled kernels, and other kernels were requested"):
+    with pytest.raises(UsageError, match="int8 KV needs the compiled kernels, but other kernels were requested"):
         build_model(config, tiny.TinyTensors(config), dtype="int8", kernels="torch")
     odd = replace(config, head_dim=12)
-    with pytest.raises(UsageError, match="heads of 12 values are not a multiple of 16"):
+    with pytest.raises(UsageError, match="head_dim 12 is not a multiple of 16"):
         build_model(odd, tiny.TinyTensors(odd), dtype="float32", kernels="compiled")
     with pytest.raises(UsageError, match="unknown kernels 'cuda-magic'; expected one of auto, compiled"):
         build_model(config, tiny.TinyTensors(config), dtype="float32", kernels="cuda-magic")
@@ -418,9 +418,9 @@ def test_unsupported_types_and_shapes_are_refused_with_the_reason() -> None:
 def test_fast_numerics_are_refused_where_they_are_not_supported() -> None:
     coded, plain = CODED[0], tiny.config()
     cases = [
-        (plain, tiny.TinyTensors(plain), "bfloat16", "compiled", "need quantized weights"),
-        (coded, Coded(coded), "float32", "compiled", "which dtype float32 excludes"),
-        (coded, Coded(coded), "bfloat16", "torch", "need the compiled kernels"),
+        (plain, tiny.TinyTensors(plain), "bfloat16", "compiled", "needs quantized weights"),
+        (coded, Coded(coded), "float32", "compiled", "which dtype=float32 does not allow"),
+        (coded, Coded(coded), "bfloat16", "torch", "needs the compiled kernels"),
     ]
     for config, tensors, dtype, kernels, message in cases:
         with pytest.raises(UsageError, match=message):

@@ -64,7 +64,7 @@ def test_pages_that_do_not_exist_are_refused(blocks: list[int]) -> None:
 
 def test_a_mirror_of_another_size_and_pages_that_are_not_contiguous_are_refused() -> None:
     pages = pages_of(4)
-    with pytest.raises(UsageError, match="the mirror has 8 bytes, the pages have 96"):
+    with pytest.raises(UsageError, match="the mirror must have 96 bytes like the pages, not 8"):
         HostCopies(pages, memoryview(bytearray(8)), Recorded())
     with pytest.raises(UsageError, match="not contiguous"):
         HostCopies(pages.transpose(1, 2), memoryview(bytearray(96)), Recorded())

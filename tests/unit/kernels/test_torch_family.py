@@ -98,19 +98,23 @@ def test_paged_attention(
 
 
 @settings(max_examples=40, deadline=None)
-@given(shapes=shapes_strategy, block_tokens=st.sampled_from([1, 4, 16]), family=st.sampled_from(["reference", "torch"]))
-def test_unused_slots_full_of_nan_change_nothing(shapes: list[tuple[int, int]], block_tokens: int, family: str) -> None:
+@given(
+    shapes=shapes_strategy, block_tokens=st.sampled_from([1, 4, 16]), backend=st.sampled_from(["reference", "torch"])
+)
+def test_unused_slots_full_of_nan_change_nothing(
+    shapes: list[tuple[int, int]], block_tokens: int, backend: str
+) -> None:
     case = make_case(shapes, kv_heads=2, group=2, head_dim=8, block_tokens=block_tokens, seed=1)
-    ops = ops_for("cpu", family)
+    ops = ops_for("cpu", backend)
     clean = attend(case, ops, torch.clone)
     poisoned = case.poisoned()
     assert torch.isnan(poisoned.pages).any()  # includes the spare pages
     assert torch.equal(attend(poisoned, ops, torch.clone), clean)
 
 
-@pytest.mark.parametrize("family", ["reference", "torch"])
-def test_write_kv_changes_only_its_slots_in_its_layer(family: str) -> None:
-    ops = ops_for("cpu", family)
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_write_kv_changes_only_its_slots_in_its_layer(backend: str) -> None:
+    ops = ops_for("cpu", backend)
     pages = torch.zeros(4, 3, 2, 2, 5, 6)
     kv = torch.randn(3, 2, 2, 6)
     ops.write_kv(kv, pages, 1, torch.tensor([0, 19, 7]))
@@ -186,5 +190,5 @@ def test_a_whole_prompt_is_expanded_and_a_row_of_a_long_one_absorbed(queries: in
 
 
 def test_an_unknown_family_is_refused_by_name() -> None:
-    with pytest.raises(UsageError, match="unknown kernel family 'cuda-magic'; expected one of reference"):
+    with pytest.raises(UsageError, match="unknown kernel backend 'cuda-magic'; expected one of reference"):
         ops_for("cpu", "cuda-magic")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvferry.kernels.batch import AttentionBatch, AttentionRules, SharedPrefix
 from kvferry.kernels.gpu.attend import attend
-from kvferry.kernels.gpu.family import OPS
+from kvferry.kernels.gpu.backend import OPS
 from kvferry.kernels.gpu.plan import plan_attention, plan_cascade
 from kvferry.kernels.ops import Ops
 from kvferry.kernels.reference import forward as reference

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.kernels.block_moves import Overlay, runs
-from kvferry.kernels.gpu.family import DEVICE_OPS
+from kvferry.kernels.gpu.backend import DEVICE_OPS
 from kvferry.kernels.ops import DeviceOps
 from kvferry.kernels.reference import forward as reference
 from kvferry.kv.pages.layout import KvLayout
@@ -94,9 +94,9 @@ def test_relayout_equals_the_planned_copy(
         torch.testing.assert_close(got.cpu(), expected, rtol=2**-7 if is_cut else 0, atol=0)
 
 
-@pytest.mark.parametrize("family", ["reference", "triton"])
-def test_values_that_a_type_cannot_hold_are_counted(device: torch.device, family: str) -> None:
-    at, ops = (device, DEVICE_OPS) if family == "triton" else (torch.device("cpu"), reference.DEVICE_OPS)
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_values_that_a_type_cannot_hold_are_counted(device: torch.device, backend: str) -> None:
+    at, ops = (device, DEVICE_OPS) if backend == "triton" else (torch.device("cpu"), reference.DEVICE_OPS)
     staged = torch.zeros(1, 1, 2, 1, 4, 2)
     staged.view(-1)[:5] = torch.tensor([65519.0, 65520.0, -1e9, torch.inf, torch.nan])
     pages = torch.zeros(1, 1, 2, 1, 4, 2, dtype=torch.float16, device=at)

@@ -52,7 +52,7 @@ CASES: dict[str, tuple[Callable[[], object], str, str]] = {
     "rows elsewhere": (
         lambda: rows.take_rows(X, ROWS.to("meta")),
         "DEVICE",
-        "is on cpu, a different argument is on meta",
+        "is on cpu, another is on meta",
     ),
     "a device without kernels": (lambda: rows.silu_mul(META), "DEVICE", "on CUDA and ROCm devices, not on meta"),
     "doubles": (lambda: norms.rms_norm(X.double(), W, 1e-5), "DTYPE", "float64 is not one of float32, float16"),
@@ -61,24 +61,32 @@ CASES: dict[str, tuple[Callable[[], object], str, str]] = {
         "DTYPE",
         "float16 does not match torch.float32",
     ),
-    "too few weights": (lambda: norms.rms_norm(X, W[:7], 1e-5), "SHAPE", r"weight: its shape is \(7,\)"),
-    "four dimensions": (lambda: norms.rms_norm(X[None, None], W, 1e-5), "SHAPE", "4 dimensions; 1 to 3"),
+    "too few weights": (
+        lambda: norms.rms_norm(X, W[:7], 1e-5),
+        "SHAPE",
+        r"weight: the shape must be \(8,\), not \(7,\)",
+    ),
+    "four dimensions": (lambda: norms.rms_norm(X[None, None], W, 1e-5), "SHAPE", "1 to 3 dimensions, not 4"),
     "wide rows": (lambda: norms.rms_norm(torch.zeros(1, 65537), torch.zeros(65537), 1e-5), "SHAPE", "at most 65536"),
-    "another residual": (lambda: norms.add_rms_norm(X, X[:1], W, 1e-5), "SHAPE", "residual: its shape"),
-    "residual of heads": (lambda: norms.add_rms_norm(QKV, QKV, W, 1e-5), "SHAPE", r"not \[T, n\]"),
+    "another residual": (lambda: norms.add_rms_norm(X, X[:1], W, 1e-5), "SHAPE", "residual: the shape must be"),
+    "residual of heads": (lambda: norms.add_rms_norm(QKV, QKV, W, 1e-5), "SHAPE", r"2 dimensions, \[T, n\], not 3"),
     "odd heads": (lambda: heads.rotate(torch.zeros(2, 1, 7), W, W), "HEAD_SIZE", "heads have 7 values; even numbers"),
     "large heads": (lambda: heads.rotate(torch.zeros(2, 1, 258), W, W), "HEAD_SIZE", "heads have 258"),
-    "angles of 16 bits": (lambda: heads.rotate(QKV, ANGLES.half(), ANGLES), "DTYPE", "cos: the dtype is torch.float16"),
-    "flat heads": (lambda: heads.rotate(X, ANGLES, ANGLES), "SHAPE", r"not \[T, heads, D\]"),
+    "angles of 16 bits": (
+        lambda: heads.rotate(QKV, ANGLES.half(), ANGLES),
+        "DTYPE",
+        "cos: the dtype must be torch.float32, not torch.float16",
+    ),
+    "flat heads": (lambda: heads.rotate(X, ANGLES, ANGLES), "SHAPE", r"the shape must be \[T, heads, D\], not"),
     "norms of another size": (
         lambda: heads.place_qkv(QKV, HeadNorms(W, W[:4], 1e-6), ANGLES, ANGLES, PAGES, 0, ROWS),
         "SHAPE",
-        "key norm: its shape",
+        "key norm: the shape must be",
     ),
     "slots of 32 bits": (
         lambda: heads.place_qkv(QKV, None, ANGLES, ANGLES, PAGES, 0, ROWS.int()),
         "DTYPE",
-        "slots: the dtype is torch.int32",
+        "slots: the dtype must be torch.int64, not torch.int32",
     ),
     "heads that do not fit pages": (
         lambda: heads.place_qkv(QKV[:, :3], None, ANGLES, ANGLES, PAGES, 0, ROWS),
@@ -90,12 +98,16 @@ CASES: dict[str, tuple[Callable[[], object], str, str]] = {
         "STRIDES",
         "are not adjacent",
     ),
-    "three dimensions of keys": (lambda: heads.write_kv(QKV, PAGES, 0, ROWS), "SHAPE", r"not \[T, 2, K, D\]"),
+    "three dimensions of keys": (
+        lambda: heads.write_kv(QKV, PAGES, 0, ROWS),
+        "SHAPE",
+        r"the shape must be \[T, 2, K, D\], not",
+    ),
     "no pages": (lambda: plan.plan_attention(batch([1], [1]), QKV, 4), "SHAPE", r"is not \[pages"),
     "pages from the side": (
         lambda: plan.plan_attention(batch([1], [1]), PAGES.transpose(4, 5).contiguous().transpose(4, 5), 4),
         "STRIDES",
-        "its last dimension has stride 4",
+        "the last dimension has stride 4",
     ),
     "heads that do not share": (lambda: plan.plan_attention(batch([1], [1]), PAGES, 3), "SHAPE", "3 query heads"),
     "a crowd of heads": (lambda: plan.plan_attention(batch([1], [1]), PAGES, 258), "SHAPE", "at most 128"),
@@ -107,18 +119,18 @@ CASES: dict[str, tuple[Callable[[], object], str, str]] = {
     "a page that is not there": (
         lambda: plan.plan_attention(batch([1], [5], page=4), PAGES, 4),
         "TABLE",
-        "outside the pool's 0 to 3",
+        "page ids must be between 0 and 3",
     ),
     "rows without context": (lambda: plan.plan_attention(batch([3], [2]), PAGES, 4), "SHAPE", "at most as many rows"),
     "queries of another type": (lambda: attended(Q.half(), PLAIN), "DTYPE", "q: torch.float16 does not match"),
-    "queries for another plan": (lambda: attended(Q[:, :2], PLAIN), "SHAPE", "q: its shape"),
+    "queries for another plan": (lambda: attended(Q[:, :2], PLAIN), "SHAPE", "q: the shape must be"),
     "pages of another plan": (lambda: attended(Q, PLAIN, PAGES[:, :1]), "SHAPE", "the plan is for"),
     "no window": (lambda: attended(Q, AttentionRules(0.1, window=0)), "SHAPE", "must be at least 1"),
-    "sinks of another number": (lambda: attended(Q, AttentionRules(0.1, sinks=W)), "SHAPE", "sinks: its shape"),
+    "sinks of another number": (lambda: attended(Q, AttentionRules(0.1, sinks=W)), "SHAPE", "sinks: the shape must be"),
     "a window over a shared prefix": (
         lambda: attended(Q, AttentionRules(0.1, window=3), shared=(SharedPrefix((0, 1), 16),)),
         "SHAPE",
-        "computed without a window",
+        "a shared prefix cannot have a window",
     ),
     "a prefix longer than computed": (
         lambda: attended(Q, PLAIN, shared=(SharedPrefix((0, 1), 20),)),
@@ -140,7 +152,7 @@ CASES: dict[str, tuple[Callable[[], object], str, str]] = {
     "draws of float32": (
         lambda: draw.sample(X, draws(top_p=torch.zeros(2))),
         "DTYPE",
-        "top_p: the dtype is torch.float32",
+        "top_p: the dtype must be torch.float64, not torch.float32",
     ),
     "draws for other rows": (lambda: draw.sample(X, draws(seed=torch.zeros(3, dtype=torch.int64))), "SHAPE", "seed"),
     "logits of 16 bits": (lambda: logits.adjust_logits(X.half(), Adjustments()), "DTYPE", "must be torch.float32"),
@@ -155,8 +167,16 @@ CASES: dict[str, tuple[Callable[[], object], str, str]] = {
         "bias.values",
     ),
     "bits of 64": (lambda: logits.adjust_logits(X, Adjustments(allowed=ROWS[:, None])), "DTYPE", "allowed"),
-    "blocks of 32 bits": (lambda: blocks.gather_blocks(PAGES, ROWS.int()), "DTYPE", "blocks: the dtype is torch.int32"),
-    "sliced pages": (lambda: digest.digest_blocks(PAGES[:, :1], ROWS), "STRIDES", "pages: strides"),
+    "blocks of 32 bits": (
+        lambda: blocks.gather_blocks(PAGES, ROWS.int()),
+        "DTYPE",
+        "blocks: the dtype must be torch.int64, not torch.int32",
+    ),
+    "sliced pages": (
+        lambda: digest.digest_blocks(PAGES[:, :1], ROWS),
+        "STRIDES",
+        "pages: the tensor of shape .* has strides",
+    ),
     "staged pages of another shape": (lambda: blocks.scatter_blocks(PAGES, PAGES, ROWS), "SHAPE", "staged"),
     "heads that are not staged": (
         lambda: blocks.relayout_blocks(PAGES, PAGES, ROWS, Overlay(0, 0, 1, 8)),
@@ -210,7 +230,7 @@ def test_a_row_for_the_device_counts_for_more_than_one_for_the_shape() -> None:
 @pytest.mark.parametrize("text", ["x = 1", "[[choice]]\nop = 'a'", "not toml"])
 def test_an_invalid_table_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "t.toml").write_text(text)
-    with pytest.raises(UsageError, match=r"t\.toml is not a table of launch choices"):
+    with pytest.raises(UsageError, match=r"t\.toml is not a table of launch configurations"):
         launch.read(tmp_path / "t.toml")
 
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.kernels.batch import HeadNorms, LowRankGroup, LowRankWeights
-from kvferry.kernels.gpu.family import OPS
+from kvferry.kernels.gpu.backend import OPS
 from kvferry.kernels.ops import Ops
 from kvferry.kernels.reference import forward as reference
 
@@ -164,9 +164,9 @@ def test_projections_are_torch_s(device: torch.device) -> None:
     torch.testing.assert_close(got.cpu(), reference.OPS.pack_linear(w, b)(x), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["torch", "triton"])
-def test_the_table_has_every_operation(family: str) -> None:
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_the_table_has_every_operation(backend: str) -> None:
     from kvferry.kernels.ops import ops_for
 
-    ops = OPS if family == "triton" else ops_for("cpu", family)
-    assert ops.name == family
+    ops = OPS if backend == "triton" else ops_for("cpu", backend)
+    assert ops.name == backend

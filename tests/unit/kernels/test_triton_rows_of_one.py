@@ -9,20 +9,20 @@ from hypothesis import strategies as st
 
 from kvferry.kernels.batch import AttentionBatch, AttentionRules, HeadNorms, SingleRows
 from kvferry.kernels.gpu import attend as attend_module
+from kvferry.kernels.gpu.backend import DEVICE_OPS, OPS
 from kvferry.kernels.gpu.check import BadKernelInput
-from kvferry.kernels.gpu.family import DEVICE_OPS, OPS
 from kvferry.kernels.gpu.launch import Choice
 from kvferry.kernels.ops import DeviceOps, Ops
 from kvferry.kernels.reference import forward as reference
 
 CONTEXTS = st.lists(st.integers(1, 90), min_size=1, max_size=4)
-NOBODY_S = 1 << 30
+UNUSED_PAGE = 1 << 30
 """Number of a page that does not exist."""
 
 
 def described(case: Case, order: list[int], padding: int, device: torch.device | str) -> SingleRows:
     """Return the case with its sequences at rows `order` of the tables, and padding rows, which have the last table."""
-    tables = np.full((len(order) + 1, case.batch.block_tables.shape[1]), NOBODY_S, np.int32)
+    tables = np.full((len(order) + 1, case.batch.block_tables.shape[1]), UNUSED_PAGE, np.int32)
     tables[order] = case.batch.block_tables
     places = [*order, *[len(order)] * padding]
     contexts = [*case.batch.contexts.tolist(), *[0] * padding]
@@ -30,7 +30,7 @@ def described(case: Case, order: list[int], padding: int, device: torch.device |
         torch.from_numpy(tables).to(device),
         torch.tensor(places, device=device),
         torch.tensor(contexts, device=device),
-        most_tokens=tables.shape[1] * case.pages.shape[4],
+        max_tokens=tables.shape[1] * case.pages.shape[4],
     )
 
 
@@ -58,8 +58,8 @@ def test_results_are_those_of_the_host_s_plan(
 ) -> None:  # fmt: skip
     order = data.draw(st.permutations(range(len(contexts))))
     case = make_case(
-        [(1, c - 1) for c in contexts], kv_heads=2, group=group, head_dim=16, block_tokens=4, seed=3, unused=NOBODY_S,
-        spare_columns=2,
+        [(1, c - 1) for c in contexts], kv_heads=2, group=group, head_dim=16, block_tokens=4, seed=3,
+        unused=UNUSED_PAGE, spare_columns=2,
     ).poisoned()  # fmt: skip
     rules = AttentionRules(0.3, window=window)
     pages = case.pages.to(device)
@@ -84,15 +84,15 @@ def test_the_reference_gives_the_same_results(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("has_norms", [False, True])
-@pytest.mark.parametrize("family", [OPS, reference.OPS], ids=lambda ops: ops.name)
-def test_padding_writes_nowhere(device: torch.device, family: Ops, has_norms: bool) -> None:
-    where = device if family is OPS else torch.device("cpu")
+@pytest.mark.parametrize("backend", [OPS, reference.OPS], ids=lambda ops: ops.name)
+def test_padding_writes_nowhere(device: torch.device, backend: Ops, has_norms: bool) -> None:
+    where = device if backend is OPS else torch.device("cpu")
     pages = torch.full((3, 2, 2, 2, 4, 8), torch.nan, device=where)
     weight = torch.ones(8, device=where)
     norms = HeadNorms(weight, weight, 1e-6) if has_norms else None
     qkv = torch.randn(3, 8, 8, generator=torch.Generator().manual_seed(1)).to(where)
     angles = torch.ones(3, 8, device=where)
-    family.place_qkv(qkv, norms, angles, angles, pages, 1, torch.tensor([-1, 6, -1], device=where))
+    backend.place_qkv(qkv, norms, angles, angles, pages, 1, torch.tensor([-1, 6, -1], device=where))
     written = ~pages.isnan()
     assert written[1, 1, :, :, 2].all()
     assert int(written.sum()) == 2 * 2 * 8
@@ -102,10 +102,10 @@ def test_inconsistent_arguments_are_refused() -> None:
     pages = torch.zeros(2, 1, 2, 1, 4, 8)
     tables, one = torch.zeros(2, 3, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
     cases = [
-        (SingleRows(tables.long(), one, one, 4), "tables: the dtype is torch.int64"),
-        (SingleRows(tables, one.int(), one, 4), "places: the dtype is torch.int32"),
-        (SingleRows(tables, one, torch.zeros(2, dtype=torch.int64), 4), "contexts: its shape is"),
-        (SingleRows(tables, one, one, 13), "most_tokens: 13 tokens exceed tables of 3 blocks"),
+        (SingleRows(tables.long(), one, one, 4), "tables: the dtype must be torch.int32, not torch.int64"),
+        (SingleRows(tables, one.int(), one, 4), "places: the dtype must be torch.int64, not torch.int32"),
+        (SingleRows(tables, one, torch.zeros(2, dtype=torch.int64), 4), "contexts: the shape must be"),
+        (SingleRows(tables, one, one, 13), "max_tokens: 13 tokens exceed tables of 3 blocks"),
     ]
     for rows, message in cases:
         with pytest.raises(BadKernelInput, match=message):

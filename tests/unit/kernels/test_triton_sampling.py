@@ -13,7 +13,7 @@ from kvferry.core.philox import uniform
 from kvferry.core.sampling import SamplingParams
 from kvferry.engine.plan.step import ScheduledSequence
 from kvferry.engine.run import sampler
-from kvferry.kernels.gpu.family import DEVICE_OPS
+from kvferry.kernels.gpu.backend import DEVICE_OPS
 from kvferry.kernels.logit_rows import Adjustments, Draws, TokenLists
 from kvferry.kernels.ops import DeviceOps
 from kvferry.kernels.reference import forward as reference

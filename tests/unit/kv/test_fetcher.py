@@ -112,7 +112,7 @@ class Script:
 
 
 def start(script: Script, *, ticket: Ticket | None = None, first_block: int = 0, num_blocks: int = 3) -> Fetcher:
-    fetcher = Fetcher(script, script, LAYOUT, script.hear, clock=script.clock, times=TransferTimes(least_seconds=1.0))  # type: ignore[arg-type]
+    fetcher = Fetcher(script, script, LAYOUT, script.hear, clock=script.clock, times=TransferTimes(min_seconds=1.0))  # type: ignore[arg-type]
     targets = [BlockId(b) for b in range(20, 20 + num_blocks)]
     fetcher.start(1, RequestId("r"), FetchSource(ticket or a_ticket(), 1), first_block, targets)
     return fetcher
@@ -253,7 +253,7 @@ def test_a_long_read_renews_its_lease_and_survives_a_lost_renewal() -> None:
     script = Script()
     script.polls_until_done, script.seconds_per_poll = 3, 6.0
     script.fail["renew"] = Unavailable("lost")
-    fetcher = Fetcher(script, script, LAYOUT, script.hear, clock=script.clock, times=TransferTimes(least_seconds=60.0))  # type: ignore[arg-type]
+    fetcher = Fetcher(script, script, LAYOUT, script.hear, clock=script.clock, times=TransferTimes(min_seconds=60.0))  # type: ignore[arg-type]
     fetcher.start(1, RequestId("r"), FetchSource(a_ticket(), 1), 0, [BlockId(1), BlockId(2), BlockId(3)])
     assert outcome(script).failure is None
     fetcher._pool.shutdown()
@@ -266,7 +266,7 @@ def test_a_read_without_progress_is_given_up_long_before_its_deadline() -> None:
 
     script = Measured()
     script.polls_until_done, script.seconds_per_poll = 1 << 30, 0.4
-    fetcher = Fetcher(script, script, LAYOUT, script.hear, clock=script.clock, times=TransferTimes(least_seconds=60.0))  # type: ignore[arg-type]
+    fetcher = Fetcher(script, script, LAYOUT, script.hear, clock=script.clock, times=TransferTimes(min_seconds=60.0))  # type: ignore[arg-type]
     fetcher.start(1, RequestId("r"), FetchSource(a_ticket(), 1), 0, [BlockId(1), BlockId(2), BlockId(3)])
     assert "no progress" in str(outcome(script).failure)
     fetcher._pool.shutdown()
@@ -397,7 +397,7 @@ def test_pages_are_handed_over_only_in_ready_and_failed() -> None:
 
 
 def test_the_deadline_depends_on_the_number_of_bytes() -> None:
-    times = TransferTimes(least_seconds=0.25, slack=4, assumed_bytes_per_second=1e6)
+    times = TransferTimes(min_seconds=0.25, slack=4, assumed_bytes_per_second=1e6)
     assert times.deadline_seconds(10) == 0.25
     assert times.deadline_seconds(1_000_000) == 4.0
 
@@ -454,7 +454,7 @@ def start_raw(script: Raw, pages: bytearray, *, max_parallel: int = 1) -> Fetche
         LAYOUT,
         script.hear,
         clock=script.clock,
-        times=TransferTimes(least_seconds=1.0),
+        times=TransferTimes(min_seconds=1.0),
         pages=memoryview(pages),
         max_parallel=max_parallel,
     )

@@ -21,10 +21,10 @@ _D2T = eagle_tensors(MODEL, is_fused=True, drafted=100)["d2t"]
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"vocab_size": 1000}, "vocab_size is 1000, and 259 is expected for tiny"),
-        ({"hidden_size": 64}, "hidden_size is 64, and 48 is expected"),
-        ({"target_hidden_size": 64}, "target_hidden_size is 64, and 48 is expected"),
-        ({"num_hidden_layers": 2}, "num_hidden_layers is 2, and 1 is expected"),
+        ({"vocab_size": 1000}, "vocab_size is 1000, but tiny needs 259"),
+        ({"hidden_size": 64}, "hidden_size is 64, but tiny needs 48"),
+        ({"target_hidden_size": 64}, "target_hidden_size is 64, but tiny needs 48"),
+        ({"num_hidden_layers": 2}, "num_hidden_layers is 2, but tiny needs 1"),
         (
             {"num_attention_heads": 3, "num_key_value_heads": 2},
             "3 heads over 2 KV heads of 16 values are not supported",
@@ -35,7 +35,10 @@ _D2T = eagle_tensors(MODEL, is_fused=True, drafted=100)["d2t"]
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
         ({"rope_scaling": {"rope_type": "odd"}}, "odd"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported"),
-        ({"intermediate_size": 128}, "mlp.gate_proj.weight' has shape [64, 48], and [128, 48] is expected"),
+        (
+            {"intermediate_size": 128},
+            "mlp.gate_proj.weight' must have shape [128, 48], according to the model and config.json, not [64, 48]",
+        ),
     ],
 )
 def test_an_eagle_head_with_odd_fields_is_refused(fields: dict[str, object], message: str, tmp_path: Path) -> None:
@@ -50,10 +53,10 @@ def test_an_eagle_head_with_odd_fields_is_refused(fields: dict[str, object], mes
     ("fields", "message"),
     [
         ({"draft_vocab_size": 300}, "draft_vocab_size is 300, more than vocab_size 259"),
-        ({"draft_vocab_size": 90}, "has shape [100, 48], and [90, 48] is expected"),
-        ({"eagle_aux_hidden_state_layer_ids": [0, 1]}, "three layers from 0 to 1 are expected"),
-        ({"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}, "[0, 1, 2], and three layers from 0 to 1"),
-        ({"eagle_aux_hidden_state_layer_ids": None}, "[2, 1, -1], and three layers from 0 to 1"),
+        ({"draft_vocab_size": 90}, "must have shape [90, 48], according to the model and config.json, not [100, 48]"),
+        ({"eagle_aux_hidden_state_layer_ids": [0, 1]}, "must be three layers from 0 to 1, not [0, 1]"),
+        ({"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}, "must be three layers from 0 to 1, not [0, 1, 2]"),
+        ({"eagle_aux_hidden_state_layer_ids": None}, "must be three layers from 0 to 1, not [2, 1, -1]"),
     ],
 )
 def test_an_eagle_3_head_with_odd_fields_is_refused(fields: dict[str, object], message: str, tmp_path: Path) -> None:
@@ -67,18 +70,21 @@ def test_an_eagle_3_head_with_odd_fields_is_refused(fields: dict[str, object], m
     ("tensors", "message"),
     [
         ({"fc.weight": None}, "'fc.weight' is missing"),
-        ({"fc.weight": _FC}, "'fc.weight' has shape [48, 96], and [48, 144] is expected"),
-        ({"fc.weight": np.zeros((48, 144), np.int64)}, "'fc.weight' has type I64"),
-        ({"d2t": _D2T.astype(np.float32)}, "'d2t' has type F32"),
+        (
+            {"fc.weight": _FC},
+            "'fc.weight' must have shape [48, 144], according to the model and config.json, not [48, 96]",
+        ),
+        ({"fc.weight": np.zeros((48, 144), np.int64)}, "'fc.weight' has the wrong type I64"),
+        ({"d2t": _D2T.astype(np.float32)}, "'d2t' has the wrong type F32"),
         ({"fc.bias": np.full(48, np.nan, np.float32)}, "'fc.bias' has values that are not finite"),
-        ({"extra.weight": _FC}, "'extra.weight' is not known"),
+        ({"extra.weight": _FC}, "'extra.weight' is unknown"),
         ({"d2t": None, "t2d": None}, "'d2t' is missing"),
-        ({"d2t": _D2T + 200}, "'d2t' does not give 100 different tokens of 259"),
-        ({"d2t": np.zeros_like(_D2T) - np.arange(100)}, "'d2t' does not give 100 different tokens of 259"),
+        ({"d2t": _D2T + 200}, "'d2t' does not list 100 different tokens of 259"),
+        ({"d2t": np.zeros_like(_D2T) - np.arange(100)}, "'d2t' does not list 100 different tokens of 259"),
         ({"t2d": np.zeros(259, np.bool_)}, "'t2d' does not have the tokens of d2t"),
         ({"t2d": np.zeros(8, np.bool_)}, "'t2d' does not have the tokens of d2t"),
         ({"norm.weight": np.full(48, np.inf, np.float32)}, "'norm.weight' has values that are not finite"),
-        ({"layers.0.mlp.up_proj.weight": np.zeros((64, 48), np.float32)}, "is there twice, by two names"),
+        ({"layers.0.mlp.up_proj.weight": np.zeros((64, 48), np.float32)}, "is stored under two names"),
     ],
 )
 def test_an_eagle_3_head_with_odd_tensors_is_refused(
@@ -94,13 +100,17 @@ def test_an_eagle_3_head_with_odd_tensors_is_refused(
 @pytest.mark.parametrize(
     ("fields", "tensors", "message"),
     [
-        ({"medusa_num_heads": 17}, {}, "medusa_num_heads is 17, and at most 16"),
+        ({"medusa_num_heads": 17}, {}, "medusa_num_heads is 17; at most 16"),
         ({"medusa_num_heads": 4}, {}, "'3.0.linear.weight' is missing"),
-        ({"medusa_num_heads": 2}, {}, "'2.0.linear.bias' is not known"),
-        ({"medusa_num_layers": 9}, {}, "medusa_num_layers is 9, and at most 8"),
-        ({"hidden_size": 64}, {}, "hidden_size is 64, and 48 is expected"),
+        ({"medusa_num_heads": 2}, {}, "'2.0.linear.bias' is unknown"),
+        ({"medusa_num_layers": 9}, {}, "medusa_num_layers is 9; at most 8"),
+        ({"hidden_size": 64}, {}, "hidden_size is 64, but tiny needs 48"),
         ({"medusa_num_heads": None}, {}, "medusa_num_heads must be a positive whole number"),
-        ({}, {"1.1.weight": np.zeros((1000, 48), np.float32)}, "[1000, 48], and [259, 48] is expected"),
+        (
+            {},
+            {"1.1.weight": np.zeros((1000, 48), np.float32)},
+            "must have shape [259, 48], according to the model and config.json, not [1000, 48]",
+        ),
         ({}, {"0.0.linear.bias": np.full(48, np.nan, np.float32)}, "not finite"),
     ],
 )
@@ -119,7 +129,7 @@ def test_a_pickle_is_refused_with_a_command_to_convert_it(tmp_path: Path) -> Non
     with pytest.raises(ModelFileError, match=r"pytorch_model\.bin can run code when it is read: convert it once"):
         read_eagle(folder, MODEL)
     (folder / "pytorch_model.bin").unlink()
-    with pytest.raises(ModelFileError, match=r"has no model\.safetensors; name the folder of a head"):
+    with pytest.raises(ModelFileError, match=r"has no model\.safetensors; use the folder of a head"):
         read_eagle(folder, MODEL)
 
 

@@ -144,7 +144,10 @@ def test_qwen_variants_are_recognised(tmp_path: Path) -> None:
         ({"attention_bias": True}, "attention_bias = True is not supported"),
         ({"mlp_bias": True}, "mlp_bias = True"),
         ({"sliding_window": 128}, "sliding_window = 128"),
-        ({"use_sliding_window": True}, "use_sliding_window = True is not supported: this feature is not implemented"),
+        (
+            {"use_sliding_window": True},
+            "use_sliding_window = True is not supported: kvferry does not implement this feature",
+        ),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         ({"quantization_config": {}}, "quantization_config"),
         ({"rope_scaling": {"type": "xpos"}}, "type 'xpos' is not supported; use one of default, linear"),
@@ -153,7 +156,7 @@ def test_qwen_variants_are_recognised(tmp_path: Path) -> None:
         ({"layer_types": ["sliding_attention"]}, "layer_types"),
         ({"num_hidden_layers": 3}, "9 tensors are missing"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; at most 4096"),
-        ({"num_hidden_layers": 4000}, "cannot be"),
+        ({"num_hidden_layers": 4000}, "do not match 21 tensors"),
         ({"num_hidden_layers": "2"}, "must be a positive whole number, not '2'"),
         ({"hidden_size": True}, "must be a positive whole number, not True"),
         ({"rms_norm_eps": -1}, "must be a positive number, not -1"),
@@ -173,7 +176,7 @@ def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path: Path) -> None:
     text = json.loads((folder / "tokenizer.json").read_text())
     text["model"]["vocab"]["extra"] = 259
     (folder / "tokenizer.json").write_text(json.dumps(text))
-    with pytest.raises(ModelFileError, match="has 260 tokens, the model only 259"):
+    with pytest.raises(ModelFileError, match="has 260 tokens, but the model has only 259"):
         open_model(str(folder))
     (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(ModelFileError, match=r"not a usable tokenizer\.json"):
@@ -233,8 +236,8 @@ NORM = "model.norm.weight"
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda d: d[:5], "a header of"),
-        (lambda d: struct.pack("<Q", 1 << 62) + d[8:], "a header of 4611686018427387904 bytes"),
+        (lambda d: d[:5], "its header has"),
+        (lambda d: struct.pack("<Q", 1 << 62) + d[8:], "its header has 4611686018427387904 bytes"),
         (lambda d: d[:8] + b"x" + d[9:], "not JSON"),
         (lambda d: struct.pack("<Q", 2) + b"[]" + d[8:], "not an object"),
         (lambda d: d[:-1], "its tensors end at"),
@@ -287,7 +290,7 @@ def test_a_flipped_byte_in_the_header_is_refused_or_leaves_a_usable_file(tmp_pat
         ("{}", "has no weight_map"),
         ('{"weight_map": {"a": "../outside.safetensors"}}', "not a file in the folder"),
         ('{"weight_map": {"a": "absent.safetensors"}}', "not a file in the folder"),
-        ("[]", "contains a list"),
+        ("[]", "must contain a JSON object, not a list"),
         ("{", "not valid JSON"),
     ],
 )

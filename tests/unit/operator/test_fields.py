@@ -107,7 +107,7 @@ def planned(pool: Pool) -> dict[tuple[str, str], int]:
     return dict(next_step(roles, "new", pool.spec.rollout).desired)
 
 
-def told(pool: Pool) -> str:
+def reported(pool: Pool) -> str:
     report = FleetReport(0.0, (WorkerReport("p", "prefill", takes_work=True, model_digest="ab" * 32),))
     seen = Observed(pool, "r", [RoleState("prefill", 1, {"r": Count(1, 1)})], "", 1, 1, report)
     return next(c["reason"] for c in status_of(seen, {}, "now")["conditions"] if c["type"] == "ModelAvailable")
@@ -136,7 +136,7 @@ EFFECTS: dict[str, tuple[dict[str, Any], Any, Any]] = {
     # path: (a spec that sets the field, a function that reads its effect, the effect expected)
     "model.name": ({"model": {"name": "other"}}, flag("served-name", GATEWAY), "other"),
     "model.source": ({"model": {"name": "m", "source": "/models/x"}}, flag("model"), "/models/x"),
-    "model.digest": ({"model": {"name": "m", "digest": "cd" * 16}}, told, "DigestMismatch"),
+    "model.digest": ({"model": {"name": "m", "digest": "cd" * 16}}, reported, "DigestMismatch"),
     "model.dtype": ({"model": {"name": "m", "dtype": "float32"}}, flag("dtype"), "float32"),
     "model.maxTokens": ({"model": {"name": "m", "maxTokens": 512}}, flag("max-model-tokens"), "512"),
     "model.windowPages": ({"model": {"name": "m", "windowPages": "release"}}, flag("window-pages"), "release"),

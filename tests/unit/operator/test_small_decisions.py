@@ -209,8 +209,8 @@ def test_a_volume_that_cannot_be_mounted_is_reported_from_the_event_of_the_kubel
     assert not needs_events([ready, pod("c", **crashed({"waiting": {"reason": "ErrImagePull"}}))])
 
     def event(at: str, message: str, **more: Any) -> dict:
-        told = {"reason": "FailedMount", "lastTimestamp": at, "message": message}
-        return {"involvedObject": {"uid": "u"}, **told, **more}
+        event = {"reason": "FailedMount", "lastTimestamp": at, "message": message}
+        return {"involvedObject": {"uid": "u"}, **event, **more}
 
     failures = mount_failures([event("2", 'secret "x"\nnot found'), event("1", "older"), event("3", "n", reason="Odd")])
     assert troubles([starting], failures) == ['a: secret "x" not found']
@@ -246,7 +246,7 @@ def test_a_preview_of_scaling_replaces_no_pod():
 def test_a_file_must_hold_one_pool(tmp_path):
     path = tmp_path / "pool.yaml"
     path.write_text("kind: Deployment\n")
-    with pytest.raises(UsageError, match="0 objects of kind InferencePool"):
+    with pytest.raises(UsageError, match="exactly one object of kind InferencePool, not 0"):
         read_pool(path)
     path.write_text("{")
     with pytest.raises(UsageError):
@@ -425,7 +425,7 @@ def test_an_old_cluster_is_named(version, verdict):
 
 
 def test_missing_definitions_come_with_the_command():
-    assert "kubectl apply" in judge_definitions(["inferencepools"]).told
+    assert "kubectl apply" in judge_definitions(["inferencepools"]).detail
     assert judge_definitions([]).verdict == "ok"
 
 
@@ -434,9 +434,9 @@ def test_nodes_are_counted_with_their_devices():
         return {"status": {"conditions": [{"type": "Ready", "status": ready}], "allocatable": allocatable}}
 
     found = judge_nodes([node("True", **{"nvidia.com/gpu": "8", "cpu": "4"}), node("False", **{"nvidia.com/gpu": "8"})])
-    assert (found.verdict, found.told) == ("ok", "1 ready, 8 nvidia.com/gpu")
+    assert (found.verdict, found.detail) == ("ok", "1 ready, 8 nvidia.com/gpu")
     assert judge_nodes([]).verdict == "bad"
-    assert "CPUs" in judge_nodes([node("True")]).told
+    assert "CPUs" in judge_nodes([node("True")]).detail
 
 
 @pytest.mark.parametrize(
@@ -452,17 +452,17 @@ def test_nodes_are_counted_with_their_devices():
     ],
 )
 def test_doctor_reports_the_conditions_of_a_pool(conditions, verdict):
-    told = [{"type": t, "status": s, "reason": "R", "message": "m"} for t, s in conditions]
-    seen = {**body(), "status": {"observedGeneration": 1, "conditions": told}}
+    listed = [{"type": t, "status": s, "reason": "R", "message": "m"} for t, s in conditions]
+    seen = {**body(), "status": {"observedGeneration": 1, "conditions": listed}}
     assert judge_pool(seen).verdict == verdict
     assert judge_pool({**seen, "status": {**seen["status"], "observedGeneration": 0}}).verdict == "bad"
 
 
 def test_doctor_reports_whether_the_pods_use_tls():
-    def told(*conditions: tuple[str, str, str]) -> str:
+    def detail(*conditions: tuple[str, str, str]) -> str:
         listed = [{"type": t, "status": s, "reason": "R", "message": m} for t, s, m in conditions]
-        return judge_pool({**body(), "status": {"observedGeneration": 1, "conditions": listed}}).told
+        return judge_pool({**body(), "status": {"observedGeneration": 1, "conditions": listed}}).detail
 
     ready = ("Ready", "True", "serves")
-    assert "not encrypted (spec.tls)" in told(ready)
-    assert told(ready, ("CertificatesValid", "True", "until then")) == "serves; until then"
+    assert "not encrypted (spec.tls)" in detail(ready)
+    assert detail(ready, ("CertificatesValid", "True", "until then")) == "serves; until then"

@@ -8,7 +8,7 @@ from click.testing import CliRunner
 
 from kvferry.cli.main import main
 from kvferry.simulator.files.spec import FleetSpec, read_fleet
-from kvferry.simulator.tuning import LEAST_GAIN, Score, fields_of, tune
+from kvferry.simulator.tuning import MIN_GAIN, Score, fields_of, tune
 
 SPLIT = """
 slo = "ttft=1s,tpot=30ms"
@@ -40,13 +40,13 @@ def goodness(spec: FleetSpec) -> Score:
 
 
 def test_the_search_finds_a_known_optimum_and_names_the_changes() -> None:
-    found = tune(a_spec(), goodness, most=200)
+    found = tune(a_spec(), goodness, max_simulations=200)
     assert found.score.goodput == 100.0
     assert [role.replicas for role in found.spec.pool.roles] == [4, 4]
     assert all(role.engine.limits.max_mixed_tokens == 128 for role in found.spec.pool.roles)
     product = found.base.goodput
     for change in found.changes:
-        assert change.gain >= LEAST_GAIN
+        assert change.gain >= MIN_GAIN
         product *= 1.0 + change.gain
     assert product == pytest.approx(found.score.goodput)
     text = fields_of(a_spec(), found.spec)
@@ -62,13 +62,13 @@ def test_the_search_keeps_within_its_simulations_and_never_gets_worse() -> None:
             calls.append(spec)
             return goodness(spec)
 
-        found = tune(a_spec(), simulate, most=most)
+        found = tune(a_spec(), simulate, max_simulations=most)
         assert len(calls) == found.simulations <= most
         assert found.score >= found.base
 
 
 def test_nothing_is_changed_for_less_than_the_least_gain() -> None:
-    found = tune(a_spec(), lambda spec: Score(1.0 + 1e-6 * spec.pool.roles[0].replicas, 1.0), most=100)
+    found = tune(a_spec(), lambda spec: Score(1.0 + 1e-6 * spec.pool.roles[0].replicas, 1.0), max_simulations=100)
     assert found.changes == []
     assert fields_of(a_spec(), found.spec) == ""
 

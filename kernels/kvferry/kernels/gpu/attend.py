@@ -1,4 +1,4 @@
-"""Paged attention launches: one for prefill rows, one or two for decode rows, and one that merges partitions. `plan`
+"""Launches of paged attention: one for prefill rows, one or two for decode rows, and one that merges partitions. `plan`
 divides the work; `tiles` contains the kernels.
 """
 
@@ -61,9 +61,9 @@ def _check(q: torch.Tensor, pages: torch.Tensor, plan: Plan, rules: AttentionRul
         )
     check.shaped("q", q, plan.num_rows, plan.num_heads, pages.shape[5])
     if rules.window is not None and rules.window < 1:
-        raise check.fault("window", "SHAPE", f"it must be at least 1 position, not {rules.window}")
+        raise check.fault("window", "SHAPE", f"the window must be at least 1 position, not {rules.window}")
     if rules.window is not None and plan.has_shared:
-        raise check.fault("window", "SHAPE", "a shared prefix is computed without a window; plan this layer alone")
+        raise check.fault("window", "SHAPE", "a shared prefix cannot have a window; plan this layer separately")
     if rules.sinks is not None:
         check.ready("sinks", rules.sinks, q)
         check.typed("sinks", rules.sinks, torch.float32)

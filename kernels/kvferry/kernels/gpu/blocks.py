@@ -159,7 +159,7 @@ def relayout_blocks(staged: torch.Tensor, pages: torch.Tensor, blocks: torch.Ten
     `kv/pages/relayout.py`.
 
     Raises:
-        BadKernelInput: unsupported dtype, shape, stride or device, or heads that are not staged.
+        BadKernelInput: unsupported dtype, shape, stride or device, or a required head is not staged.
     """
     _check_blocks(pages, blocks)
     check.ready("staged", staged, pages)

@@ -38,11 +38,11 @@ def ready(name: str, x: torch.Tensor, *others: torch.Tensor) -> None:
         raise fault(name, "DEVICE", reason)
     for other in others:
         if other.device != x.device:
-            raise fault(name, "DEVICE", f"one argument is on {x.device}, a different argument is on {other.device}")
+            raise fault(name, "DEVICE", f"one argument is on {x.device}, another is on {other.device}")
 
 
 def floats(name: str, x: torch.Tensor, *, like: torch.Tensor | None = None) -> None:
-    """Check that the dtype is a supported floating-point dtype, equal to that of `like`.
+    """Check that the dtype is a supported floating-point dtype, equal to `like.dtype`.
 
     Raises:
         BadKernelInput: KERNEL_DTYPE.
@@ -61,7 +61,7 @@ def typed(name: str, x: torch.Tensor, dtype: torch.dtype) -> None:
         BadKernelInput: KERNEL_DTYPE.
     """
     if x.dtype != dtype:
-        raise fault(name, "DTYPE", f"the dtype is {x.dtype} and must be {dtype}")
+        raise fault(name, "DTYPE", f"the dtype must be {dtype}, not {x.dtype}")
 
 
 def dense(name: str, x: torch.Tensor) -> None:
@@ -71,7 +71,9 @@ def dense(name: str, x: torch.Tensor) -> None:
         BadKernelInput: KERNEL_STRIDES.
     """
     if x.shape[-1] > 1 and x.stride(-1) != 1:
-        raise fault(name, "STRIDES", f"its last dimension has stride {x.stride(-1)}; call contiguous() on it first")
+        raise fault(
+            name, "STRIDES", f"the last dimension has stride {x.stride(-1)}; call contiguous() on the tensor first"
+        )
 
 
 def contiguous(name: str, x: torch.Tensor) -> None:
@@ -81,7 +83,11 @@ def contiguous(name: str, x: torch.Tensor) -> None:
         BadKernelInput: KERNEL_STRIDES.
     """
     if not x.is_contiguous():
-        raise fault(name, "STRIDES", f"strides {x.stride()} of shape {tuple(x.shape)}; call contiguous() on it first")
+        raise fault(
+            name,
+            "STRIDES",
+            f"the tensor of shape {tuple(x.shape)} has strides {x.stride()}; call contiguous() on it first",
+        )
 
 
 def shaped(name: str, x: torch.Tensor, *shape: int) -> None:
@@ -91,7 +97,7 @@ def shaped(name: str, x: torch.Tensor, *shape: int) -> None:
         BadKernelInput: KERNEL_SHAPE.
     """
     if tuple(x.shape) != shape:
-        raise fault(name, "SHAPE", f"its shape is {tuple(x.shape)} and must be {shape}")
+        raise fault(name, "SHAPE", f"the shape must be {shape}, not {tuple(x.shape)}")
 
 
 def head_dim(name: str, size: int) -> None:
@@ -118,7 +124,7 @@ def pool(name: str, pages: torch.Tensor) -> None:
 
 
 def tables(tables: npt.NDArray[np.int64], contexts: npt.NDArray[np.int64], pages: torch.Tensor) -> None:
-    """Check that every block table covers its sequence's context, and that all pages in it are in the pool.
+    """Check that every block table covers its sequence's context length, and that all its pages are in the pool.
 
     Raises:
         BadKernelInput: KERNEL_TABLE.
@@ -133,4 +139,4 @@ def tables(tables: npt.NDArray[np.int64], contexts: npt.NDArray[np.int64], pages
         )
     used: npt.NDArray[Any] = tables[np.arange(tables.shape[1]) < needed[:, None]]
     if len(used) and not 0 <= int(used.min()) <= int(used.max()) < pages.shape[0]:
-        raise fault("block_tables", "TABLE", f"a page is outside the pool's 0 to {pages.shape[0] - 1}")
+        raise fault("block_tables", "TABLE", f"page ids must be between 0 and {pages.shape[0] - 1}")

@@ -1,4 +1,4 @@
-"""Device support of the Triton family: GPUs, or, for tests, Triton's interpreter on the CPU. Whether kernels are
+"""Device support of the Triton backend: GPUs, or, for tests, Triton's interpreter on the CPU. Whether kernels are
 compiled or interpreted is decided when Triton and this module are imported.
 """
 
@@ -20,7 +20,9 @@ def why_not(device: torch.device) -> str | None:
             return "the kernels 'triton' need a GPU, and torch detects none"
         current = torch.cuda.current_device()
         if device.index not in (None, current):  # Triton launches on the current device
-            return f"it is on {device}, and cuda:{current} is the current device; call torch.cuda.set_device first"
+            return (
+                f"the tensor is on {device}, but the current device is cuda:{current}; call torch.cuda.set_device first"
+            )
         return None
     if device.type != "cpu":
         return f"the kernels 'triton' run on CUDA and ROCm devices, not on {device.type}"

@@ -73,8 +73,8 @@ def _reached(
 def _id_of(
     weights: tl.tensor, vocabulary: tl.tensor, weight: tl.tensor, number: tl.tensor, block: tl.constexpr
 ) -> tl.tensor:
-    """Return the id of the `index`-th token, from 0, whose weight equals `weight`; of the last such token if there are
-    fewer."""
+    """Return the id of the `index`-th token (from 0) whose weight equals `weight`; if there are fewer, return the id of
+    the last one."""
     seen = tl.zeros([], tl.int64)
     found = tl.zeros([], tl.int64)
     for start in range(0, vocabulary, block):
@@ -89,7 +89,7 @@ def _id_of(
 
 @triton.jit
 def _uniform(seed: tl.tensor, stream: tl.tensor, position: tl.tensor) -> tl.tensor:
-    """Generate a uniform random number in [0, 1) with 53 random bits, equal to that of `core.philox.uniform`."""
+    """Generate a uniform random number in [0, 1) with 53 random bits, equal to the result of `core.philox.uniform`."""
     zero = (position & 0).to(tl.uint32)
     first, second, _, _ = tl.philox(seed, position.to(tl.uint32), stream.to(tl.uint32), zero, zero)
     return ((first.to(tl.int64) << 21) | (second.to(tl.int64) >> 11)).to(tl.float64) * 1.1102230246251565e-16

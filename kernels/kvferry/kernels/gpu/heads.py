@@ -165,9 +165,9 @@ def write_kv(kv: torch.Tensor, pages: torch.Tensor, layer: int, slots: torch.Ten
         BadKernelInput: unsupported dtype, shape, stride or device.
     """
     if kv.ndim != 4:
-        raise check.fault("kv", "SHAPE", f"its shape is {tuple(kv.shape)}, not [T, 2, K, D]")
+        raise check.fault("kv", "SHAPE", f"the shape must be [T, 2, K, D], not {tuple(kv.shape)}")
     if kv.stride(1) != kv.shape[2] * kv.stride(2):
-        raise check.fault("kv", "STRIDES", "keys and values are not adjacent; call contiguous() on it first")
+        raise check.fault("kv", "STRIDES", "keys and values are not adjacent; call contiguous() on the tensor first")
     _launch(kv.flatten(1, 2), None, None, pages, layer, slots)
 
 
@@ -198,7 +198,7 @@ def place_qkv(
 
 def _angles(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
     if x.ndim != 3:
-        raise check.fault("x", "SHAPE", f"its shape is {tuple(x.shape)}, not [T, heads, D]")
+        raise check.fault("x", "SHAPE", f"the shape must be [T, heads, D], not {tuple(x.shape)}")
     check.head_dim("x", x.shape[2])
     for name, angles in (("cos", cos), ("sin", sin)):
         check.ready(name, angles, x)
@@ -226,7 +226,7 @@ def _launch(
     kv_heads = pages.shape[3]
     if head_dim != pages.shape[5] or all_heads < 2 * kv_heads:
         raise check.fault(
-            "qkv", "SHAPE", f"its shape {tuple(qkv.shape)} does not match pages of shape {tuple(pages.shape[1:])}"
+            "qkv", "SHAPE", f"the shape {tuple(qkv.shape)} does not match pages of shape {tuple(pages.shape[1:])}"
         )
     at_layer = pages.select(1, layer)
     c = choose("place_qkv", qkv.device)

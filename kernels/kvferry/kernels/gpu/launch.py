@@ -1,8 +1,7 @@
-"""Launch configurations: block sizes, warps and stages, by operation, device and class of shapes.
+"""Launch configurations: block sizes, warps and stages, by operation, device and shape class.
 
 The rows are in launch.toml, each with a measurement or a reason. A row for `any` device or shape is the default if no
-specific row matches; a match of the device has precedence over a match of the shape. `trial`, `merged` and `write` are
-for tuning.
+specific row matches; a device match takes precedence over a shape match. `trial`, `merged` and `write` are for tuning.
 """
 
 import tomllib
@@ -85,8 +84,8 @@ _TRIALS: list[tuple[dict[Key, Choice], set[Key]]] = []
 @contextmanager
 def trial(rows: Iterable[Choice] = ()) -> Iterator[set[Key]]:
     """Override rows of the table within the `with` block, in every thread; existing plans keep their rows. Nested
-    trials inherit the rows of the outer trial. The context's value is the set of keys that operations requested, each
-    with a specific device and class of shapes, never `any`.
+    trials inherit the rows of the outer trial. The context manager yields the set of keys that operations requested,
+    each with a specific device and shape class, never `any`.
     """
     asked: set[Key] = set()
     outer = _TRIALS[-1][0] if _TRIALS else {}
@@ -122,7 +121,7 @@ def read(path: Path) -> list[Choice]:
         rows = tomllib.loads(path.read_text("utf-8"))["choice"]
         return [Choice(**row) for row in rows]
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise UsageError(f"{path.name} is not a table of launch choices: {error}", field="launch") from error
+        raise UsageError(f"{path.name} is not a table of launch configurations: {error}", field="launch") from error
 
 
 def merged(rows: Iterable[Choice], measured: Iterable[Choice]) -> list[Choice]:

@@ -56,7 +56,7 @@ def _run(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, e
     if columns > MAX_COLUMNS:
         raise check.fault("x", "SHAPE", f"rows have {columns} values; at most {MAX_COLUMNS} are supported")
     if x.ndim > 3:
-        raise check.fault("x", "SHAPE", f"it has {x.ndim} dimensions; 1 to 3 are supported")
+        raise check.fault("x", "SHAPE", f"the tensor must have 1 to 3 dimensions, not {x.ndim}")
     inner = x.shape[1] if x.ndim == 3 else 1
     inner_stride = x.stride(1) if x.ndim == 3 else 0
     outer_stride = x.stride(0) if x.ndim > 1 else 0
@@ -110,7 +110,7 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
         BadKernelInput: unsupported dtype, shape, stride or device.
     """
     if x.ndim != 2:
-        raise check.fault("x", "SHAPE", f"it has {x.ndim} dimensions, not [T, n]")
+        raise check.fault("x", "SHAPE", f"the tensor must have 2 dimensions, [T, n], not {x.ndim}")
     check.ready("residual", residual, x)
     check.shaped("residual", residual, *x.shape)
     check.floats("residual", residual, like=x)

@@ -45,15 +45,15 @@ class Tiles:
     """Keys per partition; 0 if the tiles are not partitioned."""
     count: int
     numbers: torch.Tensor
-    """[6, count] int32, per tile: row of the block tables, index of its first row in `listed`, number of its rows
-    there, and the key positions begin, full, end."""
+    """[6, count] int32, per tile: row of the block tables, index of the tile's first row in `listed`, number of its
+    rows in `listed`, and the key positions begin, full, end."""
     listed: torch.Tensor
     """[..] int32: rows of all tiles, as indices into `members`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Members:
-    """Rows of the batch that are computed by a set of tiles."""
+    """Rows of the batch that a set of tiles computes."""
 
     count: int
     rows: torch.Tensor
@@ -75,7 +75,7 @@ class Plan:
     large: Tiles | None
     large_members: Members | None
     small: tuple[Tiles, ...]
-    """Partitioned tiles: first those of single sequences, then those of shared prefixes."""
+    """Partitioned tiles: first the tiles of single sequences, then the tiles of shared prefixes."""
     small_members: Members | None
     num_partitions: int
     """Number of partitions of the longest context among the small members; an upper bound if lengths are only on the
@@ -139,7 +139,7 @@ def plan_cascade(
     queries, contexts = batch.queries, batch.contexts
     if (len(queries) and int((contexts - queries).min()) < 0) or int(queries.min(initial=1)) < 1:
         raise check.fault(
-            "queries", "SHAPE", "every sequence must have at least 1 row and at most as many rows as tokens of context"
+            "queries", "SHAPE", "every sequence must have at least 1 row and at most as many rows as its context length"
         )
     check.tables(batch.block_tables, contexts, pages)
     group = _group(num_heads, pages)
@@ -165,12 +165,12 @@ def plan_cascade(
         cuts.append(_Cut(small_choice, small_rows, partition, own, np.arange(len(small_members))))
         cuts += _shared_cuts([j for j in joint if j[0]], shared, group, pages)
     elif shared:
-        raise check.fault("shared", "SHAPE", "no sequence of the batch has few enough rows to share a prefix")
+        raise check.fault("shared", "SHAPE", "no sequences of the batch have few enough rows to share a prefix")
     if len(large):
         choice = choose("attend_large", pages.device, _shape(pages))
         rows = max(choice.sizes["rows"], triton.next_power_of_2(group))
         numbers = _tiles(large, queries, contexts, rows // group, np.zeros(len(queries), np.int64))
-        heaviest = np.argsort(-numbers[5], kind="stable")  # heaviest tiles first, to balance the load
+        heaviest = np.argsort(-numbers[5], kind="stable")  # largest tiles first, to balance the load
         cuts.append(_Cut(choice, rows, 0, numbers[:, heaviest], np.arange(len(large_members))))
 
     upload = _Upload()
@@ -210,9 +210,9 @@ def plan_rows(rows: SingleRows, pages: torch.Tensor, num_heads: int) -> Attentio
     for name, part in (("places", rows.places), ("contexts", rows.contexts)):
         check.typed(name, part, torch.int64)
         check.shaped(name, part, len(rows.places))
-    if not 1 <= rows.most_tokens <= rows.tables.shape[1] * pages.shape[4]:
+    if not 1 <= rows.max_tokens <= rows.tables.shape[1] * pages.shape[4]:
         raise check.fault(
-            "most_tokens", "TABLE", f"{rows.most_tokens} tokens exceed tables of {rows.tables.shape[1]} blocks"
+            "max_tokens", "TABLE", f"{rows.max_tokens} tokens exceed tables of {rows.tables.shape[1]} blocks"
         )
     choice = choose("attend_small", pages.device, _shape(pages))
     count, partition = len(rows.places), choice.sizes["partition"]
@@ -232,7 +232,7 @@ def plan_rows(rows: SingleRows, pages: torch.Tensor, num_heads: int) -> Attentio
         large_members=None,
         small=(Tiles(choice, size, partition, count, numbers, listed),),
         small_members=Members(count, listed),
-        num_partitions=-(-rows.most_tokens // partition),
+        num_partitions=-(-rows.max_tokens // partition),
         has_shared=False,
         is_open=True,
     )
@@ -249,19 +249,19 @@ def _group(num_heads: int, pages: torch.Tensor) -> int:
 
 
 def _shape(pages: torch.Tensor) -> str:
-    """Return the class of shapes for launch choices: padded head dimension and bytes per value."""
+    """Return the shape class for launch configurations: padded head dimension and bytes per value."""
     wide = "32bit" if pages.dtype == torch.float32 else "16bit"
     return f"d{max(16, triton.next_power_of_2(pages.shape[5]))}-{wide}"
 
 
-def _tiles(sequences: Ints, queries: Ints, contexts: Ints, most: int, begins: Ints) -> Ints:
-    """Split sequences into tiles of at most `most` rows; return [6, tiles], in order. The tiles' rows are listed in the
+def _tiles(sequences: Ints, queries: Ints, contexts: Ints, limit: int, begins: Ints) -> Ints:
+    """Split sequences into tiles of at most `limit` rows; return [6, tiles] in order. The tiles' rows are listed in the
     same order."""
-    each = -(-queries[sequences] // most)
+    each = -(-queries[sequences] // limit)
     owner = np.repeat(sequences, each)
     index = np.arange(int(each.sum())) - np.repeat(np.cumsum(each) - each, each)
-    counts = np.minimum(most, queries[owner] - index * most)
-    lowest = contexts[owner] - queries[owner] + index * most
+    counts = np.minimum(limit, queries[owner] - index * limit)
+    lowest = contexts[owner] - queries[owner] + index * limit
     first = np.cumsum(counts) - counts
     return np.stack((owner, first, counts, begins[owner], lowest + 1, lowest + counts))
 
@@ -275,8 +275,8 @@ def _joint(
     partition: int,
     pages: torch.Tensor,
 ) -> tuple[int, Ints]:
-    """Return the number of tokens (in whole partitions) to compute jointly for all sequences of a prefix, and the small
-    members of these sequences."""
+    """Return the number of tokens (in whole partitions) that are computed jointly for all sequences of a prefix, and
+    the small members of these sequences."""
     members = np.array(prefix.members, np.int64)
     if len(set(prefix.members)) != len(members) or not np.isin(members, np.flatnonzero(is_small)).all():
         raise check.fault("shared", "SHAPE", f"members={prefix.members} must be distinct sequences with few rows")
@@ -296,7 +296,7 @@ def _joint(
 def _shared_cuts(
     joint: list[tuple[int, Ints]], shared: Sequence[SharedPrefix], group: int, pages: torch.Tensor
 ) -> list[_Cut]:
-    """Build the tiles for all prefixes for which sharing reduces the work."""
+    """Build tiles for each prefix where sharing reduces the work."""
     if not joint:
         return []
     small, choice = (choose(op, pages.device, _shape(pages)) for op in ("attend_small", "attend_shared"))

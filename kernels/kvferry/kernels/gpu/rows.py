@@ -1,5 +1,5 @@
-"""Row kernels: gather of table rows (embedding, logit rows), SiLU gating of the MLP, and the updates of adapters. All
-are memory bound."""
+"""Row kernels: gather of table rows (embedding, logit rows), SiLU gating of the MLP, and adapter updates. All are
+memory-bound."""
 
 from collections.abc import Sequence
 
@@ -13,10 +13,10 @@ from kvferry.kernels.gpu import check
 from kvferry.kernels.gpu.launch import Choice, choose
 
 _TILE = 4096
-"""Weights of an adapter that a program holds in registers."""
+"""Number of adapter weights that a program holds in registers."""
 _FEW_ROWS = 32
-"""Number of rows with one adapter up to which their products are bound by reading its weights: one launch reads them
-once for each row. More rows are multiplied by cuBLAS through torch."""
+"""Number of rows with the same adapter up to which their products are bound by reading the adapter's weights: one
+launch reads them once per row. With more rows, torch calls cuBLAS."""
 
 
 @triton.jit(do_not_specialize=["known"])
@@ -84,7 +84,7 @@ def _silu_mul(
     source = gate_up + row * row_stride + column
     gate = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(source + columns, mask=inside, other=0.0).to(tl.float32)
-    small = tl.exp(-tl.abs(gate))  # exponent at most 0, so that the exponential cannot overflow
+    small = tl.exp(-tl.abs(gate))  # the exponent is at most 0, so the exponential cannot overflow
     share = tl.where(gate >= 0, 1.0, small) / (1.0 + small)
     tl.store(out + row * columns + column, (gate * share * up).to(out.dtype.element_ty), mask=inside)
 
@@ -160,7 +160,7 @@ def _expand(
 
 
 def add_low_rank(y: torch.Tensor, x: torch.Tensor, groups: Sequence[LowRankGroup]) -> None:
-    """See `Ops.add_low_rank`. For each row, the adapter's weights are read and its update is added in float32.
+    """See `Ops.add_low_rank`. For each row, the adapter's weights are read and the update is added in float32.
 
     Raises:
         BadKernelInput: unsupported dtype, shape, stride or device.
@@ -179,7 +179,7 @@ def add_low_rank(y: torch.Tensor, x: torch.Tensor, groups: Sequence[LowRankGroup
         check.shaped("a", weights.a, len(weights.a), x.shape[1])
         check.shaped("b", weights.b, len(weights.b), len(weights.a))
         if weights.first + len(weights.b) > y.shape[1]:
-            raise check.fault("b", "SHAPE", f"it updates columns beyond the {y.shape[1]} of the outputs")
+            raise check.fault("b", "SHAPE", f"the update has columns beyond the {y.shape[1]} columns of the outputs")
         (_add_few if len(group.rows) <= _FEW_ROWS else _add_many)(y, x, group.rows, weights)
 
 
@@ -197,7 +197,8 @@ def _add_few(y: torch.Tensor, x: torch.Tensor, rows: torch.Tensor, weights: LowR
 
 
 def _block(choice: Choice, columns: int, padded: int) -> int:
-    """Return the columns of a tile: as chosen, at most all, and so few that the tile stays in registers."""
+    """Return the number of columns of a tile: as configured, but at most all, and few enough that the tile stays in
+    registers."""
     return min(choice.sizes["block"], int(triton.next_power_of_2(columns)), max(1, _TILE // padded))
 
 

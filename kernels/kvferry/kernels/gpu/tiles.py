@@ -1,6 +1,6 @@
 """Paged attention kernels: online softmax for a tile of rows over tiles of keys, and the merge of partitions.
 
-The online softmax is that of Dao et al., FlashAttention, 2022 (algorithm 1), in powers of two; keys are read through a
+The online softmax follows Dao et al., FlashAttention, 2022 (algorithm 1), in powers of two; keys are read through a
 block table as in Kwon et al., PagedAttention, 2023. Keys visible to all rows of the tile come first and need no mask.
 Only keys from `full` to `end` are masked. Unused table entries and unfilled slots of a page, which are beyond `end`,
 are not read, since zero times NaN is NaN.
@@ -183,7 +183,7 @@ def _one_part(
         queries, position, begin, full, end, pages, tables, page_stride, value_stride, token_stride, scale, soft_cap,
         window, head_dim, dim, block_tokens, num_rows, num_keys, is_capped, is_windowed, precision, widens,
     )  # fmt: skip
-    nothing = total == 0.0  # true if no key of the partition is in the row's window
+    nothing = total == 0.0  # true if no keys of the partition are in the row's window
     some = tl.where(nothing, 1.0, total)
     place = (member.to(tl.int64) * heads + head) * num_partitions + cut
     tl.store(part_peaks + place, tl.where(nothing, float("-inf"), peak + tl.log2(some)), mask=is_row)
@@ -241,7 +241,7 @@ def attend_tiles(
             weights.
         part_peaks: [members, H, partitions] float32: logarithm to base 2 of each part's sum of weights.
         q: [T, H, D], strided.
-        pages: the layer's part of the pages, [pages, 2, K, B, D], strided.
+        pages: pages of the layer, [pages, 2, K, B, D], strided.
         tables: [sequences, blocks] int32.
         tiles: [6, tiles] int32; see `plan.Tiles.numbers`.
         listed: [..] int32.
@@ -282,7 +282,7 @@ def attend_tiles(
     pages += kv_head * page_head_stride
     tables += table.to(tl.int64) * table_stride
     if partition:
-        if shares:  # a loop costs registers, so only launches that need it have it
+        if shares:  # a loop costs registers, so only launches that need it contain it
             for start in range(begin_here, end, tl.num_programs(2) * partition):
                 _one_part(
                     parts, part_peaks, member, heads, head, num_partitions, is_row, is_value, at, queries, position,

@@ -6,8 +6,8 @@ Digest of a page, where word i is the i-th group of 32 bits of the page (little 
     mix(z):  z ^= z >> 30;  z *= 0xBF58476D1CE4E5B9;  z ^= z >> 27;  z *= 0x94D049BB133111EB;  z ^= z >> 31
 
 `mix` is the finalizer of SplitMix64 (Steele, Lea and Flood, Fast splittable pseudorandom number generators, OOPSLA
-2014). It is a bijection, so that a change of one word changes both lanes; sums do not depend on the order, so that a
-device can compute them in parallel. Collisions can be constructed: the digest detects corruption, not forgery.
+2014). It is a bijection, so a change of one word changes both lanes; sums do not depend on the order, so a device can
+compute them in parallel. Collisions can be constructed: the digest detects corruption, not forgery.
 """
 
 import torch

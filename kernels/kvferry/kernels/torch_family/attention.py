@@ -6,9 +6,9 @@ Sequences with one row (decode) and similar lengths share a call. Their pages,
 
 are gathered by one `index_select` over rows of B * D values, so that keys and values are contiguous. The H / K query
 heads that share a KV head are rows of one small matrix, without repeating keys. Shorter members of a group are masked,
-and gathered values beyond their contexts are first set to zero, because a weight of zero times NaN is NaN. Sequences
-with more rows (prefill) have separate calls. Sliding windows are masks, planned once per window. Torch's fused
-attention has neither soft cap nor sinks; attention with one of them is computed by separate operations.
+and gathered values beyond their context lengths are first set to zero, because a weight of zero times NaN is NaN.
+Sequences with more rows (prefill) have separate calls. Sliding windows are masks, planned once per window. Torch's
+fused attention supports neither a soft cap nor sinks; attention with either is computed by separate operations.
 """
 
 import math
@@ -39,17 +39,17 @@ class Group:
     context: int | None
     """Context length of all members; `None` if the lengths differ, in which case `mask` and `beyond` are set."""
     mask: torch.Tensor | None
-    """[sequences, 1, 1, blocks * B]: 0, or minus infinity beyond a context."""
+    """[sequences, 1, 1, blocks * B]: 0, or minus infinity beyond a sequence's context length."""
     beyond: torch.Tensor | None
-    """Indices of the gathered rows of D values that are beyond the contexts."""
+    """Indices of the gathered rows of D values beyond the context lengths."""
     contexts: npt.NDArray[np.int64]
     """[sequences]: context lengths."""
     windowed: dict[int, torch.Tensor] = field(default_factory=dict)
     """Masks by sliding window, computed at first use."""
 
     def mask_for(self, window: int | None) -> torch.Tensor | None:
-        """Return the mask for a sliding window; `None` if the gathered tokens are exactly those seen, or are cut to
-        them because all lengths are equal."""
+        """Return the mask for a sliding window; `None` if the rows attend to all gathered tokens, or if the gathered
+        tokens are truncated to the window because all lengths are equal."""
         if self.mask is None or window is None:
             return self.mask
         if window not in self.windowed:
@@ -68,7 +68,7 @@ class Chunk:
     context: int
     page_rows: torch.Tensor
     mask: torch.Tensor | None
-    """[queries, context]; `None` if the rows are the whole context, so that a plain causal mask suffices."""
+    """[queries, context]; `None` if the rows cover the whole context, so that a plain causal mask suffices."""
     windowed: dict[int, torch.Tensor] = field(default_factory=dict)
     """Masks by sliding window, computed at first use."""
 
@@ -154,7 +154,7 @@ def _plan_chunk(batch: AttentionBatch, pages: torch.Tensor, index: int, first: i
 
 def _page_rows(table: npt.NDArray[np.int64], pages: torch.Tensor) -> torch.Tensor:
     """Return the row indices into pages viewed as [pages * layers * planes * K, B * D], in the order [planes,
-    sequences, K, blocks], layer 0. Planes are keys and values, or one of latent vectors."""
+    sequences, K, blocks], layer 0. The planes are keys and values, or a single plane of latent vectors."""
     _, layers, planes, heads, _, _ = pages.shape
     halves = np.arange(planes)[:, None, None, None] * heads + np.arange(heads)[None, None, :, None]
     return torch.from_numpy((table[None, :, None, :] * (layers * planes * heads) + halves).reshape(-1))
@@ -219,7 +219,7 @@ def _attend_group(
 
 
 def _is_fused(rules: AttentionRules) -> bool:
-    """Return whether torch's fused attention computes the rules."""
+    """Return whether torch's fused attention supports the rules."""
     return rules.soft_cap is None and rules.sinks is None
 
 
@@ -227,7 +227,7 @@ def _separate(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, rules: AttentionRules
 ) -> torch.Tensor:
     """Compute attention with capped scores and sinks: q [S, heads, rows, D], keys and values [S, K, tokens, D]. Each KV
-    head serves heads / K heads, or, if the heads of q are those of the keys, the query heads are its rows."""
+    head serves heads / K query heads; if heads = K, the query heads of a KV head are its rows."""
     repeats = q.shape[1] // keys.shape[1]
     if repeats > 1:
         keys, values = keys.repeat_interleave(repeats, 1), values.repeat_interleave(repeats, 1)

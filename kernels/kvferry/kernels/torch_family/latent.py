@@ -1,8 +1,9 @@
 """Latent attention in torch (DeepSeek-AI, DeepSeek-V2, 2024, section 2.1): absorbed decode rows, expanded chunks.
 
-Pages have a latent vector per token, [rank] and the rotated values [R] of the key that all heads share. Expanded, keys
-and values of every head are computed from the vectors of a sequence. Absorbed, queries are multiplied by the projection
-of keys instead, so that all heads attend to the vectors themselves, and their results by the projection of values.
+Pages have a latent vector per token: [rank], and the rotated part [R] of the key, which all heads share. In the
+expanded form, keys and values of every head are computed from a sequence's vectors. In the absorbed form, the key
+projection is applied to the queries instead, so that all heads attend to the vectors themselves, and the value
+projection is applied to the results.
 """
 
 import torch
@@ -80,15 +81,16 @@ def _absorbed(q: torch.Tensor, up: LatentUp) -> torch.Tensor:
 
 
 def expands(queries: int, context: int, *, plain: int, turned: int, rank: int, value: int) -> bool:
-    """Return whether a sequence's attention has fewer multiply-adds per head expanded than absorbed.
+    """Return whether a sequence's attention takes fewer multiply-adds per head in the expanded than in the absorbed
+    form.
 
     Args:
-        queries: rows of the sequence in this step.
-        context: its tokens.
-        plain: values of a query that are not rotated.
-        turned: values of a query that are rotated.
-        rank: values of a latent vector.
-        value: values of a value head.
+        queries: number of the sequence's rows in this step.
+        context: context length of the sequence.
+        plain: number of unrotated elements of a query.
+        turned: number of rotated elements of a query.
+        rank: number of elements of a latent vector.
+        value: number of elements of a value head.
     """
     expanded = context * rank * (plain + value) + queries * context * (plain + turned + value)
     absorbed = queries * rank * (plain + value) + queries * context * (2 * rank + turned)

@@ -69,7 +69,7 @@ def decide(
     after = replace(before, recommendations=(*_kept(before.recommendations, scaling, now), (now, recommended)))
     number = _settle(scaling, after, current, now)
     if scaling.min_replicas == 0 and now - after.busy_at >= scaling.idle_seconds:
-        return Decision(0, f"no request for {scaling.idle_seconds} s", after)
+        return Decision(0, f"no requests for {scaling.idle_seconds} s", after)
     number = role.bounded(max(1, number))
     return Decision(number, reason if number != current else f"{reason}: unchanged", after)
 

@@ -223,7 +223,7 @@ def _available(seen: Observed) -> Verdict:
     if seen.fleet is None:
         return "Unknown", "GatewayReportMissing", "the gateway has not reported its workers yet"
     why = "; ".join(f"{worker.name}: {worker.why_not}" for worker in workers[:3])
-    return "False", "NoWorkerServes", f"no worker accepts requests{': ' if why else ''}{why}{_because(seen)}"
+    return "False", "NoWorkerServes", f"no workers accept requests{': ' if why else ''}{why}{_because(seen)}"
 
 
 def _because(seen: Observed) -> str:
@@ -255,7 +255,7 @@ def _model(seen: Observed) -> Verdict:
     if not serving:
         why = "; ".join(f"{w.name}: {w.why_not}" for w in seen.report.workers[:3])
         reason = "ScaledToZero" if _is_scaled_to_zero(seen) else "NoWorkerServes"
-        return "Unknown", reason, f"no worker accepts requests{': ' if why else ''}{why}"
+        return "Unknown", reason, f"no workers accept requests{': ' if why else ''}{why}"
     expected = seen.pool.spec.model.digest
     wrong = sorted(w.name for w in serving if expected and w.model_digest and not w.model_digest.startswith(expected))
     if wrong:
@@ -310,7 +310,7 @@ def _context(seen: Observed) -> Verdict:
     serving = [worker for worker in seen.report.workers if worker.takes_work and worker.context_tokens]
     wanted = min((n for n in (seen.pool.spec.model.max_tokens, seen.report.model_tokens) if n), default=0)
     if not serving or not wanted:
-        return "Unknown", "NoWorkerServes", "no worker has reported its context length"
+        return "Unknown", "NoWorkerServes", "no workers have reported their context length"
     least = min(serving, key=lambda worker: (worker.context_tokens, worker.name))
     if least.context_tokens >= wanted:
         return "True", "FullContext", f"requests can have {wanted:,} tokens"
@@ -343,7 +343,7 @@ def _transport(seen: Observed) -> Verdict:
             ),
         )
     if total < _MIN_HANDOFFS:
-        return "Unknown", "InsufficientSamples", f"{total} recent hand-offs are too few to judge"
+        return "Unknown", "InsufficientSamples", f"{total} recent hand-offs are too few for an assessment"
     lost = total - seen.handoffs.get("fetched", 0)
     summary = f"{lost} of the last {total} hand-offs failed and were recomputed"
     if lost / total > _MAX_RECOMPUTED:

@@ -52,7 +52,7 @@ class Preview:
         head = (
             f"revision {self.old} -> {self.new}: every worker pod is replaced"
             if self.restarts
-            else (f"revision {self.old} stays: no pod is replaced")
+            else (f"revision {self.old} stays: no pods are replaced")
         )
         lines = [head]
         for i, step in enumerate(self.steps, 1):
@@ -61,7 +61,7 @@ class Preview:
                 for role, revisions in step.pods.items()
             )
             lines.append(f"{i:>3}. {roles}   serving at least {float(step.capacity):.0%}")
-        lines += [] if self.steps else ["no pod is added or removed"]
+        lines += [] if self.steps else ["no pods are added or removed"]
         lines.append("writes, by reconcile:" if self.passes else "nothing to do")
         for i, actions in enumerate(self.passes, 1):
             lines += [f"{i if j == 0 else '':>3}{'.' if j == 0 else ' '} {a.summary}" for j, a in enumerate(actions)]
@@ -93,7 +93,7 @@ def read_pool(path: Path) -> Pool:
     found = [d for d in documents if isinstance(d, dict) and d.get("kind") == "InferencePool"]
     if len(found) != 1:
         raise UsageError(
-            f"{path} has {len(found)} objects of kind InferencePool; it must have exactly one", field="pool"
+            f"{path} must contain exactly one object of kind InferencePool, not {len(found)}", field="pool"
         )
     return parse_pool(found[0])
 

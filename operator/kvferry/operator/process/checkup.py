@@ -22,7 +22,7 @@ class Finding:
 
     verdict: Verdict
     about: str
-    told: str
+    detail: str
     """Description of the result, with a remedy if there is a problem."""
 
 
@@ -91,26 +91,26 @@ def judge_nodes(nodes: Iterable[Mapping[str, Any]]) -> Finding:
                 if _SPECIAL.search(resource) and str(amount).isdecimal():
                     special[resource] = special.get(resource, 0) + int(amount)
     if not ready:
-        return Finding("bad", "nodes", "no node is ready, so no pod can run")
+        return Finding("bad", "nodes", "no nodes are ready, so no pods can run")
     devices = ", ".join(f"{n} {resource}" for resource, n in sorted(special.items()))
-    return Finding("ok", "nodes", f"{ready} ready, {devices or 'without GPUs or RDMA devices: pods compute on CPUs'}")
+    return Finding("ok", "nodes", f"{ready} ready, {devices or 'without GPUs or RDMA devices: pods run on CPUs'}")
 
 
 def judge_pool(pool: Mapping[str, Any]) -> Finding:
     """Report the conditions of a pool."""
     meta, status = pool["metadata"], pool.get("status") or {}
     about = f"pool {meta['namespace']}/{meta['name']}"
-    told = {c["type"]: c for c in status.get("conditions") or ()}
-    ready = told.get(Condition.READY)
+    by_type = {c["type"]: c for c in status.get("conditions") or ()}
+    ready = by_type.get(Condition.READY)
     if ready is None or status.get("observedGeneration", 0) < meta.get("generation", 0):
         return Finding("bad", about, "the operator has not reconciled its current spec; see `operator` above")
     if ready["status"] != "True":
         return Finding("bad", about, f"{ready['reason']}: {ready['message']}")
-    warned = [told[c] for c in (Condition.TRANSPORT_DEGRADED, Condition.REPLICAS_CONTESTED) if c in told]
+    warned = [by_type[c] for c in (Condition.TRANSPORT_DEGRADED, Condition.REPLICAS_CONTESTED) if c in by_type]
     for condition in warned:
         if condition["status"] == "True":
             return Finding("note", about, f"serves, but {condition['reason']}: {condition['message']}")
-    certificates = told.get(Condition.CERTIFICATES_VALID)
+    certificates = by_type.get(Condition.CERTIFICATES_VALID)
     if certificates is None:
         return Finding("ok", about, f"{ready['message']}; calls between its pods are not encrypted (spec.tls)")
     if certificates["status"] == "False":

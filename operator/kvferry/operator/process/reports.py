@@ -19,7 +19,7 @@ _AT_ONCE = 32
 _TICK_SECONDS = 0.5
 _QUICK_SECONDS = 2.0
 _SLOW_SECONDS = 15.0
-_MOST_DOUBLINGS = 4
+_MAX_DOUBLINGS = 4
 """Maximum number of doublings of the period, one per failed read, so that unreachable gateways do not delay other
 reads."""
 
@@ -56,7 +56,7 @@ class Reports:
                 for key in keys:
                     facts = self._store.facts(key)
                     address = address_of(key, facts)
-                    wait = _period(facts) * 2 ** min(self._missed.get(key, 0), _MOST_DOUBLINGS)
+                    wait = _period(facts) * 2 ** min(self._missed.get(key, 0), _MAX_DOUBLINGS)
                     due = now - self._read_at.get(key, float("-inf")) >= wait
                     if address and due and key not in self._reading:
                         self._read_at[key] = now

@@ -136,14 +136,14 @@ class Operator:
             except KvferryError as error:
                 pools = []
                 _log.warning("cannot look for other operators: %s", error.message)
-            told, is_certain = rivals.look(pools, self._clock.monotonic(), self._clock.wall())
+            reason, is_certain = rivals.look(pools, self._clock.monotonic(), self._clock.wall())
             if is_certain:
-                raise RivalOperator(told)
-            if not told:
+                raise RivalOperator(reason)
+            if not reason:
                 return
-            if told != logged:
-                _log.warning("waiting to see whether another operator is running: %s", told)
-                logged = told
+            if reason != logged:
+                _log.warning("checking whether another operator is running: %s", reason)
+                logged = reason
             await asyncio.sleep(_RIVALS_SECONDS)
 
     async def _lead(self, leader: Leader, stop: asyncio.Event, stopping: asyncio.Task[bool]) -> int:

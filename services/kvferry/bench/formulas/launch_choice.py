@@ -12,7 +12,7 @@ from types import MappingProxyType
 Values = tuple[tuple[str, int], ...]
 """A launch choice: (name, value) of each block size, `warps` and `stages`."""
 
-LEAST_GAIN = 1.02
+MIN_GAIN = 1.02
 """Minimum speedup of a winning candidate."""
 
 
@@ -89,7 +89,7 @@ def gain(incumbent: Sequence[float], candidate: Sequence[float]) -> float:
 
 
 def winner(incumbent: Values, seconds: Mapping[Values, Sequence[float]]) -> Values:
-    """Return the fastest candidate, or the incumbent if no candidate is `LEAST_GAIN` times as fast.
+    """Return the fastest candidate, or the incumbent if no candidate is `MIN_GAIN` times as fast.
 
     Args:
         incumbent: the current choice, a key of `seconds`.
@@ -97,4 +97,4 @@ def winner(incumbent: Values, seconds: Mapping[Values, Sequence[float]]) -> Valu
     """
     gains = {values: gain(seconds[incumbent], found) for values, found in seconds.items()}
     best = max(gains, key=lambda values: gains[values])
-    return best if gains[best] >= LEAST_GAIN else incumbent
+    return best if gains[best] >= MIN_GAIN else incumbent

@@ -48,22 +48,24 @@ class HostTimer:
 class CudaTimer:
     """Timer that uses CUDA events."""
 
-    def __init__(self, device: torch.device, *, seconds: float = 0.25, least: int = 10, most: int = 200) -> None:
+    def __init__(self, device: torch.device, *, seconds: float = 0.25, min_runs: int = 10, max_runs: int = 200) -> None:
         """
         Args:
             device: a GPU.
             seconds: total time of an action's runs in seconds, without the cache flushes.
-            least: minimum number of runs.
-            most: maximum number of runs.
+            min_runs: minimum number of runs.
+            max_runs: maximum number of runs.
         """
-        self._device, self._seconds, self._least, self._most = device, seconds, least, most
+        self._device, self._seconds, self._min_runs, self._max_runs = device, seconds, min_runs, max_runs
         self._flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=device)
 
     def __call__(self, action: Action) -> Timing:
         """Run `action` repeatedly and return statistics of its durations."""
         run = self._captured(action)
         first = self._timed(run, 2)[-1]
-        return Timing.of(self._timed(run, min(self._most, max(self._least, int(self._seconds / max(first, 1e-6))))))
+        return Timing.of(
+            self._timed(run, min(self._max_runs, max(self._min_runs, int(self._seconds / max(first, 1e-6)))))
+        )
 
     def _captured(self, action: Action) -> Callable[[], object]:
         """Return a function that replays the action's CUDA graph, or the action itself if it cannot be captured."""
@@ -117,9 +119,8 @@ def rates_of(
     source = torch.ones(copy_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     copied = timer(lambda: target.copy_(source)).median
-    square = torch.randn(
-        side, side, dtype=dtype, device=device
-    )  # random values, since constant matrices use less power and allow higher clocks
+    # Random values, since constant matrices use less power and allow higher clocks.
+    square = torch.randn(side, side, dtype=dtype, device=device)
     out = torch.empty_like(square)
     multiplied = timer(lambda: torch.mm(square, square, out=out)).median
     return Rates(2 * copy_bytes / copied / 1e9, 2 * side**3 / multiplied / 1e12)

@@ -27,12 +27,12 @@ def page(title: str, panels: Sequence[Panel]) -> str:
     )
 
 
-def _axis_end(most: float) -> float:
-    """Return the end of an axis from 0 with four intervals of a round length."""
-    if most <= 0.0:
+def _axis_end(highest: float) -> float:
+    """Return the end of an axis that begins at 0 and has four intervals of a round length."""
+    if highest <= 0.0:
         return 1.0
-    unit = 10.0 ** math.floor(math.log10(most / 4))
-    return 4 * unit * next(factor for factor in (1.0, 2.0, 2.5, 5.0, 10.0) if 4 * unit * factor >= most * (1 - 1e-9))
+    unit = 10.0 ** math.floor(math.log10(highest / 4))
+    return 4 * unit * next(factor for factor in (1.0, 2.0, 2.5, 5.0, 10.0) if 4 * unit * factor >= highest * (1 - 1e-9))
 
 
 def _panel(left: float, top: float, x_title: str, y_title: str, curves: Sequence[tuple[str, Points]]) -> str:

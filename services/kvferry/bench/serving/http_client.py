@@ -127,12 +127,12 @@ async def _messages(response: "httpx.Response") -> AsyncIterator[dict[str, Any]]
     """Yield the JSON objects of a stream of server-sent events."""
     async for line in response.aiter_lines():
         if len(line) > _MAX_LINE_CHARS:
-            raise ValueError(f"a message of the server has {len(line)} characters")
+            raise ValueError(f"the server sent an event of {len(line)} characters")
         if not line.startswith("data:") or (data := line[5:].strip()) == "[DONE]":
             continue
         message = json.loads(data)
         if not isinstance(message, dict):
-            raise ValueError("a message of the server is not a JSON object")
+            raise ValueError("the server sent an event that is not a JSON object")
         yield message
 
 

@@ -56,6 +56,6 @@ async def run(
         return client.model, [task.result() for task in tasks]
 
 
-def common_errors(answers: Sequence[Answer], most: int = 5) -> list[tuple[str, int]]:
+def common_errors(answers: Sequence[Answer], limit: int = 5) -> list[tuple[str, int]]:
     """Return the most frequent errors with their counts."""
-    return Counter(answer.error for answer in answers if answer.error).most_common(most)
+    return Counter(answer.error for answer in answers if answer.error).most_common(limit)

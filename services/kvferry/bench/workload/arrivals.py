@@ -34,11 +34,11 @@ class Arrivals:
                 f"unknown arrivals {self.process!r}; expected {', '.join(PROCESSES)} or trace=FILE", field="arrivals"
             )
         if not self.rate > 0:
-            raise UsageError(f"rate is {self.rate}; it must be above 0, or inf", field="rate")
+            raise UsageError(f"rate must be above 0, or inf, not {self.rate}", field="rate")
         if not 0 < self.burstiness < math.inf:
-            raise UsageError(f"burstiness is {self.burstiness}; it must be above 0", field="burstiness")
+            raise UsageError(f"burstiness must be above 0, not {self.burstiness}", field="burstiness")
         if self.burst_size < 1:
-            raise UsageError(f"burst_size is {self.burst_size}; it must be at least 1", field="burst_size")
+            raise UsageError(f"burst_size must be at least 1, not {self.burst_size}", field="burst_size")
 
     def times(self, count: int, draw: Random) -> list[float]:
         """Return the arrival times of `count` requests in seconds after the start, ascending."""

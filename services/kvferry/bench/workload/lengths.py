@@ -13,7 +13,7 @@ from kvferry.core.errors import UsageError
 
 UNIFORM, SHAREGPT, ALPACA = "uniform", "sharegpt", "alpaca"
 MIXES = (UNIFORM, SHAREGPT, ALPACA)
-_MOST = 1 << 20
+_MAX_TOKENS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +27,8 @@ class LengthMix:
     num_output: int = 128
     spread: float = 0.0
     """Relative spread of `uniform`: 0.5 draws lengths from half to one and a half of the mean."""
-    most: int = 2048
-    """Maximum of input and output together for the heavy-tailed mixes: the context of the models of the traces."""
+    max_tokens: int = 2048
+    """Maximum of input and output together for the heavy-tailed mixes: the context length of the traces' models."""
 
     def __post_init__(self) -> None:
         """
@@ -37,24 +37,23 @@ class LengthMix:
         """
         if self.kind not in MIXES:
             raise UsageError(f"unknown lengths {self.kind!r}; expected one of {', '.join(MIXES)}", field="lengths")
-        for name, least in (("num_input", 1), ("num_output", 1), ("most", 2)):
+        for name, low in (("num_input", 1), ("num_output", 1), ("max_tokens", 2)):
             value = getattr(self, name)
-            if not least <= value <= _MOST:
-                raise UsageError(f"{name} is {value}; it must be from {least} to {_MOST}", field=name)
+            if not low <= value <= _MAX_TOKENS:
+                raise UsageError(f"{name} must be between {low} and {_MAX_TOKENS}, not {value}", field=name)
         if not 0.0 <= self.spread < 1.0:
-            raise UsageError(f"spread is {self.spread}; it must be from 0 to below 1", field="spread")
+            raise UsageError(f"spread must be at least 0 and below 1, not {self.spread}", field="spread")
 
     def draw(self, draw: Random) -> tuple[int, int]:
         """Draw the numbers of input and output tokens of a request, each at least 1."""
         if self.kind == UNIFORM:
             return self._around(self.num_input, draw), self._around(self.num_output, draw)
         (mean_in, sigma_in), (mean_out, sigma_out) = _HEAVY[self.kind]
-        while (
-            True
-        ):  # rejection keeps the distribution's shape below the limit; at most a few percent of the draws are rejected
+        # Rejection keeps the distribution's shape below the limit; at most a few percent of the draws are rejected.
+        while True:
             num_input = math.ceil(draw.lognormvariate(mean_in, sigma_in))
             num_output = math.ceil(draw.lognormvariate(mean_out, sigma_out))
-            if num_input + num_output <= self.most:
+            if num_input + num_output <= self.max_tokens:
                 return num_input, num_output
 
     def _around(self, mean: int, draw: Random) -> int:

@@ -75,7 +75,7 @@ def parse_slo(text: str) -> dict[str, float]:
             seconds = math.nan
         if name not in SLO_NAMES or name in found or not 0 < seconds < math.inf:
             raise UsageError(
-                f"{part[:40]!r} is not a target; write each of {', '.join(SLO_NAMES)} at most once, as ttft=500ms",
+                f"{part[:40]!r} is not a target; use each of {', '.join(SLO_NAMES)} at most once, such as ttft=500ms",
                 field="slo",
             )
         found[name] = seconds

@@ -60,16 +60,16 @@ class Workload:
             raise UsageError(
                 f"unknown workload {self.kind!r}; expected one of {', '.join(WORKLOADS)}", field="workload"
             )
-        for name, least in (
+        for name, low in (
             ("num_input", 1), ("num_output", 1), ("num_prefix", 0), ("num_prefixes", 1), ("num_turns", 1),
         ):  # fmt: skip
             value = getattr(self, name)
-            if not least <= value <= 1 << 20:
-                raise UsageError(f"{name} is {value}; it must be from {least} to {1 << 20}", field=name)
+            if not low <= value <= 1 << 20:
+                raise UsageError(f"{name} must be between {low} and {1 << 20}, not {value}", field=name)
         if not 0.0 <= self.spread < 1.0:
-            raise UsageError(f"spread is {self.spread}; it must be from 0 to below 1", field="spread")
+            raise UsageError(f"spread must be at least 0 and below 1, not {self.spread}", field="spread")
         if not 0.0 <= self.turn_seconds <= 3600.0:
-            raise UsageError(f"turn_seconds is {self.turn_seconds}; it must be from 0 to 3600", field="turn_seconds")
+            raise UsageError(f"turn_seconds must be between 0 and 3600, not {self.turn_seconds}", field="turn_seconds")
 
     def requests(self, count: int, arrivals: Arrivals, seed: int) -> list[BenchRequest]:
         """Draw `count` requests in order of arrival.
@@ -78,7 +78,7 @@ class Workload:
             UsageError: `count` is out of range.
         """
         if not 1 <= count <= MAX_REQUESTS:
-            raise UsageError(f"requests is {count}; it must be from 1 to {MAX_REQUESTS}", field="requests")
+            raise UsageError(f"requests must be between 1 and {MAX_REQUESTS}, not {count}", field="requests")
         draw = Random(seed)  # noqa: S311  a workload needs no secret numbers
         if self.kind == MULTI_TURN:
             return self._conversations(count, arrivals, draw)
@@ -129,7 +129,7 @@ def in_vocabulary(requests: Sequence[BenchRequest], size: int) -> list[BenchRequ
         UsageError: the vocabulary has no tokens.
     """
     if size < 1:
-        raise UsageError(f"vocabulary is {size}; it must be at least 1", field="vocabulary")
+        raise UsageError(f"vocabulary must be at least 1, not {size}", field="vocabulary")
     if size >= FIRST_TOKEN + NUM_TOKENS:
         return list(requests)
     return [replace(r, prompt=tuple(token % size for token in r.prompt), output=None) for r in requests]

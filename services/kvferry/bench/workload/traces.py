@@ -1,8 +1,8 @@
-"""Traces of production requests: arrival times, lengths and shared blocks, without texts.
+"""Traces of production requests: arrival times, lengths and shared blocks, without text.
 
-Mooncake    {"timestamp": ms, "input_length": n, "output_length": n, "hash_ids": [..]} in each line, 512 tokens per id
+Mooncake    {"timestamp": ms, "input_length": n, "output_length": n, "hash_ids": [..]}, one per line, 512 tokens per id
             (Qin et al., Mooncake, 2024, section 4)
-own         the same with "block_tokens": n in each line; the ids are those of prompt and output together
+kvferry     the same with "block_tokens": n; the ids cover prompt and output together
             (`kvferry gateway --trace-file`)
 Azure       CSV with the columns TIMESTAMP, ContextTokens, GeneratedTokens (Patel et al., Splitwise, 2024, section 3)
 """
@@ -24,25 +24,26 @@ _MAX_TIMESTAMP = 10**15
 _AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
 
-def read_trace(lines: Iterable[str], *, most: int = MAX_REQUESTS, speed: float = 1.0) -> list[BenchRequest]:
-    """Read a trace in either format; times start at 0.
+def read_trace(lines: Iterable[str], *, limit: int = MAX_REQUESTS, speed: float = 1.0) -> list[BenchRequest]:
+    """Read a trace in any of the three formats; times start at 0.
 
     Args:
         lines: lines of the file.
-        most: number of requests after which reading stops.
+        limit: maximum number of requests to read.
         speed: factor by which the trace is replayed faster.
 
     Raises:
-        UsageError: the format is unknown, a line is invalid, or the trace has no request; the message names the line.
+        UsageError: the format is unknown, a line is invalid, or the trace contains no requests; the message names the
+            line.
     """
     if not speed > 0:
-        raise UsageError(f"trace_speed is {speed}; it must be above 0", field="trace_speed")
+        raise UsageError(f"trace_speed must be above 0, not {speed}", field="trace_speed")
     iterator = iter(lines)
     first = next(iterator, "").lstrip("\ufeff")
     if first.lstrip().startswith("{"):
-        requests = _mooncake(chain([first], iterator), most)
+        requests = _mooncake(chain([first], iterator), limit)
     elif tuple(name.strip() for name in first.split(",")) == _AZURE:
-        requests = _azure(iterator, most)
+        requests = _azure(iterator, limit)
     else:
         raise UsageError(
             f"the trace begins with {first.strip()[:60]!r}; expected a JSON object per line with timestamp, "
@@ -50,16 +51,16 @@ def read_trace(lines: Iterable[str], *, most: int = MAX_REQUESTS, speed: float =
             field="arrivals",
         )
     if not requests:
-        raise UsageError("the trace has no request", field="arrivals")
+        raise UsageError("the trace contains no requests", field="arrivals")
     start = min(request.at for request in requests)
     moved = [replace(r, at=(r.at - start) / speed) for r in requests]
     return sorted(moved, key=lambda request: request.at)
 
 
-def _mooncake(lines: Iterable[str], most: int) -> list[BenchRequest]:
+def _mooncake(lines: Iterable[str], limit: int) -> list[BenchRequest]:
     requests: list[BenchRequest] = []
     for number, line in enumerate(lines, 1):
-        if len(requests) == most:
+        if len(requests) == limit:
             break
         if not line.strip():
             continue
@@ -82,15 +83,15 @@ def _mooncake(lines: Iterable[str], most: int) -> list[BenchRequest]:
 
 
 def _of_blocks(ids: list[object], block_tokens: int, count: int, number: int) -> tuple[int, ...]:
-    """Return `count` tokens: those of a block depend on its id only, and those beyond the ids on the line."""
+    """Return `count` tokens: a block's tokens depend only on its id, and tokens beyond the ids on the line's number."""
     tokens = tuple(chain.from_iterable(token_block(f"block {one!r}", block_tokens) for one in ids))[:count]
     return (*tokens, *token_block(f"line {number}", count - len(tokens)))
 
 
-def _azure(lines: Iterator[str], most: int) -> list[BenchRequest]:
+def _azure(lines: Iterator[str], limit: int) -> list[BenchRequest]:
     requests: list[BenchRequest] = []
     for number, cells in enumerate(csv.reader(lines), 2):
-        if len(requests) == most:
+        if len(requests) == limit:
             break
         if not cells:
             continue
@@ -105,22 +106,24 @@ def _azure(lines: Iterator[str], most: int) -> list[BenchRequest]:
 
 
 def _microseconds(text: str) -> str:
-    """Cut a timestamp to six digits after the point; these traces have seven."""
+    """Truncate a timestamp to six decimal places; these traces have seven."""
     whole, point, fraction = text.strip().partition(".")
     return whole + point + fraction[:6]
 
 
 def _moment(value: object) -> float:
-    """Return a timestamp in milliseconds, of a trace's own clock or of the Unix epoch."""
+    """Return a timestamp in milliseconds, since the trace's start or since the Unix epoch."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not 0 <= value <= _MAX_TIMESTAMP:  # type: ignore[operator]
-        raise ValueError(f"the timestamp is {str(value)[:40]}; it must be milliseconds from 0 to {_MAX_TIMESTAMP}")
+        raise ValueError(
+            f"the timestamp must be in milliseconds, between 0 and {_MAX_TIMESTAMP}, not {str(value)[:40]}"
+        )
     return float(value)  # type: ignore[arg-type]
 
 
-def _size(value: object, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _MAX_TOKENS:
-        raise ValueError(f"a length is {str(value)[:40]}; it must be a whole number from {least} to {_MAX_TOKENS}")
+def _size(value: object, low: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= _MAX_TOKENS:
+        raise ValueError(f"a length must be an integer between {low} and {_MAX_TOKENS}, not {str(value)[:40]}")
     return value
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvferry.bench.transfer import Run
 
 
-_LEAST_MS = 0.005
+_MIN_MS = 0.005
 """Minimum duration in milliseconds of a step's phases that are printed."""
 
 
@@ -64,7 +64,7 @@ def _engine_options(function: Callable[..., None]) -> Callable[..., None]:
 
 
 @command.command("latency")
-@click.option("--batch", "batches", multiple=True, type=click.IntRange(1, 1024), help="Batch size; repeat for several.")
+@click.option("--batch", "batches", multiple=True, type=click.IntRange(1, 1024), help="Batch size; can be repeated.")
 @click.option(
     "--input-tokens", default=128, show_default=True, type=click.IntRange(1, 1 << 20), help="Tokens per prompt."
 )
@@ -95,7 +95,9 @@ def latency(
             run = bench.latency(batch, (input_tokens, output_tokens), rounds, advance)
         click.echo(_run_line(run))
         if phases:
-            click.echo("  all threads, ms a step: " + _phases_line(bench.phases((input_tokens, output_tokens), batch)))
+            click.echo(
+                "  all threads, ms per step: " + _phases_line(bench.phases((input_tokens, output_tokens), batch))
+            )
         runs.append(run)
     _report(bench, runs, json_file)
 
@@ -222,7 +224,7 @@ def _report(bench: "Bench", runs: "list[InferenceRun]", json_file: Path | None) 
 
 
 def _phases_line(milliseconds: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} {ms:.2f}" for name, ms in milliseconds.items() if ms >= _LEAST_MS)
+    return ", ".join(f"{name} {ms:.2f}" for name, ms in milliseconds.items() if ms >= _MIN_MS)
 
 
 def _write(file: Path | None, found: Mapping[str, object]) -> None:
@@ -315,7 +317,7 @@ def _size(text: str) -> int:
     try:
         return size_bytes(text)
     except ValueError as error:
-        raise UsageError(f"--block-size {text!r} is not a size ({error}); write 360KiB or 2MiB") from error
+        raise UsageError(f"--block-size {text!r} is not a size ({error}); use for example 360KiB or 2MiB") from error
 
 
 command.add_command(serve)

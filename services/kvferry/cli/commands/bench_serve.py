@@ -31,7 +31,7 @@ _SIZE = click.IntRange(1, 1 << 20)
 
 @click.command("serve")
 @click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="Base URL of the server.")
-@click.option("--model", default="", help="Model name; default: the first one that the server lists.")
+@click.option("--model", default="", help="Model name; default: the first model that the server lists.")
 @click.option(
     "--arrivals",
     default=processes.POISSON,
@@ -43,7 +43,7 @@ _SIZE = click.IntRange(1, 1 << 20)
 @click.option("--workload", default=workloads.RANDOM, show_default=True, help=f"{', '.join(workloads.WORKLOADS)}.")
 @click.option("--input-tokens", default=512, show_default=True, type=_SIZE, help="Mean tokens of a prompt, or a turn.")
 @click.option("--output-tokens", default=128, show_default=True, type=_SIZE, help="Mean tokens of an answer.")
-@click.option("--spread", default=0.0, help="Relative spread of both lengths, from 0 to below 1.")
+@click.option("--spread", default=0.0, help="Relative spread of both lengths, at least 0 and below 1.")
 @click.option("--prefix-tokens", default=1024, show_default=True, type=_SIZE, help="shared-prefix: tokens of a prefix.")
 @click.option("--prefixes", default=4, show_default=True, type=_SIZE, help="shared-prefix: number of prefixes.")
 @click.option("--turns", default=4, show_default=True, type=_SIZE, help="multi-turn: turns of a conversation.")
@@ -60,9 +60,9 @@ _SIZE = click.IntRange(1, 1 << 20)
 @click.option("--slo", default="", help="Latency targets for goodput, for example ttft=500ms,itl=30ms,e2el=10s.")
 @click.option("--seed", default=0, show_default=True, type=int)
 @click.option("--timeout", default=600.0, show_default=True, type=click.FloatRange(1.0, 86400.0), help="Seconds.")
-@click.option("--json", "json_file", type=OUTPUT_FILE, help="Write the results here.")
+@click.option("--json", "json_file", type=OUTPUT_FILE, help="Write the results to this file.")
 @click.option("--detailed", is_flag=True, help="Write each answer's times to the JSON file too.")
-@click.option("--svg", "svg_file", type=OUTPUT_FILE, help="Draw the results here.")
+@click.option("--svg", "svg_file", type=OUTPUT_FILE, help="Draw the results in this file.")
 @with_settings(_API_KEY)
 def command(
     values: Values,
@@ -102,7 +102,7 @@ def command(
     for error, number in common_errors(answers):
         click.echo(f"{number} requests failed: {error}", err=True)
     if not found["completed"]:
-        raise Unavailable("no request was answered")
+        raise Unavailable("no requests were answered")
     _print(found, targets, num_cut)
     settings = {"date": time.strftime("%Y%m%d-%H%M%S"), "backend": "openai", "model_id": name, **_named(shape)}
     report = {**settings, "max_concurrency": max_concurrency, "slo": slo, **found}
@@ -143,7 +143,7 @@ def _traced(file: Path, count: int, speed: float) -> list[workloads.BenchRequest
 
     try:
         with file.open(encoding="utf-8") as lines:
-            return read_trace(lines, most=count, speed=speed)
+            return read_trace(lines, limit=count, speed=speed)
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"trace {str(file)!r} cannot be read: {error}", field="arrivals") from error
 

@@ -85,9 +85,8 @@ def command(values: Values, *, prompt: str, max_tokens: int, as_json: bool) -> N
     if not prompt.strip():
         raise click.UsageError("--prompt is empty; pass a non-empty text")
     config = stack_config(values, http="127.0.0.1:0", grpc="127.0.0.1:0", admin="127.0.0.1:0")
-    if not values.is_given(
-        "load_policy"
-    ):  # always load, since recomputing a short prompt may be cheaper, but the demo shows a hand-off
+    # Always load: recomputing a short prompt may be cheaper, but the demo shows a hand-off.
+    if not values.is_given("load_policy"):
         config = replace(config, worker_flags=(*config.worker_flags, "--load-policy", "always"))
     result, dtype = asyncio.run(_demonstrate(config, prompt, max_tokens, quiet=as_json))
     if not as_json:

@@ -90,7 +90,7 @@ def _cluster(values: Values, as_json: bool) -> None:
         print_json({"cluster": [asdict(finding) for finding in findings]})
     else:
         for finding in findings:
-            click.echo(f"{finding.verdict:<5} {finding.about:<24} {finding.told}")
+            click.echo(f"{finding.verdict:<5} {finding.about:<24} {finding.detail}")
     if any(finding.verdict == "bad" for finding in findings):
         raise SystemExit(EXIT_FAILED)
 

@@ -13,7 +13,7 @@ from kvferry.cli.settings import EXPLAIN
 from kvferry.core.errors import InvalidRequest, Unavailable
 
 _SECONDS = 10.0
-_MOST_BYTES = 1 << 20
+_MAX_BYTES = 1 << 20
 
 
 @click.command("explain")
@@ -45,7 +45,7 @@ def report_lines(request_id: str, sample: dict[str, Any]) -> list[str]:
     counts = f"{sample['prompt_tokens']} prompt ({sample['cached_tokens']} cached), {sample['output_tokens']} generated"
     lines.append(f"  tokens     {counts}")
     for note in sample["routes"]:
-        home = "" if note["worker"] == note["preferred"] else f", its prefix belongs to {note['preferred']}"
+        home = "" if note["worker"] == note["preferred"] else f", its prefix prefers {note['preferred']}"
         load = f"load {note['load']} of {note['capacity']}" if note["capacity"] else f"load {note['load']}"
         lines.append(
             f"  {note['role']:<9}  {note['worker']}: {note['reason']} by policy {note['policy']}{home}; "
@@ -86,7 +86,7 @@ def _terms(terms_ms: dict[str, float]) -> str:
     if not terms_ms:
         return ""
     parts = ", ".join(f"{name} {ms:.1f}" for name, ms in terms_ms.items() if ms)
-    return f"; {sum(terms_ms.values()):.1f} ms estimated ({parts or 'no term'})"
+    return f"; {sum(terms_ms.values()):.1f} ms estimated ({parts or 'no terms'})"
 
 
 def _basis(candidate: dict[str, Any]) -> str:
@@ -94,7 +94,7 @@ def _basis(candidate: dict[str, Any]) -> str:
     if candidate["basis"] == "exact":
         return state
     if candidate["basis"] == "pending":
-        return f"{candidate['confirmed_tokens']} of them reported, the others just sent there; {state}"
+        return f"{candidate['confirmed_tokens']} of them reported, the others only just sent there; {state}"
     return f"by requests sent there; {state}"
 
 
@@ -109,9 +109,9 @@ def _ask(http: str, request_id: str, api_key: str) -> Any:
     request = urllib.request.Request(url, headers={"authorization": f"Bearer {api_key}"} if api_key else {})
     try:
         with urllib.request.urlopen(request, timeout=_SECONDS) as answer:  # noqa: S310  the scheme is always http
-            return json.loads(answer.read(_MOST_BYTES))
+            return json.loads(answer.read(_MAX_BYTES))
     except urllib.error.HTTPError as error:
-        body = json.loads(error.read(_MOST_BYTES))
+        body = json.loads(error.read(_MAX_BYTES))
         raise InvalidRequest(body["error"]["message"], field="request_id") from error
     except (OSError, ValueError) as error:
         raise Unavailable(f"the gateway at {http} does not answer ({error}); set --http HOST:PORT") from error

@@ -54,8 +54,8 @@ def hash_key() -> None:
     with reported():
         if len(key) < _MIN_KEY_CHARS or len(line) > _MAX_KEY_CHARS + 1 or len(key.split()) != 1:
             raise UsageError(
-                f"an API key is one word of {_MIN_KEY_CHARS} to {_MAX_KEY_CHARS} characters on standard input; make "
-                "one with `kvferry key new`",
+                f"standard input must contain an API key: one word of {_MIN_KEY_CHARS} to {_MAX_KEY_CHARS} characters; "
+                "create one with `kvferry key new`",
                 field="key",
             )
     click.echo(KEY_PREFIX + key_digest(key).hex())
@@ -79,7 +79,7 @@ def _derived(values: Values, role: CallerRole) -> str:
     lines = read_key(values, "ticket_key")
     if not lines:
         raise UsageError(
-            "no ticket key; write one with `kvferry key new > ticket.key` and set --ticket-key-file ticket.key",
+            "no ticket key; create one with `kvferry key new > ticket.key` and set --ticket-key-file ticket.key",
             field="ticket_key_file",
         )
     return role_key(lines[0], role).hex()

@@ -200,7 +200,9 @@ def _write(
     rows = statistics(known)
     steps = [step for step in log.steps if step.plan]
     if not steps:
-        raise UsageError("no step was recorded; the worker was idle for the whole time", field="timeout")
+        raise UsageError(
+            "no steps were recorded, since the worker was idle the whole time; send it requests", field="timeout"
+        )
     click.echo(
         f"{len(steps)} steps in {steps[-1].ended - steps[0].begun:.3f} s; share of the time, mean, p50, p99 in ms"
     )

@@ -95,7 +95,7 @@ def _text_key(values: Values) -> str:
         return next((key.decode("ascii") for key in read_key(values, "ticket_key")), "")
     except UnicodeDecodeError:
         raise UsageError(
-            "the ticket key is not ASCII text; make one with `kvferry key new`", field="ticket_key"
+            "the ticket key is not ASCII text; create one with `kvferry key new`", field="ticket_key"
         ) from None
 
 
@@ -103,7 +103,7 @@ def _first_key(path: Path) -> str:
     keys = read_keys(path)
     if not keys:
         raise UsageError(
-            f"{path} has no key, so that no request could be served; write a line `key tenant`", field="api_keys_file"
+            f"{path} has no keys, so no requests could be served; add a line `key tenant`", field="api_keys_file"
         )
     return next(iter(keys))
 

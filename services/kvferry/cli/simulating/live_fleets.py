@@ -47,7 +47,7 @@ def stack_of(spec: FleetSpec, model: str, threads: int) -> StackConfig:
     counts = {role.role: role.replicas for role in spec.pool.roles}
     if sum(counts.values()) > MAX_WORKERS:
         raise UsageError(
-            f"the fleet has {sum(counts.values())} workers; at most {MAX_WORKERS} are started on one machine",
+            f"the fleet has {sum(counts.values())} workers; at most {MAX_WORKERS} can run on one machine",
             field="role.replicas",
         )
     engines = {role.engine for role in spec.pool.roles}
@@ -107,7 +107,7 @@ async def serve(config: StackConfig, requests: Sequence[BenchRequest], clock: Cl
     finally:
         await stack.stop(_STOP_SECONDS)
     if all(answer.error for answer in answers):
-        raise Unavailable(f"no request was served: {answers[0].error}")
+        raise Unavailable(f"no requests were served: {answers[0].error}")
     return answers
 
 
@@ -141,13 +141,13 @@ def compare(
     return [LiveScore(tuple(one)) for one in found]
 
 
-def choose(scores: Sequence[LiveScore], least_gain: float) -> int:
-    """Return the fleet with the highest median goodput. The first one, which is as the file has it, is kept unless
-    another one is better by `least_gain`, and in its worst round no worse than the first one's median by 3 %."""
+def choose(scores: Sequence[LiveScore], min_gain: float) -> int:
+    """Return the fleet with the highest median goodput. The first fleet, which is the file's, is kept unless another is
+    better by `min_gain` and its worst round is at most 3 % worse than the first fleet's median."""
     base = scores[0].goodput
     better = [
         index
         for index, one in enumerate(scores)
-        if one.goodput >= base * (1.0 + least_gain) and min(one.goodputs) >= 0.97 * base and one.goodput > 0.0
+        if one.goodput >= base * (1.0 + min_gain) and min(one.goodputs) >= 0.97 * base and one.goodput > 0.0
     ]
     return max(better, key=lambda index: scores[index].goodput, default=0)

@@ -54,7 +54,7 @@ def command(fleet: Path, *, rates: str, attain: float, simulations: int, json_fi
             spec,
             lambda one: attained_share(simulate_pool(one, 0)),
             wanted=attain,
-            most=simulations,
+            max_simulations=simulations,
             on_try=lambda text: click.echo(f"  {text}", err=True) if shown else None,
         )
         base = spec.demand.arrivals.rate if spec.demand is not None else 1.0

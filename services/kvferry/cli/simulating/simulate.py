@@ -109,11 +109,11 @@ def _simulate(path: Path, seed: int | None, processes: int | None) -> "tuple[Fle
         return spec, _merged(results)
 
 
-def _one_pool(asked: tuple[str, int | None, int]) -> "PoolResult":
+def _one_pool(request: tuple[str, int | None, int]) -> "PoolResult":
     """Simulate one pool in a separate process."""
     from kvferry.simulator.run import simulate_pool
 
-    path, seed, index = asked
+    path, seed, index = request
     return simulate_pool(read_fleet_file(Path(path), seed), index)
 
 
@@ -161,10 +161,10 @@ def _named_file(folder: Path, name: str) -> str:
 def _text(path: Path, field: str) -> str:
     try:
         if path.stat().st_size > _MAX_BYTES:
-            raise UsageError(f"{path} has more than {_MAX_BYTES} bytes; cut it", field=field)
+            raise UsageError(f"{path} has more than {_MAX_BYTES} bytes; shorten it", field=field)
         return path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read {path}: {error}; give the path of a text file", field=field) from None
+        raise UsageError(f"cannot read {path}: {error}; use the path of a text file", field=field) from None
 
 
 @contextmanager

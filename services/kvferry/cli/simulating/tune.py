@@ -76,7 +76,7 @@ def command(
         found = tune(
             spec,
             lambda one: Score.of(simulate_pool(one, 0)),
-            most=simulations,
+            max_simulations=simulations,
             on_try=lambda text: click.echo(f"  {text}", err=True) if shown else None,
         )
         for change in found.changes:
@@ -110,14 +110,14 @@ def _run_live(
     """Run the best fleets; return the chosen one, and the results of each."""
     from kvferry.cli.simulating.live_fleets import choose, compare, goodput, live_requests, serve, stack_of
     from kvferry.core.clock import SystemClock
-    from kvferry.simulator.tuning import LEAST_GAIN, differences
+    from kvferry.simulator.tuning import MIN_GAIN, differences
 
     fleets = found.best(best)
     base, slo, clock = fleets[0][0], fleets[0][0].pool.gateway.slo, SystemClock()
-    asked = live_requests(base, requests)
+    request = live_requests(base, requests)
 
     def serve_one(spec: "FleetSpec") -> float:
-        return goodput(asyncio.run(serve(stack_of(spec, model, threads), asked, clock)), slo)
+        return goodput(asyncio.run(serve(stack_of(spec, model, threads), request, clock)), slo)
 
     names = [
         ", ".join(f"{name} = {value}" for name, value in differences(base, spec).items()) or "as in the file"
@@ -129,7 +129,7 @@ def _run_live(
         rounds,
         lambda index, value: click.echo(f"  live: {value:.3f} requests/s, {names[index]}", err=True),
     )
-    place = choose(scores, LEAST_GAIN)
+    place = choose(scores, MIN_GAIN)
     rows: list[dict[str, object]] = []
     for index, ((_, simulated), live, name) in enumerate(zip(fleets, scores, names, strict=True)):
         mark = "*" if index == place else " "

@@ -80,7 +80,7 @@ def read_secret_file(path: Path, field: str) -> bytes:
     """
     try:
         if not path.is_file() and path.exists():  # a device may have no end, and a pipe no writer
-            raise UsageError(f"{path} is not a regular file; name a file with the secret", field=field)
+            raise UsageError(f"{path} is not a regular file; use a regular file that contains the secret", field=field)
         if path.stat().st_size > _MAX_FILE_BYTES:
             raise UsageError(f"{path} is larger than {_MAX_FILE_BYTES} bytes; is it a secret?", field=field)
         secret = path.read_bytes().strip()

@@ -44,9 +44,9 @@ class TraceSettings:
             UsageError: the URL is not an HTTP URL, or the share is out of range.
         """
         if not re.fullmatch(r"https?://[^/\s]+(/\S*)?", self.url):
-            raise UsageError(f"otlp {self.url!r} is not an HTTP URL; write http://HOST:4318", field="otlp")
+            raise UsageError(f"otlp {self.url!r} is not an HTTP URL; use http://HOST:4318", field="otlp")
         if not 0.0 <= self.share <= 1.0:
-            raise UsageError(f"trace_sample is {self.share}; it must be from 0 to 1", field="trace_sample")
+            raise UsageError(f"trace_sample must be between 0 and 1, not {self.share}", field="trace_sample")
 
 
 @dataclass(frozen=True, slots=True)

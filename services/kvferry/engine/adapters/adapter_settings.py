@@ -17,16 +17,16 @@ def check_adapter_settings(settings: EngineSettings, model: str) -> None:
         UsageError: two adapters have the same name, a name is not valid, or there are no slots.
     """
     if settings.adapters and not settings.adapter_slots:
-        raise UsageError("adapters need slots; set adapter_slots to at least 1", field="adapter_slots")
+        raise UsageError("adapter_slots is 0, but adapters need slots; set it to at least 1", field="adapter_slots")
     if len(settings.adapters) > MAX_ADAPTERS:
         raise UsageError(
-            f"{len(settings.adapters)} adapters are given; at most {MAX_ADAPTERS} are accepted", field="adapter"
+            f"{len(settings.adapters)} adapters are set; at most {MAX_ADAPTERS} are accepted", field="adapter"
         )
     names = [name for name, _ in settings.adapters]
     for name in names:
         check_adapter_name(name, model)
         if names.count(name) > 1:
-            raise UsageError(f"two adapters are called {name!r}; give each its own name", field="adapter")
+            raise UsageError(f"two adapters have the name {name!r}; use unique names", field="adapter")
 
 
 def check_adapter_name(name: str, model: str) -> None:
@@ -42,4 +42,4 @@ def check_adapter_name(name: str, model: str) -> None:
             field="lora_name",
         )
     if name == model:
-        raise UsageError(f"the adapter's name {name!r} is that of the model; choose another one", field="lora_name")
+        raise UsageError(f"the adapter's name {name!r} is the model's name; use another name", field="lora_name")

@@ -89,7 +89,7 @@ class AdapterSlots:
         if self._free:
             return self._free.pop()
         if not self._idle:
-            raise InvariantBroken(f"all {self.num_slots} slots of adapters are in use")
+            raise InvariantBroken(f"all {self.num_slots} adapter slots are in use")
         replaced, _ = self._idle.popitem(last=False)
         self._activations = [item for item in self._activations if item[1] != replaced]
         self.num_evictions += 1

@@ -86,7 +86,7 @@ class AdapterStore:
         """
         if name not in self._current and len(self._current) >= MAX_ADAPTERS:
             raise InvalidRequest(
-                f"{MAX_ADAPTERS} adapters are registered, and no more are accepted; unload one", field="lora_name"
+                f"{MAX_ADAPTERS} adapters are registered, which is the limit; unload one", field="lora_name"
             )
         adapter = AdapterId(name, loaded.digest)
         if name in self._current:
@@ -102,7 +102,9 @@ class AdapterStore:
             UnknownModel: no adapter has this name.
         """
         if name not in self._current:
-            raise UnknownModel(f"no adapter is called {shortened(name)!r}; see the list of models", field="lora_name")
+            raise UnknownModel(
+                f"no adapter has the name {shortened(name)!r}; see the list of models", field="lora_name"
+            )
         self._retire(self._current[name], now)
         return self._current.pop(name)
 

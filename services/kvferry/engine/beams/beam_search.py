@@ -87,7 +87,7 @@ def _alternatives(engine: Engine, beams: Sequence[tuple[Sequence[int], Beam]], w
             engine.add(EngineRequest(name, tokens, sampling, num_generated=len(beam.tokens)))
         while len(found) < len(names):
             if not engine.has_work:
-                raise InvariantBroken("the engine has no work although beams wait for their tokens")
+                raise InvariantBroken("the engine has no work although beams are waiting for tokens")
             for update in engine.step().updates:
                 if update.error is not None:
                     raise update.error

@@ -44,12 +44,12 @@ class BeamParams:
             InvalidRequest: a field is out of range.
         """
         if not 1 <= self.width <= MAX_WIDTH:
-            raise InvalidRequest(f"width must be from 1 to {MAX_WIDTH}, not {self.width}", field="width")
+            raise InvalidRequest(f"width must be between 1 and {MAX_WIDTH}, not {self.width}", field="width")
         if not self.max_tokens >= 1:
             raise InvalidRequest(f"max_tokens must be at least 1, not {self.max_tokens}", field="max_tokens")
         if not -10.0 <= self.length_penalty <= 10.0:
             raise InvalidRequest(
-                f"length_penalty must be from -10 to 10, not {self.length_penalty}", field="length_penalty"
+                f"length_penalty must be between -10 and 10, not {self.length_penalty}", field="length_penalty"
             )
 
 

@@ -49,7 +49,7 @@ class Allocator:
             ValueError: the number of groups and the number of their indexes differ.
         """
         if len(further_indexes) != len(windows) - 1:
-            raise ValueError(f"{len(windows)} groups of layers need {len(windows) - 1} further prefix indexes")
+            raise ValueError(f"{len(windows)} layer groups need {len(windows) - 1} further prefix indexes")
         self.pool = pool
         self.index = index
         self.block_tokens = block_tokens
@@ -347,4 +347,4 @@ class Allocator:
             raise InvariantBroken(f"blocks {bad[:8]} are in quarantine and in the prefix index")
         num_named = sum(map(len, named))
         if num_named != len(set().union(*named)):
-            raise InvariantBroken(f"{num_named} names of pages for {len(set().union(*named))} pages")
+            raise InvariantBroken(f"the prefix indexes have {num_named} entries for {len(set().union(*named))} pages")

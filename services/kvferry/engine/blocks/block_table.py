@@ -70,5 +70,5 @@ class BlockTable:
         parts = handed_over(num_tokens, windows, block_tokens)
         found = [p for pages, part in zip(self.groups, parts, strict=True) for p in pages[part.start : part.stop]]
         if len(found) != sum(map(len, parts)) or NO_PAGE in found:
-            raise InvariantBroken(f"a table lacks pages of the {num_tokens} tokens that are handed over")
+            raise InvariantBroken(f"a table lacks pages for the {num_tokens} tokens to hand off")
         return found

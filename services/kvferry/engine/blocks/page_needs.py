@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from kvferry.kv.pages.layer_groups import FULL_ATTENTION, most_blocks, pages_of
+from kvferry.kv.pages.layer_groups import FULL_ATTENTION, max_blocks, pages_of
 
 
 class PageNeeds:
@@ -28,10 +28,10 @@ class PageNeeds:
     def set_boundaries(self, blocks: int) -> None:
         """Set the number of blocks between boundaries, for example the number of blocks of a storage object."""
         self.boundary_blocks = blocks
-        self._most = [
+        self._limits = [
             None
             if window is None
-            else most_blocks(
+            else max_blocks(
                 window, block_tokens=self.block_tokens, step_tokens=self._step_tokens, boundary_blocks=blocks
             )
             for window in self.windows
@@ -43,10 +43,10 @@ class PageNeeds:
 
     def pages_for(self, num_tokens: int) -> int:
         """Return the largest number of pages that a sequence holds at once while it grows to `num_tokens` tokens, over
-        all groups of layers."""
-        return pages_of(self.blocks_for(num_tokens), self._most)
+        all layer groups."""
+        return pages_of(self.blocks_for(num_tokens), self._limits)
 
-    def most_tokens(self, num_pages: int) -> int:
+    def max_tokens(self, num_pages: int) -> int:
         """Return the length of the longest sequence of full blocks for which `num_pages` pages suffice."""
         low, high = 0, num_pages
         if None not in self.windows:
@@ -72,6 +72,6 @@ class PageNeeds:
             return max(0, self.blocks_for(num_tokens) - num_blocks)
         blocks, behind = self.blocks_for(num_tokens), passed or [0] * len(self.windows)
         return sum(
-            max(0, (blocks if most is None else min(blocks, most)) - num_blocks + gone)
-            for most, gone in zip(self._most, behind, strict=True)
+            max(0, (blocks if limit is None else min(blocks, limit)) - num_blocks + gone)
+            for limit, gone in zip(self._limits, behind, strict=True)
         )

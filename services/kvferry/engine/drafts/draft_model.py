@@ -88,7 +88,7 @@ class DraftModel:
             sequence = self.pages.sequence(one.request_id)
             sequence.follow(one.tokens)
             due = len(one.tokens) - sequence.num_computed
-            if due <= one.most + 1 + _MAX_LAG:
+            if due <= one.limit + 1 + _MAX_LAG:
                 ready.append(_Drafting(one, sequence, [], [], []))
                 continue
             count = min(due - 1, budget)
@@ -104,7 +104,7 @@ class DraftModel:
         return ready
 
     def _has_room(self, one: _Drafting, depth: int, all_ready: Sequence[_Drafting]) -> bool:
-        end = len(one.sequence.tokens) + min(depth, one.wanted.most)
+        end = len(one.sequence.tokens) + min(depth, one.wanted.limit)
         kept = {other.wanted.request_id for other in all_ready}
         return end <= self._max_tokens and self.pages.grow(one.sequence, end, kept)
 
@@ -137,7 +137,7 @@ class DraftModel:
         sequence.tokens.append(token)
         one.draft.append(token)
         one.supports.append(support_of_confidence(confidence))
-        return len(one.draft) < min(depth, one.wanted.most)
+        return len(one.draft) < min(depth, one.wanted.limit)
 
     def _draw(self, one: _Drafting, drawing: Drawing, logits: Logits, row: int, depth: int) -> bool:
         """Add a token to a draft that is drawn from the draft model's distribution; return whether the draft continues,
@@ -147,13 +147,13 @@ class DraftModel:
         values = logits.values[row][: self._vocab_size].astype(np.float64)
         values[[token for token in drawing.excluded if token < len(values)]] = -np.inf
         sampling, tokens = drawing.sampling, one.sequence.tokens
-        assert sampling.seed is not None, "drawn drafts have a seed"
+        assert sampling.seed is not None, "drawn drafts need a seed"
         token, source = drawn(probabilities(values, sampling), sampling.seed, drawing.sample_index, len(tokens))
         tokens.append(token)
         one.draft.append(token)
         one.supports.append(DRAWN)
         one.sources.append(source)
-        return len(one.draft) < min(depth, one.wanted.most)
+        return len(one.draft) < min(depth, one.wanted.limit)
 
     def _scheduled(
         self, wanted: Wanted, sequence: DraftedSequence, count: int, *, num_sampled: int

@@ -103,7 +103,7 @@ class EagleDrafts:
             if context is None or context.end != len(one.tokens) - 1:
                 continue
             sequence = self._followed(one, context)
-            end = context.num_read + context.num_pending + min(depth, one.most)
+            end = context.num_read + context.num_pending + min(depth, one.limit)
             names.add(one.request_id)
             if not 0 < context.num_pending <= budget or end > self._model.config.max_model_tokens:
                 continue
@@ -167,7 +167,7 @@ def _extend(one: _Drafting, token: int, confidence: float, depth: int) -> bool:
     one.sequence.tokens.append(token)
     one.draft.append(token)
     one.supports.append(support_of_confidence(confidence))
-    return len(one.draft) < min(depth, one.wanted.most)
+    return len(one.draft) < min(depth, one.wanted.limit)
 
 
 def _scheduled(one: _Drafting, count: int) -> ScheduledSequence:

@@ -76,11 +76,14 @@ def load_draft(
     if parsed.method != DRAFT:
         return None
     if source is None:
-        raise UsageError("a model of random weights cannot have a draft model", field="speculation")
+        raise UsageError(
+            "a model with random weights cannot have a draft model; leave speculation out", field="speculation"
+        )
     found = open_model(parsed.draft_model)
     if (difference := _difference(source.tokenizer, found.tokenizer)) is not None:
         raise UsageError(
-            f"{parsed.draft_model} cannot draft for {config.name}, since {difference}; use a model of the same family",
+            f"{parsed.draft_model} cannot draft for {config.name}, since {difference}; use a draft model of the same "
+            "model family",
             field="speculation",
         )
     own = found.config.served(0)
@@ -95,4 +98,4 @@ def _difference(verifying: Tokenizer, drafting: Tokenizer) -> str | None:
     """Return how two vocabularies differ; `None` if token ids mean the same in both."""
     if verifying.vocabulary == drafting.vocabulary:
         return None
-    return f"its vocabulary of {len(drafting.vocabulary)} tokens is not that of {len(verifying.vocabulary)} tokens"
+    return f"its vocabulary has {len(drafting.vocabulary)} tokens instead of {len(verifying.vocabulary)}"

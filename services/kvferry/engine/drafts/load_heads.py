@@ -80,13 +80,13 @@ def load_heads(parsed: SpeculationSettings, model: Model) -> LoadedEagle | Loade
         return None
     if model.device != CPU or model.kernels == "triton":
         raise UsageError(
-            f"heads are computed on CPUs, by compiled or torch kernels, not by {model.kernels!r} on {model.device}; use"
-            " draft=MODEL or auto",
+            f"heads need the compiled or torch kernels on a CPU, not {model.kernels!r} on {model.device}; use "
+            "draft=MODEL or auto",
             field="speculation",
         )
     if model.config.embedding_scale != 1.0:
         raise UsageError(
-            f"heads of models that scale their embeddings, such as {model.config.name}, are not implemented; use "
+            f"heads are not supported for models that scale their embeddings, such as {model.config.name}; use "
             "draft=MODEL or auto",
             field="speculation",
         )
@@ -108,8 +108,8 @@ def _eagle(head: EagleHead, model: Model, folder: Path) -> EagleModel:
 
     if head.config.head_dim % 16 or head.config.head_dim > _MAX_HEAD_DIM:
         raise ModelFileError(
-            f"{folder}: head_dim is {head.config.head_dim}, and the compiled kernels compute multiples of 16 up to "
-            f"{_MAX_HEAD_DIM}; use --kernels torch",
+            f"{folder}: head_dim is {head.config.head_dim}, but the compiled kernels support only multiples of 16 up "
+            f"to {_MAX_HEAD_DIM}; use --kernels torch",
             field="head_dim",
         )
     found = CompiledEagle(head, model)

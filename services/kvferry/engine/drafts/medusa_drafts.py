@@ -45,7 +45,7 @@ class MedusaDrafts:
         active = [one for one in wanted if self._has_state(one)]
         found: dict[RequestId, ModelDraft] = {}
         for head in range(min(depth, self._model.num_heads)):
-            active = [one for one in active if head < one.most]
+            active = [one for one in active if head < one.limit]
             if not active:
                 break
             begun = self._clock.monotonic()

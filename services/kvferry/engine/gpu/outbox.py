@@ -32,16 +32,16 @@ class PendingTokens:
 class Outbox:
     """Copier of sampled tokens from one device to the host. Use it on the thread that launches the device's steps."""
 
-    def __init__(self, device: torch.device, most: int) -> None:
+    def __init__(self, device: torch.device, capacity: int) -> None:
         """
         Args:
             device: the device on which tokens are sampled.
-            most: initial capacity of the buffers in tokens per step; they grow for larger steps.
+            capacity: initial capacity of the buffers in tokens per step; they grow for larger steps.
         """
         is_cuda = device.type == "cuda"
         self._device = device
         self._stream = torch.cuda.Stream(device) if is_cuda else None  # type: ignore[no-untyped-call]
-        self._host = torch.zeros(_SLOTS, most, dtype=torch.int64, pin_memory=is_cuda)
+        self._host = torch.zeros(_SLOTS, capacity, dtype=torch.int64, pin_memory=is_cuda)
         self._turn = 0
         self._copied: torch.cuda.Event | None = None
 

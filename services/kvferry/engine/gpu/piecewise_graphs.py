@@ -54,7 +54,7 @@ class PiecewiseGraphs:
         heads = config.num_heads + 2 * config.num_kv_heads
         self._qkv = torch.zeros(most, heads, config.head_dim, dtype=model.torch_dtype, device=device)
         self._seen = torch.zeros(most, config.num_heads * config.head_dim, dtype=model.torch_dtype, device=device)
-        self.most_bytes = graph_sizes.piece_bytes(config, rows, value_bytes=model.torch_dtype.itemsize)
+        self.max_bytes = graph_sizes.piece_bytes(config, rows, value_bytes=model.torch_dtype.itemsize)
         """Upper bound of the memory of all captured pieces in bytes, without weights and pages."""
 
     @property
@@ -76,7 +76,7 @@ class PiecewiseGraphs:
         try:
             made.pieces.append(self._graphs.capture(lambda: self._launch(size, made, index)))
         except Exception as error:  # compiler or driver error: steps run eagerly
-            _log.warning("cannot capture prefill steps of %d rows or fewer, they run eagerly: %s", size, error)
+            _log.warning("cannot capture prefill steps of %d rows or fewer; they run eagerly: %s", size, error)
             self._waiting.clear()
             return
         if len(made.pieces) <= self._model.config.num_layers:
@@ -87,7 +87,7 @@ class PiecewiseGraphs:
         else:
             _log.info(
                 "prefill steps of up to %d rows are captured piecewise in %d sizes, at most %d MiB",
-                max(self._sizes), len(self._sizes), self.most_bytes >> 20,
+                max(self._sizes), len(self._sizes), self.max_bytes >> 20,
             )  # fmt: skip
 
     def size_for(self, num_rows: int) -> int | None:

@@ -98,7 +98,7 @@ class CapturedSteps:
         self.width = -(-most // block_tokens)
         """Number of blocks per row of the block tables."""
         sizes = graph_sizes.sizes(max_sequences)
-        self._most_tokens = {size: graph_sizes.most_tokens(size, most, kv.num_blocks * block_tokens) for size in sizes}
+        self._max_tokens = {size: graph_sizes.max_tokens(size, most, kv.num_blocks * block_tokens) for size in sizes}
         self._spare = max_sequences
         self._groups = kv.layout.groups
         self._tables = torch.zeros(
@@ -115,10 +115,10 @@ class CapturedSteps:
             model.config,
             sizes,
             value_bytes=model.torch_dtype.itemsize,
-            tokens=self._most_tokens[sizes[-1]],
+            tokens=self._max_tokens[sizes[-1]],
             width=self.width * len(self._groups.windows),
         )
-        self.most_bytes = bound.most_bytes
+        self.max_bytes = bound.max_bytes
         """Upper bound of the memory of all captured steps in bytes, without weights and pages."""
 
     @property
@@ -141,7 +141,7 @@ class CapturedSteps:
         try:
             made.replay = self._graphs.capture(lambda: self._launch(size, made.inputs))
         except Exception as error:  # compiler or driver error: steps run eagerly
-            _log.warning("cannot capture decode steps of %d rows or fewer, they run eagerly: %s", size, error)
+            _log.warning("cannot capture decode steps of %d rows or fewer; they run eagerly: %s", size, error)
             self._waiting.clear()
             return
         self._sizes[size] = made
@@ -149,7 +149,7 @@ class CapturedSteps:
         if not self._waiting:
             _log.info(
                 "decode steps of up to %d rows are captured in %d sizes: %.1f s, at most %d MiB",
-                max(self._sizes), len(self._sizes), self._seconds, self.most_bytes >> 20,
+                max(self._sizes), len(self._sizes), self._seconds, self.max_bytes >> 20,
             )  # fmt: skip
 
     def size_for(self, scheduled: Sequence[ScheduledSequence]) -> int | None:
@@ -158,13 +158,12 @@ class CapturedSteps:
             s.num_scheduled != 1 or s.num_scored or s.pooled_positions or s.adapter_slot != NO_SLOT for s in scheduled
         ):
             return None
-        if not any(
-            s.num_sampled for s in scheduled
-        ):  # without a sampled row the result is not read, so the step's buffers could be reused too early
+        # Without a sampled row the result is not read, so the step's buffers could be reused too early.
+        if not any(s.num_sampled for s in scheduled):
             return None
         size = graph_sizes.fit(len(scheduled), self._sizes)
         longest = max(s.num_computed for s in scheduled) + 1
-        return None if size is None or longest > self._most_tokens[size] else size
+        return None if size is None or longest > self._max_tokens[size] else size
 
     def run(
         self, size: int, scheduled: Sequence[ScheduledSequence], numbers: Sequence[int], places: BatchSlots
@@ -219,7 +218,7 @@ class CapturedSteps:
         contexts, slots = of_groups[::2], of_groups[1::2]
         plans = [
             self._ops.plan_rows(
-                SingleRows(tables, places, context, self._most_tokens[size]), pages, model.config.num_heads
+                SingleRows(tables, places, context, self._max_tokens[size]), pages, model.config.num_heads
             )
             for tables, context in zip(self._tables, contexts, strict=True)
         ]

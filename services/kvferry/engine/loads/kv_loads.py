@@ -194,7 +194,8 @@ class KvLoads:
             num_wanted=len(job.targets),
             share=_QUARANTINE_SHARE,
         ):
-            why = f"quarantine is full: {pool.num_quarantined} of {pool.num_blocks} blocks wait for stalled reads"
+            full = f"{pool.num_quarantined} of {pool.num_blocks} blocks are waiting for stalled reads"
+            why = f"quarantine is full: {full}"
             self._inbox.append(LoadOutcome(job.request_id, number, why, 0, 0, 0.0))  # the job was never started
             return
         self._jobs[number] = job

@@ -24,7 +24,7 @@ from kvferry.engine.plan.sequence import RemoteKv, Sequence
 from kvferry.kv.interface.tiering import KvTiers, ObjectKey, TierAnswer, TierSource
 from kvferry.kv.pricing.price import Decision, LoadPolicy, Piece, PriceBook
 
-_LEAST_SECONDS = 0.1
+_MIN_SECONDS = 0.1
 """Minimum time limit of a load in seconds; estimates of shorter times are mostly noise."""
 _FORCED_SECONDS = 10.0
 
@@ -162,7 +162,7 @@ class TierLoads:
         count = -(-decision.num_loaded // tokens)
         if count == 0:
             return None
-        least = _FORCED_SECONDS if self._prices.policy is LoadPolicy.ALWAYS else _LEAST_SECONDS
+        least = _FORCED_SECONDS if self._prices.policy is LoadPolicy.ALWAYS else _MIN_SECONDS
         source = TierSource(
             first_object=lookup.first_object,
             keys=lookup.keys[:count],

@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 
 def _step_failed() -> InvariantBroken:
-    return InvariantBroken("the step that computed this request failed; its engine stops", reason=STEP_FAILED)
+    return InvariantBroken("the step that was processing this request failed; the engine stops", reason=STEP_FAILED)
 
 
 def _stopped() -> Unavailable:

@@ -8,7 +8,7 @@ from kvferry.core.process.cores import usable_cores
 from kvferry.engine.models.compiled import CompiledTransformer
 from kvferry.engine.models.model import Model
 from kvferry.kernels import compiled
-from kvferry.kernels.families import FAMILIES, device_kind, family_for
+from kvferry.kernels.backends import BACKENDS, backend_for, device_kind
 from kvferry.model.config import Latent, ModelConfig
 from kvferry.model.features import features_in_use
 from kvferry.model.tensors import TensorSource
@@ -20,7 +20,7 @@ KERNELS = (
     AUTO,
     COMPILED,
     *(f"{COMPILED}-{level}" for level in ("portable", "avx2", "avx512_bf16", "amx_bf16")),
-    *FAMILIES,
+    *BACKENDS,
 )
 """Valid values of `kernels`: the fastest available, the best compiled level, a given compiled level, or a torch
 backend."""
@@ -89,14 +89,15 @@ def build_model(
         )
     if weights != SHIPPED:
         raise UsageError(
-            f"weights in {weights} need the compiled kernels; torch keeps them in the type of the KV (--dtype)",
+            f"weights in {weights} need the compiled kernels; the torch kernels keep weights in the type of the KV "
+            "(--dtype)",
             field="weights",
         )
     if kernels == AUTO and device_kind(device) == "cpu":
         _log.warning("falling back to torch kernels, several times slower: %s", why_not_compiled(config, dtype, device))
     from kvferry.engine.models.transformer import load_transformer  # importing torch takes a second
 
-    return load_transformer(config, tensors, dtype=dtype, device=device, family=chosen, threads=count)
+    return load_transformer(config, tensors, dtype=dtype, device=device, backend=chosen, threads=count)
 
 
 def resolve_kernels(kernels: str, config: ModelConfig, dtype: str, device: str = "cpu") -> str:
@@ -107,36 +108,39 @@ def resolve_kernels(kernels: str, config: ModelConfig, dtype: str, device: str =
     """
     if kernels not in KERNELS:
         raise UsageError(f"unknown kernels {kernels!r}; expected one of {', '.join(KERNELS)}", field="kernels")
-    reason = "other kernels were requested" if kernels in FAMILIES else why_not_compiled(config, dtype, device)
+    reason = "other kernels were requested" if kernels in BACKENDS else why_not_compiled(config, dtype, device)
     if config.latent is not None and (device_kind(device) != "cpu" or kernels == "triton"):
         raise UsageError(
-            f"latent attention of the family {config.architecture} is computed on CPUs only; use --device cpu and"
-            " --kernels auto",
+            f"latent attention of the model family {config.architecture} is supported only on CPUs; use --device cpu "
+            "and --kernels auto",
             field="device" if device_kind(device) != "cpu" else "kernels",
         )
     if reason and dtype == INT8:
-        raise UsageError(f"KV in int8 needs the compiled kernels, and {reason}; use bfloat16 (--dtype)", field="dtype")
-    if kernels in FAMILIES:
+        raise UsageError(f"int8 KV needs the compiled kernels, but {reason}; use --dtype bfloat16", field="dtype")
+    if kernels in BACKENDS:
         return kernels
     if reason is None:
         level = compiled.choose_level(level_of(kernels) or None, rounds_activations=dtype != FLOAT32)
         return f"{COMPILED}-{level}"
     if kernels == AUTO:
-        return family_for(device)
+        return backend_for(device)
     raise UsageError(f"the compiled kernels cannot run here: {reason}", field="kernels")
 
 
 def _check_fast(level: str, dtype: str) -> None:
     if not level:
-        raise UsageError("fast numerics need the compiled kernels; use exact", field="numerics")
+        raise UsageError("numerics=fast needs the compiled kernels; use exact", field="numerics")
     if dtype == FLOAT32:
-        raise UsageError(f"fast numerics round activations, which dtype {dtype} excludes (--dtype)", field="numerics")
+        raise UsageError(
+            f"numerics=fast rounds activations, which dtype={dtype} does not allow; use another --dtype",
+            field="numerics",
+        )
 
 
 def level_of(kernels: str) -> str:
     """Return the level of compiled kernels, such as "avx2" in "compiled-avx2"; empty for names without a level."""
-    family, _, level = kernels.partition("-")
-    return level if family == COMPILED else ""
+    backend, _, level = kernels.partition("-")
+    return level if backend == COMPILED else ""
 
 
 def why_not_compiled(config: ModelConfig, dtype: str, device: str = "cpu") -> str | None:
@@ -145,16 +149,16 @@ def why_not_compiled(config: ModelConfig, dtype: str, device: str = "cpu") -> st
     if device_kind(device) != "cpu":
         return f"they are for CPUs, not for {device} (--device cpu)"
     if not compiled.levels():
-        return "they were not built; installation needs a C++ compiler to build them"
+        return "they were not built; install a C++ compiler and reinstall kvferry"
     if dtype not in (FLOAT32, BFLOAT16, INT8):
         return f"their KV is float32, bfloat16 or int8, not {dtype}"
     lacking = [name for name in features_in_use(config) if name not in COMPILED_FEATURES]
     if lacking:
-        return f"they do not implement {', '.join(lacking)} of the family {config.architecture}"
+        return f"they do not implement {', '.join(lacking)} of the model family {config.architecture}"
     if config.latent is not None:
         return _why_not_latent(config.latent, dtype)
     if config.head_dim % 16 or config.head_dim > 256:
-        return f"heads of {config.head_dim} values are not a multiple of 16 up to 256"
+        return f"head_dim {config.head_dim} is not a multiple of 16 up to 256"
     return None
 
 

@@ -70,7 +70,8 @@ class CompiledTransformer:
         tensors.release()  # all tensors were copied; mapped pages of the file would count as memory of this process
         if rounds_inputs and not loader.has_codes:
             raise UsageError(
-                "fast numerics need quantized weights (4 to 8 bits); this model has none", field="numerics"
+                "numerics=fast needs quantized weights (4 to 8 bits), but this model has none; use exact",
+                field="numerics",
             )
         self.weight_bytes = loader.num_bytes - loader.idle_bytes
         """See `model.Model.weight_bytes`."""

@@ -11,7 +11,7 @@ from kvferry.kernels.ops import Ops
 from kvferry.model.config import Experts, Scoring
 
 _Gate = Callable[[torch.Tensor], torch.Tensor]
-_LEAST_SUM = 1e-20
+_MIN_SUM = 1e-20
 """Lower bound of the sum of active experts' weights; sigmoids of very negative outputs may all be 0."""
 
 
@@ -36,7 +36,7 @@ def choose_experts(
     chosen = torch.topk(marks, experts.active, dim=-1).indices
     weights = scores.gather(-1, chosen)
     if experts.renormalizes:
-        weights = weights / weights.sum(-1, keepdim=True).clamp(min=_LEAST_SUM)
+        weights = weights / weights.sum(-1, keepdim=True).clamp(min=_MIN_SUM)
     return weights * experts.weight_scale, chosen
 
 

@@ -46,7 +46,7 @@ from kvferry.model.tensors import TensorSource, linear_weights
 
 @torch.inference_mode()
 def load_transformer(
-    config: ModelConfig, tensors: TensorSource, *, dtype: str, device: str, family: str, threads: int
+    config: ModelConfig, tensors: TensorSource, *, dtype: str, device: str, backend: str, threads: int
 ) -> "Transformer":
     """Load a model for a torch kernel backend; sets torch's number of threads.
 
@@ -55,7 +55,7 @@ def load_transformer(
         UsageError: the backend does not run on the device.
     """
     torch.set_num_threads(threads)
-    ops, kind = ops_for(device, family), getattr(torch, dtype)
+    ops, kind = ops_for(device, backend), getattr(torch, dtype)
     weights = load_weights(config, tensors, ops, dtype=kind, device=torch.device(device))
     return Transformer(config, weights, ops, dtype=kind)
 
@@ -191,7 +191,7 @@ class Transformer:
             return EXPERTS_TAKE_NO_ADAPTERS
         if self.ops.add_low_rank is not None:
             return None
-        return f"the kernels {self.kernels!r} do not compute them; use compiled kernels (--device cpu)"
+        return f"the {self.kernels} kernels do not support adapters; use compiled kernels (--device cpu)"
 
     def pack_adapter(self, adapter: Adapter) -> TorchAdapter:
         """See `model.Model.pack_adapter`."""

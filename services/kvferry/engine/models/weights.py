@@ -199,9 +199,8 @@ class Reader:
 
     def tensor(self, *names: str) -> torch.Tensor:
         """Read tensors and concatenate them along the first axis, in newly allocated memory."""
-        if isinstance(
-            self._tensors, RandomTensors
-        ):  # generated on the device, since billions of values would take minutes on the host
+        # Generated on the device, since billions of values would take minutes on the host.
+        if isinstance(self._tensors, RandomTensors):
             parts = [self._tensors.draw(name).to(self._device, self._dtype) for name in names]
             return parts[0] if len(parts) == 1 else torch.cat(parts)
         arrays = [self._tensors.read(name) for name in names]

@@ -3,7 +3,7 @@
 A captured step always computes the number of rows that it was captured for, so a batch is padded to the next captured
 batch size:
 
-    sizes   1  2  4  8  16  24  32 .. most        batch of 11 -> 16, of which 5 rows are padding
+    sizes   1  2  4  8  16  24  32 .. limit       batch of 11 -> 16, of which 5 rows are padding
 """
 
 from collections.abc import Collection
@@ -24,13 +24,13 @@ _PARTITION = 512
 _FLOAT = 4
 
 
-def sizes(most: int) -> tuple[int, ...]:
+def sizes(limit: int) -> tuple[int, ...]:
     """Return the batch sizes, in rows, at which decode steps are captured, ascending.
 
     Args:
-        most: maximum number of running sequences, which is the largest batch size unless it exceeds `_LARGEST`.
+        limit: maximum number of running sequences, which is the largest batch size unless it exceeds `_LARGEST`.
     """
-    last = min(most, _LARGEST)
+    last = min(limit, _LARGEST)
     even = {size for first, end, step in _STEPS for size in range(first, end, step)}
     return tuple(sorted({size for size in {1, 2, 4} | even if size < last} | {last}))
 
@@ -46,7 +46,7 @@ def fit(rows: int, ready: Collection[int]) -> int | None:
     return min((size for size in ready if size >= rows), default=None)
 
 
-def most_tokens(size: int, max_model_tokens: int, pool_tokens: int) -> int:
+def max_tokens(size: int, max_model_tokens: int, pool_tokens: int) -> int:
     """Return the maximum context length of a captured step, in tokens; steps with a longer context run eagerly.
 
     Args:
@@ -68,7 +68,7 @@ class Memory:
     """Memory of static inputs and outputs of all batch sizes."""
 
     @property
-    def most_bytes(self) -> int:
+    def max_bytes(self) -> int:
         """Upper bound on the total memory, scratch and static."""
         return self.scratch_bytes + self.static_bytes
 
@@ -80,7 +80,7 @@ def memory(config: ModelConfig, captured: Collection[int], *, value_bytes: int, 
         config: the model's shape.
         captured: captured batch sizes in rows.
         value_bytes: bytes per activation value.
-        tokens: result of `most_tokens` for the largest batch size.
+        tokens: result of `max_tokens` for the largest batch size.
         width: blocks per block table.
     """
     largest, heads, dim = max(captured), config.num_heads, config.head_dim

@@ -133,7 +133,7 @@ def none_left(s: ScheduledSequence) -> InvalidRequest:
     """Return the error for a sequence whose sampling parameters leave no tokens to sample."""
     return InvalidRequest(
         f"request {s.request_id}: logit_bias, penalties, min_tokens, allowed_token_ids, bad_words and the constraint "
-        "leave no token that can be sampled",
+        "leave no tokens to sample",
         field="logit_bias",
         reason=NOTHING_TO_SAMPLE,
     )

@@ -4,14 +4,15 @@ One step, in order:
 
 1. *Running* sequences, in the order of the policy (`engine.policies`; by default the oldest first), each get
    min(N - C, chunk limit, remaining budget) tokens; if any of them decodes, all prompts together get at most
-   `max_mixed_tokens`, which bounds the inter-token latency. If pages are short, the last running sequence in that order
+   `max_mixed_tokens`, which bounds the inter-token latency. If pages run short, the last running sequence in that order
    is preempted: its pages are freed, C is reset to 0, its tokens are kept, and it waits in the queue to be recomputed,
    or loaded if a tier has its KV (Kwon et al., PagedAttention, section 4.5).
 2. *Waiting* sequences, in the order of the policy, start from their longest cached prefix (C = hit, at most N - 1)
-   while budget, sequence limit and pages last; admission stops at the first sequence that does not fit, so that none
-   starves. Pages that admitted prompts still need, and a small reserve, are left to running sequences (`admission`). A
-   sequence whose KV is at a peer or in a tier gets its pages and a `LoadJob`; it runs when its KV is loaded. A sequence
-   whose tier lookup is pending is skipped, and one whose adapter has no free slot is passed over (`admission`).
+   until the budget, the sequence limit or the pages are exhausted; admission stops at the first sequence that does not
+   fit, so that none starves. Pages that admitted prompts still need, and a small reserve, are left to running sequences
+   (`admission`). A sequence whose KV is at a peer or in a tier gets its pages and a `LoadJob`; it runs when its KV is
+   loaded. A sequence whose tier lookup is pending is skipped, and one whose adapter has no free slot is passed over
+   (`admission`).
 
 Prefill and decode are not separate phases; both are given by N - C (see `sequence`). `schedule` changes tables and
 queues; `update` must be called with its result before the next `schedule`.
@@ -44,8 +45,8 @@ from kvferry.engine.speculation.speculation import Speculation
 Planned = list[ScheduledSequence]
 
 _MAX_AHEAD = 8
-"""Consecutive steps without an attempt to admit a waiting sequence, if no sequence has arrived or ended: other events,
-such as the end of a store, free pages too."""
+"""Maximum number of consecutive steps without an attempt to admit a waiting sequence while no sequence arrives or ends:
+other events, such as the end of a store, free pages too."""
 
 
 class Scheduler:
@@ -89,7 +90,7 @@ class Scheduler:
             raise InvariantBroken(f"request {sequence.request_id} was added twice")
         if self.allocator.needs.pages_for(sequence.max_tokens_total) > self.allocator.pool.num_blocks:
             raise InvariantBroken(f"request {sequence.request_id} needs more pages than the pool has")
-        sequence.name_blocks()  # here and not in the step that admits it, which may admit many
+        sequence.name_blocks()  # here, and not in the step that admits it, because that step may admit many
         sequence.arrival = next(self._arrivals)
         self._known[sequence.request_id] = sequence
         self._may_admit = True
@@ -249,8 +250,8 @@ class Scheduler:
         return True
 
     def loaded(self, request_id: RequestId, num_tokens: int, *, is_stored: bool = False) -> bool:
-        """Record that KV is loaded and verified up to `num_tokens`; return whether the sequence is still waiting. KV
-        that `is_stored` is from a tier and need not be stored."""
+        """Record that KV is loaded and verified up to `num_tokens`; return whether the sequence is still waiting. If
+        `is_stored`, the KV came from a tier and need not be stored."""
         sequence = self._loading.take(request_id)
         if sequence is None:
             return False
@@ -289,7 +290,7 @@ class Scheduler:
 
     @property
     def num_tokens_to_compute(self) -> int:
-        """Number of tokens of waiting sequences and of prompts under way whose KV is not computed."""
+        """Number of tokens whose KV is not computed, of waiting sequences and of prompts in progress."""
         under_way = sum(s.num_prompt - s.num_computed for s in self._running if s.num_computed < s.num_prompt)
         return self._waiting.num_tokens + under_way
 
@@ -329,7 +330,8 @@ class Scheduler:
             self._preempt(self._running[-1])
 
     def _grow_or_preempt(self, sequence: Sequence, count: int, planned: Planned) -> list[PageCopy] | None:
-        """Allocate pages for `count` tokens. While they are short, preempt; `None` if that is the sequence itself."""
+        """Allocate pages for `count` tokens, preempting sequences while pages are short; `None` if the sequence itself
+        was preempted."""
         while True:
             start = sequence.num_computed
             copies = self.allocator.grow(sequence.table, num_computed=start, num_tokens=start + count)
@@ -362,8 +364,8 @@ class Scheduler:
         drawn, reason = sequence.extend(drawn)
         if sequence.mask is not None and reason is None and not sequence.exports:
             sequence.mask = sequence.mask.after([token.token_id for token in drawn])
-        if accepted > item.num_scheduled - item.num_sampled + 1:  # several rows: accepted draft tokens are now named
-            sequence.num_computed = sequence.num_tokens - 1  # fewer than accepted if the sequence ended before
+        if accepted > item.num_scheduled - item.num_sampled + 1:  # several rows: accepted draft tokens can now be named
+            sequence.num_computed = sequence.num_tokens - 1  # fewer than accepted if the sequence ended earlier
             self.blocks.list_full(sequence)
         if reason is None and not sequence.exports:
             return SequenceUpdate(sequence.request_id, drawn, None, sequence.num_cached, scores=scores)

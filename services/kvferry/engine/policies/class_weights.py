@@ -24,20 +24,25 @@ def read_weights(spec: str) -> Weights:
     weights: dict[int, int] = {}
     entries = spec.split(",") if spec else []
     if len(entries) > MAX_CLASSES:
-        raise UsageError(f"class_weights has {len(entries)} classes; at most {MAX_CLASSES}", field="class_weights")
+        raise UsageError(
+            f"class_weights has {len(entries)} entries; at most {MAX_CLASSES} are accepted", field="class_weights"
+        )
     for entry in entries:
         priority, _, weight = entry.strip().partition("=")
         if not (priority.removeprefix("-").isdecimal() and weight.isdecimal() and len(entry) <= 24):
             raise UsageError(
-                f"class_weights entry {shortened(entry)!r} is not PRIORITY=WEIGHT, such as 0=4", field="class_weights"
+                f"class_weights entries must be PRIORITY=WEIGHT, such as 0=4, not {shortened(entry)!r}",
+                field="class_weights",
             )
         if not 1 <= int(weight) <= MAX_WEIGHT:
             raise UsageError(
-                f"class_weights: the weight of priority {priority} is {weight}; it must be from 1 to {MAX_WEIGHT}",
+                f"class_weights: the weight of priority {priority} must be between 1 and {MAX_WEIGHT}, not {weight}",
                 field="class_weights",
             )
         if int(priority) in weights:
-            raise UsageError(f"class_weights has priority {priority} twice", field="class_weights")
+            raise UsageError(
+                f"class_weights has priority {priority} twice; set each priority once", field="class_weights"
+            )
         weights[int(priority)] = int(weight)
     return weights
 

@@ -1,13 +1,15 @@
-"""Queues of waiting sequences: by a fixed rank, by remaining tokens, in two levels, and by shares of classes.
+"""Queues of waiting sequences: by a fixed rank, by remaining tokens, in two levels, and by weighted shares of
+priorities.
 
     rank queue       heap by a rank that does not change: arrival, or priority and arrival
     shortest first   heap by priority and remaining tokens; the rank of the first is recomputed before its use
-    two levels       rank queue -> staging of `STAGED` sequences, refilled when empty; shortest first among the staged
-    weighted         heap by virtual start time: the tokens of earlier requests of the class, divided by its weight
+    two levels       rank queue -> batch of `BATCH_SIZE` sequences, refilled when empty; shortest first within the batch
+    weighted         heap by virtual start time: tokens of the priority's earlier requests, divided by its weight
 
-Remaining tokens are those that are neither computed nor cached. They change when the prefix cache does, and computing
-them searches the cache, so this heap recomputes only the rank of its first sequence, and the staging bounds the search
-to `STAGED` sequences (Kwon, "vLLM: an efficient inference engine for large language models", 2025, section 4.5.3).
+Remaining tokens are tokens that are neither computed nor cached. Their number changes when the prefix cache does, and
+computing it searches the cache, so this heap recomputes only the rank of its first sequence, and the batch bounds the
+search to `BATCH_SIZE` sequences (Kwon, "vLLM: an efficient inference engine for large language models", 2025, section
+4.5.3).
 """
 
 import heapq
@@ -18,11 +20,11 @@ from kvferry.core.ids import RequestId
 from kvferry.engine.plan.sequence import Sequence
 from kvferry.engine.policies.class_weights import Weights
 
-STAGED = 8
-"""Number of sequences in the staging; more are closer to shortest first, fewer are searched faster."""
+BATCH_SIZE = 8
+"""Number of sequences in the batch; a larger batch is closer to shortest first, a smaller one is searched faster."""
 
 _UNITS = 1 << 20
-"""Units of virtual time for a token of a class with weight 1; integers keep the order exact."""
+"""Units of virtual time per token of a priority with weight 1; integers keep the order exact."""
 
 Rank = tuple[int, ...]
 RankOf = Callable[[Sequence], Rank]
@@ -45,7 +47,7 @@ class WaitingQueue(Protocol):
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of all sequences that are not computed, cached ones included."""
+        """Number of uncomputed tokens of all sequences, including cached tokens."""
         ...
 
     def __len__(self) -> int: ...
@@ -56,8 +58,8 @@ class WaitingQueue(Protocol):
 
 
 class RankQueue:
-    """A queue by a rank that does not change while a sequence waits. Removal marks entries, which leave the heap when
-    they come first."""
+    """A queue ordered by a rank that does not change while a sequence waits. Removed entries are marked, and leave the
+    heap when they come first."""
 
     def __init__(self, rank: RankOf) -> None:
         self._rank = rank
@@ -98,8 +100,8 @@ class RankQueue:
 
 
 class ShortestFirstQueue(RankQueue):
-    """A queue by a rank that may change while a sequence waits. The rank of the first sequence is recomputed until it
-    is still the lowest. A sequence whose rank has decreased is found when it comes first by its earlier rank."""
+    """A queue ordered by a rank that may change while a sequence waits. The first sequence's rank is recomputed until
+    it is still the lowest. A sequence whose rank has decreased is found when it comes first by its earlier rank."""
 
     def first(self) -> Sequence | None:
         """Return the sequence with the lowest rank."""
@@ -112,17 +114,17 @@ class ShortestFirstQueue(RankQueue):
 
 
 class WeightedQueue(RankQueue):
-    """A queue in which the classes that wait share admitted tokens in proportion to their weights (start-time fair
-    queueing, Goyal et al., SIGCOMM 1996). A sequence costs its prompt and output tokens. A class that did not wait
-    starts at the virtual time, which is the start time of the sequence that was admitted last, so that it gains
-    nothing by its pause. A preempted sequence was charged before, and comes first."""
+    """A queue in which priorities with waiting sequences share admitted tokens in proportion to their weights
+    (start-time fair queueing, Goyal et al., SIGCOMM 1996). A sequence costs its prompt and output tokens. A priority
+    that had no waiting sequences starts at the virtual time, the start time of the sequence admitted last, so that it
+    gains nothing by its pause. A preempted sequence has already been charged, and comes first."""
 
     def __init__(self, weights: Weights) -> None:
         super().__init__(self._start)
         self._weights = weights
         self._virtual = 0
         self._ends: dict[int, int] = {}
-        """Virtual end of the last sequence of each class that is ahead of the virtual time."""
+        """Virtual end of the last sequence of each priority that is ahead of the virtual time."""
         self._starts: dict[RequestId, int] = {}
 
     def remove(self, sequence: Sequence) -> None:
@@ -143,44 +145,44 @@ class WeightedQueue(RankQueue):
 
 
 class TwoLevelQueue:
-    """A queue with a staging, which is refilled in order of `outer` only when it is empty. A sequence that is staged is
-    admitted before any later arrival is staged, which bounds its wait."""
+    """A queue with a batch, which is refilled in the order of `outer` only when it is empty. All sequences of a batch
+    are admitted before any later arrival, which bounds their wait."""
 
     def __init__(self, outer: RankOf, inner: RankOf) -> None:
         self._waiting = RankQueue(outer)
         self._inner = inner
-        self._staged: dict[RequestId, Sequence] = {}
+        self._batch: dict[RequestId, Sequence] = {}
 
     def add(self, sequence: Sequence) -> None:
-        """Add a sequence. A preempted one was staged before, and is staged again."""
+        """Add a sequence. A preempted sequence was in a batch before, and returns to the present one."""
         if sequence.num_preemptions:
-            self._staged[sequence.request_id] = sequence
+            self._batch[sequence.request_id] = sequence
         else:
             self._waiting.add(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence from the queue."""
-        if self._staged.pop(sequence.request_id, None) is None:
+        if self._batch.pop(sequence.request_id, None) is None:
             self._waiting.remove(sequence)
 
     def first(self) -> Sequence | None:
-        """Return the staged sequence with the lowest inner rank."""
-        while not self._staged and (sequence := self._waiting.first()) is not None:
-            while sequence is not None and len(self._staged) < STAGED:
+        """Return the sequence in the batch with the lowest inner rank."""
+        while not self._batch and (sequence := self._waiting.first()) is not None:
+            while sequence is not None and len(self._batch) < BATCH_SIZE:
                 self._waiting.remove(sequence)
-                self._staged[sequence.request_id] = sequence
+                self._batch[sequence.request_id] = sequence
                 sequence = self._waiting.first()
-        return min(self._staged.values(), key=self._inner, default=None)
+        return min(self._batch.values(), key=self._inner, default=None)
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of all sequences that are not computed, cached ones included."""
-        staged = sum(sequence.num_tokens - sequence.num_computed for sequence in self._staged.values())
-        return self._waiting.num_tokens + staged
+        """Number of uncomputed tokens of all sequences, including cached tokens."""
+        batch = sum(sequence.num_tokens - sequence.num_computed for sequence in self._batch.values())
+        return self._waiting.num_tokens + batch
 
     def __len__(self) -> int:
-        return len(self._waiting) + len(self._staged)
+        return len(self._waiting) + len(self._batch)
 
     def __iter__(self) -> Iterator[Sequence]:
-        yield from self._staged.values()
+        yield from self._batch.values()
         yield from self._waiting

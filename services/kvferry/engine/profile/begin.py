@@ -43,11 +43,11 @@ def begin_recording(
     if not engine.is_idle:
         obstacle = "requests were running when the recording began"
     elif allocator.index.blocks():
-        obstacle = "the prefix cache was not empty when the recording began; it can be emptied first"
+        obstacle = "the prefix cache was not empty when the recording began; reset it first"
     elif allocator.windows != (None,):
-        obstacle = "pages behind sliding windows are released, which a replay does not compute"
+        obstacle = "pages behind sliding windows are released, which a replay does not simulate"
     elif engine.scheduler.blocks.object_blocks:
-        obstacle = "KV of tiers is loaded when it arrives, which no log tells"
+        obstacle = "KV from tiers is loaded at times that the log does not contain"
     recording = Recording(
         facts, clock, steps=steps, has_tokens=has_tokens, obstacle=obstacle, first_export=engine.num_exports,
         on_full=on_full,

@@ -79,7 +79,7 @@ def read_log(lines: Iterable[str]) -> StepLog:
         reason = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)[:200]
         where = f"line {number} of the step log" if number else "the step log"
         raise UsageError(
-            f"{where} is invalid: {reason}; a log is written by kvferry profile --log FILE", field="log"
+            f"{where} is invalid: {reason}; use a log written by kvferry profile --log FILE", field="log"
         ) from error
     return log
 
@@ -118,7 +118,9 @@ def replayed(step: int) -> Iterator[None]:
         yield
     except (KvferryError, ArithmeticError, LookupError, TypeError, ValueError) as error:
         reason = f"{type(error).__name__}: {shortened(str(error))}"
-        raise UsageError(f"the step log contradicts itself at step {step} ({reason})", field="log") from error
+        raise UsageError(
+            f"the step log is inconsistent at step {step} ({reason}); record it again", field="log"
+        ) from error
 
 
 def _line(entry: object) -> str:
@@ -127,7 +129,7 @@ def _line(entry: object) -> str:
 
 def _head(entry: Any) -> StepLog:
     if entry["kvferry_steps"] != VERSION:
-        raise ValueError(f"the version is {str(entry['kvferry_steps'])[:20]}, not {VERSION}")
+        raise ValueError(f"the version must be {VERSION}, not {str(entry['kvferry_steps'])[:20]}")
     engine = entry["engine"]
     limits = SchedulerLimits(**engine["limits"])
     if limits.scheduling not in POLICIES:
@@ -178,7 +180,7 @@ def _complete(log: StepLog) -> None:
     """Check that requests and steps match, and generate the tokens of a log without tokens."""
     arrived = {number for step in log.steps for kind, number in step.events if kind == ADD}
     if missing := arrived - log.requests.keys():
-        raise ValueError(f"request {min(missing)} arrives, but is not described")
+        raise ValueError(f"request {min(missing)} arrives but is not described")
     counts = {number: request.num_given for number, request in log.requests.items()}
     for step in log.steps:
         for number, ids in step.tokens:
@@ -229,7 +231,7 @@ def _time(value: object) -> float:
     return float(value)
 
 
-def _whole(value: object, least: int = 0, most: int = 1 << 53) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise ValueError(f"{str(value)[:40]} is not a whole number from {least} to {most}")
+def _whole(value: object, low: int = 0, high: int = 1 << 53) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ValueError(f"{str(value)[:40]} is not a whole number from {low} to {high}")
     return value

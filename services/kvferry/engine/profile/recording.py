@@ -127,7 +127,7 @@ class Recording(StepWatch):
         self.timeline.end(ENGINE, step.ended)
         step.plan = planned(plan, self._number)
         if any(item.num_drafts for item in plan.scheduled):
-            self._hinder("drafts were verified; their proposal is not recorded")
+            self._hinder("drafts were verified, but proposals are not recorded")
         for update in updates:
             self._update(step, update)
         self.log.steps.append(step)

@@ -5,12 +5,12 @@ from kvferry.engine.models.model import Model
 from kvferry.engine.run.runner import Runner
 from kvferry.engine.run.threaded_runner import ThreadedRunner
 from kvferry.engine.tensors.paged_kv import PagedKv
-from kvferry.kernels.families import device_kind
+from kvferry.kernels.backends import device_kind
 
 AUTO, OFF = "auto", "off"
 CUDA_GRAPHS = (AUTO, OFF)
 """Valid values of `cuda_graphs`: capture where possible, or never."""
-_FAMILY = "triton"
+_BACKEND = "triton"
 
 
 def build_runner(
@@ -33,7 +33,7 @@ def build_runner(
         raise UsageError(
             f"unknown cuda_graphs {cuda_graphs!r}; expected one of {', '.join(CUDA_GRAPHS)}", field="cuda_graphs"
         )
-    if device_kind(model.device) != "cuda" or model.kernels != _FAMILY:
+    if device_kind(model.device) != "cuda" or model.kernels != _BACKEND:
         return ThreadedRunner(model, kv) if runs_ahead else Runner(model, kv)
     # Imported here because they import torch, which the compiled kernels do not need.
     from kvferry.engine.gpu.graphs import CudaGraphs

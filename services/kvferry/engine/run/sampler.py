@@ -224,7 +224,7 @@ def _kept(weights: Floats, params: SamplingParams) -> Ids:
         if num_kept is not None:
             ids = ids[:num_kept]
             return ids[_typical(weights[ids], params.typical_p)] if params.typical_p < 1.0 else ids
-    raise InvariantBroken("the cuts of a distribution keep no token")
+    raise InvariantBroken("top-k/top-p/min-p filtering left no tokens")
 
 
 def _head(weights: Floats, count: int) -> Ids | None:

@@ -91,7 +91,7 @@ class LaunchedStep:
             pass
         if self._error is not None:
             raise self._error
-        assert self._computed is not None, "a step ended without result and error"
+        assert self._computed is not None, "a step ended with neither a result nor an error"
         return self._computed.result()
 
     def compute(self) -> None:

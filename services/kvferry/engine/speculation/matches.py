@@ -1,10 +1,10 @@
-"""Longest suffix of a text that occurs earlier in it.
+"""Longest suffix of a token sequence that also occurs earlier in it.
 
     tokens   7 8 9 4 5 | 2 | 7 8 9 ?       the suffix 7 8 9 ends earlier at position 2; 4 5 followed
              -----           -----
 
 The search compares whole arrays: one pass for the last token, then one comparison per further token among the positions
-that remain. It needs no index, so nothing has to be built for a prompt or kept for a sequence except its tokens.
+that remain. It needs no index, so nothing has to be built for a prompt, and only the tokens are kept for a sequence.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ Tokens = npt.NDArray[np.int32]
 Positions = npt.NDArray[np.intp]
 
 SEARCHED_TOKENS = 1 << 16
-"""Number of last tokens that are searched, which bounds the time of a search to about 50 microseconds."""
+"""Number of tokens at the end that are searched, which bounds the time of a search to about 50 microseconds."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,27 +31,27 @@ class Matches:
     """Length of the suffix in tokens, at most the limit of the search."""
 
 
-def longest_matches(tokens: Tokens, *, least: int, most: int) -> Matches | None:
-    """Find the earlier occurrences of the longest suffix of `tokens`; `None` if none has `least` tokens.
+def longest_matches(tokens: Tokens, *, min_length: int, max_length: int) -> Matches | None:
+    """Find the earlier occurrences of the longest suffix of `tokens`; `None` if none has `min_length` tokens.
 
     Args:
         tokens: [N] int32.
-        least: minimum length of the suffix, at least 1.
-        most: length above which matches are not distinguished.
+        min_length: minimum length of the suffix, at least 1.
+        max_length: length above which matches are not distinguished.
     """
     tokens = tokens[-SEARCHED_TOKENS:]
     last = len(tokens) - 1
-    if last < least:
+    if last < min_length:
         return None
     ends = np.flatnonzero(tokens[:last] == tokens[last])
     length = 1
-    while len(ends) and length < most:
-        longer = ends[np.searchsorted(ends, length) :]  # an occurrence cannot begin before the text
+    while len(ends) and length < max_length:
+        longer = ends[np.searchsorted(ends, length) :]  # an occurrence cannot begin before the first token
         longer = longer[tokens[longer - length] == tokens[last - length]]
         if not len(longer):
             break
         ends, length = longer, length + 1
-    return Matches(tokens, ends, length) if len(ends) and length >= least else None
+    return Matches(tokens, ends, length) if len(ends) and length >= min_length else None
 
 
 class TokenArray:

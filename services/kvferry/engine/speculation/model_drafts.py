@@ -29,7 +29,7 @@ class Wanted(NamedTuple):
     request_id: RequestId
     tokens: Sequence[int]
     """Its tokens."""
-    most: int
+    limit: int
     """Maximum number of draft tokens, at least 1."""
     drawing: Drawing | None = None
     """How a draft model draws the tokens; `None` takes the most probable ones. Heads ignore it."""

@@ -1,7 +1,7 @@
-"""Proposers of draft tokens: continuations of earlier occurrences of what a sequence ends with.
+"""Proposers of draft tokens: continuations of earlier occurrences of a sequence's last tokens.
 
-Both proposers look only at the sequence's own tokens. A continuation that reaches the end of the text is continued
-periodically: the text after the match is the draft itself.
+Both proposers look only at the sequence's own tokens. A continuation that reaches the end of the text is repeated
+periodically: the text after the match is then the draft itself.
 """
 
 from collections import Counter
@@ -10,11 +10,11 @@ from typing import NamedTuple, Protocol
 from kvferry.engine.speculation.matches import Matches, Tokens, longest_matches
 
 MAX_MATCH = 32
-"""Match lengths above this one are not distinguished."""
+"""Maximum match length; longer matches are not distinguished."""
 _VOTERS = 32
-"""Occurrences that vote on a continuation: the latest ones."""
+"""Number of occurrences, the latest ones, that vote on a continuation."""
 _MIN_SHARE = 0.34
-"""A draft ends where the most frequent continuations have a smaller product of shares."""
+"""A draft ends when the product of the shares of the most frequent continuations falls below this value."""
 
 
 class Draft(NamedTuple):
@@ -31,8 +31,8 @@ NO_DRAFT = Draft((), 0)
 class Proposer(Protocol):
     """Proposes the next tokens of a sequence."""
 
-    def propose(self, tokens: Tokens, most: int) -> Draft:
-        """Propose at most `most` tokens that follow `tokens`, [N] int32."""
+    def propose(self, tokens: Tokens, limit: int) -> Draft:
+        """Propose at most `limit` tokens that follow `tokens`, [N] int32."""
         ...
 
 
@@ -40,18 +40,18 @@ class NgramProposer:
     """Prompt lookup: the tokens after the first earlier occurrence of the longest suffix (Saxena, Prompt Lookup
     Decoding, 2023)."""
 
-    def __init__(self, *, least: int, most: int) -> None:
+    def __init__(self, *, min_length: int, max_length: int) -> None:
         """
         Args:
-            least: minimum length of the suffix.
-            most: maximum length that is compared.
+            min_length: minimum length of the suffix.
+            max_length: maximum length that is compared.
         """
-        self._least, self._most = least, most
+        self._min_length, self._max_length = min_length, max_length
 
-    def propose(self, tokens: Tokens, most: int) -> Draft:
+    def propose(self, tokens: Tokens, limit: int) -> Draft:
         """See `Proposer.propose`."""
-        found = longest_matches(tokens, least=self._least, most=self._most)
-        return NO_DRAFT if found is None else Draft(_continued(found, int(found.ends[0]), most), found.length)
+        found = longest_matches(tokens, min_length=self._min_length, max_length=self._max_length)
+        return NO_DRAFT if found is None else Draft(_continued(found, int(found.ends[0]), limit), found.length)
 
 
 class SuffixProposer:
@@ -59,28 +59,28 @@ class SuffixProposer:
     draft so far, the latest one on a tie; the draft is no longer than the match that supports it (Oliaro et al.,
     SuffixDecoding, 2024, section 4, with the sequence's own tokens as the tree)."""
 
-    def __init__(self, *, least: int = 2, factor: float = 2.0) -> None:
+    def __init__(self, *, min_length: int = 2, factor: float = 2.0) -> None:
         """
         Args:
-            least: minimum length of the suffix.
+            min_length: minimum length of the suffix.
             factor: maximum number of draft tokens per token of the match.
         """
-        self._least, self._factor = least, factor
+        self._min_length, self._factor = min_length, factor
 
-    def propose(self, tokens: Tokens, most: int) -> Draft:
+    def propose(self, tokens: Tokens, limit: int) -> Draft:
         """See `Proposer.propose`."""
-        found = longest_matches(tokens, least=self._least, most=MAX_MATCH)
+        found = longest_matches(tokens, min_length=self._min_length, max_length=MAX_MATCH)
         if found is None:
             return NO_DRAFT
-        most = min(most, max(1, int(self._factor * found.length)))
-        return Draft(_voted(found, most), found.length)
+        limit = min(limit, max(1, int(self._factor * found.length)))
+        return Draft(_voted(found, limit), found.length)
 
 
-def _voted(found: Matches, most: int) -> tuple[int, ...]:
+def _voted(found: Matches, limit: int) -> tuple[int, ...]:
     ends = found.ends[-_VOTERS:].tolist()
     draft: list[int] = []
     share, last = 1.0, len(found.tokens) - 1
-    while len(ends) > 1 and len(draft) < most:
+    while len(ends) > 1 and len(draft) < limit:
         following = [(end, int(found.tokens[end + 1 + len(draft)])) for end in ends if end + 1 + len(draft) <= last]
         if not following:
             break
@@ -92,14 +92,14 @@ def _voted(found: Matches, most: int) -> tuple[int, ...]:
             return tuple(draft)
         draft.append(token)
         ends = [end for end, other in following if other == token]
-    if len(draft) < most:
-        draft += _continued(found, ends[-1], most)[len(draft) :]
+    if len(draft) < limit:
+        draft += _continued(found, ends[-1], limit)[len(draft) :]
     return tuple(draft)
 
 
-def _continued(found: Matches, end: int, most: int) -> tuple[int, ...]:
-    """Return the `most` tokens after position `end`; beyond the text they repeat with the period of the match."""
-    known = tuple(found.tokens[end + 1 : end + 1 + most].tolist())
-    if len(known) == most:
+def _continued(found: Matches, end: int, limit: int) -> tuple[int, ...]:
+    """Return the `limit` tokens after position `end`; past the end of the text, repeat the matched period."""
+    known = tuple(found.tokens[end + 1 : end + 1 + limit].tolist())
+    if len(known) == limit:
         return known
-    return tuple(known[i % len(known)] for i in range(most))
+    return tuple(known[i % len(known)] for i in range(limit))

@@ -59,8 +59,12 @@ def parse_speculation(text: str) -> SpeculationSettings:
     if method not in _DEFAULTS or bool(equals) != (method in MODEL_METHODS):
         raise UsageError(f"unknown speculation {text[:80]!r}; expected {_KNOWN}", field="speculation")
     if method in MODEL_METHODS and not model:
-        what = "MODEL with a name, a .gguf file or a folder" if method == DRAFT else "FOLDER with the head's files"
-        raise UsageError(f"speculation {method!r} has no value; write {method}={what}", field="speculation")
+        what = (
+            "MODEL, where MODEL is a name, .gguf file or folder"
+            if method == DRAFT
+            else "FOLDER, where FOLDER contains the head's files"
+        )
+        raise UsageError(f"speculation {method!r} needs a value: {method}={what}", field="speculation")
     values, accept = dict(_DEFAULTS[method]), EXACT
     for key, value in parse_qsl(query, keep_blank_values=True):
         if key == "accept" and method != OFF:
@@ -76,11 +80,10 @@ def parse_speculation(text: str) -> SpeculationSettings:
             raise UsageError(
                 f"unknown parameter {key!r} of speculation {method!r}; known: {known}", field="speculation"
             )
-        least, most = (0, 1) if key == "fixed" else (1, MAX_DRAFT_TOKENS)
-        if not (value.isascii() and value.isdigit() and len(value) < 4 and least <= int(value) <= most):
+        low, high = (0, 1) if key == "fixed" else (1, MAX_DRAFT_TOKENS)
+        if not (value.isascii() and value.isdigit() and len(value) < 4 and low <= int(value) <= high):
             raise UsageError(
-                f"parameter {key}={value[:20]!r} of speculation {method!r} must be a whole number from {least} to "
-                f"{most}",
+                f"parameter {key}={value[:20]!r} of speculation {method!r} must be a whole number from {low} to {high}",
                 field="speculation",
             )
         values[key] = int(value)

@@ -15,7 +15,7 @@ from kvferry.engine.speculation.draft_depth import DraftDepth
 from kvferry.engine.speculation.draft_lengths import Lengths, PayingDrafts, WholeDrafts
 from kvferry.engine.speculation.matches import TokenArray
 from kvferry.engine.speculation.model_drafts import Drawing, HiddenReader, ModelDrafts, Wanted
-from kvferry.engine.speculation.proposer_choice import Offer, ProposerChoice
+from kvferry.engine.speculation.proposer_choice import ExpectedDraft, ProposerChoice
 from kvferry.engine.speculation.proposers import NO_DRAFT, Draft, NgramProposer, Proposer, SuffixProposer
 from kvferry.engine.speculation.row_prices import RowPrices
 from kvferry.engine.speculation.settings import (
@@ -58,8 +58,8 @@ class _State:
         "drawing",
         "is_asked",
         "is_of_model",
+        "limit",
         "match",
-        "most",
         "other",
         "sources",
         "start",
@@ -74,8 +74,8 @@ class _State:
         self.supports: list[int] = []
         """Support of each token of `draft` (`acceptance`)."""
         self.start = 0
-        """Number of tokens that `draft` follows."""
-        self.most = 0
+        """Number of tokens before `draft`."""
+        self.limit = 0
         """Maximum number of tokens of `draft`."""
         self.is_asked = False
         """Whether the draft model has already been asked for these tokens."""
@@ -220,9 +220,9 @@ class Speculation:
         return not self._states and (self._model is None or self._model.is_idle)
 
     def _propose(self, sequence: Sequence) -> _State | None:
-        """Make the draft of a sequence for its current tokens; `None` if it can have none."""
-        most = min(self._num_drafts, sequence.max_tokens_total - sequence.num_tokens - 1, _before_bans_end(sequence))
-        if most < 1 or sequence.exports or not sequence.sampling.speculation:
+        """Draft tokens for a sequence; `None` if it cannot be drafted."""
+        limit = min(self._num_drafts, sequence.max_tokens_total - sequence.num_tokens - 1, _before_bans_end(sequence))
+        if limit < 1 or sequence.exports or not sequence.sampling.speculation:
             return None
         state = self._states.get(sequence.request_id)
         if state is None:
@@ -232,8 +232,8 @@ class Speculation:
             return state
         state.tokens.extend(sequence.tokens[len(state.tokens) :])
         self._compare(state)
-        draft = self._proposer.propose(state.tokens.view(), most)
-        state.most, state.match, state.is_asked, state.is_of_model = most, draft.match, False, False
+        draft = self._proposer.propose(state.tokens.view(), limit)
+        state.limit, state.match, state.is_asked, state.is_of_model = limit, draft.match, False, False
         self._take(state, sequence, draft.tokens, _supports(draft))
         return state
 
@@ -241,7 +241,7 @@ class Speculation:
         """Store a draft for the sequence, cut to what its constraint and stop tokens allow."""
         state.start, state.draft, state.supports, state.sources = sequence.num_tokens, draft, supports, ()
         if sequence.mask is not None:
-            self._constrain(state, sequence, state.most)
+            self._constrain(state, sequence, state.limit)
         state.cut_before(sequence.eos_token_ids, sequence.sampling.stop_token_ids)
 
     def _ask(self, model: ModelDrafts, states: list[tuple[Sequence, _State]], rows: int) -> None:
@@ -259,7 +259,7 @@ class Speculation:
         if not due or not depth:
             return
         wanted = [
-            Wanted(sequence.request_id, sequence.tokens, min(depth, state.most), state.drawing)
+            Wanted(sequence.request_id, sequence.tokens, min(depth, state.limit), state.drawing)
             for sequence, state in due
         ]
         drafts = model.propose(wanted, depth)
@@ -283,8 +283,8 @@ class Speculation:
             return True
         if self._depth.is_fixed:
             return state.match < _LONG_MATCH
-        text = Offer([state.acceptance.probability(support) for support in state.supports])
-        guessed = Offer([state.acceptance.of_model] * min(depth, state.most), drafting)
+        text = ExpectedDraft([state.acceptance.probability(support) for support in state.supports])
+        guessed = ExpectedDraft([state.acceptance.of_model] * min(depth, state.limit), drafting)
         return state.choice.choose({_TEXT: text, _MODEL: guessed}, rows, rows, self._prices.seconds) == _MODEL
 
     def _num_proposed(self, model: ModelDrafts, sequences: int, rows: int) -> int:
@@ -303,24 +303,24 @@ class Speculation:
             state.choice.compared(_MODEL, is_right=state.draft[0] == actual[0])
         state.other = ((), [])
 
-    def _constrain(self, state: _State, sequence: Sequence, most: int) -> None:
-        """Put the tokens first that the constraint forces, and cut the draft where the constraint rejects it."""
+    def _constrain(self, state: _State, sequence: Sequence, limit: int) -> None:
+        """Put tokens that the constraint forces first, and cut the draft where the constraint rejects it."""
         assert sequence.mask is not None
-        forced = tuple(sequence.mask.forced_tokens()[:most])
+        forced = tuple(sequence.mask.forced_tokens()[:limit])
         if forced:
-            tail = self._extended(state, forced, most)
+            tail = self._extended(state, forced, limit)
             state.draft = forced + tail.tokens
             state.supports = [FORCED] * len(forced) + _supports(tail)
         count = sequence.mask.num_allowed(state.draft)
         state.draft, state.supports = state.draft[:count], state.supports[:count]
 
-    def _extended(self, state: _State, forced: tuple[int, ...], most: int) -> Draft:
-        """Propose what follows the tokens that a constraint forces."""
-        if len(forced) == most:
+    def _extended(self, state: _State, forced: tuple[int, ...], limit: int) -> Draft:
+        """Propose tokens that follow the tokens forced by a constraint."""
+        if len(forced) == limit:
             return NO_DRAFT
         text = TokenArray()
         text.extend([*state.tokens.view().tolist(), *forced])
-        return self._proposer.propose(text.view(), most - len(forced))
+        return self._proposer.propose(text.view(), limit - len(forced))
 
 
 def _num_accepted(item: ScheduledSequence, result: StepResult) -> int:
@@ -362,9 +362,9 @@ def speculation_of(settings: SpeculationSettings, draft_model: ModelDrafts | Non
     """
     if settings.method == OFF:
         return None
-    proposer: Proposer = SuffixProposer(least=settings.min_match)
+    proposer: Proposer = SuffixProposer(min_length=settings.min_match)
     if settings.method == NGRAM:
-        proposer = NgramProposer(least=settings.min_match, most=settings.max_match)
+        proposer = NgramProposer(min_length=settings.min_match, max_length=settings.max_match)
     is_paying = settings.method in (AUTO, *MODEL_METHODS) and not settings.is_fixed
     lengths: Lengths = PayingDrafts() if is_paying else WholeDrafts()
     depth = DraftDepth(settings.num_drafts, is_fixed=settings.is_fixed)

@@ -289,6 +289,6 @@ def check_room(scheduled: Sequence[ScheduledSequence], needed: Sequence[int], on
             )
         if s.num_sampled + s.num_scored > s.num_scheduled:
             raise InvariantBroken(
-                f"request {s.request_id}: {s.num_sampled} of {s.num_scheduled} rows are to be sampled"
-                f", and {s.num_scored} to be scored"
+                f"request {s.request_id}: cannot sample {s.num_sampled} rows and score {s.num_scored} of "
+                f"{s.num_scheduled}"
             )

@@ -10,7 +10,7 @@ from kvferry.core.clock import Clock, SystemClock
 from kvferry.core.dtypes import BFLOAT16, DTYPES
 from kvferry.core.errors import UsageError
 from kvferry.engine.models.build import level_of, resolve_kernels
-from kvferry.kernels.families import device_kind
+from kvferry.kernels.backends import device_kind
 from kvferry.model.config import ModelConfig
 
 AUTO = "auto"

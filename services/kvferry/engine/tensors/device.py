@@ -37,7 +37,7 @@ def choose_device(wanted: str, *, kernels: str = AUTO) -> str:
     if torch_sees_gpu():
         return CUDA
     raise UsageError(
-        f"device '{name}{colon}{number}' needs a GPU, and torch detects none: use --device cpu, or check the driver "
+        f"device '{name}{colon}{number}' needs a GPU, but torch detects none: use --device cpu, or check the driver "
         f"and that torch is built for it (installed: {version('torch')})",
         field="device",
     )
@@ -54,7 +54,7 @@ def check_driver(wanted: str) -> None:
     """
     if wanted.partition(":")[0] == CUDA and not any(driver.exists() for driver in _DRIVERS):
         raise UsageError(
-            f"device '{wanted}' needs a GPU, and this machine has no GPU driver (none of "
+            f"device '{wanted}' needs a GPU, but this machine has no GPU driver (none of "
             f"{', '.join(map(str, _DRIVERS))}): use --device cpu, or install the driver",
             field="device",
         )
@@ -82,7 +82,7 @@ def _only(number: int) -> None:
     elif number != torch.cuda.current_device():
         raise UsageError(
             f"device 'cuda:{number}' cannot be selected: this process already uses cuda:{torch.cuda.current_device()}. "
-            "Use one process for each GPU",
+            "Use one process per GPU",
             field="device",
         )
 

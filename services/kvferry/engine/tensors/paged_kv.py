@@ -102,9 +102,8 @@ class PagedKv:
             import torch
 
             assert self._memory is not None
-            with torch.inference_mode(
-                mode=False
-            ):  # otherwise a first access in inference mode would restrict later uses of the tensor
+            # Otherwise a first access in inference mode would restrict later uses of the tensor.
+            with torch.inference_mode(mode=False):
                 flat = torch.from_numpy(self._memory).view(getattr(torch, self.layout.dtype))
                 self._pages = flat.view(self.num_blocks, *self.layout.dims)
         return self._pages

@@ -97,8 +97,8 @@ def _read(path: Path, *, has_plain_keys: bool) -> TenantTable:
     table = read_table(text)
     if table.policies and not table.keys and not has_plain_keys:
         raise UsageError(
-            f"no tenant in {path} has a key, so the tenants of requests cannot be distinguished; add keys = [...] "
-            "with hashes from `kvferry key hash`, or set --api-keys-file",
+            f"no tenant in {path} has a key, so requests cannot be assigned to tenants; add keys = [...] with hashes "
+            "from `kvferry key hash`, or set --api-keys-file",
             field=_FIELD,
         )
     return table

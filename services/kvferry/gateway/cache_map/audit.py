@@ -80,7 +80,7 @@ def compare(audit: Audit, answer: AuditAnswer, replica: ReplicaMap, index: Block
         return AuditOutcome.WAIT, ""
     known = dict(replica.digests).get(answer.sequence)
     if known is not None and known != answer.digest:
-        return AuditOutcome.MISMATCH, f"another digest of event {answer.sequence}"
+        return AuditOutcome.MISMATCH, f"a different digest of event {answer.sequence}"
     try:
         sample = Names.read(answer.sample).keys
     except ValueError as error:

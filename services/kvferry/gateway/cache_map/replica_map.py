@@ -101,14 +101,14 @@ class ReplicaMap:
             if self.check_name and part.check_name and self.check_name != part.check_name:
                 raise FeedBroken(
                     MapEvent.OTHER_NAMES,
-                    "the worker's block names differ from the gateway's; give both the same --tenant-key-file",
+                    "the worker's block names differ from the gateway's; set the same --tenant-key-file for both",
                 )
             self.meet(part.incarnation)
             self.sequence = part.sequence
         elif part.incarnation != self.incarnation:
             raise FeedBroken(MapEvent.OTHER_INCARNATION, "the worker restarted during its snapshot")
         elif part.sequence != self.sequence:
-            raise FeedBroken(MapEvent.GAP, f"a snapshot of sequence {self.sequence} continues with {part.sequence}")
+            raise FeedBroken(MapEvent.GAP, f"a snapshot at sequence {self.sequence} continues at {part.sequence}")
         if self.count + len(part.names) > part.digest.count:
             raise FeedBroken(
                 MapEvent.MALFORMED,

@@ -17,48 +17,48 @@ def prefill_request(run: SampleRun, prior_turn_ticket: bytes) -> prefill_pb2.Pre
     Args:
         prior_turn_ticket: sealed ticket for the blocks of a prior turn; empty if there is no such ticket.
     """
-    asked = run.request
+    request = run.request
     return prefill_pb2.PrefillRequest(
-        request_id=asked.request_id,
-        token_ids=asked.token_ids,
-        sampling=wire.sampling_to_wire(asked.sampling),
-        sample_index=asked.sample_index,
-        tenant=asked.scope,
+        request_id=request.request_id,
+        token_ids=request.token_ids,
+        sampling=wire.sampling_to_wire(request.sampling),
+        sample_index=request.sample_index,
+        tenant=request.scope,
         offer=True,
         ticket_id=new_ticket_id(),
         prior_turn_ticket=prior_turn_ticket,
-        priority=asked.priority,
-        adapter=wire.adapter_to_wire(asked.adapter),
+        priority=request.priority,
+        adapter=wire.adapter_to_wire(request.adapter),
     )
 
 
 def pool_request(run: SampleRun, params: PoolingParams) -> prefill_pb2.PoolRequest:
     """Build the `Prefill.Pool` request: compute the prompt and its vector."""
-    asked = run.request
+    request = run.request
     return prefill_pb2.PoolRequest(
-        request_id=asked.request_id,
-        token_ids=asked.token_ids,
+        request_id=request.request_id,
+        token_ids=request.token_ids,
         pooling=pooling_to_wire(params),
-        tenant=asked.scope,
-        priority=asked.priority,
-        input_index=asked.sample_index,
+        tenant=request.scope,
+        priority=request.priority,
+        input_index=request.sample_index,
     )
 
 
 def decode_request(run: SampleRun) -> decode_pb2.DecodeRequest:
     """Build the `Decode.Run` request: continue from the prompt and the emitted tokens, and return a ticket for the
     cached blocks."""
-    asked = run.request
+    request = run.request
     # The log-probabilities of the prompt arrive with the first token.
-    sampling = replace(asked.sampling, prompt_logprobs=None) if run.emitted else asked.sampling
+    sampling = replace(request.sampling, prompt_logprobs=None) if run.emitted else request.sampling
     return decode_pb2.DecodeRequest(
-        request_id=asked.request_id,
+        request_id=request.request_id,
         token_ids=run.token_ids,
         num_generated=len(run.emitted),
         sampling=wire.sampling_to_wire(sampling),
-        sample_index=asked.sample_index,
-        tenant=asked.scope,
+        sample_index=request.sample_index,
+        tenant=request.scope,
         want_cached_ticket=True,
-        priority=asked.priority,
-        adapter=wire.adapter_to_wire(asked.adapter),
+        priority=request.priority,
+        adapter=wire.adapter_to_wire(request.adapter),
     )

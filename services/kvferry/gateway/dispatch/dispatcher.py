@@ -160,7 +160,7 @@ class Dispatcher:
         """Count a sample as open during the `with` block, and end it at the end of the block."""
         if self.open_streams >= self._max_streams:
             raise Overloaded(
-                f"{self.open_streams} streams are open; max_streams is {self._max_streams}",
+                f"{self.open_streams} streams are open, and max_streams is {self._max_streams}; retry later",
                 retry_after_seconds=RETRY_AFTER_SECONDS,
             )
         self.open_streams += 1
@@ -264,8 +264,8 @@ class Dispatcher:
             self._ending.drop_ticket(run, "decode_failed")
         if run.failed_steps >= self._retry.max_failed_steps:
             raise RequestRefused(
-                f"{run.failed_steps} workers failed in a row while they computed this request "
-                f"(the last one, {address}: {error.message}); the request is not retried, since it may be the cause"
+                f"{run.failed_steps} workers failed in a row while processing this request (the last one, {address}: "
+                f"{error.message}); the request is not retried, since it may be the cause"
             ) from error
         if run.failures > self._retry.max_failures:
             self._refuse(run, error)

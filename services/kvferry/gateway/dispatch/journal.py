@@ -47,17 +47,17 @@ class Journal:
 
     def add(self, run: SampleRun) -> None:
         """Add an entry for an ended sample."""
-        asked = run.request
-        key = (asked.tenant, asked.request_id)
+        request = run.request
+        key = (request.tenant, request.request_id)
         samples = self._entries.setdefault(key, [])
         self._entries.move_to_end(key)
         if len(samples) < _MAX_SAMPLES:
             samples.append(
                 _Sample(
-                    asked.sample_index,
+                    request.sample_index,
                     run.state.value,
                     "" if run.last_error is None else run.last_error.message,
-                    len(asked.token_ids),
+                    len(request.token_ids),
                     len(run.emitted),
                     run.num_cached_tokens,
                     tuple(run.routes),

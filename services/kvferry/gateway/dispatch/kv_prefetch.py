@@ -21,14 +21,14 @@ _log = logging.getLogger(__name__)
 class KvPrefetches:
     """The KV prefetches of one gateway. Used on the event loop's thread only."""
 
-    def __init__(self, fleet: Fleet, least_tokens: int) -> None:
+    def __init__(self, fleet: Fleet, min_tokens: int) -> None:
         """
         Args:
-            least_tokens: minimum number of a prompt's tokens that the decode worker lacks for a prefetch; a shorter
-                prompt is computed in one chunk, so no block is available early. 0 disables prefetching.
+            min_tokens: minimum number of a prompt's tokens that the decode worker must lack for a prefetch; a shorter
+                prompt is computed in one chunk, so no blocks are available early. 0 disables prefetching.
         """
         self._fleet = fleet
-        self._least_tokens = least_tokens
+        self._min_tokens = min_tokens
 
     @contextmanager
     def running(self, run: SampleRun, route: Route, ticket_id: str) -> Iterator[None]:
@@ -47,20 +47,20 @@ class KvPrefetches:
             task.cancel()
 
     def _request(self, run: SampleRun, route: Route, ticket_id: str) -> decode_pb2.PrefetchKvRequest | None:
-        asked = run.request
+        request = run.request
         if route.reason is not RouteReason.PAIR:  # a prefetch finds blocks by hash, and hashes depend on the layout
             return None
-        if route.prefill is None or not self._least_tokens:
+        if route.prefill is None or not self._min_tokens:
             return None
-        if len(asked.token_ids) - route.decode.cached.confirmed_tokens < self._least_tokens:
+        if len(request.token_ids) - route.decode.cached.confirmed_tokens < self._min_tokens:
             return None
         view = self._fleet.view(route.prefill.replica.address)
         if view is None or view.incarnation is None or view.worker_id is None:
             return None
         return decode_pb2.PrefetchKvRequest(
-            request_id=asked.request_id,
-            token_ids=asked.token_ids,
-            tenant=asked.scope,
+            request_id=request.request_id,
+            token_ids=request.token_ids,
+            tenant=request.scope,
             ticket_id=ticket_id,
             prefill=common_pb2.WorkerIdentity(worker_id=view.worker_id, incarnation=view.incarnation),
             prefill_address=view.endpoint.address,

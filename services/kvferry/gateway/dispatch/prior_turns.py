@@ -57,8 +57,8 @@ class Turns:
         there is no such turn."""
         if not self._turns:
             return b""
-        asked = run.request
-        names = run.names.of(self._namers, asked.scope, pick.replica, asked.token_ids[:-1], len(asked.token_ids))
+        request = run.request
+        names = run.names.of(self._namers, request.scope, pick.replica, request.token_ids[:-1], len(request.token_ids))
         for name in reversed(names):
             turn = self._turns.get(name)
             if turn is None:

@@ -85,7 +85,7 @@ class RouteSelection:
         if route is None:
             raise WorkerLost(
                 Unavailable(
-                    "no worker accepts requests; see /ready for the reasons", retry_after_seconds=RETRY_AFTER_SECONDS
+                    "no workers accept requests; see /ready for the reasons", retry_after_seconds=RETRY_AFTER_SECONDS
                 ),
                 None,
             )
@@ -147,8 +147,8 @@ class RouteSelection:
         return with_adapter(self._fleet.candidates(excluded), run.request.adapter)
 
     def _request(self, run: SampleRun, candidates: Candidates, cached: CachedTokens) -> RouteRequest:
-        asked = run.request
-        key = prefix_key(self._namers, asked.scope, asked.token_ids, self._config.prefix_blocks)
+        request = run.request
+        key = prefix_key(self._namers, request.scope, request.token_ids, self._config.prefix_blocks)
         return RouteRequest(key, cached, len(run.token_ids), run.max_new_tokens, _source(run, candidates))
 
     def _route(self, run: SampleRun, candidates: Candidates, policy: Policy, cached: CachedTokens) -> Route | None:

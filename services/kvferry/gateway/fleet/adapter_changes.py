@@ -60,7 +60,7 @@ class AdapterChanges:
     async def _on_all(self, call: Callable[[str], Awaitable[AdapterResponse]]) -> dict[str, AdapterResponse]:
         addresses = [view.endpoint.address for view in self._fleet.views()]
         if not addresses:
-            raise Unavailable("there are no workers; start one, and send the request again", retry_after_seconds=1.0)
+            raise Unavailable("there are no workers; start one, then retry", retry_after_seconds=1.0)
         results = await asyncio.gather(*map(call, addresses), return_exceptions=True)
         found: dict[str, AdapterResponse] = {}
         failed: list[tuple[str, KvferryError]] = []

@@ -48,8 +48,8 @@ class CacheReset:
                 raise result
         if failed:
             raise Unavailable(
-                f"{len(failed)} of {len(addresses)} workers did not confirm the reset: {', '.join(failed[:8])}; "
-                "the others were reset; send the request again",
+                f"{len(failed)} of {len(addresses)} workers did not confirm the reset: {', '.join(failed[:8])}; the "
+                "others were reset; retry",
                 reason="RESET_INCOMPLETE",
             )
         return dropped

@@ -242,7 +242,7 @@ class Member:
         port = self.address.rpartition(":")[2].encode()
         if self._signer is not None and not self._signer.proves(answer.proof, audience, nonce + port):
             raise Unauthenticated(
-                f"the process at {audience} has another ticket key, or is not the worker that listens on port "
+                f"the process at {audience} has a different ticket key, or is not the worker that listens on port "
                 f"{port.decode()}",
                 reason="WORKER_UNKNOWN",
             )
@@ -366,7 +366,7 @@ class Member:
         if not status.ready:
             return "not ready"
         if self._steps.is_stalled:
-            return f"its engine has made no step for {self._steps.count} statuses, with requests running"
+            return f"its engine has made no steps for {self._steps.count} statuses, with requests running"
         return self.why_suspect
 
 

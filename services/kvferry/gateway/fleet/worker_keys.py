@@ -58,8 +58,8 @@ def _parsed(lines: list[bytes]) -> bytes:
     """
     if not lines:
         raise UsageError(
-            "no gateway key, without which workers reject all calls; set --gateway-key-file to a file that "
-            "`kvferry key gateway --ticket-key-file ticket.key > gateway.key` makes from the workers' ticket key",
+            "no gateway key, without which workers reject all calls; create one from the workers' ticket key with "
+            "`kvferry key gateway --ticket-key-file ticket.key > gateway.key`, and set --gateway-key-file gateway.key",
             field="gateway_key_file",
         )
     try:
@@ -68,6 +68,6 @@ def _parsed(lines: list[bytes]) -> bytes:
         key = b""
     if len(key) != _KEY_BYTES:
         raise UsageError(
-            "the gateway key is not 64 hexadecimal digits; make it with `kvferry key gateway`", field="gateway_key"
+            "the gateway key is not 64 hexadecimal digits; create it with `kvferry key gateway`", field="gateway_key"
         )
     return key

@@ -46,11 +46,11 @@ class QueueSize:
     def exceeds(self, bounds: QueueBounds, extra: Entry) -> str:
         """Return the bound that one more entry would exceed, with its value; empty if there is none."""
         if self.requests + 1 > bounds.requests:
-            return f"{self.requests} requests wait; at most {bounds.requests} may"
+            return f"{self.requests} requests are waiting; at most {bounds.requests} may"
         if self.num_bytes + extra.num_bytes > bounds.num_bytes:
             return (
-                f"{self.num_bytes} bytes of requests wait, and this one has {extra.num_bytes}; "
-                f"at most {bounds.num_bytes} may"
+                f"{self.num_bytes} bytes of requests are waiting, and {extra.num_bytes} more would exceed the "
+                f"limit of {bounds.num_bytes}"
             )
         return ""
 

@@ -42,7 +42,8 @@ class TenantPolicy:
         if asked == 0:
             return low if low > 0 else high
         raise Forbidden(
-            f"priority {asked} is outside of this tenant's range {low} to {high}; choose one in it, or leave it out",
+            f"priority {asked} is outside this tenant's range {low} to {high}; use a priority in the range, or leave "
+            "it out",
             reason="PRIORITY_FORBIDDEN",
             field="priority",
         )

@@ -64,10 +64,10 @@ def read_table(text: str) -> TenantTable:
         raise UsageError(f"the tenants file is not TOML: {error}", field=_SETTING) from None
     for name in document:
         if name not in {"default", "tenants"}:
-            raise _wrong(shortened(name), "is unknown; the file has [default] and [tenants.NAME]")
+            raise _wrong(shortened(name), "is unknown; use [default] and [tenants.NAME]")
     tenants = document.get("tenants", {})
     if not isinstance(tenants, dict):
-        raise _wrong("tenants", "must be a table; write [tenants.NAME]")
+        raise _wrong("tenants", "must be a table; use [tenants.NAME]")
     if len(tenants) > MAX_TENANTS:
         raise _wrong("tenants", f"has {len(tenants)} tenants; at most {MAX_TENANTS} are supported")
     policies: dict[str, TenantPolicy] = {}
@@ -76,34 +76,34 @@ def read_table(text: str) -> TenantTable:
         if not _NAME.fullmatch(name):
             raise _wrong(
                 f"tenants.{shortened(name)}",
-                "is not a tenant's name; use 1 to 64 letters, digits, dots, hyphens and underscores",
+                "is not a valid tenant name; use 1 to 64 letters, digits, dots, hyphens and underscores",
             )
         where = f"tenants.{name}"
         policies[name] = _policy(where, fields)
         for digest in _keys(where, fields.get("keys", [])):
             if keys.setdefault(digest, name) != name:
-                raise _wrong(f"{where}.keys", f"has a key that tenant {keys[digest]!r} has too; give each its own")
+                raise _wrong(f"{where}.keys", f"has a key that tenant {keys[digest]!r} also has; use different keys")
     default = document.get("default", {})
     if isinstance(default, dict) and "keys" in default:
-        raise _wrong("default.keys", "is not allowed; a key belongs to a named tenant")
+        raise _wrong("default.keys", "is not allowed; add keys to a named tenant instead")
     return TenantTable(policies, _policy("default", default), keys)
 
 
 def _policy(where: str, fields: Any) -> TenantPolicy:
     if not isinstance(fields, dict):
-        raise _wrong(where, f"must be a table; write [{where}]")
+        raise _wrong(where, f"must be a table; use [{where}]")
     for name in fields:
         if name not in _FIELDS:
-            raise _wrong(f"{where}.{shortened(name)}", f"is unknown; the fields are {', '.join(_FIELDS)}")
+            raise _wrong(f"{where}.{shortened(name)}", f"is unknown; known fields: {', '.join(_FIELDS)}")
     given: dict[str, Any] = {}
     if "weight" in fields:
-        given["weight"] = _amount(f"{where}.weight", fields["weight"], least=1e-3, most=1e6)
+        given["weight"] = _amount(f"{where}.weight", fields["weight"], low=1e-3, high=1e6)
     for name in _AMOUNTS:
         if name in fields:
-            given[name] = _amount(f"{where}.{name}", fields[name], least=1.0, most=_MAX_AMOUNT)
+            given[name] = _amount(f"{where}.{name}", fields[name], low=1.0, high=_MAX_AMOUNT)
     for name in _COUNTS:
         if name in fields:
-            given[name] = int(_amount(f"{where}.{name}", fields[name], least=1, most=_MAX_AMOUNT, whole=True))
+            given[name] = int(_amount(f"{where}.{name}", fields[name], low=1, high=_MAX_AMOUNT, whole=True))
     for burst, rate in (("request_burst", "requests_per_minute"), ("token_burst", "tokens_per_minute")):
         if burst in given and rate not in given:
             raise _wrong(f"{where}.{burst}", f"has no effect without {rate}; set both or neither")
@@ -114,11 +114,11 @@ def _policy(where: str, fields: Any) -> TenantPolicy:
     return TenantPolicy(**given)
 
 
-def _amount(where: str, value: Any, *, least: float, most: float, whole: bool = False) -> float:
+def _amount(where: str, value: Any, *, low: float, high: float, whole: bool = False) -> float:
     is_number = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or not least <= value <= most:
+    if not is_number or not math.isfinite(value) or not low <= value <= high:
         kind = "a whole number" if whole else "a number"
-        raise _wrong(where, f"must be {kind} from {least:g} to {most:g}, not {shortened(repr(value))}")
+        raise _wrong(where, f"must be {kind} from {low:g} to {high:g}, not {shortened(repr(value))}")
     return float(value)
 
 
@@ -148,8 +148,8 @@ def _keys(where: str, value: Any) -> list[bytes]:
         if not isinstance(key, str) or not _KEY.fullmatch(key):
             raise _wrong(
                 f"{where}.keys.{number}",
-                "is not the hash of a key (it is not shown here); write the line that `kvferry key hash` prints: "
-                "sha256: and 64 hexadecimal digits",
+                "has an item that is not the hash of a key (not shown here); use the line that `kvferry key hash` "
+                "prints: sha256: and 64 hexadecimal digits",
             )
     return [bytes.fromhex(key.removeprefix(KEY_PREFIX)) for key in value]
 

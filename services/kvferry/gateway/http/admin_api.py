@@ -97,7 +97,9 @@ class AdminApi:
         given = request.query_params.get("limit", str(_DEFAULT_LISTED))
         if not (given.isascii() and given.isdecimal() and len(given) <= 4 and 1 <= int(given) <= MAX_LISTED):
             return error_response(
-                InvalidRequest(f"limit is {shortened(given)!r}; give a number from 1 to {MAX_LISTED}", field="limit")
+                InvalidRequest(
+                    f"limit must be a number from 1 to {MAX_LISTED}, not {shortened(given)!r}", field="limit"
+                )
             )
         body = {"requests": self.journal.recent(int(given))}
         return Response(openai_reply.encode(body), headers=_PRIVATE, media_type=_JSON)
@@ -159,13 +161,13 @@ async def _texts(request: Request, names: Sequence[str]) -> list[str]:
     async for part in request.stream():
         body += part
         if len(body) > _MAX_BODY_BYTES:
-            raise InvalidRequest(f"the body has more than {_MAX_BODY_BYTES} bytes; send {', '.join(names)} only")
+            raise InvalidRequest(f"the body has more than {_MAX_BODY_BYTES} bytes; send only {', '.join(names)}")
     try:
         given = json.loads(body)
     except (ValueError, RecursionError):
         given = None
     if not isinstance(given, dict):
-        raise InvalidRequest(f"the body is not a JSON object; send one with {', '.join(names)}")
+        raise InvalidRequest(f"the body must be a JSON object with the fields {', '.join(names)}")
     for name in given:
         if name not in names:
             raise InvalidRequest(
@@ -173,7 +175,7 @@ async def _texts(request: Request, names: Sequence[str]) -> list[str]:
             )
     for name in names:
         if not isinstance(given.get(name), str) or not given[name]:
-            raise InvalidRequest(f"{name} is missing or not a text; set it", field=name)
+            raise InvalidRequest(f"{name} must be a non-empty string", field=name)
     return [given[name] for name in names]
 
 

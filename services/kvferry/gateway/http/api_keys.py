@@ -101,7 +101,8 @@ def read_keys(path: Path) -> dict[str, str]:
             continue
         if len(words) != 2:
             raise UsageError(
-                f"line {number} of {path} has {len(words)} fields; write a key and a tenant", field="api_keys_file"
+                f"line {number} of {path} has {len(words)} fields; it must have a key and a tenant",
+                field="api_keys_file",
             )
         tenants[words[0]] = words[1]
     return tenants

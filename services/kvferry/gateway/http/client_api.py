@@ -307,8 +307,8 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     kind = MethodNotAllowed if error.status_code == 405 else NoSuchRoute
     what = (
-        f"{request.method} {shortened(request.url.path)} is not served here; GET /openapi.json lists what is, such as "
-        "POST /v1/chat/completions, /v1/completions, /v1/responses and /v1/embeddings"
+        f"{request.method} {shortened(request.url.path)} is not served here; GET /openapi.json lists the routes, "
+        "such as POST /v1/chat/completions, /v1/completions, /v1/responses and /v1/embeddings"
     )
     response = error_response(kind(what))
     if kind is MethodNotAllowed:

@@ -182,7 +182,7 @@ class BoundedProtocol(HttpToolsProtocol):
         6.1); `None` if there is none. The parser rejects a Content-Length with a Transfer-Encoding itself."""
         codings = [value.strip().lower() for name, value in self.headers if name == b"transfer-encoding"]
         if codings not in ([], [b"chunked"]):
-            return _Refused(501, "Transfer-Encoding must be chunked; send the body without another coding")
+            return _Refused(501, "Transfer-Encoding must be chunked; send the body without other transfer codings")
         hosts = sum(name == b"host" for name, _ in self.headers)
         if hosts > 1 or (hosts == 0 and self.parser.get_http_version() == "1.1"):
             return _Refused(400, f"the request has {hosts} Host headers; send exactly one")

@@ -156,7 +156,7 @@ class _RareAcceptErrors:
 def _bind(address: str, field: str, *, shares_port: bool) -> socket.socket:
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 0xFFFF:
-        raise UsageError(f"{address!r} is not an address; write host:port; port 0 selects a free port", field=field)
+        raise UsageError(f"{address!r} is not an address; use host:port (port 0 selects a free port)", field=field)
     bare = host.strip("[]")
     family = socket.AF_INET6 if ":" in bare else socket.AF_INET
     # Not socket.create_server, which leaves the protocol 0: asyncio sets TCP_NODELAY on accepted connections only if

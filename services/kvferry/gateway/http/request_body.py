@@ -61,7 +61,7 @@ class BufferedBody:
         budget, added = self._budget, size - self._own
         if budget.num_bytes + added > budget.limit:
             raise Overloaded(
-                f"bodies of {budget.num_bytes} bytes are being received; at most {budget.limit} are buffered",
+                f"{budget.num_bytes} bytes of bodies are being received; at most {budget.limit} are buffered",
                 retry_after_seconds=1.0,
             )
         budget.num_bytes += added
@@ -83,7 +83,7 @@ def check_media(request: Request) -> None:
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.strip().lower() != "identity":
         raise UnsupportedMedia(
-            f"the body must be plain {JSON}; content-encoding {shortened(encoding)!r} is not implemented"
+            f"the body must be plain {JSON}; content-encoding {shortened(encoding)!r} is not supported"
         )
 
 

@@ -43,7 +43,7 @@ class TraceFile:
         """
         if max_bytes < MIN_BYTES:
             raise UsageError(
-                f"trace_file_bytes is {max_bytes}; it must be at least {MIN_BYTES} for each gateway process",
+                f"trace_file_bytes must be at least {MIN_BYTES} for each gateway process, not {max_bytes}",
                 field="trace_file_bytes",
             )
         self._path, self._most = path, max_bytes // 2
@@ -124,7 +124,7 @@ class TraceFile:
             descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise UsageError(
-                f"trace_file {str(self._path)!r} cannot be written: {error.strerror}; name a file in a folder that "
+                f"trace_file {str(self._path)!r} cannot be written: {error.strerror}; use a file in a folder that "
                 "exists and is writable",
                 field="trace_file",
             ) from error
@@ -132,13 +132,16 @@ class TraceFile:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
             file.close()
-            raise UsageError(f"trace_file {str(self._path)!r} is not a regular file; name one", field="trace_file")
+            raise UsageError(
+                f"trace_file {str(self._path)!r} is not a regular file; use a regular file", field="trace_file"
+            )
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             file.close()
             raise UsageError(
-                f"trace_file {str(self._path)!r} is written by another process; name another file", field="trace_file"
+                f"trace_file {str(self._path)!r} is being written by another process; use another file",
+                field="trace_file",
             ) from error
         os.fchmod(descriptor, 0o600)  # also of a file that existed
         return file, found.st_size

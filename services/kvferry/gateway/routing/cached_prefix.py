@@ -23,25 +23,25 @@ class PromptCaches:
         names: PromptNames,
         tenant: str,
         token_ids: Sequence[int],
-        least_blocks: int,
+        min_blocks: int,
     ) -> None:
         """
         Args:
             names: hashes of the prompt's blocks that were computed earlier.
-            least_blocks: number of blocks that must be cached for the cached prefix to decide the choice of a replica;
-                for a prompt with fewer blocks, all of them.
+            min_blocks: number of blocks that must be cached for the cached prefix to decide the choice of a replica;
+                if a prompt has fewer blocks, all of them must be cached.
         """
         self._map = cache_map
         self._namers = namers
         self._names = names
         self._tenant = tenant
-        # A worker computes at least the last token of a prompt, so that a cached block that ends there is not used.
+        # A worker computes at least the last token of a prompt, so a cached block that ends there is not used.
         self._token_ids = token_ids[:-1]
-        self._least_blocks = least_blocks
+        self._min_blocks = min_blocks
         self._lookups: dict[tuple[bytes, int], tuple[Lookup, int]] = {}
         self._found: dict[str, CachedPrefix] = {}
-        """Predictions by address. They are those of the decision: a comparison with other policies, which follows it,
-        must not count the blocks that the prompt itself will add."""
+        """Predictions by address, as of the decision: the later comparison with other policies must not count the
+        blocks that the prompt itself will add."""
 
     def __call__(self, replica: Replica) -> CachedPrefix:
         found = self._found.get(replica.address)
@@ -55,7 +55,7 @@ class PromptCaches:
         return CachedPrefix(
             tokens=found.num_blocks * replica.block_tokens,
             confirmed_tokens=found.num_confirmed * replica.block_tokens,
-            decides=found.num_blocks >= min(self._least_blocks, num_blocks) > 0,
+            decides=found.num_blocks >= min(self._min_blocks, num_blocks) > 0,
             state=found.state,
             basis=found.basis,
         )

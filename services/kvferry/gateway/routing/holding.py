@@ -44,7 +44,7 @@ class Holding:
         # A request with more samples than that is held if it is the only one.
         if self.num_held >= most or self.num_held + count > max(most, count):
             raise Overloaded(
-                f"pool {self._pool} has no worker yet, and {self.num_held} requests are waiting; retry later",
+                f"pool {self._pool} has no workers yet, and {self.num_held} requests are waiting; retry later",
                 reason="POOL_EMPTY",
                 retry_after_seconds=_RETRY_AFTER_SECONDS,
             )
@@ -57,7 +57,7 @@ class Holding:
     def gave_up(self) -> Unavailable:
         """Return the error for a request that was held for the maximum time without a worker becoming available."""
         return Unavailable(
-            f"pool {self._pool} had no worker for {self._config.seconds:g} s; see /ready and /fleet for the reasons",
+            f"pool {self._pool} had no workers for {self._config.seconds:g} s; see /ready and /fleet for the reasons",
             reason="POOL_EMPTY",
             retry_after_seconds=_RETRY_AFTER_SECONDS,
         )

@@ -21,21 +21,21 @@ class PlainPolicy:
         """
         self._choose = choose
 
-    def one(self, asked: RouteRequest, replicas: Sequence[Replica], work: Work) -> Pick | None:
+    def one(self, request: RouteRequest, replicas: Sequence[Replica], work: Work) -> Pick | None:
         """Choose by the rule; see `Policy.one`."""
         if not replicas:
             return None
         chosen = self._choose(work)(sorted(replicas, key=lambda replica: replica.worker_id))
-        return Pick(chosen, chosen.worker_id, 0, len(replicas), asked.cached(chosen))
+        return Pick(chosen, chosen.worker_id, 0, len(replicas), request.cached(chosen))
 
     def pair(
-        self, asked: RouteRequest, prefill: Sequence[Replica], decode: Sequence[Replica]
+        self, request: RouteRequest, prefill: Sequence[Replica], decode: Sequence[Replica]
     ) -> tuple[Pick, Pick] | None:
         """Choose the prefill replica first, then one that reads its blocks; see `Policy.pair`."""
-        first = self.one(asked, prefill, Work.PROMPT)
+        first = self.one(request, prefill, Work.PROMPT)
         if first is None:
             return None
-        second = self.one(asked, readers(decode, first.replica.fingerprint, first.replica.family), Work.GENERATE)
+        second = self.one(request, readers(decode, first.replica.fingerprint, first.replica.family), Work.GENERATE)
         assert second is not None  # only prefill workers whose blocks a decode worker can read are candidates
         return first, second
 

@@ -45,7 +45,7 @@ class RoutingPolicies:
         }
         self._seconds = Seconds(estimates, commitments)
 
-    def others(self, asked: RouteRequest, choose: Callable[[Policy], Route | None]) -> tuple[OtherChoice, ...]:
+    def others(self, request: RouteRequest, choose: Callable[[Policy], Route | None]) -> tuple[OtherChoice, ...]:
         """Return the choices of the other policies for a request.
 
         Args:
@@ -57,7 +57,7 @@ class RoutingPolicies:
                 name,
                 "" if route.prefill is None else route.prefill.replica.worker_id,
                 route.decode.replica.worker_id,
-                self._seconds.estimate(asked, route),
+                self._seconds.estimate(request, route),
             )
             for name, route in found
             if route is not None
@@ -87,4 +87,4 @@ def make_policy(
         return least_loaded()
     if name == "random":
         return uniform(seed)
-    raise UsageError(f"policy is {name!r}; it is one of {', '.join(POLICIES)}", field="policy")
+    raise UsageError(f"policy must be one of {', '.join(POLICIES)}, not {name!r}", field="policy")

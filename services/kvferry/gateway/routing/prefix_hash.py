@@ -25,12 +25,12 @@ class PrefixHash:
         """
         self._load_factor = load_factor
 
-    def one(self, asked: RouteRequest, replicas: Sequence[Replica], work: Work = Work.WHOLE) -> Pick | None:
+    def one(self, request: RouteRequest, replicas: Sequence[Replica], work: Work = Work.WHOLE) -> Pick | None:
         """Choose by rank within the load bound; see `Policy.one`."""
         if not replicas:
             return None
         candidates = (
-            Candidate(one, asked.cached(one), rendezvous_weight(asked.key(one), one.worker_id)) for one in replicas
+            Candidate(one, request.cached(one), rendezvous_weight(request.key(one), one.worker_id)) for one in replicas
         )
         ranked = sorted(candidates, key=rank, reverse=True)
         total = sum(replica.load for replica in replicas)
@@ -41,13 +41,13 @@ class PrefixHash:
         return Pick(chosen.replica, preferred, capacity, len(replicas), chosen.cached, tuple(ranked[:MAX_RANKED]))
 
     def pair(
-        self, asked: RouteRequest, prefill: Sequence[Replica], decode: Sequence[Replica]
+        self, request: RouteRequest, prefill: Sequence[Replica], decode: Sequence[Replica]
     ) -> tuple[Pick, Pick] | None:
         """Choose the prefill replica first, then one that reads its blocks; see `Policy.pair`."""
-        first = self.one(asked, prefill, Work.PROMPT)
+        first = self.one(request, prefill, Work.PROMPT)
         if first is None:
             return None
-        second = self.one(asked, readers(decode, first.replica.fingerprint, first.replica.family), Work.GENERATE)
+        second = self.one(request, readers(decode, first.replica.fingerprint, first.replica.family), Work.GENERATE)
         assert second is not None  # only prefill workers whose blocks a decode worker can read are candidates
         return first, second
 

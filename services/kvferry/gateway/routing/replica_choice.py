@@ -6,7 +6,7 @@ from kvferry.gateway.routing.routes import Policy, Route, RouteReason, RouteRequ
 
 
 def choose(
-    asked: RouteRequest,
+    request: RouteRequest,
     candidates: Candidates,
     policy: Policy,
     *,
@@ -22,39 +22,39 @@ def choose(
             worker; `None` if a prefill worker is always needed.
     """
     if skip_prefill is not None:
-        work = Work.WHOLE if asked.source is None else Work.GENERATE
-        alone = policy.one(asked, candidates.decode, work) or policy.one(asked, candidates.both, work)
+        work = Work.WHOLE if request.source is None else Work.GENERATE
+        alone = policy.one(request, candidates.decode, work) or policy.one(request, candidates.both, work)
         return None if alone is None else Route(None, alone, skip_prefill)
-    pair = _pair(asked, candidates, policy)
+    pair = _pair(request, candidates, policy)
     if enough_tokens is not None:
-        warm = policy.one(asked, candidates.decode, Work.WHOLE)
+        warm = policy.one(request, candidates.decode, Work.WHOLE)
         if warm is not None and warm.cached.confirmed_tokens >= enough_tokens:
             tail = Route(None, warm, RouteReason.SHORT_TAIL)
             if pair is None or tail.seconds <= pair.seconds:
                 return tail
     if pair is not None:
         return pair
-    whole = policy.one(asked, candidates.both, Work.WHOLE)
+    whole = policy.one(request, candidates.both, Work.WHOLE)
     if whole is not None:
         return Route(None, whole, RouteReason.BOTH)
-    alone = policy.one(asked, candidates.decode, Work.WHOLE)
+    alone = policy.one(request, candidates.decode, Work.WHOLE)
     return None if alone is None else Route(None, alone, RouteReason.NO_PREFILL)
 
 
-def choose_pooling(asked: RouteRequest, candidates: Candidates, policy: Policy) -> Route | None:
+def choose_pooling(request: RouteRequest, candidates: Candidates, policy: Policy) -> Route | None:
     """Choose the worker that computes a vector: one that computes prompts; `None` if there is none. Workers of role
     `both` are used only without prefill workers, as for generation."""
-    found = policy.one(asked, candidates.prefill, Work.PROMPT) or policy.one(asked, candidates.both, Work.PROMPT)
+    found = policy.one(request, candidates.prefill, Work.PROMPT) or policy.one(request, candidates.both, Work.PROMPT)
     return None if found is None else Route(None, found, RouteReason.POOLING)
 
 
-def _pair(asked: RouteRequest, candidates: Candidates, policy: Policy) -> Route | None:
+def _pair(request: RouteRequest, candidates: Candidates, policy: Policy) -> Route | None:
     """Choose a pair with equal layouts or, if there is none, a pair that converts blocks."""
     decodable = {replica.fingerprint for replica in candidates.decode}
     prefill = [p for p in candidates.prefill if p.fingerprint in decodable]
     if not prefill:
         prefill = [p for p in candidates.prefill if readers(candidates.decode, p.fingerprint, p.family)]
-    found = policy.pair(asked, prefill, candidates.decode)
+    found = policy.pair(request, prefill, candidates.decode)
     if found is None:
         return None
     first, second = found

@@ -138,12 +138,12 @@ class Route:
 class Policy(Protocol):
     """Chooses replicas for requests; used by one gateway."""
 
-    def one(self, asked: RouteRequest, replicas: Sequence[Replica], work: Work) -> Pick | None:
+    def one(self, request: RouteRequest, replicas: Sequence[Replica], work: Work) -> Pick | None:
         """Choose the replica for a share of a request; `None` if `replicas` is empty."""
         ...
 
     def pair(
-        self, asked: RouteRequest, prefill: Sequence[Replica], decode: Sequence[Replica]
+        self, request: RouteRequest, prefill: Sequence[Replica], decode: Sequence[Replica]
     ) -> tuple[Pick, Pick] | None:
         """Choose a prefill replica and a decode replica that reads its blocks.
 

@@ -49,24 +49,24 @@ class Seconds:
         self._estimates = estimates
         self._commitments = commitments
 
-    def one(self, asked: RouteRequest, replicas: Sequence[Replica], work: Work) -> Pick | None:
+    def one(self, request: RouteRequest, replicas: Sequence[Replica], work: Work) -> Pick | None:
         """Choose the replica with the lowest estimated latency; see `Policy.one`."""
         if not replicas:
             return None
-        ranked = _sorted(self._candidate(asked, replica, work) for replica in replicas)
+        ranked = _sorted(self._candidate(request, replica, work) for replica in replicas)
         bound = _bound(_total(ranked[0]), _before_output(ranked[0]))
         equal = [candidate for candidate in ranked if _total(candidate) <= bound]
         chosen = max(equal, key=rank)
         return _pick(chosen, ranked)
 
     def pair(
-        self, asked: RouteRequest, prefill: Sequence[Replica], decode: Sequence[Replica]
+        self, request: RouteRequest, prefill: Sequence[Replica], decode: Sequence[Replica]
     ) -> tuple[Pick, Pick] | None:
         """Choose the pair with the lowest estimated latency; see `Policy.pair`."""
         if not prefill:
             return None
-        first = _sorted(self._candidate(asked, replica, Work.PROMPT) for replica in prefill)
-        second = _sorted(self._candidate(asked, replica, Work.GENERATE) for replica in decode)
+        first = _sorted(self._candidate(request, replica, Work.PROMPT) for replica in prefill)
+        second = _sorted(self._candidate(request, replica, Work.GENERATE) for replica in decode)
         readable: dict[tuple[bytes, bytes], set[str]] = {}
         pairs: list[_Pair] = []
         for computing in first[:_MAX_PAIRED]:
@@ -81,7 +81,7 @@ class Seconds:
                 considered += near[:_MAX_PAIRED]
             before = _total(computing)
             pairs += [
-                _Pair(before + _total(candidate) + self._handoff(asked, source, candidate), computing, candidate)
+                _Pair(before + _total(candidate) + self._handoff(request, source, candidate), computing, candidate)
                 for candidate in considered
             ]
         if not pairs:
@@ -94,28 +94,28 @@ class Seconds:
         partner = max((pair.decode for pair in equal if pair.prefill is chosen), key=rank)
         partners = sorted((pair for pair in pairs if pair.prefill is chosen), key=lambda pair: pair.seconds)
         moved = {
-            pair.decode.replica.address: self._with_transfer(asked, chosen.replica, pair.decode) for pair in partners
+            pair.decode.replica.address: self._with_transfer(request, chosen.replica, pair.decode) for pair in partners
         }
         return _pick(chosen, first), _pick(moved[partner.replica.address], list(moved.values()))
 
-    def estimate(self, asked: RouteRequest, route: Route) -> float:
+    def estimate(self, request: RouteRequest, route: Route) -> float:
         """Return the estimated latency of a request on a route of any policy, in seconds."""
         decode = route.decode.replica
         if route.prefill is None:
-            work = Work.WHOLE if asked.source is None else Work.GENERATE
-            return _total(self._candidate(asked, decode, work))
+            work = Work.WHOLE if request.source is None else Work.GENERATE
+            return _total(self._candidate(request, decode, work))
         source = route.prefill.replica
-        generating = self._with_transfer(asked, source, self._candidate(asked, decode, Work.GENERATE))
-        return _total(self._candidate(asked, source, Work.PROMPT)) + _total(generating)
+        generating = self._with_transfer(request, source, self._candidate(request, decode, Work.GENERATE))
+        return _total(self._candidate(request, source, Work.PROMPT)) + _total(generating)
 
     # -- terms -------------------------------------------------------------------------------------------------------
 
-    def _candidate(self, asked: RouteRequest, replica: Replica, work: Work) -> Candidate:
-        cached = asked.cached(replica)
-        missing = max(1, asked.num_tokens - cached.tokens)
+    def _candidate(self, request: RouteRequest, replica: Replica, work: Work) -> Candidate:
+        cached = request.cached(replica)
+        missing = max(1, request.num_tokens - cached.tokens)
         prefill_constant, prefill_slope = self._estimates.prefill_line(replica.worker_id)
         queue = prefill = transfer = decode = room = 0.0
-        output = self._estimates.output_tokens(asked.max_output_tokens)
+        output = self._estimates.output_tokens(request.max_output_tokens)
         if work is not Work.GENERATE:
             own = self._commitments.prompt_tokens(replica.address, prefill_slope)
             queue = prefill_slope * max(own, replica.tokens_to_compute)
@@ -126,19 +126,19 @@ class Seconds:
             step = constant + slope * (running + 1)
             decode = output * step
             room = self._room(replica, missing + output, running, output) * decode
-        if work is Work.GENERATE and asked.source is not None:
-            transfer = self._transfer(asked.source, replica, missing)
+        if work is Work.GENERATE and request.source is not None:
+            transfer = self._transfer(request.source, replica, missing)
         written = missing + (0.0 if work is Work.PROMPT else output)
         eviction = self._evicted_tokens(replica, written) * prefill_slope * self._estimates.hit_share
         terms = Terms(queue, prefill, transfer, decode, room, eviction)
-        return Candidate(replica, cached, rendezvous_weight(asked.key(replica), replica.worker_id), terms)
+        return Candidate(replica, cached, rendezvous_weight(request.key(replica), replica.worker_id), terms)
 
-    def _with_transfer(self, asked: RouteRequest, source: Replica, target: Candidate) -> Candidate:
-        terms = (target.terms or Terms())._replace(transfer=self._handoff(asked, source, target))
+    def _with_transfer(self, request: RouteRequest, source: Replica, target: Candidate) -> Candidate:
+        terms = (target.terms or Terms())._replace(transfer=self._handoff(request, source, target))
         return Candidate(target.replica, target.cached, target.weight, terms)
 
-    def _handoff(self, asked: RouteRequest, source: Replica, target: Candidate) -> float:
-        return self._transfer(source, target.replica, max(1, asked.num_tokens - target.cached.tokens))
+    def _handoff(self, request: RouteRequest, source: Replica, target: Candidate) -> float:
+        return self._transfer(source, target.replica, max(1, request.num_tokens - target.cached.tokens))
 
     def _transfer(self, source: Replica, target: Replica, num_tokens: float) -> float:
         distance = source.place.distance(target.place)

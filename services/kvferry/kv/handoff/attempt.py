@@ -170,9 +170,11 @@ class Attempt:
             return self._give_up(f"waited {now - self._begun:.1f} s for other transfers")
         theirs = self.source.ticket.connector
         if theirs != self._connector:
-            return self._give_up(f"the ticket's connector is {theirs!r}, this worker reads over {self._connector!r}")
+            return self._give_up(
+                f"the ticket's connector is {theirs!r}, but this worker reads over {self._connector!r}"
+            )
         if self._requires_digests and not self.expected_digests:
-            return self._give_up("the ticket has no digests, and this worker verifies them (--verify-kv digest)")
+            return self._give_up("the ticket has no digests, but this worker requires them (--verify-kv digest)")
         self._move(TransferEvent.BEGIN)
         self._limit = now + self._times.control_seconds
         return [Connect(self._times.control_seconds)]

@@ -168,7 +168,7 @@ class OfferBook(Generic[P]):
             place.attempt = attempt
             place.lease(OfferEvent.CLAIM, now + self.times.lease_seconds)
         elif place.state is OfferState.OFFERED:
-            raise TicketRejected(f"attempt {attempt} has ended already", reason="TICKET_GONE", field="attempt")
+            raise TicketRejected(f"attempt {attempt} has already ended", reason="TICKET_GONE", field="attempt")
         else:
             raise TicketRejected(
                 f"the offer is {place.state.value}: another attempt claimed it",
@@ -289,7 +289,7 @@ def check_incarnation(asked: str, mine: str) -> None:
     """
     if asked != mine:
         raise TicketRejected(
-            f"the ticket is for incarnation {asked!r}; this worker restarted as {mine!r} with new pages",
+            f"the ticket is for incarnation {asked!r}, but this worker has restarted as {mine!r} with new pages",
             reason="TICKET_INCARNATION",
             field="incarnation",
         )

@@ -116,7 +116,7 @@ class Keyring:
         key_id, mac, body = sealed[4:8], sealed[8:_HEADER], sealed[_HEADER:]
         if key_id not in self._keys:
             raise TicketRejected(
-                "the ticket was sealed with a key this worker does not have; give both workers the same ticket key",
+                "the ticket was sealed with a key this worker does not have; use the same ticket key on both workers",
                 reason="TICKET_KEY_UNKNOWN",
                 field="ticket",
             )
@@ -149,7 +149,7 @@ class Keyring:
         key_id, mac = seal[:4], seal[4:]
         if key_id not in self._keys or not compare_digest(mac, self._mac(key_id, sealed_bytes(sealed), _SEAL)):
             raise TicketRejected(
-                "the peer's message is not sealed with the pool's ticket key; give all workers the same ticket key",
+                "the peer's message is not sealed with the pool's ticket key; use the same ticket key on all workers",
                 reason="SEAL_INVALID",
                 field="seal",
             )
@@ -171,7 +171,7 @@ def layout_of(fingerprint: bytes, description: Sequence[object], own: KvLayout) 
     except ValueError as error:
         raise _other_layout(fingerprint, own.fingerprint, f"and its description is invalid: {error}") from error
     if found.fingerprint != fingerprint:
-        raise _other_layout(fingerprint, own.fingerprint, "and its description has another fingerprint")
+        raise _other_layout(fingerprint, own.fingerprint, "and its description does not match its fingerprint")
     return found
 
 
@@ -189,8 +189,8 @@ def plan_for(fingerprint: bytes, description: Sequence[object], own: KvLayout) -
 
 def _other_layout(theirs: bytes, ours: bytes, why: str) -> TicketRejected:
     return TicketRejected(
-        f"the KV layout {theirs.hex()} is not this worker's {ours.hex()}, {why}; "
-        "give both workers the same model, dtype and block size, or the same version of this program",
+        f"the KV layout {theirs.hex()} differs from this worker's {ours.hex()}, {why}; use the same model, dtype, "
+        "block size and kvferry version on both workers",
         reason="TICKET_LAYOUT",
         field="fingerprint",
     )

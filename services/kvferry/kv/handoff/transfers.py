@@ -88,7 +88,7 @@ class TransferTimes:
 
     control_seconds: float = 2.0
     """Time-out of a control message to the peer (describe, claim, renew, finish)."""
-    least_seconds: float = 0.25
+    min_seconds: float = 0.25
     """Minimum time limit of a transfer."""
     slack: float = 4.0
     """Time limit of a transfer as a multiple of its expected duration."""
@@ -100,5 +100,5 @@ class TransferTimes:
     """Time in the queue after which a job is abandoned before it starts."""
 
     def deadline_seconds(self, num_bytes: int) -> float:
-        """Return the time limit for a transfer of `num_bytes`: max(least, slack x bytes / rate)."""
-        return max(self.least_seconds, self.slack * num_bytes / self.assumed_bytes_per_second)
+        """Return the time limit for a transfer of `num_bytes` in seconds: max(minimum, slack x bytes / rate)."""
+        return max(self.min_seconds, self.slack * num_bytes / self.assumed_bytes_per_second)

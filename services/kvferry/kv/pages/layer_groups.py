@@ -1,7 +1,7 @@
-"""Groups of layers with page needs of their own: full attention in one group, each sliding window in further ones.
+"""Groups of layers with separate pages: layers with full attention in one group, each sliding window in further groups.
 
-A page has the KV of one block of tokens for the layers of one group. All groups have pages of the same size, so that
-one pool serves them (Zhang et al., Jenga: Effective Memory Management for Serving LLM with Heterogeneity, SOSP 2025;
+A page has the KV of one block of tokens for the layers of one group. All groups have pages of the same size, so one
+pool serves them all (Zhang et al., Jenga: Effective Memory Management for Serving LLM with Heterogeneity, SOSP 2025;
 the hybrid KV cache manager of vLLM divides layers in the same way). Six layers, of which two have full attention:
 
     layer       0  1  2  3  4  5        windows of layers 0, 1, 3 and 4
@@ -9,7 +9,7 @@ the hybrid KV cache manager of vLLM divides layers in the same way). Six layers,
     group 1     0  1                    pages of the last blocks only
     group 2              3  4           the same
 
-The last group of a window may have fewer layers than its pages have places; these places stay unused.
+The last group of a window may have fewer layers than its pages have places; the remaining places stay unused.
 """
 
 from collections.abc import Sequence
@@ -18,15 +18,16 @@ from dataclasses import dataclass
 from kvferry.model.config import ModelConfig
 
 FULL_ATTENTION: tuple[int | None, ...] = (None,)
-"""Windows of one group of all layers, whose pages are kept for the whole context."""
+"""Windows of a single group of all layers, whose pages are kept for the whole context."""
 
 
 def first_block_read(position: int, window: int | None, block_tokens: int) -> int:
-    """Return the first block that rows from `position` on read: that of position + 1 - window, or 0 without window."""
+    """Return the first block that rows from `position` on read: the block of position + 1 - window, or 0 without a
+    window."""
     return 0 if window is None else max(0, position + 1 - window) // block_tokens
 
 
-def most_blocks(window: int, *, block_tokens: int, step_tokens: int, boundary_blocks: int = 1) -> int:
+def max_blocks(window: int, *, block_tokens: int, step_tokens: int, boundary_blocks: int = 1) -> int:
     """Return the largest number of pages that a group with a window holds at once for a sequence of any length.
 
     Args:
@@ -35,28 +36,29 @@ def most_blocks(window: int, *, block_tokens: int, step_tokens: int, boundary_bl
         step_tokens: maximum number of tokens of one sequence in a step.
         boundary_blocks: pages are released up to a multiple of this number of full blocks.
     """
-    behind = boundary_blocks * block_tokens - 1  # tokens between such a boundary and the begin of a step, at most
+    # Maximum number of tokens between such a boundary and the start of a step.
+    behind = boundary_blocks * block_tokens - 1
     of_window, of_step = -(-(window - 1) // block_tokens), -(-(behind + step_tokens) // block_tokens)
     return of_window + of_step
 
 
-def pages_of(num_blocks: int, most: Sequence[int | None]) -> int:
+def pages_of(num_blocks: int, limits: Sequence[int | None]) -> int:
     """Return the number of pages of a sequence over all groups.
 
     Args:
         num_blocks: number of blocks of the sequence.
-        most: largest number of pages of each group (`most_blocks`); `None` for full attention.
+        limits: largest number of pages of each group (`max_blocks`); `None` for full attention.
     """
-    return sum(num_blocks if limit is None else min(num_blocks, limit) for limit in most)
+    return sum(num_blocks if limit is None else min(num_blocks, limit) for limit in limits)
 
 
 def handed_over(num_tokens: int, windows: Sequence[int | None], block_tokens: int) -> tuple[range, ...]:
-    """Return the blocks of each group whose pages a hand-off has: those that rows after the last full block read.
+    """Return the blocks of each group whose pages are handed off: the blocks that rows after the last full block read.
 
-    A ticket has the pages of the first group in order, then those of each further group.
+    A ticket has the pages of the first group in order, then the pages of each further group.
 
     Args:
-        num_tokens: number of tokens whose KV is handed over.
+        num_tokens: number of tokens whose KV is handed off.
         windows: sliding window of each group in tokens; `None` for full attention.
         block_tokens: tokens per page.
     """
@@ -80,8 +82,8 @@ class LayerGroups:
 
     @classmethod
     def of(cls, windows: Sequence[int | None]) -> "LayerGroups":
-        """Divide layers by their windows, in groups as large as that of full attention, or, without one, as the
-        smallest set of layers with the same window.
+        """Divide layers by their windows into groups as large as the full-attention group or, without such a group, as
+        the smallest set of layers with the same window.
 
         Args:
             windows: sliding window of each layer; `None` for full attention.
@@ -116,18 +118,18 @@ class LayerGroups:
         }
         return tuple(found[layer] for layer in range(len(found)))
 
-    def most_pages(self, num_tokens: int, *, block_tokens: int, step_tokens: int) -> int:
+    def max_pages(self, num_tokens: int, *, block_tokens: int, step_tokens: int) -> int:
         """Return the largest number of pages that a sequence holds at once while it grows to `num_tokens` tokens."""
-        most = [
-            None if window is None else most_blocks(window, block_tokens=block_tokens, step_tokens=step_tokens)
+        limits = [
+            None if window is None else max_blocks(window, block_tokens=block_tokens, step_tokens=step_tokens)
             for window in self.windows
         ]
-        return pages_of(-(-num_tokens // block_tokens), most)
+        return pages_of(-(-num_tokens // block_tokens), limits)
 
 
 def choose_groups(config: ModelConfig, *, context_tokens: int, block_tokens: int, step_tokens: int) -> LayerGroups:
-    """Choose the groups of a model: those of `LayerGroups.of` if a sequence of the context's length takes less memory
-    than with one group of all layers, otherwise that group.
+    """Choose the layer groups of a model: `LayerGroups.of`, if a sequence that fills the context then takes less memory
+    than with a single group of all layers; otherwise the single group.
 
     Args:
         config: the model.
@@ -139,7 +141,7 @@ def choose_groups(config: ModelConfig, *, context_tokens: int, block_tokens: int
     divided = LayerGroups.of([config.window_of(layer) for layer in range(config.num_layers)])
 
     def size(groups: LayerGroups) -> int:
-        pages = groups.most_pages(context_tokens, block_tokens=block_tokens, step_tokens=step_tokens)
+        pages = groups.max_pages(context_tokens, block_tokens=block_tokens, step_tokens=step_tokens)
         return groups.page_layers * pages
 
     return divided if size(divided) < size(whole) else whole

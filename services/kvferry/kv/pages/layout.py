@@ -69,7 +69,7 @@ class KvLayout:
             ValueError: the range exceeds the model's KV heads, or there are neither one nor two planes.
         """
         if self.planes not in (1, 2):
-            raise ValueError(f"pages have 1 or 2 planes, not {self.planes}")
+            raise ValueError(f"planes must be 1 or 2, not {self.planes}")
         if self.windows and len(self.windows) != self.num_layers:
             raise ValueError(f"{len(self.windows)} windows for {self.num_layers} layers")
         total = self.num_kv_heads if self.total_kv_heads is None else self.total_kv_heads
@@ -200,7 +200,7 @@ def described(description: Sequence[object]) -> KvLayout:
     digest, dtype, *counts = values
     planes = counts.pop() if len(values) in {_SHARED + 1, _SHARED + 3} else _PLANES
     if planes not in (1, _PLANES):
-        raise ValueError(f"unsupported layout: planes={planes!r:.20}; it must be 1 or 2")
+        raise ValueError(f"unsupported layout: planes must be 1 or 2, not {planes!r:.20}")
     if not isinstance(digest, str) or len(digest) > _MAX_DIGEST_CHARS or dtype not in DTYPES:
         raise ValueError(f"unsupported layout: dtype {dtype!r}; use one of {', '.join(DTYPES)}")
     checked = [c for c in counts if isinstance(c, int) and 0 <= c <= _MAX_COUNT]

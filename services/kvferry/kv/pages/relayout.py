@@ -31,8 +31,8 @@ _STORED: dict[str, np.dtype[Any]] = {
 }
 """Numpy dtype by KV data type; bfloat16 is represented by its bit pattern, the upper half of a float32."""
 _SCALE = np.dtype("<f4")
-_MOST_CODE = np.float32(127)
-_LEAST_WITH_INVERSE = np.float32(1e-30)
+_MAX_INT8 = np.float32(127)
+_MIN_WITH_INVERSE = np.float32(1e-30)
 """Threshold for quantization: a row whose largest absolute value is not above it is quantized to zero."""
 _CONVERT_ELEMENTS = 1 << 16
 """Elements converted at a time, so that intermediate values stay in a core's cache."""
@@ -59,16 +59,17 @@ class Relayout:
         start, stop = first * size, min((first + count) * size, num_tokens)
         return range(start // theirs, -(-stop // theirs)) if start < stop else range(0)
 
-    def pieces(self, blocks: range, most_bytes: int) -> list[range]:
-        """Split the source's `blocks` into runs of at most `most_bytes` each.
+    def pieces(self, blocks: range, max_bytes: int) -> list[range]:
+        """Split the source's `blocks` into runs of at most `max_bytes` each.
 
         Raises:
             ValueError: `max_bytes` is less than one page.
         """
-        step = most_bytes // self.source.block_bytes
+        step = max_bytes // self.source.block_bytes
         if not step:
             raise ValueError(
-                f"a page of the peer has {self.source.block_bytes} bytes; the staging slot has only {most_bytes} bytes"
+                f"a page of the peer has {self.source.block_bytes} bytes, but the staging slot has only {max_bytes} "
+                "bytes"
             )
         return [blocks[i : i + step] for i in range(0, len(blocks), step)]
 
@@ -192,13 +193,13 @@ _MUST_BE_EQUAL = {
     "num_layers": "prefill and decode must run the same model files",
     "head_dim": "prefill and decode must run the same model files",
     "planes": "prefill and decode must run the same model files",
-    "windows": "pages of groups of layers are not converted",
+    "windows": "pages of layer groups cannot be converted",
 }
 
 
 def _impossible(field: str, theirs: object, ours: object, remedy: str) -> TicketRejected:
     return TicketRejected(
-        f"KV layouts differ in {field}: the source has {theirs}, the reader {ours}; no conversion exists; {remedy}",
+        f"KV layouts differ in {field}: the source has {theirs}, the reader {ours}, and no conversion exists; {remedy}",
         reason="TICKET_LAYOUT",
         field=field,
     )
@@ -226,7 +227,7 @@ def _store(wide: npt.NDArray[np.float32], wanted: _Values, dtype: str) -> None:
             with np.errstate(over="raise"):
                 wanted.numbers[...] = wide.astype(np.float16)
         except FloatingPointError:
-            raise DtypeOverflow("the peer's KV has values that float16 cannot hold") from None
+            raise DtypeOverflow("the peer's KV has values outside the range of float16") from None
 
 
 def _widened(bits: npt.NDArray[np.generic]) -> npt.NDArray[np.float32]:
@@ -254,8 +255,8 @@ def _coded(wide: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.int8], npt.NDA
     """Quantize rows to int8 codes and scales, as the kernels do; a row with a non-finite value gets the scale NaN."""
     most = np.abs(wide).max(axis=-1)
     with np.errstate(all="ignore"):
-        inverse = np.where(most > _LEAST_WITH_INVERSE, _MOST_CODE / most, np.float32(0))
+        inverse = np.where(most > _MIN_WITH_INVERSE, _MAX_INT8 / most, np.float32(0))
         codes = wide * inverse[..., None]
-        scales = most / _MOST_CODE + most * np.float32(0)
+        scales = most / _MAX_INT8 + most * np.float32(0)
     codes[~np.isfinite(most)] = 0
     return np.rint(codes, out=codes).astype(np.int8), scales

@@ -158,7 +158,7 @@ def open_tier(spec: TierSpec, *, object_bytes: int, secret: bytes, clock: Clock)
     """
     spec.check_options(("size", "tenant_share"))
     if spec.host or spec.path not in {"", "/"}:
-        raise UsageError(f"tier {spec.text}: memory has no host and no path; write dram://?size=2GiB", field="tier")
+        raise UsageError(f"tier {spec.text}: memory has no host and no path; use dram://?size=2GiB", field="tier")
     return DramTier(
         spec.option("size", size_bytes, _DEFAULT_SIZE),
         object_bytes,

@@ -33,15 +33,15 @@ _WITHOUT_EFFECT = frozenset(
 """Fields that describe how the adapter was trained and do not change its computation. The tensors show which modules it
 updates."""
 _REFUSED = {
-    "use_dora": "DoRA scales the columns of the merged weights; train without use_dora, or merge the adapter",
-    "modules_to_save": "whole modules replace those of the model; train without modules_to_save",
-    "trainable_token_indices": "rows of the embedding replace those of the model; train linear layers only",
-    "lora_bias": "biases are not updated; train with lora_bias=False",
-    "fan_in_fan_out": "weights are expected as [out, in]; convert the adapter to a model with linear layers",
-    "layer_replication": "it changes the number of layers; merge the adapter and serve it as a model",
-    "target_parameters": "only linear layers are updated; train with target_modules",
-    "use_qalora": "inputs are pooled before the update; train without use_qalora",
-    "alora_invocation_tokens": "the adapter begins in the middle of a prompt; train without alora_invocation_tokens",
+    "use_dora": "DoRA is not supported; train with use_dora=False, or merge the adapter into the model",
+    "modules_to_save": "replacing whole modules is not supported; train without modules_to_save",
+    "trainable_token_indices": "replacing embedding rows is not supported; train linear layers only",
+    "lora_bias": "LoRA biases are not supported; train with lora_bias=False",
+    "fan_in_fan_out": "transposed weights are not supported; convert the adapter to weights of shape [out, in]",
+    "layer_replication": "replicated layers are not supported; merge the adapter and serve the result as a model",
+    "target_parameters": "only linear layers are supported; train with target_modules",
+    "use_qalora": "QA-LoRA is not supported; train with use_qalora=False",
+    "alora_invocation_tokens": "activated LoRA is not supported; train without alora_invocation_tokens",
 }
 
 
@@ -89,17 +89,20 @@ def read_adapter_config(raw: Json, where: Path) -> AdapterConfig:
         if raw.get(field):
             raise refused(field, why)
     if raw.get("bias", "none") != "none":
-        raise refused("bias", "biases are not updated; train with bias='none'")
+        raise refused("bias", "LoRA biases are not supported; train with bias='none'")
     start = raw.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(_CHANGES_BASE):
-        raise refused("init_lora_weights", "it changes the model's own weights; convert the adapter to plain LoRA")
+        raise refused(
+            "init_lora_weights",
+            "this initialization changes the base model's weights; convert the adapter to plain LoRA",
+        )
     known = {"peft_type", "bias", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"}
     for field, value in raw.items():
         if field not in known and field not in _WITHOUT_EFFECT and field not in _REFUSED and value:
-            raise refused(field[:80], "this field is not known, and may change the result; remove it if it does not")
+            raise refused(field[:80], "this field is unknown and may change the result; remove it if it does not")
     is_rank_stabilized = raw.get("use_rslora", False)
     if not isinstance(is_rank_stabilized, bool):
-        raise refused("use_rslora", "true or false is expected")
+        raise refused("use_rslora", "it must be true or false")
     return AdapterConfig(
         rank=_rank(raw.get("r"), where, "r"),
         alpha=_alpha(raw.get("lora_alpha"), where, "lora_alpha"),
@@ -117,13 +120,13 @@ def _pattern(raw: Json, where: Path, field: str) -> list[tuple[str, object]]:
     value = raw.get(field) or {}
     if not isinstance(value, dict) or len(value) > _MAX_PATTERNS:
         raise ModelFileError(
-            f"{where}: {field} is not an object of at most {_MAX_PATTERNS} modules; correct it", field=field
+            f"{where}: {field} must be an object with at most {_MAX_PATTERNS} module names", field=field
         )
     for end in value:
         if not _MODULE.fullmatch(end):
             raise ModelFileError(
-                f"{where}: {field} has the key {end[:80]!r}; only names of modules are supported, without regular "
-                "expressions. Name the modules",
+                f"{where}: {field} has the key {end[:80]!r}; regular expressions are not supported: list the modules "
+                "by name",
                 field=field,
             )
     return list(value.items())
@@ -132,8 +135,8 @@ def _pattern(raw: Json, where: Path, field: str) -> list[tuple[str, object]]:
 def _rank(value: object, where: Path, field: str) -> int:
     if type(value) is not int or not 1 <= value <= MAX_RANK:
         raise ModelFileError(
-            f"{where}: {field} has rank {repr(value)[:80]}; a rank is a whole number from 1 to {MAX_RANK}. Train with a"
-            " smaller rank",
+            f"{where}: {field} has rank {repr(value)[:80]}, which must be a whole number from 1 to {MAX_RANK}; train "
+            "with a smaller rank",
             field=field,
         )
     return value
@@ -143,7 +146,7 @@ def _alpha(value: object, where: Path, field: str) -> float:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not math.isfinite(value) or abs(value) > 1e6:  # type: ignore[arg-type]
         raise ModelFileError(
-            f"{where}: {field} has {repr(value)[:80]}; a finite number of at most a million is expected. Correct it",
+            f"{where}: {field} has {repr(value)[:80]}, which must be a finite number of at most a million",
             field=field,
         )
     assert isinstance(value, int | float)

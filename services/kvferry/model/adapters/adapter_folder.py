@@ -33,12 +33,12 @@ _NAME = re.compile(
 _WHY = (
     (
         "lora_embedding_",
-        "embeddings are not updated by adapters; train without the embedding in target_modules",
+        "updates to embeddings are not supported; train without the embedding in target_modules",
     ),
-    ("embed_tokens", "embeddings are not replaced by adapters; train without the embedding in modules_to_save"),
-    ("lm_head", "the output head is not updated by adapters; train without lm_head in target_modules"),
-    ("lora_magnitude_vector", "DoRA is not supported; train without use_dora"),
-    ("bias", "biases are not updated; train with bias='none' and lora_bias=False"),
+    ("embed_tokens", "replacing embeddings is not supported; train without the embedding in modules_to_save"),
+    ("lm_head", "updates to the output head are not supported; train without lm_head in target_modules"),
+    ("lora_magnitude_vector", "DoRA is not supported; train with use_dora=False"),
+    ("bias", "LoRA biases are not supported; train with bias='none' and lora_bias=False"),
 )
 _DIGEST_CONTEXT = "kvferry 2026-11 adapter content"
 Floats = npt.NDArray[np.float32]
@@ -138,9 +138,10 @@ def _pairs(stored: Mapping[str, StoredTensor], path: Path) -> dict[str, tuple[St
         match = _NAME.fullmatch(name)
         if match is None:
             why = next(
-                (why for part, why in _WHY if part in name), "only linear layers of attention and MLP are updated"
+                (why for part, why in _WHY if part in name),
+                "only updates to linear layers of attention and the MLP are supported",
             )
-            raise ModelFileError(f"{path}: tensor {name[:120]!r} is not supported: {why}", field=name[:120])
+            raise ModelFileError(f"{path}: unsupported tensor {name[:120]!r}: {why}", field=name[:120])
         halves.setdefault(match[1], {})[match[4]] = tensor
     if not halves:
         raise ModelFileError(f"{path} has no tensors; save the adapter again")
@@ -170,14 +171,14 @@ def _check(
     rank = settings.rank_of(module)
     if rank > max_rank:
         raise ModelFileError(
-            f"{path}: {module} has rank {rank}, and at most {max_rank} is accepted; raise max_adapter_rank", field="r"
+            f"{path}: {module} has rank {rank}; at most {max_rank} is accepted. Raise max_adapter_rank", field="r"
         )
     rows, cols = shapes[module]
     for half, tensor, expected in (("A", a, (rank, cols)), ("B", b, (rows, rank))):
         if tensor.shape != expected:
             raise ModelFileError(
-                f"{path}: {module}.lora_{half} has shape {list(tensor.shape)}, and {list(expected)} is expected by the"
-                " model and the rank in adapter_config.json; use an adapter that was trained for this model",
+                f"{path}: {module}.lora_{half} must have shape {list(expected)}, according to the model and the rank "
+                f"in adapter_config.json, not {list(tensor.shape)}; use an adapter that was trained for this model",
                 field=f"{module}.lora_{half}",
             )
 

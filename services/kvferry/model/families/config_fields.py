@@ -13,7 +13,7 @@ _MAX_NUMBERS = 4096
 """Maximum number of items in a list of numbers; lists have an item per layer or per rotary frequency."""
 _SHOWN_CHARS = 60
 _LAYER_TYPES = ("full_attention", "sliding_attention")
-_OTHER = "this feature is not implemented; serve another checkpoint of the model, or another model"
+_OTHER = "kvferry does not implement this feature; use another checkpoint of the model, or another model"
 
 DECIDING: Mapping[str, tuple[object, ...]] = {
     "alibi": (False,),
@@ -198,7 +198,7 @@ class ConfigFields:
         if value is None:
             return None
         if not isinstance(value, list) or not all(kind in _LAYER_TYPES for kind in value):
-            self.refuse("layer_types", f"known types of layers are {', '.join(_LAYER_TYPES)}")
+            self.refuse("layer_types", f"known layer types are {', '.join(_LAYER_TYPES)}")
         if len(value) != num_layers:
             raise ModelFileError(
                 f"{self.where}: layer_types has {len(value)} items, but num_hidden_layers is {num_layers}"
@@ -219,7 +219,9 @@ class ConfigFields:
         items = listed(self.value(key))
         for item in items:
             if isinstance(item, bool) or not isinstance(item, int):
-                raise ModelFileError(f"{self.where}: {key} must be token ids, not {repr(item)[:40]}")
+                raise ModelFileError(
+                    f"{self.where}: {key} must be a token id or a list of token ids, not {repr(item)[:40]}"
+                )
         return set(items)  # type: ignore[arg-type]
 
 

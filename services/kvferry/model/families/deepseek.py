@@ -26,7 +26,7 @@ def _latent(fields: ConfigFields, *, is_interleaved: bool) -> Latent:
         is_interleaved=is_interleaved,
     )
     if latent.rotated % 2:
-        fields.refuse("qk_rope_head_dim", "an even number is needed")
+        fields.refuse("qk_rope_head_dim", "it must be even")
     return latent
 
 
@@ -64,7 +64,7 @@ def _adapt(fields: ConfigFields, llama: ModelConfig, *, is_interleaved: bool, ex
     latent = _latent(fields, is_interleaved=is_interleaved)
     given = fields.value("first_k_dense_replace")
     if given is not None and (type(given) is not int or given < 0):
-        fields.refuse("first_k_dense_replace", "a number of layers is needed")
+        fields.refuse("first_k_dense_replace", "it must be a number of layers")
     first = min(given or 0, llama.num_layers)
     shared = fields.value("n_shared_experts")
     size = experts.intermediate_size * fields.whole("n_shared_experts") if shared else 0
@@ -87,7 +87,7 @@ def _routed(fields: ConfigFields, *, renormalizes: bool) -> Experts:
 
 def _adapt_2(fields: ConfigFields, llama: ModelConfig) -> ModelConfig:
     if fields.flag("norm_topk_prob"):
-        fields.refuse("norm_topk_prob", "the class computes weights that are not renormalized")
+        fields.refuse("norm_topk_prob", "this class does not renormalize the weights of experts")
     experts = _routed(fields, renormalizes=False)
     method = fields.value("topk_method")
     if method == _GROUPED:
@@ -105,7 +105,9 @@ def _adapt_3(fields: ConfigFields, llama: ModelConfig) -> ModelConfig:
     routed = _routed(fields, renormalizes=fields.flag("norm_topk_prob", default=True))
     experts = replace(_groups(fields, routed), scoring=Scoring.SIGMOID)
     if experts.count // experts.groups < 2:
-        fields.refuse("n_group", "groups are chosen by the sum of the scores of their two best experts")
+        fields.refuse(
+            "n_group", "a group needs at least two experts, since groups are ranked by the sum of their two best scores"
+        )
     interleaved = fields.flag("rope_interleave", default=True)
     return _adapt(fields, llama, is_interleaved=interleaved, experts=experts)
 

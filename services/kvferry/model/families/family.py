@@ -70,6 +70,8 @@ def windows_of(
     slides = fields.slides(llama.num_layers) or tuple(by_default(index) for index in range(llama.num_layers))
     if window is None:
         if any(slides) and fields.value("layer_types") is not None:
-            fields.refuse("layer_types", "layers have a sliding window, whose length sliding_window does not give")
+            fields.refuse(
+                "layer_types", "it has layers with a sliding window, but sliding_window is missing; set its length"
+            )
         return ()
     return tuple(window if slide else None for slide in slides) if any(slides) else ()

@@ -34,7 +34,7 @@ def read_experts(fields: ConfigFields, count: str, size: str, *, renormalizes: b
     if experts.count > MAX_EXPERTS:
         fields.refuse(count, f"at most {MAX_EXPERTS} experts are")
     if experts.active > experts.count:
-        fields.refuse("num_experts_per_tok", f"there are {experts.count} experts")
+        fields.refuse("num_experts_per_tok", f"the model has {experts.count} experts")
     return experts
 
 
@@ -52,7 +52,7 @@ def _adapt_qwen(fields: ConfigFields, llama: ModelConfig, count: str) -> ModelCo
     step = fields.whole("decoder_sparse_step", 1)
     listed = fields.value("mlp_only_layers")
     if listed is not None and not (isinstance(listed, list) and all(type(layer) is int for layer in listed)):
-        fields.refuse("mlp_only_layers", "a list of indices of layers is")
+        fields.refuse("mlp_only_layers", "it must be a list of layer indices")
     plain = set(listed or ())
     dense = tuple(i for i in range(llama.num_layers) if i in plain or (i + 1) % step)
     return replace(

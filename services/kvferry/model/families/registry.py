@@ -69,8 +69,8 @@ def family_of(raw: Json, where: Path) -> Family:
     first = named[0] if named else None
     if not isinstance(first, str) or first not in _BY_CLASS:
         raise ModelFileError(
-            f"{where}: architectures names {repr(first)[:80]}, which is not supported; supported are"
-            f" {', '.join(_BY_CLASS)}. Use a model of one of these classes"
+            f"{where}: architectures names {repr(first)[:80]}, which is not supported; supported classes: "
+            f"{', '.join(_BY_CLASS)}. Use a model of one of these classes"
         )
     return _BY_CLASS[first]
 

@@ -47,26 +47,26 @@ def read_rope(fields: ConfigFields, head_dim: int, *, default_theta: float, inne
     rotary_dim = int(head_dim * share)
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         raise ModelFileError(
-            f"{fields.where}: partial_rotary_factor {share:g} rotates {rotary_dim} of {head_dim} values of a head; an"
-            f" even number from 2 to {head_dim} is needed"
+            f"{fields.where}: partial_rotary_factor {share:g} rotates {rotary_dim} of {head_dim} values of a head; it "
+            f"must rotate an even number of values, at most {head_dim}"
         )
-    most = fields.whole("max_position_embeddings")
+    context_tokens = fields.whole("max_position_embeddings")
     kind = given.value("rope_type") or given.value("type") or "default"
     if kind in ("su", "yarn") and given.value("short_factor") is not None:
         kind = "longrope"  # earlier names, in Phi-3
     if kind == "default":
-        return Rope(theta, None, rotary_dim, most)
+        return Rope(theta, None, rotary_dim, context_tokens)
     scaling: RopeScaling
     if kind == "linear":
         scaling = LinearRope(given.real("factor"))
     elif kind == "dynamic":
-        scaling = DynamicNtkRope(given.real("factor"), most)
-        most = int(most * max(scaling.factor, 1.0))
+        scaling = DynamicNtkRope(given.real("factor"), context_tokens)
+        context_tokens = int(context_tokens * max(scaling.factor, 1.0))
     elif kind == "yarn":
-        scaling = _yarn(given, _original(fields, given, most), most)
-        most = max(most, int(scaling.original_max_position * scaling.factor))
+        scaling = _yarn(given, _original(fields, given, context_tokens), context_tokens)
+        context_tokens = max(context_tokens, int(scaling.original_max_position * scaling.factor))
     elif kind == "longrope":
-        scaling = _long(given, _original(fields, given, most), most, rotary_dim // 2)
+        scaling = _long(given, _original(fields, given, context_tokens), context_tokens, rotary_dim // 2)
     elif kind == "llama3":
         scaling = Llama3RopeScaling(
             factor=given.real("factor"),
@@ -78,17 +78,17 @@ def read_rope(fields: ConfigFields, head_dim: int, *, default_theta: float, inne
         raise ModelFileError(
             f"{fields.where}: rope_scaling type {repr(kind)[:40]} is not supported; use one of {', '.join(KINDS)}"
         )
-    return Rope(theta, scaling, rotary_dim, most)
+    return Rope(theta, scaling, rotary_dim, context_tokens)
 
 
-def _original(fields: ConfigFields, given: ConfigFields, most: int) -> int:
-    """Return the length before scaling; Phi-3 has it beside `rope_scaling`, with priority."""
+def _original(fields: ConfigFields, given: ConfigFields, context_tokens: int) -> int:
+    """Return the length before scaling; Phi-3 stores it beside `rope_scaling`, where it takes precedence."""
     beside = fields.optional_whole(ORIGINAL)
-    return given.whole(ORIGINAL, most) if beside is None else beside
+    return given.whole(ORIGINAL, context_tokens) if beside is None else beside
 
 
-def _yarn(given: ConfigFields, original: int, most: int) -> YarnRope:
-    factor = given.real("factor", most / original)
+def _yarn(given: ConfigFields, original: int, context_tokens: int) -> YarnRope:
+    factor = given.real("factor", context_tokens / original)
 
     def magnitude(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
@@ -105,8 +105,8 @@ def _yarn(given: ConfigFields, original: int, most: int) -> YarnRope:
     )
 
 
-def _long(given: ConfigFields, original: int, most: int, count: int) -> LongRope:
-    factor = given.real("factor", most / original)
+def _long(given: ConfigFields, original: int, context_tokens: int, count: int) -> LongRope:
+    factor = given.real("factor", context_tokens / original)
     default = math.sqrt(1 + math.log(factor) / math.log(max(original, 2))) if factor > 1 else 1.0
     return LongRope(
         short_factors=given.numbers("short_factor", count),

@@ -17,7 +17,7 @@ def _adapt(fields: ConfigFields, llama: ModelConfig) -> ModelConfig:
         rotated = [bool(x) for x in listed[: llama.num_layers]]
     else:
         fields.refuse(
-            "no_rope_layers", "a list with 0 or 1 for each layer is needed; 1 means that the layer is rotated"
+            "no_rope_layers", "it must be a list with 0 or 1 for each layer, where 1 means that the layer is rotated"
         )
     plain = tuple(index for index, is_rotated in enumerate(rotated) if not is_rotated)
     window = fields.optional_whole("sliding_window") if fields.flag("use_sliding_window") else None

@@ -148,7 +148,7 @@ def read_header(data: mmap.mmap | bytes, path: Path) -> Header:
         raise cursor.damaged("it does not begin with GGUF")
     version = cursor.unpack("I")
     if version not in _VERSIONS:
-        raise cursor.damaged(f"version {version} is not supported (2 and 3 are)")
+        raise cursor.damaged(f"version {version} is not supported; supported versions: 2, 3")
     num_tensors, num_pairs = cursor.count(33, _MAX_TENSORS), cursor.count(13, _MAX_PAIRS)
     pairs: dict[str, Value] = {}
     for _ in range(num_pairs):
@@ -171,10 +171,10 @@ def _read_tensor(cursor: "_Cursor") -> TensorInfo:
     start = cursor.unpack("Q")
     if type_id not in TENSOR_TYPES:
         known = ", ".join(word for word, _, _ in TENSOR_TYPES.values())
-        raise cursor.damaged(f"tensor {name!r} has type number {type_id}; use one of {known}")
+        raise cursor.damaged(f"tensor {name!r} has unsupported type id {type_id}; supported types: {known}")
     word, block, block_bytes = TENSOR_TYPES[type_id]
     if 0 in extents or extents[0] % block:
-        raise cursor.damaged(f"tensor {name!r} of type {word} has extents {extents}")
+        raise cursor.damaged(f"tensor {name!r} has invalid dimensions {extents} for type {word}")
     num_bytes = math.prod(extents) // block * block_bytes
     return TensorInfo(name, tuple(reversed(extents)), type_id, start, num_bytes)
 
@@ -223,7 +223,7 @@ class _Cursor:
         """Step over `num_bytes` without reading them, and return the offset of the first."""
         start, end = self.position, self.position + num_bytes
         if end > self.size:
-            raise self.damaged(f"{num_bytes} bytes are expected, but {self.size - start} are left")
+            raise self.damaged(f"{num_bytes} more bytes are needed, but only {self.size - start} are left")
         self.position = end
         return start
 
@@ -235,20 +235,20 @@ class _Cursor:
         (value,) = struct.unpack("<" + code, self.take(struct.calcsize("<" + code)))
         return int(value)
 
-    def count(self, least_bytes_each: int, most: int | None = None) -> int:
-        """Read a count, and check that it is at most `most` and that this many entries of at least `least_bytes_each`
+    def count(self, min_bytes_each: int, limit: int | None = None) -> int:
+        """Read a count, and check that it is at most `limit` and that this many entries of at least `min_bytes_each`
         bytes fit in the rest of the file."""
         number = self.unpack("Q")
-        if number > (self.size - self.position) // least_bytes_each:
+        if number > (self.size - self.position) // min_bytes_each:
             raise self.damaged(f"its count of {number} entries exceeds the file's size")
-        if most is not None and number > most:
-            raise self.damaged(f"its count of {number} entries is more than {most}")
+        if limit is not None and number > limit:
+            raise self.damaged(f"its count of {number} entries exceeds the limit of {limit}")
         return number
 
     def string(self, max_bytes: int, what: str) -> str:
         length = self.unpack("Q")
         if length > max_bytes:
-            raise self.damaged(f"a {what} of {length} bytes, where at most {max_bytes} bytes are expected")
+            raise self.damaged(f"a {what} has {length} bytes; at most {max_bytes} are supported")
         try:
             return self.take(length).decode("utf-8")
         except UnicodeDecodeError:

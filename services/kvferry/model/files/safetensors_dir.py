@@ -218,7 +218,7 @@ def read_json(path: Path) -> Json:
     except (ValueError, RecursionError) as error:
         raise ModelFileError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
-        raise ModelFileError(f"{path} contains a {type(value).__name__}; a JSON object is expected")
+        raise ModelFileError(f"{path} must contain a JSON object, not a {type(value).__name__}")
     return value
 
 

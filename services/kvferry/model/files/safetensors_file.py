@@ -101,7 +101,7 @@ def open_tensors(
 
     length = int.from_bytes(data[:8], "little")
     if len(data) < 8 or not 2 <= length <= min(max_header_bytes, len(data) - 8):
-        raise damaged(f"a header of {length} bytes")
+        raise damaged(f"its header has {length} bytes")
     try:
         table = json.loads(data[8 : 8 + length])
     except (ValueError, RecursionError) as error:
@@ -114,11 +114,11 @@ def open_tensors(
     entries = [(name, *_entry(name, entry, types, damaged)) for name, entry in table.items()]
     for name, dtype, shape, begin, stop in sorted(entries, key=lambda e: (e[3], e[4])):
         if begin != end:
-            raise damaged(f"tensor {name!r} begins at {begin}, where {end} is expected (a hole or an overlap)")
+            raise damaged(f"tensor {name!r} begins at {begin} instead of {end} (a hole or an overlap)")
         end = stop
         tensors[name] = StoredTensor(data, dtype, shape, 8 + length + begin)
     if 8 + length + end != len(data):
-        raise damaged(f"its tensors end at byte {8 + length + end}")
+        raise damaged(f"its tensors end at byte {8 + length + end}, not at the end of the file")
     return tensors
 
 

@@ -68,7 +68,7 @@ def _check_bounds(schema: Mapping[str, Any]) -> None:
     for key in _BOUNDS:
         value = schema.get(key)
         if _is_number(value) and abs(value) > _MAX_EXACT:
-            raise _invalid(f"{key} is {shortened(str(value))}; bounds from -2^53 to 2^53 can be enforced")
+            raise _invalid(f"{key} is {shortened(str(value))}; only bounds between -2^53 and 2^53 can be enforced")
 
 
 def _move_inwards(schema: dict[str, Any], key: str, inclusive: str, sign: int) -> None:

@@ -91,8 +91,8 @@ def _config(fields: ConfigFields, model: ModelConfig, *, has_bias: bool, is_fuse
     ):
         if value != expected:
             raise ModelFileError(
-                f"{fields.where}: {field} is {value}, and {expected} is expected for {model.name}; use a head that was"
-                " trained for this model",
+                f"{fields.where}: {field} is {value}, but {model.name} needs {expected}; use a head that was trained "
+                "for this model",
                 field=field,
             )
     drafted = fields.whole("draft_vocab_size", vocabulary) if is_fused else vocabulary
@@ -145,8 +145,8 @@ def _layers(fields: ConfigFields, model: ModelConfig) -> tuple[int, ...]:
         value = [2, count // 2, count - 3]
     if not isinstance(value, list) or len(value) != 3 or not all(type(i) is int and 0 <= i < count for i in value):
         raise ModelFileError(
-            f"{fields.where}: {key} is {repr(value)[:60]}, and three layers from 0 to {count - 1} are expected; use a "
-            "head that was trained for this model",
+            f"{fields.where}: {key} must be three layers from 0 to {count - 1}, not {repr(value)[:60]}; use a head "
+            "that was trained for this model",
             field=key,
         )
     return tuple(value)
@@ -189,7 +189,7 @@ def _token_ids(tensors: HeadTensors, drafted: int, vocabulary: int) -> npt.NDArr
         return None
     ids = np.arange(drafted) + tensors.whole_numbers(D2T)
     if ids.min() < 0 or ids.max() >= vocabulary or len(np.unique(ids)) != drafted:
-        tensors.refuse(D2T, f"does not give {drafted} different tokens of {vocabulary}; save the head again")
+        tensors.refuse(D2T, f"does not list {drafted} different tokens of {vocabulary}; save the head again")
     if T2D in tensors:
         expected = np.zeros(vocabulary, np.int64)
         expected[ids] = 1

@@ -77,14 +77,14 @@ class HeadTensors:
             if tensor.shape != shape:
                 self.refuse(
                     name,
-                    f"has shape {list(tensor.shape)}, and {list(shape)} is expected by the model and {CONFIG_FILE}; use"
-                    " a head that was trained for this model",
+                    f"must have shape {list(shape)}, according to the model and {CONFIG_FILE}, not "
+                    f"{list(tensor.shape)}; use a head that was trained for this model",
                 )
             if (tensor.dtype in _TYPE_IDS) == (name in whole):
-                self.refuse(name, f"has type {tensor.dtype}, which is not one for it; save the head again")
+                self.refuse(name, f"has the wrong type {tensor.dtype}; save the head again")
         for name in self._found:
             if name not in expected:
-                self.refuse(name[:120], "is not known; the head is of a variant that is not supported")
+                self.refuse(name[:120], "is unknown; this variant of the head is not supported")
         for name in expected:
             if name not in whole and not _is_finite(self._found[name]):
                 self.refuse(name, "has values that are not finite; save the head again")
@@ -128,7 +128,7 @@ def open_head(folder: Path, files: Sequence[str], renamed: Mapping[str, str], ig
                 f"; {pickles[0]} can run code when it is read: convert it once to safetensors, as "
                 "docs/speculation.md shows"
                 if pickles
-                else "; name the folder of a head"
+                else "; use the folder of a head"
             ),
             field="speculation",
         )
@@ -137,7 +137,7 @@ def open_head(folder: Path, files: Sequence[str], renamed: Mapping[str, str], ig
         start = next((start for start in renamed if name.startswith(start)), "")
         own = renamed[start] + name[len(start) :] if start else name
         if own in found:
-            raise ModelFileError(f"{path}: tensor {own!r} is there twice, by two names; save the head again", field=own)
+            raise ModelFileError(f"{path}: tensor {own!r} is stored under two names; save the head again", field=own)
         if own not in ignored:
             found[own] = tensor
     return HeadTensors(path, found)

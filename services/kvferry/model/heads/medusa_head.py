@@ -52,16 +52,16 @@ def read_medusa(folder: Path, model: ModelConfig) -> MedusaHeads:
     where = folder / CONFIG_FILE
     fields = ConfigFields(read_json(where), where)
     found = (fields.whole("medusa_num_heads"), fields.whole("medusa_num_layers", 1))
-    for field, value, most in zip(
+    for field, value, limit in zip(
         ("medusa_num_heads", "medusa_num_layers"), found, (MAX_HEADS, MAX_BLOCKS), strict=True
     ):
-        if value > most:
-            raise ModelFileError(f"{where}: {field} is {value}, and at most {most} are supported", field=field)
+        if value > limit:
+            raise ModelFileError(f"{where}: {field} is {value}; at most {limit} is supported", field=field)
     for field, expected in (("hidden_size", model.hidden_size), ("vocab_size", model.vocab_size)):
         if (value := fields.whole(field, expected)) != expected:
             raise ModelFileError(
-                f"{where}: {field} is {value}, and {expected} is expected for {model.name}; use heads that were trained"
-                " for this model",
+                f"{where}: {field} is {value}, but {model.name} needs {expected}; use heads that were trained for this "
+                "model",
                 field=field,
             )
     heads = MedusaHeads(*found, open_head(folder, _FILES, _RENAMED, ()))

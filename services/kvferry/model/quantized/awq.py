@@ -25,9 +25,9 @@ def read_awq(fields: ConfigFields) -> Method:
     if fields.whole("bits") != _BITS:
         fields.refuse("bits", "only 4 is")
     if not fields.flag("zero_point", default=True):
-        fields.refuse("zero_point", "only codes with zero points are")
+        fields.refuse("zero_point", "only quantization with zero points is")
     if str(fields.value("version") or "gemm").lower() != "gemm":
-        fields.refuse("version", "only the layout gemm is")
+        fields.refuse("version", "only gemm is")
     group = group_size(fields)
     skipped = name_list(fields, "modules_to_not_convert")
     scheme = f"AWQ 4-bit, {group_title(group)}"

@@ -48,7 +48,7 @@ def read_method(raw: Json, where: Path) -> Method | None:
     fields = ConfigFields(_object(raw), f"{where}: {FIELD}")
     name = fields.value("quant_method")
     if not isinstance(name, str) or name not in METHODS:
-        fields.refuse("quant_method", f"use one of {', '.join(METHODS)}; serve the model's 16-bit checkpoint")
+        fields.refuse("quant_method", f"use one of {', '.join(METHODS)}, or the model's 16-bit checkpoint")
     return METHODS[name](fields)
 
 

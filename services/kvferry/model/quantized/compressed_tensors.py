@@ -50,33 +50,33 @@ def read_compressed_tensors(fields: ConfigFields) -> Method:
         ModelFileError: a field has a value that is not supported.
     """
     if fields.value("format") not in _FORMATS:
-        fields.refuse("format", f"supported formats are {', '.join(_FORMATS)}")
+        fields.refuse("format", f"supported formats: {', '.join(_FORMATS)}")
     for key in ("sparsity_config", "transform_config"):
         inner = fields.value(key)
         if inner and inner != {"format": "dense"}:
-            fields.refuse(key, "only checkpoints without it are")
+            fields.refuse(key, "use a checkpoint without it")
     groups = fields.inner("config_groups")
     given = fields.value("config_groups")
     if groups is None or not isinstance(given, dict) or not 0 < len(given) <= _MAX_GROUPS:
-        fields.refuse("config_groups", f"an object with 1 to {_MAX_GROUPS} groups is")
+        fields.refuse("config_groups", f"it must be an object with 1 to {_MAX_GROUPS} groups")
     schemes: list[tuple[Names, _Scheme]] = []
     notes: set[str] = set()
     for name in given:
         group = groups.inner(str(name))
         if group is None:
-            groups.refuse(str(name), "an object is")
+            groups.refuse(str(name), "it must be an object")
         if group.value("output_activations"):
             group.refuse("output_activations", "only inputs and weights may be quantized")
         if group.value("format") is not None and group.value("format") not in _FORMATS:
-            group.refuse("format", f"supported formats are {', '.join(_FORMATS)}")
+            group.refuse("format", f"supported formats: {', '.join(_FORMATS)}")
         if group.value("input_activations"):
             notes.add("input_activations: activations are rounded to 8 bits only with --numerics fast")
         weights = group.inner("weights")
         if weights is None:
-            group.refuse("weights", "an object is")
+            group.refuse("weights", "it must be an object")
         schemes.append((Names(group, "targets", name_list(group, "targets")), _scheme(weights)))
     if fields.value("kv_cache_scheme"):
-        notes.add("kv_cache_scheme is not applied: the KV is that of --dtype")
+        notes.add("kv_cache_scheme is not applied: --dtype sets the type of the KV")
     ignored = Names(fields, "ignore", name_list(fields, "ignore"))
     return Method(
         "compressed-tensors",
@@ -93,17 +93,17 @@ def _scheme(weights: ConfigFields) -> _Scheme:
     if kind not in (_INT, _FLOAT):
         weights.refuse("type", f"only {_INT} and {_FLOAT} are")
     if bits != 8 and not (kind == _INT and bits == 4):
-        weights.refuse("num_bits", "only int with 4 or 8 bits and float with 8 bits are")
+        weights.refuse("num_bits", "only 4-bit or 8-bit int and 8-bit float are")
     if weights.value("dynamic"):
         weights.refuse("dynamic", "only weights with stored scales are")
     group, block = weights.value("group_size"), weights.value("block_structure")
     strategy = weights.value("strategy") or ("group" if isinstance(group, int) and group > 0 else "tensor")
     if strategy not in _STRATEGIES:
-        weights.refuse("strategy", f"known strategies are {', '.join(_STRATEGIES)}")
+        weights.refuse("strategy", f"supported strategies: {', '.join(_STRATEGIES)}")
     sizes: tuple[int, int] | None = None
     if strategy == "block":
         if kind == _INT or not isinstance(block, list) or [type(b) for b in block] != [int, int] or min(block) < 1:
-            weights.refuse("block_structure", "only FP8 weights with two positive whole numbers are")
+            weights.refuse("block_structure", "only two positive whole numbers with FP8 weights are")
         sizes = (block[0], block[1])
     title = f"compressed-tensors {kind} {bits}-bit, "
     title += f"groups of {group}" if strategy == "group" else f"a scale per {strategy}"
@@ -127,7 +127,7 @@ def _scheme_of(parts: Parts, schemes: list[tuple[Names, _Scheme]]) -> _Scheme:
     for names, scheme in schemes:
         if _LINEAR in names.exact:
             return scheme
-    raise parts.damaged("is in no group of config_groups")
+    raise parts.damaged("belongs to no group in config_groups")
 
 
 def _matrix(parts: Parts, scheme: _Scheme) -> QuantizedMatrix:

@@ -27,14 +27,14 @@ def read_float8(fields: ConfigFields) -> Method:
     if fields.value("fmt") not in (None, "e4m3", "float8_e4m3fn"):
         fields.refuse("fmt", "only e4m3 is")
     if fields.value("activation_scheme") not in (None, "dynamic", "static"):
-        fields.refuse("activation_scheme", "known schemes are dynamic and static")
+        fields.refuse("activation_scheme", "supported schemes: dynamic, static")
     if fields.value("scale_fmt") not in (None, "float"):
-        fields.refuse("scale_fmt", "only scales of a float type are")
+        fields.refuse("scale_fmt", "only float scales are")
     given = fields.value("weight_block_size")
     block: tuple[int, int] | None = None
     if given is not None:
         if not isinstance(given, list) or [type(size) for size in given] != [int, int] or min(given) < 1:
-            fields.refuse("weight_block_size", "two positive whole numbers are")
+            fields.refuse("weight_block_size", "it must be two positive whole numbers")
         block = (given[0], given[1])
     skipped = (*name_list(fields, "modules_to_not_convert"), *name_list(fields, "ignored_layers"))
     title = "FP8, " + ("a scale per tensor" if block is None else f"blocks of {block[0]} x {block[1]}")

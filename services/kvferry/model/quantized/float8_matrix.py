@@ -28,7 +28,7 @@ E4M3 = _table()
 _CODES = (Kept.CODES4, Kept.CODES4_WIDE, Kept.CODES8, Kept.CODES8_WIDE)
 _PASSED = (
     *((kept, "FP8 values have no common step in a block") for kept in _CODES),
-    (Kept.FLOAT16, "products with small scales are beyond its range"),
+    (Kept.FLOAT16, "values with small scales are beyond its range"),
 )
 
 

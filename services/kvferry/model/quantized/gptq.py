@@ -34,10 +34,10 @@ def read_gptq(fields: ConfigFields) -> Method:
     key = "checkpoint_format" if fields.value("checkpoint_format") is not None else "format"
     layout = fields.value(key) or "gptq"
     if layout not in tuple(_LAYOUTS):  # any JSON value
-        fields.refuse(key, f"known layouts are {', '.join(_LAYOUTS)}")
+        fields.refuse(key, f"supported layouts: {', '.join(_LAYOUTS)}")
     overrides = fields.value("dynamic")
     if overrides and not (isinstance(overrides, dict) and all(str(name).startswith("-:") for name in overrides)):
-        fields.refuse("dynamic", "modules can only be left out (-:), not quantized in another way")
+        fields.refuse("dynamic", "it can exclude modules (-:), but not quantize them differently")
     group, reorders = group_size(fields), fields.flag("desc_act")
     skipped = name_list(fields, "modules_to_not_convert")
     scheme = f"GPTQ {bits}-bit, {group_title(group)}{', desc_act' if reorders else ''}"

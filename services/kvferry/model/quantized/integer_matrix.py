@@ -20,7 +20,7 @@ Codes = npt.NDArray[np.uint8]
 Ints = npt.NDArray[np.int64]
 Number = TypeVar("Number", np.float32, np.uint8)
 
-_LEAST_HALF, _MOST_HALF = 2.0**-14, 65504.0
+_MIN_HALF, _MAX_HALF = 2.0**-14, 65504.0
 """Smallest normal and largest float16."""
 
 
@@ -93,7 +93,7 @@ class IntegerMatrix:
         for kept in (Kept.CODES4, Kept.CODES4_WIDE, Kept.CODES8, Kept.CODES8_WIDE):
             reason = reason_against_all
             if not reason and kept in (Kept.CODES4, Kept.CODES4_WIDE) and self.bits > 4:
-                reason = f"codes have {self.bits} bits"
+                reason = f"values have {self.bits} bits"
             if not reason and kept is not Kept.CODES4_WIDE and not has_middle:
                 reason = f"zero points differ from {self._middle}"
             if not reason and kept in (Kept.CODES4, Kept.CODES8) and not are_halves:
@@ -102,7 +102,7 @@ class IntegerMatrix:
                 return Choice(kept, self.scheme, tuple(passed))
             passed.append((kept, reason))
         sizes = np.abs(scales[scales != 0])
-        in_range = not sizes.size or bool(sizes.min() >= _LEAST_HALF and sizes.max() * (1 << self.bits) < _MOST_HALF)
+        in_range = not sizes.size or bool(sizes.min() >= _MIN_HALF and sizes.max() * (1 << self.bits) < _MAX_HALF)
         if in_range:
             return Choice(Kept.FLOAT16, self.scheme, tuple(passed))
         return Choice(Kept.BFLOAT16, self.scheme, (*passed, (Kept.FLOAT16, "scales are beyond its range")))

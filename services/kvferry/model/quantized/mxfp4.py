@@ -27,11 +27,11 @@ Codes = npt.NDArray[np.uint8]
 TWICE = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
 """Twice the value of each of the 16 e2m1 numbers: 1 sign bit, 2 exponent bits with bias 1, 1 mantissa bit."""
 _HALF_BIAS = 128
-"""Bias of the exponent of half a scale, by which `TWICE` is multiplied."""
-_MOST = 252
-"""Largest scale whose products are in the range of float32; 255 is NaN."""
-_LEAST_HALF, _MOST_HALF = _HALF_BIAS - 24, _HALF_BIAS + 15
-"""Scales whose halves are float16: from the smallest subnormal to the largest power of two."""
+"""Exponent bias of half a scale, by which `TWICE` is multiplied."""
+_MAX_SCALE = 252
+"""Largest scale for which values stay in the range of float32; 255 is NaN."""
+_MIN_HALF, _MAX_HALF = _HALF_BIAS - 24, _HALF_BIAS + 15
+"""Scales whose halves can be stored as float16: from the smallest subnormal to the largest power of two."""
 _SCHEME = "MXFP4"
 _UNEVEN = "e2m1 values are not evenly spaced"
 
@@ -69,10 +69,10 @@ def _read(parts: Parts) -> Mapping[str, QuantizedMatrix]:
             raise parts.damaged(f"has {stack}_blocks with {blocks.shape[3]} bytes per block instead of {BLOCK // 2}")
         scales = parts.take(f"{stack}_scales", ("U8",), blocks.shape[:3])
         largest = int(np.max(scales.raw()))
-        if largest > _MOST:
+        if largest > _MAX_SCALE:
             raise parts.damaged(
                 f"has {stack}_scales with a scale of {largest}"
-                f" ({'NaN' if largest == 255 else f'2^{largest - 127}'}); at most {_MOST} is possible in float32,"
+                f" ({'NaN' if largest == 255 else f'2^{largest - 127}'}); at most {_MAX_SCALE} is possible in float32,"
             )
         outputs, inputs = blocks.shape[1], blocks.shape[2] * BLOCK
         for expert in range(blocks.shape[0]):
@@ -103,7 +103,7 @@ class Mxfp4Matrix:
         """See `QuantizedMatrix.choice`."""
         scales = self._scales()
         passed = ((Kept.CODES4, _UNEVEN), (Kept.CODES4_WIDE, _UNEVEN))
-        if int(scales.min()) >= _LEAST_HALF and int(scales.max()) <= _MOST_HALF:
+        if int(scales.min()) >= _MIN_HALF and int(scales.max()) <= _MAX_HALF:
             return Choice(Kept.CODES8, _SCHEME, passed)
         return Choice(Kept.CODES8_WIDE, _SCHEME, (*passed, (Kept.CODES8, "scales are not float16")))
 

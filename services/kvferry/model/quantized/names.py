@@ -25,9 +25,9 @@ def name_list(fields: ConfigFields, key: str) -> tuple[str, ...]:
     if value is None:
         return ()
     if not isinstance(value, list) or len(value) > MAX_PATTERNS:
-        fields.refuse(key, f"a list of at most {MAX_PATTERNS} names is")
+        fields.refuse(key, f"it must be a list of at most {MAX_PATTERNS} names")
     if not all(isinstance(item, str) and 0 < len(item) <= _MAX_CHARS for item in value):
-        fields.refuse(key, f"only names of at most {_MAX_CHARS} characters are")
+        fields.refuse(key, f"names must have at most {_MAX_CHARS} characters")
     return tuple(value)
 
 
@@ -42,13 +42,15 @@ class Names:
         self._exact = frozenset(name for name in listed if not name.startswith(_REGEX))
         texts = [name.removeprefix(_REGEX) for name in listed if name.startswith(_REGEX)]
         if len(texts) > _MAX_EXPRESSIONS:
-            fields.refuse(key, f"at most {_MAX_EXPRESSIONS} expressions are")
+            fields.refuse(key, f"it must have at most {_MAX_EXPRESSIONS} expressions")
         self._expressions = []
         for text in texts:
             # The time to match grows with the length of a name to the power of the number of repeats.
             if _REPEATED_GROUP.search(text) or _UNUSUAL.search(text) or len(_REPEATS.findall(text)) > _MAX_REPEATS:
                 fields.refuse(
-                    key, f"the expression {text[:60]!r} is not: use at most {_MAX_REPEATS} repeats, none of a group"
+                    key,
+                    f"the expression {text[:60]!r} may take long to match; use at most {_MAX_REPEATS} repeats, none of "
+                    "a group",
                 )
             try:
                 self._expressions.append(re.compile(text))

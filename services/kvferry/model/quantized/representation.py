@@ -21,10 +21,10 @@ BLOCK = 32
 class Kept(Enum):
     """Type in which a matrix is kept: (type number, description)."""
 
-    CODES4 = (2, "4-bit codes with a float16 scale per 32 inputs")
-    CODES4_WIDE = (1000, "4-bit codes with a float32 scale and minimum per 32 inputs")
-    CODES8 = (8, "8-bit codes with a float16 scale per 32 inputs")
-    CODES8_WIDE = (1001, "8-bit codes with a float32 scale per 32 inputs")
+    CODES4 = (2, "4-bit values with a float16 scale per 32 inputs")
+    CODES4_WIDE = (1000, "4-bit values with a float32 scale and minimum per 32 inputs")
+    CODES8 = (8, "8-bit values with a float16 scale per 32 inputs")
+    CODES8_WIDE = (1001, "8-bit values with a float32 scale per 32 inputs")
     FLOAT16 = (1002, "float16")
     BFLOAT16 = (1003, "bfloat16")
 

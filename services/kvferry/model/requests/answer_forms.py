@@ -39,8 +39,8 @@ def answer_form(template: ChatTemplate | None, tokenizer: Tokenizer, parsers: An
     if template is not None and not template.uses_tools:
         if parsers.tool_calls not in (AUTO, CallFormat.HERMES):
             raise UsageError(
-                f"tool_call_parser {parsers.tool_calls!r} does not fit this model: its chat template has no tools, so "
-                "that they are written in the format hermes; use auto",
+                f"tool_call_parser {parsers.tool_calls!r} does not fit this model: its chat template does not support "
+                "tools, so the hermes format is used; use auto",
                 field="tool_call_parser",
             )
         call_format = CallFormat.HERMES

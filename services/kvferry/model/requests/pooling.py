@@ -43,7 +43,7 @@ def pooling_named(name: str, field: str = "pooling") -> Pooling:
         return Pooling(name)
     except ValueError:
         names = ", ".join(Pooling)
-        raise InvalidRequest(f"{field} has an unknown value; expected one of {names}", field=field) from None
+        raise InvalidRequest(f"{field} has an unknown value; use one of {names}", field=field) from None
 
 
 def check_dimensions(dimensions: int | None, hidden_size: int) -> None:
@@ -58,7 +58,7 @@ def check_dimensions(dimensions: int | None, hidden_size: int) -> None:
     """
     if dimensions is not None and not 1 <= dimensions <= hidden_size:
         raise InvalidRequest(
-            f"dimensions is {dimensions}; the model's vectors have {hidden_size} values, so give 1 to {hidden_size}",
+            f"dimensions must be between 1 and {hidden_size}, the length of the model's vectors, not {dimensions}",
             field="dimensions",
         )
 

@@ -69,7 +69,8 @@ def check_output_length(sampling: SamplingParams) -> None:
     """
     if sampling.max_tokens is not None and sampling.min_tokens > sampling.max_tokens:
         raise InvalidRequest(
-            f"min_tokens is {sampling.min_tokens}; max_tokens is only {sampling.max_tokens}", field="min_tokens"
+            f"min_tokens must be at most max_tokens ({sampling.max_tokens}), not {sampling.min_tokens}",
+            field="min_tokens",
         )
 
 
@@ -87,9 +88,9 @@ def check_prompt_logprobs(sampling: SamplingParams, num_prompt: int) -> None:
     count = num_prompt * (sampling.prompt_logprobs + 1)
     if count > MAX_PROMPT_LOGPROBS:
         raise InvalidRequest(
-            f"prompt_logprobs is {sampling.prompt_logprobs}, so that {num_prompt} tokens of prompts, counted for each "
-            f"sample, have {count} log-probabilities; at most {MAX_PROMPT_LOGPROBS} are returned: set it to a smaller "
-            "number, or shorten the prompt",
+            f"prompt_logprobs is {sampling.prompt_logprobs}, which needs {count} log-probabilities for {num_prompt} "
+            f"prompt tokens, counted for each sample; at most {MAX_PROMPT_LOGPROBS} are returned: reduce it, or "
+            "shorten the prompt",
             field="prompt_logprobs",
         )
 

@@ -91,7 +91,7 @@ class ChatTemplate:
             InvalidRequest: the template rejects the messages, or does more work than the budget allows.
         """
         if not messages:
-            raise InvalidRequest("messages is empty; give at least one message", field="messages")
+            raise InvalidRequest("messages is empty; send at least one message", field="messages")
         pieces: list[str] = []
         try:
             budget = Budget(BASE_UNITS + UNITS_PER_UNIT * size_of([messages, tools]))

@@ -91,7 +91,7 @@ def limited(value: object) -> object:
         SecurityError: the integer has more than 1,024 bits.
     """
     if isinstance(value, int) and value.bit_length() > _MAX_BITS:
-        raise SecurityError(f"an integer of more than {_MAX_BITS} bits")
+        raise SecurityError(f"an integer has more than {_MAX_BITS} bits")
     return value
 
 

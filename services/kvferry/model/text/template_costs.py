@@ -38,7 +38,7 @@ def number(value: object) -> None:
         SecurityError: the operand is not a number.
     """
     if not isinstance(value, int | float):
-        raise SecurityError(f"a number is expected, not a {type(value).__name__}")
+        raise SecurityError(f"an operand must be a number, not a {type(value).__name__}")
 
 
 def is_plain(value: object) -> bool:
@@ -69,7 +69,7 @@ def remainder(budget: Budget, left: object, right: object) -> None:
 def format_text(budget: Budget, template: str, *args: object, **kwargs: object) -> None:
     """`template.format(...)`."""
     if _NESTED_FIELD.search(template):
-        raise SecurityError("a format with a field inside of a field is not available")
+        raise SecurityError("a format with a field inside another field is not available")
     formatted(budget, template, template.count("{"), args, kwargs)
 
 

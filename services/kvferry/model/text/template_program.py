@@ -59,7 +59,7 @@ class _Rewriter(NodeTransformer):
 
     def _Const(self, node: nodes.Const) -> nodes.Node:  # noqa: N802  name of the node
         if isinstance(node.value, int) and node.value.bit_length() > _MAX_BITS:
-            raise TemplateAssertionError(f"an integer of more than {_MAX_BITS} bits", node.lineno)
+            raise TemplateAssertionError(f"an integer has more than {_MAX_BITS} bits", node.lineno)
         return node
 
     def _Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802

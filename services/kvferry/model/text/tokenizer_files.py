@@ -80,9 +80,9 @@ def tokenizer_from_gguf(pairs: Mapping[str, Value], config: ModelConfig, where: 
         known = ", ".join(_PRE_TOKENIZERS)
         raise ModelFileError(f"{where}: pre-tokenizer {pre!r} is not supported; use one of {known}")
     tokens = _strings(pairs, "tokenizer.ggml.tokens", where)
-    # The number of tokens is that of the embedding's rows; a limit in tokens is therefore one in the file's bytes.
-    most_merges = _MERGES_PER_TOKEN * len(tokens)
-    merges = [_pair(merge, where) for merge in _strings(pairs, "tokenizer.ggml.merges", where, most_merges)]
+    # There is one embedding row per token, so file size bounds the vocabulary, and with it this limit.
+    max_merges = _MERGES_PER_TOKEN * len(tokens)
+    merges = [_pair(merge, where) for merge in _strings(pairs, "tokenizer.ggml.merges", where, max_merges)]
     stored_types = pairs.get("tokenizer.ggml.token_type")
     types = stored_types.numbers().tolist() if isinstance(stored_types, Array) else []
     if len(types) != len(tokens):
@@ -124,17 +124,17 @@ def _checked(
     )
     if tokenizer.num_tokens > config.vocab_size:
         raise ModelFileError(
-            f"{where}: the tokenizer has {tokenizer.num_tokens} tokens, the model only {config.vocab_size}"
+            f"{where}: the tokenizer has {tokenizer.num_tokens} tokens, but the model has only {config.vocab_size}"
         )
     return tokenizer
 
 
-def _strings(pairs: Mapping[str, Value], key: str, where: str, most: int | None = None) -> list[str]:
+def _strings(pairs: Mapping[str, Value], key: str, where: str, limit: int | None = None) -> list[str]:
     array = pairs.get(key)
     if not isinstance(array, Array):
         raise ModelFileError(f"{where}: {key} is missing or not a list of strings")
-    if most is not None and len(array) > most:
-        raise ModelFileError(f"{where}: {key} has {len(array)} strings; at most {most} are expected")
+    if limit is not None and len(array) > limit:
+        raise ModelFileError(f"{where}: {key} has {len(array)} strings; at most {limit} are accepted")
     try:
         values = array.strings()
     except UnicodeDecodeError as error:

@@ -111,7 +111,8 @@ class CallVerifier:
             return known
         if not token:
             raise Unauthenticated(
-                "this port serves only processes of the same pool: the call has no token; clients use the gateway",
+                "the call has no token, and this port serves only processes of the same pool; send client requests to "
+                "the gateway",
                 reason="CALLER_UNKNOWN",
             )
         parts = token.split(" ")
@@ -121,8 +122,8 @@ class CallVerifier:
         key = self._keys.get((role, key_id))
         if key is None:
             raise Unauthenticated(
-                "the call's token was made with a key that this worker does not have; give the gateway the key that "
-                "`kvferry key gateway` derives from the workers' ticket key",
+                "the call's token was made with a key that this worker does not have; configure the gateway with the "
+                "key that `kvferry key gateway` derives from the workers' ticket key",
                 reason="CALLER_KEY_UNKNOWN",
             )
         if not compare_digest(mac, _mac(key, "call", method, audience.encode()).hex()):

@@ -60,8 +60,8 @@ def encode_chat(model: TextModel, messages: ChatMessages, use: ToolUse) -> list[
 def _constraint(model: TextModel, use: ToolUse, sampling: SamplingParams, *, is_open: bool) -> Constraint:
     if sampling.constraint is not None:
         raise InvalidRequest(
-            "tool_choice requires a call, which is a constraint of the output; leave the other constraint of the "
-            "output out (response_format, constraint), or send tool_choice auto",
+            "tool_choice requires a call, which constrains the output; remove the other constraint (response_format, "
+            "constraint), or use tool_choice auto",
             field="tool_choice",
         )
     form = model.answer_form

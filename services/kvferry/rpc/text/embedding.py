@@ -52,7 +52,7 @@ def check_num_inputs(count: int, field: str) -> None:
         InvalidRequest: there are no inputs, or more than `MAX_INPUTS`.
     """
     if not 1 <= count <= MAX_INPUTS:
-        raise InvalidRequest(f"{field} has {count} inputs; send 1 to {MAX_INPUTS}", field=field)
+        raise InvalidRequest(f"{field} has {count} inputs; it must have 1 to {MAX_INPUTS}", field=field)
 
 
 def check_vectors(service: TextService, params: PoolingParams, count: int, field: str) -> None:
@@ -70,11 +70,11 @@ def check_vectors(service: TextService, params: PoolingParams, count: int, field
         raise InvalidRequest(f"model {service.model.name!r} is not served for embeddings here", field="model")
     check_num_inputs(count, field)
     check_dimensions(params.dimensions, size)
-    most = (MAX_MESSAGE_BYTES - _RESPONSE_ROOM_BYTES) // (_VALUE_BYTES * (params.dimensions or size))
-    if count > most:
+    limit = (MAX_MESSAGE_BYTES - _RESPONSE_ROOM_BYTES) // (_VALUE_BYTES * (params.dimensions or size))
+    if count > limit:
         raise InvalidRequest(
-            f"{field} has {count} inputs with vectors of {params.dimensions or size} values; at most {most} fit into "
-            "one response: send fewer, or set dimensions",
+            f"{field} has {count} inputs with vectors of {params.dimensions or size} values; at most {limit} fit into "
+            "one response. Send fewer inputs, or set dimensions",
             field=field,
         )
 
@@ -105,10 +105,10 @@ def encode_inputs(
         except InvalidRequest as error:
             raise InvalidRequest(f"{name}: {error.message}", field=name, reason=error.reason) from None
         if not ids:
-            raise InvalidRequest(f"{name} is empty; give at least one token", field=name)
+            raise InvalidRequest(f"{name} is empty; send at least one token", field=name)
         if len(ids) > context_tokens:
             raise InvalidRequest(
-                f"{name} has {len(ids)} tokens, and the context length is {context_tokens}; shorten it",
+                f"{name} has {len(ids)} tokens, but the context length is {context_tokens}; shorten it",
                 field=name,
                 reason="CONTEXT_LENGTH_EXCEEDED",
             )
@@ -116,7 +116,8 @@ def encode_inputs(
         left -= len(ids)
         if left < 0:
             raise InvalidRequest(
-                f"the inputs up to {name} have more than {MAX_TOKEN_IDS} tokens; send fewer in one request", field=name
+                f"the inputs up to {name} have more than {MAX_TOKEN_IDS} tokens; send fewer inputs per request",
+                field=name,
             )
         found.append(ids)
     return found
@@ -154,7 +155,7 @@ async def _embed(source: VectorSource, request: VectorRequest, slot: Slot | None
 
     async def one(index: int, ids: Sequence[int]) -> Vector:
         async with turns:
-            asked = TokenRequest(
+            tokens = TokenRequest(
                 request_id=request.request_id,
                 token_ids=ids,
                 sampling=_NO_SAMPLING,
@@ -166,7 +167,7 @@ async def _embed(source: VectorSource, request: VectorRequest, slot: Slot | None
                 deadline=request.deadline,
                 queued_seconds=0.0 if slot is None else slot.queued_seconds,
             )
-            vector = await source.pool(asked, request.params)
+            vector = await source.pool(tokens, request.params)
             if slot is not None:
                 slot.note_tokens(index, 0)
                 slot.note_usage(index, vector.num_cached_tokens)

@@ -113,7 +113,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         embedding.check_vectors(self._text, params, len(request.inputs), "inputs")
         names = [f"inputs.{number}" for number in range(len(request.inputs))]
         given = [_input(item, name) for item, name in zip(request.inputs, names, strict=True)]
-        asked = VectorRequest(
+        vectors = VectorRequest(
             request_id=request_id,
             inputs=await embedding.read_inputs(self._text, given, names),
             params=params,
@@ -125,7 +125,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             held_bytes=request.ByteSize(),
         )
         with self._traced("Embed", request_id, arrived, context):
-            return vectors_to_wire(request_id, await embedding.embed(self._text, asked))
+            return vectors_to_wire(request_id, await embedding.embed(self._text, vectors))
 
     @contextmanager
     def _traced(self, method: str, request_id: RequestId, arrived: float, context: Context) -> Iterator[None]:

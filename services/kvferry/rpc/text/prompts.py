@@ -39,7 +39,7 @@ def check_num_chars(model: TextModel, num_chars: int) -> None:
     """
     if num_chars > model.max_prompt_chars:
         raise InvalidRequest(
-            f"the prompt has {num_chars} characters; the context of {model.max_model_tokens} tokens holds at most "
+            f"the prompt has {num_chars} characters; a context of {model.max_model_tokens} tokens holds at most "
             f"{model.max_prompt_chars}",
             field="prompt",
             reason="CONTEXT_LENGTH_EXCEEDED",
@@ -74,11 +74,11 @@ def encode_chat(model: TextModel, messages: ChatMessages, tools: Sequence[Tool] 
             template rejects the messages.
     """
     if not messages:
-        raise InvalidRequest("messages is empty; give at least one message", field="messages")
+        raise InvalidRequest("messages is empty; send at least one message", field="messages")
     check_num_messages(len(messages))
     if model.encode_chat is None:
         raise InvalidRequest(
-            f"model {model.name!r} has no chat template; send plain text to the completions interface",
+            f"model {model.name!r} has no chat template; use the completions API with plain text",
             field="messages",
         )
     check_num_chars(model, num_chars([*messages, *(tool.as_template_input() for tool in tools)]))
@@ -152,7 +152,7 @@ def fit(
     """
     num_prompt = len(token_ids)
     if num_prompt == 0:
-        raise InvalidRequest("the prompt is empty; give at least one token", field="prompt")
+        raise InvalidRequest("the prompt is empty; send at least one token", field="prompt")
     check_num_tokens(model, num_prompt, context_tokens)
     check_token_ids(model, token_ids, "prompt")
     sampling = with_bad_word_tokens(sampling, model.tokenizer)

@@ -92,7 +92,8 @@ class TextProcess:
         """
         if self._num_jobs >= self._limits.max_waiting:
             raise Overloaded(
-                f"{self._num_jobs} requests already wait for the check of their {self._limits.field}; retry later",
+                f"{self._num_jobs} requests are already waiting for their {self._limits.field} to be checked; retry "
+                "later",
                 retry_after_seconds=1.0,
             )
         self._num_jobs += 1

@@ -114,13 +114,13 @@ def tool_use_from_wire(chat: inference_pb2.Chat) -> ToolUse:
         InvalidRequest: see `ToolUse`; a schema is not JSON, or the mode is unknown.
     """
     if len(chat.tools) > MAX_TOOLS:
-        raise InvalidRequest(f"tools has {len(chat.tools)} functions; at most {MAX_TOOLS} are accepted", field="tools")
+        raise InvalidRequest(f"tools has {len(chat.tools)} items; at most {MAX_TOOLS} are accepted", field="tools")
     choice = _CHOICES.get(chat.tool_choice.mode)
     if choice is None:
         raise InvalidRequest(f"tool_choice.mode {chat.tool_choice.mode} is unknown", field="tool_choice")
     if chat.tool_choice.function and choice is not Choice.REQUIRED:
         raise InvalidRequest(
-            "tool_choice.function needs MODE_REQUIRED; set the mode, or leave the function out", field="tool_choice"
+            "tool_choice.function needs MODE_REQUIRED; set the mode, or leave function out", field="tool_choice"
         )
     is_parallel = chat.parallel_tool_calls if chat.HasField("parallel_tool_calls") else True
     tools = tuple(
@@ -140,7 +140,7 @@ def _parameters(text: str, where: str) -> dict[str, object]:
     except ValueError:
         value = None
     if not isinstance(value, dict):
-        raise InvalidRequest(f"{where} is not a JSON object; give a JSON schema as JSON text", field=where)
+        raise InvalidRequest(f"{where} must be a JSON schema, as the text of a JSON object", field=where)
     return value
 
 

@@ -87,7 +87,9 @@ class Authority:
         issuer, issuer_key = self._loaded()
         left = issuer.not_valid_after_utc.timestamp() - now
         if left <= 0:
-            raise UsageError(f"the CA expired on {_date(issuer.not_valid_after_utc)}; make a new one", field="ca_file")
+            raise UsageError(
+                f"the CA expired on {_date(issuer.not_valid_after_utc)}; create a new one", field="ca_file"
+            )
         key = _new_key()
         usage = x509.KeyUsage(True, False, False, False, False, False, False, False, False)
         purposes = _module("x509.oid").ExtendedKeyUsageOID
@@ -122,7 +124,7 @@ class Authority:
             key = serialization.load_pem_private_key(self.key.encode(), password=None)
         except (ValueError, TypeError) as error:
             raise UsageError(
-                f"the CA's certificate or key cannot be read ({error}); give the two files that `kvferry key ca` wrote",
+                f"the CA's certificate or key cannot be read ({error}); use the two files that `kvferry key ca` wrote",
                 field="ca_file",
             ) from error
         if key.public_key() != issuer.public_key():
@@ -194,7 +196,7 @@ def _builder(subject: Any, issuer: Any, public_key: Any, serial: int, now: float
 def _checked(days: float) -> float:
     if not 0 < days <= MAX_DAYS:
         raise UsageError(
-            f"a certificate is valid for more than 0 and at most {MAX_DAYS} days, not {days}", field="days"
+            f"the validity of a certificate must be more than 0 and at most {MAX_DAYS} days, not {days}", field="days"
         )
     return days
 
@@ -231,7 +233,7 @@ def _module(name: str) -> Any:
         return import_module(f"cryptography.{name}")
     except ImportError as error:
         raise UsageError(
-            "making certificates needs a package that is not installed (cryptography); run `pip install "
+            "creating certificates needs the package cryptography, which is not installed; run `pip install "
             "'kvferry[encryption]'`",
             field="pool_tls",
         ) from error

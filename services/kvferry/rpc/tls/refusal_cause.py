@@ -59,7 +59,7 @@ def _cause(connection: socket.socket, files: CertificateFiles) -> str:
             alert = reason.partition("ALERT_")[2].replace("_", " ").lower() or reason.lower()
             return _not_accepted(alert, files)
         if reason in {"WRONG_VERSION_NUMBER", "HTTP_REQUEST", "PACKET_LENGTH_TOO_LONG", "RECORD_LAYER_FAILURE"}:
-            return "it does not use TLS; give it the --pool-tls files too"
+            return "it does not use TLS; set its --pool-tls files too"
         return f"the TLS handshake fails: {error.reason or error}"
     except ConnectionError:
         return _not_accepted("it closed the connection", files)

@@ -29,7 +29,7 @@ def write_ca(folder: Path, authority: Authority) -> None:
     """
     if (folder / CA_KEY).exists() or (folder / CA_CERTIFICATE).exists():
         raise UsageError(
-            f"{folder} already has a CA; remove {CA_CERTIFICATE} and {CA_KEY}, or give another folder", field="folder"
+            f"{folder} already has a CA; remove {CA_CERTIFICATE} and {CA_KEY}, or use another folder", field="folder"
         )
     _write(folder / CA_KEY, authority.key, 0o600)
     _write(folder / CA_CERTIFICATE, authority.certificate, 0o644)
@@ -92,5 +92,5 @@ def _read(path: Path) -> str:
         return path.read_bytes()[:_MAX_FILE_BYTES].decode("utf-8", "replace")
     except OSError as error:
         raise UsageError(
-            f"cannot read {path}: {error.strerror}; `kvferry key ca {path.parent}` makes a CA", field="folder"
+            f"cannot read {path}: {error.strerror}; `kvferry key ca {path.parent}` creates a CA", field="folder"
         ) from error

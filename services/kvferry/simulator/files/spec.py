@@ -27,7 +27,7 @@ from kvferry.simulator.worker.jobs import ReplicaSettings
 MAX_REPLICAS = 10_000
 MAX_POOLS = 1000
 MAX_FILE_BYTES = 1 << 20
-_MOST_SECONDS = 1e7
+_MAX_SECONDS = 1e7
 ReadText = Callable[[str], str]
 """Function that returns the text of a file that a fleet file names."""
 
@@ -171,7 +171,7 @@ def _roles(
                 replicas=table.whole("replicas", 1, 1, MAX_REPLICAS),
                 device=_device(table.table("device") if "device" in table else device.over(Table("", {})), read),
                 engine=_engine(table.table("engine").over(engine)),
-                start_at=table.number("start_at", 0.0, 0.0, _MOST_SECONDS),
+                start_at=table.number("start_at", 0.0, 0.0, _MAX_SECONDS),
                 jitter=table.numbers("jitter", 1000, 0.0, 1e3),
             )
         )
@@ -179,7 +179,7 @@ def _roles(
         table.end()
     names = [role.role for role in roles]
     if not roles or len(set(names)) != len(names):
-        raise wrong("role", names, "write [[role]] once for each of prefill, decode and both that the fleet has")
+        raise wrong("role", names, "use one [[role]] for each role of the fleet: prefill, decode, both")
     if set(names) == {"prefill"}:
         raise wrong("role", names, 'add a role that generates: [[role]] with role = "decode" or "both"')
     return tuple(roles), prices
@@ -229,10 +229,10 @@ def _demand(
     table: Table, tenants: tuple[Tenant, ...], read: ReadText, pools: int
 ) -> tuple[Demand | None, tuple[BenchRequest, ...], int]:
     if "trace" in table:
-        most = table.whole("requests", 1_000_000, 1, 1_000_000)
+        limit = table.whole("requests", 1_000_000, 1, 1_000_000)
         repeat = table.whole("repeat", 1, 1, 10_000)
         speed = table.number("trace_speed", 1.0, 1e-6, 1e6)
-        trace = read_trace(read(table.text("trace", "")).splitlines(), most=most, speed=speed)
+        trace = read_trace(read(table.text("trace", "")).splitlines(), limit=limit, speed=speed)
         table.end()
         return None, tuple(trace), repeat
     count = table.whole("requests", 1000, 1, MAX_REQUESTS)
@@ -271,10 +271,10 @@ def _failures(tables: Iterable[Table], roles: tuple[RoleSpec, ...]) -> tuple[Fai
         role = table.text("role", roles[0].role, known)
         found.append(
             Failure(
-                at=table.number("at", 0.0, 0.0, _MOST_SECONDS),
+                at=table.number("at", 0.0, 0.0, _MAX_SECONDS),
                 role=role,
                 index=table.whole("index", 0, 0, known[role] - 1),
-                restart_seconds=table.number("restart_seconds", 60.0, 0.0, _MOST_SECONDS),
+                restart_seconds=table.number("restart_seconds", 60.0, 0.0, _MAX_SECONDS),
             )
         )
         table.end()

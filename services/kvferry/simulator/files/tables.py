@@ -20,7 +20,7 @@ class Table:
             UsageError: `fields` is not a table.
         """
         if not isinstance(fields, Mapping):
-            raise wrong(name, fields, f"write it as a table, [{name}]")
+            raise wrong(name, fields, f"use a table, [{name}]")
         self.name = name
         self._fields = dict(fields)
         self._known: list[str] = []
@@ -32,29 +32,29 @@ class Table:
     def __contains__(self, field: str) -> bool:
         return field in self._fields
 
-    def number(self, field: str, default: float, least: float, most: float) -> float:
+    def number(self, field: str, default: float, low: float, high: float) -> float:
         """Take a number; `default` if it is absent."""
         value = self._take(field, default)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or math.isnan(value) or not least <= value <= most:
-            raise wrong(self.path(field), value, f"write a number from {least:g} to {most:g}")
+        if not is_number or math.isnan(value) or not low <= value <= high:
+            raise wrong(self.path(field), value, f"use a number from {low:g} to {high:g}")
         return float(value)
 
-    def numbers(self, field: str, count: int, least: float, most: float) -> tuple[float, ...]:
+    def numbers(self, field: str, count: int, low: float, high: float) -> tuple[float, ...]:
         """Take a list of at most `count` numbers; an empty one if it is absent."""
         value = self._take(field, [])
         if not isinstance(value, list) or len(value) > count:
-            raise wrong(self.path(field), value, f"write a list of at most {count} numbers")
+            raise wrong(self.path(field), value, f"use a list of at most {count} numbers")
         for one in value:
-            if isinstance(one, bool) or not isinstance(one, int | float) or not least <= one <= most:
-                raise wrong(self.path(field), one, f"write numbers from {least:g} to {most:g}")
+            if isinstance(one, bool) or not isinstance(one, int | float) or not low <= one <= high:
+                raise wrong(self.path(field), one, f"use numbers from {low:g} to {high:g}")
         return tuple(map(float, value))
 
-    def whole(self, field: str, default: int, least: int, most: int) -> int:
+    def whole(self, field: str, default: int, low: int, high: int) -> int:
         """Take a whole number; `default` if it is absent."""
         value = self._take(field, default)
-        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-            raise wrong(self.path(field), value, f"write a whole number from {least} to {most}")
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+            raise wrong(self.path(field), value, f"use a whole number from {low} to {high}")
         return value
 
     def text(self, field: str, default: str, choices: Iterable[str] = ()) -> str:
@@ -62,25 +62,25 @@ class Table:
         value = self._take(field, default)
         allowed = tuple(choices)
         if not isinstance(value, str) or (allowed and value not in allowed):
-            raise wrong(self.path(field), value, f"write one of {', '.join(allowed)}" if allowed else "write a string")
+            raise wrong(self.path(field), value, f"use one of {', '.join(allowed)}" if allowed else "use a string")
         return value
 
     def flag(self, field: str, *, default: bool) -> bool:
         """Take true or false; `default` if it is absent."""
         value = self._take(field, default)
         if not isinstance(value, bool):
-            raise wrong(self.path(field), value, "write true or false")
+            raise wrong(self.path(field), value, "use true or false")
         return value
 
     def table(self, field: str) -> "Table":
         """Take a table; an empty one if it is absent."""
         return Table(self.path(field), self._take(field, {}))
 
-    def tables(self, field: str, most: int) -> "list[Table]":
+    def tables(self, field: str, limit: int) -> "list[Table]":
         """Take a list of tables; an empty list if it is absent."""
         value = self._take(field, [])
-        if not isinstance(value, list) or len(value) > most:
-            raise wrong(self.path(field), value, f"write at most {most} tables, each as [[{self.path(field)}]]")
+        if not isinstance(value, list) or len(value) > limit:
+            raise wrong(self.path(field), value, f"use at most {limit} tables, each as [[{self.path(field)}]]")
         return [Table(f"{self.path(field)}.{index}", one) for index, one in enumerate(value)]
 
     def over(self, base: "Table") -> "Table":

@@ -67,15 +67,15 @@ class Demand:
         Raises:
             UsageError: a number is out of range.
         """
-        for name, least, most in (
+        for name, low, high in (
             ("count", 1, MAX_REQUESTS), ("num_prefix", 0, 1 << 20), ("num_prefixes", 1, _MAX_PREFIXES),
             ("num_turns", 1, 10_000), ("turn_seconds", 0.0, 86_400.0), ("most_tokens", 2, 1 << 22),
         ):  # fmt: skip
             value = getattr(self, name)
-            if not least <= value <= most:
+            if not low <= value <= high:
                 shown = "requests" if name == "count" else name
                 raise UsageError(
-                    f"workload.{shown} is {value}; it must be from {least} to {most}", field=f"workload.{shown}"
+                    f"workload.{shown} must be between {low} and {high}, not {value}", field=f"workload.{shown}"
                 )
 
     def requests(self, tape: Tape, seed: int) -> Iterator[SimRequest]:
@@ -132,10 +132,10 @@ class _Turn:
     lengths: tuple[int, int]
 
 
-def _within(lengths: tuple[int, int], most: int) -> tuple[int, int]:
-    """Cut input, then output, so that their sum is at most `most`."""
-    num_input = min(lengths[0], most - 1)
-    return num_input, min(lengths[1], most - num_input)
+def _within(lengths: tuple[int, int], limit: int) -> tuple[int, int]:
+    """Cut the input, then the output, so that their sum is at most `limit`."""
+    num_input = min(lengths[0], limit - 1)
+    return num_input, min(lengths[1], limit - num_input)
 
 
 def of_trace(requests: Iterable[BenchRequest], tape: Tape, *, repeat: int = 1) -> Iterator[SimRequest]:

@@ -25,7 +25,7 @@ class SharedCores:
             UsageError: the number is not positive.
         """
         if not 0.0 < cores <= 1e6:
-            raise UsageError(f"machine.cores is {cores}; it must be above 0 and at most 1e6", field="machine.cores")
+            raise UsageError(f"machine.cores must be above 0 and at most 1e6, not {cores}", field="machine.cores")
         self._clock, self._cores = clock, cores
         self._left: dict[int, float] = {}
         """Remaining time of each piece of work in seconds, if it ran alone."""

@@ -62,7 +62,7 @@ class DeviceProfile:
             value = getattr(self, one.name)
             if not (math.isfinite(value) and 0.0 <= value <= _MAX_SECONDS):
                 raise UsageError(
-                    f"device.{one.name} is {value}; it must be from 0 to {_MAX_SECONDS:g} seconds",
+                    f"device.{one.name} must be between 0 and {_MAX_SECONDS:g} seconds, not {value}",
                     field=f"device.{one.name}",
                 )
         if self.step == 0.0 and self.token == 0.0:
@@ -89,8 +89,8 @@ class LinkProfile:
         """
         if not 1.0 <= self.bytes_per_second <= 1e15:
             raise UsageError(
-                f"link.bytes_per_second is {self.bytes_per_second}; it must be from 1 to 1e15",
+                f"link.bytes_per_second must be between 1 and 1e15, not {self.bytes_per_second}",
                 field="link.bytes_per_second",
             )
         if not 0.0 <= self.latency <= 60.0:
-            raise UsageError(f"link.latency is {self.latency}; it must be from 0 to 60 seconds", field="link.latency")
+            raise UsageError(f"link.latency must be between 0 and 60 seconds, not {self.latency}", field="link.latency")

@@ -37,7 +37,7 @@ def fit(measured: Sequence[Measured]) -> Fit:
         raise UsageError(f"{len(measured)} steps were measured; a fit needs at least {len(_NAMES)}", field="rows")
     seconds = np.array([duration for _, duration in measured])
     if not (np.isfinite(seconds).all() and (seconds > 0).all()):
-        raise UsageError("a measured duration is not a positive number of seconds", field="rows")
+        raise UsageError("every measured duration must be a positive number of seconds", field="rows")
     rows = np.array([(1.0, work.tokens, work.kv_tokens, work.pairs) for work, _ in measured])
     found = _non_negative(rows / seconds[:, None])
     errors = np.abs(rows @ found / seconds - 1.0)

@@ -38,7 +38,9 @@ def admin_address(address: str, number: int) -> str:
     """
     host, _, port = address.rpartition(":")
     if not port.isdecimal() or not 0 <= int(port) <= 0xFFFF or (int(port) and int(port) + number > 0xFFFF):
-        raise UsageError(f"admin {address!r} leaves no port for process {number}; write host:port", field="admin")
+        raise UsageError(
+            f"admin {address!r} leaves no port for process {number}; use a lower port in host:port", field="admin"
+        )
     return f"{host}:{int(port) + number if int(port) else 0}"
 
 

@@ -65,7 +65,7 @@ class StackConfig:
         """
         for name in ("prefill", "decode", "both"):
             if not 0 <= getattr(self, name) <= MAX_WORKERS:
-                raise UsageError(f"--{name} must be from 0 to {MAX_WORKERS}, not {getattr(self, name)}", field=name)
+                raise UsageError(f"--{name} must be between 0 and {MAX_WORKERS}, not {getattr(self, name)}", field=name)
         if not self.both and not (self.prefill and self.decode):
             raise UsageError(
                 "these workers cannot serve requests: start a prefill and a decode worker, or a worker of role both",

@@ -9,7 +9,7 @@ class RestartPolicy:
 
     first_seconds: float = 0.2
     factor: float = 2.0
-    most_seconds: float = 10.0
+    max_seconds: float = 10.0
     calm_seconds: float = 30.0
     """Run time in seconds after which the backoff is reset."""
 
@@ -23,5 +23,5 @@ class RestartHistory:
     def after_death(self, policy: RestartPolicy, ran_seconds: float) -> tuple["RestartHistory", float]:
         """Record an exit; return the updated history and the delay before the restart in seconds."""
         deaths = 1 if ran_seconds >= policy.calm_seconds else self.deaths + 1
-        pause = min(policy.most_seconds, policy.first_seconds * policy.factor ** min(deaths - 1, 64))
+        pause = min(policy.max_seconds, policy.first_seconds * policy.factor ** min(deaths - 1, 64))
         return replace(self, deaths=deaths), pause

@@ -1,9 +1,9 @@
-"""Buddy allocation of contiguous chunks, as of the Orca baselines (Kwon et al., PagedAttention, 2023, section 6.1)."""
+"""Buddy allocation of contiguous chunks, as in the Orca baselines (Kwon et al., PagedAttention, 2023, section 6.1)."""
 
 from kvferry.core.errors import InvariantBroken
 
-LEAST = 16
-"""Slots of the smallest chunk."""
+MIN_CHUNK = 16
+"""Number of slots of the smallest chunk."""
 
 
 class BuddyMemory:
@@ -12,36 +12,36 @@ class BuddyMemory:
     def __init__(self, num_slots: int, largest: int) -> None:
         """
         Args:
-            num_slots: slots of the memory; those beyond the last multiple of `LEAST` are never used.
-            largest: slots of the largest chunk, a power of two.
+            num_slots: number of slots of the memory; slots beyond the last multiple of `MIN_CHUNK` are never used.
+            largest: number of slots of the largest chunk, a power of two.
         """
         self.num_slots = num_slots
         self.num_taken = 0
         self._largest = largest
         self._free: dict[int, set[int]] = {}
         start, size = 0, largest
-        while size >= LEAST:
+        while size >= MIN_CHUNK:
             while num_slots - start >= size:
                 self._free.setdefault(size, set()).add(start)
                 start += size
             size //= 2
 
     def size_of(self, num_slots: int) -> int:
-        """Return the size of the chunk for a number of slots.
+        """Return the chunk size for a number of slots.
 
         Raises:
-            InvariantBroken: no chunk is as large.
+            InvariantBroken: no chunk is large enough.
         """
         if num_slots > self._largest:
             raise InvariantBroken(f"{num_slots} slots were requested; the largest chunk has {self._largest}")
-        return max(LEAST, 1 << (num_slots - 1).bit_length())
+        return max(MIN_CHUNK, 1 << (num_slots - 1).bit_length())
 
     def fits(self, num_slots: int) -> bool:
         """Return whether a chunk for this number of slots is free."""
         return any(self._free.get(size) for size in self._sizes_from(self.size_of(num_slots)))
 
     def take(self, num_slots: int) -> tuple[int, int] | None:
-        """Take a chunk; return its start and size, or `None` if none is free."""
+        """Allocate a chunk; return its start and size, or `None` if none is free."""
         wanted = self.size_of(num_slots)
         found = next((size for size in self._sizes_from(wanted) if self._free.get(size)), None)
         if found is None:
@@ -55,7 +55,7 @@ class BuddyMemory:
         return start, wanted
 
     def give(self, chunk: tuple[int, int]) -> None:
-        """Give a chunk back, and merge it with its buddy as long as that is free."""
+        """Free a chunk, and merge it with its buddy as long as the buddy is free."""
         start, size = chunk
         self.num_taken -= size
         while size < self._largest and (start ^ size) in self._free.get(size, ()):

@@ -55,7 +55,7 @@ def read_adapter_list(raw: bytes) -> Mapping[str, ListedAdapter]:
     if len(named) < len(found):
         names = [one.name for one in found]
         twice = next(name for name in names if names.count(name) > 1)
-        raise UsageError(f"the list of adapters has {twice!r} twice; give each its own name", field="adapters_file")
+        raise UsageError(f"the list of adapters has {twice!r} twice; use unique names", field="adapters_file")
     return named
 
 

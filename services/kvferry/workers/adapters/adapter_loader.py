@@ -65,8 +65,8 @@ class AdapterLoader:
             loaded = await asyncio.to_thread(lambda: load_adapter(self._model, folder()))
             if not loaded.digest.hex().startswith(digest):
                 raise ModelFileError(
-                    f"the content of {loaded.path} has digest {loaded.digest.hex()}, not {digest}; correct the digest"
-                    " or the files",
+                    f"the content of {loaded.path} has digest {loaded.digest.hex()}, not {digest}; correct digest in "
+                    "the list or the files",
                     reason="ADAPTER_DIGEST",
                 )
             return await self._loop.change_adapter(name, loaded)
@@ -85,22 +85,23 @@ class AdapterLoader:
         """Resolve a path to a folder, following symbolic links."""
         if not self._folder:
             raise Forbidden(
-                "adapters are not loaded at run time by this worker; start it with --adapter-folder", field="lora_path"
+                "this worker does not load adapters at run time; start it with --adapter-folder", field="lora_path"
             )
         if not path or len(path) > _MAX_PATH_CHARS or "\x00" in path:
             raise InvalidRequest(
-                f"lora_path is not a path of 1 to {_MAX_PATH_CHARS} characters; name a folder", field="lora_path"
+                f"lora_path must be the path of a folder, with 1 to {_MAX_PATH_CHARS} characters", field="lora_path"
             )
         root = Path(self._folder).resolve()
         try:
             found = (root / path).resolve()
         except (OSError, RuntimeError) as error:  # a loop of symbolic links
             raise InvalidRequest(
-                f"lora_path {shortened(path)!r} cannot be followed: {error}; name a folder", field="lora_path"
+                f"lora_path {shortened(path)!r} cannot be resolved: {error}; use the path of a folder",
+                field="lora_path",
             ) from error
         if found == root or not found.is_relative_to(root):
             raise Forbidden(
-                f"lora_path {shortened(path)!r} is not below the worker's folder of adapters; name a folder in it",
+                f"lora_path {shortened(path)!r} is not below the worker's adapter folder; use a folder in it",
                 field="lora_path",
             )
         return found

@@ -63,7 +63,7 @@ class KvPrefetcher:
         """Follow a prompt to its end and return the number of fetched blocks. On a failure, stop early without
         raising."""
         names = self._namer(request.tenant).chain(tokens[:-1])
-        asked = kv_transfer_pb2.WatchBlocksRequest(
+        watched = kv_transfer_pb2.WatchBlocksRequest(
             ticket_id=request.ticket_id,
             incarnation=request.prefill.incarnation,
             fingerprint=self._context.layout.fingerprint,
@@ -72,7 +72,7 @@ class KvPrefetcher:
         try:
             async with open_channel(request.prefill_address, self._tls) as channel:
                 stub = kv_transfer_pb2_grpc.KvTransferStub(signed(channel, self._signer, request.prefill_address))
-                async for report in stub.WatchBlocks(asked, timeout=_SECONDS):
+                async for report in stub.WatchBlocks(watched, timeout=_SECONDS):
                     self._keyring.check(_sealed_content(request, number, report), report.seal)
                     number += 1
                     count = len(report.names)

@@ -37,9 +37,8 @@ class PrefillProgress:
     @contextmanager
     def computing(self, ticket_id: str) -> Iterator[None]:
         """Make a prompt available to followers within the `with` block."""
-        if (
-            not ticket_id or ticket_id in self._prompts
-        ):  # without a unique ticket id, followers cannot identify the prompt
+        # Without a unique ticket id, followers cannot identify the prompt.
+        if not ticket_id or ticket_id in self._prompts:
             yield
             return
         prompt = self._prompts[ticket_id] = _Prompt()

@@ -67,7 +67,9 @@ class AdminService(worker_admin_pb2_grpc.WorkerAdminServicer):
         self, request: worker_admin_pb2.StatusRequest, context: Context
     ) -> worker_admin_pb2.StatusResponse:
         if len(request.nonce) > MAX_NONCE_BYTES:
-            raise InvalidRequest(f"nonce has {len(request.nonce)} bytes; send at most {MAX_NONCE_BYTES}", field="nonce")
+            raise InvalidRequest(
+                f"nonce has {len(request.nonce)} bytes; at most {MAX_NONCE_BYTES} are accepted", field="nonce"
+            )
         status = self.status()
         if request.nonce:
             port = self._context.address.rpartition(":")[2].encode()
@@ -109,7 +111,7 @@ class AdminService(worker_admin_pb2_grpc.WorkerAdminServicer):
     async def Drain(self, request: worker_admin_pb2.DrainRequest, context: Context) -> worker_admin_pb2.DrainResponse:
         if not 0 <= request.timeout_seconds <= _MAX_DRAIN_SECONDS:
             raise InvalidRequest(
-                f"timeout_seconds must be from 0 to {_MAX_DRAIN_SECONDS:.0f}, not {request.timeout_seconds}",
+                f"timeout_seconds must be between 0 and {_MAX_DRAIN_SECONDS:.0f}, not {request.timeout_seconds}",
                 field="timeout_seconds",
             )
         return worker_admin_pb2.DrainResponse(idle=await self.drain(request.timeout_seconds))
@@ -140,7 +142,9 @@ class AdminService(worker_admin_pb2_grpc.WorkerAdminServicer):
 
     def _loader(self) -> AdapterLoader:
         if self._adapters is None:
-            raise InvalidRequest("this worker computes no adapters", field="lora_name")
+            raise InvalidRequest(
+                "this worker does not support adapters; start it with --adapter-slots above 0", field="lora_name"
+            )
         return self._adapters
 
     async def drain(self, timeout_seconds: float) -> bool:

@@ -129,7 +129,7 @@ class CacheFeed:
             Overloaded: the feed already has `MAX_SUBSCRIBERS` subscribers.
         """
         if len(self._lines) >= MAX_SUBSCRIBERS:
-            raise Overloaded(f"there are {MAX_SUBSCRIBERS} subscribers already; retry later", retry_after_seconds=1.0)
+            raise Overloaded(f"there are already {MAX_SUBSCRIBERS} subscribers; retry later", retry_after_seconds=1.0)
         head = self._event()
         head.snapshot.check_name = self.check_name
         line = FeedLine(head, list(self._blocks.values()))
@@ -179,7 +179,7 @@ class KvEventsService(kv_events_pb2_grpc.KvEventsServicer):
     async def Probe(self, request: kv_events_pb2.ProbeRequest, context: Context) -> kv_events_pb2.ProbeResponse:
         for field, number in (("names", len(request.names)), ("num_samples", request.num_samples)):
             if number > MAX_PROBED_NAMES:
-                raise InvalidRequest(f"{field} is {number}; the limit is {MAX_PROBED_NAMES}", field=field)
+                raise InvalidRequest(f"{field} is {number}; at most {MAX_PROBED_NAMES} is accepted", field=field)
         return self._feed.probe(request.names, request.num_samples)
 
 

@@ -95,7 +95,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
 
     async def Pool(self, request: prefill_pb2.PoolRequest, context: Context) -> prefill_pb2.PoolResponse:
         self._context.admit(request.model, request.tenant)
-        asked = pooling_request(
+        pooling = pooling_request(
             sequence_id(request.request_id, request.input_index),
             wire.token_ids_from_wire(request.token_ids, "token_ids"),
             pooling_from_wire(request.pooling),
@@ -106,7 +106,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         begun = self._context.clock.monotonic()
         kv_report = KvReportBuilder(self._context.worker_id)
         update = await compute_vector(
-            self._context, asked, kv_report, lambda: context.send_initial_metadata(STARTED_METADATA)
+            self._context, pooling, kv_report, lambda: context.send_initial_metadata(STARTED_METADATA)
         )
         assert update.embedding is not None
         return prefill_pb2.PoolResponse(

@@ -35,7 +35,9 @@ class Profiling:
         """
         _check(request)
         if self._is_recording:
-            raise Overloaded("another call is recording this engine; retry when it has ended", retry_after_seconds=1.0)
+            raise Overloaded(
+                "another call is recording this engine; retry when that call has ended", retry_after_seconds=1.0
+            )
         self._is_recording = True
         task = asyncio.create_task(self._record(request), name="profile")
         try:
@@ -73,11 +75,11 @@ class Profiling:
 
 def _check(request: worker_admin_pb2.ProfileRequest) -> None:
     if not 1 <= request.steps <= MAX_STEPS:
-        raise InvalidRequest(f"steps is {request.steps}; it must be from 1 to {MAX_STEPS}", field="steps")
+        raise InvalidRequest(f"steps must be between 1 and {MAX_STEPS}, not {request.steps}", field="steps")
     seconds = request.timeout_seconds
     if not (math.isfinite(seconds) and 0.0 < seconds <= _MAX_SECONDS):
         raise InvalidRequest(
-            f"timeout_seconds is {seconds}; it must be above 0 and at most {_MAX_SECONDS:.0f}", field="timeout_seconds"
+            f"timeout_seconds must be above 0 and at most {_MAX_SECONDS:.0f}, not {seconds}", field="timeout_seconds"
         )
 
 

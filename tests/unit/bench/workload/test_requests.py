@@ -84,7 +84,7 @@ def test_numbers_out_of_range_are_refused_by_name(changes: dict[str, object], fi
 
 @pytest.mark.parametrize("count", [0, 1_000_001])
 def test_the_number_of_requests_is_bounded(count: int) -> None:
-    with pytest.raises(UsageError, match="requests is"):
+    with pytest.raises(UsageError, match="requests must be between 1 and"):
         Workload().requests(count, STEADY, 0)
 
 
@@ -95,5 +95,5 @@ def test_a_small_vocabulary_keeps_equal_prefixes_equal() -> None:
     assert len({r.prompt[:8] for r in small}) == 1
     assert len({r.prompt for r in small}) == 3
     assert in_vocabulary(requests, FIRST_TOKEN + NUM_TOKENS) == requests
-    with pytest.raises(UsageError, match="vocabulary is 0; it must be at least 1"):
+    with pytest.raises(UsageError, match="vocabulary must be at least 1, not 0"):
         in_vocabulary(requests, 0)

@@ -57,7 +57,7 @@ def test_azures_csv_has_lengths_only() -> None:
 
 
 def test_a_trace_can_be_replayed_faster_and_in_part() -> None:
-    assert [r.at for r in read_trace(lines(MOONCAKE), most=2, speed=3.0)] == [0.0, 0.5]
+    assert [r.at for r in read_trace(lines(MOONCAKE), limit=2, speed=3.0)] == [0.0, 0.5]
 
 
 @pytest.mark.parametrize(
@@ -65,18 +65,30 @@ def test_a_trace_can_be_replayed_faster_and_in_part() -> None:
     [
         ([], "the trace begins with ''"),
         (["a,b,c\n"], "the trace begins with 'a,b,c'"),
-        ([AZURE[0]], "the trace has no request"),
+        ([AZURE[0]], "the trace contains no requests"),
         ([*AZURE[:2], "yesterday,1,2"], "line 3 of the trace is invalid"),
         ([AZURE[0], "2023-11-16 18:15:46,1"], "line 2 of the trace is invalid"),
-        ([AZURE[0], "2023-11-16 18:15:46,-1,4"], "a length is -1; it must be a whole number from 1 to 1048576"),
+        ([AZURE[0], "2023-11-16 18:15:46,-1,4"], "a length must be an integer between 1 and 1048576, not -1"),
         (['{"timestamp": 1}'], "line 1 of the trace is invalid: 'input_length' is missing"),
-        (['{"timestamp": 1, "input_length": 1e3, "output_length": 1}'], "a length is 1000.0"),
-        (['{"timestamp": 1, "input_length": true, "output_length": 1}'], "a length is True"),
-        (['{"timestamp": 1, "input_length": 9999999999, "output_length": 1}'], "a length is 9999999999"),
+        (
+            ['{"timestamp": 1, "input_length": 1e3, "output_length": 1}'],
+            "a length must be an integer between 1 and 1048576, not 1000.0",
+        ),
+        (
+            ['{"timestamp": 1, "input_length": true, "output_length": 1}'],
+            "a length must be an integer between 1 and 1048576, not True",
+        ),
+        (
+            ['{"timestamp": 1, "input_length": 9999999999, "output_length": 1}'],
+            "a length must be an integer between 1 and 1048576, not 9999999999",
+        ),
         (['{"timestamp": 1, "input_length": 1, "output_length": 1, "hash_ids": 3}'], "hash_ids is not a list"),
         (['{"timestamp": null, "input_length": 1, "output_length": 1}'], "line 1 of the trace is invalid"),
         (['{"timestamp": 1, "input_length": 1, "output_length": 1, "hash_ids": [1, 2]}'], "one for each block"),
-        (['{"timestamp": 1, "input_length": 1, "output_length": 1, "block_tokens": 0}'], "a length is 0"),
+        (
+            ['{"timestamp": 1, "input_length": 1, "output_length": 1, "block_tokens": 0}'],
+            "a length must be an integer between 1 and 1048576, not 0",
+        ),
         ([*lines(MOONCAKE), "{"], "line 4 of the trace is invalid"),
         (["{" * 100_000], "line 1 of the trace is invalid"),
     ],
@@ -89,13 +101,13 @@ def test_errors_in_a_trace_name_the_line(text: list[str], message: str) -> None:
 
 
 def test_the_speed_must_be_positive() -> None:
-    with pytest.raises(UsageError, match="trace_speed is 0"):
+    with pytest.raises(UsageError, match="trace_speed must be above 0, not 0"):
         read_trace(lines(MOONCAKE), speed=0)
 
 
 @pytest.mark.parametrize("when", [-1, -1e300, 1e300, float("nan"), float("inf"), True, "1", None], ids=repr)
 def test_a_timestamp_is_a_time(when: object) -> None:
     with pytest.raises(
-        UsageError, match=r"line 1 of the trace is invalid: the timestamp is .*; it must be milliseconds"
+        UsageError, match=r"line 1 of the trace is invalid: the timestamp must be in milliseconds, .*, not"
     ):
         read_trace(lines([{"timestamp": when, "input_length": 1, "output_length": 1}]))

@@ -52,7 +52,7 @@ def test_the_processes_have_the_settings_of_the_fleet() -> None:
 
 
 def test_fleets_that_one_machine_cannot_run_are_refused() -> None:
-    with pytest.raises(UsageError, match="at most 16 are started"):
+    with pytest.raises(UsageError, match="at most 16 can run on one machine"):
         stack_of(a_spec(FLEET.replace("replicas = 2", "replicas = 20")), "tiny", 1)
     with pytest.raises(UsageError, match="one \\[engine\\] for all"):
         stack_of(a_spec(FLEET.replace("replicas = 2", "replicas = 2\nengine.token_budget = 64")), "tiny", 1)

@@ -28,7 +28,7 @@ def test_the_least_recently_used_idle_adapter_is_replaced() -> None:
     slots = AdapterSlots(2)
     assert [slots.take(adapter(0)), slots.take(adapter(1))] == [0, 1]
     assert not slots.can_take(adapter(2))
-    with pytest.raises(InvariantBroken, match="all 2 slots"):
+    with pytest.raises(InvariantBroken, match="all 2 adapter slots"):
         slots.take(adapter(2))
     slots.give_back(adapter(1))
     slots.give_back(adapter(0))

@@ -126,15 +126,15 @@ def test_an_exporting_prompt_reports_its_blocks_chunk_by_chunk() -> None:
         token_budget=8, max_chunk_tokens=8, max_sequences=4, reserve_share=0.0
     )
     engine.add(a_request("r", PROMPT, exports=True))
-    told, export = [], None
+    progress, export = [], None
     for _ in range(3):
         output = engine.step()
-        told += output.progress
+        progress += output.progress
         export = output.exports.get(RequestId("r"), export)
-    assert [len(p.blocks) for p in told] == [2, 2]
-    assert [n for p in told for n in p.names] == engine.namer("").chain(PROMPT)
+    assert [len(p.blocks) for p in progress] == [2, 2]
+    assert [n for p in progress for n in p.names] == engine.namer("").chain(PROMPT)
     pool = engine.allocator.pool
-    assert all(pool.epochs[b] == e for p in told for b, e in zip(p.blocks, p.epochs, strict=True))
+    assert all(pool.epochs[b] == e for p in progress for b, e in zip(p.blocks, p.epochs, strict=True))
     assert export is not None
     engine.release_export(export)
     assert_idle(engine)

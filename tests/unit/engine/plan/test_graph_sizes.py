@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.engine.plan.graph_sizes import fit, memory, most_tokens, piece_bytes, sizes, token_sizes
+from kvferry.engine.plan.graph_sizes import fit, max_tokens, memory, piece_bytes, sizes, token_sizes
 from kvferry.model.shapes import shape_of
 
 
@@ -46,20 +46,20 @@ def test_only_sizes_that_are_ready_are_used() -> None:
 
 @given(size=st.integers(1, 512), longest=st.integers(1, 1 << 20), pool=st.integers(1, 1 << 24))
 def test_contexts_are_bounded_so_that_memory_is(size: int, longest: int, pool: int) -> None:
-    tokens = most_tokens(size, longest, pool)
+    tokens = max_tokens(size, longest, pool)
     assert 1 <= tokens <= min(longest, pool)
     assert tokens == min(longest, pool) or tokens * size <= 1 << 22
 
 
 def test_steps_of_an_8b_model_take_less_than_a_gibibyte() -> None:
     shape = shape_of("llama-3.1-8b")
-    tokens = most_tokens(64, shape.max_model_tokens, 1 << 20)
+    tokens = max_tokens(64, shape.max_model_tokens, 1 << 20)
     bound = memory(shape, sizes(64), value_bytes=2, tokens=tokens, width=8192)
     assert tokens == 65536
     # Parts of attention: 64 rows, 32 heads, 128 partitions of 129 numbers.
     assert 64 * 32 * 128 * 129 * 4 < bound.scratch_bytes < 256 << 20
     assert 64 * 128256 * 4 < bound.static_bytes < 64 << 20
-    assert bound.most_bytes == bound.scratch_bytes + bound.static_bytes
+    assert bound.max_bytes == bound.scratch_bytes + bound.static_bytes
 
 
 def test_pieces_are_for_steps_that_take_longer_to_launch_than_to_compute() -> None:

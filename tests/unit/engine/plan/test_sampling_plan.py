@@ -83,7 +83,7 @@ def test_a_draw_without_a_seed_is_refused() -> None:
         seed_of(wishing(temperature=1.0))
 
 
-def told(part: Ragged | None) -> tuple[list[int], list[int], list[float], int]:
+def flattened(part: Ragged | None) -> tuple[list[int], list[int], list[float], int]:
     assert part is not None
     return part.starts.tolist(), part.ids.tolist(), part.values.tolist(), part.longest
 
@@ -95,10 +95,15 @@ def test_the_lists() -> None:
         wishing(frequency_penalty=0.5, presence_penalty=0.25),
     ]
     lists = lists_of(rows, 10)
-    assert told(lists_of([wishing(bad_word_token_ids=((4, 2), (7,)))], 10).banned) == ([0, 2], [2, 7], [0.0, 0.0], 2)
-    assert told(lists.bias) == ([0, 1, 1, 1], [2], [1.5], 1)
-    assert told(lists.seen) == ([0, 4, 4, 4], [3, 4, 5, 9], [1.25] * 4, 4)
-    assert told(lists.generated) == ([0, 0, 0, 2], [9, 4], [1.25, 0.75], 2)
-    assert told(lists.banned) == ([0, 0, 2, 2], [8, 3], [0.0, 0.0], 2)
+    assert flattened(lists_of([wishing(bad_word_token_ids=((4, 2), (7,)))], 10).banned) == (
+        [0, 2],
+        [2, 7],
+        [0.0, 0.0],
+        2,
+    )
+    assert flattened(lists.bias) == ([0, 1, 1, 1], [2], [1.5], 1)
+    assert flattened(lists.seen) == ([0, 4, 4, 4], [3, 4, 5, 9], [1.25] * 4, 4)
+    assert flattened(lists.generated) == ([0, 0, 0, 2], [9, 4], [1.25, 0.75], 2)
+    assert flattened(lists.banned) == ([0, 0, 2, 2], [8, 3], [0.0, 0.0], 2)
     assert not lists.is_empty
     assert lists_of([PLAIN, wishing(temperature=1.0, seed=1)], 10).is_empty

@@ -133,7 +133,7 @@ def test_sampled_rows_are_the_last_of_each_sequence() -> None:
 
 
 def test_more_sampled_rows_than_scheduled_are_refused() -> None:
-    with pytest.raises(InvariantBroken, match="2 of 1 rows are to be sampled"):
+    with pytest.raises(InvariantBroken, match="cannot sample 2 rows and score 0 of 1"):
         build_batch(StepPlan((share("a", 0, computed=4, end=5, sampled=2),)), block_tokens=4)
 
 

@@ -9,7 +9,7 @@ from kvferry.core.hashing import BlockNamers
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import SamplingParams
 from kvferry.engine.plan.sequence import Sequence
-from kvferry.engine.policies.waiting_queue import STAGED, RankQueue, ShortestFirstQueue, TwoLevelQueue, WaitingQueue
+from kvferry.engine.policies.waiting_queue import BATCH_SIZE, RankQueue, ShortestFirstQueue, TwoLevelQueue, WaitingQueue
 
 NAMER = BlockNamers(b"k").of("", fingerprint=b"f", block_tokens=4)
 
@@ -68,13 +68,13 @@ def test_shortest_first_ranks_the_first_sequence_again(entries: list[tuple[int, 
 @settings(max_examples=50)
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=40))
 def test_two_levels_admit_the_arrivals_in_groups_and_each_group_shortest_first(lengths: list[int]) -> None:
-    # A request at position p is staged at refill p // STAGED + 1, independently of later arrivals.
+    # A request at position p is staged at refill p // BATCH_SIZE + 1, independently of later arrivals.
     queue = TwoLevelQueue(lambda s: (s.arrival,), lambda s: (lengths[s.arrival], s.arrival))
     for number in range(len(lengths)):
         queue.add(a_sequence(number))
     expected: list[int] = []
-    for start in range(0, len(lengths), STAGED):
-        group = range(start, min(start + STAGED, len(lengths)))
+    for start in range(0, len(lengths), BATCH_SIZE):
+        group = range(start, min(start + BATCH_SIZE, len(lengths)))
         expected += sorted(group, key=lambda number: (lengths[number], number))
     assert drain(queue) == expected
 
@@ -91,4 +91,4 @@ def test_the_staging_bounds_how_often_remaining_tokens_are_computed() -> None:
     for number in range(1000):
         queue.add(a_sequence(number))
     queue.first()
-    assert asked <= STAGED
+    assert asked <= BATCH_SIZE

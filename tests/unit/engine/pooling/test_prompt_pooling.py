@@ -87,7 +87,7 @@ def test_missing_rows_are_a_broken_invariant() -> None:
 
 @pytest.mark.parametrize("dimensions", [0, -1, 49])
 def test_dimensions_have_a_range(dimensions: int) -> None:
-    with pytest.raises(InvalidRequest, match="1 to 48") as caught:
+    with pytest.raises(InvalidRequest, match="between 1 and 48") as caught:
         check_dimensions(dimensions, 48)
     assert caught.value.field == "dimensions"
     check_dimensions(48, 48)

@@ -39,7 +39,7 @@ Draft = tuple[tuple[int, ...], tuple[int, ...]]
 class Silent:
     """A proposer without proposals."""
 
-    def propose(self, tokens: Tokens, most: int) -> TextDraft:
+    def propose(self, tokens: Tokens, limit: int) -> TextDraft:
         return NO_DRAFT
 
 
@@ -263,7 +263,7 @@ def test_an_aborted_request_leaves_no_state(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_a_head_that_does_not_fit_is_refused_at_start_by_name(kernels: str, tmp_path: Path) -> None:
     folder = write_eagle(tmp_path / "odd", CONFIG, is_fused=True, fields={"vocab_size": 1000})
-    with pytest.raises(ModelFileError, match="vocab_size is 1000, and 259 is expected for tiny"):
+    with pytest.raises(ModelFileError, match="vocab_size is 1000, but tiny needs 259"):
         a_model(f"eagle={folder}", **KERNELS[kernels])
     with pytest.raises(ModelFileError, match=r"/none/config\.json"):
         a_model(f"medusa={tmp_path}/none", **KERNELS[kernels])
@@ -275,7 +275,7 @@ def test_head_sizes_that_the_compiled_kernels_lack_are_refused_with_others_that_
         for name, shape in {"q": (16, 48), "k": (8, 48), "v": (8, 48), "o": (48, 16)}.items()
     }
     folder = write_eagle(tmp_path, CONFIG, is_fused=False, fields={"head_dim": 8}, tensors=tensors)
-    with pytest.raises(ModelFileError, match="head_dim is 8, and the compiled kernels compute multiples of 16"):
+    with pytest.raises(ModelFileError, match="head_dim is 8, but the compiled kernels support only multiples of 16"):
         a_model(f"eagle={folder}")
     assert a_model(f"eagle={folder}", kernels="torch").engine.speculation is not None
 
@@ -283,8 +283,8 @@ def test_head_sizes_that_the_compiled_kernels_lack_are_refused_with_others_that_
 @pytest.mark.parametrize(
     ("kernels", "scale", "message"),
     [
-        ("triton", 1.0, "heads are computed on CPUs, by compiled or torch kernels, not by 'triton' on cpu"),
-        ("torch", 2.0, "heads of models that scale their embeddings, such as tiny, are not implemented"),
+        ("triton", 1.0, "heads need the compiled or torch kernels on a CPU, not 'triton' on cpu"),
+        ("torch", 2.0, "heads are not supported for models that scale their embeddings, such as tiny"),
     ],
 )
 def test_models_without_heads_are_refused_by_name(kernels: str, scale: float, message: str, tmp_path: Path) -> None:

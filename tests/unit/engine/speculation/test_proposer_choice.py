@@ -22,7 +22,14 @@ from kvferry.engine.speculation.acceptance import (
 from kvferry.engine.speculation.draft_lengths import PayingDrafts
 from kvferry.engine.speculation.matches import Tokens
 from kvferry.engine.speculation.model_drafts import ModelDraft, Wanted
-from kvferry.engine.speculation.proposer_choice import FIRST_PAUSE, HYSTERESIS, MAX_PAUSE, Offer, ProposerChoice, rate
+from kvferry.engine.speculation.proposer_choice import (
+    FIRST_PAUSE,
+    HYSTERESIS,
+    MAX_PAUSE,
+    ExpectedDraft,
+    ProposerChoice,
+    rate,
+)
 from kvferry.engine.speculation.proposers import Draft
 from kvferry.engine.speculation.speculation import Speculation
 
@@ -53,18 +60,21 @@ class Simulated:
     def seconds(self, rows: int) -> float:
         return 1.0 + self.slope * (rows - 1)
 
-    def offers(self, shares: dict[int, float]) -> dict[int, Offer]:
-        """Return the offers with given probabilities."""
-        return {TEXT: Offer([shares[TEXT]] * DEPTH), MODEL: Offer([shares[MODEL]] * DEPTH, self.drafting)}
+    def drafts(self, shares: dict[int, float]) -> dict[int, ExpectedDraft]:
+        """Return the drafts with given probabilities."""
+        return {
+            TEXT: ExpectedDraft([shares[TEXT]] * DEPTH),
+            MODEL: ExpectedDraft([shares[MODEL]] * DEPTH, self.drafting),
+        }
 
     def rate(self, number: int, shares: dict[int, float]) -> float:
         """Return the expected tokens per second of drafts of one proposer."""
-        return rate(self.offers(shares)[number], 1, 1, self.seconds)
+        return rate(self.drafts(shares)[number], 1, 1, self.seconds)
 
     def draft(self, shares: dict[int, float]) -> int:
         """Make one draft with true probabilities; return its proposer."""
         estimates = {TEXT: self._acceptance.probability(SUPPORTS[TEXT]), MODEL: self._acceptance.of_model}
-        number = self.choice.choose(self.offers(estimates), 1, 1, self.seconds)
+        number = self.choice.choose(self.drafts(estimates), 1, 1, self.seconds)
         for each in {TEXT, number}:  # the text's draft is compared in any case
             hits = [self._chance.random() < shares[each] for _ in range(DEPTH)]
             for hit in hits[: hits.index(False) + 1 if False in hits else DEPTH]:
@@ -109,8 +119,12 @@ def test_probes_are_bounded_and_choices_depend_on_the_history_only(history: list
     def run() -> tuple[list[int], int]:
         choice, chosen, probes = ProposerChoice(), list[int](), 0
         for model, is_right in history:
-            offers = {TEXT: Offer([0.9] * DEPTH), MODEL: Offer([model * 0.5] * DEPTH, 0.2)}  # never the better one
-            chosen.append(choice.choose(offers, 1, 1, lambda rows: 1.0 + 0.1 * rows))
+            # The model's draft is never the better one.
+            drafts = {
+                TEXT: ExpectedDraft([0.9] * DEPTH),
+                MODEL: ExpectedDraft([model * 0.5] * DEPTH, 0.2),
+            }
+            chosen.append(choice.choose(drafts, 1, 1, lambda rows: 1.0 + 0.1 * rows))
             if chosen[-1] == MODEL:
                 probes += 1
                 choice.compared(MODEL, is_right=is_right)
@@ -153,8 +167,8 @@ def test_rates_within_the_hysteresis_keep_the_current_proposer() -> None:
     choice = ProposerChoice()
 
     def chosen(text: float, model: float) -> int:
-        offers = {TEXT: Offer([text]), MODEL: Offer([model], 1e-9)}
-        return choice.choose(offers, 1, 1, lambda rows: 1.0)
+        drafts = {TEXT: ExpectedDraft([text]), MODEL: ExpectedDraft([model], 1e-9)}
+        return choice.choose(drafts, 1, 1, lambda rows: 1.0)
 
     assert chosen(0.9, 0.5) == TEXT
     assert chosen(0.50, 0.55) == TEXT, "1.55 / 1.50 is less than the hysteresis"
@@ -164,15 +178,15 @@ def test_rates_within_the_hysteresis_keep_the_current_proposer() -> None:
 
 
 def test_a_price_counts_against_a_proposer() -> None:
-    offers = {TEXT: Offer([0.6]), MODEL: Offer([0.8], 0.5)}
-    assert rate(offers[MODEL], 1, 1, lambda rows: 1.0) == pytest.approx(1.8 / 1.5)
-    assert ProposerChoice().choose(offers, 1, 1, lambda rows: 1.0) == TEXT
-    assert ProposerChoice().choose({**offers, MODEL: Offer([0.8], 0.01)}, 1, 1, lambda rows: 1.0) == MODEL
+    drafts = {TEXT: ExpectedDraft([0.6]), MODEL: ExpectedDraft([0.8], 0.5)}
+    assert rate(drafts[MODEL], 1, 1, lambda rows: 1.0) == pytest.approx(1.8 / 1.5)
+    assert ProposerChoice().choose(drafts, 1, 1, lambda rows: 1.0) == TEXT
+    assert ProposerChoice().choose({**drafts, MODEL: ExpectedDraft([0.8], 0.01)}, 1, 1, lambda rows: 1.0) == MODEL
 
 
 def test_the_rate_is_that_of_the_best_length() -> None:
-    assert rate(Offer([0.9, 0.9, 0.0]), 2, 2, lambda rows: 1.0 + 0.25 * (rows - 2)) == pytest.approx(3.71 / 1.5)
-    assert rate(Offer([0.1]), 2, 2, lambda rows: float(rows)) == pytest.approx(1.0)
+    assert rate(ExpectedDraft([0.9, 0.9, 0.0]), 2, 2, lambda rows: 1.0 + 0.25 * (rows - 2)) == pytest.approx(3.71 / 1.5)
+    assert rate(ExpectedDraft([0.1]), 2, 2, lambda rows: float(rows)) == pytest.approx(1.0)
 
 
 # ---------------------------------------------------------------------- in an engine
@@ -195,10 +209,10 @@ class Guesses:
     def __init__(self, right_from: int) -> None:
         self._right_from = right_from
 
-    def propose(self, tokens: Tokens, most: int) -> Draft:
+    def propose(self, tokens: Tokens, limit: int) -> Draft:
         known, draft = tokens.tolist(), list[int]()
         wrong = int(len(known) < self._right_from)
-        for _ in range(most):
+        for _ in range(limit):
             draft.append((next_token([*known, *draft]) + wrong) % 96)
         return Draft(tuple(draft), 3)
 

@@ -46,7 +46,7 @@ class Blended(tiny.TinyTensors):
 class Silent:
     """A proposer without proposals."""
 
-    def propose(self, tokens: Tokens, most: int) -> Draft:
+    def propose(self, tokens: Tokens, limit: int) -> Draft:
         return NO_DRAFT
 
 
@@ -56,8 +56,8 @@ class Fixed:
     def __init__(self, prompt: list[int], output: tuple[int, ...]) -> None:
         self._tokens = (*prompt, *output)
 
-    def propose(self, tokens: Tokens, most: int) -> Draft:
-        return Draft(self._tokens[len(tokens) : len(tokens) + most], 3)
+    def propose(self, tokens: Tokens, limit: int) -> Draft:
+        return Draft(self._tokens[len(tokens) : len(tokens) + limit], 3)
 
 
 def a_model(speculation: str = "off", *, kv_bytes: int = 1 << 20, max_sequences: int = 16) -> LLM:

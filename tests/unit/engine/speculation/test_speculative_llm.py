@@ -45,15 +45,15 @@ class Known:
         self._known = [np.array(tokens, np.int32) for tokens in known]
         self._turn = 0
 
-    def propose(self, tokens: Tokens, most: int) -> Draft:
+    def propose(self, tokens: Tokens, limit: int) -> Draft:
         self._turn += 1
         for known in self._known:
             if np.array_equal(known[: len(tokens)], tokens):
-                draft = known[len(tokens) : len(tokens) + most].tolist()
+                draft = known[len(tokens) : len(tokens) + limit].tolist()
                 if self._turn % 3 == 0 and draft:
                     draft[self._turn % len(draft)] = 7
                 return Draft(tuple(draft), 4)
-        return Draft((7,) * most, 1)
+        return Draft((7,) * limit, 1)
 
 
 def a_model(speculation: str = "off", *, async_steps: str = "on", dtype: str = "float32") -> LLM:
@@ -149,7 +149,7 @@ def test_greedy_drafts_of_the_model_itself_are_all_accepted() -> None:
 
 @pytest.mark.parametrize(
     ("speculation", "message"),
-    [("draft=smollm2-135m-instruct", "its vocabulary of 49152 tokens is not that of"), ("draft=/none", "/none")],
+    [("draft=smollm2-135m-instruct", "its vocabulary has 49152 tokens instead of 259"), ("draft=/none", "/none")],
 )
 def test_a_draft_model_that_does_not_fit_is_refused_by_name(speculation: str, message: str) -> None:
     with pytest.raises(KvferryError, match=message):

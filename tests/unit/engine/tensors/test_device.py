@@ -51,7 +51,7 @@ def test_torch_is_not_called_where_no_driver_is_installed(monkeypatch: pytest.Mo
 
 def test_an_absent_gpu_and_an_unknown_device_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(UsageError, match="device 'cuda' needs a GPU, and torch detects none: use --device cpu"):
+    with pytest.raises(UsageError, match="device 'cuda' needs a GPU, but torch detects none: use --device cpu"):
         choose_device("cuda")
     with pytest.raises(UsageError, match="unknown device 'tpu'; expected one of auto, cpu, cuda, cuda:N") as caught:
         choose_device("tpu")
@@ -88,7 +88,7 @@ def test_a_second_gpu_in_one_process_is_refused(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     assert choose_device("cuda:0") == "cuda"
-    with pytest.raises(UsageError, match=r"already uses cuda:0\. Use one process for each GPU"):
+    with pytest.raises(UsageError, match=r"already uses cuda:0\. Use one process per GPU"):
         choose_device("cuda:3")
 
 
@@ -102,7 +102,7 @@ def test_workers_and_stacks_refuse_a_missing_gpu_at_once(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     engine = EngineSettings(model="tiny", device="cuda")
     config = WorkerConfig("prefill", engine, connector="tcp", ticket_secrets=(b"0123456789abcdef",))
-    with pytest.raises(UsageError, match="device 'cuda' needs a GPU, and torch detects none"):
+    with pytest.raises(UsageError, match="device 'cuda' needs a GPU, but torch detects none"):
         worker_main._load(config)
 
 
@@ -114,7 +114,7 @@ def test_stacks_refuse_a_gpu_without_a_driver_before_they_start_a_process(
     monkeypatch.setattr("asyncio.create_subprocess_exec", None)
     done = CliRunner().invoke(main, [command, "--device", "cuda:1"])
     assert done.exit_code == 2
-    assert f"device 'cuda:1' needs a GPU, and this machine has no GPU driver (none of {tmp_path}" in done.output
+    assert f"device 'cuda:1' needs a GPU, but this machine has no GPU driver (none of {tmp_path}" in done.output
     (tmp_path / "driver").touch()
     device.check_driver("cuda:1")
     for other in ("auto", "cpu"):
@@ -126,7 +126,7 @@ def test_benchmarks_refuse_a_missing_gpu_in_one_line(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     done = CliRunner().invoke(main, ["bench", command, "--model", "tiny", "--device", "cuda"])
     assert done.exit_code == 2
-    assert "needs a GPU, and torch detects none" in done.output
+    assert "needs a GPU, but torch detects none" in done.output
 
 
 @pytest.mark.gpu

@@ -136,7 +136,7 @@ async def test_the_message_of_a_grpc_call_counts_as_memory_of_the_queue():
     async with an_edge(max_queued_bytes=10_000) as edge:
         first = await edge.occupied()
         stop = tuple("x" * 200 + str(number) for number in range(16))
-        with pytest.raises(Overloaded, match="at most 10000 may"):
+        with pytest.raises(Overloaded, match="exceed the limit of 10000"):
             await edge.grpc.complete("y" * 100, SamplingParams(max_tokens=3, stop=stop))
         small = asyncio.create_task(edge.grpc.complete("y" * 100, _SHORT))
         await edge.queued(1)

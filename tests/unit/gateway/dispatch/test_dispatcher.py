@@ -261,7 +261,7 @@ async def test_a_stream_leaves_a_worker_that_answers_and_computes_no_step(two_pa
     assert [len(w.decodes) for w in workers] == [1, 1]
     assert events[-1].timing.resumed == 1
     (why,) = [view.why_not for view in two_pairs.fleet.views() if view.endpoint.address == stalled.address]
-    assert why.startswith("its engine has made no step for ")
+    assert why.startswith("its engine has made no steps for ")
     stalled.num_steps = 10
     await two_pairs.fleet.wait_until(lambda fleet: all(view.takes_work for view in fleet.views()))
     stalled.running = 0
@@ -365,7 +365,7 @@ async def test_a_request_in_the_failed_steps_of_two_workers_is_refused(fault, me
         workers = getattr(fleet.workers, method)
         for worker in workers:
             worker.faults[method].extend([fault] * 4)
-        with pytest.raises(RequestRefused, match="2 workers failed in a row while they computed this request"):
+        with pytest.raises(RequestRefused, match="2 workers failed in a row while processing this request"):
             await collect(fleet, ask())
         assert sum(len(worker.prefills if method == "prefill" else worker.decodes) for worker in workers) == 2
         await fleet.workers.idle()
@@ -405,7 +405,7 @@ async def test_a_request_without_a_ready_worker_fails_at_once():
     async with scripted_fleet(prefill=1, decode=1) as fleet:
         fleet.workers.decode[0].draining = True
         await fleet.fleet.wait_until(lambda f: not f.views()[1].takes_work)
-        with pytest.raises(Unavailable, match="no worker accepts requests") as caught:
+        with pytest.raises(Unavailable, match="no workers accept requests") as caught:
             await collect(fleet, ask())
         assert caught.value.retry_after_seconds
         assert fleet.slept == []
@@ -428,7 +428,7 @@ async def test_the_wait_for_a_worker_is_short():
     async with scripted_fleet(prefill=1, decode=1, config=DispatchConfig(retry=retry)) as fleet:
         fleet.workers.decode[0].ready = False
         await fleet.fleet.wait_until(lambda f: not f.views()[1].takes_work)
-        with pytest.raises(Unavailable, match="no worker accepts requests"):
+        with pytest.raises(Unavailable, match="no workers accept requests"):
             await collect(fleet, ask())
         assert fleet.slept == []
 
@@ -436,7 +436,7 @@ async def test_the_wait_for_a_worker_is_short():
 async def test_a_request_without_a_configured_worker_fails_at_once():
     async with scripted_fleet(prefill=1) as fleet:
         async with asyncio.timeout(1):
-            with pytest.raises(Unavailable, match="no worker accepts requests"):
+            with pytest.raises(Unavailable, match="no workers accept requests"):
                 await collect(fleet, ask())
 
 

@@ -74,7 +74,7 @@ def test_a_gateway_without_a_pool_does_not_load_the_clusters_client():
     ("flags", "why"),
     [
         (["--pool", "ns/p", "--both", "h:1", "--decode", "h:2"], "--pool and --decode, --both are mutually exclusive"),
-        (["--pool", "p"], "'p' is not a pool; write NAMESPACE/NAME"),
+        (["--pool", "p"], "'p' is not a pool; use NAMESPACE/NAME"),
     ],
 )
 def test_the_command_refuses_contradicting_options(flags, why, monkeypatch):

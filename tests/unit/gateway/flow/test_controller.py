@@ -180,7 +180,7 @@ def test_a_full_queue_refuses_its_own_class_with_a_retry_time():
         controller.finish(_passed(controller, now=number / 10), 1.0)
     queued(controller, entry(), now=2.0)
     queued(controller, entry(), now=2.0)
-    with pytest.raises(Overloaded, match="2 requests wait; at most 2 may") as full:
+    with pytest.raises(Overloaded, match="the queue is full: 2 requests are waiting; at most 2 may") as full:
         queued(controller, entry(), now=2.0)
     assert full.value.reason == "RATE_LIMIT_EXCEEDED"
     assert full.value.retry_after_seconds == 1.0, (
@@ -216,7 +216,9 @@ def test_a_tenant_at_its_own_bound_displaces_only_its_own():
 def test_bytes_are_bounded_too_and_several_may_be_displaced():
     controller = FlowController(QueueBounds(10, 100))
     small = [queued(controller, entry(priority=5, num_bytes=30)) for _ in range(3)]
-    with pytest.raises(Overloaded, match="90 bytes of requests wait, and this one has 101; at most 100 may"):
+    with pytest.raises(
+        Overloaded, match="90 bytes of requests are waiting, and 101 more would exceed the limit of 100"
+    ):
         queued(controller, entry(priority=0, num_bytes=101))
     assert all(one.state is EntryState.QUEUED for one in small)
     queued(controller, entry(priority=0, num_bytes=60))

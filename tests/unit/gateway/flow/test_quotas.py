@@ -120,7 +120,7 @@ def test_the_default_priority_is_moved_into_the_range(allowed, asked, given):
 
 @pytest.mark.parametrize(("allowed", "asked"), [((-5, 5), 6), ((-5, 5), -6), ((1, 9), -1)])
 def test_a_priority_outside_of_the_range_is_refused(allowed, asked):
-    with pytest.raises(Forbidden, match=f"priority {asked} is outside of this tenant's range") as refused:
+    with pytest.raises(Forbidden, match=f"priority {asked} is outside this tenant's range") as refused:
         TenantPolicy(priority=allowed).priority_of(asked)
     assert refused.value.field == "priority"
 

@@ -205,7 +205,7 @@ async def test_an_echo_and_prompt_log_probabilities_may_have_numbers_of_their_ow
 async def test_the_log_probabilities_of_all_samples_are_bounded_together() -> None:
     fields: dict[str, Any] = {"prompt": [[65] * 60] * 8, "prompt_logprobs": 20}
     assert len((await complete(Scored(), **fields, n=6))["choices"]) == 48
-    with pytest.raises(InvalidRequest, match=r"3360 tokens of prompts.*at most 65536") as caught:
+    with pytest.raises(InvalidRequest, match=r"3360 prompt tokens.*at most 65536") as caught:
         await complete(Scored(), **fields, n=7)
     assert caught.value.field == "prompt_logprobs"
 

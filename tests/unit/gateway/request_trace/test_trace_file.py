@@ -89,10 +89,10 @@ def test_lines_that_do_not_fit_are_dropped(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_file_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="name a file in a folder that exists") as caught:
+    with pytest.raises(UsageError, match="use a file in a folder that exists") as caught:
         TraceFile(tmp_path / "none" / "trace", MIN_BYTES, b"")
     assert caught.value.field == "trace_file"
-    with pytest.raises(UsageError, match=f"it must be at least {MIN_BYTES}"):
+    with pytest.raises(UsageError, match=f"trace_file_bytes must be at least {MIN_BYTES}"):
         TraceFile(tmp_path / "trace", 1, b"")
 
 
@@ -109,7 +109,7 @@ def test_an_existing_file_becomes_private_and_a_device_is_refused(tmp_path: Path
 def test_a_file_has_one_writer(tmp_path: Path) -> None:
     path = tmp_path / "requests.jsonl"
     first = TraceFile(path, MIN_BYTES, b"")
-    with pytest.raises(UsageError, match="is written by another process; name another file"):
+    with pytest.raises(UsageError, match="is being written by another process; use another file"):
         TraceFile(path, MIN_BYTES, b"")
     first.close()
     TraceFile(path, MIN_BYTES, b"").close()

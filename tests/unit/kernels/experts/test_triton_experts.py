@@ -27,8 +27,8 @@ from kvferry.engine.models.build import resolve_kernels
 from kvferry.engine.models.mixture import choose_experts
 from kvferry.engine.run.runner import Runner
 from kvferry.kernels.batch import ExpertWeights
+from kvferry.kernels.gpu.backend import OPS
 from kvferry.kernels.gpu.check import BadKernelInput
-from kvferry.kernels.gpu.family import OPS
 from kvferry.kernels.ops import Ops
 from kvferry.kernels.unfused import clamped_swiglu
 from kvferry.model import tiny
@@ -159,18 +159,21 @@ X = torch.zeros(2, 8)
 GOOD = packed(weights_of(3, 8, 4, has_biases=True), lambda t: t)
 CHOSEN, SHARES = torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1)
 BAD: dict[str, tuple[Callable[[], object], str]] = {
-    "chosen of 32 bits": (lambda: call(chosen=CHOSEN.int()), "chosen: the dtype is torch.int32"),
+    "chosen of 32 bits": (lambda: call(chosen=CHOSEN.int()), "chosen: the dtype must be torch.int64, not torch.int32"),
     "chosen of other rows": (lambda: call(chosen=CHOSEN[:1]), r"chosen: \(1, 1\) is not \[2, A\]"),
-    "shares of 64 bits": (lambda: call(shares=SHARES.double()), "shares: the dtype is torch.float64"),
-    "rows of another width": (lambda: call(x=X[:, :4]), r"x: its shape is \(2, 4\)"),
+    "shares of 64 bits": (
+        lambda: call(shares=SHARES.double()),
+        "shares: the dtype must be torch.float32, not torch.float64",
+    ),
+    "rows of another width": (lambda: call(x=X[:, :4]), r"x: the shape must be \(2, 8\), not \(2, 4\)"),
     "weights of another type": (lambda: call(weights=replace(GOOD, down=GOOD.down.half())), "down: torch.float16"),
     "biases of other experts": (
         lambda: call(weights=replace(GOOD, down_bias=torch.zeros(2, 8))),
-        r"down_bias: its shape is \(2, 8\) and must be \(3, 8\)",
+        r"down_bias: the shape must be \(3, 8\), not \(2, 8\)",
     ),
     "transposed matrices": (
         lambda: call(weights=replace(GOOD, gate_up=torch.zeros(3, 8, 8).transpose(1, 2))),
-        "gate_up: strides",
+        "gate_up: the tensor of shape .* has strides",
     ),
 }
 

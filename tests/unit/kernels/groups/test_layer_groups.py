@@ -95,10 +95,10 @@ def test_released_pages_change_no_bit(level: str, dtype: str) -> None:
     ("changes", "says"),
     [
         ({"further_slots": np.full((1, 40), 10**6)}, "a slot is beyond the pages"),
-        ({"further_slots": np.zeros((1, 39), np.int64)}, "further groups of layers have another size"),
-        ({"further_tables": np.zeros((1, 1, 2), np.int64)}, "further groups of layers have another size"),
-        ({"further_tables": np.array([[[0, NEVER_READ, 0]]])}, "a page is not there"),
-        ({"further_tables": np.array([[[0, 10**6, 0]]])}, "a page is not there"),
+        ({"further_slots": np.zeros((1, 39), np.int64)}, "further layer groups have the wrong size"),
+        ({"further_tables": np.zeros((1, 1, 2), np.int64)}, "further layer groups have the wrong size"),
+        ({"further_tables": np.array([[[0, NEVER_READ, 0]]])}, "a page does not exist"),
+        ({"further_tables": np.array([[[0, 10**6, 0]]])}, "a page does not exist"),
     ],
 )
 def test_wrong_slots_and_pages_of_a_group_are_refused(changes: dict[str, np.ndarray], says: str) -> None:
@@ -111,10 +111,10 @@ def test_wrong_slots_and_pages_of_a_group_are_refused(changes: dict[str, np.ndar
 @pytest.mark.parametrize(
     ("places", "page_layers", "says"),
     [
-        ([[0, 0]], 1, "every layer needs a place"),
-        ([[0, 0], [1, 1]], 1, "the place of a layer is beyond the page"),
-        ([[0, 0], [2, 0]], 1, "the group of a layer is not there"),
-        ([[1, 0], [1, 1]], 2, "a group has no layer"),
+        ([[0, 0]], 1, "places must have an entry for each layer"),
+        ([[0, 0], [1, 1]], 1, "the position of a layer is beyond the page"),
+        ([[0, 0], [2, 0]], 1, "the group of a layer does not exist"),
+        ([[1, 0], [1, 1]], 2, "a layer group has no layers"),
     ],
 )
 def test_wrong_places_of_layers_are_refused(places: list[list[int]], page_layers: int, says: str) -> None:
@@ -136,5 +136,5 @@ def test_a_page_behind_the_window_of_all_layers_need_not_exist() -> None:
     assert (batch.block_tables[0, :17] == NEVER_READ).all()
     model.compute(batch, pages)
     whole = windowed((20, None))
-    with pytest.raises(ValueError, match="a page is not there"):
+    with pytest.raises(ValueError, match="a page does not exist"):
         model_of(whole, "portable").compute(batch, World(whole, [300], "float32").pages(0))

@@ -27,7 +27,7 @@ from kvferry.kv.handoff.transfers import TRANSFER_MACHINE, TransferState, Transf
 from kvferry.kv.interface.connector import FetchSource
 
 TICKET = Ticket("t", "w", "i", "peer:1", "memory", b"f", "", b"", 12, (5, 6, 7), (50, 60, 70), 0.0)
-TIMES = TransferTimes(control_seconds=2, least_seconds=40, stall_seconds=3, queue_seconds=5)
+TIMES = TransferTimes(control_seconds=2, min_seconds=40, stall_seconds=3, queue_seconds=5)
 LEASE = 30.0
 
 

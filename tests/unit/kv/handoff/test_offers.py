@@ -157,7 +157,7 @@ def test_after_three_failures_the_place_is_freed() -> None:
 def test_a_claim_that_arrives_after_its_attempt_has_ended_gets_no_lease() -> None:
     book = a_book()
     book.finish(T, 1, 0.0, done=False)
-    with pytest.raises(TicketRejected, match="ended already") as caught:
+    with pytest.raises(TicketRejected, match="has already ended") as caught:
         book.claim(T, 1, 1.0)
     assert caught.value.reason == "TICKET_GONE"
     assert book.claim(T, 2, 1.0) == 30

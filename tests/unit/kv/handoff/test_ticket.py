@@ -180,7 +180,7 @@ def test_a_ticket_of_a_layout_that_can_be_converted_passes_where_that_is_done() 
         (other_ticket(held=False), LAYOUT, "needs equal layouts"),
         (other_ticket(layout=()), LAYOUT, "sent no description of it"),
         (other_ticket(layout=(9, "x")), LAYOUT, "is invalid"),
-        (other_ticket(layout=LAYOUT.description), LAYOUT, "another fingerprint"),
+        (other_ticket(layout=LAYOUT.description), LAYOUT, "does not match its fingerprint"),
         (other_ticket(), KvLayout("digest", "float32", 3, 3, 4, 16), "differ in num_layers: the source has 2"),
         (other_ticket(), KvLayout("else", "float32", 2, 3, 4, 16), "differ in model_digest"),
     ],

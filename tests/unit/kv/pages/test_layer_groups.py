@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.kv.pages.layer_groups import LayerGroups, choose_groups, first_block_read, most_blocks
+from kvferry.kv.pages.layer_groups import LayerGroups, choose_groups, first_block_read, max_blocks
 from kvferry.model import tiny
 
 WINDOWS = st.lists(st.sampled_from([None, 8, 100]), min_size=1, max_size=40)
@@ -50,7 +50,7 @@ def test_no_steps_hold_more_blocks_than_the_bound(
         boundary = computed // block_tokens * block_tokens
         most = max(most, -(-end // block_tokens) - first_block_read(boundary, window, block_tokens))
         computed = end
-    assert most <= most_blocks(window, block_tokens=block_tokens, step_tokens=step_tokens)
+    assert most <= max_blocks(window, block_tokens=block_tokens, step_tokens=step_tokens)
 
 
 @pytest.mark.parametrize(
@@ -71,5 +71,5 @@ def test_layers_are_divided_where_a_long_request_takes_less_memory(
     groups = choose_groups(config, context_tokens=context, block_tokens=16, step_tokens=64)
     assert groups.is_divided == is_divided
     pair = (groups, LayerGroups.single(4))
-    sizes = [g.page_layers * g.most_pages(context, block_tokens=16, step_tokens=64) for g in pair]
+    sizes = [g.page_layers * g.max_pages(context, block_tokens=16, step_tokens=64) for g in pair]
     assert (sizes[0] < sizes[1]) == is_divided

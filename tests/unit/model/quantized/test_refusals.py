@@ -46,7 +46,7 @@ def read(config: object, tensors: dict[str, StoredTensor]) -> None:
         ("awq", {"bits": 3}, "bits = 3 is not supported: only 4 is"),
         ("awq", {"bits": "4"}, "bits must be a positive whole number"),
         ("awq", {"zero_point": False}, "zero_point = False"),
-        ("awq", {"version": "gemv"}, "version = 'gemv' is not supported: only the layout gemm is"),
+        ("awq", {"version": "gemv"}, "version = 'gemv' is not supported: only gemm is"),
         ("awq", {"group_size": 0}, "group_size must be a positive whole number"),
         ("awq", {"group_size": 48}, "64 inputs, which are not a multiple of group_size 48"),
         ("awq", {"group_size": 64}, r"scales of shape \[2, 32\] instead of \[1, 32\]"),
@@ -173,7 +173,7 @@ def test_groups_apply_by_name_before_class() -> None:
         config["config_groups"] = {"all": four, "one": eight | {"targets": targets}}
         read(config, tensors)
     config["config_groups"] = {"one": eight | {"targets": ["other"]}}
-    with pytest.raises(ModelFileError, match="is in no group of config_groups"):
+    with pytest.raises(ModelFileError, match="belongs to no group in config_groups"):
         read(config, tensors)
 
 

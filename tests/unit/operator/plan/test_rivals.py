@@ -23,10 +23,10 @@ def test_own_pools_new_pools_and_old_statuses_indicate_no_rival() -> None:
 
 def test_a_rival_is_certain_after_a_write_and_gone_after_a_silence() -> None:
     rivals = Rivals(OWN, 0.0)
-    told, is_certain = rivals.look([pool("there/x", "2001-09-09T01:46:30Z")], 0.0, NOW)
-    assert ("the lease there/x" in told, is_certain) == (True, False)
-    told, is_certain = rivals.look([pool("there/x", "2001-09-09T01:46:30Z")], 60.0, NOW + 60)
-    assert (bool(told), is_certain) == (True, False)
+    reason, is_certain = rivals.look([pool("there/x", "2001-09-09T01:46:30Z")], 0.0, NOW)
+    assert ("the lease there/x" in reason, is_certain) == (True, False)
+    reason, is_certain = rivals.look([pool("there/x", "2001-09-09T01:46:30Z")], 60.0, NOW + 60)
+    assert (bool(reason), is_certain) == (True, False)
     assert rivals.look([pool("there/x", "2001-09-09T01:46:30Z")], 76.0, NOW + 66) == ("", False)
-    told, is_certain = rivals.look([pool("there/x", "2001-09-09T01:47:30Z")], 60.0, NOW + 60)
-    assert (bool(told), is_certain) == (True, True)
+    reason, is_certain = rivals.look([pool("there/x", "2001-09-09T01:47:30Z")], 60.0, NOW + 60)
+    assert (bool(reason), is_certain) == (True, True)

@@ -35,7 +35,7 @@ def seen(spec: dict[str, Any] | None = None, **fields: Any) -> Observed:
     return Observed(**{**plain, **fields})
 
 
-def told(observed: Observed, condition: Condition) -> tuple[str, str]:
+def reported(observed: Observed, condition: Condition) -> tuple[str, str]:
     entries = {entry["type"]: entry for entry in status_of(observed, {}, "now")["conditions"]}
     return (entries[condition]["status"], entries[condition]["reason"]) if condition in entries else ("", "")
 
@@ -160,7 +160,7 @@ CASES = [
 @pytest.mark.parametrize(("condition", "fields", "said"), CASES)
 def test_each_condition_has_status_reason_and_message(condition, fields, said):
     spec = fields.get("spec")
-    assert told(seen(spec, **{k: v for k, v in fields.items() if k != "spec"}), condition) == said
+    assert reported(seen(spec, **{k: v for k, v in fields.items() if k != "spec"}), condition) == said
 
 
 def test_certificates_are_shown_in_the_status_with_a_remedy():

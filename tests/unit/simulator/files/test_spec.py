@@ -71,7 +71,7 @@ def test_the_smallest_file_runs() -> None:
         ("", "slo = 'ttft=fast'", "ttft=fast", "ttft=500ms"),
         ("", "[[failure]]\nrole = 'decode'", "failure.0.role is 'decode'", "both"),
         ("", "[[failure]]\nindex = 1", "failure.0.index is 1", "from 0 to 0"),
-        ("", "[[role]]\nrole = 'both'", "role is", "once"),
+        ("", "[[role]]\nrole = 'both'", "role is", "for each role"),
         ("", "[machine]\ncores = 0", "machine.cores is 0", "number from"),
         ("", "[machine]\ncpus = 2", "machine.cpus is 2", "remove it"),
     ],

@@ -51,5 +51,5 @@ def test_nothing_is_faster_than_alone_nor_slower_than_on_one_core(cores: float, 
 
 
 def test_no_core_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"machine\.cores is 0"):
+    with pytest.raises(UsageError, match=r"machine\.cores must be above 0"):
         SharedCores(VirtualClock(), 0)

@@ -53,11 +53,11 @@ def test_rows_that_determine_nothing_are_an_error(rows: list) -> None:
 @pytest.mark.parametrize(
     ("make", "named"),
     [
-        (lambda: DeviceProfile(-1.0, 0.0, 0.0), "device.step is -1.0"),
+        (lambda: DeviceProfile(-1.0, 0.0, 0.0), "device.step must be between 0 and 3600 seconds, not -1.0"),
         (lambda: DeviceProfile(0.0, 0.0, 1e-9), "must take time"),
-        (lambda: DeviceProfile(1.0, float("nan"), 0.0), "device.token is nan"),
-        (lambda: LinkProfile(bytes_per_second=0.0), "link.bytes_per_second is 0.0"),
-        (lambda: LinkProfile(latency=-1.0), "link.latency is -1.0"),
+        (lambda: DeviceProfile(1.0, float("nan"), 0.0), "device.token must be between 0 and 3600 seconds, not nan"),
+        (lambda: LinkProfile(bytes_per_second=0.0), "link.bytes_per_second must be between 1 and 1e15, not 0.0"),
+        (lambda: LinkProfile(latency=-1.0), "link.latency must be between 0 and 60 seconds, not -1.0"),
     ],
 )
 def test_invalid_profiles_are_refused_by_name(make: object, named: str) -> None:

@@ -45,9 +45,9 @@ def test_every_worker_is_started_once_and_is_in_the_gateways_flags(
     assert len({s.name for s in specs}) == len(specs)
     assert all(s.environment.items() >= KEYS.items() for s in specs)
     gateway = gateway_spec(config, [(s, event(1000 + 10 * i)) for i, s in enumerate(specs)], KEYS)
-    told = endpoints(gateway)
-    assert sorted(role for role, _ in told) == ["both"] * both + ["decode"] * decode + ["prefill"] * prefill
-    assert len({address for _, address in told}) == len(told)
+    listed = endpoints(gateway)
+    assert sorted(role for role, _ in listed) == ["both"] * both + ["decode"] * decode + ["prefill"] * prefill
+    assert len({address for _, address in listed}) == len(listed)
     assert gateway.arguments[-2:] == ("--drain-seconds", "1")
 
 
@@ -96,7 +96,7 @@ def test_only_a_worker_that_is_alone_spins_for_long() -> None:
 @pytest.mark.parametrize("name", ["prefill", "decode", "both"])
 @pytest.mark.parametrize("count", [-1, MAX_WORKERS + 1])
 def test_counts_out_of_bounds_are_refused_by_name(name: str, count: int) -> None:
-    with pytest.raises(UsageError, match=f"--{name} must be from 0 to {MAX_WORKERS}, not {count}") as caught:
+    with pytest.raises(UsageError, match=f"--{name} must be between 0 and {MAX_WORKERS}, not {count}") as caught:
         StackConfig("tiny", **{name: count})  # type: ignore[arg-type]
     assert caught.value.field == name
 

@@ -7,7 +7,7 @@ from kvferry.stack.plan.restarts import RestartHistory, RestartPolicy
 
 
 def test_quick_exits_increase_the_delay_and_a_long_run_resets_it() -> None:
-    policy, history = RestartPolicy(first_seconds=0.2, most_seconds=1.0, calm_seconds=30), RestartHistory()
+    policy, history = RestartPolicy(first_seconds=0.2, max_seconds=1.0, calm_seconds=30), RestartHistory()
     pauses = []
     for ran in (1, 1, 1, 1, 31, 1):
         history, pause = history.after_death(policy, ran)
@@ -20,4 +20,4 @@ def test_a_pause_is_always_within_bounds(runs: list[float]) -> None:
     policy, history = RestartPolicy(), RestartHistory()
     for ran in runs:
         history, pause = history.after_death(policy, ran)
-        assert policy.first_seconds <= pause <= policy.most_seconds
+        assert policy.first_seconds <= pause <= policy.max_seconds

@@ -19,7 +19,7 @@ from kvferry.engine.plan.sequence import Sequence
 from kvferry.engine.plan.step_budget import SchedulerLimits
 from kvferry.simulator.requests.demand import Demand
 from kvferry.simulator.requests.tokens import Tape
-from kvferry.testing.baselines.buddy import LEAST, BuddyMemory
+from kvferry.testing.baselines.buddy import MIN_CHUNK, BuddyMemory
 
 TAPE = Tape(0)
 NAMER = BlockNamer(tenant=b"", fingerprint=b"", block_tokens=16)
@@ -46,9 +46,9 @@ def test_chunks_never_overlap_and_all_are_freed(slots: int, seed: int) -> None:
             if chunk is not None:
                 assert chunk[1] == memory.size_of(size) >= size
                 held.append(chunk)
-        taken = [slot for start, size in held for slot in range(start // LEAST, (start + size) // LEAST)]
+        taken = [slot for start, size in held for slot in range(start // MIN_CHUNK, (start + size) // MIN_CHUNK)]
         assert len(taken) == len(set(taken))
-        assert max(taken, default=0) * LEAST < slots
+        assert max(taken, default=0) * MIN_CHUNK < slots
         assert memory.num_taken == sum(size for _, size in held)
     free = sum(size * len(starts) for size, starts in BuddyMemory(slots, 2048)._free.items())
     for chunk in held:

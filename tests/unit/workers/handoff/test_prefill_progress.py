@@ -13,7 +13,7 @@ def progress(number: int) -> Progress:
 
 
 async def heard(following: PrefillProgress, name: str) -> list[int]:
-    return [told.blocks[0] async for told in following.follow(name)]
+    return [progress.blocks[0] async for progress in following.follow(name)]
 
 
 async def test_subscribers_get_all_reports_whenever_they_subscribe() -> None:

@@ -1,1 +1,1 @@
-"""Experts of a mixture on GPUs: pairs of row and expert in tiles (`expert_tiles`), then their products (`products`)."""
+"""MoE layers on GPUs: pairs of row and expert in tiles (`expert_tiles`), and their matrix products (`products`)."""

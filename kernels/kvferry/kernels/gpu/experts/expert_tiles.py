@@ -14,9 +14,9 @@ class ExpertTiles:
     ends: torch.Tensor
     """[experts] int64: end of each expert's pairs in `order`."""
     expert_of: torch.Tensor
-    """[tiles] int64: expert of each tile; the number of experts for tiles that are not used."""
+    """[tiles] int64: expert of each tile; for unused tiles, the number of experts."""
     first_of: torch.Tensor
-    """[tiles] int64: first of the sorted pairs of each tile."""
+    """[tiles] int64: index of each tile's first pair in `order`."""
 
 
 def divide(chosen: torch.Tensor, experts: int, rows: int) -> ExpertTiles:
@@ -34,7 +34,7 @@ def divide(chosen: torch.Tensor, experts: int, rows: int) -> ExpertTiles:
     ends = counts.cumsum(0)
     tiles_of = (counts + (rows - 1)) // rows
     tile_ends = tiles_of.cumsum(0)
-    # At most as many experts as there are pairs compute anything, and each has at most one tile that is not full.
+    # At most as many experts as there are pairs have work, and each has at most one partially filled tile.
     most = (pairs + min(experts, pairs) * (rows - 1)) // rows
     tiles = torch.arange(most, device=chosen.device)
     expert_of = torch.searchsorted(tile_ends, tiles, right=True)

@@ -1,11 +1,11 @@
-"""Experts of a mixture: products grouped by expert, and the weighted sum of each row's experts (Shazeer et al., 2017).
+"""MoE layer: matrix products grouped by expert, and the weighted sum of each row's experts (Shazeer et al., 2017).
 
     chosen [T, A] ─► pairs of row and place, sorted by expert, and tiles of pairs of one expert   (on the device)
     x [T, hidden] ─► gate and up of each pair ─► gate function ─► down of each pair ─► sum over a row's pairs
 
-A tile is a range of the sorted pairs of one expert, so that each program multiplies with one matrix. How many tiles
-there are is known on the device alone; the grid has the largest number that there can be, and programs beyond it end at
-once. So the host waits for nothing, and launches can be captured.
+A tile is a range of the sorted pairs of one expert, so that each program multiplies with one matrix. The number of
+tiles is known only on the device; the grid has the maximum number, and programs without a tile return immediately. The
+host therefore never waits, and launches can be captured.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from kvferry.kernels.gpu.launch import Choice, choose
 
 Gate = Callable[[torch.Tensor], torch.Tensor]
 _FEW_PAIRS = 16
-"""Pairs per expert, on average, up to which tiles are small: then the products are bound by reading weights."""
+"""Average number of pairs per expert up to which tiles are small: the products are then bound by reading weights."""
 
 
 @triton.jit

@@ -9,10 +9,10 @@ from kvferry.core.load import WorkerLoad
 from kvferry.operator.pool.facts import FleetReport, WorkerReport
 
 MAX_BYTES = 4 << 20
-_MOST_WORKERS = 5000
+_MAX_WORKERS = 5000
 _OUTCOMES = ("fetched", "failed", "rejected", "key_unknown")
 
-_MOST_ADAPTERS = 5000
+_MAX_ADAPTERS = 5000
 _Text = Annotated[str, msgspec.Meta(max_length=512)]
 _Reason = Annotated[str, msgspec.Meta(max_length=4096)]
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 48)]
@@ -45,14 +45,14 @@ class _Worker(msgspec.Struct):
     context_tokens: _Count = 0
     device: _Text = ""
     staged: bool = False
-    adapters: Annotated[list[_Adapter], msgspec.Meta(max_length=_MOST_ADAPTERS)] = []
-    adapter_failures: Annotated[dict[_Text, _Reason], msgspec.Meta(max_length=_MOST_ADAPTERS)] = {}
+    adapters: Annotated[list[_Adapter], msgspec.Meta(max_length=_MAX_ADAPTERS)] = []
+    adapter_failures: Annotated[dict[_Text, _Reason], msgspec.Meta(max_length=_MAX_ADAPTERS)] = {}
     in_flight: _Count = 0
     load: _Load = msgspec.field(default_factory=_Load)
 
 
 class _Page(msgspec.Struct):
-    workers: Annotated[list[_Worker], msgspec.Meta(max_length=_MOST_WORKERS)]
+    workers: Annotated[list[_Worker], msgspec.Meta(max_length=_MAX_WORKERS)]
     gateway: _Text = ""
     held: _Count = 0
     model_tokens: _Count = 0

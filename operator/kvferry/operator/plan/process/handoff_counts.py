@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Mapping
 
 WINDOW_SECONDS = 300.0
-_MOST_GATEWAYS = 100
+_MAX_GATEWAYS = 100
 """Maximum number of gateways per pool; readings of additional gateways replace the oldest."""
 
 _Readings = deque[tuple[float, Mapping[str, int]]]
@@ -27,7 +27,7 @@ class RecentHandoffs:
             gateway: name of the gateway process that has these counters.
             at: time of the reading.
         """
-        if gateway not in self._of and len(self._of) >= _MOST_GATEWAYS:
+        if gateway not in self._of and len(self._of) >= _MAX_GATEWAYS:
             del self._of[next(iter(self._of))]
         seen = self._of.setdefault(gateway, deque())
         if seen and any(totals.get(outcome, 0) < number for outcome, number in seen[-1][1].items()):

@@ -39,17 +39,17 @@ class Rivals:
             key = str(meta["namespace"]), str(meta["name"])
             if not operator or operator == self.own or not at:
                 continue
-            told = (
-                f"pool {'/'.join(key)} is reconciled by the operator with the lease {operator}, which wrote its status "
-                f"at {at}; this operator has the lease {self.own}. Uninstall one of them, or give each its own "
-                "namespaces (--namespace, operator.namespaces of the chart)"
+            reason = (
+                f"pool {'/'.join(key)} is reconciled by the operator with the lease {operator}, which wrote its "
+                f"status at {at}; this operator has the lease {self.own}. Uninstall one of them, or assign each its "
+                "own namespaces (--namespace; operator.namespaces in the chart)"
             )
             is_new = key not in self._first
             first = self._first.setdefault(key, (operator, at))
             if not is_new and first != (operator, at):
-                return told, True
+                return reason, True
             if now - self.began < _SILENT_SECONDS and wall - _seconds(at) < _SILENT_SECONDS:
-                return told, False
+                return reason, False
         return "", False
 
 

@@ -43,7 +43,7 @@ def certificates_verdict(tls: TlsSeen | None) -> Verdict | None:
     remedy = (
         "the operator renews them 30 days before: see its log"
         if tls.mode == "Managed"
-        else "write renewed ones into the Secret spec.tls.secretName; pods read them without a restart"
+        else "write renewed certificates to the Secret spec.tls.secretName; pods read them without a restart"
     )
     if left <= 0:
         return "False", "Expired", f"certificates expired on {_date(tls.not_after)}, and new connections fail; {remedy}"

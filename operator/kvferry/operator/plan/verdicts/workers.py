@@ -28,7 +28,7 @@ def adapters_verdict(wanted: Sequence[Adapter], report: FleetReport | None) -> V
         return "Unknown", "GatewayReportMissing", "the gateway has not reported its workers yet"
     serving = [worker for worker in report.workers if worker.takes_work]
     if not serving:
-        return "Unknown", "NoWorkerServes", "no worker accepts requests"
+        return "Unknown", "NoWorkerServes", "no workers accept requests"
     failures = [
         f"{worker.name}: {one.name}: {worker.adapter_failures[one.name]}"
         for one in wanted

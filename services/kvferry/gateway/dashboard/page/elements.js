@@ -2,7 +2,7 @@
 
 const SVG = "http://www.w3.org/2000/svg";
 
-/** Create an HTML element. Children are nodes or texts; an attribute with the value null is left out. */
+/** Create an HTML element. Children are nodes or strings; an attribute with the value null is left out. */
 export function html(name, attributes = {}, ...children) {
   return filled(document.createElement(name), attributes, children);
 }
@@ -32,8 +32,8 @@ export function show(id, ...children) {
 
 /**
  * Create a table. A column has a label, a function from a row to its content, and optionally `number: true` (aligned to
- * the right) or `full: true` (has a line of its own on narrow screens).
- * Roles are explicit, because narrow screens show rows as blocks, which takes the implicit ones away.
+ * the right) or `full: true` (on a separate line on narrow screens).
+ * Roles are explicit, because narrow screens show rows as blocks, which removes the implicit roles.
  */
 export function table(caption, columns, rows, rowClass = () => null) {
   const head = columns.map((column) =>

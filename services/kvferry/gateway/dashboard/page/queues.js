@@ -1,4 +1,4 @@
-// Queues by priority and tenant, from the `flow` of /fleet, and the tokens of prompts by source.
+// Queues by priority and tenant, from `flow` in /fleet, and the tokens of prompts by source.
 
 import { empty, html, svg, table } from "./elements.js";
 import { bytes, count, percent } from "./formats.js";
@@ -24,8 +24,8 @@ export function queues(fleet) {
   return [
     html("p", {}, text),
     html("div", { class: "pair" },
-      html("div", {}, flow.bands.length ? bands : empty("No request waits.")),
-      html("div", {}, flow.tenants.length ? tenants : empty("No tenant has requests here."),
+      html("div", {}, flow.bands.length ? bands : empty("No requests are waiting.")),
+      html("div", {}, flow.tenants.length ? tenants : empty("No tenant has requests."),
         hidden > 0 ? html("p", { class: "note" }, `and ${count(hidden)} further tenants`) : null)),
   ];
 }

@@ -10,7 +10,7 @@ export function replicas(fleet) {
   const notes = [];
   if (fleet.source.detail) notes.push(html("p", { class: "note" }, `Discovery is ${fleet.source.state}: `, fleet.source.detail));
   if (fleet.waking.detail) notes.push(html("p", { class: "note" }, "Scaling up failed: ", fleet.waking.detail));
-  if (!fleet.workers.length) return [...notes, empty("No replica was found.")];
+  if (!fleet.workers.length) return [...notes, empty("No replicas were found.")];
   const ready = fleet.workers.filter((worker) => worker.takes_work).length;
   return [...notes, table(`${ready} of ${fleet.workers.length} accept requests`, COLUMNS, fleet.workers)];
 }

@@ -19,7 +19,7 @@ export function selected(hash) {
 
 /** Create the section's content. */
 export function requests(list, current) {
-  if (!list.length) return [empty("No request has ended yet.")];
+  if (!list.length) return [empty("No requests have ended yet.")];
   const isCurrent = (one) => current !== null && current.id === one.request_id && (current.tenant ?? one.tenant) === one.tenant;
   const columns = [
     { label: "Request", content: (one) => html("a",

@@ -35,7 +35,7 @@ function facts(id, tenant, sample) {
 function waterfall(sample, width) {
   const phases = sample.phases;
   const total = sample.timing.total_seconds;
-  if (!phases.length || !total) return empty("No phase was measured.");
+  if (!phases.length || !total) return empty("No phases were measured.");
   const start = 76;
   const room = Math.max(40, width - start - 66);
   const height = phases.length * 24 + 20;

@@ -72,7 +72,7 @@ class ConstraintFields(Strict):
             return "", None
         if len(found) > 1:
             names = " and ".join(field for field, _, _ in found)
-            raise InvalidRequest(f"{names} both constrain the output; give one of them", field=found[1][0])
+            raise InvalidRequest(f"{names} cannot be combined; set only one", field=found[1][0])
         field, kind, value = found[0]
         try:
             return field, Constraint(kind, _source(kind, value))
@@ -129,7 +129,7 @@ def _of_structured(given: StructuredOutputs) -> "Iterator[tuple[str, ConstraintK
     ]
     if all(value is None for _, _, value in fields):
         names = ", ".join(name for name, _, _ in fields)
-        raise InvalidRequest(f"structured_outputs is empty; give one of {names}", field="structured_outputs")
+        raise InvalidRequest(f"structured_outputs is empty; set one of {names}", field="structured_outputs")
     for name, kind, value in fields:
         yield f"structured_outputs.{name}", kind, value
 

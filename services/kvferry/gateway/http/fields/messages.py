@@ -82,7 +82,7 @@ class Message(Strict):
         if self.content is None and not self.tool_calls:
             raise InvalidRequest(f"{where}.content is missing", field=f"{where}.content")
         if self.name is not None and self.role != "tool":
-            raise InvalidRequest(f"{where}.name is not implemented here; leave it out", field=f"{where}.name")
+            raise InvalidRequest(f"{where}.name is not supported; leave it out", field=f"{where}.name")
         owners = {"tool_calls": "assistant", "reasoning_content": "assistant", "tool_call_id": "tool"}
         for name, owner in owners.items():
             if getattr(self, name) and self.role != owner:
@@ -91,6 +91,6 @@ class Message(Strict):
                 )
         if self.role == "tool" and not self.tool_call_id:
             raise InvalidRequest(
-                f"{where}.tool_call_id is missing; give the id of the call that the message answers",
+                f"{where}.tool_call_id is missing; set it to the id of the call that the message answers",
                 field=f"{where}.tool_call_id",
             )

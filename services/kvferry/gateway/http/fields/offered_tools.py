@@ -61,7 +61,7 @@ def tool_use(
     elif choice is not None:
         if choice not in tuple(Choice):
             raise InvalidRequest(
-                f"tool_choice {shortened(choice)!r} is unknown; send {', '.join(Choice)}, or a function's name as "
+                f"tool_choice {shortened(choice)!r} is unknown; use {', '.join(Choice)}, or a tool's name as "
                 '{"type": "function", "function": {"name": ...}}',
                 field="tool_choice",
             )

@@ -47,7 +47,7 @@ def parse_fields(kind: type[S], fields: dict[str, Any]) -> S:
 
 def _not_implemented(field: str, accepted: tuple[object, ...]) -> InvalidRequest:
     remedy = " or ".join(map(json.dumps, accepted[1:])) or "null"
-    return InvalidRequest(f"{field} is not implemented here; leave it out or send {remedy}", field=field)
+    return InvalidRequest(f"{field} is not supported; leave it out or set it to {remedy}", field=field)
 
 
 def _refusal(kind: type[Strict], errors: list[ErrorDetails]) -> InvalidRequest:
@@ -69,10 +69,15 @@ def _refusal(kind: type[Strict], errors: list[ErrorDetails]) -> InvalidRequest:
     if worst["type"] == "missing":
         return InvalidRequest(f"{field} is missing", field=field)
     if worst["type"] == "too_short":
-        return InvalidRequest(f"{field} is empty; give at least one item", field=field)
-    return InvalidRequest(
-        f"{field}: {worst['msg'].lower().replace('input', 'it', 1)}; it is {shown(worst['input'])}", field=field
-    )
+        return InvalidRequest(f"{field} is empty; send at least one item", field=field)
+    return InvalidRequest(f"{field}{_expectation(worst['msg'])}, not {shown(worst['input'])}", field=field)
+
+
+def _expectation(message: str) -> str:
+    """Convert pydantic's message about a value, such as `Input should be a valid integer, got a number with a
+    fractional part`, to ` must be a valid integer`."""
+    said = message.split(", got ")[0].split(", unable ")[0]
+    return said.replace("Input should", " must", 1) if said.startswith("Input should") else f": {said.lower()}"
 
 
 @functools.cache

@@ -54,7 +54,7 @@ class Strict(BaseModel):
         schema = handler(core)
         properties = handler.resolve_ref_schema(schema).setdefault("properties", {})
         for name, values in cls.NO_OPS.items():
-            properties[name] = {"enum": list(values), "description": "Not implemented; these values have no effect."}
+            properties[name] = {"enum": list(values), "description": "Not supported; these values have no effect."}
         return schema
 
 

@@ -99,7 +99,7 @@ def _first_other(items: Iterable[object], kind: type) -> int:
 
 def _no_prompt(field: str, value: object) -> InvalidRequest:
     return InvalidRequest(
-        f"{field}: a prompt is a string, a list of strings, a list of token ids (integers) or a list of such "
-        f"lists; it is {shown(value)}",
+        f"{field}: a prompt must be a string, a list of strings, a list of token ids (integers) or a list of such "
+        f"lists, not {shown(value)}",
         field=field,
     )

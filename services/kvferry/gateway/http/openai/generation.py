@@ -121,62 +121,62 @@ async def prepare_completion(service: TextService, caller: Caller, body: bytes, 
         InvalidRequest: a field is invalid or not supported.
         UnknownModel: this gateway serves a different model.
     """
-    asked = await service.read(read_completion, len(body), body, max_prompts)
-    return await prepared(service, caller, asked, is_chat=False)
+    request = await service.read(read_completion, len(body), body, max_prompts)
+    return await prepared(service, caller, request, is_chat=False)
 
 
-async def prepared(service: TextService, caller: Caller, asked: ReadRequest, *, is_chat: bool) -> Generation:
+async def prepared(service: TextService, caller: Caller, read: ReadRequest, *, is_chat: bool) -> Generation:
     """Check a request that was read against the served model and the tenant's access.
 
     Raises:
         InvalidRequest: the request cannot be served with this model, or its constraint cannot be compiled.
         UnknownModel: the model or adapter is unknown, or the tenant may not use it.
     """
-    adapter = service.adapter_of(asked.model)
+    adapter = service.adapter_of(read.model)
     service.check_access(caller.tenant, service.model.name if adapter is None else adapter.name)
-    sampling = asked.sampling
-    if asked.num_choices is not None and sampling.logprobs is None:
+    sampling = read.sampling
+    if read.num_choices is not None and sampling.logprobs is None:
         sampling = replace(sampling, logprobs=0)  # the samples are compared by their log-probabilities
     requests = tuple(
         service.fit(
             TextRequest(
-                request_id=caller.request_id if len(asked.prompts) == 1 else RequestId(f"{caller.request_id}-{number}"),
+                request_id=caller.request_id if len(read.prompts) == 1 else RequestId(f"{caller.request_id}-{number}"),
                 token_ids=ids,
                 sampling=sampling,
-                num_samples=asked.num_samples,
+                num_samples=read.num_samples,
                 tenant=caller.tenant,
-                cache_salt=asked.cache_salt,
+                cache_salt=read.cache_salt,
                 adapter=adapter,
-                priority=asked.priority,
+                priority=read.priority,
                 arrived=caller.arrived,
-                split=asked.split,
+                split=read.split,
             )
         )
-        for number, ids in enumerate(asked.prompts)
+        for number, ids in enumerate(read.prompts)
     )
-    check_prompt_logprobs(sampling, asked.num_samples * sum(len(request.token_ids) for request in requests))
-    if asked.sampling.constraint is not None:
+    check_prompt_logprobs(sampling, read.num_samples * sum(len(request.token_ids) for request in requests))
+    if read.sampling.constraint is not None:
         try:
-            await service.check(asked.sampling.constraint)
+            await service.check(read.sampling.constraint)
         except InvalidRequest as error:
-            raise in_field(error, asked.constraint_field) from None
+            raise in_field(error, read.constraint_field) from None
     created = math.floor(service.clock.wall())
     decode = service.model.tokenizer.decode
     return Generation(
         service,
         requests,
         is_chat,
-        asked.stream,
-        asked.include_usage,
+        read.stream,
+        read.include_usage,
         created,
-        asked.num_choices,
-        logprobs=asked.sampling.logprobs,
-        prompt_logprobs=asked.prompt_logprobs,
-        is_echo_alone=asked.is_echo_alone,
-        constraint_field=asked.constraint_field,
+        read.num_choices,
+        logprobs=read.sampling.logprobs,
+        prompt_logprobs=read.prompt_logprobs,
+        is_echo_alone=read.is_echo_alone,
+        constraint_field=read.constraint_field,
         echoes=tuple(
             text if text is not None and len(request.token_ids) == len(ids) else decode(request.token_ids)
-            for text, ids, request in zip(asked.echoes, asked.prompts, requests, strict=False)
+            for text, ids, request in zip(read.echoes, read.prompts, requests, strict=False)
         ),
     )
 

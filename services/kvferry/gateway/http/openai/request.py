@@ -50,11 +50,11 @@ def read_chat(model: TextModel, body: bytes) -> ReadRequest:
     Raises:
         InvalidRequest, UnknownModel: the request is invalid or cannot be served by this gateway.
     """
-    asked = parse(ChatRequest, body)
-    return read_conversation(model, asked, asked.to_tool_use(), asked.constraint()[0] or "tools")
+    request = parse(ChatRequest, body)
+    return read_conversation(model, request, request.to_tool_use(), request.constraint()[0] or "tools")
 
 
-def read_conversation(model: TextModel, asked: ChatRequest, use: ToolUse, constraint_field: str) -> ReadRequest:
+def read_conversation(model: TextModel, request: ChatRequest, use: ToolUse, constraint_field: str) -> ReadRequest:
     """Render the template of a valid chat request and tokenize the prompt.
 
     Args:
@@ -64,20 +64,20 @@ def read_conversation(model: TextModel, asked: ChatRequest, use: ToolUse, constr
     Raises:
         InvalidRequest, UnknownModel: the request is invalid or cannot be served by this gateway.
     """
-    name = _model_name(model, asked.model)
-    sampling = with_bad_word_tokens(asked.to_sampling(), model.tokenizer)
-    chat = prepare_chat(model, asked.template_inputs(), use, sampling)
+    name = _model_name(model, request.model)
+    sampling = with_bad_word_tokens(request.to_sampling(), model.tokenizer)
+    chat = prepare_chat(model, request.template_inputs(), use, sampling)
     return ReadRequest(
         model=name,
         prompts=(list(chat.token_ids),),
         sampling=chat.sampling,
-        num_samples=asked.num_samples,
-        stream=bool(asked.stream),
-        include_usage=asked.include_usage,
-        cache_salt=asked.cache_salt or "",
-        priority=asked.priority,
+        num_samples=request.num_samples,
+        stream=bool(request.stream),
+        include_usage=request.include_usage,
+        cache_salt=request.cache_salt or "",
+        priority=request.priority,
         constraint_field=constraint_field,
-        prompt_logprobs=asked.prompt_logprobs,
+        prompt_logprobs=request.prompt_logprobs,
         split=chat.split,
     )
 
@@ -88,15 +88,15 @@ def read_completion(model: TextModel, body: bytes, max_prompts: int) -> ReadRequ
     Raises:
         InvalidRequest, UnknownModel: the request is invalid or cannot be served by this gateway.
     """
-    asked = parse(CompletionRequest, body)
-    name = _model_name(model, asked.model)
-    sampling = with_bad_word_tokens(asked.to_sampling(), model.tokenizer)
-    found = asked.prompts(max_prompts)
-    num_samples = len(found) * asked.num_generated
+    request = parse(CompletionRequest, body)
+    name = _model_name(model, request.model)
+    sampling = with_bad_word_tokens(request.to_sampling(), model.tokenizer)
+    found = request.prompts(max_prompts)
+    num_samples = len(found) * request.num_generated
     if num_samples > MAX_REQUEST_SAMPLES:
-        field = "n" if asked.best_of is None else "best_of"
+        field = "n" if request.best_of is None else "best_of"
         raise InvalidRequest(
-            f"{len(found)} prompts with {field}={asked.num_generated} are {num_samples} samples; at most "
+            f"{len(found)} prompts with {field}={request.num_generated} need {num_samples} samples; at most "
             f"{MAX_REQUEST_SAMPLES} are accepted in one request",
             field=field,
         )
@@ -107,20 +107,20 @@ def read_completion(model: TextModel, body: bytes, max_prompts: int) -> ReadRequ
         model=name,
         prompts=encoded,
         sampling=sampling,
-        num_samples=asked.num_generated,
-        stream=bool(asked.stream),
-        include_usage=asked.include_usage,
-        cache_salt=asked.cache_salt or "",
-        priority=asked.priority,
-        constraint_field=asked.constraint()[0],
-        num_choices=asked.num_samples if asked.num_generated > asked.num_samples else None,
-        echoes=tuple(prompt if isinstance(prompt, str) else None for prompt in found) if asked.echo else (),
-        prompt_logprobs=asked.prompt_logprobs,
-        is_echo_alone=asked.is_echo_alone,
+        num_samples=request.num_generated,
+        stream=bool(request.stream),
+        include_usage=request.include_usage,
+        cache_salt=request.cache_salt or "",
+        priority=request.priority,
+        constraint_field=request.constraint()[0],
+        num_choices=request.num_samples if request.num_generated > request.num_samples else None,
+        echoes=tuple(prompt if isinstance(prompt, str) else None for prompt in found) if request.echo else (),
+        prompt_logprobs=request.prompt_logprobs,
+        is_echo_alone=request.is_echo_alone,
     )
 
 
 def _model_name(model: TextModel, name: str | None) -> str:
-    if name == "":  # an empty name means absent in gRPC, but in HTTP the client sent it
-        raise UnknownModel(f"model '' is not served here; this is {model.name!r}", field="model")
+    if name == "":  # an empty name means an absent field in gRPC, but in HTTP the client sent it
+        raise UnknownModel(f"model '' is not served here; use {model.name!r}", field="model")
     return name or ""

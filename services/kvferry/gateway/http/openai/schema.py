@@ -204,8 +204,8 @@ class ChatRequest(_Common):
         both = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(both) > 1:
             raise InvalidRequest(
-                f"max_tokens is {self.max_tokens} and max_completion_tokens {self.max_completion_tokens}; "
-                "they are synonyms, give only one",
+                f"max_tokens is {self.max_tokens} and max_completion_tokens {self.max_completion_tokens}; they are "
+                "synonyms, so set only one",
                 field="max_tokens",
             )
         if self.top_logprobs is not None and not self.logprobs:
@@ -243,13 +243,13 @@ class CompletionRequest(_Common):
         self.check_stream_options()
         if self.num_generated < self.num_samples:
             raise InvalidRequest(
-                f"best_of is {self.best_of}, fewer than n={self.num_samples}; set best_of to at least n",
+                f"best_of is {self.best_of}, which is less than n={self.num_samples}; set best_of to at least n",
                 field="best_of",
             )
         if self.stream and self.num_generated > self.num_samples:
             raise InvalidRequest(
-                f"best_of is {self.best_of}, but n={self.num_samples}; a stream sends every sample, so that it cannot "
-                "choose the best ones: set stream to false, or best_of to n",
+                f"best_of is {self.best_of}, but n={self.num_samples}; a stream sends every sample and cannot choose "
+                "the best: set stream to false, or best_of to n",
                 field="best_of",
             )
         limit = _COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
@@ -270,7 +270,7 @@ class CompletionRequest(_Common):
         several = isinstance(prompt, list) and not (prompt and isinstance(prompt[0], int))
         found = cast("Sequence[str | list[int]]", prompt if several else [prompt])
         if not 0 < len(found) <= limit:
-            raise InvalidRequest(f"prompt has {len(found)} prompts; send 1 to {limit}", field="prompt")
+            raise InvalidRequest(f"prompt has {len(found)} prompts; it must have 1 to {limit}", field="prompt")
         return found
 
 
@@ -296,7 +296,7 @@ def _token_keys(bias: Mapping[str, float]) -> dict[int, float]:
     for key in bias:
         if not _TOKEN_ID.fullmatch(key):
             raise InvalidRequest(
-                "logit_bias has a key that is not a token id; write it in decimal digits, without leading zeros",
+                "logit_bias has a key that is not a token id; use decimal digits without leading zeros",
                 field="logit_bias",
             )
     return {int(key): value for key, value in bias.items()}

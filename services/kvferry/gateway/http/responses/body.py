@@ -218,20 +218,20 @@ def read_response(model: TextModel, body: bytes, history: Sequence[bytes]) -> Re
     Raises:
         InvalidRequest, UnknownModel: the request is invalid or cannot be served by this gateway.
     """
-    asked = parse_response(body)
-    own = asked.items()
+    request = parse_response(body)
+    own = request.items()
     before = [item for part in history for item in _ITEMS.validate_json(part)]
     paths = ["previous_response_id"] * len(before)
-    paths += [f"input.{number}" for number in range(len(own))] if isinstance(asked.input, list) else ["input"]
+    paths += [f"input.{number}" for number in range(len(own))] if isinstance(request.input, list) else ["input"]
     messages, places = messages_of([*before, *own], paths)
-    if asked.instructions is not None:
-        messages.insert(0, {"role": "system", "content": asked.instructions})
+    if request.instructions is not None:
+        messages.insert(0, {"role": "system", "content": request.instructions})
         places.insert(0, "instructions")
     try:
-        chat = read_conversation(model, asked.as_chat(messages), asked.to_tool_use(), "text.format")
+        chat = read_conversation(model, request.as_chat(messages), request.to_tool_use(), "text.format")
     except InvalidRequest as error:
         raise _renamed(in_items(error, places)) from None
-    return ReadResponse(chat, asked, [item.model_dump(mode="json", by_alias=True, exclude_none=True) for item in own])
+    return ReadResponse(chat, request, [item.model_dump(mode="json", by_alias=True, exclude_none=True) for item in own])
 
 
 def parse_response(body: bytes) -> ResponseRequest:
@@ -252,14 +252,12 @@ def parse_response(body: bytes) -> ResponseRequest:
             kind = tool.get("type") if isinstance(tool, dict) else None
             if isinstance(kind, str) and kind != "function":
                 raise InvalidRequest(
-                    f"tools.{number}.type {shortened(kind)!r} is not implemented here; only functions are",
+                    f"tools.{number}.type {shortened(kind)!r} is not supported; use function",
                     field=f"tools.{number}.type",
                 )
     for name in fields.get("include") or () if isinstance(fields.get("include"), list) else ():
         if isinstance(name, str) and name != _LOGPROBS:
-            raise InvalidRequest(
-                f"include {shortened(name)!r} is not implemented here; only {_LOGPROBS} is", field="include"
-            )
+            raise InvalidRequest(f"include {shortened(name)!r} is not supported; use {_LOGPROBS}", field="include")
     return parse_fields(ResponseRequest, fields)
 
 

@@ -112,43 +112,43 @@ async def create(service: TextService, caller: Caller, body: bytes, store: Respo
 def _earlier(caller: Caller, body: bytes, store: ResponseStore | None) -> KeptResponse | None:
     """Return the response that a body continues; errors in the body are found when it is read."""
     try:
-        asked = msgspec.json.decode(body, type=_Peek).previous_response_id
+        request = msgspec.json.decode(body, type=_Peek).previous_response_id
     except (msgspec.MsgspecError, RecursionError, ValueError):
         return None
-    if not isinstance(asked, str):
+    if not isinstance(request, str):
         return None
     if store is None:
         raise InvalidRequest(
-            "previous_response_id is not implemented by this gateway, which keeps no responses, since it runs as "
+            "previous_response_id is not supported by this gateway, which stores no responses because it runs as "
             "several processes; send the conversation's items as input",
             field="previous_response_id",
         )
-    return store.get(caller.tenant, asked, "previous_response_id")
+    return store.get(caller.tenant, request, "previous_response_id")
 
 
 def _begun(read: ReadResponse, generation: Generation, *, is_kept: bool) -> out.Response:
-    asked, request = read.body, generation.requests[0]
+    body, request = read.body, generation.requests[0]
     adapter, sampling = request.adapter, request.sampling
-    shown = asked.model_dump(mode="json", by_alias=True, exclude_none=True, include={"tools", "tool_choice", "text"})
+    shown = body.model_dump(mode="json", by_alias=True, exclude_none=True, include={"tools", "tool_choice", "text"})
     return out.Response(
         id=f"resp_{new_request_id()}",
         created_at=generation.created,
         model=generation.service.model.name if adapter is None else adapter.name,
         status="in_progress",
         output=[],
-        metadata=dict(asked.metadata or {}),
-        parallel_tool_calls=asked.parallel_tool_calls is not False,
-        store=asked.is_stored and is_kept,
+        metadata=dict(body.metadata or {}),
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        store=body.is_stored and is_kept,
         tool_choice=shown.get("tool_choice", "auto"),
         tools=shown.get("tools", []),
         text={"format": {"type": "text"}, **shown.get("text", {})},
-        instructions=asked.instructions,
-        previous_response_id=asked.previous_response_id,
-        max_output_tokens=asked.max_output_tokens,
+        instructions=body.instructions,
+        previous_response_id=body.previous_response_id,
+        max_output_tokens=body.max_output_tokens,
         temperature=sampling.temperature,
         top_p=sampling.top_p,
-        top_logprobs=asked.top_logprobs or 0,
-        user=asked.user,
+        top_logprobs=body.top_logprobs or 0,
+        user=body.user,
     )
 
 

@@ -109,7 +109,7 @@ def check_kinds(field: str, items: Sequence[object]) -> None:
         InvalidRequest: an item or a part has another type, such as an image.
     """
     if not items:
-        raise InvalidRequest(f"{field} is empty; give at least one item", field=field)
+        raise InvalidRequest(f"{field} is empty; send at least one item", field=field)
     if len(items) > MAX_ITEMS:
         raise InvalidRequest(f"{field} has {len(items)} items; at most {MAX_ITEMS} are accepted", field=field)
     for number, item in enumerate(items):
@@ -126,7 +126,7 @@ def check_kinds(field: str, items: Sequence[object]) -> None:
 def _check_kind(where: str, kind: object, known: Sequence[str] | Mapping[str, object]) -> None:
     if isinstance(kind, str) and kind not in known:
         raise InvalidRequest(
-            f"{where}.type {shortened(kind)!r} is not implemented here; send {', '.join(known)}", field=f"{where}.type"
+            f"{where}.type {shortened(kind)!r} is not supported; use one of: {', '.join(known)}", field=f"{where}.type"
         )
 
 
@@ -219,8 +219,8 @@ def in_items(error: InvalidRequest, places: Sequence[str]) -> InvalidRequest:
 
     if error.field is None or not error.field.startswith("messages"):
         return error
-    message = _PLACE.sub(name, error.message).replace("a message of role tool", "an item function_call_output")
-    message = message.replace("messages of role tool", "items function_call_output")
+    message = _PLACE.sub(name, error.message).replace("a tool message", "a function_call_output item")
+    message = message.replace("tool messages", "function_call_output items")
     message = re.sub(r"^messages\b", "input", message)
     field = _PLACE.sub(name, error.field) if "." in error.field else "input"
     return InvalidRequest(message, field=field, reason=error.reason)

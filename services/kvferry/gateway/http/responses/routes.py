@@ -47,7 +47,7 @@ class ResponseRoutes:
         kept = self._kept(request)
         if request.query_params:
             name = next(iter(request.query_params))
-            raise InvalidRequest(f"{shortened(name)} is not implemented here; leave it out", field=shortened(name))
+            raise InvalidRequest(f"{shortened(name)} is not supported; leave it out", field=shortened(name))
         return Response(kept.response, media_type=JSON)
 
     async def delete(self, request: Request) -> Response:
@@ -59,17 +59,17 @@ class ResponseRoutes:
     async def input_items(self, request: Request) -> Response:
         """Answer GET /v1/responses/{response_id}/input_items."""
         kept = self._kept(request)
-        asked = parse_fields(ItemsQuery, _query(request.query_params))
+        query = parse_fields(ItemsQuery, _query(request.query_params))
         name = request.path_params["response_id"]
         items = [_listed(item, f"{name}_{number}") for number, item in enumerate(msgspec.json.decode(kept.own_items))]
-        if asked.order == "desc":
+        if query.order == "desc":
             items.reverse()
-        if asked.after is not None:
-            places = [number for number, item in enumerate(items) if item["id"] == asked.after]
+        if query.after is not None:
+            places = [number for number, item in enumerate(items) if item["id"] == query.after]
             if not places:
                 raise InvalidRequest("after is not the id of an item of this response", field="after")
             items = items[places[0] + 1 :]
-        page = items[: asked.limit]
+        page = items[: query.limit]
         first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
         listed = ItemList(page, first, last, has_more=len(items) > len(page))
         return Response(encode(listed), media_type=JSON)
@@ -80,8 +80,8 @@ class ResponseRoutes:
     def _opened(self, response_id: str) -> ResponseStore:
         if self._store is None:
             raise ResponseNotFound(
-                f"response {shortened(response_id)!r} is not kept: this gateway keeps none, since it runs as several "
-                "processes",
+                f"response {shortened(response_id)!r} is not stored: this gateway stores no responses, because it runs "
+                "as several processes",
                 field="response_id",
             )
         return self._store

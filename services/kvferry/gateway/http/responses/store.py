@@ -91,8 +91,8 @@ class ResponseStore:
         found = None if owner is None else owner.responses.get(response_id)
         if owner is None or found is None:
             raise ResponseNotFound(
-                f"response {shortened(response_id)!r} is not kept by this gateway: it was not stored, has expired, was "
-                "evicted or deleted, or another gateway made it; send the conversation's items as input",
+                f"response {shortened(response_id)!r} is not stored by this gateway: it was never stored, has expired, "
+                "was evicted or deleted, or belongs to another gateway; send the conversation's items as input",
                 field=field,
             )
         owner.responses[response_id] = (found[0], self._clock.monotonic())

@@ -65,7 +65,7 @@ def parse(kind: type[B], model: TextModel, body: bytes) -> B:
         raise InvalidRequest(f"the body has {len(fields)} fields; at most {MAX_FIELDS} are accepted")
     made = parse_fields(kind, fields)
     if made.model == "":
-        raise UnknownModel(f"model '' is not served here; this is {model.name!r}", field="model")
+        raise UnknownModel(f"model '' is not served here; use {model.name!r}", field="model")
     prompts.check_model(model, made.model or "")
     return made
 
@@ -78,12 +78,12 @@ def check_texts(name: str, value: object, limit: int) -> list[str]:
     """
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list):
-        raise InvalidRequest(f"{name} must be a string or a list of strings; it is {shown(value)}", field=name)
+        raise InvalidRequest(f"{name} must be a string or a list of strings, not {shown(value)}", field=name)
     check_count(name, texts, limit)
     for number, text in enumerate(texts):
         if not isinstance(text, str):
             where = f"{name}.{number}"
-            raise InvalidRequest(f"{where} must be a string; it is {shown(text)}", field=where)
+            raise InvalidRequest(f"{where} must be a string, not {shown(text)}", field=where)
     return texts
 
 
@@ -94,7 +94,7 @@ def check_count(name: str, items: Sequence[object], limit: int) -> None:
         InvalidRequest: there are no items, or more than `limit`.
     """
     if not 1 <= len(items) <= limit:
-        raise InvalidRequest(f"{name} has {len(items)} items; send 1 to {limit}", field=name)
+        raise InvalidRequest(f"{name} has {len(items)} items; it must have 1 to {limit}", field=name)
 
 
 def is_ids(value: object) -> bool:

@@ -38,14 +38,14 @@ _NOT_TRUNCATED: Accepted = {"truncate_prompt_tokens": (None,), "truncation": (No
 
 def _check_documents(value: object) -> list[str]:
     if not isinstance(value, list):
-        raise InvalidRequest(f"documents must be a list; it is {shown(value)}", field="documents")
+        raise InvalidRequest(f"documents must be a list, not {shown(value)}", field="documents")
     check_count("documents", value, _MAX_DOCUMENTS)
     texts: list[str] = []
     for number, document in enumerate(value):
         text = document["text"] if isinstance(document, dict) and document.keys() == {"text"} else document
         if not isinstance(text, str):
             where = f"documents.{number}"
-            raise InvalidRequest(f"{where} must be a string or an object with only a text", field=where)
+            raise InvalidRequest(f"{where} must be a string, or an object with only the field text", field=where)
         texts.append(text)
     return texts
 
@@ -151,16 +151,16 @@ def read_score(model: TextModel, body: bytes, context_tokens: int) -> ReadTexts:
     Raises:
         InvalidRequest, UnknownModel: the request is invalid or cannot be served by this gateway.
     """
-    asked = parse(ScoreBody, model, body)
-    left, right = len(asked.text_1), len(asked.text_2)
+    request = parse(ScoreBody, model, body)
+    left, right = len(request.text_1), len(request.text_2)
     if left not in (1, right):
         raise InvalidRequest(
-            f"text_1 has {left} texts and text_2 {right}; send one text in text_1, or as many as in text_2",
+            f"text_1 has {left} items and text_2 has {right}; send one item in text_1, or as many as in text_2",
             field="text_1",
         )
     names = [*names_of("text_1", left), *names_of("text_2", right)]
     return ReadTexts(
-        read_inputs(model, asked, [*asked.text_1, *asked.text_2], names, context_tokens),
+        read_inputs(model, request, [*request.text_1, *request.text_2], names, context_tokens),
         [(index if left > 1 else 0, left + index) for index in range(right)],
     )
 
@@ -171,13 +171,13 @@ def read_rerank(model: TextModel, body: bytes, context_tokens: int) -> ReadTexts
     Raises:
         InvalidRequest, UnknownModel: the request is invalid or cannot be served by this gateway.
     """
-    asked = parse(RerankBody, model, body)
-    names = ["query", *(f"documents.{number}" for number in range(len(asked.documents)))]
+    request = parse(RerankBody, model, body)
+    names = ["query", *(f"documents.{number}" for number in range(len(request.documents)))]
     return ReadTexts(
-        read_inputs(model, asked, [asked.query, *asked.documents], names, context_tokens),
-        [(0, 1 + index) for index in range(len(asked.documents))],
-        asked.documents if asked.return_documents else (),
-        asked.top_n or 0,
+        read_inputs(model, request, [request.query, *request.documents], names, context_tokens),
+        [(0, 1 + index) for index in range(len(request.documents))],
+        request.documents if request.return_documents else (),
+        request.top_n or 0,
     )
 
 
@@ -187,8 +187,8 @@ async def answer_score(service: TextService, caller: Caller, body: bytes) -> byt
     Raises:
         KvferryError: the request is invalid, or could not be computed.
     """
-    asked = await service.read(read_score, len(body), body, service.served_tokens)
-    vectors, scores = await _compare(service, caller, asked, "text_2")
+    request = await service.read(read_score, len(body), body, service.served_tokens)
+    vectors, scores = await _compare(service, caller, request, "text_2")
     return encode(
         ScoreList(
             f"score-{caller.request_id}",
@@ -206,18 +206,18 @@ async def answer_rerank(service: TextService, caller: Caller, body: bytes) -> by
     Raises:
         KvferryError: the request is invalid, or could not be computed.
     """
-    asked = await service.read(read_rerank, len(body), body, service.served_tokens)
-    vectors, scores = await _compare(service, caller, asked, "documents")
+    request = await service.read(read_rerank, len(body), body, service.served_tokens)
+    vectors, scores = await _compare(service, caller, request, "documents")
     ranked = sorted(range(len(scores)), key=lambda index: -scores[index])
     results: list[Ranked] = []
-    for index in ranked[: asked.top_n or None]:
-        document = Document(asked.documents[index]) if asked.documents else UNSET
+    for index in ranked[: request.top_n or None]:
+        document = Document(request.documents[index]) if request.documents else UNSET
         results.append(Ranked(index, scores[index], document))
     return encode(Ranking(f"rerank-{caller.request_id}", service.model.name, usage_of(vectors), results))
 
 
 async def _compare(
-    service: TextService, caller: Caller, asked: ReadTexts, field: str
+    service: TextService, caller: Caller, request: ReadTexts, field: str
 ) -> tuple[list[Vector], list[float]]:
-    vectors = await compute_vectors(service, caller, asked.inputs, field)
-    return vectors, [cosine(vectors[left].values, vectors[right].values) for left, right in asked.pairs]
+    vectors = await compute_vectors(service, caller, request.inputs, field)
+    return vectors, [cosine(vectors[left].values, vectors[right].values) for left, right in request.pairs]

@@ -47,7 +47,7 @@ def check_input(value: object) -> list[Input]:
     for number, ids in enumerate(value):
         if not is_ids(ids):
             where = f"input.{number}"
-            raise InvalidRequest(f"{where} must be a list of token ids; it is {shown(ids)}", field=where)
+            raise InvalidRequest(f"{where} must be a list of token ids, not {shown(ids)}", field=where)
     return value
 
 
@@ -90,12 +90,12 @@ def read_embeddings(model: TextModel, body: bytes, context_tokens: int) -> tuple
     Raises:
         InvalidRequest, UnknownModel: the request is invalid or cannot be served by this gateway.
     """
-    asked = parse(EmbeddingsBody, model, body)
-    names = names_of("input", len(asked.input))
+    request = parse(EmbeddingsBody, model, body)
+    names = names_of("input", len(request.input))
     inputs = read_inputs(
-        model, asked, asked.input, names, context_tokens, normalize=asked.normalize, dimensions=asked.dimensions
+        model, request, request.input, names, context_tokens, normalize=request.normalize, dimensions=request.dimensions
     )
-    return inputs, asked.encoding_format == "base64"
+    return inputs, request.encoding_format == "base64"
 
 
 async def answer_embeddings(service: TextService, caller: Caller, body: bytes) -> bytes:

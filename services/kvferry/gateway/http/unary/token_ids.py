@@ -23,7 +23,7 @@ from kvferry.rpc.text.text_service import TextService
 
 def _check_ids(value: object) -> Ids:
     if not isinstance(value, list) or not is_ids(value):
-        raise InvalidRequest(f"tokens must be a list of token ids; it is {shown(value)}", field="tokens")
+        raise InvalidRequest(f"tokens must be a list of token ids, not {shown(value)}", field="tokens")
     return value
 
 
@@ -81,24 +81,24 @@ def read_tokenize(model: TextModel, body: bytes) -> tuple[list[int], bool]:
     Raises:
         InvalidRequest, UnknownModel: the request is invalid or cannot be served by this gateway.
     """
-    asked = parse(TokenizeBody, model, body)
-    if (asked.prompt is None) == (asked.messages is None):
+    request = parse(TokenizeBody, model, body)
+    if (request.prompt is None) == (request.messages is None):
         raise InvalidRequest("send either prompt or messages", field="prompt")
-    if asked.prompt is not None:
-        if asked.tools is not None:
+    if request.prompt is not None:
+        if request.tools is not None:
             raise InvalidRequest("tools need messages; leave them out", field="tools")
-        prompts.check_num_chars(model, len(asked.prompt))
-        special = asked.add_special_tokens is not False
-        return model.tokenizer.encode(asked.prompt, add_special=special), asked.return_token_strs
-    if asked.add_special_tokens:
+        prompts.check_num_chars(model, len(request.prompt))
+        special = request.add_special_tokens is not False
+        return model.tokenizer.encode(request.prompt, add_special=special), request.return_token_strs
+    if request.add_special_tokens:
         raise InvalidRequest(
             "add_special_tokens has no effect on messages, whose template adds them; leave it out",
             field="add_special_tokens",
         )
-    fields = {"messages": asked.messages} | ({} if asked.tools is None else {"tools": asked.tools})
+    fields = {"messages": request.messages} | ({} if request.tools is None else {"tools": request.tools})
     chat = parse_chat(ChatRequest, json.dumps(fields).encode())
     ids = chats.encode_chat(model, chat.template_inputs(), chat.to_tool_use())
-    return ids, asked.return_token_strs
+    return ids, request.return_token_strs
 
 
 def read_detokenize(model: TextModel, body: bytes) -> str:
@@ -107,10 +107,10 @@ def read_detokenize(model: TextModel, body: bytes) -> str:
     Raises:
         InvalidRequest, UnknownModel: the request is invalid or cannot be served by this gateway.
     """
-    asked = parse(DetokenizeBody, model, body)
-    prompts.check_num_tokens(model, len(asked.tokens) - 1)  # a whole context may be detokenized
-    prompts.check_token_ids(model, asked.tokens, "tokens")
-    return model.tokenizer.decode(asked.tokens)
+    request = parse(DetokenizeBody, model, body)
+    prompts.check_num_tokens(model, len(request.tokens) - 1)  # a whole context may be detokenized
+    prompts.check_token_ids(model, request.tokens, "tokens")
+    return model.tokenizer.decode(request.tokens)
 
 
 async def answer_tokenize(service: TextService, caller: Caller, body: bytes) -> bytes:

@@ -259,7 +259,7 @@ class DiskTier:
         remedies = {
             errno.ENOSPC: "; free space, or lower size=",
             errno.EROFS: "; remount it writable",
-            errno.ENOENT: "; its folder is missing, create it again",
+            errno.ENOENT: "; its folder is missing: create it again",
         }
         text = error.strerror or type(error).__name__
         return TierError(f"tier {self._options.text}: cannot {what} ({text}){remedies.get(error.errno or 0, '')}")

@@ -201,7 +201,7 @@ def _locked_temporary(folder: Path, name: str, direct: bool) -> tuple[Path, int]
                 temporary.unlink()
             raise
         os.close(fd)
-    raise OSError(errno.EAGAIN, "its temporary files were removed by scans of the folder")
+    raise OSError(errno.EAGAIN, "temporary files were repeatedly removed by another worker's scan")
 
 
 def sweep(temporary: Path) -> bool:

@@ -9,8 +9,8 @@ that old counts decay (Einziger, Friedman and Manes, "TinyLFU: A Highly Efficien
 from array import array
 
 _ROWS = 4
-_MOST = 0xFFFF
-_LEAST_CAPACITY = 128
+_MAX_COUNT = 0xFFFF
+_MIN_CAPACITY = 128
 _WIDTH_PER_NAME = 8
 """Number of counters per row and cached name; more than 1, since names that are requested only once also use
 counters."""
@@ -24,7 +24,7 @@ class FrequencySketch:
         Args:
             capacity: number of names to count accurately, about the capacity of the cache.
         """
-        capacity = max(capacity, _LEAST_CAPACITY)
+        capacity = max(capacity, _MIN_CAPACITY)
         self._mask = (1 << (_WIDTH_PER_NAME * capacity - 1).bit_length()) - 1
         self._rows = [array("H", bytes(2 * (self._mask + 1))) for _ in range(_ROWS)]
         self._counted = 0
@@ -33,7 +33,7 @@ class FrequencySketch:
     def count(self, name: bytes) -> None:
         """Count one request for a name; `name` must have at least 32 uniformly distributed bytes."""
         for row, index in zip(self._rows, self._indexes(name), strict=True):
-            if row[index] < _MOST:
+            if row[index] < _MAX_COUNT:
                 row[index] += 1
         self._counted += 1
         if self._counted >= self._halve_after:

@@ -13,8 +13,8 @@ from kvferry.core.ids import BlockHash
 class RecentStores:
     """Bounded set of recently stored names. A miss does not remove a name whose store is running."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
         self._running: OrderedDict[BlockHash, bool] = OrderedDict()
         """For each name, oldest first, whether a store is running."""
 
@@ -24,7 +24,7 @@ class RecentStores:
     def begin(self, name: BlockHash) -> None:
         """Record the start of a store."""
         self._running[name] = True
-        if len(self._running) > self._most:
+        if len(self._running) > self._limit:
             self._running.popitem(last=False)
 
     def end(self, name: BlockHash, *, is_there: bool) -> None:

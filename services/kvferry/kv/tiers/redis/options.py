@@ -21,8 +21,9 @@ _MAX_TTL_SECONDS = 30 * 86400
 
 REMEDIES = {
     "OOM": "Redis is full and its policy forbids eviction; set maxmemory-policy allkeys-lru",
-    "READONLY": "this Redis is a replica; name the primary in the URL",
-    "LOADING": "Redis is loading persisted data; a cache needs no persistence, turn it off (save '' and appendonly no)",
+    "READONLY": "this Redis is a replica; use the primary's address in the URL",
+    "LOADING": "Redis is loading persisted data; a cache needs no persistence, so turn it off (save '' and appendonly "
+    "no)",
     "NOAUTH": "Redis requires a password; add user and password, or password_file=, to the URL",
     "WRONGPASS": "Redis rejects this user and password; check the URL and ACL LIST",
     "NOPERM": f"the Redis user lacks permissions; grant them: ACL SETUSER NAME {ACL_RULE}",
@@ -30,7 +31,7 @@ REMEDIES = {
     "CLUSTERDOWN": "the Redis Cluster does not serve all slots; check CLUSTER INFO",
     "MOVED": "this Redis is part of a cluster; add cluster=on",
     "ASK": "this Redis is part of a cluster; add cluster=on",
-    "MASTERDOWN": "this Redis is a replica without its primary; name the primary in the URL",
+    "MASTERDOWN": "this Redis is a replica without its primary; use the primary's address in the URL",
 }
 
 
@@ -74,22 +75,22 @@ def redis_options(spec: TierSpec) -> RedisOptions:
 
     spec.check_options(_OPTIONS)
     if spec.scheme not in _SCHEMES:
-        raise refuse(f"not a Redis tier; the scheme is one of {', '.join(_SCHEMES)}")
+        raise refuse(f"not a Redis tier; use one of the schemes {', '.join(_SCHEMES)}")
     is_unix = spec.scheme == "redis+unix"
     password = spec.password
     if "password_file" in spec.options:
         if password:
-            raise refuse("both a password and password_file= are given; keep the file")
+            raise refuse("both a password and password_file= are set; keep the file")
         password = read_secret_file(Path(spec.options["password_file"]), "tier").decode("utf-8", "strict")
     if spec.username and not password:
-        raise refuse("a user is given without a password; add it, or password_file=")
+        raise refuse("a user is set without a password; add the password, or password_file=")
     path = "" if is_unix else spec.path.strip("/")
     if path and not path.isdecimal():
         raise refuse(f"the path must be the database number, not {path!r}")
     if is_unix and not spec.path.strip("/"):
-        raise refuse("the socket is missing; write redis+unix:///run/redis.sock")
+        raise refuse("the socket is missing; use redis+unix:///run/redis.sock")
     if not is_unix and not spec.host:
-        raise refuse("the host is missing; write redis://HOST:6379/0")
+        raise refuse("the host is missing; use redis://HOST:6379/0")
     options = RedisOptions(
         text=spec.text,
         address=(spec.path, 0) if is_unix else (spec.host, spec.port or DEFAULT_PORT),
@@ -107,13 +108,13 @@ def redis_options(spec: TierSpec) -> RedisOptions:
         hedge=spec.option("hedge", boolean, True),
     )
     if options.cluster and (options.db or is_unix):
-        raise refuse("a cluster has only database 0, and no Unix socket")
+        raise refuse("a cluster has only database 0 and no Unix socket")
     if (options.cacert or not options.verify) and not options.is_tls:
-        raise refuse("cacert= and verify= are for rediss://")
+        raise refuse("cacert= and verify= need rediss://")
     return options
 
 
 def _prefix(text: str) -> str:
     if not _PREFIX.fullmatch(text):
-        raise ValueError("1 to 64 letters, digits, or any of _ . : -")
+        raise ValueError("must be 1 to 64 letters, digits, or any of _ . : -")
     return text

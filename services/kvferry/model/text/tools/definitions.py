@@ -71,13 +71,10 @@ class ToolUse:
         """
         _check_tools(self.tools)
         if self.choice is Choice.REQUIRED and not self.tools:
-            raise InvalidRequest(
-                "tool_choice needs tools; list the functions in tools, or leave tool_choice out", field="tool_choice"
-            )
+            raise InvalidRequest("tool_choice needs tools; set tools, or leave tool_choice out", field="tool_choice")
         if self.function and self.function not in {tool.name for tool in self.tools}:
             raise InvalidRequest(
-                f"tool_choice names the function {shortened(self.function)!r}, which is not in tools; add it, or name "
-                "one of them",
+                f"tool_choice is {shortened(self.function)!r}, which is not in tools; use the name of one of the tools",
                 field="tool_choice",
             )
 
@@ -100,20 +97,20 @@ class ToolUse:
 
 def _check_tools(tools: Sequence[Tool]) -> None:
     if len(tools) > MAX_TOOLS:
-        raise InvalidRequest(f"tools has {len(tools)} functions; at most {MAX_TOOLS} are accepted", field="tools")
+        raise InvalidRequest(f"tools has {len(tools)} items; at most {MAX_TOOLS} are accepted", field="tools")
     names: set[str] = set()
     size = 0
     for number, tool in enumerate(tools):
         where = f"tools.{number}.function"
         if not NAME.fullmatch(tool.name):
             raise InvalidRequest(
-                f"{where}.name must have 1 to {MAX_NAME_CHARS} letters, digits, underscores and hyphens; it is "
+                f"{where}.name must have 1 to {MAX_NAME_CHARS} letters, digits, underscores and hyphens, not be "
                 f"{shortened(tool.name)!r}",
                 field=f"{where}.name",
             )
         if tool.name in names:
             raise InvalidRequest(
-                f"{where}.name {shortened(tool.name)!r} names an earlier function too; give each a name of its own",
+                f"{where}.name {shortened(tool.name)!r} is also the name of an earlier tool; use unique names",
                 field=f"{where}.name",
             )
         names.add(tool.name)
@@ -127,8 +124,8 @@ def _check_tools(tools: Sequence[Tool]) -> None:
         size += len(json.dumps(tool.parameters, ensure_ascii=False))
         if size > MAX_PARAMETERS_CHARS:
             raise InvalidRequest(
-                f"the parameters of tools.0 to tools.{number} have more than {MAX_PARAMETERS_CHARS} characters; send "
-                "fewer functions, or shorter schemas",
+                f"the parameters of tools.0 to tools.{number} have more than {MAX_PARAMETERS_CHARS} characters; use "
+                "fewer tools or shorter schemas",
                 field="tools",
             )
 
@@ -136,14 +133,13 @@ def _check_tools(tools: Sequence[Tool]) -> None:
 def _check_schema(schema: Mapping[str, object], where: str) -> None:
     if depth_of(schema) > MAX_DEPTH:
         raise InvalidRequest(
-            f"{where} has more than {MAX_DEPTH} objects and arrays inside each other; flatten the schema, or refer to "
-            "$defs",
+            f"{where} has more than {MAX_DEPTH} nested objects and arrays; flatten the schema, or use $defs",
             field=where,
         )
     kind = schema.get("type", "object")
     if kind != "object":
         raise InvalidRequest(
-            f"{where} must be a JSON schema of type object, since arguments have names; set its type to object",
+            f"{where} must be a JSON schema of type object, since arguments are passed by name",
             field=f"{where}.type",
         )
 

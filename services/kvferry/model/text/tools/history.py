@@ -33,9 +33,8 @@ def check_calls(messages: Sequence[Message]) -> None:
             call_id = str(message.get("tool_call_id", ""))
             if call_id not in open_ids:
                 raise InvalidRequest(
-                    f"messages.{number}.tool_call_id {shortened(call_id)!r} is not the id of a call in the assistant's "
-                    "message before it that is not answered yet; messages of role tool follow the message with their "
-                    "calls",
+                    f"messages.{number}.tool_call_id {shortened(call_id)!r} does not match an unanswered tool call in "
+                    "the preceding assistant message; tool messages must follow that message",
                     field=f"messages.{number}.tool_call_id",
                 )
             del open_ids[call_id]
@@ -49,7 +48,7 @@ def _check_answered(number: int, open_ids: Mapping[str, None]) -> None:
     if open_ids:
         missing = ", ".join(repr(shortened(call_id)) for call_id in list(open_ids)[:3])
         raise InvalidRequest(
-            f"the calls {missing} before messages.{number} have no result; add a message of role tool for each",
+            f"the tool calls {missing} before messages.{number} have no result; add a tool message for each",
             field="messages",
         )
 

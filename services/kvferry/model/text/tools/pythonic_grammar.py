@@ -71,7 +71,7 @@ def _sequence(name: str, rule: str, is_required: list[bool]) -> list[str]:
 
 def _unsuitable(tool: Tool, why: str) -> InvalidRequest:
     return InvalidRequest(
-        f"the parameters of {tool.name!r} cannot be required in this model's format of calls, Python keyword "
-        f"arguments: {why}; send tool_choice auto, or an object with plain properties",
+        f"the parameters of {tool.name!r} cannot be enforced in this model's call format, which uses Python keyword "
+        f"arguments: {why}; use tool_choice auto, or an object schema with plain properties",
         field="tools",
     )

@@ -281,7 +281,7 @@ def test_a_file_that_is_always_swept_fails_the_store(tmp_path: Path, monkeypatch
                 path.unlink()
 
     monkeypatch.setattr(object_file.fcntl, "flock", flock)
-    with pytest.raises(TierError, match="removed by scans"):
+    with pytest.raises(TierError, match="removed by another worker's scan"):
         put(tier, 1)
 
 

@@ -1,4 +1,5 @@
-"""Operation tables of the torch family: a few large torch calls per layer, without a Python loop over decode sequences.
+"""Operation tables of the torch backend: a few large torch calls per layer, without a Python loop over decode
+sequences.
 
 Projections use oneDNN's packed weights. Torch's default float32 path on the CPU is MKL's, which on an AMD EPYC
 (Zen 5, 2 cores) reads a [49152, 576] matrix at 16 GB/s for one row; with packed weights it is read at 55 GB/s, and 512
@@ -16,7 +17,8 @@ from kvferry.kernels.ops import Linear, Ops
 from kvferry.kernels.torch_family import attention, latent
 from kvferry.kernels.unfused import gelu_mul, place_qkv_of
 
-_PACKED_FOR_ROWS = 64  # oneDNN selects the layout by this value; others from 1 to 512 were measured equally fast
+_PACKED_FOR_ROWS = 64
+"""Number of rows by which oneDNN selects the layout; values from 1 to 512 were measured to be equally fast."""
 
 
 def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
@@ -28,7 +30,7 @@ def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         return lambda x: F.linear(x, weight, bias)
     if weight.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return lambda x: F.linear(x, weight, bias)  # for a CPU without AVX-512
-    # These are the calls that torch.compile generates for frozen weights.
+    # torch.compile generates these calls for frozen weights.
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACKED_FOR_ROWS)
     run = torch.ops.mkldnn._linear_pointwise.default
 

@@ -1,4 +1,4 @@
-"""Operation tables of the Triton family. Projections use cuBLAS through torch."""
+"""Operation tables of the Triton backend. Projections use cuBLAS through torch."""
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
