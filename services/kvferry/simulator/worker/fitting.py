@@ -12,6 +12,8 @@ from kvferry.simulator.worker.device import DeviceProfile, StepWork
 Measured = tuple[StepWork, float]
 """Work of a step, and its duration in seconds."""
 _NAMES = ("step", "token", "kv_token", "pair")
+_BASIC = (0, 1)
+"""Columns of which at least one must have a coefficient."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +30,8 @@ class Fit:
 def fit(measured: Sequence[Measured]) -> Fit:
     """Fit the coefficients of a profile to measured steps.
 
-    Columns whose coefficient would be negative are removed one by one, the most negative first.
+    Columns whose coefficient would be negative are removed one by one, the most negative first. One of the fixed time
+    and the time per token stays, since a step takes time even if noise makes the other columns explain it better.
 
     Raises:
         UsageError: there are fewer steps than coefficients, or a duration is not positive.
@@ -62,5 +65,6 @@ def _non_negative(rows: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         if solved[lowest] >= 0:
             found[active] = solved / scale[active]
             break
-        del active[lowest]
+        is_last_basic = active[lowest] in _BASIC and sum(index in _BASIC for index in active) == 1
+        del active[-1 if is_last_basic else lowest]
     return found

@@ -75,3 +75,9 @@ def test_a_run_is_cut_after_the_step_that_is_running() -> None:
     assert not run.cut(12.6)
     assert run.cut(11.0)
     assert run.end == 11.0
+
+
+def test_a_fit_keeps_a_fixed_time_or_a_time_per_token() -> None:
+    works = [StepWork(tokens=1, kv_tokens=kv, pairs=kv) for kv in (100, 200, 300, 400, 500)]
+    fitted = fit([(work, 1e-6 * work.kv_tokens - 5e-5) for work in works]).profile
+    assert fitted.step > 0 or fitted.token > 0
