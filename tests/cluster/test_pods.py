@@ -79,7 +79,7 @@ def test_too_little_kv_memory_is_reported_and_lost_keys_are_replaced(
     assert f"requests can have only {held:,} of 8,192 tokens" in conditions(pool)["ContextAvailable"]["message"]
     say(f"64Mi: advertised {held} tokens, ContextAvailable is False")
     with_kv_memory(pool, "3Mi")
-    eventually(lambda: "fewer than 1,024" in conditions(pool)["Ready"]["message"], "the reason is in Ready", 120)
+    eventually(lambda: "needs 1,024" in conditions(pool)["Ready"]["message"], "the reason is in Ready", 120)
     assert {kind: conditions(pool)[kind]["status"] for kind in ("Ready", "Available")} == {
         "Ready": "False",
         "Available": "True",

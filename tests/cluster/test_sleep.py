@@ -57,7 +57,7 @@ def test_a_pool_sleeps_wakes_and_grows_by_itself(pool: PoolOnNode, say: Callable
 
     pool.until(asleep, "the pool sleeps again")
     said = [decision["reason"] for decision in pool.get()["status"]["scaling"]]
-    assert any(reason.startswith("no request for 8 s") for reason in said)
+    assert any(reason.startswith("no requests for 8 s") for reason in said)
     say("asleep again")
 
 
