@@ -1,11 +1,12 @@
 """Grammar compiler: compiles constraints for the vocabulary of a model, and caches the grammars."""
 
+import re
 import threading
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
-from kvferry.core.constraint import Constraint
-from kvferry.core.errors import InvalidRequest
+from kvferry.core.constraint import Constraint, ConstraintKind
+from kvferry.core.errors import InvalidRequest, shortened
 from kvferry.model.grammar.grammar import Grammar, first_line, is_limit, too_complex
 from kvferry.model.grammar.grammar_text import grammar_text
 from kvferry.model.text.tokenizer import Tokenizer
@@ -19,6 +20,8 @@ MAX_CACHED_BYTES = 4 << 20
 grammar takes memory in proportion to its source and to the states that outputs have visited."""
 
 _CHECKED_TOKENS = 16
+_POSITION = re.compile(r"at (\d+)\(\d+\): ")
+"""Line and column of an error in a grammar."""
 
 
 class GrammarCompiler:
@@ -78,7 +81,7 @@ class GrammarCompiler:
             if is_limit(error):
                 raise too_complex(error)
             raise InvalidRequest(
-                f"{constraint.kind} cannot be used: {first_line(error)}",
+                f"{constraint.kind} cannot be used: {_explained(error, constraint)}",
                 field="constraint",
                 reason="CONSTRAINT_INVALID",
             )
@@ -108,6 +111,19 @@ class GrammarCompiler:
                         field="constraint",
                     ) from None
             return self._library_tokenizer
+
+
+def _explained(error: str, constraint: Constraint) -> str:
+    """Return the parser's error, with kvferry's own remedy where the parser names one that a request cannot use, and
+    with the name of the grammar's rule."""
+    if "coerce_one_of" in error:
+        return "oneOf needs alternatives that exclude each other, as by types or constants; use anyOf"
+    found = _POSITION.match(error) if constraint.kind is ConstraintKind.GRAMMAR else None
+    lines = constraint.source.split("\n")
+    if found is None or int(found[1]) > len(lines):
+        return first_line(error)
+    rule = lines[int(found[1]) - 1].partition(":")[0].strip()
+    return f"{first_line(error)} (rule {shortened(rule)})"
 
 
 def _limits() -> "LLParserLimits":

@@ -6,6 +6,7 @@ two grammars: free text up to the marker, then the constraint.
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,6 +20,10 @@ MAX_WHITESPACE = 32
 """Maximum length of a run of whitespace between two JSON tokens. Without a limit, a model that prefers whitespace
 would generate it until `max_tokens`."""
 
+_GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
+"""A rule of GBNF; one of Lark has a single colon."""
+_TEMPERATURE = re.compile(r"^[ \t]*[?!]?\w+\[[^\]\n]*\btemperature[ \t]*=", re.MULTILINE)
+"""The attributes of a rule with llguidance's temperature, which the sampler does not apply."""
 _FREE_TEXT = r"/(?s:.*)/"
 _BODY = "body"
 
@@ -88,12 +93,16 @@ def _quoted(text: str) -> str:
 
 
 def _grammar(source: str, _: Mapping[str, int]) -> str:
-    from llguidance.gbnf_to_lark import any_to_lark
+    from llguidance.gbnf_to_lark import gbnf_to_lark
 
+    if _TEMPERATURE.search(source):
+        raise _invalid("the temperature of a grammar's rule is not supported; set the request's temperature")
+    if not _GBNF_RULE.search(source):
+        return _lark(source)
     try:
-        return _lark(any_to_lark(source))
+        return _lark(gbnf_to_lark(source))
     except Exception as error:  # the converter raises plain exceptions
-        raise _invalid(f"grammar is neither Lark nor GBNF: {error}") from None
+        raise _invalid(f"grammar has rules with ::= and is not valid GBNF: {error}") from None
 
 
 def _structural_tag(source: str, control_ids: Mapping[str, int]) -> str:

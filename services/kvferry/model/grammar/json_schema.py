@@ -1,4 +1,5 @@
-"""Prepares JSON Schemas for the compiler, which enforces two kinds of bounds of numbers imprecisely.
+"""Prepares JSON Schemas for the compiler, which enforces some patterns (see `patterns`) and two kinds of bounds of
+numbers imprecisely.
 
 - A bound of more than 53 bits is rounded or clamped; it is rejected here.
 - An exclusive bound that is a whole number is itself accepted if the range is narrow: `0` satisfies its grammar of
@@ -12,12 +13,14 @@ from collections.abc import Mapping
 from typing import Any, NoReturn, TypeGuard
 
 from kvferry.core.errors import InvalidRequest, shortened
+from kvferry.model.grammar.patterns import enforceable_pattern
 
 _MAX_EXACT = 1 << 53
 _STEP = 1e-9
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _INWARDS = {"exclusiveMinimum": ("minimum", 1), "exclusiveMaximum": ("maximum", -1)}
-_NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+_PATTERNS = "patternProperties"
+_NAMED = frozenset({"properties", _PATTERNS, "$defs", "definitions", "dependentSchemas"})
 """Keywords whose value maps names to schemas."""
 _VALUES = frozenset({"const", "enum", "default", "examples"})
 """Keywords whose value is not a schema."""
@@ -28,7 +31,7 @@ def parsed_schema(source: str) -> Any:
     """Parse a schema and prepare it.
 
     Raises:
-        InvalidRequest: the source is not JSON, or a bound cannot be enforced.
+        InvalidRequest: the source is not JSON, or a bound or a pattern cannot be enforced.
     """
     try:
         schema = json.loads(source, parse_constant=_no_constant)
@@ -42,10 +45,10 @@ def parsed_schema(source: str) -> Any:
 
 
 def enforceable(schema: Any) -> Any:
-    """Return a schema with bounds that the compiler enforces exactly.
+    """Return a schema with bounds and patterns that the compiler enforces exactly.
 
     Raises:
-        InvalidRequest: a bound cannot be enforced.
+        InvalidRequest: a bound or a pattern cannot be enforced.
     """
     if isinstance(schema, list):
         return [enforceable(each) for each in schema]
@@ -54,7 +57,10 @@ def enforceable(schema: Any) -> Any:
     made: dict[str, Any] = {}
     for key, value in schema.items():
         if key in _NAMED and isinstance(value, dict):
-            made[key] = {name: enforceable(each) for name, each in value.items()}
+            names = {name: enforceable_pattern(name) if key == _PATTERNS else name for name in value}
+            made[key] = {names[name]: enforceable(each) for name, each in value.items()}
+        elif key == "pattern" and isinstance(value, str):
+            made[key] = enforceable_pattern(value)
         else:
             made[key] = value if key in _VALUES else enforceable(value)
     _check_bounds(made)

@@ -18,10 +18,11 @@ from kvferry.rpc.text.text_process import TextLimits, TextProcess
 
 MAX_VERDICTS = 1024
 CHECK_SECONDS = 2.0
+_WALL_SECONDS = 30.0
 _COSTLY = "CONSTRAINT_TOO_COSTLY"
 _MEMORY_BYTES = 1 << 30
 _MAX_WAITING = 64
-_NICENESS = 15
+_NICENESS = 10
 
 
 class ConstraintCheck:
@@ -37,6 +38,7 @@ class ConstraintCheck:
             open_model,
             TextLimits(
                 job_seconds=CHECK_SECONDS,
+                wall_seconds=_WALL_SECONDS,
                 memory_bytes=_MEMORY_BYTES,
                 max_waiting=_MAX_WAITING,
                 niceness=_NICENESS,
@@ -48,12 +50,12 @@ class ConstraintCheck:
         )
         self._verdicts: OrderedDict[bytes, InvalidRequest | None] = OrderedDict()
 
-    async def check(self, constraint: Constraint) -> None:
-        """Check that workers can compile a constraint.
+    async def check(self, constraint: Constraint, tenant: str = "") -> None:
+        """Check that workers can compile a constraint. Tenants take turns.
 
         Raises:
             InvalidRequest: the constraint is invalid, uses an unsupported feature, or takes too much time or memory.
-            Overloaded: too many constraints are waiting.
+            Overloaded: too many constraints are waiting, or the machine is too busy.
             Unavailable: the process does not respond.
         """
         digest = hashlib.sha256(repr(constraint).encode("utf-8", "backslashreplace")).digest()
@@ -63,7 +65,7 @@ class ConstraintCheck:
             verdict: InvalidRequest | None = None
             begun = asyncio.get_running_loop().time()
             try:
-                await self._process.run(compile_constraint, constraint)
+                await self._process.run_as(tenant, len(constraint.source), compile_constraint, constraint)
             except InvalidRequest as error:
                 if error.reason == _COSTLY and asyncio.get_running_loop().time() - begun < CHECK_SECONDS:
                     raise  # the process ended for another reason, such as a signal: no verdict is kept

@@ -63,7 +63,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             )
         )
         if checked.sampling.constraint is not None:
-            await self._text.check(checked.sampling.constraint)
+            await self._text.check(checked.sampling.constraint, tenant)
         with self._traced("Generate", checked.request_id, arrived, context):
             async with aclosing(self._text.generate(checked)) as chunks:
                 async for chunk in chunks:

@@ -106,8 +106,8 @@ class TextService:
             return await asyncio.to_thread(job, self.model, *args, **kwargs)
         return await self.process.run(job, *args, **kwargs)
 
-    async def check(self, constraint: Constraint) -> None:
-        """Check that workers can compile a constraint.
+    async def check(self, constraint: Constraint, tenant: str) -> None:
+        """Check that workers can compile a constraint of a tenant's request.
 
         Raises:
             KvferryError: see `ConstraintCheck.check`.
@@ -115,7 +115,7 @@ class TextService:
         if self.constraints is None:
             await asyncio.to_thread(self.model.check_constraint, constraint)
         else:
-            await self.constraints.check(constraint)
+            await self.constraints.check(constraint, tenant)
 
     @property
     def served_tokens(self) -> int:

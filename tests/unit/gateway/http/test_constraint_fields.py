@@ -7,6 +7,7 @@ import pytest
 
 from kvferry.core.constraint import MAX_CONSTRAINT_BYTES, Constraint, ConstraintKind
 from kvferry.core.errors import InvalidRequest
+from kvferry.gateway.http.fields.constraint_fields import in_field
 from kvferry.gateway.http.openai.schema import ChatRequest, CompletionRequest, parse
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"const": "ö"}}}
@@ -85,3 +86,10 @@ def test_an_error_names_the_field(fields: dict[str, Any], field: str, message: s
     with pytest.raises(InvalidRequest, match=message) as caught:
         parse(ChatRequest, body(**fields)).to_sampling()
     assert caught.value.field == field
+
+
+def test_the_error_of_a_tools_schema_names_the_tool() -> None:
+    cause = "grammar cannot be used: at 4(14): failed to compile JSON schema (rule arguments_1)"
+    error = in_field(InvalidRequest(cause, field="constraint", reason="CONSTRAINT_INVALID"), "tools")
+    assert (error.field, error.reason) == ("tools.1.function.parameters", "CONSTRAINT_INVALID")
+    assert in_field(InvalidRequest(cause, field="constraint"), "guided_grammar").field == "guided_grammar"

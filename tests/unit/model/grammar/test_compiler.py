@@ -80,6 +80,8 @@ def test_outputs_follow_generated_schemas() -> None:
         (constraint(ConstraintKind.CHOICE, ["yes", "no", 'ö"\n']), ["yes", "no", 'ö"\n'], ["ye", "maybe", ""]),
         (constraint(ConstraintKind.GRAMMAR, 'start: "a" start "b" | "c"'), ["c", "aacbb"], ["acbb", "ab"]),
         (constraint(ConstraintKind.GRAMMAR, 'root ::= "x" item*\nitem ::= [0-9] | "-"'), ["x", "x1-2"], ["xx", "1"]),
+        (constraint(ConstraintKind.GRAMMAR, '?start: "a::=" | X\nX: "b"'), ["a::=", "b"], ["a"]),
+        (constraint(ConstraintKind.GRAMMAR, 'start[capture]: "a"'), ["a"], ["b"]),
         (constraint(ConstraintKind.CHOICE, ["yes"], after="</think>"), ["hm </think>yes"], ["yes", "</think>no"]),
         (
             constraint(
@@ -93,7 +95,17 @@ def test_outputs_follow_generated_schemas() -> None:
             ["<f=sub>1</f>", "<f=add>x</f>", "<f=add>12"],
         ),
     ],
-    ids=["json_object", "regex", "choice", "lark", "gbnf", "after", "structural_tag"],
+    ids=[
+        "json_object",
+        "regex",
+        "choice",
+        "lark",
+        "gbnf",
+        "lark-modifier",
+        "lark-attribute",
+        "after",
+        "structural_tag",
+    ],
 )
 def test_each_kind_accepts_exactly_its_texts(of: Constraint, good: list[str], bad: list[str]) -> None:
     assert [accepts(of, text) for text in good] == [True] * len(good)
@@ -147,6 +159,11 @@ def test_a_token_that_is_not_allowed_breaks_an_invariant() -> None:
         (constraint(ConstraintKind.CHOICE, "[" * 100_000), "not JSON"),
         (constraint(ConstraintKind.GRAMMAR, "start: b"), "b"),
         (constraint(ConstraintKind.GRAMMAR, "%%"), "grammar"),
+        (constraint(ConstraintKind.GRAMMAR, 'start: a\na: %json {"uniqueItems": true}'), r"uniqueItems.*\(rule a\)"),
+        (constraint(ConstraintKind.GRAMMAR, 'root ::= "a" ("b"'), "not valid GBNF"),
+        (constraint(ConstraintKind.GRAMMAR, "start: a\na[temperature=0.3]: /.*/"), "set the request's temperature"),
+        (constraint(ConstraintKind.GRAMMAR, 'start.2: "a"'), "priority not supported"),
+        (constraint(ConstraintKind.JSON_SCHEMA, {"oneOf": [{"type": "integer"}, {"type": "number"}]}), "use anyOf"),
         (constraint(ConstraintKind.STRUCTURAL_TAG, {"structures": []}), "triggers"),
         (
             constraint(

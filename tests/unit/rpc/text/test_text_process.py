@@ -1,10 +1,14 @@
 """The text process: real processes; a job that misbehaves fails alone, and the next one is served."""
 
 import asyncio
+import multiprocessing
 import os
 import signal
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 from harness.fakes.byte_model import BOS, byte_model
@@ -18,13 +22,19 @@ from kvferry.rpc.text.text_process import TextLimits, TextProcess
 LIMITS = TextLimits(job_seconds=1.0, memory_bytes=512 << 20, max_waiting=3)
 
 
+@asynccontextmanager
+async def opened(**limits: Any) -> AsyncIterator[TextProcess]:
+    process = TextProcess(partial(byte_model, 64), replace(LIMITS, **limits))
+    process.start()
+    async with asyncio.timeout(120):
+        yield process
+        await process.stop()
+
+
 @pytest.fixture
 async def process() -> AsyncIterator[TextProcess]:
-    opened = TextProcess(partial(byte_model, 64), LIMITS)
-    opened.start()
-    async with asyncio.timeout(60):
-        yield opened
-        await opened.stop()
+    async with opened() as process:
+        yield process
 
 
 def pid(_model: TextModel) -> int:
@@ -38,6 +48,10 @@ def loop_for_ever(_model: TextModel) -> None:
 
 def fill_memory(_model: TextModel) -> int:
     return len(bytearray(4 << 30))
+
+
+def wait(_model: TextModel) -> None:
+    signal.pause()
 
 
 def crash(_model: TextModel) -> None:
@@ -93,14 +107,53 @@ async def test_a_process_that_was_killed_between_jobs_costs_no_request(process: 
     assert await process.run(pid) != number
 
 
-async def test_a_stopped_process_is_replaced(monkeypatch: pytest.MonkeyPatch, process: TextProcess) -> None:
-    number = await process.run(pid)
-    monkeypatch.setattr(text_process, "_START_SECONDS", 0.0)
-    os.kill(number, signal.SIGSTOP)
-    with pytest.raises(Unavailable, match="did not respond"):
-        await process.run(encode_text, "hi")
-    monkeypatch.undo()
-    assert await process.run(encode_text, "hi") == [BOS, 104, 105]
+async def test_a_stopped_process_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with opened(wall_seconds=1.0) as process:
+        number = await process.run(pid)
+        monkeypatch.setattr(text_process, "_START_SECONDS", 0.0)
+        os.kill(number, signal.SIGSTOP)
+        with pytest.raises(Unavailable, match="did not respond"):
+            await process.run(encode_text, "hi")
+        monkeypatch.undo()
+        assert await process.run(encode_text, "hi") == [BOS, 104, 105]
+
+
+async def test_a_job_that_gets_no_processor_time_is_not_called_costly() -> None:
+    async with opened(wall_seconds=0.5) as process:
+        await process.run(pid)
+        with pytest.raises(Overloaded, match="too busy to check the prompt"):
+            await process.run(wait)
+
+
+async def test_a_spare_process_takes_over_after_a_second_job_has_ended_one() -> None:
+    async with opened() as process:
+        for _ in range(2):
+            with pytest.raises(InvalidRequest):
+                await process.run(loop_for_ever)
+        spares = {child.pid for child in multiprocessing.active_children()}
+        with pytest.raises(InvalidRequest):
+            await process.run(loop_for_ever)
+        assert await process.run(pid) in spares
+
+
+async def test_owners_take_turns_and_small_jobs_are_first() -> None:
+    order: list[tuple[str, int]] = []
+
+    async def run(owner: str, size: int) -> None:
+        await process.run_as(owner, size, pid)
+        order.append((owner, size))
+
+    async with opened(max_waiting=16) as process:
+        await process.run(pid)
+        await asyncio.gather(run("a", 3), run("a", 2), run("a", 1), run("b", 9))
+    assert order == [("a", 3), ("b", 9), ("a", 1), ("a", 2)]
+
+
+async def test_one_owner_has_half_of_the_waiting_jobs() -> None:
+    async with opened(max_waiting=4) as process:
+        jobs = [process.run_as(owner, 0, encode_text, "hi") for owner in "aaabbb"]
+        results = await asyncio.gather(*jobs, return_exceptions=True)
+    assert [type(result) for result in results] == [list, list, Overloaded] * 2
 
 
 async def test_a_caller_that_leaves_while_it_waits_leaves_no_job(process: TextProcess) -> None:

@@ -6,6 +6,7 @@ guided_json, ...      vLLM's older names
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
@@ -15,6 +16,9 @@ from kvferry.core.constraint import Constraint, ConstraintKind
 from kvferry.core.errors import InvalidRequest
 from kvferry.gateway.http.fields.strict import Strict
 from kvferry.model.grammar.grammar_text import MAX_CHOICES
+
+_TOOL_RULE = re.compile(r"\(rule (?:arguments|call)_(\d+)")
+"""Rule of a tool's arguments in the error of a grammar of calls; see `kvferry.model.text.tools.grammars`."""
 
 Schema = dict[str, Any] | str
 """A JSON Schema, as an object or as its JSON text."""
@@ -91,9 +95,13 @@ class ConstraintFields(Strict):
 
 
 def in_field(error: InvalidRequest, field: str) -> InvalidRequest:
-    """Return a constraint's error with the name of the request field that sets the constraint."""
+    """Return a constraint's error with the name of the request field that sets the constraint. In the grammar of calls,
+    the rule tells which tool's schema is at fault."""
     if error.field != "constraint":
         return error
+    tool = _TOOL_RULE.search(error.message) if field == "tools" else None
+    if tool is not None:
+        field = f"tools.{tool[1]}.function.parameters"
     return InvalidRequest(f"{field}: {error.message}", field=field, reason=error.reason)
 
 

@@ -223,3 +223,13 @@ def test_schemas_that_are_no_keyword_arguments_are_refused(schema, words):
         calls_grammar(CallFormat.PYTHONIC, [Tool("f", "", {"type": "object", **schema})], NO_MARKS)
     assert words in caught.value.message
     assert caught.value.field == "tools"
+
+
+def test_bounds_and_patterns_of_python_keywords_are_enforced_exactly(tokenizer):
+    schema = {
+        "properties": {"x": {"type": "number", "exclusiveMinimum": 0, "maximum": 0.1}, "s": {"pattern": '^[^"]$'}}
+    }
+    grammar = calls_grammar(CallFormat.PYTHONIC, [Tool("f", "", {"type": "object", **schema})], NO_MARKS)
+    assert accepts(tokenizer, grammar, "[f(x=0.05)]")
+    assert not accepts(tokenizer, grammar, "[f(x=0)]")
+    assert not accepts(tokenizer, grammar, '[f(s="\\"")]')
