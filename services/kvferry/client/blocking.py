@@ -13,6 +13,7 @@ from kvferry.client.messages import ChatMessage, Completion, ModelInfo, Prompt
 from kvferry.core.sampling import SamplingParams
 from kvferry.model.requests.pooling import PoolingParams, pooling_named
 from kvferry.model.text.tools.definitions import Tool
+from kvferry.model.text.tools.inputs import ToolInput
 from kvferry.rpc.channel import open_blocking_channel
 from kvferry.rpc.errors import error_from_rpc
 from kvferry.rpc.text.text_stream import TextChunk
@@ -70,7 +71,7 @@ class Client:
         model: str = "",
         request_id: str = "",
         timeout: float | None = None,
-        tools: Sequence[Tool] = (),
+        tools: Sequence[Tool | ToolInput] = (),
         tool_choice: str = "auto",
         parallel_tool_calls: bool = True,
         priority: int = 0,
@@ -114,7 +115,7 @@ class Client:
         model: str = "",
         request_id: str = "",
         timeout: float | None = None,
-        tools: Sequence[Tool] = (),
+        tools: Sequence[Tool | ToolInput] = (),
         tool_choice: str = "auto",
         parallel_tool_calls: bool = True,
         priority: int = 0,

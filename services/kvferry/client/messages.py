@@ -11,6 +11,7 @@ from kvferry.model.requests.output_text import StopReason
 from kvferry.model.requests.pooling import PoolingParams
 from kvferry.model.text.answers.pieces import AssembledCalls, ToolCall
 from kvferry.model.text.tools.definitions import Choice, Tool, ToolUse
+from kvferry.model.text.tools.inputs import ToolInput, calls_from_input, content_from_input, tool_from_input
 from kvferry.rpc import wire
 from kvferry.rpc.text.text_stream import TextChunk, Usage
 from kvferry.rpc.text.token_source import Timing
@@ -18,8 +19,8 @@ from kvferry.rpc.text.vector_wire import pooling_to_wire
 from kvferry.v1 import common_pb2, inference_pb2
 
 ChatMessage = Mapping[str, object]
-"""A message: `role` and `content`; an assistant message may have `tool_calls` (a sequence of `ToolCall`) and
-`reasoning`, and a message of role `tool` has `tool_call_id`."""
+"""A message: `role` and `content`; an assistant message may have `tool_calls` (a sequence of `ToolCall`, or of
+dictionaries in OpenAI's form) and `reasoning`, and a message of role `tool` has `tool_call_id`."""
 Prompt = str | Sequence[int] | Sequence[ChatMessage]
 """Plain text, token ids, or a conversation."""
 
@@ -105,7 +106,7 @@ _MODES = {
 }
 
 
-def tool_use(tools: Sequence[Tool], choice: str, *, is_parallel: bool) -> ToolUse | None:
+def tool_use(tools: Sequence[Tool | ToolInput], choice: str, *, is_parallel: bool) -> ToolUse | None:
     """Return the tools and how they may be used; `None` if there are none.
 
     Args:
@@ -118,14 +119,20 @@ def tool_use(tools: Sequence[Tool], choice: str, *, is_parallel: bool) -> ToolUs
     """
     if not tools and choice in (Choice.AUTO, Choice.NONE):
         return None
+    given = tuple(tool_from_input(tool, number) for number, tool in enumerate(tools))
     if choice in tuple(Choice):
-        return ToolUse(tuple(tools), Choice(choice), is_parallel=is_parallel)
-    return ToolUse(tuple(tools), Choice.REQUIRED, choice, is_parallel=is_parallel)
+        return ToolUse(given, Choice(choice), is_parallel=is_parallel)
+    return ToolUse(given, Choice.REQUIRED, choice, is_parallel=is_parallel)
 
 
 def chat_to_wire(messages: Sequence[ChatMessage], use: ToolUse | None = None) -> inference_pb2.Chat:
-    """Convert a conversation to a `Chat` message."""
-    chat = inference_pb2.Chat(messages=[_message_to_wire(message) for message in messages])
+    """Convert a conversation to a `Chat` message.
+
+    Raises:
+        InvalidRequest: the content or a call of a message has an unknown form.
+    """
+    wired = [_message_to_wire(message, f"messages.{number}") for number, message in enumerate(messages)]
+    chat = inference_pb2.Chat(messages=wired)
     if use is not None:
         chat.tools.extend(
             inference_pb2.Tool(
@@ -141,11 +148,12 @@ def chat_to_wire(messages: Sequence[ChatMessage], use: ToolUse | None = None) ->
     return chat
 
 
-def _message_to_wire(message: ChatMessage) -> inference_pb2.ChatMessage:
-    calls = cast("Sequence[ToolCall]", message.get("tool_calls") or ())
-    texts = {name: str(message.get(name) or "") for name in ("role", "content", "tool_call_id", "name", "reasoning")}
+def _message_to_wire(message: ChatMessage, where: str) -> inference_pb2.ChatMessage:
+    calls = calls_from_input(message, where)
+    texts = {name: str(message.get(name) or "") for name in ("role", "tool_call_id", "name", "reasoning")}
     return inference_pb2.ChatMessage(
         **texts,
+        content=content_from_input(message, where),
         tool_calls=[inference_pb2.ToolCall(id=c.call_id, name=c.name, arguments=c.arguments) for c in calls],
     )
 

@@ -158,25 +158,30 @@ class SamplingParams:
         """
         for name, limits in RANGES.items():
             limits.check(name, getattr(self, name))
+        if not isinstance(self.logit_bias, Mapping):
+            raise _wrong_type("logit_bias", "a mapping from token ids to biases", self.logit_bias)
+        if not isinstance(self.constraint, Constraint | None):
+            raise _wrong_type("constraint", "a Constraint", self.constraint)
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise InvalidRequest(
                 f"logit_bias has {len(self.logit_bias)} tokens; at most {MAX_LOGIT_BIAS} are accepted",
                 field="logit_bias",
             )
         for token, bias in self.logit_bias.items():
-            _whole("logit_bias", token, 0, 1 << 31)
+            _whole("logit_bias", token, 0, 1 << 31, of="a token id of ")
             _real("logit_bias", bias, -100.0, 100.0)
         _strings("stop", self.stop, MAX_STOP_STRINGS, MAX_STOP_CHARS)
         _ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
         _ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS)
         _strings("bad_words", self.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_CHARS)
+        _check_list("bad_word_token_ids", self.bad_word_token_ids, "lists of token ids")
         _at_most("bad_word_token_ids", len(self.bad_word_token_ids), MAX_BAD_WORD_SEQUENCES, "sequences")
         for sequence in self.bad_word_token_ids:
             if not sequence:
                 raise InvalidRequest("bad_word_token_ids has an empty sequence", field="bad_word_token_ids")
             _ids("bad_word_token_ids", sequence, MAX_BAD_WORD_TOKENS)
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "speculation"):
-            _flag(name, getattr(self, name))
+            check_flag(name, getattr(self, name))
         if self.truncate_prompt_tokens == 0:
             raise InvalidRequest(
                 "truncate_prompt_tokens is 0, which keeps no tokens; set -1 to fill the context, or leave it out",
@@ -217,7 +222,18 @@ def _at_most(name: str, count: int, limit: int, unit: str) -> None:
         raise InvalidRequest(f"{name} has {count} {unit}; at most {limit} are accepted", field=name)
 
 
+def _wrong_type(name: str, expected: str, value: object) -> InvalidRequest:
+    return InvalidRequest(f"{name} must be {expected}, not {shortened(repr(value))}", field=name)
+
+
+def _check_list(name: str, values: object, items: str) -> None:
+    """Check that a value is a list or tuple: a string would count as a list of its characters."""
+    if not isinstance(values, list | tuple):
+        raise _wrong_type(name, f"a list of {items}", values)
+
+
 def _strings(name: str, values: tuple[str, ...], limit: int, max_chars: int) -> None:
+    _check_list(name, values, "strings")
     _at_most(name, len(values), limit, "strings")
     for text in values:
         if not isinstance(text, str):
@@ -229,22 +245,28 @@ def _strings(name: str, values: tuple[str, ...], limit: int, max_chars: int) -> 
 
 
 def _ids(name: str, values: tuple[int, ...], limit: int) -> None:
+    _check_list(name, values, "token ids")
     _at_most(name, len(values), limit, "ids")
     for token in values:
-        _whole(name, token, 0, 1 << 31)
+        _whole(name, token, 0, 1 << 31, of="an item of ")
 
 
-def _flag(name: str, value: object) -> None:
+def check_flag(name: str, value: object) -> None:
+    """Check that the value of field `name` is true or false.
+
+    Raises:
+        InvalidRequest: it is not.
+    """
     if not isinstance(value, bool):
         raise InvalidRequest(f"{name} must be true or false, not {shortened(repr(value))}", field=name)
 
 
-def _whole(name: str, value: int | None, low: int, high: int, *, optional: bool = False) -> None:
+def _whole(name: str, value: int | None, low: int, high: int, *, optional: bool = False, of: str = "") -> None:
     if value is None and optional:
         return
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         shown = shortened(repr(value))
-        raise InvalidRequest(f"{name} must be a whole number from {low} to {high}, not {shown}", field=name)
+        raise InvalidRequest(f"{of}{name} must be a whole number from {low} to {high}, not {shown}", field=name)
 
 
 def _real(name: str, value: float | None, low: float, high: float, *, open_below: bool = False) -> None:

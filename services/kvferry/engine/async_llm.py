@@ -21,6 +21,7 @@ from kvferry.engine.request_builder import RequestBuilder
 from kvferry.engine.settings import EngineSettings
 from kvferry.model.text.chat_template import Message
 from kvferry.model.text.tools.definitions import Tool
+from kvferry.model.text.tools.inputs import ToolInput
 
 
 class AsyncLLM:
@@ -124,7 +125,7 @@ class AsyncLLM:
         messages: Sequence[Message],
         sampling: SamplingParams | None = None,
         *,
-        tools: Sequence[Tool] = (),
+        tools: Sequence[Tool | ToolInput] = (),
     ) -> AsyncGenerator[CompletionPart, None]:
         """Answer a conversation; yield the text, reasoning and calls that each step adds. See `generate`.
 

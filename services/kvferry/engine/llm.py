@@ -28,6 +28,7 @@ from kvferry.model.requests.pooling import cosine
 from kvferry.model.text.chat_template import Message
 from kvferry.model.text.tokenizer import Tokenizer
 from kvferry.model.text.tools.definitions import Tool
+from kvferry.model.text.tools.inputs import ToolInput
 
 __all__ = ["LLM", "Completion", "Embedding"]
 
@@ -264,7 +265,7 @@ class LLM:
         conversations: Sequence[Message] | Sequence[Sequence[Message]],
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        tools: Sequence[Tool] = (),
+        tools: Sequence[Tool | ToolInput] = (),
         model: str | Sequence[str] = "",
         progress: bool = False,
     ) -> list[Completion]:

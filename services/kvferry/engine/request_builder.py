@@ -30,6 +30,8 @@ from kvferry.model.text.detokenizer import Detokenizer
 from kvferry.model.text.stop_strings import StopMatcher
 from kvferry.model.text.tokenizer import Tokenizer
 from kvferry.model.text.tools.definitions import Tool, ToolUse
+from kvferry.model.text.tools.history import call_input, check_calls, with_names
+from kvferry.model.text.tools.inputs import ToolInput, calls_from_input, content_from_input, tool_from_input
 from kvferry.model.text.tools.prompt import encode_conversation
 
 
@@ -92,18 +94,21 @@ class RequestBuilder:
         self,
         messages: Sequence[Message],
         sampling: SamplingParams,
-        tools: Sequence[Tool],
+        tools: Sequence[Tool | ToolInput],
         adapter: AdapterId | None = None,
     ) -> CompletionStream:
         """Build the request for the answer of a conversation; see `start`.
 
         Raises:
-            InvalidRequest: the chat template rejects the conversation, or the tools exceed a limit.
+            InvalidRequest: a message has an unknown form or role, a call and its result do not belong together, the
+                chat template rejects the conversation, or the tools exceed a limit.
             UsageError: the model has no chat template.
         """
         template, tokenizer = self._template(), self.tokenizer
-        use = ToolUse(tuple(tools))
-        ids = encode_conversation(template, tokenizer, messages, use.offered)
+        use = ToolUse(tuple(tool_from_input(tool, number) for number, tool in enumerate(tools)))
+        given = [_template_message(message, f"messages.{number}") for number, message in enumerate(messages)]
+        check_calls(given)
+        ids = encode_conversation(template, tokenizer, with_names(given), use.offered)
         if self._form is None:
             self._form = answer_form(template, tokenizer, AnswerParsers())
         form = self._form
@@ -166,3 +171,9 @@ class RequestBuilder:
 
 def _request_id(number: int) -> RequestId:
     return RequestId(f"offline-{number}")
+
+
+def _template_message(message: Message, where: str) -> dict[str, object]:
+    """Return a caller's message in the form that chat templates expect."""
+    calls = [call_input(call.call_id, call.name, call.arguments) for call in calls_from_input(message, where)]
+    return {**message, "content": content_from_input(message, where), **({"tool_calls": calls} if calls else {})}

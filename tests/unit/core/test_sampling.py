@@ -142,3 +142,14 @@ def test_only_temperature_zero_is_greedy() -> None:
     assert SamplingParams(temperature=0.0).is_greedy
     assert SamplingParams(temperature=0).is_greedy
     assert not SamplingParams(temperature=1e-9).is_greedy
+
+
+@pytest.mark.parametrize("name", ["stop", "bad_words", "stop_token_ids", "allowed_token_ids", "bad_word_token_ids"])
+def test_a_string_or_a_single_value_is_no_list(name: str) -> None:
+    for bad in ("abc", None, 5):
+        assert "must be a list of" in refused(name, bad).message
+
+
+@pytest.mark.parametrize(("name", "bad"), [("logit_bias", None), ("logit_bias", [1]), ("constraint", "[a-z]+")])
+def test_objects_of_another_type_are_refused(name: str, bad: object) -> None:
+    assert "must be a" in refused(name, bad).message

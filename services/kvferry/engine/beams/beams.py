@@ -13,10 +13,14 @@ Neural Machine Translation System, 2016, section 7, in the form that `transforme
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvferry.core.errors import InvalidRequest
-from kvferry.core.sampling import FinishReason
+from kvferry.core.sampling import MAX_OUTPUT_TOKENS, FinishReason, Range, check_flag
 
 MAX_WIDTH = 8
+_RANGES = {
+    "width": Range(1, MAX_WIDTH),
+    "max_tokens": Range(1, MAX_OUTPUT_TOKENS),
+    "length_penalty": Range(-10.0, 10.0, is_whole=False),
+}
 
 Alternatives = Sequence[tuple[int, float]]
 """(token id, log-probability) of the most likely next tokens of a beam, most likely first."""
@@ -41,16 +45,12 @@ class BeamParams:
     def __post_init__(self) -> None:
         """
         Raises:
-            InvalidRequest: a field is out of range.
+            InvalidRequest: a field is out of range or has the wrong type.
         """
-        if not 1 <= self.width <= MAX_WIDTH:
-            raise InvalidRequest(f"width must be between 1 and {MAX_WIDTH}, not {self.width}", field="width")
-        if not self.max_tokens >= 1:
-            raise InvalidRequest(f"max_tokens must be at least 1, not {self.max_tokens}", field="max_tokens")
-        if not -10.0 <= self.length_penalty <= 10.0:
-            raise InvalidRequest(
-                f"length_penalty must be between -10 and 10, not {self.length_penalty}", field="length_penalty"
-            )
+        for name, limits in _RANGES.items():
+            limits.check(name, getattr(self, name))
+        for name in ("early_stopping", "ignore_eos"):
+            check_flag(name, getattr(self, name))
 
 
 @dataclass(frozen=True, slots=True)

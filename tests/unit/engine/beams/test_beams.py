@@ -109,6 +109,10 @@ def test_more_beams_than_an_engine_queues_are_searched_in_groups(llm: LLM) -> No
         ({"max_tokens": 0}, "max_tokens"),
         ({"length_penalty": float("nan")}, "length_penalty"),
         ({"length_penalty": 11.0}, "length_penalty"),
+        ({"length_penalty": "1"}, "length_penalty"),
+        ({"width": True}, "width"),
+        ({"max_tokens": 2.5}, "max_tokens"),
+        ({"early_stopping": "never"}, "early_stopping"),
     ],
 )
 def test_parameters_out_of_range_are_refused_by_name(changes: dict[str, Any], field: str) -> None:

@@ -131,6 +131,8 @@ def _check_tools(tools: Sequence[Tool]) -> None:
 
 
 def _check_schema(schema: Mapping[str, object], where: str) -> None:
+    if not isinstance(schema, Mapping):
+        raise InvalidRequest(f"{where} must be a JSON schema, not {shortened(repr(schema))}", field=where)
     if depth_of(schema) > MAX_DEPTH:
         raise InvalidRequest(
             f"{where} has more than {MAX_DEPTH} nested objects and arrays; flatten the schema, or use $defs",

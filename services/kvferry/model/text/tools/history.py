@@ -15,20 +15,27 @@ MAX_CALLS = 128
 """Maximum number of calls in one message."""
 MAX_ID_CHARS = 256
 MAX_ARGUMENTS_DEPTH = 64
+ROLES = ("system", "developer", "user", "assistant", "tool")
 Message = Mapping[str, object]
 
 
 def check_calls(messages: Sequence[Message]) -> None:
-    """Check that messages of role `tool` and the calls of assistants belong together.
+    """Check the roles of messages, and that messages of role `tool` and the calls of assistants belong together.
 
     Args:
         messages: messages in the form that templates expect.
 
     Raises:
-        InvalidRequest: a result does not match a call in the preceding assistant message, or a call has no result.
+        InvalidRequest: a role is unknown, a result does not match a call in the preceding assistant message, or a call
+            has no result or no name.
     """
     open_ids: dict[str, None] = {}
     for number, message in enumerate(messages):
+        if message["role"] not in ROLES:
+            raise InvalidRequest(
+                f"messages.{number}.role must be one of {', '.join(ROLES)}, not {shortened(repr(message['role']))}",
+                field=f"messages.{number}.role",
+            )
         if message["role"] == "tool":
             call_id = str(message.get("tool_call_id", ""))
             if call_id not in open_ids:
@@ -39,18 +46,27 @@ def check_calls(messages: Sequence[Message]) -> None:
                 )
             del open_ids[call_id]
             continue
-        _check_answered(number, open_ids)
+        _check_answered(f"before messages.{number}", open_ids)
         open_ids = dict.fromkeys(call_ids(message))
-    _check_answered(len(messages), open_ids)
+        _check_names(message, f"messages.{number}")
+    _check_answered("of the last assistant message", open_ids)
 
 
-def _check_answered(number: int, open_ids: Mapping[str, None]) -> None:
+def _check_answered(where: str, open_ids: Mapping[str, None]) -> None:
     if open_ids:
         missing = ", ".join(repr(shortened(call_id)) for call_id in list(open_ids)[:3])
         raise InvalidRequest(
-            f"the tool calls {missing} before messages.{number} have no result; add a tool message for each",
+            f"the tool calls {missing} {where} have no result; add a tool message for each",
             field="messages",
         )
+
+
+def _check_names(message: Message, where: str) -> None:
+    calls = message.get("tool_calls")
+    for number, call in enumerate(calls if isinstance(calls, list) else ()):
+        if not call["function"]["name"]:
+            field = f"{where}.tool_calls.{number}.function.name"
+            raise InvalidRequest(f"{field} is empty; set it to the name of the called function", field=field)
 
 
 def call_ids(message: Message) -> list[str]:
