@@ -49,6 +49,8 @@ from kvferry.model.tensors import TensorSource
 _log = logging.getLogger(__name__)
 _MIN_BLOCKS = 2
 _MIB = 1 << 20
+_MIN_CONTEXT_TOKENS = 8
+"""Minimum context length of a server: the prompt of its first request and a token of output."""
 MIN_KV_TOKENS = 1024
 """Minimum number of tokens for which a worker must have KV memory, unless the context is shorter."""
 
@@ -119,8 +121,15 @@ class LoadedModel:
         engine directly may need less.
 
         Raises:
-            UsageError: the memory holds fewer tokens than both `MIN_KV_TOKENS` and the context length.
+            UsageError: the context is too short for any request, or the memory holds fewer tokens than both
+                `MIN_KV_TOKENS` and the context length.
         """
+        if self.context_tokens < _MIN_CONTEXT_TOKENS:
+            raise UsageError(
+                f"max_model_tokens must be at least {_MIN_CONTEXT_TOKENS} for a server, or 0 for the model's context "
+                f"length, not {self.settings.max_model_tokens}",
+                field="max_model_tokens",
+            )
         block_bytes, block_tokens = self.layout.block_bytes, self.settings.block_tokens
         least = min(MIN_KV_TOKENS, self.context_tokens)
         groups, step_tokens = self.layout.groups, self.settings.limits.step_tokens

@@ -129,12 +129,23 @@ def not_finite(s: ScheduledSequence) -> GenerationFailed:
     )
 
 
+_EXCLUDING = {
+    "allowed_token_ids": "allowed_token_ids",
+    "bad_word_token_ids": "bad_words",
+    "constraint": "constraint",
+    "min_tokens": "min_tokens",
+    "logit_bias": "logit_bias",
+}
+"""Sampling parameters that exclude tokens, and the request's field that sets each."""
+
+
 def none_left(s: ScheduledSequence) -> InvalidRequest:
-    """Return the error for a sequence whose sampling parameters leave no tokens to sample."""
+    """Return the error for a sequence whose sampling parameters leave no tokens to sample. It names the fields that
+    the request sets."""
+    fields = [name for attribute, name in _EXCLUDING.items() if getattr(s.sampling, attribute)] or ["sampling"]
     return InvalidRequest(
-        f"request {s.request_id}: logit_bias, penalties, min_tokens, allowed_token_ids, bad_words and the constraint "
-        "leave no tokens to sample",
-        field="logit_bias",
+        f"{' and '.join(fields)} together leave no tokens to sample; allow more tokens",
+        field=fields[0],
         reason=NOTHING_TO_SAMPLE,
     )
 

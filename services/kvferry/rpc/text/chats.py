@@ -37,9 +37,10 @@ def prepare_chat(model: TextModel, messages: ChatMessages, use: ToolUse, samplin
     form = model.answer_form
     is_open = opens_reasoning(form, ids, model.new_detokenizer(False, form.marks.by_token))
     names = tuple(tool.name for tool in use.callable_tools)
-    split = SplitOptions(names, use.max_calls, is_open) if names or form.has_reasoning else None
+    is_required = use.choice is Choice.REQUIRED
+    split = SplitOptions(names, use.max_calls, is_open, is_required) if names or form.has_reasoning else None
     constraint = sampling.constraint
-    if use.choice is Choice.REQUIRED:
+    if is_required:
         sampling = replace(sampling, constraint=_constraint(model, use, sampling, is_open=is_open))
     elif constraint is not None and is_open and not constraint.after:
         sampling = replace(sampling, constraint=replace(constraint, after=reasoning.CLOSER))

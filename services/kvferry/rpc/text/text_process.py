@@ -27,6 +27,7 @@ from kvferry.core.process.priority import lower_priority
 from kvferry.rpc.text.text_model import TextModel
 
 _log = logging.getLogger(__name__)
+_EXIT_TRIES, _EXIT_SECONDS = 100, 0.05
 _Pool = tuple[ProcessPoolExecutor, set[BaseProcess]]
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -144,7 +145,7 @@ class TextProcess:
                 self._abandon()
                 raise Unavailable("the text process did not respond; it is restarted") from None
             except BrokenProcessPool:
-                was_slow = any(child.exitcode == -signal.SIGALRM for child in self._children)
+                was_slow = -signal.SIGALRM in [await _exit_code(child) for child in self._children]
                 self._replace()
                 if was_slow:
                     raise Overloaded(
@@ -200,6 +201,16 @@ class TextProcess:
         for executor in executors:
             if executor is not None:
                 await asyncio.to_thread(executor.shutdown, cancel_futures=True)
+
+
+async def _exit_code(child: BaseProcess) -> int | None:
+    """Return the exit code of a process that has ended. The executor's thread may wait for it at the same time, and
+    sets the code then."""
+    for _ in range(_EXIT_TRIES):
+        await asyncio.to_thread(child.join, _EXIT_SECONDS)
+        if child.exitcode is not None:
+            return child.exitcode
+    return None
 
 
 @dataclass(eq=False, slots=True)

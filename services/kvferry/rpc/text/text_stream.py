@@ -133,11 +133,18 @@ async def _sample(
     num_output = 0
     async with aclosing(source.stream(tokens)) as events:
         async for event in events:
-            text, kept, finish, stop_reason = writer.add(event.tokens, event.finish_reason)
+            kept, parts = tuple[SampledToken, ...](), Parts("")
+            for group in _groups(event.tokens, request.split):
+                is_last = len(kept) + len(group) == len(event.tokens)
+                text, added, finish, stop_reason = writer.add(group, event.finish_reason if is_last else None)
+                kept += added
+                more = Parts(text)
+                if splitter is not None:
+                    more, finish = _split(splitter, text, finish)
+                parts = _joined(parts, more)
+                if finish is not None:
+                    break
             num_output += len(kept)
-            parts = Parts(text)
-            if splitter is not None:
-                parts, finish = _split(splitter, text, finish)
             chunk = TextChunk(
                 index,
                 parts.content,
@@ -163,6 +170,17 @@ def _split(splitter: AnswerSplitter, text: str, finish: FinishReason | None) -> 
     if finish is None and splitter.is_complete:
         finish = FinishReason.STOP
     elif finish is not None:
-        last = splitter.finish()
-        parts = Parts(parts.content + last.content, parts.reasoning + last.reasoning, (*parts.calls, *last.calls))
+        parts = _joined(parts, splitter.finish())
     return parts, finish
+
+
+def _groups(tokens: tuple[SampledToken, ...], split: SplitOptions | None) -> list[tuple[SampledToken, ...]]:
+    """Return the tokens of a message in the groups that are split together. If the sample ends with its last call, each
+    token is a group, so that the number of its tokens does not depend on how the worker grouped them."""
+    if split is None or split.max_calls is None or len(tokens) < 2:
+        return [tokens]
+    return [tokens[number : number + 1] for number in range(len(tokens))]
+
+
+def _joined(first: Parts, second: Parts) -> Parts:
+    return Parts(first.content + second.content, first.reasoning + second.reasoning, (*first.calls, *second.calls))

@@ -12,6 +12,7 @@ from kvferry.core.clock import ManualClock
 from kvferry.core.errors import CONSTRAINT_TOO_COMPLEX, InvalidRequest, KvferryError
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import FinishReason, SampledToken, ScoredToken
+from kvferry.gateway.http.openai import reply
 from kvferry.gateway.http.openai.completions import answer, events
 from kvferry.gateway.http.openai.generation import Caller, prepare_chat, prepare_completion
 from kvferry.rpc.text.text_service import TextService
@@ -192,13 +193,13 @@ async def test_an_echo_has_the_log_probabilities_of_the_prompt(stream: bool) -> 
         found = choice["logprobs"]
     assert found["tokens"] == ["h", "e", "y", "x", "y"]
     assert found["token_logprobs"] == [None, -1.0, -2.0, -0.25, -0.25]
-    assert found["top_logprobs"] == [None, {"A": -0.5}, {"A": -0.5}, {}, {}]
+    assert found["top_logprobs"] == [None, {"A": -0.5, "e": -1.0}, {"A": -0.5, "y": -2.0}, {"x": -0.25}, {"y": -0.25}]
     assert found["text_offset"] == [0, 1, 2, 3, 4]
 
 
 async def test_an_echo_and_prompt_log_probabilities_may_have_numbers_of_their_own() -> None:
     made = await complete(Scored(), prompt=[*b"he"], echo=True, logprobs=1, prompt_logprobs=3)
-    assert len(made["choices"][0]["logprobs"]["top_logprobs"][1]) == 1
+    assert len(made["choices"][0]["logprobs"]["top_logprobs"][1]) == 1 + 1, "the alternative and the token itself"
     assert len(made["choices"][0]["prompt_logprobs"][1]) == 4
 
 
@@ -248,3 +249,19 @@ async def test_an_output_that_its_constraint_ends_has_an_error_with_the_field_of
         await read(source, prompt="hi", guided_regex="a*")
     assert caught.value.field == "guided_regex"
     assert caught.value.reason == CONSTRAINT_TOO_COMPLEX
+
+
+def test_tokens_of_a_split_character_differ_and_have_its_position() -> None:
+    character = "日".encode()
+    spelled = {0: b"a", 1: character[:1], 2: character[1:], 3: b"b", 4: b"\xff"}
+    tokens = [
+        SampledToken(0, -0.1),
+        SampledToken(1, -0.2, ((1, -0.2), (4, -3.0))),
+        SampledToken(2, -0.3),
+        SampledToken(3, -0.4),
+    ]
+    found = reply.completion_logprobs(tokens, lambda token_id: spelled[token_id], reply.TextOffsets())
+    assert found is not None
+    assert found.tokens == ["a", r"bytes:\xe6", r"bytes:\x97\xa5", "b"]
+    assert found.text_offset == [0, 1, 1, 2]
+    assert found.top_logprobs[1] == {r"bytes:\xe6": -0.2, r"bytes:\xff": -3.0}

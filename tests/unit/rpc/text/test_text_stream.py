@@ -1,6 +1,7 @@
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from kvferry.core.clock import ManualClock
 from kvferry.core.errors import InvariantBroken, Unavailable
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import FinishReason, SampledToken, SamplingParams
+from kvferry.model.text.answers.answer import SplitOptions
 from kvferry.rpc.text.text_stream import TextChunk, TextRequest, Usage, generate_text
 from kvferry.rpc.text.token_source import TokenEvent
 
@@ -136,3 +138,27 @@ async def test_one_failing_sample_stops_the_others():
 async def test_a_stream_that_ends_without_a_reason_is_an_internal_error():
     with pytest.raises(InvariantBroken, match="after 2 tokens"):
         await collect(StepSource(step("ab")), request())
+
+
+CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=30))
+def test_tokens_after_the_last_call_do_not_count_however_they_are_grouped(sizes: list[int]) -> None:
+    text, steps, start = CALL + "more text" * 30, [], 0
+    for size in [*sizes, len(text)]:
+        steps.append(step(text[start : start + size]))
+        start += size
+    asked = replace(request(), split=SplitOptions(("f",), max_calls=1))
+    chunks = asyncio.run(collect(StepSource(*steps), asked))
+    assert chunks[-1].usage == Usage(2, CALL.index("\n</tool_call>"))
+    assert chunks[-1].finish_reason is FinishReason.STOP
+    assert text_of(chunks) == ""
+
+
+@pytest.mark.parametrize("length", range(0, len(CALL), 3))
+async def test_a_required_call_that_is_cut_off_is_no_content(length: int) -> None:
+    source = StepSource(step(CALL[:length], FinishReason.LENGTH))
+    chunks = await collect(source, replace(request(), split=SplitOptions(("f",), has_only_calls=True)))
+    assert text_of(chunks) == ""
+    assert chunks[-1].finish_reason is FinishReason.LENGTH

@@ -77,13 +77,15 @@ async def events(generation: Generation) -> AsyncGenerator[bytes, None]:
         yield reply.sse(last)
 
 
-def _echoed_logprobs(generation: Generation, chunk: TextChunk) -> reply.CompletionLogprobs | None:
+def _echoed_logprobs(
+    generation: Generation, chunk: TextChunk, offsets: reply.TextOffsets
+) -> reply.CompletionLogprobs | None:
     """Return the log-probabilities of the echoed prompt if `chunk` has them and the response shows them."""
     if not generation.echoes or generation.logprobs is None or chunk.prompt_logprobs is None:
         return None
     prompt = generation.requests[chunk.index // generation.requests[0].num_samples].token_ids
     spell = generation.service.model.tokenizer.token_bytes
-    return reply.echoed_logprobs(prompt, chunk.prompt_logprobs, generation.logprobs, spell)
+    return reply.echoed_logprobs(prompt, chunk.prompt_logprobs, generation.logprobs, spell, offsets)
 
 
 @dataclass(slots=True)
@@ -99,8 +101,7 @@ class _Sample:
     chat_logprobs: reply.ChatLogprobs | None = None
     text_logprobs: reply.CompletionLogprobs | None = None
     prompt_logprobs: reply.PromptLogprobs | UnsetType = UNSET
-    offset: int = 0
-    """Number of characters of all tokens so far."""
+    offsets: reply.TextOffsets = field(default_factory=reply.TextOffsets)
     score: float = 0.0
     """Cumulative log-probability of the tokens."""
     finish_reason: str = ""
@@ -126,12 +127,10 @@ class _Sample:
         if self.generation.is_chat:
             self.chat_logprobs = reply.continued(self.chat_logprobs, reply.chat_logprobs(chunk.tokens, spell))
             return
-        if (echoed := _echoed_logprobs(self.generation, chunk)) is not None:
-            self.offset = sum(map(len, echoed.tokens))
+        if (echoed := _echoed_logprobs(self.generation, chunk, self.offsets)) is not None:
             self.text_logprobs = echoed
-        if (more := reply.completion_logprobs(chunk.tokens, spell, self.offset)) is not None:
-            self.offset += sum(map(len, more.tokens))
-            self.text_logprobs = reply.continued(self.text_logprobs, more)
+        more = reply.completion_logprobs(chunk.tokens, spell, self.offsets)
+        self.text_logprobs = reply.continued(self.text_logprobs, more)
 
     def choice(self, index: int) -> reply.Choice:
         """Build the response's choice `index`."""
@@ -203,7 +202,7 @@ def _finish(reason: str, *, has_calls: bool) -> str:
 
 def _text_events(generation: Generation) -> Callable[[TextChunk], Sequence[reply.Choice]]:
     spell = generation.service.model.tokenizer.token_bytes
-    offsets: dict[int, int] = {}
+    offsets: dict[int, reply.TextOffsets] = {}
     echoed: set[int] = set()
 
     def make(chunk: TextChunk) -> list[reply.TextChoice]:
@@ -211,11 +210,9 @@ def _text_events(generation: Generation) -> Callable[[TextChunk], Sequence[reply
         if chunk.index not in echoed:
             echoed.add(chunk.index)
             text = generation.echo(chunk.index) + text
-        logprobs = _echoed_logprobs(generation, chunk)
-        offset = offsets.get(chunk.index, 0) if logprobs is None else sum(map(len, logprobs.tokens))
-        logprobs = reply.continued(logprobs, reply.completion_logprobs(chunk.tokens, spell, offset))
-        if logprobs is not None:
-            offsets[chunk.index] = logprobs.text_offset[-1] + len(logprobs.tokens[-1])
+        position = offsets.setdefault(chunk.index, reply.TextOffsets())
+        logprobs = _echoed_logprobs(generation, chunk, position)
+        logprobs = reply.continued(logprobs, reply.completion_logprobs(chunk.tokens, spell, position))
         if not text and logprobs is None and chunk.finish_reason is None:
             return []
         finish = None if chunk.finish_reason is None else chunk.finish_reason.value

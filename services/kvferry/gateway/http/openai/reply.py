@@ -1,5 +1,6 @@
 """OpenAI's responses as structs that msgspec encodes: whole responses, stream chunks, errors."""
 
+import codecs
 from collections.abc import Mapping, Sequence
 from typing import Generic, Protocol, TypeVar
 
@@ -64,10 +65,13 @@ class ChatLogprobs(Struct):
 
 class CompletionLogprobs(Struct):
     tokens: list[str]
+    """Text of each token, or `bytes:\\xe6` with its bytes if a character is split over several tokens."""
     token_logprobs: list[float | None]
     """Log-probability of each token; null for the first token of an echoed prompt."""
     top_logprobs: list[dict[str, float] | None]
+    """The most likely tokens in place of each token, and the token itself."""
     text_offset: list[int]
+    """Index in the text of the first character that each token contributes to."""
 
 
 class PromptLogprob(Struct):
@@ -246,22 +250,44 @@ def chat_logprobs(tokens: Sequence[SampledToken], spell: TokenBytes) -> ChatLogp
     return ChatLogprobs(content)
 
 
-def completion_logprobs(tokens: Sequence[SampledToken], spell: TokenBytes, offset: int) -> CompletionLogprobs | None:
-    """Return the log-probabilities in the format of completions; `offset` is the number of characters before the first
-    token. `None` if the request did not set `logprobs`."""
+class TextOffsets:
+    """Positions of tokens in the text that they spell together, also where a character is split over tokens."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._num_chars = 0
+
+    def add(self, raw: bytes) -> int:
+        """Append a token; return the index of the first character that it contributes to."""
+        begin = self._num_chars
+        self._num_chars += len(self._decoder.decode(raw))
+        return begin
+
+
+def completion_logprobs(
+    tokens: Sequence[SampledToken], spell: TokenBytes, offsets: TextOffsets
+) -> CompletionLogprobs | None:
+    """Return the log-probabilities in the format of completions; `None` if the request did not set `logprobs`.
+
+    Args:
+        tokens: the next tokens of a sample.
+        spell: returns the bytes of a token.
+        offsets: positions after the tokens before.
+    """
     if not tokens or tokens[0].logprob is None:
         return None
-    texts = [_text(spell(token.token_id)) for token in tokens]
-    offsets: list[int] = []
-    for text in texts:
-        offsets.append(offset)
-        offset += len(text)
-    tops: list[dict[str, float] | None] = [{_text(spell(i)): logprob for i, logprob in token.top} for token in tokens]
-    return CompletionLogprobs(texts, [token.logprob or 0.0 for token in tokens], tops, offsets)
+    found = CompletionLogprobs([], [], [], [])
+    for token in tokens:
+        raw, logprob = spell(token.token_id), token.logprob or 0.0
+        found.tokens.append(_key(raw))
+        found.token_logprobs.append(logprob)
+        found.top_logprobs.append({**{_key(spell(i)): value for i, value in token.top}, _key(raw): logprob})
+        found.text_offset.append(offsets.add(raw))
+    return found
 
 
 def echoed_logprobs(
-    token_ids: Sequence[int], scores: Sequence[ScoredToken], num_top: int, spell: TokenBytes
+    token_ids: Sequence[int], scores: Sequence[ScoredToken], num_top: int, spell: TokenBytes, offsets: TextOffsets
 ) -> CompletionLogprobs:
     """Return the log-probabilities of an echoed prompt in the format of completions.
 
@@ -270,17 +296,17 @@ def echoed_logprobs(
         scores: its tokens from the second one on.
         num_top: number of alternatives of each token.
         spell: returns the bytes of a token.
+        offsets: positions at the begin of the text; contains the prompt afterwards.
     """
     found = CompletionLogprobs([], [None], [None], [])
-    offset = 0
     for token in token_ids:
-        text = _text(spell(token))
-        found.tokens.append(text)
-        found.text_offset.append(offset)
-        offset += len(text)
+        raw = spell(token)
+        found.tokens.append(_key(raw))
+        found.text_offset.append(offsets.add(raw))
     for score in scores:
+        top = {_key(spell(i)): logprob for i, logprob in score.top[:num_top]}
         found.token_logprobs.append(score.logprob)
-        found.top_logprobs.append({_text(spell(i)): logprob for i, logprob in score.top[:num_top]})
+        found.top_logprobs.append({**top, _key(spell(score.token_id)): score.logprob})
     return found
 
 
@@ -322,6 +348,15 @@ def add_usage(total: Usage | None, chunk: TextChunk, *, first_sample: bool) -> U
         total.total_tokens + prompt + chunk.usage.output_tokens,
         PromptTokensDetails(total.prompt_tokens_details.cached_tokens + cached),
     )
+
+
+def _key(raw: bytes) -> str:
+    """Return the text of a token, or its bytes as in OpenAI's API if it has a part of a character: several tokens would
+    have the same text."""
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
 def _text(raw: bytes) -> str:

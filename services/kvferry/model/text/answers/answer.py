@@ -41,6 +41,9 @@ class SplitOptions:
     """Number of calls to report; further ones are dropped. `None` for no limit."""
     is_reasoning_open: bool = False
     """Whether the prompt has opened the reasoning."""
+    has_only_calls: bool = False
+    """Whether the answer has nothing but calls after the reasoning: text is then a part of a call that was cut off, and
+    is dropped."""
 
 
 class AnswerSplitter:
@@ -53,6 +56,7 @@ class AnswerSplitter:
             split: options for splitting.
             letters: function that returns random letters and digits for the ids of calls.
         """
+        self._has_only_calls = split.has_only_calls
         self._whole: HarmonySplitter | None = None
         self._reasoning: ReasoningSplitter | None = None
         self._calls: CallParser | None = None
@@ -74,6 +78,16 @@ class AnswerSplitter:
 
     def feed(self, text: str) -> Parts:
         """Add text and return the parts that it completes."""
+        return self._shown(self._feed(text))
+
+    def finish(self) -> Parts:
+        """End the text and return what was held back."""
+        return self._shown(self._finish())
+
+    def _shown(self, parts: Parts) -> Parts:
+        return Parts("", parts.reasoning, parts.calls) if self._has_only_calls else parts
+
+    def _feed(self, text: str) -> Parts:
         if self._whole is not None:
             return self._whole.feed(text)
         outer = Parts(text) if self._reasoning is None else self._reasoning.feed(text)
@@ -82,8 +96,7 @@ class AnswerSplitter:
         inner = self._calls.feed(outer.content)
         return Parts(inner.content, outer.reasoning, inner.calls)
 
-    def finish(self) -> Parts:
-        """End the text and return what was held back."""
+    def _finish(self) -> Parts:
         if self._whole is not None:
             return self._whole.finish()
         outer = Parts() if self._reasoning is None else self._reasoning.finish()
