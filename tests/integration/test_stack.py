@@ -18,7 +18,7 @@ from harness.servers.processes import running
 from kvferry.client import Client
 from kvferry.core.errors import InvalidRequest, UnknownModel
 from kvferry.core.sampling import FinishReason, SamplingParams
-from kvferry.engine import LLM
+from kvferry.engine import LLM, BeamParams
 from kvferry.engine.plan.step_budget import SchedulerLimits
 from kvferry.v1 import inference_pb2, inference_pb2_grpc
 
@@ -301,3 +301,16 @@ def test_a_schema_that_never_compiles_is_refused_by_its_field(stack: Stack) -> N
         )
     assert isinstance(caught.value.body, dict)
     assert (caught.value.body["param"], caught.value.body["code"]) == ("guided_json", "constraint_too_costly")
+
+
+def test_a_beam_search_over_prefill_and_decode_workers_equals_one_engine(stack: Stack) -> None:
+    one_engine = LLM(MODEL, dtype="float32", kv_bytes=128 << 20)
+    prompt, params = "The capital of France is", BeamParams(width=3, max_tokens=12)
+    (expected,) = one_engine.beam_search([prompt], params)
+    fields = {"prompt": prompt, "max_tokens": 12, "n": 2, "best_of": 3, "use_beam_search": True}
+    reply = httpx.post(f"{stack.http}/v1/completions", json=fields, timeout=SECONDS)
+    assert reply.status_code == 200, reply.text
+    assert [choice["text"] for choice in reply.json()["choices"]] == [output.text for output in expected[:2]]
+    with Client(stack.grpc, timeout=SECONDS) as client:
+        found = client.complete(prompt, n=3, beams=params)
+    assert [tuple(sample.token_ids) for sample in found] == [output.token_ids for output in expected]

@@ -242,6 +242,7 @@ class GenerateRequest(_message.Message):
     N_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    BEAMS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """empty: one is made; also accepted as metadata x-request-id"""
     model: _builtins.str
@@ -262,6 +263,10 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParams: ...
+    @_builtins.property
+    def beams(self) -> Global___BeamSearch:
+        """set: the best `n` outputs of a beam search instead of samples"""
+
     def __init__(
         self,
         *,
@@ -274,16 +279,51 @@ class GenerateRequest(_message.Message):
         n: _builtins.int = ...,
         priority: _builtins.int = ...,
         cache_salt: _builtins.str = ...,
+        beams: Global___BeamSearch | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["beams", b"beams", "chat", b"chat", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "chat", b"chat", "model", b"model", "n", b"n", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beams", b"beams", "cache_salt", b"cache_salt", "chat", b"chat", "model", b"model", "n", b"n", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "tokens", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class BeamSearch(_message.Message):
+    """Of `sampling`, only max_tokens, ignore_eos and skip_special_tokens have an effect. Each output is one message, whose
+    index is its rank.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WIDTH_FIELD_NUMBER: _builtins.int
+    LENGTH_PENALTY_FIELD_NUMBER: _builtins.int
+    EARLY_STOPPING_FIELD_NUMBER: _builtins.int
+    width: _builtins.int
+    """beams, 1 to 8; at least `n`"""
+    length_penalty: _builtins.float
+    """exponent of the length that divides the log-probability; default 1"""
+    early_stopping: _builtins.bool
+    """stop as soon as `width` outputs have ended"""
+    def __init__(
+        self,
+        *,
+        width: _builtins.int = ...,
+        length_penalty: _builtins.float | None = ...,
+        early_stopping: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_length_penalty", b"_length_penalty", "length_penalty", b"length_penalty"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_length_penalty", b"_length_penalty", "early_stopping", b"early_stopping", "length_penalty", b"length_penalty", "width", b"width"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__length_penalty: _TypeAlias = _typing.Literal["length_penalty"]  # noqa: Y015
+    _WhichOneofArgType__length_penalty: _TypeAlias = _typing.Literal["_length_penalty", b"_length_penalty"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__length_penalty) -> _WhichOneofReturnType__length_penalty | None: ...
+
+Global___BeamSearch: _TypeAlias = BeamSearch  # noqa: Y015
 
 @_typing.final
 class GenerateResponse(_message.Message):

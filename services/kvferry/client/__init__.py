@@ -11,8 +11,10 @@ from kvferry.client.asynchronous import AsyncClient
 from kvferry.client.blocking import Client
 from kvferry.client.client_tls import ClientTls
 from kvferry.client.messages import Completion, ModelInfo, Prompt
+from kvferry.core.constraint import Constraint, ConstraintKind
 from kvferry.core.errors import KvferryError
 from kvferry.core.sampling import FinishReason, SamplingParams
+from kvferry.model.requests.beams import BeamParams
 from kvferry.model.text.answers.pieces import CallDelta, ToolCall
 from kvferry.model.text.tools.definitions import Tool
 from kvferry.rpc.text.text_stream import TextChunk
@@ -20,10 +22,13 @@ from kvferry.rpc.text.token_source import Vector
 
 __all__ = [
     "AsyncClient",
+    "BeamParams",
     "CallDelta",
     "Client",
     "ClientTls",
     "Completion",
+    "Constraint",
+    "ConstraintKind",
     "FinishReason",
     "KvferryError",
     "ModelInfo",

@@ -11,6 +11,7 @@ from kvferry.client import messages
 from kvferry.client.client_tls import ClientTls
 from kvferry.client.messages import ChatMessage, Completion, ModelInfo, Prompt
 from kvferry.core.sampling import SamplingParams
+from kvferry.model.requests.beams import BeamParams
 from kvferry.model.requests.pooling import PoolingParams, pooling_named
 from kvferry.model.text.tools.definitions import Tool
 from kvferry.model.text.tools.inputs import ToolInput
@@ -79,6 +80,7 @@ class AsyncClient:
         parallel_tool_calls: bool = True,
         priority: int = 0,
         cache_salt: str = "",
+        beams: BeamParams | None = None,
     ) -> AsyncGenerator[TextChunk, None]:
         """Stream text and tokens as they are generated; closing the generator stops the generation.
 
@@ -94,12 +96,13 @@ class AsyncClient:
             parallel_tool_calls: whether an answer may have several calls.
             priority: priority of the request, used if workers schedule by priority; lower numbers come first.
             cache_salt: requests with unequal salts share no KV; empty for the tenant's cache.
+            beams: parameters of a beam search, whose best `n` outputs are returned instead of samples.
 
         Raises:
             KvferryError: the error that the gateway raised, as the same subclass.
         """
         use = messages.tool_use(tools, tool_choice, is_parallel=parallel_tool_calls)
-        request = messages.generate_request(prompt, sampling, n, model, request_id, use, priority, cache_salt)
+        request = messages.generate_request(prompt, sampling, n, model, request_id, use, priority, cache_salt, beams)
         limit = self._timeout if timeout is None else timeout
         call = self._stub.Generate(request, timeout=limit, metadata=self._metadata)
         try:
@@ -124,6 +127,7 @@ class AsyncClient:
         parallel_tool_calls: bool = True,
         priority: int = 0,
         cache_salt: str = "",
+        beams: BeamParams | None = None,
     ) -> list[Completion]:
         """Generate `n` samples and return them when complete; same arguments and errors as `generate`.
 
@@ -142,6 +146,7 @@ class AsyncClient:
             parallel_tool_calls=parallel_tool_calls,
             priority=priority,
             cache_salt=cache_salt,
+            beams=beams,
         )
         async with aclosing(stream) as chunks:
             return messages.gather([chunk async for chunk in chunks])

@@ -7,6 +7,7 @@ from typing import cast
 
 from kvferry.core.errors import InvalidRequest, InvariantBroken
 from kvferry.core.sampling import FinishReason, SampledToken, SamplingParams, ScoredToken
+from kvferry.model.requests.beams import BeamParams
 from kvferry.model.requests.output_text import StopReason
 from kvferry.model.requests.pooling import PoolingParams
 from kvferry.model.text.answers.pieces import AssembledCalls, ToolCall
@@ -74,6 +75,7 @@ def generate_request(
     use: ToolUse | None = None,
     priority: int = 0,
     cache_salt: str = "",
+    beams: BeamParams | None = None,
 ) -> inference_pb2.GenerateRequest:
     """Build the message for `Inference.Generate`.
 
@@ -86,6 +88,13 @@ def generate_request(
     )
     if sampling is not None:
         request.sampling.CopyFrom(wire.sampling_to_wire(sampling))
+    if beams is not None:
+        request.sampling.max_tokens, request.sampling.ignore_eos = beams.max_tokens, beams.ignore_eos
+        request.beams.CopyFrom(
+            inference_pb2.BeamSearch(
+                width=beams.width, length_penalty=beams.length_penalty, early_stopping=beams.early_stopping
+            )
+        )
     if isinstance(prompt, str):
         request.text = prompt
     elif not prompt:

@@ -15,24 +15,24 @@ from kvferry.core.sampling import SamplingParams
 if TYPE_CHECKING:
     from kvferry.engine.async_llm import AsyncLLM
     from kvferry.engine.beams.beam_search import BeamOutput
-    from kvferry.engine.beams.beams import BeamParams
     from kvferry.engine.completion import Completion, CompletionPart
     from kvferry.engine.embedding import Embedding
     from kvferry.engine.llm import LLM
+    from kvferry.model.requests.beams import BeamParams
 
 __all__ = ["LLM", "AsyncLLM", "BeamOutput", "BeamParams", "Completion", "CompletionPart", "Embedding", "SamplingParams"]
 _MODULES = {
-    "LLM": "llm",
-    "AsyncLLM": "async_llm",
-    "BeamOutput": "beams.beam_search",
-    "BeamParams": "beams.beams",
-    "Completion": "completion",
-    "CompletionPart": "completion",
-    "Embedding": "embedding",
+    "LLM": "kvferry.engine.llm",
+    "AsyncLLM": "kvferry.engine.async_llm",
+    "BeamOutput": "kvferry.engine.beams.beam_search",
+    "BeamParams": "kvferry.model.requests.beams",
+    "Completion": "kvferry.engine.completion",
+    "CompletionPart": "kvferry.engine.completion",
+    "Embedding": "kvferry.engine.embedding",
 }
 
 
 def __getattr__(name: str) -> object:
     if name in _MODULES:
-        return getattr(importlib.import_module(f"kvferry.engine.{_MODULES[name]}"), name)
+        return getattr(importlib.import_module(_MODULES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

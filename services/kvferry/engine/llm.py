@@ -14,7 +14,6 @@ from kvferry.core.ids import AdapterId, RequestId
 from kvferry.core.sampling import SamplingParams
 from kvferry.engine.adapters.adapter_settings import check_adapter_name
 from kvferry.engine.beams.beam_search import BeamOutput, search
-from kvferry.engine.beams.beams import BeamParams
 from kvferry.engine.build import build_engine, load_adapter, load_model, runner_for
 from kvferry.engine.completion import Completion, CompletionStream
 from kvferry.engine.embedding import Embedding, embedding_of, pairs, pooling_params, prompt_key
@@ -24,6 +23,7 @@ from kvferry.engine.plan.step_budget import SchedulerLimits
 from kvferry.engine.prompts import Prompt, conversation_list, prompt_list
 from kvferry.engine.request_builder import RequestBuilder
 from kvferry.engine.settings import EngineSettings
+from kvferry.model.requests.beams import BeamParams
 from kvferry.model.requests.pooling import cosine
 from kvferry.model.text.chat_template import Message
 from kvferry.model.text.tokenizer import Tokenizer

@@ -9,13 +9,13 @@ from kvferry.core.hashing import cache_scope
 from kvferry.core.ids import AdapterId, RequestId
 from kvferry.core.sampling import SamplingParams
 from kvferry.engine.beams.beam_search import BeamOutput
-from kvferry.engine.beams.beams import Beam, BeamParams
 from kvferry.engine.build import LoadedModel
 from kvferry.engine.completion import CompletionStream
 from kvferry.engine.embedding import pooling_request
 from kvferry.engine.messages import EngineRequest
 from kvferry.engine.prompts import Prompt
 from kvferry.model.requests.answer_forms import AnswerParsers, answer_form, opens_reasoning
+from kvferry.model.requests.beams import Beam, BeamParams
 from kvferry.model.requests.output_text import OutputText
 from kvferry.model.requests.pooling import PoolingParams
 from kvferry.model.requests.prompt_parameters import (

@@ -5,7 +5,7 @@ import pytest
 
 from kvferry.core.errors import InvalidRequest
 from kvferry.engine import LLM, SamplingParams
-from kvferry.engine.beams.beams import BeamParams
+from kvferry.model.requests.beams import BeamParams
 from kvferry.model.text.chat import encode_chat
 from kvferry.model.text.tools.definitions import Tool
 

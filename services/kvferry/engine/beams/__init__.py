@@ -1,4 +1,4 @@
-"""Beam search: which partial outputs continue (`beams`, pure), and their computation by an engine (`beam_search`).
+"""Beam search with an engine (`beam_search`); `model.requests.beams` decides which partial outputs continue.
 
 An engine does not implement beams: each step of a beam is a request for one token with the log-probabilities of its
 alternatives.

@@ -11,9 +11,9 @@ from itertools import count
 from kvferry.core.errors import InvariantBroken
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import FinishReason, SamplingParams
-from kvferry.engine.beams.beams import Alternatives, Beam, BeamParams, Beams
 from kvferry.engine.engine import Engine
 from kvferry.engine.messages import EngineRequest
+from kvferry.model.requests.beams import Alternatives, Beam, BeamParams, Beams
 
 _numbers = count(1)
 _MAX_LIVE = 512

@@ -19,7 +19,7 @@ from kvferry.rpc.text.embedding import VectorRequest
 from kvferry.rpc.text.text_model import TextModel
 from kvferry.rpc.text.text_service import TextService
 from kvferry.rpc.text.text_stream import TextRequest
-from kvferry.rpc.text.text_wire import chunk_to_wire, messages_from_wire, tool_use_from_wire
+from kvferry.rpc.text.text_wire import beams_from_wire, chunk_to_wire, messages_from_wire, tool_use_from_wire
 from kvferry.rpc.text.vector_wire import pooling_from_wire, vectors_to_wire
 from kvferry.v1 import inference_pb2, inference_pb2_grpc
 
@@ -45,13 +45,15 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self._text.check_access(tenant, request.model or self._text.model.name)
         named = request_id_of(request, context)
         remaining = context.time_remaining()
+        num_samples = wire.num_samples_from_wire(request.n)
         prepared = await self._prepared(request, wire.sampling_from_wire(request.sampling))
         checked = self._text.fit(
             TextRequest(
                 request_id=RequestId(wire.check_request_id(named)) if named else new_request_id(),
                 token_ids=prepared.token_ids,
                 sampling=prepared.sampling,
-                num_samples=wire.num_samples_from_wire(request.n),
+                num_samples=num_samples,
+                beams=beams_from_wire(request, num_samples),
                 tenant=tenant,
                 cache_salt=wire.check_cache_salt(request.cache_salt),
                 adapter=adapter,

@@ -15,9 +15,11 @@ from kvferry.core.clock import Clock
 from kvferry.core.errors import InvariantBroken
 from kvferry.core.ids import AdapterId, RequestId
 from kvferry.core.sampling import FinishReason, SampledToken, SamplingParams, ScoredToken
+from kvferry.model.requests.beams import BeamParams
 from kvferry.model.requests.output_text import OutputText, StopReason
 from kvferry.model.text.answers.answer import AnswerSplitter, SplitOptions
 from kvferry.model.text.answers.pieces import CallDelta, Parts
+from kvferry.rpc import beam_search
 from kvferry.rpc.text.merging import merge
 from kvferry.rpc.text.text_model import TextModel
 from kvferry.rpc.text.token_source import Timing, TokenRequest, TokenSource
@@ -50,6 +52,8 @@ class TextRequest:
     """Options for splitting the answers; `None` returns all of their text unchanged."""
     queued_seconds: float = 0.0
     """Seconds that the request has waited for its admission."""
+    beams: BeamParams | None = None
+    """Parameters of a beam search, whose best `num_samples` outputs are returned; `None` for sampling."""
     held_bytes: int = 0
     """Memory that the request holds while it waits for its admission, besides its tokens, in bytes."""
 
@@ -98,6 +102,10 @@ async def generate_text(
     Raises:
         KvferryError: the source failed; the other samples are stopped.
     """
+    if request.beams is not None:
+        for chunk in await _beams(source, model, request, request.beams, clock):
+            yield chunk
+        return
     if request.num_samples == 1:
         async with aclosing(_sample(source, model, request, 0, clock)) as chunks:
             async for chunk in chunks:
@@ -109,10 +117,24 @@ async def generate_text(
             yield chunk
 
 
-async def _sample(
-    source: TokenSource, model: TextModel, request: TextRequest, index: int, clock: Clock
-) -> AsyncGenerator[TextChunk, None]:
-    tokens = TokenRequest(
+async def _beams(
+    source: TokenSource, model: TextModel, request: TextRequest, params: BeamParams, clock: Clock
+) -> list[TextChunk]:
+    """Return the best outputs of a beam search, each as one chunk; the sample's index is its rank."""
+    sampling = request.sampling
+    found = await beam_search.search(source, _token_request(request, 0), params, model.eos_token_ids)
+    timing = replace(found.timing, total_seconds=clock.monotonic() - request.arrived)
+    chunks: list[TextChunk] = []
+    for index, beam in enumerate(found.beams[: request.num_samples]):
+        writer = OutputText(sampling, model.new_detokenizer(not sampling.skip_special_tokens, {}), None)
+        text, kept, finish, _ = writer.add(tuple(map(SampledToken, beam.tokens)), beam.finish_reason)
+        usage = Usage(len(request.token_ids), len(kept), found.num_cached_tokens)
+        chunks.append(TextChunk(index, text, kept, finish, usage, timing))
+    return chunks
+
+
+def _token_request(request: TextRequest, index: int) -> TokenRequest:
+    return TokenRequest(
         request_id=request.request_id,
         token_ids=request.token_ids,
         sampling=request.sampling,
@@ -125,6 +147,12 @@ async def _sample(
         deadline=request.deadline,
         queued_seconds=request.queued_seconds,
     )
+
+
+async def _sample(
+    source: TokenSource, model: TextModel, request: TextRequest, index: int, clock: Clock
+) -> AsyncGenerator[TextChunk, None]:
+    tokens = _token_request(request, index)
     sampling, form = request.sampling, model.answer_form
     stops = model.new_stop_matcher(sampling.stop) if sampling.stop else None
     marks = {} if request.split is None else form.marks.by_token

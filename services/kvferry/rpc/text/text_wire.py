@@ -7,6 +7,8 @@ from pydantic_core import from_json
 
 from kvferry.core.errors import InvalidRequest
 from kvferry.core.ids import RequestId
+from kvferry.core.sampling import MAX_OUTPUT_TOKENS
+from kvferry.model.requests.beams import BeamParams
 from kvferry.model.text.answers.pieces import CallDelta
 from kvferry.model.text.tools.definitions import MAX_PARAMETERS_CHARS, MAX_TOOLS, Choice, Tool, ToolUse
 from kvferry.model.text.tools.history import MAX_CALLS, call_input
@@ -105,6 +107,27 @@ def _message_from_wire(message: inference_pb2.ChatMessage, where: str) -> dict[s
     if message.reasoning:
         found["reasoning_content"] = message.reasoning
     return found
+
+
+def beams_from_wire(request: inference_pb2.GenerateRequest, num_samples: int) -> BeamParams | None:
+    """Return the parameters of a request's beam search; `None` if it samples.
+
+    Raises:
+        InvalidRequest: a field is out of range, or more outputs than beams are requested.
+    """
+    if not request.HasField("beams"):
+        return None
+    given = request.beams
+    params = BeamParams(
+        given.width,
+        max_tokens=request.sampling.max_tokens or MAX_OUTPUT_TOKENS,
+        length_penalty=given.length_penalty if given.HasField("length_penalty") else 1.0,
+        early_stopping=given.early_stopping,
+        ignore_eos=request.sampling.ignore_eos,
+    )
+    if num_samples > params.width:
+        raise InvalidRequest(f"n must be at most beams.width ({params.width}), not {num_samples}", field="n")
+    return params
 
 
 def tool_use_from_wire(chat: inference_pb2.Chat) -> ToolUse:

@@ -13,8 +13,8 @@ from kvferry.core.errors import InvalidRequest
 from kvferry.core.sampling import FinishReason
 from kvferry.engine import LLM, BeamParams
 from kvferry.engine.beams.beam_search import search
-from kvferry.engine.beams.beams import Beam, Beams
 from kvferry.model import tiny
+from kvferry.model.requests.beams import Beam, Beams
 
 PROMPTS = [[*b"a tale of two cities"], [*b"abc"], [*b"the quick brown fox jumps over"], [7]]
 

@@ -150,6 +150,7 @@ async def prepared(service: TextService, caller: Caller, read: ReadRequest, *, i
                 priority=read.priority,
                 arrived=caller.arrived,
                 split=read.split,
+                beams=read.beams,
             )
         )
         for number, ids in enumerate(read.prompts)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from kvferry.core.errors import InvalidRequest, UnknownModel
 from kvferry.core.sampling import SamplingParams
 from kvferry.gateway.http.openai.schema import ChatRequest, CompletionRequest, parse
+from kvferry.model.requests.beams import BeamParams
 from kvferry.model.requests.prompt_parameters import with_bad_word_tokens
 from kvferry.model.text.answers.answer import SplitOptions
 from kvferry.model.text.tools.definitions import ToolUse
@@ -42,6 +43,8 @@ class ReadRequest:
     """Whether the response leaves out the output."""
     split: SplitOptions | None = None
     """Options for splitting the answers; `None` if they are not split."""
+    beams: BeamParams | None = None
+    """Parameters of a beam search, whose best `num_samples` outputs are returned."""
 
 
 def read_chat(model: TextModel, body: bytes) -> ReadRequest:
@@ -79,6 +82,7 @@ def read_conversation(model: TextModel, request: ChatRequest, use: ToolUse, cons
         constraint_field=constraint_field,
         prompt_logprobs=request.prompt_logprobs,
         split=chat.split,
+        beams=request.beam_params(request.num_samples, sampling.max_tokens),
     )
 
 
@@ -92,6 +96,7 @@ def read_completion(model: TextModel, body: bytes, max_prompts: int) -> ReadRequ
     name = _model_name(model, request.model)
     sampling = with_bad_word_tokens(request.to_sampling(), model.tokenizer)
     found = request.prompts(max_prompts)
+    beams = request.beam_params(request.num_generated, request.max_tokens)
     num_samples = len(found) * request.num_generated
     if num_samples > MAX_REQUEST_SAMPLES:
         field = "n" if request.best_of is None else "best_of"
@@ -107,16 +112,17 @@ def read_completion(model: TextModel, body: bytes, max_prompts: int) -> ReadRequ
         model=name,
         prompts=encoded,
         sampling=sampling,
-        num_samples=request.num_generated,
+        num_samples=request.num_generated if beams is None else request.num_samples,
         stream=bool(request.stream),
         include_usage=request.include_usage,
         cache_salt=request.cache_salt or "",
         priority=request.priority,
         constraint_field=request.constraint()[0],
-        num_choices=request.num_samples if request.num_generated > request.num_samples else None,
+        num_choices=request.num_samples if request.num_generated > request.num_samples and beams is None else None,
         echoes=tuple(prompt if isinstance(prompt, str) else None for prompt in found) if request.echo else (),
         prompt_logprobs=request.prompt_logprobs,
         is_echo_alone=request.is_echo_alone,
+        beams=beams,
     )
 
 

@@ -13,13 +13,14 @@ from pydantic import Field, PlainValidator, WithJsonSchema
 
 from kvferry.core.errors import InvalidRequest
 from kvferry.core.hashing import MAX_CACHE_SALT_CHARS
-from kvferry.core.sampling import MAX_PRIORITY, RANGES, Range, SamplingParams
+from kvferry.core.sampling import MAX_OUTPUT_TOKENS, MAX_PRIORITY, RANGES, Range, SamplingParams
 from kvferry.gateway.http.fields.constraint_fields import ConstraintFields
 from kvferry.gateway.http.fields.messages import Message
 from kvferry.gateway.http.fields.offered_tools import NamedChoice, ToolDefinition, tool_use
 from kvferry.gateway.http.fields.parsing import json_object, parse_fields
 from kvferry.gateway.http.fields.strict import Accepted, SamplingFields, Strict
 from kvferry.gateway.http.openai.bounds import Prompt, check_prompt, check_sizes
+from kvferry.model.requests.beams import BeamParams
 from kvferry.model.text.tools.definitions import ToolUse
 from kvferry.rpc.wire import MAX_SAMPLES
 
@@ -57,6 +58,15 @@ _BIAS_SCHEMA = {
     "propertyNames": {"pattern": "^(0|[1-9][0-9]{0,9})$"},
     "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
 }
+
+
+_NOT_WITH_BEAMS = (
+    "stream", "logprobs", "top_logprobs", "prompt_logprobs", "echo", "stop", "stop_token_ids", "min_tokens",
+    "logit_bias", "allowed_token_ids", "bad_words", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "top_p", "top_k", "min_p", "typical_p", "response_format", "structured_outputs", "guided_json", "guided_regex",
+    "guided_choice", "guided_grammar", "tools",
+)  # fmt: skip
+"""Fields that have no meaning for the outputs of a beam search."""
 
 
 class StreamOptions(Strict):
@@ -98,6 +108,10 @@ class _Common(ConstraintFields, SamplingFields):
     skip_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
     prompt_logprobs: int | None = None
+    use_beam_search: bool | None = None
+    """Whether to return the best outputs of a beam search, instead of samples."""
+    length_penalty: float | None = None
+    early_stopping: bool | None = None
     # A kvferry-specific extension.
     speculation: bool | None = None
 
@@ -110,6 +124,36 @@ class _Common(ConstraintFields, SamplingFields):
     def include_usage(self) -> bool:
         """Whether a stream ends with a usage chunk."""
         return self.stream_options is not None and self.stream_options.include_usage
+
+    def beam_params(self, width: int, max_tokens: int | None) -> BeamParams | None:
+        """Return the parameters of a beam search; `None` if the request samples.
+
+        Args:
+            width: number of beams.
+            max_tokens: maximum number of output tokens; `None` for as many as fit in the context.
+
+        Raises:
+            InvalidRequest: a field is out of range, or cannot be combined with a beam search.
+        """
+        if not self.use_beam_search:
+            for name in ("length_penalty", "early_stopping"):
+                if getattr(self, name) is not None:
+                    raise InvalidRequest(f"{name} needs use_beam_search to be true", field=name)
+            return None
+        for name in _NOT_WITH_BEAMS:
+            if getattr(self, name, None) not in (None, False):
+                raise InvalidRequest(f"{name} cannot be combined with use_beam_search; leave it out", field=name)
+        given = {
+            "max_tokens": MAX_OUTPUT_TOKENS if max_tokens is None else max_tokens,
+            "length_penalty": self.length_penalty,
+            "early_stopping": self.early_stopping,
+            "ignore_eos": self.ignore_eos,
+        }
+        try:
+            return BeamParams(width, **{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
+        except InvalidRequest as error:
+            field = "n" if error.field == "width" else error.field
+            raise InvalidRequest(error.message, field=field) from None
 
     def sampling(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
         """Return the request's sampling parameters.

@@ -1,0 +1,83 @@
+"""Beam search over a token source: in each round, one request of one token per live beam.
+
+The source caches the KV of each beam, so that a request computes at most the last block of its beam; over separate
+prefill and decode workers, it is routed and handed off like any other request.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+
+from kvferry.core.sampling import SamplingParams
+from kvferry.model.requests.beams import Beam, BeamParams, Beams
+from kvferry.rpc.text.token_source import Timing, TokenEvent, TokenRequest, TokenSource
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Outputs of a search."""
+
+    beams: list[Beam]
+    """At most `width` outputs, the best first."""
+    num_cached_tokens: int
+    """Number of tokens of the prompt whose KV was cached."""
+    timing: Timing
+    """Timing of the first token."""
+
+
+async def search(source: TokenSource, request: TokenRequest, params: BeamParams, eos_token_ids: Sequence[int]) -> Found:
+    """Search for the best outputs of a prompt. Cancelling the calling task cancels all requests.
+
+    Args:
+        source: computes the tokens.
+        request: the prompt; of its sampling parameters, only `max_tokens` has an effect.
+        params: parameters of the search.
+        eos_token_ids: the model's end-of-sequence tokens.
+
+    Raises:
+        KvferryError: see `TokenSource.stream`.
+    """
+    limit = params.max_tokens if request.sampling.max_tokens is None else request.sampling.max_tokens
+    beams = Beams(replace(params, max_tokens=min(params.max_tokens, limit)), frozenset(eos_token_ids))
+    sampling = SamplingParams(
+        temperature=0.0, max_tokens=1, ignore_eos=True, seed=0, logprobs=2 * params.width, speculation=False
+    )
+    number = 0
+    first: TokenEvent | None = None
+    while not beams.is_done:
+        requests = [
+            replace(
+                request,
+                token_ids=[*request.token_ids, *beam.tokens],
+                sampling=sampling,
+                sample_index=number + index,
+            )
+            for index, beam in enumerate(beams.live)
+        ]
+        number += len(requests)
+        events = await _all(source, requests)
+        first = first or events[0]
+        beams.advance([event.tokens[0].top for event in events])
+    assert first is not None, "a search has at least one round"
+    return Found(beams.best(params.width), first.num_cached_tokens, first.timing)
+
+
+async def _all(source: TokenSource, requests: Sequence[TokenRequest]) -> list[TokenEvent]:
+    """Return the first token of each request. If one fails, the others are cancelled."""
+    tasks = [asyncio.create_task(_first(source, request)) for request in requests]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _first(source: TokenSource, request: TokenRequest) -> TokenEvent:
+    found: TokenEvent | None = None
+    async with aclosing(source.stream(request)) as events:
+        async for event in events:
+            found = event if found is None and event.tokens else found
+    assert found is not None, "a stream of one token has this token"
+    return found

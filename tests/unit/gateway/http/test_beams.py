@@ -1,0 +1,120 @@
+"""Beam search of the text APIs: the outputs of the search, one request per live beam, and fields that it excludes."""
+
+import json
+import math
+from collections.abc import AsyncGenerator
+from random import Random
+from typing import Any
+
+import pytest
+from harness.fakes.byte_model import byte_model
+
+from kvferry.core.clock import ManualClock
+from kvferry.core.errors import InvalidRequest, KvferryError, Unavailable
+from kvferry.core.ids import RequestId
+from kvferry.core.sampling import FinishReason, SampledToken
+from kvferry.gateway.http.openai.completions import answer
+from kvferry.gateway.http.openai.generation import Caller, prepare_chat, prepare_completion
+from kvferry.model.requests.beams import Beam, BeamParams, Beams
+from kvferry.rpc.text.text_service import TextService
+from kvferry.rpc.text.token_source import TokenEvent, TokenRequest
+
+CALLER = Caller(RequestId("r"), "", 0.0)
+MODEL = byte_model(64)
+
+
+def alternatives(tokens: tuple[int, ...], count: int) -> tuple[tuple[int, float], ...]:
+    """Return a distribution over a few letters and the end token that depends on all tokens."""
+    draw = Random(repr(tokens))
+    weights = {token: draw.random() for token in (*b"abcdefghijklmnopqr", MODEL.eos_token_ids[0])}
+    total = sum(weights.values())
+    ranked = sorted(((token, math.log(weight / total)) for token, weight in weights.items()), key=lambda one: -one[1])
+    return tuple(ranked[:count])
+
+
+class Table:
+    """A source of single tokens; requests fail from number `fails_at` on."""
+
+    def __init__(self, fails_at: int = 1 << 30) -> None:
+        self.requests: list[TokenRequest] = []
+        self.num_open = 0
+        self.fails_at = fails_at
+
+    async def stream(self, request: TokenRequest) -> AsyncGenerator[TokenEvent, None]:
+        self.requests.append(request)
+        self.num_open += 1
+        try:
+            if len(self.requests) > self.fails_at:
+                raise Unavailable("gone")
+            sampling = request.sampling
+            assert sampling.max_tokens == 1
+            assert sampling.logprobs is not None
+            top = alternatives(tuple(request.token_ids), sampling.logprobs)
+            yield TokenEvent((SampledToken(top[0][0], top[0][1], top),), FinishReason.LENGTH, num_cached_tokens=1)
+        finally:
+            self.num_open -= 1
+
+
+def expected(prompt: list[int], params: BeamParams) -> list[Beam]:
+    beams = Beams(params, frozenset(MODEL.eos_token_ids))
+    while not beams.is_done:
+        beams.advance([alternatives((*prompt, *beam.tokens), 2 * params.width) for beam in beams.live])
+    return beams.best(params.width)
+
+
+async def complete(source: Any, *, chat: bool = False, **fields: Any) -> dict[str, Any]:
+    service = TextService(source, MODEL, ManualClock(), new_seed=lambda: 1)
+    body = json.dumps({"use_beam_search": True, **fields}).encode()
+    made = await (prepare_chat(service, CALLER, body) if chat else prepare_completion(service, CALLER, body, 8))
+    whole, _ = await answer(made)
+    return json.loads(whole)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("penalty", [0.0, 1.0, 2.0])
+@pytest.mark.parametrize("early", [False, True])
+async def test_the_best_outputs_of_the_search_are_returned_in_order(penalty: float, early: bool) -> None:
+    source = Table()
+    made = await complete(
+        source, prompt=[*b"hey"], n=2, best_of=4, max_tokens=9, length_penalty=penalty, early_stopping=early
+    )
+    best = expected([*b"hey"], BeamParams(4, 9, penalty, early))[:2]
+    texts = [bytes(token for token in beam.tokens if token < 256).decode() for beam in best]
+    assert [choice["text"] for choice in made["choices"]] == texts
+    assert [choice["finish_reason"] for choice in made["choices"]] == [beam.finish_reason for beam in best]
+    assert made["usage"]["completion_tokens"] == sum(len(beam.tokens) for beam in best)
+    assert made["usage"]["prompt_tokens_details"]["cached_tokens"] == 1
+    assert len({request.sample_index for request in source.requests}) == len(source.requests)
+    assert source.num_open == 0
+
+
+async def test_a_conversation_has_n_beams_and_fills_at_most_the_context() -> None:
+    made = await complete(Table(), chat=True, messages=[{"role": "user", "content": "x"}], n=3, ignore_eos=True)
+    assert len(made["choices"]) == 3
+    assert made["usage"]["prompt_tokens"] + made["usage"]["completion_tokens"] // 3 == 64
+
+
+async def test_a_request_that_fails_ends_the_search_and_leaves_none_open() -> None:
+    source = Table(fails_at=5)
+    with pytest.raises(KvferryError, match="gone"):
+        await complete(source, prompt="hey", n=4, max_tokens=8)
+    assert source.num_open == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"stream": True}, "stream"),
+        ({"logprobs": 1}, "logprobs"),
+        ({"stop": "x"}, "stop"),
+        ({"guided_regex": "a"}, "guided_regex"),
+        ({"top_p": 0.5}, "top_p"),
+        ({"n": 9}, "n"),
+        ({"length_penalty": 11}, "length_penalty"),
+        ({"use_beam_search": False, "length_penalty": 1}, "length_penalty"),
+        ({"use_beam_search": None, "early_stopping": True}, "early_stopping"),
+    ],
+)
+async def test_fields_that_a_search_excludes_are_refused_by_name(fields: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        await complete(Table(), prompt="hey", **fields)
+    assert caught.value.field == field
