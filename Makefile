@@ -11,7 +11,7 @@ NODE_PACKAGES := containerd runc containernetworking-plugins nftables conntrack 
 PROTOS := $(wildcard proto/kvferry/v1/*.proto)
 CPP := $(wildcard kernels/cpu/*.[ch]pp kernels/cpu/*/*.[ch]pp)
 
-.PHONY: fuzz endurance siege sanitize help run setup redis test check format lint types layers proto golden verify lock bench bench-gpu bench-tiers bench-transfer bench-turns bench-bursts bench-adapters bench-constraints bench-cache-map bench-flow bench-gateway bench-tenants bench-hostile-schemas bench-routing bench-scheduler bench-speculation train-head bench-peers bench-async-steps bench-steps bench-calibration bench-tls results explore faults test-long test-gpu test-cluster cluster-assets zero-loss cluster-up cluster-down image node-tools coverage clean
+.PHONY: fuzz endurance siege sanitize help run setup redis test check format lint types layers proto golden verify lock bench bench-gpu bench-tiers bench-transfer bench-turns bench-bursts bench-adapters bench-constraints bench-cache-map bench-flow bench-gateway bench-tenants bench-hostile-schemas bench-routing bench-scheduler bench-speculation train-head bench-moe bench-peers bench-async-steps bench-steps bench-calibration bench-tls results explore faults test-long test-gpu test-cluster cluster-assets zero-loss cluster-up cluster-down image node-tools coverage clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -156,6 +156,9 @@ bench-async-steps: $(READY) ## idle time between a worker's steps, asynchronous 
 
 bench-steps: $(READY) ## time of steps by their work, and the device profile of the simulator; tests/bench/results/steps.csv
 	@$(BIN)/python tests/bench/bench_steps.py $(ARGS)
+
+bench-moe: $(READY) ## mixtures of experts beside transformers and llama.cpp on this CPU, in turn; tests/bench/results/moe.csv
+	@$(BIN)/python tests/bench/bench_moe.py $(ARGS)
 
 bench-peers: $(READY) ## comparison with vLLM, OpenVINO GenAI and llama.cpp on this CPU; tests/bench/results/peers.csv; over an hour
 	@$(BIN)/python tests/bench/peers/run.py --csv tests/bench/results/peers.csv $(ARGS)

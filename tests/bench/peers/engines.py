@@ -5,9 +5,9 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from peers.environments import PEERS, python_of
-from peers.models import Models
 from peers.protocol import Child
 
 from kvferry.core.clock import Clock
@@ -15,6 +15,14 @@ from kvferry.core.process.config import child_environment
 
 FOLDER = Path(__file__).parent
 THREADS = 2
+
+
+class Forms(Protocol):
+    """A model in the forms that the engines read."""
+
+    def path(self, form: str) -> Path:
+        """Return the file or folder of a form."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +68,7 @@ ENGINES = (
 def start(
     engine: Engine,
     work: Path,
-    models: Models,
+    models: Forms,
     *,
     install_seconds: float,
     start_seconds: float,

@@ -15,7 +15,7 @@ import numpy as np
 
 BATCH_TOKENS = 2048
 SHAPES = ((16, 1280), (64, 768), (1, 4352))
-"""Number of sequences, and tokens of each; the first context that fits is used."""
+"""Number of sequences, and tokens of each; the first context that fits is used. A setting `shapes` replaces them."""
 
 
 class Context:
@@ -56,7 +56,7 @@ def start(settings):
     model = lib.llama_model_load_from_file(settings["model"].encode(), lib.llama_model_default_params())
     assert model, "llama.cpp cannot load the model"
     Context.vocabulary = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model))
-    contexts = [Context(model, n, length, settings["threads"]) for n, length in SHAPES]
+    contexts = [Context(model, n, length, settings["threads"]) for n, length in settings.get("shapes", SHAPES)]
 
     def serve(requests):
         asked = [r["tokens"] for r in requests]
