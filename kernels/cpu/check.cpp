@@ -53,7 +53,7 @@ Packed random_matrix(const std::string& wanted, RowType type, int rows, int cols
     std::memcpy(raw.data(), values.data(), raw.size());
   } else {  // random quantized values with scales of about 0.01
     for (auto& byte : raw) byte = uint8_t(draw(0, 255));
-    const size_t block = type == RowType::q6_k ? 210 : type == RowType::q8_0 ? 34 : 20;
+    const size_t block = row_bytes(type, type == RowType::q6_k ? 256 : 32);
     for (size_t at = type == RowType::q6_k ? 208 : 0; at < raw.size(); at += block) {
       raw[at] = uint8_t(draw(0, 255));
       raw[at + 1] = type == RowType::q6_k ? 0x0c : 0x20;
@@ -342,9 +342,9 @@ int main(int count, char** arguments) {
     const char* wanted;
     RowType type;
   };
-  const Form forms[] = {{"f32", RowType::f32},      {"f16", RowType::f32},      {"bf16", RowType::f32},
-                        {"shipped", RowType::q4_1}, {"shipped", RowType::q8_0}, {"shipped", RowType::q6_k},
-                        {"mixed", RowType::q6_k}};
+  const Form forms[] = {{"f32", RowType::f32},        {"f16", RowType::f32},      {"bf16", RowType::f32},
+                        {"shipped", RowType::q4_1},   {"shipped", RowType::q8_0}, {"shipped", RowType::q6_k},
+                        {"shipped", RowType::iq4_nl}, {"shipped", RowType::e2m1}, {"mixed", RowType::q6_k}};
   for (const Level* level : usable_levels())
     for (const Form& form : forms)
       for (KvType kv_type : {KvType::f32, KvType::bf16, KvType::int8})

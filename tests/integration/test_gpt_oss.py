@@ -65,15 +65,15 @@ def test_long_prompts_have_the_logits_of_transformers(form: str, kernels: str, f
     check(runner_for(folder, kernels, pages=400), theirs, LONG, NEW_TOKENS)
 
 
-def test_mxfp4_is_kept_as_8_bit_values_exactly(folders: Any) -> None:
+def test_mxfp4_is_kept_in_4_bits_exactly(folders: Any) -> None:
     model = SafetensorsModel(folders("mxfp4")[0])
     choices = model.choices()
     assert len(choices) == 4 * 8 * 3
-    assert {choice.kept for choice in choices.values()} == {Kept.CODES8}
+    assert {choice.kept for choice in choices.values()} == {Kept.E2M1}
     line = model.weights()[0]
     assert line.endswith(
-        "MXFP4, kept as 8-bit values with a float16 scale per 32 inputs; not 4-bit values with a float16 scale per 32"
-        " inputs or 4-bit values with a float32 scale and minimum per 32 inputs: e2m1 values are not evenly spaced"
+        "MXFP4, kept as 4-bit e2m1 values with a float16 scale per 32 inputs; not 4-bit values with a float16 scale per"
+        " 32 inputs: e2m1 values are not evenly spaced"
     )
 
 

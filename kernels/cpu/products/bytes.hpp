@@ -32,9 +32,14 @@ template <class Form, int R, int C, bool AreUnpacked = false, bool HasOneScale =
 static inline void tile_bytes(const Matrix& m, int panel, const Rows& x, float* out,
                               const uint8_t* unpacked = nullptr) {
   constexpr int block = Form::block;
+  constexpr bool four = Form::format == Format::codes4;  // otherwise, values have 8 bits when they are multiplied
   const bool has_min = adds_minimum(m);
   const BlockSums inputs = block_sums<block>(x);
   const size_t halves = size_t(x.stride / kSumWidth), groups = size_t(x.stride / kGroup);
+  [[maybe_unused]] const B table = Form::format == Format::table4 ? b_table(m.table) : B{};
+  const auto add = [](S sum, B codes, const int8_t* quad) {
+    return four ? s_add4(sum, codes, inputs_at(quad)) : s_add8(sum, codes, inputs_at(quad));
+  };
   V total[R][C];
   clear(total);
   const uint8_t* at[C];
@@ -45,25 +50,23 @@ static inline void tile_bytes(const Matrix& m, int panel, const Rows& x, float* 
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
       const int32_t* sums = x.byte_sums + r * halves + b * Form::halves;
-      const S start =
-          Form::format == Format::codes4 ? s_zero() : s_start8(Form::halves == 2 ? sums[0] + sums[1] : sums[0]);
+      const S start = four ? s_zero() : s_start8(Form::halves == 2 ? sums[0] + sums[1] : sums[0]);
 #pragma GCC unroll 8
       for (int c = 0; c < C; ++c) sum[r][c] = start;
     }
-    if constexpr (Form::format == Format::codes4) {
+    if constexpr (has_nibbles(Form::format) && !AreUnpacked) {
 #pragma GCC unroll 4
       for (int g = 0; g < block / 8; ++g)
 #pragma GCC unroll 8
         for (int c = 0; c < C; ++c) {
           B low, high;
           b_codes4(at[c] + g * 64, low, high);
+          if constexpr (!four) low = b_look_up(table, low), high = b_look_up(table, high);
           if constexpr (R <= kFusedRows) prefetch(at[c] + g * 64 + kPrefetchBytes);
 #pragma GCC unroll 8
-          for (int r = 0; r < R; ++r)
-            sum[r][c] = s_add4(sum[r][c], low, inputs_at(bytes + size_t(r) * x.stride + g * 8));
+          for (int r = 0; r < R; ++r) sum[r][c] = add(sum[r][c], low, bytes + size_t(r) * x.stride + g * 8);
 #pragma GCC unroll 8
-          for (int r = 0; r < R; ++r)
-            sum[r][c] = s_add4(sum[r][c], high, inputs_at(bytes + size_t(r) * x.stride + g * 8 + 4));
+          for (int r = 0; r < R; ++r) sum[r][c] = add(sum[r][c], high, bytes + size_t(r) * x.stride + g * 8 + 4);
         }
     } else {
 #pragma GCC unroll 8
@@ -79,8 +82,7 @@ static inline void tile_bytes(const Matrix& m, int panel, const Rows& x, float* 
           }();
           if constexpr (R <= kFusedRows) prefetch(at[c] + g * 64 + kPrefetchBytes);
 #pragma GCC unroll 8
-          for (int r = 0; r < R; ++r)
-            sum[r][c] = s_add8(sum[r][c], codes, inputs_at(bytes + size_t(r) * x.stride + g * 4));
+          for (int r = 0; r < R; ++r) sum[r][c] = add(sum[r][c], codes, bytes + size_t(r) * x.stride + g * 4);
         }
     }
     const float* scales = x.scales + b * block / kGroup;
@@ -99,7 +101,7 @@ static inline void tile_bytes(const Matrix& m, int panel, const Rows& x, float* 
       V scale, minimum;
       load_scales(m, at[c] + m.code_bytes(), scale, minimum);
       add_column(total, sum, c, scale, minimum, has_min, inputs.sums + b, inputs.stride, [&](const S& whole, int r) {
-        return v_mul(Form::format == Format::codes4 ? s_float4(whole) : s_float8(whole), v_set(scales[r * groups]));
+        return v_mul(four ? s_float4(whole) : s_float8(whole), v_set(scales[r * groups]));
       });
       at[c] += m.block_bytes();
     }
@@ -115,11 +117,22 @@ static inline void tile_bytes(const Matrix& m, int panel, const Rows& x, float* 
 }
 
 #if KVFERRY_PAIRS
-constexpr int kUnpackedRows = 24;  // with more rows, 8-bit weights are unpacked once for all rows
+constexpr int kUnpackedRows = 24;  // with more rows, 8-bit and table weights are unpacked once for all rows
 
 // Unpacks the quantized weights of a panel, without scales: [depth / 4][16][4].
 static inline void unpack_codes8(const Matrix& m, int panel, uint8_t* to) {
   const uint8_t* at = m.data + size_t(panel) * m.panel_bytes;
+  if (m.format == Format::table4) {
+    const B table = b_table(m.table);
+    for (int b = 0; b < m.depth / m.block; ++b, at += m.block_bytes())
+      for (int g = 0; g < m.block / 8; ++g, to += 128) {
+        B low, high;
+        b_codes4(at + g * 64, low, high);
+        b_store(to, b_look_up(table, low));
+        b_store(to + 64, b_look_up(table, high));
+      }
+    return;
+  }
   for (int b = 0; b < m.depth / m.block; ++b, at += m.block_bytes())
     for (int g = 0; g < m.block / 4; ++g, to += 64) b_store(to, b_codes8(at + g * 64));
 }
@@ -132,7 +145,7 @@ static void product_of_bytes(const Matrix& m, const Rows& x, int rows, int panel
   alignas(64) float out[kByteRows * 2 * kPanel];
   const int step = balanced_rows(rows, kByteRows);
 #if KVFERRY_PAIRS
-  const bool are_unpacked = rows > kUnpackedRows && m.format == Format::codes8;
+  const bool are_unpacked = rows > kUnpackedRows && m.format != Format::codes4;
   for (int p = 0; are_unpacked && p < panels; ++p) unpack_codes8(m, panel + p, scratch + size_t(p) * m.depth * kPanel);
 #endif
   for (int p = 0; p < panels;) {
@@ -147,6 +160,9 @@ static void product_of_bytes(const Matrix& m, const Rows& x, int rows, int panel
           with_codes(m, [&](auto form) {
             using Form = decltype(form);
 #if KVFERRY_PAIRS
+            if constexpr (Form::format == Format::table4)
+              if (are_unpacked)
+                return tile_bytes<Form, R, C, true>(m, panel + p, at, out, scratch + size_t(p) * m.depth * kPanel);
             if constexpr (Form::format == Format::codes8) {
               const uint8_t* codes = scratch + size_t(p) * m.depth * kPanel;
               const bool has_one_scale = !KVFERRY_AMX && m.has_one_scale;  // see kByteRows

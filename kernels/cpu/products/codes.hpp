@@ -15,7 +15,7 @@
 
 namespace kvferry::KVFERRY_LEVEL {
 
-// Quantized format with bit width and block size as compile-time constants. 4-bit formats always have blocks of 32.
+// Quantized format with bit width and block size as compile-time constants. Formats with nibbles have blocks of 32.
 template <Format F, int Block>
 struct Codes {
   static constexpr Format format = F;
@@ -26,6 +26,8 @@ template <class F>
 static inline void with_codes(const Matrix& m, F&& f) {
   if (m.format == Format::codes4) {
     f(Codes<Format::codes4, 32>{});
+  } else if (m.format == Format::table4) {
+    f(Codes<Format::table4, 32>{});
   } else if (m.block == 32) {
     f(Codes<Format::codes8, 32>{});
   } else {
@@ -72,13 +74,19 @@ static inline void load_scales(const Matrix& m, const uint8_t* at, V& scale, V& 
 #if KVFERRY_PAIRS
 static inline V identity(V sum, int) { return sum; }
 
-// sum += rows of x, starting at input `start`, times a block of each of C packed panels, starting at `at`.
+// Values of nibbles as bfloat16.
+template <class Form>
+static inline P nibble_table(const Matrix& m) {
+  return Form::format == Format::table4 ? p_table(m.table) : p_table4();
+}
+
+// sum += rows of x, starting at input `start`, times a block of each of C packed panels, starting at `at`. `table`: the
+// values of nibbles, if the format has them.
 template <class Form, int R, int C>
 [[gnu::always_inline]] static inline void add_block(V (&sum)[R][C], const uint8_t* const (&at)[C], const Rows& x,
-                                                    int start) {
+                                                    int start, P table) {
   const uint16_t* inputs = x.bf16 + start;
-  if constexpr (Form::format == Format::codes4) {
-    const P table = p_table4();
+  if constexpr (has_nibbles(Form::format)) {
 #pragma GCC unroll 1
     for (int g = 0; g < Form::block / 8; ++g) {
       P packed[C], panel[C];
@@ -112,6 +120,7 @@ static inline void fused_codes(const Matrix& m, int panel, const Rows& x, float*
   constexpr int block = Form::block;
   const bool has_min = adds_minimum(m);
   const BlockSums inputs = block_sums<block>(x);
+  const P table = nibble_table<Form>(m);
   V total[R][C];
   clear(total);
   const uint8_t* at[C];
@@ -119,7 +128,7 @@ static inline void fused_codes(const Matrix& m, int panel, const Rows& x, float*
   for (int b = 0, blocks = m.depth / block; b < blocks; ++b) {
     V sum[R][C];
     clear(sum);
-    add_block<Form>(sum, at, x, b * block);
+    add_block<Form>(sum, at, x, b * block, table);
 #pragma GCC unroll 8
     for (int c = 0; c < C; ++c) {
       V scale, minimum;

@@ -82,6 +82,7 @@ static inline void fused(const Matrix& m, int panel, const Rows& x, float* out) 
 #endif
       break;
     case Format::codes4:
+    case Format::table4:
     case Format::codes8:
 #if KVFERRY_PAIRS
       with_codes(m, [&](auto form) { fused_codes<decltype(form), R, C>(m, panel, x, out); });

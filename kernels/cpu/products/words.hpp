@@ -27,17 +27,30 @@ constexpr int kWordRows = 4;
 // Bytes of an unpacked block: weights as int16, 16 scales and 16 minima as floats.
 static inline constexpr size_t unpacked_block(int block) { return size_t(block) * kPanel * 2 + 2 * kPanel * 4; }
 
+// Table of the values that nibbles stand for; unused in codes4, where a nibble is the value.
+template <class Form>
+static inline W nibble_table(const Matrix& m) {
+  return Form::format == Format::table4 ? w_table(m.table) : W{};
+}
+
+// Unpacks one of the four pairs in each lane of packed nibbles.
+template <class Form>
+[[gnu::always_inline]] static inline W nibble_pair(W packed, W table, int pair) {
+  return Form::format == Format::table4 ? w_table4(packed, table, pair) : w_code4(packed, pair);
+}
+
 template <class Form>
 static inline void unpack_words(const Matrix& m, int panel, uint8_t* to) {
   const uint8_t* at = m.data + size_t(panel) * m.panel_bytes;
+  [[maybe_unused]] const W table = nibble_table<Form>(m);
   for (int b = 0, blocks = m.depth / Form::block; b < blocks;
        ++b, at += m.block_bytes(), to += unpacked_block(Form::block)) {
     int16_t* codes = (int16_t*)to;
-    if constexpr (Form::format == Format::codes4) {
+    if constexpr (has_nibbles(Form::format)) {
       for (int g = 0; g < Form::block / 8; ++g) {
         const W packed = w_load((const int16_t*)(at + g * 64));
 #pragma GCC unroll 4
-        for (int i = 0; i < 4; ++i) w_store(codes + (g * 4 + i) * 2 * kPanel, w_code4(packed, i));
+        for (int i = 0; i < 4; ++i) w_store(codes + (g * 4 + i) * 2 * kPanel, nibble_pair<Form>(packed, table, i));
       }
     } else {
       for (int i = 0; i < Form::block / 2; ++i) w_store(codes + i * 2 * kPanel, w_codes8((const int8_t*)at + i * 32));
@@ -57,6 +70,7 @@ static inline void tile_words(const Matrix& m, const uint8_t* at, const Rows& x,
   const bool has_min = adds_minimum(m);
   const BlockSums inputs = block_sums<block>(x);
   const size_t groups = size_t(x.stride / kGroup);
+  [[maybe_unused]] const W table = nibble_table<Form>(m);
   V total[R][1];
   clear(total);
   for (int b = 0, blocks = m.depth / block; b < blocks; ++b) {
@@ -86,13 +100,13 @@ static inline void tile_words(const Matrix& m, const uint8_t* at, const Rows& x,
       minimum = v_load((const float*)(codes + block * kPanel) + kPanel);
       at += unpacked_block(block);
     } else {
-      if constexpr (Form::format == Format::codes4) {
+      if constexpr (has_nibbles(Form::format)) {
 #pragma GCC unroll 1
         for (int g = 0; g < block / 8; ++g) {
           prefetch(at + g * 64 + kPrefetchBytes);
           const W packed = w_load((const int16_t*)(at + g * 64));
 #pragma GCC unroll 4
-          for (int i = 0; i < 4; ++i) add(w_code4(packed, i), g * 4 + i);
+          for (int i = 0; i < 4; ++i) add(nibble_pair<Form>(packed, table, i), g * 4 + i);
         }
       } else {
 #pragma GCC unroll 8

@@ -152,6 +152,21 @@ static inline W w_code4(W packed, int pair) {
   return {(Int16x16)_mm256_and_si256(_mm256_srli_epi16((__m256i)packed.a, by), low),
           (Int16x16)_mm256_and_si256(_mm256_srli_epi16((__m256i)packed.b, by), low)};
 }
+static inline W w_table(const int8_t* values) {
+  const Int16x16 both = (Int16x16)_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)values));
+  return {both, both};
+}
+// A byte shuffle looks up nibbles 0 and 2, or 1 and 3; pairs of them are sign-extended from the low or high bytes.
+static inline __m256i half_table4(__m256i packed, __m256i table, int nibble) {
+  const __m256i shifted = nibble % 2 ? _mm256_srli_epi16(packed, 4) : packed;
+  const __m256i values = _mm256_shuffle_epi8(table, _mm256_and_si256(shifted, _mm256_set1_epi8(15)));
+  return _mm256_srai_epi16(nibble < 2 ? _mm256_slli_epi16(values, 8) : values, 8);
+}
+static inline W w_table4(W packed, W table, int pair) {
+  const int nibble = nibble_of_pair(pair);
+  return {(Int16x16)half_table4((__m256i)packed.a, (__m256i)table.a, nibble),
+          (Int16x16)half_table4((__m256i)packed.b, (__m256i)table.a, nibble)};
+}
 static inline W w_codes8(const int8_t* p) {
   return {(Int16x16)_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p)),
           (Int16x16)_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)(p + 16)))};
@@ -214,6 +229,13 @@ static inline void b_codes4(const uint8_t* p, B& low, B& high) {
   const __m256i mask = _mm256_set1_epi8(15);
   low = {_mm256_and_si256(a, mask), _mm256_and_si256(b, mask)};
   high = {_mm256_and_si256(_mm256_srli_epi16(a, 4), mask), _mm256_and_si256(_mm256_srli_epi16(b, 4), mask)};
+}
+static inline B b_table(const int8_t* values) {
+  const __m256i both = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)values));
+  return {both, both};
+}
+static inline B b_look_up(B table, B indices) {
+  return {_mm256_shuffle_epi8(table.a, indices.a), _mm256_shuffle_epi8(table.a, indices.b)};
 }
 static inline B b_codes8(const uint8_t* p) {
   const __m256i first = _mm256_loadu_si256((const __m256i*)p), second = _mm256_loadu_si256((const __m256i*)(p + 32));

@@ -153,6 +153,11 @@ static inline P p_table4() {
   }
   return _mm512_load_si512(table);
 }
+// The same for 16 int8 values.
+static inline P p_table(const int8_t* values) {
+  const __m512i floats = (__m512i)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)values)));
+  return _mm512_broadcast_i64x4(_mm512_cvtepi32_epi16(_mm512_srli_epi32(floats, 16)));
+}
 // Unpacks bf16 pair i of the 8 inputs in `words`.
 [[gnu::always_inline]] static inline P p_code4(P words, P table, int i) {
   return _mm512_permutexvar_epi16(i ? _mm512_srli_epi16(words, unsigned(4 * nibble_of_pair(i))) : words, table);
@@ -220,6 +225,13 @@ static inline __m512i quads8(const uint8_t* p) {
 }
 // vpdpbusd has one unsigned operand, so weights are biased by 128, and sums start at -128 times the sum of the inputs.
 static inline B b_codes8(const uint8_t* p) { return {_mm512_xor_si512(quads8(p), _mm512_set1_epi8(char(0x80)))}; }
+static inline B b_signed_table(const int8_t* values) {
+  return {_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)values))};
+}
+static inline B b_table(const int8_t* values) {  // biased like b_codes8
+  return {_mm512_xor_si512(b_signed_table(values).v, _mm512_set1_epi8(char(0x80)))};
+}
+static inline B b_look_up(B table, B indices) { return {_mm512_shuffle_epi8(table.v, indices.v)}; }
 static inline B b_load(const void* p) { return {_mm512_loadu_si512(p)}; }
 static inline void b_store(void* p, B x) { _mm512_storeu_si512(p, x.v); }
 static inline S s_load(const void* p) { return {(__v16si)_mm512_loadu_si512(p)}; }

@@ -171,6 +171,17 @@ static inline W w_code4(W packed, int pair) {
   for (int j = 0; j < 32; ++j) r.v[j] = int16_t(uint16_t(packed.v[j]) >> (4 * nibble_of_pair(pair)) & 15);
   return r;
 }
+// Holds the 16 values of a table, and unpacks a pair as `w_code4` does, with each index replaced by its value.
+static inline W w_table(const int8_t* values) {
+  W r = {};
+  for (int i = 0; i < 16; ++i) r.v[i] = values[i];
+  return r;
+}
+static inline W w_table4(W packed, W table, int pair) {
+  W r = w_code4(packed, pair);
+  for (int j = 0; j < 32; ++j) r.v[j] = table.v[r.v[j]];
+  return r;
+}
 // Sign-extends 32 8-bit values; value j of lane o is byte 2 o + j.
 static inline W w_codes8(const int8_t* p) {
   W r;
@@ -232,6 +243,17 @@ static inline void b_codes4(const uint8_t* p, B& low, B& high) {
     low.v[i] = int8_t(p[i] & 15);
     high.v[i] = int8_t(p[i] >> 4);
   }
+}
+// Holds the 16 values of a table, and replaces 64 indices by their values, which `s_add8` multiplies.
+static inline B b_table(const int8_t* values) {
+  B r = {};
+  std::memcpy(r.v, values, 16);
+  return r;
+}
+static inline B b_look_up(B table, B indices) {
+  B r;
+  for (int i = 0; i < 64; ++i) r.v[i] = table.v[indices.v[i]];
+  return r;
 }
 // Combines 64 bytes of 8-bit values (two pairs per lane) into one quad per lane.
 static inline B b_codes8(const uint8_t* p) {

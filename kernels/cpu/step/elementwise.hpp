@@ -64,10 +64,11 @@ static inline void dequantize_matrix_row(const Matrix& m, int row, float* to) {
         const uint8_t* block = panel + size_t(k / m.block) * m.block_bytes();
         const int inner = k % m.block;
         float code;
-        if (m.format == Format::codes4) {
+        if (has_nibbles(m.format)) {
           uint16_t word;
           std::memcpy(&word, block + (inner / 8) * 64 + (lane * 2 + inner % 2) * 2, 2);
-          code = float(word >> (4 * nibble_of_pair(inner % 8 / 2)) & 15);
+          const int nibble = word >> (4 * nibble_of_pair(inner % 8 / 2)) & 15;
+          code = float(m.format == Format::table4 ? m.table[nibble] : nibble);
         } else {
           code = float(int8_t(block[(inner / 2) * 32 + lane * 2 + inner % 2]));
         }

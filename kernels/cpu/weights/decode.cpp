@@ -6,6 +6,14 @@
 #include "simd/vec_portable.hpp"
 
 namespace kvferry {
+namespace {
+
+// IQ4_NL.
+constexpr int8_t kUnevenCodes[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+// Twice the values of e2m1 (Rouhani et al., Microscaling Data Formats for Deep Learning, 2023, section 4).
+constexpr int8_t kTwiceE2m1[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+
+}  // namespace
 
 RowTraits traits_of(RowType type) {
   switch (type) {
@@ -22,9 +30,11 @@ RowTraits traits_of(RowType type) {
     case RowType::q4_k: return {256, 144, 32, false, false, true, 0};
     case RowType::q5_k: return {256, 176, 32, true, false, true, 0};
     case RowType::q6_k: return {256, 210, 16, true, false, false, 0};
-    case RowType::iq4_nl: return {32, 18, 32, true, true, false, 0};
+    case RowType::iq4_nl: return {32, 18, 32, true, true, false, 0, kUnevenCodes};
     case RowType::wide4: return {32, 24, 32, false, false, true, 0};
     case RowType::wide8: return {32, 36, 32, true, false, false, 0};
+    case RowType::e2m1: return {32, 18, 32, true, true, false, 0, kTwiceE2m1};
+    case RowType::wide_e2m1: return {32, 20, 32, true, false, false, 0, kTwiceE2m1};
     case RowType::as_f16:
     case RowType::as_bf16: return {1, 4, 0, false, false, false, 0};
   }
@@ -48,9 +58,6 @@ void unpack_scale_pair(int i, const uint8_t* s, int& scale, int& minimum) {
     minimum = (s[i + 4] >> 4) | (s[i] >> 6 << 4);
   }
 }
-
-// Values that IQ4_NL's 4-bit indices stand for.
-constexpr int8_t kUnevenCodes[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 
 // Blocks of 32 values with a scale and an optional minimum, both float16 or both float32.
 void decode_block(RowType type, const uint8_t* b, int at, CodedRow& row) {
@@ -94,8 +101,8 @@ void decode_block(RowType type, const uint8_t* b, int at, CodedRow& row) {
   }
   if (type == RowType::q5_0)
     for (int i = 0; i < 32; ++i) codes[i] = int8_t(codes[i] - 16);
-  if (type == RowType::iq4_nl)
-    for (int i = 0; i < 32; ++i) codes[i] = kUnevenCodes[codes[i]];
+  if (t.table)
+    for (int i = 0; i < 32; ++i) codes[i] = t.table[codes[i]];
 }
 
 // K-quants: super-blocks of 256 values.

@@ -14,7 +14,8 @@ struct RowTraits {
   int block;       // values per scale; 0: not quantized
   bool wide_code;  // quantized values need 8 bits
   bool half_scales, has_min;
-  float offset;  // added to every quantized value, if the offset is the same for all
+  float offset;                   // added to every quantized value, if the offset is the same for all
+  const int8_t* table = nullptr;  // [16] or null: the quantized values that 4-bit indices stand for
 };
 
 // Throws if the type is unknown.

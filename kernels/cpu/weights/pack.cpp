@@ -1,6 +1,7 @@
 #include "weights/pack.hpp"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstring>
 #include <stdexcept>
@@ -56,15 +57,25 @@ void pack_float_panel(const Matrix& m, const std::vector<std::vector<float>>& ro
     }
 }
 
+// Returns the index of each int8 value, as a byte, in a table.
+std::array<uint8_t, 256> indices_of(const int8_t* table) {
+  std::array<uint8_t, 256> found{};
+  for (int i = 15; i >= 0; --i) found[uint8_t(table[i])] = uint8_t(i);
+  return found;
+}
+
 void pack_code_lane(const Matrix& m, const CodedRow& row, int lane, int shift, uint8_t* out) {
+  const bool is_table = m.format == Format::table4;
+  const auto indices = is_table ? indices_of(m.table) : std::array<uint8_t, 256>{};
+  const auto nibble = [&](int8_t code) { return is_table ? indices[uint8_t(code)] : code & 15; };
   for (int b = 0; b < m.depth / m.block; ++b, out += m.block_bytes()) {
     const int8_t* codes = row.codes.data() + b * m.block;
-    if (m.format == Format::codes4) {
+    if (has_nibbles(m.format)) {
       for (int g = 0; g < m.block / 8; ++g)
         for (int j = 0; j < 2; ++j) {
           uint16_t word = 0;
           for (int i = 0; i < 4; ++i)
-            word = uint16_t(word | (codes[g * 8 + 2 * i + j] & 15) << (4 * nibble_of_pair(i)));
+            word = uint16_t(word | nibble(codes[g * 8 + 2 * i + j]) << (4 * nibble_of_pair(i)));
           std::memcpy(out + g * 64 + (lane * 2 + j) * 2, &word, 2);
         }
     } else {
@@ -110,6 +121,9 @@ Matrix packed_layout(const std::string& wanted, const std::vector<RowType>& type
   const bool all_same = std::all_of(types.begin(), types.end(), [&](RowType t) { return t == types[0]; });
   if (wanted == "shipped" && std::none_of(types.begin(), types.end(), is_float)) {
     RowTraits t = traits_of(types[0]);
+    const int8_t* table = t.table;
+    for (RowType type : types)
+      if (traits_of(type).table != table) table = nullptr;
     if (!all_same) {
       t = {0, 0, 32, false, false, false, 0};
       for (RowType type : types) {
@@ -120,7 +134,8 @@ Matrix packed_layout(const std::string& wanted, const std::vector<RowType>& type
       }
       t.has_min = t.has_min || !t.wide_code;
     }
-    m.format = t.wide_code ? Format::codes8 : Format::codes4;
+    m.format = table ? Format::table4 : t.wide_code ? Format::codes8 : Format::codes4;
+    if (table) std::copy_n(table, 16, m.table);
     m.block = t.block;
     m.half_scales = t.half_scales;
     m.has_min = t.has_min;

@@ -7,6 +7,7 @@
 //   bf16       [input / 2][16 outputs][2 inputs]
 //   codes4     per block: [8 inputs][16 outputs][2 words of 4 bits x 4], scales [16], minima [16]
 //   codes8     per block: [input / 2][16 outputs][2 inputs], scales [16], minima [16]
+//   table4     as codes4, with indices into a table of 16 int8 values, and no minima
 //
 // In a group of 8 inputs of codes4, input 2 p + j of output o is nibble `nibble_of_pair(p)` of 16-bit word 2 o + j. A
 // shift and a mask of 4 bits extract two adjacent inputs, as bf16 and int16 dot products read them; a mask of every
@@ -25,7 +26,8 @@ namespace kvferry {
 
 // Row types, with GGUF's type ids. From 1000 on: types for checkpoints of other formats, whose values no GGUF type can
 // represent. Their blocks of 32 consist of a float32 scale, for wide4 a float32 minimum, and quantized values as in
-// q4_1 or q8_0. as_f16 and as_bf16 are float32 rows that "shipped" rounds to 16 bits.
+// q4_1 or q8_0. as_f16 and as_bf16 are float32 rows that "shipped" rounds to 16 bits. e2m1 has indices of e2m1 numbers,
+// in the order of q4_0, and half of their scale as a float16, wide_e2m1 as a float32.
 enum class RowType : int {
   f32 = 0,
   f16 = 1,
@@ -44,15 +46,18 @@ enum class RowType : int {
   wide4 = 1000,
   wide8 = 1001,
   as_f16 = 1002,
-  as_bf16 = 1003
+  as_bf16 = 1003,
+  e2m1 = 1004,
+  wide_e2m1 = 1005
 };
 
 // Bytes of a row of `cols` values; 0 if `cols` is not a multiple of the type's block.
 size_t row_bytes(RowType type, int cols);
 
 // Returns the packed format for rows of these types. `wanted` is "shipped", "f32", "f16" or "bf16". "shipped" keeps a
-// common type. With mixed types, 4-bit formats get 4-bit values with float32 scales and minima, other quantized formats
-// get 8-bit values with float32 scales, and all others become f32. `data` is null.
+// common type. With mixed types, formats with the same table keep their indices, with float32 scales; 4-bit formats get
+// 4-bit values with float32 scales and minima, other quantized formats 8-bit values with float32 scales, and all others
+// become f32. `data` is null.
 Matrix packed_layout(const std::string& wanted, const std::vector<RowType>& types, int rows, int cols);
 
 struct Part {

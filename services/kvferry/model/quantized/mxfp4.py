@@ -102,22 +102,20 @@ class Mxfp4Matrix:
     def choice(self) -> Choice:
         """See `QuantizedMatrix.choice`."""
         scales = self._scales()
-        passed = ((Kept.CODES4, _UNEVEN), (Kept.CODES4_WIDE, _UNEVEN))
+        passed = ((Kept.CODES4, _UNEVEN),)
         if int(scales.min()) >= _MIN_HALF and int(scales.max()) <= _MAX_HALF:
-            return Choice(Kept.CODES8, _SCHEME, passed)
-        return Choice(Kept.CODES8_WIDE, _SCHEME, (*passed, (Kept.CODES8, "scales are not float16")))
+            return Choice(Kept.E2M1, _SCHEME, passed)
+        return Choice(Kept.E2M1_WIDE, _SCHEME, (*passed, (Kept.E2M1, "scales are not float16")))
 
     def _scales(self) -> Codes:
         """Return the scales of the matrix, [outputs, inputs / 32]."""
         found: Codes = self.scales.raw()[self.expert].view(np.uint8)[self.outputs]
         return found
 
-    def _codes(self) -> npt.NDArray[np.int8]:
-        """Return twice the e2m1 values, [outputs, inputs / 32, 32]."""
+    def _codes(self) -> Codes:
+        """Return the e2m1 numbers, [outputs, inputs / 32, 32]."""
         packed = self.blocks.raw()[self.expert].view(np.uint8)[self.outputs]
-        codes = np.stack((packed & 15, packed >> 4), axis=-1).reshape(*packed.shape[:2], BLOCK)
-        twice: npt.NDArray[np.int8] = TWICE[codes]
-        return twice
+        return np.stack((packed & 15, packed >> 4), axis=-1).reshape(*packed.shape[:2], BLOCK)
 
     def _halves(self) -> Floats:
         """Return half of each scale, [outputs, inputs / 32, 1]."""
@@ -125,13 +123,15 @@ class Mxfp4Matrix:
 
     def values(self) -> Floats:
         """See `QuantizedMatrix.values`."""
-        return (self._codes() * self._halves()).reshape(self.shape)
+        return (TWICE[self._codes()] * self._halves()).reshape(self.shape)
 
     def stored(self) -> Stored:
         """See `QuantizedMatrix.stored`."""
         return Stored.later(self.choice.kept.type_id, self._rows, self.shape[0])
 
     def _rows(self) -> Codes:
-        kind = "<f2" if self.choice.kept is Kept.CODES8 else "<f4"
+        kind = "<f2" if self.choice.kept is Kept.E2M1 else "<f4"
         scales = np.ascontiguousarray(self._halves().astype(kind)).view(np.uint8)
-        return np.concatenate((scales, self._codes().view(np.uint8)), axis=-1).reshape(-1)
+        codes = self._codes()
+        nibbles = codes[..., : BLOCK // 2] | codes[..., BLOCK // 2 :] << np.uint8(4)
+        return np.concatenate((scales, nibbles), axis=-1).reshape(-1)

@@ -22,6 +22,8 @@ class Kept(Enum):
     """Type in which a matrix is kept: (type number, description)."""
 
     CODES4 = (2, "4-bit values with a float16 scale per 32 inputs")
+    E2M1 = (1004, "4-bit e2m1 values with a float16 scale per 32 inputs")
+    E2M1_WIDE = (1005, "4-bit e2m1 values with a float32 scale per 32 inputs")
     CODES4_WIDE = (1000, "4-bit values with a float32 scale and minimum per 32 inputs")
     CODES8 = (8, "8-bit values with a float16 scale per 32 inputs")
     CODES8_WIDE = (1001, "8-bit values with a float32 scale per 32 inputs")

@@ -43,7 +43,7 @@ def read(folder: Path, tensors: dict[str, torch.Tensor], **config: object) -> di
     return matrices
 
 
-@pytest.mark.parametrize(("lowest", "highest", "kept"), [(104, 143, Kept.CODES8), (60, 200, Kept.CODES8_WIDE)])
+@pytest.mark.parametrize(("lowest", "highest", "kept"), [(104, 143, Kept.E2M1), (60, 200, Kept.E2M1_WIDE)])
 def test_values_are_those_of_transformers_and_kept_exactly(
     lowest: int, highest: int, kept: Kept, tmp_path: Path
 ) -> None:
