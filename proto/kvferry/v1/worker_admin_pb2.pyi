@@ -286,7 +286,9 @@ Global___TierStatus: _TypeAlias = TierStatus  # noqa: Y015
 
 @_typing.final
 class WorkerLoad(_message.Message):
-    """Counts of everything that a request holds. Idle: all zero except blocks_total and blocks_free, which are equal."""
+    """Counts of everything that a request holds. Idle: all zero except blocks_total, which is blocks_free + blocks_pinned,
+    blocks_cached and pins.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -305,6 +307,8 @@ class WorkerLoad(_message.Message):
     EXPORTED_BLOCKS_FIELD_NUMBER: _builtins.int
     TOKENS_TO_COMPUTE_FIELD_NUMBER: _builtins.int
     BLOCKS_CACHED_FIELD_NUMBER: _builtins.int
+    PINS_FIELD_NUMBER: _builtins.int
+    BLOCKS_PINNED_FIELD_NUMBER: _builtins.int
     running: _builtins.int
     """sequences in the running batch"""
     waiting: _builtins.int
@@ -332,6 +336,10 @@ class WorkerLoad(_message.Message):
     """tokens of prompts on the worker that are not computed yet"""
     blocks_cached: _builtins.int
     """in the prefix cache, in use or evictable"""
+    pins: _builtins.int
+    """pinned prefixes"""
+    blocks_pinned: _builtins.int
+    """held by pinned prefixes, shared ones counted once"""
     def __init__(
         self,
         *,
@@ -350,10 +358,12 @@ class WorkerLoad(_message.Message):
         exported_blocks: _builtins.int = ...,
         tokens_to_compute: _builtins.int = ...,
         blocks_cached: _builtins.int = ...,
+        pins: _builtins.int = ...,
+        blocks_pinned: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_cached", b"blocks_cached", "blocks_free", b"blocks_free", "blocks_quarantined", b"blocks_quarantined", "blocks_total", b"blocks_total", "exported_blocks", b"exported_blocks", "exports", b"exports", "loading", b"loading", "open_calls", b"open_calls", "running", b"running", "stores", b"stores", "tickets_claimed", b"tickets_claimed", "tickets_offered", b"tickets_offered", "tokens_to_compute", b"tokens_to_compute", "transfers", b"transfers", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_cached", b"blocks_cached", "blocks_free", b"blocks_free", "blocks_pinned", b"blocks_pinned", "blocks_quarantined", b"blocks_quarantined", "blocks_total", b"blocks_total", "exported_blocks", b"exported_blocks", "exports", b"exports", "loading", b"loading", "open_calls", b"open_calls", "pins", b"pins", "running", b"running", "stores", b"stores", "tickets_claimed", b"tickets_claimed", "tickets_offered", b"tickets_offered", "tokens_to_compute", b"tokens_to_compute", "transfers", b"transfers", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -495,3 +505,141 @@ class ResetPrefixCacheResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ResetPrefixCacheResponse: _TypeAlias = ResetPrefixCacheResponse  # noqa: Y015
+
+@_typing.final
+class PinPrefixRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    TTL_SECONDS_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """empty: any"""
+    tenant: _builtins.str
+    """scope of the blocks, as in PrefillRequest"""
+    ttl_seconds: _builtins.float
+    """time to live, above 0, at most 604,800 (7 days)"""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """at least one full block"""
+
+    @_builtins.property
+    def adapter(self) -> _common_pb2.Adapter:
+        """that computes the prefix; unset: none"""
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        tenant: _builtins.str = ...,
+        adapter: _common_pb2.Adapter | None = ...,
+        ttl_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "model", b"model", "tenant", b"tenant", "token_ids", b"token_ids", "ttl_seconds", b"ttl_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PinPrefixRequest: _TypeAlias = PinPrefixRequest  # noqa: Y015
+
+@_typing.final
+class PinPrefixResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PIN_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def pin(self) -> Global___PinnedPrefix: ...
+    def __init__(
+        self,
+        *,
+        pin: Global___PinnedPrefix | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["pin", b"pin"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pin", b"pin"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PinPrefixResponse: _TypeAlias = PinPrefixResponse  # noqa: Y015
+
+@_typing.final
+class PinnedPrefix(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    SECONDS_LEFT_FIELD_NUMBER: _builtins.int
+    name: _builtins.bytes
+    """of the last block; equal names are equal prefixes of one scope"""
+    num_tokens: _builtins.int
+    """in the full blocks"""
+    num_blocks: _builtins.int
+    seconds_left: _builtins.float
+    """until the pin ends"""
+    def __init__(
+        self,
+        *,
+        name: _builtins.bytes = ...,
+        num_tokens: _builtins.int = ...,
+        num_blocks: _builtins.int = ...,
+        seconds_left: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "num_blocks", b"num_blocks", "num_tokens", b"num_tokens", "seconds_left", b"seconds_left"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PinnedPrefix: _TypeAlias = PinnedPrefix  # noqa: Y015
+
+@_typing.final
+class UnpinPrefixRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """as they were pinned"""
+
+    def __init__(
+        self,
+        *,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        tenant: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["tenant", b"tenant", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnpinPrefixRequest: _TypeAlias = UnpinPrefixRequest  # noqa: Y015
+
+@_typing.final
+class UnpinPrefixResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PIN_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def pin(self) -> Global___PinnedPrefix:
+        """that was ended; unset: there was none"""
+
+    def __init__(
+        self,
+        *,
+        pin: Global___PinnedPrefix | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["pin", b"pin"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pin", b"pin"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnpinPrefixResponse: _TypeAlias = UnpinPrefixResponse  # noqa: Y015

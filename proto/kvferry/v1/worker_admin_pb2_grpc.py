@@ -49,6 +49,16 @@ class WorkerAdminStub:
                 request_serializer=kvferry_dot_v1_dot_worker__admin__pb2.ResetPrefixCacheRequest.SerializeToString,
                 response_deserializer=kvferry_dot_v1_dot_worker__admin__pb2.ResetPrefixCacheResponse.FromString,
                 _registered_method=True)
+        self.PinPrefix = channel.unary_unary(
+                '/kvferry.v1.WorkerAdmin/PinPrefix',
+                request_serializer=kvferry_dot_v1_dot_worker__admin__pb2.PinPrefixRequest.SerializeToString,
+                response_deserializer=kvferry_dot_v1_dot_worker__admin__pb2.PinPrefixResponse.FromString,
+                _registered_method=True)
+        self.UnpinPrefix = channel.unary_unary(
+                '/kvferry.v1.WorkerAdmin/UnpinPrefix',
+                request_serializer=kvferry_dot_v1_dot_worker__admin__pb2.UnpinPrefixRequest.SerializeToString,
+                response_deserializer=kvferry_dot_v1_dot_worker__admin__pb2.UnpinPrefixResponse.FromString,
+                _registered_method=True)
         self.LoadAdapter = channel.unary_unary(
                 '/kvferry.v1.WorkerAdmin/LoadAdapter',
                 request_serializer=kvferry_dot_v1_dot_worker__admin__pb2.LoadAdapterRequest.SerializeToString,
@@ -84,7 +94,23 @@ class WorkerAdminServicer:
 
     def ResetPrefixCache(self, request, context):
         """Empties the prefix cache: no later request uses KV that was cached before the call. Running requests continue. KV
-        in tiers stays.
+        in tiers stays. All pins end.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PinPrefix(self, request, context):
+        """Computes a prompt and keeps its full blocks in the prefix cache until the time to live ends, within the worker's
+        quota. A call for the same blocks extends their time to live. Pins end early when the prefix cache is reset, when
+        the adapter is replaced or removed, and when the worker drains.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnpinPrefix(self, request, context):
+        """Ends a pin; its blocks stay cached until they are evicted.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -128,6 +154,16 @@ def add_WorkerAdminServicer_to_server(servicer, server):
                     servicer.ResetPrefixCache,
                     request_deserializer=kvferry_dot_v1_dot_worker__admin__pb2.ResetPrefixCacheRequest.FromString,
                     response_serializer=kvferry_dot_v1_dot_worker__admin__pb2.ResetPrefixCacheResponse.SerializeToString,
+            ),
+            'PinPrefix': grpc.unary_unary_rpc_method_handler(
+                    servicer.PinPrefix,
+                    request_deserializer=kvferry_dot_v1_dot_worker__admin__pb2.PinPrefixRequest.FromString,
+                    response_serializer=kvferry_dot_v1_dot_worker__admin__pb2.PinPrefixResponse.SerializeToString,
+            ),
+            'UnpinPrefix': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnpinPrefix,
+                    request_deserializer=kvferry_dot_v1_dot_worker__admin__pb2.UnpinPrefixRequest.FromString,
+                    response_serializer=kvferry_dot_v1_dot_worker__admin__pb2.UnpinPrefixResponse.SerializeToString,
             ),
             'LoadAdapter': grpc.unary_unary_rpc_method_handler(
                     servicer.LoadAdapter,
@@ -226,6 +262,60 @@ class WorkerAdmin:
             '/kvferry.v1.WorkerAdmin/ResetPrefixCache',
             kvferry_dot_v1_dot_worker__admin__pb2.ResetPrefixCacheRequest.SerializeToString,
             kvferry_dot_v1_dot_worker__admin__pb2.ResetPrefixCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PinPrefix(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvferry.v1.WorkerAdmin/PinPrefix',
+            kvferry_dot_v1_dot_worker__admin__pb2.PinPrefixRequest.SerializeToString,
+            kvferry_dot_v1_dot_worker__admin__pb2.PinPrefixResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnpinPrefix(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvferry.v1.WorkerAdmin/UnpinPrefix',
+            kvferry_dot_v1_dot_worker__admin__pb2.UnpinPrefixRequest.SerializeToString,
+            kvferry_dot_v1_dot_worker__admin__pb2.UnpinPrefixResponse.FromString,
             options,
             channel_credentials,
             insecure,

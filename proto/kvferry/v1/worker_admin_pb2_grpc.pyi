@@ -36,8 +36,15 @@ class WorkerAdminStub:
     """Refuses new work and returns when all running work is done or `timeout_seconds` have passed."""
     ResetPrefixCache: _grpc.UnaryUnaryMultiCallable[_worker_admin_pb2.ResetPrefixCacheRequest, _worker_admin_pb2.ResetPrefixCacheResponse]
     """Empties the prefix cache: no later request uses KV that was cached before the call. Running requests continue. KV
-    in tiers stays.
+    in tiers stays. All pins end.
     """
+    PinPrefix: _grpc.UnaryUnaryMultiCallable[_worker_admin_pb2.PinPrefixRequest, _worker_admin_pb2.PinPrefixResponse]
+    """Computes a prompt and keeps its full blocks in the prefix cache until the time to live ends, within the worker's
+    quota. A call for the same blocks extends their time to live. Pins end early when the prefix cache is reset, when
+    the adapter is replaced or removed, and when the worker drains.
+    """
+    UnpinPrefix: _grpc.UnaryUnaryMultiCallable[_worker_admin_pb2.UnpinPrefixRequest, _worker_admin_pb2.UnpinPrefixResponse]
+    """Ends a pin; its blocks stay cached until they are evicted."""
     LoadAdapter: _grpc.UnaryUnaryMultiCallable[_worker_admin_pb2.LoadAdapterRequest, _worker_admin_pb2.AdapterResponse]
     """Loads an adapter, or replaces the one of the same name; running requests keep the version they began with."""
     UnloadAdapter: _grpc.UnaryUnaryMultiCallable[_worker_admin_pb2.UnloadAdapterRequest, _worker_admin_pb2.AdapterResponse]
@@ -53,8 +60,15 @@ class WorkerAdminAsyncStub(WorkerAdminStub):
     """Refuses new work and returns when all running work is done or `timeout_seconds` have passed."""
     ResetPrefixCache: _aio.UnaryUnaryMultiCallable[_worker_admin_pb2.ResetPrefixCacheRequest, _worker_admin_pb2.ResetPrefixCacheResponse]  # type: ignore[assignment]
     """Empties the prefix cache: no later request uses KV that was cached before the call. Running requests continue. KV
-    in tiers stays.
+    in tiers stays. All pins end.
     """
+    PinPrefix: _aio.UnaryUnaryMultiCallable[_worker_admin_pb2.PinPrefixRequest, _worker_admin_pb2.PinPrefixResponse]  # type: ignore[assignment]
+    """Computes a prompt and keeps its full blocks in the prefix cache until the time to live ends, within the worker's
+    quota. A call for the same blocks extends their time to live. Pins end early when the prefix cache is reset, when
+    the adapter is replaced or removed, and when the worker drains.
+    """
+    UnpinPrefix: _aio.UnaryUnaryMultiCallable[_worker_admin_pb2.UnpinPrefixRequest, _worker_admin_pb2.UnpinPrefixResponse]  # type: ignore[assignment]
+    """Ends a pin; its blocks stay cached until they are evicted."""
     LoadAdapter: _aio.UnaryUnaryMultiCallable[_worker_admin_pb2.LoadAdapterRequest, _worker_admin_pb2.AdapterResponse]  # type: ignore[assignment]
     """Loads an adapter, or replaces the one of the same name; running requests keep the version they began with."""
     UnloadAdapter: _aio.UnaryUnaryMultiCallable[_worker_admin_pb2.UnloadAdapterRequest, _worker_admin_pb2.AdapterResponse]  # type: ignore[assignment]
@@ -85,8 +99,27 @@ class WorkerAdminServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_worker_admin_pb2.ResetPrefixCacheResponse, _abc.Awaitable[_worker_admin_pb2.ResetPrefixCacheResponse]]:
         """Empties the prefix cache: no later request uses KV that was cached before the call. Running requests continue. KV
-        in tiers stays.
+        in tiers stays. All pins end.
         """
+
+    @_abc_1.abstractmethod
+    def PinPrefix(
+        self,
+        request: _worker_admin_pb2.PinPrefixRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_admin_pb2.PinPrefixResponse, _abc.Awaitable[_worker_admin_pb2.PinPrefixResponse]]:
+        """Computes a prompt and keeps its full blocks in the prefix cache until the time to live ends, within the worker's
+        quota. A call for the same blocks extends their time to live. Pins end early when the prefix cache is reset, when
+        the adapter is replaced or removed, and when the worker drains.
+        """
+
+    @_abc_1.abstractmethod
+    def UnpinPrefix(
+        self,
+        request: _worker_admin_pb2.UnpinPrefixRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_admin_pb2.UnpinPrefixResponse, _abc.Awaitable[_worker_admin_pb2.UnpinPrefixResponse]]:
+        """Ends a pin; its blocks stay cached until they are evicted."""
 
     @_abc_1.abstractmethod
     def LoadAdapter(

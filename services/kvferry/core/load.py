@@ -34,6 +34,10 @@ class WorkerLoad:
     """Number of prompt tokens of waiting and running sequences that are not computed yet."""
     blocks_cached: int = 0
     """Number of KV blocks in the prefix cache, in use or evictable."""
+    pins: int = 0
+    """Number of pinned prefixes."""
+    blocks_pinned: int = 0
+    """Number of KV blocks that pinned prefixes hold; a block in several of them counts once."""
 
     @property
     def num_requests(self) -> int:

@@ -319,6 +319,7 @@ def build_engine(
         adapters=_adapters(loaded),
         adapter_slots=settings.adapter_slots,
         activate=runner.activate,
+        pin_share=settings.pin_share,
         clock=clock,
     )
 

@@ -5,16 +5,16 @@ enqueue a message for the next step.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import chain
 
 from kvferry.core.clock import Clock, SystemClock
 from kvferry.core.epochs import EpochTable
-from kvferry.core.errors import InvalidRequest, KvferryError, Overloaded, UnknownModel
+from kvferry.core.errors import InvalidRequest, Overloaded, UnknownModel
 from kvferry.core.hashing import BlockNamer, BlockNamers, is_scope_of
 from kvferry.core.ids import AdapterId, BlockId, RequestId
 from kvferry.core.load import WorkerLoad
-from kvferry.engine.adapters.adapter_slots import NO_SLOT, AdapterSlots
+from kvferry.engine.adapters.activation import AdapterActivation
+from kvferry.engine.adapters.adapter_slots import AdapterSlots
 from kvferry.engine.adapters.adapter_store import AdapterInfo, AdapterStore, LoadedAdapter
 from kvferry.engine.blocks.allocation import Allocator
 from kvferry.engine.engine_load import engine_load
@@ -23,6 +23,7 @@ from kvferry.engine.grammar.grammar_masks import GrammarMasks
 from kvferry.engine.loads.kv_loads import KvLoads
 from kvferry.engine.loads.kv_prefetch import KvPrefetchRequest
 from kvferry.engine.messages import EngineRequest, StepOutput
+from kvferry.engine.pins.pinning import Pinning
 from kvferry.engine.plan.kv_jobs import Export, SequenceUpdate
 from kvferry.engine.plan.pipeline import Pipeline, StepRunner
 from kvferry.engine.plan.scheduler import Scheduler
@@ -69,6 +70,7 @@ class Engine:
         adapters: AdapterStore | None = None,
         adapter_slots: int = 0,
         activate: Callable[[int, PackedAdapter], None] | None = None,
+        pin_share: float = 0.25,
         clock: Clock | None = None,
     ) -> None:
         """
@@ -89,7 +91,8 @@ class Engine:
             adapters: the registered adapters; without it, requests with an adapter are rejected.
             adapter_slots: maximum number of adapters in one step.
             activate: puts an adapter into a slot of the runner.
-            clock: measures the steps.
+            pin_share: maximum share of the pages that pinned prefixes hold; 0 refuses pins.
+            clock: measures the steps, and the time to live of pins.
         """
         self.allocator = Allocator.create(
             num_blocks,
@@ -101,7 +104,6 @@ class Engine:
         self.scheduler = Scheduler(limits, self.allocator, speculation, AdapterSlots(adapter_slots))
         self.adapters = adapters
         """The registered adapters; `None` if the engine does not support adapters."""
-        self._activate = activate
         self._vocab_size = vocab_size
         self._eos = frozenset(eos_token_ids)
         self._pipeline = Pipeline(runner, self.allocator, runs_ahead=runs_ahead)
@@ -121,6 +123,12 @@ class Engine:
         """Number of exports so far, which is also the number of the next export."""
         self.on_started: Callable[[list[RequestId]], None] | None = None
         """Callback before each step, called with the requests that take part in a step for the first time."""
+        self._activation = AdapterActivation(self.scheduler, adapters, activate, self._clock, self._end)
+        self.pinning = Pinning(
+            self.allocator, share=pin_share, max_model_tokens=self.max_model_tokens, clock=self._clock, add=self.add,
+            check=self._check, namer=self.namer,
+        )  # fmt: skip
+        """Pinned prefixes."""
         self.failed_step: frozenset[RequestId] = frozenset()
         """Requests of the step that raised an exception; empty if no step did."""
         self.watch: StepWatch = NO_WATCH
@@ -171,6 +179,10 @@ class Engine:
 
     def abort(self, request_id: RequestId) -> bool:
         """Abort a request; return whether it existed. Idempotent."""
+        self.pinning.forget(request_id)
+        return self._end(request_id)
+
+    def _end(self, request_id: RequestId) -> bool:
         self._loads.cancel(request_id)
         self.statistics.forget(request_id)
         self.watch.aborted(request_id)
@@ -193,9 +205,10 @@ class Engine:
         outcomes = self._loads.take_in()
         self._loads.store_full_objects()  # before `schedule`, which may preempt a sequence and reuse its pages
         self.watch.phase(PLAN)
+        self.pinning.expire()
         plan = self._pipeline.take(self.scheduler.is_wanted) or self.scheduler.schedule()
         self._loads.start_planned()
-        plan, failed = self._activate_adapters(plan)
+        plan, failed = self._activation.apply(plan)
         started = self.scheduler.take_started()
         if started and self.on_started is not None:
             self.on_started(started)
@@ -205,6 +218,7 @@ class Engine:
         for update in (*failed, *overdue):
             self.statistics.forget(update.request_id)
         updates = [*failed, *overdue, *(self._run(plan) if plan.scheduled else [])]
+        self.pinning.ended(updates)
         exports = {u.request_id: self._keep_export(u.export) for u in updates if u.export is not None}
         self._loads.store_full_objects()
         self.watch.stepped(plan, updates, is_ahead=self._pipeline.is_ahead)
@@ -217,7 +231,7 @@ class Engine:
         """Whether `step` has work now; sequences that wait for a load do not count."""
         has_sequences = self.scheduler.num_running or self.scheduler.num_waiting
         has_results = self._loads.has_messages or self._pipeline.is_ahead or self.allocator.index.has_changes
-        return has_results or bool(has_sequences)
+        return has_results or bool(has_sequences) or self.pinning.seconds_left == 0.0
 
     def post(self, message: KvMessage) -> None:
         """Enqueue a message for the next step. Thread-safe; the caller must notify the engine's thread."""
@@ -235,59 +249,18 @@ class Engine:
     # ------------------------------------------------------------------ adapters
 
     def change_adapter(self, name: str, loaded: LoadedAdapter | None) -> AdapterId:
-        """Register an adapter, replace the one of the same name, or remove it (`None`); running requests keep their
-        version.
-
-        Raises:
-            InvalidRequest: the engine does not support adapters, or too many are registered.
-            UnknownModel: there is no adapter with this name to remove.
-        """
-        if self.adapters is None:
-            raise InvalidRequest("this engine does not support adapters; set adapter_slots", field="adapter_slots")
-        now = self._clock.monotonic()
-        adapter = self.adapters.remove(name, now) if loaded is None else self.adapters.add(name, loaded, now)
-        self._trim_adapters(self.adapters)
+        """Register, replace or remove an adapter; see `AdapterActivation.change`. Pins of its other versions end."""
+        adapter = self._activation.change(name, loaded)
+        self.pinning.keep_version(name, None if loaded is None else adapter)
         return adapter
-
-    def _activate_adapters(self, plan: StepPlan) -> tuple[StepPlan, list[SequenceUpdate]]:
-        """Put the adapters of newly admitted sequences into their slots. Sequences whose adapter cannot be loaded end;
-        they are not in the returned plan."""
-        activations = self.scheduler.slots.take_activations()
-        if not activations or self.adapters is None or self._activate is None:
-            return plan, []
-        failed: list[SequenceUpdate] = []
-        for slot, adapter in activations:
-            try:
-                self._activate(slot, self.adapters.weights(adapter))
-            except KvferryError as error:
-                failed += self._fail_adapter(adapter, error)
-        self._trim_adapters(self.adapters)
-        if failed:
-            plan = replace(plan, scheduled=tuple(filter(self.scheduler.is_wanted, plan.scheduled)))
-        return plan, failed
-
-    def _fail_adapter(self, adapter: AdapterId, error: KvferryError) -> list[SequenceUpdate]:
-        """End the admitted sequences of an adapter whose weights cannot be loaded."""
-        failed = [s for s in self.scheduler.sequences if s.adapter == adapter and s.adapter_slot != NO_SLOT]
-        for sequence in failed:
-            self.abort(sequence.request_id)
-        self.scheduler.slots.forget(adapter)
-        return [SequenceUpdate(s.request_id, (), None, s.num_cached, error=error) for s in failed]
-
-    def _trim_adapters(self, adapters: AdapterStore) -> None:
-        for adapter in adapters.trim(
-            {s.adapter for s in self.scheduler.sequences if s.adapter is not None},
-            self.scheduler.slots.holds,
-            self._clock.monotonic(),
-        ):
-            self.scheduler.slots.forget(adapter)
 
     # ------------------------------------------------------------------ the prefix cache
 
     def reset_prefix_cache(self) -> int:
         """Empty the prefix cache, which also invalidates peers' tickets for cached blocks; return the number of dropped
-        blocks. Sequences keep their pages, and tiers their objects."""
+        blocks. Sequences keep their pages, and tiers their objects. All pins end."""
         self.watch.reset()
+        self.pinning.clear()
         return self.allocator.reset_cache()
 
     # ------------------------------------------------------------------ views
@@ -305,7 +278,7 @@ class Engine:
     def load(self) -> WorkerLoad:
         """Count all resources that the engine holds; the worker adds its tickets and calls."""
         held_pages = [len(pages) for pages in self._exports.values()]
-        return engine_load(self.scheduler, self._loads, held_pages)
+        return engine_load(self.scheduler, self._loads, held_pages, self.pinning.pins)
 
     @property
     def speculation(self) -> Speculation | None:
@@ -324,13 +297,13 @@ class Engine:
 
     @property
     def is_idle(self) -> bool:
-        """Whether the engine holds no sequence, export, transfer or store, and every page is free."""
-        held = self._exports or self._loads.num_transfers
-        return self.scheduler.is_idle and not held and self.allocator.pool.is_idle
+        """Whether the engine holds no sequence, export, transfer or store, and every page is free or pinned."""
+        held, pool = self._exports or self._loads.num_transfers, self.allocator.pool
+        return self.scheduler.is_idle and not held and pool.num_free + self.pinning.pins.num_pages == pool.num_blocks
 
     def check_integrity(self) -> None:
         """Check the pool's invariants and invariant I4: a page's references are exactly those of block tables, exports,
-        stores and prefetches.
+        stores, prefetches and pins.
 
         Raises:
             InvariantBroken: an invariant is violated; the message has the numbers.
@@ -338,7 +311,9 @@ class Engine:
         self.allocator.check_integrity()
         tables = (s.table.pages for s in self.scheduler.sequences)
         held = [*self._exports.values(), *self._loads.stores_held, *self._loads.prefetches_held]
+        held += self.pinning.pins.held
         self.allocator.pool.check_references(chain(tables, held))
+        self.pinning.check_integrity()
 
     # ------------------------------------------------------------------ inside
 

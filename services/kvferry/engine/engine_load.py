@@ -4,14 +4,16 @@ from collections.abc import Sequence
 
 from kvferry.core.load import WorkerLoad
 from kvferry.engine.loads.kv_loads import KvLoads
+from kvferry.engine.pins.pins import Pins
 from kvferry.engine.plan.scheduler import Scheduler
 
 
-def engine_load(scheduler: Scheduler, loads: KvLoads, exports: Sequence[int]) -> WorkerLoad:
+def engine_load(scheduler: Scheduler, loads: KvLoads, exports: Sequence[int], pins: Pins) -> WorkerLoad:
     """Count all resources that an engine holds. The cost is proportional only to the number of running sequences.
 
     Args:
         exports: number of pages of each prompt that is pinned for offers.
+        pins: the pinned prefixes.
     """
     pool = scheduler.allocator.pool
     return WorkerLoad(
@@ -27,4 +29,6 @@ def engine_load(scheduler: Scheduler, loads: KvLoads, exports: Sequence[int]) ->
         stores=len(loads.stores_held),
         tokens_to_compute=scheduler.num_tokens_to_compute,
         blocks_cached=len(scheduler.allocator.index),
+        pins=len(pins),
+        blocks_pinned=pins.num_pages,
     )

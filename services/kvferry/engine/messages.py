@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvferry.core.errors import KvferryError
-from kvferry.core.ids import AdapterId, RequestId
+from kvferry.core.ids import AdapterId, BlockHash, RequestId
 from kvferry.core.sampling import SamplingParams
 from kvferry.engine.adapters.adapter_store import LoadedAdapter
 from kvferry.engine.blocks.prefix_index import CacheChange
@@ -73,6 +73,33 @@ class ResetPrefixCache:
 
 
 @dataclass(frozen=True, slots=True)
+class PinnedPrefix:
+    """A pinned prefix, for its caller."""
+
+    name: BlockHash
+    """Name of its last block, which identifies its tokens and its scope."""
+    num_tokens: int
+    """Number of tokens in its full blocks."""
+    num_blocks: int
+    """Number of its full blocks."""
+    seconds_left: float
+    """Seconds until the pin ends."""
+
+
+PinReply = Callable[[PinnedPrefix | KvferryError], None]
+"""Called on the engine's thread with the result of `PinPrefix`."""
+
+
+@dataclass(frozen=True, slots=True)
+class PinPrefix:
+    """Command: compute a prefix and pin its full blocks; see `pins.pinning`."""
+
+    request: EngineRequest
+    ttl_seconds: float
+    reply: PinReply
+
+
+@dataclass(frozen=True, slots=True)
 class ChangeAdapter:
     """Command: register an adapter, replace the one with the same name, or remove it."""
 
@@ -98,6 +125,7 @@ Command = (
     | ReleaseExport
     | MaskReady
     | ResetPrefixCache
+    | PinPrefix
     | ChangeAdapter
     | Observe
     | KvMessage

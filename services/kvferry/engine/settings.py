@@ -61,6 +61,8 @@ class EngineSettings:
     """Tokens per block; 16 is the usual trade-off between internal fragmentation and table length."""
     max_model_tokens: int = 0
     """Context length in tokens, prompt and output; 0 uses the model's maximum."""
+    pin_share: float = 0.25
+    """Maximum share of the KV pages that pinned prefixes hold; 0 refuses pins."""
     window_pages: str = AUTO
     """What happens to KV pages behind the sliding windows of a model's layers, one of `WINDOW_PAGES`; the same for all
     workers of a pool. They are released only if that reduces the memory of a request that fills the context. With
@@ -97,3 +99,4 @@ class EngineSettings:
             "stream_interval",
         )
         check_share("gpu_memory_share", self.gpu_memory_share, may_be_zero=False)
+        check_share("pin_share", self.pin_share, may_be_zero=True)

@@ -227,6 +227,7 @@ def an_engine(
     speculation: Speculation | None = None,
     clock: Clock | None = None,
     windows: tuple[int | None, ...] = (None,),
+    pin_share: float = 0.25,
 ) -> tuple[Engine, ArithmeticRunner]:
     """Create a small engine and its runner."""
     runner = ArithmeticRunner(num_blocks, block_tokens, windows)
@@ -243,6 +244,7 @@ def an_engine(
         speculation=speculation,
         clock=clock,
         windows=windows,
+        pin_share=pin_share,
     )
     return engine, runner
 
@@ -252,6 +254,7 @@ def a_windowed_engine(
     *,
     num_blocks: int = 64,
     block_tokens: int = 4,
+    max_model_tokens: int = 256,
     limits: SchedulerLimits | None = None,
     speculation: Speculation | None = None,
 ) -> tuple[Engine, WindowedRunner]:
@@ -261,7 +264,7 @@ def a_windowed_engine(
         runner,
         num_blocks=num_blocks,
         block_tokens=block_tokens,
-        max_model_tokens=256,
+        max_model_tokens=max_model_tokens,
         vocab_size=VOCAB,
         eos_token_ids=(EOS,),
         fingerprint=b"test layout",

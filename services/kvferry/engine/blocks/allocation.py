@@ -323,6 +323,10 @@ class Allocator:
         table.further, table.passed = (), []
         table.version = next(self._versions)
 
+    def is_listed(self, block: BlockId) -> bool:
+        """Return whether a page is in a prefix index."""
+        return any(block in index for index in self._indexes)
+
     def reset_cache(self) -> int:
         """Remove all blocks from the prefix index, and give free pages a new epoch, so that a reader of their content
         finds it outdated; return the number of removed blocks."""

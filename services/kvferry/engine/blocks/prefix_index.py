@@ -48,6 +48,10 @@ class PrefixIndex:
     def __len__(self) -> int:
         return len(self._block_of)
 
+    def __contains__(self, block: BlockId) -> bool:
+        """Return whether a page is in the index."""
+        return block in self._content_of
+
     def find(self, name: BlockHash, tokens: Sequence[int]) -> BlockId | None:
         """Return the page of a block, or `None` if the block is not cached. The result is stale after the next
         allocation."""

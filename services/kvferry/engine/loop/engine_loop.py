@@ -30,6 +30,8 @@ from kvferry.engine.messages import (
     EngineRequest,
     MaskReady,
     Observe,
+    PinnedPrefix,
+    PinPrefix,
     ReleaseExport,
     ResetPrefixCache,
     StepOutput,
@@ -189,6 +191,22 @@ class EngineLoop:
             raise outcome
         return outcome
 
+    async def pin_prefix(self, request: EngineRequest, ttl_seconds: float) -> PinnedPrefix:
+        """Compute a prompt and pin its full blocks; see `Pinning.pin`. Cancelling the calling task aborts the request.
+
+        Raises:
+            Unavailable: the engine has stopped.
+            KvferryError: see `Pinning.pin`.
+        """
+        try:
+            outcome: PinnedPrefix | KvferryError = await self._ask(partial(PinPrefix, request, ttl_seconds))
+        except asyncio.CancelledError:
+            self._commands.put(Abort(request.request_id))
+            raise
+        if isinstance(outcome, KvferryError):
+            raise outcome
+        return outcome
+
     async def _ask(self, command: Callable[[Callable[[T], None]], Command]) -> T:
         """Queue a command and return its reply."""
         self._check_runs()
@@ -238,10 +256,11 @@ class EngineLoop:
             self._call_soon(self._fail, error, self._engine.failed_step)
 
     def _take_commands(self, *, wait: bool) -> bool:
-        """Execute queued commands; return whether to continue. If the engine is idle, wait for a command."""
+        """Execute queued commands; return whether to continue. If the engine is idle, wait for a command, at most until
+        a pin expires."""
         self.load = self._engine.load()
         try:
-            command = self._commands.get(block=wait)
+            command = self._commands.get(block=wait, timeout=self._engine.pinning.seconds_left if wait else None)
             while not isinstance(command, _Stop):
                 self._carry_out(command)
                 command = self._commands.get(block=False)
@@ -267,6 +286,8 @@ class EngineLoop:
                 self._engine.abort(request_id)
             case ResetPrefixCache(reply):
                 reply(self._engine.reset_prefix_cache())
+            case PinPrefix(request, ttl_seconds, reply):
+                self._engine.pinning.pin(request, ttl_seconds, reply)
             case ChangeAdapter():
                 self._change_adapter(command)
             case Observe(apply):
