@@ -25,7 +25,8 @@ HELD = (
 
 
 def assert_idle(engine: Engine) -> None:
-    """Check the engine's invariants, and that it has no sequences, exports or transfers and all pages are free."""
+    """Check the engine's invariants, and that it has no sequences, exports or transfers and all pages are free or
+    pinned."""
     engine.check_integrity()
     assert engine.is_idle, f"the engine still holds resources: {engine.load()}"
 
@@ -33,8 +34,8 @@ def assert_idle(engine: Engine) -> None:
 def leftovers(load: worker_admin_pb2.WorkerLoad) -> dict[str, int]:
     """Return the number of each resource in use by a worker, by name; empty if the worker is idle."""
     held = {name: getattr(load, name) for name in HELD if getattr(load, name)}
-    if load.blocks_free != load.blocks_total:
-        held["blocks"] = load.blocks_total - load.blocks_free
+    if load.blocks_free + load.blocks_pinned != load.blocks_total:
+        held["blocks"] = load.blocks_total - load.blocks_free - load.blocks_pinned
     return held
 
 

@@ -60,6 +60,8 @@ def requests(dialed: str) -> dict[str, Any]:
         "/kvferry.v1.KvEvents/Probe": kv_events_pb2.ProbeRequest(),
         "/kvferry.v1.WorkerAdmin/Status": worker_admin_pb2.StatusRequest(),
         "/kvferry.v1.WorkerAdmin/ResetPrefixCache": worker_admin_pb2.ResetPrefixCacheRequest(),
+        "/kvferry.v1.WorkerAdmin/PinPrefix": worker_admin_pb2.PinPrefixRequest(token_ids=[6] * 16, ttl_seconds=0.001),
+        "/kvferry.v1.WorkerAdmin/UnpinPrefix": worker_admin_pb2.UnpinPrefixRequest(token_ids=[6] * 16),
         "/kvferry.v1.WorkerAdmin/LoadAdapter": worker_admin_pb2.LoadAdapterRequest(name="a", path="a"),
         "/kvferry.v1.WorkerAdmin/UnloadAdapter": worker_admin_pb2.UnloadAdapterRequest(name="a"),
         "/kvferry.v1.WorkerAdmin/Profile": worker_admin_pb2.ProfileRequest(steps=1, timeout_seconds=0.1),

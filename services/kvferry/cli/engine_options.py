@@ -67,6 +67,13 @@ ENGINE = (
         "Share of a GPU's memory for a worker, weights included; in a stack, divided among the workers on the GPU.",
         parse=share(),
     ),
+    Setting(
+        "pin_share",
+        0.25,
+        "Maximum share of the KV pages that pinned prefixes hold (POST /pin_prefix); 0 refuses pins. The pages of the "
+        "longest request are never pinned.",
+        parse=share(may_be_zero=True),
+    ),
     Setting("block_tokens", 16, "Tokens per KV page.", parse=whole(1, 1024)),
     Setting(
         "window_pages",

@@ -207,9 +207,7 @@ GATEWAY_WAKES = Metric("kvferry_gateway_wakes_total", Kind.COUNTER, "Roles of th
 _WORKER = ("worker",)
 WORKER_READY = Metric("kvferry_worker_ready", Kind.GAUGE, "1 while the worker takes new requests.", _WORKER)
 WORKER_RUNNING = Metric("kvferry_worker_running", Kind.GAUGE, "Sequences in the running batch.", _WORKER)
-WORKER_WAITING = Metric(
-    "kvferry_worker_waiting", Kind.GAUGE, "Sequences waiting for KV blocks or a batch slot.", _WORKER
-)
+WORKER_WAITING = Metric("kvferry_worker_waiting", Kind.GAUGE, "Sequences waiting for pages or a slot.", _WORKER)
 WORKER_LOADING = Metric(
     "kvferry_worker_loading", Kind.GAUGE, "Sequences waiting for KV from a peer or a tier.", _WORKER
 )
@@ -217,6 +215,8 @@ WORKER_BLOCKS = Metric("kvferry_worker_blocks", Kind.GAUGE, "KV pages.", _WORKER
 WORKER_BLOCKS_FREE = Metric("kvferry_worker_free_blocks", Kind.GAUGE, "KV pages free or evictable.", _WORKER)
 WORKER_EXPORTS = Metric("kvferry_worker_exports", Kind.GAUGE, "Prompts whose pages are pinned for offers.", _WORKER)
 WORKER_EXPORTED_BLOCKS = Metric("kvferry_worker_exported_blocks", Kind.GAUGE, "KV pages pinned by exports.", _WORKER)
+WORKER_PINS = Metric("kvferry_worker_pins", Kind.GAUGE, "Pinned prefixes.", _WORKER)
+WORKER_PINNED_BLOCKS = Metric("kvferry_worker_pinned_blocks", Kind.GAUGE, "KV pages held by pinned prefixes.", _WORKER)
 WORKER_OFFERED = Metric("kvferry_worker_tickets_offered", Kind.GAUGE, "Tickets not yet claimed.", _WORKER)
 WORKER_CLAIMED = Metric("kvferry_worker_tickets_claimed", Kind.GAUGE, "Tickets claimed by a reader.", _WORKER)
 WORKER_TRANSFERS = Metric("kvferry_worker_transfers", Kind.GAUGE, "KV reads in flight.", _WORKER)

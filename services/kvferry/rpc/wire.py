@@ -46,7 +46,9 @@ def adapter_to_wire(adapter: AdapterId | None) -> common_pb2.Adapter | None:
     return None if adapter is None else common_pb2.Adapter(name=adapter.name, digest=adapter.digest)
 
 
-def adapter_from_wire(message: prefill_pb2.PrefillRequest | decode_pb2.DecodeRequest) -> AdapterId | None:
+def adapter_from_wire(
+    message: prefill_pb2.PrefillRequest | decode_pb2.DecodeRequest | worker_admin_pb2.PinPrefixRequest,
+) -> AdapterId | None:
     """Return the version of the adapter that a request names; `None` if it names no adapter.
 
     Raises:

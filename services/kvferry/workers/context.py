@@ -66,16 +66,24 @@ class WorkerContext:
             Unavailable: the worker is draining.
             UnknownModel: the worker serves a different model; an empty name matches every model.
         """
-        if len(tenant) > MAX_TENANT_CHARS:
-            raise InvalidRequest(
-                f"tenant has {len(tenant)} characters; at most {MAX_TENANT_CHARS} are accepted", field="tenant"
-            )
+        self.check_tenant(tenant)
         if self.draining:
             raise Unavailable(
                 "this worker is draining; retry on a different worker", reason="DRAINING", retry_after_seconds=0.1
             )
         if model not in {"", self.model}:
             raise UnknownModel(f"model {shortened(model)!r} is not served here; use {self.model!r}", field="model")
+
+    def check_tenant(self, tenant: str) -> None:
+        """Check the length of a tenant's name.
+
+        Raises:
+            InvalidRequest: the name is too long.
+        """
+        if len(tenant) > MAX_TENANT_CHARS:
+            raise InvalidRequest(
+                f"tenant has {len(tenant)} characters; at most {MAX_TENANT_CHARS} are accepted", field="tenant"
+            )
 
 
 def sequence_id(request_id: str, sample_index: int) -> RequestId:

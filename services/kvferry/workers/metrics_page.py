@@ -40,6 +40,8 @@ _OWN: tuple[tuple[Metric, str], ...] = (
     (metrics.WORKER_OPEN_CALLS, "open_calls"),
     (metrics.WORKER_EXPORTS, "exports"),
     (metrics.WORKER_EXPORTED_BLOCKS, "exported_blocks"),
+    (metrics.WORKER_PINS, "pins"),
+    (metrics.WORKER_PINNED_BLOCKS, "blocks_pinned"),
 )
 
 

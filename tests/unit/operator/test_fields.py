@@ -232,6 +232,7 @@ EFFECTS: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "roles[].engine.gpuMemoryPercent": (prefill(engine={"gpuMemoryPercent": 45}), flag("gpu-memory-share"), "0.45"),
     "roles[].engine.adapterSlots": (prefill(engine={"adapterSlots": 0}), flag("adapter-slots"), "0"),
     "roles[].engine.maxAdapterRank": (prefill(engine={"maxAdapterRank": 8}), flag("max-adapter-rank"), "8"),
+    "roles[].engine.pinPercent": (prefill(engine={"pinPercent": 40}), flag("pin-share"), "0.4"),
     "routing.policy": ({"routing": {"policy": "random"}}, flag("policy", GATEWAY), "random"),
     "routing.prefixBlocks": ({"routing": {"prefixBlocks": 9}}, flag("prefix-blocks", GATEWAY), "9"),
     "routing.blockTokens": ({"routing": {"blockTokens": 32}}, flag("block-tokens"), "32"),

@@ -191,6 +191,7 @@ def _arguments(pool: Pool, role: Role) -> list[str]:
         "max-sequences": role.engine.max_sequences,
         "adapter-slots": role.engine.adapter_slots,
         "max-adapter-rank": role.engine.max_adapter_rank,
+        "pin-share": role.engine.pin_percent / 100,
         "adapters-file": f"{_ADAPTERS_FOLDER}/{ADAPTERS_FILE}",
         "ticket-key-file": f"{KEYS_FOLDER}/ticket-key",
         "tenant-key-file": f"{KEYS_FOLDER}/tenant-key",

@@ -66,6 +66,7 @@ class Engine(_Struct, frozen=True):
     max_sequences: int = 64
     adapter_slots: int = 8
     max_adapter_rank: int = 64
+    pin_percent: int = 25
 
 
 class Role(_Struct, frozen=True):

@@ -73,6 +73,7 @@ class Pinning:
         self._check = check
         self._namer = namer
         self._pending: dict[RequestId, _Pending] = {}
+        self._is_closed = False
         self.pins = Pins(allocator.pool, self._quota)
         """The pins."""
 
@@ -134,6 +135,11 @@ class Pinning:
         """End all pins; return their number. Prefixes that are being computed are pinned when they are complete."""
         return self.pins.drop(lambda _: True)
 
+    def close(self) -> None:
+        """End all pins and refuse further ones, because the worker drains."""
+        self._is_closed = True
+        self.clear()
+
     def keep_version(self, name: str, adapter: AdapterId | None) -> None:
         """End the pins of an adapter's other versions, whose KV no new request can use.
 
@@ -184,6 +190,7 @@ class Pinning:
                 f"the prefix has {len(request.token_ids)} tokens; only full blocks of {size} tokens are pinned",
                 field="token_ids",
             )
+        self._check_open()
         names = self._namer(request.tenant).chain(request.token_ids)
         deadline = self._clock.monotonic() + ttl_seconds
         self.expire()
@@ -203,8 +210,9 @@ class Pinning:
 
         Raises:
             Overloaded: the quota does not suffice any more, or too many requests wait.
-            Unavailable: blocks were lost after each attempt.
+            Unavailable: blocks were lost after each attempt, or the worker drains.
         """
+        self._check_open()
         pin = self.pins.renew(pending.names[-1], pending.deadline)
         if pin is not None:
             pending.reply(self._reported(pin))
@@ -248,6 +256,10 @@ class Pinning:
         shared = len(cached) - self.pins.num_unpinned(cached)
         pending.num_reserved = max(0, total - shared)
         self._check_room(pending, pending.num_reserved)
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise Unavailable("this worker is draining and pins no prefixes", reason="DRAINING")
 
     def _check_room(self, pending: _Pending, num_pages: int) -> None:
         name = pending.names[-1]

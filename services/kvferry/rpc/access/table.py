@@ -41,6 +41,8 @@ ALLOWED: Mapping[str, frozenset[CallerRole]] = {
     "/kvferry.v1.WorkerAdmin/Status": _GATEWAY | _OPERATOR,
     "/kvferry.v1.WorkerAdmin/Drain": _OPERATOR,
     "/kvferry.v1.WorkerAdmin/ResetPrefixCache": _GATEWAY | _OPERATOR,
+    "/kvferry.v1.WorkerAdmin/PinPrefix": _GATEWAY | _OPERATOR,
+    "/kvferry.v1.WorkerAdmin/UnpinPrefix": _GATEWAY | _OPERATOR,
     "/kvferry.v1.WorkerAdmin/LoadAdapter": _GATEWAY | _OPERATOR,
     "/kvferry.v1.WorkerAdmin/UnloadAdapter": _GATEWAY | _OPERATOR,
     "/kvferry.v1.WorkerAdmin/Profile": _OPERATOR,

@@ -2,12 +2,13 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import grpc
 
-from kvferry.core.errors import InvalidRequest
+from kvferry.core.errors import InvalidRequest, Unavailable
 from kvferry.core.load import WorkerLoad
 from kvferry.engine.adapters.adapter_store import AdapterInfo
 from kvferry.kv.handoff.offers import OfferState
@@ -21,6 +22,7 @@ from kvferry.workers.adapters.adapter_loader import AdapterLoader
 from kvferry.workers.adapters.listed_adapters import ListedAdapters
 from kvferry.workers.context import WorkerContext
 from kvferry.workers.handoff.offer_desk import OfferDesk
+from kvferry.workers.services.pinning import PrefixPinning
 from kvferry.workers.services.profiling import Profiling
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -62,6 +64,7 @@ class AdminService(worker_admin_pb2_grpc.WorkerAdminServicer):
         self._adapters = adapters
         self._listed = listed
         self._profiling = Profiling(context)
+        self._pinning = PrefixPinning(context)
 
     async def Status(
         self, request: worker_admin_pb2.StatusRequest, context: Context
@@ -122,6 +125,16 @@ class AdminService(worker_admin_pb2_grpc.WorkerAdminServicer):
         count = await self._context.loop.reset_prefix_cache()
         return worker_admin_pb2.ResetPrefixCacheResponse(num_blocks=count)
 
+    async def PinPrefix(
+        self, request: worker_admin_pb2.PinPrefixRequest, context: Context
+    ) -> worker_admin_pb2.PinPrefixResponse:
+        return await self._pinning.pin(request, context.time_remaining())
+
+    async def UnpinPrefix(
+        self, request: worker_admin_pb2.UnpinPrefixRequest, context: Context
+    ) -> worker_admin_pb2.UnpinPrefixResponse:
+        return await self._pinning.unpin(request)
+
     async def LoadAdapter(
         self, request: worker_admin_pb2.LoadAdapterRequest, context: Context
     ) -> worker_admin_pb2.AdapterResponse:
@@ -148,9 +161,12 @@ class AdminService(worker_admin_pb2_grpc.WorkerAdminServicer):
         return self._adapters
 
     async def drain(self, timeout_seconds: float) -> bool:
-        """Reject new requests and wait for running requests and offers; return whether they ended in time."""
+        """Reject new requests, end the pins, and wait for running requests and offers; return whether they ended in
+        time."""
         if not self._context.draining:
             self._context.draining = True
+            with suppress(Unavailable):  # the engine has stopped
+                await self._context.loop.observe(lambda engine: engine.pinning.close())
             await self._on_drain()
         deadline = self._context.clock.monotonic() + timeout_seconds
         while not self._is_idle():

@@ -1,12 +1,12 @@
 """The engine's thread and its streams: after disconnects, failures and stops, every stream ends and no page leaks."""
 
 import asyncio
-import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
-from harness.fakes.engines import ArithmeticRunner, a_request, an_engine, expected_tokens
+from harness.engines.held_runner import HeldRunner
+from harness.fakes.engines import a_request, an_engine, expected_tokens
 from harness.idle import assert_idle
 from harness.waiting import eventually
 
@@ -19,26 +19,6 @@ from kvferry.engine.loop.engine_stream import EngineStream, StreamItem
 from kvferry.engine.plan.step import StepPlan, StepResult
 
 SECONDS = 30.0
-
-
-class HeldRunner:
-    """Blocks every step from the `first`-th on until `go` is set, so that a test can act while a step runs."""
-
-    def __init__(self, runner: ArithmeticRunner, *, first: int = 1) -> None:
-        self._run: Callable[[StepPlan], StepResult] = runner.run
-        self._first = first
-        self.steps = 0
-        self.reached, self.go = threading.Event(), threading.Event()
-
-    def __call__(self, plan: StepPlan) -> StepResult:
-        self.steps += 1
-        if self.steps >= self._first:
-            self.reached.set()
-            assert self.go.wait(SECONDS)
-        return self._run(plan)
-
-    async def wait_reached(self) -> None:
-        assert await asyncio.to_thread(self.reached.wait, SECONDS)
 
 
 @asynccontextmanager

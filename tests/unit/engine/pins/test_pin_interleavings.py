@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, field
 
+from harness.engines.pinner import Pinner
 from harness.fakes.engines import a_request, a_windowed_engine, an_engine, expected_tokens, small_limits
 from harness.idle import assert_idle
-from harness.pins.pinner import Pinner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

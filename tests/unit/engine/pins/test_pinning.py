@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 import pytest
+from harness.engines.pinner import Pinner, cached_tokens, flood
 from harness.fakes.engines import a_request, a_windowed_engine, an_engine, run_until_idle, shares, small_limits
 from harness.idle import assert_idle
-from harness.pins.pinner import Pinner, cached_tokens, flood
 
 from kvferry.core.clock import ManualClock
 from kvferry.core.errors import GenerationFailed, InvalidRequest, InvariantBroken, KvferryError, Overloaded, Unavailable

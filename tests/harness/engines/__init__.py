@@ -1,0 +1,1 @@
+"""Engines under test: runners that wait, and pins."""

@@ -1,1 +1,0 @@
-"""Pins of an engine under test."""
