@@ -8,12 +8,12 @@ from kvferry.engine.pins.pins import Pins
 from kvferry.engine.plan.scheduler import Scheduler
 
 
-def engine_load(scheduler: Scheduler, loads: KvLoads, exports: Sequence[int], pins: Pins) -> WorkerLoad:
+def engine_load(scheduler: Scheduler, loads: KvLoads, exports: Sequence[int], pins: Pins | None = None) -> WorkerLoad:
     """Count all resources that an engine holds. The cost is proportional only to the number of running sequences.
 
     Args:
         exports: number of pages of each prompt that is pinned for offers.
-        pins: the pinned prefixes.
+        pins: the pinned prefixes; `None` for an engine that pins none.
     """
     pool = scheduler.allocator.pool
     return WorkerLoad(
@@ -29,6 +29,6 @@ def engine_load(scheduler: Scheduler, loads: KvLoads, exports: Sequence[int], pi
         stores=len(loads.stores_held),
         tokens_to_compute=scheduler.num_tokens_to_compute,
         blocks_cached=len(scheduler.allocator.index),
-        pins=len(pins),
-        blocks_pinned=pins.num_pages,
+        pins=0 if pins is None else len(pins),
+        blocks_pinned=0 if pins is None else pins.num_pages,
     )

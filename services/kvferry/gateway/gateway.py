@@ -30,9 +30,11 @@ from kvferry.gateway.fleet.worker_keys import WorkerKeys
 from kvferry.gateway.http.admin_api import AdminApi
 from kvferry.gateway.http.client_api import ClientApi
 from kvferry.gateway.http.http_server import HttpServer
+from kvferry.gateway.http.pin_routes import PinRoutes
 from kvferry.gateway.http.tls import Certificate
 from kvferry.gateway.instruments import Instruments
 from kvferry.gateway.lifecycle.sample_run import SampleRun
+from kvferry.gateway.pins.fleet_pins import FleetPins
 from kvferry.gateway.request_trace.trace_file import TraceFile
 from kvferry.gateway.request_trace.trace_line import TracedSample
 from kvferry.gateway.routing.holding import Holding
@@ -149,15 +151,17 @@ class Gateway:
             self.dispatcher.journal,
             needs_key=self._tenants.keys.are_required,
         )
+        self.pins = FleetPins(self.fleet, clock)
         self.admin_api = AdminApi(
             self.instruments.registry,
             self.dispatcher.journal,
             self._report,
-            CacheReset(self.fleet, self.dispatcher.turns.clear).run,
+            CacheReset(self.fleet, self._forget_cached).run,
             adapters.load,
             adapters.unload,
             self._overview,
             self._readiness,
+            PinRoutes(self.service, self.pins, config.http),
         )
 
     @classmethod
@@ -222,6 +226,7 @@ class Gateway:
             asyncio.create_task(gateway.membership.run(), name="membership"),
             asyncio.create_task(gateway.cache_feeds.run(), name="cache feeds"),
             asyncio.create_task(gateway._follow_totals(), name="history"),
+            asyncio.create_task(gateway.pins.run(), name="pins"),
         ]
         if gateway._waker is not None:
             gateway._following.append(asyncio.create_task(gateway._waker.run(), name="waker"))
@@ -307,6 +312,11 @@ class Gateway:
             flow=self.gate.report(),
             certificate_not_after=0.0 if self._pool_tls is None else self._pool_tls.not_after,
         )
+
+    def _forget_cached(self) -> None:
+        """Forget KV in the caches of workers, which are being reset."""
+        self.dispatcher.turns.clear()
+        self.pins.clear()
 
     def _trace_request(self, run: SampleRun) -> None:
         """Add an ended sample to the request trace, unless it got no tokens: such a request had no effect."""

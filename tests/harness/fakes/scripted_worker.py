@@ -15,6 +15,7 @@ from blake3 import blake3
 
 from harness.fakes.byte_model import NAME
 from harness.fakes.scripted_tokens import next_token, scores_of, vector_of
+from harness.gateways.scripted_pins import ScriptedPins
 from kvferry.core.errors import KvferryError, TicketRejected, Unavailable
 from kvferry.core.ids import new_incarnation
 from kvferry.core.sampling import FinishReason
@@ -89,11 +90,12 @@ class Offers:
         return found
 
 
-class ScriptedWorker(prefill_pb2_grpc.PrefillServicer, admin_grpc.WorkerAdminServicer):
+class ScriptedWorker(prefill_pb2_grpc.PrefillServicer, ScriptedPins):
     """A scripted worker. Attributes may be changed between calls; each call consumes an entry of `faults`, where `None`
     means no failure."""
 
     def __init__(self, role: str, worker_id: str, offers: Offers) -> None:
+        super().__init__()
         self.num_resets = 0
         self.adapters: dict[str, bytes] = {}
         """Digests of adapters by name."""
@@ -134,6 +136,7 @@ class ScriptedWorker(prefill_pb2_grpc.PrefillServicer, admin_grpc.WorkerAdminSer
 
     async def start(self) -> None:
         """Start listening; after a stop, with the same port and a new incarnation."""
+        self.pins.clear()
         self.incarnation = new_incarnation()
         services = [
             Service("kvferry.v1.Prefill", lambda s: prefill_pb2_grpc.add_PrefillServicer_to_server(self, s)),
@@ -189,12 +192,14 @@ class ScriptedWorker(prefill_pb2_grpc.PrefillServicer, admin_grpc.WorkerAdminSer
         response.identity.incarnation = self.incarnation
         response.load.running = self.running
         response.load.blocks_total, response.load.blocks_free = 100, 75
+        response.load.pins = len(self.pins)
         return response
 
     async def ResetPrefixCache(
         self, request: worker_admin_pb2.ResetPrefixCacheRequest, context: Any
     ) -> worker_admin_pb2.ResetPrefixCacheResponse:
         self.num_resets += 1
+        self.pins.clear()
         if self.mute:
             await asyncio.Event().wait()
         return worker_admin_pb2.ResetPrefixCacheResponse(num_blocks=7)

@@ -23,6 +23,8 @@ from kvferry.gateway.http.answers import Ready
 from kvferry.gateway.http.client_api import error_response
 from kvferry.gateway.http.openai import reply as openai_reply
 from kvferry.gateway.http.page_files import PageFiles
+from kvferry.gateway.http.pin_routes import PATHS as PIN_PATHS
+from kvferry.gateway.http.pin_routes import PinRoutes
 from kvferry.gateway.http.route_errors import NoSuchRoute
 
 _JSON = "application/json"
@@ -35,6 +37,7 @@ _PATHS = (
     "/debug/requests",
     "/debug/requests/{id}",
     "POST /reset_prefix_cache",
+    *PIN_PATHS,
     "POST /v1/load_lora_adapter",
     "POST /v1/unload_lora_adapter",
     "/health",
@@ -64,6 +67,8 @@ class AdminApi:
     """Function that returns the body of `GET /debug/overview`."""
     readiness: Callable[[], tuple[bool, Sequence[str]]]
     """Function that returns whether requests are accepted, and the reasons."""
+    pins: PinRoutes
+    """Routes of pinned prefixes."""
 
     def app(self) -> ASGIApp:
         """Create the ASGI application of the admin API."""
@@ -77,6 +82,7 @@ class AdminApi:
             Route("/fleet", self._fleet, methods=["GET"]),
             Route("/debug/requests/{request_id}", self._request, methods=["GET"]),
             Route("/reset_prefix_cache", self._reset_prefix_cache, methods=["POST"]),
+            *self.pins.routes(),
             Route("/v1/load_lora_adapter", self._load_adapter, methods=["POST"]),
             Route("/v1/unload_lora_adapter", self._unload_adapter, methods=["POST"]),
             Route("/health", self._health, methods=["GET"]),

@@ -1,0 +1,1 @@
+"""Parts of scripted workers behind a gateway under test."""
