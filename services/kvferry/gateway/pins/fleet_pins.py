@@ -189,8 +189,9 @@ class FleetPins:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    def begin_round(self, now: float) -> None:
-        """Start a task for each worker that lacks a registered prefix and has no such task.
+    def begin_round(self, now: float) -> int:
+        """Start a task for each worker that lacks a registered prefix and has no such task; return the number of
+        tasks.
 
         Args:
             now: current time, monotonic seconds.
@@ -202,7 +203,8 @@ class FleetPins:
             if placed.task is None or placed.task.done():
                 del self._placed[incarnation]
         if not len(self._book):
-            return
+            return 0
+        num_begun = 0
         for incarnation, view in views.items():
             placed = self._placed.setdefault(incarnation, _Placed())
             if placed.task is not None and not placed.task.done():
@@ -212,6 +214,8 @@ class FleetPins:
             due = [prefix for prefix in lacking if placed.retry_at.get(prefix.key, now) <= now]
             if due:
                 placed.task = asyncio.create_task(self._place_all(view, due), name=f"pin {view.endpoint.address}")
+                num_begun += 1
+        return num_begun
 
     # ------------------------------------------------------------------ inside
 

@@ -150,12 +150,13 @@ def test_pages_for_the_longest_request_are_never_pinned() -> None:
 def test_prefixes_in_progress_reserve_pages_of_the_quota() -> None:
     engine, _ = an_engine(pin_share=0.1)
     pinner = Pinner(engine)
-    first, same, other = pinner.send(PREFIX), pinner.send(PREFIX), pinner.send(list(range(40, 56)))
+    prefix = [*PREFIX, 5, 6]
+    first, same, other = pinner.send(prefix), pinner.send(prefix), pinner.send(list(range(40, 52)))
     assert isinstance(pinner.replies[other], Overloaded)
     run_until_idle(engine)
     assert isinstance(pinner.replies[first], PinnedPrefix)
-    assert isinstance(pinner.replies[same], PinnedPrefix)
-    assert (engine.load().pins, engine.load().blocks_pinned) == (1, 3)
+    assert isinstance(pinner.replies[same], PinnedPrefix), "pages are reserved once for the same prefix"
+    assert (engine.load().pins, engine.load().blocks_pinned) == (1, 4)
 
 
 @pytest.mark.parametrize(
@@ -233,8 +234,8 @@ def test_the_pages_are_held_before_another_request_can_take_them() -> None:
     assert cached_tokens(engine, LONGER) == 12
 
 
-def test_a_pin_whose_caller_has_gone_is_not_made() -> None:
-    engine, _ = an_engine()
+def test_a_pin_whose_caller_has_gone_is_not_made_and_reserves_nothing() -> None:
+    engine, _ = an_engine(pin_share=0.1)
     pinner = Pinner(engine)
     name = pinner.send(PREFIX)
     assert engine.abort(RequestId(name))
@@ -242,6 +243,7 @@ def test_a_pin_whose_caller_has_gone_is_not_made() -> None:
     assert pinner.replies == {}
     assert_idle(engine)
     assert engine.load().pins == 0
+    assert pinner.pin(list(range(40, 64))).num_blocks == 6
 
 
 def test_a_failure_that_removes_blocks_from_the_cache_ends_their_pins() -> None:

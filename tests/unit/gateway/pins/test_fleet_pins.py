@@ -8,9 +8,12 @@ from harness.fakes.scripted_gateway import ScriptedGateway, scripted_gateway
 from harness.fakes.scripted_worker import ScriptedWorker
 from harness.waiting import eventually
 
+from kvferry.core.clock import ManualClock
 from kvferry.core.errors import InvalidRequest, Overloaded
 from kvferry.core.hashing import cache_scope
 from kvferry.core.ids import AdapterId
+from kvferry.gateway.pins.fleet_pins import FleetPins
+from kvferry.gateway.pins.pin_book import Prefix
 
 BODY = {"prompt": "x" * 40, "ttl_seconds": 600}
 IDS = [257, *b"x" * 40]
@@ -73,21 +76,47 @@ async def test_a_restarted_worker_gets_the_registered_pins_with_their_remaining_
     await worker.stop()
     await worker.start()
     await gateway.gateway.fleet.wait_until(lambda fleet: all(view.takes_work for view in fleet.views()))
-    gateway.gateway.pins.begin_round(gateway.gateway._clock.monotonic())
-    assert not worker.pins, "an unpinned prefix is not pinned again"
+    assert gateway.gateway.pins.begin_round(gateway.gateway._clock.monotonic()) == 0, (
+        "an unpinned prefix is not pinned again"
+    )
 
 
-async def test_pins_that_a_worker_lost_are_made_again(gateway: ScriptedGateway) -> None:
-    worker, pins = by_role(gateway)["prefill"], gateway.gateway.pins
-    await post(gateway, "/pin_prefix", BODY)
-    await gateway.gateway.fleet.wait_until(lambda fleet: any(view.load.pins for view in fleet.views()))
+async def test_pins_that_a_worker_lost_are_made_again_when_its_status_has_shown_it_for_a_while(
+    gateway: ScriptedGateway,
+) -> None:
+    worker, fleet = by_role(gateway)["prefill"], gateway.gateway.fleet
+    pins = FleetPins(fleet, ManualClock())
+    await pins.pin(Prefix.of(IDS), 600.0)
+    await fleet.wait_until(lambda _: all(view.load.pins for view in fleet.views() if view.role != "decode"))
+    assert pins.begin_round(0.0) == 0
     worker.pins.clear()
-    await gateway.gateway.fleet.wait_until(lambda fleet: fleet.view(worker.address).load.pins == 0)  # type: ignore[union-attr]
-    now = gateway.gateway._clock.monotonic()
-    pins.begin_round(now)
-    pins.begin_round(now + 4.9)
-    assert not worker.pins
-    pins.begin_round(now + 5.1)
+    await fleet.wait_until(lambda _: fleet.view(worker.address).load.pins == 0)  # type: ignore[union-attr]
+    assert [pins.begin_round(now) for now in (1.0, 5.9, 6.0)] == [0, 0, 1]
+    await eventually(lambda: len(worker.pins) == 1)
+
+
+async def test_a_late_status_makes_no_pin_again(gateway: ScriptedGateway) -> None:
+    worker, fleet = by_role(gateway)["prefill"], gateway.gateway.fleet
+    pins = FleetPins(fleet, ManualClock())
+    await pins.pin(Prefix.of(IDS), 600.0)
+    names = dict(worker.pins)
+    worker.pins.clear()
+    await fleet.wait_until(lambda _: fleet.view(worker.address).load.pins == 0)  # type: ignore[union-attr]
+    assert pins.begin_round(1.0) == 0
+    worker.pins.update(names)
+    await fleet.wait_until(lambda _: all(view.load.pins for view in fleet.views() if view.role != "decode"))
+    assert [pins.begin_round(now) for now in (2.0, 9.0)] == [0, 0]
+
+
+async def test_a_failed_pin_is_tried_again_after_thirty_seconds(gateway: ScriptedGateway) -> None:
+    worker, fleet = by_role(gateway)["both"], gateway.gateway.fleet
+    pins = FleetPins(fleet, ManualClock())
+    worker.pin_error = Overloaded("no")
+    with pytest.raises(Overloaded):
+        await pins.pin(Prefix.of(IDS), 600.0)
+    worker.pin_error = None
+    await fleet.wait_until(lambda _: any(view.load.pins for view in fleet.views()))
+    assert [pins.begin_round(now) for now in (1.0, 29.9, 30.0)] == [0, 0, 1]
     await eventually(lambda: len(worker.pins) == 1)
 
 
@@ -102,10 +131,7 @@ async def test_a_worker_that_refuses_is_named_and_tried_again(gateway: ScriptedG
     assert "the others pinned it" in error["message"]
     assert len(workers["prefill"].pins) == 1
     workers["both"].pin_error = None
-    now = gateway.gateway._clock.monotonic()
-    pins.begin_round(now + 29)
-    assert not workers["both"].pins
-    pins.begin_round(now + 31)
+    assert pins.begin_round(gateway.gateway._clock.monotonic() + 31) == 1
     await eventually(lambda: len(workers["both"].pins) == 1)
     workers["prefill"].pin_error = Overloaded("no")
     incomplete = await post(gateway, "/unpin_prefix", {"prompt": BODY["prompt"]})
@@ -139,10 +165,7 @@ async def test_a_reset_of_the_caches_ends_all_pins(gateway: ScriptedGateway) -> 
     await post(gateway, "/pin_prefix", BODY)
     assert (await post(gateway, "/reset_prefix_cache", {})).status_code == 200
     assert (await listed(gateway))["pins"] == []
-    calls = [worker.num_pin_calls for worker in gateway.workers.all]
-    gateway.gateway.pins.begin_round(gateway.gateway._clock.monotonic() + 60)
-    await gateway.gateway.fleet.next_change()
-    assert [worker.num_pin_calls for worker in gateway.workers.all] == calls
+    assert gateway.gateway.pins.begin_round(gateway.gateway._clock.monotonic() + 60) == 0
 
 
 async def test_an_adapter_is_pinned_in_the_version_of_each_worker(gateway: ScriptedGateway) -> None:
