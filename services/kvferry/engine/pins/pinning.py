@@ -104,6 +104,8 @@ class Pinning:
     def ended(self, updates: Iterable[SequenceUpdate]) -> None:
         """Pin the prefixes whose requests ended in a step, and drop pins of blocks that a failure removed from the
         cache. To be called before another step is planned."""
+        if not self._pending and not self.pins:
+            return
         for update in updates:
             if update.error is not None and self.pins:
                 self.pins.drop(lambda pin: not all(map(self._allocator.is_listed, pin.pages)))

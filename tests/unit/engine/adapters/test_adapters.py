@@ -11,12 +11,12 @@ import pytest
 from harness.fakes.stepping import generate
 from harness.kernels.lora_files import write
 
-from kvferry.core.errors import InvalidRequest, ModelFileError, UnknownModel, UsageError
+from kvferry.core.errors import InvalidRequest, KvferryError, ModelFileError, UnknownModel, UsageError
 from kvferry.core.hashing import cache_scope
 from kvferry.core.ids import AdapterId, RequestId
 from kvferry.core.sampling import SamplingParams
 from kvferry.engine import LLM
-from kvferry.engine.messages import EngineRequest
+from kvferry.engine.messages import EngineRequest, PinnedPrefix
 from kvferry.engine.models.build import build_model
 from kvferry.engine.plan.step_budget import SchedulerLimits
 from kvferry.engine.run.runner import Runner
@@ -176,6 +176,28 @@ def test_kv_of_one_version_is_used_by_no_other(folders: dict[str, str], tmp_path
     back = llm.generate(prompt, GREEDY, model="x")[0]
     assert back.token_ids == first.token_ids
     assert back.num_cached_tokens == 96, "the cache scope depends on the adapter's content, not on the time of loading"
+
+
+def test_a_prefix_is_pinned_with_its_adapter_until_the_version_is_replaced(folders: dict[str, str]) -> None:
+    llm = an_llm({"x": folders["a1"]})
+    assert llm.engine.adapters is not None
+    adapter = llm.engine.adapters.resolve("x")
+    replies: list[PinnedPrefix | KvferryError] = []
+    request = EngineRequest(
+        RequestId("p"), list(range(100)), GREEDY, tenant=cache_scope("", "", adapter), adapter=adapter
+    )
+    llm.engine.pinning.pin(request, 60.0, replies.append)
+    while llm.engine.has_work:
+        llm.engine.step()
+    (pin,) = replies
+    assert isinstance(pin, PinnedPrefix)
+    assert (pin.num_tokens, llm.engine.load().pins) == (96, 1)
+    assert llm.generate([list(range(100))], GREEDY, model="x")[0].num_cached_tokens == 96
+    llm.load_adapter("x", folders["a1"])
+    assert llm.engine.load().pins == 1, "the same content is the same version"
+    llm.load_adapter("x", folders["a2"])
+    assert llm.engine.load().pins == 0
+    assert llm.engine.is_idle
 
 
 def test_running_requests_keep_the_version_they_began_with(folders: dict[str, str]) -> None:
