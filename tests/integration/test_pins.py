@@ -79,8 +79,8 @@ def test_a_pinned_prefix_survives_a_flood_and_a_restart_and_is_evictable_afterwa
         flood(client, 10)
         (whole,) = client.complete(PROMPT, GREEDY)
         assert (whole.usage.cached_tokens, list(whole.token_ids)) == (96, right)
-        assert whole.timing.handoff_outcome == "fetched"
-        assert prefill_pins(stack) == (1, 6)
+        assert whole.timing.handoff_outcome in ("fetched", "local"), "a KV prefetch may have been faster"
+        until(lambda: prefill_pins(stack) == (1, 6), "the status of the worker shows the pin")
 
         full = admin(stack, "/pin_prefix", prompt=list(range(112)), ttl_seconds=60)
         assert full.status_code == 429
