@@ -295,9 +295,12 @@ def test_a_field_has_its_effect(llm: LLM, field: str) -> None:
     assert llm.engine.is_idle
 
 
-NOT_SAMPLING = {"model", "prompt", "stream", "stream_options", "n", "user", "priority", "cache_salt", "echo", "best_of"}
-"""Fields of a completion request that are not in `SamplingParams`; `test_openai_choices` tests those that change the
-choices.
+NOT_SAMPLING = {
+    "model", "prompt", "stream", "stream_options", "n", "user", "priority", "cache_salt", "echo", "best_of",
+    "use_beam_search", "length_penalty", "early_stopping",
+}  # fmt: skip
+"""Fields of a completion request that are not in `SamplingParams`; `test_openai_choices` and `test_beams` test those
+that change the choices.
 """
 ENGINE_ONLY = {"bad_word_token_ids"}
 """Fields that the conversion of text requests to tokens fills."""
