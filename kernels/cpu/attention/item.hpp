@@ -13,7 +13,8 @@ constexpr int tile_queries(int group) {
   return group >= kMaxTileQueries ? 1 : kMaxTileQueries / (group > 4 ? group / 4 : 1);
 }
 
-// Attention work of one chunk.
+// Unit of attention work: a sequence, or decoding sequences that share pages, with a range of KV heads, of queries and
+// of partitions.
 struct AttentionItem {
   int sequence, kv_begin, kv_end;  // KV heads [begin, end)
   int first_query, queries;

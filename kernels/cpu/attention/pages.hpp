@@ -44,7 +44,7 @@ static inline size_t value_offset(const AttentionGeometry& g) {
   return size_t(g.planes - 1) * g.kv_heads * head_bytes(K, g.block_tokens, g.head_dim);
 }
 
-// 16 tokens that are contiguous in memory; scales for int8 only.
+// Keys and values of 16 tokens that are contiguous in memory; scales are set only for int8.
 struct TokenGroup {
   const uint8_t *keys, *values, *key_scales, *value_scales;
 };

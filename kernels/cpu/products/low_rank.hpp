@@ -154,7 +154,7 @@ static inline void expand_rows(const Expansion& e, const Adapter& adapter, const
   }
 }
 
-// Adds updates to a tile. Not inlined, so that products without adapters keep their registers.
+// Adds LoRA updates to a tile. Not inlined, since products without adapters would spill registers.
 [[gnu::noinline]] static void expand(const Expansion& e, const Tile& tile) {
   const int64_t* adapters = e.adapter_of_row + tile.row;
   for (int r = 0, count; r < tile.rows; r += count) {

@@ -229,7 +229,8 @@ static inline void w_transpose(const uint8_t* from, size_t row, int16_t* out) {
 }
 
 // --- products of bytes ---------------------------------------------------------------------------------------------
-// 16 lanes of four quantized values; a quad of inputs in the order 0 2 1 3; 16 integer sums of their products.
+// B has 16 lanes of four quantized values, which are multiplied by four inputs in the order 0 2 1 3. S has the sum of
+// each lane's products.
 struct B {
   int8_t v[64];
 };

@@ -100,7 +100,7 @@ static inline void norm_sampled_rows(Step& step, const float* output_norm, int f
   }
 }
 
-// Writes the hidden states of the shown rows [first, end), after the final norm.
+// Writes the hidden states, after the final norm, of the rows [first, end) among those whose states are returned.
 static inline void show_rows(Step& step, const float* output_norm, int first, int end) {
   const Model& m = step.model;
   for (int i = first < 0 ? 0 : first; i < end; ++i) {

@@ -73,7 +73,7 @@ void pack(const Matrix& matrix, const std::vector<Part>& parts, const int64_t* o
 // its scales are read.
 bool has_one_scale(const Matrix& matrix);
 
-// Dequantizes a row of a file.
+// Dequantizes a row of weights in a file's format.
 void dequantize_row(RowType type, const uint8_t* data, int cols, float* out);
 
 }  // namespace kvferry

@@ -205,7 +205,7 @@ class KubeApi:
                     raise
                 query["force"] = "true"
             except ApiRefusal as refusal:
-                # The object was changed while the API server merged the manifest.
+                # 409: the object changed while the API server merged the manifest, so the write is retried.
                 if refusal.status != 409 or not attempts_left:
                     raise
         raise Unavailable(f"{path} changes too often to be applied")

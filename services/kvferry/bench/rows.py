@@ -33,7 +33,7 @@ def append_csv(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
     if not is_new:
         with path.open(newline="", encoding="utf-8") as file:
             if next(csv.reader(file), None) != columns:
-                raise ValueError(f"{path} has columns other than {','.join(columns)}; use a new file")
+                raise ValueError(f"{path} must have the columns {','.join(columns)}; use a new file")
     with path.open("a", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, columns, lineterminator="\n")
         if is_new:

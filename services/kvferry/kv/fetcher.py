@@ -46,7 +46,7 @@ _log = logging.getLogger(__name__)
 _FIRST_PAUSE_SECONDS = 0.0002
 _LONGEST_PAUSE_SECONDS = 0.005
 _DRAIN_PAUSE_SECONDS = 0.05
-_PLACE_BYTES = 8 << 20
+_SLOT_BYTES = 8 << 20
 """Minimum size of a job's staging slot in bytes; slots are larger if four of this worker's pages would not fit."""
 
 
@@ -104,8 +104,8 @@ class Fetcher:
         self._mirror = mirror
         self._requires_digests = requires_digests
         # Space for four pages of this layout, or two pages in float32, the largest dtype that a peer can have.
-        place_bytes = max(_PLACE_BYTES, 4 * layout.block_bytes, 2 * replace(layout, dtype=FLOAT32).block_bytes)
-        self._staging = StagingSlots(lambda size: transport.staging(size), place_bytes, 2 * max_parallel)
+        slot_bytes = max(_SLOT_BYTES, 4 * layout.block_bytes, 2 * replace(layout, dtype=FLOAT32).block_bytes)
+        self._staging = StagingSlots(lambda size: transport.staging(size), slot_bytes, 2 * max_parallel)
         self._pool = ThreadPoolExecutor(max_parallel, thread_name_prefix="kv-fetch")
         self._jobs: dict[int, _Job] = {}
         self._connected: set[str] = set()

@@ -23,15 +23,15 @@ from kvferry.kv.pages.relayout import DtypeOverflow, Relayout
 class StagingSlots:
     """Pool of equally sized slots in a transport's staging memory, which nothing else uses. Thread-safe."""
 
-    def __init__(self, make: Callable[[int], memoryview], place_bytes: int, max_slots: int) -> None:
+    def __init__(self, make: Callable[[int], memoryview], slot_bytes: int, max_slots: int) -> None:
         """
         Args:
             make: allocates a slot (`Transport.staging`) when it is first needed.
-            place_bytes: size of each slot.
+            slot_bytes: size of each slot.
             max_slots: maximum number of slots; should exceed the number of parallel reads, because a stalled read keeps
                 its slot.
         """
-        self.place_bytes = place_bytes
+        self.slot_bytes = slot_bytes
         self._make = make
         self._max_slots = max_slots
         self._free: list[memoryview] = []
@@ -57,7 +57,7 @@ class StagingSlots:
                 raise ReadError(f"all {self._max_slots} staging slots are held by stalled reads")
             self._num_made += 1
         try:
-            return self._make(self.place_bytes)
+            return self._make(self.slot_bytes)
         except BaseException:
             with self._lock:
                 self._num_made -= 1

@@ -180,7 +180,7 @@ class ModelConfig:
 
     @property
     def inner_values(self) -> int:
-        """Largest number of values that a row has between the input and the output of an MLP or of its experts."""
+        """Maximum number of intermediate activations per row in an MLP or an MoE layer."""
         dense, experts = 3 * self.intermediate_size, self.experts
         if experts is None:
             return dense

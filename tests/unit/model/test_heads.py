@@ -126,10 +126,12 @@ def test_odd_medusa_heads_are_refused(
 def test_a_pickle_is_refused_with_a_command_to_convert_it(tmp_path: Path) -> None:
     folder = write_eagle(tmp_path, MODEL, is_fused=False)
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(ModelFileError, match=r"pytorch_model\.bin can run code when it is read: convert it once"):
+    with pytest.raises(ModelFileError, match=r"pytorch_model\.bin can execute code when it is loaded: convert it"):
         read_eagle(folder, MODEL)
     (folder / "pytorch_model.bin").unlink()
-    with pytest.raises(ModelFileError, match=r"has no model\.safetensors; use the folder of a head"):
+    with pytest.raises(
+        ModelFileError, match=r"has no model\.safetensors; use the checkpoint folder of a speculation head"
+    ):
         read_eagle(folder, MODEL)
 
 

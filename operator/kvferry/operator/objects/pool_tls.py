@@ -50,7 +50,7 @@ def tls_volume(pool: Pool, kind: str) -> tuple[list[Json], list[Json]]:
 
 
 def tls_flags(pool: Pool) -> dict[str, object]:
-    """Return the flags of a pod's process; none without TLS."""
+    """Return the TLS flags for the command line of a pod; empty if the pool's TLS mode is Off."""
     if pool.spec.tls.mode == "Off":
         return {}
     return {

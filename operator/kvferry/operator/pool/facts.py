@@ -294,7 +294,7 @@ class PoolFacts:
 
 
 class Store:
-    """Facts about all pools, updated by the watches on the event loop. Reconciles work on copies."""
+    """Facts about all pools, updated by the watches on the event loop. Each reconciliation works on a copy."""
 
     def __init__(self) -> None:
         self._pools: dict[Key, PoolFacts] = {}

@@ -67,7 +67,7 @@ class Workers:
             self.enqueue(key)
 
     def wake(self) -> None:
-        """Notify idle workers to check whether they may still write."""
+        """Wake idle workers, so that they check again whether this operator may still write."""
         self._wake.set()
 
     async def work(self) -> None:

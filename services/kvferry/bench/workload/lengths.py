@@ -63,7 +63,7 @@ class LengthMix:
 
 
 _HEAVY = {
-    # (mean and standard deviation of the logarithm) of input and output
+    # Mean and standard deviation of the logarithm of the length: input, output
     SHAREGPT: ((4.466, 1.2), (5.448, 1.0)),
     ALPACA: ((2.809, 0.5), (3.651, 0.9)),
 }

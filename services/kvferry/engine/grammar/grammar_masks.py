@@ -24,16 +24,11 @@ from kvferry.core.clock import Clock, SystemClock
 from kvferry.core.constraint import Constraint
 from kvferry.core.errors import GenerationFailed, KvferryError
 from kvferry.core.histogram import Histogram
-from kvferry.engine.grammar.wait_budget import WaitBudget
+from kvferry.engine.grammar.wait_budget import LATE_SECONDS, LATE_SHARE, WaitBudget
 from kvferry.engine.plan.token_mask import Bits
 from kvferry.model.grammar.compiler import GrammarCompiler
 from kvferry.model.grammar.grammar import GrammarState
 
-LATE_SECONDS = 0.002
-"""Time in seconds for which a step waits for a mask. A mask takes 0.05 ms on average, and is computed while the step's
-kernels run."""
-LATE_SHARE = 0.05
-"""Largest share of all time that steps may wait for masks."""
 INLINE_SECONDS = 0.0002
 """If a sequence's recent masks took less than this, its next mask is computed on the engine's thread."""
 _DECAY = 0.9

@@ -2,6 +2,12 @@
 
 from dataclasses import dataclass
 
+LATE_SECONDS = 0.002
+"""Time in seconds for which a step waits for a mask. A mask takes 0.05 ms on average, and is computed while the step's
+kernels run."""
+LATE_SHARE = 0.05
+"""Largest share of all time that steps may wait for masks."""
+
 
 @dataclass(slots=True)
 class WaitBudget:

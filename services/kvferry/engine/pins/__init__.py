@@ -1,4 +1,5 @@
 """Pinned prefixes: cached blocks that are not evicted until their time to live ends.
 
-`pins` holds the blocks within a quota; `pinning` computes a prefix with an ordinary request and pins its blocks.
+`pins` holds the blocks within a quota; `pinning` defines the quota, computes a prefix with an ordinary request and pins
+its blocks.
 """

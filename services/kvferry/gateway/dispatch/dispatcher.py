@@ -78,8 +78,8 @@ class Dispatcher:
             clock: for deadlines and timings; the time base of `TokenRequest.arrived` and `TokenRequest.deadline`.
             config: routing, retries and limits.
             instruments: metrics; `None` creates them in a new registry.
-            gate: holds samples whose pool has lost its last worker; `None` if samples wait only for a worker that may
-                recover.
+            gate: gate in which samples wait while the pool has no workers. If it is `None`, a sample waits while a lost
+                worker may recover, and fails otherwise.
             cache_map: predicts what the workers have cached; `None` predicts from the dispatcher's own history.
             sleep: called to wait between attempts.
             on_end: called with each sample that has ended.

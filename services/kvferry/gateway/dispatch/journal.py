@@ -74,7 +74,7 @@ class Journal:
         return None if samples is None else [sample.shown() for sample in samples]
 
     def find_any(self, request_id: RequestId) -> list[tuple[str, list[dict[str, object]]]]:
-        """Return (tenant, ended samples) for each tenant that used this request id; for operators."""
+        """Return (tenant, ended samples) for each tenant that used this request id. For administrators only."""
         return [
             (tenant, [sample.shown() for sample in samples])
             for (tenant, found), samples in self._entries.items()

@@ -1,4 +1,5 @@
 """The HTTP API: OpenAI's routes, schemas, responses and errors, API keys, certificates.
 
-Translates HTTP requests into calls to the text service; must not import workers or routing.
+Translates HTTP requests into calls to the text service; must not import workers or routing. The status of each error is
+in `kvferry.core.errors`.
 """

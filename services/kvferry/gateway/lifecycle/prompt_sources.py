@@ -24,12 +24,13 @@ class PromptSources:
 
 
 def prompt_sources(prompt_tokens: int, cached_tokens: int, timing: Timing) -> PromptSources:
-    """Split the tokens of a prompt by source, from the reports of the workers.
+    """Split the tokens of a prompt by source, from the reports of the workers. Of a failed load, only the share of
+    tokens whose bytes arrived is counted.
 
     Args:
         prompt_tokens: length of the prompt in tokens.
         cached_tokens: number of its tokens that were in the prefix cache.
-        timing: has the workers and their reports. A failed load counts for the share of its bytes that arrived.
+        timing: the sample's timing, with its workers and their reports.
     """
     first = timing.prefill_worker or timing.decode_worker
     loaded = {"peer": 0, "tier": 0}

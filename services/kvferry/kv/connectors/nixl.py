@@ -189,7 +189,7 @@ class NixlTransport:
         except msgspec.DecodeError as error:
             raise ReadError("the peer's address is malformed") from error
         if where.incarnation != peer.incarnation or self._own is None:
-            raise ReadError("the peer's address does not match the peer")
+            raise ReadError("the address belongs to another incarnation of the peer, or has no pages")
         with self._lock:
             if peer.incarnation in self._remotes:
                 return

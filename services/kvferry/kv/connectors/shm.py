@@ -102,7 +102,7 @@ class ShmTransport:
         except msgspec.DecodeError as error:
             raise ReadError("the peer's address is malformed") from error
         if where.incarnation != peer.incarnation or where.num_blocks < 1 or where.block_bytes < 1:
-            raise ReadError("the peer's address does not match the peer")
+            raise ReadError("the address belongs to another incarnation of the peer, or has no pages")
         self._peers[peer.incarnation] = _open_peer(where)
 
     def read(self, peer: Peer, remote: Sequence[int], local: Sequence[BlockId]) -> Read:

@@ -142,8 +142,12 @@ class TcpTransport:
         except msgspec.DecodeError as error:
             raise ReadError("the peer's address is malformed") from error
         own = self._where
-        if own is None or where.incarnation != peer.incarnation or min(where.num_blocks, where.block_bytes) < 1:
-            raise ReadError("the peer's address does not match the peer")
+        if own is None:
+            raise ReadError("this worker's memory is not registered")
+        if where.incarnation != peer.incarnation:
+            raise ReadError("the address belongs to another incarnation of the peer")
+        if min(where.num_blocks, where.block_bytes) < 1:
+            raise ReadError("the peer's address has no pages")
         owner = _Owner(where, wire.connection_key(self._setup.secrets[0], Incarnation(where.incarnation)))
         try:
             owner.give_back(owner.take(_CONNECT_SECONDS))

@@ -125,10 +125,10 @@ def open_head(folder: Path, files: Sequence[str], renamed: Mapping[str, str], ig
         raise ModelFileError(
             f"{folder} has no {' or '.join(files)}"
             + (
-                f"; {pickles[0]} can run code when it is read: convert it once to safetensors, as "
-                "docs/speculation.md shows"
+                f"; {pickles[0]} can execute code when it is loaded: convert it to safetensors as "
+                "in docs/speculation.md"
                 if pickles
-                else "; use the folder of a head"
+                else "; use the checkpoint folder of a speculation head"
             ),
             field="speculation",
         )

@@ -23,15 +23,12 @@ from datetime import UTC, datetime
 from jinja2 import meta
 
 from kvferry.core.errors import InvalidRequest, KvferryError, ModelFileError
-from kvferry.model.text.template_budget import Budget, message_of, size_of
+from kvferry.model.text.template_budget import BASE_UNITS, OUTPUT_UNITS, UNITS_PER_UNIT, Budget, message_of, size_of
 from kvferry.model.text.template_program import metered
 from kvferry.model.text.template_sandbox import BudgetContext, Sandbox
 
 Message = Mapping[str, object]
 
-BASE_UNITS = 1 << 20
-UNITS_PER_UNIT = 64
-OUTPUT_UNITS = 16
 _ASKS = re.compile(r"strftime_now\s+is\s+(?:not\s+)?defined")
 MAX_SOURCE_CHARS = 256 << 10
 """Longest template; published ones have up to 20,000 characters."""

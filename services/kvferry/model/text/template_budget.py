@@ -11,6 +11,12 @@ from jinja2.exceptions import SecurityError
 
 from kvferry.core.errors import InvalidRequest
 
+BASE_UNITS = 1 << 20
+"""Units of a rendering, in addition to those for its messages and tools."""
+UNITS_PER_UNIT = 64
+"""Units of a rendering per unit of its messages and tools."""
+OUTPUT_UNITS = 16
+"""Units per character of the output, which is tokenized later."""
 ITEM = 8
 """Units per item of a list or a mapping."""
 CALL = 32

@@ -57,7 +57,7 @@ class Links:
         self._free_at: dict[tuple[str, bool], float] = {}
 
     def arrival(self, source: str, target: str, num_bytes: int, now: float) -> float:
-        """Send bytes from one replica to another; return the time at which they have arrived."""
+        """Schedule a transfer between two replicas; return the time at which its last byte arrives."""
         sender, receiver = (source, True), (target, False)
         start = max(now, self._free_at.get(sender, 0.0), self._free_at.get(receiver, 0.0))
         end = start + num_bytes / self.profile.bytes_per_second
@@ -172,7 +172,7 @@ class Loader:
         )
         load = _Load(job, request_id, attempt, self._desks[source.ticket.worker_id], now, len(targets))
         self._loads[request_id] = load
-        # Not immediately: the engine may still be planning the step that starts this load.
+        # Deferred, because the engine may still be planning the step that starts this load.
         self._clock.at(now, lambda: self._run(load, attempt.begin(self._clock.now)))
 
     def cancel(self, request_id: RequestId) -> None:

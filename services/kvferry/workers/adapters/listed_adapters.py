@@ -43,7 +43,7 @@ class ListedAdapters:
         be used."""
 
     async def run(self) -> None:
-        """Follow the list until cancelled."""
+        """Poll the list and apply its changes until cancelled, or until the engine stops."""
         while True:
             await asyncio.sleep(_POLL_SECONDS)
             try:

@@ -149,7 +149,7 @@ class ResponseStore:
 
 
 def transcript(earlier: KeptResponse | None, items: bytes, output: bytes) -> tuple[Segment, ...]:
-    """Return the segments of a turn after `earlier`."""
+    """Return the segments of all turns: those of `earlier`, and the items and the output of a new turn."""
     return (*(() if earlier is None else earlier.transcript), Segment(items), Segment(output))
 
 
