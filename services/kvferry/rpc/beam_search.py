@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
-from kvferry.core.sampling import SamplingParams
 from kvferry.model.requests.beams import Beam, BeamParams, Beams
 from kvferry.rpc.text.token_source import Timing, TokenEvent, TokenRequest, TokenSource
 
@@ -40,9 +39,7 @@ async def search(source: TokenSource, request: TokenRequest, params: BeamParams,
     """
     limit = params.max_tokens if request.sampling.max_tokens is None else request.sampling.max_tokens
     beams = Beams(replace(params, max_tokens=min(params.max_tokens, limit)), frozenset(eos_token_ids))
-    sampling = SamplingParams(
-        temperature=0.0, max_tokens=1, ignore_eos=True, seed=0, logprobs=2 * params.width, speculation=False
-    )
+    sampling = params.step_sampling(1)
     number = 0
     first: TokenEvent | None = None
     while not beams.is_done:

@@ -10,7 +10,7 @@ from itertools import count
 
 from kvferry.core.errors import InvariantBroken
 from kvferry.core.ids import RequestId
-from kvferry.core.sampling import FinishReason, SamplingParams
+from kvferry.core.sampling import FinishReason
 from kvferry.engine.engine import Engine
 from kvferry.engine.messages import EngineRequest
 from kvferry.model.requests.beams import Alternatives, Beam, BeamParams, Beams
@@ -66,7 +66,7 @@ def search(
         group = list(zip(prompts, searches, strict=True))[first : first + together]
         while group := [(prompt, beams) for prompt, beams in group if not beams.is_done]:
             live = [(prompt, beam) for prompt, beams in group for beam in beams.live]
-            found = iter(_alternatives(engine, live, params.width))
+            found = iter(_alternatives(engine, live, params))
             for _, beams in group:
                 beams.advance([next(found) for _ in beams.live])
                 if beams.is_done:
@@ -74,15 +74,15 @@ def search(
     return [beams.best(params.width) for beams in searches]
 
 
-def _alternatives(engine: Engine, beams: Sequence[tuple[Sequence[int], Beam]], width: int) -> list[Alternatives]:
-    """Return the 2 * width most likely next tokens of each beam."""
+def _alternatives(
+    engine: Engine, beams: Sequence[tuple[Sequence[int], Beam]], params: BeamParams
+) -> list[Alternatives]:
+    """Return the most likely next tokens of each beam."""
     found: dict[RequestId, Alternatives] = {}
     names = [RequestId(f"beam-{next(_numbers)}") for _ in beams]
     try:
         for name, (prompt, beam) in zip(names, beams, strict=True):
-            sampling = SamplingParams(
-                temperature=0.0, max_tokens=len(beam.tokens) + 1, ignore_eos=True, logprobs=2 * width, speculation=False
-            )
+            sampling = params.step_sampling(len(beam.tokens) + 1)
             tokens = [*prompt, *beam.tokens]
             engine.add(EngineRequest(name, tokens, sampling, num_generated=len(beam.tokens)))
         while len(found) < len(names):

@@ -57,8 +57,8 @@ def enforceable(schema: Any) -> Any:
     made: dict[str, Any] = {}
     for key, value in schema.items():
         if key in _NAMED and isinstance(value, dict):
-            names = {name: enforceable_pattern(name) if key == _PATTERNS else name for name in value}
-            made[key] = {names[name]: enforceable(each) for name, each in value.items()}
+            named = enforceable_pattern if key == _PATTERNS else str
+            made[key] = {named(name): enforceable(each) for name, each in value.items()}
         elif key == "pattern" and isinstance(value, str):
             made[key] = enforceable_pattern(value)
         else:

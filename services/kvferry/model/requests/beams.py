@@ -13,7 +13,7 @@ Neural Machine Translation System, 2016, section 7, in the form that `transforme
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvferry.core.sampling import MAX_OUTPUT_TOKENS, FinishReason, Range, check_flag
+from kvferry.core.sampling import MAX_OUTPUT_TOKENS, FinishReason, Range, SamplingParams, check_flag
 
 MAX_WIDTH = 8
 _RANGES = {
@@ -51,6 +51,12 @@ class BeamParams:
             limits.check(name, getattr(self, name))
         for name in ("early_stopping", "ignore_eos"):
             check_flag(name, getattr(self, name))
+
+    def step_sampling(self, max_tokens: int) -> SamplingParams:
+        """Return the parameters of a request that computes the next token of a beam, with its alternatives."""
+        return SamplingParams(
+            temperature=0.0, max_tokens=max_tokens, ignore_eos=True, seed=0, logprobs=2 * self.width, speculation=False
+        )
 
 
 @dataclass(frozen=True, slots=True)

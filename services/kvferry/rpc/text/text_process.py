@@ -168,7 +168,7 @@ class TextProcess:
         _log.warning("the text process does not respond and is killed")
         for child in self._children:
             child.kill()
-        self._executor = None
+        self._replace()
 
     def _replace(self) -> None:
         """Continue with the spare process, if there is one, after the process has ended; start another spare."""

@@ -8,6 +8,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from kvferry.core.clock import Clock, SystemClock
 from kvferry.core.constraint import Constraint
+from kvferry.core.errors import InvalidRequest
 from kvferry.core.hashing import cache_scope
 from kvferry.core.ids import AdapterId
 from kvferry.core.traces.spans import Tracer, current_span
@@ -134,6 +135,8 @@ class TextService:
         kept = kept_prompt(request.token_ids, request.sampling, self.served_tokens)
         sampling = prompts.fit(self.model, kept, request.sampling, self.served_tokens, self.new_seed)
         check_prompt_logprobs(sampling, len(kept) * request.num_samples)
+        if request.beams is not None and sampling.constraint is not None:
+            raise InvalidRequest("a constraint cannot be combined with a beam search", field="constraint")
         return replace(request, token_ids=kept, sampling=sampling)
 
     def generate(self, request: TextRequest) -> AsyncGenerator[TextChunk, None]:

@@ -22,7 +22,7 @@ from kvferry.model.text.answers.pieces import CallDelta, Parts
 from kvferry.rpc import beam_search
 from kvferry.rpc.text.merging import merge
 from kvferry.rpc.text.text_model import TextModel
-from kvferry.rpc.text.token_source import Timing, TokenRequest, TokenSource
+from kvferry.rpc.text.token_source import Timing, TokenEvent, TokenRequest, TokenSource
 
 MAX_RUNNING_SAMPLES = 16
 """Maximum number of concurrent samples of a request, so that the request does not delay others."""
@@ -124,12 +124,19 @@ async def _beams(
     sampling = request.sampling
     found = await beam_search.search(source, _token_request(request, 0), params, model.eos_token_ids)
     timing = replace(found.timing, total_seconds=clock.monotonic() - request.arrived)
+    marks = {} if request.split is None else model.answer_form.marks.by_token
     chunks: list[TextChunk] = []
     for index, beam in enumerate(found.beams[: request.num_samples]):
-        writer = OutputText(sampling, model.new_detokenizer(not sampling.skip_special_tokens, {}), None)
-        text, kept, finish, _ = writer.add(tuple(map(SampledToken, beam.tokens)), beam.finish_reason)
+        writer = OutputText(sampling, model.new_detokenizer(not sampling.skip_special_tokens, marks), None)
+        splitter = None if request.split is None else AnswerSplitter(model.answer_form, request.split)
+        event = TokenEvent(tuple(map(SampledToken, beam.tokens)), beam.finish_reason)
+        parts, kept, finish, _ = _added(event, writer, splitter, request.split)
         usage = Usage(len(request.token_ids), len(kept), found.num_cached_tokens)
-        chunks.append(TextChunk(index, text, kept, finish, usage, timing))
+        chunks.append(
+            TextChunk(
+                index, parts.content, kept, finish, usage, timing, reasoning=parts.reasoning, tool_calls=parts.calls
+            )
+        )
     return chunks
 
 
@@ -161,17 +168,7 @@ async def _sample(
     num_output = 0
     async with aclosing(source.stream(tokens)) as events:
         async for event in events:
-            kept, parts = tuple[SampledToken, ...](), Parts("")
-            for group in _groups(event.tokens, request.split):
-                is_last = len(kept) + len(group) == len(event.tokens)
-                text, added, finish, stop_reason = writer.add(group, event.finish_reason if is_last else None)
-                kept += added
-                more = Parts(text)
-                if splitter is not None:
-                    more, finish = _split(splitter, text, finish)
-                parts = _joined(parts, more)
-                if finish is not None:
-                    break
+            parts, kept, finish, stop_reason = _added(event, writer, splitter, request.split)
             num_output += len(kept)
             chunk = TextChunk(
                 index,
@@ -190,6 +187,26 @@ async def _sample(
             yield replace(chunk, usage=usage, timing=timing, stop_reason=stop_reason)
             return
     raise InvariantBroken(f"a token stream of {request.request_id} ended after {num_output} tokens without a reason")
+
+
+def _added(
+    event: TokenEvent, writer: OutputText, splitter: AnswerSplitter | None, split: SplitOptions | None
+) -> tuple[Parts, tuple[SampledToken, ...], FinishReason | None, StopReason]:
+    """Return the parts of the text that an event adds, its tokens up to the end of the sample, and the reasons if the
+    sample has ended."""
+    parts, kept, stop_reason = Parts(""), tuple[SampledToken, ...](), None
+    finish: FinishReason | None = None
+    for group in _groups(event.tokens, split):
+        is_last = len(kept) + len(group) == len(event.tokens)
+        text, added, finish, stop_reason = writer.add(group, event.finish_reason if is_last else None)
+        kept += added
+        more = Parts(text)
+        if splitter is not None:
+            more, finish = _split(splitter, text, finish)
+        parts = _joined(parts, more)
+        if finish is not None:
+            break
+    return parts, kept, finish, stop_reason
 
 
 def _split(splitter: AnswerSplitter, text: str, finish: FinishReason | None) -> tuple[Parts, FinishReason | None]:

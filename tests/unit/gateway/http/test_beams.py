@@ -105,6 +105,7 @@ async def test_a_request_that_fails_ends_the_search_and_leaves_none_open() -> No
     [
         ({"stream": True}, "stream"),
         ({"logprobs": 1}, "logprobs"),
+        ({"logprobs": 0}, "logprobs"),
         ({"stop": "x"}, "stop"),
         ({"guided_regex": "a"}, "guided_regex"),
         ({"top_p": 0.5}, "top_p"),

@@ -68,7 +68,7 @@ def test_tools_are_part_of_the_prefix() -> None:
         ({"prompt": "a" * 1_000_000}, "prompt", "1000000 characters"),
         ({"messages": []}, "messages", "messages is empty"),
         ({"messages": "a"}, "messages", "messages"),
-        ({"messages": [{"role": "nobody", "content": "a"}]}, "messages.0.role", "role"),
+        ({"messages": [{"role": "judge", "content": "a"}]}, "messages.0.role", "role"),
         ({"prompt": "a", "ttl_seconds": 0}, "ttl_seconds", "greater than 0"),
         ({"prompt": "a", "ttl_seconds": -1}, "ttl_seconds", "greater than 0"),
         ({"prompt": "a", "ttl_seconds": 604801}, "ttl_seconds", "less than or equal to 604800"),

@@ -11,10 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.core.clock import ManualClock
-from kvferry.core.errors import InvariantBroken, Unavailable
+from kvferry.core.constraint import Constraint, ConstraintKind
+from kvferry.core.errors import InvalidRequest, InvariantBroken, Unavailable
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import FinishReason, SampledToken, SamplingParams
+from kvferry.model.requests.beams import BeamParams
 from kvferry.model.text.answers.answer import SplitOptions
+from kvferry.rpc.text.text_service import TextService
 from kvferry.rpc.text.text_stream import TextChunk, TextRequest, Usage, generate_text
 from kvferry.rpc.text.token_source import TokenEvent
 
@@ -162,3 +165,29 @@ async def test_a_required_call_that_is_cut_off_is_no_content(length: int) -> Non
     chunks = await collect(source, replace(request(), split=SplitOptions(("f",), has_only_calls=True)))
     assert text_of(chunks) == ""
     assert chunks[-1].finish_reason is FinishReason.LENGTH
+
+
+class Spelled:
+    """A source of single tokens that spell a text; the next most likely token is always far less likely."""
+
+    def __init__(self, text: str) -> None:
+        self.tokens = [*text.encode(), *byte_model().eos_token_ids]
+
+    async def stream(self, request: Any) -> AsyncGenerator[TokenEvent, None]:
+        token = self.tokens[len(request.token_ids) - len(_PROMPT)]
+        yield TokenEvent((SampledToken(token, -0.1, ((token, -0.1), (7, -50.0))),), FinishReason.LENGTH)
+
+
+async def test_calls_are_split_from_the_outputs_of_a_beam_search() -> None:
+    asked = replace(request(max_tokens=200), split=SplitOptions(("f",)), beams=BeamParams(1, max_tokens=200))
+    (chunk,) = await collect(Spelled(f"so {CALL}"), asked)
+    assert chunk.text.strip() == "so"
+    assert [delta.name for delta in chunk.tool_calls if delta.name] == ["f"]
+    assert chunk.finish_reason is FinishReason.STOP
+
+
+def test_a_constraint_cannot_be_combined_with_a_beam_search() -> None:
+    service = TextService(ScriptedSource(), byte_model(), ManualClock(), new_seed=lambda: 1)
+    constraint = Constraint(ConstraintKind.REGEX, "a")
+    with pytest.raises(InvalidRequest, match="cannot be combined with a beam search"):
+        service.fit(replace(request(constraint=constraint), beams=BeamParams(1)))

@@ -141,7 +141,8 @@ class _Common(ConstraintFields, SamplingFields):
                     raise InvalidRequest(f"{name} needs use_beam_search to be true", field=name)
             return None
         for name in _NOT_WITH_BEAMS:
-            if getattr(self, name, None) not in (None, False):
+            value = getattr(self, name, None)
+            if value is not None and value is not False:  # 0 is a value
                 raise InvalidRequest(f"{name} cannot be combined with use_beam_search; leave it out", field=name)
         given = {
             "max_tokens": MAX_OUTPUT_TOKENS if max_tokens is None else max_tokens,

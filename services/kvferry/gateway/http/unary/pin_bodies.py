@@ -1,6 +1,5 @@
 """Bodies of the admin routes that pin prefixes, and the token ids of these prefixes."""
 
-import json
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -10,9 +9,8 @@ from kvferry.core.errors import InvalidRequest
 from kvferry.core.hashing import MAX_CACHE_SALT_CHARS
 from kvferry.gateway.http.fields.parsing import json_object, parse_fields
 from kvferry.gateway.http.fields.strict import Strict
-from kvferry.gateway.http.openai.bounds import MAX_FIELDS, shown
+from kvferry.gateway.http.openai.bounds import MAX_FIELDS, check_sizes, shown
 from kvferry.gateway.http.openai.schema import ChatRequest
-from kvferry.gateway.http.openai.schema import parse as parse_chat
 from kvferry.gateway.http.unary.bodies import Ids, is_ids
 from kvferry.rpc.text import chats, prompts
 from kvferry.rpc.text.text_model import TextModel
@@ -98,7 +96,8 @@ def _conversation_ids(model: TextModel, body: PrefixBody) -> list[int]:
 
 def _chat(body: PrefixBody, messages: object) -> ChatRequest:
     fields = {"messages": messages} | ({} if body.tools is None else {"tools": body.tools})
-    return parse_chat(ChatRequest, json.dumps(fields).encode())
+    check_sizes(fields)
+    return parse_fields(ChatRequest, fields)
 
 
 def _common(lists: Sequence[list[int]]) -> list[int]:
