@@ -6,7 +6,7 @@ import signal
 from collections.abc import Callable
 
 from kvferry.core.clock import Clock, SystemClock
-from kvferry.core.process.memory import free_memory, resident_memory
+from kvferry.core.process.memory import MemoryGrowth, free_memory, resident_memory
 from kvferry.gateway.config import GatewayConfig
 from kvferry.gateway.fleet.worker_keys import WorkerKeys
 from kvferry.gateway.gateway import Gateway, Listening
@@ -71,14 +71,14 @@ async def run_gateway(
 
 async def _keep_memory_low(gateway: Gateway) -> None:
     """Return freed memory to the system whenever the process has grown, until cancelled."""
-    least = resident_memory()
+    first = resident_memory()
+    growth = MemoryGrowth(_IDLE_GROWTH_BYTES, _BUSY_GROWTH_BYTES, idle_base=first, busy_base=first)
     while True:
         await asyncio.sleep(_MEMORY_SECONDS)
-        growth = _BUSY_GROWTH_BYTES if gateway.dispatcher.open_streams else _IDLE_GROWTH_BYTES
-        if resident_memory() > least + growth:
+        busy = gateway.dispatcher.open_streams > 0
+        if growth.is_due(resident_memory(), busy=busy):
             free_memory()
-            least = resident_memory()
-        least = min(least, resident_memory())
+            growth.returned(resident_memory(), busy=busy)
 
 
 async def _signalled() -> None:

@@ -8,13 +8,17 @@ import inspect
 import logging
 from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable
 from contextlib import aclosing
+from functools import cache
 from typing import Any, Never, cast
 
 import grpc
+from google.protobuf.descriptor import Descriptor
+from google.protobuf.descriptor_pool import Default
 from google.protobuf.message import DecodeError
 
 from kvferry.core.errors import InvalidRequest, InvariantBroken, KvferryError
 from kvferry.rpc.errors import status_of
+from kvferry.rpc.message_elements import check_num_elements
 from kvferry.rpc.wire import MAX_REQUEST_ID_CHARS
 
 _log = logging.getLogger(__name__)
@@ -55,11 +59,11 @@ class OpenCalls:
         await self._idle.wait()
 
 
-class _Malformed:
-    """Placeholder for a request whose bytes could not be parsed."""
+class _Unread:
+    """Placeholder for a message that was not parsed."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, error: InvalidRequest) -> None:
+        self.error = error
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):
@@ -80,7 +84,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         is_counted = method.startswith(_OWN_PREFIX) and not method.startswith(_LASTING_PREFIX)
         calls = self._calls if is_counted else OpenCalls()
         codecs = {
-            "request_deserializer": _reader(handler.request_deserializer),
+            "request_deserializer": _reader(handler.request_deserializer, _input_type(method)),
             "response_serializer": handler.response_serializer,
         }
         if handler.unary_unary is not None:
@@ -130,13 +134,34 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         return call
 
 
-def _reader(read: Callable[[bytes], object] | None) -> Callable[[bytes], object] | None:
+@cache
+def _input_type(method: str) -> Descriptor | None:
+    """Return the type of a method's requests; `None` for services of other projects."""
+    service, _, name = method.removeprefix("/").rpartition("/")
+    if not method.startswith(_OWN_PREFIX):
+        return None
+    input_type: Descriptor = Default().FindServiceByName(service).methods_by_name[name].input_type
+    return input_type
+
+
+def _reader(read: Callable[[bytes], object] | None, message: Descriptor | None) -> Callable[[bytes], object] | None:
+    """Return a deserializer that returns `_Unread` where `read` fails, since gRPC would log a stack trace."""
+
     def read_or_mark(data: bytes) -> object:
         assert read is not None
         try:
+            if message is not None:
+                check_num_elements(data, message)
             return read(data)
+        except InvalidRequest as error:
+            return _Unread(error)
         except DecodeError:
-            return _Malformed(len(data))
+            return _Unread(
+                InvalidRequest(
+                    f"the request's {len(data)} bytes are not a valid message of this method; see proto/kvferry/v1",
+                    reason="MALFORMED_MESSAGE",
+                )
+            )
 
     return None if read is None else read_or_mark
 
@@ -145,13 +170,10 @@ def _checked(request: object) -> object:
     """Return `request`, or a stream that checks each of its messages.
 
     Raises:
-        InvalidRequest: the bytes could not be parsed.
+        InvalidRequest: the message was not parsed.
     """
-    if isinstance(request, _Malformed):
-        raise InvalidRequest(
-            f"the request's {request.size} bytes are not a valid message of this method; see proto/kvferry/v1",
-            reason="MALFORMED_MESSAGE",
-        )
+    if isinstance(request, _Unread):
+        raise request.error
     return _checked_each(request) if isinstance(request, AsyncIterable) else request
 
 

@@ -14,6 +14,7 @@ from kvferry.rpc.access.call_keys import CallVerifier
 from kvferry.rpc.access.guard import CallGuard
 from kvferry.rpc.calls import CallInterceptor, OpenCalls
 from kvferry.rpc.channel import KEEPALIVE_SECONDS, MAX_MESSAGE_BYTES, PING_OPTIONS, Options
+from kvferry.rpc.unknown_methods import registered_methods_server
 
 _log = logging.getLogger(__name__)
 _REBIND_SECONDS = 0.02
@@ -92,8 +93,7 @@ class RpcServer:
         self._serving = asyncio.create_task(self._keep_serving(), name=f"grpc {self.address}")
 
     async def _keep_serving(self) -> None:
-        """Serve again after gRPC has ended the server by itself: its loop ends when a method name is not UTF-8, which
-        any client can send."""
+        """Serve again after gRPC has ended the server by itself, which an error in its loop does."""
         while True:
             try:
                 await self._server.wait_for_termination()  # never cancelled: that would cancel what `stop` waits for
@@ -188,7 +188,7 @@ async def start_server(
     shown = health.aio.HealthServicer() if statuses is None else statuses
 
     def build() -> grpc.aio.Server:
-        server = grpc.aio.server(interceptors=(*guards, CallInterceptor(calls)), options=options)
+        server = registered_methods_server((*guards, CallInterceptor(calls)), options)
         for service in services:
             service.add_to(server)
         health_pb2_grpc.add_HealthServicer_to_server(shown, server)

@@ -1,5 +1,6 @@
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -146,6 +147,12 @@ async def test_bytes_that_are_no_message_are_an_invalid_request(server, channel,
             await asyncio.sleep(0)
 
 
+async def test_a_message_of_too_many_elements_is_refused_before_it_is_parsed(stub):
+    chat = inference_pb2.Chat(messages=[inference_pb2.ChatMessage()] * 190_000)
+    error = await failure(stub.Generate(GenerateRequest(chat=chat)))
+    assert (error.grpc_status, error.reason) == ("INVALID_ARGUMENT", "TOO_MANY_ELEMENTS")
+
+
 async def test_cancelling_a_stream_closes_the_servicers_generator(server, servicer, stub):
     call = stub.Generate(GenerateRequest())
     await call.read()
@@ -275,18 +282,56 @@ def headers_frame(path: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("path", [b"/\xff", b"/\xed\xa0\x80"])
-async def test_a_method_that_is_not_utf8_does_not_end_the_server(server, path):
-    for _ in range(3):
+async def test_a_method_that_is_not_utf8_is_rejected_without_effect_on_others(server, servicer, stub, path, caplog):
+    running = stub.Generate(GenerateRequest())
+    await running.read()
+    for _ in range(20):
         reader, writer = await opened(server.address)
-        await asyncio.wait_for(reader.read(9), 10)
         writer.write(headers_frame(path))
         await writer.drain()
-        await asyncio.wait_for(reader.read(), 10)  # gRPC's server ends and closes its connections
+        await asyncio.wait_for(reader.readuntil(b"the method does not exist"), 10)
         writer.close()
+        request = inference_pb2.DetokenizeRequest(token_ids=[1])
+        assert (await stub.Detokenize(request, timeout=20)).text == "x"
+    assert not running.done()
+    running.cancel()
+    await asyncio.wait_for(servicer.closed.wait(), 5)
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+async def test_unknown_methods_are_unimplemented(channel, caplog):
+    calls = [channel.unary_unary("/kvferry.v1.Inference/Generale")(b"x") for _ in range(50)]
+    assert {await call.code() for call in calls} == {grpc.StatusCode.UNIMPLEMENTED}
+    assert await calls[0].details() == "the method does not exist; see proto/kvferry/v1"
+    assert await channel.unary_unary("no method")(b"x").code() is grpc.StatusCode.UNIMPLEMENTED
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+async def test_a_caller_of_an_unknown_method_may_disconnect(server, stub, caplog):
+    for _ in range(20):
+        _, writer = await opened(server.address)
+        writer.write(headers_frame(b"/a/b"))
+        await writer.drain()
+        writer.close()
+    assert (await stub.Detokenize(inference_pb2.DetokenizeRequest(token_ids=[1]), timeout=20)).text == "x"
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+async def test_a_server_that_ends_by_itself_is_started_again(server, caplog):
+    def fail(*_: object) -> None:
+        raise RuntimeError("no calls")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvferry.rpc.unknown_methods._Core._make_request_call_future", fail)
         async with open_channel(server.address) as channel:
             stub = inference_pb2_grpc.InferenceStub(channel)
-            request = inference_pb2.DetokenizeRequest(token_ids=[1])
-            assert (await stub.Detokenize(request, timeout=20, wait_for_ready=True)).text == "x"
+            with suppress(grpc.RpcError):  # the loop ends with this call
+                await stub.Detokenize(inference_pb2.DetokenizeRequest(token_ids=[1]), timeout=5)
+    async with open_channel(server.address) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        request = inference_pb2.DetokenizeRequest(token_ids=[1])
+        assert (await stub.Detokenize(request, timeout=20, wait_for_ready=True)).text == "x"
+    assert "started again" in caplog.text
 
 
 async def test_a_rejected_call_is_answered_before_its_message_has_arrived(servicer):

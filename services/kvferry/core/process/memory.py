@@ -4,6 +4,7 @@ import ctypes
 import gc
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 _CGROUP = Path("/sys/fs/cgroup")
@@ -46,6 +47,33 @@ def free_memory() -> None:
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:
             trim(0)
+
+
+@dataclass(slots=True)
+class MemoryGrowth:
+    """Decides when a process should return freed memory, from its resident memory in bytes.
+
+    Memory that remains after a return during requests includes theirs. It is the base for later returns during
+    requests only: as the base of an idle process, it would let the process keep that much.
+    """
+
+    idle_limit: int
+    """Growth after which an idle process returns memory."""
+    busy_limit: int
+    """Growth after which a process returns memory during requests, which wait meanwhile."""
+    idle_base: int
+    busy_base: int
+
+    def is_due(self, resident: int, *, busy: bool) -> bool:
+        """Return whether memory should be returned now."""
+        self.idle_base, self.busy_base = min(self.idle_base, resident), min(self.busy_base, resident)
+        return resident > (self.busy_base + self.busy_limit if busy else self.idle_base + self.idle_limit)
+
+    def returned(self, resident: int, *, busy: bool) -> None:
+        """Record the memory that remains after a return."""
+        self.busy_base = resident
+        if not busy:
+            self.idle_base = resident
 
 
 def usable_memory(cgroup: Path = _CGROUP) -> int:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.core.process.memory import free_memory, resident_memory, usable_memory
+from kvferry.core.process.memory import MemoryGrowth, free_memory, resident_memory, usable_memory
 
 
 @pytest.mark.parametrize("file", ["memory.max", "memory/memory.limit_in_bytes"])
@@ -40,3 +40,29 @@ def test_memory_of_objects_that_refer_to_each_other_is_returned() -> None:
         assert resident_memory() - before < grown / 4
     finally:
         gc.enable()
+
+
+def test_a_return_during_requests_does_not_raise_the_base_of_an_idle_process():
+    growth = MemoryGrowth(8, 256, idle_base=120, busy_base=120)
+    assert growth.is_due(400, busy=True)
+    growth.returned(160, busy=True)
+    assert not growth.is_due(400, busy=True)
+    assert growth.is_due(158, busy=False)
+    growth.returned(124, busy=False)
+    assert not growth.is_due(131, busy=False)
+    assert not growth.is_due(379, busy=True)
+
+
+def test_memory_that_is_in_use_is_not_returned_again_and_again():
+    growth = MemoryGrowth(8, 256, idle_base=120, busy_base=120)
+    assert growth.is_due(200, busy=False)
+    growth.returned(200, busy=False)
+    assert not growth.is_due(205, busy=False)
+    assert growth.is_due(209, busy=False)
+
+
+def test_less_memory_lowers_the_base():
+    growth = MemoryGrowth(8, 256, idle_base=120, busy_base=120)
+    assert not growth.is_due(100, busy=True)
+    assert growth.is_due(109, busy=False)
+    assert growth.is_due(357, busy=True)

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +10,9 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from harness.servers.pool_certificates import PoolFolder, an_authority
-from unit.rpc.test_server import headers_frame
 
 from kvferry.rpc.channel import open_blocking_channel, open_channel
 from kvferry.rpc.server import RpcServer, start_server
-from kvferry.rpc.tls.authority import WORKER_NAME
-from kvferry.rpc.tls.certificate_files import client_context
 from kvferry.rpc.tls.pool_tls import PoolTls
 from kvferry.rpc.tls.refusal_cause import may_be_tls, refusal_cause
 
@@ -188,24 +185,22 @@ async def test_health_is_served_without_tls_from_the_same_statuses(tmp_path: Pat
         await plain.stop(0)
 
 
-async def test_a_server_that_grpc_has_ended_serves_tls_again(tmp_path: Path) -> None:
-    """gRPC ends a server at a method name that is not UTF-8; its replacement needs new credentials."""
+async def test_a_server_that_grpc_has_ended_serves_tls_again(tmp_path: Path, monkeypatch, caplog) -> None:
+    """Its replacement needs new credentials."""
     pool = pool_in(tmp_path, "pool")
     worker, gateway = PoolTls(pool.worker, is_worker=True), PoolTls(pool.gateway, is_worker=False)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("no calls")
+
     async with serving(worker) as server:
-        host, port = server.address.split(":")
-        for _ in range(2):
-            reader, writer = await asyncio.open_connection(
-                host, int(port), ssl=client_context(pool.gateway), server_hostname=WORKER_NAME
-            )
-            writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]))
-            writer.write(headers_frame(b"/\xff"))
-            await writer.drain()
-            heard = b""
-            while b"Server shutdown" not in heard:
-                heard += await asyncio.wait_for(reader.read(1 << 12), SECONDS)
-            writer.transport.abort()
+        with monkeypatch.context() as patch:
+            patch.setattr("kvferry.rpc.unknown_methods._Core._make_request_call_future", fail)
             async with open_channel(server.address, gateway) as channel:
-                stub = health_pb2_grpc.HealthStub(channel)
-                answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=SECONDS, wait_for_ready=True)
-                assert answer.status == SERVING
+                with suppress(grpc.RpcError):  # the server's loop ends with this call
+                    await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=SECONDS)
+        async with open_channel(server.address, gateway) as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=SECONDS, wait_for_ready=True)
+            assert answer.status == SERVING
+    assert "started again" in caplog.text
