@@ -7,7 +7,7 @@ text takes 1 ms.
 from collections.abc import Mapping
 from functools import cache
 
-from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.descriptor import Descriptor
 
 from kvferry.core.errors import InvalidRequest
 
@@ -63,7 +63,7 @@ def check_num_elements(data: bytes, message: Descriptor) -> None:
 @cache
 def _submessages(message: Descriptor) -> Mapping[int, Descriptor]:
     """Return the types of a message's fields that are messages, by field number."""
-    return {field.number: field.message_type for field in message.fields if field.type == FieldDescriptor.TYPE_MESSAGE}
+    return {field.number: field.message_type for field in message.fields if field.message_type is not None}
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
