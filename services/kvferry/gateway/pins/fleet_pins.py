@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import grpc
 
 from kvferry.core.clock import Clock
-from kvferry.core.errors import KvferryError, Unavailable, UnknownModel
+from kvferry.core.errors import InvalidRequest, KvferryError, Unavailable, UnknownModel
 from kvferry.core.hashing import cache_scope
 from kvferry.core.ids import AdapterId, Incarnation
 from kvferry.gateway.fleet.fleet import Fleet
@@ -80,17 +80,21 @@ class FleetPins:
 
         Raises:
             Overloaded: this gateway has too many prefixes.
-            Unavailable: there is no worker to pin it on.
+            InvalidRequest: the prefix is empty, or its time to live ended before a worker had computed it.
+            Unavailable: there is no worker to pin it on, or the prefix was unpinned before a worker had computed it.
             KvferryError: a worker refused it; the message names the worker. If others pinned it, it stays registered,
                 and is tried again on this worker.
         """
+        if not prefix.token_ids:
+            raise InvalidRequest("the prefix is empty; send at least one block of tokens", field="prompt")
         views = self._views()
         ready = [view for view in views if view.takes_work]
         if not ready:
             raise Unavailable(
                 "no worker that computes prompts accepts requests; start one, then retry", retry_after_seconds=1.0
             )
-        is_new = self._book.add(prefix, self._clock.monotonic() + ttl_seconds)
+        deadline = self._clock.monotonic() + ttl_seconds
+        is_new = self._book.add(prefix, deadline)
         results = await asyncio.gather(*(self._place(view, prefix) for view in ready), return_exceptions=True)
         pins: list[WorkerPin] = []
         failed: list[tuple[str, KvferryError]] = []
@@ -109,7 +113,11 @@ class FleetPins:
             error.message = (
                 f"{len(failed)} of {len(ready)} workers did not pin the prefix, {address}: {error.message}{rest}"
             )
+            if isinstance(error, InvalidRequest) and error.field == "token_ids":
+                error.field = "prompt"
             raise error
+        if not pins:
+            raise self._ended_early(deadline, ttl_seconds)
         return pins, [view.endpoint.address for view in views if not view.takes_work]
 
     async def unpin(self, prefix: Prefix) -> list[WorkerPin]:
@@ -218,6 +226,20 @@ class FleetPins:
         return num_begun
 
     # ------------------------------------------------------------------ inside
+
+    def _ended_early(self, deadline: float, ttl_seconds: float) -> KvferryError:
+        """Return the error for a prefix that was not registered any more when the workers had computed it."""
+        if self._clock.monotonic() >= deadline:
+            return InvalidRequest(
+                f"the time to live of {ttl_seconds:g} s ended before the prefix was computed; set a longer ttl_seconds",
+                field="ttl_seconds",
+                reason="PIN_EXPIRED",
+            )
+        return Unavailable(
+            "the prefix was unpinned, the caches were reset, or its workers were removed while it was computed; pin "
+            "it again",
+            reason="PIN_ENDED",
+        )
 
     def _views(self) -> list[WorkerView]:
         return [view for view in self._fleet.views() if view.role in ROLES]

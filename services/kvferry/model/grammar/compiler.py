@@ -9,6 +9,7 @@ from kvferry.core.constraint import Constraint, ConstraintKind
 from kvferry.core.errors import InvalidRequest, shortened
 from kvferry.model.grammar.grammar import Grammar, first_line, is_limit, too_complex
 from kvferry.model.grammar.grammar_text import grammar_text
+from kvferry.model.grammar.library_tokenizer import library_tokenizer
 from kvferry.model.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -90,8 +91,6 @@ class GrammarCompiler:
     def _prepared(self) -> "LLTokenizer":
         with self._lock:
             if self._library_tokenizer is None:
-                from llguidance import LLTokenizer
-
                 tokenizer = self._tokenizer
                 if not tokenizer.eos_token_ids:
                     raise InvalidRequest(
@@ -99,12 +98,7 @@ class GrammarCompiler:
                         field="constraint",
                     )
                 try:
-                    self._library_tokenizer = LLTokenizer(
-                        tokenizer.to_json(),
-                        n_vocab=tokenizer.vocab_size,
-                        eos_token=list(tokenizer.eos_token_ids),
-                        slices=LLTokenizer.json_slices(),
-                    )
+                    self._library_tokenizer = library_tokenizer(tokenizer)
                 except Exception as error:  # the library raises several types for tokenizers that it cannot read
                     raise InvalidRequest(
                         f"constrained outputs are not available with this model's tokenizer: {first_line(str(error))}",

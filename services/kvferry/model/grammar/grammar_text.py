@@ -12,7 +12,8 @@ from typing import Any
 
 from kvferry.core.constraint import Constraint, ConstraintKind
 from kvferry.core.errors import InvalidRequest, shortened
-from kvferry.model.grammar.json_schema import enforceable, parsed_schema
+from kvferry.model.grammar.json_schema import enforced, parsed_schema
+from kvferry.model.grammar.lark_text import prepared_lark
 
 MAX_CHOICES = 1024
 MAX_TAGS = 128
@@ -53,8 +54,8 @@ def _delayed(text: str, after: str, control_ids: Mapping[str, int]) -> str:
     return json.dumps({"grammars": [{"lark_grammar": first}, *grammars]})
 
 
-def _lark(text: str) -> str:
-    return json.dumps({"grammars": [{"lark_grammar": text}]})
+def _lark(text: str, control_ids: Mapping[str, int]) -> str:
+    return json.dumps({"grammars": [{"lark_grammar": prepared_lark(text, control_ids)}]})
 
 
 def _json_schema(source: str, _: Mapping[str, int]) -> str:
@@ -75,7 +76,7 @@ def _json_object(_: str, control_ids: Mapping[str, int]) -> str:
 def _regex(source: str, _: Mapping[str, int]) -> str:
     from llguidance import LLMatcher
 
-    return _as_grammars(LLMatcher.grammar_from_regex(source))
+    return _as_grammars(LLMatcher.grammar_from_regex(source), {})
 
 
 def _choice(source: str, _: Mapping[str, int]) -> str:
@@ -84,7 +85,7 @@ def _choice(source: str, _: Mapping[str, int]) -> str:
         raise _invalid(f"choice must be a list of 1 to {MAX_CHOICES} strings")
     if not all(items):
         raise _invalid("choice has an empty string; leave it out")
-    return _lark("start: " + " | ".join(map(_quoted, items)))
+    return _lark("start: " + " | ".join(map(_quoted, items)), {})
 
 
 def _quoted(text: str) -> str:
@@ -92,17 +93,18 @@ def _quoted(text: str) -> str:
     return json.dumps(text).replace("\x7f", "\\u007f")
 
 
-def _grammar(source: str, _: Mapping[str, int]) -> str:
+def _grammar(source: str, control_ids: Mapping[str, int]) -> str:
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
     if _TEMPERATURE.search(source):
         raise _invalid("the temperature of a grammar's rule is not supported; set the request's temperature")
     if not _GBNF_RULE.search(source):
-        return _lark(source)
+        return _lark(source, control_ids)
     try:
-        return _lark(gbnf_to_lark(source))
+        text = gbnf_to_lark(source)
     except Exception as error:  # the converter raises plain exceptions
         raise _invalid(f"grammar has rules with ::= and is not valid GBNF: {error}") from None
+    return _lark(text, control_ids)
 
 
 def _structural_tag(source: str, control_ids: Mapping[str, int]) -> str:
@@ -125,20 +127,20 @@ def _structural_tag(source: str, control_ids: Mapping[str, int]) -> str:
     specials = {tag.trigger in control_ids for tag in tags if tag.trigger.startswith("<")}
     if len(specials) > 1:
         raise _invalid("structural_tag mixes triggers that are control tokens of the model with others in <...>")
-    return _as_grammars(StructTag.to_grammar(tags, assume_special=specials == {True}))
+    return _as_grammars(StructTag.to_grammar(tags, assume_special=specials == {True}), control_ids)
 
 
 def _structure(structure: object) -> tuple[str, dict[str, Any], str]:
     if isinstance(structure, dict):
         begin, schema, end = structure.get("begin"), structure.get("schema"), structure.get("end", "")
         if isinstance(begin, str) and begin and isinstance(schema, dict) and isinstance(end, str):
-            return begin, enforceable(schema), end
+            return begin, enforced(schema), end
     raise _invalid("a structure of structural_tag has `begin` and `end` (strings) and `schema` (an object)")
 
 
-def _as_grammars(text: str) -> str:
+def _as_grammars(text: str, control_ids: Mapping[str, int]) -> str:
     """Return a grammar of the library in the JSON form, which also holds several grammars."""
-    return text if text.startswith("{") else _lark(text)
+    return text if text.startswith("{") else _lark(text, control_ids)
 
 
 def _parsed(name: str, source: str) -> Any:

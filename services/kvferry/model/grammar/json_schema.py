@@ -1,7 +1,7 @@
-"""Prepares JSON Schemas for the compiler, which enforces some patterns (see `patterns`) and two kinds of bounds of
-numbers imprecisely.
+"""Prepares JSON Schemas for the compiler, which enforces some patterns (see `patterns`) and some numbers imprecisely.
 
-- A bound of more than 53 bits is rounded or clamped; it is rejected here.
+- A bound of more than 53 bits is rounded or clamped, and so is a constant that is not an exact double or has too many
+  digits; both are rejected here.
 - An exclusive bound that is a whole number is itself accepted if the range is narrow: `0` satisfies its grammar of
   `{"exclusiveMinimum": 0, "maximum": 0.1}`. Such a bound becomes an inclusive one, moved inwards by `_STEP` of its
   value, so that every output satisfies the schema; the values between the two bounds are lost.
@@ -9,21 +9,25 @@ numbers imprecisely.
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from decimal import Decimal
 from typing import Any, NoReturn, TypeGuard
 
 from kvferry.core.errors import InvalidRequest, shortened
 from kvferry.model.grammar.patterns import enforceable_pattern
 
 _MAX_EXACT = 1 << 53
+_MAX_EXACT_POWER = 22
+"""Largest power of ten that is exact as a double."""
 _STEP = 1e-9
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _INWARDS = {"exclusiveMinimum": ("minimum", 1), "exclusiveMaximum": ("maximum", -1)}
 _PATTERNS = "patternProperties"
 _NAMED = frozenset({"properties", _PATTERNS, "$defs", "definitions", "dependentSchemas"})
 """Keywords whose value maps names to schemas."""
-_VALUES = frozenset({"const", "enum", "default", "examples"})
-"""Keywords whose value is not a schema."""
+_CONSTANTS = frozenset({"const", "enum"})
+_ANNOTATIONS = frozenset({"default", "examples"})
+"""Keywords whose value is neither a schema nor enforced."""
 _OPTIONS = "x-guidance"
 
 
@@ -31,43 +35,89 @@ def parsed_schema(source: str) -> Any:
     """Parse a schema and prepare it.
 
     Raises:
-        InvalidRequest: the source is not JSON, or a bound or a pattern cannot be enforced.
+        InvalidRequest: the source is not JSON, or a part of the schema cannot be enforced.
     """
     try:
         schema = json.loads(source, parse_constant=_no_constant)
-        if isinstance(schema, dict) and _OPTIONS in schema:
-            raise _invalid(f"{_OPTIONS} is not accepted; leave it out")
-        return enforceable(schema)
     except ValueError as error:
         raise _invalid(f"json_schema is not valid JSON: {shortened(str(error))}") from None
     except RecursionError:
-        raise _invalid("json_schema is nested too deeply") from None
+        raise _nested() from None
+    return enforced(schema)
 
 
-def enforceable(schema: Any) -> Any:
-    """Return a schema with bounds and patterns that the compiler enforces exactly.
+def enforced(schema: Any, options: Collection[str] = ()) -> Any:
+    """Return a schema that the compiler enforces exactly.
+
+    Args:
+        schema: a JSON Schema.
+        options: options of the compiler that the schema may set.
 
     Raises:
-        InvalidRequest: a bound or a pattern cannot be enforced.
+        InvalidRequest: a bound, a constant or a pattern cannot be enforced, or the schema sets another option.
     """
+    if isinstance(schema, dict) and _OPTIONS in schema:
+        _check_options(schema[_OPTIONS], options)
+    try:
+        return _enforceable(schema)
+    except RecursionError:
+        raise _nested() from None
+
+
+def _check_options(value: Any, options: Collection[str]) -> None:
+    if not options:
+        raise _invalid(f"{_OPTIONS} is not accepted; leave it out")
+    if not isinstance(value, dict) or not value.keys() <= set(options):
+        raise _invalid(f"{_OPTIONS} must be an object with {', '.join(options)}, not {shortened(repr(value))}")
+
+
+def _enforceable(schema: Any) -> Any:
     if isinstance(schema, list):
-        return [enforceable(each) for each in schema]
+        return [_enforceable(each) for each in schema]
     if not isinstance(schema, dict):
         return schema
     made: dict[str, Any] = {}
     for key, value in schema.items():
         if key in _NAMED and isinstance(value, dict):
             named = enforceable_pattern if key == _PATTERNS else str
-            made[key] = {named(name): enforceable(each) for name, each in value.items()}
+            made[key] = {named(name): _enforceable(each) for name, each in value.items()}
         elif key == "pattern" and isinstance(value, str):
             made[key] = enforceable_pattern(value)
+        elif key in _CONSTANTS:
+            made[key] = _exact_constant(key, value)
         else:
-            made[key] = value if key in _VALUES else enforceable(value)
+            made[key] = value if key in _ANNOTATIONS else _enforceable(value)
     _check_bounds(made)
     if made.get("type") != "integer":
         for key, (inclusive, sign) in _INWARDS.items():
             _move_inwards(made, key, inclusive, sign)
     return made
+
+
+def _exact_constant(key: str, value: Any) -> Any:
+    """Return a constant that the compiler reads exactly; whole numbers are written as integers."""
+    if isinstance(value, list):
+        return [_exact_constant(key, each) for each in value]
+    if isinstance(value, dict):
+        return {name: _exact_constant(key, each) for name, each in value.items()}
+    if not _is_number(value):
+        return value
+    if not _is_exact(value):
+        raise _invalid(
+            f"{key} has {shortened(repr(value))}; only numbers of at most 15 digits, and whole numbers between -2^53 "
+            "and 2^53, can be enforced; use a string"
+        )
+    return int(value) if value == int(value) else value
+
+
+def _is_exact(number: int | float) -> bool:
+    """Return whether the compiler's JSON parser reads the number as it is: it multiplies the digits, as a double, by a
+    power of ten, which is exact only if both are exact doubles. The compiler writes whole numbers without exponent."""
+    if not math.isfinite(number) or number == int(number):
+        return abs(number) <= _MAX_EXACT
+    digits, exponent = Decimal(repr(number)).normalize().as_tuple()[1:]
+    whole = int("".join(map(str, digits)))
+    return whole <= _MAX_EXACT and isinstance(exponent, int) and abs(exponent) <= _MAX_EXACT_POWER
 
 
 def _check_bounds(schema: Mapping[str, Any]) -> None:
@@ -90,6 +140,10 @@ def _move_inwards(schema: dict[str, Any], key: str, inclusive: str, sign: int) -
 
 def _is_number(value: object) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _nested() -> InvalidRequest:
+    return _invalid("json_schema is nested too deeply")
 
 
 def _no_constant(name: str) -> NoReturn:

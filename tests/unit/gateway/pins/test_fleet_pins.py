@@ -1,6 +1,7 @@
 """Pins on a fleet: on workers that compute prompts, again on workers that restart, and after a worker lost them."""
 
 from collections.abc import AsyncIterator
+from typing import Any
 
 import httpx
 import pytest
@@ -9,7 +10,7 @@ from harness.fakes.scripted_worker import ScriptedWorker
 from harness.waiting import eventually
 
 from kvferry.core.clock import ManualClock
-from kvferry.core.errors import InvalidRequest, Overloaded
+from kvferry.core.errors import InvalidRequest, Overloaded, Unavailable
 from kvferry.core.hashing import cache_scope
 from kvferry.core.ids import AdapterId
 from kvferry.gateway.pins.fleet_pins import FleetPins
@@ -93,6 +94,40 @@ async def test_pins_that_a_worker_lost_are_made_again_when_its_status_has_shown_
     await fleet.wait_until(lambda _: fleet.view(worker.address).load.pins == 0)  # type: ignore[union-attr]
     assert [pins.begin_round(now) for now in (1.0, 5.9, 6.0)] == [0, 0, 1]
     await eventually(lambda: len(worker.pins) == 1)
+
+
+async def test_a_time_to_live_that_ends_before_the_prefix_is_computed_is_an_error(gateway: ScriptedGateway) -> None:
+    clock = ManualClock()
+    pins = FleetPins(gateway.gateway.fleet, clock)
+    call = pins._call
+
+    async def slow(*args: Any) -> Any:
+        pin = await call(*args)
+        clock.advance(2.0)
+        pins.report()  # removes what has expired
+        return pin
+
+    pins._call = slow  # type: ignore[method-assign]
+    with pytest.raises(InvalidRequest, match="the time to live of 1 s ended before") as caught:
+        await pins.pin(Prefix.of(IDS), 1.0)
+    assert (caught.value.field, caught.value.reason) == ("ttl_seconds", "PIN_EXPIRED")
+    assert not by_role(gateway)["prefill"].pins
+
+
+async def test_a_prefix_that_is_unpinned_while_it_is_computed_is_an_error(gateway: ScriptedGateway) -> None:
+    pins = FleetPins(gateway.gateway.fleet, ManualClock())
+    call = pins._call
+
+    async def interrupted(*args: Any) -> Any:
+        pin = await call(*args)
+        pins.clear()
+        return pin
+
+    pins._call = interrupted  # type: ignore[method-assign]
+    with pytest.raises(Unavailable, match="was unpinned, the caches were reset") as caught:
+        await pins.pin(Prefix.of(IDS), 60.0)
+    assert caught.value.reason == "PIN_ENDED"
+    assert not by_role(gateway)["prefill"].pins
 
 
 async def test_a_late_status_makes_no_pin_again(gateway: ScriptedGateway) -> None:

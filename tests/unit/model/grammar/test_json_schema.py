@@ -11,7 +11,7 @@ from kvferry.core.constraint import Constraint, ConstraintKind
 from kvferry.core.errors import InvalidRequest
 from kvferry.model import tiny
 from kvferry.model.grammar.compiler import GrammarCompiler
-from kvferry.model.grammar.json_schema import enforceable, parsed_schema
+from kvferry.model.grammar.json_schema import enforced, parsed_schema
 
 COMPILER = GrammarCompiler(tiny.tokenizer(tiny.config()))
 EOS = list(tiny.config().eos_token_ids)
@@ -67,14 +67,45 @@ def test_values_and_names_that_look_like_bounds_stay() -> None:
     schema = {
         "properties": {"exclusiveMinimum": {"type": "integer", "exclusiveMinimum": 0}, "const": {"type": "null"}},
         "enum": [{"exclusiveMinimum": 0}],
-        "const": {"minimum": 10**30},
+        "const": {"minimum": 10**15},
+        "default": 10**30,
     }
-    assert enforceable(schema) == schema
+    assert enforced(schema) == schema
+
+
+@pytest.mark.parametrize("number", [2**53, -(2**53), 0, 0.5, 1e15, 123456789.25, 1e-22, -0.0, 0.1, 100000000000000.5])
+def test_a_constant_that_the_compiler_reads_exactly_is_accepted(number) -> None:
+    for schema in ({"const": number}, {"enum": [{"a": [number]}]}):
+        assert enforced(schema) == schema
+
+
+@pytest.mark.parametrize(
+    "number", [2**53 + 1, -(2**64), 1146789012345678901, 101702.88206495787, 4.429196913570163e16, 5e-324, 1e300]
+)
+def test_a_constant_that_the_compiler_would_change_is_refused(number) -> None:
+    for schema in ({"const": number}, {"properties": {"a": {"enum": ["x", {"b": [number]}]}}}):
+        with pytest.raises(InvalidRequest, match="only numbers of at most 15 digits"):
+            enforced(schema)
+
+
+@settings(deadline=None)
+@given(st.floats(allow_nan=False, allow_infinity=False) | st.decimals(-10, 10, places=6).map(float))
+def test_an_accepted_constant_is_the_only_output(number) -> None:
+    try:
+        made = enforced({"const": number})
+    except InvalidRequest:
+        return
+    state = COMPILER.compile(Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(made))).start()
+    output = bytearray()
+    while not (allowed := state.allowed())[EOS].all():
+        output.append(int(allowed.argmax()))
+        state.advance([output[-1]])
+    assert json.loads(output) == number
 
 
 def test_the_tighter_bound_is_kept() -> None:
-    assert enforceable({"exclusiveMinimum": 0, "minimum": 5}) == {"minimum": 5}
-    assert enforceable({"exclusiveMaximum": 1, "maximum": 5})["maximum"] < 1
+    assert enforced({"exclusiveMinimum": 0, "minimum": 5}) == {"minimum": 5}
+    assert enforced({"exclusiveMaximum": 1, "maximum": 5})["maximum"] < 1
 
 
 def test_a_grammar_without_texts_is_named_as_such() -> None:

@@ -255,7 +255,21 @@ class ChatRequest(_Common):
             )
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs to be true", field="top_logprobs")
-        return self.sampling(next(iter(both), None), (self.top_logprobs or 0) if self.logprobs else None)
+        names = {"logprobs": "top_logprobs"}
+        if self.max_completion_tokens is not None:
+            names["max_tokens"] = "max_completion_tokens"
+        try:
+            return self.sampling(next(iter(both), None), (self.top_logprobs or 0) if self.logprobs else None)
+        except InvalidRequest as error:
+            raise renamed(error, names) from None
+
+
+def renamed(error: InvalidRequest, names: Mapping[str, str]) -> InvalidRequest:
+    """Return an error with the name that a field has in the request's API; `names` has these by field."""
+    name = names.get(error.field or "")
+    if name is None or error.field is None:
+        return error
+    return type(error)(error.message.replace(error.field, name, 1), field=name, reason=error.reason)
 
 
 class CompletionRequest(_Common):

@@ -23,7 +23,7 @@ from kvferry.gateway.http.fields.parsing import json_object, parse_fields
 from kvferry.gateway.http.fields.strict import Accepted, SamplingFields, Strict
 from kvferry.gateway.http.openai.bounds import MAX_FIELDS, check_sizes
 from kvferry.gateway.http.openai.request import ReadRequest, read_conversation
-from kvferry.gateway.http.openai.schema import ChatRequest
+from kvferry.gateway.http.openai.schema import ChatRequest, renamed
 from kvferry.gateway.http.responses.items import KINDS, Item, check_kinds, in_items, messages_of
 from kvferry.model.text.tools.definitions import ToolUse
 from kvferry.rpc.text.text_model import TextModel
@@ -230,7 +230,7 @@ def read_response(model: TextModel, body: bytes, history: Sequence[bytes]) -> Re
     try:
         chat = read_conversation(model, request.as_chat(messages), request.to_tool_use(), "text.format")
     except InvalidRequest as error:
-        raise _renamed(in_items(error, places)) from None
+        raise renamed(in_items(error, places), _NAMES) from None
     return ReadResponse(chat, request, [item.model_dump(mode="json", by_alias=True, exclude_none=True) for item in own])
 
 
@@ -274,11 +274,3 @@ def _response_format(options: TextOptions | None) -> dict[str, Any] | None:
 
 
 _NAMES = {"max_tokens": "max_output_tokens", "logprobs": "top_logprobs", "response_format": "text.format"}
-
-
-def _renamed(error: InvalidRequest) -> InvalidRequest:
-    """Replace a chat field's name in an error with its name in the Responses API; return other errors unchanged."""
-    name = _NAMES.get(error.field or "")
-    if name is None or error.field is None:
-        return error
-    return type(error)(error.message.replace(error.field, name, 1), field=name, reason=error.reason)

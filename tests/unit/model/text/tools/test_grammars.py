@@ -233,3 +233,11 @@ def test_bounds_and_patterns_of_python_keywords_are_enforced_exactly(tokenizer):
     assert accepts(tokenizer, grammar, "[f(x=0.05)]")
     assert not accepts(tokenizer, grammar, "[f(x=0)]")
     assert not accepts(tokenizer, grammar, '[f(s="\\"")]')
+
+
+@pytest.mark.parametrize("call_format", CallFormat)
+def test_a_schema_that_cannot_be_enforced_is_refused_with_the_name_of_the_tool(call_format: CallFormat) -> None:
+    tool = Tool("find", "", {"type": "object", "properties": {"a": {"type": "integer", "minimum": 2**53 + 1}}})
+    with pytest.raises(InvalidRequest, match="the parameters of 'find' cannot be enforced: minimum is") as caught:
+        calls_grammar(call_format, [tool], Marks({}))
+    assert caught.value.field == "tools"
