@@ -403,20 +403,24 @@ class Usage(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    UNRETURNED_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     output_tokens: _builtins.int
     cached_tokens: _builtins.int
     """of the prompt, not computed for this request"""
+    unreturned_tokens: _builtins.int
+    """of beams that are not among the outputs; in a search's best output"""
     def __init__(
         self,
         *,
         prompt_tokens: _builtins.int = ...,
         output_tokens: _builtins.int = ...,
         cached_tokens: _builtins.int = ...,
+        unreturned_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "unreturned_tokens", b"unreturned_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -140,6 +140,7 @@ class Gateway:
             constraints=constraints,
             adapters=adapters.served,
             vectors=self.dispatcher,
+            searches=self.dispatcher,
             admission=self.gate,
             tracer=lambda: self._tracer,
         )

@@ -1,6 +1,6 @@
 """The gateway's metrics, created from the table in `core.metrics`; each gateway has its own registry."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -12,7 +12,7 @@ from kvferry.gateway.lifecycle.obligations import State
 from kvferry.gateway.lifecycle.prompt_sources import prompt_sources
 from kvferry.gateway.routing.replicas import CachedPrefix
 from kvferry.rpc.text.text_stream import Usage
-from kvferry.rpc.text.token_source import Timing
+from kvferry.rpc.text.token_source import KvReport, Timing
 
 SOURCES = ("computed", "cached", "peer", "tier")
 """Sources of the KV of prompt tokens, as in `PromptSources`."""
@@ -63,12 +63,15 @@ class Instruments:
                 self.prompt_source_tokens.labels(source).inc(getattr(sources, source))
             self.handoff_tokens.inc(sources.handed_off)
         self.stream_seconds.observe(timing.total_seconds)
-        for report in timing.kv:
+        if usage.output_tokens:
+            self.first_token_seconds.observe(timing.first_token_seconds)
+
+    def kv_reported(self, reports: Sequence[KvReport]) -> None:
+        """Record the decisions whether to load KV, and their outcomes."""
+        for report in reports:
             self.kv_decisions.labels(report.source, "load" if report.num_chosen else "compute").inc()
             if report.source == "peer" and report.num_chosen:
                 self.peer_loads.labels("failed" if report.failure else "fetched").inc()
-        if usage.output_tokens:
-            self.first_token_seconds.observe(timing.first_token_seconds)
 
     def prefix_predicted(self, predicted: CachedPrefix, actual_tokens: int) -> None:
         """Compare the prediction of a prompt's cached tokens with the number that the worker reports."""

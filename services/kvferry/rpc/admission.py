@@ -21,9 +21,9 @@ class Work:
     prompts: Sequence[Sequence[int]]
     """Token ids of each prompt."""
     num_samples: int
-    """Number of samples of each prompt."""
+    """Number of samples, or of beams, of each prompt."""
     num_running: int
-    """Maximum number of samples that run at a time, over all prompts."""
+    """Maximum number of samples or beams that run at a time, over all prompts."""
     max_tokens: int
     """Maximum number of output tokens of a sample; 0 if no tokens are generated."""
     held_bytes: int = 0
@@ -64,7 +64,11 @@ class Slot(Protocol):
         ...
 
     def note_usage(self, sample: int, cached_tokens: int) -> None:
-        """Record that a sample has ended, and the number of its prompt tokens that were cached."""
+        """Record the number of a sample's prompt tokens that were cached; for a sample, when it has ended."""
+        ...
+
+    def note_recomputed(self, count: int) -> None:
+        """Count tokens of beams whose KV was computed again for a step."""
         ...
 
 

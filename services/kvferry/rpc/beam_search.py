@@ -1,11 +1,11 @@
 """Beam search over a token source: in each round, one request of one token per live beam.
 
-The source caches the KV of each beam, so that a request computes at most the last block of its beam; over separate
-prefill and decode workers, it is routed and handed off like any other request.
+The source caches the KV of each beam, so that a step computes at most the last block of its beam. With separate prefill
+and decode workers, a step is a prompt that ends with its first token, and is never handed off.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
@@ -23,9 +23,27 @@ class Found:
     """Number of tokens of the prompt whose KV was cached."""
     timing: Timing
     """Timing of the first token."""
+    num_tokens: int
+    """Number of tokens of all beams: `width` for each round."""
 
 
-async def search(source: TokenSource, request: TokenRequest, params: BeamParams, eos_token_ids: Sequence[int]) -> Found:
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What a round has computed, besides a token of each beam."""
+
+    num_cached: int
+    """Number of tokens of the prompt whose KV was cached in the first round."""
+    num_recomputed: int
+    """Number of tokens of beams whose KV was computed again, since their block was not full; 0 in the first round."""
+
+
+async def search(
+    source: TokenSource,
+    request: TokenRequest,
+    params: BeamParams,
+    eos_token_ids: Sequence[int],
+    on_round: Callable[[Round], None] = lambda _: None,
+) -> Found:
     """Search for the best outputs of a prompt. Cancelling the calling task cancels all requests.
 
     Args:
@@ -33,6 +51,7 @@ async def search(source: TokenSource, request: TokenRequest, params: BeamParams,
         request: the prompt; of its sampling parameters, only `max_tokens` has an effect.
         params: parameters of the search.
         eos_token_ids: the model's end-of-sequence tokens.
+        on_round: called after each round.
 
     Raises:
         KvferryError: see `TokenSource.stream`.
@@ -40,7 +59,7 @@ async def search(source: TokenSource, request: TokenRequest, params: BeamParams,
     limit = params.max_tokens if request.sampling.max_tokens is None else request.sampling.max_tokens
     beams = Beams(replace(params, max_tokens=min(params.max_tokens, limit)), frozenset(eos_token_ids))
     sampling = params.step_sampling(1)
-    number = 0
+    number = num_rounds = 0
     first: TokenEvent | None = None
     while not beams.is_done:
         requests = [
@@ -54,10 +73,17 @@ async def search(source: TokenSource, request: TokenRequest, params: BeamParams,
         ]
         number += len(requests)
         events = await _all(source, requests)
+        num_rounds += 1
+        computed = sum(
+            len(step.token_ids) - event.num_cached_tokens for step, event in zip(requests, events, strict=True)
+        )
+        recomputed = 0 if first is None else computed - len(requests)
         first = first or events[0]
+        on_round(Round(first.num_cached_tokens, recomputed))
         beams.advance([event.tokens[0].top for event in events])
     assert first is not None, "a search has at least one round"
-    return Found(beams.best(params.width), first.num_cached_tokens, first.timing)
+    num_tokens = params.width * num_rounds
+    return Found(beams.best(params.width), first.num_cached_tokens, first.timing, num_tokens)
 
 
 async def _all(source: TokenSource, requests: Sequence[TokenRequest]) -> list[TokenEvent]:

@@ -41,7 +41,10 @@ def report_lines(request_id: str, sample: dict[str, Any]) -> list[str]:
     """Format the report of a sample: route, source of the KV, timing."""
     timing = sample["timing"]
     error = f"  ({sample['error']})" if sample["error"] else ""
-    lines = [f"{request_id}  sample {sample['sample_index']}  {sample['outcome']}{error}"]
+    what = (
+        f"beam search of {sample['beam_width']} beams" if sample["beam_width"] else f"sample {sample['sample_index']}"
+    )
+    lines = [f"{request_id}  {what}  {sample['outcome']}{error}"]
     counts = f"{sample['prompt_tokens']} prompt ({sample['cached_tokens']} cached), {sample['output_tokens']} generated"
     lines.append(f"  tokens     {counts}")
     for note in sample["routes"]:

@@ -138,7 +138,7 @@ class FlowGate:
         entry, tenant = slot.entry, slot.work.tenant
         assert entry is not None, "a slot is left only after it was entered"
         prompt, cached, output = slot.prompt_tokens(), slot.cached_tokens(), slot.output_tokens()
-        self.controller.finish(entry, used=float(prompt - cached + output))
+        self.controller.finish(entry, used=float(prompt - cached + slot.recomputed_tokens + output))
         self.quotas.end(tenant, slot.expected_tokens, used=float(prompt + output))
         if is_whole and slot.num_started and slot.work.max_tokens:
             self.quotas.learn(tenant, output / slot.num_started, self._clock.monotonic() - slot.entered)

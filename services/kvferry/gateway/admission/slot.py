@@ -37,7 +37,10 @@ class _Sample:
 class RequestSlot:
     """Implements `rpc.admission.Slot`."""
 
-    __slots__ = ("_gate", "_samples", "entered", "entry", "expected_tokens", "priority", "queued_seconds", "work")
+    __slots__ = (
+        "_gate", "_samples", "entered", "entry", "expected_tokens", "priority", "queued_seconds", "recomputed_tokens",
+        "work",
+    )  # fmt: skip
 
     def __init__(self, gate: Gate, work: Work) -> None:
         self._gate = gate
@@ -49,6 +52,8 @@ class RequestSlot:
         """The request in the flow controller; `None` before it is entered."""
         self.expected_tokens = 0.0
         """Tokens charged to the tenant's quota: prompt and output."""
+        self.recomputed_tokens = 0
+        """Tokens of beams whose KV was computed again."""
         self.entered = 0.0
         """Time of the admission, monotonic seconds."""
 
@@ -73,6 +78,10 @@ class RequestSlot:
     def note_usage(self, sample: int, cached_tokens: int) -> None:
         """See `rpc.admission.Slot.note_usage`."""
         self._samples[sample].cached = cached_tokens
+
+    def note_recomputed(self, count: int) -> None:
+        """See `rpc.admission.Slot.note_recomputed`."""
+        self.recomputed_tokens += count
 
     @property
     def num_started(self) -> int:

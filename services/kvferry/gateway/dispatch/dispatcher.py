@@ -37,6 +37,7 @@ from kvferry.gateway.dispatch.kv_prefetch import KvPrefetches
 from kvferry.gateway.dispatch.prior_turns import Turns
 from kvferry.gateway.dispatch.releases import Releases, Sleep
 from kvferry.gateway.dispatch.route_selection import RETRY_AFTER_SECONDS, RouteSelection
+from kvferry.gateway.dispatch.search_steps import SearchSteps
 from kvferry.gateway.dispatch.work_records import WorkRecords
 from kvferry.gateway.dispatch.worker_calls import WorkerCalls
 from kvferry.gateway.dispatch.worker_loss import WorkerLost
@@ -58,7 +59,7 @@ since the ticket may be the cause."""
 
 
 class Dispatcher:
-    """Implements `TokenSource` and `VectorSource` on a fleet of workers."""
+    """Implements `TokenSource`, `SearchSource` and `VectorSource` on a fleet of workers."""
 
     def __init__(
         self,
@@ -131,6 +132,14 @@ class Dispatcher:
                 async for event in events:
                     yield event
 
+    @contextmanager
+    def search(self, request: TokenRequest, width: int) -> Iterator[SearchSteps]:
+        """Open a beam search; see `rpc.text.token_source.SearchSource.search`."""
+        run = SampleRun(request, trace=self._trace(request, "beam_search"), num_beams=width)
+        with self._open(run):
+            yield SearchSteps(run, self._serve, self._closing)
+            self._ending.end(run, Event.FINISH)
+
     async def pool(self, request: TokenRequest, params: PoolingParams) -> Vector:
         """Compute the vector of a prompt; see `rpc.text.token_source.VectorSource.pool`. If the worker of a call is
         lost, the call is repeated on another worker."""
@@ -143,11 +152,11 @@ class Dispatcher:
                 except WorkerLost as lost:
                     await self._recover(run, lost)
 
-    def _trace(self, request: TokenRequest) -> NoTrace:
+    def _trace(self, request: TokenRequest, name: str = "sample") -> NoTrace:
         span = current_span()
         if span is None:
             return NO_TRACE
-        return SampleTrace(span, "sample", request.sample_index, self._clock.monotonic())
+        return SampleTrace(span, name, request.sample_index, self._clock.monotonic())
 
     def _route(self, run: SampleRun) -> Route:
         begun = self._clock.monotonic()
@@ -157,15 +166,39 @@ class Dispatcher:
 
     @contextmanager
     def _open(self, run: SampleRun) -> Iterator[None]:
-        """Count a sample as open during the `with` block, and end it at the end of the block."""
+        """Count a sample, or each beam of a search, as open during the `with` block, and end it at the end of the
+        block."""
         if self.open_streams >= self._max_streams:
             raise Overloaded(
                 f"{self.open_streams} streams are open, and max_streams is {self._max_streams}; retry later",
                 retry_after_seconds=RETRY_AFTER_SECONDS,
             )
-        self.open_streams += 1
+        num_streams = max(1, run.num_beams)
+        self.open_streams += num_streams
         self._no_streams.clear()
-        self._instruments.streams_open.inc()
+        self._instruments.streams_open.inc(num_streams)
+        try:
+            with self._closing(run):
+                yield
+        finally:
+            self.journal.add(run)
+            if self._on_end is not None:
+                self._on_end(run)
+            counts = {
+                "gen_ai.usage.input_tokens": len(run.request.token_ids),
+                "gen_ai.usage.output_tokens": run.num_output,
+                "kvferry.cached_tokens": run.num_cached_tokens,
+                "kvferry.resumed": run.timing.resumed,
+            }
+            run.trace.end(run.state.value, run.last_error, counts)
+            self._instruments.streams_open.dec(num_streams)
+            self.open_streams -= num_streams
+            if self.open_streams == 0:
+                self._no_streams.set()
+
+    @contextmanager
+    def _closing(self, run: SampleRun) -> Iterator[None]:
+        """End a sample at the end of the `with` block."""
         try:
             yield
         except KvferryError:
@@ -174,20 +207,6 @@ class Dispatcher:
         finally:
             self._ending.end(run, Event.CANCEL)
             self._records.arrived(run)
-            self.journal.add(run)
-            if self._on_end is not None:
-                self._on_end(run)
-            counts = {
-                "gen_ai.usage.input_tokens": len(run.request.token_ids),
-                "gen_ai.usage.output_tokens": len(run.emitted),
-                "kvferry.cached_tokens": run.num_cached_tokens,
-                "kvferry.resumed": run.timing.resumed,
-            }
-            run.trace.end(run.state.value, run.last_error, counts)
-            self._instruments.streams_open.dec()
-            self.open_streams -= 1
-            if self.open_streams == 0:
-                self._no_streams.set()
 
     def uncached_tokens(self, scope: str, token_ids: Sequence[int]) -> int:
         """Return the number of tokens of a prompt that would be computed now; see `RouteSelection.uncached_tokens`."""

@@ -35,7 +35,10 @@ class Ending:
                 reason = "client_gone" if event is Event.CANCEL else event.value
                 self._releases.release(run.ticket, run.request.request_id, reason)
                 run.ticket = None
-        usage = Usage(len(run.request.token_ids), len(run.emitted), run.num_cached_tokens)
+        usage = Usage(len(run.request.token_ids), run.num_output, run.num_cached_tokens)
         run.time(total_seconds=self._clock.monotonic() - run.request.arrived)
-        self._instruments.resumes.inc(run.timing.resumed)
-        self._instruments.stream_ended(run.state.value, usage, run.timing)
+        if not run.num_beams:  # those of a search are counted with its steps
+            self._instruments.kv_reported(run.timing.kv)
+        if not run.is_step:
+            self._instruments.resumes.inc(run.timing.resumed)
+            self._instruments.stream_ended(run.state.value, usage, run.timing)

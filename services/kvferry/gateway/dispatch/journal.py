@@ -30,7 +30,10 @@ class _Sample:
     error: str
     prompt_tokens: int
     output_tokens: int
+    """Output tokens; those of all beams for a beam search."""
     cached_tokens: int
+    beam_width: int
+    """Number of beams of a beam search; 0 for a sample."""
     routes: tuple[RouteNote, ...]
     timing: Timing
 
@@ -58,8 +61,9 @@ class Journal:
                     run.state.value,
                     "" if run.last_error is None else run.last_error.message,
                     len(request.token_ids),
-                    len(run.emitted),
+                    run.num_output,
                     run.num_cached_tokens,
+                    run.num_beams,
                     tuple(run.routes),
                     run.timing,
                 )
@@ -106,6 +110,7 @@ def _summary(tenant: str, request_id: RequestId, samples: Sequence[_Sample]) -> 
         "tenant": tenant,
         "outcome": bad[0] if bad else "done",
         "num_samples": len(samples),
+        "beam_width": samples[0].beam_width,
         "prompt_tokens": samples[0].prompt_tokens,
         "cached_tokens": samples[0].cached_tokens,
         "output_tokens": sum(sample.output_tokens for sample in samples),

@@ -48,7 +48,8 @@ class WorkRecords:
     def prefilled(self, run: SampleRun, address: str, num_cached: int, seconds: float) -> None:
         """Record the computation of a prompt, or of the tokens so far, of which `num_cached` were cached."""
         num_tokens = len(run.token_ids)
-        self._estimates.observe_prompt(num_tokens, num_cached)
+        if not run.is_step:  # nearly all of a step's tokens are cached, which says nothing about the prompts of clients
+            self._estimates.observe_prompt(num_tokens, num_cached)
         process = _process(self._fleet.view(address))
         if process is not None:
             self._estimates.observe_prefill(process, num_tokens - num_cached, seconds)
@@ -71,7 +72,8 @@ class WorkRecords:
             num_tokens: number of tokens after the first one on this worker.
             seconds: time between the first and the last token on this worker.
         """
-        self._estimates.observe_length(len(run.emitted))
+        if not run.is_step:
+            self._estimates.observe_length(len(run.emitted))
         view = self._fleet.view(address)
         process = _process(view)
         if view is not None and process is not None:

@@ -19,6 +19,7 @@ class EndedSample(Struct):
     prompt_tokens: int
     output_tokens: int
     cached_tokens: int
+    beam_width: int
     routes: list[RouteNote]
     timing: Timing
     phases: list[Phase]

@@ -105,6 +105,11 @@ class SampleRun:
     """Records the sample's phases, if its request is traced."""
     commitment: Commitment | None = None
     """Dispatched work that its workers' statuses do not show yet."""
+    num_beams: int = 0
+    """Width of the beam search of which this is the record, with the tokens of one beam in `emitted`; 0 for a
+    sample."""
+    is_step: bool = False
+    """Whether this is a step of a beam search, which has a record of its own."""
 
     def __post_init__(self) -> None:
         if self.request.queued_seconds:
@@ -127,6 +132,11 @@ class SampleRun:
     def max_new_tokens(self) -> int:
         """Maximum number of tokens that the sample may still generate; 0 for a vector."""
         return 0 if self.pooling is not None else max(0, (self.request.sampling.max_tokens or 0) - len(self.emitted))
+
+    @property
+    def num_output(self) -> int:
+        """Number of output tokens; over all beams of a beam search."""
+        return len(self.emitted) * max(1, self.num_beams)
 
     @property
     def is_complete(self) -> bool:

@@ -13,13 +13,14 @@ from kvferry.core.hashing import cache_scope
 from kvferry.core.ids import AdapterId
 from kvferry.core.traces.spans import Tracer, current_span
 from kvferry.model.requests.prompt_parameters import check_prompt_logprobs, kept_prompt
-from kvferry.rpc.admission import Admission, Work
+from kvferry.rpc.admission import Admission, Slot, Work
+from kvferry.rpc.beam_search import Round
 from kvferry.rpc.text import prompts
 from kvferry.rpc.text.constraint_check import ConstraintCheck
 from kvferry.rpc.text.text_model import TextModel
 from kvferry.rpc.text.text_process import TextProcess
 from kvferry.rpc.text.text_stream import MAX_RUNNING_SAMPLES, TextChunk, TextRequest, generate_text
-from kvferry.rpc.text.token_source import TokenSource, VectorSource
+from kvferry.rpc.text.token_source import SearchSource, TokenSource, VectorSource
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -54,6 +55,8 @@ class TextService:
     """Function that returns the adapters that requests may currently name."""
     vectors: VectorSource | None = None
     """Computes pooled vectors; `None` if they are not served."""
+    searches: SearchSource | None = None
+    """Computes the steps of beam searches; with `None`, each step is a stream of `source`."""
     admission: Admission | None = None
     """Decides which requests may start, and when; `None` starts all requests at once."""
 
@@ -145,7 +148,7 @@ class TextService:
 
     def generate_now(self, request: TextRequest) -> AsyncGenerator[TextChunk, None]:
         """Generate text chunks for a request that was admitted; see `rpc.text.text_stream.generate_text`."""
-        return generate_text(self.source, self.model, request, self.clock)
+        return generate_text(self.source, self.model, request, self.clock, self.searches)
 
     def admitted(
         self,
@@ -155,7 +158,7 @@ class TextService:
         """Yield the chunks of `make(requests)` as soon as the requests are admitted, all together.
 
         Args:
-            requests: the prompts of one client's request, with equal numbers of samples.
+            requests: the prompts of one client's request, with equal numbers of samples, or of beams.
             make: starts the generation; the `index` of a chunk is index of the prompt * number of samples + index of
                 the sample.
 
@@ -177,8 +180,8 @@ class TextService:
             arrived=first.arrived,
             deadline=first.deadline,
             prompts=[request.token_ids for request in requests],
-            num_samples=first.num_samples,
-            num_running=min(MAX_RUNNING_SAMPLES, len(requests) * first.num_samples),
+            num_samples=first.num_sequences,
+            num_running=min(MAX_RUNNING_SAMPLES, len(requests) * first.num_sequences),
             max_tokens=first.sampling.max_tokens or 0,
             held_bytes=sum(request.held_bytes for request in requests),
         )
@@ -190,9 +193,29 @@ class TextService:
             if slot.queued_seconds or slot.priority != first.priority:
                 changes: dict[str, Any] = {"queued_seconds": slot.queued_seconds, "priority": slot.priority}
                 requests = [replace(request, **changes) for request in requests]
+            if first.beams is not None:
+                requests = [
+                    replace(request, on_round=_charge(slot, number, request)) for number, request in enumerate(requests)
+                ]
             async with aclosing(make(requests)) as chunks:
                 async for chunk in chunks:
-                    slot.note_tokens(chunk.index, len(chunk.tokens))
-                    if chunk.usage is not None:
-                        slot.note_usage(chunk.index, chunk.usage.cached_tokens)
+                    if first.beams is None:
+                        slot.note_tokens(chunk.index, len(chunk.tokens))
+                        if chunk.usage is not None:
+                            slot.note_usage(chunk.index, chunk.usage.cached_tokens)
                     yield chunk
+
+
+def _charge(slot: Slot, number: int, request: TextRequest) -> Callable[[Round], None]:
+    """Return a function that charges the rounds of the search of prompt `number`: a token of each beam. The prompt is
+    computed for the first beam, and cached for the others."""
+    width = request.num_sequences
+    beams = range(number * width, (number + 1) * width)
+
+    def charge(done: Round) -> None:
+        for beam in beams:
+            slot.note_tokens(beam, 1)
+            slot.note_usage(beam, done.num_cached if beam == beams[0] else len(request.token_ids))
+        slot.note_recomputed(done.num_recomputed)
+
+    return charge

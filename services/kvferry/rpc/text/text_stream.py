@@ -7,8 +7,8 @@ TokenSource --TokenEvent--> detokenizer --text--> stop strings --text--> answer 
 Only answers that may contain reasoning or tool calls have a splitter.
 """
 
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing, nullcontext
 from dataclasses import dataclass, replace
 
 from kvferry.core.clock import Clock
@@ -22,7 +22,7 @@ from kvferry.model.text.answers.pieces import CallDelta, Parts
 from kvferry.rpc import beam_search
 from kvferry.rpc.text.merging import merge
 from kvferry.rpc.text.text_model import TextModel
-from kvferry.rpc.text.token_source import Timing, TokenEvent, TokenRequest, TokenSource
+from kvferry.rpc.text.token_source import SearchSource, Timing, TokenEvent, TokenRequest, TokenSource
 
 MAX_RUNNING_SAMPLES = 16
 """Maximum number of concurrent samples of a request, so that the request does not delay others."""
@@ -56,6 +56,13 @@ class TextRequest:
     """Parameters of a beam search, whose best `num_samples` outputs are returned; `None` for sampling."""
     held_bytes: int = 0
     """Memory that the request holds while it waits for its admission, besides its tokens, in bytes."""
+    on_round: Callable[[beam_search.Round], None] = lambda _: None
+    """Called after each round of a beam search."""
+
+    @property
+    def num_sequences(self) -> int:
+        """Number of sequences that are computed: samples, or beams."""
+        return self.num_samples if self.beams is None else self.beams.width
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +73,8 @@ class Usage:
     output_tokens: int
     cached_tokens: int = 0
     """Number of prompt tokens whose KV was cached."""
+    unreturned_tokens: int = 0
+    """Number of tokens of beams that are not among the outputs; in the first output of a beam search."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,17 +102,23 @@ class TextChunk:
 
 
 async def generate_text(
-    source: TokenSource, model: TextModel, request: TextRequest, clock: Clock
+    source: TokenSource, model: TextModel, request: TextRequest, clock: Clock, searches: SearchSource | None = None
 ) -> AsyncGenerator[TextChunk, None]:
     """Generate all samples of `request`; their chunks are interleaved, each sample's chunks are in order.
 
     Close the generator (`contextlib.aclosing`) to stop early; this also stops the generation of every sample.
 
+    Args:
+        searches: computes the steps of beam searches; with `None`, each step is a stream of `source`.
+
     Raises:
         KvferryError: the source failed; the other samples are stopped.
     """
     if request.beams is not None:
-        for chunk in await _beams(source, model, request, request.beams, clock):
+        whole = _token_request(request, 0)
+        with nullcontext(source) if searches is None else searches.search(whole, request.beams.width) as steps:
+            outputs = await _beams(steps, model, request, request.beams, clock)
+        for chunk in outputs:
             yield chunk
         return
     if request.num_samples == 1:
@@ -122,21 +137,26 @@ async def _beams(
 ) -> list[TextChunk]:
     """Return the best outputs of a beam search, each as one chunk; the sample's index is its rank."""
     sampling = request.sampling
-    found = await beam_search.search(source, _token_request(request, 0), params, model.eos_token_ids)
+    found = await beam_search.search(source, _token_request(request, 0), params, model.eos_token_ids, request.on_round)
     timing = replace(found.timing, total_seconds=clock.monotonic() - request.arrived)
     marks = {} if request.split is None else model.answer_form.marks.by_token
     chunks: list[TextChunk] = []
+    num_returned = 0
     for index, beam in enumerate(found.beams[: request.num_samples]):
         writer = OutputText(sampling, model.new_detokenizer(not sampling.skip_special_tokens, marks), None)
         splitter = None if request.split is None else AnswerSplitter(model.answer_form, request.split)
         event = TokenEvent(tuple(map(SampledToken, beam.tokens)), beam.finish_reason)
         parts, kept, finish, _ = _added(event, writer, splitter, request.split)
         usage = Usage(len(request.token_ids), len(kept), found.num_cached_tokens)
+        num_returned += len(kept)
         chunks.append(
             TextChunk(
                 index, parts.content, kept, finish, usage, timing, reasoning=parts.reasoning, tool_calls=parts.calls
             )
         )
+    best = chunks[0]
+    assert best.usage is not None, "an output has its usage"
+    chunks[0] = replace(best, usage=replace(best.usage, unreturned_tokens=found.num_tokens - num_returned))
     return chunks
 
 

@@ -41,6 +41,7 @@ def chunk_to_wire(request_id: RequestId, chunk: TextChunk) -> inference_pb2.Gene
         response.usage.prompt_tokens = chunk.usage.prompt_tokens
         response.usage.output_tokens = chunk.usage.output_tokens
         response.usage.cached_tokens = chunk.usage.cached_tokens
+        response.usage.unreturned_tokens = chunk.usage.unreturned_tokens
         response.timing.CopyFrom(_timing_to_wire(chunk.timing))
     return response
 
@@ -50,7 +51,8 @@ def chunk_from_wire(message: inference_pb2.GenerateResponse) -> TextChunk:
     usage: Usage | None = None
     timing: Timing | None = None
     if message.HasField("usage"):
-        usage = Usage(message.usage.prompt_tokens, message.usage.output_tokens, message.usage.cached_tokens)
+        given = message.usage
+        usage = Usage(given.prompt_tokens, given.output_tokens, given.cached_tokens, given.unreturned_tokens)
     if message.HasField("timing"):
         plain = {f.name: getattr(message.timing, f.name) for f in fields(Timing) if f.name != "kv"}
         timing = Timing(**plain, kv=wire.kv_reports_from_wire(message.timing.kv))

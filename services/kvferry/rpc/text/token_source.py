@@ -5,6 +5,7 @@ templates, stop strings and the text APIs depend only on this interface.
 """
 
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -146,5 +147,21 @@ class TokenSource(Protocol):
         Raises (while iterating): InvalidRequest: the request cannot be served with this model. Overloaded: the source
             is at capacity. Unavailable: no worker can serve the request, after all retries. DeadlinePassed: the
             deadline passed.
+        """
+        ...
+
+
+class SearchSource(Protocol):
+    """Computes the steps of beam searches as parts of one request."""
+
+    def search(self, request: TokenRequest, width: int) -> AbstractContextManager[TokenSource]:
+        """Open a beam search for the length of a `with` block, which yields the source of its steps.
+
+        Args:
+            request: the prompt; `max_tokens` is the limit of the search.
+            width: number of beams, and so of steps at a time.
+
+        Raises:
+            Overloaded: the source is at capacity. The steps are not refused for this reason.
         """
         ...

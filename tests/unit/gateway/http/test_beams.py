@@ -62,6 +62,14 @@ def expected(prompt: list[int], params: BeamParams) -> list[Beam]:
     return beams.best(params.width)
 
 
+def rounds(prompt: list[int], params: BeamParams) -> int:
+    beams, count = Beams(params, frozenset(MODEL.eos_token_ids)), 0
+    while not beams.is_done:
+        beams.advance([alternatives((*prompt, *beam.tokens), 2 * params.width) for beam in beams.live])
+        count += 1
+    return count
+
+
 async def complete(source: Any, *, chat: bool = False, **fields: Any) -> dict[str, Any]:
     service = TextService(source, MODEL, ManualClock(), new_seed=lambda: 1)
     body = json.dumps({"use_beam_search": True, **fields}).encode()
@@ -81,7 +89,7 @@ async def test_the_best_outputs_of_the_search_are_returned_in_order(penalty: flo
     texts = [bytes(token for token in beam.tokens if token < 256).decode() for beam in best]
     assert [choice["text"] for choice in made["choices"]] == texts
     assert [choice["finish_reason"] for choice in made["choices"]] == [beam.finish_reason for beam in best]
-    assert made["usage"]["completion_tokens"] == sum(len(beam.tokens) for beam in best)
+    assert made["usage"]["completion_tokens"] == 4 * rounds([*b"hey"], BeamParams(4, 9, penalty, early))
     assert made["usage"]["prompt_tokens_details"]["cached_tokens"] == 1
     assert len({request.sample_index for request in source.requests}) == len(source.requests)
     assert source.num_open == 0

@@ -84,7 +84,7 @@ class Generation:
             self._changed(self.service.generate_now(request), number * request.num_samples, cut)
             for number, request in enumerate(requests)
         ]
-        at_once = max(1, MAX_RUNNING_SAMPLES // requests[0].num_samples)
+        at_once = max(1, MAX_RUNNING_SAMPLES // requests[0].num_sequences)
         return sources[0] if len(sources) == 1 else merge(sources, at_once=at_once)
 
     async def _changed(

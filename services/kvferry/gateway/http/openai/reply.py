@@ -336,16 +336,18 @@ def continued(total: L | None, more: L | None) -> L | None:
 
 
 def add_usage(total: Usage | None, chunk: TextChunk, *, first_sample: bool) -> Usage | None:
-    """Return `total` plus the usage of an ended sample; the prompt is counted only for the first sample."""
+    """Return `total` plus the usage of an ended sample, and of the beams that are not returned; the prompt is counted
+    only for the first sample."""
     if chunk.usage is None:
         return total
     prompt = chunk.usage.prompt_tokens if first_sample else 0
     cached = chunk.usage.cached_tokens if first_sample else 0
+    output = chunk.usage.output_tokens + chunk.usage.unreturned_tokens
     total = total or Usage(0, 0, 0, PromptTokensDetails(0))
     return Usage(
         total.prompt_tokens + prompt,
-        total.completion_tokens + chunk.usage.output_tokens,
-        total.total_tokens + prompt + chunk.usage.output_tokens,
+        total.completion_tokens + output,
+        total.total_tokens + prompt + output,
         PromptTokensDetails(total.prompt_tokens_details.cached_tokens + cached),
     )
 

@@ -1,0 +1,65 @@
+"""The steps of one beam search: they are served like samples, and recorded as parts of one request."""
+
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AbstractContextManager, aclosing
+from dataclasses import replace
+
+from kvferry.core.errors import DeadlinePassed
+from kvferry.gateway.lifecycle.sample_run import SampleRun
+from kvferry.gateway.tracing.sample_trace import NO_TRACE
+from kvferry.rpc.text.token_source import TokenEvent, TokenRequest
+
+_MAX_ROUTES = 16
+"""Maximum number of routing decisions in the record of a search: those of its first step, and of repeated steps."""
+
+
+class SearchSteps:
+    """Implements `TokenSource` for the steps of one search, each a request for one token."""
+
+    def __init__(
+        self,
+        whole: SampleRun,
+        serve: Callable[[SampleRun], AsyncGenerator[TokenEvent, None]],
+        closing: Callable[[SampleRun], AbstractContextManager[None]],
+    ) -> None:
+        """
+        Args:
+            whole: the record of the search, which gets the timing of the first step and the tokens of a beam.
+            serve: generates the tokens of a step.
+            closing: ends a step at the end of a `with` block.
+        """
+        self._whole = whole
+        self._serve = serve
+        self._closing = closing
+        self._is_begun = False
+        self._rank = (0, 0)
+
+    async def stream(self, request: TokenRequest) -> AsyncGenerator[TokenEvent, None]:
+        """Compute a step; see `rpc.text.token_source.TokenSource.stream`."""
+        is_first, self._is_begun = not self._is_begun, True
+        step = SampleRun(request, is_step=True, trace=self._whole.trace if is_first else NO_TRACE)
+        try:
+            with self._closing(step):
+                async with aclosing(self._serve(step)) as events:
+                    async for event in events:
+                        yield event
+        except DeadlinePassed as error:
+            raise DeadlinePassed(
+                f"the deadline passed after {len(self._whole.emitted)} of {self._whole.request.sampling.max_tokens} "
+                "tokens of each beam"
+            ) from error
+        finally:
+            self._note(step, is_first=is_first)
+
+    def _note(self, step: SampleRun, *, is_first: bool) -> None:
+        """Add an ended step to the record of the search."""
+        whole, request = self._whole, step.request
+        whole.last_error = step.last_error or whole.last_error
+        if is_first:
+            whole.timing, whole.num_cached_tokens = replace(step.timing, total_seconds=0.0), step.num_cached_tokens
+        if is_first or len(step.routes) > 1:
+            whole.routes = [*whole.routes, *step.routes][:_MAX_ROUTES]
+        rank = len(request.token_ids), -request.sample_index  # the most probable beam is the first one of its round
+        if step.emitted and rank > self._rank:
+            self._rank = rank
+            whole.emitted = [*request.token_ids[len(whole.request.token_ids) :], *step.emitted]
