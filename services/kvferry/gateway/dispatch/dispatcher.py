@@ -38,12 +38,14 @@ from kvferry.gateway.dispatch.prior_turns import Turns
 from kvferry.gateway.dispatch.releases import Releases, Sleep
 from kvferry.gateway.dispatch.route_selection import RETRY_AFTER_SECONDS, RouteSelection
 from kvferry.gateway.dispatch.search_steps import SearchSteps
+from kvferry.gateway.dispatch.step_turns import StepTurns
 from kvferry.gateway.dispatch.work_records import WorkRecords
 from kvferry.gateway.dispatch.worker_calls import WorkerCalls
 from kvferry.gateway.dispatch.worker_loss import WorkerLost
 from kvferry.gateway.estimates.commitments import Commitments
 from kvferry.gateway.estimates.estimates import Estimates
 from kvferry.gateway.fleet.fleet import Fleet
+from kvferry.gateway.fleet.fleet_room import FleetRoom
 from kvferry.gateway.instruments import Instruments
 from kvferry.gateway.lifecycle.obligations import MACHINE, Event, State
 from kvferry.gateway.lifecycle.sample_run import SampleRun, Verdict, judge
@@ -120,6 +122,8 @@ class Dispatcher:
             self._records,
             self._instruments,
         )
+        room = FleetRoom(fleet, config.max_streams, is_held_when_empty=False)
+        self._step_turns = StepTurns(room.step_places)
         self.open_streams = 0
         self._no_streams = asyncio.Event()
         self._no_streams.set()
@@ -137,7 +141,7 @@ class Dispatcher:
         """Open a beam search; see `rpc.text.token_source.SearchSource.search`."""
         run = SampleRun(request, trace=self._trace(request, "beam_search"), num_beams=width)
         with self._open(run):
-            yield SearchSteps(run, self._serve, self._closing)
+            yield SearchSteps(run, self._serve_step, self._closing)
             self._ending.end(run, Event.FINISH)
 
     async def pool(self, request: TokenRequest, params: PoolingParams) -> Vector:
@@ -246,6 +250,19 @@ class Dispatcher:
                         yield event
             except WorkerLost as lost:
                 await self._recover(run, lost)
+
+    async def _serve_step(self, run: SampleRun) -> AsyncGenerator[TokenEvent, None]:
+        try:
+            async with asyncio.timeout(self._remaining(run)):
+                await self._step_turns.take(run.request.priority)
+        except TimeoutError:
+            raise self._deadline_passed(run) from None
+        try:
+            async with aclosing(self._serve(run)) as events:
+                async for event in events:
+                    yield event
+        finally:
+            self._step_turns.give()
 
     # -- failures --------------------------------------------------------------------------------------------------
 

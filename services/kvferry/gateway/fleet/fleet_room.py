@@ -2,7 +2,7 @@
 
 from kvferry.gateway.fleet.fleet import Fleet
 from kvferry.gateway.fleet.readiness import can_serve
-from kvferry.gateway.flow.capacity import CLOSED, Room, room
+from kvferry.gateway.flow.capacity import CLOSED, UNBOUNDED, Room, room, step_places
 
 
 class FleetRoom:
@@ -18,6 +18,7 @@ class FleetRoom:
         self._max_streams = max_streams
         self._is_held_when_empty = is_held_when_empty
         self._room = Room()
+        self._step_places = UNBOUNDED
         self._seen = -1
         self._accepting: tuple[str, ...] | None = None
         self.is_asleep = False
@@ -30,10 +31,16 @@ class FleetRoom:
             self._update()
         return self._room
 
+    def step_places(self) -> int:
+        """Return how many steps of beam searches may be on the workers at a time; see `capacity.step_places`."""
+        self.now()
+        return self._step_places
+
     def _update(self) -> None:
         found = self._fleet.rooms()
         accepting = tuple(found)
         if self._is_held_when_empty and accepting != self._accepting:
             self.is_asleep = not can_serve(self._fleet)
         self._accepting = accepting
+        self._step_places = step_places(found.values())
         self._room = CLOSED if self.is_asleep else room(found.values(), self._max_streams)

@@ -71,15 +71,28 @@ def room(workers: Iterable[WorkerRoom], max_streams: int) -> Room:
     routed to them. Without workers, `max_streams` is the only bound, and the dispatcher reports why requests cannot be
     served.
     """
-    by_role: dict[str, list[WorkerRoom]] = {"prefill": [], "decode": [], "both": []}
-    for worker in workers:
-        by_role[worker.role].append(worker)
-    is_split = bool(by_role["prefill"] and by_role["decode"])
-    generating = by_role["decode"] if is_split else by_role["both"] or by_role["decode"]
-    computing = by_role["prefill"] if is_split else by_role["both"] or by_role["prefill"] or by_role["decode"]
+    generating, computing = _by_task(workers)
     if not computing:
         return Room(streams=max_streams)
     most = min(UNBOUNDED, sum(worker.sequences for worker in generating or computing))
     first = min(UNBOUNDED, sum(worker.sequences for worker in computing))
     # Every sequence ends on a worker that generates, so these workers' bound is the bound of the fleet.
     return Room(most if first else 0, PREFILL_TOKENS_PER_WORKER * len(computing), max_streams)
+
+
+def step_places(workers: Iterable[WorkerRoom]) -> int:
+    """Return how many steps of beam searches may be on the workers at a time: half of the sequences of the workers that
+    compute prompts, which compute all steps. The other half stays free for the prompts of other requests."""
+    _, computing = _by_task(workers)
+    return sum(worker.sequences for worker in computing) // 2
+
+
+def _by_task(workers: Iterable[WorkerRoom]) -> tuple[list[WorkerRoom], list[WorkerRoom]]:
+    """Return the workers that generate, and those that compute prompts; some may be in both lists."""
+    by_role: dict[str, list[WorkerRoom]] = {"prefill": [], "decode": [], "both": []}
+    for worker in workers:
+        by_role[worker.role].append(worker)
+    is_split = bool(by_role["prefill"] and by_role["decode"])
+    generating = by_role["decode"] if is_split else by_role["both"] or by_role["decode"]
+    computing = by_role["prefill"] if is_split else by_role["both"] or by_role["prefill"] or by_role["decode"]
+    return generating, computing

@@ -114,6 +114,16 @@ async def test_searches_of_several_prompts_take_turns() -> None:
         assert made.most_running == 16
 
 
+async def test_steps_leave_half_of_the_worker_to_other_prompts() -> None:
+    async with searches(room=8) as made:
+        made.num_free = 1
+        task = asyncio.create_task(made.post())
+        await eventually(lambda: made.num_running == 4)
+        made.go.set()
+        assert (await task).status_code == 200
+        assert made.most_running == 4
+
+
 async def test_the_tokens_of_all_beams_are_charged() -> None:
     async with searches() as made:
         made.go.set()

@@ -1,0 +1,47 @@
+"""Turns of the steps of beam searches at the workers, so that prompts of other requests find places there."""
+
+import asyncio
+import heapq
+from collections.abc import Callable
+
+
+class StepTurns:
+    """A bounded number of steps runs at a time; the others wait by priority and arrival. Used on the event loop's
+    thread only."""
+
+    def __init__(self, places: Callable[[], int]) -> None:
+        """
+        Args:
+            places: function that returns the present maximum number of steps at a time; less than 1 counts as 1, so
+                that every step gets its turn.
+        """
+        self._places = places
+        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
+        self._number = 0
+        self.num_running = 0
+        """Number of steps that have their turn."""
+
+    async def take(self, priority: int) -> None:
+        """Wait for a turn; `give` ends it. Cancelling the calling task takes none."""
+        if not self._waiting and self.num_running < max(1, self._places()):
+            self.num_running += 1
+            return
+        self._number += 1
+        turn = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiting, (priority, self._number, turn))
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():  # the turn arrived together with the cancellation
+                self.give()
+            raise
+
+    def give(self) -> None:
+        """End a turn; steps that are waiting may begin."""
+        self.num_running -= 1
+        places = max(1, self._places())
+        while self._waiting and self.num_running < places:
+            _, _, turn = heapq.heappop(self._waiting)
+            if not turn.done():
+                self.num_running += 1
+                turn.set_result(None)
