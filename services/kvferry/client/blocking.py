@@ -1,6 +1,6 @@
 """Client for programs without an event loop."""
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from types import TracebackType
 from typing import Self
@@ -78,6 +78,7 @@ class Client:
         priority: int = 0,
         cache_salt: str = "",
         beams: BeamParams | None = None,
+        chat_template_kwargs: Mapping[str, object] | None = None,
     ) -> Generator[TextChunk, None, None]:
         """Stream text and tokens as they are generated; closing the generator stops the generation.
 
@@ -94,12 +95,15 @@ class Client:
             priority: priority of the request, used if workers schedule by priority; lower numbers come first.
             cache_salt: requests with unequal salts share no KV; empty for the tenant's cache.
             beams: parameters of a beam search, whose best `n` outputs are returned instead of samples.
+            chat_template_kwargs: further variables of the chat template, such as `enable_thinking`.
 
         Raises:
             KvferryError: the error that the gateway raised, as the same subclass.
         """
         use = messages.tool_use(tools, tool_choice, is_parallel=parallel_tool_calls)
-        request = messages.generate_request(prompt, sampling, n, model, request_id, use, priority, cache_salt, beams)
+        request = messages.generate_request(
+            prompt, sampling, n, model, request_id, use, priority, cache_salt, beams, chat_template_kwargs
+        )
         limit = self._timeout if timeout is None else timeout
         call = self._stub.Generate(request, timeout=limit, metadata=self._metadata)
         try:
@@ -124,6 +128,7 @@ class Client:
         priority: int = 0,
         cache_salt: str = "",
         beams: BeamParams | None = None,
+        chat_template_kwargs: Mapping[str, object] | None = None,
     ) -> list[Completion]:
         """Generate `n` samples and return them when complete; same arguments and errors as `generate`.
 
@@ -143,6 +148,7 @@ class Client:
             priority=priority,
             cache_salt=cache_salt,
             beams=beams,
+            chat_template_kwargs=chat_template_kwargs,
         )
         with closing(stream) as chunks:
             return messages.gather(chunks)

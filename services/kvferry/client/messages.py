@@ -76,6 +76,7 @@ def generate_request(
     priority: int = 0,
     cache_salt: str = "",
     beams: BeamParams | None = None,
+    chat_template_kwargs: Mapping[str, object] | None = None,
 ) -> inference_pb2.GenerateRequest:
     """Build the message for `Inference.Generate`.
 
@@ -103,9 +104,25 @@ def generate_request(
         request.tokens.CopyFrom(common_pb2.TokenIds(ids=cast("Sequence[int]", prompt)))
     else:
         request.chat.CopyFrom(chat_to_wire(cast("Sequence[ChatMessage]", prompt), use))
+        if chat_template_kwargs:
+            request.chat.chat_template_kwargs = _variables(chat_template_kwargs)
+    if chat_template_kwargs and not request.HasField("chat"):
+        raise InvalidRequest(
+            "chat_template_kwargs needs a conversation; pass messages instead of text or tokens",
+            field="chat_template_kwargs",
+        )
     if use is not None and use.tools and not request.HasField("chat"):
         raise InvalidRequest("tools need a conversation; pass messages instead of text or tokens", field="tools")
     return request
+
+
+def _variables(given: Mapping[str, object]) -> str:
+    try:
+        return json.dumps(given, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(
+            f"chat_template_kwargs must have values as in JSON: {error}", field="chat_template_kwargs"
+        ) from None
 
 
 _MODES = {

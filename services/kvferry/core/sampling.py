@@ -58,7 +58,7 @@ RANGES: Mapping[str, Range] = {
     "min_tokens": Range(0, MAX_OUTPUT_TOKENS),
     "temperature": Range(0.0, 100.0, is_whole=False),
     "top_p": Range(0.0, 1.0, is_whole=False, is_open_below=True),
-    "top_k": Range(0, 1 << 31),
+    "top_k": Range(-1, 1 << 31),
     "min_p": Range(0.0, 1.0, is_whole=False),
     "seed": Range(-(1 << 63), (1 << 64) - 1, is_optional=True),
     "presence_penalty": Range(-2.0, 2.0, is_whole=False),
@@ -97,7 +97,7 @@ class SamplingParams:
     top_p: float = 1.0
     """Keep the most likely tokens whose probabilities sum to this value; greater than 0 and at most 1."""
     top_k: int = 0
-    """Keep the k most likely tokens; 0 keeps all."""
+    """Keep the k most likely tokens; 0 keeps all, and so does -1, which becomes 0."""
     min_p: float = 0.0
     """Drop tokens whose probability is below this fraction of the largest probability; from 0 to 1."""
     seed: int | None = None
@@ -158,6 +158,8 @@ class SamplingParams:
         """
         for name, limits in RANGES.items():
             limits.check(name, getattr(self, name))
+        if self.top_k == -1:  # as in vLLM; the wire has no sign
+            object.__setattr__(self, "top_k", 0)
         if not isinstance(self.logit_bias, Mapping):
             raise _wrong_type("logit_bias", "a mapping from token ids to biases", self.logit_bias)
         if not isinstance(self.constraint, Constraint | None):

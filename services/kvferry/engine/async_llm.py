@@ -1,7 +1,7 @@
 """Asynchronous offline API: the class `AsyncLLM` serves concurrent prompts with one engine on a separate thread."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from types import TracebackType
 from typing import Any, Self
@@ -126,6 +126,7 @@ class AsyncLLM:
         sampling: SamplingParams | None = None,
         *,
         tools: Sequence[Tool | ToolInput] = (),
+        chat_template_kwargs: Mapping[str, object] | None = None,
     ) -> AsyncGenerator[CompletionPart, None]:
         """Answer a conversation; yield the text, reasoning and calls that each step adds. See `generate`.
 
@@ -133,12 +134,14 @@ class AsyncLLM:
             messages: messages with `role` and `content`.
             sampling: parameters of the answer.
             tools: tools that the model may call.
+            chat_template_kwargs: further variables of the chat template, such as `enable_thinking`.
 
         Raises:
             KvferryError: see `generate` and `LLM.chat`.
         """
         messages = message_list(messages)
-        made = await asyncio.to_thread(self._requests.start_chat, messages, sampling or SamplingParams(), tools)
+        params, variables = sampling or SamplingParams(), chat_template_kwargs
+        made = await asyncio.to_thread(self._requests.start_chat, messages, params, tools, None, variables)
         async with aclosing(self._parts(made)) as parts:
             async for part in parts:
                 yield part

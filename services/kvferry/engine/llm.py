@@ -266,6 +266,7 @@ class LLM:
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         tools: Sequence[Tool | ToolInput] = (),
+        chat_template_kwargs: Mapping[str, object] | None = None,
         model: str | Sequence[str] = "",
         progress: bool = False,
     ) -> list[Completion]:
@@ -276,6 +277,7 @@ class LLM:
             conversations: one or several, each a list of messages with `role` and `content`.
             sampling: parameters of all answers, or one for each.
             tools: tools that the model may call.
+            chat_template_kwargs: further variables of the chat template, such as `enable_thinking`.
             model: see `generate`.
             progress: whether to show a progress bar on standard error.
 
@@ -288,7 +290,7 @@ class LLM:
         several = conversation_list(conversations)
         params, adapters = _for_each(sampling, len(several)), self._adapters(model, len(several))
         streams = [
-            self._requests.start_chat(messages, each, tools, adapter)
+            self._requests.start_chat(messages, each, tools, adapter, chat_template_kwargs)
             for messages, each, adapter in zip(several, params, adapters, strict=True)
         ]
         return self._complete(streams, "answers" if progress else None)

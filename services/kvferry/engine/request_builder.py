@@ -1,7 +1,7 @@
 """Requests of the offline API: prompts as tokens, completed sampling parameters, and the output of each request."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from kvferry.core.errors import InvalidRequest, UsageError
@@ -96,6 +96,7 @@ class RequestBuilder:
         sampling: SamplingParams,
         tools: Sequence[Tool | ToolInput],
         adapter: AdapterId | None = None,
+        variables: Mapping[str, object] | None = None,
     ) -> CompletionStream:
         """Build the request for the answer of a conversation; see `start`.
 
@@ -108,7 +109,7 @@ class RequestBuilder:
         use = ToolUse(tuple(tool_from_input(tool, number) for number, tool in enumerate(tools)))
         given = [_template_message(message, f"messages.{number}") for number, message in enumerate(messages)]
         check_calls(given)
-        ids = encode_conversation(template, tokenizer, with_names(given), use.offered)
+        ids = encode_conversation(template, tokenizer, with_names(given), use.offered, variables)
         if self._form is None:
             self._form = answer_form(template, tokenizer, AnswerParsers())
         form = self._form

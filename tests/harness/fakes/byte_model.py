@@ -1,6 +1,7 @@
 """A text model without weights or files: each token is a byte, so that tests can read token ids as text."""
 
 import codecs
+import json
 from collections.abc import Mapping, Sequence
 
 from kvferry.core.constraint import Constraint
@@ -82,14 +83,15 @@ class BufferedStopMatcher:
         return max((len(prefix) for prefix in prefixes if self._text.endswith(prefix)), default=0)
 
 
-def encode_chat(messages: ChatMessages, tools: Sequence[Tool]) -> list[int]:
-    """Encode each message as `<role>content`, then the start of the assistant's turn; tools as text, see `as_text`."""
+def encode_chat(messages: ChatMessages, tools: Sequence[Tool], variables: Mapping[str, object]) -> list[int]:
+    """Encode each message as `<role>content`, then the variables as JSON, if there are any, and the start of the
+    assistant's turn; tools as text, see `as_text`."""
     messages = as_text(messages, tools)
     for message in messages:
         if message["role"] not in ("system", "user", "assistant"):
             raise InvalidRequest(f"role {message['role']!r} is not known to the template", field="messages")
     text = "".join(f"<{message['role']}>{message['content']}" for message in messages)
-    return list(f"{text}<assistant>".encode())
+    return list(f"{text}{json.dumps(variables) if variables else ''}<assistant>".encode())
 
 
 def check_constraint(constraint: Constraint) -> None:

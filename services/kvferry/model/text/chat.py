@@ -35,17 +35,22 @@ def encode_chat(
     *,
     add_generation_prompt: bool = True,
     tools: Sequence[Message] | None = None,
+    variables: Mapping[str, object] | None = None,
 ) -> list[int]:
     """Render and encode a conversation; control tokens come only from the template.
+
+    Args:
+        variables: further variables of the template; see `ChatTemplate.render`.
 
     Raises:
         InvalidRequest: the template rejects the messages, or they cannot be encoded.
     """
-    guard = _Guard(tokenizer, [*messages, *(tools or ()), template.source])
+    guard = _Guard(tokenizer, [*messages, *(tools or ()), variables, template.source])
     text = template.render(
         [guard.message(message) for message in messages],
         add_generation_prompt=add_generation_prompt,
         tools=[guard.message(tool) for tool in tools] if tools is not None else None,
+        variables=guard.message(variables or {}),
     )
     if not guard.was_needed:
         return tokenizer.encode(text, add_special=False)

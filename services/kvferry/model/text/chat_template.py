@@ -22,7 +22,7 @@ from datetime import UTC, datetime
 
 from jinja2 import meta
 
-from kvferry.core.errors import InvalidRequest, KvferryError, ModelFileError
+from kvferry.core.errors import InvalidRequest, KvferryError, ModelFileError, shortened
 from kvferry.model.text.template_budget import BASE_UNITS, OUTPUT_UNITS, UNITS_PER_UNIT, Budget, message_of, size_of
 from kvferry.model.text.template_program import metered
 from kvferry.model.text.template_sandbox import BudgetContext, Sandbox
@@ -62,6 +62,7 @@ class ChatTemplate:
         self.source = source
         environment = Sandbox(None if _ASKS.search(source) else now)
         environment.globals |= {"bos_token": bos_token, "eos_token": eos_token}
+        self._names = frozenset(environment.globals)
         try:
             parsed = environment.parse(source)
             self.uses_tools = "tools" in meta.find_undeclared_variables(parsed)
@@ -76,6 +77,7 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
         tools: Sequence[Message] | None = None,
+        variables: Mapping[str, object] | None = None,
     ) -> str:
         """Render the prompt text.
 
@@ -83,18 +85,21 @@ class ChatTemplate:
             messages: messages with `role` and `content`, oldest first; values as in JSON.
             add_generation_prompt: whether to append the start of the assistant's answer.
             tools: descriptions of the tools, for templates that support them.
+            variables: further variables of the template, such as `enable_thinking`; values as in JSON. Variables that
+                the template does not read have no effect.
 
         Raises:
-            InvalidRequest: the template rejects the messages, or does more work than the budget allows.
+            InvalidRequest: a variable has the name of one that the server sets, the template rejects the messages, or
+                does more work than the budget allows.
         """
         if not messages:
             raise InvalidRequest("messages is empty; send at least one message", field="messages")
+        given = {"messages": messages, "add_generation_prompt": add_generation_prompt, "tools": tools}
+        self._check_variables(variables or {}, given)
         pieces: list[str] = []
         try:
-            budget = Budget(BASE_UNITS + UNITS_PER_UNIT * size_of([messages, tools]))
-            context = self._template.new_context(
-                {"messages": messages, "add_generation_prompt": add_generation_prompt, "tools": tools}
-            )
+            budget = Budget(BASE_UNITS + UNITS_PER_UNIT * size_of([messages, tools, variables]))
+            context = self._template.new_context({**(variables or {}), **given})
             assert isinstance(context, BudgetContext)
             context.budget = budget
             for piece in self._template.root_render_func(context):
@@ -107,3 +112,16 @@ class ChatTemplate:
                 f"the chat template rejects these messages: {message_of(error)}", field="messages"
             ) from None
         return "".join(pieces)
+
+    def _check_variables(self, variables: Mapping[str, object], given: Mapping[str, object]) -> None:
+        if not isinstance(variables, Mapping) or not all(isinstance(name, str) for name in variables):
+            raise InvalidRequest(
+                f"chat_template_kwargs must have a value for each name, not {shortened(repr(variables))}",
+                field="chat_template_kwargs",
+            )
+        for name in variables:
+            if name in given or name in self._names:
+                raise InvalidRequest(
+                    f"chat_template_kwargs has {shortened(name)!r}, which is set by the server; leave it out",
+                    field="chat_template_kwargs",
+                )

@@ -1,6 +1,6 @@
 """Prepares a chat for generation: prompt, options for splitting the answer, and the grammar if a call is required."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kvferry.core.constraint import Constraint, ConstraintKind
@@ -26,14 +26,23 @@ class PreparedChat:
     """Options for splitting the answer; `None` if it is not split."""
 
 
-def prepare_chat(model: TextModel, messages: ChatMessages, use: ToolUse, sampling: SamplingParams) -> PreparedChat:
+def prepare_chat(
+    model: TextModel,
+    messages: ChatMessages,
+    use: ToolUse,
+    sampling: SamplingParams,
+    variables: Mapping[str, object] | None = None,
+) -> PreparedChat:
     """Tokenize a conversation with its tools, and complete the sampling parameters for tool calls.
+
+    Args:
+        variables: further variables of the chat template.
 
     Raises:
         InvalidRequest: see `prompts.encode_chat`; a message of role `tool` does not match a call; a call is required
             together with another constraint, or with a schema that no grammar can express.
     """
-    ids = encode_chat(model, messages, use)
+    ids = encode_chat(model, messages, use, variables)
     form = model.answer_form
     is_open = opens_reasoning(form, ids, model.new_detokenizer(False, form.marks.by_token))
     names = tuple(tool.name for tool in use.callable_tools)
@@ -47,15 +56,17 @@ def prepare_chat(model: TextModel, messages: ChatMessages, use: ToolUse, samplin
     return PreparedChat(ids, sampling, split)
 
 
-def encode_chat(model: TextModel, messages: ChatMessages, use: ToolUse) -> list[int]:
-    """Tokenize a conversation with the tools that are offered.
+def encode_chat(
+    model: TextModel, messages: ChatMessages, use: ToolUse, variables: Mapping[str, object] | None = None
+) -> list[int]:
+    """Tokenize a conversation with the tools that are offered and further variables of the chat template.
 
     Raises:
         InvalidRequest: see `prompts.encode_chat`; a message of role `tool` does not match a call.
     """
     prompts.check_num_messages(len(messages))
     check_calls(messages)
-    return prompts.encode_chat(model, with_names(messages), use.offered)
+    return prompts.encode_chat(model, with_names(messages), use.offered, variables)
 
 
 def _constraint(model: TextModel, use: ToolUse, sampling: SamplingParams, *, is_open: bool) -> Constraint:

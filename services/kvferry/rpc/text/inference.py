@@ -19,7 +19,13 @@ from kvferry.rpc.text.embedding import VectorRequest
 from kvferry.rpc.text.text_model import TextModel
 from kvferry.rpc.text.text_service import TextService
 from kvferry.rpc.text.text_stream import TextRequest
-from kvferry.rpc.text.text_wire import beams_from_wire, chunk_to_wire, messages_from_wire, tool_use_from_wire
+from kvferry.rpc.text.text_wire import (
+    beams_from_wire,
+    chunk_to_wire,
+    messages_from_wire,
+    tool_use_from_wire,
+    variables_from_wire,
+)
 from kvferry.rpc.text.vector_wire import pooling_from_wire, vectors_to_wire
 from kvferry.v1 import inference_pb2, inference_pb2_grpc
 
@@ -202,12 +208,13 @@ def _input(item: inference_pb2.EmbedRequest.Input, name: str) -> embedding.Input
 
 def _encode_chat(model: TextModel, chat: bytes) -> list[int]:
     read = inference_pb2.Chat.FromString(chat)
-    return chats.encode_chat(model, messages_from_wire(read), tool_use_from_wire(read))
+    return chats.encode_chat(model, messages_from_wire(read), tool_use_from_wire(read), variables_from_wire(read))
 
 
 def _prepare_chat(model: TextModel, chat: bytes, sampling: SamplingParams) -> PreparedChat:
     read = inference_pb2.Chat.FromString(chat)
-    return chats.prepare_chat(model, messages_from_wire(read), tool_use_from_wire(read), sampling)
+    variables = variables_from_wire(read)
+    return chats.prepare_chat(model, messages_from_wire(read), tool_use_from_wire(read), sampling, variables)
 
 
 def inference_service(text: TextService) -> Service:

@@ -1,6 +1,6 @@
 """Creates a `TextModel` from an opened model: tokenizer, chat template and limits, without weights."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from kvferry.model.grammar.compiler import GrammarCompiler
 from kvferry.model.requests.answer_forms import AnswerParsers, answer_form
@@ -24,9 +24,9 @@ def text_model_of(source: ModelSource, parsers: AnswerParsers | None = None) -> 
     """
     template, tokenizer = source.chat_template, source.tokenizer
 
-    def chat(messages: ChatMessages, tools: Sequence[Tool]) -> list[int]:
+    def chat(messages: ChatMessages, tools: Sequence[Tool], variables: Mapping[str, object]) -> list[int]:
         assert template is not None
-        return encode_conversation(template, tokenizer, messages, tools)
+        return encode_conversation(template, tokenizer, messages, tools, variables)
 
     return TextModel(
         name=source.config.name,

@@ -66,8 +66,14 @@ def check_num_messages(count: int) -> None:
         raise InvalidRequest(f"messages has {count} messages; at most {MAX_MESSAGES} are accepted", field="messages")
 
 
-def encode_chat(model: TextModel, messages: ChatMessages, tools: Sequence[Tool] = ()) -> list[int]:
-    """Tokenize a conversation, with the tools that may be called, up to the start of the assistant's answer.
+def encode_chat(
+    model: TextModel,
+    messages: ChatMessages,
+    tools: Sequence[Tool] = (),
+    variables: Mapping[str, object] | None = None,
+) -> list[int]:
+    """Tokenize a conversation, with the tools that may be called and further variables of the chat template, up to the
+    start of the assistant's answer.
 
     Raises:
         InvalidRequest: the number or length of messages is out of range, the model has no chat template, or the
@@ -81,8 +87,8 @@ def encode_chat(model: TextModel, messages: ChatMessages, tools: Sequence[Tool] 
             f"model {model.name!r} has no chat template; use the completions API with plain text",
             field="messages",
         )
-    check_num_chars(model, num_chars([*messages, *(tool.as_template_input() for tool in tools)]))
-    return model.encode_chat(messages, tools)
+    check_num_chars(model, num_chars([*messages, *(tool.as_template_input() for tool in tools), variables]))
+    return model.encode_chat(messages, tools, variables or {})
 
 
 def num_chars(value: object) -> int:

@@ -49,10 +49,10 @@ class TextModel:
     new_stop_matcher: Callable[[Sequence[str]], StopMatcher]
     max_prompt_chars: int
     """Maximum number of characters that `max_model_tokens` tokens can encode."""
-    encode_chat: Callable[[ChatMessages, Sequence[Tool]], list[int]] | None
-    """Function that tokenizes a conversation, with the tools that may be called, up to the start of the assistant's
-    answer; `None` if the model has no chat template. Raises InvalidRequest for a conversation that the template
-    rejects."""
+    encode_chat: Callable[[ChatMessages, Sequence[Tool], Mapping[str, object]], list[int]] | None
+    """Function that tokenizes a conversation, with the tools that may be called and further variables of the template,
+    up to the start of the assistant's answer; `None` if the model has no chat template. Raises InvalidRequest for a
+    conversation that the template rejects."""
     check_constraint: Callable[[Constraint], None]
     """Function that compiles a constraint for the model's vocabulary. Raises InvalidRequest for a constraint that
     workers cannot compile. A hostile constraint may take minutes to compile; use `constraint_check`."""

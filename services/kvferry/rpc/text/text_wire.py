@@ -149,13 +149,22 @@ def tool_use_from_wire(chat: inference_pb2.Chat) -> ToolUse:
         )
     is_parallel = chat.parallel_tool_calls if chat.HasField("parallel_tool_calls") else True
     tools = tuple(
-        Tool(tool.name, tool.description, _parameters(tool.parameters, f"tools.{number}.function.parameters"))
+        Tool(tool.name, tool.description, _json_object(tool.parameters, f"tools.{number}.function.parameters"))
         for number, tool in enumerate(chat.tools)
     )
     return ToolUse(tools, choice, chat.tool_choice.function, is_parallel=is_parallel)
 
 
-def _parameters(text: str, where: str) -> dict[str, object]:
+def variables_from_wire(chat: inference_pb2.Chat) -> dict[str, object]:
+    """Return the further variables of a chat's template.
+
+    Raises:
+        InvalidRequest: they are not the text of a JSON object, or the text is too long.
+    """
+    return _json_object(chat.chat_template_kwargs, "chat_template_kwargs")
+
+
+def _json_object(text: str, where: str) -> dict[str, object]:
     if len(text) > MAX_PARAMETERS_CHARS:
         raise InvalidRequest(
             f"{where} has {len(text)} characters; at most {MAX_PARAMETERS_CHARS} are accepted", field=where
@@ -165,7 +174,7 @@ def _parameters(text: str, where: str) -> dict[str, object]:
     except ValueError:
         value = None
     if not isinstance(value, dict):
-        raise InvalidRequest(f"{where} must be a JSON schema, as the text of a JSON object", field=where)
+        raise InvalidRequest(f"{where} must be the text of a JSON object", field=where)
     return value
 
 

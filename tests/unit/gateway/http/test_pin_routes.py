@@ -57,7 +57,7 @@ def test_tools_are_part_of_the_prefix() -> None:
     [
         ({}, "prompt", "send either prompt or messages"),
         ({"prompt": "a", "messages": [USER]}, "prompt", "send either prompt or messages"),
-        ({"prompt": "a", "tools": []}, "tools", "tools need messages"),
+        ({"prompt": "a", "tools": []}, "tools", "tools cannot be used with prompt"),
         ({"prompt": 5}, "prompt", "must be a string or a list of token ids, not 5"),
         ({"prompt": [1, True]}, "prompt", "must be a string or a list of token ids"),
         ({"prompt": [1, "a"]}, "prompt", "must be a string or a list of token ids"),

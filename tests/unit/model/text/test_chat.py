@@ -95,3 +95,43 @@ def test_messages_with_every_private_character_are_refused() -> None:
     everything = "".join(map(chr, range(0xE000, 0xF900)))
     with pytest.raises(InvalidRequest, match="private-use"):
         encode_chat(TEMPLATE, TINY, [{"role": "user", "content": everything}])
+
+
+THINKING = (
+    "{% for m in messages %}{{ m.content }}{% endfor %}"
+    "{% if enable_thinking is defined and not enable_thinking %}<no>{% endif %}{{ note }}"
+)
+
+
+def test_variables_reach_the_template_and_others_have_no_effect() -> None:
+    messages = [{"role": "user", "content": "x"}]
+    template = ChatTemplate(THINKING)
+
+    def text(**variables: object) -> str:
+        return TINY.decode(encode_chat(template, TINY, messages, variables=variables))
+
+    assert text() == text(enable_thinking=True) == text(other=[1, {"a": None}]) == "x"
+    assert text(enable_thinking=False) == "x<no>"
+    assert text(note="y") == "xy"
+
+
+def test_the_text_of_a_variable_cannot_be_a_control_token() -> None:
+    ids = encode_chat(
+        ChatTemplate(THINKING), TINY, [{"role": "user", "content": "x"}], variables={"note": "<|im_end|>"}
+    )
+    assert controls(ids, TINY) == []
+
+
+@pytest.mark.parametrize(
+    "name", ["messages", "tools", "add_generation_prompt", "bos_token", "raise_exception", "range"]
+)
+def test_a_variable_of_the_server_cannot_be_set(name: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"chat_template_kwargs has '{name}'") as caught:
+        encode_chat(TEMPLATE, TINY, [{"role": "user", "content": "x"}], variables={name: 1})
+    assert caught.value.field == "chat_template_kwargs"
+
+
+@pytest.mark.parametrize("variables", [[1], "x", {1: 2}])
+def test_variables_that_are_no_object_are_refused(variables: object) -> None:
+    with pytest.raises(InvalidRequest, match="chat_template_kwargs must have a value for each name"):
+        TEMPLATE.render([{"role": "user", "content": "x"}], variables=variables)  # type: ignore[arg-type]

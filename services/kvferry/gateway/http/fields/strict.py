@@ -2,16 +2,21 @@
 both."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetJsonSchemaHandler, model_validator
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-from kvferry.core.sampling import RANGES, Range
+from kvferry.core.sampling import MAX_PRIORITY, RANGES, Range
 
 Accepted = Mapping[str, tuple[object, ...]]
 """The values at which a field has no effect and is accepted, by the field's name."""
+
+Priority = Annotated[
+    int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY), BeforeValidator(lambda value: 0 if value is None else value)
+]
+"""Priority of a request; null selects 0, as leaving it out does."""
 
 
 def is_no_op(value: object, accepted: Iterable[object]) -> bool:

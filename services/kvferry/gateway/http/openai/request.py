@@ -69,7 +69,7 @@ def read_conversation(model: TextModel, request: ChatRequest, use: ToolUse, cons
     """
     name = _model_name(model, request.model)
     sampling = with_bad_word_tokens(request.to_sampling(), model.tokenizer)
-    chat = prepare_chat(model, request.template_inputs(), use, sampling)
+    chat = prepare_chat(model, request.template_inputs(), use, sampling, request.chat_template_kwargs)
     return ReadRequest(
         model=name,
         prompts=(list(chat.token_ids),),

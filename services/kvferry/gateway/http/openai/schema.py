@@ -7,19 +7,19 @@ Fields are never silently ignored: a client that sends `response_format`, for ex
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, ClassVar, TypeVar, cast
+from typing import Annotated, Any, ClassVar, TypeVar, cast
 
 from pydantic import Field, PlainValidator, WithJsonSchema
 
 from kvferry.core.errors import InvalidRequest
 from kvferry.core.hashing import MAX_CACHE_SALT_CHARS
-from kvferry.core.sampling import MAX_OUTPUT_TOKENS, MAX_PRIORITY, RANGES, Range, SamplingParams
+from kvferry.core.sampling import MAX_OUTPUT_TOKENS, RANGES, Range, SamplingParams
 from kvferry.gateway.http.fields.constraint_fields import ConstraintFields
 from kvferry.gateway.http.fields.messages import Message
 from kvferry.gateway.http.fields.offered_tools import NamedChoice, ToolDefinition, tool_use
 from kvferry.gateway.http.fields.parsing import json_object, parse_fields
-from kvferry.gateway.http.fields.strict import Accepted, SamplingFields, Strict
-from kvferry.gateway.http.openai.bounds import Prompt, check_prompt, check_sizes
+from kvferry.gateway.http.fields.strict import Accepted, Priority, SamplingFields, Strict
+from kvferry.gateway.http.openai.bounds import MAX_FIELDS, Prompt, check_prompt, check_sizes
 from kvferry.model.requests.beams import BeamParams
 from kvferry.model.text.tools.definitions import ToolUse
 from kvferry.rpc.wire import MAX_SAMPLES
@@ -100,7 +100,7 @@ class _Common(ConstraintFields, SamplingFields):
     ignore_eos: bool | None = None
     cache_salt: Annotated[str, Field(max_length=MAX_CACHE_SALT_CHARS)] | None = None
     """Requests with unequal salts share no KV; named as in vLLM."""
-    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
+    priority: Priority = 0
     typical_p: float | None = None
     allowed_token_ids: Annotated[list[int], Field(min_length=1, fail_fast=True)] | None = None
     bad_words: Annotated[list[str], Field(fail_fast=True)] | None = None
@@ -224,6 +224,8 @@ class ChatRequest(_Common):
     tools: Annotated[list[ToolDefinition], Field(fail_fast=True)] | None = None
     tool_choice: str | NamedChoice | None = None
     parallel_tool_calls: bool | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=MAX_FIELDS)] | None = None
+    """Further variables of the chat template, such as `enable_thinking`; named as in vLLM."""
 
     def to_tool_use(self) -> ToolUse:
         """

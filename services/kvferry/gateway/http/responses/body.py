@@ -11,7 +11,7 @@ from pydantic import Field, TypeAdapter
 
 from kvferry.core.errors import InvalidRequest, shortened
 from kvferry.core.hashing import MAX_CACHE_SALT_CHARS
-from kvferry.core.sampling import MAX_PRIORITY, RANGES, Range
+from kvferry.core.sampling import RANGES, Range
 from kvferry.gateway.http.fields.offered_tools import (
     FunctionDefinition,
     FunctionName,
@@ -20,7 +20,7 @@ from kvferry.gateway.http.fields.offered_tools import (
     tool_use,
 )
 from kvferry.gateway.http.fields.parsing import json_object, parse_fields
-from kvferry.gateway.http.fields.strict import Accepted, SamplingFields, Strict
+from kvferry.gateway.http.fields.strict import Accepted, Priority, SamplingFields, Strict
 from kvferry.gateway.http.openai.bounds import MAX_FIELDS, check_sizes
 from kvferry.gateway.http.openai.request import ReadRequest, read_conversation
 from kvferry.gateway.http.openai.schema import ChatRequest, renamed
@@ -139,7 +139,7 @@ class ResponseRequest(SamplingFields):
     stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
     ignore_eos: bool | None = None
     cache_salt: Annotated[str, Field(max_length=MAX_CACHE_SALT_CHARS)] | None = None
-    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
+    priority: Priority = 0
 
     @property
     def is_stored(self) -> bool:

@@ -7,9 +7,8 @@ from pydantic import Field
 
 from kvferry.core.errors import InvalidRequest, UnknownModel
 from kvferry.core.hashing import MAX_CACHE_SALT_CHARS
-from kvferry.core.sampling import MAX_PRIORITY
 from kvferry.gateway.http.fields.parsing import json_object, parse_fields
-from kvferry.gateway.http.fields.strict import Strict
+from kvferry.gateway.http.fields.strict import Priority, Strict
 from kvferry.gateway.http.openai.bounds import MAX_FIELDS, shown
 from kvferry.model.requests.pooling import Pooling, PoolingParams, pooling_named
 from kvferry.rpc.text import prompts
@@ -35,7 +34,7 @@ class VectorBody(Body):
     """End user identifier for abuse detection; has no effect on the response."""
     pooling: str | None = None
     """kvferry-specific extension: `last`, `mean` or `cls`."""
-    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
+    priority: Priority = 0
     """Extension, named as in vLLM."""
     cache_salt: Annotated[str, Field(max_length=MAX_CACHE_SALT_CHARS)] | None = None
     """Extension, named as in vLLM: requests with unequal salts share no KV."""

@@ -30,6 +30,10 @@ def _anything(value: Any) -> Any:
     return value
 
 
+_OF_MESSAGES = ("tools", "chat_template_kwargs")
+"""Fields that belong to a conversation."""
+
+
 class PrefixBody(Strict):
     """Body of POST /unpin_prefix."""
 
@@ -37,6 +41,8 @@ class PrefixBody(Strict):
     messages: Annotated[Any, PlainValidator(_anything)] = None
     """Checked by the schema of chat requests."""
     tools: Annotated[Any, PlainValidator(_anything)] = None
+    """Checked by the schema of chat requests."""
+    chat_template_kwargs: Annotated[Any, PlainValidator(_anything)] = None
     """Checked by the schema of chat requests."""
     model: str = ""
     """Name of the model or of an adapter; empty for the model."""
@@ -69,11 +75,12 @@ def read_prefix(model: TextModel, body: bytes, *, has_ttl: bool) -> tuple[list[i
     made = parse_fields(PinBody if has_ttl else PrefixBody, fields)
     if (made.prompt is None) == (made.messages is None):
         raise InvalidRequest("send either prompt or messages", field="prompt")
-    if made.tools is not None and made.messages is None:
-        raise InvalidRequest("tools need messages; leave them out", field="tools")
+    for name in _OF_MESSAGES:
+        if getattr(made, name) is not None and made.messages is None:
+            raise InvalidRequest(f"{name} cannot be used with prompt; send messages, or leave it out", field=name)
     ids = _conversation_ids(model, made) if made.prompt is None else _prompt_ids(model, made.prompt)
     prompts.check_num_tokens(model, len(ids))
-    return ids, made.model_copy(update={"prompt": None, "messages": None, "tools": None})
+    return ids, made.model_copy(update={"prompt": None, "messages": None, **dict.fromkeys(_OF_MESSAGES)})
 
 
 def _prompt_ids(model: TextModel, prompt: str | Ids) -> list[int]:
@@ -89,13 +96,18 @@ def _conversation_ids(model: TextModel, body: PrefixBody) -> list[int]:
     request itself; any other one is continued by a user's message."""
     chat = _chat(body, body.messages)
     if chat.template_inputs()[-1]["role"] in ("user", "tool"):
-        return chats.encode_chat(model, chat.template_inputs(), chat.to_tool_use())
+        return _encoded(model, chat)
     probed = [_chat(body, [*body.messages, {"role": "user", "content": probe}]) for probe in _PROBES]
-    return _common([chats.encode_chat(model, chat.template_inputs(), chat.to_tool_use()) for chat in probed])
+    return _common([_encoded(model, chat) for chat in probed])
+
+
+def _encoded(model: TextModel, chat: ChatRequest) -> list[int]:
+    return chats.encode_chat(model, chat.template_inputs(), chat.to_tool_use(), chat.chat_template_kwargs)
 
 
 def _chat(body: PrefixBody, messages: object) -> ChatRequest:
-    fields = {"messages": messages} | ({} if body.tools is None else {"tools": body.tools})
+    given = {name: getattr(body, name) for name in _OF_MESSAGES}
+    fields = {"messages": messages, **{name: value for name, value in given.items() if value is not None}}
     check_sizes(fields)
     return parse_fields(ChatRequest, fields)
 

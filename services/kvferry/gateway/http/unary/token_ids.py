@@ -54,7 +54,6 @@ class TokenizeBody(Body):
         "add_generation_prompt": (None, True),
         "continue_final_message": (None, False),
         "chat_template": (None,),
-        "chat_template_kwargs": (None, {}),
         "mm_processor_kwargs": (None, {}),
     }
 
@@ -62,6 +61,8 @@ class TokenizeBody(Body):
     messages: Annotated[Any, PlainValidator(_anything, json_schema_input_type=list[Message] | None)] = None
     """Checked by the schema of chat requests."""
     tools: Annotated[Any, PlainValidator(_anything, json_schema_input_type=list[ToolDefinition] | None)] = None
+    """Checked by the schema of chat requests."""
+    chat_template_kwargs: Annotated[Any, PlainValidator(_anything, json_schema_input_type=dict[str, Any] | None)] = None
     """Checked by the schema of chat requests."""
     add_special_tokens: bool | None = None
     """Whether the begin-of-sequence token is added to text, true by default; a conversation has its template's special
@@ -85,8 +86,9 @@ def read_tokenize(model: TextModel, body: bytes) -> tuple[list[int], bool]:
     if (request.prompt is None) == (request.messages is None):
         raise InvalidRequest("send either prompt or messages", field="prompt")
     if request.prompt is not None:
-        if request.tools is not None:
-            raise InvalidRequest("tools need messages; leave them out", field="tools")
+        for name in ("tools", "chat_template_kwargs"):
+            if getattr(request, name) is not None:
+                raise InvalidRequest(f"{name} cannot be used with prompt; send messages, or leave it out", field=name)
         prompts.check_num_chars(model, len(request.prompt))
         special = request.add_special_tokens is not False
         return model.tokenizer.encode(request.prompt, add_special=special), request.return_token_strs
@@ -95,9 +97,10 @@ def read_tokenize(model: TextModel, body: bytes) -> tuple[list[int], bool]:
             "add_special_tokens has no effect on messages, whose template adds them; leave it out",
             field="add_special_tokens",
         )
-    fields = {"messages": request.messages} | ({} if request.tools is None else {"tools": request.tools})
+    given = {name: getattr(request, name) for name in ("messages", "tools", "chat_template_kwargs")}
+    fields = {name: value for name, value in given.items() if value is not None}
     chat = parse_chat(ChatRequest, json.dumps(fields).encode())
-    ids = chats.encode_chat(model, chat.template_inputs(), chat.to_tool_use())
+    ids = chats.encode_chat(model, chat.template_inputs(), chat.to_tool_use(), chat.chat_template_kwargs)
     return ids, request.return_token_strs
 
 

@@ -31,18 +31,26 @@ You then get the results between <tool_response> and </tool_response>. If none i
 
 
 def encode_conversation(
-    template: ChatTemplate, tokenizer: Tokenizer, messages: Sequence[Message], tools: Sequence[Tool] = ()
+    template: ChatTemplate,
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    tools: Sequence[Tool] = (),
+    variables: Mapping[str, object] | None = None,
 ) -> list[int]:
     """Render and encode a conversation with the tools that are offered, whether or not the template supports tools.
+
+    Args:
+        variables: further variables of the template; see `ChatTemplate.render`.
 
     Raises:
         InvalidRequest: see `chat.encode_chat`.
     """
     if not template.uses_tools:
-        return encode_chat(template, tokenizer, as_text(messages, tools))
+        return encode_chat(template, tokenizer, as_text(messages, tools), variables=variables)
     if _THINKING in template.source:
         messages = [_with_thinking(message) for message in messages]
-    return encode_chat(template, tokenizer, messages, tools=[tool.as_template_input() for tool in tools] or None)
+    described = [tool.as_template_input() for tool in tools] or None
+    return encode_chat(template, tokenizer, messages, tools=described, variables=variables)
 
 
 def _with_thinking(message: Message) -> Message:
