@@ -25,7 +25,7 @@ from kvferry.core.sampling import (
 WHOLE = {
     "max_tokens": (1, MAX_OUTPUT_TOKENS),
     "min_tokens": (0, MAX_OUTPUT_TOKENS),
-    "top_k": (0, 1 << 31),
+    "top_k": (-1, 1 << 31),
     "seed": (-(1 << 63), (1 << 64) - 1),
     "logprobs": (0, MAX_TOP_LOGPROBS),
     "prompt_logprobs": (0, MAX_TOP_LOGPROBS),
