@@ -105,12 +105,19 @@ def test_a_stream_that_exceeds_the_grace_period_ends_as_retryable() -> None:
 
 def test_a_second_signal_ends_the_drain() -> None:
     with asked("decode", "--drain-seconds", "600") as it:
-        call = it.stream(8000)
+        calls = [it.stream(8000) for _ in range(30)]  # several seconds of work
         it.terminate()
         until(lambda: it.health(it.work) == NOT_SERVING, "not ready")
-        it.terminate()
+
+        def has_ended_after_a_signal() -> bool:
+            if it.worker.process.poll() is None:
+                it.terminate()
+            return it.worker.process.poll() is not None
+
+        until(has_ended_after_a_signal, "ended")  # signals right after the first one have no effect
         with pytest.raises(grpc.RpcError):
-            list(call)
+            for call in calls:
+                list(call)
         assert it.worker.process.wait(SECONDS) == 0
 
 

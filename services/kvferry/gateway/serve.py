@@ -2,11 +2,12 @@
 
 import asyncio
 import logging
-import signal
 from collections.abc import Callable
+from contextlib import nullcontext
 
 from kvferry.core.clock import Clock, SystemClock
 from kvferry.core.process.memory import MemoryGrowth, free_memory, resident_memory
+from kvferry.core.process.stop_signals import stop_signals
 from kvferry.gateway.config import GatewayConfig
 from kvferry.gateway.fleet.worker_keys import WorkerKeys
 from kvferry.gateway.gateway import Gateway, Listening
@@ -15,7 +16,6 @@ from kvferry.rpc.text.text_model import TextModel
 from kvferry.rpc.text.text_process import TextProcess
 
 _log = logging.getLogger(__name__)
-_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _MEMORY_SECONDS = 5.0
 """Interval in seconds between checks of the process's memory."""
 _IDLE_GROWTH_BYTES, _BUSY_GROWTH_BYTES = 8 << 20, 256 << 20
@@ -55,18 +55,17 @@ async def run_gateway(
         config, model, clock or SystemClock(), keys=keys, text_process=text_process, constraints=constraints
     )
     memory = asyncio.create_task(_keep_memory_low(gateway), name="memory")
-    try:
-        if announce is not None:
-            announce(gateway.listening)
-        if stop is not None:
-            await stop.wait()
-        else:
-            await _signalled()
-        await gateway.linger(config.linger_seconds)
-        _log.info("draining for up to %g s", config.drain_seconds)
-    finally:
-        memory.cancel()
-        await gateway.stop()
+    signalled = asyncio.Event()
+    with nullcontext() if stop is not None else stop_signals(asyncio.get_running_loop(), signalled.set):
+        try:
+            if announce is not None:
+                announce(gateway.listening)
+            await (stop or signalled).wait()
+            await gateway.linger(config.linger_seconds)
+            _log.info("draining for up to %g s", config.drain_seconds)
+        finally:
+            memory.cancel()
+            await gateway.stop()
 
 
 async def _keep_memory_low(gateway: Gateway) -> None:
@@ -79,16 +78,3 @@ async def _keep_memory_low(gateway: Gateway) -> None:
         if growth.is_due(resident_memory(), busy=busy):
             free_memory()
             growth.returned(resident_memory(), busy=busy)
-
-
-async def _signalled() -> None:
-    """Return at the first SIGTERM or SIGINT; a second signal has its default effect."""
-    caught = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in _STOP_SIGNALS:
-        loop.add_signal_handler(number, caught.set)
-    try:
-        await caught.wait()
-    finally:
-        for number in _STOP_SIGNALS:
-            loop.remove_signal_handler(number)

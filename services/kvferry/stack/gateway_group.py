@@ -1,12 +1,12 @@
 """Runs a gateway of several processes on this machine: starts them, restarts any that exit, and drains them."""
 
 import asyncio
-import signal
 import socket
 from collections.abc import Callable, Mapping, Sequence
 
 from kvferry.core.clock import Clock
 from kvferry.core.errors import UsageError
+from kvferry.core.process.stop_signals import stop_signals
 from kvferry.core.settings import Resolved
 from kvferry.stack.plan.gateway_processes import SharedAddresses, admin_address, gateway_process_specs
 from kvferry.stack.supervisor import SupervisedProcess
@@ -100,22 +100,17 @@ async def run_gateway_group(
         UsageError, Unavailable: see `GatewayGroup.start`.
     """
     stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
     group = GatewayGroup(settings, clock=clock, on_death=on_death)
-    try:
-        starting, stopping = asyncio.create_task(group.start()), asyncio.create_task(stop.wait())
-        await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        if starting.done():
-            shared, admins = starting.result()
-            addresses = {"http": shared.http, "grpc": shared.grpc, "admin": admins[0], "admins": list(admins)}
-            announce({"event": "listening", **addresses})
-        await stopping
-        starting.cancel()
-        await asyncio.gather(starting, return_exceptions=True)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.remove_signal_handler(number)
-    finally:
-        await group.stop()
-        signal.set_wakeup_fd(-1)  # later signals must not write to the event loop that is being closed
+    with stop_signals(asyncio.get_running_loop(), stop.set):
+        try:
+            starting, stopping = asyncio.create_task(group.start()), asyncio.create_task(stop.wait())
+            await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if starting.done():
+                shared, admins = starting.result()
+                addresses = {"http": shared.http, "grpc": shared.grpc, "admin": admins[0], "admins": list(admins)}
+                announce({"event": "listening", **addresses})
+            await stopping
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+        finally:
+            await group.stop()

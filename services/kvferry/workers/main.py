@@ -9,7 +9,6 @@ import asyncio
 import gc
 import logging
 import os
-import signal
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -20,6 +19,7 @@ from typing import NoReturn
 from kvferry.core.clock import Clock, SystemClock
 from kvferry.core.errors import InvariantBroken, UsageError
 from kvferry.core.ids import new_incarnation
+from kvferry.core.process.stop_signals import stop_signals
 from kvferry.core.traces.spans import Tracer
 from kvferry.engine.build import LoadedModel, load_model
 from kvferry.engine.speculation.settings import OFF
@@ -45,20 +45,17 @@ async def run_worker(config: WorkerConfig, places: list[UnitEndpoint], announce:
     for place in places:
         _check_reach(config, place)
     process = _Process(config, announce)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, process.signalled)
-    starting = asyncio.create_task(process.start(places))
-    stopping = asyncio.create_task(process.stop.wait())
-    try:
-        await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        if not starting.done():
-            process.leave()
-        starting.result()
-        await stopping
-    finally:
-        await process.drain()
-        # Later signals must not write to the closing event loop.
-        signal.set_wakeup_fd(-1)
+    with stop_signals(asyncio.get_running_loop(), process.stop.set, on_again=process.stop_draining):
+        starting = asyncio.create_task(process.start(places))
+        stopping = asyncio.create_task(process.stop.wait())
+        try:
+            await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if not starting.done():
+                process.leave()
+            starting.result()
+            await stopping
+        finally:
+            await process.drain()
     return process.report()
 
 
@@ -77,12 +74,10 @@ class _Process:
         self._tracer: Tracer | None = None
         self.stop = asyncio.Event()
 
-    def signalled(self) -> None:
-        """Handle a signal: the first starts draining, the second ends draining."""
-        if self.stop.is_set():
-            for unit in self._units:
-                unit.stop_draining()
-        self.stop.set()
+    def stop_draining(self) -> None:
+        """Stop without waiting for the requests in flight."""
+        for unit in self._units:
+            unit.stop_draining()
 
     def fail(self, error: BaseException) -> None:
         """Record an engine's unexpected error and stop the process."""

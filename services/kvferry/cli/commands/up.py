@@ -13,6 +13,7 @@ from kvferry.cli.options import Values, print_json, read_key, traces_of, with_se
 from kvferry.core.clock import SystemClock
 from kvferry.core.errors import UsageError
 from kvferry.core.process.cores import usable_cores
+from kvferry.core.process.stop_signals import STOP_SIGNALS, stop_signals
 from kvferry.engine.tensors.device import check_driver
 from kvferry.gateway.admission.tenants import Tenants
 from kvferry.gateway.http.api_keys import read_keys
@@ -127,13 +128,16 @@ def command(values: Values, *, as_json: bool) -> None:
 
 
 async def _up(config: StackConfig, drain_seconds: float, *, as_json: bool) -> int:
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    ending = [signal.SIGINT, signal.SIGTERM]
+    ending = list(STOP_SIGNALS)
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # it is ignored under `nohup`
         ending.append(signal.SIGHUP)
-    for number in ending:
-        loop.add_signal_handler(number, stop.set)
+    stop = asyncio.Event()
+    with stop_signals(asyncio.get_running_loop(), stop.set, numbers=ending):
+        return await _run(config, drain_seconds, stop, as_json=as_json)
+
+
+async def _run(config: StackConfig, drain_seconds: float, stop: asyncio.Event, *, as_json: bool) -> int:
+    """Run the stack until `stop` is set; return the exit status."""
 
     def say(text: str) -> None:
         if sys.stderr.isatty():
@@ -161,9 +165,6 @@ async def _up(config: StackConfig, drain_seconds: float, *, as_json: bool) -> in
         await stopping
         if sys.stderr.isatty():
             click.echo("draining; press Ctrl-C again to exit immediately", err=True)
-        for number in ending:
-            loop.remove_signal_handler(number)
         return 0
     finally:
         await stack.stop(drain_seconds + 5.0)
-        signal.set_wakeup_fd(-1)  # later signals must not write to the event loop that is being closed
