@@ -5,6 +5,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import chain
 
 import grpc
 import httpx
@@ -116,9 +117,8 @@ def test_a_second_signal_ends_the_drain() -> None:
 
         until(has_ended_after_a_signal, "ended")  # signals right after the first one have no effect
         with pytest.raises(grpc.RpcError):
-            for call in calls:
-                list(call)
-        assert it.worker.process.wait(SECONDS) == 0
+            list(chain(*calls))
+        assert it.worker.process.wait(SECONDS) in (0, -signal.SIGTERM)  # a signal may come after the drain
 
 
 def test_an_offer_is_kept_until_it_expires() -> None:

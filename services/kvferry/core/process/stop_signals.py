@@ -32,7 +32,8 @@ def stop_signals(
     Args:
         loop: the running event loop.
         on_stop: called at the first signal.
-        on_again: called at each later signal; `None` selects the signals' default effect, which ends the process.
+        on_again: called at each later signal; after the block, signals have no effect until the loop is closed. `None`
+            selects the signals' default effect, which ends the process.
         numbers: the signals.
     """
     stopping: list[Any] = []
@@ -56,5 +57,7 @@ def stop_signals(
     finally:
         for timer in stopping:
             timer.cancel()
-        for number in numbers:
-            loop.remove_signal_handler(number)
+        if on_again is None:
+            for number in numbers:
+                loop.remove_signal_handler(number)
+        signal.set_wakeup_fd(-1)  # later signals must not write to the event loop that is being closed
