@@ -203,7 +203,9 @@ async def _abort(
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"{method} is not implemented")
     extra = {"request_id": request_id_of(request, context)[:MAX_REQUEST_ID_CHARS], "peer": context.peer()}
     if isinstance(error, KvferryError):
-        level = logging.INFO if error.http_status < _QUIET_HTTP_STATUS else logging.WARNING
+        # The end of a subscription is no failure: subscribers subscribe again.
+        is_quiet = error.http_status < _QUIET_HTTP_STATUS or method.startswith(_LASTING_PREFIX)
+        level = logging.INFO if is_quiet else logging.WARNING
         known = error
         _log.log(level, "%s: %s: %s", method, error.reason, error.message, extra=extra)
     else:
