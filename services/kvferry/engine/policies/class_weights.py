@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from kvferry.core.errors import UsageError, shortened
+from kvferry.core.sampling import MAX_PRIORITY
 
 MAX_CLASSES = 64
 MAX_WEIGHT = 1000
@@ -18,8 +19,8 @@ def read_weights(spec: str) -> Weights:
         spec: empty for equal weights.
 
     Raises:
-        UsageError: an entry is not a pair of whole numbers, a weight is not between 1 and 1000, a priority appears
-            twice, or there are more than 64 entries.
+        UsageError: an entry is not a pair of whole numbers, a number is out of range, a priority appears twice,
+            or there are more than 64 entries.
     """
     weights: dict[int, int] = {}
     entries = spec.split(",") if spec else []
@@ -32,6 +33,11 @@ def read_weights(spec: str) -> Weights:
         if not (priority.removeprefix("-").isdecimal() and weight.isdecimal() and len(entry) <= 24):
             raise UsageError(
                 f"class_weights entries must be PRIORITY=WEIGHT, such as 0=4, not {shortened(entry)!r}",
+                field="class_weights",
+            )
+        if abs(int(priority)) > MAX_PRIORITY:
+            raise UsageError(
+                f"class_weights: a priority must be between -{MAX_PRIORITY} and {MAX_PRIORITY}, not {priority}",
                 field="class_weights",
             )
         if not 1 <= int(weight) <= MAX_WEIGHT:

@@ -16,6 +16,8 @@ def test_weights_are_pairs() -> None:
     ("spec", "message"),
     [
         ("0", "must be PRIORITY=WEIGHT"),
+        ("1001=1", "a priority must be between -1000 and 1000, not 1001"),
+        ("-1001=1", "a priority must be between -1000 and 1000, not -1001"),
         ("0=", "must be PRIORITY=WEIGHT"),
         ("=1", "must be PRIORITY=WEIGHT"),
         ("a=1", "must be PRIORITY=WEIGHT"),
