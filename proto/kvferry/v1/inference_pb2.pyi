@@ -297,8 +297,9 @@ Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
 
 @_typing.final
 class BeamSearch(_message.Message):
-    """Of `sampling`, only max_tokens, ignore_eos and skip_special_tokens have an effect. Each output is one message, whose
-    index is its rank.
+    """Of `sampling`, max_tokens, ignore_eos, skip_special_tokens and truncate_prompt_tokens have an effect; seed and
+    speculation may be set, and have none. The temperature must be 0 or 1, and all other fields must have their defaults.
+    Each output is one message, whose index is its rank.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -306,22 +307,26 @@ class BeamSearch(_message.Message):
     WIDTH_FIELD_NUMBER: _builtins.int
     LENGTH_PENALTY_FIELD_NUMBER: _builtins.int
     EARLY_STOPPING_FIELD_NUMBER: _builtins.int
+    NEVER_STOP_EARLY_FIELD_NUMBER: _builtins.int
     width: _builtins.int
     """beams, 1 to 8; at least `n`"""
     length_penalty: _builtins.float
     """exponent of the length that divides the log-probability; default 1"""
     early_stopping: _builtins.bool
     """stop as soon as `width` outputs have ended"""
+    never_stop_early: _builtins.bool
+    """stop only if no beam can reach a better score at max_tokens"""
     def __init__(
         self,
         *,
         width: _builtins.int = ...,
         length_penalty: _builtins.float | None = ...,
         early_stopping: _builtins.bool = ...,
+        never_stop_early: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_length_penalty", b"_length_penalty", "length_penalty", b"length_penalty"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_length_penalty", b"_length_penalty", "early_stopping", b"early_stopping", "length_penalty", b"length_penalty", "width", b"width"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_length_penalty", b"_length_penalty", "early_stopping", b"early_stopping", "length_penalty", b"length_penalty", "never_stop_early", b"never_stop_early", "width", b"width"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__length_penalty: _TypeAlias = _typing.Literal["length_penalty"]  # noqa: Y015
     _WhichOneofArgType__length_penalty: _TypeAlias = _typing.Literal["_length_penalty", b"_length_penalty"]  # noqa: Y015

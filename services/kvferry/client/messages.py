@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from kvferry.core.errors import InvalidRequest, InvariantBroken
-from kvferry.core.sampling import FinishReason, SampledToken, SamplingParams, ScoredToken
+from kvferry.core.sampling import FinishReason, Range, SampledToken, SamplingParams, ScoredToken
 from kvferry.model.requests.beams import BeamParams
 from kvferry.model.requests.output_text import StopReason
 from kvferry.model.requests.pooling import PoolingParams
@@ -82,20 +82,16 @@ def generate_request(
 
     Raises:
         InvalidRequest: the prompt is empty, so it is unknown whether it has tokens or messages, or tools are set for a
-            prompt that is not a conversation.
+            prompt that is not a conversation; `n` is out of range; `sampling` and `beams` contradict each other.
     """
+    _NUM_SAMPLES.check("n", n)
     request = inference_pb2.GenerateRequest(
         model=model, request_id=request_id, n=n, priority=priority, cache_salt=cache_salt
     )
     if sampling is not None:
         request.sampling.CopyFrom(wire.sampling_to_wire(sampling))
     if beams is not None:
-        request.sampling.max_tokens, request.sampling.ignore_eos = beams.max_tokens, beams.ignore_eos
-        request.beams.CopyFrom(
-            inference_pb2.BeamSearch(
-                width=beams.width, length_penalty=beams.length_penalty, early_stopping=beams.early_stopping
-            )
-        )
+        _add_beams(request, beams, sampling)
     if isinstance(prompt, str):
         request.text = prompt
     elif not prompt:
@@ -125,6 +121,25 @@ def _variables(given: Mapping[str, object]) -> str:
         ) from None
 
 
+def _add_beams(request: inference_pb2.GenerateRequest, beams: BeamParams, sampling: SamplingParams | None) -> None:
+    """Set the fields of a beam search. `max_tokens` and `ignore_eos` are fields of both parameters, and of `sampling`
+    in the message: `sampling` may leave them out, or repeat the values of `beams`."""
+    if not isinstance(beams, BeamParams):
+        raise InvalidRequest(f"beams must be a BeamParams, not {type(beams).__name__}", field="beams")
+    if sampling is not None and sampling.max_tokens not in (None, beams.max_tokens):
+        raise InvalidRequest(
+            f"max_tokens is {sampling.max_tokens} in sampling and {beams.max_tokens} in beams; set it in beams only",
+            field="max_tokens",
+        )
+    if sampling is not None and sampling.ignore_eos and not beams.ignore_eos:
+        raise InvalidRequest("ignore_eos is true in sampling and false in beams; set it in beams", field="ignore_eos")
+    request.sampling.max_tokens, request.sampling.ignore_eos = beams.max_tokens, beams.ignore_eos
+    request.beams.width, request.beams.length_penalty = beams.width, beams.length_penalty
+    request.beams.early_stopping = beams.early_stopping is True
+    request.beams.never_stop_early = beams.early_stopping == "never"
+
+
+_NUM_SAMPLES = Range(1, wire.MAX_SAMPLES)
 _MODES = {
     Choice.AUTO: inference_pb2.ToolChoice.MODE_AUTO,
     Choice.NONE: inference_pb2.ToolChoice.MODE_NONE,

@@ -253,14 +253,18 @@ def _ids(name: str, values: tuple[int, ...], limit: int) -> None:
         _whole(name, token, 0, 1 << 31, of="an item of ")
 
 
-def check_flag(name: str, value: object) -> None:
+def check_flag(name: str, value: object, *, or_else: str = "") -> None:
     """Check that the value of field `name` is true or false.
+
+    Args:
+        or_else: a further value that the caller accepts, for the message.
 
     Raises:
         InvalidRequest: it is not.
     """
     if not isinstance(value, bool):
-        raise InvalidRequest(f"{name} must be true or false, not {shortened(repr(value))}", field=name)
+        accepted = f"true, false or {or_else}" if or_else else "true or false"
+        raise InvalidRequest(f"{name} must be {accepted}, not {shortened(repr(value))}", field=name)
 
 
 def _whole(name: str, value: int | None, low: int, high: int, *, optional: bool = False, of: str = "") -> None:

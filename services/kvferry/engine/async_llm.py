@@ -9,6 +9,7 @@ from typing import Any, Self
 from kvferry.core.errors import DeadlinePassed, InvariantBroken, Unavailable, UsageError
 from kvferry.core.hashing import BlockNamers
 from kvferry.core.sampling import SamplingParams
+from kvferry.engine.beams.beam_search import BeamOutput, checked_beam_params, new_beams, step_requests
 from kvferry.engine.build import build_engine, load_model, runner_for
 from kvferry.engine.completion import CompletionPart, CompletionStream
 from kvferry.engine.embedding import Embedding, embedding_of, pooling_params
@@ -19,6 +20,7 @@ from kvferry.engine.plan.kv_jobs import SequenceUpdate
 from kvferry.engine.prompts import Prompt, checked_prompt, message_list
 from kvferry.engine.request_builder import RequestBuilder
 from kvferry.engine.settings import EngineSettings
+from kvferry.model.requests.beams import Alternatives, BeamParams
 from kvferry.model.text.chat_template import Message
 from kvferry.model.text.tools.definitions import Tool
 from kvferry.model.text.tools.inputs import ToolInput
@@ -161,6 +163,38 @@ class AsyncLLM:
                 if update.embedding is not None:
                     return embedding_of(request, update)
         raise InvariantBroken(f"request {request.request_id} ended without a vector")
+
+    async def beam_search(self, prompt: Prompt, params: BeamParams | None = None) -> list[BeamOutput]:
+        """Search for the most probable outputs of a prompt; return at most `width` outputs, the best first. Cancelling
+        the calling task aborts the search.
+
+        Args:
+            prompt: a string or a list of token ids.
+            params: width and limits of the search.
+
+        Raises:
+            KvferryError: see `generate` and `LLM.beam_search`.
+        """
+        params = checked_beam_params(params)
+        ids = await asyncio.to_thread(self._requests.tokens, checked_prompt(prompt))
+        beams = new_beams(ids, params, self.engine.max_model_tokens, self.config.eos_token_ids)
+        while not beams.is_done:
+            steps = [asyncio.create_task(self._alternatives(step)) for step in step_requests(ids, beams.live, params)]
+            try:
+                beams.advance(await asyncio.gather(*steps))
+            finally:
+                for step in steps:
+                    step.cancel()
+                await asyncio.gather(*steps, return_exceptions=True)
+        return [self._requests.beam_output(beam, params) for beam in beams.best(params.width)]
+
+    async def _alternatives(self, request: EngineRequest) -> Alternatives:
+        """Return the most likely first tokens of a request."""
+        async with aclosing(self._updates(request)) as updates:
+            async for update in updates:
+                if update.tokens:
+                    return update.tokens[0].top
+        raise InvariantBroken(f"request {request.request_id} ended without a token")
 
     async def _parts(self, made: CompletionStream) -> AsyncGenerator[CompletionPart, None]:
         async with aclosing(self._updates(made.request)) as updates:

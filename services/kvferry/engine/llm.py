@@ -13,7 +13,7 @@ from kvferry.core.hashing import BlockNamers
 from kvferry.core.ids import AdapterId, RequestId
 from kvferry.core.sampling import SamplingParams
 from kvferry.engine.adapters.adapter_settings import check_adapter_name
-from kvferry.engine.beams.beam_search import BeamOutput, search
+from kvferry.engine.beams.beam_search import BeamOutput, checked_beam_params, search
 from kvferry.engine.build import build_engine, load_adapter, load_model, runner_for
 from kvferry.engine.completion import Completion, CompletionStream
 from kvferry.engine.embedding import Embedding, embedding_of, pairs, pooling_params, prompt_key
@@ -251,9 +251,7 @@ class LLM:
             GenerationFailed: a logit is not finite.
             UsageError: the weights are random, but a prompt is a string.
         """
-        params = params or BeamParams()
-        if not isinstance(params, BeamParams):
-            raise InvalidRequest(f"params must be a BeamParams, not {type(params).__name__}", field="params")
+        params = checked_beam_params(params)
         ids = [self._requests.tokens(prompt) for prompt in prompt_list(prompts)]
         with Progress(console=Console(stderr=True), disable=not progress) as bar:
             task = bar.add_task("searches", total=len(ids))

@@ -13,7 +13,7 @@ from harness.fakes.scripted_gateway import ScriptedGateway, scripted_gateway
 from harness.fakes.scripted_tokens import expected_tokens, vector_of
 from harness.fakes.scripted_worker import Act, Fault
 
-from kvferry.client import AsyncClient, Client, FinishReason, SamplingParams, Vector
+from kvferry.client import AsyncClient, BeamParams, Client, FinishReason, SamplingParams, Vector
 from kvferry.core.errors import DeadlinePassed, InvalidRequest, Unauthenticated, Unavailable, UnknownModel
 from kvferry.core.hashing import MAX_CACHE_SALT_CHARS
 from kvferry.gateway.config import HttpConfig
@@ -187,3 +187,31 @@ async def test_a_cancelled_call_for_vectors_ends_the_worker_s(client, gateway):
     with pytest.raises(DeadlinePassed):
         await client.embed(["a", "b", "c"], timeout=0.2)
     await gateway.idle()
+
+
+@pytest.mark.parametrize(
+    ("sampling", "changes", "field"),
+    [
+        (None, {"beams": {"width": 2}}, "beams"),
+        (None, {"n": -1}, "n"),
+        (None, {"n": 0}, "n"),
+        (None, {"n": "2"}, "n"),
+        (SamplingParams(max_tokens=2), {"beams": BeamParams(2, 3)}, "max_tokens"),
+        (SamplingParams(ignore_eos=True), {"beams": BeamParams(2, 3)}, "ignore_eos"),
+        (SamplingParams(stop=("x",)), {"beams": BeamParams(2, 3)}, "stop"),
+        (SamplingParams(bad_words=("x",)), {"beams": BeamParams(2, 3)}, "bad_words"),
+        (None, {"beams": BeamParams(2, 3), "n": 3}, "n"),
+    ],
+)
+async def test_arguments_that_contradict_a_beam_search_are_refused_by_name(client, sampling, changes, field):
+    with pytest.raises(InvalidRequest) as caught:
+        await client.complete("hello", sampling, **changes)
+    assert caught.value.field == field
+
+
+async def test_a_beam_search_may_repeat_its_limits_in_the_sampling_parameters(client):
+    beams = BeamParams(2, 3, ignore_eos=True, early_stopping="never")
+    found = await client.complete("hello", SamplingParams(max_tokens=3, ignore_eos=True), n=2, beams=beams)
+    assert [len(sample.tokens) for sample in found] == [3, 3]
+    again = await client.complete("hello", n=2, beams=beams)
+    assert [sample.token_ids for sample in found] == [sample.token_ids for sample in again]

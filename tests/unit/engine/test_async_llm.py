@@ -8,9 +8,10 @@ from contextlib import aclosing
 import numpy as np
 import pytest
 from harness.idle import assert_idle
+from harness.waiting import eventually
 
 from kvferry.core.errors import DeadlinePassed, InvalidRequest, Unavailable, UsageError
-from kvferry.engine import LLM, AsyncLLM, SamplingParams
+from kvferry.engine import LLM, AsyncLLM, BeamParams, SamplingParams
 from kvferry.engine.completion import CompletionPart
 from kvferry.engine.plan.step_budget import SchedulerLimits
 
@@ -48,6 +49,26 @@ async def test_concurrent_requests_have_the_outputs_of_the_blocking_api(blocking
         chat = [part async for part in llm.chat(messages, GREEDY)]
         assert chat[-1].completion is not None
         assert chat[-1].completion.text == blocking.chat([messages], GREEDY)[0].text
+    assert_idle(llm.engine)
+
+
+async def test_concurrent_beam_searches_have_the_outputs_of_the_blocking_api(blocking: LLM) -> None:
+    prompts = ["hello", "a longer prompt", "x"]
+    params = BeamParams(3, max_tokens=6, length_penalty=0.5)
+    expected = blocking.beam_search(prompts, params)
+    async with await AsyncLLM.open("tiny", **SETTINGS) as llm:
+        assert await asyncio.gather(*(llm.beam_search(prompt, params) for prompt in prompts)) == expected
+        assert len(await llm.beam_search([1, 2])) == BeamParams().width
+        with pytest.raises(InvalidRequest, match="params must be a BeamParams, not dict"):
+            await llm.beam_search("x", {"width": 2})  # type: ignore[arg-type]
+        with pytest.raises(InvalidRequest):
+            await llm.beam_search([1] * (llm.engine.max_model_tokens + 1))
+        task = asyncio.create_task(llm.beam_search("hello", BeamParams(8, max_tokens=1500, ignore_eos=True)))
+        await eventually(lambda: llm.engine.scheduler.num_running == 8)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert await llm.beam_search("hello", params) == expected[0]
     assert_idle(llm.engine)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 
-from kvferry.core.errors import InvariantBroken
+from kvferry.core.errors import InvalidRequest, InvariantBroken
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import FinishReason
 from kvferry.engine.engine import Engine
@@ -54,13 +54,7 @@ def search(
         InvalidRequest: a prompt is empty or too long.
         GenerationFailed: a logit is not finite.
     """
-    searches = [
-        Beams(
-            replace(params, max_tokens=max(1, min(params.max_tokens, engine.max_model_tokens - len(prompt)))),
-            frozenset(eos_token_ids),
-        )
-        for prompt in prompts
-    ]
+    searches = [new_beams(prompt, params, engine.max_model_tokens, eos_token_ids) for prompt in prompts]
     together = _MAX_LIVE // params.width
     for first in range(0, len(prompts), together):
         group = list(zip(prompts, searches, strict=True))[first : first + together]
@@ -74,17 +68,48 @@ def search(
     return [beams.best(params.width) for beams in searches]
 
 
+def checked_beam_params(params: object) -> BeamParams:
+    """Return the parameters of a search; the defaults for `None`.
+
+    Raises:
+        InvalidRequest: they are no `BeamParams`.
+    """
+    if params is None:
+        return BeamParams()
+    if not isinstance(params, BeamParams):
+        raise InvalidRequest(f"params must be a BeamParams, not {type(params).__name__}", field="params")
+    return params
+
+
+def new_beams(prompt: Sequence[int], params: BeamParams, max_model_tokens: int, eos_token_ids: Sequence[int]) -> Beams:
+    """Return the state of a search that begins; its outputs end at the latest when the context is full."""
+    limit = max(1, min(params.max_tokens, max_model_tokens - len(prompt)))
+    return Beams(replace(params, max_tokens=limit), frozenset(eos_token_ids))
+
+
+def step_requests(prompt: Sequence[int], beams: Sequence[Beam], params: BeamParams) -> list[EngineRequest]:
+    """Return the requests for the next token of each beam of a prompt, with its alternatives."""
+    return [
+        EngineRequest(
+            RequestId(f"beam-{next(_numbers)}"),
+            [*prompt, *beam.tokens],
+            params.step_sampling(len(beam.tokens) + 1),
+            num_generated=len(beam.tokens),
+        )
+        for beam in beams
+    ]
+
+
 def _alternatives(
     engine: Engine, beams: Sequence[tuple[Sequence[int], Beam]], params: BeamParams
 ) -> list[Alternatives]:
     """Return the most likely next tokens of each beam."""
     found: dict[RequestId, Alternatives] = {}
-    names = [RequestId(f"beam-{next(_numbers)}") for _ in beams]
+    requests = [request for prompt, beam in beams for request in step_requests(prompt, [beam], params)]
+    names = [request.request_id for request in requests]
     try:
-        for name, (prompt, beam) in zip(names, beams, strict=True):
-            sampling = params.step_sampling(len(beam.tokens) + 1)
-            tokens = [*prompt, *beam.tokens]
-            engine.add(EngineRequest(name, tokens, sampling, num_generated=len(beam.tokens)))
+        for request in requests:
+            engine.add(request)
         while len(found) < len(names):
             if not engine.has_work:
                 raise InvariantBroken("the engine has no work although beams are waiting for tokens")

@@ -11,8 +11,10 @@ Neural Machine Translation System, 2016, section 7, in the form that `transforme
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Literal
 
+from kvferry.core.errors import InvalidRequest
 from kvferry.core.sampling import MAX_OUTPUT_TOKENS, FinishReason, Range, SamplingParams, check_flag
 
 MAX_WIDTH = 8
@@ -21,6 +23,13 @@ _RANGES = {
     "max_tokens": Range(1, MAX_OUTPUT_TOKENS),
     "length_penalty": Range(-10.0, 10.0, is_whole=False),
 }
+
+_APPLIED = frozenset({"max_tokens", "ignore_eos", "skip_special_tokens", "truncate_prompt_tokens"})
+"""Sampling parameters that a beam search applies."""
+_WITHOUT_EFFECT = frozenset({"seed", "speculation"})
+"""Sampling parameters that never change the outputs of a beam search."""
+_TEMPERATURES = (0.0, 1.0)
+"""Temperatures that leave the model's distribution and its order as they are."""
 
 Alternatives = Sequence[tuple[int, float]]
 """(token id, log-probability) of the most likely next tokens of a beam, most likely first."""
@@ -36,9 +45,10 @@ class BeamParams:
     """Maximum number of output tokens."""
     length_penalty: float = 1.0
     """Exponent of the length by which the sum of log-probabilities is divided; above 0 favours long outputs."""
-    early_stopping: bool = False
+    early_stopping: bool | Literal["never"] = False
     """Whether to stop as soon as `width` outputs have ended. Otherwise the search continues while a live beam has a
-    better score than the worst of them."""
+    better score than the worst of them, or, with `never`, while one could reach a better score at `max_tokens`: this
+    differs only for a length penalty above 0."""
     ignore_eos: bool = False
     """Whether end-of-sequence tokens are treated like other tokens."""
 
@@ -49,14 +59,36 @@ class BeamParams:
         """
         for name, limits in _RANGES.items():
             limits.check(name, getattr(self, name))
-        for name in ("early_stopping", "ignore_eos"):
-            check_flag(name, getattr(self, name))
+        check_flag("ignore_eos", self.ignore_eos)
+        if self.early_stopping != "never":
+            check_flag("early_stopping", self.early_stopping, or_else="'never'")
 
     def step_sampling(self, max_tokens: int) -> SamplingParams:
         """Return the parameters of a request that computes the next token of a beam, with its alternatives."""
         return SamplingParams(
             temperature=0.0, max_tokens=max_tokens, ignore_eos=True, seed=0, logprobs=2 * self.width, speculation=False
         )
+
+
+def check_beam_sampling(sampling: SamplingParams) -> None:
+    """Check that sampling parameters have no effect that a beam search lacks: each has its default, or is one that the
+    search applies, or never changes its outputs. The temperature is 0 or 1.
+
+    Raises:
+        InvalidRequest: a parameter cannot be combined with a beam search.
+    """
+    if sampling.temperature not in _TEMPERATURES:
+        raise InvalidRequest(
+            f"temperature must be 0 or 1 with a beam search, which uses the model's own probabilities, not "
+            f"{sampling.temperature:g}",
+            field="temperature",
+        )
+    default = SamplingParams()
+    for name in (f.name for f in fields(SamplingParams)):
+        if name in _APPLIED | _WITHOUT_EFFECT | {"temperature"} or getattr(sampling, name) == getattr(default, name):
+            continue
+        what = "a constraint" if name == "constraint" else name
+        raise InvalidRequest(f"{what} cannot be combined with a beam search; leave it out", field=name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,5 +160,10 @@ class Beams:
         """Return whether no live beam can replace an ended one."""
         if len(self.ended) < self.params.width:
             return False
-        penalty = self.params.length_penalty
-        return self.params.early_stopping or self.ended[-1].score(penalty) >= self.live[0].score(penalty)
+        if self.params.early_stopping is True:
+            return True
+        penalty, best = self.params.length_penalty, self.live[0]
+        attainable = best.score(penalty)
+        if self.params.early_stopping == "never" and penalty > 0:
+            attainable = best.logprob / float(self.params.max_tokens**penalty)
+        return self.ended[-1].score(penalty) >= attainable

@@ -8,10 +8,10 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from kvferry.core.clock import Clock, SystemClock
 from kvferry.core.constraint import Constraint
-from kvferry.core.errors import InvalidRequest
 from kvferry.core.hashing import cache_scope
 from kvferry.core.ids import AdapterId
 from kvferry.core.traces.spans import Tracer, current_span
+from kvferry.model.requests.beams import check_beam_sampling
 from kvferry.model.requests.prompt_parameters import check_prompt_logprobs, kept_prompt
 from kvferry.rpc.admission import Admission, Slot, Work
 from kvferry.rpc.beam_search import Round
@@ -135,11 +135,11 @@ class TextService:
         Raises:
             InvalidRequest: the request cannot be served with this model.
         """
+        if request.beams is not None:
+            check_beam_sampling(request.sampling)
         kept = kept_prompt(request.token_ids, request.sampling, self.served_tokens)
         sampling = prompts.fit(self.model, kept, request.sampling, self.served_tokens, self.new_seed)
         check_prompt_logprobs(sampling, len(kept) * request.num_samples)
-        if request.beams is not None and sampling.constraint is not None:
-            raise InvalidRequest("a constraint cannot be combined with a beam search", field="constraint")
         return replace(request, token_ids=kept, sampling=sampling)
 
     def generate(self, request: TextRequest) -> AsyncGenerator[TextChunk, None]:

@@ -120,13 +120,21 @@ def beams_from_wire(request: inference_pb2.GenerateRequest, num_samples: int) ->
     if not request.HasField("beams"):
         return None
     given = request.beams
-    params = BeamParams(
-        given.width,
-        max_tokens=request.sampling.max_tokens or MAX_OUTPUT_TOKENS,
-        length_penalty=given.length_penalty if given.HasField("length_penalty") else 1.0,
-        early_stopping=given.early_stopping,
-        ignore_eos=request.sampling.ignore_eos,
-    )
+    if given.early_stopping and given.never_stop_early:
+        raise InvalidRequest(
+            "beams.early_stopping and beams.never_stop_early exclude each other; set one of them",
+            field="beams.never_stop_early",
+        )
+    try:
+        params = BeamParams(
+            given.width,
+            max_tokens=request.sampling.max_tokens or MAX_OUTPUT_TOKENS,
+            length_penalty=given.length_penalty if given.HasField("length_penalty") else 1.0,
+            early_stopping="never" if given.never_stop_early else given.early_stopping,
+            ignore_eos=request.sampling.ignore_eos,
+        )
+    except InvalidRequest as error:
+        raise InvalidRequest(f"beams.{error.message}", field=f"beams.{error.field}") from None
     if num_samples > params.width:
         raise InvalidRequest(f"n must be at most beams.width ({params.width}), not {num_samples}", field="n")
     return params

@@ -37,10 +37,20 @@ def common_tokens(llm: LLM, params: BeamParams) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize(
-    ("width", "penalty", "early"), [(1, 1.0, False), (2, 0.0, True), (4, 1.0, False), (4, 2.0, True), (8, -1.0, False)]
+    ("width", "penalty", "early"),
+    [
+        (1, 1.0, False),
+        (2, 0.0, True),
+        (4, 1.0, False),
+        (4, 2.0, True),
+        (8, -1.0, False),
+        (2, 2.0, "never"),
+        (4, 1.0, "never"),
+        (2, -1.0, "never"),
+    ],
 )
 def test_outputs_and_scores_are_those_of_transformers(
-    llm: LLM, reference: Any, width: int, penalty: float, early: bool
+    llm: LLM, reference: Any, width: int, penalty: float, early: Any
 ) -> None:
     params = BeamParams(width, max_tokens=8, length_penalty=penalty, early_stopping=early)
     for ends in ((), common_tokens(llm, params)):
@@ -112,7 +122,7 @@ def test_more_beams_than_an_engine_queues_are_searched_in_groups(llm: LLM) -> No
         ({"length_penalty": "1"}, "length_penalty"),
         ({"width": True}, "width"),
         ({"max_tokens": 2.5}, "max_tokens"),
-        ({"early_stopping": "never"}, "early_stopping"),
+        ({"early_stopping": "always"}, "early_stopping"),
     ],
 )
 def test_parameters_out_of_range_are_refused_by_name(changes: dict[str, Any], field: str) -> None:

@@ -70,8 +70,8 @@ def rounds(prompt: list[int], params: BeamParams) -> int:
     return count
 
 
-async def complete(source: Any, *, chat: bool = False, **fields: Any) -> dict[str, Any]:
-    service = TextService(source, MODEL, ManualClock(), new_seed=lambda: 1)
+async def complete(source: Any, *, chat: bool = False, context: int = 64, **fields: Any) -> dict[str, Any]:
+    service = TextService(source, byte_model(context), ManualClock(), new_seed=lambda: 1)
     body = json.dumps({"use_beam_search": True, **fields}).encode()
     made = await (prepare_chat(service, CALLER, body) if chat else prepare_completion(service, CALLER, body, 8))
     whole, _ = await answer(made)
@@ -116,8 +116,14 @@ async def test_a_request_that_fails_ends_the_search_and_leaves_none_open() -> No
         ({"logprobs": 0}, "logprobs"),
         ({"stop": "x"}, "stop"),
         ({"guided_regex": "a"}, "guided_regex"),
+        ({"structured_outputs": {"json_object": True}}, "structured_outputs.json_object"),
         ({"top_p": 0.5}, "top_p"),
+        ({"temperature": 0.7}, "temperature"),
+        ({"echo": True}, "echo"),
         ({"n": 9}, "n"),
+        ({"n": 2, "best_of": 9}, "best_of"),
+        ({"n": 3, "best_of": 2}, "best_of"),
+        ({"early_stopping": "always"}, "early_stopping"),
         ({"length_penalty": 11}, "length_penalty"),
         ({"use_beam_search": False, "length_penalty": 1}, "length_penalty"),
         ({"use_beam_search": None, "early_stopping": True}, "early_stopping"),
@@ -127,3 +133,61 @@ async def test_fields_that_a_search_excludes_are_refused_by_name(fields: dict[st
     with pytest.raises(InvalidRequest) as caught:
         await complete(Table(), prompt="hey", **fields)
     assert caught.value.field == field
+
+
+NEUTRAL = {
+    "top_p": 1, "top_k": 0, "min_p": 0, "typical_p": 1, "stop": [], "min_tokens": 0, "presence_penalty": 0,
+    "frequency_penalty": 0, "repetition_penalty": 1, "logit_bias": {}, "bad_words": [], "stop_token_ids": [],
+    "echo": False, "stream": False, "seed": 7, "speculation": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+async def test_values_without_effect_are_accepted(temperature: int) -> None:
+    plain = await complete(Table(), prompt="hey", n=2, max_tokens=4)
+    assert await complete(Table(), prompt="hey", n=2, max_tokens=4, temperature=temperature, **NEUTRAL) == plain
+
+
+async def test_a_width_out_of_range_is_named_by_the_field_that_sets_it() -> None:
+    with pytest.raises(InvalidRequest, match="best_of must be a whole number from 1 to 8 with use_beam_search, not 9"):
+        await complete(Table(), prompt="hey", best_of=9)
+    with pytest.raises(InvalidRequest, match="n must be a whole number from 1 to 8 with use_beam_search, not 10"):
+        await complete(Table(), prompt="hey", n=10)
+
+
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+async def test_a_conversation_returns_the_best_of_its_beams() -> None:
+    best = await complete(Table(), chat=True, **CHAT, best_of=4)
+    all_beams = await complete(Table(), chat=True, **CHAT, n=4)
+    assert len(best["choices"]) == 1
+    assert best["choices"][0] == all_beams["choices"][0]
+    assert best["usage"]["completion_tokens"] == all_beams["usage"]["completion_tokens"]
+    offered = await complete(Table(), chat=True, context=2048, **CHAT, best_of=4, tools=[TOOL])
+    assert offered["usage"]["completion_tokens"] == 4 * 5
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"best_of": 2, "use_beam_search": False}, "best_of"),
+        ({"n": 2, "best_of": 1}, "best_of"),
+        ({"logprobs": True}, "logprobs"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tools": [TOOL], "tool_choice": "required"}, "tools"),
+    ],
+)
+async def test_fields_that_a_search_excludes_are_refused_in_conversations(fields: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        await complete(Table(), chat=True, **CHAT, **fields)
+    assert caught.value.field == field
+
+
+async def test_a_search_may_never_stop_early() -> None:
+    params = BeamParams(4, 9, 2.0, "never")
+    made = await complete(Table(), prompt=[*b"hey"], best_of=4, max_tokens=9, length_penalty=2, early_stopping="never")
+    best = expected([*b"hey"], params)[0]
+    assert made["choices"][0]["text"] == bytes(token for token in best.tokens if token < 256).decode()
+    assert made["usage"]["completion_tokens"] == 4 * rounds([*b"hey"], params)

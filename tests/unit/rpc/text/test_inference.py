@@ -209,3 +209,36 @@ async def test_parameters_have_the_same_bounds_as_over_http(stub, sampling, fiel
     error = await failure(stub.Generate(request))
     assert isinstance(error, InvalidRequest)
     assert error.field == field
+
+
+@pytest.mark.parametrize(
+    ("beams", "more", "field"),
+    [
+        ({"width": 2}, {"stop": ["x"]}, "stop"),
+        ({"width": 2}, {"top_p": 0.5}, "top_p"),
+        ({"width": 2}, {"temperature": 0.5}, "temperature"),
+        ({"width": 2}, {"bad_words": ["x"]}, "bad_words"),
+        ({"width": 2}, {"logprobs": 1}, "logprobs"),
+        ({"width": 2}, {"min_tokens": 1}, "min_tokens"),
+        ({"width": 0}, {}, "beams.width"),
+        ({"width": 9}, {}, "beams.width"),
+        ({"width": 2, "length_penalty": 11.0}, {}, "beams.length_penalty"),
+        ({"width": 2, "early_stopping": True, "never_stop_early": True}, {}, "beams.never_stop_early"),
+    ],
+)
+async def test_what_a_beam_search_does_not_apply_is_refused_by_name(stub, source, beams, more, field):
+    sampling = common_pb2.SamplingParams(max_tokens=4, **more)
+    asked = GenerateRequest(text="hi", sampling=sampling, beams=inference_pb2.BeamSearch(**beams))
+    error = await failure(stub.Generate(asked))
+    assert (type(error), error.field) == (InvalidRequest, field)
+    assert source.num_yielded == 0
+
+
+async def test_outputs_of_a_beam_search_count_their_tokens_and_the_best_one_the_others(stub):
+    beams = inference_pb2.BeamSearch(width=4, never_stop_early=True)
+    sampling = common_pb2.SamplingParams(max_tokens=3, temperature=0.0, seed=3, ignore_eos=True)
+    asked = GenerateRequest(text="hi", n=2, beams=beams, sampling=sampling)
+    first, second = [reply async for reply in stub.Generate(asked)]
+    assert (first.index, second.index) == (0, 1)
+    assert [reply.usage.output_tokens for reply in (first, second)] == [3, 3]
+    assert [reply.usage.unreturned_tokens for reply in (first, second)] == [4 * 3 - 6, 0]

@@ -138,7 +138,9 @@ async def prepared(service: TextService, caller: Caller, read: ReadRequest, *, i
     if read.num_choices is not None and sampling.logprobs is None:
         sampling = replace(sampling, logprobs=0)  # the samples are compared by their log-probabilities
     requests = tuple(
-        service.fit(
+        _fitted(
+            service,
+            read.constraint_field,
             TextRequest(
                 request_id=caller.request_id if len(read.prompts) == 1 else RequestId(f"{caller.request_id}-{number}"),
                 token_ids=ids,
@@ -151,7 +153,7 @@ async def prepared(service: TextService, caller: Caller, read: ReadRequest, *, i
                 arrived=caller.arrived,
                 split=read.split,
                 beams=read.beams,
-            )
+            ),
         )
         for number, ids in enumerate(read.prompts)
     )
@@ -180,6 +182,13 @@ async def prepared(service: TextService, caller: Caller, read: ReadRequest, *, i
             for text, ids, request in zip(read.echoes, read.prompts, requests, strict=False)
         ),
     )
+
+
+def _fitted(service: TextService, constraint_field: str, request: TextRequest) -> TextRequest:
+    try:
+        return service.fit(request)
+    except InvalidRequest as error:
+        raise in_field(error, constraint_field) from None
 
 
 def _without_output(chunk: TextChunk) -> TextChunk:

@@ -82,7 +82,7 @@ def read_conversation(model: TextModel, request: ChatRequest, use: ToolUse, cons
         constraint_field=constraint_field,
         prompt_logprobs=request.prompt_logprobs,
         split=chat.split,
-        beams=request.beam_params(request.num_samples, sampling.max_tokens),
+        beams=request.beam_params(sampling.max_tokens),
     )
 
 
@@ -96,7 +96,7 @@ def read_completion(model: TextModel, body: bytes, max_prompts: int) -> ReadRequ
     name = _model_name(model, request.model)
     sampling = with_bad_word_tokens(request.to_sampling(), model.tokenizer)
     found = request.prompts(max_prompts)
-    beams = request.beam_params(request.num_generated, request.max_tokens)
+    beams = request.beam_params(request.max_tokens)
     num_samples = len(found) * request.num_generated
     if num_samples > MAX_REQUEST_SAMPLES:
         field = "n" if request.best_of is None else "best_of"

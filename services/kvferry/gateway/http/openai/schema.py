@@ -7,7 +7,7 @@ Fields are never silently ignored: a client that sends `response_format`, for ex
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, TypeVar, cast
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
 from pydantic import Field, PlainValidator, WithJsonSchema
 
@@ -20,7 +20,7 @@ from kvferry.gateway.http.fields.offered_tools import NamedChoice, ToolDefinitio
 from kvferry.gateway.http.fields.parsing import json_object, parse_fields
 from kvferry.gateway.http.fields.strict import Accepted, Priority, SamplingFields, Strict
 from kvferry.gateway.http.openai.bounds import MAX_FIELDS, Prompt, check_prompt, check_sizes
-from kvferry.model.requests.beams import BeamParams
+from kvferry.model.requests.beams import MAX_WIDTH, BeamParams
 from kvferry.model.text.tools.definitions import ToolUse
 from kvferry.rpc.wire import MAX_SAMPLES
 
@@ -60,13 +60,8 @@ _BIAS_SCHEMA = {
 }
 
 
-_NOT_WITH_BEAMS = (
-    "stream", "logprobs", "top_logprobs", "prompt_logprobs", "echo", "stop", "stop_token_ids", "min_tokens",
-    "logit_bias", "allowed_token_ids", "bad_words", "presence_penalty", "frequency_penalty", "repetition_penalty",
-    "top_p", "top_k", "min_p", "typical_p", "response_format", "structured_outputs", "guided_json", "guided_regex",
-    "guided_choice", "guided_grammar", "tools",
-)  # fmt: skip
-"""Fields that have no meaning for the outputs of a beam search."""
+_NOT_WITH_BEAMS = ("stream", "echo")
+"""Fields that have no meaning for the outputs of a beam search, besides those that `check_beam_sampling` refuses."""
 
 
 class StreamOptions(Strict):
@@ -110,8 +105,10 @@ class _Common(ConstraintFields, SamplingFields):
     prompt_logprobs: int | None = None
     use_beam_search: bool | None = None
     """Whether to return the best outputs of a beam search, instead of samples."""
+    best_of: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] | None = None
+    """Number of samples that are generated per prompt, of which the best `n` are returned, or number of beams."""
     length_penalty: float | None = None
-    early_stopping: bool | None = None
+    early_stopping: bool | Literal["never"] | None = None
     # A kvferry-specific extension.
     speculation: bool | None = None
 
@@ -121,15 +118,19 @@ class _Common(ConstraintFields, SamplingFields):
         return 1 if self.n is None else self.n
 
     @property
+    def num_generated(self) -> int:
+        """Number of samples or beams that are generated per prompt, of which the best `n` are returned."""
+        return self.num_samples if self.best_of is None else self.best_of
+
+    @property
     def include_usage(self) -> bool:
         """Whether a stream ends with a usage chunk."""
         return self.stream_options is not None and self.stream_options.include_usage
 
-    def beam_params(self, width: int, max_tokens: int | None) -> BeamParams | None:
+    def beam_params(self, max_tokens: int | None) -> BeamParams | None:
         """Return the parameters of a beam search; `None` if the request samples.
 
         Args:
-            width: number of beams.
             max_tokens: maximum number of output tokens; `None` for as many as fit in the context.
 
         Raises:
@@ -141,8 +142,7 @@ class _Common(ConstraintFields, SamplingFields):
                     raise InvalidRequest(f"{name} needs use_beam_search to be true", field=name)
             return None
         for name in _NOT_WITH_BEAMS:
-            value = getattr(self, name, None)
-            if value is not None and value is not False:  # 0 is a value
+            if getattr(self, name, None):
                 raise InvalidRequest(f"{name} cannot be combined with use_beam_search; leave it out", field=name)
         given = {
             "max_tokens": MAX_OUTPUT_TOKENS if max_tokens is None else max_tokens,
@@ -150,11 +150,13 @@ class _Common(ConstraintFields, SamplingFields):
             "early_stopping": self.early_stopping,
             "ignore_eos": self.ignore_eos,
         }
-        try:
-            return BeamParams(width, **{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
-        except InvalidRequest as error:
-            field = "n" if error.field == "width" else error.field
-            raise InvalidRequest(error.message, field=field) from None
+        if self.num_generated > MAX_WIDTH:
+            field = "n" if self.best_of is None else "best_of"
+            raise InvalidRequest(
+                f"{field} must be a whole number from 1 to {MAX_WIDTH} with use_beam_search, not {self.num_generated}",
+                field=field,
+            )
+        return BeamParams(self.num_generated, **{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
 
     def sampling(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
         """Return the request's sampling parameters.
@@ -192,6 +194,17 @@ class _Common(ConstraintFields, SamplingFields):
             prompt_logprobs=self.prompt_logprobs,
             **{name: value for name, value in given.items() if value is not None},  # type: ignore[arg-type]
         )
+
+    def check_best_of(self) -> None:
+        """
+        Raises:
+            InvalidRequest: `best_of` is less than `n`.
+        """
+        if self.num_generated < self.num_samples:
+            raise InvalidRequest(
+                f"best_of is {self.best_of}, which is less than n={self.num_samples}; set best_of to at least n",
+                field="best_of",
+            )
 
     def check_stream_options(self) -> None:
         """
@@ -248,6 +261,11 @@ class ChatRequest(_Common):
             InvalidRequest: fields are inconsistent or out of range.
         """
         self.check_stream_options()
+        self.check_best_of()
+        if self.best_of is not None and not self.use_beam_search:
+            raise InvalidRequest(
+                "best_of of a conversation needs use_beam_search to be true; use n for samples", field="best_of"
+            )
         both = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(both) > 1:
             raise InvalidRequest(
@@ -284,12 +302,6 @@ class CompletionRequest(_Common):
     prompt: Annotated[Prompt, PlainValidator(check_prompt, json_schema_input_type=Prompt)]
     logprobs: int | None = None
     echo: bool | None = None
-    best_of: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] | None = None
-
-    @property
-    def num_generated(self) -> int:
-        """Number of samples that are generated per prompt, of which the best `n` are returned."""
-        return self.num_samples if self.best_of is None else self.best_of
 
     @property
     def is_echo_alone(self) -> bool:
@@ -302,11 +314,7 @@ class CompletionRequest(_Common):
             InvalidRequest: fields are inconsistent or out of range.
         """
         self.check_stream_options()
-        if self.num_generated < self.num_samples:
-            raise InvalidRequest(
-                f"best_of is {self.best_of}, which is less than n={self.num_samples}; set best_of to at least n",
-                field="best_of",
-            )
+        self.check_best_of()
         if self.stream and self.num_generated > self.num_samples:
             raise InvalidRequest(
                 f"best_of is {self.best_of}, but n={self.num_samples}; a stream sends every sample and cannot choose "
