@@ -21,6 +21,11 @@ class StepTurns:
         self.num_running = 0
         """Number of steps that have their turn."""
 
+    @property
+    def num_waiting(self) -> int:
+        """Number of steps that wait for their turn."""
+        return sum(not turn.done() for _, _, turn in self._waiting)
+
     async def take(self, priority: int) -> None:
         """Wait for a turn; `give` ends it. Cancelling the calling task takes none."""
         if not self._waiting and self.num_running < max(1, self._places()):
