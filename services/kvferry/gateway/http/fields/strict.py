@@ -13,8 +13,9 @@ from kvferry.core.sampling import MAX_PRIORITY, RANGES, Range
 Accepted = Mapping[str, tuple[object, ...]]
 """The values at which a field has no effect and is accepted, by the field's name."""
 
+_Priority = Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
 Priority = Annotated[
-    int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY), BeforeValidator(lambda value: 0 if value is None else value)
+    _Priority, BeforeValidator(lambda value: 0 if value is None else value, json_schema_input_type=_Priority | None)
 ]
 """Priority of a request; null selects 0, as leaving it out does."""
 
