@@ -187,7 +187,7 @@ struct Piece {
   int sequence, first, rows;
 };
 
-// Layer groups of the two layers, and the pages of each sequence in each group.
+// Layer groups of the test's two-layer model, and the pages of each sequence in each group.
 struct Groups {
   std::vector<int64_t> places;  // empty for pages with both layers
   std::vector<std::vector<std::vector<int64_t>>> tables;

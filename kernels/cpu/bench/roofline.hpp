@@ -63,7 +63,7 @@ static inline V sum_of_bytes(int chunk, int) {
   return all;
 }
 
-// One multiply-add per sum, of bf16 pairs if the level has them.
+// One multiply-add per accumulator; on bf16 pairs if the instruction-set level supports them.
 #if KVFERRY_PAIRS
 using Factor = P;
 static inline Factor factor(int thread) { return p_set(0x3c003c00u + uint32_t(thread)); }
@@ -76,7 +76,7 @@ static inline Factor one() { return v_set(1.0f); }
 static inline V add_product(V sum, Factor a, Factor b) { return v_fma(a, b, sum); }
 #endif
 
-// Runs multiply-adds of the level's fastest floating-point type: bf16 pairs or floats.
+// Runs multiply-adds of the fastest floating-point type of the instruction-set level: bf16 pairs or floats.
 static inline V sum_of_best(int chunk, int thread) {
   const Factor a = one(), b = factor(thread);
   float some[kSums + 15];

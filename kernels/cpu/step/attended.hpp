@@ -22,8 +22,8 @@
 
 namespace kvferry::KVFERRY_LEVEL {
 
-// Computes attention of an item: queries are [rows][width]; results that are not merged later go to the floats of
-// `attended`. `Widest`: maximum size of a value vector.
+// Computes the attention of one item. `queries`: [rows][width]. Results that need no later merge are written to the f32
+// rows of `attended`. `Widest`: maximum size of a value vector.
 template <int Widest>
 static inline void attend_item(Step& step, const Layer& layer, int layer_index, int chunk, int thread,
                                const float* queries, int width, const Rows& attended) {

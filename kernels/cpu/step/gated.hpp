@@ -52,7 +52,8 @@ static inline void write_gated(const Model& model, const Matrix& m, const Rows& 
                                 : write_gated<Gate::clamped_swiglu>(model, m, to, rough, tile);
 }
 
-// A chunk of the fused gate/up projection, into the inputs of down.
+// Computes one chunk of the fused gate/up projection, applies the gate, and stores the result in `to` as input of the
+// down projection.
 [[gnu::noinline]] static void gated_product(const Matrix& m, const Rows& x, int rows, const Blocking& blocking,
                                             const Expansion* expansion, int chunk, uint8_t* scratch, const Rows& to,
                                             const Model& model) {
@@ -63,7 +64,7 @@ static inline void write_gated(const Model& model, const Matrix& m, const Rows& 
   });
 }
 
-// A chunk of a product, into `to` [rows][stride].
+// Computes one chunk of a product and stores it in `to` [rows][stride].
 [[gnu::noinline]] static void store_product(const Matrix& m, const Rows& x, int rows, const Blocking& blocking,
                                             const Expansion* expansion, int chunk, uint8_t* scratch, float* to,
                                             size_t stride) {

@@ -97,8 +97,14 @@ def replay(log: StepLog, engine: Engine) -> EngineReplay:
         raise UsageError(f"the step log cannot be replayed with an engine: {why}", field="log")
     facts, allocator = log.engine, engine.allocator
     found = (allocator.pool.num_blocks, allocator.block_tokens, engine.scheduler.limits, engine.runs_ahead)
-    if found != (facts.num_blocks, facts.block_tokens, facts.limits, facts.runs_ahead):
-        raise UsageError(f"the engine has {found}; the log needs {facts}", field="log")
+    needed = (facts.num_blocks, facts.block_tokens, facts.limits, facts.runs_ahead)
+    names = ("number of pages", "tokens per page", "limits of a step", "asynchronous steps")
+    for name, has, needs in zip(names, found, needed, strict=True):
+        if has != needs:
+            raise UsageError(
+                f"the engine's {name} must be as in the log: {needs}, not {has}; build it with `engine_for`",
+                field="log",
+            )
     engine.reset_prefix_cache()
     seen, first_export = _Seen(), engine.num_exports
     engine.observe(seen)

@@ -9,7 +9,7 @@ from itertools import chain
 
 from kvferry.core.clock import Clock, SystemClock
 from kvferry.core.epochs import EpochTable
-from kvferry.core.errors import InvalidRequest, Overloaded, UnknownModel
+from kvferry.core.errors import InvalidRequest, Overloaded, UnknownModel, shortened
 from kvferry.core.hashing import BlockNamer, BlockNamers, is_scope_of
 from kvferry.core.ids import AdapterId, BlockId, RequestId
 from kvferry.core.load import WorkerLoad
@@ -336,7 +336,12 @@ class Engine:
         if request.adapter is not None and self.adapters is not None:
             self.adapters.check(request.adapter, self._clock.monotonic())
         if not is_scope_of(request.tenant, request.adapter):
-            raise InvalidRequest("tenant is not a scope of this version of the adapter", field="tenant")
+            named = "a request without an adapter"
+            if request.adapter is not None:
+                named = f"this version of adapter {shortened(request.adapter.name)!r}"
+            raise InvalidRequest(
+                f"tenant must be a cache scope of {named}; the gateway sets both from the same adapter", field="tenant"
+            )
         count = len(request.token_ids)
         if count - request.num_generated < 1:
             raise InvalidRequest("the prompt is empty; send at least one token", field="prompt", reason="PROMPT_EMPTY")
@@ -348,7 +353,11 @@ class Engine:
         if request.sampling.constraint is not None and self._masks is None:
             raise InvalidRequest("constraints need a tokenizer, but this engine's model has none", field="constraint")
         if min(request.token_ids) < 0 or max(request.token_ids) >= self._vocab_size:
-            raise InvalidRequest(f"token ids must be between 0 and {self._vocab_size - 1}", field="token_ids")
+            raise InvalidRequest(
+                f"token ids must be 0 to {self._vocab_size - 1}, not {min(request.token_ids)} to "
+                f"{max(request.token_ids)}",
+                field="token_ids",
+            )
 
     def _run(self, plan: StepPlan) -> list[SequenceUpdate]:
         begun = self._clock.monotonic()

@@ -64,7 +64,7 @@ def checked_prompt(value: object, field: str = "prompt") -> Prompt:
     for one in items:
         if type(one) is not int:
             raise InvalidRequest(
-                f"{field} has {shortened(repr(one))}; token ids must be whole numbers", field=_top(field)
+                f"{field} contains {shortened(repr(one))}; token ids must be integers", field=_top(field)
             )
     return items
 

@@ -255,10 +255,16 @@ def check_shapes(config: ModelConfig, found: Mapping[str, Shape], where: str) ->
         ModelFileError: tensors are missing, unexpected or have the wrong shape (the message lists the first few), or
             the configuration is inconsistent.
     """
-    if config.num_heads % config.num_kv_heads or config.head_dim % 2 or config.num_layers > len(found):
+    if config.num_heads % config.num_kv_heads:
         raise ModelFileError(
-            f"{where}: {config.num_layers} layers of {config.num_heads} heads over {config.num_kv_heads} KV heads of "
-            f"{config.head_dim} values do not match {len(found)} tensors. The file is damaged"
+            f"{where}: the number of heads must be a multiple of the {config.num_kv_heads} KV heads, not "
+            f"{config.num_heads}. The file is damaged"
+        )
+    if config.head_dim % 2:
+        raise ModelFileError(f"{where}: the head size must be even, not {config.head_dim}. The file is damaged")
+    if config.num_layers > len(found):
+        raise ModelFileError(
+            f"{where}: there are only {len(found)} tensors for {config.num_layers} layers. The file is damaged"
         )
     beyond = [token for token in config.eos_token_ids if not 0 <= token < config.vocab_size]
     if beyond:

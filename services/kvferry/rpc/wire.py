@@ -57,11 +57,13 @@ def adapter_from_wire(
     if not message.HasField("adapter"):
         return None
     found = message.adapter
-    if not 0 < len(found.name) <= MAX_ADAPTER_NAME_CHARS or len(found.digest) != ADAPTER_DIGEST_BYTES:
+    if not 0 < len(found.name) <= MAX_ADAPTER_NAME_CHARS:
         raise InvalidRequest(
-            f"an adapter must have a name of at most {MAX_ADAPTER_NAME_CHARS} characters and a digest of "
-            f"{ADAPTER_DIGEST_BYTES} bytes",
-            field="adapter",
+            f"adapter.name must have 1 to {MAX_ADAPTER_NAME_CHARS} characters, not {len(found.name)}", field="adapter"
+        )
+    if len(found.digest) != ADAPTER_DIGEST_BYTES:
+        raise InvalidRequest(
+            f"adapter.digest must have {ADAPTER_DIGEST_BYTES} bytes, not {len(found.digest)}", field="adapter"
         )
     return AdapterId(found.name, found.digest)
 
@@ -149,9 +151,11 @@ def sampling_from_wire(message: common_pb2.SamplingParams) -> SamplingParams:
         count = len(getattr(message, name))
         if count > limit:
             raise InvalidRequest(f"{name} has {count} items; at most {limit} are accepted", field=name)
-    if any(len(sequence.ids) > MAX_BAD_WORD_TOKENS for sequence in message.bad_word_token_ids):
+    longest = max((len(sequence.ids) for sequence in message.bad_word_token_ids), default=0)
+    if longest > MAX_BAD_WORD_TOKENS:
         raise InvalidRequest(
-            f"a sequence of bad_word_token_ids has more than {MAX_BAD_WORD_TOKENS} ids", field="bad_word_token_ids"
+            f"a sequence of bad_word_token_ids has {longest} ids; at most {MAX_BAD_WORD_TOKENS} are accepted",
+            field="bad_word_token_ids",
         )
     return SamplingParams(
         max_tokens=message.max_tokens if message.HasField("max_tokens") else None,

@@ -1,4 +1,4 @@
-"""The spans of a call that runs a request on a worker: queue, loads of KV, computation or output."""
+"""Trace spans of one request's call to a worker: KV loads, queue, then the prefill or decode phase."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -61,10 +61,10 @@ class WorkerConfig:
     """How answers are parsed by the Inference service of role `both`."""
 
     def __post_init__(self) -> None:
-        """Check that the settings are valid together.
+        """Check each setting and their combination.
 
         Raises:
-            UsageError: a combination is invalid; `field` is the name of a setting.
+            UsageError: a setting is unknown or conflicts with another one; `field` is its name.
         """
         if self.role not in ROLES:
             raise UsageError(f"role {self.role!r} is not one of {', '.join(ROLES)}", field="role")

@@ -85,7 +85,7 @@ def test_an_invalid_request_after_a_valid_one_is_an_error(head: tuple[int, int],
     data = frame(1, [7]) + struct.pack("<BI", *head) + bytes(4 * MOST)
     requests = wire.Requests(Arrivals(data, cuts).as_socket(), MOST)
     assert requests.receive() == (wire.Op.PAGES, (7,))
-    with pytest.raises(wire.WireError, match=f"invalid request of kind {head[0]} for {head[1]} pages"):
+    with pytest.raises(wire.WireError, match=f"request of kind {head[0]} for {head[1]} pages; expected"):
         requests.receive()
 
 
@@ -108,7 +108,7 @@ def test_a_reply_with_a_wrong_head_is_an_error_and_stays_within_its_buffers(
     around = memoryview(bytearray(b"." * 12))
     reply = wire.Reply([around[2:4], around[7:9]])
     link = Arrivals(struct.pack("<BQ", *head) + b"xxxxxxxxx", cuts).as_socket()
-    with pytest.raises(wire.WireError, match=r"rejected|unexpected length"):
+    with pytest.raises(wire.WireError, match=r"rejected|reply has .* bytes, not"):
         receive_all(reply, link)
     assert bytes(around[:2]) + bytes(around[4:7]) + bytes(around[9:]) == b"........"
 

@@ -68,7 +68,7 @@ def test_collections_are_bounded_before_they_are_copied():
         (common_pb2.SamplingParams(allowed_token_ids=[1] * 2000), "allowed_token_ids has 2000 items"),
         (common_pb2.SamplingParams(bad_words=["a"] * 100), "bad_words has 100 items"),
         (common_pb2.SamplingParams(bad_word_token_ids=[long] * 200), "bad_word_token_ids has 200 items"),
-        (common_pb2.SamplingParams(bad_word_token_ids=[long]), "bad_word_token_ids has more than 1028 ids"),
+        (common_pb2.SamplingParams(bad_word_token_ids=[long]), "bad_word_token_ids has 2000 ids; at most 1028"),
     ):
         with pytest.raises(InvalidRequest, match=words):
             wire.sampling_from_wire(message)

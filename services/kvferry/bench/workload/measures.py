@@ -73,11 +73,14 @@ def parse_slo(text: str) -> dict[str, float]:
             seconds = float(value.removesuffix(unit)) * {"ms": 1e-3, "s": 1.0, "": math.nan}[unit]
         except ValueError:
             seconds = math.nan
-        if name not in SLO_NAMES or name in found or not 0 < seconds < math.inf:
+        if name not in SLO_NAMES or not 0 < seconds < math.inf:
             raise UsageError(
-                f"{part[:40]!r} is not a target; use each of {', '.join(SLO_NAMES)} at most once, such as ttft=500ms",
+                f"{part[:40]!r} is not a target; use one of {', '.join(SLO_NAMES)} with a positive time in ms or s, "
+                "such as ttft=500ms",
                 field="slo",
             )
+        if name in found:
+            raise UsageError(f"the target {name} is set twice; set it once", field="slo")
         found[name] = seconds
     return found
 

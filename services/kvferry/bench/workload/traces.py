@@ -51,7 +51,10 @@ def read_trace(lines: Iterable[str], *, limit: int = MAX_REQUESTS, speed: float 
             field="arrivals",
         )
     if not requests:
-        raise UsageError("the trace contains no requests", field="arrivals")
+        raise UsageError(
+            "the trace contains no requests; expected at least one line in Mooncake's, kvferry's or Azure's format",
+            field="arrivals",
+        )
     start = min(request.at for request in requests)
     moved = [replace(r, at=(r.at - start) / speed) for r in requests]
     return sorted(moved, key=lambda request: request.at)

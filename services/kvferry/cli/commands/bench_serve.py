@@ -102,7 +102,7 @@ def command(
     for error, number in common_errors(answers):
         click.echo(f"{number} requests failed: {error}", err=True)
     if not found["completed"]:
-        raise Unavailable("no requests were answered")
+        raise Unavailable(f"none of {len(answers)} requests was answered; see the errors above")
     _print(found, targets, num_cut)
     settings = {"date": time.strftime("%Y%m%d-%H%M%S"), "backend": "openai", "model_id": name, **_named(shape)}
     report = {**settings, "max_concurrency": max_concurrency, "slo": slo, **found}

@@ -42,8 +42,11 @@ class KvLoads:
     ) -> None:
         """
         Args:
-            loader: fetches KV from peers; without it, prompts are computed.
-            tiers: KV tiers to load from and store to.
+            scheduler: the engine's scheduler; it plans the loads.
+            allocator: the engine's pages and prefix caches.
+            loader: fetches KV from peers; `None` if this engine does not fetch from peers.
+            tiers: KV tiers to load from and store to; `None` without tiers. With neither, prompts are computed, except
+                their cached prefixes.
             prices: cost model of loading and computing; updated by each load.
             block_bytes: bytes of one page, for cost estimates.
         """

@@ -59,8 +59,11 @@ class Policy:
         return (sequence.priority if self.has_classes else 0, sequence.arrival)
 
     def by_turn(self, running: Iterable[Sequence]) -> list[Sequence]:
-        """Return the running sequences, which are sorted by `order`, in the order in which they get tokens of a
-        step."""
+        """Return the running sequences in the order in which a step's token budget is given to them.
+
+        Args:
+            running: the running sequences, sorted by `order`.
+        """
         if not self.is_shortest_first:
             return list(running)
         return sorted(running, key=lambda s: s.num_tokens - s.num_computed)

@@ -60,7 +60,11 @@ class PromptPooling:
             InvariantBroken: the rows do not follow the rows so far, or have no sum.
         """
         if hidden is None or positions.start != self._next or positions.stop > self._needed.stop:
-            raise InvariantBroken(f"rows {positions} were pooled after row {self._next} of {self._needed}")
+            rows = f"rows {positions.start} to {positions.stop - 1}"
+            raise InvariantBroken(
+                f"{rows} were pooled, with{'out' if hidden is None else ''} a sum; rows from {self._next} to "
+                f"{self._needed.stop - 1} are expected"
+            )
         self._sum = hidden if self._sum is None else self._sum + hidden
         self._next = positions.stop
 
@@ -71,7 +75,7 @@ class PromptPooling:
             InvariantBroken: rows are missing.
         """
         if self._sum is None or self._next != self._needed.stop:
-            raise InvariantBroken(f"rows of {self._needed} from {self._next} on were not pooled")
+            raise InvariantBroken(f"prompt rows {self._next} to {self._needed.stop - 1} were not pooled")
         made = self._sum[: self._params.dimensions] / len(self._needed)
         if self._params.normalize:
             made = made / (float(np.linalg.norm(made)) or 1.0)

@@ -188,7 +188,7 @@ def _complete(log: StepLog) -> None:
                 counts[number] += len(ids)
     for number, request in log.requests.items():
         if not 0 < counts[number] <= MAX_TOKENS:
-            raise ValueError(f"request {number} has {counts[number]} tokens")
+            raise ValueError(f"request {number} must have 1 to {MAX_TOKENS} tokens, not {counts[number]}")
         if not log.has_tokens:
             request.tokens = _tokens(request, counts[number], log.engine.block_tokens)
         elif len(request.tokens) != counts[number]:

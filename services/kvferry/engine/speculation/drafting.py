@@ -15,7 +15,7 @@ from kvferry.engine.speculation.speculation import Drafts, Speculation
 
 
 class Drafting:
-    """Draft tokens of one scheduler's sequences; there are none without speculation."""
+    """Plans the draft tokens of one scheduler's sequences; plans none without speculation."""
 
     def __init__(self, speculation: Speculation | None, allocator: Allocator) -> None:
         self.speculation = speculation

@@ -1,14 +1,20 @@
 """Choice among the proposers of a request: the proposer whose draft yields the most expected tokens per second. Pure.
 
-    rate(expected) = max over n of (sequences + p1 + p1 p2 + .. + p1..pn) / (seconds(rows + n) + drafting)
+    rate(draft) = max over n of (sequences + p1 + p1 p2 + .. + p1..pn) / (seconds(rows + n) + drafting)
 
-The choice is a bandit whose arms differ in what they reveal. Drafts from the text are always proposed, so they are
-compared with the sampled tokens whether or not they are verified, and their probabilities are current. A draft model or
-head can be judged only by drafts that it has made. The best estimate is therefore used, except for *probes*: after a
-pause without a draft, a proposer that has a price drafts once. A pause doubles with each probe whose first token was
-wrong and halves with each probe whose first token was right, within limits (an epsilon-greedy rule whose epsilon
-decays; Sutton and Barto, Reinforcement Learning, 2018, section 2.3, made deterministic). Thus at most one draft in
-`FIRST_PAUSE` + 1 is a probe, and a proposer that has become better is detected after at most `MAX_PAUSE` drafts.
+    sequences, rows   sequences of the step, and its rows without drafts
+    n, p1..pn         number of draft tokens, and the probabilities that they are accepted
+    seconds(rows)     estimated duration of a step with this number of rows
+    drafting          measured time of the proposer for the draft; 0 for the proposers `ngram` and `suffix`
+
+The choice is a bandit whose arms differ in what they reveal. Drafts of `ngram` and `suffix` are always proposed, so
+they are compared with the sampled tokens whether or not they are verified, and their probabilities are current. A draft
+model or head can be judged only by drafts that it has made. The best estimate is therefore used, except for *probes*:
+a proposer with a drafting time above 0 that has not drafted for a number of drafts, its pause, drafts once. A pause
+doubles with each probe whose first token was wrong and halves with each probe whose first token was right, within
+limits (an epsilon-greedy rule whose epsilon decays; Sutton and Barto, Reinforcement Learning, 2018, section 2.3, made
+deterministic). With one draft model or head, at most one draft in `FIRST_PAUSE` + 1 is a probe, and a proposer that
+has become better is detected after at most `MAX_PAUSE` drafts.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +33,7 @@ class ExpectedDraft(NamedTuple):
     probabilities: Sequence[float]
     """For each draft token, the estimated probability that it is accepted, given that the earlier ones are."""
     drafting: float = 0.0
-    """This sequence's share of the time that proposing takes, in seconds; 0 for drafts that are always proposed."""
+    """This sequence's share of the time that proposing takes, in seconds; 0 for drafts of `ngram` and `suffix`."""
 
 
 def rate(draft: ExpectedDraft, sequences: int, rows: int, seconds: Callable[[int], float]) -> float:
@@ -56,7 +62,7 @@ class ProposerChoice:
     def __init__(self) -> None:
         self._current: int | None = None
         self._idle: dict[int, int] = {}
-        """Number of choices since the last draft, for each proposer with a price."""
+        """Number of choices since the last draft, for each proposer with a drafting time above 0."""
         self._pauses: dict[int, int] = {}
 
     def choose(

@@ -57,7 +57,7 @@ def parse_speculation(text: str) -> SpeculationSettings:
     head, _, query = text.partition("?")
     method, equals, model = head.partition("=")
     if method not in _DEFAULTS or bool(equals) != (method in MODEL_METHODS):
-        raise UsageError(f"unknown speculation {text[:80]!r}; expected {_KNOWN}", field="speculation")
+        raise UsageError(f"speculation {text[:80]!r} is not valid; expected {_KNOWN}", field="speculation")
     if method in MODEL_METHODS and not model:
         what = (
             "MODEL, where MODEL is a name, .gguf file or folder"

@@ -96,7 +96,7 @@ class ReplicaMap:
             FeedBroken: the part is inconsistent.
         """
         if self.state is not MapState.CATCHING_UP or self.digests:
-            raise FeedBroken(MapEvent.MALFORMED, "a second snapshot in one subscription")
+            raise FeedBroken(MapEvent.MALFORMED, "the worker sent a second snapshot in one subscription")
         if self.sequence < 0:
             if self.check_name and part.check_name and self.check_name != part.check_name:
                 raise FeedBroken(
@@ -108,11 +108,16 @@ class ReplicaMap:
         elif part.incarnation != self.incarnation:
             raise FeedBroken(MapEvent.OTHER_INCARNATION, "the worker restarted during its snapshot")
         elif part.sequence != self.sequence:
-            raise FeedBroken(MapEvent.GAP, f"a snapshot at sequence {self.sequence} continues at {part.sequence}")
+            raise FeedBroken(
+                MapEvent.GAP,
+                f"the parts of a snapshot have the sequence numbers {self.sequence} and {part.sequence}; all must be "
+                "equal",
+            )
         if self.count + len(part.names) > part.digest.count:
             raise FeedBroken(
                 MapEvent.MALFORMED,
-                f"a snapshot announced {part.digest.count} blocks and has {self.count + len(part.names)} or more",
+                f"a snapshot has at least {self.count + len(part.names)} blocks, but its digest is of "
+                f"{part.digest.count}",
             )
         for some in slices(part.names, SLICE_NAMES):
             self.on(MapEvent.PART)
@@ -130,7 +135,8 @@ class ReplicaMap:
         if delta.incarnation != self.incarnation:
             raise FeedBroken(MapEvent.OTHER_INCARNATION, "the worker restarted")
         if self.state is not MapState.EXACT or delta.sequence != self.sequence + 1:
-            raise FeedBroken(MapEvent.GAP, f"event {delta.sequence} follows {self.sequence}")
+            why = f"event {delta.sequence} follows event {self.sequence}"
+            raise FeedBroken(MapEvent.GAP, why if self.state is MapState.EXACT else f"{why} within a snapshot")
         is_large = len(delta.removed) + len(delta.stored) > SLICE_NAMES
         self.sequence = delta.sequence
         for some in slices(delta.removed, SLICE_NAMES):
@@ -159,7 +165,11 @@ class ReplicaMap:
         self.num_repeated += self._index.add(names.keys, self.bit)
         self.num_indexed += len(names.keys)
         if self.num_repeated > _MAX_REPEATED:
-            raise FeedBroken(MapEvent.MALFORMED, f"{self.num_repeated} names were stored twice")
+            raise FeedBroken(
+                MapEvent.MALFORMED,
+                f"the worker reported {self.num_repeated} blocks as stored that were in the map already; at most "
+                f"{_MAX_REPEATED} are accepted",
+            )
         self.count += len(names.keys)
         self.dispatched.confirm(names.keys)
 
@@ -168,7 +178,9 @@ class ReplicaMap:
         unknown = self._index.remove(names.keys, self.bit)
         self.num_indexed -= len(names.keys) - unknown
         if unknown:
-            raise FeedBroken(MapEvent.MALFORMED, f"{unknown} removed blocks were not in the map")
+            raise FeedBroken(
+                MapEvent.MALFORMED, f"the worker reported {unknown} blocks as removed that were not in the map"
+            )
         self.count -= len(names.keys)
         self.dispatched.forget(names.keys)
 

@@ -165,7 +165,7 @@ class WorkerCalls:
         )
 
     def _note_prompt(self, run: SampleRun, pick: Pick, answer: decode_pb2.DecodeResponse) -> None:
-        """Record, from the first message of the worker that generates, how it computed the prompt."""
+        """Record the prompt's cached tokens and prefill time, as reported in the generating worker's first message."""
         num_cached = answer.handoff.num_cached_tokens
         self._instruments.prefix_predicted(pick.cached, num_cached)
         self._records.prefilled(run, pick.replica.address, num_cached, answer.prefill_seconds)

@@ -32,7 +32,7 @@ class TracedSample:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of prompt and output."""
+        """Number of prompt and output tokens."""
         return len(self.prompt) + len(self.output)
 
 

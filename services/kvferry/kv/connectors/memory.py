@@ -49,14 +49,16 @@ class MemoryTransport:
         except msgspec.DecodeError as error:
             raise ReadError("the peer's address is malformed") from error
         if named != peer.incarnation:
-            raise ReadError("the peer's address belongs to a different incarnation")
+            raise ReadError(f"worker {peer.worker_id}: the address is of incarnation {named}, not {peer.incarnation}")
         self._connected.add(peer.incarnation)
         self._find(peer)
 
     def read(self, peer: Peer, remote: Sequence[int], local: Sequence[BlockId]) -> Read:
         source = self._find(peer)._pages
-        if source is None or self._pages is None:
-            raise ReadError("no pages are allocated")
+        if source is None:
+            raise ReadError(f"worker {peer.worker_id} has no pages")
+        if self._pages is None:
+            raise ReadError("this worker has no pages")
         copy_pages(source, remote, self._pages, local)
         return CompletedRead()
 
@@ -66,14 +68,14 @@ class MemoryTransport:
     def read_raw(self, peer: Peer, remote: Sequence[int], into: memoryview) -> Read:
         source = self._find(peer)._pages
         if source is None:
-            raise ReadError("the peer has no pages")
+            raise ReadError(f"worker {peer.worker_id} has no pages")
         copy_raw(source, remote, into)
         return CompletedRead()
 
     def read_epochs(self, peer: Peer, remote: Sequence[int], timeout: float) -> list[int]:
         epochs = self._find(peer)._epochs
         if epochs is None:
-            raise ReadError("the peer has no pages")
+            raise ReadError(f"worker {peer.worker_id} has no pages")
         return epochs_of(epochs, remote)
 
     def forget(self, peer: Peer) -> None:

@@ -30,6 +30,7 @@ from kvferry.core.ids import BlockId, Incarnation
 from kvferry.core.process.exit_threads import start_thread
 from kvferry.core.process.struct_types import describe
 from kvferry.kv.connectors.address_proof import checked, proved
+from kvferry.kv.connectors.page_ids import check_page_ids
 from kvferry.kv.interface.connector import PageMemory, Peer, Read, ReadError, TransportSetup
 from kvferry.kv.interface.packed import unpacked
 
@@ -188,8 +189,12 @@ class NixlTransport:
             where = unpacked(checked(self._secrets, address), _Address)
         except msgspec.DecodeError as error:
             raise ReadError("the peer's address is malformed") from error
-        if where.incarnation != peer.incarnation or self._own is None:
-            raise ReadError("the address belongs to another incarnation of the peer, or has no pages")
+        if where.incarnation != peer.incarnation:
+            raise ReadError(
+                f"worker {peer.worker_id}: the address is of incarnation {where.incarnation}, not {peer.incarnation}"
+            )
+        if self._own is None:
+            raise ReadError("this worker has no pages")
         with self._lock:
             if peer.incarnation in self._remotes:
                 return
@@ -197,7 +202,9 @@ class NixlTransport:
                 name = self._agent.add_remote_agent(where.metadata)
                 name = name.decode() if isinstance(name, bytes) else name
                 if name != peer.incarnation:
-                    raise ReadError("the peer's NIXL metadata is for a different agent than its incarnation")
+                    raise ReadError(
+                        f"worker {peer.worker_id}: the NIXL metadata is of agent {name}, not {peer.incarnation}"
+                    )
                 pages = self._prepare(name, where.pages, where.num_blocks, where.block_bytes)
                 epochs = self._prepare(name, where.epochs, where.num_blocks, _EPOCH_BYTES)
             except _NIXL_ERRORS as error:
@@ -205,10 +212,11 @@ class NixlTransport:
             self._remotes[peer.incarnation] = _Remote(name, pages, epochs, where)
 
     def read(self, peer: Peer, remote: Sequence[int], local: Sequence[BlockId]) -> Read:
-        if self._own is None or len(remote) != len(local):
+        if self._own is None:
+            raise ReadError("this worker has no pages")
+        if len(remote) != len(local):
             raise ReadError(f"cannot read {len(remote)} pages into {len(local)}")
-        if local and (min(local) < 0 or max(local) >= self._own.num_blocks):
-            raise ReadError(f"a page id is outside this worker's {self._own.num_blocks} pages")
+        check_page_ids(local, self._own.num_blocks, "this worker")
         with self._lock:
             remote_pages = self._find(peer)
         if remote_pages.block_bytes != self._own.block_bytes:
@@ -230,9 +238,12 @@ class NixlTransport:
             size = self._find(peer).block_bytes
             base = _address(into) if into else 0
             place = self._staging.get(base)
-            if place is None or len(into) != len(remote) * size or len(into) > len(place.memory):
+            if place is None:
+                raise ReadError("cannot read pages into memory that `staging` did not allocate")
+            if len(into) != len(remote) * size or len(into) > len(place.memory):
                 raise ReadError(
-                    f"cannot read {len(remote)} pages of {size} B into {len(into)} B: not staging memory or wrong size"
+                    f"cannot read {len(remote)} pages of {size} B into {len(into)} of {len(place.memory)} B of staging "
+                    "memory"
                 )
             if size not in place.lists:
                 place.lists[size] = self._prepare("", base, len(place.memory) // size, size)
@@ -240,7 +251,7 @@ class NixlTransport:
 
     def read_epochs(self, peer: Peer, remote: Sequence[int], timeout: float) -> list[int]:
         if self._own is None:
-            raise ReadError("no pages are allocated")
+            raise ReadError("this worker has no pages")
         deadline = self._clock.monotonic() + timeout
         if not self._landing_lock.acquire(timeout=timeout):
             raise ReadError(f"earlier epoch reads took longer than {timeout:.2f} s")
@@ -315,8 +326,9 @@ class NixlTransport:
     ) -> _NixlRead:
         with self._lock:
             remote = self._find(peer)
-            if not remote_ids or min(remote_ids) < 0 or max(remote_ids) >= remote.num_blocks:
-                raise ReadError(f"a page id is outside the peer's {remote.num_blocks} pages")
+            if not remote_ids:
+                raise ReadError("a read needs at least one page")
+            check_page_ids(remote_ids, remote.num_blocks, f"worker {peer.worker_id}")
             theirs = remote.pages if what == "pages" else remote.epochs
             handle: Any = None
             try:

@@ -101,13 +101,20 @@ class ShmTransport:
             where = unpacked(address, _Address)
         except msgspec.DecodeError as error:
             raise ReadError("the peer's address is malformed") from error
-        if where.incarnation != peer.incarnation or where.num_blocks < 1 or where.block_bytes < 1:
-            raise ReadError("the address belongs to another incarnation of the peer, or has no pages")
+        if where.incarnation != peer.incarnation:
+            raise ReadError(
+                f"worker {peer.worker_id}: the address is of incarnation {where.incarnation}, not {peer.incarnation}"
+            )
+        if where.num_blocks < 1 or where.block_bytes < 1:
+            raise ReadError(
+                f"worker {peer.worker_id}: the address has {where.num_blocks} pages of {where.block_bytes} bytes; both "
+                "must be positive"
+            )
         self._peers[peer.incarnation] = _open_peer(where)
 
     def read(self, peer: Peer, remote: Sequence[int], local: Sequence[BlockId]) -> Read:
         if self._own is None:
-            raise ReadError("no pages are allocated")
+            raise ReadError("this worker has no pages")
         copy_pages(self._find(peer).pages, remote, self._own.pages, local)
         return CompletedRead()
 

@@ -18,6 +18,7 @@ from kvferry.core.errors import UsageError
 from kvferry.core.ids import BlockId, Incarnation
 from kvferry.core.process.struct_types import describe
 from kvferry.kv.connectors import tcp_wire as wire
+from kvferry.kv.connectors.page_ids import check_page_ids
 from kvferry.kv.connectors.tcp_read import ParallelRead, TcpRead, split_buffers
 from kvferry.kv.connectors.tcp_server import PageServer, runs
 from kvferry.kv.connectors.windows import CompletedRead
@@ -143,11 +144,16 @@ class TcpTransport:
             raise ReadError("the peer's address is malformed") from error
         own = self._where
         if own is None:
-            raise ReadError("this worker's memory is not registered")
+            raise ReadError("this worker has no pages")
         if where.incarnation != peer.incarnation:
-            raise ReadError("the address belongs to another incarnation of the peer")
+            raise ReadError(
+                f"worker {peer.worker_id}: the address is of incarnation {where.incarnation}, not {peer.incarnation}"
+            )
         if min(where.num_blocks, where.block_bytes) < 1:
-            raise ReadError("the peer's address has no pages")
+            raise ReadError(
+                f"worker {peer.worker_id}: the address has {where.num_blocks} pages of {where.block_bytes} bytes; both "
+                "must be positive"
+            )
         owner = _Owner(where, wire.connection_key(self._setup.secrets[0], Incarnation(where.incarnation)))
         try:
             owner.give_back(owner.take(_CONNECT_SECONDS))
@@ -160,13 +166,14 @@ class TcpTransport:
 
     def read(self, peer: Peer, remote: Sequence[int], local: Sequence[BlockId]) -> Read:
         owner = self._find(peer)
-        if self._memory is None or self._where is None or len(remote) != len(local):
+        if self._memory is None or self._where is None:
+            raise ReadError("this worker has no pages")
+        if len(remote) != len(local):
             raise ReadError(f"cannot read {len(remote)} pages into {len(local)}")
         size = self._where.block_bytes
         if owner.where.block_bytes != size:
             raise ReadError(f"the peer's pages have {owner.where.block_bytes} bytes, this worker's {size}")
-        if local and (min(local) < 0 or max(local) >= self._where.num_blocks):
-            raise ReadError(f"a page id is outside this worker's {self._where.num_blocks} pages")
+        check_page_ids(local, self._where.num_blocks, "this worker")
         pages = self._memory.pages
         return self._start(owner, remote, [pages[a * size : b * size] for a, b in runs(local)])
 
@@ -182,8 +189,7 @@ class TcpTransport:
 
     def _start(self, owner: _Owner, remote: Sequence[int], into: Sequence[memoryview]) -> Read:
         """Start a read of the pages `remote` into the buffers `into`."""
-        if remote and (min(remote) < 0 or max(remote) >= owner.where.num_blocks):
-            raise ReadError(f"a page id is outside the peer's {owner.where.num_blocks} pages")
+        check_page_ids(remote, owner.where.num_blocks, "the peer")
         if not remote:
             return CompletedRead()
         num_bytes = len(remote) * owner.where.block_bytes
@@ -209,8 +215,7 @@ class TcpTransport:
 
     def read_epochs(self, peer: Peer, remote: Sequence[int], timeout: float) -> list[int]:
         owner = self._find(peer)
-        if remote and (min(remote) < 0 or max(remote) >= owner.where.num_blocks):
-            raise ReadError(f"a page id is outside the peer's {owner.where.num_blocks} pages")
+        check_page_ids(remote, owner.where.num_blocks, "the peer")
         landing = memoryview(bytearray(8 * len(remote)))
         if not remote:
             return []

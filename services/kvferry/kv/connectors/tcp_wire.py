@@ -170,7 +170,8 @@ class Requests:
         number, count = _REQUEST.unpack_from(held)
         op = _OPS.get(number)
         if op is None or not 0 < count <= self._most:
-            raise WireError(f"invalid request of kind {number} for {count} pages")
+            kinds = ", ".join(str(int(known)) for known in _OPS)
+            raise WireError(f"request of kind {number} for {count} pages; expected kind {kinds} and 1 to {self._most}")
         size = _REQUEST.size + 4 * count
         if len(held) < size:
             held += receive(self._link, size - len(held))
@@ -231,7 +232,7 @@ class Reply:
         if status != Status.OK:
             raise WireError("the owner rejected the request")
         if length != self._size:
-            raise WireError(f"the owner's reply has an unexpected length of {length} bytes")
+            raise WireError(f"the owner's reply has {length} bytes, not {self._size}")
 
 
 def receive(link: socket.socket, size: int) -> bytes:

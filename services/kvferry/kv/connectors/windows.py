@@ -7,6 +7,7 @@ import numpy.typing as npt
 
 from kvferry.core.epochs import EpochTable
 from kvferry.core.ids import BlockId
+from kvferry.kv.connectors.page_ids import check_page_ids
 from kvferry.kv.interface.connector import ReadError
 
 Pages = npt.NDArray[np.uint8]
@@ -30,10 +31,8 @@ def copy_pages(source: Pages, remote: Sequence[int], target: Pages, local: Seque
         )
     if not remote:
         return
-    if min(remote) < 0 or max(remote) >= source.shape[0]:
-        raise ReadError(f"a page id is outside the peer's {source.shape[0]} pages")
-    if min(local) < 0 or max(local) >= target.shape[0]:
-        raise ReadError(f"a page id is outside this worker's {target.shape[0]} pages")
+    check_page_ids(remote, source.shape[0], "the peer")
+    check_page_ids(local, target.shape[0], "this worker")
     start = 0
     for end in range(1, len(remote) + 1):
         runs_on = end < len(remote) and remote[end] == remote[end - 1] + 1 and local[end] == local[end - 1] + 1
@@ -61,8 +60,7 @@ def epochs_of(epochs: EpochTable, blocks: Sequence[int]) -> list[int]:
     Raises:
         ReadError: a page id is out of range.
     """
-    if blocks and (min(blocks) < 0 or max(blocks) >= len(epochs)):
-        raise ReadError(f"a page id is outside the peer's {len(epochs)} pages")
+    check_page_ids(blocks, len(epochs), "the peer")
     return [epochs[b] for b in blocks]
 
 

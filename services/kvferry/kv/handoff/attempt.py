@@ -138,7 +138,10 @@ class Attempt:
         """Digests of the pages in `remote`; empty if the ticket has no digests."""
         self._requires_digests = requires_digests
         if not len(self.remote) == len(needed) == len(self._promised):
-            raise InvariantBroken(f"ticket {ticket.ticket_id} has no blocks {span}")
+            raise InvariantBroken(
+                f"ticket {ticket.ticket_id} has {len(ticket.block_ids)} pages and {len(ticket.epochs)} epochs; blocks "
+                f"{needed.start} to {needed.stop - 1} are needed"
+            )
         self._connector = connector
         self._num_bytes = block_bytes * len(self.remote)
         self._times = times

@@ -136,10 +136,10 @@ class OfferBook(Generic[P]):
         Raises:
             ValueError: `readers` is less than 1, or the ticket id is in use.
         """
-        if readers < 1 or ticket_id in self._offers:
-            raise ValueError(
-                f"cannot add an offer with readers={readers}; it needs at least one reader and an unused ticket id"
-            )
+        if readers < 1:
+            raise ValueError(f"readers must be at least 1, not {readers}")
+        if ticket_id in self._offers:
+            raise ValueError(f"ticket id {ticket_id} is in use; choose a new one for each offer")
         if ticket_id in self._early:
             del self._early[ticket_id]
             return [pages]

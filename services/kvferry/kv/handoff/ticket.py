@@ -94,7 +94,8 @@ class Keyring:
             ValueError: `secrets` is empty, or a key is shorter than 16 bytes.
         """
         if not secrets or min(len(s) for s in secrets) < 16:
-            raise ValueError("a keyring needs at least one key, each of at least 16 bytes")
+            lengths = ", ".join(str(len(s)) for s in secrets)
+            raise ValueError(f"a keyring needs keys of at least 16 bytes, not {lengths or 'an empty list'}")
         keys = [blake3(s, derive_key_context=_KEY_CONTEXT).digest() for s in secrets]
         self._keys = {blake3(k).digest(length=4): k for k in keys}
         self._current = blake3(keys[0]).digest(length=4)
@@ -112,7 +113,12 @@ class Keyring:
                 the ticket's content.
         """
         if not _HEADER < len(sealed) <= MAX_TICKET_BYTES or sealed[:4] != _MAGIC:
-            raise TicketRejected(f"not a ticket ({len(sealed)} bytes)", reason="TICKET_MALFORMED", field="ticket")
+            raise TicketRejected(
+                f"these {len(sealed)} bytes are not a ticket of this version; send the ticket as the prefill worker "
+                "returned it",
+                reason="TICKET_MALFORMED",
+                field="ticket",
+            )
         key_id, mac, body = sealed[4:8], sealed[8:_HEADER], sealed[_HEADER:]
         if key_id not in self._keys:
             raise TicketRejected(
@@ -133,7 +139,12 @@ class Keyring:
             or ticket.num_tokens < 1
             or ticket.readers < 1
         ):
-            raise TicketRejected("the ticket is inconsistent", reason="TICKET_MALFORMED", field="ticket")
+            raise TicketRejected(
+                f"the ticket is inconsistent: {len(ticket.block_ids)} pages, {len(ticket.epochs)} epochs, "
+                f"{len(ticket.digests)} digests, {ticket.num_tokens} tokens, {ticket.readers} readers",
+                reason="TICKET_MALFORMED",
+                field="ticket",
+            )
         return ticket
 
     def sign(self, sealed: Sealed) -> bytes:

@@ -16,5 +16,7 @@ def unpacked(data: bytes, kind: type[T]) -> T:
     """
     try:
         return msgspec.msgpack.decode(data, type=kind)
-    except (UnicodeDecodeError, RecursionError) as error:
-        raise msgspec.DecodeError(f"not a MessagePack document: {type(error).__name__}") from None
+    except UnicodeDecodeError:
+        raise msgspec.DecodeError("invalid MessagePack: a string is not UTF-8") from None
+    except RecursionError:
+        raise msgspec.DecodeError("invalid MessagePack: nested too deeply") from None

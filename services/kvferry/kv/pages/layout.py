@@ -201,8 +201,13 @@ def described(description: Sequence[object]) -> KvLayout:
     planes = counts.pop() if len(values) in {_SHARED + 1, _SHARED + 3} else _PLANES
     if planes not in (1, _PLANES):
         raise ValueError(f"unsupported layout: planes must be 1 or 2, not {planes!r:.20}")
-    if not isinstance(digest, str) or len(digest) > _MAX_DIGEST_CHARS or dtype not in DTYPES:
-        raise ValueError(f"unsupported layout: dtype {dtype!r}; use one of {', '.join(DTYPES)}")
+    if not isinstance(digest, str) or len(digest) > _MAX_DIGEST_CHARS:
+        raise ValueError(
+            f"unsupported layout: the model digest must be a string of at most {_MAX_DIGEST_CHARS} characters, not "
+            f"{digest!r:.40}"
+        )
+    if dtype not in DTYPES:
+        raise ValueError(f"unsupported layout: dtype {dtype!r:.40}; use one of {', '.join(DTYPES)}")
     checked = [c for c in counts if isinstance(c, int) and 0 <= c <= _MAX_COUNT]
     if checked != counts or min(checked[: _SHARED - 2]) < 1:
         raise ValueError(

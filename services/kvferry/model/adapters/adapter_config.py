@@ -135,8 +135,8 @@ def _pattern(raw: Json, where: Path, field: str) -> list[tuple[str, object]]:
 def _rank(value: object, where: Path, field: str) -> int:
     if type(value) is not int or not 1 <= value <= MAX_RANK:
         raise ModelFileError(
-            f"{where}: {field} has rank {repr(value)[:80]}, which must be a whole number from 1 to {MAX_RANK}; train "
-            "with a smaller rank",
+            f"{where}: the rank in {field} must be a whole number from 1 to {MAX_RANK}, not {repr(value)[:80]}; train "
+            "with a rank in this range",
             field=field,
         )
     return value
@@ -146,7 +146,7 @@ def _alpha(value: object, where: Path, field: str) -> float:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not math.isfinite(value) or abs(value) > 1e6:  # type: ignore[arg-type]
         raise ModelFileError(
-            f"{where}: {field} has {repr(value)[:80]}, which must be a finite number of at most a million",
+            f"{where}: {field} must be a number between -1000000 and 1000000, not {repr(value)[:80]}",
             field=field,
         )
     assert isinstance(value, int | float)

@@ -153,7 +153,9 @@ class _Fields:
             raise ModelFileError(f"{self._path}: {vocab_size} tokens are listed but {a}.vocab_size is {declared}")
         for dims in ("rope.dimension_count", "attention.value_length"):
             if self._whole(f"{a}.{dims}", head_dim) != head_dim:
-                raise ModelFileError(f"{self._path}: {a}.{dims} differs from the head size {head_dim}; not supported")
+                raise ModelFileError(
+                    f"{self._path}: {a}.{dims} must be the head size {head_dim}, not {self._whole(f'{a}.{dims}')}"
+                )
         return ModelConfig(
             name=name,
             architecture=a,
@@ -182,7 +184,10 @@ class _Fields:
         ):
             value = self._pairs.get(f"{a}.{key}", harmless)
             if value != harmless:
-                raise ModelFileError(f"{self._path}: {a}.{key} = {value!r} is not supported")
+                raise ModelFileError(
+                    f"{self._path}: {a}.{key} must be {harmless!r} or missing, not {repr(value)[:40]}; use the model's "
+                    "safetensors folder"
+                )
         if "rope_freqs.weight" in self._header.tensors:
             raise ModelFileError(
                 f"{self._path}: rope_freqs.weight (Llama 3 frequency scaling) is not read from GGUF;"

@@ -165,7 +165,7 @@ def _read_tensor(cursor: "_Cursor") -> TensorInfo:
     name = cursor.string(_MAX_NAME_BYTES, "name")
     num_dims = cursor.unpack("I")
     if not 1 <= num_dims <= _MAX_DIMS:
-        raise cursor.damaged(f"tensor {name!r} has {num_dims} dimensions")
+        raise cursor.damaged(f"tensor {name!r} has {num_dims} dimensions; 1 to {_MAX_DIMS} are supported")
     extents = [cursor.unpack("Q") for _ in range(num_dims)]
     type_id = cursor.unpack("I")
     start = cursor.unpack("Q")
@@ -182,9 +182,11 @@ def _read_tensor(cursor: "_Cursor") -> TensorInfo:
 def _place(raw: list[TensorInfo], cursor: "_Cursor", alignment: Value) -> dict[str, TensorInfo]:
     """Convert offsets to file positions; check that tensors are within the file and do not overlap."""
     if isinstance(alignment, bool) or not isinstance(alignment, int) or not 1 <= alignment <= _MAX_ALIGNMENT:
-        raise cursor.damaged(f"general.alignment is {alignment!r}")
+        raise cursor.damaged(
+            f"general.alignment must be a whole number from 1 to {_MAX_ALIGNMENT}, not {repr(alignment)[:40]}"
+        )
     if alignment & (alignment - 1):
-        raise cursor.damaged(f"general.alignment is {alignment}, not a power of two")
+        raise cursor.damaged(f"general.alignment must be a power of two, not {alignment}")
     base = -(-cursor.position // alignment) * alignment
     placed: dict[str, TensorInfo] = {}
     end, previous = base, "the header"

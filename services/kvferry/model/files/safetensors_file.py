@@ -101,7 +101,9 @@ def open_tensors(
 
     length = int.from_bytes(data[:8], "little")
     if len(data) < 8 or not 2 <= length <= min(max_header_bytes, len(data) - 8):
-        raise damaged(f"its header has {length} bytes")
+        raise damaged(
+            f"its header has {length} bytes; it must have 2 to {max(2, min(max_header_bytes, len(data) - 8))}"
+        )
     try:
         table = json.loads(data[8 : 8 + length])
     except (ValueError, RecursionError) as error:
@@ -131,9 +133,11 @@ def _entry(
     if not isinstance(dtype, str) or dtype not in types:
         raise damaged(f"tensor {name!r} has type {dtype!r}; use one of {', '.join(types)}")
     if isinstance(shape, list) and len(shape) > _MAX_DIMENSIONS:
-        raise damaged(f"tensor {name!r} has {len(shape)} dimensions")
-    if not _are_sizes(shape) or not _are_sizes(span) or len(span) != 2:
-        raise damaged(f"tensor {name!r} has shape {shape!r} and range {span!r}")
+        raise damaged(f"tensor {name!r} has {len(shape)} dimensions; at most {_MAX_DIMENSIONS} are supported")
+    if not _are_sizes(shape):
+        raise damaged(f"tensor {name!r} has shape {shape!r}, which must be a list of whole numbers of at least 0")
+    if not _are_sizes(span) or len(span) != 2:
+        raise damaged(f"tensor {name!r} has data_offsets {span!r}, which must be two whole numbers of at least 0")
     if math.prod(shape) * _BYTES[dtype] != span[1] - span[0]:
         raise damaged(f"tensor {name!r} of shape {shape} and type {dtype} does not fill {span}")
     return dtype, tuple(shape), span[0], span[1]

@@ -35,7 +35,7 @@ class StopMatcher(Protocol):
         ...
 
     def finish(self) -> str:
-        """Return the held-back text after the last call of `feed`."""
+        """Return the text that is still held back. Called once, after the last call of `feed`."""
         ...
 
 

@@ -6,7 +6,7 @@ from enum import StrEnum
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.core.errors import InvalidRequest
+from kvferry.core.errors import InvalidRequest, shortened
 
 
 class Pooling(StrEnum):
@@ -43,7 +43,7 @@ def pooling_named(name: str, field: str = "pooling") -> Pooling:
         return Pooling(name)
     except ValueError:
         names = ", ".join(Pooling)
-        raise InvalidRequest(f"{field} has an unknown value; use one of {names}", field=field) from None
+        raise InvalidRequest(f"{field} must be one of {names}, not {shortened(repr(name))}", field=field) from None
 
 
 def check_dimensions(dimensions: int | None, hidden_size: int) -> None:

@@ -150,7 +150,10 @@ def tool_use_from_wire(chat: inference_pb2.Chat) -> ToolUse:
         raise InvalidRequest(f"tools has {len(chat.tools)} items; at most {MAX_TOOLS} are accepted", field="tools")
     choice = _CHOICES.get(chat.tool_choice.mode)
     if choice is None:
-        raise InvalidRequest(f"tool_choice.mode {chat.tool_choice.mode} is unknown", field="tool_choice")
+        raise InvalidRequest(
+            f"tool_choice.mode {chat.tool_choice.mode} is unknown; use MODE_AUTO, MODE_NONE or MODE_REQUIRED",
+            field="tool_choice",
+        )
     if chat.tool_choice.function and choice is not Choice.REQUIRED:
         raise InvalidRequest(
             "tool_choice.function needs MODE_REQUIRED; set the mode, or leave function out", field="tool_choice"

@@ -174,17 +174,20 @@ def _load(context: ssl.SSLContext, files: CertificateFiles) -> None:
         what = (
             f"the key in {files.key} does not belong to the certificate in {files.chain}"
             if error.reason == "KEY_VALUES_MISMATCH"
-            else f"{files.chain} with the key {files.key} is not a PEM certificate with its unencrypted key: {error}"
+            else f"cannot load {files.chain} and {files.key}: expected a PEM certificate and its unencrypted PEM key: "
+            f"{error}"
         )
         raise UsageError(what, field="pool_tls_cert_file") from error
     except OSError as error:
         raise UsageError(
             f"cannot read {files.chain} or {files.key}: {error.strerror}", field="pool_tls_cert_file"
-        ) from (error)
+        ) from error
     try:
         context.load_verify_locations(files.ca)
     except (ssl.SSLError, OSError) as error:
-        raise UsageError(f"{files.ca} has no PEM certificate of a CA: {error}", field="pool_tls_ca_file") from error
+        raise UsageError(
+            f"cannot load a PEM CA certificate from {files.ca}: {error}", field="pool_tls_ca_file"
+        ) from error
 
 
 def _read(path: Path, field: str) -> bytes:

@@ -46,7 +46,8 @@ def _cause(connection: socket.socket, files: CertificateFiles) -> str:
         return error.message
     try:
         with context.wrap_socket(connection, server_hostname=WORKER_NAME) as secured:
-            # With TLS 1.3 the client's handshake ends before the server verifies its certificate.
+            # In TLS 1.3 the client's handshake ends before the server has verified the client certificate, so a refusal
+            # shows only at the first read.
             with suppress(TimeoutError):
                 if secured.recv(1) == b"":
                     return _not_accepted("it closed the connection", files)

@@ -202,7 +202,8 @@ class Replica:
             return
         if self._drafts is not None:
             running = [s for s in scheduler.sequences if s.state is SequenceState.RUNNING]
-            # First tokens must be reported when they are sampled, but a run is recorded at its end.
+            # First tokens are reported when they are sampled, but the tokens of a `DecodeRun` only at its end, so
+            # single steps run until every sequence has its first token.
             has_begun = all(self._jobs[s.request_id].first is not None for s in running)
             steps = num_steps(scheduler, running) if has_begun else 1
             if steps > 1:

@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 
-from kvferry.core.errors import InvalidRequest, KvferryError, TicketRejected
+from kvferry.core.errors import InvalidRequest, KvferryError, TicketRejected, shortened
 from kvferry.core.ids import new_ticket_id
 from kvferry.engine.loop.engine_stream import EngineStream, StreamItem
 from kvferry.engine.messages import EngineRequest
@@ -161,7 +161,10 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         tokens = wire.token_ids_from_wire(request.token_ids, "token_ids")
         host, _, port = request.prefill_address.rpartition(":")
         if not is_host(host) or not port.isdecimal():  # gRPC would accept other schemes, too
-            raise InvalidRequest("prefill_address must be host:port", field="prefill_address")
+            raise InvalidRequest(
+                f"prefill_address must be host:port, not {shortened(repr(request.prefill_address))}",
+                field="prefill_address",
+            )
         return decode_pb2.PrefetchKvResponse(num_blocks=await self._kv_prefetch.run(request, tokens))
 
     def _open(self, request: decode_pb2.DecodeRequest, tokens: list[int]) -> _Handoff:

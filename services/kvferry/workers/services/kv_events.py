@@ -36,8 +36,8 @@ class FeedLine:
     def __init__(self, head: kv_events_pb2.KvEvent, blocks: Sequence[CachedBlock]) -> None:
         """
         Args:
-            head: incarnation, sequence and digest of all parts.
-            blocks: the snapshot.
+            head: event with the incarnation, sequence number and digest, which every part of the snapshot repeats.
+            blocks: the snapshot: all cached blocks.
         """
         self._head = head
         self._blocks = blocks
@@ -177,9 +177,14 @@ class KvEventsService(kv_events_pb2_grpc.KvEventsServicer):
         raise Unavailable("the event stream ended; resubscribe for a new snapshot", reason="RESUBSCRIBE")
 
     async def Probe(self, request: kv_events_pb2.ProbeRequest, context: Context) -> kv_events_pb2.ProbeResponse:
-        for field, number in (("names", len(request.names)), ("num_samples", request.num_samples)):
-            if number > MAX_PROBED_NAMES:
-                raise InvalidRequest(f"{field} is {number}; at most {MAX_PROBED_NAMES} is accepted", field=field)
+        if len(request.names) > MAX_PROBED_NAMES:
+            raise InvalidRequest(
+                f"names has {len(request.names)} items; at most {MAX_PROBED_NAMES} are accepted", field="names"
+            )
+        if request.num_samples > MAX_PROBED_NAMES:
+            raise InvalidRequest(
+                f"num_samples must be at most {MAX_PROBED_NAMES}, not {request.num_samples}", field="num_samples"
+            )
         return self._feed.probe(request.names, request.num_samples)
 
 

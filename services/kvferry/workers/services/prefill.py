@@ -6,7 +6,7 @@ from typing import Any
 
 import grpc
 
-from kvferry.core.errors import InvalidRequest, TicketRejected, Unavailable
+from kvferry.core.errors import InvalidRequest, TicketRejected, Unavailable, shortened
 from kvferry.core.ids import TicketId
 from kvferry.engine.embedding import pooling_request
 from kvferry.engine.loop.engine_stream import StreamItem
@@ -52,7 +52,10 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
     async def Run(self, request: prefill_pb2.PrefillRequest, context: Context) -> prefill_pb2.PrefillResponse:
         self._context.admit(request.model, request.tenant)
         if request.ticket_id and not _TICKET_ID.fullmatch(request.ticket_id):
-            raise InvalidRequest("ticket_id must be 32 hex digits, or empty", field="ticket_id")
+            raise InvalidRequest(
+                f"ticket_id must be 32 hexadecimal digits, or empty, not {shortened(repr(request.ticket_id))}",
+                field="ticket_id",
+            )
         tokens = list(wire.token_ids_from_wire(request.token_ids, "token_ids"))
         begun = self._context.clock.monotonic()
         stream = self._context.loop.submit(

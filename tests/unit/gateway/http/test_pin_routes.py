@@ -55,8 +55,8 @@ def test_tools_are_part_of_the_prefix() -> None:
 @pytest.mark.parametrize(
     ("fields", "field", "words"),
     [
-        ({}, "prompt", "send either prompt or messages"),
-        ({"prompt": "a", "messages": [USER]}, "prompt", "send either prompt or messages"),
+        ({}, "prompt", "must have either prompt or messages, not neither"),
+        ({"prompt": "a", "messages": [USER]}, "prompt", "must have either prompt or messages, not both"),
         ({"prompt": "a", "tools": []}, "tools", "tools cannot be used with prompt"),
         ({"prompt": 5}, "prompt", "must be a string or a list of token ids, not 5"),
         ({"prompt": [1, True]}, "prompt", "must be a string or a list of token ids"),

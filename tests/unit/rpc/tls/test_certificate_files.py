@@ -74,6 +74,6 @@ def test_missing_and_malformed_files_are_named(pool: PoolFolder, tmp_path: Path)
     assert "missing" in refused(CertificateFiles(files.chain, missing, files.ca))[1]
     assert "missing" in refused(CertificateFiles(files.chain, files.key, missing))[1]
     assert refused(CertificateFiles(files.chain, files.key, files.key))[0] == "pool_tls_ca_file"
-    assert "not a PEM certificate" in refused(CertificateFiles(files.key, files.key, files.ca))[1]
+    assert "expected a PEM certificate" in refused(CertificateFiles(files.key, files.key, files.ca))[1]
     (tmp_path / "large").write_bytes(b"x" * ((1 << 20) + 1))
     assert "larger than" in refused(CertificateFiles(tmp_path / "large", files.key, files.ca))[1]

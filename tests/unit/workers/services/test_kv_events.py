@@ -130,7 +130,7 @@ def test_a_probe_is_of_one_moment_and_bounded() -> None:
 async def test_a_probe_of_too_many_names_is_refused() -> None:
     service = kv_events.KvEventsService(CacheFeed(Incarnation("i")))
     names = [b"x" * 32] * (kv_events.MAX_PROBED_NAMES + 1)
-    with pytest.raises(InvalidRequest, match="names is 257"):
+    with pytest.raises(InvalidRequest, match="names has 257 items"):
         await service.Probe(kv_events_pb2.ProbeRequest(names=names), None)  # type: ignore[arg-type]
     with pytest.raises(InvalidRequest, match="num_samples is 1000"):
         await service.Probe(kv_events_pb2.ProbeRequest(num_samples=1000), None)  # type: ignore[arg-type]

@@ -45,7 +45,9 @@ def _check_documents(value: object) -> list[str]:
         text = document["text"] if isinstance(document, dict) and document.keys() == {"text"} else document
         if not isinstance(text, str):
             where = f"documents.{number}"
-            raise InvalidRequest(f"{where} must be a string, or an object with only the field text", field=where)
+            raise InvalidRequest(
+                f"{where} must be a string, or an object with only the field text, not {shown(document)}", field=where
+            )
         texts.append(text)
     return texts
 

@@ -74,7 +74,8 @@ def read_prefix(model: TextModel, body: bytes, *, has_ttl: bool) -> tuple[list[i
         raise InvalidRequest(f"the body has {len(fields)} fields; at most {MAX_FIELDS} are accepted")
     made = parse_fields(PinBody if has_ttl else PrefixBody, fields)
     if (made.prompt is None) == (made.messages is None):
-        raise InvalidRequest("send either prompt or messages", field="prompt")
+        given = "neither" if made.prompt is None else "both"
+        raise InvalidRequest(f"the request must have either prompt or messages, not {given}", field="prompt")
     for name in _OF_MESSAGES:
         if getattr(made, name) is not None and made.messages is None:
             raise InvalidRequest(f"{name} cannot be used with prompt; send messages, or leave it out", field=name)
@@ -115,5 +116,6 @@ def _chat(body: PrefixBody, messages: object) -> ChatRequest:
 def _common(lists: Sequence[list[int]]) -> list[int]:
     """Return the longest common beginning of two lists."""
     first, second = lists
-    length = next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(map(len, lists)))
-    return first[:length]
+    pairs = enumerate(zip(first, second, strict=False))
+    common_length = next((i for i, (a, b) in pairs if a != b), min(map(len, lists)))
+    return first[:common_length]

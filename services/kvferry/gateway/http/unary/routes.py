@@ -30,7 +30,7 @@ ANSWERS: Mapping[str, Answer] = {
 
 
 class UnaryRoute(BodyRoute):
-    """ASGI handler of one route."""
+    """ASGI handler of a route that answers with one JSON body, not with a stream."""
 
     def __init__(self, side: Side, answer: Answer) -> None:
         super().__init__(side)

@@ -201,7 +201,7 @@ class Frames:
         if flags == 0:
             return Opening(digest, _digest(digest_key, key.name), None)
         if flags != _SEALED:
-            raise FrameDamaged("the stored value is not a frame of this version")
+            raise FrameDamaged(f"the stored object has the flags {flags}, which this version does not support")
         try:
             return Opening(b"", None, _gcm(seal_key, key.name, nonce, length, digest))
         except UsageError as error:

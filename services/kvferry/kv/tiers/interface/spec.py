@@ -63,16 +63,16 @@ def parse_tier(url: str) -> TierSpec:
         port = parts.port
         pairs = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
         options = dict(pairs)
-        if len(options) < len(pairs):
-            raise ValueError("an option is repeated")
     except ValueError:
         # Passwords must not be shown, even if the URL is malformed. The parser's error may quote a part of the URL, so
         # it is not chained.
         raise UsageError(
-            f"{_without_user(url)!r} is not a tier: its host, port or options are invalid, or an option is repeated; "
-            "percent-encode special characters in a password",
+            f"{_without_user(url)!r} is not a tier: its host, port or options are invalid; percent-encode special "
+            "characters in a password",
             field="tier",
         ) from None
+    if len(options) < len(pairs):
+        raise UsageError(f"{_without_user(url)!r} is not a tier: an option is repeated; set it once", field="tier")
     if "://" not in url or not parts.scheme:
         raise UsageError(
             f"{_without_user(url)!r} is not a tier; use dram://?size=2GiB, disk:///FOLDER?size=20GiB or "

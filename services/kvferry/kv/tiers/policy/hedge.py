@@ -24,7 +24,7 @@ class Quantile:
             ValueError: `share` is not between 0 and 1, or the window is empty.
         """
         if not 0.0 < share <= 1.0 or window < 1:
-            raise ValueError(f"invalid quantile {share} of {window} samples")
+            raise ValueError(f"share must be above 0 and at most 1, and window at least 1, not {share} and {window}")
         self._share = share
         self._window = window
         self._recent: deque[float] = deque()

@@ -65,16 +65,16 @@ class SlotMap:
             ValueError: the reply is malformed.
         """
         if not isinstance(reply, Sequence) or len(reply) > MAX_RANGES:
-            raise ValueError("not a slot map")
+            raise ValueError(f"the slot map is not a list of at most {MAX_RANGES} ranges")
         ranges: list[tuple[int, int, Address]] = []
         for entry in reply:
             if not isinstance(entry, Sequence) or len(entry) < 3 or not isinstance(entry[2], Sequence):
-                raise ValueError("not a slot map")
+                raise ValueError("a range of the slot map is not a list of start, end and server")
             start, end, node = entry[0], entry[1], entry[2]
             if not (isinstance(start, int) and isinstance(end, int) and 0 <= start <= end < NUM_SLOTS):
-                raise ValueError("a slot range is out of bounds")
+                raise ValueError(f"a range of the slot map is not within 0 to {NUM_SLOTS - 1}")
             if len(node) < 2 or not isinstance(node[1], int) or not 0 < node[1] < 65536:
-                raise ValueError("a slot range has no server")
+                raise ValueError("a range of the slot map has no server with a port from 1 to 65535")
             host = node[0].decode("ascii", "replace") if isinstance(node[0], bytes) else ""
             ranges.append((start, end, (host.strip("?") or asked[0], node[1])))
         ranges.sort()

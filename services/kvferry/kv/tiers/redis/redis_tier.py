@@ -240,9 +240,11 @@ class RedisTier:
         with self._lock:
             link = self._links.get(address)
             if link is None:
-                if len(self._links) >= _MAX_LINKS or self._is_closed:
+                if self._is_closed:
+                    raise TierError(f"tier {self._options.text}: the tier is closed")
+                if len(self._links) >= _MAX_LINKS:
                     raise TierError(
-                        f"tier {self._options.text}: the tier is closed, or the cluster has too many servers"
+                        f"tier {self._options.text}: the cluster has more than {_MAX_LINKS} servers, the maximum"
                     )
                 link = Link(self._options, address, self._clock, self._times, self._tls)
                 self._links[address] = link

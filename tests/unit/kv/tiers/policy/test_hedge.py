@@ -26,9 +26,9 @@ def test_known_quantiles() -> None:
     for sample in range(1, 101):
         quantile.add(float(sample))
     assert quantile.value() == 95.0
-    with pytest.raises(ValueError, match="quantile"):
+    with pytest.raises(ValueError, match="share must be above 0"):
         Quantile(0.0)
-    with pytest.raises(ValueError, match="quantile"):
+    with pytest.raises(ValueError, match="share must be above 0"):
         Quantile(0.5, 0)
 
 
