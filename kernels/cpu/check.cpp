@@ -29,7 +29,7 @@ std::mt19937 rng(11);
 
 constexpr int kLongest = 700;  // maximum number of tokens of a sequence
 
-int draw(int least, int most) { return std::uniform_int_distribution<int>(least, most)(rng); }
+int draw(int low, int high) { return std::uniform_int_distribution<int>(low, high)(rng); }
 int one_of(const std::vector<int>& choices) { return choices[size_t(draw(0, int(choices.size()) - 1))]; }
 std::vector<float> floats(size_t n, float scale) {
   std::normal_distribution<float> normal(0.0f, scale);

@@ -180,7 +180,7 @@ class Runner {
         layer.*each.update =
             lay_out_update(model_, layers_[i].*each.matrix, each.update, nb::cast<std::vector<int>>(update[0]),
                            a.data(), a.size(), b.data(), b.size(), is_bf16);
-        packed->adapter.most_rank = std::max(packed->adapter.most_rank, (layer.*each.update).rank);
+        packed->adapter.max_rank = std::max(packed->adapter.max_rank, (layer.*each.update).rank);
         packed->owners.push_back(update);
       }
     }

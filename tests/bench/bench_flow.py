@@ -155,8 +155,8 @@ def through_the_gate() -> float:
         for _ in range(_REQUESTS):
             async with gate.enter(work) as slot:
                 for _ in range(10):
-                    slot.note_tokens(0, 1)
-                slot.note_usage(0, 500)
+                    slot.record_tokens(0, 1)
+                slot.record_usage(0, 500)
         return time.thread_time() - started
 
     return asyncio.run(run())

@@ -8,7 +8,7 @@ from harness.device.late_device import LateRunner, LateStream
 from harness.device.scenarios import evicted, hand_off, lost_copies, overlap, prefetch, prior_turn
 
 from kvferry.engine import LLM
-from kvferry.engine.gpu.device_mirror import DeviceMirror
+from kvferry.engine.gpu.host_mirror import HostMirror
 from kvferry.kernels.host_copies import HostCopies
 from kvferry.kv.fetcher import Fetcher
 from kvferry.kv.pages.digests import page_digests
@@ -69,12 +69,12 @@ MUTATIONS = {
     "pages of other rows": ("hand_off", HostCopies, "_copy", rows_shifted),
     "offers before the copy": ("hand_off", "prefill.py", None, None),
     "loads without a copy": ("hand_off", Fetcher, "_why_not_copied", nothing),
-    "copies to the host that are skipped": ("hand_off", DeviceMirror, "to_host", nothing),
+    "copies to the host that are skipped": ("hand_off", HostMirror, "to_host", nothing),
     "digests before the copy": ("digests", PagePublisher, "_publish", digests_first),
     "prior turns before the copy": ("prior_turn", "decode.py", None, None),
     "progress before the copy": ("prefetch", "transfer.py", None, None),
-    "stores before the copy": ("evicted", DeviceMirror, "to_host", nothing),
-    "tier loads without a copy": ("evicted", DeviceMirror, "to_device", nothing),
+    "stores before the copy": ("evicted", HostMirror, "to_host", nothing),
+    "tier loads without a copy": ("evicted", HostMirror, "to_device", nothing),
     "stores before the steps": ("evicted", LateStream, "after_steps", nothing),
     "copies on the stream of the steps": ("overlap", LateStream, "copy", copy_among_steps),
     "steps that wait for copies": ("overlap", LateRunner, "begin", begin_after_copies),

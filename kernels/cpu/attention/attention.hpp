@@ -188,12 +188,12 @@ static inline float softmax_weights(const AttentionScratch& s, float* scores, ui
     v_store(scores + full * 16, v_add(v_load(scores + full * 16), v_load(kTailMask + 16 - (seen - full * 16))));
   V top = v_load(scores);
   for (int p = 1; p < used; ++p) top = v_max(top, v_load(scores + p * 16));
-  const float most = v_reduce_max(top);
-  max_score = is_hidden ? kMaskedScore : most * scale;
+  const float peak = v_reduce_max(top);
+  max_score = is_hidden ? kMaskedScore : peak * scale;
   V all = v_zero();
   constexpr bool is_rough = KVFERRY_PAIRS && packing != Packing::floats;
   const float in_octaves = scale * kLog2E;
-  const V by = v_set(is_rough ? in_octaves : scale), least = v_set(is_rough ? -most * in_octaves : -most * scale);
+  const V by = v_set(is_rough ? in_octaves : scale), least = v_set(is_rough ? -peak * in_octaves : -peak * scale);
   const auto weight = [&](int at) {
     V x = v_fma(v_load(scores + at * 16), by, least);
     if constexpr (is_rough) {
@@ -251,9 +251,9 @@ static inline void attend_rows(const AttentionGeometry& g, const AttentionScratc
     const int hidden = g.window ? first_position + (row + r) / g.group + 1 - g.window - start : 0;
     return hidden < 0 ? 0 : hidden < seen_by(r) ? hidden : seen_by(r);
   };
-  const int most = seen_by(rows - 1);
-  if (most == 0) return;
-  const int panels = (most + 15) / 16;
+  const int max_seen = seen_by(rows - 1);
+  if (max_seen == 0) return;
+  const int panels = (max_seen + 15) / 16;
   const uint8_t* queries = (const uint8_t*)s.queries + size_t(row) * D * kPackedBytes<K>;
   if constexpr (OnAmx) {
 #if KVFERRY_AMX

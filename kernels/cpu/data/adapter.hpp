@@ -31,7 +31,7 @@ struct AdapterLayer {
 
 struct Adapter {
   bool is_bf16 = false;  // values are bfloat16 instead of float32
-  int most_rank = 0;     // largest rank of any LowRank
+  int max_rank = 0;      // largest rank of any LowRank
   const AdapterLayer* layers = nullptr;
 };
 

@@ -23,17 +23,17 @@ static InputForms input_forms(const Matrix& m, int input_bits) {
 static inline void quantize_group(const Rows& rows, int row, int group) {
   const size_t at = size_t(row) * rows.stride + size_t(group) * kGroup;
   const V a = v_load(rows.f32 + at), b = v_load(rows.f32 + at + 16);
-  const float most = rows.forms.bytes ? 127.0f : 32767.0f;
+  const float max_code = rows.forms.bytes ? 127.0f : 32767.0f;
   const float top = v_reduce_max(v_max(v_max(a, v_sub(v_zero(), a)), v_max(b, v_sub(v_zero(), b))));
   // Tiny magnitudes have no finite inverse and are quantized to zero. The last term is NaN if any input is not finite.
-  const float inverse = top > 1e-30f ? most / top : 0.0f;
-  const float step = top / most + 0.0f * (v_reduce_add(a) + v_reduce_add(b));
+  const float inverse = top > 1e-30f ? max_code / top : 0.0f;
+  const float step = top / max_code + 0.0f * (v_reduce_add(a) + v_reduce_add(b));
   rows.scales[at / kGroup] = step;
   float whole_sum = 0.0f;
   for (int half = 0; half < 2; ++half) {
     const V scaled = v_mul(half ? b : a, v_set(inverse));
     // NaN is clamped to a number here; the scale is NaN
-    const V whole = v_round(v_max(v_min(scaled, v_set(most)), v_set(-most)));
+    const V whole = v_round(v_max(v_min(scaled, v_set(max_code)), v_set(-max_code)));
     float sum = v_reduce_add(whole);
     if (rows.forms.bytes) {
       v_store_int8_quads(rows.bytes + at + 16 * half, whole);
@@ -42,7 +42,8 @@ static inline void quantize_group(const Rows& rows, int row, int group) {
 #if !KVFERRY_PAIRS
     v_store_int16(rows.words + at + 16 * half, whole);
     if (rows.forms.low_words) {
-      const V low = v_round(v_max(v_min(v_mul(v_sub(scaled, whole), v_set(kLowWordSteps)), v_set(most)), v_set(-most)));
+      const V low =
+          v_round(v_max(v_min(v_mul(v_sub(scaled, whole), v_set(kLowWordSteps)), v_set(max_code)), v_set(-max_code)));
       v_store_int16(rows.low_words + at + 16 * half, low);
       sum += v_reduce_add(low) / kLowWordSteps;
     }

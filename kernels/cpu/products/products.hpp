@@ -100,17 +100,17 @@ constexpr int kPrivateCacheInputs = 2560;  // inputs of float panels, 64 bytes e
 // as fit the L2 cache.
 static inline int panels_per_pass(const Matrix& m, int rows) {
   if (KVFERRY_PAIRS || m.has_codes() || rows <= kFusedRows) return kChunkPanels;
-  const int most = kPrivateCacheInputs / m.depth;
-  return most < 1 ? 1 : most < kChunkPanels ? most : kChunkPanels;
+  const int max_panels = kPrivateCacheInputs / m.depth;
+  return max_panels < 1 ? 1 : max_panels < kChunkPanels ? max_panels : kChunkPanels;
 }
 
 // Number of columns of a fused tile when `left` panels remain.
 static inline int fused_columns(const Matrix& m, int rows, int left) {
   // One memory stream is faster than four, and the chain of bf16 dot products for a single panel is still faster than
   // memory.
-  const int most_pairs = takes_pairs(m.format) && rows <= 2 ? 1 : 4, most_floats = rows == 1 ? 4 : 1;
-  const int most = KVFERRY_PAIRS ? most_pairs : most_floats;
-  return left >= most ? most : most > 2 && left >= 2 ? 2 : 1;
+  const int max_pairs = takes_pairs(m.format) && rows <= 2 ? 1 : 4, max_floats = rows == 1 ? 4 : 1;
+  const int max_tile = KVFERRY_PAIRS ? max_pairs : max_floats;
+  return left >= max_tile ? max_tile : max_tile > 2 && left >= 2 ? 2 : 1;
 }
 
 template <class Epilogue>

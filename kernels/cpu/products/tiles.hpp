@@ -51,9 +51,9 @@ constexpr int kTileRows = 6, kTileColumns = 1, kFusedRows = 6;
 constexpr int kChunkPanels = 4;       // maximum panels per call of `product`
 constexpr int kPrefetchBytes = 2048;  // software prefetch distance of a weight stream
 
-// Rows per tile, at most `most`, balanced over tiles: 8 rows are faster as 4 + 4 than as 6 + 2.
-static inline int balanced_rows(int rows, int most) {
-  const int tiles = (rows + most - 1) / most;
+// Rows per tile, at most `max_rows`, balanced over tiles: 8 rows are faster as 4 + 4 than as 6 + 2.
+static inline int balanced_rows(int rows, int max_rows) {
+  const int tiles = (rows + max_rows - 1) / max_rows;
   return (rows + tiles - 1) / tiles;
 }
 

@@ -29,10 +29,10 @@ static inline V v_soft_cap(V x, float cap) {
   return v_fma(v_div(v_set(1.0f), v_add(e, v_set(1.0f))), v_set(-2.0f * cap), v_set(cap));
 }
 
-// Returns the scale for quantizing n values symmetrically to integers of magnitude <= `most`; `inverse` converts values
-// to integers. The scale is NaN if a value is not finite. Tiny magnitudes have no finite inverse and are quantized to
-// zero.
-static inline float quantization_scale(const float* x, int n, float most, float& inverse) {
+// Returns the scale for quantizing n values symmetrically to integers of magnitude <= `max_code`; `inverse` converts
+// values to integers. The scale is NaN if a value is not finite. Tiny magnitudes have no finite inverse and are quantized
+// to zero.
+static inline float quantization_scale(const float* x, int n, float max_code, float& inverse) {
   V top = v_zero(), poison = v_zero();
   for (int i = 0; i < n; i += 16) {
     const V v = v_load(x + i);
@@ -40,8 +40,8 @@ static inline float quantization_scale(const float* x, int n, float most, float&
     poison = v_fma(v, v_zero(), poison);
   }
   const float highest = v_reduce_max(top);
-  inverse = highest > 1e-30f ? most / highest : 0.0f;
-  return highest / most + v_reduce_add(poison);
+  inverse = highest > 1e-30f ? max_code / highest : 0.0f;
+  return highest / max_code + v_reduce_add(poison);
 }
 
 }  // namespace kvferry::KVFERRY_LEVEL

@@ -14,19 +14,19 @@ constexpr float kLeastSum =
 
 }  // namespace
 
-void ExpertPlan::clear(int rows, int most_per_row, int most_experts) {
-  const size_t entries = size_t(rows) * size_t(most_per_row);
+void ExpertPlan::clear(int rows, int max_per_row, int max_experts) {
+  const size_t entries = size_t(rows) * size_t(max_per_row);
   runs.clear();
-  runs.reserve(size_t(most_experts));
+  runs.reserve(size_t(max_experts));
   has_gathered = false;
   // Memory is allocated here, not while the pool runs.
   for (auto* each : {&row_of, &entries_of, &chosen_}) each->resize(std::max(entries, each->size()));
   share_of.resize(std::max(entries, share_of.size()));
-  counts_.resize(size_t(most_experts) + 1);
+  counts_.resize(size_t(max_experts) + 1);
   used_.resize(std::max(size_t(rows), used_.size()));
-  probabilities_.resize(std::max(size_t(rows) * size_t(most_experts), probabilities_.size()));
-  marks_.resize(size_t(most_experts));
-  best_.resize(size_t(most_experts));
+  probabilities_.resize(std::max(size_t(rows) * size_t(max_experts), probabilities_.size()));
+  marks_.resize(size_t(max_experts));
+  best_.resize(size_t(max_experts));
 }
 
 // Returns the values by which a row's experts are chosen, computed from their scores.

@@ -20,7 +20,7 @@ struct ExpertRun {
 class ExpertPlan {
  public:
   // Discards the plan of the last layer, and reserves memory for `rows` rows.
-  void clear(int rows, int most_per_row, int most_experts);
+  void clear(int rows, int max_per_row, int max_experts);
 
   // Chooses the experts of each row by the router's outputs, and sorts the rows by expert. Weights are computed as in
   // Mixture, in float32; of experts with equal scores, the first are chosen.

@@ -268,10 +268,10 @@ static void run_chunk(Step& step, Phase phase, int layer_index, int chunk, int t
 }
 
 static size_t scratch_bytes(const Model& m) {
-  size_t most = attention_bytes(m.heads / m.kv_heads, m.key_dim());
+  size_t max_bytes = attention_bytes(m.heads / m.kv_heads, m.key_dim());
   const auto consider = [&](const Matrix& matrix) {
     const size_t bytes = unpacked_bytes(matrix);
-    if (bytes > most) most = bytes;
+    if (bytes > max_bytes) max_bytes = bytes;
   };
   consider(m.head);
   for (int i = 0; i < m.num_layers; ++i) {
@@ -289,7 +289,7 @@ static size_t scratch_bytes(const Model& m) {
       consider(mixture.experts[e].down);
     }
   }
-  return most;
+  return max_bytes;
 }
 
 }  // namespace kvferry::KVFERRY_LEVEL

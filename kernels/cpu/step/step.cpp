@@ -80,13 +80,13 @@ Step::Step(const Model& m, const Level& l, int threads) : model(m), level(l), th
     } else {
       if (first_mixture_ < 0) first_mixture_ = i;
       const int shared = mixture.has_shared ? 1 : 0;
-      most_per_row_ = std::max(most_per_row_, mixture.active + shared);
-      most_experts_ = std::max(most_experts_, mixture.count + shared);
+      max_per_row_ = std::max(max_per_row_, mixture.active + shared);
+      max_experts_ = std::max(max_experts_, mixture.count + shared);
       x_forms_ = x_forms_ | forms_of(mixture.router);
       for (int e = 0; e < mixture.count + shared; ++e) {
         x_forms_ = x_forms_ | forms_of(mixture.experts[e].gate_up);
         expert_up_forms_ = expert_up_forms_ | forms_of(mixture.experts[e].down);
-        most_expert_inputs_ = std::max(most_expert_inputs_, mixture.experts[e].down.cols);
+        max_expert_inputs_ = std::max(max_expert_inputs_, mixture.experts[e].down.cols);
       }
     }
     has_windows_ = has_windows_ || layer.window > 0;
@@ -105,12 +105,12 @@ Rows Step::allocate_rows(Buffer& buffer, int rows, int width, InputForms forms) 
 Blocking choose_blocking(const Level& level, const Matrix& matrix, int rows, int threads, int least) {
   Blocking c;
   if (rows == 0) return c;
-  const int most_rows = level.has_matrix_unit
-                            ? std::max(kMatrixUnitInputs / matrix.depth / level.tile_rows, 1) * level.tile_rows
-                            : kMaxChunkRows;
+  const int max_rows = level.has_matrix_unit
+                           ? std::max(kMatrixUnitInputs / matrix.depth / level.tile_rows, 1) * level.tile_rows
+                           : kMaxChunkRows;
   // Use enough chunks that no thread idles for long at the end of the phase, but few enough that claiming them is
   // cheap.
-  int row_blocks = ceil_div(rows, most_rows);
+  int row_blocks = ceil_div(rows, max_rows);
   if (has_row_affinity(level, rows, threads)) row_blocks = round_up(row_blocks, threads);
   while (ceil_div(matrix.panels, 4) * row_blocks < 8 * threads && rows >= (row_blocks + 1) * kMinChunkRows)
     ++row_blocks;
@@ -165,12 +165,12 @@ void Step::prepare(const Batch& b) {
 void Step::plan_experts(int capacity) {
   if (first_mixture_ < 0) return;
   const Matrix& router = model.layers[first_mixture_].mixture.router;
-  const int entries = capacity * most_per_row_;
-  experts.clear(batch.rows, most_per_row_, most_experts_);
+  const int entries = capacity * max_per_row_;
+  experts.clear(batch.rows, max_per_row_, max_experts_);
   router_logits = static_cast<float*>(router_.reserve(size_t(capacity) * size_t(router.panels) * kPanel * 4));
   router_blocking = choose_blocking(level, router, batch.rows, threads_);
   expert_x = allocate_rows(expert_x_, batch.rows > 1 ? entries : 1, model.hidden, x_forms_);
-  expert_up = allocate_rows(expert_up_, entries, round_up(most_expert_inputs_, kPanel), expert_up_forms_);
+  expert_up = allocate_rows(expert_up_, entries, round_up(max_expert_inputs_, kPanel), expert_up_forms_);
   expert_out = static_cast<float*>(expert_out_.reserve(size_t(entries) * size_t(x.stride) * 4));
 }
 
@@ -200,9 +200,9 @@ void Step::plan_adapters(int capacity) {
   adapted_rows.clear();
   adapter_runs.clear();
   if (!batch.num_adapters) return;
-  int most_rank = 1;
+  int max_rank = 1;
   for (int a = 0; a < batch.num_adapters; ++a) {
-    most_rank = std::max(most_rank, batch.adapters[a]->most_rank);
+    max_rank = std::max(max_rank, batch.adapters[a]->max_rank);
     for (int row = 0; row < batch.rows; ++row) {
       if (batch.adapter_of_row[row] != a) continue;
       const int at = int(adapted_rows.size());
@@ -212,7 +212,7 @@ void Step::plan_adapters(int capacity) {
       ++adapter_runs.back().count;
     }
   }
-  shrunk_stride = round_up(most_rank, kPanel);
+  shrunk_stride = round_up(max_rank, kPanel);
   shrunk = static_cast<float*>(shrunk_.reserve(size_t(capacity) * size_t(shrunk_stride) * 4));
 }
 
@@ -232,43 +232,43 @@ void Step::plan_attention() {
   sharers.clear();
   next_sharer_.assign(size_t(batch.num_sequences), -1);
   first_partial.assign(size_t(batch.num_sequences), -1);
-  const int group = model.heads / model.kv_heads, most_queries = tile_queries(group);
+  const int group = model.heads / model.kv_heads, max_queries = tile_queries(group);
   // All KV heads of a page are adjacent in memory. If there are enough sequences to occupy all threads, an item reads
   // all heads.
   const int heads_at_once = batch.num_sequences >= 4 * threads_ ? model.kv_heads : 1;
-  int partials_used = 0, most_split = 1, most_parts = 0;
+  int partials_used = 0, max_split = 1, max_parts = 0;
   for (int s = 0; s < batch.num_sequences; ++s) {
     const Sequence& q = batch.sequences[s];
     const int parts = ceil_div(q.context, kPartition);
-    if (q.queries <= std::min(kMaxSplitQueries, most_queries) && parts > 1) {
+    if (q.queries <= std::min(kMaxSplitQueries, max_queries) && parts > 1) {
       first_partial[size_t(s)] = partials_used;
       partials_used += parts * model.kv_heads;
-      most_split = std::max(most_split, q.queries);
-      most_parts = std::max(most_parts, parts);
+      max_split = std::max(max_split, q.queries);
+      max_parts = std::max(max_parts, parts);
       continue;
     }
-    const int items_of_most = ceil_div(q.queries, most_queries) * ceil_div(model.kv_heads, heads_at_once);
-    const bool are_few = items_of_most < kMinItemsPerThread * threads_;
-    const int most = are_few ? std::max(1, most_queries / 2) : most_queries;
-    for (int first = (q.queries - 1) / most * most; first >= 0; first -= most) {  // most expensive first
-      const int queries = std::min(most, q.queries - first);
+    const int items_with_full_tiles = ceil_div(q.queries, max_queries) * ceil_div(model.kv_heads, heads_at_once);
+    const bool are_few = items_with_full_tiles < kMinItemsPerThread * threads_;
+    const int per_item = are_few ? std::max(1, max_queries / 2) : max_queries;
+    for (int first = (q.queries - 1) / per_item * per_item; first >= 0; first -= per_item) {  // most expensive first
+      const int queries = std::min(per_item, q.queries - first);
       const int end = ceil_div(q.context - q.queries + first + queries, kPartition);
       for (int h = 0; h < model.kv_heads; h += heads_at_once)
         items.push_back({s, h, std::min(h + heads_at_once, model.kv_heads), first, queries, 0, end, -1});
     }
   }
   // A shared item runs on one thread, so sharing is limited to leave at least two items per thread.
-  const int groups = ceil_div(2 * threads_, std::max(1, most_parts * model.kv_heads));
-  const int most_sharers = std::min(most_queries, std::max(4, ceil_div(batch.num_sequences, groups)));
-  for (int p = 0; p < most_parts; ++p) plan_partition(p, heads_at_once, most_sharers);
-  partial_floats = most_split * group * (model.value_dim() + 2);
+  const int groups = ceil_div(2 * threads_, std::max(1, max_parts * model.kv_heads));
+  const int max_sharers = std::min(max_queries, std::max(4, ceil_div(batch.num_sequences, groups)));
+  for (int p = 0; p < max_parts; ++p) plan_partition(p, heads_at_once, max_sharers);
+  partial_floats = max_split * group * (model.value_dim() + 2);
   partials = static_cast<float*>(partials_.reserve(size_t(std::max(1, partials_used)) * partial_floats * 4));
 }
 
 // Plans the items of a partition of the split sequences. Decoding sequences with the same pages in the partition
 // (shared prompt prefixes) become rows of one item, so that keys and values are read and packed once for all of them
 // (Juravsky et al., Hydragen, 2024). A row's arithmetic is the same with and without sharing.
-void Step::plan_partition(int partition, int heads_at_once, int most_sharers) {
+void Step::plan_partition(int partition, int heads_at_once, int max_sharers) {
   const int first = partition * kPartition / batch.block_tokens,
             last = ((partition + 1) * kPartition - 1) / batch.block_tokens;
   const auto add = [&](int s, int queries, int step, int where) {
@@ -286,7 +286,7 @@ void Step::plan_partition(int partition, int heads_at_once, int most_sharers) {
     }
     const auto found =
         std::find_if(shared_partitions_.begin(), shared_partitions_.end(), [&](const SharedPartition& sharing) {
-          return sharing.page == q.pages[last] && sharing.count < most_sharers &&
+          return sharing.page == q.pages[last] && sharing.count < max_sharers &&
                  std::equal(q.pages + first, q.pages + last, batch.sequences[sharing.first].pages + first);
         });
     if (found == shared_partitions_.end()) {

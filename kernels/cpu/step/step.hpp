@@ -81,7 +81,7 @@ class Step final : public Job {
   void plan_experts(int capacity);
   void plan_latent(int capacity);
   void plan_attention();
-  void plan_partition(int partition, int heads_at_once, int most_sharers);
+  void plan_partition(int partition, int heads_at_once, int max_sharers);
   static Rows allocate_rows(Buffer& buffer, int rows, int width, InputForms forms);
 
   // Sequences with the same pages in a partition: last page of the partition, first and last sequence, number of
@@ -96,7 +96,7 @@ class Step final : public Job {
   InputForms x_forms_, attended_forms_, up_forms_, expert_up_forms_;
   InputForms query_forms_, absorb_forms_, attended_latent_forms_;
   int first_dense_ = -1, first_mixture_ = -1;  // first dense layer and first MoE layer
-  int most_per_row_ = 0, most_experts_ = 0, most_expert_inputs_ = 0;
+  int max_per_row_ = 0, max_experts_ = 0, max_expert_inputs_ = 0;
   // Number of chunks claimed from a thread's rows; each counter has its own cache line.
   struct alignas(64) Cursor {
     std::atomic<int> taken{0};

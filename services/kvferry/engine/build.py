@@ -233,14 +233,14 @@ def engine_pages(loaded: LoadedModel, memory: PageMemory) -> EnginePages:
     """
     if device_kind(loaded.model.device) == CPU:
         return EnginePages(runner_for(loaded, memory), SAME_PAGES)
-    from kvferry.engine.gpu.device_mirror import DeviceMirror  # imports torch
+    from kvferry.engine.gpu.host_mirror import HostMirror  # imports torch
     from kvferry.kernels.host_copies import CudaCopyStream, HostCopies, pin
 
     runner = runner_for(loaded)
     pages = runner.kv.pages
     pin(memory.pages)
     copies = HostCopies(pages, memory.pages, CudaCopyStream(pages.device))
-    return EnginePages(runner, DeviceMirror(copies, memory.epochs))
+    return EnginePages(runner, HostMirror(copies, memory.epochs))
 
 
 def runner_for(loaded: LoadedModel, memory: PageMemory | None = None) -> Runner:
@@ -287,8 +287,8 @@ def build_engine(
         runner: the model's runner (`runner_for`).
         namers: factory of block names.
         epochs: the transport's epoch table; default: a private table.
-        loader: fetches KV from peers; without it, prompts are computed.
-        tiers: KV tiers to load from and store to.
+        loader: fetches KV from peers; `None` if this engine does not fetch from peers.
+        tiers: KV tiers to load from and store to; `None` without tiers.
         on_mask: called on another thread when the mask of a postponed sequence is ready; must make the owner of the
             engine call `step`. `None` if steps wait for masks, because the engine has no other callers.
         clock: measures the steps; default: the system's clock.

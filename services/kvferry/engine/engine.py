@@ -78,8 +78,8 @@ class Engine:
             max_model_tokens: context length, prompt and output; limited by the size of the pool.
             fingerprint: the KV layout's fingerprint; an input of every block name.
             namers: factory of block namers, keyed with the pool's tenant key.
-            loader: fetches KV from peers; without it, prompts are computed.
-            tiers: KV tiers to load from and store to.
+            loader: fetches KV from peers; `None` if this engine does not fetch from peers.
+            tiers: KV tiers to load from and store to; `None` without tiers.
             epochs: the transport's epoch table.
             max_waiting: maximum number of waiting requests; further requests are rejected.
             block_bytes: bytes of one page, for cost estimates.
@@ -206,7 +206,7 @@ class Engine:
         self._loads.store_full_objects()  # before `schedule`, which may preempt a sequence and reuse its pages
         self.watch.phase(PLAN)
         self.pinning.expire()
-        plan = self._pipeline.take(self.scheduler.is_wanted) or self.scheduler.schedule()
+        plan = self._pipeline.take(self.scheduler.has_sequence) or self.scheduler.schedule()
         self._loads.start_planned()
         plan, failed = self._activation.apply(plan)
         started = self.scheduler.take_started()
@@ -372,7 +372,7 @@ class Engine:
         if len(chunks) == 1:  # the step may also have decode rows, which is usual under load
             seconds = self._clock.monotonic() - begun
             self._prices.observe_compute(chunks[0].num_computed, chunks[0].num_scheduled, seconds)
-        self.scheduler.drafting.read(plan, result, self.scheduler.is_wanted)
+        self.scheduler.drafting.read(plan, result, self.scheduler.has_sequence)
         updates = self.scheduler.update(plan, result)
         ended = self._clock.monotonic()
         self.scheduler.drafting.observe(plan, ended - begun)

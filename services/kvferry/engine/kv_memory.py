@@ -16,13 +16,13 @@ def kv_memory(settings: EngineSettings, config: ModelConfig, device: str) -> int
         UsageError: the machine does not have that much memory, or the weights leave none on a GPU.
     """
     if device == CPU:
-        wanted, limit = settings.kv_bytes or DEFAULT_KV_BYTES, usable_memory()
-        if wanted > limit:
+        num_bytes, limit = settings.kv_bytes or DEFAULT_KV_BYTES, usable_memory()
+        if num_bytes > limit:
             raise UsageError(
-                f"kv_memory of {wanted} bytes exceeds this process's memory limit of {limit} bytes; reduce kv_memory",
+                f"kv_memory must be at most this process's memory limit of {limit} bytes, not {num_bytes} bytes",
                 field="kv_memory",
             )
-        return wanted
+        return num_bytes
     if settings.kv_bytes:
         return settings.kv_bytes
     import torch
@@ -48,19 +48,19 @@ def releases_window_pages(settings: EngineSettings, model: Model, context_tokens
     Raises:
         UsageError: the setting is unknown, or the kernels cannot release pages.
     """
-    wanted = settings.window_pages
-    if wanted not in WINDOW_PAGES:
+    setting = settings.window_pages
+    if setting not in WINDOW_PAGES:
         raise UsageError(
-            f"unknown window_pages {wanted!r}; expected one of {', '.join(WINDOW_PAGES)}", field="window_pages"
+            f"unknown window_pages {setting!r}; expected one of {', '.join(WINDOW_PAGES)}", field="window_pages"
         )
-    if wanted == RELEASE and not model.has_layer_groups:
+    if setting == RELEASE and not model.has_layer_groups:
         raise UsageError(
             f"the {model.kernels} kernels need all pages of a sequence of {model.config.name}; set window_pages to "
             f"{KEEP!r}",
             field="window_pages",
         )
     is_default = is_default and model.device == CPU
-    if wanted == KEEP or (wanted == AUTO and not is_default) or not model.has_layer_groups:
+    if setting == KEEP or (setting == AUTO and not is_default) or not model.has_layer_groups:
         return False
     groups = choose_groups(
         model.config,

@@ -179,7 +179,7 @@ class Fetcher:
                 todo.extend(attempt.cancel("internal error while fetching"))
         if attempt.state is TransferState.DRAINING:
             if job.read is None or job.read.is_quiet():
-                self._quiet(job)
+                self._on_transport_quiet(job)
             else:
                 self._drain_later(job)
 
@@ -360,8 +360,8 @@ class Fetcher:
                 if job.read is None or job.read.is_quiet():
                     with self._lock:
                         self._draining.remove(job)
-                    self._quiet(job)
+                    self._on_transport_quiet(job)
 
-    def _quiet(self, job: _Job) -> None:
+    def _on_transport_quiet(self, job: _Job) -> None:
         for effect in job.attempt.quiet():
             self._perform(job, effect)

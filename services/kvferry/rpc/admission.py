@@ -55,7 +55,7 @@ class Slot(Protocol):
         """Free what the request holds."""
         ...
 
-    def note_tokens(self, sample: int, count: int) -> None:
+    def record_tokens(self, sample: int, count: int) -> None:
         """Count `count` output tokens of a sample; its prompt has then been computed.
 
         Args:
@@ -63,11 +63,11 @@ class Slot(Protocol):
         """
         ...
 
-    def note_usage(self, sample: int, cached_tokens: int) -> None:
+    def record_usage(self, sample: int, cached_tokens: int) -> None:
         """Record the number of a sample's prompt tokens that were cached; for a sample, when it has ended."""
         ...
 
-    def note_recomputed(self, count: int) -> None:
+    def record_recomputed(self, count: int) -> None:
         """Count tokens of beams whose KV was computed again for a step."""
         ...
 

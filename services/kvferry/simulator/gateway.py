@@ -202,7 +202,7 @@ class Gateway:
         self.members.load_changed(member)
         tokens = run.tokens or request.prompt
         job = Job(
-            request_id=RequestId(f"{request.number}/{run.attempt}"),
+            request_id=RequestId(f"{request.index}/{run.attempt}"),
             tokens=tokens,
             num_prompt=len(request.prompt),
             output=request.output,

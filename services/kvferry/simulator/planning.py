@@ -36,7 +36,7 @@ class PlanRow:
     attained: float
     """Share of the requests that meet the latency targets."""
     is_enough: bool
-    """Whether the share is at least the wanted share; if not, no fleet within the limits reached it."""
+    """Whether the share is at least `min_share`; if not, no fleet within the limits reached it."""
     price_per_hour: float
 
 
@@ -54,7 +54,7 @@ class PoolPlanner:
         spec: FleetSpec,
         attain: Attain,
         *,
-        wanted: float,
+        min_share: float,
         max_simulations: int,
         on_try: Callable[[str], None] = lambda _: None,
     ) -> None:
@@ -62,7 +62,7 @@ class PoolPlanner:
         Args:
             spec: the fleet; the numbers of its workers are ignored.
             attain: simulates a fleet.
-            wanted: share of the requests that must meet the targets, above 0, at most 1.
+            min_share: share of the requests that must meet the targets, above 0, at most 1.
             max_simulations: maximum number of simulations for one rate.
             on_try: called with the sizes and the share of each simulation.
 
@@ -73,10 +73,10 @@ class PoolPlanner:
             raise UsageError(
                 "a trace has its own rate; use a fleet file with a [workload] that sets a rate", field="workload"
             )
-        self._spec, self._attain, self._wanted, self._max_simulations, self._on_try = (
+        self._spec, self._attain, self._min_share, self._max_simulations, self._on_try = (
             spec,
             attain,
-            wanted,
+            min_share,
             max_simulations,
             on_try,
         )
@@ -95,11 +95,11 @@ class PoolPlanner:
             sizes = self._shrunk(self._grown(sizes))
             attained = self._share(sizes)
             price = sum(self._spec.prices.get(role, 0.0) * count for role, count in sizes.items())
-            rows.append(PlanRow(rate, dict(sizes), attained, attained >= self._wanted, price))
+            rows.append(PlanRow(rate, dict(sizes), attained, attained >= self._min_share, price))
         return rows
 
     def _grown(self, sizes: dict[str, int]) -> dict[str, int]:
-        while self._share(sizes) < self._wanted:
+        while self._share(sizes) < self._min_share:
             larger = [
                 {**sizes, role: count + max(1, count // _STRIDE)}
                 for role, count in sizes.items()
@@ -111,10 +111,10 @@ class PoolPlanner:
         return sizes
 
     def _shrunk(self, sizes: dict[str, int]) -> dict[str, int]:
-        while self._share(sizes) >= self._wanted and len(self._known) < self._max_simulations:
+        while self._share(sizes) >= self._min_share and len(self._known) < self._max_simulations:
             dearest = sorted(sizes, key=lambda role: -self._spec.prices.get(role, 0.0))
             smaller = [{**sizes, role: sizes[role] - 1} for role in dearest if sizes[role] > 1]
-            found = next((one for one in smaller if self._share(one) >= self._wanted), None)
+            found = next((one for one in smaller if self._share(one) >= self._min_share), None)
             if found is None:
                 return sizes
             sizes = found

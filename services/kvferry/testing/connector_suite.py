@@ -351,8 +351,8 @@ def check_raw_reads_that_do_not_fit_are_refused(rig: Rig) -> None:
 def check_more_epochs_than_pages_of_our_own(rig: Rig) -> None:
     """Check that epochs can be read from a peer that has more pages than the reader."""
     rig.transport.connect(rig.peer, rig.address)
-    asked = [*range(NUM_BLOCKS - 1, -1, -1)]
-    assert rig.transport.read_epochs(rig.peer, asked, 5.0) == [100 + block for block in asked]
+    remote = [*range(NUM_BLOCKS - 1, -1, -1)]
+    assert rig.transport.read_epochs(rig.peer, remote, 5.0) == [100 + block for block in remote]
 
 
 def check_a_dead_peer_gives_right_raw_data_or_an_error(rig: Rig) -> None:

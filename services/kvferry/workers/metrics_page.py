@@ -164,8 +164,8 @@ class _FromUnits(Collector):
         return []  # otherwise registration calls `collect`, which would deadlock on this event loop
 
     def collect(self) -> Iterator[Family]:
-        asked = asyncio.run_coroutine_threadsafe(self._numbers(), self._loop)
-        units = asked.result(_ANSWER_SECONDS)
+        future = asyncio.run_coroutine_threadsafe(self._numbers(), self._loop)
+        units = future.result(_ANSWER_SECONDS)
         yield from families(units)
         if self._tls is not None:
             yield _gauge(metrics.TLS_NOT_AFTER, ["pool"], self._tls.not_after)

@@ -14,7 +14,7 @@ import torch
 
 from harness.device.device_trace import DeviceTrace
 from kvferry.engine.build import EnginePages, LoadedModel
-from kvferry.engine.gpu.device_mirror import DeviceMirror
+from kvferry.engine.gpu.host_mirror import HostMirror
 from kvferry.engine.models.model import Model
 from kvferry.engine.plan.step import StepPlan, StepResult
 from kvferry.engine.run.runner import ComputedStep, PreparedStep
@@ -131,4 +131,4 @@ def late_pages(loaded: LoadedModel, memory: PageMemory) -> EnginePages:
     np.frombuffer(memory.pages, np.uint8)[:] = POISON
     runner = LateRunner(loaded.model, PagedKv.over(layout, device.data))
     copies = HostCopies(runner.kv.pages, memory.pages, LateStream(runner))
-    return EnginePages(runner, DeviceMirror(copies, memory.epochs, seconds=20))
+    return EnginePages(runner, HostMirror(copies, memory.epochs, seconds=20))

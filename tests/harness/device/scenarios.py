@@ -13,7 +13,7 @@ from harness.servers.worker_channel import worker_channel
 from kvferry.core.hashing import cache_scope
 from kvferry.core.ids import AdapterId
 from kvferry.engine import LLM, SamplingParams
-from kvferry.engine.gpu.device_mirror import DeviceMirror
+from kvferry.engine.gpu.host_mirror import HostMirror
 from kvferry.engine.plan.step_budget import SchedulerLimits
 from kvferry.rpc.wire import sampling_to_wire
 from kvferry.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
@@ -168,7 +168,7 @@ def lost_copies(one_engine: LLM) -> None:
         raise DeviceLost("CUDA error: an illegal memory access was encountered")
 
     with worker_units(late_pages, "prefill", "decode", connector="shm", engine=CHUNKED) as (prefill, decode):
-        assert isinstance(decode.mirror, DeviceMirror)
+        assert isinstance(decode.mirror, HostMirror)
         decode.mirror._copies.to_device = fail  # type: ignore[method-assign]
         prompt = prompt_of(90)
         tokens, first, _ = generate(prefill, decode, "r", prompt, GREEDY)

@@ -12,7 +12,7 @@ from kvferry.engine.drafts.head_models import Floats, Predicted
 from kvferry.engine.drafts.medusa_drafts import MedusaDrafts
 from kvferry.engine.models.model import Logits
 from kvferry.engine.plan.step import ScheduledSequence, StepPlan
-from kvferry.engine.speculation.model_drafts import ModelDraft, Wanted
+from kvferry.engine.speculation.model_drafts import DraftRequest, ModelDraft
 
 BLOCK_TOKENS = 4
 _PEAK = 6.0
@@ -50,9 +50,9 @@ class ArithmeticModel:
 class CheckedDraftModel(DraftModel):
     """A draft model whose tokens of each sequence are compared with the sequence's own."""
 
-    def propose(self, wanted: Sequence[Wanted], depth: int) -> dict[RequestId, ModelDraft]:
-        found = super().propose(wanted, depth)
-        for one in wanted:
+    def propose(self, requests: Sequence[DraftRequest], depth: int) -> dict[RequestId, ModelDraft]:
+        found = super().propose(requests, depth)
+        for one in requests:
             followed = self.pages.sequence(one.request_id)
             assert followed.tokens[: followed.num_known] == list(one.tokens), "the draft model follows other tokens"
         return found

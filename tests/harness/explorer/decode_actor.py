@@ -174,7 +174,7 @@ class DecodeActor:
             if source is not None and not world.parts.accepts_fetch(
                 num_quarantined=self.pool.num_quarantined,
                 num_blocks=self.pool.num_blocks,
-                num_wanted=wanted,
+                num_pages=wanted,
                 share=0.5,
             ):
                 source = None

@@ -11,7 +11,8 @@ from kvferry.core.errors import KvferryError, TicketRejected, Unavailable
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import SampledToken, SamplingParams
 from kvferry.gateway.lifecycle.obligations import MACHINE, Duty, Event, State
-from kvferry.gateway.lifecycle.sample_run import SampleRun, SealedTicket, Verdict, judge
+from kvferry.gateway.lifecycle.retry_decision import RetryDecision, retry_decision
+from kvferry.gateway.lifecycle.sample_run import SampleRun, SealedTicket
 from kvferry.kv.handoff import ticket as kv_ticket
 from kvferry.rpc.text.token_source import TokenRequest
 
@@ -224,11 +225,11 @@ class GatewayActor:
         """Handle a lost call, like `Dispatcher._take_loss`."""
         run, call = self.runs[key], self.calls.pop(key)
         run.on(Event.LOSE)
-        verdict = judge(error)
-        run.failed(error, None if verdict is Verdict.DROP_TICKET else call.to)
-        if verdict is Verdict.SUSPECT and run.ticket is not None:
+        decision = retry_decision(error)
+        run.failed(error, None if decision is RetryDecision.DROP_TICKET else call.to)
+        if decision is RetryDecision.SUSPECT and run.ticket is not None:
             run.ticket = replace(run.ticket, losses=run.ticket.losses + 1)
-        if run.ticket is not None and (verdict is Verdict.DROP_TICKET or run.ticket.losses >= MAX_TICKET_LOSSES):
+        if run.ticket is not None and (decision is RetryDecision.DROP_TICKET or run.ticket.losses >= MAX_TICKET_LOSSES):
             self._drop_ticket(world, run)
         if run.failures > MAX_FAILURES:
             world.answered(key, "failed", ())

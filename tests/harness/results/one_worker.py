@@ -157,7 +157,7 @@ def serve(
         plan()
         for sample in range(samples):
             output = Output(request.output.tape, request.output.place + 101 * sample, request.output.count)
-            name = RequestId(str(request.number) if samples == 1 else f"{request.number}/{sample}")
+            name = RequestId(str(request.index) if samples == 1 else f"{request.index}/{sample}")
             replica.submit(
                 Job(name, request.prompt, len(request.prompt), output, request.at, priority=request.priority)
             )

@@ -49,5 +49,5 @@ def test_the_command_line_accepts_the_same_range(setting) -> None:
 def test_llm_refuses_numbers_before_it_loads_a_model() -> None:
     with pytest.raises(UsageError, match="threads must be a whole number from 0 to 1024, not -1"):
         LLM("no-such-model", threads=-1)
-    with pytest.raises(UsageError, match=r"exceeds this process's memory limit of .* bytes"):
+    with pytest.raises(UsageError, match=r"must be at most this process's memory limit of .* bytes"):
         LLM("tiny", kv_bytes=1 << 49)

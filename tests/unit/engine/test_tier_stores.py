@@ -28,7 +28,7 @@ class HeldTiers:
     def prefetch(self, request_id: RequestId, source: TierSource) -> None:
         raise AssertionError("there is nothing to prefetch")
 
-    def wants(self, key: ObjectKey) -> bool:
+    def accepts(self, key: ObjectKey) -> bool:
         return True
 
     def store(self, job: int, key: ObjectKey, pages: Sequence[BlockId]) -> None:

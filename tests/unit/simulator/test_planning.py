@@ -25,7 +25,7 @@ def capacity(spec: FleetSpec) -> float:
 
 
 def test_each_rate_has_the_smallest_fleet_and_the_ratio_of_the_workload() -> None:
-    planner = PoolPlanner(a_spec(), capacity, wanted=0.95, max_simulations=200)
+    planner = PoolPlanner(a_spec(), capacity, min_share=0.95, max_simulations=200)
     rows = planner.plan([96.0, 12.0, 24.0])
     assert [row.rate for row in rows] == [12.0, 24.0, 96.0]
     assert [dict(row.sizes) for row in rows] == [
@@ -37,7 +37,7 @@ def test_each_rate_has_the_smallest_fleet_and_the_ratio_of_the_workload() -> Non
 
 
 def test_a_rate_beyond_the_simulations_is_not_enough() -> None:
-    (row,) = PoolPlanner(a_spec(), capacity, wanted=0.95, max_simulations=9).plan([1000.0])
+    (row,) = PoolPlanner(a_spec(), capacity, min_share=0.95, max_simulations=9).plan([1000.0])
     assert not row.is_enough
     assert row.attained < 0.95
 
@@ -47,14 +47,14 @@ def test_expensive_workers_are_removed_first() -> None:
         prefill, decode = (role.replicas for role in spec.pool.roles)
         return min(1.0, (prefill + decode) / 8)
 
-    (row,) = PoolPlanner(a_spec(PRICED), either, wanted=1.0, max_simulations=200).plan([1.0])
+    (row,) = PoolPlanner(a_spec(PRICED), either, min_share=1.0, max_simulations=200).plan([1.0])
     assert dict(row.sizes) == {"prefill": 7, "decode": 1}
     assert row.price_per_hour == 2.0
 
 
 def test_a_planned_fleet_keeps_its_targets_in_the_simulator_and_one_worker_less_does_not() -> None:
     spec = a_spec()
-    planner = PoolPlanner(spec, lambda one: attained_share(simulate_pool(one, 0)), wanted=0.9, max_simulations=60)
+    planner = PoolPlanner(spec, lambda one: attained_share(simulate_pool(one, 0)), min_share=0.9, max_simulations=60)
     (row,) = planner.plan([20.0])
     assert row.is_enough
     for role, count in row.sizes.items():
@@ -89,4 +89,4 @@ def test_wrong_options_are_refused_by_name(tmp_path: Path, words: list[str], mes
 
 def test_a_trace_has_its_own_rate() -> None:
     with pytest.raises(UsageError, match="a trace has its own rate"):
-        PoolPlanner(replace(a_spec(), demand=None), capacity, wanted=0.9, max_simulations=9)
+        PoolPlanner(replace(a_spec(), demand=None), capacity, min_share=0.9, max_simulations=9)

@@ -16,7 +16,7 @@ from typing import Any
 from kvferry.core.errors import KvferryError, Unavailable
 from kvferry.operator.api import ApiRefusal, FieldConflict, KubeApi
 from kvferry.operator.apply.certificates import Certificates
-from kvferry.operator.objects.keys import key_entries
+from kvferry.operator.objects.keys import key_secret_data
 from kvferry.operator.plan.actions import (
     Action,
     ApplyObject,
@@ -125,7 +125,7 @@ class Executor:
             case ApplyObject():
                 return self._apply(action)
             case CreateKeys():
-                keys = key_entries(secrets.token_hex(32), secrets.token_hex(32))
+                keys = key_secret_data(secrets.token_hex(32), secrets.token_hex(32))
                 data = {name: base64.b64encode(key.encode()).decode() for name, key in keys.items()}
                 created = self._api.create({**action.manifest, "data": data})
                 self._applied(created or action.manifest)

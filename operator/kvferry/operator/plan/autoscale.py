@@ -75,13 +75,13 @@ def decide(
 
 
 def _recommend(scaling: Scaling, workers: Sequence[WorkerReport], load: int, ready: int) -> tuple[int, str]:
-    by_requests = math.ceil(load / scaling.requests_target)
+    replicas_by_load = math.ceil(load / scaling.requests_target)
     use = _percentile_90([worker.load.kv_usage for worker in workers])
     ratio = use / (scaling.kv_target / 100)
-    by_kv = ready if abs(ratio - 1) <= _TOLERANCE else math.ceil(ready * ratio)
-    if by_kv > by_requests:
-        return by_kv, f"KV use {use:.0%} at the 90th percentile of pods, target {scaling.kv_target} %"
-    return by_requests, f"{load} requests, target {scaling.requests_target} per pod"
+    replicas_by_kv = ready if abs(ratio - 1) <= _TOLERANCE else math.ceil(ready * ratio)
+    if replicas_by_kv > replicas_by_load:
+        return replicas_by_kv, f"KV use {use:.0%} at the 90th percentile of pods, target {scaling.kv_target} %"
+    return replicas_by_load, f"{load} requests, target {scaling.requests_target} per pod"
 
 
 def _percentile_90(uses: Sequence[float]) -> float:

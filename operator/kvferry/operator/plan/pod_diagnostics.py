@@ -59,8 +59,8 @@ def _of(pod: Mapping[str, Any]) -> str:
             return f"{container['name']} was OOM-killed; raise resources.limits.memory or lower engine.kvMemory"
         if ended.get("exitCode"):
             lines = str(ended.get("message") or "").strip().splitlines()
-            said = f": {lines[-1][:_LINE_CHARS]}" if lines else "; see `kubectl logs --previous`"
-            return f"{container['name']} exits with {ended['exitCode']}{said}"
+            last_line = f": {lines[-1][:_LINE_CHARS]}" if lines else "; see `kubectl logs --previous`"
+            return f"{container['name']} exits with {ended['exitCode']}{last_line}"
         if reason and reason not in _STARTING:
             return f"{container['name']} is waiting: {reason} {waiting.get('message', '')}".rstrip()
     return ""

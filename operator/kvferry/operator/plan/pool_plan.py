@@ -100,7 +100,7 @@ def plan_pool(ctx: PlanContext) -> Plan:
     rollout = ctx.pool.spec.rollout
     scalers = plan_scalers(ctx)
     target = _target(ctx)
-    roles = role_states(ctx, scalers.wanted)
+    roles = role_states(ctx, scalers.replicas)
     step = next_step(roles, target.revision, rollout)
     gateway = gateway_deployment(ctx.pool, ctx.default_image, _new_account(ctx))
     gateway_ready, gateway_needs = _gateway_state(ctx, gateway["metadata"]["name"])
@@ -139,16 +139,17 @@ def plan_pool(ctx: PlanContext) -> Plan:
     )
 
 
-def role_states(ctx: PlanContext, wanted: Mapping[str, int]) -> list[RoleState]:
-    """Return the state of each role, from its Deployments. A role that was removed from the spec has 0 wanted pods."""
-    found: dict[str, dict[str, Count]] = {name: {} for name in wanted}
+def role_states(ctx: PlanContext, replicas: Mapping[str, int]) -> list[RoleState]:
+    """Return the state of each role, from its Deployments. A role that was removed from the spec should have 0
+    pods."""
+    found: dict[str, dict[str, Count]] = {name: {} for name in replicas}
     for facts in ctx.facts.deployments.values():
         if facts.role in names.WORKER_ROLES and facts.revision and not facts.deleting:
             # The template of a Deployment never changes, so its ready pods have its revision even if the status is
             # stale.
             count = Count(facts.desired, min(facts.ready, facts.desired))
             found.setdefault(facts.role, {})[facts.revision] = count
-    return [RoleState(name, wanted.get(name, 0), counts, name not in wanted) for name, counts in found.items()]
+    return [RoleState(name, replicas.get(name, 0), counts, name not in replicas) for name, counts in found.items()]
 
 
 def _first_status(ctx: PlanContext) -> tuple[Action, ...]:
@@ -222,25 +223,25 @@ def _lost_records(ctx: PlanContext) -> list[Action]:
     return actions
 
 
-def _rollback_target(ctx: PlanContext, asked: str) -> _Target:
-    kept = ctx.record(asked)
-    wanted_roles = {role.name for role in ctx.pool.spec.roles}
-    if set(kept) == wanted_roles:
-        return _Target(asked, kept)
+def _rollback_target(ctx: PlanContext, revision: str) -> _Target:
+    kept = ctx.record(revision)
+    spec_roles = {role.name for role in ctx.pool.spec.roles}
+    if set(kept) == spec_roles:
+        return _Target(revision, kept)
     if kept:
         problem = Problem(
             "RevisionHasOtherRoles",
-            f"revision {asked} has the roles {', '.join(sorted(kept))}, spec.roles has "
-            f"{', '.join(sorted(wanted_roles))}; pods are not changed. Change spec.roles together with rollbackTo",
+            f"revision {revision} has the roles {', '.join(sorted(kept))}, spec.roles has "
+            f"{', '.join(sorted(spec_roles))}; pods are not changed. Change spec.roles together with rollbackTo",
         )
     else:
         known = ", ".join(sorted(ctx.memory.records)) or "none"
         problem = Problem(
             "RevisionNotFound",
-            f"spec.rollout.rollbackTo names revision {asked}, which has no ControllerRevision (found: {known}); pods "
-            "are not changed. `kubectl get controllerrevisions` lists the revisions",
+            f"spec.rollout.rollbackTo names revision {revision}, which has no ControllerRevision (found: {known}); "
+            "pods are not changed. `kubectl get controllerrevisions` lists the revisions",
         )
-    return _Target(_leading(ctx) or asked, {}, problem=problem)
+    return _Target(_leading(ctx) or revision, {}, problem=problem)
 
 
 def _leading(ctx: PlanContext) -> str:
@@ -317,19 +318,19 @@ def _gateway_state(ctx: PlanContext, name: str) -> tuple[int, str]:
     found = ctx.facts.deployments.get(name)
     if found is None:
         return 0, "gateway: not created yet"
-    wanted = ctx.pool.spec.gateway.replicas
-    if found.settled and found.desired == found.updated == found.pods == found.ready == wanted:
+    replicas = ctx.pool.spec.gateway.replicas
+    if found.settled and found.desired == found.updated == found.pods == found.ready == replicas:
         return found.ready, ""
-    good = min(found.updated, found.ready, wanted)
-    if good == wanted:
-        return found.ready, f"gateway: {max(0, found.pods - wanted)} old pods left"
-    return found.ready, f"gateway: {good} of {wanted} pods updated and ready"
+    good = min(found.updated, found.ready, replicas)
+    if good == replicas:
+        return found.ready, f"gateway: {max(0, found.pods - replicas)} old pods left"
+    return found.ready, f"gateway: {good} of {replicas} pods updated and ready"
 
 
 def _progressed(ctx: PlanContext, roles: list[RoleState], waiting_for: str) -> Memory:
     """Return the memory with updated times: when the rollout completed, and when the numbers of pods last changed."""
     memory = ctx.memory
-    progress = (ctx.pool.generation, *((role.name, role.wanted, tuple(role.revisions.items())) for role in roles))
+    progress = (ctx.pool.generation, *((role.name, role.replicas, tuple(role.revisions.items())) for role in roles))
     moved = progress != memory.progress or not waiting_for
     settled_at = None if waiting_for else ctx.now if memory.settled_at is None else memory.settled_at
     return replace(

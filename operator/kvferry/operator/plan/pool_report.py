@@ -6,13 +6,13 @@ from typing import Any
 
 from kvferry.operator.objects.support_objects import EXTENSION_POOL
 from kvferry.operator.plan.actions import Action, EmitEvent, Outcome, Problem, WriteStatus
+from kvferry.operator.plan.conditions.certificates import TlsSeen
 from kvferry.operator.plan.context import PlanContext
 from kvferry.operator.plan.memory import Memory
 from kvferry.operator.plan.pool_plan import DIAGNOSE_SECONDS, Plan, pool_status
 from kvferry.operator.plan.process.rivals import RENEWED_SECONDS
 from kvferry.operator.plan.status import Observed, status_of
 from kvferry.operator.plan.tls_plan import SPREAD_SECONDS, state_of
-from kvferry.operator.plan.verdicts.certificates import TlsSeen
 from kvferry.operator.pool import names
 from kvferry.operator.pool.facts import FleetReport
 from kvferry.operator.pool.names import Condition

@@ -1,18 +1,18 @@
 """Rollout: computes the next step of a joint update of prefill and decode. Pure and stateless.
 
 A request is served by a pair: a prefill and a decode pod of one revision. The capacity of a revision is therefore the
-smaller of its roles' shares of ready pods, ready / wanted, and the capacity of the pool is the sum over revisions.
+smaller of its roles' shares of ready pods, ready / replicas, and the capacity of the pool is the sum over revisions.
 A step
 
-- starts new pods of a role up to wanted + maxSurge in total, at most maxSkew ahead of the other role;
-- removes an old pod if it is not ready, or if afterwards the role still has wanted - maxUnavailable ready pods and the
-  capacity is at least 1 - maxUnavailable / wanted, or at least as before.
+- starts new pods of a role up to replicas + maxSurge in total, at most maxSkew ahead of the other role;
+- removes an old pod if it is not ready, or if afterwards the role still has replicas - maxUnavailable ready pods and
+  the capacity is at least 1 - maxUnavailable / replicas, or at least as before.
 
 If there are several old revisions, the revision with the least capacity is removed first. With one old revision the
 rollout always completes: let q be the role with the smallest new share, with its surge in use; removing an old pod from
 q leaves old share + new share >= 1, so q can always proceed. A change during a rollout leaves three revisions, whose
 unpaired pods can use up the surge; if no other step is possible, the old pod that costs the least capacity is removed,
-within wanted - maxUnavailable of its role.
+within replicas - maxUnavailable of its role.
 
 The role `both` is updated independently. Compare LeaderWorkerSet, KEP-846 (DisaggregatedSet), whose planner updates
 roles in proportion, but does not bound the number of pairs.
@@ -43,7 +43,8 @@ class RoleState:
     """Observed pods of one role."""
 
     name: str
-    wanted: int
+    replicas: int
+    """Number of pods that the role should have."""
     revisions: Mapping[str, Count] = field(default_factory=dict)
     is_leaving: bool = False
     """Whether the role was removed from the spec; it serves until the roles in the spec are ready."""
@@ -68,8 +69,8 @@ class RoleState:
         return sum(count.ready for count in self.revisions.values())
 
     def share(self, revision: str) -> Fraction:
-        """Return the ratio of ready pods at `revision` to wanted pods, at most 1."""
-        return min(Fraction(1), Fraction(self.of(revision).ready, self.wanted)) if self.wanted else Fraction(1)
+        """Return the ratio of ready pods at `revision` to the replicas of the role, at most 1."""
+        return min(Fraction(1), Fraction(self.of(revision).ready, self.replicas)) if self.replicas else Fraction(1)
 
     def with_desired(self, revision: str, desired: int) -> "RoleState":
         """Return the role with `desired` pods at `revision`; unready pods are removed first."""
@@ -79,17 +80,17 @@ class RoleState:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Bounds on a role's deviation from the wanted number of pods."""
+    """Bounds on a role's deviation from its number of replicas."""
 
     surge: int
     unavailable: int
 
     @classmethod
-    def of(cls, rollout: Rollout, wanted: int) -> "Bounds":
+    def of(cls, rollout: Rollout, replicas: int) -> "Bounds":
         """Compute the bounds from the rollout settings. If both bounds are 0 after rounding, one pod may be
         unavailable."""
-        surge = pods_of(rollout.max_surge, wanted, up=True)
-        unavailable = min(wanted, pods_of(rollout.max_unavailable, wanted, up=False))
+        surge = pods_of(rollout.max_surge, replicas, up=True)
+        unavailable = min(replicas, pods_of(rollout.max_unavailable, replicas, up=False))
         return cls(surge, 1 if surge == 0 and unavailable == 0 else unavailable)
 
 
@@ -100,7 +101,7 @@ class Step:
     desired: Mapping[tuple[str, str], int]
     """Desired number of pods by (role, revision)."""
     done: bool
-    """Whether only the target revision has pods, all of them are ready, and their number is as wanted."""
+    """Whether only the target revision has pods, all of them are ready, and their number is as replicas."""
     waiting_for: str
     """Reason why the rollout is not complete; empty when done."""
 
@@ -126,16 +127,16 @@ def next_step(roles: Sequence[RoleState], revision: str, rollout: Rollout) -> St
 
 def capacity(roles: Sequence[RoleState]) -> Fraction:
     """Compute the capacity of roles that serve together: the sum over revisions of the smallest ready share."""
-    scaled = [role for role in roles if role.wanted]
+    scaled = [role for role in roles if role.replicas]
     revisions = {revision for role in scaled for revision in role.revisions}
     return sum((min(role.share(revision) for role in scaled) for revision in revisions), Fraction(0))
 
 
 def _advance(group: list[RoleState], revision: str, rollout: Rollout) -> list[RoleState]:
-    bounds = {role.name: Bounds.of(rollout, role.wanted) for role in group}
+    bounds = {role.name: Bounds.of(rollout, role.replicas) for role in group}
     moving = any(count.desired for role in group for rev, count in role.revisions.items() if rev != revision)
     if not moving:
-        return [role.with_desired(revision, role.wanted) for role in group]
+        return [role.with_desired(revision, role.replicas) for role in group]
     skew = Fraction(rollout.max_skew, 100)
     after = _start(_retire(group, revision, bounds), revision, bounds, skew)
     arrived = all(role.of(revision).ready == role.of(revision).desired for role in group)
@@ -150,9 +151,9 @@ def _start(group: list[RoleState], revision: str, bounds: Mapping[str, Bounds], 
     for role in group:
         now = role.of(revision).desired
         others = role.total - now
-        room = role.wanted + bounds[role.name].surge - others
-        ahead = math.ceil(role.wanted * (least + skew))
-        number = min(role.wanted, max(now, min(room, ahead)))
+        room = role.replicas + bounds[role.name].surge - others
+        ahead = math.ceil(role.replicas * (least + skew))
+        number = min(role.replicas, max(now, min(room, ahead)))
         started.append(role.with_desired(revision, max(0, number)))
     return started
 
@@ -160,7 +161,7 @@ def _start(group: list[RoleState], revision: str, bounds: Mapping[str, Bounds], 
 def _retire(group: list[RoleState], revision: str, bounds: Mapping[str, Bounds]) -> list[RoleState]:
     roles = {role.name: role for role in group}
     floor = 1 - max(
-        (Fraction(bounds[role.name].unavailable, role.wanted) for role in group if role.wanted), default=Fraction(0)
+        (Fraction(bounds[role.name].unavailable, role.replicas) for role in group if role.replicas), default=Fraction(0)
     )
     moved = True
     while moved:
@@ -169,11 +170,11 @@ def _retire(group: list[RoleState], revision: str, bounds: Mapping[str, Bounds])
             before = roles[name]
             after = before.with_desired(old, before.of(old).desired - 1)
             costs_nothing = after.ready == before.ready
-            enough = after.ready >= before.wanted - bounds[name].unavailable
+            enough = after.ready >= before.replicas - bounds[name].unavailable
             rest = [after, *(role for role in roles.values() if role.name != name)]
-            # If the wanted number was raised, the capacity may already be below the floor.
+            # If the number of replicas was raised, the capacity may already be below the floor.
             kept = capacity(rest) >= min(floor, capacity(list(roles.values())))
-            if before.wanted == 0 or costs_nothing or (enough and kept):
+            if before.replicas == 0 or costs_nothing or (enough and kept):
                 roles[name] = after
                 moved = True
                 break
@@ -186,7 +187,7 @@ def _unblock(group: list[RoleState], revision: str, bounds: Mapping[str, Bounds]
     for name, old in _victims(group, revision):
         role = next(role for role in group if role.name == name)
         after = role.with_desired(old, role.of(old).desired - 1)
-        if after.ready >= role.wanted - bounds[name].unavailable:
+        if after.ready >= role.replicas - bounds[name].unavailable:
             rest = [after if other.name == name else other for other in group]
             found.append((capacity(rest), rest))
     return max(found, key=lambda entry: entry[0])[1] if found else group
@@ -215,12 +216,12 @@ def _hold(group: list[RoleState], rollout: Rollout) -> list[RoleState]:
         return min(role.share(revision) for role in group), sum(role.of(revision).ready for role in group), revision
 
     leading = max(revisions, key=serves)
-    return [_scaled(role, leading, Bounds.of(rollout, role.wanted)) for role in group]
+    return [_scaled(role, leading, Bounds.of(rollout, role.replicas)) for role in group]
 
 
 def _scaled(role: RoleState, leading: str, bounds: Bounds) -> RoleState:
     others = role.total - role.of(leading).desired
-    lowest = role.wanted - others
+    lowest = role.replicas - others
     highest = lowest + (bounds.surge if others else 0)
     return role.with_desired(leading, max(0, min(max(role.of(leading).desired, lowest), highest)))
 
@@ -237,9 +238,9 @@ def _waiting_for(roles: Sequence[RoleState], revision: str, rollout: Rollout) ->
         if role.is_leaving:
             behind += [f"{role.name}: removed from the spec, {role.total} pods left"] if role.total else []
         elif old:
-            behind.append(f"{role.name}: {new.ready} of {role.wanted} pods updated and ready, {old} old pods left")
-        elif new.ready < role.wanted or new.desired != role.wanted:
-            behind.append(f"{role.name}: {new.ready} of {role.wanted} pods ready")
+            behind.append(f"{role.name}: {new.ready} of {role.replicas} pods updated and ready, {old} old pods left")
+        elif new.ready < role.replicas or new.desired != role.replicas:
+            behind.append(f"{role.name}: {new.ready} of {role.replicas} pods ready")
     if behind and rollout.paused:
         behind.insert(0, "paused by spec.rollout.paused")
     return "; ".join(behind)

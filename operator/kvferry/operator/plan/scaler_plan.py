@@ -25,15 +25,15 @@ class ScalerPlan:
     """Writes to the scalers, and the numbers of pods if these writes succeed."""
 
     actions: tuple[Action, ...]
-    wanted: Mapping[str, int]
-    """Wanted number of pods by role."""
+    replicas: Mapping[str, int]
+    """Number of pods that each role should have."""
     histories: Mapping[str, History]
 
 
 def plan_scalers(ctx: PlanContext) -> ScalerPlan:
     """Plan the scalers of all roles in the spec."""
     actions: list[Action] = []
-    wanted: dict[str, int] = {}
+    replicas: dict[str, int] = {}
     histories = dict(ctx.memory.histories)
     for role in ctx.pool.spec.roles:
         match role.scaling.mode:
@@ -44,8 +44,8 @@ def plan_scalers(ctx: PlanContext) -> ScalerPlan:
             case "Auto":
                 number, writes, histories[role.name] = _auto(ctx, role)
         actions += writes
-        wanted[role.name] = role.bounded(number)
-    return ScalerPlan(tuple(actions), wanted, histories)
+        replicas[role.name] = role.bounded(number)
+    return ScalerPlan(tuple(actions), replicas, histories)
 
 
 def plan_scale_status(ctx: PlanContext, roles: list[RoleState]) -> list[Action]:

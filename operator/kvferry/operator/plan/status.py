@@ -10,10 +10,10 @@ from typing import Any
 
 from kvferry.operator.objects.pods import keys_secret_of
 from kvferry.operator.plan.actions import Problem
+from kvferry.operator.plan.conditions.certificates import TlsSeen, certificates_condition
+from kvferry.operator.plan.conditions.condition_state import ConditionState
+from kvferry.operator.plan.conditions.workers import adapters_condition, devices_of
 from kvferry.operator.plan.rollout import PAIRED, RoleState
-from kvferry.operator.plan.verdicts.certificates import TlsSeen, certificates_verdict
-from kvferry.operator.plan.verdicts.verdict import Verdict
-from kvferry.operator.plan.verdicts.workers import adapters_verdict, devices_of
 from kvferry.operator.pool.facts import FleetReport
 from kvferry.operator.pool.names import Condition
 from kvferry.operator.pool.spec import Json, Pool
@@ -67,18 +67,18 @@ def status_of(seen: Observed, before: Mapping[str, Any], now: str) -> Json:
         now: wall-clock time, RFC 3339.
     """
     pool = seen.pool
-    verdicts: dict[Condition, Verdict] = {}
-    for condition, judge in _JUDGES.items():
-        verdict = judge(seen)
-        if verdict is not None:
-            verdicts[condition] = verdict
-    verdicts[Condition.READY] = _ready(seen, verdicts)
+    states: dict[Condition, ConditionState] = {}
+    for condition, state_of in _STATES.items():
+        state = state_of(seen)
+        if state is not None:
+            states[condition] = state
+    states[Condition.READY] = _ready(seen, states)
     earlier = {entry["type"]: entry for entry in before.get("conditions") or ()}
     conditions = []
     for condition in Condition:
-        if condition not in verdicts:
+        if condition not in states:
             continue
-        status, reason, message = verdicts[condition]
+        status, reason, message = states[condition]
         was = earlier.get(condition.value)
         conditions.append(
             {
@@ -142,8 +142,8 @@ def unreadable_status(body: Mapping[str, Any], message: str, now: str) -> Json:
 def _role(seen: Observed, role: RoleState) -> Json:
     return {
         "name": role.name,
-        "summary": f"{role.ready}/{role.wanted}",
-        "desired": role.wanted,
+        "summary": f"{role.ready}/{role.replicas}",
+        "desired": role.replicas,
         "ready": role.ready,
         "updated": role.of(seen.revision).ready,
         **devices_of(seen.fleet, role.name),
@@ -159,11 +159,11 @@ def _role(seen: Observed, role: RoleState) -> Json:
 
 
 def _is_scaled_to_zero(seen: Observed) -> bool:
-    wanted = [role for role in seen.roles if seen.pool.spec.role(role.name) is not None]
-    return not any(role.wanted for role in wanted)
+    kept = [role for role in seen.roles if seen.pool.spec.role(role.name) is not None]
+    return not any(role.replicas for role in kept)
 
 
-def _ready(seen: Observed, verdicts: Mapping[Condition, Verdict]) -> Verdict:
+def _ready(seen: Observed, states: Mapping[Condition, ConditionState]) -> ConditionState:
     needed = (
         Condition.CHILDREN_APPLIED,
         Condition.GATEWAY_READY,
@@ -173,18 +173,18 @@ def _ready(seen: Observed, verdicts: Mapping[Condition, Verdict]) -> Verdict:
         *(() if _is_scaled_to_zero(seen) else (Condition.AVAILABLE,)),
     )
     for condition in needed:
-        status, reason, message = verdicts[condition]
+        status, reason, message = states[condition]
         if status == "False":
             return "False", reason, message
-    unknown = [c for c in needed if verdicts[c][0] == "Unknown" and not _is_scaled_to_zero(seen)]
+    unknown = [c for c in needed if states[c][0] == "Unknown" and not _is_scaled_to_zero(seen)]
     if unknown:
-        return "Unknown", verdicts[unknown[0]][1], verdicts[unknown[0]][2]
+        return "Unknown", states[unknown[0]][1], states[unknown[0]][2]
     if _is_scaled_to_zero(seen):
         return "True", "ScaledToZero", "all roles are scaled to zero; a request scales up roles with minReplicas 0"
     return "True", "Serving", "the desired pods serve requests"
 
 
-def _progressing(seen: Observed) -> Verdict:
+def _progressing(seen: Observed) -> ConditionState:
     if seen.rollback is not None:
         return "False", seen.rollback.reason, seen.rollback.message
     if not seen.waiting_for:
@@ -196,7 +196,7 @@ def _progressing(seen: Observed) -> Verdict:
     return "True", "RollingOut", seen.waiting_for
 
 
-def _available(seen: Observed) -> Verdict:
+def _available(seen: Observed) -> ConditionState:
     gateway = _gateway(seen)
     if seen.gateway_desired == 0 or (gateway[0] == "False" and not seen.is_answering):
         return gateway
@@ -205,8 +205,8 @@ def _available(seen: Observed) -> Verdict:
     if "both" in serving or serving >= PAIRED:
         return "True", "Serving", f"{sum(worker.takes_work for worker in workers)} workers accept requests"
     roles = [(role, seen.pool.spec.role(role.name)) for role in seen.roles]
-    empty = [wish for role, wish in roles if wish is not None and not role.wanted]
-    if any(role.name == "both" and role.wanted for role in seen.roles):
+    empty = [wish for role, wish in roles if wish is not None and not role.replicas]
+    if any(role.name == "both" and role.replicas for role in seen.roles):
         empty = []  # A pool with pods of this role needs no others.
     stopped = [role.name for role in empty if role.scaling.mode == "Static"]
     if stopped:
@@ -230,7 +230,7 @@ def _because(seen: Observed) -> str:
     return f" ({seen.diagnosis})" if seen.diagnosis else ""
 
 
-def _gateway(seen: Observed) -> Verdict:
+def _gateway(seen: Observed) -> ConditionState:
     if seen.gateway_desired == 0:
         return "False", "NoGateway", "spec.gateway.replicas is 0, so requests are not served"
     if seen.gateway_ready < 1:
@@ -238,17 +238,17 @@ def _gateway(seen: Observed) -> Verdict:
     return "True", "GatewayPodsReady", f"{seen.gateway_ready} of {seen.gateway_desired} gateway pods are ready"
 
 
-def _roles(seen: Observed) -> Verdict:
+def _roles(seen: Observed) -> ConditionState:
     if seen.rollback is not None:
         return "False", seen.rollback.reason, seen.rollback.message
     if not seen.waiting_for:
-        return "True", "AllReady", "; ".join(f"{role.name}: {role.ready}/{role.wanted}" for role in seen.roles)
+        return "True", "AllReady", "; ".join(f"{role.name}: {role.ready}/{role.replicas}" for role in seen.roles)
     if seen.stuck:
         return "False", "DeadlineExceeded", seen.stuck
     return "False", "Paused" if seen.pool.spec.rollout.paused else "NotAllReady", seen.waiting_for
 
 
-def _model(seen: Observed) -> Verdict:
+def _model(seen: Observed) -> ConditionState:
     if seen.report is None:
         return "Unknown", "GatewayReportMissing", "the gateway has not reported its workers yet"
     serving = [worker for worker in seen.report.workers if worker.takes_work]
@@ -271,8 +271,8 @@ def _model(seen: Observed) -> Verdict:
     return "True", "Serving", f"{len(serving)} workers serve {seen.pool.spec.model.name}"
 
 
-def _pairing(seen: Observed) -> Verdict:
-    names = {role.name for role in seen.roles if role.wanted}
+def _pairing(seen: Observed) -> ConditionState:
+    names = {role.name for role in seen.roles if role.replicas}
     if not names & PAIRED:
         return "True", "NotNeeded", "no role needs a pair of pods"
     if seen.report is None:
@@ -304,32 +304,32 @@ def _pairing(seen: Observed) -> Verdict:
     )
 
 
-def _context(seen: Observed) -> Verdict:
+def _context(seen: Observed) -> ConditionState:
     if seen.report is None:
         return "Unknown", "GatewayReportMissing", "the gateway has not reported its workers yet"
     serving = [worker for worker in seen.report.workers if worker.takes_work and worker.context_tokens]
-    wanted = min((n for n in (seen.pool.spec.model.max_tokens, seen.report.model_tokens) if n), default=0)
-    if not serving or not wanted:
+    max_tokens = min((n for n in (seen.pool.spec.model.max_tokens, seen.report.model_tokens) if n), default=0)
+    if not serving or not max_tokens:
         return "Unknown", "NoWorkerServes", "no workers have reported their context length"
     least = min(serving, key=lambda worker: (worker.context_tokens, worker.name))
-    if least.context_tokens >= wanted:
-        return "True", "FullContext", f"requests can have {wanted:,} tokens"
+    if least.context_tokens >= max_tokens:
+        return "True", "FullContext", f"requests can have {max_tokens:,} tokens"
     return (
         "False",
         "LimitedByKvMemory",
         (
-            f"requests can have only {least.context_tokens:,} of {wanted:,} tokens, since the KV memory of "
+            f"requests can have only {least.context_tokens:,} of {max_tokens:,} tokens, since the KV memory of "
             f"{least.name} holds no more. Increase roles[].engine.kvMemory of role {least.role} by the factor "
-            f"{wanted / least.context_tokens:.1f}, or set model.maxTokens to {least.context_tokens}"
+            f"{max_tokens / least.context_tokens:.1f}, or set model.maxTokens to {least.context_tokens}"
         ),
     )
 
 
-def _adapters(seen: Observed) -> Verdict | None:
-    return adapters_verdict(seen.pool.spec.adapters, seen.report)
+def _adapters(seen: Observed) -> ConditionState | None:
+    return adapters_condition(seen.pool.spec.adapters, seen.report)
 
 
-def _transport(seen: Observed) -> Verdict:
+def _transport(seen: Observed) -> ConditionState:
     total = sum(seen.handoffs.values())
     unknown = seen.handoffs.get("key_unknown", 0)
     if unknown >= _MIN_UNKNOWN_KEYS and unknown / total > _MAX_UNKNOWN_KEYS:
@@ -358,26 +358,26 @@ def _transport(seen: Observed) -> Verdict:
     return "False", "HandoffsFetched", summary
 
 
-def _contested(seen: Observed) -> Verdict:
+def _contested(seen: Observed) -> ConditionState:
     if seen.contested is None:
         return "False", "SingleWriter", "no other field manager owns the numbers of replicas"
     return "True", seen.contested.reason, seen.contested.message
 
 
-def _children(seen: Observed) -> Verdict:
+def _children(seen: Observed) -> ConditionState:
     if seen.refused is None:
         return "True", "Applied", "all objects of this pool are applied"
     return "False", seen.refused.reason, seen.refused.message
 
 
-def _extension(seen: Observed) -> Verdict | None:
+def _extension(seen: Observed) -> ConditionState | None:
     if seen.extension is None:
         return None
     is_applied = seen.extension.reason == "Emitted"
     return "True" if is_applied else "False", seen.extension.reason, seen.extension.message
 
 
-_JUDGES: Mapping[Condition, Callable[[Observed], Verdict | None]] = {
+_STATES: Mapping[Condition, Callable[[Observed], ConditionState | None]] = {
     Condition.AVAILABLE: _available,
     Condition.PROGRESSING: _progressing,
     Condition.GATEWAY_READY: _gateway,
@@ -386,7 +386,7 @@ _JUDGES: Mapping[Condition, Callable[[Observed], Verdict | None]] = {
     Condition.PAIRING_COMPATIBLE: _pairing,
     Condition.CONTEXT_AVAILABLE: _context,
     Condition.ADAPTERS_LOADED: _adapters,
-    Condition.CERTIFICATES_VALID: lambda seen: certificates_verdict(seen.tls),
+    Condition.CERTIFICATES_VALID: lambda seen: certificates_condition(seen.tls),
     Condition.TRANSPORT_DEGRADED: _transport,
     Condition.REPLICAS_CONTESTED: _contested,
     Condition.CHILDREN_APPLIED: _children,

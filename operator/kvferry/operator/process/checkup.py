@@ -56,11 +56,11 @@ def check_cluster(api: KubeApi, leaders: Mapping[str, str]) -> list[Finding]:
 
 def judge_version(version: Mapping[str, Any]) -> Finding:
     """Check the version of the API server."""
-    said = str(version.get("gitVersion", "?"))
+    git_version = str(version.get("gitVersion", "?"))
     number = tuple(int(re.sub(r"\D", "", str(version.get(part, "0"))) or 0) for part in ("major", "minor"))
     if number < _OLDEST:
-        return Finding("bad", "Kubernetes", f"{said}; the CustomResourceDefinitions require 1.29 or newer")
-    return Finding("ok", "Kubernetes", said)
+        return Finding("bad", "Kubernetes", f"{git_version}; the CustomResourceDefinitions require 1.29 or newer")
+    return Finding("ok", "Kubernetes", git_version)
 
 
 def judge_operators(leaders: Mapping[str, str]) -> list[Finding]:

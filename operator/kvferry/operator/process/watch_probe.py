@@ -33,7 +33,7 @@ class WatchProbe:
         """Record an event of a watch. Called on the event loop."""
         if gone and self._marked.get(kind) == (body["metadata"]["namespace"], body["metadata"]["name"]):
             self._beats[kind].unmarked()
-        self._beats[kind].saw(mark_of(kind, body))
+        self._beats[kind].saw(heartbeat_mark(kind, body))
 
     def late(self) -> dict[str, float]:
         """Return, for each watch that did not deliver its mark in time, by how many seconds the mark is overdue, by
@@ -109,8 +109,8 @@ class WatchProbe:
         return next((name for (other, name), c in facts.children.items() if other == kind and c.owner == uid), "")
 
 
-def mark_of(kind: str, body: Mapping[str, Any]) -> str:
-    """Return the mark on an object; empty if there is none."""
+def heartbeat_mark(kind: str, body: Mapping[str, Any]) -> str:
+    """Return the heartbeat mark on an object; empty if there is none."""
     if kind == "InferencePool":
         return str((body.get("status") or {}).get("operatorObservedAt") or "")
     return str((body["metadata"].get("labels") or {}).get(names.LABEL_SEEN) or "")

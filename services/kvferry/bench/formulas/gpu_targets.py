@@ -33,8 +33,8 @@ class Verdict:
         """Format the result as one line of text."""
         if self.worst is None:
             return f"not measured  {self.name} (target {self.target:.2f})"
-        said = "reached" if self.is_reached else "missed"
-        return f"{said:<12}  {self.name}: {self.worst:.2f} (target {self.target:.2f}) at {self.at}"
+        outcome = "reached" if self.is_reached else "missed"
+        return f"{outcome:<12}  {self.name}: {self.worst:.2f} (target {self.target:.2f}) at {self.at}"
 
 
 def verdicts(rows: Sequence[Row]) -> list[Verdict]:

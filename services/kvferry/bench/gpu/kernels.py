@@ -74,12 +74,12 @@ def measure(specs: Sequence[Spec], session: Session) -> Iterator[Row]:
     name = str(dtype).removeprefix("torch.")
     for spec in specs:
         case, work = make_case(spec, device, dtype), work_of(spec, dtype.itemsize)
-        with launch.trial() as asked:
+        with launch.trial() as launches:
             action = case.make()
             expected = action().clone()
         by = "; ".join(
             f"{op}: {in_words(launch.choose(op, device, shape))}"
-            for op, _, shape in sorted(asked)
+            for op, _, shape in sorted(launches)
             if spec.op in TUNABLE[op].ops  # a plan also looks up choices that it does not use
         )
         yield row(about, spec, work, session.timer(action), session.rates, dtype=name, kernels=OURS, launch=by)

@@ -42,9 +42,9 @@ def _by_key(op: str, cases: Sequence[Case]) -> dict[Key, list[Case]]:
     """Group cases by the row that they use in the table of kernel launch parameters."""
     found: dict[Key, list[Case]] = {}
     for case in cases:
-        with launch.trial() as asked:
+        with launch.trial() as launches:
             case.make()()
-        for key in asked:
+        for key in launches:
             if key[0] == op:
                 found.setdefault(key, []).append(case)
     return found

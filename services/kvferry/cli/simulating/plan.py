@@ -53,7 +53,7 @@ def command(fleet: Path, *, rates: str, attain: float, simulations: int, json_fi
         planner = PoolPlanner(
             spec,
             lambda one: attained_share(simulate_pool(one, 0)),
-            wanted=attain,
+            min_share=attain,
             max_simulations=simulations,
             on_try=lambda text: click.echo(f"  {text}", err=True) if shown else None,
         )

@@ -134,7 +134,7 @@ def read_fleet_file(path: Path, seed: int | None = None) -> "FleetSpec":
 
     from kvferry.simulator.files.spec import read_fleet
 
-    spec = read_fleet(_text(path, "FLEET"), lambda name: _named_file(path.parent, name))
+    spec = read_fleet(_text(path, "FLEET"), lambda name: _read_referenced_file(path.parent, name))
     return spec if seed is None else replace(spec, seed=seed)
 
 
@@ -150,8 +150,13 @@ def read_fleet_with_slo(path: Path) -> "FleetSpec":
     return spec
 
 
-def _named_file(folder: Path, name: str) -> str:
-    """Return a file that a fleet file names: a path from its folder, or the name of a shipped device profile."""
+def _read_referenced_file(folder: Path, name: str) -> str:
+    """Return the text of a file that a fleet file refers to.
+
+    Args:
+        folder: folder of the fleet file.
+        name: path from the folder, or name of a shipped device profile.
+    """
     shipped = resources.files("kvferry.simulator") / "profiles" / f"{name}.toml"
     if "/" not in name and shipped.is_file():
         return shipped.read_text("utf-8")

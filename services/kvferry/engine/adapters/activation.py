@@ -68,7 +68,7 @@ class AdapterActivation:
                 failed += self._fail(adapter, error)
         self._trim(self._store)
         if failed:
-            plan = replace(plan, scheduled=tuple(filter(self._scheduler.is_wanted, plan.scheduled)))
+            plan = replace(plan, scheduled=tuple(filter(self._scheduler.has_sequence, plan.scheduled)))
         return plan, failed
 
     def _fail(self, adapter: AdapterId, error: KvferryError) -> list[SequenceUpdate]:

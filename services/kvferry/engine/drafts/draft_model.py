@@ -24,7 +24,7 @@ from kvferry.engine.run.runner import Runner
 from kvferry.engine.run.sampler import probabilities
 from kvferry.engine.speculation.acceptance import DRAWN, MIN_CONFIDENCE, support_of_confidence
 from kvferry.engine.speculation.draft_pages import DraftedSequence, DraftPages
-from kvferry.engine.speculation.model_drafts import Drawing, ModelDraft, Wanted
+from kvferry.engine.speculation.model_drafts import DraftRequest, Drawing, ModelDraft
 from kvferry.engine.speculation.row_prices import RowPrices
 
 MAX_CATCH_UP_TOKENS = 512
@@ -36,7 +36,7 @@ _GREEDY = SamplingParams(temperature=0.0)
 
 
 class _Drafting(NamedTuple):
-    wanted: Wanted
+    request: DraftRequest
     sequence: DraftedSequence
     draft: list[int]
     supports: list[int]
@@ -63,15 +63,15 @@ class DraftModel:
     def is_idle(self) -> bool:
         return self.pages.is_idle
 
-    def propose(self, wanted: Sequence[Wanted], depth: int) -> dict[RequestId, ModelDraft]:
-        ready = self._catch_up(wanted)
+    def propose(self, requests: Sequence[DraftRequest], depth: int) -> dict[RequestId, ModelDraft]:
+        ready = self._catch_up(requests)
         active = [one for one in ready if self._has_room(one, depth, ready)]
         for _ in range(depth):
             if not active:
                 break
             active = self._step(active, depth)
         return {
-            one.wanted.request_id: ModelDraft(tuple(one.draft), tuple(one.supports), tuple(one.sources))
+            one.request.request_id: ModelDraft(tuple(one.draft), tuple(one.supports), tuple(one.sources))
             for one in ready
             if one.draft
         }
@@ -79,12 +79,12 @@ class DraftModel:
     def forget(self, request_id: RequestId) -> None:
         self.pages.forget(request_id)
 
-    def _catch_up(self, wanted: Sequence[Wanted]) -> list[_Drafting]:
+    def _catch_up(self, requests: Sequence[DraftRequest]) -> list[_Drafting]:
         """Follow the sequences, and compute chunks of their prompts; return the sequences that can be drafted now."""
         ready: list[_Drafting] = []
         budget, chunks = MAX_CATCH_UP_TOKENS, list[ScheduledSequence]()
-        names = {one.request_id for one in wanted}
-        for one in wanted:
+        names = {one.request_id for one in requests}
+        for one in requests:
             sequence = self.pages.sequence(one.request_id)
             sequence.follow(one.tokens)
             due = len(one.tokens) - sequence.num_computed
@@ -104,8 +104,8 @@ class DraftModel:
         return ready
 
     def _has_room(self, one: _Drafting, depth: int, all_ready: Sequence[_Drafting]) -> bool:
-        end = len(one.sequence.tokens) + min(depth, one.wanted.limit)
-        kept = {other.wanted.request_id for other in all_ready}
+        end = len(one.sequence.tokens) + min(depth, one.request.limit)
+        kept = {other.request.request_id for other in all_ready}
         return end <= self._max_tokens and self.pages.grow(one.sequence, end, kept)
 
     def _step(self, active: Sequence[_Drafting], depth: int) -> list[_Drafting]:
@@ -113,7 +113,7 @@ class DraftModel:
         plan = StepPlan(
             tuple(
                 self._scheduled(
-                    one.wanted, one.sequence, len(one.sequence.tokens) - one.sequence.num_computed, num_sampled=1
+                    one.request, one.sequence, len(one.sequence.tokens) - one.sequence.num_computed, num_sampled=1
                 )
                 for one in active
             )
@@ -129,15 +129,15 @@ class DraftModel:
         """Add a token to a draft; return whether the draft continues."""
         sequence = one.sequence
         sequence.num_computed = len(sequence.tokens)
-        if one.wanted.drawing is not None:
-            return self._draw(one, one.wanted.drawing, logits, row, depth)
+        if one.request.drawing is not None:
+            return self._draw(one, one.request.drawing, logits, row, depth)
         token, confidence = logits.greedy[row], _confidence(logits, row)
         if not logits.finite[row] or token >= self._vocab_size or confidence < MIN_CONFIDENCE:
             return False
         sequence.tokens.append(token)
         one.draft.append(token)
         one.supports.append(support_of_confidence(confidence))
-        return len(one.draft) < min(depth, one.wanted.limit)
+        return len(one.draft) < min(depth, one.request.limit)
 
     def _draw(self, one: _Drafting, drawing: Drawing, logits: Logits, row: int, depth: int) -> bool:
         """Add a token to a draft that is drawn from the draft model's distribution; return whether the draft continues,
@@ -153,15 +153,15 @@ class DraftModel:
         one.draft.append(token)
         one.supports.append(DRAWN)
         one.sources.append(source)
-        return len(one.draft) < min(depth, one.wanted.limit)
+        return len(one.draft) < min(depth, one.request.limit)
 
     def _scheduled(
-        self, wanted: Wanted, sequence: DraftedSequence, count: int, *, num_sampled: int
+        self, request: DraftRequest, sequence: DraftedSequence, count: int, *, num_sampled: int
     ) -> ScheduledSequence:
         return ScheduledSequence(
-            request_id=wanted.request_id,
+            request_id=request.request_id,
             token_ids=sequence.tokens,
-            num_prompt=len(wanted.tokens),
+            num_prompt=len(request.tokens),
             num_computed=sequence.num_computed,
             num_scheduled=count,
             block_ids=sequence.blocks,

@@ -22,7 +22,7 @@ from kvferry.engine.plan.step import ScheduledSequence, StepPlan
 from kvferry.engine.speculation.acceptance import MIN_CONFIDENCE, support_of_confidence
 from kvferry.engine.speculation.draft_pages import DraftedSequence, DraftPages
 from kvferry.engine.speculation.head_context import MAX_LAG_ROWS, HeadContext
-from kvferry.engine.speculation.model_drafts import ModelDraft, Wanted
+from kvferry.engine.speculation.model_drafts import DraftRequest, ModelDraft
 from kvferry.engine.speculation.row_prices import RowPrices
 from kvferry.engine.tensors.batch import build_batch
 from kvferry.engine.tensors.paged_kv import PagedKv
@@ -35,7 +35,7 @@ _GREEDY = SamplingParams(temperature=0.0)
 
 
 class _Drafting(NamedTuple):
-    wanted: Wanted
+    request: DraftRequest
     sequence: DraftedSequence
     context: HeadContext
     draft: list[int]
@@ -72,8 +72,8 @@ class EagleDrafts:
         if self._num_pending * hidden.shape[1] * hidden.itemsize > MAX_PENDING_BYTES:
             self._shorten()
 
-    def propose(self, wanted: Sequence[Wanted], depth: int) -> dict[RequestId, ModelDraft]:
-        active = ready = self._ready(wanted, depth)
+    def propose(self, requests: Sequence[DraftRequest], depth: int) -> dict[RequestId, ModelDraft]:
+        active = ready = self._ready(requests, depth)
         if not ready:
             return {}
         own = [one.context.take() for one in ready]
@@ -85,7 +85,7 @@ class EagleDrafts:
             if not active:
                 break
             counts = [1] * len(active)
-        return {one.wanted.request_id: ModelDraft(tuple(one.draft), tuple(one.supports)) for one in ready if one.draft}
+        return {one.request.request_id: ModelDraft(tuple(one.draft), tuple(one.supports)) for one in ready if one.draft}
 
     def forget(self, request_id: RequestId) -> None:
         self.pages.forget(request_id)
@@ -93,12 +93,12 @@ class EagleDrafts:
         if context is not None:
             self._num_pending -= context.num_pending
 
-    def _ready(self, wanted: Sequence[Wanted], depth: int) -> list[_Drafting]:
+    def _ready(self, requests: Sequence[DraftRequest], depth: int) -> list[_Drafting]:
         """Return the sequences that can be drafted now, limited by the budget of rows and by free pages."""
         ready: list[_Drafting] = []
         budget = MAX_ROWS
         names: set[RequestId] = set()
-        for one in wanted:
+        for one in requests:
             context = self._contexts.get(one.request_id)
             if context is None or context.end != len(one.tokens) - 1:
                 continue
@@ -112,7 +112,7 @@ class EagleDrafts:
                 ready.append(_Drafting(one, sequence, context, [], []))
         return ready
 
-    def _followed(self, one: Wanted, context: HeadContext) -> DraftedSequence:
+    def _followed(self, one: DraftRequest, context: HeadContext) -> DraftedSequence:
         """Return the head's state for a sequence, with its current tokens."""
         sequence = self.pages.sequence(one.request_id)
         before = context.num_pending
@@ -167,14 +167,14 @@ def _extend(one: _Drafting, token: int, confidence: float, depth: int) -> bool:
     one.sequence.tokens.append(token)
     one.draft.append(token)
     one.supports.append(support_of_confidence(confidence))
-    return len(one.draft) < min(depth, one.wanted.limit)
+    return len(one.draft) < min(depth, one.request.limit)
 
 
 def _scheduled(one: _Drafting, count: int) -> ScheduledSequence:
     """Schedule the last `count` rows of a sequence."""
     tokens = one.sequence.tokens
     return ScheduledSequence(
-        request_id=one.wanted.request_id,
+        request_id=one.request.request_id,
         token_ids=tokens,
         num_prompt=len(tokens),
         num_computed=len(tokens) - count,

@@ -13,7 +13,7 @@ from kvferry.core.clock import Clock, SystemClock
 from kvferry.core.ids import RequestId
 from kvferry.engine.drafts.head_models import Floats, MedusaModel
 from kvferry.engine.speculation.acceptance import MIN_CONFIDENCE, support_of_confidence
-from kvferry.engine.speculation.model_drafts import ModelDraft, Wanted
+from kvferry.engine.speculation.model_drafts import DraftRequest, ModelDraft
 from kvferry.engine.speculation.row_prices import RowPrices
 
 
@@ -41,8 +41,8 @@ class MedusaDrafts:
         if len(hidden):
             self._last[request_id] = (position + len(hidden) - 1, hidden[-1:].copy())
 
-    def propose(self, wanted: Sequence[Wanted], depth: int) -> dict[RequestId, ModelDraft]:
-        active = [one for one in wanted if self._has_state(one)]
+    def propose(self, requests: Sequence[DraftRequest], depth: int) -> dict[RequestId, ModelDraft]:
+        active = [one for one in requests if self._is_state_current(one)]
         found: dict[RequestId, ModelDraft] = {}
         for head in range(min(depth, self._model.num_heads)):
             active = [one for one in active if head < one.limit]
@@ -50,7 +50,7 @@ class MedusaDrafts:
                 break
             begun = self._clock.monotonic()
             guesses = self._model.predict(head, np.concatenate([self._last[one.request_id][1] for one in active]))
-            going: list[Wanted] = []
+            going: list[DraftRequest] = []
             for one, token, confidence in zip(active, *guesses, strict=True):
                 if token >= 0 and confidence >= MIN_CONFIDENCE:
                     tokens, supports, _ = found.get(one.request_id, ModelDraft((), ()))
@@ -61,7 +61,7 @@ class MedusaDrafts:
             self.is_measured, active = True, going
         return found
 
-    def _has_state(self, one: Wanted) -> bool:
+    def _is_state_current(self, one: DraftRequest) -> bool:
         """Return whether the hidden state before a sequence's last token is known."""
         last = self._last.get(one.request_id)
         return last is not None and last[0] == len(one.tokens) - 2

@@ -173,11 +173,11 @@ class GrammarMask:
 
     def forced_tokens(self) -> Sequence[int]:
         """See `TokenMask.forced_tokens`."""
-        return self._state.forced_tokens() if self._has_state() and self._state is not None else ()
+        return self._state.forced_tokens() if self._wait_for_mask() and self._state is not None else ()
 
     def num_allowed(self, token_ids: Sequence[int]) -> int:
         """See `TokenMask.num_allowed`."""
-        return self._state.num_allowed(token_ids) if self._has_state() and self._state is not None else 0
+        return self._state.num_allowed(token_ids) if self._wait_for_mask() and self._state is not None else 0
 
     def after_each(self, token_ids: Sequence[int]) -> "Sequence[GrammarMask]":
         """See `TokenMask.after_each`."""
@@ -198,7 +198,7 @@ class GrammarMask:
         self._owner._masking.submit(compute_all)
         return masks
 
-    def _has_state(self) -> bool:
+    def _wait_for_mask(self) -> bool:
         """Wait briefly for the mask; return whether it is known and has no error."""
         if not self.is_ready:
             with self._owner._ready:

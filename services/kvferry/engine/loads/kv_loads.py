@@ -194,7 +194,7 @@ class KvLoads:
         if loader is self._loader and not accepts_fetch(
             num_quarantined=pool.num_quarantined,
             num_blocks=pool.num_blocks,
-            num_wanted=len(job.targets),
+            num_pages=len(job.targets),
             share=_QUARANTINE_SHARE,
         ):
             full = f"{pool.num_quarantined} of {pool.num_blocks} blocks are waiting for stalled reads"

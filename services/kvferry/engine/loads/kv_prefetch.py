@@ -60,8 +60,8 @@ class KvPrefetch:
             return None
         size = self._allocator.block_tokens
         start = request.first_block * size
-        wanted = request.tokens[start : start + size]
-        if self._allocator.index.find(request.names[request.first_block], wanted) is not None:
+        tokens = request.tokens[start : start + size]
+        if self._allocator.index.find(request.names[request.first_block], tokens) is not None:
             return None
         pages = pool.allocate(count)
         if pages is None:

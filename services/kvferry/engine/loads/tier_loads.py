@@ -130,7 +130,7 @@ class TierLoads:
         """Store an object if the tiers accept it and pending stores do not hold too many pages."""
         if self._num_held + len(job.blocks) > self._allocator.pool.num_blocks * self.tiers.held_share:
             return
-        if not self.tiers.wants(job.key):
+        if not self.tiers.accepts(job.key):
             return
         number = self._next_store
         self._next_store += 1

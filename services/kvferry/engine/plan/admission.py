@@ -245,8 +245,8 @@ class Admission:
             names, tokens = sequence.name_blocks(), sequence.tokens
             hit = self._allocator.peek(names, tokens, max_tokens=limit, for_load=True)
             hit_tokens = len(hit) * self._allocator.block_tokens
-        wanted = sequence.num_tokens - hit_tokens
-        count = room.fit_scored(sequence, hit_tokens, room.fit(wanted))
+        num_uncomputed = sequence.num_tokens - hit_tokens
+        count = room.fit_scored(sequence, hit_tokens, room.fit(num_uncomputed))
         if count == 0 and not fetches:
             return False
         upto = sequence.num_tokens if fetches else hit_tokens + count
@@ -288,5 +288,5 @@ class Admission:
         self._running.append(sequence)
         self._started.append(sequence.request_id)
         planned.append(share(sequence, count))
-        room.take(wanted, count, planned[-1].num_scored)
+        room.take(num_uncomputed, count, planned[-1].num_scored)
         return True

@@ -82,10 +82,10 @@ class Pipeline:
         if hasattr(self._runner, "phases"):
             self._runner.phases = watch
 
-    def take(self, is_wanted: Callable[[ScheduledSequence], bool]) -> StepPlan | None:
+    def take(self, has_sequence: Callable[[ScheduledSequence], bool]) -> StepPlan | None:
         """Return the plan that was launched ahead and must run next; `None` if no plan was launched ahead or all its
         sequences have ended."""
-        if self._next is not None and not any(map(is_wanted, self._next.plan.scheduled)):
+        if self._next is not None and not any(map(has_sequence, self._next.plan.scheduled)):
             self.drop()
         return None if self._next is None else self._next.plan
 

@@ -132,12 +132,12 @@ class Scheduler:
                 break
             if sequence.state is not SequenceState.RUNNING:
                 continue  # preempted earlier in this loop
-            wanted = len(sequence.tokens) - sequence.num_computed
-            if may_precede and wanted > 1 and self.num_preemptions == preempted_before:
+            num_due = len(sequence.tokens) - sequence.num_computed
+            if may_precede and num_due > 1 and self.num_preemptions == preempted_before:
                 self.admission.admit(room, planned, before=sequence)
             if sequence.is_postponed and sequence.waits_for_mask:
                 continue
-            count = 1 if wanted == 1 else room.fit_scored(sequence, sequence.num_computed, room.fit(wanted))
+            count = 1 if num_due == 1 else room.fit_scored(sequence, sequence.num_computed, room.fit(num_due))
             if count == 0:
                 continue  # no budget for this prompt; decoding sequences still fit
             draft = drafts.get(sequence.request_id, ())[: room.tokens - count]
@@ -148,7 +148,7 @@ class Scheduler:
                 continue
             copies += made
             planned.append(share(sequence, count, draft, self.drafting.sources(sequence, draft)))
-            room.take(wanted, planned[-1].num_scheduled, planned[-1].num_scored)
+            room.take(num_due, planned[-1].num_scheduled, planned[-1].num_scored)
         if self.num_preemptions == preempted_before:  # otherwise pages are scarce
             self.admission.admit(room, planned)
         planned.sort(key=lambda item: item.adapter_slot)  # kernels read an adapter's weights once for adjacent rows
@@ -160,7 +160,7 @@ class Scheduler:
         If the caller launches the plan, it must be the next plan passed to `update`, before any `schedule`. While
         sequences wait that the last `schedule` could not admit, at most `_MAX_AHEAD` steps are planned in this way.
         """
-        if sum(map(self.is_wanted, plan.scheduled)) != len(self._running):
+        if sum(map(self.has_sequence, plan.scheduled)) != len(self._running):
             return None
         if len(self._waiting) and (self._may_admit or self._num_ahead >= _MAX_AHEAD):
             return None
@@ -179,7 +179,7 @@ class Scheduler:
                 updates.append(SequenceUpdate(request_id, (), None, 0, error=overdue(request_id)))
         return updates
 
-    def is_wanted(self, item: ScheduledSequence) -> bool:
+    def has_sequence(self, item: ScheduledSequence) -> bool:
         """Return whether the sequence of a scheduled item still exists."""
         sequence = self._known.get(item.request_id)
         return sequence is not None and is_same(sequence, item)

@@ -70,15 +70,15 @@ class StepBudget:
         self._of_prompts = min(self.tokens, limits.max_mixed_tokens) if self._is_mixed else self.tokens
         self._in_line = prompts + num_waiting
 
-    def fit(self, wanted: int) -> int:
-        """Return how many of a sequence's `wanted` tokens fit. If other sequences decode, every prompt but the last
+    def fit(self, num_uncomputed: int) -> int:
+        """Return how many of a sequence's uncomputed tokens fit. If other sequences decode, every prompt but the last
         takes at most half of the remaining budget, so that a short prompt does not wait for the end of a long
         prompt."""
-        most = min(wanted, self._chunk, self.tokens)
-        if is_decode(wanted):
-            return most
+        max_tokens = min(num_uncomputed, self._chunk, self.tokens)
+        if is_decode(num_uncomputed):
+            return max_tokens
         share = -(-self._of_prompts // 2) if self._is_mixed and self._in_line > 1 else self._of_prompts
-        return min(most, share)
+        return min(max_tokens, share)
 
     def fit_scored(self, sequence: Sequence, start: int, count: int) -> int:
         """Return how many of `count` tokens from position `start` fit if the rows of the prompt are scored."""
@@ -87,10 +87,10 @@ class StepBudget:
             return count
         return max(start, sequence.num_scored) + self._scored_rows - start
 
-    def take(self, wanted: int, count: int, num_scored: int = 0) -> None:
-        """Consume budget for `count` of a sequence's `wanted` tokens, of which `num_scored` have scored rows."""
+    def take(self, num_uncomputed: int, count: int, num_scored: int = 0) -> None:
+        """Consume budget for `count` of a sequence's uncomputed tokens, of which `num_scored` have scored rows."""
         self.tokens -= count
         self._scored_rows -= num_scored
-        if not is_decode(wanted):
+        if not is_decode(num_uncomputed):
             self._of_prompts -= count
             self._in_line -= 1

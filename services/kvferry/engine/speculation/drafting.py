@@ -60,10 +60,10 @@ class Drafting:
         if self.speculation is not None and item.num_drafts:
             self.speculation.verified(item.num_drafts, len(output.tokens) - 1)
 
-    def read(self, plan: StepPlan, result: StepResult, is_wanted: Callable[[ScheduledSequence], bool]) -> None:
+    def read(self, plan: StepPlan, result: StepResult, has_sequence: Callable[[ScheduledSequence], bool]) -> None:
         """See `Speculation.read`."""
         if self.speculation is not None:
-            self.speculation.read(plan, result, is_wanted)
+            self.speculation.read(plan, result, has_sequence)
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
         """Record the duration of a step."""

@@ -23,12 +23,12 @@ class Drawing(NamedTuple):
     """Tokens that end the sequence; they are not drafted."""
 
 
-class Wanted(NamedTuple):
-    """A sequence that can be drafted."""
+class DraftRequest(NamedTuple):
+    """A sequence for which draft tokens are requested."""
 
     request_id: RequestId
     tokens: Sequence[int]
-    """Its tokens."""
+    """Tokens of the sequence."""
     limit: int
     """Maximum number of draft tokens, at least 1."""
     drawing: Drawing | None = None
@@ -62,7 +62,7 @@ class ModelDrafts(Protocol):
         """Whether no sequence has a state or pages."""
         ...
 
-    def propose(self, wanted: Sequence[Wanted], depth: int) -> dict[RequestId, ModelDraft]:
+    def propose(self, requests: Sequence[DraftRequest], depth: int) -> dict[RequestId, ModelDraft]:
         """Propose at most `depth` tokens for each sequence; sequences without a draft are absent."""
         ...
 

@@ -14,7 +14,7 @@ from kvferry.engine.speculation.acceptance import FORCED, Acceptance, SequenceAc
 from kvferry.engine.speculation.draft_depth import DraftDepth
 from kvferry.engine.speculation.draft_lengths import Lengths, PayingDrafts, WholeDrafts
 from kvferry.engine.speculation.matches import TokenArray
-from kvferry.engine.speculation.model_drafts import Drawing, HiddenReader, ModelDrafts, Wanted
+from kvferry.engine.speculation.model_drafts import DraftRequest, Drawing, HiddenReader, ModelDrafts
 from kvferry.engine.speculation.proposer_choice import ExpectedDraft, ProposerChoice
 from kvferry.engine.speculation.proposers import NO_DRAFT, Draft, NgramProposer, Proposer, SuffixProposer
 from kvferry.engine.speculation.row_prices import RowPrices
@@ -56,8 +56,8 @@ class _State:
         "choice",
         "draft",
         "drawing",
-        "is_asked",
         "is_of_model",
+        "is_requested",
         "limit",
         "match",
         "other",
@@ -77,8 +77,8 @@ class _State:
         """Number of tokens before `draft`."""
         self.limit = 0
         """Maximum number of tokens of `draft`."""
-        self.is_asked = False
-        """Whether the draft model has already been asked for these tokens."""
+        self.is_requested = False
+        """Whether a draft of the model has already been requested for these tokens."""
         self.is_of_model = False
         """Whether `draft` came from the draft model."""
         self.match = 0
@@ -149,7 +149,7 @@ class Speculation:
         """Return the draft tokens of a step; a model proposes for sequences whose text has no draft or a worse one."""
         states = [(sequence, state) for sequence in decoding if (state := self._propose(sequence)) is not None]
         if model is not None:
-            self._ask(model, states, rows)
+            self._request_drafts(model, states, rows)
         proposed = [(sequence, state) for sequence, state in states if state.draft]
         if not proposed:
             return {}
@@ -186,19 +186,19 @@ class Speculation:
         for position in range(num_accepted):
             self.counts.accepted_by_position[position] += 1
 
-    def read(self, plan: StepPlan, result: StepResult, is_wanted: Callable[[ScheduledSequence], bool]) -> None:
+    def read(self, plan: StepPlan, result: StepResult, has_sequence: Callable[[ScheduledSequence], bool]) -> None:
         """Give heads the hidden states of a step's accepted tokens, before the scheduler records the step.
 
         Args:
             plan: the step.
             result: its result.
-            is_wanted: whether an item's sequence still exists.
+            has_sequence: whether an item's sequence still exists.
         """
         if self._reader is None or result.hidden is None:
             return
         first = 0
         for item in plan.scheduled:
-            if item.sampling.speculation and is_wanted(item):
+            if item.sampling.speculation and has_sequence(item):
                 hidden = result.hidden[first : first + _num_accepted(item, result)]
                 self._reader.read(item.request_id, item.num_computed, hidden)
             first += item.num_scheduled
@@ -233,7 +233,7 @@ class Speculation:
         state.tokens.extend(sequence.tokens[len(state.tokens) :])
         self._compare(state)
         draft = self._proposer.propose(state.tokens.view(), limit)
-        state.limit, state.match, state.is_asked, state.is_of_model = limit, draft.match, False, False
+        state.limit, state.match, state.is_requested, state.is_of_model = limit, draft.match, False, False
         self._take(state, sequence, draft.tokens, _supports(draft))
         return state
 
@@ -244,9 +244,9 @@ class Speculation:
             self._constrain(state, sequence, state.limit)
         state.cut_before(sequence.eos_token_ids, sequence.sampling.stop_token_ids)
 
-    def _ask(self, model: ModelDrafts, states: list[tuple[Sequence, _State]], rows: int) -> None:
+    def _request_drafts(self, model: ModelDrafts, states: list[tuple[Sequence, _State]], rows: int) -> None:
         """Let the draft model propose for the sequences whose text has no draft, or a worse one."""
-        able = [(sequence, state) for sequence, state in states if not state.is_asked and not state.is_forced]
+        able = [(sequence, state) for sequence, state in states if not state.is_requested and not state.is_forced]
         if not able:
             return
         depth = self._num_proposed(model, len(able), rows)
@@ -258,13 +258,13 @@ class Speculation:
             self._depth.advance(depth)
         if not due or not depth:
             return
-        wanted = [
-            Wanted(sequence.request_id, sequence.tokens, min(depth, state.limit), state.drawing)
+        requests = [
+            DraftRequest(sequence.request_id, sequence.tokens, min(depth, state.limit), state.drawing)
             for sequence, state in due
         ]
-        drafts = model.propose(wanted, depth)
+        drafts = model.propose(requests, depth)
         for sequence, state in due:
-            state.is_asked = True
+            state.is_requested = True
             if (draft := drafts.get(sequence.request_id)) is not None:
                 state.is_of_model, state.other = True, (state.draft, state.supports)
                 self._take(state, sequence, draft.tokens, list(draft.supports))

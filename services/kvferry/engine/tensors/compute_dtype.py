@@ -17,7 +17,7 @@ AUTO = "auto"
 
 
 def choose_dtype(
-    wanted: str,
+    setting: str,
     config: ModelConfig,
     *,
     kernels: str = "auto",
@@ -27,29 +27,29 @@ def choose_dtype(
     """Choose the data type of a model's KV; return one of `DTYPES`.
 
     Args:
-        wanted: `auto`, or one of `DTYPES`.
+        setting: `auto`, or one of `DTYPES`.
         config: the model, whose shapes are measured for `auto`.
         kernels: one of `models.build.KERNELS`.
         device: device of the model.
         clock: clock of the measurement; default: the system's clock.
 
     Raises:
-        UsageError: `wanted` is unknown.
+        UsageError: `setting` is unknown.
     """
-    if wanted in DTYPES:
-        return wanted
-    if wanted != AUTO:
-        raise UsageError(f"unknown dtype {wanted!r}; expected one of {', '.join([AUTO, *DTYPES])}", field="dtype")
-    if not is_measured(wanted, config, kernels=kernels, device=device):
+    if setting in DTYPES:
+        return setting
+    if setting != AUTO:
+        raise UsageError(f"unknown dtype {setting!r}; expected one of {', '.join([AUTO, *DTYPES])}", field="dtype")
+    if not is_measured(setting, config, kernels=kernels, device=device):
         return BFLOAT16
     from kvferry.engine.tensors.faster_dtype import faster_dtype  # imports torch; the other choices do not need it
 
     return faster_dtype(config, device=device, clock=clock or SystemClock())
 
 
-def is_measured(wanted: str, config: ModelConfig, *, kernels: str = "auto", device: str = "cpu") -> bool:
+def is_measured(setting: str, config: ModelConfig, *, kernels: str = "auto", device: str = "cpu") -> bool:
     """Return whether the choice needs a measurement, which is so with torch on a CPU. With the compiled kernels
     and on GPUs, bfloat16 has no conversion cost."""
-    if wanted != AUTO or device_kind(device) != "cpu":
+    if setting != AUTO or device_kind(device) != "cpu":
         return False
     return not level_of(resolve_kernels(kernels, config, BFLOAT16, device))

@@ -13,26 +13,26 @@ _DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/kfd"), Path("/dev/dxg"), Path("/d
 """Device nodes of the GPU drivers of NVIDIA, AMD, WSL and NVIDIA Jetson."""
 
 
-def choose_device(wanted: str, *, kernels: str = AUTO) -> str:
+def choose_device(setting: str, *, kernels: str = AUTO) -> str:
     """Choose the device of a model; return a torch device string.
 
     Args:
-        wanted: one of `DEVICES`, or `cuda:N`, the GPU with this index, which is then the only one that this process
+        setting: one of `DEVICES`, or `cuda:N`, the GPU with this index, which is then the only one that this process
             uses. `auto` selects a GPU if torch detects one and the requested kernels run on it.
         kernels: one of `models.build.KERNELS`; compiled kernels run on CPUs only.
 
     Raises:
-        UsageError: `wanted` is unknown, or it names a GPU that torch does not detect.
+        UsageError: `setting` is unknown, or it names a GPU that torch does not detect.
     """
-    name, colon, number = wanted.partition(":")
+    name, colon, number = setting.partition(":")
     if name not in DEVICES or (colon and not (name == CUDA and number.isdecimal() and len(number) < 4)):
-        raise UsageError(f"unknown device {wanted!r}; expected one of {', '.join(DEVICES)}, cuda:N", field="device")
+        raise UsageError(f"unknown device {setting!r}; expected one of {', '.join(DEVICES)}, cuda:N", field="device")
     if colon:
         _only(int(number))
-        wanted = name
-    if wanted == CPU or (wanted == AUTO and kernels.startswith(_COMPILED)):
+        setting = name
+    if setting == CPU or (setting == AUTO and kernels.startswith(_COMPILED)):
         return CPU
-    if wanted == AUTO:
+    if setting == AUTO:
         return CUDA if sees_gpu() else CPU
     if torch_sees_gpu():
         return CUDA
@@ -43,18 +43,18 @@ def choose_device(wanted: str, *, kernels: str = AUTO) -> str:
     )
 
 
-def check_driver(wanted: str) -> None:
+def check_driver(setting: str) -> None:
     """Check that a machine has a GPU driver if a GPU is requested, before processes are started and torch is imported.
 
     Args:
-        wanted: see `choose_device`.
+        setting: see `choose_device`.
 
     Raises:
         UsageError: there is no driver.
     """
-    if wanted.partition(":")[0] == CUDA and not any(driver.exists() for driver in _DRIVERS):
+    if setting.partition(":")[0] == CUDA and not any(driver.exists() for driver in _DRIVERS):
         raise UsageError(
-            f"device '{wanted}' needs a GPU, but this machine has no GPU driver (none of "
+            f"device '{setting}' needs a GPU, but this machine has no GPU driver (none of "
             f"{', '.join(map(str, _DRIVERS))}): use --device cpu, or install the driver",
             field="device",
         )

@@ -16,17 +16,17 @@ from kvferry.model.config import ModelConfig
 _log = logging.getLogger(__name__)
 
 
-def recorded_dtype(wanted: str, config: ModelConfig, *, kernels: str) -> str:
+def recorded_dtype(setting: str, config: ModelConfig, *, kernels: str) -> str:
     """Choose the data type in which this machine's CPU computes; return one of `DTYPES`.
 
     A measured choice is recorded in the cache folder. If the folder is read-only, an existing record is used; without
     one, each process measures.
 
     Raises:
-        UsageError: `wanted` is unknown.
+        UsageError: `setting` is unknown.
     """
-    if not is_measured(wanted, config, kernels=kernels):
-        return choose_dtype(wanted, config, kernels=kernels)
+    if not is_measured(setting, config, kernels=kernels):
+        return choose_dtype(setting, config, kernels=kernels)
     key = f"{platform.machine()} {_cpu_name()} torch {version('torch')} {config.name}"
     folder = cache_dir()
     try:
@@ -64,5 +64,5 @@ def _cpu_name() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
-    wanted = ("model name", "cpu family", "model\t")
-    return " ".join(line.partition(":")[2].strip() for line in lines[:30] if line.startswith(wanted))
+    prefixes = ("model name", "cpu family", "model\t")
+    return " ".join(line.partition(":")[2].strip() for line in lines[:30] if line.startswith(prefixes))

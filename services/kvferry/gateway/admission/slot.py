@@ -66,8 +66,8 @@ class RequestSlot:
     ) -> None:
         self._gate.leave(self, is_whole=kind is None)
 
-    def note_tokens(self, sample: int, count: int) -> None:
-        """See `rpc.admission.Slot.note_tokens`."""
+    def record_tokens(self, sample: int, count: int) -> None:
+        """See `rpc.admission.Slot.record_tokens`."""
         found = self._samples.get(sample)
         if found is None:
             found = self._samples[sample] = _Sample()
@@ -75,12 +75,12 @@ class RequestSlot:
                 self._gate.prefilled(self.entry, len(self._prompt(sample)))
         found.output += count
 
-    def note_usage(self, sample: int, cached_tokens: int) -> None:
-        """See `rpc.admission.Slot.note_usage`."""
+    def record_usage(self, sample: int, cached_tokens: int) -> None:
+        """See `rpc.admission.Slot.record_usage`."""
         self._samples[sample].cached = cached_tokens
 
-    def note_recomputed(self, count: int) -> None:
-        """See `rpc.admission.Slot.note_recomputed`."""
+    def record_recomputed(self, count: int) -> None:
+        """See `rpc.admission.Slot.record_recomputed`."""
         self.recomputed_tokens += count
 
     @property

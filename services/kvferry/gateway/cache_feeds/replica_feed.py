@@ -79,14 +79,14 @@ class ReplicaFeed:
 
     async def run(self) -> None:
         """Follow the feed until cancelled."""
-        backoff, said = _FIRST_BACKOFF_SECONDS, ""
+        backoff, logged = _FIRST_BACKOFF_SECONDS, ""
         while True:
             began = self._clock.monotonic()
             event, why = await self._follow()
             self._map.lost(self._address, event, why)
-            if why != said:
+            if why != logged:
                 _log.info("cache map of worker %s: %s: %s", self._address, event.value, why)
-                said = why
+                logged = why
             if self._clock.monotonic() - began >= _STEADY_SECONDS:
                 backoff = _FIRST_BACKOFF_SECONDS
             if event in _PERSISTENT:

@@ -87,12 +87,12 @@ def compare(audit: Audit, answer: AuditAnswer, replica: ReplicaMap, index: Block
         return AuditOutcome.MISMATCH, str(error)
     if len(answer.held) != len(audit.names):
         return AuditOutcome.MISMATCH, f"answers for {len(answer.held)} of {len(audit.names)} names"
-    asked = Names.read(audit.names).keys
-    phantoms = sum(not held and key not in touched for key, held in zip(asked, answer.held, strict=True))
+    audited = Names.read(audit.names).keys
+    phantoms = sum(not held and key not in touched for key, held in zip(audited, answer.held, strict=True))
     missing = sum(key not in touched and not index.holds(key, replica.bit) for key in sample)
     if phantoms or missing:
         return (
             AuditOutcome.MISMATCH,
-            f"{phantoms} of {len(asked)} blocks not cached, {missing} of {len(sample)} missing",
+            f"{phantoms} of {len(audited)} blocks not cached, {missing} of {len(sample)} missing",
         )
     return AuditOutcome.MATCH, ""

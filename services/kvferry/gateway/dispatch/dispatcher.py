@@ -34,6 +34,7 @@ from kvferry.gateway.config import DispatchConfig
 from kvferry.gateway.dispatch.ending import Ending
 from kvferry.gateway.dispatch.journal import Journal
 from kvferry.gateway.dispatch.kv_prefetch import KvPrefetches
+from kvferry.gateway.dispatch.lost_call import WorkerLost
 from kvferry.gateway.dispatch.prior_turns import Turns
 from kvferry.gateway.dispatch.releases import Releases, Sleep
 from kvferry.gateway.dispatch.route_selection import RETRY_AFTER_SECONDS, RouteSelection
@@ -41,14 +42,14 @@ from kvferry.gateway.dispatch.search_steps import SearchSteps
 from kvferry.gateway.dispatch.step_turns import StepTurns
 from kvferry.gateway.dispatch.work_records import WorkRecords
 from kvferry.gateway.dispatch.worker_calls import WorkerCalls
-from kvferry.gateway.dispatch.worker_loss import WorkerLost
 from kvferry.gateway.estimates.commitments import Commitments
 from kvferry.gateway.estimates.estimates import Estimates
 from kvferry.gateway.fleet.fleet import Fleet
 from kvferry.gateway.fleet.fleet_room import FleetRoom
 from kvferry.gateway.instruments import Instruments
 from kvferry.gateway.lifecycle.obligations import MACHINE, Event, State
-from kvferry.gateway.lifecycle.sample_run import SampleRun, Verdict, judge
+from kvferry.gateway.lifecycle.retry_decision import RetryDecision, retry_decision
+from kvferry.gateway.lifecycle.sample_run import SampleRun
 from kvferry.gateway.routing.policies import RoutingPolicies
 from kvferry.gateway.routing.routes import Route
 from kvferry.gateway.tracing.sample_trace import NO_TRACE, NoTrace, SampleTrace
@@ -288,15 +289,19 @@ class Dispatcher:
         run.trace.lost(error, address, len(run.emitted))
         if run.state in (State.PREFILLING, State.FETCHING, State.DECODING):
             run.on(Event.LOSE)
-        verdict = judge(error)
-        if verdict is Verdict.FATAL:
+        decision = retry_decision(error)
+        if decision is RetryDecision.FATAL:
             self._refuse(run, error)
-        run.failed(error, None if verdict is Verdict.DROP_TICKET else address, in_failed_step=lost.in_failed_step)
-        if verdict is Verdict.SUSPECT and address is not None:
+        run.failed(
+            error, None if decision is RetryDecision.DROP_TICKET else address, in_failed_step=lost.in_failed_step
+        )
+        if decision is RetryDecision.SUSPECT and address is not None:
             self._fleet.suspect(address, error.message)
             if run.ticket is not None:
                 run.ticket = replace(run.ticket, losses=run.ticket.losses + 1)
-        if run.ticket is not None and (verdict is Verdict.DROP_TICKET or run.ticket.losses >= _MAX_TICKET_LOSSES):
+        if run.ticket is not None and (
+            decision is RetryDecision.DROP_TICKET or run.ticket.losses >= _MAX_TICKET_LOSSES
+        ):
             self._ending.drop_ticket(run, "decode_failed")
         if run.failed_steps >= self._retry.max_failed_steps:
             raise RequestRefused(

@@ -8,9 +8,9 @@ from kvferry.core.hashing import BlockNamers
 from kvferry.core.ids import WorkerId
 from kvferry.gateway.cache_map.cache_map import CacheMap
 from kvferry.gateway.config import RoutingConfig
+from kvferry.gateway.dispatch.lost_call import WorkerLost
 from kvferry.gateway.dispatch.releases import TicketDrop
 from kvferry.gateway.dispatch.work_records import WorkRecords
-from kvferry.gateway.dispatch.worker_loss import WorkerLost
 from kvferry.gateway.fleet.fleet import Fleet
 from kvferry.gateway.instruments import Instruments
 from kvferry.gateway.lifecycle.sample_run import SampleRun

@@ -12,10 +12,10 @@ from kvferry.core.sampling import ScoredToken
 from kvferry.gateway.dispatch import calls
 from kvferry.gateway.dispatch.ending import Ending
 from kvferry.gateway.dispatch.kv_prefetch import KvPrefetches
+from kvferry.gateway.dispatch.lost_call import WorkerLost, raise_if_lost, worker_lost
 from kvferry.gateway.dispatch.prior_turns import Turns
 from kvferry.gateway.dispatch.releases import Releases
 from kvferry.gateway.dispatch.work_records import WorkRecords
-from kvferry.gateway.dispatch.worker_loss import WorkerLost, raise_if_lost, worker_lost
 from kvferry.gateway.fleet.fleet import Fleet
 from kvferry.gateway.instruments import Instruments
 from kvferry.gateway.lifecycle.obligations import MACHINE, Event, State

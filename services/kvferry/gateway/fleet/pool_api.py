@@ -198,12 +198,12 @@ class PoolApi:
             raise ApiError(f"the API server cannot be reached: {_short(error)}") from error
         if response.status >= 300:
             try:
-                said = response.read(4096).decode(errors="replace")
+                answer = response.read(4096).decode(errors="replace")
             except Exception as error:
-                said = _short(error)
+                answer = _short(error)
             finally:
                 response.close()
-            raise ApiError(_refusal(method, path, response.status, said), response.status)
+            raise ApiError(_refusal(method, path, response.status, answer), response.status)
         return response
 
     def _credentials(self) -> dict[str, str]:
@@ -212,11 +212,11 @@ class PoolApi:
         return {auth["key"]: auth["value"] for auth in auths if auth["in"] == "header" and auth["value"]}
 
 
-def _refusal(method: str, path: str, status: int, said: str) -> str:
+def _refusal(method: str, path: str, status: int, answer: str) -> str:
     with suppress(ValueError, TypeError, KeyError):
-        said = str(json.loads(said)["message"])
+        answer = str(json.loads(answer)["message"])
     remedy = "; grant it to the gateway's service account" if status in (401, 403) else ""
-    return f"{method} {path.partition('?')[0]} failed with status {status}: {said[:_MAX_MESSAGE_CHARS]}{remedy}"
+    return f"{method} {path.partition('?')[0]} failed with status {status}: {answer[:_MAX_MESSAGE_CHARS]}{remedy}"
 
 
 def _object(text: bytes) -> Mapping[str, Any]:

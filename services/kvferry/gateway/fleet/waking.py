@@ -29,7 +29,7 @@ class Waker:
         self._clock = clock
         self._sleep = sleep
         self._policy = WakePolicy()
-        self._is_wanted = asyncio.Event()
+        self._is_requested = asyncio.Event()
         self.num_wakes = 0
         """Number of times that a role was scaled from 0 to 1."""
         self.failure = ""
@@ -37,13 +37,13 @@ class Waker:
 
     def want(self) -> None:
         """Start checking the scalers immediately, because a request is held."""
-        self._is_wanted.set()
+        self._is_requested.set()
 
     async def run(self) -> None:
         """Check the scalers every second while a request is held, until cancelled."""
         while True:
-            await self._is_wanted.wait()
-            self._is_wanted.clear()
+            await self._is_requested.wait()
+            self._is_requested.clear()
             while self._holding.num_held:
                 await self.check()
                 await self._sleep(_LOOK_SECONDS)

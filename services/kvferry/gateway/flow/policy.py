@@ -30,20 +30,20 @@ class TenantPolicy:
     max_queued: int | None = None
     max_queued_bytes: int | None = None
 
-    def priority_of(self, asked: int) -> int:
-        """Return the priority of a request with priority `asked`; 0, the default, becomes the nearest allowed one.
+    def priority_of(self, requested: int) -> int:
+        """Return the priority of a request with priority `requested`; 0, the default, becomes the nearest allowed one.
 
         Raises:
             Forbidden: the tenant may not use this priority.
         """
         low, high = self.priority
-        if low <= asked <= high:
-            return asked
-        if asked == 0:
+        if low <= requested <= high:
+            return requested
+        if requested == 0:
             return low if low > 0 else high
         raise Forbidden(
-            f"priority {asked} is outside this tenant's range {low} to {high}; use a priority in the range, or leave "
-            "it out",
+            f"priority {requested} is outside this tenant's range {low} to {high}; use a priority in the range, or "
+            "leave it out",
             reason="PRIORITY_FORBIDDEN",
             field="priority",
         )

@@ -121,13 +121,13 @@ class ClientApi:
 
     async def _model(self, request: Request) -> Response:
         tenant = self.caller(request).tenant
-        asked = request.path_params["model"]
+        name = request.path_params["model"]
         for card in self._cards():
-            if card.id == asked:
-                self.service.check_access(tenant, asked)
+            if card.id == name:
+                self.service.check_access(tenant, name)
                 return Response(openai_reply.encode(card), media_type=JSON)
         raise UnknownModel(
-            f"model {shortened(asked)!r} is not served here; use {self.service.model.name!r}", field="model"
+            f"model {shortened(name)!r} is not served here; use {self.service.model.name!r}", field="model"
         )
 
     def _may_use(self, tenant: str, model: str) -> bool:

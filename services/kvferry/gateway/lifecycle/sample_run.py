@@ -2,19 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 
-from kvferry.core.errors import (
-    GenerationFailed,
-    InvariantBroken,
-    KvferryError,
-    ModelFileError,
-    Overloaded,
-    RequestCancelled,
-    TicketRejected,
-    Unavailable,
-    UnknownModel,
-)
+from kvferry.core.errors import KvferryError
 from kvferry.core.philox import uniform
 from kvferry.core.sampling import FinishReason, SampledToken, ScoredToken
 from kvferry.gateway.config import RetryConfig
@@ -27,35 +16,6 @@ from kvferry.model.requests.pooling import PoolingParams
 from kvferry.rpc.text.token_source import KvReport, Timing, TokenEvent, TokenRequest
 
 _MAX_REPORTS = 16
-
-
-class Verdict(StrEnum):
-    """Classification of a worker's error; determines the next attempt."""
-
-    FATAL = "fatal"
-    """The request would fail on any worker."""
-    ELSEWHERE = "elsewhere"
-    """This worker is at capacity or failed only this sample; retry on a different worker."""
-    SUSPECT = "suspect"
-    """This worker is broken or unreachable."""
-    DROP_TICKET = "drop_ticket"
-    """The worker works, but the ticket is invalid."""
-
-
-def judge(error: KvferryError) -> Verdict:
-    """Classify the error of a call to a worker."""
-    match error:
-        case TicketRejected():
-            return Verdict.DROP_TICKET
-        case Overloaded() | GenerationFailed():
-            return Verdict.ELSEWHERE
-        case UnknownModel(reason="ADAPTER_NOT_LOADED"):
-            return Verdict.ELSEWHERE  # the adapter was replaced or removed there since the worker's last status
-        case Unavailable() | RequestCancelled() | InvariantBroken() | ModelFileError():
-            # CANCELLED without a local cancellation: the server is shutting down.
-            return Verdict.SUSPECT
-        case _:
-            return Verdict.FATAL
 
 
 @dataclass(frozen=True, slots=True)

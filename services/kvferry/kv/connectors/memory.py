@@ -8,6 +8,7 @@ import msgspec
 
 from kvferry.core.epochs import EpochTable
 from kvferry.core.ids import BlockId, Incarnation
+from kvferry.kv.connectors.checks import check_address
 from kvferry.kv.connectors.windows import CompletedRead, Pages, as_pages, copy_pages, copy_raw, epochs_of
 from kvferry.kv.interface.connector import PageMemory, Peer, Read, ReadError, TransportSetup
 from kvferry.kv.interface.packed import unpacked
@@ -48,8 +49,7 @@ class MemoryTransport:
             named = unpacked(address, str)
         except msgspec.DecodeError as error:
             raise ReadError("the peer's address is malformed") from error
-        if named != peer.incarnation:
-            raise ReadError(f"worker {peer.worker_id}: the address is of incarnation {named}, not {peer.incarnation}")
+        check_address(peer, named)
         self._connected.add(peer.incarnation)
         self._find(peer)
 

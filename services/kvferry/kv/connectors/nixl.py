@@ -30,7 +30,7 @@ from kvferry.core.ids import BlockId, Incarnation
 from kvferry.core.process.exit_threads import start_thread
 from kvferry.core.process.struct_types import describe
 from kvferry.kv.connectors.address_proof import checked, proved
-from kvferry.kv.connectors.page_ids import check_page_ids
+from kvferry.kv.connectors.checks import allocated, check_address, check_page_ids
 from kvferry.kv.interface.connector import PageMemory, Peer, Read, ReadError, TransportSetup
 from kvferry.kv.interface.packed import unpacked
 
@@ -189,12 +189,8 @@ class NixlTransport:
             where = unpacked(checked(self._secrets, address), _Address)
         except msgspec.DecodeError as error:
             raise ReadError("the peer's address is malformed") from error
-        if where.incarnation != peer.incarnation:
-            raise ReadError(
-                f"worker {peer.worker_id}: the address is of incarnation {where.incarnation}, not {peer.incarnation}"
-            )
-        if self._own is None:
-            raise ReadError("this worker has no pages")
+        check_address(peer, where.incarnation)
+        allocated(self._own)
         with self._lock:
             if peer.incarnation in self._remotes:
                 return
@@ -202,9 +198,7 @@ class NixlTransport:
                 name = self._agent.add_remote_agent(where.metadata)
                 name = name.decode() if isinstance(name, bytes) else name
                 if name != peer.incarnation:
-                    raise ReadError(
-                        f"worker {peer.worker_id}: the NIXL metadata is of agent {name}, not {peer.incarnation}"
-                    )
+                    raise ReadError(f"worker {peer.worker_id}: metadata of agent {name}, not {peer.incarnation}")
                 pages = self._prepare(name, where.pages, where.num_blocks, where.block_bytes)
                 epochs = self._prepare(name, where.epochs, where.num_blocks, _EPOCH_BYTES)
             except _NIXL_ERRORS as error:
@@ -212,17 +206,14 @@ class NixlTransport:
             self._remotes[peer.incarnation] = _Remote(name, pages, epochs, where)
 
     def read(self, peer: Peer, remote: Sequence[int], local: Sequence[BlockId]) -> Read:
-        if self._own is None:
-            raise ReadError("this worker has no pages")
+        own = allocated(self._own)
         if len(remote) != len(local):
             raise ReadError(f"cannot read {len(remote)} pages into {len(local)}")
-        check_page_ids(local, self._own.num_blocks, "this worker")
+        check_page_ids(local, own.num_blocks, "this worker")
         with self._lock:
-            remote_pages = self._find(peer)
-        if remote_pages.block_bytes != self._own.block_bytes:
-            raise ReadError(
-                f"the peer's pages have {remote_pages.block_bytes} bytes, this worker's {self._own.block_bytes}"
-            )
+            theirs = self._find(peer)
+        if theirs.block_bytes != own.block_bytes:
+            raise ReadError(f"the peer's pages have {theirs.block_bytes} bytes, this worker's {own.block_bytes}")
         return self._post(peer, "pages", remote, self._own_pages, local)
 
     def staging(self, num_bytes: int) -> memoryview:
@@ -240,26 +231,22 @@ class NixlTransport:
             place = self._staging.get(base)
             if place is None:
                 raise ReadError("cannot read pages into memory that `staging` did not allocate")
-            if len(into) != len(remote) * size or len(into) > len(place.memory):
-                raise ReadError(
-                    f"cannot read {len(remote)} pages of {size} B into {len(into)} of {len(place.memory)} B of staging "
-                    "memory"
-                )
+            if not len(remote) * size == len(into) <= len(place.memory):
+                raise ReadError(f"{len(remote)} pages of {size} B do not fill {len(into)} of {len(place.memory)} B")
             if size not in place.lists:
                 place.lists[size] = self._prepare("", base, len(place.memory) // size, size)
         return self._post(peer, "pages", remote, place.lists[size], range(len(remote)))
 
     def read_epochs(self, peer: Peer, remote: Sequence[int], timeout: float) -> list[int]:
-        if self._own is None:
-            raise ReadError("this worker has no pages")
+        own = allocated(self._own)
         deadline = self._clock.monotonic() + timeout
         if not self._landing_lock.acquire(timeout=timeout):
             raise ReadError(f"earlier epoch reads took longer than {timeout:.2f} s")
         try:
             found: list[int] = []
-            most = self._own.num_blocks  # a prompt has more pages than this if the peer's blocks are smaller
-            for i in range(0, max(1, len(remote)), most):
-                found += self._read_epochs(peer, remote[i : i + most], deadline, timeout)
+            count = own.num_blocks  # a prompt has more pages than this if the peer's blocks are smaller
+            for i in range(0, max(1, len(remote)), count):
+                found += self._read_epochs(peer, remote[i : i + count], deadline, timeout)
             return found
         finally:
             self._landing_lock.release()

@@ -19,6 +19,7 @@ import msgspec
 
 from kvferry.core.ids import BlockId, Incarnation
 from kvferry.core.process.struct_types import describe
+from kvferry.kv.connectors.checks import allocated, check_address
 from kvferry.kv.connectors.windows import CompletedRead, Pages, as_pages, copy_pages, copy_raw, epochs_of
 from kvferry.kv.interface.connector import PageMemory, Peer, Read, ReadError, TransportSetup
 from kvferry.kv.interface.packed import unpacked
@@ -101,21 +102,12 @@ class ShmTransport:
             where = unpacked(address, _Address)
         except msgspec.DecodeError as error:
             raise ReadError("the peer's address is malformed") from error
-        if where.incarnation != peer.incarnation:
-            raise ReadError(
-                f"worker {peer.worker_id}: the address is of incarnation {where.incarnation}, not {peer.incarnation}"
-            )
-        if where.num_blocks < 1 or where.block_bytes < 1:
-            raise ReadError(
-                f"worker {peer.worker_id}: the address has {where.num_blocks} pages of {where.block_bytes} bytes; both "
-                "must be positive"
-            )
+        check_address(peer, where.incarnation, where.num_blocks, where.block_bytes)
         self._peers[peer.incarnation] = _open_peer(where)
 
     def read(self, peer: Peer, remote: Sequence[int], local: Sequence[BlockId]) -> Read:
-        if self._own is None:
-            raise ReadError("this worker has no pages")
-        copy_pages(self._find(peer).pages, remote, self._own.pages, local)
+        own = allocated(self._own)
+        copy_pages(self._find(peer).pages, remote, own.pages, local)
         return CompletedRead()
 
     def staging(self, num_bytes: int) -> memoryview:

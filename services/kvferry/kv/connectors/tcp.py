@@ -18,7 +18,7 @@ from kvferry.core.errors import UsageError
 from kvferry.core.ids import BlockId, Incarnation
 from kvferry.core.process.struct_types import describe
 from kvferry.kv.connectors import tcp_wire as wire
-from kvferry.kv.connectors.page_ids import check_page_ids
+from kvferry.kv.connectors.checks import allocated, check_address, check_page_ids
 from kvferry.kv.connectors.tcp_read import ParallelRead, TcpRead, split_buffers
 from kvferry.kv.connectors.tcp_server import PageServer, runs
 from kvferry.kv.connectors.windows import CompletedRead
@@ -142,18 +142,8 @@ class TcpTransport:
             where = unpacked(address, _Address)
         except msgspec.DecodeError as error:
             raise ReadError("the peer's address is malformed") from error
-        own = self._where
-        if own is None:
-            raise ReadError("this worker has no pages")
-        if where.incarnation != peer.incarnation:
-            raise ReadError(
-                f"worker {peer.worker_id}: the address is of incarnation {where.incarnation}, not {peer.incarnation}"
-            )
-        if min(where.num_blocks, where.block_bytes) < 1:
-            raise ReadError(
-                f"worker {peer.worker_id}: the address has {where.num_blocks} pages of {where.block_bytes} bytes; both "
-                "must be positive"
-            )
+        allocated(self._where)
+        check_address(peer, where.incarnation, where.num_blocks, where.block_bytes)
         owner = _Owner(where, wire.connection_key(self._setup.secrets[0], Incarnation(where.incarnation)))
         try:
             owner.give_back(owner.take(_CONNECT_SECONDS))
@@ -166,15 +156,14 @@ class TcpTransport:
 
     def read(self, peer: Peer, remote: Sequence[int], local: Sequence[BlockId]) -> Read:
         owner = self._find(peer)
-        if self._memory is None or self._where is None:
-            raise ReadError("this worker has no pages")
+        own, memory = allocated(self._where), allocated(self._memory)
         if len(remote) != len(local):
             raise ReadError(f"cannot read {len(remote)} pages into {len(local)}")
-        size = self._where.block_bytes
+        size = own.block_bytes
         if owner.where.block_bytes != size:
             raise ReadError(f"the peer's pages have {owner.where.block_bytes} bytes, this worker's {size}")
-        check_page_ids(local, self._where.num_blocks, "this worker")
-        pages = self._memory.pages
+        check_page_ids(local, own.num_blocks, "this worker")
+        pages = memory.pages
         return self._start(owner, remote, [pages[a * size : b * size] for a, b in runs(local)])
 
     def staging(self, num_bytes: int) -> memoryview:

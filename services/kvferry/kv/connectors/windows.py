@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from kvferry.core.epochs import EpochTable
 from kvferry.core.ids import BlockId
-from kvferry.kv.connectors.page_ids import check_page_ids
+from kvferry.kv.connectors.checks import check_page_ids
 from kvferry.kv.interface.connector import ReadError
 
 Pages = npt.NDArray[np.uint8]

@@ -281,15 +281,15 @@ class OfferBook(Generic[P]):
         return [offer.pages]
 
 
-def check_incarnation(asked: str, mine: str) -> None:
-    """Check that a message is for this incarnation of this worker.
+def check_incarnation(named: str, own: str) -> None:
+    """Check that the incarnation named in a message is the `own` one of this worker.
 
     Raises:
         TicketRejected: the message is for a different incarnation.
     """
-    if asked != mine:
+    if named != own:
         raise TicketRejected(
-            f"the ticket is for incarnation {asked!r}, but this worker has restarted as {mine!r} with new pages",
+            f"the ticket is for incarnation {named!r}, but this worker has restarted as {own!r} with new pages",
             reason="TICKET_INCARNATION",
             field="incarnation",
         )

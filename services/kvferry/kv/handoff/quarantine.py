@@ -6,10 +6,10 @@ which costs time but does not expose further pages to a transport.
 """
 
 
-def accepts_fetch(*, num_quarantined: int, num_blocks: int, num_wanted: int, share: float) -> bool:
-    """Return whether a fetch into `num_wanted` pages may begin.
+def accepts_fetch(*, num_quarantined: int, num_blocks: int, num_pages: int, share: float) -> bool:
+    """Return whether a fetch into `num_pages` pages may begin.
 
-    The bound is `share` of the pool's `num_blocks` pages, but at least `num_wanted` pages, so that fetches are possible
+    The bound is `share` of the pool's `num_blocks` pages, but at least `num_pages` pages, so that fetches are possible
     in a small pool too: one stalled fetch does not block the next fetch, but two may.
     """
-    return num_quarantined <= 0 or num_quarantined < max(share * num_blocks, num_wanted)
+    return num_quarantined <= 0 or num_quarantined < max(share * num_blocks, num_pages)

@@ -86,7 +86,7 @@ def digest_tokens(tokens: Sequence[int]) -> bytes:
 
 
 class Keyring:
-    """Ticket keys of the cluster. The first key seals tickets and every key opens them, so that keys can be rotated."""
+    """Ticket keys of the pool. The first key seals tickets and every key opens them, so that keys can be rotated."""
 
     def __init__(self, secrets: Sequence[bytes]) -> None:
         """

@@ -88,7 +88,7 @@ class KvTiers(KvLoader, Protocol):
         """Start reading the source's objects into host memory; `cancel` of the request stops this."""
         ...
 
-    def wants(self, key: ObjectKey) -> bool:
+    def accepts(self, key: ObjectKey) -> bool:
         """Return whether any tier would store this object."""
         ...
 

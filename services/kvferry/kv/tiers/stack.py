@@ -112,7 +112,7 @@ class TierStack:
             self._memory, tuple(self._slow.values()), block_bytes * self._object_pages, listener, self._count
         )
         self._jobs: dict[int, _Job] = {}
-        self._wanted: dict[BlockHash, set[RequestId]] = {}
+        self._waiting_requests: dict[BlockHash, set[RequestId]] = {}
         """Requests that wait for an object whose prefetch is queued, by the object's name."""
         self._lock = threading.Lock()  # guards the two fields above and `stats`; not held during blocking calls
         self._closing = threading.Event()
@@ -146,11 +146,11 @@ class TierStack:
             if where == "dram" or self._memory.lookup([key], 0.0)[0] is not Presence.NO:
                 continue
             with self._lock:
-                waiting = self._wanted.get(key.name)
+                waiting = self._waiting_requests.get(key.name)
                 if waiting is not None:
                     waiting.add(request_id)
                     continue
-                self._wanted[key.name] = {request_id}
+                self._waiting_requests[key.name] = {request_id}
             self._fetching.submit(self._prefetch_kv, key, where, source.seconds)
 
     def start(
@@ -171,10 +171,10 @@ class TierStack:
             start = (source.first_object + index) * size - first_block
             if start + size > len(targets):
                 raise InvariantBroken(f"{len(targets)} targets do not cover object {index}")
-            wanted = targets[max(0, start) : start + size]
+            pages = targets[max(0, start) : start + size]
             aside = [self._block(scratch, i) for i in range(max(0, -start))]
-            made.into.append([*aside, *(self._block(self._pages, b) for b in wanted)])
-            made.pages.append(wanted)
+            made.into.append([*aside, *(self._block(self._pages, b) for b in pages)])
+            made.pages.append(pages)
         made.left = len(made.into)
         made.arrived = [False] * made.left
         with self._lock:
@@ -184,7 +184,7 @@ class TierStack:
         for i in range(len(made.into)):
             self._loading.submit(self._load, made, i, source.keys[first + i], source.sources[first + i])
 
-    def wants(self, key: ObjectKey) -> bool:
+    def accepts(self, key: ObjectKey) -> bool:
         if self._memory is not None:
             return self._memory.lookup([key], 0.0)[0] is Presence.NO
         return not self._behind.was_given(key)
@@ -198,8 +198,8 @@ class TierStack:
             for job in self._jobs.values():
                 if job.request_id == request_id:
                     job.cancelled.set()
-            for name in [n for n, waiting in self._wanted.items() if request_id in waiting]:
-                self._wanted[name].discard(request_id)
+            for name in [n for n, waiting in self._waiting_requests.items() if request_id in waiting]:
+                self._waiting_requests[name].discard(request_id)
 
     @property
     def num_active(self) -> int:
@@ -255,8 +255,8 @@ class TierStack:
 
     def _prefetch_kv(self, key: ObjectKey, where: str, seconds: float) -> None:
         with self._lock:
-            wanted = self._wanted.pop(key.name)
-        if wanted and not self._closing.is_set():
+            requests = self._waiting_requests.pop(key.name)
+        if requests and not self._closing.is_set():
             try:
                 self._into_memory(key, where, self._clock.monotonic() + seconds)
             except TierError as error:

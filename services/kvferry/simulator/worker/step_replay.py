@@ -126,7 +126,7 @@ class StepReplay:
         """Plan a step, as `Engine.step` does."""
         self._loads.take_in()
         self._loads.store_full_objects()
-        plan = self._pipeline.take(self.scheduler.is_wanted) or self.scheduler.schedule()
+        plan = self._pipeline.take(self.scheduler.has_sequence) or self.scheduler.schedule()
         self._loads.start_planned()
         self.scheduler.take_started()
         return plan

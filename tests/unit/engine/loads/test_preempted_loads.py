@@ -51,7 +51,7 @@ class DictTiers:
     def prefetch(self, request_id: RequestId, source: TierSource) -> None:
         pass
 
-    def wants(self, key: ObjectKey) -> bool:
+    def accepts(self, key: ObjectKey) -> bool:
         return key.name not in self.kept
 
     def store(self, job: int, key: ObjectKey, pages: Sequence[BlockId]) -> None:

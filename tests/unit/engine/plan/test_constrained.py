@@ -121,9 +121,9 @@ def test_a_step_ahead_of_a_postponed_token_does_not_belong_to_its_sequence() -> 
     masks.made[0].late = 1000
     (now,) = engine.scheduler.schedule().scheduled
     ahead = replace(now, num_computed=3, num_scheduled=1, mask=masks.made[0].following())
-    assert engine.scheduler.is_wanted(ahead)
+    assert engine.scheduler.has_sequence(ahead)
     engine.scheduler.update(StepPlan((now,)), StepResult({}, postponed=frozenset({now.request_id})))
-    assert not engine.scheduler.is_wanted(ahead)
+    assert not engine.scheduler.has_sequence(ahead)
     failed = StepResult({}, failures={now.request_id: InvalidRequest("a logit is not finite", field="prompt")})
     assert engine.scheduler.update(StepPlan((ahead,)), failed) == []
     assert not engine.is_idle

@@ -10,7 +10,7 @@ from harness.drafts.walk import MODELS, TEXTS, WRONG, Walk
 from harness.fakes.engines import FIRST_STATE, expected_tokens, state_after
 
 from kvferry.core.ids import RequestId
-from kvferry.engine.speculation.model_drafts import Wanted
+from kvferry.engine.speculation.model_drafts import DraftRequest
 
 
 def walks(seeds: range) -> Counter[str]:
@@ -46,10 +46,10 @@ def test_two_thousand_interleavings() -> None:
 
 
 def test_medusa_heads_wait_for_the_first_hidden_state() -> None:
-    one = Wanted(RequestId("a"), [5], 3)
+    one = DraftRequest(RequestId("a"), [5], 3)
     drafts = medusa_drafts(lambda: False)
     assert drafts.propose([one], 3) == {}
     drafts.read(RequestId("a"), 0, np.array([[0, 5, state_after(FIRST_STATE, 5)]], np.float32))
     assert drafts.propose([one], 3) == {}, "the token after the hidden state is not known yet"
     tokens = [5, *expected_tokens([5], 4)]
-    assert drafts.propose([Wanted(RequestId("a"), tokens[:2], 3)], 3)[RequestId("a")].tokens == tuple(tokens[2:5])
+    assert drafts.propose([DraftRequest(RequestId("a"), tokens[:2], 3)], 3)[RequestId("a")].tokens == tuple(tokens[2:5])

@@ -21,7 +21,7 @@ from kvferry.engine.speculation.acceptance import (
 )
 from kvferry.engine.speculation.draft_lengths import PayingDrafts
 from kvferry.engine.speculation.matches import Tokens
-from kvferry.engine.speculation.model_drafts import ModelDraft, Wanted
+from kvferry.engine.speculation.model_drafts import DraftRequest, ModelDraft
 from kvferry.engine.speculation.proposer_choice import (
     FIRST_PAUSE,
     HYSTERESIS,
@@ -228,9 +228,9 @@ def test_an_engine_uses_the_proposer_that_is_right_and_cheap(right_from: int, he
     calls: list[int] = []
     propose = head.propose
 
-    def watched(wanted: Sequence[Wanted], depth: int) -> dict[RequestId, ModelDraft]:
-        calls.append(len(wanted[0].tokens))
-        return propose(wanted, depth)
+    def watched(requests: Sequence[DraftRequest], depth: int) -> dict[RequestId, ModelDraft]:
+        calls.append(len(requests[0].tokens))
+        return propose(requests, depth)
 
     head.propose = watched  # type: ignore[method-assign]
     assert run_until_idle(engine) == {"a": expected_tokens([1, 2, 3], 380)}

@@ -1,39 +1,17 @@
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.core import errors
 from kvferry.core.errors import Unavailable
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import SampledToken, SamplingParams
 from kvferry.gateway.config import RetryConfig
-from kvferry.gateway.lifecycle.sample_run import SampleRun, Verdict, judge
+from kvferry.gateway.lifecycle.sample_run import SampleRun
 from kvferry.rpc.text.token_source import TokenRequest
 
 
 def run(seed: int = 1, max_tokens: int = 5) -> SampleRun:
     wishes = SamplingParams(max_tokens=max_tokens, seed=seed)
     return SampleRun(TokenRequest(RequestId("r"), (1, 2), wishes, arrived=10.0))
-
-
-@pytest.mark.parametrize(
-    ("kind", "verdict"),
-    [
-        (errors.InvalidRequest, Verdict.FATAL),
-        (errors.Unauthenticated, Verdict.FATAL),
-        (errors.UnknownModel, Verdict.FATAL),
-        (errors.DeadlinePassed, Verdict.FATAL),
-        (errors.UsageError, Verdict.FATAL),
-        (errors.Overloaded, Verdict.ELSEWHERE),
-        (errors.TicketRejected, Verdict.DROP_TICKET),
-        (errors.Unavailable, Verdict.SUSPECT),
-        (errors.RequestCancelled, Verdict.SUSPECT),
-        (errors.InvariantBroken, Verdict.SUSPECT),
-        (errors.ModelFileError, Verdict.SUSPECT),
-    ],
-)
-def test_the_verdict_on_each_error(kind, verdict):
-    assert judge(kind("x")) is verdict
 
 
 def test_a_token_clears_failures_and_counts_a_resumption():

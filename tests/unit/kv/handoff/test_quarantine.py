@@ -17,4 +17,4 @@ from kvferry.kv.handoff.quarantine import accepts_fetch
     ],
 )
 def test_five_percent_or_one_request(quarantined: int, blocks: int, wanted: int, accepted: bool) -> None:
-    assert accepted == accepts_fetch(num_quarantined=quarantined, num_blocks=blocks, num_wanted=wanted, share=0.05)
+    assert accepted == accepts_fetch(num_quarantined=quarantined, num_blocks=blocks, num_pages=wanted, share=0.05)

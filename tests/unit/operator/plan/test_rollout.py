@@ -20,8 +20,8 @@ def all_ready(role: str, revision: str, desired: int, ready: int) -> int:
 
 def world(**roles: tuple[int, Mapping[str, tuple[int, int]]]) -> list[RoleState]:
     return [
-        RoleState(name, wanted, {rev: Count(*pods) for rev, pods in revisions.items()})
-        for name, (wanted, revisions) in roles.items()
+        RoleState(name, replicas, {rev: Count(*pods) for rev, pods in revisions.items()})
+        for name, (replicas, revisions) in roles.items()
     ]
 
 
@@ -36,7 +36,7 @@ def apply(roles: list[RoleState], revision: str, rollout: Rollout, ready: Ready)
             still = min(role.of(rev).ready, desired)
             if desired:
                 counts[rev] = Count(desired, max(still, min(desired, ready(role.name, rev, desired, still))))
-        after.append(RoleState(role.name, role.wanted, counts))
+        after.append(RoleState(role.name, role.replicas, counts))
     return after
 
 
@@ -163,19 +163,19 @@ rollouts = st.builds(
 
 @settings(max_examples=200, deadline=None)
 @given(
-    wanted=st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(1, 4)),
+    replicas=st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(1, 4)),
     rollout=rollouts,
     targets=st.lists(st.sampled_from("abc"), min_size=1, max_size=5),
     steps=st.integers(1, 6),
     readiness=st.randoms(use_true_random=False),
 )
-def test_the_bounds_of_a_rollout_hold(wanted, rollout, targets, steps, readiness):
+def test_the_bounds_of_a_rollout_hold(replicas, rollout, targets, steps, readiness):
     """In every step surge and availability stay within their bounds, in any order of readiness and for any changes of
     the target; the rollout ends.
     """
     names = ("prefill", "decode", "both")
-    roles = [RoleState(name, n, {"a": Count(n, n)}) for name, n in zip(names, wanted, strict=True)]
-    bounds = {role.name: Bounds.of(rollout, role.wanted) for role in roles}
+    roles = [RoleState(name, n, {"a": Count(n, n)}) for name, n in zip(names, replicas, strict=True)]
+    bounds = {role.name: Bounds.of(rollout, role.replicas) for role in roles}
 
     live: list[int] = []
 
@@ -184,13 +184,13 @@ def test_the_bounds_of_a_rollout_hold(wanted, rollout, targets, steps, readiness
 
     def check(roles: list[RoleState]) -> None:
         for role in roles:
-            assert role.total <= role.wanted + bounds[role.name].surge
-            assert role.ready >= role.wanted - bounds[role.name].unavailable
+            assert role.total <= role.replicas + bounds[role.name].surge
+            assert role.ready >= role.replicas - bounds[role.name].unavailable
         paired = [role for role in roles if role.name in PAIRED]
         live.append(len({rev for role in paired for rev in role.pods}))
         if max(live) > 2:
             return  # a change overtook another, so only the bounds of each role are guaranteed
-        floor = 1 - max(Fraction(bounds[role.name].unavailable, role.wanted) for role in paired)
+        floor = 1 - max(Fraction(bounds[role.name].unavailable, role.replicas) for role in paired)
         assert capacity(paired) >= floor
 
     for target in targets:
@@ -202,35 +202,35 @@ def test_the_bounds_of_a_rollout_hold(wanted, rollout, targets, steps, readiness
         check(roles)
         if next_step(roles, targets[-1], rollout).done:
             break
-    assert all(dict(role.revisions) == {targets[-1]: Count(role.wanted, role.wanted)} for role in roles)
+    assert all(dict(role.revisions) == {targets[-1]: Count(role.replicas, role.replicas)} for role in roles)
 
 
 @settings(max_examples=200, deadline=None)
 @given(
     had=st.tuples(st.integers(0, 9), st.integers(0, 9)),
-    wanted=st.tuples(st.integers(0, 9), st.integers(0, 9)),
+    replicas=st.tuples(st.integers(0, 9), st.integers(0, 9)),
     rollout=rollouts,
 )
-def test_a_change_of_pods_and_of_numbers_at_once_ends(had, wanted, rollout):
+def test_a_change_of_pods_and_of_numbers_at_once_ends(had, replicas, rollout):
     roles = [
         RoleState(name, n, {"a": Count(was, was)})
-        for name, n, was in zip(("prefill", "decode"), wanted, had, strict=True)
+        for name, n, was in zip(("prefill", "decode"), replicas, had, strict=True)
     ]
     for _ in range(100):
         if next_step(roles, "b", rollout).done:
             break
         roles = apply(roles, "b", rollout, all_ready)
-    assert [role.of("b").ready for role in roles] == list(wanted)
+    assert [role.of("b").ready for role in roles] == list(replicas)
     assert all(role.total == role.of("b").desired for role in roles)
 
 
 @settings(max_examples=100, deadline=None)
-@given(wanted=st.tuples(st.integers(1, 12), st.integers(1, 12)), rollout=rollouts)
-def test_no_role_gets_ahead_by_more_than_max_skew(wanted, rollout):
-    roles = [RoleState(name, n, {"a": Count(n, n)}) for name, n in zip(("prefill", "decode"), wanted, strict=True)]
+@given(replicas=st.tuples(st.integers(1, 12), st.integers(1, 12)), rollout=rollouts)
+def test_no_role_gets_ahead_by_more_than_max_skew(replicas, rollout):
+    roles = [RoleState(name, n, {"a": Count(n, n)}) for name, n in zip(("prefill", "decode"), replicas, strict=True)]
     while not next_step(roles, "b", rollout).done:
         before = min(role.share("b") for role in roles)
         roles = apply(roles, "b", rollout, all_ready)
         for role in roles if any(role.of("a").desired for role in roles) else ():
-            ahead = Fraction(role.of("b").desired, role.wanted) - before
-            assert ahead <= Fraction(rollout.max_skew, 100) + Fraction(1, role.wanted)
+            ahead = Fraction(role.of("b").desired, role.replicas) - before
+            assert ahead <= Fraction(rollout.max_skew, 100) + Fraction(1, role.replicas)

@@ -6,9 +6,9 @@ import pytest
 from unit.operator.pools import pool
 
 from kvferry.operator.plan.actions import Problem
+from kvferry.operator.plan.conditions.certificates import TlsSeen
 from kvferry.operator.plan.rollout import Count, RoleState
 from kvferry.operator.plan.status import Observed, first_status, status_of, unreadable_status
-from kvferry.operator.plan.verdicts.certificates import TlsSeen
 from kvferry.operator.pool.facts import FleetReport, WorkerReport
 from kvferry.operator.pool.names import Condition
 
@@ -195,7 +195,7 @@ def test_a_transition_time_moves_only_on_a_flip():
     assert [t["Progressing"] for t in times] == ["1", "1", "3"]
 
 
-def test_roles_show_ready_of_wanted_and_omit_removed_ones():
+def test_roles_show_ready_of_all_replicas_and_omit_removed_ones():
     roles = [
         RoleState("prefill", 3, {"r": Count(2, 1), "q": Count(1, 1), "o": Count(0, 0)}),
         RoleState("both", 0, {}),

@@ -32,7 +32,7 @@ def test_requests_come_in_order_with_unique_numbers(
         num_prefixes=2, num_turns=turns, turn_seconds=1.5,
     )  # fmt: skip
     made = list(demand.requests(TAPE, seed))
-    assert [r.number for r in made] == list(range(count))
+    assert [r.index for r in made] == list(range(count))
     assert [r.at for r in made] == sorted(r.at for r in made)
     assert made == list(demand.requests(TAPE, seed))
 

@@ -132,5 +132,5 @@ async def test_a_probe_of_too_many_names_is_refused() -> None:
     names = [b"x" * 32] * (kv_events.MAX_PROBED_NAMES + 1)
     with pytest.raises(InvalidRequest, match="names has 257 items"):
         await service.Probe(kv_events_pb2.ProbeRequest(names=names), None)  # type: ignore[arg-type]
-    with pytest.raises(InvalidRequest, match="num_samples is 1000"):
+    with pytest.raises(InvalidRequest, match="num_samples must be at most 256, not 1000"):
         await service.Probe(kv_events_pb2.ProbeRequest(num_samples=1000), None)  # type: ignore[arg-type]

@@ -76,8 +76,8 @@ def _refusal(kind: type[Strict], errors: list[ErrorDetails]) -> InvalidRequest:
 def _expectation(message: str) -> str:
     """Convert pydantic's message about a value, such as `Input should be a valid integer, got a number with a
     fractional part`, to ` must be a valid integer`."""
-    said = message.split(", got ")[0].split(", unable ")[0]
-    return said.replace("Input should", " must", 1) if said.startswith("Input should") else f": {said.lower()}"
+    text = message.split(", got ")[0].split(", unable ")[0]
+    return text.replace("Input should", " must", 1) if text.startswith("Input should") else f": {text.lower()}"
 
 
 @functools.cache

@@ -97,7 +97,7 @@ class _Sample:
     texts: list[str]
     """Parts of the text; the first one is the echoed prompt."""
     reasoning: list[str] = field(default_factory=list)
-    calls: AssembledCalls = field(default_factory=AssembledCalls)
+    tool_calls: AssembledCalls = field(default_factory=AssembledCalls)
     chat_logprobs: reply.ChatLogprobs | None = None
     text_logprobs: reply.CompletionLogprobs | None = None
     prompt_logprobs: reply.PromptLogprobs | UnsetType = UNSET
@@ -111,7 +111,7 @@ class _Sample:
     def add(self, chunk: TextChunk, spell: reply.TokenBytes) -> None:
         self.texts.append(chunk.text)
         self.reasoning.append(chunk.reasoning)
-        self.calls.add(chunk.tool_calls)
+        self.tool_calls.add(chunk.tool_calls)
         self.score += sum(token.logprob or 0.0 for token in chunk.tokens)
         if self.generation.logprobs is not None:
             self._add_logprobs(chunk, spell)
@@ -138,7 +138,7 @@ class _Sample:
         if self.generation.is_chat:
             calls = [
                 reply.ToolCall(call.call_id, reply.CalledFunction(call.arguments, call.name))
-                for call in self.calls.whole()
+                for call in self.tool_calls.whole()
             ]
             message = reply.ChatMessage(
                 text or None if calls else text,

@@ -34,10 +34,10 @@ class Redirection:
     """`True` for `MOVED`, a permanent redirection; `False` for `ASK`, for one command while the slot is migrated."""
 
 
-def parse_redirection(error: str, asked: Address) -> Redirection | None:
+def parse_redirection(error: str, server: Address) -> Redirection | None:
     """Parse `MOVED 3999 10.0.0.7:6381` or `ASK ...`; `None` for other errors or a malformed redirection.
 
-    If the host in the reply is empty, the host of `asked` is used.
+    If the host in the reply is empty, the host of `server`, which sent the error, is used.
     """
     words = error.split(" ")
     if len(words) != 3 or words[0] not in ("MOVED", "ASK") or not words[1].isdecimal():
@@ -46,7 +46,7 @@ def parse_redirection(error: str, asked: Address) -> Redirection | None:
     slot = int(words[1])
     if not colon or not port.isdecimal() or slot >= NUM_SLOTS or not 0 < int(port) < 65536:
         return None
-    return Redirection(slot, (host.strip("[]") or asked[0], int(port)), words[0] == "MOVED")
+    return Redirection(slot, (host.strip("[]") or server[0], int(port)), words[0] == "MOVED")
 
 
 class SlotMap:
@@ -58,8 +58,8 @@ class SlotMap:
         self._addresses: list[Address] = []
         self._moved: dict[int, Address] = {}
 
-    def replace(self, reply: object, asked: Address) -> None:
-        """Replace the map with the reply to `CLUSTER SLOTS`.
+    def replace(self, reply: object, server: Address) -> None:
+        """Replace the map with the reply of `server` to `CLUSTER SLOTS`; its host is used where the reply has none.
 
         Raises:
             ValueError: the reply is malformed.
@@ -76,7 +76,7 @@ class SlotMap:
             if len(node) < 2 or not isinstance(node[1], int) or not 0 < node[1] < 65536:
                 raise ValueError("a range of the slot map has no server with a port from 1 to 65535")
             host = node[0].decode("ascii", "replace") if isinstance(node[0], bytes) else ""
-            ranges.append((start, end, (host.strip("?") or asked[0], node[1])))
+            ranges.append((start, end, (host.strip("?") or server[0], node[1])))
         ranges.sort()
         self._starts = [start for start, _, _ in ranges]
         self._ends = [end for _, end, _ in ranges]

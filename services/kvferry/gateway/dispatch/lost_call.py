@@ -1,4 +1,4 @@
-"""Distinguishes a failed call to a worker from a cancelled request, and a failed step from other failures."""
+"""Converts the error of a failed call to a worker, and distinguishes it from a cancelled request."""
 
 import asyncio
 from typing import Any
@@ -12,7 +12,7 @@ from kvferry.rpc.errors import DETAILS_KEY, error_from_rpc
 
 
 class WorkerLost(Exception):
-    """A call to a worker failed; `sample_run.judge` classifies the error."""
+    """A call to a worker failed; `retry_decision` decides how the sample continues."""
 
     def __init__(self, error: KvferryError, address: str | None, *, in_failed_step: bool = False) -> None:
         super().__init__(error.message)

@@ -1,8 +1,8 @@
-"""Verdicts on the workers' reports about their devices and adapters. Pure."""
+"""The condition of adapters, and the devices in a pool's status, from the workers' reports. Pure."""
 
 from collections.abc import Sequence
 
-from kvferry.operator.plan.verdicts.verdict import Verdict
+from kvferry.operator.plan.conditions.condition_state import ConditionState
 from kvferry.operator.pool.facts import FleetReport, WorkerReport
 from kvferry.operator.pool.spec import Adapter, Json
 
@@ -20,9 +20,10 @@ def devices_of(fleet: FleetReport | None, role: str) -> Json:
     return {"device": ", ".join(devices)[:_MAX_DEVICE_CHARS], "transfers": transfers}
 
 
-def adapters_verdict(wanted: Sequence[Adapter], report: FleetReport | None) -> Verdict | None:
-    """Judge whether the workers that accept requests have loaded the pool's adapters; `None` for a pool without any."""
-    if not wanted:
+def adapters_condition(adapters: Sequence[Adapter], report: FleetReport | None) -> ConditionState | None:
+    """Return whether the workers that accept requests have loaded the pool's adapters; `None` for a pool without
+    any."""
+    if not adapters:
         return None
     if report is None:
         return "Unknown", "GatewayReportMissing", "the gateway has not reported its workers yet"
@@ -31,22 +32,22 @@ def adapters_verdict(wanted: Sequence[Adapter], report: FleetReport | None) -> V
         return "Unknown", "NoWorkerServes", "no workers accept requests"
     failures = [
         f"{worker.name}: {one.name}: {worker.adapter_failures[one.name]}"
-        for one in wanted
+        for one in adapters
         for worker in serving
         if one.name in worker.adapter_failures
     ]
     if failures:
         more = f" (and {len(failures) - _MAX_NAMED} more)" if len(failures) > _MAX_NAMED else ""
         return "False", "LoadFailed", "; ".join(failures[:_MAX_NAMED]) + more
-    missing = [f"{worker.name}: {one.name}" for one in wanted for worker in serving if not _has(worker, one)]
+    missing = [f"{worker.name}: {one.name}" for one in adapters for worker in serving if not _has(worker, one)]
     if missing:
         return (
             "False",
             "Loading",
             f"{len(missing)} adapters are not loaded yet, such as {missing[0]}; pods see a change within two minutes",
         )
-    return "True", "Loaded", f"{len(serving)} workers serve {len(wanted)} adapters"
+    return "True", "Loaded", f"{len(serving)} workers serve {len(adapters)} adapters"
 
 
-def _has(worker: WorkerReport, wanted: Adapter) -> bool:
-    return any(name == wanted.name and digest.startswith(wanted.digest) for name, digest in worker.adapters)
+def _has(worker: WorkerReport, adapter: Adapter) -> bool:
+    return any(name == adapter.name and digest.startswith(adapter.digest) for name, digest in worker.adapters)

@@ -27,7 +27,7 @@ class PageCopies(Protocol):
         ...
 
 
-class DeviceMirror:
+class HostMirror:
     """`PageMirror` of a device. Thread-safe.
 
     Rows are safe because one thread processes the requests in order. Before a copy to the host, the same thread checks

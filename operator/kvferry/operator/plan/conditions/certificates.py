@@ -1,9 +1,9 @@
-"""Validity of a pool's certificates, for a condition of its status. Pure."""
+"""The condition `CertificatesValid`: how long a pool's certificates are valid. Pure."""
 
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from kvferry.operator.plan.verdicts.verdict import Verdict
+from kvferry.operator.plan.conditions.condition_state import ConditionState
 from kvferry.operator.pool.spec import Json
 
 _EXPIRING_SECONDS = 7 * 86_400.0
@@ -26,8 +26,8 @@ class TlsSeen:
         return {"mode": self.mode, **({"notAfter": _date(self.not_after)} if self.not_after else {})}
 
 
-def certificates_verdict(tls: TlsSeen | None) -> Verdict | None:
-    """Judge whether the pool's certificates are valid for a while; `None` without TLS."""
+def certificates_condition(tls: TlsSeen | None) -> ConditionState | None:
+    """Return whether the pool's certificates are valid for at least another week; `None` without TLS."""
     if tls is None:
         return None
     if not tls.not_after:

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from kvferry.engine.gpu.device_mirror import DeviceMirror
+from kvferry.engine.gpu.host_mirror import HostMirror
 from kvferry.kv.interface.mirror import CopyError
 
 
@@ -41,7 +41,7 @@ def gated():
 
 
 def test_settling_waits_for_the_copies_requested_before(gated: Gated) -> None:
-    mirror = DeviceMirror(gated, [0] * 8)
+    mirror = HostMirror(gated, [0] * 8)
     with ThreadPoolExecutor(2) as callers:
         copying = callers.submit(mirror.to_host, [1, 2], None)
         assert gated.begun.wait(20)
@@ -57,7 +57,7 @@ def test_settling_waits_for_the_copies_requested_before(gated: Gated) -> None:
 
 def test_pages_whose_epoch_has_changed_are_not_copied(gated: Gated) -> None:
     epochs = [5, 6, 7]
-    mirror = DeviceMirror(gated, epochs)
+    mirror = HostMirror(gated, epochs)
     with ThreadPoolExecutor(3) as callers:
         first = callers.submit(mirror.to_device, [0])
         assert gated.begun.wait(20)
@@ -78,7 +78,7 @@ def test_a_full_page_is_copied_once_in_an_epoch(gated: Gated) -> None:
     """A second copy would write to a row of the mirror while a peer reads it."""
     gated.gate.set()
     epochs = [5, 6, 7]
-    mirror = DeviceMirror(gated, epochs)
+    mirror = HostMirror(gated, epochs)
     mirror.to_host([0, 1], [5, 6])
     mirror.to_host([0, 1, 2], [5, 6, 7], num_full=2)
     mirror.to_host([2], [7], num_full=0)
@@ -96,7 +96,7 @@ def test_a_full_page_is_copied_once_in_an_epoch(gated: Gated) -> None:
 
 
 def test_copies_are_made_in_the_order_of_the_requests(gated: Gated) -> None:
-    mirror = DeviceMirror(gated, [0] * 8)
+    mirror = HostMirror(gated, [0] * 8)
     gated.gate.set()
     for number in range(8):
         (mirror.to_host if number % 2 else mirror.to_device)([number], *([None] if number % 2 else []))
@@ -106,11 +106,11 @@ def test_copies_are_made_in_the_order_of_the_requests(gated: Gated) -> None:
 
 def test_a_lost_device_fails_the_copy_and_a_stuck_one_does_so_in_time(gated: Gated) -> None:
     gated.error = RuntimeError("CUDA error: an illegal memory access was encountered")
-    stuck = DeviceMirror(gated, [0] * 8, seconds=0.05)
+    stuck = HostMirror(gated, [0] * 8, seconds=0.05)
     with pytest.raises(CopyError, match=r"did not complete a copy of pages in 0\.05 s"):
         stuck.to_device([1])
     gated.gate.set()
-    broken = DeviceMirror(gated, [0] * 8)
+    broken = HostMirror(gated, [0] * 8)
     with pytest.raises(CopyError, match="illegal memory access"):
         broken.to_host([1], None)
     assert gated.log == []
@@ -148,7 +148,7 @@ MUTATIONS = {
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_each_rule_of_the_mirror_is_needed(gated: Gated, monkeypatch: pytest.MonkeyPatch, mutation: str) -> None:
     name, replacement, check = MUTATIONS[mutation]
-    monkeypatch.setattr(DeviceMirror, name, replacement)
+    monkeypatch.setattr(HostMirror, name, replacement)
     gated.seconds = 0.5
     with pytest.raises((AssertionError, RuntimeError)):
         check(gated)
