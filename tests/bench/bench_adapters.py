@@ -94,7 +94,7 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 16, 64])
     parser.add_argument("--targets", choices=TARGETS, nargs="+", default=list(TARGETS))
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     rows: list[Row] = []
     with TemporaryDirectory() as folder:
         made = [
@@ -102,14 +102,14 @@ def main() -> None:
                 MODEL,
                 kv_bytes=128 << 20,
                 async_steps="off",  # otherwise a step of one engine would overlap with one of the other
-                max_adapter_rank=max(asked.ranks),
+                max_adapter_rank=max(arguments.ranks),
                 adapter_slots=ADAPTERS,
             )
             for _ in range(2)
         ]
         plain, adapted = made
-        for target in asked.targets:
-            for rank in asked.ranks:
+        for target in arguments.targets:
+            for rank in arguments.ranks:
                 for number in range(ADAPTERS):
                     path = Path(folder) / f"{target}-{rank}-{number}"
                     write(path, adapted.config, seed=number, rank=rank, linears=TARGETS[target], spread=0.02)
@@ -117,7 +117,7 @@ def main() -> None:
                 assert adapted.engine.adapters is not None
                 given = [adapted.engine.adapters.resolve(f"a{i % ADAPTERS}") for i in range(ROWS)]
                 found: dict[str, list[tuple[float, float]]] = {"prompts": [], "step": []}
-                for repetition in range(-1, asked.repetitions):  # the first repetition is not recorded
+                for repetition in range(-1, arguments.repetitions):  # the first repetition is not recorded
                     for part, pairs in compare(plain, adapted, given, f"{target}-{rank}-{repetition}").items():
                         found[part] += pairs if repetition >= 0 else []
                 for part, pairs in found.items():

@@ -91,7 +91,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16])
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     llm = LLM(MODEL)
     rows: list[Row] = []
 
@@ -100,14 +100,14 @@ def main() -> None:
         load = os.getloadavg()[0]
         date = datetime.now(UTC).isoformat(timespec="seconds")
         rows.append(
-            Row(date, commit(), cpu_name(), cell, 1e3 * free, 1e3 * constrained, added, asked.repetitions, load)
+            Row(date, commit(), cpu_name(), cell, 1e3 * free, 1e3 * constrained, added, arguments.repetitions, load)
         )
         print(f"{cell:20} free {1e3 * free:8.3f} ms   constrained {1e3 * constrained:8.3f} ms   {added:+.1f} %")
 
-    for batch in asked.batches:
+    for batch in arguments.batches:
         free: list[float] = []
         constrained: list[float] = []
-        for repetition in range(-1, asked.repetitions):  # the first repetition is not recorded
+        for repetition in range(-1, arguments.repetitions):  # the first repetition is not recorded
             pair = [
                 decode_step(llm, batch, sampling, f"{batch}-{repetition}-{number}")
                 for number, sampling in enumerate((FREE, CONSTRAINED))
@@ -116,7 +116,7 @@ def main() -> None:
                 free.append(pair[0])
                 constrained.append(pair[1])
         note(f"step, {batch} sequences", statistics.median(free), statistics.median(constrained))
-    note("compile", 0.0, compile_seconds(llm, asked.repetitions))
+    note("compile", 0.0, compile_seconds(llm, arguments.repetitions))
     append_csv(RESULTS, [asdict(row) for row in rows])
 
 

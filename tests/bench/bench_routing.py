@@ -110,18 +110,18 @@ def main(words: Sequence[str]) -> None:
     parser.add_argument("--requests", type=int, default=1200)
     parser.add_argument("--only", choices=tuple(WORKLOADS), action="append", help="workload; repeat for more")
     parser.add_argument("--dry", action="store_true", help="append no rows")
-    asked = parser.parse_args(words)
+    arguments = parser.parse_args(words)
     print(f"{'fleet':<6} {'workload':<14} {'policy':<13} {'TTFT p50':>9} {'p90':>8} {'p99':>8} ms  {'hits':>5}")
     for fleet in ("both", "split"):
-        for workload in asked.only or WORKLOADS:
+        for workload in arguments.only or WORKLOADS:
             for policy in POLICIES:
-                row = measured(fleet, asked.workers, workload, policy, asked.requests)
+                row = measured(fleet, arguments.workers, workload, policy, arguments.requests)
                 print(
                     f"{fleet:<6} {workload:<14} {policy:<13} {row.ttft_p50_ms:>9.0f} {row.ttft_p90_ms:>8.0f} "
                     f"{row.ttft_p99_ms:>8.0f}     {row.hit_rate:>5.2f}",
                     flush=True,
                 )
-                if not asked.dry:
+                if not arguments.dry:
                     append_csv(RESULTS, [asdict(row)])
 
 

@@ -100,11 +100,11 @@ def measure(scheduling: str, running: int, waiting: int, repetitions: int) -> di
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--repetitions", type=int, default=200)
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     rows: list[Row] = []
     for scheduling in POLICIES:
         for running, waiting in ((256, 0), (256, 1000), (256, 10_000)):
-            for cell, seconds in measure(scheduling, running, waiting, asked.repetitions).items():
+            for cell, seconds in measure(scheduling, running, waiting, arguments.repetitions).items():
                 low, middle, high = (1e3 * f(seconds) for f in (min, statistics.median, max))
                 date = datetime.now(UTC).isoformat(timespec="seconds")
                 load = os.getloadavg()[0]

@@ -190,19 +190,19 @@ def main() -> None:
     parser.add_argument("--weights", nargs="+", default=["shipped", "bfloat16"])
     parser.add_argument("--workloads", nargs="+", default=list(workloads(1)))
     parser.add_argument("--no-csv", action="store_true", help="print rows without appending them")
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     rows: list[Row] = []
-    for weights in asked.weights:
+    for weights in arguments.weights:
         engines = {
             method: LLM(MODEL, weights=weights, speculation=method, kv_bytes=1 << 28)
-            for method in ("off", *asked.methods)
+            for method in ("off", *arguments.methods)
         }
-        for name, workload in workloads(max(asked.batches)).items():
-            if name not in asked.workloads:
+        for name, workload in workloads(max(arguments.batches)).items():
+            if name not in arguments.workloads:
                 continue
-            for batch in asked.batches:
+            for batch in arguments.batches:
                 turns: dict[str, list[Turn]] = {method: [] for method in engines}
-                for repetition in range(-1, asked.repetitions):  # the first repetition is not recorded
+                for repetition in range(-1, arguments.repetitions):  # the first repetition is not recorded
                     for method, llm in engines.items():
                         turn = measure(llm, workload.prompts[:batch], workload.sampling, f"{name}-{repetition}")
                         if repetition >= 0:
@@ -214,7 +214,7 @@ def main() -> None:
                     rows.append(
                         Row(
                             datetime.now(UTC).isoformat(timespec="seconds"), commit(), cpu_name(), weights, name, batch,
-                            method, rate, ratio, own[0].per_step, asked.repetitions, os.getloadavg()[0],
+                            method, rate, ratio, own[0].per_step, arguments.repetitions, os.getloadavg()[0],
                         )
                     )  # fmt: skip
                     print(
@@ -222,7 +222,7 @@ def main() -> None:
                         f"  x {ratio:5.2f}  {own[0].per_step:5.2f} tokens per step",
                         flush=True,
                     )
-    if not asked.no_csv:
+    if not arguments.no_csv:
         append_csv(RESULTS, [asdict(row) for row in rows])
 
 

@@ -233,19 +233,20 @@ def test_a_good_value_is_accepted(defined, case):
 
 @pytest.mark.parametrize("case", BAD)
 def test_a_bad_value_is_refused_by_name(defined, case):
-    spec, said = BAD[case]
+    spec, expected_message = BAD[case]
     with pytest.raises(Unavailable) as refused:
         defined.kubectl("create", "--dry-run=server", "--validate=strict", "-f", "-", input=json.dumps(pool(**spec)))
-    assert said in refused.value.message
+    assert expected_message in refused.value.message
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("c" * 41, "40 characters"), ("1chat", "start with a letter"), ("a.b", "start with a letter")]
+    ("name", "expected_message"),
+    [("c" * 41, "40 characters"), ("1chat", "start with a letter"), ("a.b", "start with a letter")],
 )
-def test_a_name_that_no_service_could_have(defined, name, said):
+def test_a_name_that_no_service_could_have(defined, name, expected_message):
     named = pool()
     named["metadata"]["name"] = name
-    with pytest.raises(Unavailable, match=said):
+    with pytest.raises(Unavailable, match=expected_message):
         defined.kubectl("create", "--dry-run=server", "-f", "-", input=json.dumps(named))
 
 
@@ -293,9 +294,9 @@ def test_users_cannot_write_the_status(defined, namespace):
 
 
 def test_explain_is_a_manual(defined):
-    said = defined.kubectl("explain", "kvpool.spec.rollout")
-    assert "Both roles are updated together" in said
-    assert "Number of old revisions to keep for rollbackTo" in said
+    expected_message = defined.kubectl("explain", "kvpool.spec.rollout")
+    assert "Both roles are updated together" in expected_message
+    assert "Number of old revisions to keep for rollbackTo" in expected_message
     assert "<no description>" not in defined.kubectl("explain", "kvpool.spec")
 
 
@@ -314,14 +315,14 @@ def test_a_scaler_scales(defined, namespace, replicas):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "expected_message"),
     [
         ({"role": "prefill"}, "role is immutable"),
         ({"pool": "other"}, "pool is immutable"),
         ({"replicas": 1001}, "less than or equal to 1000"),
     ],
 )
-def test_the_pool_and_role_of_a_scaler_cannot_change(defined, namespace, change, said):
+def test_the_pool_and_role_of_a_scaler_cannot_change(defined, namespace, change, expected_message):
     scaler = {
         "apiVersion": "kvferry.dev/v1alpha1",
         "kind": "PoolRoleScaler",
@@ -329,7 +330,7 @@ def test_the_pool_and_role_of_a_scaler_cannot_change(defined, namespace, change,
         "spec": {"pool": "chat", "role": "decode"},
     }
     defined.kubectl("create", "-n", namespace, "-f", "-", input=json.dumps(scaler))
-    with pytest.raises(Unavailable, match=said):
+    with pytest.raises(Unavailable, match=expected_message):
         defined.kubectl(
             "patch", "kvscale", "chat-decode", "-n", namespace, "--type=merge", "-p", json.dumps({"spec": change})
         )

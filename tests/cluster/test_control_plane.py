@@ -71,9 +71,11 @@ def deployment(replicas: int) -> str:
 
 
 def test_the_api_server_reports_the_version_of_its_build(kube: Any) -> None:
-    said = client.VersionApi(kube.client).get_code()
-    assert said.git_version.startswith("v1.")
-    assert json.loads(kube.kubectl("version", "-o", "json"))["clientVersion"]["gitVersion"] == said.git_version
+    server_version = client.VersionApi(kube.client).get_code()
+    assert server_version.git_version.startswith("v1.")
+    assert (
+        json.loads(kube.kubectl("version", "-o", "json"))["clientVersion"]["gitVersion"] == server_version.git_version
+    )
 
 
 def test_objects_of_a_new_kind_are_stored_and_validated(kube: Any, namespace: str) -> None:

@@ -66,9 +66,9 @@ def own_address() -> str:
     """Return an address of this machine, because an API server refuses loopback addresses in slices. Sends no
     packet.
     """
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        asked.connect(("192.0.2.1", 9))
-        return str(asked.getsockname()[0])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        sock.connect(("192.0.2.1", 9))
+        return str(sock.getsockname()[0])
 
 
 @dataclass
@@ -258,10 +258,10 @@ class Heard:
 
 @asynccontextmanager
 async def following(api: PoolApi, **settings: Any) -> AsyncIterator[Heard]:
-    heard = Heard()
-    task = asyncio.create_task(heard.follow(EndpointSlices(api, CLOCK, **settings)))
+    follower = Heard()
+    task = asyncio.create_task(follower.follow(EndpointSlices(api, CLOCK, **settings)))
     try:
-        yield heard
+        yield follower
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
@@ -272,11 +272,11 @@ async def test_an_expired_version_is_answered_with_a_list(slices):
     api = Troubled.connect(PoolName(slices.namespace, POOL))
     assert isinstance(api, Troubled)
     api.answers = (Forgotten(), ApiError("too old resource version", 410))
-    async with following(api) as heard:
+    async with following(api) as follower:
         await until(lambda: api.lists == 3 and api.last is not None)
         await asyncio.to_thread(slices.put, "d-0", "decode", "10.9.9.9:9100")
-        await until(lambda: heard.names == ["d-0"])
-    assert not [news.failure for news in heard.news if news.failure], "expired versions are no failure"
+        await until(lambda: follower.names == ["d-0"])
+    assert not [news.failure for news in follower.news if news.failure], "expired versions are no failure"
 
 
 async def test_everything_is_listed_again_at_intervals(slices):
@@ -287,21 +287,21 @@ async def test_everything_is_listed_again_at_intervals(slices):
 
 async def test_an_unavailable_server_removes_no_worker_and_is_found_again(slices):
     api = Troubled.connect(PoolName(slices.namespace, POOL))
-    async with following(api) as heard:
+    async with following(api) as follower:
         await asyncio.to_thread(slices.put, "d-0", "decode", "10.9.9.9:9100")
-        await until(lambda: heard.names == ["d-0"] and api.last is not None)
+        await until(lambda: follower.names == ["d-0"] and api.last is not None)
         api.break_off()
-        await until(lambda: heard.news[-1].failure.startswith("the API server cannot be reached"))
-        assert heard.names == ["d-0"]
+        await until(lambda: follower.news[-1].failure.startswith("the API server cannot be reached"))
+        assert follower.names == ["d-0"]
         await asyncio.to_thread(slices.put, "d-1", "decode", "10.9.9.8:9100")
         api.mend()
-        await until(lambda: heard.names == ["d-0", "d-1"] and not heard.news[-1].failure)
+        await until(lambda: follower.names == ["d-0", "d-1"] and not follower.news[-1].failure)
 
 
 async def test_no_thread_is_left_when_the_reader_stops(slices):
     api = PoolApi.connect(PoolName(slices.namespace, POOL))
-    async with following(api) as heard:
-        await until(lambda: bool(heard.news))
+    async with following(api) as follower:
+        await until(lambda: bool(follower.news))
         assert [t for t in threading.enumerate() if t.name == "endpoint-slices"]
     assert not [t for t in threading.enumerate() if t.name == "endpoint-slices"]
 
@@ -374,14 +374,14 @@ async def test_the_whole_gateway_serves_a_pool_of_real_workers(slices):
     flags = ("--listen", "0.0.0.0:0", "--admin", "0.0.0.0:0", "--advertise-host", ip, "--worker-id", "c-0")
     pool = ("--pool", f"{slices.namespace}/{POOL}", "--model", "tiny", "--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0")
     with a_worker("both", *flags) as worker, running("gateway", *pool, "--linger-seconds", "1") as gateway:
-        heard = gateway.wait_for("listening")
+        follower = gateway.wait_for("listening")
         listening = worker.events["listening"]
-        async with httpx.AsyncClient(base_url=f"http://{heard['http']}", timeout=SECONDS) as client:
+        async with httpx.AsyncClient(base_url=f"http://{follower['http']}", timeout=SECONDS) as client:
             body = {"model": "tiny", "prompt": "hello", "max_tokens": 4}
             held = asyncio.create_task(client.post("/v1/completions", json=body))
             slices.put("c-0", "both", str(listening["grpc"]), str(listening["admin"]))
             assert (await held).status_code == 200
-            (entry,) = (await client.get(f"http://{heard['admin']}/fleet")).json()["workers"]
+            (entry,) = (await client.get(f"http://{follower['admin']}/fleet")).json()["workers"]
             assert (entry["name"], entry["worker_id"], entry["role"], entry["takes_work"]) == (
                 "c-0",
                 "c-0",

@@ -116,13 +116,13 @@ def pool(kube_node: Any, namespace: str, say: Callable[[str], None]) -> Iterator
 
 
 def test_children_are_restored_while_requests_flow(pool: PoolOnNode, say: Callable[[str], None]) -> None:
-    asked: list[Question] = questions(LLM(MODEL, dtype="float32", kv_bytes=128 << 20))
+    question_list: list[Question] = questions(LLM(MODEL, dtype="float32", kv_bytes=128 << 20))
     healing = Healing(KubeApi.connect(str(pool.cluster.kubeconfig)), pool.namespace)
     reader = threading.Thread(target=healing.read_status, daemon=True)
     rng = random.Random(7)
     record = ("apps/v1", "ControllerRevision", f"chat-{pool.get()['status']['revision']}")
     victims = (*VICTIMS, record)
-    with Load(pool.http, MODEL, asked) as load:
+    with Load(pool.http, MODEL, question_list) as load:
         load.flows(2)
         reader.start()
         begun, pause = CLOCK.monotonic(), threading.Event()

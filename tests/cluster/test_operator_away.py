@@ -45,7 +45,7 @@ def test_a_second_operator_over_the_same_namespace_refuses_to_start(kube, api, n
         second.wait_for("listening")
         world.apply(drain={"lingerSeconds": 7})  # The first operator writes the status, which shows that it works.
         assert second.process.wait(60) == 1
-    said = capfd.readouterr().err
-    assert f"pool {namespace}/chat is reconciled by the operator with the lease {namespace}/kvferry-operator" in said
-    assert "Uninstall one of them, or assign each its own namespaces" in said
-    assert "Traceback" not in said
+    log = capfd.readouterr().err
+    assert f"pool {namespace}/chat is reconciled by the operator with the lease {namespace}/kvferry-operator" in log
+    assert "Uninstall one of them, or assign each its own namespaces" in log
+    assert "Traceback" not in log

@@ -47,14 +47,14 @@ def test_all_commands_of_the_page_work_in_order(kube_node: Any, say: Callable[[s
         text=True,
         start_new_session=True,
     )
-    said = []
+    parts = []
     assert shell.stdout is not None
     with shell:
         for line in shell.stdout:
-            said.append(line)
+            parts.append(line)
             if line.startswith("=== "):
                 say(f"page, line {line.split()[1]}, {clock.monotonic() - began:.1f} s after its beginning")
-    text = "".join(said)
+    text = "".join(parts)
     assert shell.returncode == 0, text
     assert '"handoff_outcome":"fetched"' in text
     assert '"error"' not in text, text

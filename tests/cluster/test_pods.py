@@ -155,8 +155,8 @@ def adapters_loaded(pool: PoolOnNode) -> str:
 
 
 def test_kubectl_explains_every_level(operated: Any) -> None:
-    said = operated.kubectl("explain", "kvpool.spec.roles")
-    assert "Role prefill computes prompts, role decode generates" in " ".join(said.split())
+    explanation = operated.kubectl("explain", "kvpool.spec.roles")
+    assert "Role prefill computes prompts, role decode generates" in " ".join(explanation.split())
     assert "engine" in operated.kubectl("explain", "kvpool.spec", "--recursive")
 
 

@@ -51,8 +51,10 @@ def test_nothing_is_reported_ready_before_its_pods_are_ready(world):
 def test_pods_that_cannot_be_scheduled_are_reported_with_the_reason(world):
     world.kubelet.verdict = lambda pod: None
     world.apply(scheduler="default-scheduler")
-    said = world.until(lambda: "cannot be scheduled: no nodes" in (m := world.condition("RolesReady")[2]) and m)
-    assert "and 3 more" in said
+    expected_message = world.until(
+        lambda: "cannot be scheduled: no nodes" in (m := world.condition("RolesReady")[2]) and m
+    )
+    assert "and 3 more" in expected_message
 
 
 def test_an_image_that_cannot_be_pulled_is_named_and_the_deadline_applies(world):
@@ -67,7 +69,7 @@ def test_an_image_that_cannot_be_pulled_is_named_and_the_deadline_applies(world)
 
 
 @pytest.mark.parametrize(
-    ("verdict", "said"),
+    ("verdict", "expected_message"),
     [
         (waiting("CrashLoopBackOff", exit_code=2, last="Error"), "exits with 2"),
         (waiting("CrashLoopBackOff", exit_code=137, last="OOMKilled"), "raise resources.limits.memory"),
@@ -75,10 +77,10 @@ def test_an_image_that_cannot_be_pulled_is_named_and_the_deadline_applies(world)
     ],
     ids=["crash", "memory", "secret"],
 )
-def test_obstacles_to_running_pods_are_reported_with_the_remedy(world, verdict, said):
+def test_obstacles_to_running_pods_are_reported_with_the_remedy(world, verdict, expected_message):
     world.kubelet.verdict = lambda pod: verdict
     world.apply()
-    world.until(lambda: said in world.condition("RolesReady")[2])
+    world.until(lambda: expected_message in world.condition("RolesReady")[2])
 
 
 def test_a_quota_that_is_used_up_is_named(world):
@@ -101,8 +103,8 @@ def test_a_pool_without_gateway_pods_is_not_ready(world):
 def test_a_template_without_a_valid_pod_is_reported(world, template):
     body = {"apiVersion": "kvferry.dev/v1alpha1", "kind": "InferencePool", "metadata": {"name": "odd"}}
     world.kubectl("apply", "-f", "-", input=json.dumps({**body, "spec": spec(gateway={"template": template})}))
-    said = world.until(lambda: (c := world.condition("Ready", "odd"))[0] == "False" and c)
-    assert said[1] in {"InvalidSpec", "Refused"}
+    expected_message = world.until(lambda: (c := world.condition("Ready", "odd"))[0] == "False" and c)
+    assert expected_message[1] in {"InvalidSpec", "Refused"}
     assert "odd" in world.all("kvpool")
 
 

@@ -291,9 +291,9 @@ def test_a_gateway_may_read_slices_and_wake_roles(
 
     def rules(account: str) -> set[str]:
         """Return the rights of an account beyond those of every account."""
-        asked = f"--as=system:serviceaccount:{namespace}:"
-        everybody = kube.kubectl("auth", "can-i", "--list", "-n", namespace, f"{asked}nobody").splitlines()
-        his = kube.kubectl("auth", "can-i", "--list", "-n", namespace, f"{asked}{account}").splitlines()
+        prefix = f"--as=system:serviceaccount:{namespace}:"
+        everybody = kube.kubectl("auth", "can-i", "--list", "-n", namespace, f"{prefix}nobody").splitlines()
+        his = kube.kubectl("auth", "can-i", "--list", "-n", namespace, f"{prefix}{account}").splitlines()
         return {" ".join(line.split()) for line in set(his) - set(everybody)}
 
     slices = "endpointslices.discovery.k8s.io [] [] [get list watch]"
@@ -308,9 +308,9 @@ def test_a_gateway_may_read_slices_and_wake_roles(
 
 
 def may(kube: Kube, namespace: str, account: str, *words: str) -> bool:
-    asked = f"--as=system:serviceaccount:{namespace}:{account}"
+    prefix = f"--as=system:serviceaccount:{namespace}:{account}"
     try:
-        kube.kubectl("auth", "can-i", *words, "-n", namespace, asked)
+        kube.kubectl("auth", "can-i", *words, "-n", namespace, prefix)
     except Unavailable:
         return False
     return True

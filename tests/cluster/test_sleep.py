@@ -56,8 +56,8 @@ def test_a_pool_sleeps_wakes_and_grows_by_itself(pool: PoolOnNode, say: Callable
     say(f"grew under nine requests: {decisions[0]['reason']}")
 
     pool.until(asleep, "the pool sleeps again")
-    said = [decision["reason"] for decision in pool.get()["status"]["scaling"]]
-    assert any(reason.startswith("no requests for 8 s") for reason in said)
+    reasons = [decision["reason"] for decision in pool.get()["status"]["scaling"]]
+    assert any(reason.startswith("no requests for 8 s") for reason in reasons)
     say("asleep again")
 
 

@@ -27,12 +27,12 @@ SMALL = {
 
 
 @pytest.fixture(scope="module")
-def asked() -> list[Question]:
+def question_list() -> list[Question]:
     return questions(LLM(MODEL, dtype="float32", kv_bytes=128 << 20))
 
 
 @pytest.fixture(scope="module")
-def pool(operated: Any, say: Callable[[str], None], asked: list[Question]) -> Iterator[PoolOnNode]:
+def pool(operated: Any, say: Callable[[str], None], question_list: list[Question]) -> Iterator[PoolOnNode]:
     namespace = "zero-loss"
     operated.kubectl("create", "namespace", namespace)
     made = PoolOnNode(operated.cluster, namespace)
@@ -97,8 +97,8 @@ def superseded(pool: PoolOnNode) -> None:
 
 
 def moves(pool: dict[str, Any]) -> bool:
-    said = {one["type"]: one["status"] for one in pool["status"]["conditions"]}
-    return said["Progressing"] == "True"
+    statuses = {one["type"]: one["status"] for one in pool["status"]["conditions"]}
+    return statuses["Progressing"] == "True"
 
 
 def operator_killed(pool: PoolOnNode) -> None:
@@ -167,9 +167,9 @@ EVENTS: dict[str, Callable[[PoolOnNode], None]] = {
 SHORT = ("rolling update of both roles", "workers killed")
 
 
-def undergo(pool: PoolOnNode, asked: list[Question], event: str, say: Callable[[str], None]) -> Row:
+def undergo(pool: PoolOnNode, question_list: list[Question], event: str, say: Callable[[str], None]) -> Row:
     """Run one event under load and return its row."""
-    with Load(pool.http, MODEL, asked) as load:
+    with Load(pool.http, MODEL, question_list) as load:
         load.flows(2)
         began = CLOCK.monotonic()
         EVENTS[event](pool)
@@ -193,8 +193,10 @@ def judge(row: Row) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("event", EVENTS)
-def test_no_request_is_lost(pool: PoolOnNode, asked: list[Question], event: str, say: Callable[[str], None]) -> None:
-    row = undergo(pool, asked, event, say)
+def test_no_request_is_lost(
+    pool: PoolOnNode, question_list: list[Question], event: str, say: Callable[[str], None]
+) -> None:
+    row = undergo(pool, question_list, event, say)
     table.record(row, machine.cpu_name())
     judge(row)
 
@@ -205,6 +207,6 @@ def test_the_table_has_the_events_of_this_file() -> None:
 
 @pytest.mark.parametrize("event", SHORT)
 def test_no_request_is_lost_in_short_runs(
-    pool: PoolOnNode, asked: list[Question], event: str, say: Callable[[str], None]
+    pool: PoolOnNode, question_list: list[Question], event: str, say: Callable[[str], None]
 ) -> None:
-    judge(undergo(pool, asked, event, say))
+    judge(undergo(pool, question_list, event, say))

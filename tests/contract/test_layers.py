@@ -98,10 +98,10 @@ def verdicts(tree: Path) -> dict[str, bool]:
         text=True,
         timeout=60,
     )
-    said = dict(re.findall(r"^(.+?) (KEPT|BROKEN)(?: \(\d+ ignored imports?\))?$", done.stdout, re.MULTILINE))
-    assert sorted(said) == sorted(CONTRACTS), done.stdout + done.stderr
-    assert (done.returncode == 0) == (set(said.values()) == {"KEPT"})
-    return {name: verdict == "KEPT" for name, verdict in said.items()}
+    results = dict(re.findall(r"^(.+?) (KEPT|BROKEN)(?: \(\d+ ignored imports?\))?$", done.stdout, re.MULTILINE))
+    assert sorted(results) == sorted(CONTRACTS), done.stdout + done.stderr
+    assert (done.returncode == 0) == (set(results.values()) == {"KEPT"})
+    return {name: verdict == "KEPT" for name, verdict in results.items()}
 
 
 def test_the_tree_keeps_every_contract(copy: Path) -> None:

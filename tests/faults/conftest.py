@@ -17,7 +17,7 @@ def one_engine() -> LLM:
 
 
 @pytest.fixture(scope="session")
-def asked(one_engine: LLM) -> list[Question]:
+def question_list(one_engine: LLM) -> list[Question]:
     return questions(one_engine)
 
 

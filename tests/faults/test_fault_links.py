@@ -73,7 +73,9 @@ def stack() -> Iterator[Stack]:
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, id=c.name) for c in cases.of_groups(*cases.LINKS)])
-def test_fault(stack: Stack, case: Case, asked: list[Question], one_engine: LLM, keep: Callable[[Row], None]) -> None:
+def test_fault(
+    stack: Stack, case: Case, question_list: list[Question], one_engine: LLM, keep: Callable[[Row], None]
+) -> None:
     note = ""
 
     def all_take_part(ended: Sequence[Ended]) -> bool:
@@ -106,7 +108,9 @@ def test_fault(stack: Stack, case: Case, asked: list[Question], one_engine: LLM,
     fault = slow if "slower" in case.fault else down if "down" in case.fault else lossy
     if fault is slow:
         note = compare_first_tokens(stack, one_engine)
-    row = undergo(case, fault, gateway=stack.gateway, admin=stack.admin, asked=asked, is_normal=all_take_part)
+    row = undergo(
+        case, fault, gateway=stack.gateway, admin=stack.admin, question_list=question_list, is_normal=all_take_part
+    )
     keep(replace(row, note=note))
 
 
@@ -136,11 +140,11 @@ def compare_first_tokens(stack: Stack, one_engine: LLM) -> str:
     )
 
 
-async def first_tokens(gateway: str, asked: Sequence[Question]) -> list[float]:
+async def first_tokens(gateway: str, question_list: Sequence[Question]) -> list[float]:
     """Return the seconds until each prompt's first token, one prompt after the other; check every token."""
     seconds: list[float] = []
     async with AsyncClient(gateway, timeout=WAIT_SECONDS) as client:
-        for question in asked:
+        for question in question_list:
             began, tokens = CLOCK.monotonic(), list[int]()
             async with aclosing(client.generate(question.prompt, question.sampling)) as chunks:
                 async for chunk in chunks:

@@ -124,7 +124,7 @@ def stack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     indirect=["stack"],
     scope="module",
 )
-def test_fault(stack: Stack, case: Case, asked: list[Question], keep: Callable[[Row], None]) -> None:
+def test_fault(stack: Stack, case: Case, question_list: list[Question], keep: Callable[[Row], None]) -> None:
     fault = next(fault for words, fault in FAULTS.items() if case.fault.startswith(words))
 
     def tier_is_used(ended: Sequence[Ended]) -> bool:
@@ -136,7 +136,7 @@ def test_fault(stack: Stack, case: Case, asked: list[Question], keep: Callable[[
             lambda: fault(stack),
             gateway=stack.gateway,
             admin=stack.admin,
-            asked=asked,
+            question_list=question_list,
             is_normal=tier_is_used,
         )
     )

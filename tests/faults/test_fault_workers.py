@@ -57,7 +57,7 @@ def stack(request: pytest.FixtureRequest) -> Iterator[Stack]:
     indirect=["stack"],
     scope="module",
 )
-def test_fault(stack: Stack, case: Case, asked: list[Question], keep: Callable[[Row], None]) -> None:
+def test_fault(stack: Stack, case: Case, question_list: list[Question], keep: Callable[[Row], None]) -> None:
     fault = next(fault for words, fault in FAULTS.items() if case.fault.startswith(words))
 
     def all_take_part(ended: Sequence[Ended]) -> bool:
@@ -66,10 +66,10 @@ def test_fault(stack: Stack, case: Case, asked: list[Question], keep: Callable[[
     keep(
         undergo(
             case,
-            lambda: fault(stack, asked),
+            lambda: fault(stack, question_list),
             gateway=stack.gateway,
             admin=stack.admin,
-            asked=asked,
+            question_list=question_list,
             is_normal=all_take_part,
         )
     )
@@ -106,7 +106,7 @@ def freeze(role: str, most: int = 8) -> Fault:
 
 
 @contextmanager
-def kill_while_streams_are_left(stack: Stack, asked: Sequence[Question]) -> Iterator[Felt]:
+def kill_while_streams_are_left(stack: Stack, question_list: Sequence[Question]) -> Iterator[Felt]:
     """Start 50 streams and leave each after a random number of tokens; kill the prefill worker when the first
     is left.
     """
@@ -117,7 +117,7 @@ def kill_while_streams_are_left(stack: Stack, asked: Sequence[Question]) -> Iter
         async with AsyncClient(stack.gateway, timeout=WAIT_SECONDS * 4) as client:
 
             async def one() -> Ended:
-                end = await ask(client, rng.choice(asked), leaves_after=rng.randrange(6))
+                end = await ask(client, rng.choice(question_list), leaves_after=rng.randrange(6))
                 if victim.is_running():
                     victim.kill()
                 return end

@@ -55,7 +55,7 @@ async def eventually(gateway: Gateway, holds: Callable[[], bool]) -> None:
         await gateway.fleet.wait_until(lambda _: holds())
 
 
-async def asked(gateway: Gateway, prompt: list[int], request_id: str) -> dict[str, object]:
+async def request_entry(gateway: Gateway, prompt: list[int], request_id: str) -> dict[str, object]:
     """Send a prompt and return the journal's entry."""
     async with AsyncClient(gateway.listening.grpc) as client:
         await client.complete(prompt, GREEDY, timeout=SECONDS, request_id=request_id)
@@ -81,11 +81,11 @@ async def test_a_prompt_is_routed_to_the_worker_with_its_cache_also_after_a_rest
             prompts = [prompt for prompt in map(a_prompt, range(64)) if rendezvous(gateway, prompt) == addresses[0]]
             # Send the prompt through another gateway that is configured with the second worker only.
             async with a_gateway(workers[1]) as other:
-                await asked(other, prompts[0], "elsewhere")
+                await request_entry(other, prompts[0], "elsewhere")
             blocks = cache_map.replicas[addresses[1]]
             await eventually(gateway, lambda: blocks.num_indexed >= 1 + CACHED_TOKENS // 16)
 
-            entry = await asked(gateway, prompts[0], "warm")
+            entry = await request_entry(gateway, prompts[0], "warm")
             (note,) = entry["routes"]  # type: ignore[misc]
             assert note["worker"] == note["preferred"] == addresses[1]
             assert (note["cached_tokens"], note["map_state"]) == (CACHED_TOKENS, "exact")
@@ -103,7 +103,7 @@ async def test_a_prompt_is_routed_to_the_worker_with_its_cache_also_after_a_rest
                 printed = (await asyncio.to_thread(output.read)).decode()
             assert f"{addresses[1]}: {CACHED_TOKENS} tokens cached (its map is exact), load 0" in printed
 
-            cold = await asked(gateway, prompts[1], "cold")
+            cold = await request_entry(gateway, prompts[1], "cold")
             assert cold["routes"][0]["worker"] == addresses[0]  # type: ignore[index]
             assert cold["cached_tokens"] == 0
             await eventually(gateway, lambda: gateway.cache_feeds.audits["match"] > 2)
@@ -119,7 +119,7 @@ async def test_a_prompt_is_routed_to_the_worker_with_its_cache_also_after_a_rest
             async with asyncio.timeout(SECONDS):
                 await gateway.fleet.wait_until(lambda fleet: all(view.takes_work for view in fleet.views()))
             await eventually(gateway, lambda: cache_map.state(addresses[1]) is MapState.EXACT)
-            again = await asked(gateway, prompts[0], "after")
+            again = await request_entry(gateway, prompts[0], "after")
             (note,) = again["routes"]  # type: ignore[misc]
             assert (note["worker"], note["cached_tokens"]) == (addresses[0], 0)
             assert again["cached_tokens"] == 0
@@ -138,8 +138,8 @@ async def test_another_tenant_key_is_noticed_and_history_serves_instead() -> Non
             await eventually(
                 gateway, lambda: len(replicas) == 2 and all("--tenant-key-file" in r.why for r in replicas.values())
             )
-            begin = await asked(gateway, a_prompt(1), "one")
-            again = await asked(gateway, a_prompt(1), "two")
+            begin = await request_entry(gateway, a_prompt(1), "one")
+            again = await request_entry(gateway, a_prompt(1), "two")
             assert again["cached_tokens"] == CACHED_TOKENS
             (note,) = again["routes"]  # type: ignore[misc]
             assert note["worker"] == begin["routes"][0]["worker"]  # type: ignore[index]

@@ -104,7 +104,7 @@ def test_a_queue_is_shown_by_priority_and_tenant(stack, browser: Chromium, tmp_p
     browser.look(1280, 900, is_dark=False)
     browser.open(f"http://{stack['admin']}/")
     with ThreadPoolExecutor(60) as threads:
-        asked = [threads.submit(ask, stack, f"queued-{number}", 400) for number in range(60)]
+        pending = [threads.submit(ask, stack, f"queued-{number}", 400) for number in range(60)]
         text = browser.wait_for(
             "document.querySelector('#queues tbody') !== null && document.querySelector('#queues').innerText"
         )
@@ -113,7 +113,7 @@ def test_a_queue_is_shown_by_priority_and_tenant(stack, browser: Chromium, tmp_p
         assert "sequences 2 of 2" in text
         shot = Path(os.environ.get("SHOTS", tmp_path)) / "queue.png"
         browser.screenshot(shot)
-        for one in asked:
+        for one in pending:
             one.result(SECONDS)
     browser.wait_for("document.querySelector('#queues').innerText.includes('0 queued')")
 

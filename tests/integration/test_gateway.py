@@ -26,7 +26,7 @@ _PROMPT = [(11 * i) % 200 for i in range(70)]
 _DRAWN = SamplingParams(temperature=1.0, top_p=0.9, seed=77, max_tokens=300, ignore_eos=True)
 
 
-def heard(worker: RunningProcess, name: str) -> str:
+def listening_address(worker: RunningProcess, name: str) -> str:
     return str(worker.events["listening"][name])
 
 
@@ -45,7 +45,7 @@ class Stack:
 @asynccontextmanager
 async def a_stack(prefill: list[RunningProcess], decode: list[RunningProcess]) -> AsyncIterator[Stack]:
     def endpoints(workers: list[RunningProcess]) -> tuple[Endpoint, ...]:
-        return tuple(Endpoint(heard(w, "grpc"), heard(w, "admin")) for w in workers)
+        return tuple(Endpoint(listening_address(w, "grpc"), listening_address(w, "admin")) for w in workers)
 
     config = GatewayConfig(
         fleet=FleetConfig(prefill=endpoints(prefill), decode=endpoints(decode), status_interval_seconds=0.05),
@@ -78,7 +78,7 @@ async def stack(pair: tuple[RunningProcess, RunningProcess]) -> AsyncIterator[St
         yield running
         await asyncio.wait_for(running.gateway.dispatcher.wait_idle(), 20)
     # The limit is far below the 10 s after which an offer expires, so unused offers must have been released.
-    await asyncio.to_thread(assert_workers_idle, [heard(w, "admin") for w in pair], within_seconds=4.0)
+    await asyncio.to_thread(assert_workers_idle, [listening_address(w, "admin") for w in pair], within_seconds=4.0)
 
 
 async def test_tokens_are_those_of_one_engine(stack, expected):
@@ -155,8 +155,8 @@ def sampling_of(fields):
 async def test_a_stop_string_frees_the_workers_early(stack):
     (free,) = await stack.client.complete("hello", _DRAWN)
     stop = free.text[8:11]
-    wishes = SamplingParams(temperature=1.0, top_p=0.9, seed=77, max_tokens=300, ignore_eos=True, stop=(stop,))
-    (stopped,) = await stack.client.complete("hello", wishes)
+    params = SamplingParams(temperature=1.0, top_p=0.9, seed=77, max_tokens=300, ignore_eos=True, stop=(stop,))
+    (stopped,) = await stack.client.complete("hello", params)
     assert stopped.text == free.text[: free.text.index(stop)]
     assert stopped.finish_reason is FinishReason.STOP
 
@@ -198,7 +198,7 @@ async def test_a_stream_survives_its_decode_worker(pair, llm, number):
     with a_worker("decode", "--connector", "shm", "--drain-seconds", "0.001") as victim:
         async with a_stack([p], [survivor, victim]) as stack:
             prompts = ([seed, *_PROMPT] for seed in range(200))
-            prompt = next(found for found in prompts if belongs_to(found, heard(victim, "grpc"), stack))
+            prompt = next(found for found in prompts if belongs_to(found, listening_address(victim, "grpc"), stack))
             tokens: list[int] = []
             chunk = None
             async with aclosing(stack.client.generate(prompt, _DRAWN, timeout=60)) as chunks:
@@ -212,4 +212,4 @@ async def test_a_stream_survives_its_decode_worker(pair, llm, number):
             assert chunk.timing is not None
             assert chunk.timing.resumed == 1
             await asyncio.wait_for(stack.gateway.dispatcher.wait_idle(), 20)
-    await asyncio.to_thread(assert_workers_idle, [heard(w, "admin") for w in pair])
+    await asyncio.to_thread(assert_workers_idle, [listening_address(w, "admin") for w in pair])

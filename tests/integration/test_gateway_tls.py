@@ -42,8 +42,8 @@ def test_both_apis_are_served_by_tls(tmp_path):
             httpx.get(http.replace("https", "http"))
         credentials = grpc.ssl_channel_credentials(chain.read_bytes())
         with grpc.secure_channel(str(listening["grpc"]), credentials) as channel:
-            asked = health_pb2.HealthCheckRequest()
-            answer = health_pb2_grpc.HealthStub(channel).Check(asked, timeout=10)
+            health_request = health_pb2.HealthCheckRequest()
+            answer = health_pb2_grpc.HealthStub(channel).Check(health_request, timeout=10)
         assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING  # the gateway's only worker does not exist
         assert gateway.stop() == 0
 

@@ -101,9 +101,9 @@ def drafts_of(page: str) -> float:
 def a_pair(connector: str, speculation: str = "off") -> Iterator[tuple[Pair, list[RunningProcess]]]:
     if connector == "memory":
         with a_worker("split", "--connector", "memory") as worker:
-            heard = worker.events["listening"]
-            admin = [str(heard["admin"]), str(heard["decode_admin"])]
-            pair = Pair(str(heard["grpc"]), str(heard["decode_grpc"]), admin)
+            addresses = worker.events["listening"]
+            admin = [str(addresses["admin"]), str(addresses["decode_admin"])]
+            pair = Pair(str(addresses["grpc"]), str(addresses["decode_grpc"]), admin)
             try:
                 yield pair, [worker]
             finally:
@@ -111,8 +111,8 @@ def a_pair(connector: str, speculation: str = "off") -> Iterator[tuple[Pair, lis
         return
     flags = ("--connector", connector, "--speculation", speculation, "--metrics", "127.0.0.1:0")
     with a_worker("prefill", *flags) as p, a_worker("decode", *flags) as d:
-        heard = [w.events["listening"] for w in (p, d)]
-        pair = Pair(str(heard[0]["grpc"]), str(heard[1]["grpc"]), [str(h["admin"]) for h in heard])
+        addresses = [w.events["listening"] for w in (p, d)]
+        pair = Pair(str(addresses[0]["grpc"]), str(addresses[1]["grpc"]), [str(h["admin"]) for h in addresses])
         try:
             yield pair, [p, d]
         finally:

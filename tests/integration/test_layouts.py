@@ -82,11 +82,11 @@ def a_pair(
         a_worker("prefill", "--connector", connector, *prefill, model=models[0]) as p,
         a_worker("decode", "--connector", connector, *decode, model=models[1]) as d,
     ):
-        heard = [worker.events["listening"] for worker in (p, d)]
-        addresses = [*(str(h["grpc"]) for h in heard), str(heard[0]["admin"])]
+        announced = [worker.events["listening"] for worker in (p, d)]
+        addresses = [*(str(h["grpc"]) for h in announced), str(announced[0]["admin"])]
         channels = [worker_channel(address) for address in addresses]
         try:
-            yield Pair(channels, [str(h["admin"]) for h in heard])
+            yield Pair(channels, [str(h["admin"]) for h in announced])
         finally:
             for channel in channels:
                 channel.close()

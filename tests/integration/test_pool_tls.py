@@ -234,8 +234,8 @@ def test_probes_read_the_health_of_a_worker_with_tls_without_a_certificate(folde
         with grpc.insecure_channel(address) as channel:
             stub = health_pb2_grpc.HealthStub(channel)
             for service in ("", "liveness"):
-                asked = health_pb2.HealthCheckRequest(service=service)
-                assert stub.Check(asked, timeout=SECONDS).status == health_pb2.HealthCheckResponse.SERVING
+                request = health_pb2.HealthCheckRequest(service=service)
+                assert stub.Check(request, timeout=SECONDS).status == health_pb2.HealthCheckResponse.SERVING
             admin = worker_admin_pb2_grpc.WorkerAdminStub(
                 signed_blocking(channel, signer_of(CallerRole.OPERATOR), address)
             )

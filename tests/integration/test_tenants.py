@@ -108,11 +108,11 @@ async def test_a_tenant_that_fills_the_queue_does_not_delay_another(stack):
 
 async def test_clients_that_leave_the_queue_free_it_at_once(stack):
     async with client(stack, "key-of-the-flood") as flood:
-        asked = [asyncio.create_task(ask(flood, 1900)) for _ in range(12)]
+        tasks = [asyncio.create_task(ask(flood, 1900)) for _ in range(12)]
         await flow_is(stack, queued=10, dispatched=2)
-        for one in asked:
+        for one in tasks:
             one.cancel()
-        await asyncio.gather(*asked, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await flow_is(stack, queued=0, dispatched=0)
 
 

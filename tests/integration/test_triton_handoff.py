@@ -14,10 +14,10 @@ SECONDS = 120.0
 def test_tokens_are_those_of_one_engine_of_torch() -> None:
     one = LLM("tiny", dtype="float32", kernels="torch", kv_bytes=16 << 20)
     with a_worker("split", "--connector", "memory", "--kernels", "triton") as worker:
-        heard = worker.events["listening"]
+        addresses = worker.events["listening"]
         with (
-            worker_channel(str(heard["grpc"])) as to_prefill,
-            worker_channel(str(heard["decode_grpc"])) as to_decode,
+            worker_channel(str(addresses["grpc"])) as to_prefill,
+            worker_channel(str(addresses["decode_grpc"])) as to_decode,
         ):
             prefill, decode = prefill_pb2_grpc.PrefillStub(to_prefill), decode_pb2_grpc.DecodeStub(to_decode)
             for length, temperature in [(1, 0.0), (33, 0.0), (20, 1.0)]:
@@ -42,5 +42,5 @@ def test_tokens_are_those_of_one_engine_of_torch() -> None:
                 assert tokens == list(one.generate([prompt], sampling)[0].token_ids)
                 outcomes = {m.handoff.outcome for m in messages if m.HasField("handoff")}
                 assert outcomes == {decode_pb2.Handoff.OUTCOME_FETCHED}
-        assert_workers_idle([str(heard["admin"]), str(heard["decode_admin"])])
+        assert_workers_idle([str(addresses["admin"]), str(addresses["decode_admin"])])
         assert worker.stop() == 0

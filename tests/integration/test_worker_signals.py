@@ -47,16 +47,16 @@ class Asked:
 
     def stream(self, tokens: int) -> Iterator[decode_pb2.DecodeResponse]:
         """Return a stream that has begun."""
-        wishes = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
-        request = decode_pb2.DecodeRequest(request_id="r", token_ids=PROMPT, sampling=sampling_to_wire(wishes))
+        params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+        request = decode_pb2.DecodeRequest(request_id="r", token_ids=PROMPT, sampling=sampling_to_wire(params))
         call = self.decode.Run(request, timeout=60)
         next(call)
         return call
 
     def offer(self) -> prefill_pb2.PrefillResponse:
-        wishes = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+        params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
         return self.prefill.Run(
-            prefill_pb2.PrefillRequest(request_id="r", token_ids=PROMPT, sampling=sampling_to_wire(wishes), offer=True),
+            prefill_pb2.PrefillRequest(request_id="r", token_ids=PROMPT, sampling=sampling_to_wire(params), offer=True),
             timeout=SECONDS,
         )
 
@@ -139,12 +139,12 @@ def test_an_offer_is_still_read_while_its_worker_drains(connector: str) -> None:
         answer = p.offer()
         p.terminate()
         until(lambda: p.health(p.work) == NOT_SERVING, "not ready")
-        wishes = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+        params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
         request = decode_pb2.DecodeRequest(
             request_id="r",
             token_ids=[*PROMPT, answer.first_token.id],
             num_generated=1,
-            sampling=sampling_to_wire(wishes),
+            sampling=sampling_to_wire(params),
             ticket=answer.ticket,
             attempt=1,
         )
@@ -175,12 +175,12 @@ def test_a_signal_during_the_start_ends_the_worker_at_once(model: str, after_sec
 def test_a_worker_listens_on_all_addresses_and_advertises_the_configured_one() -> None:
     flags = ("--advertise-host", POD_IP, "--worker-id", "pod-0", "--metrics", "0.0.0.0:0")
     with asked("prefill", "--listen", "0.0.0.0:0", "--admin", "0.0.0.0:0", *flags) as it:
-        heard = it.worker.events["listening"]
-        assert str(heard["grpc"]).startswith(f"{POD_IP}:")
+        addresses = it.worker.events["listening"]
+        assert str(addresses["grpc"]).startswith(f"{POD_IP}:")
         status = it.operate.Status(StatusRequest(), timeout=SECONDS)
         assert status.identity.worker_id == "pod-0"
         it.offer()
-        page = httpx.get(f"http://{heard['metrics']}/metrics", timeout=SECONDS).text
+        page = httpx.get(f"http://{addresses['metrics']}/metrics", timeout=SECONDS).text
         lines = dict(line.rsplit(" ", 1) for line in page.splitlines() if not line.startswith("#"))
         assert lines['kvferry_worker_tickets_offered{worker="pod-0"}'] == "1.0"
         assert float(lines['kvferry_worker_exported_blocks{worker="pod-0"}']) >= 2
@@ -192,7 +192,7 @@ def test_a_worker_listens_on_all_addresses_and_advertises_the_configured_one() -
         assert lines[info] == "1.0"
         begun = time.perf_counter()
         for _ in range(20):
-            httpx.get(f"http://{heard['metrics']}/metrics", timeout=SECONDS)
+            httpx.get(f"http://{addresses['metrics']}/metrics", timeout=SECONDS)
         assert (time.perf_counter() - begun) / 20 < 0.2
 
 

@@ -118,9 +118,9 @@ class Child:
                 raise EngineFailed(f"the engine process exited; its log ends: {self._last_words()}")
             self._unread += piece
         line, _, self._unread = self._unread.partition(b"\n")
-        heard = json.loads(line)
-        assert isinstance(heard, dict)
-        return heard
+        message = json.loads(line)
+        assert isinstance(message, dict)
+        return message
 
     def _last_words(self) -> str:
         return last_line(self._log)
@@ -129,5 +129,5 @@ class Child:
 def last_line(log: Path) -> str:
     """Return the last line of a log that is not empty, shortened."""
     lines = [line.strip() for line in log.read_text("utf-8", "replace").splitlines()] if log.exists() else []
-    said = [line for line in lines if line]
-    return said[-1][:300] if said else "nothing was said"
+    kept = [line for line in lines if line]
+    return kept[-1][:300] if kept else "nothing was said"

@@ -144,8 +144,8 @@ def overlap(one_engine: LLM) -> None:
         stream = decode_pb2_grpc.DecodeStub(channel).Run(request, timeout=SECONDS)
         next(stream)
         prompts = [prompt_of(1000, seed=seed) for seed in range(1, 4)]
-        asked = [aside.submit(generate, prefill, decode, f"p{n}", p, GREEDY) for n, p in enumerate(prompts)]
-        for prompt, answer in zip(prompts, asked, strict=True):
+        calls = [aside.submit(generate, prefill, decode, f"p{n}", p, GREEDY) for n, p in enumerate(prompts)]
+        for prompt, answer in zip(prompts, calls, strict=True):
             tokens, first, _ = answer.result(SECONDS)
             assert tokens == list(one_engine.generate([prompt], GREEDY)[0].token_ids)
             assert first.handoff.outcome == decode_pb2.Handoff.OUTCOME_FETCHED
@@ -227,7 +227,7 @@ def thousand(one_engine: LLM, connector: str, tier: str) -> None:
         worker_units(late_pages, "prefill", "decode", **settings) as (prefill, decode),
         ThreadPoolExecutor(16) as aside,
     ):
-        asked = [aside.submit(generate, prefill, decode, f"r{n}", *distinct[n % 10]) for n in range(1000)]
-        for number, answer in enumerate(asked):
+        calls = [aside.submit(generate, prefill, decode, f"r{n}", *distinct[n % 10]) for n in range(1000)]
+        for number, answer in enumerate(calls):
             assert answer.result(10 * SECONDS)[0] == right[number % 10]
         assert_workers_idle([prefill.admin, decode.admin])

@@ -251,7 +251,7 @@ class DelayedTiers:
 
     def cancel(self, request_id: RequestId) -> None:
         self._loads.cancel(request_id)
-        self._asked = [asked for asked in self._asked if asked[0] != request_id]
+        self._asked = [request for request in self._asked if request[0] != request_id]
 
     @property
     def num_active(self) -> int:
@@ -263,10 +263,10 @@ class DelayedTiers:
     def work(self) -> None:
         """Advance loads, stores and answers by a random amount."""
         self._loads.work(counts_partly=True)
-        for asked in list(self._asked):
+        for request in list(self._asked):
             if self._chance.random() < 0.4:
-                self._asked.remove(asked)
-                self._engine.post(self._answer(*asked))
+                self._asked.remove(request)
+                self._engine.post(self._answer(*request))
         for store in list(self._stores):
             if self._chance.random() < 0.2:
                 self._stores.remove(store)

@@ -101,9 +101,9 @@ async def ask(client: AsyncClient, question: Question, *, leaves_after: int | No
 class Traffic:
     """Context manager that sends requests until its end; `ended` has the result of each request."""
 
-    def __init__(self, address: str, asked: Sequence[Question], *, lanes: int = LANES) -> None:
+    def __init__(self, address: str, question_list: Sequence[Question], *, lanes: int = LANES) -> None:
         self._address = address
-        self._asked = asked
+        self._asked = question_list
         self._lanes = lanes
         self._loop = asyncio.new_event_loop()
         self._stopping = asyncio.Event()

@@ -54,7 +54,13 @@ def tiers_used(ended: Iterable[Ended]) -> set[str]:
 
 
 def undergo(
-    case: Case, fault: Fault, *, gateway: str, admin: Iterable[str], asked: Sequence[Question], is_normal: IsNormal
+    case: Case,
+    fault: Fault,
+    *,
+    gateway: str,
+    admin: Iterable[str],
+    question_list: Sequence[Question],
+    is_normal: IsNormal,
 ) -> Row:
     """Run a case and return its results.
 
@@ -68,7 +74,7 @@ def undergo(
             did not continue or recover, or a worker still has resources in use.
     """
     addresses = tuple(admin)
-    with Traffic(gateway, asked) as traffic:
+    with Traffic(gateway, question_list) as traffic:
         traffic.until(
             lambda all_: len(all_) >= _NUM_WARM and is_normal(all_), "normal operation before the fault", SECONDS
         )

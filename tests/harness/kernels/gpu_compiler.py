@@ -125,11 +125,11 @@ def _usage(cubin: bytes) -> tuple[int, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        said = subprocess.run(
+        output = subprocess.run(
             [tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True, timeout=60
         ).stdout
-    numbers = re.search(r"REG:(\d+) STACK:(\d+)", said)
-    assert numbers, said
+    numbers = re.search(r"REG:(\d+) STACK:(\d+)", output)
+    assert numbers, output
     return int(numbers[1]), int(numbers[2])
 
 

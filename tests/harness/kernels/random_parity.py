@@ -53,6 +53,6 @@ def differing_tokens(
     wrong = 0
     for one in ours:
         row = torch.tensor([one.tokens[:-1]], device=device)
-        said = theirs(row, logits_to_keep=new_tokens).logits[0].argmax(-1).tolist()
-        wrong += sum(a != b for a, b in zip(said, one.tokens[len(one.prompt) :], strict=True))
+        reference_tokens = theirs(row, logits_to_keep=new_tokens).logits[0].argmax(-1).tolist()
+        wrong += sum(a != b for a, b in zip(reference_tokens, one.tokens[len(one.prompt) :], strict=True))
     return wrong

@@ -53,13 +53,13 @@ class Cluster:
 
     def _call(self, tool: str, words: tuple[object, ...], stdin: str | None, seconds: float) -> str:
         command = [str(self.assets.path(tool)), f"--kubeconfig={self.kubeconfig}", *map(str, words)]
-        said = f"{tool} {' '.join(map(str, words))}"
+        command_line = f"{tool} {' '.join(map(str, words))}"
         try:
             done = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=seconds, check=False)
         except subprocess.TimeoutExpired:
-            raise Unavailable(f"{said}: no answer after {seconds:.0f} s") from None
+            raise Unavailable(f"{command_line}: no answer after {seconds:.0f} s") from None
         if done.returncode:
-            raise Unavailable(f"{said}: {done.stderr.strip()}")
+            raise Unavailable(f"{command_line}: {done.stderr.strip()}")
         return done.stdout
 
     @property

@@ -80,7 +80,7 @@ def closure(name: str, extras: Iterable[str]) -> dict[str, metadata.Distribution
         Unavailable: a dependency is not installed.
     """
     found: dict[str, metadata.Distribution] = {}
-    asked: set[tuple[str, str]] = set()
+    visited: set[tuple[str, str]] = set()
     waiting = [(canonicalize_name(name), ("", *extras))]
     while waiting:
         key, wanted = waiting.pop()
@@ -89,9 +89,9 @@ def closure(name: str, extras: Iterable[str]) -> dict[str, metadata.Distribution
         except metadata.PackageNotFoundError:
             raise Unavailable(f"{key} is required but not installed; run `make setup`") from None
         for extra in wanted:
-            if (key, extra) in asked:
+            if (key, extra) in visited:
                 continue
-            asked.add((key, extra))
+            visited.add((key, extra))
             for line in distribution.requires or ():
                 need = Requirement(line)
                 if need.marker is None or need.marker.evaluate({"extra": extra}):

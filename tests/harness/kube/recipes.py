@@ -66,17 +66,17 @@ class Recipes:
 
 def read(folder: Path = BUILD) -> Recipes:
     """Read the recipes in a folder."""
-    said = tomllib.loads((folder / "recipes.toml").read_text("utf-8"))
-    version: str = said["kubernetes"]
+    table = tomllib.loads((folder / "recipes.toml").read_text("utf-8"))
+    version: str = table["kubernetes"]
     major, minor, _ = version.removeprefix("v").split(".")
     words = {"version": version, "major": major, "minor": minor}
 
     def build(one: Mapping[str, Any]) -> Build:
-        stamps = {k: v.format(**words) for k, v in said["stamps"].get(one.get("stamps"), {}).items()}
+        stamps = {k: v.format(**words) for k, v in table["stamps"].get(one.get("stamps"), {}).items()}
         return Build(one["set"], one["module"], tuple(one["packages"]), one.get("output"), stamps)
 
-    builds = tuple(build(one) for one in said["build"])
-    return Recipes(version, _fingerprint(folder), said["go"], said["environment"], builds)
+    builds = tuple(build(one) for one in table["build"])
+    return Recipes(version, _fingerprint(folder), table["go"], table["environment"], builds)
 
 
 def _fingerprint(folder: Path) -> str:

@@ -104,10 +104,10 @@ def questions(engine: "LLM") -> list[Question]:
 class Load:
     """Context manager that sends requests until its end; `ended` has the results. Every third lane uses streaming."""
 
-    def __init__(self, http: str, model: str, asked: Sequence[Question], *, lanes: int = LANES) -> None:
+    def __init__(self, http: str, model: str, question_list: Sequence[Question], *, lanes: int = LANES) -> None:
         self._http = http
         self._model = model
-        self._asked = asked
+        self._asked = question_list
         self._lanes = lanes
         self._loop = asyncio.new_event_loop()
         self._stopping = asyncio.Event()
@@ -208,10 +208,10 @@ async def _read(answer: httpx.Response, expected: str) -> tuple[Outcome, str]:
                 if line == "data: [DONE]":
                     whole = True
                 elif line.startswith("data: "):
-                    heard: dict[str, Any] = json.loads(line.removeprefix("data: "))
-                    if "error" in heard:
-                        return Outcome.LOST, f"in the stream: {heard['error']}"
-                    text += "".join(choice["text"] for choice in heard["choices"])
+                    chunk: dict[str, Any] = json.loads(line.removeprefix("data: "))
+                    if "error" in chunk:
+                        return Outcome.LOST, f"in the stream: {chunk['error']}"
+                    text += "".join(choice["text"] for choice in chunk["choices"])
     except httpx.TransportError as broken:
         right_so_far = expected.startswith(text)
         return (Outcome.CUT if right_so_far else Outcome.WRONG), f"{broken!r} after {len(text)} characters"

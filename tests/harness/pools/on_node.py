@@ -157,13 +157,13 @@ class PoolOnNode:
 def is_settled(pool: Json) -> bool:
     """Return whether the pool is ready, has no rollout in progress, and its status is that of the current
     generation."""
-    said = {one["type"]: one for one in pool.get("status", {}).get("conditions", [])}
-    if not {"Ready", "Progressing"} <= said.keys():
+    by_type = {one["type"]: one for one in pool.get("status", {}).get("conditions", [])}
+    if not {"Ready", "Progressing"} <= by_type.keys():
         return False
     of_this = all(
-        said[kind]["observedGeneration"] == pool["metadata"]["generation"] for kind in ("Ready", "Progressing")
+        by_type[kind]["observedGeneration"] == pool["metadata"]["generation"] for kind in ("Ready", "Progressing")
     )
-    return of_this and said["Ready"]["status"] == "True" and said["Progressing"]["status"] == "False"
+    return of_this and by_type["Ready"]["status"] == "True" and by_type["Progressing"]["status"] == "False"
 
 
 def eventually(holds: Callable[[], bool], what: str, seconds: float, explain: Callable[[], str] = lambda: "") -> None:
@@ -198,5 +198,5 @@ def _is_ready(pod: Json) -> bool:
 
 
 def _conditions(pool: Json) -> str:
-    said = pool.get("status", {}).get("conditions", [])
-    return "\n".join(f"{one['type']}={one['status']} {one['reason']}: {one['message']}" for one in said)
+    by_type = pool.get("status", {}).get("conditions", [])
+    return "\n".join(f"{one['type']}={one['status']} {one['reason']}: {one['message']}" for one in by_type)

@@ -57,7 +57,7 @@ def any_combination() -> Outcome:
                     made.setdefault(update.request_id, []).extend(token.token_id for token in update.tokens)
         for name, tokens in run_until_idle(engine).items():
             made.setdefault(name, []).extend(tokens)
-        wrong += sum(made[name] != expected_tokens(*asked) for name, asked in prompts.items())
+        wrong += sum(made[name] != expected_tokens(*prompt_and_count) for name, prompt_and_count in prompts.items())
         preempted += engine.scheduler.num_preemptions
         hits += engine.scheduler.admission.num_hit_tokens
         chunks += sum(not item.samples for plan in runner.steps for item in plan.scheduled)

@@ -35,8 +35,8 @@ class RunningProcess:
             assert readable, f"no {event!r} within {seconds} s; heard {list(self.events)}"
             line = output.readline()
             assert line, f"the process ended with status {self.process.wait(10)} before {event!r}"
-            heard = json.loads(line)
-            self.events[heard["event"]] = heard
+            found = json.loads(line)
+            self.events[found["event"]] = found
         return self.events[event]
 
     def stop(self, number: int = signal.SIGTERM, seconds: float = 60.0) -> int:

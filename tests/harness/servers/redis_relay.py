@@ -119,14 +119,14 @@ def scripted(answer: Callable[[bytes], bytes], *, piece: int = 1 << 30) -> Itera
             client.settimeout(_TICK_SECONDS)
             while not ends.is_set():
                 with suppress(TimeoutError):
-                    asked = client.recv(1 << 16)
-                    said = answer(asked) if asked else b""
-                    if not said:
+                    command = client.recv(1 << 16)
+                    reply = answer(command) if command else b""
+                    if not reply:
                         return
                     client.settimeout(_JOIN_SECONDS)
-                    for at in range(0, len(said), piece):
-                        client.sendall(said[at : at + piece])
-                        if len(said) > piece and ends.wait(_TICK_SECONDS):
+                    for at in range(0, len(reply), piece):
+                        client.sendall(reply[at : at + piece])
+                        if len(reply) > piece and ends.wait(_TICK_SECONDS):
                             return
                     client.settimeout(_TICK_SECONDS)
 

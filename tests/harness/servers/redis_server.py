@@ -179,8 +179,8 @@ def _wait(server: RedisServer, slots: tuple[int, int] | None) -> None:
     has_slots = slots is None
     while clock.monotonic() < deadline:
         if server.process.poll() is not None:
-            said = server.process.stdout.read(4096) if server.process.stdout is not None else b""
-            raise AssertionError(f"redis-server exited: {said.decode('utf-8', 'replace')}")
+            output = server.process.stdout.read(4096) if server.process.stdout is not None else b""
+            raise AssertionError(f"redis-server exited: {output.decode('utf-8', 'replace')}")
         try:
             server.ask(b"PING")
             if not has_slots and slots is not None:

@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 
 def session(
-    said: list[str], specs: tuple[Spec, ...] = SMALL, timer: Callable[[Action], Timing] | None = None
+    lines: list[str], specs: tuple[Spec, ...] = SMALL, timer: Callable[[Action], Timing] | None = None
 ) -> Session:
     return Session(
         CPU,
@@ -36,16 +36,16 @@ def session(
         Rates(10.0, 1.0),
         about_now("interpreter", ManualClock()),
         specs,
-        said.append,
+        lines.append,
     )
 
 
 def test_every_operation_runs_and_its_peers_compute_the_same(tmp_path: Path) -> None:
-    said: list[str] = []
+    lines: list[str] = []
     shown: list[str] = []
     file = tmp_path / "results" / "gpu.csv"
-    rows = kernels.run(session(said), (), shown.append, csv_file=file)
-    assert said == [], "each peer gives the kernels' result, so none is left out"
+    rows = kernels.run(session(lines), (), shown.append, csv_file=file)
+    assert lines == [], "each peer gives the kernels' result, so none is left out"
     assert tuple(dict.fromkeys(row.op for row in rows)) == OPERATIONS
     assert sum(row.kernels == "triton" for row in rows) == len(SMALL)
     assert {row.op for row in rows if row.kernels == "torch sdpa"} == {"decode_attention", "prefill_attention"}
@@ -88,12 +88,12 @@ def test_a_peer_with_other_results_or_an_error_is_left_out_and_named(monkeypatch
         return replace(case, peers={"zeros": lambda: lambda: zeros, "broken": fails, "absent": absent})
 
     monkeypatch.setattr(kernels, "make_case", with_bad_peers)
-    said: list[str] = []
-    (row,) = kernels.measure([spec], session(said))
+    lines: list[str] = []
+    (row,) = kernels.measure([spec], session(lines))
     assert row.kernels == "triton"
-    assert [text.partition(": ")[2].partition(" off")[0].split()[0] for text in said] == ["zeros", "broken"]
-    assert "would be rounding" in said[0]
-    assert said[1].endswith("broken left out: no kernel image")
+    assert [text.partition(": ")[2].partition(" off")[0].split()[0] for text in lines] == ["zeros", "broken"]
+    assert "would be rounding" in lines[0]
+    assert lines[1].endswith("broken left out: no kernel image")
 
 
 def test_results_differ_beyond_the_precision_of_their_type() -> None:
@@ -123,14 +123,14 @@ class Favourite:
 
 
 def test_the_tuner_finds_the_fastest_launch_choice_and_writes_it_to_the_table(tmp_path: Path) -> None:
-    said: list[str] = []
+    lines: list[str] = []
     specs = tuple(s for s in SMALL if s.op == "silu_mul")
     grids = {"silu_mul": Tunable(("silu_mul",), {"block": (8, 16, 32, 64)})}
-    (won,) = tuner.tune(specs, session(said, specs, Favourite("silu_mul", 16)), grids)
+    (won,) = tuner.tune(specs, session(lines, specs, Favourite("silu_mul", 16)), grids)
     assert (won.key, dict(won.sizes)) == (("silu_mul", "interpreter", "any"), {"block": 16})
     assert won.why.startswith("measured on interpreter, torch ")
     assert "17.00 times as fast as block=32 warps=1 stages=1" in won.why
-    assert said == ["silu_mul interpreter any: block=32 warps=1 stages=1 -> block=16 warps=1 stages=1"]
+    assert lines == ["silu_mul interpreter any: block=32 warps=1 stages=1 -> block=16 warps=1 stages=1"]
     table = tmp_path / "launch.toml"
     table.write_bytes(launch.TABLE.read_bytes())
     tuner.rewrite(table, [won])
@@ -140,7 +140,7 @@ def test_the_tuner_finds_the_fastest_launch_choice_and_writes_it_to_the_table(tm
 
 
 def test_a_choice_that_gives_wrong_results_or_fails_is_never_selected(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
+    lines: list[str] = []
     specs = tuple(s for s in SMALL if s.op == "silu_mul")
 
     def broken(spec: Spec, device: torch.device, dtype: torch.dtype) -> cases.Case:
@@ -157,29 +157,29 @@ def test_a_choice_that_gives_wrong_results_or_fails_is_never_selected(monkeypatc
 
     monkeypatch.setattr(tuner, "make_case", broken)
     grids = {"silu_mul": Tunable(("silu_mul",), {"block": (8, 16)})}
-    assert tuner.tune(specs, session(said, specs, Favourite("silu_mul", 8)), grids) == []
-    assert said == ["silu_mul interpreter any: block=32 warps=1 stages=1 -> stays"]
+    assert tuner.tune(specs, session(lines, specs, Favourite("silu_mul", 8)), grids) == []
+    assert lines == ["silu_mul interpreter any: block=32 warps=1 stages=1 -> stays"]
 
 
 def test_a_second_kernel_of_an_operation_is_tuned_and_rows_name_both_launch_choices() -> None:
-    said: list[str] = []
+    lines: list[str] = []
     specs = tuple(s for s in SMALL if s.op == "decode_attention")
     grids = {"merge_parts": Tunable(("decode_attention",), {"block": (2, 4)})}
-    won = tuner.tune(specs, session(said, specs, Favourite("merge_parts", 4)), grids)
+    won = tuner.tune(specs, session(lines, specs, Favourite("merge_parts", 4)), grids)
     assert [row.key for row in won] == [("merge_parts", "interpreter", "any")]
     with launch.trial(won):
-        (first, *_) = kernels.measure(specs[:1], session(said, specs))
+        (first, *_) = kernels.measure(specs[:1], session(lines, specs))
     assert first.launch.endswith("merge_parts: block=4 warps=1 stages=1")
 
 
 def test_a_trial_overrides_launch_choices_while_it_is_active_and_records_lookups() -> None:
     before = launch.choose("silu_mul", CPU)
     outer, inner = replace(before, warps=2), replace(launch.choose("rotate", CPU), warps=3)
-    with launch.trial([outer]) as first, launch.trial([inner]) as asked:
+    with launch.trial([outer]) as first, launch.trial([inner]) as launches:
         assert launch.choose("silu_mul", CPU) == outer
         assert launch.choose("rotate", CPU, "d64") != inner, "the row applies to keys without a head size only"
         assert launch.choose("rotate", CPU) == inner
-        assert asked == {
+        assert launches == {
             ("silu_mul", "interpreter", "any"), ("rotate", "interpreter", "d64"), ("rotate", "interpreter", "any")
         }  # fmt: skip
         assert first == set()
@@ -192,14 +192,14 @@ def test_bounds_are_measured_by_a_copy_and_a_product() -> None:
 
 
 def test_all_tunable_operations_are_tuned_on_a_copy_of_the_table_and_then_measured(tmp_path: Path) -> None:
-    said: list[str] = []
+    lines: list[str] = []
     table = tmp_path / "launch.toml"
     table.write_bytes(launch.TABLE.read_bytes())
     specs = tuple(s for s in SMALL if s.op in {"log_probabilities", "embedding", "gather_rows"})
-    slow = session(said, specs, lambda action: Timing.of([1.0 if action() is not None else 0.0]))
+    slow = session(lines, specs, lambda action: Timing.of([1.0 if action() is not None else 0.0]))
     rows = kernels.run(slow, (), lambda _: None, tune=True, table=table)
     assert [row.op for row in rows if row.kernels == "triton"] == ["embedding", "gather_rows", "log_probabilities"]
-    assert said == [
+    assert lines == [
         "take_rows interpreter any: block=32 warps=1 stages=1 -> stays",
         "log_probabilities interpreter any: block=128 warps=1 stages=1 -> stays",
         "0 rows of launch.toml are new",

@@ -99,15 +99,15 @@ def test_requests_that_come_over_time(monkeypatch: pytest.MonkeyPatch) -> None:
         now += seconds
 
     monkeypatch.setattr("peers.arrivals.time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
-    asked = [{"tokens": [1, 2], "new_tokens": 3, "at": 2.0}, {"tokens": [1], "new_tokens": 1, "at": 0.0}]
-    arrivals = Arrivals(asked)
-    assert arrivals.due() == [(1, asked[1])]
+    requests = [{"tokens": [1, 2], "new_tokens": 3, "at": 2.0}, {"tokens": [1], "new_tokens": 1, "at": 0.0}]
+    arrivals = Arrivals(requests)
+    assert arrivals.due() == [(1, requests[1])]
     sleep(0.5)
     arrivals.drew(1)
     assert not arrivals.are_all_here
     assert arrivals.due() == []
     arrivals.rest()
-    assert arrivals.due() == [(0, asked[0])]
+    assert arrivals.due() == [(0, requests[0])]
     assert arrivals.are_all_here
     sleep(1.0)
     arrivals.drew(0, 1)

@@ -133,8 +133,8 @@ async def test_vectors_of_texts_and_token_ids(client, gateway):
     assert np.array_equal(first.values, vector_of([BOS, *b"hello"], params))
     assert np.array_equal(second.values, vector_of([5, 6], params))
     assert (first.num_prompt_tokens, second.num_prompt_tokens) == (6, 2)
-    asked = gateway.workers.prefill[0].pools
-    assert {(each.request_id, each.priority) for each in asked} == {("mine", 2)}
+    pooling_requests = gateway.workers.prefill[0].pools
+    assert {(each.request_id, each.priority) for each in pooling_requests} == {("mine", 2)}
 
     def blocking() -> list[Vector]:
         with Client(gateway.gateway.listening.grpc, timeout=20) as opened:

@@ -35,16 +35,16 @@ def llm() -> LLM:
     return LLM("tiny", dtype="float32", kv_bytes=16 << 20)
 
 
-def one(llm: LLM, base: SamplingParams = GREEDY, prompt: Sequence[int] = PROMPT, **wishes: Any) -> Completion:
-    (made,) = llm.generate([prompt], replace(base, **wishes))
+def one(llm: LLM, base: SamplingParams = GREEDY, prompt: Sequence[int] = PROMPT, **changes: Any) -> Completion:
+    (made,) = llm.generate([prompt], replace(base, **changes))
     return made
 
 
-def first_tokens(llm: LLM, count: int = 400, **wishes: Any) -> Counter[int]:
+def first_tokens(llm: LLM, count: int = 400, **changes: Any) -> Counter[int]:
     """Sample the token after the prompt with `count` seeds."""
     found: Counter[int] = Counter()
     for seed in range(count):
-        found[one(llm, DRAWN, seed=seed, **{"max_tokens": 1, **wishes}).token_ids[0]] += 1
+        found[one(llm, DRAWN, seed=seed, **{"max_tokens": 1, **changes}).token_ids[0]] += 1
     return found
 
 
@@ -276,9 +276,9 @@ def check_constraint(llm: LLM) -> None:
     assert made.text in ("no", "yes")
 
 
-def refused(llm: LLM, field: str, **wishes: Any) -> None:
+def refused(llm: LLM, field: str, **changes: Any) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        one(llm, **wishes)
+        one(llm, **changes)
     assert caught.value.field == field
 
 

@@ -107,15 +107,15 @@ def no_garbage_collection() -> Iterator[None]:
 @pytest.mark.parametrize("path", [_TEXT, _CHAT])
 async def test_a_large_answer_stops_no_other_request(gateway, path):
     """The answer has 128 samples with 20 log-probabilities for each token: up to 6 MB of JSON."""
-    asked = {"max_tokens": 100, "n": 64}
+    body_fields = {"max_tokens": 100, "n": 64}
     if path == _TEXT:
-        asked |= {"prompt": ["a"] * 2, "logprobs": 5}
+        body_fields |= {"prompt": ["a"] * 2, "logprobs": 5}
     else:
-        asked |= {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 20}
+        body_fields |= {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 20}
     async with (
         httpx.AsyncClient(base_url=gateway.url, timeout=60) as client,
         watch_lag(SystemClock()) as lag,
-        client.stream("POST", path, json=asked) as answered,
+        client.stream("POST", path, json=body_fields) as answered,
     ):
         assert answered.status_code == 200, await answered.aread()
         size = sum([len(part) async for part in answered.aiter_bytes()])

@@ -73,13 +73,13 @@ async def test_chat_and_its_stream(api, http, responses):
 async def test_a_tool_is_called_and_its_result_answered(api, http, responses):
     chat = model(api, http, responses=responses).bind_tools([get_weather])
     api.source.answers = [written(CallFormat.HERMES, [("get_weather", {"city": "Oslo"})])]
-    asked = HumanMessage("Weather?")
-    answer = await chat.ainvoke([asked])
+    question = HumanMessage("Weather?")
+    answer = await chat.ainvoke([question])
     (call,) = answer.tool_calls
     assert (call["name"], call["args"]) == ("get_weather", {"city": "Oslo"})
     result = ToolMessage(await get_weather.ainvoke(call["args"]), tool_call_id=call["id"])
     api.source.answers = ["Cold."]
-    assert (await chat.ainvoke([asked, answer, result])).text == "Cold."
+    assert (await chat.ainvoke([question, answer, result])).text == "Cold."
     assert "cold in Oslo" in api.source.prompt
 
 

@@ -69,9 +69,9 @@ async def test_chat_as_a_stream(client):
 
 
 async def test_a_completion_and_its_stream_are_the_same(client):
-    wishes: Any = {"model": "bytes", "prompt": "abc", "max_tokens": 9, "seed": 3}
-    whole = await client.completions.create(**wishes)
-    stream = await client.completions.create(**wishes, stream=True)
+    completion_fields: Any = {"model": "bytes", "prompt": "abc", "max_tokens": 9, "seed": 3}
+    whole = await client.completions.create(**completion_fields)
+    stream = await client.completions.create(**completion_fields, stream=True)
     chunks = [chunk async for chunk in stream]
     assert whole.choices[0].text == expected([BOS, *b"abc"], 9)
     assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
@@ -256,19 +256,19 @@ async def test_a_constraint_that_cannot_be_compiled_is_named_by_its_field(client
 
 
 async def test_a_priority_reaches_the_workers(client, gateway):
-    asked = {"model": "bytes", "messages": _MESSAGES, "max_tokens": 4}
-    await client.chat.completions.create(**asked, extra_body={"priority": -3})
+    fields = {"model": "bytes", "messages": _MESSAGES, "max_tokens": 4}
+    await client.chat.completions.create(**fields, extra_body={"priority": -3})
     workers = gateway.workers
     assert [call.priority for call in (*workers.prefill[0].prefills, *workers.decode[0].decodes)] == [-3, -3]
     with pytest.raises(openai.BadRequestError) as caught:
-        await client.chat.completions.create(**asked, extra_body={"priority": 1 << 40})
+        await client.chat.completions.create(**fields, extra_body={"priority": 1 << 40})
     assert caught.value.body["param"] == "priority"
 
 
 async def test_requests_with_unequal_salts_share_no_blocks(client, gateway):
-    asked = {"model": "bytes", "messages": _MESSAGES, "max_tokens": 4}
+    fields = {"model": "bytes", "messages": _MESSAGES, "max_tokens": 4}
     for salt in ("a", "b", "a", None):
-        await client.chat.completions.create(**asked, extra_body={"cache_salt": salt})
+        await client.chat.completions.create(**fields, extra_body={"cache_salt": salt})
     workers = gateway.workers
     first, other, again, plain = [call.tenant for call in workers.prefill[0].prefills]
     assert first == again
@@ -276,5 +276,5 @@ async def test_requests_with_unequal_salts_share_no_blocks(client, gateway):
     assert plain == ""
     assert [call.tenant for call in workers.decode[0].decodes] == [first, other, again, plain]
     with pytest.raises(openai.BadRequestError) as caught:
-        await client.chat.completions.create(**asked, extra_body={"cache_salt": "x" * 2000})
+        await client.chat.completions.create(**fields, extra_body={"cache_salt": "x" * 2000})
     assert caught.value.body["param"] == "cache_salt"

@@ -31,10 +31,10 @@ def config(http: str = "127.0.0.1:0", rpc: str = "127.0.0.1:0") -> GatewayConfig
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_a_signal_ends_the_gateway_cleanly(number):
-    heard: asyncio.Future[Listening] = asyncio.get_running_loop().create_future()
-    running = asyncio.create_task(run_gateway(config(), byte_model(), announce=heard.set_result))
+    announced: asyncio.Future[Listening] = asyncio.get_running_loop().create_future()
+    running = asyncio.create_task(run_gateway(config(), byte_model(), announce=announced.set_result))
     async with asyncio.timeout(10):
-        listening = await heard
+        listening = await announced
         async with httpx.AsyncClient(base_url=f"http://{listening.http}") as client:
             assert (await client.get("/health")).status_code == 200
             assert (await client.get("/ready")).status_code == 503

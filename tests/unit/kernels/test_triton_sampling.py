@@ -58,8 +58,8 @@ def drawn_by_the_host(logits: torch.Tensor, params: list[SamplingParams], positi
 def test_every_cut_counts(device: torch.device) -> None:
     """Each cut changes the drawn token of some rows, alone and together with the others."""
     cuts: list[dict[str, float]] = [{"top_k": 6}, {"top_p": 0.4}, {"min_p": 0.15}]
-    wishes = [*cuts, cuts[0] | cuts[1], cuts[0] | cuts[2], cuts[1] | cuts[2], cuts[0] | cuts[1] | cuts[2], {}]
-    params = [SamplingParams(temperature=2.0, seed=i, **w) for i, w in enumerate(wishes * 5)]  # type: ignore[arg-type]
+    parameter_sets = [*cuts, cuts[0] | cuts[1], cuts[0] | cuts[2], cuts[1] | cuts[2], cuts[0] | cuts[1] | cuts[2], {}]
+    params = [SamplingParams(temperature=2.0, seed=i, **w) for i, w in enumerate(parameter_sets * 5)]  # type: ignore[arg-type]
     logits = torch.round(torch.randn(len(params), 50, generator=torch.Generator().manual_seed(4)) * 4) / 2
     positions = list(range(len(params)))
     expected = drawn_by_the_host(logits, params, positions)
@@ -71,21 +71,21 @@ def test_every_cut_counts(device: torch.device) -> None:
 
 @settings(max_examples=20, deadline=None)
 @given(
-    wishes=st.lists(WISHES, min_size=1, max_size=3),
+    parameter_sets=st.lists(WISHES, min_size=1, max_size=3),
     vocabulary=st.sampled_from([1, 2, 60, 300]),
     levels=st.sampled_from([0, 4]),
     seed=st.integers(0, 1000),
     position=st.integers(0, 5000),
 )
 def test_draws_are_the_sampler_s(
-    device: torch.device, wishes: list[dict[str, float]], vocabulary: int, levels: int, seed: int, position: int
+    device: torch.device, parameter_sets: list[dict[str, float]], vocabulary: int, levels: int, seed: int, position: int
 ) -> None:
-    logits = torch.randn(len(wishes), vocabulary, generator=torch.Generator().manual_seed(seed)) * 3
+    logits = torch.randn(len(parameter_sets), vocabulary, generator=torch.Generator().manual_seed(seed)) * 3
     if levels:
         logits = torch.round(logits * levels) / levels  # many equal logits
     if vocabulary > 2:
         logits[0, 1] = -torch.inf
-    params = [SamplingParams(**w) for w in wishes]  # type: ignore[arg-type]
+    params = [SamplingParams(**w) for w in parameter_sets]  # type: ignore[arg-type]
     positions = [position + i for i in range(len(params))]
     expected = drawn_by_the_host(logits, params, positions)
     assert DEVICE_OPS.sample(logits.to(device), draws(params, positions, device)).tolist() == expected
@@ -146,13 +146,13 @@ def test_adjusted_logits_are_the_sampler_s(
     ]
 
     def adjusted(ops: DeviceOps, at: torch.device | str) -> torch.Tensor:
-        wishes = Adjustments(
+        adjustments = Adjustments(
             lists([bias for _ in tokens], at),
             lists([dict.fromkeys(own, repetition) for own in tokens], at),
             lists([{t: frequency * own[1:].count(t) + presence for t in own[1:]} for own in tokens], at),
             lists([dict.fromkeys(banned, 0.0) for _ in tokens], at),
         )
-        return ops.adjust_logits(logits.to(at), wishes)
+        return ops.adjust_logits(logits.to(at), adjustments)
 
     for got in (adjusted(DEVICE_OPS, device), adjusted(reference.DEVICE_OPS, "cpu")):
         np.testing.assert_allclose(got.cpu().numpy(), np.stack(expected), rtol=1e-15, atol=1e-15)
@@ -161,8 +161,8 @@ def test_adjusted_logits_are_the_sampler_s(
 @pytest.mark.parametrize("vocabulary", [5, 64, 100])
 def test_a_grammar_allows_its_bits_and_nothing_beyond_its_words(device: torch.device, vocabulary: int) -> None:
     allowed = torch.tensor([[0b10110, 1], [-1, -1], [0, 0]], dtype=torch.int32)
-    wishes = Adjustments(allowed=allowed.to(device))
-    got = DEVICE_OPS.adjust_logits(torch.zeros(3, vocabulary, device=device), wishes)
+    adjustments = Adjustments(allowed=allowed.to(device))
+    got = DEVICE_OPS.adjust_logits(torch.zeros(3, vocabulary, device=device), adjustments)
     kept = [(row == 0).nonzero().flatten().tolist() for row in got.cpu()]
     assert kept == [[t for t in (1, 2, 4, 32) if t < vocabulary], list(range(min(vocabulary, 64))), []]
     expected = reference.DEVICE_OPS.adjust_logits(torch.zeros(3, vocabulary), Adjustments(allowed=allowed))

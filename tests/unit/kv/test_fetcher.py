@@ -35,7 +35,7 @@ class Script:
         self.clock = ManualClock()
         self.finished: list[bool] = []
         self.messages: list[LoadOutcome | PagesQuiet] = []
-        self.heard = threading.Condition()
+        self.changed = threading.Condition()
         self.reads: list[tuple[list[int], list[int]]] = []
         self.forgotten = 0
         self.fail: dict[str, Exception] = {}
@@ -101,13 +101,13 @@ class Script:
 
     # helpers for an engine
     def hear(self, message: LoadOutcome | PagesQuiet) -> None:
-        with self.heard:
+        with self.changed:
             self.messages.append(message)
-            self.heard.notify_all()
+            self.changed.notify_all()
 
     def wait_for(self, count: int) -> list[LoadOutcome | PagesQuiet]:
-        with self.heard:
-            assert self.heard.wait_for(lambda: len(self.messages) >= count, DEADLINE), self.messages
+        with self.changed:
+            assert self.changed.wait_for(lambda: len(self.messages) >= count, DEADLINE), self.messages
             return list(self.messages)
 
 

@@ -61,20 +61,20 @@ def frame(op: int, ids: Sequence[int]) -> bytes:
 
 @given(Asked, Cuts)
 def test_requests_are_received_alike_however_they_are_divided(
-    asked: list[tuple[wire.Op, list[int]]], cuts: list[int]
+    sent: list[tuple[wire.Op, list[int]]], cuts: list[int]
 ) -> None:
-    requests = wire.Requests(Arrivals(b"".join(frame(*each) for each in asked), cuts).as_socket(), MOST)
-    assert [requests.receive() for _ in asked] == [(op, tuple(ids)) for op, ids in asked]
+    requests = wire.Requests(Arrivals(b"".join(frame(*each) for each in sent), cuts).as_socket(), MOST)
+    assert [requests.receive() for _ in sent] == [(op, tuple(ids)) for op, ids in sent]
     assert requests.receive() is None
 
 
 @given(Asked, st.integers(1, 5 + 4 * MOST - 1), Cuts)
 def test_a_request_that_ends_early_is_an_error(
-    asked: list[tuple[wire.Op, list[int]]], size: int, cuts: list[int]
+    sent: list[tuple[wire.Op, list[int]]], size: int, cuts: list[int]
 ) -> None:
-    data = b"".join(frame(*each) for each in asked) + frame(1, range(MOST))[:size]
+    data = b"".join(frame(*each) for each in sent) + frame(1, range(MOST))[:size]
     requests = wire.Requests(Arrivals(data, cuts).as_socket(), MOST)
-    for _ in asked:
+    for _ in sent:
         assert requests.receive() is not None
     with pytest.raises(wire.WireError, match="closed the connection"):
         requests.receive()

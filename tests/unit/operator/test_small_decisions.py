@@ -194,9 +194,9 @@ def crashed(state: dict, **last: Any) -> dict:
 def test_a_crash_is_reported_with_the_last_line_of_its_log():
     backs_off = {"waiting": {"reason": "CrashLoopBackOff"}}
     log = "loading\nkv_memory of 3145728 bytes holds the KV of 136 tokens\n"
-    said = "a: worker exits with 1: kv_memory of 3145728 bytes holds the KV of 136 tokens"
-    assert troubles([pod("a", **crashed(backs_off, exitCode=1, message=log))]) == [said]
-    assert troubles([pod("a", **crashed({"terminated": {"exitCode": 1, "message": log}}))]) == [said]
+    expected = "a: worker exits with 1: kv_memory of 3145728 bytes holds the KV of 136 tokens"
+    assert troubles([pod("a", **crashed(backs_off, exitCode=1, message=log))]) == [expected]
+    assert troubles([pod("a", **crashed({"terminated": {"exitCode": 1, "message": log}}))]) == [expected]
     silent = crashed(backs_off, exitCode=2)
     assert troubles([pod("a", **silent)]) == ["a: worker exits with 2; see `kubectl logs --previous`"]
 
@@ -383,13 +383,13 @@ def test_a_deployment_reports_its_obstacles():
 
 
 def test_the_valid_part_of_a_fleet_report_is_read():
-    said = {
+    expected = {
         "workers": [{"name": "w", "role": "both", "takes_work": True, "load": {"tickets_offered": 2, "new": 1}}],
         "held": 3,
         "handoffs": {"fetched": 4, "odd": 9},
         "more": [1],
     }
-    report = read_fleet(json.dumps(said).encode(), 1.0)
+    report = read_fleet(json.dumps(expected).encode(), 1.0)
     (worker,) = report.of_role("both")
     assert (worker.load.num_tickets, worker.load.kv_usage, report.held, report.handoffs) == (2, 0.0, 3, {"fetched": 4})
 

@@ -49,10 +49,10 @@ async def serving(respond: Respond, first: Respond = answer) -> AsyncIterator[Ta
             writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
         else:
             length = next(int(line[15:]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:"))
-            asked = json.loads(await reader.readexactly(length))
-            assert asked["model"] == "the-model"
+            request = json.loads(await reader.readexactly(length))
+            assert request["model"] == "the-model"
             count += 1
-            await (first if count == 1 else respond)(asked, writer)
+            await (first if count == 1 else respond)(request, writer)
         writer.close()
 
     server = await asyncio.start_server(handle, "127.0.0.1", 0)

@@ -33,12 +33,12 @@ class DictTiers:
         self.is_late = False
         """If true, `ask` returns no answer; the test sends it with `answer`."""
         self.fails = False
-        self.asked: list[tuple[RequestId, list[ObjectKey]]] = []
+        self.lookups: list[tuple[RequestId, list[ObjectKey]]] = []
         self.started: list[tuple[RequestId, TierSource, int, int]] = []
         attach(engine, tiers=self)
 
     def ask(self, request_id: RequestId, keys: Sequence[ObjectKey]) -> TierAnswer | None:
-        self.asked.append((request_id, list(keys)))
+        self.lookups.append((request_id, list(keys)))
         return None if self.is_late else self._answer(request_id, keys)
 
     def _answer(self, request_id: RequestId, keys: Sequence[ObjectKey]) -> TierAnswer:
@@ -46,7 +46,7 @@ class DictTiers:
         return TierAnswer(request_id, ("dram",) * run)
 
     def answer(self) -> None:
-        self.engine.post(self._answer(*self.asked[-1]))
+        self.engine.post(self._answer(*self.lookups[-1]))
 
     def prefetch(self, request_id: RequestId, source: TierSource) -> None:
         pass
@@ -121,7 +121,7 @@ def test_a_preempted_sequence_loads_the_full_objects_of_prompt_and_answer() -> N
     tokens: dict[str, list[int]] = {}
     until_preempted(engine, tokens)
     lost = len(YOUNG) + len(tokens["young"])
-    tiers.asked.clear()
+    tiers.lookups.clear()
     finish(engine, tokens)
     assert engine.scheduler.num_preemptions == 1
     assert lost > 24, "the objects include output tokens"
@@ -147,7 +147,7 @@ def test_a_preempted_sequence_does_not_wait_for_late_tiers() -> None:
         step(engine, tokens)
     tiers.is_late = True
     until_preempted(engine, tokens)
-    assert tiers.asked[-1][0] == "young"
+    assert tiers.lookups[-1][0] == "young"
     while engine.scheduler.num_waiting:
         step(engine, tokens)
     assert engine.load().loading == 0
@@ -231,7 +231,7 @@ def test_any_mix_of_preemptions_and_answers_gives_each_its_own_tokens(
             break
         tiers.fails = fails[turn % len(fails)]
         tiers.is_late = late[turn % len(late)] and bool(tokens)
-        if tiers.asked and late[turn % len(late) - 1]:
+        if tiers.lookups and late[turn % len(late) - 1]:
             tiers.answer()  # answers the latest lookup, perhaps a second time
         step(engine, tokens)
     assert engine.is_idle

@@ -50,8 +50,8 @@ async def test_each_stream_gets_its_own_tokens_in_order_and_then_ends() -> None:
     async with running(engine) as (loop, failures):
         prompts = {f"r{i}": [i, i + 1] for i in range(6)}
         streams = [loop.submit(a_request(name, prompt, max_tokens=9)) for name, prompt in prompts.items()]
-        heard = await asyncio.gather(*map(everything, streams))
-        for stream, prompt, items in zip(streams, prompts.values(), heard, strict=True):
+        outputs = await asyncio.gather(*map(everything, streams))
+        for stream, prompt, items in zip(streams, prompts.values(), outputs, strict=True):
             updates = [item.update for item in items if item.update is not None]
             assert [t.token_id for u in updates for t in u.tokens] == expected_tokens(prompt, 9)
             assert [u.finish_reason for u in updates] == [None] * 8 + [FinishReason.LENGTH]
@@ -67,8 +67,8 @@ async def test_streams_in_parts_have_all_tokens() -> None:
     try:
         prompts = {f"r{i}": [i, i + 1] for i in range(3)}
         streams = [loop.submit(a_request(name, prompt, max_tokens=10)) for name, prompt in prompts.items()]
-        heard = await asyncio.gather(*map(everything, streams))
-        for stream, prompt, items in zip(streams, prompts.values(), heard, strict=True):
+        outputs = await asyncio.gather(*map(everything, streams))
+        for stream, prompt, items in zip(streams, prompts.values(), outputs, strict=True):
             tokens = [t.token_id for item in items if item.update is not None for t in item.update.tokens]
             assert tokens == expected_tokens(prompt, 10)
             loop.close(stream)

@@ -82,7 +82,7 @@ def ahead_engine(num_blocks: int = 64, stops: Sequence[int] = (), limits: Schedu
     return engine, runner
 
 
-def asked(name: str, prompt: list[int], max_tokens: int = 12, **sampling: object) -> EngineRequest:
+def engine_request(name: str, prompt: list[int], max_tokens: int = 12, **sampling: object) -> EngineRequest:
     params = SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens, **sampling})  # type: ignore[arg-type]
     return EngineRequest(RequestId(name), prompt, params)
 
@@ -102,7 +102,7 @@ def test_tokens_are_the_same_and_most_steps_are_ahead() -> None:
     engine, runner = ahead_engine()
     prompts = {"a": [1, 2, 3], "b": [9] * 9, "c": [4]}
     for name, prompt in prompts.items():
-        engine.add(asked(name, prompt))
+        engine.add(engine_request(name, prompt))
     assert run(engine) == {name: expected_tokens(prompt, 12) for name, prompt in prompts.items()}
     assert runner.most_unread == 2
     assert runner.unread == 0
@@ -112,12 +112,12 @@ def test_tokens_are_the_same_and_most_steps_are_ahead() -> None:
 
 def test_a_stop_makes_one_step_superfluous_and_leaves_no_state() -> None:
     engine, runner = ahead_engine(stops=[8])
-    engine.add(asked("a", [1, 2, 3]))
-    engine.add(asked("b", [5, 6]))
+    engine.add(engine_request("a", [1, 2, 3]))
+    engine.add(engine_request("b", [5, 6]))
     tokens = run(engine)
     assert tokens == {"a": [*expected_tokens([1, 2, 3], 5), EOS], "b": [*expected_tokens([5, 6], 6), EOS]}
     assert engine.is_idle
-    engine.add(asked("c", [1, 2, 3], max_tokens=3))
+    engine.add(engine_request("c", [1, 2, 3], max_tokens=3))
     assert run(engine) == {"c": expected_tokens([1, 2, 3], 3)}
     assert runner.unread == 0
     assert engine.is_idle
@@ -126,14 +126,14 @@ def test_a_stop_makes_one_step_superfluous_and_leaves_no_state() -> None:
 @pytest.mark.parametrize("reused", [False, True])
 def test_an_abort_between_two_steps_and_its_name_used_again(reused: bool) -> None:
     engine, runner = ahead_engine()
-    engine.add(asked("a", [1, 2, 3]))
-    engine.add(asked("b", [7, 7]))
+    engine.add(engine_request("a", [1, 2, 3]))
+    engine.add(engine_request("b", [7, 7]))
     for _ in range(4):
         engine.step()
     assert runner.unread == 1
     assert engine.abort(RequestId("a"))
     if reused:
-        engine.add(asked("a", [8, 8, 8, 8, 8], max_tokens=4))
+        engine.add(engine_request("a", [8, 8, 8, 8, 8], max_tokens=4))
     tokens = run(engine)
     assert tokens["b"] == expected_tokens([7, 7], 12)[4:]
     assert tokens.get("a") == (expected_tokens([8] * 5, 4) if reused else None)
@@ -142,14 +142,14 @@ def test_an_abort_between_two_steps_and_its_name_used_again(reused: bool) -> Non
 
 def test_an_abort_of_all_requests_waits_for_the_running_step() -> None:
     engine, runner = ahead_engine()
-    engine.add(asked("a", [1, 2, 3]))
+    engine.add(engine_request("a", [1, 2, 3]))
     for _ in range(3):
         engine.step()
     engine.abort(RequestId("a"))
     assert engine.load().blocks_quarantined == 1, "the running step writes to the sequence's last page"
     assert run(engine) == {}
     assert engine.is_idle
-    engine.add(asked("b", [1, 2, 3, 4, 5, 6], max_tokens=3))
+    engine.add(engine_request("b", [1, 2, 3, 4, 5, 6], max_tokens=3))
     assert run(engine) == {"b": expected_tokens([1, 2, 3, 4, 5, 6], 3)}
     assert runner.unread == 0
 
@@ -159,7 +159,7 @@ def test_without_free_pages_steps_are_not_launched_ahead() -> None:
     engine, runner = ahead_engine(num_blocks=9, limits=limits)
     prompts = {"a": [1, 2, 3], "b": [4, 5, 6, 7], "c": [8, 9]}
     for name, prompt in prompts.items():
-        engine.add(asked(name, prompt, max_tokens=14))
+        engine.add(engine_request(name, prompt, max_tokens=14))
     assert run(engine) == {name: expected_tokens(prompt, 14) for name, prompt in prompts.items()}
     assert engine.scheduler.num_preemptions > 0
     assert (engine.is_idle, runner.unread) == (True, 0)
@@ -168,22 +168,22 @@ def test_without_free_pages_steps_are_not_launched_ahead() -> None:
 @pytest.mark.parametrize("sampling", [{"frequency_penalty": 0.5}, {"logprobs": 1}, {"repetition_penalty": 1.5}])
 def test_a_step_that_depends_on_tokens_is_not_launched_ahead(sampling: dict[str, object]) -> None:
     engine, runner = ahead_engine()
-    engine.add(asked("a", [1, 2, 3], **sampling))
+    engine.add(engine_request("a", [1, 2, 3], **sampling))
     run(engine)
     assert runner.most_unread == 1
 
 
 def test_end_tokens_are_banned_for_as_long_as_they_must_be() -> None:
     engine, runner = ahead_engine()
-    engine.add(asked("a", [1, 2, 3], max_tokens=6, min_tokens=3))
+    engine.add(engine_request("a", [1, 2, 3], max_tokens=6, min_tokens=3))
     run(engine)
     assert [bool(p.scheduled[0].banned_token_ids) for p in runner.steps] == [True] * 3 + [False] * 3
 
 
 def test_steps_run_ahead_while_a_request_waits_and_admission_is_tried_at_intervals() -> None:
     engine, runner = ahead_engine(limits=small_limits(max_sequences=1))
-    engine.add(asked("a", [1], max_tokens=25))
-    engine.add(asked("b", [2], max_tokens=4))
+    engine.add(engine_request("a", [1], max_tokens=25))
+    engine.add(engine_request("b", [2], max_tokens=4))
     attempts = 0
     schedule = engine.scheduler.schedule
 
@@ -200,10 +200,10 @@ def test_steps_run_ahead_while_a_request_waits_and_admission_is_tried_at_interva
 
 def test_an_arrival_ends_the_steps_ahead() -> None:
     engine, runner = ahead_engine()
-    engine.add(asked("a", [1]))
+    engine.add(engine_request("a", [1]))
     for _ in range(3):
         engine.step()
-    engine.add(asked("b", [2], max_tokens=3))
+    engine.add(engine_request("b", [2], max_tokens=3))
     engine.step()
     engine.step()
     assert [len(p.scheduled) for p in runner.steps] == [1, 1, 1, 1, 2, 2], (
@@ -214,8 +214,8 @@ def test_an_arrival_ends_the_steps_ahead() -> None:
 
 def test_a_sequence_that_ends_for_certain_does_not_stop_the_others() -> None:
     engine, runner = ahead_engine()
-    engine.add(asked("a", [1, 2, 3], max_tokens=4))
-    engine.add(asked("b", [5, 6], max_tokens=9))
+    engine.add(engine_request("a", [1, 2, 3], max_tokens=4))
+    engine.add(engine_request("b", [5, 6], max_tokens=9))
     assert run(engine) == {"a": expected_tokens([1, 2, 3], 4), "b": expected_tokens([5, 6], 9)}
     assert [len(p.scheduled) for p in runner.steps] == [2] * 4 + [1] * 5
     assert runner.read_before_begin == 1, "every step but the first was launched ahead"
@@ -224,13 +224,13 @@ def test_a_sequence_that_ends_for_certain_does_not_stop_the_others() -> None:
 def test_a_page_that_a_running_step_writes_to_is_no_target_of_a_load() -> None:
     engine, _ = ahead_engine(num_blocks=4)
     loader = HeldLoader(engine)
-    engine.add(asked("a", [1, 2, 3]))
+    engine.add(engine_request("a", [1, 2, 3]))
     for _ in range(3):
         engine.step()
     (written,) = (sequence.table for sequence in engine.scheduler.sequences)
     page = written.blocks[-1]
     engine.abort(RequestId("a"))
-    engine.add(replace(asked("b", [1] * 9, max_tokens=1), num_generated=1, remote=RemoteKv(8, "ticket")))
+    engine.add(replace(engine_request("b", [1] * 9, max_tokens=1), num_generated=1, remote=RemoteKv(8, "ticket")))
     assert engine.allocator.pool.is_quarantined(page)
     engine.step()
     assert page not in loader.started[0][3]
@@ -243,14 +243,14 @@ def test_a_page_that_a_running_step_writes_to_is_no_target_of_a_load() -> None:
 def test_steps_run_ahead_with_a_loader_attached() -> None:
     engine, runner = ahead_engine()
     HeldLoader(engine)
-    engine.add(asked("a", [1, 2, 3], max_tokens=9))
+    engine.add(engine_request("a", [1, 2, 3], max_tokens=9))
     assert run(engine) == {"a": expected_tokens([1, 2, 3], 9)}
     assert runner.read_before_begin == 1
 
 
 def test_an_error_leaves_no_step_in_flight() -> None:
     engine, runner = ahead_engine()
-    engine.add(asked("a", [1, 2, 3]))
+    engine.add(engine_request("a", [1, 2, 3]))
     engine.step()
     runner.is_broken = True
     with pytest.raises(InvariantBroken, match="not a finite number"):

@@ -31,26 +31,26 @@ PLAIN = ScheduledSequence(
 )
 
 
-def wishing(**wishes: object) -> ScheduledSequence:
-    return replace(PLAIN, sampling=SamplingParams(**{"temperature": 0.0, **wishes}))  # type: ignore[arg-type]
+def sequence_with(**params: object) -> ScheduledSequence:
+    return replace(PLAIN, sampling=SamplingParams(**{"temperature": 0.0, **params}))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("sequence", "way"),
     [
         (PLAIN, SamplingPath.BEST),
-        (wishing(stop_token_ids=(3,)), SamplingPath.BEST),
+        (sequence_with(stop_token_ids=(3,)), SamplingPath.BEST),
         (replace(PLAIN, banned_token_ids=(3,)), SamplingPath.DRAWN),
-        (wishing(temperature=1.0, seed=1), SamplingPath.DRAWN),
-        (wishing(logit_bias={3: 1.0}), SamplingPath.DRAWN),
-        (wishing(presence_penalty=1.0), SamplingPath.DRAWN),
-        (wishing(repetition_penalty=1.1), SamplingPath.DRAWN),
-        (wishing(logprobs=0), SamplingPath.HOST),
-        (wishing(allowed_token_ids=(3,)), SamplingPath.HOST),
-        (wishing(bad_word_token_ids=((3,),)), SamplingPath.DRAWN),
-        (wishing(typical_p=0.5), SamplingPath.BEST),
-        (wishing(temperature=1.0, seed=1, typical_p=0.5), SamplingPath.HOST),
-        (wishing(temperature=1.0, seed=1, logprobs=3), SamplingPath.HOST),
+        (sequence_with(temperature=1.0, seed=1), SamplingPath.DRAWN),
+        (sequence_with(logit_bias={3: 1.0}), SamplingPath.DRAWN),
+        (sequence_with(presence_penalty=1.0), SamplingPath.DRAWN),
+        (sequence_with(repetition_penalty=1.1), SamplingPath.DRAWN),
+        (sequence_with(logprobs=0), SamplingPath.HOST),
+        (sequence_with(allowed_token_ids=(3,)), SamplingPath.HOST),
+        (sequence_with(bad_word_token_ids=((3,),)), SamplingPath.DRAWN),
+        (sequence_with(typical_p=0.5), SamplingPath.BEST),
+        (sequence_with(temperature=1.0, seed=1, typical_p=0.5), SamplingPath.HOST),
+        (sequence_with(temperature=1.0, seed=1, logprobs=3), SamplingPath.HOST),
     ],
 )
 def test_the_sampling_path_of_a_row(sequence: ScheduledSequence, way: SamplingPath) -> None:
@@ -59,14 +59,14 @@ def test_the_sampling_path_of_a_row(sequence: ScheduledSequence, way: SamplingPa
 
 def test_only_penalties_and_bad_words_of_several_tokens_depend_on_earlier_tokens() -> None:
     penalties = ("presence_penalty", "frequency_penalty", "repetition_penalty")
-    assert all(reads_tokens(wishing(**{name: 0.5})) for name in penalties)
-    assert not reads_tokens(wishing(temperature=1.0, seed=1, logit_bias={1: 1.0}))
-    assert not reads_tokens(wishing(bad_word_token_ids=((3,), (4,)), allowed_token_ids=(1,), typical_p=0.5))
-    assert reads_tokens(wishing(bad_word_token_ids=((3,), (4, 5))))
+    assert all(reads_tokens(sequence_with(**{name: 0.5})) for name in penalties)
+    assert not reads_tokens(sequence_with(temperature=1.0, seed=1, logit_bias={1: 1.0}))
+    assert not reads_tokens(sequence_with(bad_word_token_ids=((3,), (4,)), allowed_token_ids=(1,), typical_p=0.5))
+    assert reads_tokens(sequence_with(bad_word_token_ids=((3,), (4, 5))))
 
 
 def test_a_bad_word_is_matched_against_the_end_of_the_output() -> None:
-    words = wishing(bad_word_token_ids=((1,), (4, 2), (9, 4, 3), (5, 9, 9, 4, 6), (9, 8), (9, 9, 4, 7, 7)))
+    words = sequence_with(bad_word_token_ids=((1,), (4, 2), (9, 4, 3), (5, 9, 9, 4, 6), (9, 8), (9, 9, 4, 7, 7)))
     assert banned_now(replace(words, banned_token_ids=(0,))) == [0, 1, 2, 3]
     assert banned_now(replace(words, num_prompt=2)) == [1, 2, 3, 6]
     assert banned_now(replace(words, num_prompt=6)) == [1]
@@ -74,13 +74,13 @@ def test_a_bad_word_is_matched_against_the_end_of_the_output() -> None:
 
 @pytest.mark.parametrize(("seed", "low"), [(0, 0), (-1, -1), ((1 << 64) - 1, -1), (1 << 63, -(1 << 63)), (7, 7)])
 def test_seeds_keep_their_low_64_bits(seed: int, low: int) -> None:
-    assert seed_of(wishing(temperature=1.0, seed=seed)) == low
+    assert seed_of(sequence_with(temperature=1.0, seed=seed)) == low
 
 
 def test_a_draw_without_a_seed_is_refused() -> None:
     assert seed_of(PLAIN) == 0
     with pytest.raises(InvariantBroken, match="request a has no seed"):
-        seed_of(wishing(temperature=1.0))
+        seed_of(sequence_with(temperature=1.0))
 
 
 def flattened(part: Ragged | None) -> tuple[list[int], list[int], list[float], int]:
@@ -90,12 +90,12 @@ def flattened(part: Ragged | None) -> tuple[list[int], list[int], list[float], i
 
 def test_the_lists() -> None:
     rows = [
-        wishing(logit_bias={2: 1.5, 99: 3.0}, repetition_penalty=1.25),
+        sequence_with(logit_bias={2: 1.5, 99: 3.0}, repetition_penalty=1.25),
         replace(PLAIN, banned_token_ids=(8, 3, 8, 50)),
-        wishing(frequency_penalty=0.5, presence_penalty=0.25),
+        sequence_with(frequency_penalty=0.5, presence_penalty=0.25),
     ]
     lists = lists_of(rows, 10)
-    assert flattened(lists_of([wishing(bad_word_token_ids=((4, 2), (7,)))], 10).banned) == (
+    assert flattened(lists_of([sequence_with(bad_word_token_ids=((4, 2), (7,)))], 10).banned) == (
         [0, 2],
         [2, 7],
         [0.0, 0.0],
@@ -106,4 +106,4 @@ def test_the_lists() -> None:
     assert flattened(lists.generated) == ([0, 0, 0, 2], [9, 4], [1.25, 0.75], 2)
     assert flattened(lists.banned) == ([0, 0, 2, 2], [8, 3], [0.0, 0.0], 2)
     assert not lists.is_empty
-    assert lists_of([PLAIN, wishing(temperature=1.0, seed=1)], 10).is_empty
+    assert lists_of([PLAIN, sequence_with(temperature=1.0, seed=1)], 10).is_empty

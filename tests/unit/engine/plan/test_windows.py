@@ -157,8 +157,8 @@ def test_in_any_mixture_rows_read_what_was_computed_for_them(case: Case) -> None
             bound = engine.allocator.needs.pages_for(sequence.num_tokens + num_drafted)
             assert len(sequence.table.pages) <= bound + num_drafted * len(engine.allocator.windows)
     assert engine.is_idle
-    asked = zip(case.prompts, case.counts, strict=True)
-    assert tokens == {str(i): expected_tokens(p, n) for i, (p, n) in enumerate(asked)}
+    inputs = zip(case.prompts, case.counts, strict=True)
+    assert tokens == {str(i): expected_tokens(p, n) for i, (p, n) in enumerate(inputs)}
 
 
 def test_pages_of_all_groups_are_in_quarantine_while_a_step_ahead_may_write_them() -> None:

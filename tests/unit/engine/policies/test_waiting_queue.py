@@ -80,15 +80,15 @@ def test_two_levels_admit_the_arrivals_in_groups_and_each_group_shortest_first(l
 
 
 def test_the_staging_bounds_how_often_remaining_tokens_are_computed() -> None:
-    asked = 0
+    num_calls = 0
 
     def inner(sequence: Sequence) -> tuple[int, ...]:
-        nonlocal asked
-        asked += 1
+        nonlocal num_calls
+        num_calls += 1
         return (sequence.arrival,)
 
     queue = TwoLevelQueue(lambda s: (s.arrival,), inner)
     for number in range(1000):
         queue.add(a_sequence(number))
     queue.first()
-    assert asked <= BATCH_SIZE
+    assert num_calls <= BATCH_SIZE

@@ -392,10 +392,10 @@ async def test_two_tenants_share_the_capacity_by_weight(tenants):
             assert (await edge.post(key=f"key-of-{name}")).status_code == 200
             order.append(name)
 
-        asked = [asyncio.create_task(ask(name)) for name in "b" * 8 + "a" * 8]
+        tasks = [asyncio.create_task(ask(name)) for name in "b" * 8 + "a" * 8]
         await edge.queued(16)
         edge.go.set()
-        await asyncio.gather(first, *asked)
+        await asyncio.gather(first, *tasks)
         assert 5 <= order[:8].count("a") <= 7
         assert edge.controller.queue.num_flows == 0
 

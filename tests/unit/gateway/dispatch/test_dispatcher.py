@@ -33,8 +33,8 @@ _NUM_TOKENS = 12
 def ask(num_tokens: int = _NUM_TOKENS, *, seconds: float | None = None, **fields: Any) -> TokenRequest:
     now = SystemClock().monotonic()
     deadline = None if seconds is None else now + seconds
-    wishes = SamplingParams(max_tokens=num_tokens, seed=7)
-    fields = {"request_id": RequestId("r"), "token_ids": _PROMPT, "sampling": wishes, **fields}
+    params = SamplingParams(max_tokens=num_tokens, seed=7)
+    fields = {"request_id": RequestId("r"), "token_ids": _PROMPT, "sampling": params, **fields}
     return TokenRequest(arrived=now, deadline=deadline, **fields)
 
 
@@ -118,8 +118,8 @@ async def test_several_tokens_may_come_in_one_message(pair):
 
 
 async def test_samples_run_side_by_side(pair):
-    asked = [ask(sample_index=index) for index in range(4)]
-    for request, events in zip(asked, await asyncio.gather(*(collect(pair, r) for r in asked)), strict=True):
+    samples = [ask(sample_index=index) for index in range(4)]
+    for request, events in zip(samples, await asyncio.gather(*(collect(pair, r) for r in samples)), strict=True):
         check(events, request)
 
 

@@ -53,9 +53,13 @@ async def test_a_worker_that_computes_prompts_computes_the_vector(prefill, decod
         assert np.array_equal(found.values, vector_of(PROMPT, MEAN))
         assert (found.num_prompt_tokens, found.num_cached_tokens) == (len(PROMPT), 1)
         worker = (fleet.workers.prefill or fleet.workers.both)[0]
-        (asked,) = worker.pools
-        assert (asked.request_id, list(asked.token_ids), asked.priority) == ("r", PROMPT, 3)
-        assert asked.tenant == ask().scope != "t"
+        (pooling_request,) = worker.pools
+        assert (pooling_request.request_id, list(pooling_request.token_ids), pooling_request.priority) == (
+            "r",
+            PROMPT,
+            3,
+        )
+        assert pooling_request.tenant == ask().scope != "t"
         (sample,) = fleet.dispatcher.journal.find("t", RequestId("r"))
         assert (sample["outcome"], sample["prompt_tokens"], sample["output_tokens"]) == ("done", len(PROMPT), 0)
         assert sample["routes"][0]["reason"] == "pooling"

@@ -112,16 +112,16 @@ def test_a_quota_that_was_removed_no_longer_counts():
 
 
 @pytest.mark.parametrize(
-    ("allowed", "asked", "given"), [((-5, 5), 3, 3), ((1, 9), 0, 1), ((-9, -2), 0, -2), ((-5, 5), 0, 0)]
+    ("allowed", "requested", "given"), [((-5, 5), 3, 3), ((1, 9), 0, 1), ((-9, -2), 0, -2), ((-5, 5), 0, 0)]
 )
-def test_the_default_priority_is_moved_into_the_range(allowed, asked, given):
-    assert TenantPolicy(priority=allowed).priority_of(asked) == given
+def test_the_default_priority_is_moved_into_the_range(allowed, requested, given):
+    assert TenantPolicy(priority=allowed).priority_of(requested) == given
 
 
-@pytest.mark.parametrize(("allowed", "asked"), [((-5, 5), 6), ((-5, 5), -6), ((1, 9), -1)])
-def test_a_priority_outside_of_the_range_is_refused(allowed, asked):
-    with pytest.raises(Forbidden, match=f"priority {asked} is outside this tenant's range") as refused:
-        TenantPolicy(priority=allowed).priority_of(asked)
+@pytest.mark.parametrize(("allowed", "requested"), [((-5, 5), 6), ((-5, 5), -6), ((1, 9), -1)])
+def test_a_priority_outside_of_the_range_is_refused(allowed, requested):
+    with pytest.raises(Forbidden, match=f"priority {requested} is outside this tenant's range") as refused:
+        TenantPolicy(priority=allowed).priority_of(requested)
     assert refused.value.field == "priority"
 
 

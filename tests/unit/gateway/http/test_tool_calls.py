@@ -81,14 +81,14 @@ async def api(request: pytest.FixtureRequest) -> AsyncIterator[tuple[CallFormat,
         yield request.param, running, client
 
 
-async def whole(client: openai.AsyncOpenAI, **wishes: Any) -> Any:
-    answer = await client.chat.completions.create(model="bytes", **wishes)
+async def whole(client: openai.AsyncOpenAI, **fields: Any) -> Any:
+    answer = await client.chat.completions.create(model="bytes", **fields)
     return answer.choices[0]
 
 
-async def streamed(client: openai.AsyncOpenAI, **wishes: Any) -> Any:
+async def streamed(client: openai.AsyncOpenAI, **fields: Any) -> Any:
     """Assemble the deltas of a stream as OpenAI's documentation does."""
-    stream = await client.chat.completions.create(model="bytes", stream=True, **wishes)
+    stream = await client.chat.completions.create(model="bytes", stream=True, **fields)
     content, calls, finish, role = "", [], None, None
     async for chunk in stream:
         (choice,) = chunk.choices
@@ -198,8 +198,8 @@ async def test_one_call_if_calls_are_not_parallel(hermes):
 async def test_calls_are_not_parsed_without_tools(hermes):
     running, client = hermes
     running.source.answers = (CALL,)
-    for wishes in ({}, {"tools": TOOLS, "tool_choice": "none"}, {"tools": []}):
-        choice = await whole(client, messages=USER, **wishes)
+    for fields in ({}, {"tools": TOOLS, "tool_choice": "none"}, {"tools": []}):
+        choice = await whole(client, messages=USER, **fields)
         assert (choice.finish_reason, choice.message.content) == ("stop", CALL)
         assert "get_weather" not in running.source.prompt
 

@@ -10,8 +10,8 @@ from kvferry.rpc.text.token_source import TokenRequest
 
 
 def run(seed: int = 1, max_tokens: int = 5) -> SampleRun:
-    wishes = SamplingParams(max_tokens=max_tokens, seed=seed)
-    return SampleRun(TokenRequest(RequestId("r"), (1, 2), wishes, arrived=10.0))
+    params = SamplingParams(max_tokens=max_tokens, seed=seed)
+    return SampleRun(TokenRequest(RequestId("r"), (1, 2), params, arrived=10.0))
 
 
 def test_a_token_clears_failures_and_counts_a_resumption():

@@ -51,7 +51,7 @@ def cached(**tokens: int):
     return of
 
 
-def asked(tokens: int = 1000, key: bytes = b"k", **hits: int) -> RouteRequest:
+def route_request(tokens: int = 1000, key: bytes = b"k", **hits: int) -> RouteRequest:
     return RouteRequest(lambda _: key, cached(**hits), tokens, 64)
 
 
@@ -61,13 +61,13 @@ def policy(*names: str, commitments: Commitments | None = None, estimates: Estim
 
 def test_a_cached_prefix_decides_until_the_queue_takes_longer_than_computing_it():
     a, b = replica("a"), replica("b")
-    chosen = policy("a", "b").one(asked(a=800), [a, b], Work.PROMPT)
+    chosen = policy("a", "b").one(route_request(a=800), [a, b], Work.PROMPT)
     assert chosen is not None
     assert (chosen.replica, chosen.spilled) == (a, False)
-    busy = policy("a", "b").one(asked(a=800), [replace(a, tokens_to_compute=700), b], Work.PROMPT)
+    busy = policy("a", "b").one(route_request(a=800), [replace(a, tokens_to_compute=700), b], Work.PROMPT)
     assert busy is not None
     assert busy.replica.worker_id == "a", "700 ms of queue are less than the 800 ms saved"
-    busier = policy("a", "b").one(asked(a=800), [replace(a, tokens_to_compute=900), b], Work.PROMPT)
+    busier = policy("a", "b").one(route_request(a=800), [replace(a, tokens_to_compute=900), b], Work.PROMPT)
     assert busier is not None
     assert (busier.replica, busier.preferred, busier.spilled) == (b, "a", True)
 
@@ -79,7 +79,7 @@ def test_a_burst_spreads_by_dispatched_work_while_statuses_are_old():
     chooser = policy(*names, commitments=commitments)
     counts = dict.fromkeys(names, 0)
     for number in range(40):
-        chosen = chooser.one(asked(key=bytes([number])), replicas, Work.PROMPT)
+        chosen = chooser.one(route_request(key=bytes([number])), replicas, Work.PROMPT)
         assert chosen is not None
         counts[chosen.replica.worker_id] += 1
         commitments.add(Commitment(chosen.replica.address, 1000))
@@ -92,8 +92,10 @@ def test_of_equal_replicas_equal_prefixes_take_the_same():
     for number in range(20):
         key = bytes([number])
         shuffled = random.Random(number).sample(replicas, len(replicas))
-        assert chooser.one(asked(key=key), replicas, Work.WHOLE) == chooser.one(asked(key=key), shuffled, Work.WHOLE)
-    homes = {chooser.one(asked(key=bytes([n])), replicas, Work.WHOLE).replica for n in range(200)}
+        assert chooser.one(route_request(key=key), replicas, Work.WHOLE) == chooser.one(
+            route_request(key=key), shuffled, Work.WHOLE
+        )
+    homes = {chooser.one(route_request(key=bytes([n])), replicas, Work.WHOLE).replica for n in range(200)}
     assert homes == set(replicas)
 
 
@@ -102,7 +104,7 @@ def test_a_slower_worker_gets_fewer_prompts():
     for number in range(1, 40):
         estimates.observe_prefill(Process(WorkerId("slow"), "1"), 50 * number, 0.004 * 50 * number)
     chosen = policy(estimates=estimates).one(
-        asked(), [replica("fast", tokens_to_compute=2000), replica("slow")], Work.PROMPT
+        route_request(), [replica("fast", tokens_to_compute=2000), replica("slow")], Work.PROMPT
     )
     assert chosen is not None
     assert chosen.replica.worker_id == "fast", "3 s including the queue, against 4 s"
@@ -110,11 +112,11 @@ def test_a_slower_worker_gets_fewer_prompts():
 
 def test_generation_avoids_long_batches_and_full_pools():
     chooser = policy("a", "b")
-    chosen = chooser.one(asked(), [replica("a", 9), replica("b", 1)], Work.GENERATE)
+    chosen = chooser.one(route_request(), [replica("a", 9), replica("b", 1)], Work.GENERATE)
     assert chosen is not None
     assert chosen.replica.worker_id == "b"
     full = replace(replica("b", 1), blocks_free=3)
-    chosen = chooser.one(asked(), [replica("a", 9), full], Work.GENERATE)
+    chosen = chooser.one(route_request(), [replica("a", 9), full], Work.GENERATE)
     assert chosen is not None
     assert chosen.replica.worker_id == "a"
     assert {one.replica.worker_id: one.terms.room > 0 for one in chosen.ranked} == {"a": False, "b": True}
@@ -124,10 +126,10 @@ def test_reserved_room_is_not_used_twice():
     commitments = Commitments(ManualClock())
     chooser = policy("a", "b", commitments=commitments)
     pair = [replica("a"), replica("b")]
-    first = chooser.one(asked(), pair, Work.GENERATE)
+    first = chooser.one(route_request(), pair, Work.GENERATE)
     assert first is not None
     commitments.add(Commitment("", 0, first.replica.address, 990))
-    second = chooser.one(asked(), pair, Work.GENERATE)
+    second = chooser.one(route_request(), pair, Work.GENERATE)
     assert second is not None
     assert second.replica != first.replica
 
@@ -137,7 +139,7 @@ def test_evicting_blocks_that_are_often_used_has_a_cost():
     for _ in range(500):
         estimates.observe_prompt(100, 80)
     full = replace(replica("a"), blocks_cached=1000)
-    chosen = policy(estimates=estimates).one(asked(), [full, replica("b")], Work.PROMPT)
+    chosen = policy(estimates=estimates).one(route_request(), [full, replica("b")], Work.PROMPT)
     assert chosen is not None
     assert chosen.replica.worker_id == "b"
     (terms,) = [one.terms for one in chosen.ranked if one.replica is full]
@@ -155,7 +157,9 @@ def test_a_pair_is_chosen_for_its_link():
                 100 * number,
                 seconds * number,
             )
-    chosen = policy(estimates=estimates).pair(asked(), [replica("p"), replica("q")], [replica("near"), replica("far")])
+    chosen = policy(estimates=estimates).pair(
+        route_request(), [replica("p"), replica("q")], [replica("near"), replica("far")]
+    )
     assert chosen is not None
     assert {one.replica.worker_id for one in chosen} in ({"p", "near"}, {"q", "far"})
 
@@ -167,7 +171,7 @@ def test_blocks_cached_by_the_decode_replica_are_not_transferred():
             estimates.observe_transfer(
                 Process(WorkerId("p"), "1"), Process(WorkerId(target), "1"), "unknown", 100 * number, 0.1 * number
             )
-    chosen = policy(estimates=estimates).pair(asked(b=960), [replica("p")], [replica("a"), replica("b", 2)])
+    chosen = policy(estimates=estimates).pair(route_request(b=960), [replica("p")], [replica("a"), replica("b", 2)])
     assert chosen is not None
     assert chosen[1].replica.worker_id == "b"
     assert chosen[1].terms is not None
@@ -182,7 +186,7 @@ def test_a_decode_replica_on_the_same_node_is_considered_in_a_large_fleet():
     here, there = Place("n1", "z"), Place("n2", "z2")
     far = [replica(f"d{n}", place=there) for n in range(20)]
     near = replica("near", 3, place=here)
-    chosen = policy(estimates=estimates).pair(asked(), [replica("p", place=here)], [*far, near])
+    chosen = policy(estimates=estimates).pair(route_request(), [replica("p", place=here)], [*far, near])
     assert chosen is not None
     assert chosen[1].replica == near
 
@@ -190,11 +194,11 @@ def test_a_decode_replica_on_the_same_node_is_considered_in_a_large_fleet():
 def test_a_short_tail_is_computed_by_decode_if_that_is_faster_than_a_pair():
     p, d = replica("p"), replica("d")
     chooser = policy("p", "d")
-    route = choose(asked(d=990), Candidates((p,), (d,)), chooser, enough_tokens=900)
+    route = choose(route_request(d=990), Candidates((p,), (d,)), chooser, enough_tokens=900)
     assert route is not None
     assert route.reason is RouteReason.SHORT_TAIL
     busy = replace(d, tokens_to_compute=5000)
-    route = choose(asked(d=990, p=990), Candidates((p,), (busy,)), chooser, enough_tokens=900)
+    route = choose(route_request(d=990, p=990), Candidates((p,), (busy,)), chooser, enough_tokens=900)
     assert route is not None
     assert route.reason is RouteReason.PAIR
 
@@ -214,7 +218,7 @@ def test_the_choice_is_within_the_tolerance_of_the_best_and_every_term_is_sane(r
         for n, (load, queue, free, _) in enumerate(rows)
     ]
     hits = {f"w{n}": min(hit, tokens - 1) for n, (*_, hit) in enumerate(rows)}
-    chosen = Seconds(Estimates(), Commitments(ManualClock())).one(asked(tokens, **hits), replicas, work)
+    chosen = Seconds(Estimates(), Commitments(ManualClock())).one(route_request(tokens, **hits), replicas, work)
     assert chosen is not None
     assert chosen.terms is not None
     totals = [one.terms.total for one in chosen.ranked]
@@ -233,5 +237,5 @@ def test_the_choice_is_within_the_tolerance_of_the_best_and_every_term_is_sane(r
 
 
 def test_without_replicas_nothing_is_chosen():
-    assert policy().one(asked(), [], Work.WHOLE) is None
-    assert policy().pair(asked(), [], [replica("d")]) is None
+    assert policy().one(route_request(), [], Work.WHOLE) is None
+    assert policy().pair(route_request(), [], [replica("d")]) is None

@@ -22,14 +22,14 @@ HERE = Path("/where")
 )
 def test_containerd_has_two_runtimes_in_both_formats_of_its_file(second: bool, plugin: str) -> None:
     both = {"runc": ("/bin/runc", None), "host": ("/where/runc-host", HERE / "spec.json")}
-    said = tomllib.loads(runtime.containerd_settings(HERE, both, second=second))
-    runtimes = said["plugins"][plugin]["containerd"]["runtimes"]
+    parsed = tomllib.loads(runtime.containerd_settings(HERE, both, second=second))
+    runtimes = parsed["plugins"][plugin]["containerd"]["runtimes"]
     assert set(runtimes) == {"runc", "host"}
     assert runtimes["host"]["base_runtime_spec"] == "/where/spec.json"
     assert runtimes["host"]["options"]["BinaryName"] == "/where/runc-host"
     assert "base_runtime_spec" not in runtimes["runc"]
-    assert said["plugins"][plugin]["restrict_oom_score_adj"] is True
-    assert runtime.PAUSE_IMAGE in str(said["plugins"])
+    assert parsed["plugins"][plugin]["restrict_oom_score_adj"] is True
+    assert runtime.PAUSE_IMAGE in str(parsed["plugins"])
 
 
 def test_a_folder_is_mounted_after_the_volumes_that_would_hide_it(tmp_path: Path) -> None:
@@ -65,9 +65,9 @@ def test_boxes_share_no_address() -> None:
 
 
 def test_the_node_takes_many_pods_and_evicts_none() -> None:
-    said = node.kubelet_settings(HERE, Box(1))
-    assert said["maxPods"] == 110
-    assert set(said["evictionHard"].values()) == {"0%"}  # type: ignore[attr-defined]
+    parsed = node.kubelet_settings(HERE, Box(1))
+    assert parsed["maxPods"] == 110
+    assert set(parsed["evictionHard"].values()) == {"0%"}  # type: ignore[attr-defined]
 
 
 def test_loopback_ports_are_free_and_distinct() -> None:

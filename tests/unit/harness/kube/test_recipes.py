@@ -74,15 +74,15 @@ def test_the_folder_changes_with_every_input(tmp_path: Path) -> None:
 
 
 def test_missing_binaries_are_built_once(fake_go: Path) -> None:
-    said: list[str] = []
-    found = assets.find(["control"], say=said.append)
+    messages: list[str] = []
+    found = assets.find(["control"], say=messages.append)
     assert found.path("etcd").read_text() == "-buildvcs=false -trimpath\n"
     assert len(fake_go.read_text().splitlines()) == 2
-    assert "kube-apiserver" in said[0]
-    assert assets.find(["control"], say=said.append) == found
+    assert "kube-apiserver" in messages[0]
+    assert assets.find(["control"], say=messages.append) == found
     assert len(fake_go.read_text().splitlines()) == 2
     found.path("etcd").unlink()
-    assets.find(["control"], say=said.append)
+    assets.find(["control"], say=messages.append)
     assert fake_go.read_text().splitlines()[2:] == [" go.etcd.io/etcd/server/v3"]
     with pytest.raises(Unavailable, match="no helm in"):
         found.path("helm")

@@ -62,16 +62,16 @@ def a_taught_book(world: World, rng: random.Random) -> PriceBook:
 def test_loading_or_computing_is_chosen_by_speed_in_a_sweep() -> None:
     rng = random.Random(20261121)
     wrong: list[tuple[World, int]] = []
-    asked = 0
+    num_choices = 0
     for _ in range(150):
         world = World.drawn(rng)
         book = a_taught_book(world, rng)
         for tokens in (64, 128, 256, 512, 1024, 2048, 4096):
             made = book.decide([Piece("redis", tokens, tokens * TOKEN_BYTES)], 0)
-            asked += 1
+            num_choices += 1
             if not made.is_forced and (made.num_loaded > 0) != (world.load(tokens) < world.compute(tokens)):
                 wrong.append((world, tokens))
-    assert len(wrong) <= 0.05 * asked, f"{len(wrong)} of {asked} choices were wrong"
+    assert len(wrong) <= 0.05 * num_choices, f"{len(wrong)} of {num_choices} choices were wrong"
 
 
 def test_a_link_that_slows_down_is_noticed() -> None:

@@ -42,15 +42,15 @@ def friendly(to: bytes, says: bytes) -> Callable[[bytes], bytes]:
     """Return a server script: an empty server at the start, and afterwards `says` in answer to the command `to`."""
     started = threading.Event()
 
-    def answer(asked: bytes) -> bytes:
-        if to in asked and started.is_set():
+    def answer(received: bytes) -> bytes:
+        if to in received and started.is_set():
             return says
-        if b"PING" in asked:
+        if b"PING" in received:
             return b"+PONG\r\n"
-        if b"AUTH" in asked:
+        if b"AUTH" in received:
             return b"+OK\r\n"
-        if b"STRLEN" in asked:
-            return b":0\r\n" * asked.count(b"STRLEN")
+        if b"STRLEN" in received:
+            return b":0\r\n" * received.count(b"STRLEN")
         started.set()  # the connection check at the start ends with a GET
         return b"$-1\r\n"
 
@@ -154,7 +154,7 @@ def test_a_closed_connection_is_an_error() -> None:
 def test_a_password_is_in_no_error_and_no_log(says: bytes, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
 
-    def answer(asked: bytes) -> bytes:
+    def answer(received: bytes) -> bytes:
         return says
 
     with scripted(answer) as port, pytest.raises(UsageError) as raised, over(port, user="worker:s3cret@"):
@@ -173,17 +173,17 @@ def test_keys_contain_block_names_only(caplog: pytest.LogCaptureFixture) -> None
     asked_for: list[bytes] = []
     answer = friendly(b"nothing", b"")
 
-    def listen(asked: bytes) -> bytes:
-        asked_for.append(asked)
-        return answer(asked)
+    def listen(received: bytes) -> bytes:
+        asked_for.append(received)
+        return answer(received)
 
     with scripted(listen) as port, over(port) as tier:
         with pytest.raises(TierMiss):
             get(tier, 1)
         tier.lookup([key(1)], SECONDS)
-    said = b"".join(asked_for)
-    assert key(1).name.hex().encode() in said
-    assert key(1).tenant.encode() not in said
+    sent = b"".join(asked_for)
+    assert key(1).name.hex().encode() in sent
+    assert key(1).tenant.encode() not in sent
 
 
 def test_commands_are_written_as_redis_reads_them() -> None:
@@ -205,8 +205,8 @@ def test_the_rest_of_buffers_after_some_bytes(pieces: Sequence[bytes], count: in
 def test_the_number_of_redirections_is_bounded() -> None:
     ports: list[int] = []
 
-    def answer(asked: bytes) -> bytes:
-        if b"PING" in asked:
+    def answer(received: bytes) -> bytes:
+        if b"PING" in received:
             return b"+PONG\r\n"
         return b"-MOVED 1 127.0.0.1:%d\r\n" % ports[0]
 

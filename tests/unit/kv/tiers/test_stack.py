@@ -113,7 +113,7 @@ class Bench:
         )
         self.pages = memoryview(bytearray(num_blocks * BLOCK_BYTES))
         self.engine._pipeline = Pipeline(BytesRunner(self.runner, self.pages), self.engine.allocator)
-        self.heard: list[object] = []
+        self.messages: list[object] = []
         self._arrived = threading.Condition()
         self.stack = TierStack(
             tiers,
@@ -128,7 +128,7 @@ class Bench:
 
     def _listen(self, message: object) -> None:
         with self._arrived:
-            self.heard.append(message)
+            self.messages.append(message)
             self._arrived.notify_all()
 
     def run(self, name: str, prompt: list[int], count: int = 4) -> tuple[list[int], list[LoadOutcome]]:
@@ -163,14 +163,14 @@ class Bench:
 
     def _wait(self) -> None:
         with self._arrived:
-            assert self._arrived.wait_for(lambda: bool(self.heard), SECONDS), (
+            assert self._arrived.wait_for(lambda: bool(self.messages), SECONDS), (
                 f"no message arrived: {self.engine.load()}"
             )
 
     def _post(self) -> None:
         with self._arrived:
-            heard, self.heard = self.heard, []
-        for message in heard:
+            messages, self.messages = self.messages, []
+        for message in messages:
             self.engine.post(message)
 
     def forget_pages(self) -> None:
@@ -356,15 +356,17 @@ def test_a_tier_gets_a_whole_object_whatever_part_of_it_is_cached() -> None:
     key = ObjectKey(BlockHash(b"n" * 32), "")
     pages = memoryview(bytearray(8 * BLOCK_BYTES))
     tier = Checking(objects={key.name: bytes(range(4 * BLOCK_BYTES))})
-    heard: queue.SimpleQueue[object] = queue.SimpleQueue()
-    stack = TierStack([tier], pages, block_bytes=BLOCK_BYTES, object_blocks=4, listener=heard.put, clock=SystemClock())
+    messages: queue.SimpleQueue[object] = queue.SimpleQueue()
+    stack = TierStack(
+        [tier], pages, block_bytes=BLOCK_BYTES, object_blocks=4, listener=messages.put, clock=SystemClock()
+    )
     for first in range(4):
         targets = [BlockId(block) for block in range(4 + first, 8)]
         stack.start(first, RequestId("r"), TierSource(0, (key,), ("disk",), SECONDS), first, targets)
-        outcome = heard.get(timeout=SECONDS)
+        outcome = messages.get(timeout=SECONDS)
         assert isinstance(outcome, LoadOutcome)
         assert (outcome.failure, outcome.num_blocks) == (None, 4 - first)
-        assert heard.get(timeout=SECONDS) == PagesQuiet(first)
+        assert messages.get(timeout=SECONDS) == PagesQuiet(first)
     assert pages[4 * BLOCK_BYTES :] == tier.objects[key.name]
     with pytest.raises(InvariantBroken, match="do not cover"):
         stack.start(9, RequestId("r"), TierSource(0, (key,), ("disk",), SECONDS), 2, [BlockId(6)])

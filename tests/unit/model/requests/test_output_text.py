@@ -14,10 +14,10 @@ END_OF_TEXT = 256
 
 
 def written(
-    ids: list[int], step: int, finish: FinishReason = FinishReason.LENGTH, **wishes: object
+    ids: list[int], step: int, finish: FinishReason = FinishReason.LENGTH, **params: object
 ) -> tuple[str, int, FinishReason | None, StopReason]:
     """Add tokens in steps of `step`; return the text, the number of tokens, the finish reason and the stop reason."""
-    sampling = SamplingParams(**wishes)  # type: ignore[arg-type]
+    sampling = SamplingParams(**params)  # type: ignore[arg-type]
     detokenizer = Detokenizer(TOKENIZER, shows_control=not sampling.skip_special_tokens)
     output = OutputText(sampling, detokenizer, StopMatcher(sampling.stop) if sampling.stop else None)
     text, count = "", 0

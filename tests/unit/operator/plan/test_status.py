@@ -157,10 +157,10 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("condition", "fields", "said"), CASES)
-def test_each_condition_has_status_reason_and_message(condition, fields, said):
+@pytest.mark.parametrize(("condition", "fields", "text"), CASES)
+def test_each_condition_has_status_reason_and_message(condition, fields, text):
     spec = fields.get("spec")
-    assert reported(seen(spec, **{k: v for k, v in fields.items() if k != "spec"}), condition) == said
+    assert reported(seen(spec, **{k: v for k, v in fields.items() if k != "spec"}), condition) == text
 
 
 def test_certificates_are_shown_in_the_status_with_a_remedy():

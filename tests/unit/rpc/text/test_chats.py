@@ -131,9 +131,9 @@ def test_the_prompt_may_open_the_reasoning(ending, is_open):
 
 
 def test_a_constraint_applies_after_reasoning_that_the_prompt_opens():
-    wishes = SamplingParams(constraint=Constraint(ConstraintKind.JSON_OBJECT, ""))
+    params = SamplingParams(constraint=Constraint(ConstraintKind.JSON_OBJECT, ""))
     for ending, after in (("<think>", "</think>"), ("</think>", "")):
-        chat = prepare_chat(model_with("{{ messages[0].content }}" + ending), USER, ToolUse(), wishes)
+        chat = prepare_chat(model_with("{{ messages[0].content }}" + ending), USER, ToolUse(), params)
         assert chat.sampling.constraint is not None
         assert chat.sampling.constraint.after == after
 
@@ -143,9 +143,9 @@ def test_answers_are_split_only_if_needed():
 
 
 def test_a_required_call_excludes_another_constraint():
-    wishes = SamplingParams(constraint=Constraint(ConstraintKind.JSON_OBJECT, ""))
+    params = SamplingParams(constraint=Constraint(ConstraintKind.JSON_OBJECT, ""))
     with pytest.raises(InvalidRequest, match="other constraint") as caught:
-        prepare_chat(model_with("{{ messages }}"), USER, ToolUse(TOOLS, Choice.REQUIRED), wishes)
+        prepare_chat(model_with("{{ messages }}"), USER, ToolUse(TOOLS, Choice.REQUIRED), params)
     assert caught.value.field == "tool_choice"
 
 

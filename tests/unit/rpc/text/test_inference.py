@@ -182,14 +182,14 @@ async def test_the_stop_string_that_ended_a_text_is_named_and_included_on_reques
 
 
 async def test_a_prompt_is_truncated_and_bad_words_are_token_ids_before_a_worker_is_called(stub, source):
-    asked = []
+    requests = []
     stream = source.stream
-    source.stream = lambda request: asked.append(request) or stream(request)
+    source.stream = lambda request: requests.append(request) or stream(request)
     replies = await replies_to(stub, "hello", truncate_prompt_tokens=2, bad_words=["no"])
     assert replies[-1].usage.prompt_tokens == 2
-    assert list(asked[0].token_ids) == list(b"lo")
-    assert asked[0].sampling.bad_word_token_ids == ((110, 111), (32, 110, 111))
-    assert (asked[0].sampling.bad_words, asked[0].sampling.truncate_prompt_tokens) == ((), None)
+    assert list(requests[0].token_ids) == list(b"lo")
+    assert requests[0].sampling.bad_word_token_ids == ((110, 111), (32, 110, 111))
+    assert (requests[0].sampling.bad_words, requests[0].sampling.truncate_prompt_tokens) == ((), None)
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ from kvferry.rpc.text import prompts
 
 
 def fit(token_ids: list[int], context: int = 10, **sampling: object) -> SamplingParams:
-    wishes = SamplingParams(**sampling)  # type: ignore[arg-type]
-    return prompts.fit(byte_model(), token_ids, wishes, context, lambda: 99)
+    params = SamplingParams(**sampling)  # type: ignore[arg-type]
+    return prompts.fit(byte_model(), token_ids, params, context, lambda: 99)
 
 
 def test_max_tokens_is_clamped_to_the_room_that_is_left():

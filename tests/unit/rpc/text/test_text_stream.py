@@ -25,12 +25,12 @@ _PROMPT = [104, 105]
 
 
 def request(n: int = 1, **sampling: Any) -> TextRequest:
-    wishes = SamplingParams(**{"max_tokens": 20, "seed": 1, **sampling})
-    return TextRequest(RequestId("r"), _PROMPT, wishes, num_samples=n)
+    params = SamplingParams(**{"max_tokens": 20, "seed": 1, **sampling})
+    return TextRequest(RequestId("r"), _PROMPT, params, num_samples=n)
 
 
-async def collect(source: Any, asked: TextRequest) -> list[TextChunk]:
-    async with aclosing(generate_text(source, byte_model(), asked, ManualClock(now=4.0))) as chunks:
+async def collect(source: Any, text_request: TextRequest) -> list[TextChunk]:
+    async with aclosing(generate_text(source, byte_model(), text_request, ManualClock(now=4.0))) as chunks:
         return [chunk async for chunk in chunks]
 
 
@@ -106,10 +106,10 @@ async def test_tokens_of_a_step_after_the_stop_string_do_not_count():
 
 
 async def test_samples_differ_and_arrive_complete():
-    asked = request(n=3)
-    chunks = await collect(ScriptedSource(), asked)
+    text_request = request(n=3)
+    chunks = await collect(ScriptedSource(), text_request)
     for index in range(3):
-        assert text_of(chunks, index).encode() == bytes(expected_tokens(_PROMPT, asked.sampling, 20, index))
+        assert text_of(chunks, index).encode() == bytes(expected_tokens(_PROMPT, text_request.sampling, 20, index))
     assert len({text_of(chunks, index) for index in range(3)}) == 3
     assert sorted(chunk.index for chunk in chunks if chunk.usage) == [0, 1, 2]
 
@@ -152,8 +152,8 @@ def test_tokens_after_the_last_call_do_not_count_however_they_are_grouped(sizes:
     for size in [*sizes, len(text)]:
         steps.append(step(text[start : start + size]))
         start += size
-    asked = replace(request(), split=SplitOptions(("f",), max_calls=1))
-    chunks = asyncio.run(collect(StepSource(*steps), asked))
+    text_request = replace(request(), split=SplitOptions(("f",), max_calls=1))
+    chunks = asyncio.run(collect(StepSource(*steps), text_request))
     assert chunks[-1].usage == Usage(2, CALL.index("\n</tool_call>"))
     assert chunks[-1].finish_reason is FinishReason.STOP
     assert text_of(chunks) == ""
@@ -179,8 +179,8 @@ class Spelled:
 
 
 async def test_calls_are_split_from_the_outputs_of_a_beam_search() -> None:
-    asked = replace(request(max_tokens=200), split=SplitOptions(("f",)), beams=BeamParams(1, max_tokens=200))
-    (chunk,) = await collect(Spelled(f"so {CALL}"), asked)
+    text_request = replace(request(max_tokens=200), split=SplitOptions(("f",)), beams=BeamParams(1, max_tokens=200))
+    (chunk,) = await collect(Spelled(f"so {CALL}"), text_request)
     assert chunk.text.strip() == "so"
     assert [delta.name for delta in chunk.tool_calls if delta.name] == ["f"]
     assert chunk.finish_reason is FinishReason.STOP

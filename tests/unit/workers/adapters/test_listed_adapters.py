@@ -40,7 +40,7 @@ class FakeLoader:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("[[adapters]]\nname = 1", "Expected `str`"),
         (entry("a", "relative"), "path"),
@@ -51,8 +51,8 @@ class FakeLoader:
         ("#" * (MAX_LIST_BYTES + 1), "more than"),
     ],
 )
-def test_a_list_that_is_not_valid_is_refused_by_name(text: str, said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+def test_a_list_that_is_not_valid_is_refused_by_name(text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         read_adapter_list(text.encode())
 
 

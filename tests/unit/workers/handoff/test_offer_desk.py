@@ -59,8 +59,8 @@ class Desk:
         )
         self.desk = OfferDesk(context, KEYRING, TIMES, open_transport("memory", new_incarnation()))
 
-    def offer(self, number: int, wished: TicketId | None = None) -> TicketId:
-        return self.desk.offer(number, EXPORT, TOKENS, "tenant", wished).ticket_id
+    def offer(self, number: int, own_id: TicketId | None = None) -> TicketId:
+        return self.desk.offer(number, EXPORT, TOKENS, "tenant", own_id).ticket_id
 
 
 @pytest.fixture
@@ -82,15 +82,15 @@ async def test_the_ticket_names_the_owner_the_epochs_and_the_expiry_of_the_pages
 
 
 async def test_the_caller_chooses_the_id_of_its_offer(at: Desk) -> None:
-    wished = new_ticket_id()
-    offered = at.desk.offer(1, EXPORT, TOKENS, "", wished)
-    assert offered.ticket_id == wished == KEYRING.open(offered.sealed).id
+    own_id = new_ticket_id()
+    offered = at.desk.offer(1, EXPORT, TOKENS, "", own_id)
+    assert offered.ticket_id == own_id == KEYRING.open(offered.sealed).id
 
 
 async def test_an_id_that_another_offer_has_is_replaced_and_both_offers_live(at: Desk) -> None:
-    wished = new_ticket_id()
-    first, second = at.offer(1, wished), at.offer(2, wished)
-    assert first == wished != second
+    own_id = new_ticket_id()
+    first, second = at.offer(1, own_id), at.offer(2, own_id)
+    assert first == own_id != second
     at.desk.release(second)
     assert at.loop.released == [2]
     at.desk.release(first)
@@ -99,9 +99,9 @@ async def test_an_id_that_another_offer_has_is_replaced_and_both_offers_live(at:
 
 
 async def test_an_id_is_free_again_when_its_offer_has_ended(at: Desk) -> None:
-    wished = at.offer(1)
-    at.desk.release(wished)
-    assert at.offer(2, wished) == wished
+    own_id = at.offer(1)
+    at.desk.release(own_id)
+    assert at.offer(2, own_id) == own_id
 
 
 async def test_offers_without_a_requested_id_have_unique_ids(at: Desk) -> None:
@@ -124,9 +124,9 @@ async def test_a_reader_claims_renews_and_finishes_and_the_pages_are_released_on
 
 
 async def test_a_release_that_overtakes_its_offer_frees_the_pages_at_once(at: Desk) -> None:
-    wished = TicketId("ab" * 16)
-    at.desk.release(wished)
-    at.offer(1, wished)
+    own_id = TicketId("ab" * 16)
+    at.desk.release(own_id)
+    at.offer(1, own_id)
     assert at.loop.released == [1]
     assert at.desk.is_idle
 

@@ -12,17 +12,17 @@ def progress(number: int) -> Progress:
     return Progress(RequestId("r"), (BlockId(number),), (1,), (BlockHash(bytes([number])),))
 
 
-async def heard(following: PrefillProgress, name: str) -> list[int]:
+async def reported_blocks(following: PrefillProgress, name: str) -> list[int]:
     return [progress.blocks[0] async for progress in following.follow(name)]
 
 
 async def test_subscribers_get_all_reports_whenever_they_subscribe() -> None:
     following = PrefillProgress()
-    early = asyncio.create_task(heard(following, "t"))
+    early = asyncio.create_task(reported_blocks(following, "t"))
     await asyncio.sleep(0)
     with following.computing("t"):
         following.add("t", progress(1))
-        late = asyncio.create_task(heard(following, "t"))
+        late = asyncio.create_task(reported_blocks(following, "t"))
         await asyncio.sleep(0)
         following.add("t", progress(2))
         await asyncio.sleep(0)
@@ -32,18 +32,18 @@ async def test_subscribers_get_all_reports_whenever_they_subscribe() -> None:
 
 async def test_an_unknown_prompt_is_done_soon(monkeypatch) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.setattr(module, "_BEGIN_SECONDS", 0.01)
-    assert await heard(PrefillProgress(), "nobody's") == []
+    assert await reported_blocks(PrefillProgress(), "nobody's") == []
 
 
 async def test_a_subscriber_that_leaves_does_not_affect_the_others() -> None:
     following = PrefillProgress()
     with following.computing("t"):
         for _ in range(10):
-            task = asyncio.create_task(heard(following, "t"))
+            task = asyncio.create_task(reported_blocks(following, "t"))
             await asyncio.sleep(0)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-        whole = asyncio.create_task(heard(following, "t"))
+        whole = asyncio.create_task(reported_blocks(following, "t"))
         await asyncio.sleep(0)
         following.add("t", progress(1))
     assert await whole == [1]
@@ -52,7 +52,7 @@ async def test_a_subscriber_that_leaves_does_not_affect_the_others() -> None:
 async def test_too_many_subscribers_are_refused() -> None:
     following = PrefillProgress()
     with following.computing("t"):
-        tasks = [asyncio.create_task(heard(following, "t")) for _ in range(module._MAX_FOLLOWERS + 2)]
+        tasks = [asyncio.create_task(reported_blocks(following, "t")) for _ in range(module._MAX_FOLLOWERS + 2)]
         await asyncio.sleep(0)
         following.add("t", progress(1))
     found = await asyncio.gather(*tasks)
@@ -64,7 +64,7 @@ async def test_a_prompt_without_a_name_or_with_anothers_is_not_followed() -> Non
     with following.computing(""), following.computing("t"), following.computing("t"):
         following.add("", progress(1))
         following.add("unknown", progress(2))
-        task = asyncio.create_task(heard(following, "t"))
+        task = asyncio.create_task(reported_blocks(following, "t"))
         await asyncio.sleep(0)
         following.add("t", progress(3))
     assert await task == [3]

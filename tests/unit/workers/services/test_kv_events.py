@@ -94,9 +94,9 @@ def test_a_subscriber_that_falls_behind_is_cut_off(monkeypatch: pytest.MonkeyPat
     with feed.subscription() as line:
         for _ in range(5):
             feed.apply([])
-        heard = [line.get_nowait() for _ in range(line.qsize())]
-    assert heard[-1] is None
-    assert len(heard) == 3
+        events = [line.get_nowait() for _ in range(line.qsize())]
+    assert events[-1] is None
+    assert len(events) == 3
 
 
 def test_subscribers_are_bounded_and_closing_ends_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -168,7 +168,7 @@ async def test_answers_are_as_described(client, path):
 async def test_other_answers_and_errors_are_as_described(client):
     await client.post("/v1/completions", json=VALID["/v1/completions"], headers={"x-request-id": "asked"})
     kept = (await client.post("/v1/responses", json=VALID["/v1/responses"])).json()["id"]
-    asked = {
+    example = {
         "/v1/models": "/v1/models",
         "/v1/models/{model}": "/v1/models/bytes",
         "/v1/requests/{request_id}": "/v1/requests/asked",
@@ -178,7 +178,7 @@ async def test_other_answers_and_errors_are_as_described(client):
         "/ready": "/ready",
         "/openapi.json": "/openapi.json",
     }
-    for path, url in asked.items():
+    for path, url in example.items():
         answer = await client.get(url)
         described = DOCUMENT["paths"][path]["get"]["responses"][str(answer.status_code)]
         validator(described["content"]["application/json"]["schema"]).validate(answer.json())

@@ -43,10 +43,10 @@ def cut(text: str, data: st.DataObject) -> list[str]:
 
 @given(FORMATS, TEXTS, st.booleans(), st.booleans(), st.data())
 def test_any_split_gives_the_same_answer(call_format, text, has_reasoning, is_open, data):
-    wishes = {"has_reasoning": has_reasoning, "is_reasoning_open": is_open, "marks": MARKS}
-    whole = split(call_format, [text], **wishes)
-    assert split(call_format, list(text), **wishes) == whole
-    assert split(call_format, cut(text, data), **wishes) == whole
+    options = {"has_reasoning": has_reasoning, "is_reasoning_open": is_open, "marks": MARKS}
+    whole = split(call_format, [text], **options)
+    assert split(call_format, list(text), **options) == whole
+    assert split(call_format, cut(text, data), **options) == whole
 
 
 @given(FORMATS, TEXTS)
