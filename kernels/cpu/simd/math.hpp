@@ -30,8 +30,8 @@ static inline V v_soft_cap(V x, float cap) {
 }
 
 // Returns the scale for quantizing n values symmetrically to integers of magnitude <= `max_code`; `inverse` converts
-// values to integers. The scale is NaN if a value is not finite. Tiny magnitudes have no finite inverse and are quantized
-// to zero.
+// values to integers. The scale is NaN if a value is not finite. Tiny magnitudes have no finite inverse and are
+// quantized to zero.
 static inline float quantization_scale(const float* x, int n, float max_code, float& inverse) {
   V top = v_zero(), poison = v_zero();
   for (int i = 0; i < n; i += 16) {

@@ -117,8 +117,8 @@ def transports(block_bytes: int, block_tokens: int, prices: PriceBook, clock: Cl
     for name in registry.names():
         label = f"{name} (this host)"
         try:
-            most = _SIZES[-1] * 4
-            with transfer.pages_of_another_process(name, most, block_bytes) as (ours, peer):
+            max_bytes = _SIZES[-1] * 4
+            with transfer.pages_of_another_process(name, max_bytes, block_bytes) as (ours, peer):
 
                 def read(count: int) -> Callable[[], None]:
                     return lambda: transfer.read_pages(ours, peer, range(count), clock)

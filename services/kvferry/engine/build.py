@@ -131,16 +131,16 @@ class LoadedModel:
                 field="max_model_tokens",
             )
         block_bytes, block_tokens = self.layout.block_bytes, self.settings.block_tokens
-        least = min(MIN_KV_TOKENS, self.context_tokens)
+        min_tokens = min(MIN_KV_TOKENS, self.context_tokens)
         groups, step_tokens = self.layout.groups, self.settings.limits.step_tokens
-        pages = groups.max_pages(least, block_tokens=block_tokens, step_tokens=step_tokens)
+        pages = groups.max_pages(min_tokens, block_tokens=block_tokens, step_tokens=step_tokens)
         needed = max(_MIN_BLOCKS, pages)
         count = self.kv_bytes // block_bytes
         if count < needed:
             tokens = count * block_tokens // len(groups.windows)
             raise UsageError(
                 f"kv_memory of {self.kv_bytes} bytes holds the KV of only {tokens} tokens, and a server needs "
-                f"{least:,}; set kv_memory to at least {-(-needed * block_bytes // _MIB)}MiB, or reduce "
+                f"{min_tokens:,}; set kv_memory to at least {-(-needed * block_bytes // _MIB)}MiB, or reduce "
                 "max_model_tokens",
                 field="kv_memory",
             )

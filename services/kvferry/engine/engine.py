@@ -75,8 +75,14 @@ class Engine:
     ) -> None:
         """
         Args:
+            runner: computes the steps.
+            num_blocks: number of pages.
+            block_tokens: tokens per page.
             max_model_tokens: context length, prompt and output; limited by the size of the pool.
+            vocab_size: vocabulary of the model; larger token ids are rejected.
+            eos_token_ids: the model's end-of-sequence tokens.
             fingerprint: the KV layout's fingerprint; an input of every block name.
+            limits: limits of one step.
             namers: factory of block namers, keyed with the pool's tenant key.
             loader: fetches KV from peers; `None` if this engine does not fetch from peers.
             tiers: KV tiers to load from and store to; `None` without tiers.

@@ -12,6 +12,8 @@ def engine_load(scheduler: Scheduler, loads: KvLoads, exports: Sequence[int], pi
     """Count all resources that an engine holds. The cost is proportional only to the number of running sequences.
 
     Args:
+        scheduler: the engine's scheduler.
+        loads: the engine's loads, prefetches and stores.
         exports: number of pages of each prompt that is pinned for offers.
         pins: the pinned prefixes; `None` for an engine that pins none.
     """

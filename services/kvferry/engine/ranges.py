@@ -30,10 +30,10 @@ def check_ranges(settings: object, *fields: str) -> None:
     """
     for field in fields:
         value = getattr(settings, field)
-        least, most = RANGES[field]
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        low, high = RANGES[field]
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
             raise UsageError(
-                f"{field} must be a whole number from {least} to {most}, not {shortened(repr(value))}", field=field
+                f"{field} must be a whole number from {low} to {high}, not {shortened(repr(value))}", field=field
             )
 
 
@@ -45,5 +45,5 @@ def check_share(field: str, value: object, *, may_be_zero: bool) -> None:
     """
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or not 0.0 <= value <= 1.0 or not (may_be_zero or value):  # type: ignore[operator]
-        least = "from 0" if may_be_zero else "above 0,"
-        raise UsageError(f"{field} must be a share {least} to 1, not {shortened(repr(value))}", field=field)
+        start = "from 0" if may_be_zero else "above 0,"
+        raise UsageError(f"{field} must be a share {start} to 1, not {shortened(repr(value))}", field=field)

@@ -86,7 +86,12 @@ class Fetcher:
     ) -> None:
         """
         Args:
+            transport: reads the pages.
+            control: sends control messages to peers.
+            layout: this worker's layout.
             listener: called with the loader's messages, on a fetcher thread.
+            clock: clock of all time limits.
+            times: time limits of a transfer; default: `TransferTimes()`.
             max_parallel: maximum number of concurrent transfers.
             pages: the engine's pages, for conversions and digests; without them, only pages with an equal layout are
                 read.

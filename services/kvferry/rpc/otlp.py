@@ -29,8 +29,10 @@ def open_tracer(settings: TraceSettings | None, service: str, instance: str, clo
     """Create the tracer of a process; `None` if traces are off, and OpenTelemetry is then not imported.
 
     Args:
+        settings: URL and sampled share; `None` for no traces.
         service: name of the service, for example `kvferry-gateway`.
         instance: name of the process.
+        clock: clock of the spans.
 
     Raises:
         UsageError: OpenTelemetry is not installed.

@@ -42,6 +42,9 @@ class SupervisedProcess:
     ) -> None:
         """
         Args:
+            spec: command and name of the process.
+            clock: clock of restarts.
+            policy: delays before restarts; default: `RestartPolicy()`.
             on_death: called after an exit with the process's name, its exit status and the seconds until the restart.
         """
         self.spec = spec

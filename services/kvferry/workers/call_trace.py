@@ -18,8 +18,11 @@ class CallTrace:
     def __init__(self, span: Span | None, clock: Clock, begun: float, work: str, connector: str) -> None:
         """
         Args:
+            span: span of the call; `None` if it is not traced.
+            clock: clock of the phases.
             begun: time of the call, monotonic seconds.
             work: name of the computing phase.
+            connector: name of the worker's connector.
         """
         self._span, self._clock, self._work, self._connector = span, clock, work, connector
         self._at = begun

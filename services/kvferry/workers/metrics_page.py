@@ -130,6 +130,7 @@ class MetricsPage:
         loop.
 
         Args:
+            units: the worker units of this process.
             tls: TLS of the pool, whose certificate has a metric; `None` for plain connections.
 
         Raises:

@@ -95,6 +95,11 @@ class WorkerUnit:
     ) -> None:
         """
         Args:
+            config: settings of the process.
+            endpoint: role and addresses of this unit.
+            model: the loaded model.
+            incarnation: incarnation of this unit.
+            clock: clock of all components.
             on_failure: called on the event loop after the engine has raised an unexpected error; the process should
                 exit.
             tls: TLS of the pool; `None` for plain connections.

@@ -146,13 +146,13 @@ def _advance(group: list[RoleState], revision: str, rollout: Rollout) -> list[Ro
 
 
 def _start(group: list[RoleState], revision: str, bounds: Mapping[str, Bounds], skew: Fraction) -> list[RoleState]:
-    least = min(role.share(revision) for role in group)
+    lowest_share = min(role.share(revision) for role in group)
     started = []
     for role in group:
         now = role.of(revision).desired
         others = role.total - now
         room = role.replicas + bounds[role.name].surge - others
-        ahead = math.ceil(role.replicas * (least + skew))
+        ahead = math.ceil(role.replicas * (lowest_share + skew))
         number = min(role.replicas, max(now, min(room, ahead)))
         started.append(role.with_desired(revision, max(0, number)))
     return started

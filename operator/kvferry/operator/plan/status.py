@@ -311,16 +311,16 @@ def _context(seen: Observed) -> ConditionState:
     max_tokens = min((n for n in (seen.pool.spec.model.max_tokens, seen.report.model_tokens) if n), default=0)
     if not serving or not max_tokens:
         return "Unknown", "NoWorkerServes", "no workers have reported their context length"
-    least = min(serving, key=lambda worker: (worker.context_tokens, worker.name))
-    if least.context_tokens >= max_tokens:
+    smallest = min(serving, key=lambda worker: (worker.context_tokens, worker.name))
+    if smallest.context_tokens >= max_tokens:
         return "True", "FullContext", f"requests can have {max_tokens:,} tokens"
     return (
         "False",
         "LimitedByKvMemory",
         (
-            f"requests can have only {least.context_tokens:,} of {max_tokens:,} tokens, since the KV memory of "
-            f"{least.name} holds no more. Increase roles[].engine.kvMemory of role {least.role} by the factor "
-            f"{max_tokens / least.context_tokens:.1f}, or set model.maxTokens to {least.context_tokens}"
+            f"requests can have only {smallest.context_tokens:,} of {max_tokens:,} tokens, since the KV memory of "
+            f"{smallest.name} holds no more. Increase roles[].engine.kvMemory of role {smallest.role} by the factor "
+            f"{max_tokens / smallest.context_tokens:.1f}, or set model.maxTokens to {smallest.context_tokens}"
         ),
     )
 

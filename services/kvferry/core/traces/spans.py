@@ -136,8 +136,10 @@ class Tracer(Protocol):
         """Begin the span of a call that was received.
 
         Args:
+            name: name of the span.
             parent: position that the call carried.
             start: time of the call, monotonic seconds.
+            attributes: attributes of the span.
             only_within: whether calls without a sampled parent are not traced.
 
         Returns:

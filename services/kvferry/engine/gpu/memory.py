@@ -25,6 +25,7 @@ def activation_bytes(config: ModelConfig, *, rows: int, max_sequences: int) -> i
     """Return an upper bound on the memory of one step's intermediate results.
 
     Args:
+        config: the model's shape.
         rows: maximum number of tokens in a step.
         max_sequences: maximum number of rows with logits, which the sampler also needs in float64.
     """
@@ -38,6 +39,7 @@ def kv_budget(memory: GpuMemory, share: float, step_bytes: int) -> int:
     most the free memory.
 
     Args:
+        memory: the GPU's memory after the weights were loaded.
         share: share of the memory for this engine, weights included, 0 to 1.
         step_bytes: memory of a step's intermediate results; see `activation_bytes`.
 

@@ -49,11 +49,11 @@ class PiecewiseGraphs:
         self._waiting = list(rows)
         """Batch sizes not yet completely captured; the largest is captured next."""
         self._sizes: dict[int, _Size] = {}
-        config, most, device = model.config, rows[-1], model.torch_device
-        self._under_way = _Size(most, device)
+        config, max_rows, device = model.config, rows[-1], model.torch_device
+        self._under_way = _Size(max_rows, device)
         heads = config.num_heads + 2 * config.num_kv_heads
-        self._qkv = torch.zeros(most, heads, config.head_dim, dtype=model.torch_dtype, device=device)
-        self._seen = torch.zeros(most, config.num_heads * config.head_dim, dtype=model.torch_dtype, device=device)
+        self._qkv = torch.zeros(max_rows, heads, config.head_dim, dtype=model.torch_dtype, device=device)
+        self._seen = torch.zeros(max_rows, config.num_heads * config.head_dim, dtype=model.torch_dtype, device=device)
         self.max_bytes = graph_sizes.piece_bytes(config, rows, value_bytes=model.torch_dtype.itemsize)
         """Upper bound of the memory of all captured pieces in bytes, without weights and pages."""
 

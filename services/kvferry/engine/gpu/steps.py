@@ -94,11 +94,13 @@ class CapturedSteps:
         self._model, self._kv, self._ops, self._graphs, self._last = model, kv, ops, graphs, last
         self._clock = clock or SystemClock()
         block_tokens, device = kv.layout.block_tokens, model.torch_device
-        most = min(model.config.max_model_tokens, kv.num_blocks * block_tokens)
-        self.width = -(-most // block_tokens)
+        max_context = min(model.config.max_model_tokens, kv.num_blocks * block_tokens)
+        self.width = -(-max_context // block_tokens)
         """Number of blocks per row of the block tables."""
         sizes = graph_sizes.sizes(max_sequences)
-        self._max_tokens = {size: graph_sizes.max_tokens(size, most, kv.num_blocks * block_tokens) for size in sizes}
+        self._max_tokens = {
+            size: graph_sizes.max_tokens(size, max_context, kv.num_blocks * block_tokens) for size in sizes
+        }
         self._spare = max_sequences
         self._groups = kv.layout.groups
         self._tables = torch.zeros(

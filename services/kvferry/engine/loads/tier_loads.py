@@ -57,6 +57,10 @@ class TierLoads:
     ) -> None:
         """
         Args:
+            tiers: KV tiers to load from and store to.
+            allocator: the engine's pages and prefix caches.
+            prices: cost model of loading and computing.
+            block_bytes: bytes of one block in all layer groups.
             waits: returns whether a request is still waiting for pages.
             answered: called with the KV that a sequence can load, or `None`; see `Scheduler.answered`.
             decided: called with every load-or-recompute decision.
@@ -162,12 +166,12 @@ class TierLoads:
         count = -(-decision.num_loaded // tokens)
         if count == 0:
             return None
-        least = _FORCED_SECONDS if self._prices.policy is LoadPolicy.ALWAYS else _MIN_SECONDS
+        min_seconds = _FORCED_SECONDS if self._prices.policy is LoadPolicy.ALWAYS else _MIN_SECONDS
         source = TierSource(
             first_object=lookup.first_object,
             keys=lookup.keys[:count],
             sources=sources[:count],
-            seconds=max(least, decision.compute_seconds),
+            seconds=max(min_seconds, decision.compute_seconds),
         )
         self.tiers.prefetch(answer.request_id, source)
         first = lookup.first_object

@@ -79,10 +79,12 @@ class EngineLoop:
     ) -> None:
         """
         Args:
+            engine: the engine; only its thread may use it after `start`.
             commands: command queue of the engine; loaders and tiers put their messages into it.
-            on_cache_changes: called on the event loop with changes of the prefix cache.
+            name: name of the engine's thread.
             on_failure: called on the event loop after the engine has raised an unexpected error; the process should
                 exit.
+            on_cache_changes: called on the event loop with changes of the prefix cache.
             stream_interval: see `StreamInterval`.
         """
         self._engine = engine

@@ -232,8 +232,8 @@ def _head(weights: Floats, count: int) -> Ids | None:
     `None` if these are all tokens."""
     if count >= len(weights):
         return None
-    least = np.partition(weights, len(weights) - count)[len(weights) - count]
-    return np.flatnonzero(weights >= least)
+    smallest_kept = np.partition(weights, len(weights) - count)[len(weights) - count]
+    return np.flatnonzero(weights >= smallest_kept)
 
 
 def _by_weight(weights: Floats, ids: Ids | None) -> Ids:
@@ -249,6 +249,9 @@ def _walk(head: Floats, weights: Floats, params: SamplingParams, u: float, *, is
     Args:
         head: the largest weights in descending order; all weights if `is_all`.
         weights: all weights, in order of id.
+        params: parameters of the draw.
+        u: random number in [0, 1).
+        is_all: whether `head` has all weights.
     """
     num_kept = _num_kept(head, weights, params, is_all=is_all)
     if num_kept is not None and params.typical_p < 1.0:

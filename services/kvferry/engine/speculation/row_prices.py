@@ -68,5 +68,5 @@ class RowPrices:
         slope = (self._products - self._weight * mean_rows * mean_seconds + _SLOPE_WEIGHT * slope) / (
             spread + _SLOPE_WEIGHT
         )
-        least = 0.1 * mean_seconds  # the line may cross 0 beyond the measured numbers of rows
-        return max(least, mean_seconds + max(0.0, slope) * (rows - mean_rows))
+        min_seconds = 0.1 * mean_seconds  # the line may cross 0 beyond the measured numbers of rows
+        return max(min_seconds, mean_seconds + max(0.0, slope) * (rows - mean_rows))

@@ -59,6 +59,11 @@ class FlowGate:
     ) -> None:
         """
         Args:
+            fleet: the workers, whose room decides when a request is dispatched.
+            clock: clock of waits and deadlines.
+            config: limits of the queue.
+            tenants: the tenants and their policies.
+            instruments: metrics of the gateway.
             uncached: predicts the cost of a request that must wait.
             holding: limits on requests that wait for a pool's first worker; `None` if the workers are listed: without
                 workers, requests then pass, and fail.

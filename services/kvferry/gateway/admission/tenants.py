@@ -34,6 +34,9 @@ class Tenants:
         """Read the tenants file and the file of plain keys; `None` for a file that is not used.
 
         Args:
+            path: the tenants file.
+            api_keys_file: the file of plain keys, a line `key tenant` each.
+            clock: clock of the limit on wrong keys.
             probe_key: a further key, of tenant `PROBE_TENANT`, if keys are required; empty for none.
 
         Raises:

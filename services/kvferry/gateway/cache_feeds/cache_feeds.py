@@ -27,6 +27,10 @@ class CacheFeeds:
     ) -> None:
         """
         Args:
+            fleet: the workers to follow.
+            cache_map: receives the events.
+            config: limits and intervals.
+            clock: clock of audits and retries.
             tenant_key: key of the block names, to detect workers with a different key.
         """
         self._fleet = fleet

@@ -63,7 +63,11 @@ class ReplicaFeed:
     ) -> None:
         """
         Args:
+            address: address of the worker, its key in the map.
             stub: returns the stub of the worker's KvEvents service; raises `KeyError` if the worker is unreachable.
+            cache_map: receives the events.
+            limits: limits on concurrent work, shared by all feeds of the gateway.
+            clock: clock of audits and retries.
             check_name: returns the gateway's name for the block whose name the worker sends.
             audit_seconds: mean interval in seconds between two audits.
             count_audit: called with the outcome of each audit.

@@ -62,6 +62,7 @@ class CacheMap:
     def __init__(self, clock: Clock, max_blocks: int = 1 << 22) -> None:
         """
         Args:
+            clock: clock of dispatched blocks.
             max_blocks: maximum number of blocks, counted once for each replica. When it is exceeded, the replica with
                 the most blocks becomes `BLIND`. A block takes 60 to 110 bytes.
         """
@@ -117,6 +118,7 @@ class CacheMap:
         """Note that a subscription begins; its first event must be a snapshot.
 
         Args:
+            address: address of the worker.
             check_name: the gateway's name for the block whose name the worker sends; empty if it is unknown.
 
         Raises:

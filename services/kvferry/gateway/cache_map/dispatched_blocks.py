@@ -26,6 +26,8 @@ class DispatchedBlocks:
         """Add the blocks of a prompt.
 
         Args:
+            keys: keys of the prompt's leading blocks, in order.
+            now: monotonic seconds.
             max_blocks: the limit.
             num_confirmed: number of leading blocks that the feed has reported; they are not pending.
         """

@@ -117,8 +117,11 @@ class Estimates:
         """Add a hand-off of the KV of `num_tokens` tokens.
 
         Args:
+            source: the worker that has the KV.
+            target: the worker that read it.
             distance: relation between the places of the two workers, for pairs without observations; see
                 `replicas.Place`.
+            seconds: duration of the hand-off.
         """
         if self._is_warm(("transfer", source, target)):
             self._transfers.add((source.worker, target.worker), num_tokens, seconds)

@@ -35,6 +35,8 @@ class Fleet:
     ) -> None:
         """
         Args:
+            config: limits and intervals.
+            model: name of the model that workers must serve.
             keys: sign the calls to workers; `None` for workers that do not check them, in tests.
             tls: TLS of the pool; `None` for plain connections to workers.
         """

@@ -29,6 +29,14 @@ def fleet_report(
     """Build the JSON object that `GET /fleet` returns.
 
     Args:
+        views: the workers.
+        gateway: name of this gateway process.
+        pool: name of the pool; empty without one.
+        held: number of samples that wait for a pool's first worker.
+        source: state of the source of workers.
+        wake_failure: reason why the last scaling from zero failed; empty if it did not.
+        handoffs: number of hand-offs by outcome.
+        model_tokens: context length of the model in tokens.
         cache_map: adds the state of each worker's map.
         flow: adds the queue, from `gateway.admission.flow_report`.
         certificate_not_after: end of the validity of the gateway's certificate for the pool, wall-clock seconds; 0

@@ -150,9 +150,11 @@ class Member:
     ) -> None:
         """
         Args:
+            listing: address and role of the worker, from the source of workers.
+            model: name of the model that the worker must serve.
             keys: sign the calls; `None` for workers that do not check them, in tests.
-            tls: TLS of the pool; `None` for plain connections.
             stalled_polls: see `FleetConfig.stalled_polls`.
+            tls: TLS of the pool; `None` for plain connections.
         """
         self.listing = listing
         """The worker's latest listing."""

@@ -20,6 +20,7 @@ class ApiKeys:
         """
         Args:
             tenants: dictionary from key to tenant; `None` for no plain keys.
+            clock: clock of the limit on wrong keys.
             hashed: dictionary from SHA-256 digest of a key to tenant. If there are neither plain nor hashed keys,
                 authentication is disabled, and all requests use the default tenant.
         """

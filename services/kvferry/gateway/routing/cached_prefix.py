@@ -27,7 +27,11 @@ class PromptCaches:
     ) -> None:
         """
         Args:
+            cache_map: predicts the blocks that each replica has.
+            namers: factory of block namers, keyed like the workers'.
             names: hashes of the prompt's blocks that were computed earlier.
+            tenant: cache scope of the request.
+            token_ids: the prompt.
             min_blocks: number of blocks that must be cached for the cached prefix to decide the choice of a replica;
                 if a prompt has fewer blocks, all of them must be cached.
         """

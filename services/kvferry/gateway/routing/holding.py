@@ -40,9 +40,9 @@ class Holding:
         Raises:
             Overloaded: `max_held` samples are already held.
         """
-        most = self._config.max_held
+        max_held = self._config.max_held
         # A request with more samples than that is held if it is the only one.
-        if self.num_held >= most or self.num_held + count > max(most, count):
+        if self.num_held >= max_held or self.num_held + count > max(max_held, count):
             raise Overloaded(
                 f"pool {self._pool} has no workers yet, and {self.num_held} requests are waiting; retry later",
                 reason="POOL_EMPTY",

@@ -29,6 +29,8 @@ class PromptNames:
         """Return the hashes of the first full blocks of `token_ids` in the layout of `replica`, at most `max_blocks`.
 
         Args:
+            namers: factory of block namers, keyed like the workers'.
+            tenant: cache scope of the request.
             token_ids: the prompt; begins with the tokens of earlier calls, or is a prefix of them.
         """
         size = replica.block_tokens
@@ -45,6 +47,8 @@ def prefix_key(namers: BlockNamers, tenant: str, token_ids: Sequence[int], prefi
     """Return the key by which a request is routed to a replica.
 
     Args:
+        namers: factory of block namers, keyed like the workers'.
+        tenant: cache scope of the request.
         token_ids: the prompt; at least one token.
         prefix_blocks: number of leading full blocks in the key.
 

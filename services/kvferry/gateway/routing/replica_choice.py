@@ -16,7 +16,9 @@ def choose(
     """Choose the route of a request; `None` if no replica can serve it.
 
     Args:
+        request: the request.
         candidates: replicas that accept requests.
+        policy: chooses among the replicas of a role.
         skip_prefill: reason why no prefill worker is needed; `None` if a prefill worker is needed.
         enough_tokens: number of cached tokens from which a decode worker, if it has reported them, needs no prefill
             worker; `None` if a prefill worker is always needed.

@@ -38,7 +38,11 @@ class PageServer:
         """
         Args:
             host: address to listen on; the port is chosen by the kernel.
+            pages: memory of the pages.
+            epochs: epoch of each page.
+            block_bytes: bytes of one page.
             keys: keys of the pool; a reader authenticates with any of them.
+            clock: measures the time of handshakes.
 
         Raises:
             OSError: the address cannot be bound.

@@ -124,6 +124,8 @@ def send_request(link: socket.socket, op: Op, ids: Sequence[int], seconds: float
 
     Args:
         link: connection that blocks without a time-out; it still does afterwards.
+        op: pages or epochs.
+        ids: page ids of the peer.
 
     Raises:
         OSError, TimeoutError: the connection is closed, or the peer does not receive.
@@ -141,12 +143,13 @@ def send_request(link: socket.socket, op: Op, ids: Sequence[int], seconds: float
 class Requests:
     """Requests that arrive on a connection, each usually received in one call."""
 
-    def __init__(self, link: socket.socket, most: int) -> None:
+    def __init__(self, link: socket.socket, max_ids: int) -> None:
         """
         Args:
-            most: maximum number of page ids of a request.
+            link: an authenticated connection.
+            max_ids: maximum number of page ids of a request.
         """
-        self._link, self._most = link, most
+        self._link, self._max_ids = link, max_ids
         self._rest = b""
         """Bytes received after the last request."""
 
@@ -169,9 +172,11 @@ class Requests:
             held += receive(self._link, _REQUEST.size - len(held))
         number, count = _REQUEST.unpack_from(held)
         op = _OPS.get(number)
-        if op is None or not 0 < count <= self._most:
+        if op is None or not 0 < count <= self._max_ids:
             kinds = ", ".join(str(int(known)) for known in _OPS)
-            raise WireError(f"request of kind {number} for {count} pages; expected kind {kinds} and 1 to {self._most}")
+            raise WireError(
+                f"request of kind {number} for {count} pages; expected kind {kinds} and 1 to {self._max_ids}"
+            )
         size = _REQUEST.size + 4 * count
         if len(held) < size:
             held += receive(self._link, size - len(held))
@@ -209,6 +214,7 @@ class Reply:
         page over loopback. If the head turns out to be wrong, the buffers may have content of the wrong reply.
 
         Args:
+            link: the connection.
             flags: `MSG_DONTWAIT` receives what has arrived; `MSG_WAITALL` waits for all bytes of this call, or for
                 the time of `limit_receives`.
 

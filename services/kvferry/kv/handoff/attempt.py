@@ -115,9 +115,13 @@ class Attempt:
     ) -> None:
         """
         Args:
+            source: the opened ticket, and the number of the attempt.
             first_block: position in the prompt of the block that goes into `targets[0]`.
+            targets: pages of this worker to read into, in order of position.
             connector: name of this worker's connector.
             block_bytes: bytes of one page of the peer.
+            times: time limits of the states.
+            now: time of the attempt's beginning, monotonic seconds.
             blocks: positions of the peer's blocks to read if its layout differs; default: the positions of the target
                 blocks.
             requires_digests: whether the attempt fails if the ticket has no digests.

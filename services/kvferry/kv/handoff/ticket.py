@@ -221,6 +221,12 @@ def check_ticket(
     """Check that an opened ticket is valid for a request on this worker.
 
     Args:
+        ticket: the opened ticket.
+        fingerprint: fingerprint of this worker's layout.
+        block_tokens: tokens per page of this worker.
+        tenant: cache scope of the request.
+        tokens: tokens of the request.
+        now_wall: wall-clock time in seconds, which is compared with the ticket's expiry.
         layout: this worker's layout; if given, a ticket for held pages may have a different, convertible layout.
         windows: sliding windows of this worker's layer groups.
 

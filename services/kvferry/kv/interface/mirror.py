@@ -41,10 +41,11 @@ class PageMirror(Protocol):
         A full page does not change during its epoch, so it is copied once: a peer may be reading its row.
 
         Args:
-            num_full: number of leading pages that are full; `None` if all are.
+            blocks: the pages.
             epochs: epochs of the pages at the time of the content to copy. Pages whose epoch has changed are skipped: a
                 transport may be writing to their rows, and readers reject their old content. `None` if the caller holds
                 the pages.
+            num_full: number of leading pages that are full; `None` if all are.
 
         Raises:
             CopyError: the pages were not copied.

@@ -253,10 +253,10 @@ def _rounded(wide: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
 
 def _coded(wide: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float32]]:
     """Quantize rows to int8 codes and scales, as the kernels do; a row with a non-finite value gets the scale NaN."""
-    most = np.abs(wide).max(axis=-1)
+    max_abs = np.abs(wide).max(axis=-1)
     with np.errstate(all="ignore"):
-        inverse = np.where(most > _MIN_WITH_INVERSE, _MAX_INT8 / most, np.float32(0))
+        inverse = np.where(max_abs > _MIN_WITH_INVERSE, _MAX_INT8 / max_abs, np.float32(0))
         codes = wide * inverse[..., None]
-        scales = most / _MAX_INT8 + most * np.float32(0)
-    codes[~np.isfinite(most)] = 0
+        scales = max_abs / _MAX_INT8 + max_abs * np.float32(0)
+    codes[~np.isfinite(max_abs)] = 0
     return np.rint(codes, out=codes).astype(np.int8), scales

@@ -32,6 +32,7 @@ class DramTier:
         """
         Args:
             size: size of the arena in bytes.
+            object_bytes: length of every object.
             tenant_share: percentage of the arena that one tenant may hold.
 
         Raises:

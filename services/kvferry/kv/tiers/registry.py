@@ -37,8 +37,10 @@ def open_tiers(urls: Sequence[str], *, object_bytes: int, secret: bytes, clock: 
     it are closed.
 
     Args:
+        urls: URLs of the tiers, nearest first.
         object_bytes: length of every object.
         secret: the pool's tier secret, from which the keys of frames are derived.
+        clock: clock of the tiers.
 
     Raises:
         UsageError: a URL is malformed, a kind of tier is repeated, `dram` is not first, or a tier cannot be opened.

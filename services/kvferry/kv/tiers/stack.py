@@ -86,6 +86,7 @@ class TierStack:
             object_blocks: number of blocks per storage object.
             block_pages: number of pages of a block, one for each layer group.
             listener: called with answers and outcomes, on a thread of this stack.
+            clock: clock of the deadlines.
             parallel: number of objects that are read from slow tiers concurrently.
             mirror: mapping between `pages` and the engine's pages.
 

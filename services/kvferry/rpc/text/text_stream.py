@@ -109,6 +109,8 @@ async def generate_text(
     Close the generator (`contextlib.aclosing`) to stop early; this also stops the generation of every sample.
 
     Args:
+        model: tokenizer and limits.
+        clock: clock of the timing.
         searches: computes the steps of beam searches; with `None`, each step is a stream of `source`.
 
     Raises:

@@ -65,8 +65,8 @@ class SharedCores:
             return
         self._advance()
         # The first piece has ended, whatever rounding has left of it.
-        least = max(_EPSILON, min(self._left.values()))
-        ended = [number for number, left in self._left.items() if left <= least]
+        first_end = max(_EPSILON, min(self._left.values()))
+        ended = [number for number, left in self._left.items() if left <= first_end]
         for number in ended:
             del self._left[number]
         self._plan()

@@ -53,8 +53,10 @@ class DecodeRun:
         """
         Args:
             start: time of the first step's start.
+            num_sequences: number of sequences of each step.
             kv_tokens: tokens whose KV the first step reads.
             steps: number of steps.
+            profile: gives the duration of a step.
         """
         first = profile.step + profile.token * num_sequences + profile.kv_token * kv_tokens
         growth = profile.kv_token * num_sequences

@@ -72,9 +72,14 @@ class Replica:
     ) -> None:
         """
         Args:
+            clock: the virtual clock.
+            settings: limits and sizes of the engine.
+            profile: gives the duration of a step.
+            listener: receives the events of jobs.
             namer: returns the block namer of a tenant.
             loader: fetches KV from other replicas.
             on_changes: called with the changes of the prefix index after each step.
+            observer: receives the steps; `None` for none.
             make_scheduler: creates the scheduler and its allocator, for baselines; by default, the production classes.
             cores: processor cores shared with other replicas; by default, the replica has its own device.
             jitter: returns a factor for each step's duration; default: 1.

@@ -48,6 +48,7 @@ class KvPrefetcher:
     ) -> None:
         """
         Args:
+            context: state of the worker.
             namer: function that returns a tenant's block namer; names must equal the engine's.
             signer: creates the tokens for this worker's calls.
             keyring: checks that the reported blocks were sealed with the pool's key.

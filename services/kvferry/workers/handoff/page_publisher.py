@@ -19,6 +19,7 @@ class PagePublisher:
         """
         Args:
             pages: the memory that transports access.
+            block_bytes: bytes of one page.
             mirror: mapping between this memory and the engine's pages.
             with_digests: whether to compute digests, for `--verify-kv digest`.
         """

@@ -48,8 +48,11 @@ class AdminService(worker_admin_pb2_grpc.WorkerAdminServicer):
     ) -> None:
         """
         Args:
+            context: state of the worker.
+            desk: the open offers.
             calls: counter of calls in flight to the request server, excluding those to the admin server.
             verifier: the admin server's verifier, which proves to callers that this worker has the pool's secret.
+            tiers: the KV tiers, for their statistics; `None` without tiers.
             adapters: loads adapters while serving; `None` refuses calls that load adapters.
             listed: the adapters of a list, whose failures are reported.
             on_drain: called once when draining begins.

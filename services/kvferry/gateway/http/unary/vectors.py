@@ -45,8 +45,13 @@ def read_inputs(
     """Tokenize the inputs of a body.
 
     Args:
+        model: the model's text parts.
+        body: the body, with the parameters that all routes share.
+        inputs: texts or lists of token ids.
         names: name of each input in the body, for errors.
         context_tokens: maximum number of tokens of one input.
+        normalize: whether vectors have an L2 norm of 1.
+        dimensions: number of leading values to keep; `None` for all.
 
     Raises:
         InvalidRequest: an input or the pooling is invalid.

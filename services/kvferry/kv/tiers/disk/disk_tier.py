@@ -325,8 +325,10 @@ def open_tier(spec: TierSpec, *, object_bytes: int, secret: bytes, clock: Clock)
     """Open a disk tier: create its folder, probe direct I/O and scan the folder.
 
     Args:
+        spec: the parsed URL.
         object_bytes: length of every object.
         secret: the pool's tier secret, at least 16 bytes.
+        clock: clock of the deadlines.
 
     Raises:
         UsageError: an option is invalid, a package is missing, or the folder cannot be used.

@@ -96,6 +96,7 @@ class Breaker:
         """Record a request without an answer.
 
         Args:
+            now: monotonic seconds.
             waited_seconds: time that the request waited; infinite if the connection was refused or lost.
         """
         if self._state is not BreakerState.CLOSED:

@@ -22,7 +22,9 @@ class ObjectRead:
     ) -> None:
         """
         Args:
+            wire: the connection, to which the command was sent.
             into: target buffers of the pages; byte views, `num_bytes` long in total.
+            num_bytes: length of the object.
             opener: verifies the header before the pages are read.
         """
         self.wire = wire

@@ -355,8 +355,11 @@ def open_tier(
     """Open a Redis tier and check that it can be used.
 
     Args:
+        spec: the parsed URL.
         object_bytes: length of every object.
         secret: the pool's tier secret, at least 16 bytes.
+        clock: clock of the deadlines and of the circuit breakers.
+        times: thresholds of the circuit breakers; default: `BreakerTimes()`.
 
     Raises:
         UsageError: an option is invalid, a package is missing, or Redis is unreachable or denies access.
