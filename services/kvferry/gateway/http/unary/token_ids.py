@@ -84,8 +84,8 @@ def read_tokenize(model: TextModel, body: bytes) -> tuple[list[int], bool]:
     """
     request = parse(TokenizeBody, model, body)
     if (request.prompt is None) == (request.messages is None):
-        given = "neither" if request.prompt is None else "both"
-        raise InvalidRequest(f"the request must have either prompt or messages, not {given}", field="prompt")
+        number = "neither" if request.prompt is None else "both"
+        raise InvalidRequest(f"the request must have either prompt or messages, not {number}", field="prompt")
     if request.prompt is not None:
         for name in ("tools", "chat_template_kwargs"):
             if getattr(request, name) is not None:
