@@ -180,6 +180,7 @@ class ResponseRequest(SamplingFields):
             InvalidRequest: the items are not a valid conversation, or the text format is incomplete.
         """
         wants_logprobs = _LOGPROBS in (self.include or ())
+        RANGES["logprobs"].check("top_logprobs", self.top_logprobs)
         shared = {
             name: getattr(self, name)
             for name in ("model", "temperature", "top_p", "stream", "seed", "top_k", "min_p", "stop", "ignore_eos")
