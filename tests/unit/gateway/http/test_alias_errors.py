@@ -29,5 +29,5 @@ def test_an_error_names_the_field_that_was_sent(fields) -> None:
 @pytest.mark.parametrize("value", [-1, 21])
 def test_top_logprobs_of_a_response_is_checked_although_it_is_not_included(value: int) -> None:
     body = parse_fields(ResponseRequest, {"input": "x", "top_logprobs": value})
-    with pytest.raises(InvalidRequest, match="^top_logprobs must be"):
+    with pytest.raises(InvalidRequest, match=r"^top_logprobs must be"):
         body.as_chat(MESSAGES)
