@@ -9,7 +9,7 @@ from typing import Any, Self
 from kvferry.core.errors import DeadlinePassed, InvariantBroken, Unavailable, UsageError
 from kvferry.core.hashing import BlockNamers
 from kvferry.core.sampling import SamplingParams
-from kvferry.engine.beams.beam_search import BeamOutput, checked_beam_params, new_beams, step_requests
+from kvferry.engine.beams.beam_search import BeamOutput, checked_beam_params, new_beams, step_request
 from kvferry.engine.build import build_engine, load_model, runner_for
 from kvferry.engine.completion import CompletionPart, CompletionStream
 from kvferry.engine.embedding import Embedding, embedding_of, pooling_params
@@ -179,7 +179,8 @@ class AsyncLLM:
         ids = await asyncio.to_thread(self._requests.tokens, checked_prompt(prompt))
         beams = new_beams(ids, params, self.engine.max_model_tokens, self.config.eos_token_ids)
         while not beams.is_done:
-            steps = [asyncio.create_task(self._alternatives(step)) for step in step_requests(ids, beams.live, params)]
+            requests = [step_request(ids, beam, params) for beam in beams.live]
+            steps = [asyncio.create_task(self._alternatives(request)) for request in requests]
             try:
                 beams.advance(await asyncio.gather(*steps))
             finally:

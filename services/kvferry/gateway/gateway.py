@@ -126,6 +126,7 @@ class Gateway:
             instruments=self.instruments,
             gate=None if pool is None else self.gate,
             cache_map=self.cache_map,
+            step_places=self.gate.room.step_places,
             on_end=None if self._request_trace is None else self._trace_request,
         )
         self._tracer = open_tracer(config.traces, "kvferry-gateway", self._incarnation, clock)

@@ -101,7 +101,8 @@ class Step:
     desired: Mapping[tuple[str, str], int]
     """Desired number of pods by (role, revision)."""
     done: bool
-    """Whether only the target revision has pods, all of them are ready, and their number is as replicas."""
+    """Whether only the target revision has pods, all of them are ready, and their number is that of the role's
+    replicas."""
     waiting_for: str
     """Reason why the rollout is not complete; empty when done."""
 

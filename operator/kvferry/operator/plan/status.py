@@ -205,7 +205,7 @@ def _available(seen: Observed) -> ConditionState:
     if "both" in serving or serving >= PAIRED:
         return "True", "Serving", f"{sum(worker.takes_work for worker in workers)} workers accept requests"
     roles = [(role, seen.pool.spec.role(role.name)) for role in seen.roles]
-    empty = [wish for role, wish in roles if wish is not None and not role.replicas]
+    empty = [spec for role, spec in roles if spec is not None and not role.replicas]
     if any(role.name == "both" and role.replicas for role in seen.roles):
         empty = []  # A pool with pods of this role needs no others.
     stopped = [role.name for role in empty if role.scaling.mode == "Static"]

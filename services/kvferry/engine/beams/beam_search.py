@@ -87,17 +87,14 @@ def new_beams(prompt: Sequence[int], params: BeamParams, max_model_tokens: int, 
     return Beams(replace(params, max_tokens=limit), frozenset(eos_token_ids))
 
 
-def step_requests(prompt: Sequence[int], beams: Sequence[Beam], params: BeamParams) -> list[EngineRequest]:
-    """Return the requests for the next token of each beam of a prompt, with its alternatives."""
-    return [
-        EngineRequest(
-            RequestId(f"beam-{next(_numbers)}"),
-            [*prompt, *beam.tokens],
-            params.step_sampling(len(beam.tokens) + 1),
-            num_generated=len(beam.tokens),
-        )
-        for beam in beams
-    ]
+def step_request(prompt: Sequence[int], beam: Beam, params: BeamParams) -> EngineRequest:
+    """Return the request for the next token of a beam of a prompt, with its alternatives."""
+    return EngineRequest(
+        RequestId(f"beam-{next(_numbers)}"),
+        [*prompt, *beam.tokens],
+        params.step_sampling(len(beam.tokens) + 1),
+        num_generated=len(beam.tokens),
+    )
 
 
 def _alternatives(
@@ -105,7 +102,7 @@ def _alternatives(
 ) -> list[Alternatives]:
     """Return the most likely next tokens of each beam."""
     found: dict[RequestId, Alternatives] = {}
-    requests = [request for prompt, beam in beams for request in step_requests(prompt, [beam], params)]
+    requests = [step_request(prompt, beam, params) for prompt, beam in beams]
     names = [request.request_id for request in requests]
     try:
         for request in requests:

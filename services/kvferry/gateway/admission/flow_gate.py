@@ -76,7 +76,8 @@ class FlowGate:
         self._holding = holding
         self._waker = waker
         self._fleet = fleet
-        self._room = FleetRoom(fleet, config.max_streams, is_held_when_empty=holding is not None)
+        self.room = FleetRoom(fleet, config.max_streams, is_held_when_empty=holding is not None)
+        """The room of the fleet for further requests."""
         self.controller = FlowController(QueueBounds(config.max_queued, config.max_queued_bytes))
         self.quotas = Quotas()
         self._metrics = FlowMetrics(instruments)
@@ -191,7 +192,7 @@ class FlowGate:
 
     def report(self) -> Mapping[str, object]:
         """Return the queue by priority and tenant, as a JSON object."""
-        return flow_report(self.controller, self.quotas, self._room.now())
+        return flow_report(self.controller, self.quotas, self.room.now())
 
     async def stop(self) -> None:
         """Stop following the fleet."""
@@ -226,7 +227,7 @@ class FlowGate:
             weight=policy.weight,
             deadline=limit if work.deadline is None else min(limit, work.deadline),
         )
-        room = self._room.now()
+        room = self.room.now()
         if self.controller.num_queued or not self.controller.is_open(room, entry.num_sequences):
             for victim in self.controller.make_room(entry, policy.bounds(self._own_bounds), now):
                 self._waiters[victim.number].set()
@@ -250,13 +251,13 @@ class FlowGate:
         """Dispatch the queued entries that may be dispatched now."""
         if not self.controller.num_queued:
             return
-        room = self._room.now()
+        room = self.room.now()
         for entry in self.controller.dispatch(room, self._clock.monotonic()):
             waiter = self._waiters.get(entry.number)
             if waiter is not None:
                 waiter.set()  # the waiting tasks continue in this order
-        if self._room.is_asleep is not self._was_asleep:
-            self._was_asleep = self._room.is_asleep
+        if self.room.is_asleep is not self._was_asleep:
+            self._was_asleep = self.room.is_asleep
             for event in self._waiters.values():
                 event.set()
 
@@ -274,7 +275,7 @@ class FlowGate:
             while entry.state is EntryState.QUEUED:
                 event.clear()
                 remaining = entry.deadline - self._clock.monotonic()
-                if self._holding is not None and self._room.is_asleep:
+                if self._holding is not None and self.room.is_asleep:
                     await self._hold(self._holding, entry, event, remaining)
                 elif not await _is_set_within(event, remaining) and entry.state is EntryState.QUEUED:
                     self.controller.expire(entry)

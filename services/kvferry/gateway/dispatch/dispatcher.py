@@ -45,7 +45,7 @@ from kvferry.gateway.dispatch.worker_calls import WorkerCalls
 from kvferry.gateway.estimates.commitments import Commitments
 from kvferry.gateway.estimates.estimates import Estimates
 from kvferry.gateway.fleet.fleet import Fleet
-from kvferry.gateway.fleet.fleet_room import FleetRoom
+from kvferry.gateway.flow.capacity import UNBOUNDED
 from kvferry.gateway.instruments import Instruments
 from kvferry.gateway.lifecycle.obligations import MACHINE, Event, State
 from kvferry.gateway.lifecycle.retry_decision import RetryDecision, retry_decision
@@ -73,6 +73,7 @@ class Dispatcher:
         instruments: Instruments | None = None,
         gate: FlowGate | None = None,
         cache_map: CacheMap | None = None,
+        step_places: Callable[[], int] = lambda: UNBOUNDED,
         sleep: Sleep = asyncio.sleep,
         on_end: Callable[[SampleRun], None] | None = None,
     ) -> None:
@@ -85,6 +86,7 @@ class Dispatcher:
             gate: gate in which samples wait while the pool has no workers. If it is `None`, a sample waits while a lost
                 worker may recover, and fails otherwise.
             cache_map: predicts what the workers have cached; `None` predicts from the dispatcher's own history.
+            step_places: function that returns how many steps of beam searches may be on the workers at a time.
             sleep: called to wait between attempts.
             on_end: called with each sample that has ended.
         """
@@ -123,8 +125,7 @@ class Dispatcher:
             self._records,
             self._instruments,
         )
-        room = FleetRoom(fleet, config.max_streams, is_held_when_empty=False)
-        self._step_turns = StepTurns(room.step_places)
+        self._step_turns = StepTurns(step_places)
         self.open_streams = 0
         self._no_streams = asyncio.Event()
         self._no_streams.set()

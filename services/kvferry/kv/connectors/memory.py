@@ -8,7 +8,7 @@ import msgspec
 
 from kvferry.core.epochs import EpochTable
 from kvferry.core.ids import BlockId, Incarnation
-from kvferry.kv.connectors.checks import check_address
+from kvferry.kv.connectors.checks import allocated, check_address
 from kvferry.kv.connectors.windows import CompletedRead, Pages, as_pages, copy_pages, copy_raw, epochs_of
 from kvferry.kv.interface.connector import PageMemory, Peer, Read, ReadError, TransportSetup
 from kvferry.kv.interface.packed import unpacked
@@ -57,9 +57,7 @@ class MemoryTransport:
         source = self._find(peer)._pages
         if source is None:
             raise ReadError(f"worker {peer.worker_id} has no pages")
-        if self._pages is None:
-            raise ReadError("this worker has no pages")
-        copy_pages(source, remote, self._pages, local)
+        copy_pages(source, remote, allocated(self._pages), local)
         return CompletedRead()
 
     def staging(self, num_bytes: int) -> memoryview:

@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from kvferry.model.text.answers.marks import HARMONY, Marks
 from kvferry.model.text.answers.registry import CallFormat
+from kvferry.model.text.tools.argument_schemas import enforced_arguments
 from kvferry.model.text.tools.definitions import Tool
-from kvferry.model.text.tools.pythonic_grammar import enforced_for, pythonic_call
+from kvferry.model.text.tools.pythonic_grammar import pythonic_call
 
 MAX_CALLS = 16
 """Maximum number of calls in an answer that must have calls, since a small model may never stop."""
@@ -78,7 +79,7 @@ def _schema(tool: Tool) -> str:
     schema = tool.schema
     # JSON Schema allows members that a schema does not mention; a small model would invent them endlessly.
     closed = {"additionalProperties": False} if "properties" in schema and not _OPEN & schema.keys() else {}
-    whole = {**enforced_for(tool, schema), **closed, "type": "object", "x-guidance": _SPACING}
+    whole = {**enforced_arguments(tool, schema), **closed, "type": "object", "x-guidance": _SPACING}
     return f"%json {json.dumps(whole, ensure_ascii=False)}"
 
 

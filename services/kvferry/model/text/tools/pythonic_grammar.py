@@ -10,7 +10,7 @@ import keyword
 from collections.abc import Mapping
 
 from kvferry.core.errors import InvalidRequest, shortened
-from kvferry.model.grammar.json_schema import enforced
+from kvferry.model.text.tools.argument_schemas import enforced_arguments
 from kvferry.model.text.tools.definitions import Tool
 
 _PLAIN = frozenset(
@@ -49,7 +49,7 @@ def pythonic_call(tool: Tool, rule: str, spacing: Mapping[str, object]) -> list[
         if not isinstance(value, Mapping | bool):
             raise _unsuitable(tool, f"the property {shortened(name)!r} has no schema")
         inner = value if isinstance(value, Mapping) else {} if value else {"not": {}}
-        whole = json.dumps({**enforced_for(tool, {**shared, **inner}), "x-guidance": spacing}, ensure_ascii=False)
+        whole = json.dumps({**enforced_arguments(tool, {**shared, **inner}), "x-guidance": spacing}, ensure_ascii=False)
         rules += [f'{rule}_{number}: "{name}=" {rule}_{number}_value', f"{rule}_{number}_value: %json {whole}"]
     is_required = [name in required for name in properties]
     return [*_sequence(tool.name, rule, is_required), *rules]
@@ -68,20 +68,6 @@ def _sequence(name: str, rule: str, is_required: list[bool]) -> list[str]:
         rules.append(f"{rule}_first_{number}: {rule}_{number} {after}" + skip.format(f"{rule}_first_{number + 1}"))
         rules.append(f'{rule}_next_{number}: ", " {rule}_{number} {after}' + skip.format(after))
     return rules
-
-
-def enforced_for(tool: Tool, schema: Mapping[str, object]) -> Mapping[str, object]:
-    """Return a schema of a tool's arguments that the compiler enforces exactly; see `json_schema.enforced`.
-
-    Raises:
-        InvalidRequest: a part of the schema cannot be enforced; the message names the tool.
-    """
-    try:
-        made: Mapping[str, object] = enforced(schema)
-    except InvalidRequest as error:
-        message = f"the parameters of {tool.name!r} cannot be enforced: {error.message}; or use tool_choice auto"
-        raise InvalidRequest(message, field="tools", reason=error.reason) from None
-    return made
 
 
 def _unsuitable(tool: Tool, why: str) -> InvalidRequest:
