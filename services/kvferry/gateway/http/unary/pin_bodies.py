@@ -9,10 +9,16 @@ from kvferry.core.errors import InvalidRequest
 from kvferry.core.hashing import MAX_CACHE_SALT_CHARS
 from kvferry.gateway.http.fields.parsing import json_object, parse_fields
 from kvferry.gateway.http.fields.strict import Strict
-from kvferry.gateway.http.openai.bounds import MAX_FIELDS, check_sizes, shown
-from kvferry.gateway.http.openai.schema import ChatRequest
+from kvferry.gateway.http.openai.bounds import MAX_FIELDS, shown
 from kvferry.gateway.http.unary.bodies import Ids, is_ids
-from kvferry.rpc.text import chats, prompts
+from kvferry.gateway.http.unary.conversations import (
+    CHAT_FIELDS,
+    anything,
+    chat_of,
+    check_prompt_or_messages,
+    encoded,
+)
+from kvferry.rpc.text import prompts
 from kvferry.rpc.text.text_model import TextModel
 
 MAX_TENANT_CHARS = 256
@@ -26,23 +32,15 @@ def _prompt(value: object) -> str | Ids | None:
     raise InvalidRequest(f"prompt must be a string or a list of token ids, not {shown(value)}", field="prompt")
 
 
-def _anything(value: Any) -> Any:
-    return value
-
-
-_OF_MESSAGES = ("tools", "chat_template_kwargs")
-"""Fields that belong to a conversation."""
-
-
 class PrefixBody(Strict):
     """Body of POST /unpin_prefix."""
 
     prompt: Annotated[str | Ids | None, PlainValidator(_prompt)] = None
-    messages: Annotated[Any, PlainValidator(_anything)] = None
+    messages: Annotated[Any, PlainValidator(anything)] = None
     """Checked by the schema of chat requests."""
-    tools: Annotated[Any, PlainValidator(_anything)] = None
+    tools: Annotated[Any, PlainValidator(anything)] = None
     """Checked by the schema of chat requests."""
-    chat_template_kwargs: Annotated[Any, PlainValidator(_anything)] = None
+    chat_template_kwargs: Annotated[Any, PlainValidator(anything)] = None
     """Checked by the schema of chat requests."""
     model: str = ""
     """Name of the model or of an adapter; empty for the model."""
@@ -73,15 +71,10 @@ def read_prefix(model: TextModel, body: bytes, *, has_ttl: bool) -> tuple[list[i
     if len(fields) > MAX_FIELDS:
         raise InvalidRequest(f"the body has {len(fields)} fields; at most {MAX_FIELDS} are accepted")
     made = parse_fields(PinBody if has_ttl else PrefixBody, fields)
-    if (made.prompt is None) == (made.messages is None):
-        given = "neither" if made.prompt is None else "both"
-        raise InvalidRequest(f"the request must have either prompt or messages, not {given}", field="prompt")
-    for name in _OF_MESSAGES:
-        if getattr(made, name) is not None and made.messages is None:
-            raise InvalidRequest(f"{name} cannot be used with prompt; send messages, or leave it out", field=name)
+    check_prompt_or_messages(made)
     ids = _conversation_ids(model, made) if made.prompt is None else _prompt_ids(model, made.prompt)
     prompts.check_num_tokens(model, len(ids))
-    return ids, made.model_copy(update={"prompt": None, "messages": None, **dict.fromkeys(_OF_MESSAGES)})
+    return ids, made.model_copy(update={"prompt": None, "messages": None, **dict.fromkeys(CHAT_FIELDS)})
 
 
 def _prompt_ids(model: TextModel, prompt: str | Ids) -> list[int]:
@@ -95,22 +88,11 @@ def _prompt_ids(model: TextModel, prompt: str | Ids) -> list[int]:
 def _conversation_ids(model: TextModel, body: PrefixBody) -> list[int]:
     """Tokenize a conversation as the beginning of requests: one that ends with a user's message or a tool's result is a
     request itself; any other one is continued by a user's message."""
-    chat = _chat(body, body.messages)
+    chat = chat_of(body, body.messages)
     if chat.template_inputs()[-1]["role"] in ("user", "tool"):
-        return _encoded(model, chat)
-    probed = [_chat(body, [*body.messages, {"role": "user", "content": probe}]) for probe in _PROBES]
-    return _common([_encoded(model, chat) for chat in probed])
-
-
-def _encoded(model: TextModel, chat: ChatRequest) -> list[int]:
-    return chats.encode_chat(model, chat.template_inputs(), chat.to_tool_use(), chat.chat_template_kwargs)
-
-
-def _chat(body: PrefixBody, messages: object) -> ChatRequest:
-    given = {name: getattr(body, name) for name in _OF_MESSAGES}
-    fields = {"messages": messages, **{name: value for name, value in given.items() if value is not None}}
-    check_sizes(fields)
-    return parse_fields(ChatRequest, fields)
+        return encoded(model, chat)
+    probed = [chat_of(body, [*body.messages, {"role": "user", "content": probe}]) for probe in _PROBES]
+    return _common([encoded(model, chat) for chat in probed])
 
 
 def _common(lists: Sequence[list[int]]) -> list[int]:

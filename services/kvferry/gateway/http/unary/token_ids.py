@@ -1,6 +1,5 @@
 """Token ids of text and conversations, and the text of token ids, in vLLM's format."""
 
-import json
 from typing import Annotated, Any, ClassVar
 
 from msgspec import Struct
@@ -13,10 +12,9 @@ from kvferry.gateway.http.fields.strict import Accepted
 from kvferry.gateway.http.openai.bounds import shown
 from kvferry.gateway.http.openai.generation import Caller
 from kvferry.gateway.http.openai.reply import encode
-from kvferry.gateway.http.openai.schema import ChatRequest
-from kvferry.gateway.http.openai.schema import parse as parse_chat
 from kvferry.gateway.http.unary.bodies import Body, Ids, is_ids, parse
-from kvferry.rpc.text import chats, prompts
+from kvferry.gateway.http.unary.conversations import anything, chat_of, check_prompt_or_messages, encoded
+from kvferry.rpc.text import prompts
 from kvferry.rpc.text.text_model import TextModel
 from kvferry.rpc.text.text_service import TextService
 
@@ -43,10 +41,6 @@ class TokenText(Struct):
     prompt: str
 
 
-def _anything(value: Any) -> Any:
-    return value
-
-
 class TokenizeBody(Body):
     """Body of POST /tokenize: text or a conversation."""
 
@@ -58,11 +52,11 @@ class TokenizeBody(Body):
     }
 
     prompt: str | None = None
-    messages: Annotated[Any, PlainValidator(_anything, json_schema_input_type=list[Message] | None)] = None
+    messages: Annotated[Any, PlainValidator(anything, json_schema_input_type=list[Message] | None)] = None
     """Checked by the schema of chat requests."""
-    tools: Annotated[Any, PlainValidator(_anything, json_schema_input_type=list[ToolDefinition] | None)] = None
+    tools: Annotated[Any, PlainValidator(anything, json_schema_input_type=list[ToolDefinition] | None)] = None
     """Checked by the schema of chat requests."""
-    chat_template_kwargs: Annotated[Any, PlainValidator(_anything, json_schema_input_type=dict[str, Any] | None)] = None
+    chat_template_kwargs: Annotated[Any, PlainValidator(anything, json_schema_input_type=dict[str, Any] | None)] = None
     """Checked by the schema of chat requests."""
     add_special_tokens: bool | None = None
     """Whether the begin-of-sequence token is added to text, true by default; a conversation has its template's special
@@ -83,13 +77,8 @@ def read_tokenize(model: TextModel, body: bytes) -> tuple[list[int], bool]:
         InvalidRequest, UnknownModel: the request is invalid or cannot be served by this gateway.
     """
     request = parse(TokenizeBody, model, body)
-    if (request.prompt is None) == (request.messages is None):
-        number = "neither" if request.prompt is None else "both"
-        raise InvalidRequest(f"the request must have either prompt or messages, not {number}", field="prompt")
+    check_prompt_or_messages(request)
     if request.prompt is not None:
-        for name in ("tools", "chat_template_kwargs"):
-            if getattr(request, name) is not None:
-                raise InvalidRequest(f"{name} cannot be used with prompt; send messages, or leave it out", field=name)
         prompts.check_num_chars(model, len(request.prompt))
         special = request.add_special_tokens is not False
         return model.tokenizer.encode(request.prompt, add_special=special), request.return_token_strs
@@ -98,11 +87,7 @@ def read_tokenize(model: TextModel, body: bytes) -> tuple[list[int], bool]:
             "add_special_tokens has no effect on messages, whose template adds them; leave it out",
             field="add_special_tokens",
         )
-    given = {name: getattr(request, name) for name in ("messages", "tools", "chat_template_kwargs")}
-    fields = {name: value for name, value in given.items() if value is not None}
-    chat = parse_chat(ChatRequest, json.dumps(fields).encode())
-    ids = chats.encode_chat(model, chat.template_inputs(), chat.to_tool_use(), chat.chat_template_kwargs)
-    return ids, request.return_token_strs
+    return encoded(model, chat_of(request, request.messages)), request.return_token_strs
 
 
 def read_detokenize(model: TextModel, body: bytes) -> str:
