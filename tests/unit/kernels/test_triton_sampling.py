@@ -18,7 +18,7 @@ from kvferry.kernels.logit_rows import Adjustments, Draws, TokenLists
 from kvferry.kernels.ops import DeviceOps
 from kvferry.kernels.reference import forward as reference
 
-WISHES = st.fixed_dictionaries(
+PARAMETERS = st.fixed_dictionaries(
     {
         "temperature": st.sampled_from([0.0, 0.05, 0.7, 1.0, 3.0]),
         "top_k": st.sampled_from([0, 1, 5, 40, 1000]),
@@ -71,7 +71,7 @@ def test_every_cut_counts(device: torch.device) -> None:
 
 @settings(max_examples=20, deadline=None)
 @given(
-    parameter_sets=st.lists(WISHES, min_size=1, max_size=3),
+    parameter_sets=st.lists(PARAMETERS, min_size=1, max_size=3),
     vocabulary=st.sampled_from([1, 2, 60, 300]),
     levels=st.sampled_from([0, 4]),
     seed=st.integers(0, 1000),

@@ -32,7 +32,7 @@ async def test_subscribers_get_all_reports_whenever_they_subscribe() -> None:
 
 async def test_an_unknown_prompt_is_done_soon(monkeypatch) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.setattr(module, "_BEGIN_SECONDS", 0.01)
-    assert await reported_blocks(PrefillProgress(), "nobody's") == []
+    assert await reported_blocks(PrefillProgress(), "unknown") == []
 
 
 async def test_a_subscriber_that_leaves_does_not_affect_the_others() -> None:
