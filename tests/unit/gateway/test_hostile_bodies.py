@@ -19,7 +19,8 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 _CHAT, _TEXT = "/v1/chat/completions", "/v1/completions"
 _GOOD = {"prompt": "hi", "max_tokens": 2}
 _MAX_LAG_SECONDS = 0.25
-"""Far above the lag of a loaded machine, and far below the seconds that each of these bodies took on the event loop."""
+"""Processor time, which does not depend on other processes; far below the seconds that each of these bodies took on the
+event loop."""
 
 _MAX_BUSY_SECONDS = 0.45
 """Three times the lag of the largest answer, with the client and the workers on the same loop; encoded in one piece,
@@ -72,7 +73,7 @@ async def test_a_hostile_body_is_refused_and_stops_no_other_request(gateway, pat
         error = refused.json()["error"]
         assert error["param"] == param
         assert len(error["message"]) < 400
-        assert lag.seconds < _MAX_LAG_SECONDS
+        assert lag.busy_seconds < _MAX_LAG_SECONDS
         answered = await client.post(_TEXT, json=_GOOD)
         assert answered.status_code == 200
 
