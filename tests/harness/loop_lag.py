@@ -19,6 +19,9 @@ class LoopLag:
     """Elapsed time by which a callback ran late; includes time that other processes used."""
     busy_seconds: float = 0.0
     """CPU time of the loop's thread between two of its turns, which does not depend on other processes."""
+    process_seconds: float = 0.0
+    """CPU time of all of this process's threads between two of the loop's turns: it includes threads that hold the
+    GIL, and does not depend on other processes."""
 
 
 @asynccontextmanager
@@ -28,9 +31,10 @@ async def watch_lag(clock: Clock) -> AsyncIterator[LoopLag]:
 
     async def tick() -> None:
         while True:
-            before, busy = clock.monotonic(), time.thread_time()
+            before, busy, process = clock.monotonic(), time.thread_time(), time.process_time()
             await asyncio.sleep(_TICK_SECONDS)
             lag.busy_seconds = max(lag.busy_seconds, time.thread_time() - busy)
+            lag.process_seconds = max(lag.process_seconds, time.process_time() - process)
             lag.seconds = max(lag.seconds, clock.monotonic() - before - _TICK_SECONDS)
 
     ticking = asyncio.create_task(tick())
