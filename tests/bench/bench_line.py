@@ -3,6 +3,7 @@
     make bench                          all connectors, 5 repetitions; rows appended to tests/bench/results/line.csv
     make bench ARGS="--quick"           2 repetitions
     make bench ARGS="--connectors shm --json line.json --kv-memory 1GiB --no-warm-up"
+    make bench ARGS="--device cuda --model FOLDER --connectors shm --prompts 2048 --kv-memory 4GiB"    on one GPU
 
 Every system is a real stack of processes: a gateway with a prefill and a decode worker per connector, and a gateway
 with one worker of role `both` (called `none`: no connector moves anything). All stay up for the whole run and take
@@ -221,7 +222,16 @@ async def measure(given: argparse.Namespace, names: Sequence[str]) -> tuple[list
     begun = CLOCK.monotonic()
     torch.set_num_threads(THREADS)
     data, rates = torch.ones(READ_BYTES // 4), []
-    flags = ("--dtype", given.dtype, "--kv-memory", given.kv_memory)
+    flags = (
+        "--dtype",
+        given.dtype,
+        "--kv-memory",
+        given.kv_memory,
+        "--device",
+        given.device,
+        "--load-policy",
+        "always",
+    )
 
     def progress(text: str) -> None:
         say(f"{CLOCK.monotonic() - begun:5.0f} s  {text}")
@@ -233,7 +243,7 @@ async def measure(given: argparse.Namespace, names: Sequence[str]) -> tuple[list
             systems.append(await stacks.enter_async_context(a_system(name, given.model, flags)))
             if given.warm_up:
                 progress(f"warming up connector {name}")
-                await one_repetition(systems[-1], -1)
+                await one_repetition(systems[-1], given.prompts, -1)
                 systems[-1].values.clear()
                 systems[-1].went_round.clear()
         for repetition in range(given.repetitions):
@@ -241,30 +251,31 @@ async def measure(given: argparse.Namespace, names: Sequence[str]) -> tuple[list
             # The order rotates, so that no system is always measured right after the same other one.
             for system in systems[repetition % len(systems) :] + systems[: repetition % len(systems)]:
                 progress(f"repetition {repetition + 1} of {given.repetitions}, connector {system.connector}")
-                await one_repetition(system, repetition)
+                await one_repetition(system, given.prompts, repetition)
         say("")
     return systems, rates
 
 
-async def one_repetition(system: System, repetition: int) -> None:
-    """Measure every cell once, with more tokens than a pool of the default size holds, so that every page is used."""
-    for length in PROMPTS:
+async def one_repetition(system: System, prompts: Sequence[int], repetition: int) -> None:
+    """Measure every cell once; the default prompts have more tokens than a pool of the default size holds, so that
+    every page is used."""
+    for length in prompts:
         await first_tokens(system, length, repetition)
     await decode_rates(system, repetition)
 
 
-def rows(systems: Sequence[System], rates: Sequence[float], model: str) -> list[Row]:
-    """Return the rows of the CSV file."""
-    dtype = systems[0].dtype
+def rows(systems: Sequence[System], rates: Sequence[float], model: str, device: str) -> list[Row]:
+    """Return the rows of the CSV file; a GPU's rows have its name and no bound."""
+    dtype, on_gpu = systems[0].dtype, device != "cpu"
     common = {
         "date": datetime.fromtimestamp(CLOCK.wall(), UTC).isoformat(timespec="seconds"),
         "commit": commit(),
-        "cpu": cpu_name(),
+        "cpu": torch.cuda.get_device_name(device) if on_gpu else cpu_name(),
         "dtype": dtype,
         "load_average": round(os.getloadavg()[0], 2),
     }
     steps = statistics.median(rates) / weight_bytes(model, dtype)
-    bounds = {"decode, 1 stream": steps, f"decode, {STREAMS} streams": STREAMS * steps}
+    bounds = {} if on_gpu else {"decode, 1 stream": steps, f"decode, {STREAMS} streams": STREAMS * steps}
 
     def row(connector: str, cell: str, unit: str, values: Sequence[float]) -> Row:
         middle, bound = statistics.median(values), bounds.get(cell)
@@ -304,9 +315,10 @@ def table(made: Sequence[Row], names: Sequence[str]) -> str:
         lines.append(f"{f'{cell}, {unit}':<32}" + "".join(f"{text:>32}" for text in shown))
     read = next(r for r in made if not r.connector)
     bound = next((r.bound for r in made if r.cell == "decode, 1 stream"), None)
+    limit = "" if bound is None else f", so at most {bound} tokens/s for one stream"
     lines.append(
         f"\n{read.cpu}, {read.dtype}, commit {read.commit}, load average {read.load_average}; {read.cell}: "
-        f"{read.median:.3g} GB/s, so at most {bound} tokens/s for one stream; median (least to most) of {read.n}"
+        f"{read.median:.3g} GB/s{limit}; median (least to most) of {read.n}"
     )
     return "\n".join(lines)
 
@@ -318,6 +330,13 @@ def main() -> int:
     parser.add_argument("--connectors", default=",".join(CONNECTORS), help="comma-separated; %(default)s")
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--device", default="cpu", help="device of all workers: cpu or cuda; %(default)s")
+    parser.add_argument(
+        "--prompts",
+        default=PROMPTS,
+        type=lambda text: tuple(int(part) for part in text.split(",")),
+        help="comma-separated lengths in tokens; default: 32,256,1024",
+    )
     parser.add_argument("--kv-memory", default="48MiB", help="KV memory of each engine; %(default)s")
     parser.add_argument(
         "--no-warm-up",
@@ -332,7 +351,7 @@ def main() -> int:
     if given.quick:
         given.repetitions = 2
     systems, rates = asyncio.run(measure(given, names))
-    made = rows(systems, rates, given.model)
+    made = rows(systems, rates, given.model, given.device)
     append_csv(given.csv, [asdict(r) for r in made])
     if given.json is not None:
         given.json.write_text(json.dumps([asdict(r) for r in made], indent=1) + "\n")

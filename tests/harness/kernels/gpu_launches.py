@@ -16,8 +16,9 @@ from kvferry.kernels.batch import (
     SingleRows,
 )
 from kvferry.kernels.block_moves import Overlay
-from kvferry.kernels.gpu import attend, blocks, digest, draw, heads, logits, norms, plan, rows
+from kvferry.kernels.gpu import attend, blocks, digest, heads, norms, plan, rows
 from kvferry.kernels.gpu.experts import products
+from kvferry.kernels.gpu.sampling import draw, logits
 from kvferry.kernels.logit_rows import Adjustments, Draws, TokenLists
 
 BF16 = torch.bfloat16

@@ -201,7 +201,7 @@ def test_all_tunable_operations_are_tuned_on_a_copy_of_the_table_and_then_measur
     assert [row.op for row in rows if row.kernels == "triton"] == ["embedding", "gather_rows", "log_probabilities"]
     assert lines == [
         "take_rows interpreter any: block=32 warps=1 stages=1 -> stays",
-        "log_probabilities interpreter any: block=128 warps=1 stages=1 -> stays",
+        "log_probabilities interpreter any: chunk=128 warps=1 stages=1 -> stays",
         "0 rows of launch.toml are new",
     ]
     assert launch.read(table) == launch.read(launch.TABLE), "no other choice is faster"

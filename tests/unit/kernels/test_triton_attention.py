@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from kvferry.kernels.batch import AttentionBatch, AttentionRules, SharedPrefix
 from kvferry.kernels.gpu.attend import attend
 from kvferry.kernels.gpu.backend import OPS
+from kvferry.kernels.gpu.launch import choose
 from kvferry.kernels.gpu.plan import plan_attention, plan_cascade
 from kvferry.kernels.ops import Ops
 from kvferry.kernels.reference import forward as reference
@@ -191,11 +192,12 @@ def test_a_shared_prefix_read_once_gives_the_same(
 
 
 def test_a_shared_prefix_costs_one_tile_for_all(device: torch.device) -> None:
-    case = make_case([(1, 64)] * 4, kv_heads=1, group=2, head_dim=16, block_tokens=4, seed=7)
-    case.batch.block_tables[:, :16] = case.batch.block_tables[0, :16]
+    tokens = choose("attend_small", device).sizes["partition"]  # shorter prefixes are not shared
+    case = make_case([(1, tokens)] * 4, kv_heads=1, group=2, head_dim=16, block_tokens=4, seed=7)
+    case.batch.block_tables[:, : tokens // 4] = case.batch.block_tables[0, : tokens // 4]
     pages = case.pages.to(device)
-    plan = plan_cascade(case.to(device), pages, 2, [SharedPrefix((0, 1, 2, 3), 64)])
+    plan = plan_cascade(case.to(device), pages, 2, [SharedPrefix((0, 1, 2, 3), tokens)])
     own, joint = plan.small  # type: ignore[attr-defined]
-    assert joint.numbers.tolist() == [[0], [0], [4], [0], [64], [64]]
-    assert own.numbers[3].tolist() == [64] * 4
+    assert joint.numbers.tolist() == [[0], [0], [4], [0], [tokens], [tokens]]
+    assert own.numbers[3].tolist() == [tokens] * 4
     assert np.array_equal(joint.listed.cpu(), np.arange(4))

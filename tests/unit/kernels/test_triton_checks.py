@@ -13,8 +13,9 @@ import torch
 from kvferry.core.errors import InvariantBroken, UsageError
 from kvferry.kernels.batch import AttentionBatch, AttentionRules, HeadNorms, SharedPrefix
 from kvferry.kernels.block_moves import Overlay
-from kvferry.kernels.gpu import attend, blocks, digest, draw, heads, launch, logits, norms, plan, rows
+from kvferry.kernels.gpu import attend, blocks, digest, heads, launch, norms, plan, rows
 from kvferry.kernels.gpu.check import BadKernelInput
+from kvferry.kernels.gpu.sampling import draw, logits
 from kvferry.kernels.logit_rows import Adjustments, Draws, TokenLists
 
 X = torch.zeros(2, 8)

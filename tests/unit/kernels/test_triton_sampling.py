@@ -14,6 +14,8 @@ from kvferry.core.sampling import SamplingParams
 from kvferry.engine.plan.step import ScheduledSequence
 from kvferry.engine.run import sampler
 from kvferry.kernels.gpu.backend import DEVICE_OPS
+from kvferry.kernels.gpu.check import BadKernelInput
+from kvferry.kernels.gpu.sampling.bins import MAX_VOCABULARY
 from kvferry.kernels.logit_rows import Adjustments, Draws, TokenLists
 from kvferry.kernels.ops import DeviceOps
 from kvferry.kernels.reference import forward as reference
@@ -69,18 +71,25 @@ def test_every_cut_counts(device: torch.device) -> None:
     assert DEVICE_OPS.sample(logits.to(device), draws(params, positions, device)).tolist() == expected
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     parameter_sets=st.lists(PARAMETERS, min_size=1, max_size=3),
     vocabulary=st.sampled_from([1, 2, 60, 300]),
+    spread=st.sampled_from([3.0, 3.0, 300.0, 1e-3, 0.0]),  # below 0.01, all tokens are in one or two bins
     levels=st.sampled_from([0, 4]),
     seed=st.integers(0, 1000),
     position=st.integers(0, 5000),
 )
 def test_draws_are_the_sampler_s(
-    device: torch.device, parameter_sets: list[dict[str, float]], vocabulary: int, levels: int, seed: int, position: int
+    device: torch.device,
+    parameter_sets: list[dict[str, float]],
+    vocabulary: int,
+    spread: float,
+    levels: int,
+    seed: int,
+    position: int,
 ) -> None:
-    logits = torch.randn(len(parameter_sets), vocabulary, generator=torch.Generator().manual_seed(seed)) * 3
+    logits = torch.randn(len(parameter_sets), vocabulary, generator=torch.Generator().manual_seed(seed)) * spread
     if levels:
         logits = torch.round(logits * levels) / levels  # many equal logits
     if vocabulary > 2:
@@ -90,6 +99,12 @@ def test_draws_are_the_sampler_s(
     expected = drawn_by_the_host(logits, params, positions)
     assert DEVICE_OPS.sample(logits.to(device), draws(params, positions, device)).tolist() == expected
     assert reference.DEVICE_OPS.sample(logits, draws(params, positions, "cpu")).tolist() == expected
+
+
+def test_a_vocabulary_whose_sums_could_overflow_is_refused(device: torch.device) -> None:
+    logits = torch.zeros(1, MAX_VOCABULARY + 1, device=device)
+    with pytest.raises(BadKernelInput, match="a row has at most 524288 tokens, not 524289"):
+        DEVICE_OPS.sample(logits, draws([SamplingParams()], [0], device))
 
 
 def lists(rows: list[dict[int, float]], device: torch.device | str) -> TokenLists:

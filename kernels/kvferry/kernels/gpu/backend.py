@@ -3,8 +3,9 @@
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 
-from kvferry.kernels.gpu import attend, blocks, device, digest, draw, heads, logits, norms, plan, rows
+from kvferry.kernels.gpu import attend, blocks, device, digest, heads, norms, plan, rows
 from kvferry.kernels.gpu.experts import products
+from kvferry.kernels.gpu.sampling import draw, logits
 from kvferry.kernels.ops import DeviceOps, Linear, Ops
 from kvferry.kernels.unfused import gelu_mul
 

@@ -16,7 +16,7 @@ INTERPRETER = "interpreter"
 def why_not(device: torch.device) -> str | None:
     """Return the reason why the kernels cannot run on a device; `None` if they can."""
     if device.type == "cuda":
-        if not torch.cuda.is_available():
+        if not _detects_gpu():
             return "the kernels 'triton' need a GPU, and torch detects none"
         current = torch.cuda.current_device()
         if device.index not in (None, current):  # Triton launches on the current device
@@ -32,6 +32,12 @@ def why_not(device: torch.device) -> str | None:
         "the kernels 'triton' need a GPU; the device is the CPU. Use --kernels auto"
         " (for tests, Triton's interpreter: TRITON_INTERPRET=1 in the environment)"
     )
+
+
+@cache
+def _detects_gpu() -> bool:
+    """Return whether torch detects a GPU; asked once, since each launch checks its device."""
+    return torch.cuda.is_available()
 
 
 @cache

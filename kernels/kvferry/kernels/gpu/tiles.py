@@ -77,19 +77,20 @@ def _absorb(
         bounded = 2.0 * scores * scale / soft_cap
         small = tl.exp2(-tl.abs(bounded) * _LOG2E)  # for tanh(x / 2) without overflow
         tangent = (1.0 - small) / (1.0 + small)
-        scores = tl.where(bounded >= 0, tangent, -tangent) * soft_cap * _LOG2E
+        scores = tl.where(bounded >= 0, tangent, -tangent)
+        factor = soft_cap * _LOG2E
     else:
-        scores = scores * (scale * _LOG2E)
+        factor = scale * _LOG2E  # applied in the exponent below, where it costs no instruction of its own
     if is_masked:
         seen = (token[None, :] <= position[:, None]) & (token < end)[None, :]
         if is_windowed:
             seen = seen & (token[None, :] > position[:, None] - window)
         scores = tl.where(seen, scores, float("-inf"))
-    higher = tl.maximum(peak, tl.max(scores, axis=1))
+    higher = tl.maximum(peak, tl.max(scores, axis=1) * factor)
     reached = higher
     if is_masked:
         reached = tl.where(higher == float("-inf"), 0.0, higher)  # -inf: no visible key of the row so far
-    weights = tl.exp2(scores - reached[:, None])
+    weights = tl.exp2(scores * factor - reached[:, None])
     shrink = tl.exp2(peak - reached)
     total = total * shrink + tl.sum(weights, axis=1)
     values_sum = values_sum * shrink[:, None] + _product(weights.to(values.dtype), values, precision, widens)

@@ -27,7 +27,7 @@ class Tunable:
 
 
 _BLOCKS: Mapping[str, Sequence[int]] = {"block": (512, 1024, 2048, 4096, 8192), "warps": (4, 8, 16)}
-_SWEEPS: Mapping[str, Sequence[int]] = {"block": (1024, 2048, 4096, 8192), "warps": (8, 16, 32)}
+_CHUNKS: Mapping[str, Sequence[int]] = {"chunk": (1024, 2048, 4096, 8192, 16384), "warps": (4, 8, 16)}
 TUNABLE: Mapping[str, Tunable] = MappingProxyType(
     {
         "attend_small": Tunable(
@@ -48,8 +48,9 @@ TUNABLE: Mapping[str, Tunable] = MappingProxyType(
         "silu_mul": Tunable(("silu_mul",), _BLOCKS),
         "place_qkv": Tunable(("place_qkv",), {"tile": (2, 4, 8, 16, 32), "warps": (1, 2, 4, 8)}),
         "take_rows": Tunable(("embedding", "gather_rows"), _BLOCKS),
-        "sample": Tunable(("sample",), _SWEEPS),
-        "log_probabilities": Tunable(("log_probabilities",), _SWEEPS),
+        "sample": Tunable(("sample",), {"block": (256, 512, 1024), "sweep": (4096, 8192, 16384), "warps": (8, 16, 32)}),
+        "sample_chunks": Tunable(("sample",), _CHUNKS),
+        "log_probabilities": Tunable(("log_probabilities",), _CHUNKS),
         "move_blocks": Tunable(("copy_blocks", "gather_blocks", "scatter_blocks"), _BLOCKS),
         "digest_blocks": Tunable(
             ("digest_blocks",), {"block": (512, 1024, 2048, 4096), "turns": (2, 4, 8, 16), "warps": (4, 8, 16)}

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from kvferry.engine.tensors.batch import StepBatch
+from kvferry.engine.tensors.device_batch import to_device
 from kvferry.kernels.batch import LowRankGroup, LowRankWeights
 from kvferry.model.adapters.adapter_folder import Adapter
 from kvferry.model.config import ModelConfig
@@ -79,5 +80,5 @@ def step_adapters(batch: StepBatch, device: torch.device) -> StepAdapters | None
     for index, adapter in enumerate(batch.adapters):
         assert isinstance(adapter, TorchAdapter)
         rows = np.flatnonzero(batch.adapter_of_row == index)
-        groups.append((torch.from_numpy(rows).to(device), adapter))
+        groups.append((to_device(torch.from_numpy(rows), device), adapter))
     return StepAdapters(groups)
