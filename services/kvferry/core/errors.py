@@ -154,11 +154,12 @@ class UsageError(KvferryError):
 
 
 class GenerationFailed(KvferryError):
-    """No token could be sampled for one sequence, because its logits are not finite; the worker continues."""
+    """No token could be sampled for one sequence, because its logits are not finite or its constraint does not permit
+    the tokens so far; the worker continues."""
 
     grpc_status = "INTERNAL"
     http_status = 500
-    reason = "LOGITS_NOT_FINITE"
+    reason = "GENERATION_FAILED"
 
 
 class RequestRefused(KvferryError):

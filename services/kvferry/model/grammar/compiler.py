@@ -23,6 +23,8 @@ grammar takes memory in proportion to its source and to the states that outputs 
 _CHECKED_TOKENS = 16
 _POSITION = re.compile(r"at (\d+)\(\d+\): ")
 """Line and column of an error in a grammar."""
+_UNKNOWN_TOKEN = re.compile('unknown special token: "(<.*?>)";')
+_BAD_ID = re.compile("Token range end too large|number too large to fit in target type")
 
 
 class GrammarCompiler:
@@ -79,10 +81,10 @@ class GrammarCompiler:
         matcher = LLMatcher(self._prepared(), text, log_level=0, limits=_limits())
         if matcher.is_error():
             error = matcher.get_error()
-            if is_limit(error):
+            if is_limit(error) and not _BAD_ID.search(error):
                 raise too_complex(error)
             raise InvalidRequest(
-                f"{constraint.kind} cannot be used: {_explained(error, constraint)}",
+                f"{constraint.kind} cannot be used: {_explained(error, constraint, self._tokenizer)}",
                 field="constraint",
                 reason="CONSTRAINT_INVALID",
             )
@@ -107,9 +109,14 @@ class GrammarCompiler:
             return self._library_tokenizer
 
 
-def _explained(error: str, constraint: Constraint) -> str:
+def _explained(error: str, constraint: Constraint, tokenizer: Tokenizer) -> str:
     """Return the parser's error, with kvferry's own remedy where the parser names one that a request cannot use, and
     with the name of the grammar's rule."""
+    if unknown := _UNKNOWN_TOKEN.search(error):
+        names = ", ".join(tokenizer.control_tokens)
+        return f"{shortened(unknown[1])} is not a control token of the model; its control tokens are {shortened(names)}"
+    if _BAD_ID.search(error):
+        return f"a token id is too large: the ids of the vocabulary are 0 to {tokenizer.vocab_size - 1}"
     if "coerce_one_of" in error:
         return "oneOf needs alternatives that exclude each other, as by types or constants; use anyOf"
     found = _POSITION.match(error) if constraint.kind is ConstraintKind.GRAMMAR else None

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.core.errors import CONSTRAINT_DEAD_END, CONSTRAINT_TOO_COMPLEX, InvalidRequest, InvariantBroken
+from kvferry.core.errors import CONSTRAINT_DEAD_END, CONSTRAINT_TOO_COMPLEX, GenerationFailed, InvalidRequest
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -41,14 +41,14 @@ class GrammarState:
 
         Raises:
             InvalidRequest: the grammar exceeds the limits of work for a step.
-            InvariantBroken: a token was not allowed.
+            GenerationFailed: a token was not allowed.
         """
         if not token_ids or self._matcher.consume_tokens(list(token_ids)):
             return
         error = self._matcher.get_error()
         if is_limit(error):
             raise too_complex(error)
-        raise InvariantBroken(f"{len(token_ids)} tokens do not follow the constraint: {error}")
+        raise GenerationFailed(f"{len(token_ids)} tokens do not follow the constraint: {error}")
 
     def allowed(self) -> npt.NDArray[np.bool_]:
         """Compute which tokens may come next: [vocabulary] bool; see `allowed_bits`."""

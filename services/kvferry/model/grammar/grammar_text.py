@@ -12,19 +12,13 @@ from typing import Any
 
 from kvferry.core.constraint import Constraint, ConstraintKind
 from kvferry.core.errors import InvalidRequest, shortened
-from kvferry.model.grammar.json_schema import enforced, parsed_schema
+from kvferry.model.grammar.json_schema import WHITESPACE, enforced, parsed_schema
 from kvferry.model.grammar.lark_text import prepared_lark
 
 MAX_CHOICES = 1024
 MAX_TAGS = 128
-MAX_WHITESPACE = 32
-"""Maximum length of a run of whitespace between two JSON tokens. Without a limit, a model that prefers whitespace
-would generate it until `max_tokens`."""
-
 _GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 """A rule of GBNF; one of Lark has a single colon."""
-_TEMPERATURE = re.compile(r"^[ \t]*[?!]?\w+\[[^\]\n]*\btemperature[ \t]*=", re.MULTILINE)
-"""The attributes of a rule with llguidance's temperature, which the sampler does not apply."""
 _FREE_TEXT = r"/(?s:.*)/"
 _BODY = "body"
 
@@ -61,10 +55,9 @@ def _lark(text: str, control_ids: Mapping[str, int]) -> str:
 def _json_schema(source: str, _: Mapping[str, int]) -> str:
     from llguidance import LLMatcher
 
-    whitespace = rf"[ \t\r\n]{{1,{MAX_WHITESPACE}}}"
     try:
         schema = json.dumps(parsed_schema(source), ensure_ascii=False)
-        return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": whitespace})
+        return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": WHITESPACE})
     except ValueError as error:
         raise _invalid(f"json_schema is not a valid schema: {error}") from None
 
@@ -89,15 +82,13 @@ def _choice(source: str, _: Mapping[str, int]) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Quote a string for Lark, whose lexer rejects control characters."""
-    return json.dumps(text).replace("\x7f", "\\u007f")
+    """Quote a string for Lark, whose lexer rejects control characters; escape `%` for `prepared_lark`."""
+    return json.dumps(text).replace("\x7f", "\\u007f").replace("%", "\\u0025")
 
 
 def _grammar(source: str, control_ids: Mapping[str, int]) -> str:
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
-    if _TEMPERATURE.search(source):
-        raise _invalid("the temperature of a grammar's rule is not supported; set the request's temperature")
     if not _GBNF_RULE.search(source):
         return _lark(source, control_ids)
     try:

@@ -2,6 +2,7 @@
 
 - A bound of more than 53 bits is rounded or clamped, and so is a constant that is not an exact double or has too many
   digits; both are rejected here.
+- A reference into a constant or an annotation would make a schema of a value that is not prepared; it is rejected.
 - An exclusive bound that is a whole number is itself accepted if the range is narrow: `0` satisfies its grammar of
   `{"exclusiveMinimum": 0, "maximum": 0.1}`. Such a bound becomes an inclusive one, moved inwards by `_STEP` of its
   value, so that every output satisfies the schema; the values between the two bounds are lost.
@@ -12,6 +13,7 @@ import math
 from collections.abc import Collection, Mapping
 from decimal import Decimal
 from typing import Any, NoReturn, TypeGuard
+from urllib.parse import unquote
 
 from kvferry.core.errors import InvalidRequest, shortened
 from kvferry.model.grammar.patterns import enforceable_pattern
@@ -28,7 +30,14 @@ _NAMED = frozenset({"properties", _PATTERNS, "$defs", "definitions", "dependentS
 _CONSTANTS = frozenset({"const", "enum"})
 _ANNOTATIONS = frozenset({"default", "examples"})
 """Keywords whose value is neither a schema nor enforced."""
-_OPTIONS = "x-guidance"
+OPTIONS = "x-guidance"
+"""Keyword with options of the compiler."""
+MAX_WHITESPACE = 32
+"""Maximum length of a run of whitespace between two JSON tokens. Without a limit, a model that prefers whitespace
+would generate it until `max_tokens`."""
+WHITESPACE = rf"[ \t\r\n]{{1,{MAX_WHITESPACE}}}"
+_MAX_PLACES = 60
+"""Maximum number of decimal places of a bound; the compiler's expressions for more are nested too deeply."""
 
 
 def parsed_schema(source: str) -> Any:
@@ -56,8 +65,8 @@ def enforced(schema: Any, options: Collection[str] = ()) -> Any:
     Raises:
         InvalidRequest: a bound, a constant or a pattern cannot be enforced, or the schema sets another option.
     """
-    if isinstance(schema, dict) and _OPTIONS in schema:
-        _check_options(schema[_OPTIONS], options)
+    if isinstance(schema, dict) and OPTIONS in schema:
+        _check_options(schema[OPTIONS], options)
     try:
         return _enforceable(schema)
     except RecursionError:
@@ -66,9 +75,9 @@ def enforced(schema: Any, options: Collection[str] = ()) -> Any:
 
 def _check_options(value: Any, options: Collection[str]) -> None:
     if not options:
-        raise _invalid(f"{_OPTIONS} is not accepted; leave it out")
+        raise _invalid(f"{OPTIONS} is not accepted; leave it out")
     if not isinstance(value, dict) or not value.keys() <= set(options):
-        raise _invalid(f"{_OPTIONS} must be an object with {', '.join(options)}, not {shortened(repr(value))}")
+        raise _invalid(f"{OPTIONS} must be an object with {', '.join(options)}, not {shortened(repr(value))}")
 
 
 def _enforceable(schema: Any) -> Any:
@@ -85,13 +94,45 @@ def _enforceable(schema: Any) -> Any:
             made[key] = enforceable_pattern(value)
         elif key in _CONSTANTS:
             made[key] = _exact_constant(key, value)
+        elif key == "$ref" and isinstance(value, str):
+            made[key] = _checked_reference(value)
         else:
             made[key] = value if key in _ANNOTATIONS else _enforceable(value)
+    _read_flags(made)
     _check_bounds(made)
     if made.get("type") != "integer":
+        was_empty = _is_empty(made)
         for key, (inclusive, sign) in _INWARDS.items():
             _move_inwards(made, key, inclusive, sign)
+        if _is_empty(made) and not was_empty:
+            shown = ", ".join(f"{key} {schema[key]}" for key in _BOUNDS[:4] if key in schema)
+            raise _invalid(f"the range of {shown} is too narrow to be enforced")
     return made
+
+
+def _checked_reference(reference: str) -> str:
+    """Check that a JSON pointer (RFC 6901) does not lead into a value that is no schema."""
+    _, _, fragment = reference.partition("#")
+    names = iter(unquote(fragment).split("/")[1:])
+    for name in names:
+        keyword = name.replace("~1", "/").replace("~0", "~")
+        if keyword in _ANNOTATIONS | _CONSTANTS:
+            raise _invalid(
+                f"$ref {shortened(reference)!r} refers to a value of {keyword!r}; refer to a schema, as in $defs"
+            )
+        if keyword in _NAMED:
+            next(names, None)  # a name, which may be that of a keyword
+    return reference
+
+
+def _read_flags(schema: dict[str, Any]) -> None:
+    """Replace exclusive bounds of JSON Schema draft 4, which are flags of `minimum` and `maximum`."""
+    for key, (inclusive, _) in _INWARDS.items():
+        flag = schema.get(key)
+        if isinstance(flag, bool):
+            del schema[key]
+            if flag and _is_number(schema.get(inclusive)):
+                schema[key] = schema.pop(inclusive)
 
 
 def _exact_constant(key: str, value: Any) -> Any:
@@ -123,8 +164,28 @@ def _is_exact(number: int | float) -> bool:
 def _check_bounds(schema: Mapping[str, Any]) -> None:
     for key in _BOUNDS:
         value = schema.get(key)
-        if _is_number(value) and abs(value) > _MAX_EXACT:
+        if not _is_number(value):
+            continue
+        if abs(value) > _MAX_EXACT:
             raise _invalid(f"{key} is {shortened(str(value))}; only bounds between -2^53 and 2^53 can be enforced")
+        exponent = Decimal(repr(value)).as_tuple().exponent
+        if isinstance(exponent, int) and exponent < -_MAX_PLACES:
+            raise _invalid(f"{key} is {value}; at most {_MAX_PLACES} decimal places can be enforced")
+    step = schema.get("multipleOf")
+    if _is_number(step) and step <= 0:
+        raise _invalid(f"multipleOf must be greater than 0, not {step}")
+
+
+def _is_empty(schema: Mapping[str, Any]) -> bool:
+    """Return whether no number is within the bounds."""
+    lower, upper = schema.get("minimum"), schema.get("maximum")
+    above, below = schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum")
+    return (
+        (_is_number(lower) and _is_number(upper) and lower > upper)
+        or (_is_number(lower) and _is_number(below) and lower >= below)
+        or (_is_number(above) and _is_number(upper) and above >= upper)
+        or (_is_number(above) and _is_number(below) and above >= below)
+    )
 
 
 def _move_inwards(schema: dict[str, Any], key: str, inclusive: str, sign: int) -> None:

@@ -1,6 +1,7 @@
 """The tokenizer for the grammar library, which tokenizes text that a grammar forces."""
 
 import json
+import secrets
 from typing import TYPE_CHECKING, Any
 
 from kvferry.model.text.tokenizer import Tokenizer
@@ -32,8 +33,9 @@ def without_control_texts(tokenizer: Tokenizer) -> str:
     constant of a schema, into that token. The grammar does not allow it there, or the token ends the output.
     """
     contents: dict[str, Any] = json.loads(tokenizer.to_json())
-    # Two noncharacters of Unicode, which are not used in text.
-    renamed = {text: f"\ufdd0{token.token_id}\ufdd1" for text, token in tokenizer.control_tokens.items()}
+    # A random name, since a request can spell any other.
+    prefix = secrets.token_hex(16)
+    renamed = {text: f"<{prefix}-{token.token_id}>" for text, token in tokenizer.control_tokens.items()}
     for token in contents["added_tokens"]:
         token["content"] = renamed.get(token["content"], token["content"])
     model = contents["model"]

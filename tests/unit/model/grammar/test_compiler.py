@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.core.constraint import MAX_CONSTRAINT_BYTES, Constraint, ConstraintKind
-from kvferry.core.errors import InvalidRequest, InvariantBroken
+from kvferry.core.errors import GenerationFailed, InvalidRequest
 from kvferry.model import tiny
 from kvferry.model.grammar import compiler as module
 from kvferry.model.grammar.compiler import GrammarCompiler
@@ -138,9 +138,9 @@ def test_the_number_of_white_space_characters_is_bounded() -> None:
     assert 0 < count <= 64
 
 
-def test_a_token_that_is_not_allowed_breaks_an_invariant() -> None:
+def test_a_token_that_is_not_allowed_fails_the_sequence() -> None:
     state = COMPILER.compile(constraint(ConstraintKind.CHOICE, ["yes"])).start()
-    with pytest.raises(InvariantBroken):
+    with pytest.raises(GenerationFailed):
         state.advance(b"n")
 
 

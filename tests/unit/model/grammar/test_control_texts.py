@@ -37,6 +37,14 @@ def output(compiler: GrammarCompiler, tokenizer: Tokenizer, of: Constraint) -> l
     raise AssertionError("the output does not end")
 
 
+@pytest.mark.parametrize("text", ["\ufdd01\ufdd1", "a\ufdd02\ufdd1b", "<|nope|>"])
+def test_no_text_of_a_request_is_a_control_token_for_the_library(compiler, smollm, text) -> None:
+    of = Constraint(ConstraintKind.JSON_SCHEMA, json.dumps({"const": text}))
+    assert smollm.tokenizer.decode(output(compiler, smollm.tokenizer, of)) == json.dumps(text, ensure_ascii=False)
+    first, second = (without_control_texts(smollm.tokenizer) for _ in range(2))
+    assert first != second, "the names are random"
+
+
 @pytest.mark.parametrize("control", CONTROLS)
 @pytest.mark.parametrize(
     ("kind", "source"),

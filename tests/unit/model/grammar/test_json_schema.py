@@ -49,12 +49,38 @@ def test_no_value_outside_of_the_bounds_is_accepted(low: float, high: float, low
         ({"type": "integer", "minimum": 10**30, "maximum": 10**31}, "minimum"),
         ({"type": "integer", "maximum": 2**53 + 1}, "maximum"),
         ({"properties": {"a": {"anyOf": [{"multipleOf": 1e300}]}}}, "multipleOf"),
+        ({"multipleOf": -3}, "multipleOf must be greater than 0, not -3"),
+        ({"minimum": 1e-320}, "minimum is 1e-320; at most 60 decimal places"),
+        (
+            {"exclusiveMinimum": 0, "exclusiveMaximum": 1e-9},
+            "the range of exclusiveMinimum 0, exclusiveMaximum 1e-09 is too narrow",
+        ),
+        ({"maximum": 2**53, "exclusiveMinimum": 2**53 - 1}, "is too narrow"),
+        ({"$ref": "#/default", "default": {"const": 2**60 + 1}}, "'#/default' refers to a value of 'default'"),
+        ({"$ref": "#/%64efault", "default": {}}, "refers to a value of 'default'"),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/examples/0"}}}, "refers to a value of 'examples'"),
+        ({"$id": "http://x/y", "$ref": "http://x/y#/properties/b/enum/0"}, "refers to a value of 'enum'"),
+        ({"$ref": "#/$defs/const/const/a"}, "refers to a value of 'const'"),
         ({"x-guidance": {"lenient": True}, "type": "array", "uniqueItems": True}, "x-guidance"),
     ],
 )
 def test_keywords_that_cannot_be_enforced_are_refused_by_name(schema: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         parsed_schema(json.dumps(schema))
+
+
+def test_flags_of_draft_4_exclude_their_bounds() -> None:
+    flagged = {"type": "number", "minimum": 0, "exclusiveMinimum": True, "maximum": 0.5, "exclusiveMaximum": False}
+    assert parsed_schema(json.dumps(flagged)) == {"type": "number", "minimum": 1e-9, "maximum": 0.5}
+    whole = {"type": "integer", "maximum": 3, "exclusiveMaximum": True}
+    assert parsed_schema(json.dumps(whole)) == {"type": "integer", "exclusiveMaximum": 3}
+    assert not accepts(flagged, "0")
+    assert accepts(flagged, "0.25")
+
+
+@pytest.mark.parametrize("pointer", ["#", "#/$defs/enum", "#/properties/default/items", "#name", "http://x/y"])
+def test_references_to_schemas_stay(pointer: str) -> None:
+    assert parsed_schema(json.dumps({"$ref": pointer})) == {"$ref": pointer}
 
 
 @pytest.mark.parametrize("source", ['{"minimum": NaN}', "[1,", '{"items":' * 100_000])
