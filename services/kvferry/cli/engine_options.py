@@ -5,6 +5,20 @@ from kvferry.core.settings import Setting, device_name, share, size_bytes, size_
 from kvferry.engine.policies.class_weights import checked_weights
 from kvferry.engine.speculation.settings import checked_speculation
 
+SCHEDULING = Setting(
+    "scheduling",
+    "fcfs",
+    "Which waiting request runs next: the earliest; the lowest priority number; the one with the fewest tokens to "
+    "compute; or that one among the first eight; or, with weighted, one with the priority that has used the least of "
+    "its share. In the gateway's queue: with weighted likewise, otherwise the lowest priority number.",
+    choices=("fcfs", "priority", "srtf", "two-level", "weighted"),
+)
+CLASS_WEIGHTS = Setting(
+    "class_weights",
+    "",
+    "With scheduling=weighted: weights as PRIORITY=WEIGHT,..., such as 0=4,1=2; other priorities have weight 1.",
+    parse=checked_weights,
+)
 ENGINE = (
     Setting(
         "device",
@@ -97,20 +111,8 @@ ENGINE = (
         parse=whole(1, 1 << 20),
     ),
     Setting("max_sequences", 64, "Maximum requests in the running batch.", parse=whole(1, 4096)),
-    Setting(
-        "scheduling",
-        "fcfs",
-        "Which waiting request runs next: the earliest; the lowest priority number; the one with the fewest tokens to "
-        "compute; or that one among the first eight; or, with weighted, one with the priority that has used the least "
-        "of its share.",
-        choices=("fcfs", "priority", "srtf", "two-level", "weighted"),
-    ),
-    Setting(
-        "class_weights",
-        "",
-        "With scheduling=weighted: weights as PRIORITY=WEIGHT,..., such as 0=4,1=2; other priorities have weight 1.",
-        parse=checked_weights,
-    ),
+    SCHEDULING,
+    CLASS_WEIGHTS,
     Setting(
         "async_steps",
         "on",

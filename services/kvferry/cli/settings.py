@@ -1,7 +1,9 @@
 """Settings of all commands. Their names, units and defaults are a public interface."""
 
 from kvferry.cli.engine_options import ADAPTERS as ADAPTERS
+from kvferry.cli.engine_options import CLASS_WEIGHTS as CLASS_WEIGHTS
 from kvferry.cli.engine_options import ENGINE as ENGINE
+from kvferry.cli.engine_options import SCHEDULING as SCHEDULING
 from kvferry.cli.engine_options import TIERS as TIERS
 from kvferry.cli.engine_options import VERIFY_KV as VERIFY_KV
 from kvferry.core.settings import Setting, boolean, seconds, share, size_bytes, whole
@@ -269,6 +271,8 @@ GATEWAY = (
     KV_PREFETCH,
     Setting("max_streams", 1024, "Maximum samples in flight; further requests wait.", parse=whole(1, 1 << 20)),
     *QUEUE,
+    SCHEDULING,
+    CLASS_WEIGHTS,
     Setting("request_timeout", 600.0, "Maximum seconds per request.", parse=seconds(1, 86400)),
     *TRACES,
     *REQUEST_TRACE,

@@ -1,6 +1,7 @@
 """Settings of one gateway process, built by the command line; each component receives only its own section."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
@@ -183,6 +184,8 @@ class FlowConfig:
     lower class."""
     max_queued_bytes: int = 256 << 20
     """Maximum memory of the queued requests in bytes."""
+    class_weights: Mapping[int, int] | None = None
+    """Weight by priority, by which priorities share the fleet; `None` to serve them strictly in order."""
     max_streams: int = 1024
     """Maximum number of samples in flight; the samples of further requests wait in the queue."""
     request_timeout_seconds: float = 600.0
@@ -245,6 +248,8 @@ class GatewayConfig:
     """Maximum number of queued requests; see `FlowConfig.max_queued`."""
     max_queued_bytes: int = 256 << 20
     """Maximum memory of the queued requests in bytes."""
+    class_weights: Mapping[int, int] | None = None
+    """Weight by priority, by which priorities share the fleet; `None` to serve them strictly in order."""
     probe_key: str = field(default="", repr=False)
     """API key of a local stack's first request, accepted in addition to those of the tenants if keys are required."""
     tenants_file: Path | None = None

@@ -107,6 +107,7 @@ class Gateway:
             FlowConfig(
                 config.max_queued,
                 config.max_queued_bytes,
+                config.class_weights,
                 config.max_streams,
                 config.retry.request_timeout_seconds,
             ),

@@ -55,7 +55,7 @@ class Gateway:
         self.cache_map = CacheMap(clock)
         self.members = Members()
         self.measures = Measures()
-        self.controller = FlowController(QueueBounds(settings.max_queued, 1 << 62))
+        self.controller = FlowController(QueueBounds(settings.max_queued, 1 << 62), settings.class_weights)
         self._bounds = QueueBounds(settings.max_queued, 1 << 62)
         self._room: Room | None = None
         self._runs: dict[Entry, Run] = {}

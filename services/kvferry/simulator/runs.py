@@ -38,6 +38,8 @@ class GatewaySettings:
     """Latency targets in seconds, by name: ttft, itl, tpot, e2el."""
     weights: Mapping[str, float] = field(default_factory=dict)
     """Weights of tenants in the fair queue."""
+    class_weights: Mapping[int, int] | None = None
+    """Weights of priorities in the queue; `None` to serve it strictly by priority."""
 
 
 @dataclass(slots=True, eq=False)

@@ -279,12 +279,16 @@ EFFECTS: dict[str, tuple[dict[str, Any], Any, Any]] = {
         at(GATEWAY, "spec.template.spec.terminationGracePeriodSeconds"),
         54,
     ),
-    "scheduling": ({"scheduling": "two-level"}, flag("scheduling"), "two-level"),
+    "scheduling": (
+        {"scheduling": "two-level"},
+        lambda pool: [flag("scheduling", where)(pool) for where in (WORKER, GATEWAY)],
+        ["two-level", "two-level"],
+    ),
     **{
         f"classWeights[].{part}": (
             {"scheduling": "weighted", "classWeights": [{"priority": 0, "weight": 4}, {"priority": 2, "weight": 1}]},
-            flag("class-weights"),
-            "0=4,2=1",
+            lambda pool: [flag("class-weights", where)(pool) for where in (WORKER, GATEWAY)],
+            ["0=4,2=1", "0=4,2=1"],
         )
         for part in ("priority", "weight")
     },

@@ -9,6 +9,7 @@ from kvferry.operator.objects.pods import (
     model_of,
     model_volume,
     pod_template,
+    scheduling_flags,
     scratch,
     trace_flags,
 )
@@ -148,7 +149,7 @@ def _arguments(pool: Pool) -> list[str]:
         flags |= {"tls-cert-file": f"{_TLS_FOLDER}/tls.crt", "tls-key-file": f"{_TLS_FOLDER}/tls.key"}
     if spec.gateway.client_ca_secret:
         flags["tls-client-ca-file"] = f"{_CLIENT_CA_FOLDER}/ca.crt"
-    flags |= tls_flags(pool) | trace_flags(pool)
+    flags |= scheduling_flags(pool) | tls_flags(pool) | trace_flags(pool)
     return ["gateway", *(f"--{name}={value}" for name, value in flags.items())]
 
 

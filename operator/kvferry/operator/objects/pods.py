@@ -131,6 +131,17 @@ def model_of(pool: Pool) -> str:
     return pool.spec.model.source or pool.spec.model.name
 
 
+def scheduling_flags(pool: Pool) -> dict[str, object]:
+    """Return the flags with the pool's scheduling policy, for gateway and workers; empty for the default."""
+    spec = pool.spec
+    flags: dict[str, object] = {}
+    if spec.scheduling:
+        flags["scheduling"] = spec.scheduling
+    if spec.class_weights:
+        flags["class-weights"] = ",".join(f"{of.priority}={of.weight}" for of in spec.class_weights)
+    return flags
+
+
 def trace_flags(pool: Pool) -> dict[str, object]:
     """Return the flags with which gateway and workers export traces; empty if the pool exports none."""
     seen = pool.spec.observability

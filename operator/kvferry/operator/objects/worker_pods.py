@@ -20,6 +20,7 @@ from kvferry.operator.objects.pods import (
     model_of,
     model_volume,
     pod_template,
+    scheduling_flags,
     scratch,
     size,
     trace_flags,
@@ -198,10 +199,7 @@ def _arguments(pool: Pool, role: Role) -> list[str]:
         "lease-seconds": _LEASE_SECONDS,
         "drain-seconds": spec.drain.seconds,
     }
-    if spec.scheduling:
-        flags["scheduling"] = spec.scheduling
-    if spec.class_weights:
-        flags["class-weights"] = ",".join(f"{of.priority}={of.weight}" for of in spec.class_weights)
+    flags |= scheduling_flags(pool)
     if role.speculation:
         flags["speculation"] = role.speculation
     if spec.tls.mode != "Off":

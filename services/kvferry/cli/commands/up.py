@@ -55,6 +55,9 @@ def stack_config(values: Values, *, http: str, grpc: str, admin: str) -> StackCo
     if "trace_file" in has and values["trace_file"]:
         for setting in settings.REQUEST_TRACE:
             gateway_flags += [setting.flag, str(values[setting.name])]
+    if "scheduling" in has:
+        for setting in (settings.SCHEDULING, settings.CLASS_WEIGHTS):
+            gateway_flags += [setting.flag, values[setting.name]]
     if "kv_prefetch_tokens" in has:
         gateway_flags += ["--kv-prefetch-tokens", str(values["kv_prefetch_tokens"])]
     if "policy" in has:

@@ -66,6 +66,7 @@ def stack_of(spec: FleetSpec, model: str, threads: int) -> StackConfig:
     gateway = {
         "--policy": routing.policy, "--prefix-blocks": routing.prefix_blocks,
         "--skip-prefill-below": routing.skip_prefill_below_tokens,
+        "--scheduling": limits.scheduling, "--class-weights": limits.class_weights,
     }  # fmt: skip
     return StackConfig(
         model=model,

@@ -78,7 +78,7 @@ class FlowGate:
         self._fleet = fleet
         self.room = FleetRoom(fleet, config.max_streams, is_held_when_empty=holding is not None)
         """The room of the fleet for further requests."""
-        self.controller = FlowController(QueueBounds(config.max_queued, config.max_queued_bytes))
+        self.controller = FlowController(QueueBounds(config.max_queued, config.max_queued_bytes), config.class_weights)
         self.quotas = Quotas()
         self._metrics = FlowMetrics(instruments)
         QueueCollector(self.controller, instruments.registry)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from kvferry.core.errors import Overloaded
+from kvferry.gateway.flow.band_shares import BandShares
 from kvferry.gateway.flow.capacity import Room
 from kvferry.gateway.flow.drain_rate import DrainRate
 from kvferry.gateway.flow.entry import Entry, EntryEvent
@@ -66,13 +67,15 @@ class _Freed:
 class FlowController:
     """Queued and dispatched requests of one gateway."""
 
-    def __init__(self, bounds: QueueBounds) -> None:
+    def __init__(self, bounds: QueueBounds, class_weights: Mapping[int, int] | None = None) -> None:
         """
         Args:
             bounds: bounds of all queued requests together.
+            class_weights: weight by priority, by which the priorities share the fleet; others have weight 1. `None` to
+                serve them strictly in order.
         """
         self._bounds = bounds
-        self._queue = FairQueue()
+        self._queue = FairQueue(None if class_weights is None else BandShares(class_weights))
         self._total = QueueSize()
         self._by_tenant: dict[str, QueueSize] = {}
         self._by_band: dict[int, QueueSize] = {}

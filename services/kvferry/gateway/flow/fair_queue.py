@@ -1,18 +1,20 @@
 """Queued requests in priority bands, and weighted fair queueing between the tenants of a band.
 
-Bands are served strictly by priority. Within a band, each tenant has a counter of its service in tokens divided by its
-weight; the backlogged tenant with the smallest counter is served next, and its counter grows by the cost of the request
-when the request is dispatched, not when it ends. The band's virtual time is the largest counter at a dispatch. A tenant
-that becomes backlogged again starts at the virtual time, so that idle time earns no credit (start-time fair queueing,
-Goyal et al., SIGCOMM 1996; counters per client with corrected costs, Sheng et al., "Fairness in Serving Large Language
-Models", OSDI 2024). The service of two tenants that stay backlogged differs, per weight, by one request at most, plus
-the corrections of requests that have not ended yet.
+Bands are served strictly by priority, or, with weights of priorities, share like tenants (`band_shares`). Within a
+band, each tenant has a counter of its service in tokens divided by its weight; the backlogged tenant with the smallest
+counter is served next, and its counter grows by the cost of the request when the request is dispatched, not when it
+ends. The band's virtual time is the largest counter at a dispatch. A tenant that becomes backlogged again starts at
+the virtual time, so that idle time earns no credit (start-time fair queueing, Goyal et al., SIGCOMM 1996; counters per
+client with corrected costs, Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024). The service of two
+tenants that stay backlogged differs, per weight, by one request at most, plus the corrections of requests that have
+not ended yet.
 """
 
 import heapq
 from collections import OrderedDict
 from collections.abc import Iterator
 
+from kvferry.gateway.flow.band_shares import BandShares
 from kvferry.gateway.flow.entry import Entry, EntryState
 
 _SLACK = 64
@@ -84,7 +86,12 @@ class _Band:
 class FairQueue:
     """Queued entries, and the service counters of the tenants that have queued or running entries."""
 
-    def __init__(self) -> None:
+    def __init__(self, shares: BandShares | None = None) -> None:
+        """
+        Args:
+            shares: shares of the bands; `None` to serve them strictly by priority.
+        """
+        self._shares = shares
         self._bands: dict[int, _Band] = {}
         self._priorities: list[int] = []
         """Heap of priorities, each at most once; those of bands without queued entries are skipped."""
@@ -123,6 +130,8 @@ class FairQueue:
         if entry.priority not in self._listed:
             self._listed.add(entry.priority)
             heapq.heappush(self._priorities, entry.priority)
+        if self._shares is not None and not band.waiting:
+            self._shares.enter(entry.priority)
         if not flow.waiting:
             flow.served = max(flow.served, band.virtual_time)
             band.rank(flow)
@@ -132,6 +141,9 @@ class FairQueue:
 
     def next(self) -> Entry | None:
         """Return the entry that is to be dispatched next, without removing it; `None` if the queue is empty."""
+        if self._shares is not None:
+            waiting = [priority for priority, band in self._bands.items() if band.waiting]
+            return self._bands[self._shares.least(waiting)].least().first() if waiting else None
         while self._priorities:
             band = self._bands.get(self._priorities[0])
             if band is not None and band.waiting:
@@ -146,6 +158,8 @@ class FairQueue:
         band.virtual_time = max(band.virtual_time, flow.served)
         flow.num_running += 1
         band.num_running += 1
+        if self._shares is not None:
+            self._shares.begin(entry.priority, entry.cost)
         self._take(band, flow, entry)
         self._charge(band, flow, entry.cost / entry.weight)
 
@@ -155,6 +169,8 @@ class FairQueue:
         flow = band.flows[entry.tenant]
         flow.num_running -= 1
         band.num_running -= 1
+        if self._shares is not None:
+            self._shares.charge(entry.priority, used - entry.cost)
         self._charge(band, flow, (used - entry.cost) / entry.weight)
         self._tidy(band, flow, entry.priority)
 
@@ -167,7 +183,7 @@ class FairQueue:
         self._tidy(band, flow, entry.priority)
 
     def newest_below(self, priority: int, tenant: str | None = None) -> Iterator[Entry]:
-        """Yield queued entries of bands that are served after `priority`: the last band first, the newest first.
+        """Yield queued entries of larger priority numbers than `priority`: the last band first, the newest first.
 
         Args:
             tenant: yield only entries of this tenant; `None` for all.
@@ -201,3 +217,5 @@ class FairQueue:
         if not band.waiting and not band.num_running:
             # The end of a busy period: counters matter only relative to each other among tenants that compete.
             del self._bands[priority]
+            if self._shares is not None:
+                self._shares.leave(priority)

@@ -87,7 +87,7 @@ def read_fleet(text: str, read: ReadText) -> FleetSpec:
     roles, prices = _roles(of_roles, of_engine, of_device, read)
     tenants = _tenants(of_tenants)
     demand, trace, repeat = _demand(workload, tenants, read, pools)
-    gateway = _gateway(of_gateway, slo, link, tenants, seed)
+    gateway = _gateway(of_gateway, slo, link, tenants, seed, roles[0].engine.limits)
     failures = _failures(of_failures, roles)
     cores = machine.number("cores", 1.0, 0.01, 1e6) if "cores" in machine else None
     machine.end()
@@ -201,7 +201,12 @@ def _tenants(tables: Iterable[Table]) -> tuple[Tenant, ...]:
 
 
 def _gateway(
-    table: Table, slo: dict[str, float], link: LinkProfile, tenants: tuple[Tenant, ...], seed: int
+    table: Table,
+    slo: dict[str, float],
+    link: LinkProfile,
+    tenants: tuple[Tenant, ...],
+    seed: int,
+    limits: SchedulerLimits,
 ) -> GatewaySettings:
     default = RoutingConfig()
     settings = GatewaySettings(
@@ -220,6 +225,7 @@ def _gateway(
         has_map=table.flag("cache_map", default=True),
         slo=slo,
         weights={tenant.name: tenant.weight for tenant in tenants},
+        class_weights=limits.weights if limits.scheduling == "weighted" else None,
     )
     table.end()
     return settings

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvferry.gateway.flow.band_shares import BandShares
 from kvferry.gateway.flow.entry import Entry, EntryEvent
 from kvferry.gateway.flow.fair_queue import FairQueue
 
@@ -134,6 +135,57 @@ def test_virtual_time_never_falls_and_no_state_is_left(moves):
         waiting.remove(entry)
         queue.finish(entry, 1)
     assert (queue.queue.next(), len(queue.queue), queue.queue.num_flows) == (None, 0, 0)
+
+
+@given(_COSTS, _COSTS, st.sampled_from([1, 2, 4]), st.sampled_from([1, 3]))
+def test_backlogged_priorities_share_by_weight_within_one_request(first, second, weight_a, weight_b):
+    queue = Numbered(FairQueue(BandShares({0: weight_a, 5: weight_b})))
+    for costs, priority in ((first, 0), (second, 5)):
+        for cost in costs:
+            queue.add("a", cost, priority)
+    left, served = {0: len(first), 5: len(second)}, {0: 0.0, 5: 0.0}
+    bound = max(_MAX_COST / weight_a, _MAX_COST / weight_b)
+    while all(left.values()):
+        entry = queue.take()
+        left[entry.priority] -= 1
+        served[entry.priority] += entry.cost
+        assert abs(served[0] / weight_a - served[5] / weight_b) <= bound + 1e-6
+
+
+def test_a_priority_that_was_idle_earns_no_credit_and_does_not_starve():
+    queue = Numbered(FairQueue(BandShares({})))
+    for _ in range(10):
+        queue.finish(queue.add("a", 5, priority=0) and queue.take(), 5)
+    for _ in range(3):
+        queue.add("a", 5, priority=0)
+        queue.add("a", 5, priority=9)
+    assert [queue.take().priority for _ in range(6)] == [9, 0, 9, 0, 9, 0]
+
+
+@given(_MOVES)
+def test_shares_of_priorities_leave_no_state_that_has_no_effect(moves):
+    shares = BandShares({-5: 4, 0: 2})
+    queue = Numbered(FairQueue(shares))
+    waiting: list[Entry] = []
+    running: list[Entry] = []
+    for move, tenant, cost, priority, used in moves:
+        if move == "add":
+            waiting.append(queue.add(tenant, cost, priority))
+        elif move == "take" and waiting:
+            entry = queue.take()
+            waiting.remove(entry)
+            running.append(entry)
+        elif move == "finish" and running:
+            queue.finish(running.pop(0), used)
+        elif move == "drop" and waiting:
+            queue.drop(waiting.pop(0))
+    for entry in (*running, *waiting):
+        if entry in waiting:
+            queue.drop(entry)
+        else:
+            queue.finish(entry, 1)
+    assert queue.queue.next() is None
+    assert all(served > shares._time for served in shares._served.values())
 
 
 @given(st.lists(st.sampled_from("abcd"), min_size=1, max_size=60), st.integers(1, 20))

@@ -1,0 +1,49 @@
+"""Shares of priorities in the fleet: start-time fair queueing between priority bands, by the weights of the policy
+`weighted` (Goyal et al., SIGCOMM 1996).
+
+Each band has a counter of its service in tokens divided by its weight, and the band with the smallest counter is served
+next. A band that becomes backlogged starts at the virtual time, the largest counter at a dispatch, so that idle time
+earns no credit, and no band starves.
+"""
+
+from collections.abc import Collection, Mapping
+
+
+class BandShares:
+    """Service counters of the bands of one queue."""
+
+    def __init__(self, weights: Mapping[int, int]) -> None:
+        """
+        Args:
+            weights: weight by priority; other priorities have weight 1.
+        """
+        self._weights = weights
+        self._served: dict[int, float] = {}
+        """Counters in tokens per weight, of the bands that have requests or used more than the virtual time."""
+        self._time = 0.0
+
+    def enter(self, priority: int) -> None:
+        """Raise the counter of a band that becomes backlogged to the virtual time."""
+        self._served[priority] = max(self._served.get(priority, 0.0), self._time)
+
+    def leave(self, priority: int) -> None:
+        """Drop the counter of a band without requests if it has no effect on the band's next request."""
+        if self._served[priority] <= self._time:
+            del self._served[priority]
+
+    def least(self, priorities: Collection[int]) -> int:
+        """Return the band that is served next: the one with the smallest counter, then the smallest priority number.
+
+        Args:
+            priorities: the backlogged bands; at least one.
+        """
+        return min(priorities, key=lambda priority: (self._served[priority], priority))
+
+    def begin(self, priority: int, cost: float) -> None:
+        """Charge a dispatched request of `cost` tokens to its band."""
+        self._time = max(self._time, self._served[priority])
+        self.charge(priority, cost)
+
+    def charge(self, priority: int, tokens: float) -> None:
+        """Add tokens, or subtract them if a request used fewer than its cost."""
+        self._served[priority] += tokens / self._weights.get(priority, 1)
