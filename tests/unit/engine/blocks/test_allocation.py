@@ -64,6 +64,39 @@ def test_parallel_samples_copy_the_shared_last_block_once() -> None:
     assert alloc.pool.is_idle
 
 
+def test_beams_that_descend_from_others_share_their_blocks_without_copies() -> None:
+    # The same paper, figure 9: four beams of full blocks, of which 1 and 2 have two descendants each.
+    alloc = allocator(16, 1, free_order=list(range(16)))
+    root = BlockTable()
+    alloc.grow(root, num_computed=0, num_tokens=1)
+    left, right = alloc.fork(root), alloc.fork(root)
+    alloc.grow(left, num_computed=1, num_tokens=2)
+    alloc.grow(right, num_computed=1, num_tokens=2)
+    trunk = alloc.fork(left)
+    alloc.grow(trunk, num_computed=2, num_tokens=3)
+    beams = [alloc.fork(trunk), alloc.fork(trunk), alloc.fork(trunk), alloc.fork(right)]
+    alloc.grow(beams[3], num_computed=2, num_tokens=3)
+    for beam in beams:
+        alloc.grow(beam, num_computed=3, num_tokens=4)
+    for table in (root, left, right, trunk):
+        alloc.free(table)
+    assert [beam.blocks for beam in beams] == [[0, 1, 3, 5], [0, 1, 3, 6], [0, 1, 3, 7], [0, 2, 4, 8]]
+    assert [alloc.pool.refs(BlockId(b)) for b in range(9)] == [4, 3, 1, 3, 1, 1, 1, 1, 1]
+    survivors = [alloc.fork(beams[parent]) for parent in (1, 1, 2, 2)]
+    for beam in beams:
+        alloc.free(beam)
+    assert {b for b in range(9) if not alloc.pool.refs(BlockId(b))} == {2, 4, 5, 8}, "freed"
+    copies = [alloc.grow(survivor, num_computed=4, num_tokens=5) for survivor in survivors]
+    assert copies == [[], [], [], []], "all blocks were full"
+    assert [survivor.blocks for survivor in survivors] == [
+        [0, 1, 3, 6, 9], [0, 1, 3, 6, 10], [0, 1, 3, 7, 11], [0, 1, 3, 7, 12]
+    ]  # fmt: skip
+    assert [alloc.pool.refs(BlockId(b)) for b in (0, 1, 3, 6, 7, 9, 10, 11, 12)] == [4, 4, 4, 2, 2, 1, 1, 1, 1]
+    for survivor in survivors:
+        alloc.free(survivor)
+    assert alloc.pool.is_idle
+
+
 @pytest.mark.parametrize(("num_tokens", "block_tokens", "blocks"), [(17, 16, 2), (10, 4, 3), (16, 16, 1), (0, 4, 0)])
 def test_blocks_needed_round_up(num_tokens: int, block_tokens: int, blocks: int) -> None:
     assert allocator(4, block_tokens).blocks_for(num_tokens) == blocks

@@ -30,6 +30,7 @@ def build(*sequences: ScheduledSequence) -> StepBatch:
 
 
 def test_slots_of_three_prompts_and_of_their_next_tokens() -> None:
+    # Gordic, "Inside vLLM", 2025, slot mapping: prompts of 5, 7 and 3 tokens, B = 4.
     prompts = build(
         sequence(list(range(5)), 0, 5, [1, 2]),
         sequence(list(range(10, 17)), 0, 7, [3, 4]),

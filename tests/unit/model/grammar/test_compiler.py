@@ -120,6 +120,16 @@ def test_a_constraint_may_begin_after_a_control_token() -> None:
     assert set(np.flatnonzero(state.allowed())) == {ord("y")}
 
 
+def test_a_choice_of_two_words_allows_their_letters() -> None:
+    # Gordic, "Inside vLLM", 2025, guided decoding: the choice of Positive and Negative, on characters.
+    state = COMPILER.compile(constraint(ConstraintKind.CHOICE, ["Positive", "Negative"])).start()
+    assert set(np.flatnonzero(state.allowed())) == {ord("P"), ord("N")}
+    words = np.frombuffer(np.pad(state.allowed_bits(), (0, -len(state.allowed_bits()) % 4)).tobytes(), "<u4")
+    assert [i for i in range(32 * len(words)) if words[i // 32] >> np.uint32(i % 32) & 1] == [ord("N"), ord("P")]
+    state.advance(b"P")
+    assert set(np.flatnonzero(state.allowed())) == {ord("o")}
+
+
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.text(min_size=1, max_size=6), min_size=1, max_size=5), st.data())
 def test_choices_are_exactly_the_strings_given(choices: list[str], data: st.DataObject) -> None:

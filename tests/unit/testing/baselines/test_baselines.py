@@ -15,6 +15,9 @@ from kvferry.core.errors import InvariantBroken
 from kvferry.core.hashing import BlockNamer
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import SamplingParams
+from kvferry.engine.blocks.allocation import Allocator
+from kvferry.engine.blocks.block_pool import BlockPool
+from kvferry.engine.blocks.prefix_index import PrefixIndex
 from kvferry.engine.plan.sequence import Sequence
 from kvferry.engine.plan.step_budget import SchedulerLimits
 from kvferry.simulator.requests.demand import Demand
@@ -101,6 +104,20 @@ def test_reserving_the_context_bounds_the_batch() -> None:
 
     serve(drawn(), settings_of(slots=4096), make_scheduler=reserving(BASELINES["Orca (Max)"], 4096), observer=observe)
     assert most == 2
+
+
+@pytest.mark.parametrize(("maximum", "prompt", "future", "wasted"), [(2048, 7, 2, 2038), (512, 3, 1, 507)])
+def test_a_reservation_of_the_maximum_wastes_most_of_its_slots(
+    maximum: int, prompt: int, future: int, wasted: int
+) -> None:
+    # Kwon et al., PagedAttention, figure 3: slots of the prompt, of this step's token, of future tokens, the rest.
+    chunk = BuddyMemory(4096, 2048).take(maximum)
+    assert chunk is not None
+    used = prompt + 1 + future
+    assert chunk[1] - used == wasted
+    index = PrefixIndex()
+    alloc = Allocator(BlockPool(256, on_reuse=index.forget), index, block_tokens=16)
+    assert alloc.blocks_for(used) * 16 - used < 16, "paged, less than a block"
 
 
 def test_a_static_batch_runs_to_its_end() -> None:
