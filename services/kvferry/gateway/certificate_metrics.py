@@ -26,6 +26,7 @@ class CertificateCollector(Collector):
         """
         Args:
             certificates: certificate by its use, `pool` or `clients`; `None` without TLS for this use.
+            registry: registry in which the collector is registered.
         """
         self._certificates = {use: found for use, found in certificates.items() if found is not None}
         registry.register(self)

@@ -181,6 +181,9 @@ class Gateway:
         """Bind all ports, then start polling the workers.
 
         Args:
+            config: configuration of the gateway.
+            model: tokenizer, chat template and limits of the served model.
+            clock: clock of all parts.
             keys: sign the calls to workers; `None` for workers that do not check them, in tests.
             text_process: reads large requests; started and stopped with the gateway. `None` uses a thread.
             constraints: checks constraints; stopped with the gateway. `None` uses a thread.

@@ -49,7 +49,14 @@ class FlowMetrics:
         self._instruments.tenant_requests.labels(self.tenant_label(tenant), "admitted").inc()
 
     def used(self, tenant: str, prompt: int, cached: int, output: int) -> None:
-        """Count the tokens of a request that has ended."""
+        """Count the tokens of a request that has ended.
+
+        Args:
+            tenant: name of the tenant; `tenant_label` bounds the number of its label values.
+            prompt: number of prompt tokens, cached ones included.
+            cached: number of prompt tokens that were cached.
+            output: number of output tokens, over all samples.
+        """
         label = self.tenant_label(tenant)
         for kind, count in (("prompt", prompt), ("cached", cached), ("output", output)):
             if count:

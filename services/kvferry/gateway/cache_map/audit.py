@@ -66,7 +66,13 @@ def begin_audit(replica: ReplicaMap, index: BlockIndex) -> Audit | None:
 
 
 def compare(audit: Audit, answer: AuditAnswer, replica: ReplicaMap, index: BlockIndex) -> tuple[AuditOutcome, str]:
-    """Compare the worker's answer with the map.
+    """Compare the worker's answer with the map. Changes neither.
+
+    Args:
+        audit: the audit in progress.
+        answer: the worker's answer to it.
+        replica: the worker's map, at any event since the beginning of the audit.
+        index: the index with the blocks of all replicas.
 
     Returns:
         The outcome, and for a mismatch its description.

@@ -100,8 +100,14 @@ class Estimates:
             self._hit_share += _EWMA * (min(1.0, num_cached / num_tokens) - self._hit_share)
 
     def observe_output(self, process: Process, running: float, num_tokens: int, seconds: float) -> None:
-        """Add a finished output: `num_tokens` tokens after the first one in `seconds`, while `running` sequences were
-        on the worker."""
+        """Add the mean step time of a finished output.
+
+        Args:
+            process: the worker's process that generated it.
+            running: mean number of sequences that ran on the worker meanwhile.
+            num_tokens: number of tokens after the first one; an output without any is not counted.
+            seconds: time from the first to the last token, in seconds.
+        """
         if self._is_warm(("output", process)) and num_tokens > 0:
             self._steps.add(process.worker, max(1.0, running), seconds / num_tokens)
 
@@ -114,14 +120,15 @@ class Estimates:
     def observe_transfer(
         self, source: Process, target: Process, distance: str, num_tokens: int, seconds: float
     ) -> None:
-        """Add a hand-off of the KV of `num_tokens` tokens.
+        """Add a hand-off of KV between two workers.
 
         Args:
             source: the worker that has the KV.
             target: the worker that read it.
             distance: relation between the places of the two workers, for pairs without observations; see
                 `replicas.Place`.
-            seconds: duration of the hand-off.
+            num_tokens: number of tokens whose KV was read.
+            seconds: duration of the hand-off, in seconds.
         """
         if self._is_warm(("transfer", source, target)):
             self._transfers.add((source.worker, target.worker), num_tokens, seconds)

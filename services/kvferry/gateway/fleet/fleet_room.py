@@ -11,6 +11,7 @@ class FleetRoom:
     def __init__(self, fleet: Fleet, max_streams: int, *, is_held_when_empty: bool) -> None:
         """
         Args:
+            fleet: the workers, whose loads bound the requests.
             max_streams: maximum number of samples in flight.
             is_held_when_empty: whether there is no room without workers; otherwise requests pass, and fail.
         """

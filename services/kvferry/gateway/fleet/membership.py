@@ -43,6 +43,7 @@ class Membership:
     def __init__(self, fleet: Fleet, source: Source | None) -> None:
         """
         Args:
+            fleet: the fleet to which workers are added and from which they are removed.
             source: yields the workers; `None` if they are listed in the fleet's configuration.
         """
         self._fleet = fleet

@@ -81,7 +81,8 @@ class PoolApi:
     def __init__(self, pool: PoolName, client: Any) -> None:
         """
         Args:
-            client: a `kubernetes.client.ApiClient`.
+            pool: namespace and name of the pool.
+            client: a `kubernetes.client.ApiClient`, whose address, credentials and connections are used.
         """
         self.pool = pool
         self._configuration = client.configuration

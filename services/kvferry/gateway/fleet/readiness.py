@@ -71,6 +71,13 @@ class PoolCollector(Collector):
     def __init__(
         self, membership: Membership, holding: Holding, waker: Waker | None, registry: CollectorRegistry
     ) -> None:
+        """
+        Args:
+            membership: source of the gauges of discovery.
+            holding: source of the gauges of held requests.
+            waker: source of the gauges of wake-ups; `None` if the gateway does not scale the pool up.
+            registry: registry in which the collector is registered.
+        """
         self._membership = membership
         self._holding = holding
         self._waker = waker

@@ -24,6 +24,13 @@ class Waker:
         *,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
+        """
+        Args:
+            api: access to the scalers of the pool.
+            holding: requests that wait for the pool's first worker.
+            clock: clock of the wake-up policy.
+            sleep: waits between two checks; replaced in tests.
+        """
         self._api = api
         self._holding = holding
         self._clock = clock

@@ -39,6 +39,7 @@ class WorkerChannels:
     def __init__(self, endpoint: Endpoint, tls: PoolTls | None) -> None:
         """
         Args:
+            endpoint: the worker and its address.
             tls: TLS of the pool; `None` for plain connections.
         """
         self._endpoint = endpoint

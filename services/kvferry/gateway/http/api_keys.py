@@ -55,10 +55,11 @@ class ApiKeys:
         return self._tenants is not None
 
     def tenant_of(self, authorization: str | None, address: str) -> str:
-        """Return the tenant for the value of an `Authorization` header.
+        """Return the tenant of a request; empty if authentication is disabled.
 
         Args:
-            address: host of the client.
+            authorization: value of the `Authorization` header; `None` if there is none.
+            address: host of the client, by which unknown keys are counted.
 
         Raises:
             Unauthenticated: authentication is enabled, and the key is missing or unknown.

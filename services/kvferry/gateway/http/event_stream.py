@@ -15,6 +15,7 @@ async def send_events(
 
     Args:
         events: encoded events, at least one.
+        send: ASGI `send` of the request.
         end: bytes after the last event.
         failed: returns the last event of a stream that fails after its first event; `end` is not sent then.
 

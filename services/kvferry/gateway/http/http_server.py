@@ -67,6 +67,7 @@ class HttpServer:
         """Listen at `address` and serve `app` on the running event loop.
 
         Args:
+            app: the ASGI application.
             address: `host:port`; port 0 selects a free port.
             field: name of the setting with the address, for error messages.
             drain_seconds: time limit for running responses in `stop`.

@@ -22,6 +22,7 @@ class KeyGuesses:
         """Return the time until keys from `address` are looked up again, in seconds; 0 if they are looked up now.
 
         Args:
+            address: host of the client.
             digest: digest of the key.
             now: monotonic time in seconds.
         """

@@ -64,7 +64,11 @@ class PageFiles:
         return _answer(request, self.files[_INDEX])
 
     async def file(self, request: Request) -> Response:
-        """Answer `GET /page/{name}`."""
+        """Answer `GET /page/{name}`.
+
+        Raises:
+            HTTPException: 404, the page has no such file.
+        """
         found = self.files.get(request.path_params["name"])
         if found is None:
             raise HTTPException(404)

@@ -75,8 +75,12 @@ class BufferedBody:
 
 
 def check_media(request: Request) -> None:
-    """Reject bodies that are not declared as JSON: browsers send other types across sites without a preflight
-    request."""
+    """Reject bodies that are not declared as plain JSON: browsers send other types across sites without a preflight
+    request.
+
+    Raises:
+        UnsupportedMedia: the media type is not JSON, or the body is compressed.
+    """
     kind = request.headers.get("content-type", "")
     if kind.partition(";")[0].strip().lower() != JSON:
         raise UnsupportedMedia(f"the body must be sent as {JSON}, not as {shortened(kind)!r}")
@@ -88,6 +92,19 @@ def check_media(request: Request) -> None:
 
 
 async def read_body(request: Request, config: HttpConfig, buffered: BufferedBody) -> bytes:
+    """Receive the body of a request.
+
+    Args:
+        request: the request, before its body is read.
+        config: limits of size and time.
+        buffered: share of the budget for all bodies; it grows with the body.
+
+    Raises:
+        BodyTooLarge: the body has more than `max_body_bytes` bytes.
+        BodyTooSlow: the body did not arrive within `body_timeout_seconds`.
+        Overloaded: the budget of all bodies is used up.
+        RequestCancelled: the client disconnected.
+    """
     limit = config.max_body_bytes
     length = request.headers.get("content-length", "")
     if length.isdecimal() and (len(length) > _MAX_LENGTH_DIGITS or int(length) > limit):

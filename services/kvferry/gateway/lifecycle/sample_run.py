@@ -119,7 +119,14 @@ class SampleRun:
         now: float,
         scores: tuple[ScoredToken, ...] | None = None,
     ) -> TokenEvent:
-        """Record new tokens, reset the failure count and return the tokens' event."""
+        """Record new tokens, reset the failure count and return the tokens' event.
+
+        Args:
+            tokens: the new tokens; empty if only the stream's end is reported.
+            finish: finish reason; `None` while the sample continues.
+            now: monotonic time in seconds.
+            scores: log-probabilities of the prompt's tokens; `None` if they are not reported with these tokens.
+        """
         if tokens:
             if not self.emitted:
                 self.time(first_token_seconds=now - self.request.arrived)

@@ -32,6 +32,12 @@ class Prefix:
     def of(cls, token_ids: Collection[int], tenant: str = "", cache_salt: str = "", model: str = "") -> "Prefix":
         """Create a prefix with its key.
 
+        Args:
+            token_ids: token ids of the prefix.
+            tenant: tenant in whose cache scope the blocks are.
+            cache_salt: further part of the cache scope; empty for none.
+            model: name of the adapter that computes the prefix; empty for the model itself.
+
         Raises:
             OverflowError: a token id does not fit an unsigned 32-bit integer.
         """

@@ -32,6 +32,7 @@ class RoutingPolicies:
         """
         Args:
             name: name of the policy that chooses routes.
+            estimates, commitments: inputs of the policy `seconds`, and of the estimates of other policies' routes.
             load_factor: see `RoutingConfig.load_factor`.
 
         Raises:
@@ -49,6 +50,7 @@ class RoutingPolicies:
         """Return the choices of the other policies for a request.
 
         Args:
+            request: the routed request.
             choose: returns a policy's route for the request.
         """
         found = ((name, choose(policy)) for name, policy in self._others.items())
@@ -70,6 +72,7 @@ def make_policy(
     """Return the policy with this name.
 
     Args:
+        name: one of `POLICIES`.
         estimates, commitments: inputs of the policy `seconds`.
         load_factor: load bound of `prefix-hash`; see `RoutingConfig.load_factor`.
         seed: seed of the policy `random`; `None` seeds from the operating system.

@@ -12,7 +12,14 @@ from kvferry.gateway.routing.replicas import PrefixKey, Replica
 
 
 def block_names(namers: BlockNamers, tenant: str, replica: Replica, token_ids: Sequence[int]) -> list[BlockHash]:
-    """Return the hashes of all full blocks of `token_ids` in the layout of `replica`, in order."""
+    """Return the hashes of all full blocks of `token_ids` in the layout of `replica`, in order.
+
+    Args:
+        namers: factory of block namers, keyed like the workers'.
+        tenant: cache scope of the request.
+        replica: supplies the layout fingerprint and the block size in tokens.
+        token_ids: token ids of the prompt.
+    """
     namer = namers.of(tenant, fingerprint=replica.layout_fingerprint, block_tokens=replica.block_tokens)
     return namer.chain(token_ids)
 
@@ -31,7 +38,9 @@ class PromptNames:
         Args:
             namers: factory of block namers, keyed like the workers'.
             tenant: cache scope of the request.
+            replica: supplies the layout fingerprint and the block size in tokens.
             token_ids: the prompt; begins with the tokens of earlier calls, or is a prefix of them.
+            max_blocks: maximum number of hashes.
         """
         size = replica.block_tokens
         names = self._names.setdefault((replica.layout_fingerprint, size), [])

@@ -148,8 +148,10 @@ class Policy(Protocol):
         """Choose a prefill replica and a decode replica that reads its blocks.
 
         Args:
+            request: the request.
             prefill: replicas whose blocks at least one of `decode` can read, all with equal layouts or all by
                 conversion; `None` is returned if there are none.
+            decode: replicas that can generate.
         """
         ...
 

@@ -28,13 +28,26 @@ class NoTrace:
         """Record the source of the prompt's KV, as the decode worker has reported it."""
 
     def lost(self, error: KvferryError, worker: str | None, num_emitted: int) -> None:
-        """Record that a call to a worker failed."""
+        """Record that a call to a worker failed.
+
+        Args:
+            error: error of the call.
+            worker: address of the worker; `None` if no worker was found.
+            num_emitted: number of output tokens before the loss.
+        """
 
     def resumed(self, num_emitted: int) -> None:
         """Record that the stream continues after a loss, with the next token after `num_emitted`."""
 
     def end(self, outcome: str, error: KvferryError | None, counts: dict[str, int]) -> None:
-        """End the sample."""
+        """End the sample.
+
+        Args:
+            outcome: final state of the sample, `done` after a complete output.
+            error: last error of the sample, whose reason is recorded unless the outcome is `done`; `None` without an
+                error.
+            counts: further attributes of the span: numbers of tokens and of resumptions.
+        """
 
 
 _NO_CALL: AbstractContextManager[Metadata | None] = nullcontext()
@@ -45,6 +58,13 @@ class SampleTrace(NoTrace):
     """The trace of a sample, as a child of the request's span."""
 
     def __init__(self, request: Span, name: str, sample_index: int, start: float) -> None:
+        """
+        Args:
+            request: span of the request.
+            name: name of the sample's span.
+            sample_index: index of the sample in its request.
+            start: monotonic time in seconds.
+        """
         self._span = request.child(name, start, {"kvferry.sample_index": sample_index})
         self._call: Span | None = None
         self._is_answered = False

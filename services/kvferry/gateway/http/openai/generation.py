@@ -117,6 +117,12 @@ async def prepare_chat(service: TextService, caller: Caller, body: bytes) -> Gen
 async def prepare_completion(service: TextService, caller: Caller, body: bytes, max_prompts: int) -> Generation:
     """Validate a completions request.
 
+    Args:
+        service: the served model, and its limits.
+        caller: request id, tenant and arrival time.
+        body: body of the request, JSON.
+        max_prompts: maximum number of prompts in the request.
+
     Raises:
         InvalidRequest: a field is invalid or not supported.
         UnknownModel: this gateway serves a different model.
@@ -127,6 +133,12 @@ async def prepare_completion(service: TextService, caller: Caller, body: bytes, 
 
 async def prepared(service: TextService, caller: Caller, read: ReadRequest, *, is_chat: bool) -> Generation:
     """Check a request that was read against the served model and the tenant's access.
+
+    Args:
+        service: the served model, and its limits.
+        caller: request id, tenant and arrival time.
+        read: the request with its tokenized prompts.
+        is_chat: whether the response has the format of chat completions; otherwise of text completions.
 
     Raises:
         InvalidRequest: the request cannot be served with this model, or its constraint cannot be compiled.

@@ -61,6 +61,8 @@ def read_conversation(model: TextModel, request: ChatRequest, use: ToolUse, cons
     """Render the template of a valid chat request and tokenize the prompt.
 
     Args:
+        model: the served model: tokenizer and chat template.
+        request: a valid chat request.
         use: the tools that are offered.
         constraint_field: field of the client's request that sets the constraint, for errors.
 

@@ -214,6 +214,8 @@ def read_response(model: TextModel, body: bytes, history: Sequence[bytes]) -> Re
     """Parse the body of a Responses API request, render the template of its conversation and tokenize the prompt.
 
     Args:
+        model: the served model: tokenizer and chat template.
+        body: body of the request, JSON.
         history: items of earlier responses, each a JSON array.
 
     Raises:

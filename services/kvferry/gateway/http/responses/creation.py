@@ -36,6 +36,14 @@ class Creation:
         store: ResponseStore | None,
         tenant: str,
     ) -> None:
+        """
+        Args:
+            read: the request.
+            generation: its generation, not started yet.
+            earlier: the response that it continues; `None` for the first turn.
+            store: store of the new response; `None` if it is not stored.
+            tenant: owner of the new response.
+        """
         self._read, self._generation, self._earlier = read, generation, earlier
         self._store, self._tenant = store, tenant
         begun = _begun(read, generation, is_kept=store is not None)
@@ -94,6 +102,9 @@ async def create(service: TextService, caller: Caller, body: bytes, store: Respo
     """Validate a request.
 
     Args:
+        service: the served model, and its limits.
+        caller: request id, tenant and arrival time.
+        body: body of the request, JSON.
         store: the stored responses; `None` if this gateway stores none.
 
     Raises:

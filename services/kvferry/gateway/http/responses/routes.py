@@ -36,6 +36,7 @@ class ResponseRoutes:
     def __init__(self, side: Side, store: ResponseStore | None) -> None:
         """
         Args:
+            side: the client API: service, limits and authentication.
             store: keeps responses; `None` if this gateway keeps none.
         """
         self._side = side
@@ -43,7 +44,12 @@ class ResponseRoutes:
         self.create = _Create(side, store)
 
     async def retrieve(self, request: Request) -> Response:
-        """Answer GET /v1/responses/{response_id}."""
+        """Answer GET /v1/responses/{response_id}.
+
+        Raises:
+            InvalidRequest: the request has query parameters.
+            ResponseNotFound: the response is not stored.
+        """
         kept = self._kept(request)
         if request.query_params:
             name = next(iter(request.query_params))
@@ -57,7 +63,12 @@ class ResponseRoutes:
         return Response(encode(DeletedResponse(response_id)), media_type=JSON)
 
     async def input_items(self, request: Request) -> Response:
-        """Answer GET /v1/responses/{response_id}/input_items."""
+        """Answer GET /v1/responses/{response_id}/input_items.
+
+        Raises:
+            InvalidRequest: a query parameter is invalid, or `after` is not the id of an item.
+            ResponseNotFound: the response is not stored.
+        """
         kept = self._kept(request)
         query = parse_fields(ItemsQuery, _query(request.query_params))
         name = request.path_params["response_id"]

@@ -81,6 +81,8 @@ class ResponseStore:
         """Return a response, and keep it longer.
 
         Args:
+            tenant: tenant of the caller; responses of other tenants are not found.
+            response_id: id of the response.
             field: field of the request that names the response.
 
         Raises:

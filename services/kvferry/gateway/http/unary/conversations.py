@@ -39,6 +39,7 @@ def chat_of(body: Strict, messages: object) -> ChatRequest:
     """Return a chat request with the fields of a body's conversation.
 
     Args:
+        body: a body with the fields `CHAT_FIELDS`.
         messages: the body's messages, or others in their place.
 
     Raises:

@@ -68,6 +68,9 @@ async def compute_vectors(service: TextService, caller: Caller, inputs: VectorIn
     """Compute the vectors of all inputs.
 
     Args:
+        service: the served model, and the workers.
+        caller: request id, tenant and arrival time.
+        inputs: tokenized inputs, and the parameters of their vectors.
         field: name of the body's field with the inputs, for errors.
 
     Raises:
