@@ -45,9 +45,10 @@ _CHANNEL_OPTIONS: Options = (
 def open_channel(
     address: str, tls: PoolTls | None = None, *, credentials: grpc.ChannelCredentials | None = None
 ) -> grpc.aio.Channel:
-    """Create an asyncio channel to `host:port`, which connects on the first call. The caller must close it.
+    """Create an asyncio channel, which connects on the first call. The caller must close it.
 
     Args:
+        address: `host:port` of the server.
         tls: TLS to a worker of the pool, with the current certificate; `None` for other connections.
         credentials: TLS to a server that is verified by its address; `None` for a plain connection.
     """

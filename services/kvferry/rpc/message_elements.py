@@ -26,6 +26,7 @@ def check_num_elements(data: bytes, message: Descriptor) -> None:
 
     Args:
         data: a serialized `message`.
+        message: descriptor of the message's type.
 
     Raises:
         InvalidRequest: the message has more than `MAX_ELEMENTS` fields and elements.

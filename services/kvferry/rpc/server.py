@@ -61,6 +61,14 @@ class RpcServer:
         names: Sequence[str],
         statuses: health.aio.HealthServicer,
     ) -> None:
+        """
+        Args:
+            build: creates the gRPC server with all services; called again after gRPC has ended the server by itself.
+            bind: binds a server to an address; returns the port, or raises `RuntimeError`.
+            calls: calls in flight, counted by the server's interceptor.
+            names: full names of the services, for health.
+            statuses: statuses of the services in `grpc.health.v1.Health`.
+        """
         self._build = build
         self._bind = bind
         self._names = names
@@ -154,9 +162,11 @@ async def start_server(
     statuses: health.aio.HealthServicer | None = None,
     shares_port: bool = False,
 ) -> RpcServer:
-    """Serve `services`, health and reflection on `address` (`host:port`; port 0 selects a free port).
+    """Serve `services`, health and reflection.
 
     Args:
+        address: `host:port`; port 0 selects a free port.
+        services: the services, each with a different name.
         credentials: makes TLS credentials, which gRPC can use for one server only; `None` disables TLS.
         verifier: checks the tokens of calls; `None` for a server for clients, which authenticate with API keys.
         advertised_hosts: further hosts, besides that of `address`, under which callers reach this server.

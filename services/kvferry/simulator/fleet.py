@@ -116,8 +116,9 @@ class Pool:
     ) -> None:  # fmt: skip
         """
         Args:
+            spec: roles, links and gateway of the pool.
             requests: the requests, in order of arrival.
-            policy: the routing policy; default: the one of the settings.
+            policy: the routing policy; `None` uses the one in the gateway's settings.
             on_join: called with each worker when it joins, for experiments.
         """
         self.clock = VirtualClock()

@@ -44,7 +44,10 @@ class Gateway:
     ) -> None:
         """
         Args:
-            policy: the routing policy; default: the one of the settings.
+            clock: clock of the simulation.
+            settings: settings of the gateway.
+            namers: factory of block namers, keyed like the workers'.
+            policy: the routing policy; `None` uses the one in `settings`.
         """
         self._clock, self.settings, self._namers = clock, settings, namers
         estimates, commitments, routing = Estimates(), Commitments(clock), settings.routing
@@ -262,7 +265,11 @@ class Gateway:
         self.measures.itl.add(seconds, weight)
 
     def exported(self, job: Job, export: Export, now: float) -> None:
-        """Offer the pages of a prompt, and send the request to its decode worker."""
+        """Offer the pages of a prompt, and send the request to its decode worker.
+
+        Raises:
+            InvariantBroken: the job has no sequence yet, or was not sent by a gateway.
+        """
         run = run_of(job)
         member = self._leave(run)
         sequence = job.sequence

@@ -136,7 +136,15 @@ class Members:
 def feed_of(
     clock: VirtualClock, cache_map: CacheMap, name: str, incarnation: str, latency: float
 ) -> Callable[[list[CacheChange]], None]:
-    """Subscribe the map to the cache of a new worker, which is empty; return the sink of its changes."""
+    """Subscribe the map to the cache of a new worker, which is empty; return the sink of its changes.
+
+    Args:
+        clock: clock of the simulation.
+        cache_map: the gateway's map; the worker joins it.
+        name: name of the worker, also its address in the map.
+        incarnation: incarnation of the worker.
+        latency: delay from a change to its application to the map, in seconds.
+    """
     cache_map.join(name)
     cache_map.met(name, incarnation)
     cache_map.subscribed(name)

@@ -25,6 +25,7 @@ class Records:
         Args:
             tokens: the prompt, and tokens generated so far.
             max_tokens: maximum number of further tokens.
+            route: the chosen workers.
             has_kv: whether a prefill worker has computed the prompt.
         """
         computing = route.prefill or (None if has_kv else route.decode)
@@ -51,12 +52,26 @@ class Records:
         self._estimates.observe_prefill(member.process, len(job.tokens) - num_cached, now - job.started)
 
     def handed_off(self, source: Member, target: Member, num_blocks: int, seconds: float) -> None:
-        """Record a hand-off."""
+        """Record a hand-off of KV.
+
+        Args:
+            source: the prefill worker.
+            target: the decode worker.
+            num_blocks: number of blocks that were read, in the target's block size.
+            seconds: duration of the hand-off, in seconds.
+        """
         num_tokens = num_blocks * target.candidate.block_tokens
         self._estimates.observe_transfer(source.process, target.process, "unknown", num_tokens, seconds)
 
     def generated(self, job: Job, member: Member, running: int, num_output: int) -> None:
-        """Record a finished output of `num_output` tokens; `running` requests were on the worker when it began."""
+        """Record a finished output.
+
+        Args:
+            job: the job that generated it.
+            member: the worker.
+            running: number of requests on the worker when the output began.
+            num_output: number of output tokens, over all workers of the request.
+        """
         self._estimates.observe_length(num_output)
         if job.first is not None and job.last is not None and job.sequence is not None:
             num_tokens = job.sequence.num_tokens - len(job.tokens) - 1

@@ -80,7 +80,11 @@ def p99(gaps: "array[float] | None") -> float:
 
 
 def run_of(job: Job) -> Run:
-    """Return the request of a job."""
+    """Return the gateway's record of the request that a job computes.
+
+    Raises:
+        InvariantBroken: the job was not sent by a gateway.
+    """
     run = job.context
     if not isinstance(run, Run):
         raise InvariantBroken("a job has no requests")

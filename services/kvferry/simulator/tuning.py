@@ -92,6 +92,7 @@ def tune(
     """Search for better settings.
 
     Args:
+        spec: the fleet to improve.
         simulate: returns the score of a fleet.
         max_simulations: maximum number of simulations.
         on_try: called with the name and the value of each simulation.

@@ -51,6 +51,7 @@ class CallSigner:
     def __init__(self, role: CallerRole, key: bytes) -> None:
         """
         Args:
+            role: role of this process; every token names it.
             key: `role_key` of the role, 32 bytes.
         """
         self.role = role

@@ -19,6 +19,10 @@ class CallGuard(grpc.aio.ServerInterceptor):
     """Rejects calls of kvferry's services before their messages are parsed; health and reflection are open."""
 
     def __init__(self, verifier: CallVerifier) -> None:
+        """
+        Args:
+            verifier: checks the tokens of the calls.
+        """
         self._verifier = verifier
 
     async def intercept_service(

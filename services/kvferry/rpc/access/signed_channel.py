@@ -40,6 +40,8 @@ def signed(channel: grpc.aio.Channel, signer: CallSigner, address: str) -> grpc.
     """Return `channel` for use by a generated stub, with the token of `signer` in every call.
 
     Args:
+        channel: an open channel; the caller closes it.
+        signer: makes the tokens, with this process's role and key.
         address: `host:port` that the channel dials.
     """
     return cast("grpc.aio.Channel", _SignedChannel(channel, signer, address))

@@ -36,6 +36,10 @@ def prepare_chat(
     """Tokenize a conversation with its tools, and complete the sampling parameters for tool calls.
 
     Args:
+        model: tokenizer, chat template and form of answers.
+        messages: messages of the conversation, oldest first.
+        use: the tools that are offered, and how they may be used.
+        sampling: sampling parameters of the request.
         variables: further variables of the chat template.
 
     Raises:
@@ -59,7 +63,13 @@ def prepare_chat(
 def encode_chat(
     model: TextModel, messages: ChatMessages, use: ToolUse, variables: Mapping[str, object] | None = None
 ) -> list[int]:
-    """Tokenize a conversation with the tools that are offered and further variables of the chat template.
+    """Tokenize a conversation up to the start of the assistant's answer.
+
+    Args:
+        model: tokenizer and chat template.
+        messages: messages of the conversation, oldest first.
+        use: the tools that are offered.
+        variables: further variables of the chat template.
 
     Raises:
         InvalidRequest: see `prompts.encode_chat`; a message of role `tool` does not match a call.

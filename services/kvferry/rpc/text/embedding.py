@@ -59,6 +59,8 @@ def check_vectors(service: TextService, params: PoolingParams, count: int, field
     """Check the parameters of vectors, and that all of them fit into one response.
 
     Args:
+        service: the served model.
+        params: parameters of the vectors; `dimensions` is checked.
         count: number of inputs.
         field: name of the request's field with the inputs.
 
@@ -83,6 +85,7 @@ async def read_inputs(service: TextService, inputs: Sequence[Input], names: Sequ
     """Tokenize the inputs and check their tokens.
 
     Args:
+        service: the served model, and the process that tokenizes.
         inputs: each a string or a list of token ids.
         names: name of each input in the request, for errors.
 
@@ -96,7 +99,17 @@ async def read_inputs(service: TextService, inputs: Sequence[Input], names: Sequ
 def encode_inputs(
     model: TextModel, inputs: Sequence[Input], names: Sequence[str], context_tokens: int
 ) -> list[list[int]]:
-    """Tokenize the inputs of one request; see `read_inputs`."""
+    """Tokenize the inputs of one request and check their tokens; the job of `read_inputs`.
+
+    Args:
+        model: tokenizer of the served model.
+        inputs: each a string or a list of token ids.
+        names: name of each input in the request, for errors.
+        context_tokens: maximum number of tokens of an input.
+
+    Raises:
+        InvalidRequest: an input is empty, too long or not text, or the inputs have too many tokens in total.
+    """
     found: list[list[int]] = []
     left = MAX_TOKEN_IDS
     for given, name in zip(inputs, names, strict=True):

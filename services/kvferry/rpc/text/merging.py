@@ -23,6 +23,7 @@ async def merge(sources: Sequence[AsyncGenerator[T, None]], *, at_once: int | No
     """Yield the items of all sources as they arrive; the order within each source is kept.
 
     Args:
+        sources: the generators; all are closed at the end.
         at_once: number of sources that run concurrently; `None` runs all.
 
     Raises:

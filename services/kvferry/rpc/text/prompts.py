@@ -72,8 +72,13 @@ def encode_chat(
     tools: Sequence[Tool] = (),
     variables: Mapping[str, object] | None = None,
 ) -> list[int]:
-    """Tokenize a conversation, with the tools that may be called and further variables of the chat template, up to the
-    start of the assistant's answer.
+    """Tokenize a conversation up to the start of the assistant's answer.
+
+    Args:
+        model: tokenizer and chat template.
+        messages: messages of the conversation, oldest first.
+        tools: tools that may be called.
+        variables: further variables of the chat template.
 
     Raises:
         InvalidRequest: the number or length of messages is out of range, the model has no chat template, or the
@@ -124,6 +129,8 @@ def check_num_tokens(model: TextModel, num_prompt: int, context_tokens: int | No
     """Reject a prompt that fills the whole context.
 
     Args:
+        model: its context length applies if `context_tokens` is `None`.
+        num_prompt: number of prompt tokens.
         context_tokens: context length of the workers; `None` for the model's.
 
     Raises:

@@ -112,6 +112,11 @@ class TextProcess:
         Args:
             owner: tenant of the request; `None` for jobs that have no owner.
             size: estimated cost of the job, for example its bytes.
+            job: module-level function, called as `job(model, *args, **kwargs)`.
+            *args, **kwargs: picklable arguments of the job.
+
+        Raises:
+            KvferryError: see `run`; `Overloaded` also if the owner has half of the waiting jobs.
         """
         limit = self._limits.max_waiting
         has_share = owner is None or self._turns.num_jobs(owner) < max(1, limit // 2)

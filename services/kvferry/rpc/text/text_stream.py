@@ -109,7 +109,9 @@ async def generate_text(
     Close the generator (`contextlib.aclosing`) to stop early; this also stops the generation of every sample.
 
     Args:
+        source: generates the tokens of a sample.
         model: tokenizer and limits.
+        request: the request: prompt, sampling parameters and number of samples.
         clock: clock of the timing.
         searches: computes the steps of beam searches; with `None`, each step is a stream of `source`.
 

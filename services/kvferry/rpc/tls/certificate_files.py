@@ -66,6 +66,7 @@ def read_credentials(files: CertificateFiles, *, is_worker: bool) -> Credentials
     """Read and check the files.
 
     Args:
+        files: paths of the certificate chain, the private key and the CA bundle.
         is_worker: whether the process is a worker, whose certificate must contain the name `WORKER_NAME`.
 
     Raises:

@@ -28,6 +28,7 @@ class PoolTls:
     def __init__(self, files: CertificateFiles, *, is_worker: bool) -> None:
         """
         Args:
+            files: paths of the certificate chain, the private key and the CA bundle.
             is_worker: whether this process is a worker, whose certificate must contain the name `WORKER_NAME`.
 
         Raises:

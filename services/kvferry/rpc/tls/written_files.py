@@ -16,6 +16,7 @@ def files_in(folder: Path, kind: str) -> CertificateFiles:
     """Return the files of a process in `folder`.
 
     Args:
+        folder: folder with the files of all processes of the pool.
         kind: `worker` or `gateway`.
     """
     return CertificateFiles(folder / f"{kind}.crt", folder / f"{kind}.key", folder / CA_CERTIFICATE)
@@ -49,7 +50,9 @@ def write_certificate(folder: Path, kind: str, authority: Authority, now: float,
     that a process never reads a partial file.
 
     Args:
+        folder: existing folder for the files.
         kind: `worker` or `gateway`.
+        authority: CA that signs.
         now: wall-clock time in seconds since the epoch.
         days: validity in days.
 

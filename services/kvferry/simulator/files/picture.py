@@ -9,10 +9,14 @@ _MAX_POINTS = 400
 
 
 def picture(title: str, simulations: Sequence[tuple[str, Measures]]) -> str:
-    """Draw the latencies of simulations.
+    """Draw the latency distributions of simulations.
 
     Args:
+        title: title of the page.
         simulations: name and measures of each.
+
+    Returns:
+        An SVG image.
     """
     panels: list[Panel] = []
     for name, attribute in (

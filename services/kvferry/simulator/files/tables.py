@@ -15,6 +15,7 @@ class Table:
         """
         Args:
             name: dotted name of the table, empty for the file itself.
+            fields: the decoded table; anything else is rejected.
 
         Raises:
             UsageError: `fields` is not a table.
@@ -33,7 +34,17 @@ class Table:
         return field in self._fields
 
     def number(self, field: str, default: float, low: float, high: float) -> float:
-        """Take a number; `default` if it is absent."""
+        """Take a number.
+
+        Args:
+            field: name of the field.
+            default: value if the field is absent; it is checked too.
+            low: minimum, inclusive.
+            high: maximum, inclusive.
+
+        Raises:
+            UsageError: the field has a different type or is out of range.
+        """
         value = self._take(field, default)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or math.isnan(value) or not low <= value <= high:
@@ -41,7 +52,17 @@ class Table:
         return float(value)
 
     def numbers(self, field: str, count: int, low: float, high: float) -> tuple[float, ...]:
-        """Take a list of at most `count` numbers; an empty one if it is absent."""
+        """Take a list of numbers; an empty one if it is absent.
+
+        Args:
+            field: name of the field.
+            count: maximum length of the list.
+            low: minimum of each number, inclusive.
+            high: maximum of each number, inclusive.
+
+        Raises:
+            UsageError: the field is not a list of numbers, is too long, or contains a number out of range.
+        """
         value = self._take(field, [])
         if not isinstance(value, list) or len(value) > count:
             raise wrong(self.path(field), value, f"use a list of at most {count} numbers")
@@ -51,14 +72,28 @@ class Table:
         return tuple(map(float, value))
 
     def whole(self, field: str, default: int, low: int, high: int) -> int:
-        """Take a whole number; `default` if it is absent."""
+        """Take a whole number.
+
+        Args:
+            field: name of the field.
+            default: value if the field is absent; it is checked too.
+            low: minimum, inclusive.
+            high: maximum, inclusive.
+
+        Raises:
+            UsageError: the field has a different type or is out of range.
+        """
         value = self._take(field, default)
         if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
             raise wrong(self.path(field), value, f"use a whole number from {low} to {high}")
         return value
 
     def text(self, field: str, default: str, choices: Iterable[str] = ()) -> str:
-        """Take a string, one of `choices` if there are any; `default` if it is absent."""
+        """Take a string, one of `choices` if there are any; `default` if it is absent.
+
+        Raises:
+            UsageError: the field is not a string, or not one of `choices`.
+        """
         value = self._take(field, default)
         allowed = tuple(choices)
         if not isinstance(value, str) or (allowed and value not in allowed):
@@ -66,18 +101,30 @@ class Table:
         return value
 
     def flag(self, field: str, *, default: bool) -> bool:
-        """Take true or false; `default` if it is absent."""
+        """Take true or false; `default` if it is absent.
+
+        Raises:
+            UsageError: the field is not a boolean.
+        """
         value = self._take(field, default)
         if not isinstance(value, bool):
             raise wrong(self.path(field), value, "use true or false")
         return value
 
     def table(self, field: str) -> "Table":
-        """Take a table; an empty one if it is absent."""
+        """Take a table; an empty one if it is absent.
+
+        Raises:
+            UsageError: the field is not a table.
+        """
         return Table(self.path(field), self._take(field, {}))
 
     def tables(self, field: str, limit: int) -> "list[Table]":
-        """Take a list of tables; an empty list if it is absent."""
+        """Take a list of at most `limit` tables; an empty list if it is absent.
+
+        Raises:
+            UsageError: the field is not a list of tables, or has too many.
+        """
         value = self._take(field, [])
         if not isinstance(value, list) or len(value) > limit:
             raise wrong(self.path(field), value, f"use at most {limit} tables, each as [[{self.path(field)}]]")

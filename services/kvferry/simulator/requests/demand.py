@@ -143,6 +143,8 @@ def of_trace(requests: Iterable[BenchRequest], tape: Tape, *, repeat: int = 1) -
     """Convert the requests of a trace, which are sorted by arrival.
 
     Args:
+        requests: requests of the trace.
+        tape: tokens of the outputs.
         repeat: number of copies of each request, all at its time. The prompts of different copies share nothing, as if
             each copy belonged to a different tenant. Replays a trace at a higher load without changing its pattern.
     """

@@ -57,7 +57,17 @@ class Links:
         self._free_at: dict[tuple[str, bool], float] = {}
 
     def arrival(self, source: str, target: str, num_bytes: int, now: float) -> float:
-        """Schedule a transfer between two replicas; return the time at which its last byte arrives."""
+        """Schedule a transfer between two replicas.
+
+        Args:
+            source: name of the sender.
+            target: name of the receiver.
+            num_bytes: number of bytes to transfer.
+            now: time in seconds at which the transfer is requested; it starts when both links are free.
+
+        Returns:
+            Time in seconds at which the last byte arrives.
+        """
         sender, receiver = (source, True), (target, False)
         start = max(now, self._free_at.get(sender, 0.0), self._free_at.get(receiver, 0.0))
         end = start + num_bytes / self.profile.bytes_per_second
@@ -69,6 +79,13 @@ class OfferDesk:
     """Offers of one prefill replica."""
 
     def __init__(self, clock: VirtualClock, name: str, replica: Replica, times: OfferTimes) -> None:
+        """
+        Args:
+            clock: clock of the simulation.
+            name: name of the replica; it is also the worker id in tickets.
+            replica: the replica, which frees the pages of ended offers.
+            times: durations of offers.
+        """
         self.name, self.replica = name, replica
         self._clock = clock
         self.book: OfferBook[tuple[BlockId, ...]] = OfferBook(times)
@@ -150,6 +167,16 @@ class Loader:
         block_bytes: int,
         counts: TransferCounts,
     ) -> None:
+        """
+        Args:
+            clock: clock of the simulation.
+            name: name of the replica.
+            links: links of all replicas.
+            desks: offer desks of the prefill replicas, by worker id.
+            times: timeouts of transfers.
+            block_bytes: bytes of KV per block.
+            counts: totals to which hand-offs are added.
+        """
         self._clock, self._name, self._links, self._desks = clock, name, links, desks
         self._times, self._block_bytes, self._counts = times, block_bytes, counts
         self._loads: dict[RequestId, _Load] = {}
