@@ -79,7 +79,12 @@ class FieldConflict(ApiRefusal):
 
 
 class KubeApi:
-    """Client of one API server. Thread-safe."""
+    """Client of one API server. Thread-safe.
+
+    Methods take kinds of `PLURALS`, and API versions such as `v1` or `apps/v1`. Every request raises `ApiRefusal` if
+    the API server rejects it, and `Unavailable` if the server does not answer or is busy. A write also raises
+    `Unavailable` if this operator no longer holds the lease.
+    """
 
     def __init__(self, client: ApiClient) -> None:
         self._client = client
@@ -144,8 +149,15 @@ class KubeApi:
         labels: Mapping[str, str] | None = None,
         fields: Mapping[str, str] | None = None,
     ) -> Iterator[Json]:
-        """List all objects of a kind in one namespace or in all, page by page. An empty label value matches any
-        value."""
+        """List objects of a kind, page by page.
+
+        Args:
+            api_version: API version of the kind.
+            kind: kind of the objects.
+            namespace: namespace of the objects; `None` for all namespaces.
+            labels: labels that the objects must have; an empty value matches any value.
+            fields: fields that must have these values, for example `metadata.name`.
+        """
         query = {"limit": str(_PAGE)}
         if fields:
             query["fieldSelector"] = ",".join(f"{k}={v}" for k, v in fields.items())
@@ -187,9 +199,18 @@ class KubeApi:
         """Apply a manifest by server-side apply. Conflicts between kvferry's field managers are forced; other conflicts
         are raised.
 
+        Args:
+            manifest: the object, with only the fields to own.
+            manager: field manager that owns the fields.
+            subresource: subresource to write, for example `status`; empty for the object itself.
+            force: whether to take fields from all other field managers.
+            dry_run: whether to validate the write without storing it.
+
         Raises:
             FieldConflict: a field is owned by a field manager that does not belong to kvferry.
             ApiRefusal: the API server rejected the manifest for a different reason.
+            Unavailable: the API server does not answer or is busy, the object changes too often, or this operator no
+                longer holds the lease.
         """
         meta = manifest["metadata"]
         path = path_of(manifest["apiVersion"], manifest["kind"], meta.get("namespace"), meta["name"])
@@ -221,7 +242,14 @@ class KubeApi:
         subresource: str = "",
         manager: str = names.FIELD_MANAGER,
     ) -> Json:
-        """Send a merge patch for an object or subresource; return the stored object."""
+        """Send a merge patch for an object or subresource; return the stored object.
+
+        Args:
+            api_version, kind, namespace, name: the object.
+            change: JSON merge patch (RFC 7386).
+            subresource: subresource to write, for example `status`; empty for the object itself.
+            manager: field manager of the change.
+        """
         path = path_of(api_version, kind, namespace, name) + (f"/{subresource}" if subresource else "")
         query = {"fieldManager": manager}
         return self._call("PATCH", path, kind, query, change, "application/merge-patch+json")
@@ -252,13 +280,22 @@ class KubeApi:
         return True
 
     def replace(self, manifest: Mapping[str, Any]) -> Json:
-        """Replace an object if its `resourceVersion` still equals the one in `manifest`."""
+        """Replace an object if its `resourceVersion` still equals the one in `manifest`.
+
+        Raises:
+            ApiRefusal: the write was rejected; with status 409 if the object has changed.
+        """
         meta = manifest["metadata"]
         path = path_of(manifest["apiVersion"], manifest["kind"], meta.get("namespace"), meta["name"])
         return self._call("PUT", path, manifest["kind"], {}, manifest, "application/json")
 
     def delete(self, api_version: str, kind: str, namespace: str, name: str, uid: str = "") -> None:
-        """Delete an object, with `uid` as a precondition if it is set. A missing object is not an error."""
+        """Delete an object and, in the background, its dependents. A missing object is not an error.
+
+        Args:
+            api_version, kind, namespace, name: the object.
+            uid: uid that the object must have, otherwise it is not deleted; empty for any.
+        """
         body: Json = {"propagationPolicy": "Background"}
         if uid:
             body["preconditions"] = {"uid": uid}
@@ -327,7 +364,14 @@ def encode(body: Mapping[str, Any]) -> bytes:
 
 
 def path_of(api_version: str, kind: str, namespace: str | None, name: str = "") -> str:
-    """Return the URL path of a collection, or of one object."""
+    """Return the URL path of a collection, or of one object.
+
+    Args:
+        api_version: API version of the kind.
+        kind: one of `PLURALS`.
+        namespace: namespace; `None` for objects without a namespace, and for all namespaces.
+        name: name of the object; empty for the collection.
+    """
     path = _root(api_version)
     if namespace:
         path += f"/namespaces/{quote(namespace, safe='')}"

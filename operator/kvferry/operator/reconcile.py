@@ -46,9 +46,12 @@ class Reconciler:
     ) -> None:
         """
         Args:
+            api: client of the cluster's API server.
+            clock: clock of all passes.
             identity: identity of the operator, for events.
             operator: namespace and name of the operator's lease, for the status.
             default_image: image for pools without `spec.image`.
+            installed: optional kinds that the cluster serves.
             applied: called with every applied object, on the thread of the reconcile.
         """
         self._api = api

@@ -26,6 +26,7 @@ class Certificates:
     def __init__(self, api: KubeApi, wall: Callable[[], float]) -> None:
         """
         Args:
+            api: client for the writes of Secrets and ConfigMaps.
             wall: returns the wall-clock time in seconds since the epoch.
         """
         self._api = api
@@ -38,6 +39,7 @@ class Certificates:
 
         Args:
             pool: uid of the pool.
+            action: the planned action.
 
         Raises:
             ApiRefusal: the API server rejected a write, a Secret of that name does not belong to the pool, or

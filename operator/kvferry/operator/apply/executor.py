@@ -82,6 +82,7 @@ class Executor:
     ) -> None:
         """
         Args:
+            api: client for the planned writes and reads.
             instance: identity of the operator, for events.
             stamp: returns the wall-clock time as RFC 3339 text.
             applied: called with every object that was applied or created, or was found to exist, on the thread that

@@ -22,6 +22,13 @@ def read_records(
     The number is determined (by listing the records) only if a record has to be created. Records never change, so known
     records are not read again.
 
+    Args:
+        api: client for reads of ControllerRevisions.
+        pool: the pool.
+        facts: observed objects of the pool.
+        known: records that were read or written before, by revision.
+        default_image: image for pools without `spec.image`.
+
     Raises:
         KvferryError: the records cannot be read.
     """

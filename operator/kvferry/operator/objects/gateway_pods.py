@@ -29,6 +29,8 @@ def gateway_deployment(pool: Pool, default_image: str, account: str = "") -> Jso
     """Build the Deployment of the gateway pods.
 
     Args:
+        pool: the pool.
+        default_image: image for pools without `spec.image`.
         account: uid of the ServiceAccount if pods with tokens of an earlier account must be replaced.
     """
     marks = {names.LABEL_POOL: pool.name, names.LABEL_ROLE: names.ROLE_GATEWAY}

@@ -29,7 +29,16 @@ def owner(pool: Pool) -> Json:
 
 
 def child(pool: Pool, api_version: str, kind: str, name: str, role: str | None = None, **parts: Any) -> Json:
-    """Build an object with the labels and the owner reference of a pool; `parts` are additional top-level fields."""
+    """Build an object with the labels and the owner reference of a pool.
+
+    Args:
+        pool: owner of the object.
+        api_version: group and version, for example `apps/v1`.
+        kind: kind of the object.
+        name: name of the object.
+        role: role that the object belongs to; `None` if it belongs to the whole pool.
+        parts: additional top-level fields, for example `spec`.
+    """
     return {
         "apiVersion": api_version,
         "kind": kind,
@@ -55,7 +64,14 @@ def confined(container: Json) -> Json:
 
 
 def pod_template(pool: Pool, labels: dict[str, str], pod_spec: Json, template: Json) -> Json:
-    """Build a pod template and merge the user's template over it."""
+    """Build a pod template and merge the user's template over it.
+
+    Args:
+        pool: the pool, with its pull secrets and the identifier of its keys.
+        labels: labels of the pods, which the user's template cannot change.
+        pod_spec: pod spec; takes precedence over the security context and other defaults.
+        template: the user's template; of its fields, only `metadata` and `spec` are used.
+    """
     base: Json = {
         "metadata": {"labels": labels},
         "spec": {

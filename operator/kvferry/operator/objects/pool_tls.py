@@ -30,7 +30,8 @@ def tls_volume(pool: Pool, kind: str) -> tuple[list[Json], list[Json]]:
     """Return the volume and mount of a pod's files, or empty lists without TLS.
 
     Args:
-        kind: `worker` or `gateway`; a gateway does not get the key of workers.
+        pool: the pool.
+        kind: kind of process, `worker` or `gateway`; a gateway does not get the key of workers.
     """
     tls = pool.spec.tls
     if tls.mode == "Off":

@@ -15,6 +15,7 @@ def surroundings(pool: Pool, installed: frozenset[tuple[str, str]]) -> list[Json
     """Build the objects that do not depend on the revision, in the order in which they are applied.
 
     Args:
+        pool: the pool.
         installed: optional kinds that the cluster serves, as (apiVersion, plural).
     """
     made = [*_accounts(pool), *_services(pool), *_budgets(pool), adapter_list(pool)]

@@ -47,6 +47,7 @@ def decide(
     """Decide the number of replicas of a role.
 
     Args:
+        role: the role, with its scaling settings.
         current: `spec.replicas` of the role's scaler.
         ready: number of ready pods.
         report: the gateway's report, if available.

@@ -103,7 +103,10 @@ def begin_pass(
     due.
 
     Args:
+        memory: result of the last pass; `None` for the first pass.
+        body: the InferencePool object.
         installed: optional kinds that the cluster serves, as (apiVersion, plural). Objects of other kinds are dropped.
+        now: monotonic time in seconds.
     """
     uid = body["metadata"]["uid"]
     if memory is None or memory.uid != uid:
@@ -124,7 +127,15 @@ def begin_pass(
 
 
 def remember(memory: Memory, done: Iterable[Done], pool: Pool, now: float, stamp: str) -> Memory:
-    """Return `memory` updated with completed actions."""
+    """Return `memory` updated with completed actions.
+
+    Args:
+        memory: memory before the actions.
+        done: the completed actions, in order.
+        pool: the pool.
+        now: monotonic time in seconds.
+        stamp: wall-clock time, RFC 3339.
+    """
     for one in done:
         memory = _remember(memory, one, pool, now, stamp)
     return memory

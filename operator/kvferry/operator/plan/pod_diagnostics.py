@@ -29,6 +29,7 @@ def troubles(pods: Iterable[Mapping[str, Any]], mounts: Mapping[str, str] | None
     """Describe each cause of unready pods in a sentence with an example pod, most frequent cause first.
 
     Args:
+        pods: Pod objects; pods that are being deleted are ignored.
         mounts: messages about volumes that cannot be mounted, by pod uid.
     """
     seen: dict[str, list[str]] = {}

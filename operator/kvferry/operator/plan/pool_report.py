@@ -63,6 +63,8 @@ def plan_report(ctx: PlanContext, plan: Plan, outcome: Outcome, memory: Memory) 
     """Plan the status and events after a pass.
 
     Args:
+        ctx: observations before the pass.
+        plan: plan of the pass.
         outcome: outcome of all actions of the pass.
         memory: memory updated with these actions.
     """
@@ -120,6 +122,8 @@ def status_change(
     """Return the action that writes `status` with the time of the observation, or no action if it was already written.
 
     Args:
+        namespace, name: namespace and name of the pool.
+        status: the status without `observedAt`.
         memory: memory with the last written status; `None` to write in any case.
         stamp: wall-clock time, RFC 3339.
     """
@@ -134,6 +138,7 @@ def new_events(status: Mapping[str, Any], reasons: Mapping[str, str]) -> tuple[l
     """Return an event for each condition whose reason changed, and the new reasons by condition type.
 
     Args:
+        status: the status, with all conditions.
         reasons: reason of the most recent event, by condition type.
     """
     events, after = [], dict(reasons)
@@ -150,7 +155,14 @@ def new_events(status: Mapping[str, Any], reasons: Mapping[str, str]) -> tuple[l
 
 
 def again_seconds(ctx: PlanContext, memory: Memory, waiting_for: str, *, is_refused: bool) -> float:
-    """Return the seconds until the next pass, for changes that no watch reports."""
+    """Return the time until the next pass in seconds, for changes that no watch reports.
+
+    Args:
+        ctx: observations before the pass.
+        memory: memory updated with the actions of the pass.
+        waiting_for: reason why the rollout is not complete; empty if it is complete.
+        is_refused: whether a write was rejected or conflicted with a different field manager.
+    """
     if memory.keys and memory.keys != ctx.pool.keys:
         return 0.0  # Pods with lost keys are replaced.
     waits = []

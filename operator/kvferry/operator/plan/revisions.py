@@ -13,7 +13,14 @@ from kvferry.operator.pool.spec import Json, Pool
 
 
 def record(pool: Pool, revision: str, number: int, deployments: Mapping[str, Json]) -> Json:
-    """Build the ControllerRevision of `deployments`, by role; `number` orders records by time."""
+    """Build the ControllerRevision of a revision.
+
+    Args:
+        pool: the pool.
+        revision: name of the revision, a digest of the pods' inputs.
+        number: number of the record, by which records are ordered.
+        deployments: the revision's Deployments, by role.
+    """
     made = child(
         pool,
         "apps/v1",

@@ -63,6 +63,7 @@ def status_of(seen: Observed, before: Mapping[str, Any], now: str) -> Json:
     """Build the status to apply.
 
     Args:
+        seen: the observations.
         before: the stored status, for transition times.
         now: wall-clock time, RFC 3339.
     """

@@ -38,9 +38,12 @@ class Census:
     ) -> None:
         """
         Args:
-            installed: optional kinds that the cluster serves.
+            api: client for the lists.
+            store: store to update.
+            namespaces: namespaces to list; empty for all.
             saw: called with every object that is missing in the store, like the callback of a watch.
             enqueue: called with every pool whose object was deleted.
+            installed: optional kinds that the cluster serves.
         """
         self._api = api
         self._store = store

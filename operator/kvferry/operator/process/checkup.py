@@ -30,6 +30,7 @@ def check_cluster(api: KubeApi, leaders: Mapping[str, str]) -> list[Finding]:
     """Check that a cluster meets the requirements of pools.
 
     Args:
+        api: client of the cluster's API server.
         leaders: holders of the operators' leases that are renewed, by namespace of the lease.
 
     Raises:

@@ -42,6 +42,7 @@ class OptionalKinds:
     def __init__(self, api: KubeApi, changed: Callable[[], None]) -> None:
         """
         Args:
+            api: client of the cluster's API server.
             changed: called after a kind was installed or removed.
         """
         self._api = api

@@ -21,7 +21,9 @@ class HealthServer:
         """Bind the address and start to serve.
 
         Args:
+            address: `host:port`; port 0 selects a free port.
             unhealthy: returns the reason why liveness fails, or an empty string.
+            registry: metrics for `/metrics`.
 
         Raises:
             UsageError: the address cannot be bound.

@@ -34,6 +34,9 @@ class KeysProbe:
     def __init__(self, api: KubeApi, store: Store, clock: Clock, enqueue: Callable[[Key], None]) -> None:
         """
         Args:
+            api: client for the checks; it needs no permission to read Secrets.
+            store: store with the pools.
+            clock: clock of the intervals between checks.
             enqueue: called with every pool whose Secret was deleted.
         """
         self._api = api

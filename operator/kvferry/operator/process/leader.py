@@ -29,6 +29,15 @@ class Leader:
     """Candidate in leader election."""
 
     def __init__(self, api: KubeApi, clock: Clock, times: LeaseTimes, *, me: str, namespace: str, name: str) -> None:
+        """
+        Args:
+            api: client for reads and writes of the lease.
+            clock: clock of the deadlines and of the times in the lease.
+            times: durations of leader election.
+            me: identity of this process, unique among candidates.
+            namespace: namespace of the lease.
+            name: name of the lease.
+        """
         self._api = api
         self._clock = clock
         self._times = times
@@ -147,7 +156,18 @@ async def leaders_of(api: KubeApi, timeout: float, name: str = LEASE) -> dict[st
 
 
 async def leader_of(api: KubeApi, namespace: str, timeout: float, name: str = LEASE) -> str:
-    """Return the current holder of the lease; empty if no renewal was observed within `timeout` seconds."""
+    """Return the current holder of a lease; empty if no renewal was observed in time.
+
+    Args:
+        api: client of the cluster's API server.
+        namespace: namespace of the lease.
+        timeout: time to wait for a renewal, in seconds.
+        name: name of the lease.
+
+    Raises:
+        ApiRefusal: the API server rejected the request.
+        Unavailable: the API server is unavailable or busy.
+    """
     renewed = ""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(timeout):

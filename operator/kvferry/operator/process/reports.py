@@ -30,6 +30,8 @@ class Reports:
     def __init__(self, store: Store, clock: Clock, enqueue: Callable[[Key], None]) -> None:
         """
         Args:
+            store: store with the pools, which gets the reports.
+            clock: clock of the intervals and of the reports' times.
             enqueue: called with every pool whose report changed.
         """
         self._store = store

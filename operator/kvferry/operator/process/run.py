@@ -45,8 +45,17 @@ class RivalOperator(KvferryError):
 
 
 async def run_operator(config: OperatorConfig, api: KubeApi, announce: Announce, *, clock: Clock | None = None) -> int:
-    """Run the operator until SIGTERM or SIGINT; return the exit status, which is 1 if leadership or a watch was
-    lost."""
+    """Run the operator until SIGTERM or SIGINT.
+
+    Args:
+        config: configuration of the operator.
+        api: client of the cluster's API server.
+        announce: called when the health port is bound, and when this operator leads.
+        clock: clock of all parts; `None` for the system clock.
+
+    Returns:
+        The exit status, 1 if leadership or a watch was lost.
+    """
     operator = Operator(config, api, clock or SystemClock(), announce)
     stop = asyncio.Event()
     _stop_on_signals(stop)
@@ -65,6 +74,13 @@ class Operator:
     """The operator's process: first a candidate for the lease, then, holding the lease, the active operator."""
 
     def __init__(self, config: OperatorConfig, api: KubeApi, clock: Clock, announce: Announce) -> None:
+        """
+        Args:
+            config: configuration of the operator.
+            api: client of the cluster's API server.
+            clock: clock of all parts.
+            announce: called when the health port is bound, and when this operator leads.
+        """
         self._config = config
         self._announce = announce
         self._api = api

@@ -22,6 +22,13 @@ class WatchProbe:
     """Probe of all watches, with a heartbeat for each watch."""
 
     def __init__(self, api: KubeApi, store: Store, clock: Clock, period: float) -> None:
+        """
+        Args:
+            api: client for the writes of marks.
+            store: store with the watched objects.
+            clock: clock of the heartbeats.
+            period: interval between two heartbeats of a watch, in seconds.
+        """
         self._api = api
         self._store = store
         self._clock = clock

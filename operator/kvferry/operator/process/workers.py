@@ -34,6 +34,9 @@ class Workers:
     ) -> None:
         """
         Args:
+            api: client of the cluster's API server.
+            store: store with the observed objects.
+            clock: clock of all passes.
             identity: identity of the operator, for events.
             operator: namespace and name of the operator's lease, for statuses.
             default_image: image for pools without `spec.image`.

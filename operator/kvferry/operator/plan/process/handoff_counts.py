@@ -25,7 +25,8 @@ class RecentHandoffs:
 
         Args:
             gateway: name of the gateway process that has these counters.
-            at: time of the reading.
+            at: time of the reading in seconds, by the same clock for all readings.
+            totals: number of hand-offs since the gateway's start, by outcome.
         """
         if gateway not in self._of and len(self._of) >= _MAX_GATEWAYS:
             del self._of[next(iter(self._of))]

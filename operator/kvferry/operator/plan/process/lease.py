@@ -38,7 +38,14 @@ def sighted(before: Sighting | None, version: str, now: float) -> Sighting:
 
 
 def may_take(lease: Mapping[str, Any] | None, me: str, seen: Sighting | None, now: float) -> bool:
-    """Return whether `me` may take the lease because it is free, held by `me`, released or expired."""
+    """Return whether `me` may take the lease because it is free, held by `me`, released or expired.
+
+    Args:
+        lease: the Lease object; `None` if it does not exist.
+        me: identity of the candidate.
+        seen: the last observed change of the lease; `None` if it was not read before.
+        now: time in seconds, by the clock of `seen`.
+    """
     if lease is None:
         return True
     spec = lease.get("spec") or {}
@@ -51,7 +58,16 @@ def may_take(lease: Mapping[str, Any] | None, me: str, seen: Sighting | None, no
 def taken(
     lease: Mapping[str, Any] | None, me: str, times: LeaseTimes, stamp: str, *, name: str, namespace: str
 ) -> Json:
-    """Return the lease with `me` as its holder. A change of the holder increments `leaseTransitions`."""
+    """Return the lease with `me` as its holder. A change of the holder increments `leaseTransitions`.
+
+    Args:
+        lease: the Lease object that was read; `None` to create it.
+        me: identity of the holder.
+        times: durations of leader election.
+        stamp: wall-clock time, RFC 3339 with microseconds.
+        name: name of a new lease.
+        namespace: namespace of a new lease.
+    """
     spec: Json = dict((lease or {}).get("spec") or {})
     changed = spec.get("holderIdentity") != me
     transitions = int(spec.get("leaseTransitions") or 0) + (1 if changed and lease is not None else 0)

@@ -30,8 +30,9 @@ class Rivals:
         running, since it has written a status since the search began.
 
         Args:
-            now: time by the clock of `began`.
-            wall: wall-clock time, to ignore old statuses at the first look.
+            pools: InferencePool objects.
+            now: monotonic time in seconds, by the clock of `began`.
+            wall: wall-clock time in seconds since the epoch, to ignore old statuses at the first look.
         """
         for pool in pools:
             meta, status = pool["metadata"], pool.get("status") or {}
