@@ -26,6 +26,8 @@ class Work:
     """Maximum number of samples or beams that run at a time, over all prompts."""
     max_tokens: int
     """Maximum number of output tokens of a sample; 0 if no tokens are generated."""
+    is_search: bool = False
+    """Whether the request is a beam search, whose steps are computed by the workers that compute prompts."""
     held_bytes: int = 0
     """Memory that the request holds while it waits, besides its tokens, in bytes."""
 

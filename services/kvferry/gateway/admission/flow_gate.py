@@ -222,13 +222,14 @@ class FlowGate:
             priority=slot.priority,
             cost=slot.expected_tokens,
             num_sequences=work.num_running,
+            is_search=work.is_search,
             prefill_tokens=prompt,
             num_bytes=_BYTES_PER_REQUEST + _BYTES_PER_TOKEN * prompt + work.held_bytes,
             weight=policy.weight,
             deadline=limit if work.deadline is None else min(limit, work.deadline),
         )
         room = self.room.now()
-        if self.controller.num_queued or not self.controller.is_open(room, entry.num_sequences):
+        if self.controller.num_queued or not self.controller.is_open(room, entry):
             for victim in self.controller.make_room(entry, policy.bounds(self._own_bounds), now):
                 self._waiters[victim.number].set()
             uncached = self._estimate(work)

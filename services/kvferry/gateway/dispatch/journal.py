@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 
+from kvferry.core.errors import shortened
 from kvferry.core.ids import RequestId
 from kvferry.gateway.dashboard.phases import Phase, phases
 from kvferry.gateway.lifecycle.sample_run import SampleRun
@@ -84,6 +85,29 @@ class Journal:
             for (tenant, found), samples in self._entries.items()
             if found == request_id
         ]
+
+    def why_missing(self, request_id: RequestId, tenant: str | None = None) -> str:
+        """Explain why a request has no entry. A request with several prompts has an entry for each; the message names
+        them.
+
+        Args:
+            tenant: name only requests of this tenant; `None` for all.
+        """
+        parts = [
+            found
+            for owner, found in self._entries
+            if found.rpartition("-")[0] == request_id
+            and found.rpartition("-")[2].isdecimal()
+            and tenant in (owner, None)
+        ]
+        if parts:
+            reason = f"has a record for each of its prompts; ask for {shortened(', '.join(parts))}"
+        else:
+            reason = (
+                "not found: it is still running, was served by another gateway or before this gateway started, or is "
+                f"older than the last {_MAX_REQUESTS:,} requests"
+            )
+        return f"request {shortened(request_id)!r} {reason}"
 
     def recent(self, limit: int) -> list[dict[str, object]]:
         """Return the requests with the newest ended samples, newest first, at most `limit` and `MAX_LISTED`; for

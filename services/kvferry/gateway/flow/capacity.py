@@ -53,6 +53,11 @@ class Room:
 
     sequences: int = UNBOUNDED
     """Maximum number of this gateway's sequences on the fleet."""
+    searches: int = UNBOUNDED
+    """Maximum number of beams of this gateway's searches: with prefill and decode workers, the sequences of the prefill
+    workers, which compute all steps of searches; otherwise half of `sequences`."""
+    is_split: bool = False
+    """Whether searches do not use the workers of `sequences`, so that their beams are not counted there."""
     prefill_tokens: int = UNBOUNDED
     """Maximum number of prompt tokens of requests whose first output tokens have not arrived."""
     streams: int = UNBOUNDED
@@ -60,7 +65,7 @@ class Room:
     flight."""
 
 
-CLOSED = Room(0, 0, 0)
+CLOSED = Room(0, 0, False, 0, 0)
 """Bounds under which no requests are dispatched."""
 
 
@@ -76,8 +81,15 @@ def room(workers: Iterable[WorkerRoom], max_streams: int) -> Room:
         return Room(streams=max_streams)
     most = min(UNBOUNDED, sum(worker.sequences for worker in generating or computing))
     first = min(UNBOUNDED, sum(worker.sequences for worker in computing))
-    # Every sequence ends on a worker that generates, so these workers' bound is the bound of the fleet.
-    return Room(most if first else 0, PREFILL_TOKENS_PER_WORKER * len(computing), max_streams)
+    is_split = computing is not generating and bool(generating)
+    return Room(
+        # Every sequence ends on a worker that generates, so these workers' bound is the bound of the fleet.
+        sequences=most if first else 0,
+        searches=first if is_split else (most + 1) // 2,
+        is_split=is_split,
+        prefill_tokens=PREFILL_TOKENS_PER_WORKER * len(computing),
+        streams=max_streams,
+    )
 
 
 def step_places(workers: Iterable[WorkerRoom]) -> int:

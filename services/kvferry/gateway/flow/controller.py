@@ -7,9 +7,11 @@
 Every entry takes exactly one of these paths (`gateway.flow.entry.MACHINE`). Used on one thread.
 """
 
+import heapq
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TypeVar
 
 from kvferry.core.errors import Overloaded
@@ -75,7 +77,8 @@ class FlowController:
                 serve them strictly in order.
         """
         self._bounds = bounds
-        self._queue = FairQueue(None if class_weights is None else BandShares(class_weights))
+        self._queues = tuple(FairQueue(None if class_weights is None else BandShares(class_weights)) for _ in range(2))
+        """Queues of other requests and of searches, which have room of their own: neither waits for the other."""
         self._total = QueueSize()
         self._by_tenant: dict[str, QueueSize] = {}
         self._by_band: dict[int, QueueSize] = {}
@@ -84,7 +87,9 @@ class FlowController:
         self.num_dispatched = 0
         """Number of dispatched requests that have not ended."""
         self.num_sequences = 0
-        """Number of samples that these requests run at a time."""
+        """Number of samples that these requests run at a time, without beams."""
+        self.num_beams = 0
+        """Number of beams that the searches among these requests run at a time."""
         self.prefill_tokens = 0
         """Prompt tokens of these requests that are not yet computed."""
 
@@ -109,20 +114,25 @@ class FlowController:
         return self._by_band
 
     @property
-    def queue(self) -> FairQueue:
-        """The queue, for reports; only the controller changes it."""
-        return self._queue
+    def num_flows(self) -> int:
+        """Number of service counters of tenants."""
+        return sum(queue.num_flows for queue in self._queues)
 
     def queued(self) -> Iterator[Entry]:
         """Yield all queued entries, in no particular order."""
-        return self._queue.queued()
+        return chain.from_iterable(queue.queued() for queue in self._queues)
 
-    def is_open(self, room: Room, num_sequences: int = 1) -> bool:
-        """Return whether a request with `num_sequences` samples at a time may be dispatched."""
+    def used(self, room: Room) -> int:
+        """Return how many of `room.sequences` are in use."""
+        return self.num_sequences + (0 if room.is_split else self.num_beams)
+
+    def is_open(self, room: Room, entry: Entry) -> bool:
+        """Return whether a request may be dispatched now."""
+        running = self.num_sequences + self.num_beams
         return (
-            self.num_sequences < room.sequences
+            (self.num_beams < room.searches if entry.is_search else self.used(room) < room.sequences)
             and self.prefill_tokens < room.prefill_tokens
-            and (self.num_sequences + num_sequences <= room.streams or (not self.num_sequences and room.streams > 0))
+            and (running + entry.num_sequences <= room.streams or (not running and room.streams > 0))
         )
 
     def retry_after(self, now: float) -> float:
@@ -171,7 +181,8 @@ class FlowController:
         if entry.num_bytes > bounds.num_bytes:
             return over
         chosen = {victim.number for victim in freed.victims}
-        for victim in self._queue.newest_below(entry.priority, tenant):
+        lower = (queue.newest_below(entry.priority, tenant) for queue in self._queues)
+        for victim in heapq.merge(*lower, key=lambda one: (-one.priority, -one.number)):
             if victim.number in chosen:
                 continue
             freed.size.add(victim, -1)
@@ -185,29 +196,40 @@ class FlowController:
         entry.on(EntryEvent.QUEUE)
         self._number += 1
         entry.number, entry.arrived = self._number, now
-        self._queue.add(entry)
+        self._queues[entry.is_search].add(entry)
         self._count(entry, 1)
 
     def dispatch(self, room: Room, now: float) -> list[Entry]:
         """Return the entries that leave the queue now, in order: dispatched while there is room, or expired."""
         decided: list[Entry] = []
-        while (entry := self._queue.next()) is not None:
+        while (entry := self._next(room, now)) is not None:
+            decided.append(entry)
             if entry.deadline <= now:
                 self._leave(entry, EntryEvent.EXPIRE)
-                decided.append(entry)
                 continue
-            if not self.is_open(room, entry.num_sequences):
-                break
             entry.on(EntryEvent.DISPATCH)
-            self._queue.begin(entry)
+            self._queues[entry.is_search].begin(entry)
             self._count(entry, -1)
             self._rate.note(now)
             self.num_dispatched += 1
-            self.num_sequences += entry.num_sequences
+            self._run(entry, 1)
             entry.open_prefill_tokens = entry.prefill_tokens
             self.prefill_tokens += entry.prefill_tokens
-            decided.append(entry)
         return decided
+
+    def _next(self, room: Room, now: float) -> Entry | None:
+        """Return the entry that leaves its queue next, by priority and arrival among the first ones of both queues;
+        `None` if there is no room for either."""
+        first = [entry for queue in self._queues if (entry := queue.next()) is not None]
+        free = [entry for entry in first if entry.deadline <= now or self.is_open(room, entry)]
+        return min(free, key=lambda entry: (entry.priority, entry.number), default=None)
+
+    def _run(self, entry: Entry, sign: int) -> None:
+        """Count the samples or beams of an entry that begins (`sign` 1) or ends (-1)."""
+        if entry.is_search:
+            self.num_beams += sign * entry.num_sequences
+        else:
+            self.num_sequences += sign * entry.num_sequences
 
     def expire(self, entry: Entry) -> None:
         """Remove a queued entry whose deadline in the queue has passed."""
@@ -236,12 +258,12 @@ class FlowController:
         entry.on(EntryEvent.END)
         self.prefilled(entry)
         self.num_dispatched -= 1
-        self.num_sequences -= entry.num_sequences
-        self._queue.end(entry, used)
+        self._run(entry, -1)
+        self._queues[entry.is_search].end(entry, used)
 
     def _leave(self, entry: Entry, event: EntryEvent) -> None:
         entry.on(event)
-        self._queue.remove(entry)
+        self._queues[entry.is_search].remove(entry)
         self._count(entry, -1)
 
     def _count(self, entry: Entry, sign: int) -> None:

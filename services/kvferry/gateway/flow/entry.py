@@ -61,7 +61,9 @@ class Entry:
     cost: float
     """Expected number of tokens, uncached prompt tokens plus output tokens, over all samples; greater than 0."""
     num_sequences: int = 1
-    """Maximum number of samples that run at a time."""
+    """Maximum number of samples or beams that run at a time."""
+    is_search: bool = False
+    """Whether the request is a beam search; see `capacity.Room.searches`."""
     prefill_tokens: int = 1
     """Expected prompt tokens that are computed before the request's first tokens."""
     num_bytes: int = 0

@@ -25,7 +25,7 @@ from kvferry.gateway.http.openai import reply as openai_reply
 from kvferry.gateway.http.page_files import PageFiles
 from kvferry.gateway.http.pin_routes import PATHS as PIN_PATHS
 from kvferry.gateway.http.pin_routes import PinRoutes
-from kvferry.gateway.http.route_errors import NoSuchRoute
+from kvferry.gateway.http.route_errors import NoSuchRoute, no_such_request
 
 _JSON = "application/json"
 _MAX_BODY_BYTES = 64 << 10
@@ -114,14 +114,7 @@ class AdminApi:
         request_id = RequestId(request.path_params["request_id"])
         found = self.journal.find_any(request_id)
         if not found:
-            return error_response(
-                NoSuchRoute(
-                    f"request {shortened(request_id)!r} not found: it is still running, was served by another gateway, "
-                    "or is older than the last 1,024 requests",
-                    field="request_id",
-                    reason="REQUEST_NOT_FOUND",
-                )
-            )
+            return error_response(no_such_request(self.journal.why_missing(request_id)))
         body = {"request_id": request_id, "tenants": [{"tenant": name, "samples": samples} for name, samples in found]}
         return Response(openai_reply.encode(body), headers=_PRIVATE, media_type=_JSON)
 

@@ -37,7 +37,7 @@ from kvferry.gateway.http.openapi.operations import OPERATIONS
 from kvferry.gateway.http.request_body import JSON, BodyBudget
 from kvferry.gateway.http.responses.routes import ResponseRoutes
 from kvferry.gateway.http.responses.store import ResponseStore
-from kvferry.gateway.http.route_errors import MethodNotAllowed, NoSuchRoute
+from kvferry.gateway.http.route_errors import MethodNotAllowed, NoSuchRoute, no_such_request
 from kvferry.gateway.http.unary.routes import ANSWERS, UnaryRoute
 from kvferry.gateway.instruments import Instruments
 from kvferry.rpc.text.text_service import TextService
@@ -154,13 +154,7 @@ class ClientApi:
         request_id = RequestId(request.path_params["request_id"])
         samples = self.journal.find(tenant, request_id)
         if samples is None:
-            raise NoSuchRoute(
-                f"request {shortened(request_id)!r} not found: it is still running, was served by another gateway or "
-                "before this "
-                "gateway started, or was evicted by newer requests",
-                field="request_id",
-                reason="REQUEST_NOT_FOUND",
-            )
+            raise no_such_request(self.journal.why_missing(request_id, tenant))
         return Response(openai_reply.encode({"request_id": request_id, "samples": samples}), media_type=JSON)
 
     async def _health(self, _request: Request) -> Response:

@@ -15,3 +15,8 @@ class MethodNotAllowed(NoSuchRoute):
 
     http_status = 405
     reason = "METHOD_NOT_ALLOWED"
+
+
+def no_such_request(message: str) -> NoSuchRoute:
+    """Return the error for a request id without a record."""
+    return NoSuchRoute(message, field="request_id", reason="REQUEST_NOT_FOUND")

@@ -183,6 +183,7 @@ class TextService:
             num_samples=first.num_sequences,
             num_running=min(MAX_RUNNING_SAMPLES, len(requests) * first.num_sequences),
             max_tokens=first.sampling.max_tokens or 0,
+            is_search=first.beams is not None,
             held_bytes=sum(request.held_bytes for request in requests),
         )
         span = current_span()

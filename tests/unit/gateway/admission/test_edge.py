@@ -397,7 +397,7 @@ async def test_two_tenants_share_the_capacity_by_weight(tenants):
         edge.go.set()
         await asyncio.gather(first, *tasks)
         assert 5 <= order[:8].count("a") <= 7
-        assert edge.controller.queue.num_flows == 0
+        assert edge.controller.num_flows == 0
 
 
 async def test_a_changed_file_counts_without_a_restart(tenants):

@@ -70,7 +70,8 @@ async def searches(*, room: int = 1000, **settings: Any) -> AsyncIterator[Search
             made.go.set()
             await scripted.idle()
             controller = made.controller
-            assert (controller.num_dispatched, controller.num_sequences, controller.prefill_tokens) == (0, 0, 0)
+            assert (controller.num_dispatched, controller.num_sequences, controller.num_beams) == (0, 0, 0)
+            assert controller.prefill_tokens == 0
             assert all(account.num_open == 0 for account in scripted.gateway.gate.quotas.accounts.values())
 
 
@@ -78,7 +79,7 @@ async def test_a_search_holds_the_room_of_its_beams() -> None:
     async with searches(room=8) as made:
         first = asyncio.create_task(made.post())
         await eventually(lambda: made.controller.num_dispatched == 1)
-        assert made.controller.num_sequences == 8
+        assert made.controller.num_beams == 8
         second = asyncio.create_task(made.post(use_beam_search=None, best_of=1))
         await eventually(lambda: made.controller.num_queued == 1)
         made.go.set()
@@ -108,7 +109,7 @@ async def test_searches_of_several_prompts_take_turns() -> None:
         made.num_free = 2
         task = asyncio.create_task(made.post(prompt=[f"{number:04}" for number in range(5)]))
         await eventually(lambda: made.num_running == 16)
-        assert made.controller.num_sequences == 16
+        assert made.controller.num_beams == 16
         made.go.set()
         assert len((await task).json()["choices"]) == 5
         steps = [tuple(call.token_ids)[:_NUM_PROMPT] for call in made.worker.decodes]

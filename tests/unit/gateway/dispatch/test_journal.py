@@ -42,6 +42,17 @@ def test_a_request_is_found_by_its_own_tenant_only() -> None:
     assert journal.find("a", RequestId("other")) is None
 
 
+def test_a_request_with_several_prompts_is_referred_to_its_parts() -> None:
+    journal = Journal()
+    for number in range(2):
+        journal.add(a_run(f"r-{number}"))
+    journal.add(a_run("r-x"))
+    missing = "request 'r' has a record for each of its prompts; ask for r-0, r-1"
+    assert journal.why_missing(RequestId("r"), "a") == journal.why_missing(RequestId("r")) == missing
+    assert "not found: it is still running" in journal.why_missing(RequestId("r"), "b")
+    assert "not found" in journal.why_missing(RequestId("other"), "a")
+
+
 def test_the_oldest_are_forgotten(monkeypatch) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.setattr(module, "_MAX_REQUESTS", 3)
     monkeypatch.setattr(module, "_MAX_SAMPLES", 2)

@@ -11,12 +11,12 @@ def worker(role: str = "both", most: int = 8, running: int = 0, own: int = 0, us
 
 def test_workers_that_generate_set_the_bound():
     found = room([worker("prefill", 64), worker("decode", 8), worker("decode", 4)], max_streams=100)
-    assert found == Room(12, PREFILL_TOKENS_PER_WORKER, 100)
+    assert found == Room(12, 64, True, PREFILL_TOKENS_PER_WORKER, 100)
 
 
 def test_aggregated_workers_count_only_without_a_pair():
     both = [worker("both", 5), worker("both", 5)]
-    assert room(both, 100).sequences == 10
+    assert room(both, 100) == Room(10, 5, False, 2 * PREFILL_TOKENS_PER_WORKER, 100)
     assert room([*both, worker("prefill", 64), worker("decode", 8)], 100).sequences == 8
     assert room([*both, worker("decode", 8)], 100).sequences == 10
 
@@ -48,7 +48,8 @@ def test_a_full_prefill_stage_closes_the_fleet():
 
 @pytest.mark.parametrize(("role", "expected"), [("prefill", 8), ("decode", 8)])
 def test_half_a_fleet_has_its_own_room(role, expected):
-    assert room([worker(role)], 100).sequences == expected
+    found = room([worker(role)], 100)
+    assert (found.sequences, found.searches, found.is_split) == (expected, expected // 2, False)
 
 
 def test_without_workers_requests_pass_and_fail():

@@ -47,12 +47,11 @@ class Traffic(RuleBasedStateMachine):
         cost=st.integers(1, 50),
         num_bytes=st.integers(0, 30),
         sequences=st.integers(1, 3),
+        is_search=st.booleans(),
         life=st.one_of(st.just(math.inf), st.floats(0, 5)),
     )
-    def arrive(self, tenant, priority, cost, num_bytes, sequences, life):
-        one = Entry(
-            tenant, priority, cost, sequences, prefill_tokens=cost, num_bytes=num_bytes, deadline=self.now + life
-        )
+    def arrive(self, tenant, priority, cost, num_bytes, sequences, is_search, life):
+        one = Entry(tenant, priority, cost, sequences, is_search, cost, num_bytes=num_bytes, deadline=self.now + life)
         self.all.append(one)
         before = {id(other) for other in self.of(EntryState.QUEUED)}
         try:
@@ -66,17 +65,27 @@ class Traffic(RuleBasedStateMachine):
         assert len({victim.number for victim in victims}) == len(victims)
         self.controller.submit(one, self.now)
 
-    @rule(sequences=st.integers(0, 6), tokens=st.integers(0, 120), streams=st.integers(0, 8))
-    def dispatch(self, sequences, tokens, streams):
-        before = self.controller.num_sequences
-        decided = self.controller.dispatch(Room(sequences, tokens, streams), self.now)
+    @rule(
+        sequences=st.integers(0, 6),
+        searches=st.integers(0, 6),
+        is_split=st.booleans(),
+        tokens=st.integers(0, 120),
+        streams=st.integers(0, 8),
+    )
+    def dispatch(self, sequences, searches, is_split, tokens, streams):
+        controller = self.controller
+        before, beams = controller.num_sequences, controller.num_beams
+        decided = controller.dispatch(Room(sequences, searches, is_split, tokens, streams), self.now)
         gone = [one for one in decided if one.state is EntryState.DISPATCHED]
         assert all(one.deadline > self.now for one in gone)
         assert all(one.state is EntryState.EXPIRED for one in decided if one.deadline <= self.now)
+        for kind, used, bound in ((False, before, sequences), (True, beams, searches)):
+            if own := [one for one in gone if one.is_search is kind]:
+                most = used + sum(one.num_sequences for one in own)
+                assert most - own[-1].num_sequences < bound, "each request was dispatched while there was room"
         if gone:
-            most = before + sum(one.num_sequences for one in gone)
-            assert most - gone[-1].num_sequences < sequences, "each request was dispatched while there was room"
-            assert most <= streams or (before == 0 and len(gone) == 1)
+            most = before + beams + sum(one.num_sequences for one in gone)
+            assert most <= streams or (before + beams == 0 and len(gone) == 1)
 
     @precondition(lambda self: self.of(EntryState.DISPATCHED))
     @rule(data=st.data(), used=st.floats(0, 100))
@@ -113,7 +122,8 @@ class Traffic(RuleBasedStateMachine):
             assert sum(one.num_bytes for one in own) <= OWN.num_bytes
         assert sum(size.requests for size in controller.by_band.values()) == len(waiting)
         assert controller.num_dispatched == len(running)
-        assert controller.num_sequences == sum(one.num_sequences for one in running)
+        assert controller.num_sequences == sum(one.num_sequences for one in running if not one.is_search)
+        assert controller.num_beams == sum(one.num_sequences for one in running if one.is_search)
         assert controller.prefill_tokens == sum(one.open_prefill_tokens for one in running) >= 0
         assert not self.of(EntryState.NEW), "a request is neither queued nor ended"
 
@@ -126,8 +136,8 @@ class Traffic(RuleBasedStateMachine):
             for one in self.of(EntryState.DISPATCHED):
                 self.controller.finish(one, 1.0)
         assert all(one.state in MACHINE.final for one in self.all)
-        assert (self.controller.num_dispatched, self.controller.num_sequences) == (0, 0)
-        assert (self.controller.prefill_tokens, self.controller.queue.num_flows) == (0, 0)
+        assert (self.controller.num_dispatched, self.controller.num_sequences, self.controller.num_beams) == (0, 0, 0)
+        assert (self.controller.prefill_tokens, self.controller.num_flows) == (0, 0)
 
 
 Traffic.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
@@ -155,6 +165,36 @@ def test_without_room_a_request_stays_queued(room):
     assert controller.dispatch(room, 0.0) == []
     assert one.state is EntryState.QUEUED
     assert controller.dispatch(OPEN, 0.0) == [one]
+
+
+def test_searches_beyond_their_room_delay_no_other_request():
+    controller, room = FlowController(UNLIMITED), Room(sequences=8, searches=8, is_split=True)
+    searches = [queued(controller, entry(num_sequences=8, is_search=True)) for _ in range(3)]
+    other = queued(controller, entry(priority=5))
+    assert controller.dispatch(room, 0.0) == [searches[0], other]
+    assert controller.used(room) == 1, "with prefill and decode workers, beams take no place of a decode worker"
+    controller.finish(searches[0], 1.0)
+    assert controller.dispatch(room, 0.0) == [searches[1]]
+
+
+def test_searches_leave_half_of_the_workers_of_both_roles_to_others():
+    controller, room = FlowController(UNLIMITED), Room(sequences=8, searches=4)
+    searches = [queued(controller, entry(num_sequences=4, is_search=True)) for _ in range(3)]
+    others = [queued(controller, entry()) for _ in range(6)]
+    assert controller.dispatch(room, 0.0) == [searches[0], *others[:4]]
+    assert controller.used(room) == 8
+    controller.finish(searches[0], 1.0)
+    assert controller.dispatch(room, 0.0) == [searches[1]], "the earliest arrival of either kind is next"
+    assert controller.dispatch(room, 0.0) == []
+
+
+def test_a_request_displaces_the_lowest_class_of_either_kind():
+    controller = FlowController(QueueBounds(3, 1000))
+    search, other = entry(priority=7, is_search=True), entry(priority=4)
+    newer = entry(priority=7)
+    for one in (search, other, newer):
+        queued(controller, one)
+    assert controller.make_room(entry(priority=0), UNLIMITED, 0.0) == [newer]
 
 
 def test_computed_prompts_make_room_for_further_ones():
