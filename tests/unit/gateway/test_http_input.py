@@ -205,6 +205,12 @@ async def test_large_bodies_are_refused(client, declared):
         ({"prompt": "a", "allowed_token_ids": [300]}, "allowed_token_ids", "token id 300"),
         ({"prompt": "a", "bad_words": [""]}, "bad_words", "0 characters"),
         ({"prompt": "a", "bad_words": "a"}, "bad_words", "not a JSON string"),
+        ({"prompt": "a", "cache_salt": "x" * 2000}, "cache_salt", "has 2000 characters; at most 1024 are accepted"),
+        (
+            {"prompt": "a", "use_beam_search": True, "early_stopping": "x"},
+            "early_stopping",
+            "must be a valid boolean or 'never', not a JSON string",
+        ),
         ({"prompt": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "keeps no token"),
         ({"prompt": "a", "truncate_prompt_tokens": -2}, "truncate_prompt_tokens", "from -1 to"),
         ({"prompt": "a" * 600, "truncate_prompt_tokens": 512}, "prompt", "512 tokens"),

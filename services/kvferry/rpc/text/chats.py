@@ -82,8 +82,8 @@ def encode_chat(
 def _constraint(model: TextModel, use: ToolUse, sampling: SamplingParams, *, is_open: bool) -> Constraint:
     if sampling.constraint is not None:
         raise InvalidRequest(
-            "tool_choice requires a call, which constrains the output; remove the other constraint (response_format, "
-            "constraint), or use tool_choice auto",
+            "tool_choice requires a call, which constrains the output; remove the request's other constraint, such as "
+            "response_format or structured_outputs, or use tool_choice auto",
             field="tool_choice",
         )
     form = model.answer_form

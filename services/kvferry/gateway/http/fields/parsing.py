@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 from collections.abc import Iterator
 from typing import Any, TypeVar, get_args
 
@@ -13,6 +14,7 @@ from kvferry.gateway.http.fields.strict import Accepted, Strict, is_no_op
 from kvferry.gateway.http.openai.bounds import shown
 
 S = TypeVar("S", bound=Strict)
+_NUMBER = re.compile(r"\d+")
 
 
 def json_object(body: bytes) -> dict[str, Any]:
@@ -70,7 +72,17 @@ def _refusal(kind: type[Strict], errors: list[ErrorDetails]) -> InvalidRequest:
         return InvalidRequest(f"{field} is missing", field=field)
     if worst["type"] == "too_short":
         return InvalidRequest(f"{field} is empty; send at least one item", field=field)
-    return InvalidRequest(f"{field}{_expectation(worst['msg'])}, not {shown(worst['input'])}", field=field)
+    if worst["type"] == "string_too_long":
+        most = _NUMBER.findall(worst["msg"])[0]
+        return InvalidRequest(f"{field} has {len(worst['input'])} characters; at most {most} are accepted", field=field)
+    expected = _expectation(worst["msg"])
+    for error in same:  # a fixed value beside another type, such as `bool | Literal["never"]`
+        if error is not worst and error["type"] == "literal_error" and error["loc"][:-1] == worst["loc"][:-1]:
+            expected += f" or {_expectation(error['msg']).removeprefix(' must be ')}"
+    given = worst["input"]
+    is_choice = worst["type"] == "literal_error" and isinstance(given, str)  # a fixed value is no text of a prompt
+    value = repr(shortened(given)) if is_choice else shown(given)
+    return InvalidRequest(f"{field}{expected}, not {value}", field=field)
 
 
 def _expectation(message: str) -> str:
