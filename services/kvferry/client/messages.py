@@ -12,7 +12,7 @@ from kvferry.model.requests.output_text import StopReason
 from kvferry.model.requests.pooling import PoolingParams
 from kvferry.model.text.answers.pieces import AssembledCalls, ToolCall
 from kvferry.model.text.tools.definitions import Choice, Tool, ToolUse
-from kvferry.model.text.tools.inputs import ToolInput, calls_from_input, content_from_input, tool_from_input
+from kvferry.model.text.tools.inputs import ToolInput, calls_from_input, content_from_input, use_from_input
 from kvferry.rpc import wire
 from kvferry.rpc.text.text_stream import TextChunk, Usage
 from kvferry.rpc.text.token_source import Timing
@@ -160,10 +160,7 @@ def tool_use(tools: Sequence[Tool | ToolInput], choice: str, *, is_parallel: boo
     """
     if not tools and choice in (Choice.AUTO, Choice.NONE):
         return None
-    given = tuple(tool_from_input(tool, number) for number, tool in enumerate(tools))
-    if choice in tuple(Choice):
-        return ToolUse(given, Choice(choice), is_parallel=is_parallel)
-    return ToolUse(given, Choice.REQUIRED, choice, is_parallel=is_parallel)
+    return use_from_input(tools, choice, is_parallel=is_parallel)
 
 
 def chat_to_wire(messages: Sequence[ChatMessage], use: ToolUse | None = None) -> inference_pb2.Chat:

@@ -23,7 +23,7 @@ from kvferry.engine.settings import EngineSettings
 from kvferry.model.requests.beams import Alternatives, BeamParams
 from kvferry.model.text.chat_template import Message
 from kvferry.model.text.tools.definitions import Tool
-from kvferry.model.text.tools.inputs import ToolInput
+from kvferry.model.text.tools.inputs import ToolInput, use_from_input
 
 
 class AsyncLLM:
@@ -128,6 +128,8 @@ class AsyncLLM:
         sampling: SamplingParams | None = None,
         *,
         tools: Sequence[Tool | ToolInput] = (),
+        tool_choice: str = "auto",
+        parallel_tool_calls: bool = True,
         chat_template_kwargs: Mapping[str, object] | None = None,
     ) -> AsyncGenerator[CompletionPart, None]:
         """Answer a conversation; yield the text, reasoning and calls that each step adds. See `generate`.
@@ -136,6 +138,8 @@ class AsyncLLM:
             messages: messages with `role` and `content`.
             sampling: parameters of the answer.
             tools: tools that the model may call.
+            tool_choice: `auto`, `none`, `required`, or the name of the tool to call.
+            parallel_tool_calls: whether an answer may have several calls.
             chat_template_kwargs: further variables of the chat template, such as `enable_thinking`.
 
         Raises:
@@ -143,7 +147,8 @@ class AsyncLLM:
         """
         messages = message_list(messages)
         params, variables = sampling or SamplingParams(), chat_template_kwargs
-        made = await asyncio.to_thread(self._requests.start_chat, messages, params, tools, None, variables)
+        use = use_from_input(tools, tool_choice, is_parallel=parallel_tool_calls)
+        made = await asyncio.to_thread(self._requests.start_chat, messages, params, use, None, variables)
         async with aclosing(self._parts(made)) as parts:
             async for part in parts:
                 yield part

@@ -28,7 +28,7 @@ from kvferry.model.requests.pooling import cosine
 from kvferry.model.text.chat_template import Message
 from kvferry.model.text.tokenizer import Tokenizer
 from kvferry.model.text.tools.definitions import Tool
-from kvferry.model.text.tools.inputs import ToolInput
+from kvferry.model.text.tools.inputs import ToolInput, use_from_input
 
 __all__ = ["LLM", "Completion", "Embedding"]
 
@@ -264,6 +264,8 @@ class LLM:
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         tools: Sequence[Tool | ToolInput] = (),
+        tool_choice: str = "auto",
+        parallel_tool_calls: bool = True,
         chat_template_kwargs: Mapping[str, object] | None = None,
         model: str | Sequence[str] = "",
         progress: bool = False,
@@ -275,20 +277,24 @@ class LLM:
             conversations: one or several, each a list of messages with `role` and `content`.
             sampling: parameters of all answers, or one for each.
             tools: tools that the model may call.
+            tool_choice: `auto`, `none`, `required`, or the name of the tool to call.
+            parallel_tool_calls: whether an answer may have several calls.
             chat_template_kwargs: further variables of the chat template, such as `enable_thinking`.
             model: see `generate`.
             progress: whether to show a progress bar on standard error.
 
         Raises:
-            InvalidRequest: see `generate`; or the chat template rejects a conversation.
+            InvalidRequest: see `generate`; or the chat template rejects a conversation, or a call is required together
+                with another constraint.
             UnknownModel: see `generate`.
             GenerationFailed: a logit is not finite.
             UsageError: the model has no chat template.
         """
         several = conversation_list(conversations)
         params, adapters = _for_each(sampling, len(several)), self._adapters(model, len(several))
+        use = use_from_input(tools, tool_choice, is_parallel=parallel_tool_calls)
         streams = [
-            self._requests.start_chat(messages, each, tools, adapter, chat_template_kwargs)
+            self._requests.start_chat(messages, each, use, adapter, chat_template_kwargs)
             for messages, each, adapter in zip(several, params, adapters, strict=True)
         ]
         return self._complete(streams, "answers" if progress else None)

@@ -15,6 +15,7 @@ from kvferry.engine.embedding import pooling_request
 from kvferry.engine.messages import EngineRequest
 from kvferry.engine.prompts import Prompt
 from kvferry.model.requests.answer_forms import AnswerParsers, answer_form, opens_reasoning
+from kvferry.model.requests.answer_rules import answer_rules
 from kvferry.model.requests.beams import Beam, BeamParams
 from kvferry.model.requests.output_text import OutputText
 from kvferry.model.requests.pooling import PoolingParams
@@ -29,9 +30,9 @@ from kvferry.model.text.chat_template import ChatTemplate, Message
 from kvferry.model.text.detokenizer import Detokenizer
 from kvferry.model.text.stop_strings import StopMatcher
 from kvferry.model.text.tokenizer import Tokenizer
-from kvferry.model.text.tools.definitions import Tool, ToolUse
+from kvferry.model.text.tools.definitions import ToolUse
 from kvferry.model.text.tools.history import call_input, check_calls, with_names
-from kvferry.model.text.tools.inputs import ToolInput, calls_from_input, content_from_input, tool_from_input
+from kvferry.model.text.tools.inputs import calls_from_input, content_from_input
 from kvferry.model.text.tools.prompt import encode_conversation
 
 
@@ -94,7 +95,7 @@ class RequestBuilder:
         self,
         messages: Sequence[Message],
         sampling: SamplingParams,
-        tools: Sequence[Tool | ToolInput],
+        use: ToolUse,
         adapter: AdapterId | None = None,
         variables: Mapping[str, object] | None = None,
     ) -> CompletionStream:
@@ -102,22 +103,19 @@ class RequestBuilder:
 
         Raises:
             InvalidRequest: a message has an unknown form or role, a call and its result do not belong together, the
-                chat template rejects the conversation, or the tools exceed a limit.
+                chat template rejects the conversation, or a call is required together with another constraint.
             UsageError: the model has no chat template.
         """
         template, tokenizer = self._template(), self.tokenizer
-        use = ToolUse(tuple(tool_from_input(tool, number) for number, tool in enumerate(tools)))
         given = [_template_message(message, f"messages.{number}") for number, message in enumerate(messages)]
         check_calls(given)
         ids = encode_conversation(template, tokenizer, with_names(given), use.offered, variables)
         if self._form is None:
             self._form = answer_form(template, tokenizer, AnswerParsers())
         form = self._form
-        names = tuple(tool.name for tool in use.callable_tools)
-        if not names and not form.has_reasoning:
-            return self._start(ids, sampling, adapter)
         is_open = opens_reasoning(form, ids, Detokenizer(tokenizer, shows_control=False, marks=form.marks.by_token))
-        return self._start(ids, sampling, adapter, form, SplitOptions(names, use.max_calls, is_open))
+        sampling, split = answer_rules(form, use, sampling, is_open=is_open)
+        return self._start(ids, sampling, adapter, None if split is None else form, split)
 
     def start_pooling(self, prompt: Prompt, params: PoolingParams) -> EngineRequest:
         """Build a pooling request.

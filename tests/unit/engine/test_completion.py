@@ -9,7 +9,8 @@ from kvferry.core.sampling import FinishReason, SampledToken, SamplingParams
 from kvferry.engine import LLM
 from kvferry.engine.completion import CompletionStream
 from kvferry.engine.plan.kv_jobs import SequenceUpdate
-from kvferry.model.text.tools.definitions import Tool
+from kvferry.model.text.tools.definitions import Tool, ToolUse
+from kvferry.model.text.tools.inputs import use_from_input
 
 TOOL = Tool("get_weather", "Returns the weather.", {"type": "object", "properties": {"city": {"type": "string"}}})
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>'
@@ -36,7 +37,7 @@ def feed(llm: LLM, made: CompletionStream, text: str, size: int) -> list[str]:
 
 @pytest.mark.parametrize("size", [1, 7, 1000])
 def test_calls_are_not_part_of_the_text(llm: LLM, size: int) -> None:
-    made = llm._requests.start_chat(USER, SamplingParams(seed=1), [TOOL])
+    made = llm._requests.start_chat(USER, SamplingParams(seed=1), use_from_input([TOOL], "auto", is_parallel=True))
     texts = feed(llm, made, f"Let me look.{CALL}", size)
     whole = made.completion()
     assert "".join(texts) == whole.text == "Let me look."
@@ -48,7 +49,7 @@ def test_calls_are_not_part_of_the_text(llm: LLM, size: int) -> None:
 
 
 def test_without_functions_the_text_is_unchanged(llm: LLM) -> None:
-    made = llm._requests.start_chat(USER, SamplingParams(seed=1), [])
+    made = llm._requests.start_chat(USER, SamplingParams(seed=1), ToolUse())
     feed(llm, made, CALL, 5)
     assert made.completion().text == CALL
     assert made.completion().tool_calls == ()

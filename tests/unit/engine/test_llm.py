@@ -1,5 +1,8 @@
 """The offline API: parameters for each prompt, conversations, progress; the engine is idle afterwards."""
 
+import json
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -83,6 +86,24 @@ def test_functions_reach_the_prompt(llm: LLM) -> None:
     tool = Tool("get_weather", "Returns the weather.", {"type": "object", "properties": {}})
     (answer,) = llm.chat([[{"role": "user", "content": "hello"}]], GREEDY, tools=[tool])
     assert "get_weather" in llm.tokenizer.decode(answer.prompt_token_ids)
+
+
+def test_a_required_call_is_the_answer(llm: LLM) -> None:
+    city = {"type": "object", "properties": {"city": {"enum": ["Rome"]}}, "required": ["city"]}
+    tools = [Tool("get_weather", "", {**city, "additionalProperties": False}), Tool("other", "", {"type": "object"})]
+    question = [{"role": "user", "content": "hello"}]
+    long = replace(GREEDY, max_tokens=300, ignore_eos=False)
+    (answer,) = llm.chat([question], long, tools=tools, tool_choice="get_weather")
+    assert [(call.name, json.loads(call.arguments)) for call in answer.tool_calls] == [
+        ("get_weather", {"city": "Rome"})
+    ]
+    (answer,) = llm.chat([question], long, tools=tools[:1], tool_choice="required", parallel_tool_calls=False)
+    assert [call.name for call in answer.tool_calls] == ["get_weather"]
+    (answer,) = llm.chat([question], GREEDY, tools=tools, tool_choice="none")
+    assert answer.tool_calls == ()
+    assert "get_weather" not in llm.tokenizer.decode(answer.prompt_token_ids)
+    with pytest.raises(InvalidRequest, match="tool_choice is 'absent', which is not in tools"):
+        llm.chat([question], GREEDY, tools=tools, tool_choice="absent")
 
 
 def test_progress_is_shown_only_on_request(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,16 +1,13 @@
 """Prepares a chat for generation: prompt, options for splitting the answer, and the grammar if a call is required."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from kvferry.core.constraint import Constraint, ConstraintKind
-from kvferry.core.errors import InvalidRequest
 from kvferry.core.sampling import SamplingParams
 from kvferry.model.requests.answer_forms import opens_reasoning
-from kvferry.model.text.answers import reasoning
+from kvferry.model.requests.answer_rules import answer_rules
 from kvferry.model.text.answers.answer import SplitOptions
-from kvferry.model.text.tools.definitions import Choice, ToolUse
-from kvferry.model.text.tools.grammars import calls_grammar, thought_rules
+from kvferry.model.text.tools.definitions import ToolUse
 from kvferry.model.text.tools.history import check_calls, with_names
 from kvferry.rpc.text import prompts
 from kvferry.rpc.text.text_model import ChatMessages, TextModel
@@ -49,14 +46,7 @@ def prepare_chat(
     ids = encode_chat(model, messages, use, variables)
     form = model.answer_form
     is_open = opens_reasoning(form, ids, model.new_detokenizer(False, form.marks.by_token))
-    names = tuple(tool.name for tool in use.callable_tools)
-    is_required = use.choice is Choice.REQUIRED
-    split = SplitOptions(names, use.max_calls, is_open, is_required) if names or form.has_reasoning else None
-    constraint = sampling.constraint
-    if is_required:
-        sampling = replace(sampling, constraint=_constraint(model, use, sampling, is_open=is_open))
-    elif constraint is not None and is_open and not constraint.after:
-        sampling = replace(sampling, constraint=replace(constraint, after=reasoning.CLOSER))
+    sampling, split = answer_rules(form, use, sampling, is_open=is_open)
     return PreparedChat(ids, sampling, split)
 
 
@@ -77,20 +67,3 @@ def encode_chat(
     prompts.check_num_messages(len(messages))
     check_calls(messages)
     return prompts.encode_chat(model, with_names(messages), use.offered, variables)
-
-
-def _constraint(model: TextModel, use: ToolUse, sampling: SamplingParams, *, is_open: bool) -> Constraint:
-    if sampling.constraint is not None:
-        raise InvalidRequest(
-            "tool_choice requires a call, which constrains the output; remove the request's other constraint, such as "
-            "response_format or structured_outputs, or use tool_choice auto",
-            field="tool_choice",
-        )
-    form = model.answer_form
-    thought = ""
-    if form.has_reasoning:
-        thought = thought_rules(form.marks, is_open=is_open, call_format=form.call_format)
-    grammar = calls_grammar(
-        form.call_format, use.callable_tools, form.marks, is_single=use.max_calls == 1, thought=thought
-    )
-    return Constraint(ConstraintKind.GRAMMAR, grammar)

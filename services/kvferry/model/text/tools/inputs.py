@@ -1,13 +1,13 @@
 """Messages and tools of Python callers: kvferry's own types, or dictionaries in OpenAI's form."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from kvferry.core.errors import InvalidRequest, shortened
 from kvferry.model.text.answers.pieces import ToolCall
 from kvferry.model.text.chat_template import Message
-from kvferry.model.text.tools.definitions import Tool
+from kvferry.model.text.tools.definitions import Choice, Tool, ToolUse
 
 ToolInput = Mapping[str, object]
 """A tool in OpenAI's form: `{"type": "function", "function": {"name": .., "description": .., "parameters": ..}}`."""
@@ -34,6 +34,23 @@ def tool_from_input(value: object, number: int) -> Tool:
         function.get("parameters") or {},
         is_strict=bool(function.get("strict")),
     )
+
+
+def use_from_input(tools: Sequence[Tool | ToolInput], choice: str, *, is_parallel: bool) -> ToolUse:
+    """Return tools and how they may be used.
+
+    Args:
+        tools: tools that the model may call.
+        choice: `auto`, `none`, `required`, or the name of the tool to call.
+        is_parallel: whether an answer may have several calls.
+
+    Raises:
+        InvalidRequest: see `ToolUse` and `tool_from_input`.
+    """
+    given = tuple(tool_from_input(tool, number) for number, tool in enumerate(tools))
+    if choice in tuple(Choice):
+        return ToolUse(given, Choice(choice), is_parallel=is_parallel)
+    return ToolUse(given, Choice.REQUIRED, choice, is_parallel=is_parallel)
 
 
 def call_from_input(value: object, where: str) -> ToolCall:
