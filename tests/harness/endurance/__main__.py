@@ -1,8 +1,9 @@
 """Run requests with all features through `kvferry up` for minutes: `python -m harness.endurance [--seconds 600]`.
 
-64 streams run at a time over two prefill and two decode workers with tiers, drafts, priorities and adapters, and so few
-pages that sequences are preempted. Every answer must equal that of the same request alone in one worker. At the end, no
-worker may hold a resource, and the memory of no process may have grown. The exit status is 1 otherwise.
+64 streams run at a time over two prefill and two decode workers with tiers, drafts, priorities, adapters and pinned
+prefixes, and so few pages that sequences are preempted. Every answer must equal that of the same request alone in one
+worker. At the end, no worker may hold a resource, and the memory of no process may have grown. The exit status is 1
+otherwise.
 """
 
 import asyncio
@@ -17,9 +18,10 @@ from random import Random
 from tempfile import TemporaryDirectory
 
 import click
+import httpx
 import psutil
 
-from harness.endurance.cases import Case, draw_cases
+from harness.endurance.cases import Case, draw_cases, draw_heads
 from harness.idle import assert_workers_idle
 from harness.kernels.lora_files import write
 from harness.servers.processes import running
@@ -40,6 +42,7 @@ TOGETHER = (
     *("--load-policy", "always", "--speculation", "auto", "--scheduling", "priority"),
 )
 SAMPLE_SECONDS = 2.0
+PIN_SECONDS = 0.5
 SPARE_BYTES = 16 << 20
 GROWTH = 1.1
 """Limit of the memory in the last fifth of the run divided by that in the second fifth, plus `SPARE_BYTES`."""
@@ -65,7 +68,10 @@ async def expected_answers(address: str, cases: Sequence[Case]) -> dict[int, Ans
     found: dict[int, Answer] = {}
     async with AsyncClient(address, timeout=REQUEST_SECONDS) as client:
         for case in cases:
-            made = await client.complete(case.prompt, case.sampling, n=case.n, model=case.model)
+            made = await client.complete(
+                case.prompt, case.sampling, n=case.n, model=case.model, beams=case.beams, tools=case.tools,
+                tool_choice=case.tool_choice,
+            )  # fmt: skip
             found[case.number] = {one.index: one.token_ids for one in made}
     return found
 
@@ -74,8 +80,9 @@ async def ask(client: AsyncClient, case: Case, expected: Answer, leaves_after: i
     """Send a request and compare its tokens until the end, or until the client disconnects."""
     tokens: Answer = defaultdict(list)
     stream = client.generate(
-        case.prompt, case.sampling, n=case.n, model=case.model, priority=case.priority, cache_salt=case.cache_salt
-    )
+        case.prompt, case.sampling, n=case.n, model=case.model, priority=case.priority, cache_salt=case.cache_salt,
+        beams=case.beams, tools=case.tools, tool_choice=case.tool_choice,
+    )  # fmt: skip
     has_left = False
     try:
         async with aclosing(stream) as chunks:
@@ -114,6 +121,17 @@ async def run(
 
     async with AsyncClient(address, timeout=REQUEST_SECONDS) as client:
         await asyncio.gather(*(one_stream(client) for _ in range(streams)))
+
+
+async def pin(admin: str, heads: Sequence[Sequence[int]], report: Report) -> None:
+    """Pin a prefix for two seconds, again and again."""
+    rng = Random(2)
+    async with httpx.AsyncClient(base_url=f"http://{admin}", timeout=REQUEST_SECONDS) as http:
+        while True:
+            body = {"prompt": list(rng.choice(heads)), "ttl_seconds": 2}
+            answer = await http.post("/pin_prefix", json=body)
+            report.outcomes[f"pin {answer.json().get('error', {}).get('code', 'ok')}"] += 1
+            await asyncio.sleep(PIN_SECONDS)
 
 
 async def watch(parent: psutil.Process, report: Report) -> None:
@@ -156,7 +174,10 @@ def main(seconds: float, streams: int, count: int, seed: int, connector: str) ->
             workers = ready["workers"]
             assert isinstance(workers, dict)
             click.echo(f"{streams} streams for {seconds:.0f} s")
-            asyncio.run(_watched(str(ready["grpc"]), cases, expected, seconds, streams, report, stack.process.pid))
+            pinning = str(ready["admin"]), draw_heads(seed)
+            asyncio.run(
+                _watched(str(ready["grpc"]), cases, expected, seconds, streams, report, stack.process.pid, pinning)
+            )
             assert_workers_idle(workers.values())
             assert stack.stop() == 0
     sys.exit(_print(report))
@@ -170,12 +191,17 @@ async def _watched(
     streams: int,
     report: Report,
     pid: int,
+    pinning: tuple[str, Sequence[Sequence[int]]],
 ) -> None:
-    watching = asyncio.create_task(watch(psutil.Process(pid), report))
+    beside = [asyncio.create_task(watch(psutil.Process(pid), report)), asyncio.create_task(pin(*pinning, report))]
     try:
         await run(address, cases, expected, seconds, streams, report)
     finally:
-        watching.cancel()
+        for task in beside:
+            task.cancel()
+        for found in await asyncio.gather(*beside, return_exceptions=True):
+            if not isinstance(found, asyncio.CancelledError):
+                report.wrong.append(f"{found!r}")
 
 
 def _print(report: Report) -> int:

@@ -1,4 +1,4 @@
-"""The requests of an endurance run: every feature of sampling, constraints, adapters and vectors, drawn from a seed."""
+"""The requests of an endurance run, drawn from a seed: sampling, constraints, tools, beams, adapters, all features."""
 
 import json
 from collections.abc import Sequence
@@ -7,6 +7,8 @@ from random import Random
 
 from kvferry.core.constraint import Constraint, ConstraintKind
 from kvferry.core.sampling import SamplingParams
+from kvferry.model.requests.beams import BeamParams
+from kvferry.model.text.tools.definitions import Tool
 
 SCHEMA = {
     "type": "object",
@@ -18,6 +20,10 @@ SCHEMA = {
     "required": ["name", "is_well"],
     "additionalProperties": False,
 }
+TOOLS = (
+    Tool("person", "", SCHEMA),
+    Tool("weather", "", {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}),
+)
 CONSTRAINTS = (
     Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(SCHEMA)),
     Constraint(ConstraintKind.REGEX, "[a-c]{2,9}(x|yy)+z"),
@@ -31,9 +37,13 @@ class Case:
     """One request."""
 
     number: int
-    prompt: tuple[int, ...]
+    prompt: tuple[int, ...] | tuple[dict[str, object], ...]
+    """Token ids, or the messages of a conversation."""
     sampling: SamplingParams
     model: str = ""
+    beams: BeamParams | None = None
+    tools: tuple[Tool, ...] = ()
+    tool_choice: str = "auto"
     n: int = 1
     priority: int = 0
     cache_salt: str = ""
@@ -41,12 +51,16 @@ class Case:
     """Names of the features that the request uses, for the report."""
 
 
-def draw_cases(count: int, seed: int, adapters: Sequence[str]) -> list[Case]:
-    """Draw requests. Half of the prompts begin with one of eight common prefixes, to use caches, tiers and
-    hand-offs.
-    """
+def draw_heads(seed: int) -> list[tuple[int, ...]]:
+    """Draw eight prefixes, with one of which half of the prompts begin, to use caches, tiers, pins and hand-offs."""
     rng = Random(seed)
-    heads = [tuple(rng.randrange(199) for _ in range(rng.choice((64, 129, 300)))) for _ in range(8)]
+    return [tuple(rng.randrange(199) for _ in range(rng.choice((64, 129, 300)))) for _ in range(8)]
+
+
+def draw_cases(count: int, seed: int, adapters: Sequence[str]) -> list[Case]:
+    """Draw requests."""
+    heads = draw_heads(seed)
+    rng = Random(seed + 1)
     return [_case(number, rng, heads, adapters) for number in range(count)]
 
 
@@ -57,13 +71,32 @@ def _case(number: int, rng: Random, heads: Sequence[tuple[int, ...]], adapters: 
         prompt = (*prompt, *(list(range(30, 60)) * 3))  # repetitive text, so that drafts are proposed
     sampling, features = _sampling(number, rng)
     case = Case(number, prompt, sampling, features=features)
+    special = rng.random()
+    if special < 0.06:
+        beams = BeamParams(rng.choice((2, 3, 5)), rng.choice((2, 6)), ignore_eos=rng.random() < 0.5)
+        case = replace(case, sampling=SamplingParams(), beams=beams, features=("beams",))
+    elif special < 0.16:
+        case = _with_tools(case, rng)
     if rng.random() < 0.25:
         case = replace(case, model=rng.choice(adapters), features=(*case.features, "adapter"))
     if rng.random() < 0.2:
-        case = replace(case, n=rng.choice((2, 3)), features=(*case.features, "n"))
+        case = replace(case, n=2 if case.beams is not None else rng.choice((2, 3)), features=(*case.features, "n"))
     if rng.random() < 0.1:
         case = replace(case, cache_salt="pepper", features=(*case.features, "salt"))
     return replace(case, priority=rng.randrange(3))
+
+
+def _with_tools(case: Case, rng: Random) -> Case:
+    """Return a conversation in which the model may or must call a tool."""
+    question: dict[str, object] = {
+        "role": "user",
+        "content": f"{case.number} " + "how is the weather? " * rng.randrange(1, 6),
+    }
+    sampling = SamplingParams(temperature=rng.choice((0.0, 0.9)), seed=case.number, max_tokens=96)
+    choice = rng.choice(("auto", "required", "weather"))
+    return replace(
+        case, prompt=(question,), sampling=sampling, tools=TOOLS, tool_choice=choice, features=(f"tools {choice}",)
+    )
 
 
 def _sampling(number: int, rng: Random) -> tuple[SamplingParams, tuple[str, ...]]:

@@ -10,6 +10,7 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 
 from kvferry.core.constraint import Constraint, ConstraintKind
 from kvferry.core.errors import InvalidRequest
@@ -23,6 +24,14 @@ _COSTLY = "CONSTRAINT_TOO_COSTLY"
 _MEMORY_BYTES = 1 << 30
 _MAX_WAITING = 64
 _NICENESS = 10
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    """A check, and the number of requests that wait for it. Without them it is cancelled."""
+
+    task: asyncio.Task[InvalidRequest | None]
+    num_waiting: int = 0
 
 
 class ConstraintCheck:
@@ -49,9 +58,11 @@ class ConstraintCheck:
             prepare=prepare,
         )
         self._verdicts: OrderedDict[bytes, InvalidRequest | None] = OrderedDict()
+        self._running: dict[bytes, _Running] = {}
 
     async def check(self, constraint: Constraint, tenant: str = "") -> None:
-        """Check that workers can compile a constraint. Tenants take turns.
+        """Check that workers can compile a constraint. Tenants take turns; requests that wait for the same constraint
+        wait for one check.
 
         Raises:
             InvalidRequest: the constraint is invalid, uses an unsupported feature, or takes too much time or memory.
@@ -61,21 +72,39 @@ class ConstraintCheck:
         digest = hashlib.sha256(repr(constraint).encode("utf-8", "backslashreplace")).digest()
         if digest in self._verdicts:
             self._verdicts.move_to_end(digest)
+            known = self._verdicts[digest]
         else:
-            verdict: InvalidRequest | None = None
-            begun = asyncio.get_running_loop().time()
+            running = self._running.get(digest)
+            if running is None:
+                running = self._running[digest] = _Running(
+                    asyncio.create_task(self._decide(digest, constraint, tenant))
+                )
+            running.num_waiting += 1
             try:
-                await self._process.run_as(tenant, len(constraint.source), compile_constraint, constraint)
-            except InvalidRequest as error:
-                if error.reason == _COSTLY and asyncio.get_running_loop().time() - begun < CHECK_SECONDS:
-                    raise  # the process ended for another reason, such as a signal: no verdict is kept
-                verdict = error
-            self._verdicts[digest] = verdict
-            if len(self._verdicts) > MAX_VERDICTS:
-                self._verdicts.popitem(last=False)
-        known = self._verdicts[digest]
+                known = await asyncio.shield(running.task)
+            finally:
+                running.num_waiting -= 1
+                if not running.num_waiting:
+                    running.task.cancel()  # no effect if it has ended
+                    if self._running.get(digest) is running:
+                        del self._running[digest]
         if known is not None:
             raise InvalidRequest(known.message, field=known.field, reason=known.reason)
+
+    async def _decide(self, digest: bytes, constraint: Constraint, tenant: str) -> InvalidRequest | None:
+        """Compile a constraint in the process, and keep the verdict."""
+        verdict: InvalidRequest | None = None
+        begun = asyncio.get_running_loop().time()
+        try:
+            await self._process.run_as(tenant, len(constraint.source), compile_constraint, constraint)
+        except InvalidRequest as error:
+            if error.reason == _COSTLY and asyncio.get_running_loop().time() - begun < CHECK_SECONDS:
+                raise  # the process ended for another reason, such as a signal: no verdict is kept
+            verdict = error
+        self._verdicts[digest] = verdict
+        if len(self._verdicts) > MAX_VERDICTS:
+            self._verdicts.popitem(last=False)
+        return verdict
 
     async def stop(self) -> None:
         """Stop the process."""

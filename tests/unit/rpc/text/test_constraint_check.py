@@ -53,3 +53,57 @@ async def test_verdicts_are_bounded(check: ConstraintCheck, monkeypatch: pytest.
     for number in range(4):
         await check.check(Constraint(ConstraintKind.CHOICE, f'["{number}"]'))
     assert len(check._verdicts) == 2
+
+
+class Held:
+    """Stands for the process: a check ends when it is released."""
+
+    def __init__(self) -> None:
+        self.begun = self.cancelled = 0
+        self.go = asyncio.Event()
+        self.error: InvalidRequest | None = None
+
+    async def run_as(self, *_: object) -> None:
+        self.begun += 1
+        try:
+            await self.go.wait()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        if self.error is not None:
+            raise self.error
+
+
+async def test_requests_with_the_same_constraint_wait_for_one_check(
+    check: ConstraintCheck, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = Held()
+    monkeypatch.setattr(check, "_process", held)
+    held.error = InvalidRequest("no")
+    waiting = [asyncio.create_task(check.check(GOOD)) for _ in range(200)]
+    await asyncio.sleep(0)
+    waiting[0].cancel()  # the first request, which began the check
+    await asyncio.sleep(0)
+    held.go.set()
+    results = await asyncio.gather(*waiting, return_exceptions=True)
+    assert isinstance(results[0], asyncio.CancelledError)
+    assert {type(result) for result in results[1:]} == {InvalidRequest}
+    assert (held.begun, held.cancelled, check._running) == (1, 0, {})
+
+
+async def test_a_check_that_no_request_waits_for_is_cancelled(
+    check: ConstraintCheck, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = Held()
+    monkeypatch.setattr(check, "_process", held)
+    waiting = [asyncio.create_task(check.check(GOOD)) for _ in range(2)]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    await asyncio.sleep(0)
+    assert (held.begun, held.cancelled, check._running) == (1, 1, {})
+    held.go.set()
+    await check.check(GOOD)
+    assert held.begun == 2
