@@ -94,8 +94,13 @@ def test_latent_pages_are_loaded_from_a_tier(folders: Any) -> None:
 @pytest.mark.parametrize(
     ("kernels", "dtype", "device", "message"),
     [
-        ("triton", "float32", "cpu", "latent attention of the model family deepseek_v3 is supported only on CPUs"),
-        ("auto", "float32", "cuda", "only on CPUs; use --device cpu and --kernels auto"),
+        (
+            "torch",
+            "float32",
+            "cuda",
+            "latent attention of the model family deepseek_v3 on a GPU needs the Triton kernels",
+        ),
+        ("auto", "int8", "cuda", "int8 KV needs the compiled kernels, but they are for CPUs, not for cuda"),
         ("auto", "int8", "cpu", "int8 KV needs the compiled kernels, but they keep latent vectors in float32 or"),
     ],
 )

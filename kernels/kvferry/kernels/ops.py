@@ -73,7 +73,8 @@ class Ops:
     `sin` is negated."""
 
     write_kv: Callable[[torch.Tensor, torch.Tensor, int, torch.Tensor], None]
-    """Write each row's key and value to its slot: (kv [T, 2, K, D], pages, layer, slots [T]) -> `None`."""
+    """Write each row's key and value to its slot: (kv [T, 2, K, D], pages, layer, slots [T]) -> `None`; with pages of
+    latent vectors, kv is [T, 1, 1, D]."""
 
     place_qkv: Callable[
         [torch.Tensor, HeadNorms | None, torch.Tensor, torch.Tensor, torch.Tensor, int, torch.Tensor], None
@@ -108,6 +109,15 @@ class Ops:
     each group, the columns of its weights are updated in its rows; the rank-sized product is computed in at least
     float32. `None` if the backend does not support adapters."""
 
+    place_latent: (
+        Callable[[torch.Tensor, torch.Tensor, float, torch.Tensor, torch.Tensor, torch.Tensor, int, torch.Tensor], None]
+        | None
+    ) = None
+    """Write latent vectors to pages: (vectors [T, rank + R], norm weight [rank], epsilon, cos [T, R], sin [T, R],
+    pages, layer, slots) -> `None`. The first `rank` elements of a vector are replaced by their `rms_norm`, the others
+    are rotated as by `rotate`; `vectors` is undefined afterwards. `None` if the backend does not support latent
+    attention."""
+
     attend_latent: Callable[[torch.Tensor, LatentUp, torch.Tensor, int, AttentionPlan, float], torch.Tensor] | None = (
         None
     )
@@ -136,7 +146,8 @@ class DeviceOps:
     """Operations for a runner without host synchronization between steps."""
 
     attend: Callable[[torch.Tensor, torch.Tensor, int, AttentionPlan, AttentionRules], torch.Tensor]
-    """`Ops.attend`, which also accepts plans of `plan_cascade` and `plan_rows`."""
+    """`Ops.attend`, which also accepts plans of `plan_cascade` and `plan_rows`. `Ops.attend_latent` of a backend with
+    `DeviceOps` accepts plans of `plan_rows`."""
 
     plan_cascade: Callable[[AttentionBatch, torch.Tensor, int, Sequence[SharedPrefix]], AttentionPlan]
     """Like `Ops.plan_attention`, but common prefixes of pages are read only once. The results are equal."""

@@ -13,6 +13,9 @@ _WriteKv = Callable[[torch.Tensor, torch.Tensor, int, torch.Tensor], None]
 _PlaceQkv = Callable[
     [torch.Tensor, HeadNorms | None, torch.Tensor, torch.Tensor, torch.Tensor, int, torch.Tensor], None
 ]
+_PlaceLatent = Callable[
+    [torch.Tensor, torch.Tensor, float, torch.Tensor, torch.Tensor, torch.Tensor, int, torch.Tensor], None
+]
 
 
 def place_qkv_of(rms_norm: _RmsNorm, rotate: _Rotate, write_kv: _WriteKv) -> _PlaceQkv:
@@ -37,6 +40,27 @@ def place_qkv_of(rms_norm: _RmsNorm, rotate: _Rotate, write_kv: _WriteKv) -> _Pl
         write_kv(qkv[:, heads:].view(len(qkv), 2, kv_heads, qkv.shape[2]), pages, layer, slots)
 
     return place_qkv
+
+
+def place_latent_of(rms_norm: _RmsNorm, rotate: _Rotate, write_kv: _WriteKv) -> _PlaceLatent:
+    """Build `Ops.place_latent` from a backend's `rms_norm`, `rotate` and `write_kv`."""
+
+    def place_latent(
+        vectors: torch.Tensor,
+        norm: torch.Tensor,
+        epsilon: float,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        pages: torch.Tensor,
+        layer: int,
+        slots: torch.Tensor,
+    ) -> None:
+        rank = len(norm)
+        vectors[:, :rank] = rms_norm(vectors[:, :rank], norm, epsilon)
+        rotate(vectors[:, None, rank:], cos, sin)
+        write_kv(vectors[:, None, None], pages, layer, slots)
+
+    return place_latent
 
 
 def clamped_swiglu(gate_up: torch.Tensor, *, alpha: float, limit: float) -> torch.Tensor:

@@ -174,6 +174,12 @@ class ModelConfig:
         return None if self.experts is None or layer in self.experts.dense_layers else self.experts
 
     @property
+    def projected_heads(self) -> int:
+        """Heads per row of what attention is computed from: queries, keys and values, or with latent attention only
+        queries."""
+        return self.num_heads + (2 * self.num_kv_heads if self.latent is None else 0)
+
+    @property
     def attended_size(self) -> int:
         """Size of the attention result, the input of the output projection."""
         return self.num_heads * (self.head_dim if self.latent is None else self.latent.value)

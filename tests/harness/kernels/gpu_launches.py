@@ -10,6 +10,7 @@ from kvferry.kernels.batch import (
     AttentionRules,
     ExpertWeights,
     HeadNorms,
+    LatentUp,
     LowRankGroup,
     LowRankWeights,
     SharedPrefix,
@@ -18,6 +19,8 @@ from kvferry.kernels.batch import (
 from kvferry.kernels.block_moves import Overlay
 from kvferry.kernels.gpu import attend, blocks, digest, heads, norms, plan, rows
 from kvferry.kernels.gpu.experts import products
+from kvferry.kernels.gpu.latent import place
+from kvferry.kernels.gpu.latent.attend import attend_latent
 from kvferry.kernels.gpu.sampling import draw, logits
 from kvferry.kernels.logit_rows import Adjustments, Draws, TokenLists
 
@@ -74,6 +77,30 @@ def _attention_cases() -> dict[str, Callable[[], None]]:
     return cases
 
 
+def _latent(heads: int, rank: int, dtype: torch.dtype) -> None:
+    """Decode rows and a chunk, decode rows whose lengths are on the device, and writes, with heads of DeepSeek V2 and
+    V3."""
+    plain, turned, value = 128, 64, 128
+    pages, q = (torch.zeros(*shape, dtype=dtype) for shape in ((2, 2, 1, 1, 16, rank + turned), (42, heads, 192)))
+    up = LatentUp(*(torch.zeros(heads, size, rank, dtype=dtype) for size in (plain, value)))
+    tables, slots = np.zeros((3, 300), np.int64), torch.zeros(42, dtype=torch.int64)
+    for longest in (900, 4800):  # one partition, and several
+        batch = AttentionBatch(np.array([1, 1, 40]), np.array([longest, 1100, 100]), tables, slots)
+        attend_latent(q, up, pages, 0, plan.plan_attention(batch, pages, heads), 0.1)
+    contexts = torch.tensor([4800, 1100])
+    rows_of_one = SingleRows(torch.zeros(2, 300, dtype=torch.int32), torch.arange(2), contexts, 4800)
+    attend_latent(q[:2], up, pages, 0, plan.plan_rows(rows_of_one, pages, heads), 0.1)
+    vectors, angles = torch.zeros(2, rank + turned, dtype=dtype), torch.zeros(2, turned)
+    place.write_kv(vectors[:, None, None], pages, 0, slots[:2])
+    place.place_latent(vectors, torch.zeros(rank, dtype=dtype), 1e-6, angles, angles, pages, 0, slots[:2])
+
+
+def _latent_blocks() -> None:
+    pages, some = torch.zeros(3, 2, 1, 1, 16, 576, dtype=BF16), torch.zeros(2, dtype=torch.int64)
+    digest.digest_blocks(pages, some)
+    blocks.relayout_blocks(pages, torch.zeros(3, 2, 1, 1, 32, 576, dtype=BF16), some, Overlay(0, 48, 0, 100))
+
+
 def _experts(dtype: torch.dtype) -> None:
     for hidden, inner, has_biases in ((2880, 2880, True), (2048, 768, False)):
         weights = ExpertWeights(
@@ -118,6 +145,11 @@ CASES: dict[str, Callable[[], None]] = {
     "rows": _rows,
     **{f"heads {d}": lambda d=d: _heads(d) for d in (64, 80, 128)},  # type: ignore[misc]
     **_attention_cases(),
+    **{f"latent {h} bfloat16": lambda h=h: _latent(h, 512, BF16) for h in (16, 32, 128)},  # type: ignore[misc]
+    "latent 128 float16": lambda: _latent(128, 512, torch.float16),
+    "latent 16 float32": lambda: _latent(16, 512, torch.float32),
+    "latent, padded rank": lambda: _latent(20, 96, BF16),
+    "latent blocks": _latent_blocks,
     "experts bfloat16": lambda: _experts(BF16),
     "experts float32": lambda: _experts(torch.float32),
     "sampling": _sampling,

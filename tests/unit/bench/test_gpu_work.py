@@ -11,6 +11,10 @@ HEADS = {"heads": 8, "kv_heads": 2, "head_dim": 64, "block_tokens": 16}
 PAGES = {"blocks": 3, "layers": 5, "kv_heads": 2, "block_tokens": 16, "head_dim": 64}
 KV, Q = 2 * 2 * 64 * 2, 2 * 8 * 64 * 2  # bytes: keys and values of a token; queries and result of a row
 
+LATENT = {"heads": 8, "rank": 512, "rotated": 64, "plain": 128, "value": 128, "block_tokens": 16}
+# 300 vectors, 3 rows of queries and results, and the projections of 8 heads, of 2 bytes per value.
+LATENT_BYTES = 2 * (300 * 576 + 3 * 8 * (192 + 128) + 8 * 512 * 256)
+
 
 @pytest.mark.parametrize(
     ("spec", "num_bytes", "flops"),
@@ -18,6 +22,7 @@ KV, Q = 2 * 2 * 64 * 2, 2 * 8 * 64 * 2  # bytes: keys and values of a token; que
         (Spec.of("decode_attention", batch=3, context=100, **HEADS), 300 * KV + 3 * Q, 4 * 8 * 64 * 300),
         (Spec.of("prefill_attention", tokens=4, history=0, **HEADS), 4 * KV + 4 * Q, 4 * 8 * 64 * 10),
         (Spec.of("prefill_attention", tokens=4, history=7, **HEADS), 11 * KV + 4 * Q, 4 * 8 * 64 * (28 + 10)),
+        (Spec.of("latent_decode", batch=3, context=100, **LATENT), LATENT_BYTES, 2 * 3 * 8 * (100 * 1088 + 512 * 256)),
         (Spec.of("add_rms_norm", rows=10, columns=32), 4 * 10 * 32 * 2 + 64, 0),
         (Spec.of("silu_mul", rows=10, columns=32), 3 * 10 * 32 * 2, 0),
         (Spec.of("place_qkv", rows=10, **HEADS), 10 * (2 * 12 * 64 * 2 + 8 * 64 + 8), 0),
@@ -44,6 +49,10 @@ def test_the_shapes_are_the_documented_ones() -> None:
         (batch, context) for batch in (1, 64) for context in (4096, 16384, 32768)
     }
     assert all((s["heads"] // s["kv_heads"], s["head_dim"]) == (4, 128) for s in decode)
+    latent = [spec for spec in SERVED if spec.op == "latent_decode"]
+    assert [(s["batch"], s["context"], s["heads"]) for s in latent] == [
+        (64, 4096, 128), (64, 16384, 128), (64, 16384, 16),
+    ]  # fmt: skip
     for op in ("add_rms_norm", "silu_mul", "place_qkv"):
         moved = [work_of(spec, 2).num_bytes for spec in SERVED if spec.op == op]
         assert any(16 << 20 <= size <= 64 << 20 for size in moved), op

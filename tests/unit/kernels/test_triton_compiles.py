@@ -10,7 +10,16 @@ from pathlib import Path
 
 import pytest
 
-PARTS = ["rows", "heads", "attention 64 bfloat16", "attention 128 bfloat16", "experts bfloat16", "sampling", "blocks"]
+PARTS = [
+    "rows",
+    "heads",
+    "attention 64 bfloat16",
+    "attention 128 bfloat16",
+    "latent 128 bfloat16",
+    "experts bfloat16",
+    "sampling",
+    "blocks",
+]
 
 
 def compiled(folder: Path, *words: str) -> list[dict[str, int]]:

@@ -55,6 +55,7 @@ def _check(q: torch.Tensor, pages: torch.Tensor, plan: Plan, rules: AttentionRul
     check.ready("q", q, pages, plan.positions)
     check.floats("q", q, like=pages)
     check.dense("q", q)
+    check.pool("pages", pages, planes=2)
     if tuple(pages.shape[1:]) != plan.shape:
         raise check.fault(
             "pages", "SHAPE", f"the pages have shape {tuple(pages.shape)}; the plan is for pages of {plan.shape}"
@@ -167,4 +168,5 @@ def _merge(
         block=choice.sizes["block"],
         is_windowed=rules.window is not None,
         has_sinks=rules.sinks is not None,
+        skips_whole=False,
     )

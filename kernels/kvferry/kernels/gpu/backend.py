@@ -5,6 +5,8 @@ import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 
 from kvferry.kernels.gpu import attend, blocks, device, digest, heads, norms, plan, rows
 from kvferry.kernels.gpu.experts import products
+from kvferry.kernels.gpu.latent import attend as latent_attend
+from kvferry.kernels.gpu.latent import place
 from kvferry.kernels.gpu.sampling import draw, logits
 from kvferry.kernels.ops import DeviceOps, Linear, Ops
 from kvferry.kernels.unfused import gelu_mul
@@ -22,7 +24,7 @@ OPS = Ops(
     rms_norm=norms.rms_norm,
     add_rms_norm=norms.add_rms_norm,
     rotate=heads.rotate,
-    write_kv=heads.write_kv,
+    write_kv=place.write_kv,
     place_qkv=heads.place_qkv,
     plan_attention=plan.plan_attention,
     paged_attention=attend.paged_attention,
@@ -31,6 +33,8 @@ OPS = Ops(
     gelu_mul=gelu_mul,
     gather_rows=rows.take_rows,
     add_low_rank=rows.add_low_rank,
+    place_latent=place.place_latent,
+    attend_latent=latent_attend.attend_latent,
     run_experts=products.run_experts,
     why_not=device.why_not,
 )

@@ -132,7 +132,7 @@ def _relay(
     tile: tl.constexpr,
     is_checked: tl.constexpr,
 ) -> None:
-    """Triton kernel of `relayout_blocks`. Grid: (target blocks, layers * 2 * heads)."""
+    """Triton kernel of `relayout_blocks`. Grid: (target blocks, layers * planes * heads)."""
     number = tl.program_id(0)
     row = tl.program_id(1)
     page = tl.load(blocks + number)
@@ -165,8 +165,8 @@ def relayout_blocks(staged: torch.Tensor, pages: torch.Tensor, blocks: torch.Ten
     check.ready("staged", staged, pages)
     check.pool("staged", staged)
     check.contiguous("staged", staged)
-    _, layers, _, heads, ours, head_dim = pages.shape
-    check.shaped("staged", staged, len(staged), layers, 2, staged.shape[3], staged.shape[4], head_dim)
+    _, layers, planes, heads, ours, head_dim = pages.shape
+    check.shaped("staged", staged, len(staged), layers, planes, staged.shape[3], staged.shape[4], head_dim)
     if not 0 <= overlay.first_kv_head <= staged.shape[3] - heads:
         raise check.fault(
             "staged",
@@ -177,7 +177,7 @@ def relayout_blocks(staged: torch.Tensor, pages: torch.Tensor, blocks: torch.Ten
     c = choose("relayout_blocks", pages.device)
     c.run(
         _relay,
-        (len(blocks), layers * 2 * heads),
+        (len(blocks), layers * planes * heads),
         lost,
         staged,
         pages,

@@ -12,9 +12,11 @@ import torch
 
 from kvferry.core.errors import UsageError
 from kvferry.kernels.gpu.device import why_not
+from kvferry.kernels.latent_limits import LATENT_LIMITS
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 MAX_HEAD_DIM = 256
+MAX_RANK, MAX_ROTATED = LATENT_LIMITS
 
 
 class BadKernelInput(UsageError):
@@ -110,16 +112,41 @@ def head_dim(name: str, size: int) -> None:
         raise fault(name, "HEAD_SIZE", f"heads have {size} values; even numbers from 2 to {MAX_HEAD_DIM} are supported")
 
 
-def pool(name: str, pages: torch.Tensor) -> None:
-    """Check a tensor of pages, [pages, layers, 2, K, B, D], in which the tokens of each head must be contiguous.
+def latent_width(name: str, size: int) -> None:
+    """Check the number of values of a latent vector, with the rotated part: even, for pages of whole 32-bit words.
+
+    Raises:
+        BadKernelInput: KERNEL_HEAD_SIZE.
+    """
+    if size % 2 or not 2 <= size <= MAX_RANK + MAX_ROTATED:
+        raise fault(
+            name,
+            "HEAD_SIZE",
+            f"latent vectors have {size} values; even numbers from 2 to {MAX_RANK + MAX_ROTATED} are supported",
+        )
+
+
+def pool(name: str, pages: torch.Tensor, *, planes: int | None = None) -> None:
+    """Check a tensor of pages, [pages, layers, 2, K, B, D] or, with latent vectors, [pages, layers, 1, 1, B, D], in
+    which the tokens of each head must be contiguous.
+
+    Args:
+        name: the argument.
+        pages: the pages.
+        planes: 2 for keys and values, 1 for latent vectors; `None` for either.
 
     Raises:
         BadKernelInput: KERNEL_SHAPE, KERNEL_DTYPE, KERNEL_HEAD_SIZE or KERNEL_STRIDES.
     """
-    if pages.ndim != 6 or pages.shape[2] != 2:
-        raise fault(name, "SHAPE", f"{tuple(pages.shape)} is not [pages, layers, 2, K, B, D]")
+    shape = tuple(pages.shape)
+    is_latent = len(shape) == 6 and shape[2:4] == (1, 1)
+    is_other = not is_latent and (len(shape) != 6 or shape[2] != 2)
+    if is_other or planes not in (None, 1 if is_latent else 2):
+        wanted = {1: "[pages, layers, 1, 1, B, D]", 2: "[pages, layers, 2, K, B, D]"}
+        expected = " or ".join(text for count, text in wanted.items() if planes in (None, count))
+        raise fault(name, "SHAPE", f"{shape} is not {expected}")
     floats(name, pages)
-    head_dim(name, pages.shape[5])
+    (latent_width if is_latent else head_dim)(name, shape[5])
     dense(name, pages)
 
 

@@ -19,7 +19,7 @@ from kvferry.kernels.gpu.launch import choose
 
 
 @triton.jit
-def _turned(
+def turned(
     first: tl.tensor,
     second: tl.tensor,
     cos: tl.tensor,
@@ -56,7 +56,7 @@ def _rotate(
     first = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(source + size, mask=inside, other=0.0).to(tl.float32)
     angles = row * 2 * size
-    left, right = _turned(first, second, cos + angles, sin + angles, at, at < size, size)
+    left, right = turned(first, second, cos + angles, sin + angles, at, at < size, size)
     tl.store(source, left.to(x.dtype.element_ty), mask=inside)
     tl.store(source + size, right.to(x.dtype.element_ty), mask=inside)
 
@@ -108,7 +108,7 @@ def _place(
         right = second * scale * tl.where(is_query, query_right, key_right)
     if turns:
         angles = row * 2 * size
-        left, right = _turned(left, right, cos + angles, sin + angles, at, at < size, size)
+        left, right = turned(left, right, cos + angles, sin + angles, at, at < size, size)
     left = tl.where(is_value, first, left).to(qkv.dtype.element_ty)
     right = tl.where(is_value, second, right).to(qkv.dtype.element_ty)
     tl.store(source, left, mask=inside & is_query)
@@ -132,7 +132,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
     check.ready("x", x, cos, sin)
     check.floats("x", x)
     check.dense("x", x)
-    _angles(x, cos, sin)
+    check_angles(x, cos, sin)
     rows, heads, head_dim = x.shape
     size = head_dim // 2
     c = choose("rotate", x.device)
@@ -186,7 +186,7 @@ def place_qkv(
     Raises:
         BadKernelInput: unsupported dtype, shape, stride or device.
     """
-    _angles(qkv, cos, sin)
+    check_angles(qkv, cos, sin)
     if norms is not None:
         for name, weight in (("query norm", norms.query), ("key norm", norms.key)):
             check.ready(name, weight, qkv)
@@ -196,7 +196,12 @@ def place_qkv(
     _launch(qkv, norms, (cos, sin), pages, layer, slots)
 
 
-def _angles(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+def check_angles(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    """Check cosines and sines, each [T, D] float32, for heads [T, heads, D].
+
+    Raises:
+        BadKernelInput: unsupported dtype, shape, stride or device.
+    """
     if x.ndim != 3:
         raise check.fault("x", "SHAPE", f"the shape must be [T, heads, D], not {tuple(x.shape)}")
     check.head_dim("x", x.shape[2])
@@ -216,7 +221,7 @@ def _launch(
     slots: torch.Tensor,
 ) -> None:
     check.ready("qkv", qkv, pages, slots)
-    check.pool("pages", pages)
+    check.pool("pages", pages, planes=2)
     check.floats("qkv", qkv, like=pages)
     check.dense("qkv", qkv)
     check.typed("slots", slots, torch.int64)

@@ -67,7 +67,7 @@ class Plan:
     num_rows: int
     num_heads: int
     shape: tuple[int, ...]
-    """Shape of a page, [layers, 2, K, B, D]."""
+    """Shape of a page, [layers, 2, K, B, D] or [layers, 1, 1, B, D]."""
     tables: torch.Tensor
     """Block tables, [sequences, blocks] int32."""
     positions: torch.Tensor
@@ -142,15 +142,15 @@ def plan_cascade(
             "queries", "SHAPE", "every sequence must have at least 1 row and at most as many rows as its context length"
         )
     check.tables(batch.block_tables, contexts, pages)
-    group = _group(num_heads, pages)
+    if shared and pages.shape[2] == 1:
+        raise check.fault("shared", "SHAPE", "latent vectors of a shared prefix are not read together; plan without it")
     starts = np.cumsum(queries) - queries
     num_rows = int(queries.sum())
     owner = np.repeat(np.arange(len(queries)), queries)
     positions = np.arange(num_rows) + np.repeat(contexts - queries - starts, queries)
 
-    small_choice = choose("attend_small", pages.device, _shape(pages))
-    small_rows = max(small_choice.sizes["rows"], triton.next_power_of_2(group))
-    is_small = queries <= small_rows // group
+    small_choice, small_rows, small_limit = _sizes("small", num_heads, pages)
+    is_small = queries <= small_limit
     small, large = np.flatnonzero(is_small), np.flatnonzero(~is_small)
     small_members, large_members = np.flatnonzero(is_small[owner]), np.flatnonzero(~is_small[owner])
 
@@ -161,15 +161,14 @@ def plan_cascade(
         joint = [_joint(batch, prefix, is_small, small_members, owner, partition, pages) for prefix in shared]
         for prefix, (tokens, _) in zip(shared, joint, strict=True):
             begins[list(prefix.members)] = tokens
-        own = _tiles(small, queries, contexts, small_rows // group, begins)
+        own = _tiles(small, queries, contexts, small_limit, begins)
         cuts.append(_Cut(small_choice, small_rows, partition, own, np.arange(len(small_members))))
-        cuts += _shared_cuts([j for j in joint if j[0]], shared, group, pages)
+        cuts += _shared_cuts([j for j in joint if j[0]], shared, num_heads, pages)
     elif shared:
         raise check.fault("shared", "SHAPE", "no sequences of the batch have few enough rows to share a prefix")
     if len(large):
-        choice = choose("attend_large", pages.device, _shape(pages))
-        rows = max(choice.sizes["rows"], triton.next_power_of_2(group))
-        numbers = _tiles(large, queries, contexts, rows // group, np.zeros(len(queries), np.int64))
+        choice, rows, limit = _sizes("large", num_heads, pages)
+        numbers = _tiles(large, queries, contexts, limit, np.zeros(len(queries), np.int64))
         heaviest = np.argsort(-numbers[5], kind="stable")  # largest tiles first, to balance the load
         cuts.append(_Cut(choice, rows, 0, numbers[:, heaviest], np.arange(len(large_members))))
 
@@ -214,14 +213,13 @@ def plan_rows(rows: SingleRows, pages: torch.Tensor, num_heads: int) -> Attentio
         raise check.fault(
             "max_tokens", "TABLE", f"{rows.max_tokens} tokens exceed tables of {rows.tables.shape[1]} blocks"
         )
-    choice = choose("attend_small", pages.device, _shape(pages))
+    choice, size, _ = _sizes("small", num_heads, pages)
     count, partition = len(rows.places), choice.sizes["partition"]
     listed = torch.arange(count, dtype=torch.int32, device=pages.device)
     contexts = rows.contexts.to(torch.int32)
     numbers = torch.stack(
         (rows.places.to(torch.int32), listed, torch.ones_like(listed), torch.zeros_like(listed), contexts, contexts)
     )
-    size = max(choice.sizes["rows"], triton.next_power_of_2(_group(num_heads, pages)))
     return Plan(
         num_rows=count,
         num_heads=num_heads,
@@ -248,10 +246,21 @@ def _group(num_heads: int, pages: torch.Tensor) -> int:
     return group
 
 
-def _shape(pages: torch.Tensor) -> str:
-    """Return the shape class for launch configurations: padded head dimension and bytes per value."""
+def _sizes(kind: str, num_heads: int, pages: torch.Tensor) -> tuple[Choice, int, int]:
+    """Return the launch configuration of `small`, `large` or `shared` tiles, the number of rows of a tile's matrix, and
+    the maximum number of queries in a tile. With latent vectors, heads that exceed a tile's rows have their own tiles,
+    and the shape class is the padded number of heads instead of the head dimension."""
     wide = "32bit" if pages.dtype == torch.float32 else "16bit"
-    return f"d{max(16, triton.next_power_of_2(pages.shape[5]))}-{wide}"
+    if pages.shape[2] == 1:
+        if num_heads < 1:
+            raise check.fault("q", "SHAPE", f"{num_heads} query heads; at least 1 is required")
+        heads = triton.next_power_of_2(num_heads)
+        choice = choose(f"latent_{kind}", pages.device, f"h{min(128, max(16, heads))}-{wide}")
+        return choice, choice.sizes["rows"], max(1, choice.sizes["rows"] // heads)
+    group = _group(num_heads, pages)
+    choice = choose(f"attend_{kind}", pages.device, f"d{max(16, triton.next_power_of_2(pages.shape[5]))}-{wide}")
+    rows = max(choice.sizes["rows"], triton.next_power_of_2(group))
+    return choice, rows, rows // group
 
 
 def _tiles(sequences: Ints, queries: Ints, contexts: Ints, limit: int, begins: Ints) -> Ints:
@@ -294,15 +303,15 @@ def _joint(
 
 
 def _shared_cuts(
-    joint: list[tuple[int, Ints]], shared: Sequence[SharedPrefix], group: int, pages: torch.Tensor
+    joint: list[tuple[int, Ints]], shared: Sequence[SharedPrefix], num_heads: int, pages: torch.Tensor
 ) -> list[_Cut]:
     """Build tiles for each prefix where sharing reduces the work."""
     if not joint:
         return []
-    small, choice = (choose(op, pages.device, _shape(pages)) for op in ("attend_small", "attend_shared"))
-    rows = max(choice.sizes["rows"], triton.next_power_of_2(group))
-    most, listed, columns = rows // group, 0, []
-    tables = [prefix.members[0] for prefix in shared if prefix.tokens >= small.sizes["partition"]]
+    choice, rows, most = _sizes("shared", num_heads, pages)
+    partition = _sizes("small", num_heads, pages)[0].sizes["partition"]
+    listed, columns = 0, []
+    tables = [prefix.members[0] for prefix in shared if prefix.tokens >= partition]
     for (tokens, members), table in zip(joint, tables, strict=True):
         first = np.arange(0, len(members), most)
         counts = np.minimum(most, len(members) - first)
@@ -310,4 +319,4 @@ def _shared_cuts(
         columns.append(np.stack((np.full(len(first), table), listed + first, counts, np.zeros_like(first), same, same)))
         listed += len(members)
     numbers, members = np.concatenate(columns, axis=1), np.concatenate([m for _, m in joint])
-    return [_Cut(choice, rows, small.sizes["partition"], numbers, members)]
+    return [_Cut(choice, rows, partition, numbers, members)]

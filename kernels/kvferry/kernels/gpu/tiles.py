@@ -11,11 +11,12 @@ Sums are accumulated in float32. Products of float32 inputs use full float32 pre
 import triton
 import triton.language as tl
 
-_LOG2E = tl.constexpr(1.4426950408889634)
+LOG2E = tl.constexpr(1.4426950408889634)
+"""Logarithm of e to base 2, since weights are powers of two."""
 
 
 @triton.jit
-def _product(a: tl.tensor, b: tl.tensor, precision: tl.constexpr, widens: tl.constexpr) -> tl.tensor:
+def product(a: tl.tensor, b: tl.tensor, precision: tl.constexpr, widens: tl.constexpr) -> tl.tensor:
     """Multiply matrices into float32; `widens` converts the inputs first, since the interpreter cannot multiply
     bfloat16."""
     if widens:
@@ -72,15 +73,15 @@ def _absorb(
     else:
         keys = tl.load(source)
         values = tl.load(source + value_stride)
-    scores = _product(queries, tl.trans(keys), precision, widens)
+    scores = product(queries, tl.trans(keys), precision, widens)
     if is_capped:
         bounded = 2.0 * scores * scale / soft_cap
-        small = tl.exp2(-tl.abs(bounded) * _LOG2E)  # for tanh(x / 2) without overflow
+        small = tl.exp2(-tl.abs(bounded) * LOG2E)  # for tanh(x / 2) without overflow
         tangent = (1.0 - small) / (1.0 + small)
         scores = tl.where(bounded >= 0, tangent, -tangent)
-        factor = soft_cap * _LOG2E
+        factor = soft_cap * LOG2E
     else:
-        factor = scale * _LOG2E  # applied in the exponent below, where it costs no instruction of its own
+        factor = scale * LOG2E  # applied in the exponent below, where it costs no instruction of its own
     if is_masked:
         seen = (token[None, :] <= position[:, None]) & (token < end)[None, :]
         if is_windowed:
@@ -93,7 +94,7 @@ def _absorb(
     weights = tl.exp2(scores * factor - reached[:, None])
     shrink = tl.exp2(peak - reached)
     total = total * shrink + tl.sum(weights, axis=1)
-    values_sum = values_sum * shrink[:, None] + _product(weights.to(values.dtype), values, precision, widens)
+    values_sum = values_sum * shrink[:, None] + product(weights.to(values.dtype), values, precision, widens)
     return total, higher, values_sum
 
 
@@ -305,7 +306,7 @@ def attend_tiles(
             widens,
         )  # fmt: skip
         if has_sinks:
-            sink = tl.load(sinks + head, mask=is_row, other=0.0) * _LOG2E
+            sink = tl.load(sinks + head, mask=is_row, other=0.0) * LOG2E
             higher = tl.maximum(peak, sink)
             total = total * tl.exp2(peak - higher) + tl.exp2(sink - higher)
             values_sum = values_sum * tl.exp2(peak - higher)[:, None]
@@ -330,11 +331,13 @@ def merge_parts(
     block: tl.constexpr,
     is_windowed: tl.constexpr,
     has_sinks: tl.constexpr,
+    skips_whole: tl.constexpr,
 ) -> None:
     """Merge a row's partitions, weighted by log-sum-exp, in an order that does not depend on the batch; also merge a
     shared prefix with the rest of a sequence. Grid: (members, H).
 
-    (D + 1) * 4 bytes are read per partition, and D values are written.
+    (D + 1) * 4 bytes are read per partition, and D values are written. With `skips_whole`, rows whose first part has
+    the logarithm infinity are skipped: their results are in `out`.
     """
     member = tl.program_id(0)
     head = tl.program_id(1)
@@ -346,6 +349,10 @@ def merge_parts(
     if is_windowed:
         low = tl.maximum(position - window + 1, 0) // partition
     base = (member.to(tl.int64) * heads + head) * num_partitions
+    if skips_whole:
+        first = tl.load(part_peaks + base, mask=last > 0, other=0.0)
+        if first == float("inf"):
+            return
     at = tl.arange(0, dim)
     total = 0.0
     peak = float("-inf")
@@ -364,7 +371,7 @@ def merge_parts(
         values_sum = values_sum * shrink + tl.sum(weights[:, None] * values, axis=0)
         peak = higher
     if has_sinks:
-        sink = tl.load(sinks + head) * _LOG2E
+        sink = tl.load(sinks + head) * LOG2E
         higher = tl.maximum(peak, sink)
         total = total * tl.exp2(peak - higher) + tl.exp2(sink - higher)
         values_sum = values_sum * tl.exp2(peak - higher)

@@ -5,7 +5,7 @@ error tolerance of tests. The modules `sampling` and `blocks` contain the other 
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -20,7 +20,7 @@ from kvferry.kernels.batch import (
 )
 from kvferry.kernels.ops import AttentionPlan, DeviceOps, Linear, Ops
 from kvferry.kernels.reference import blocks, sampling
-from kvferry.kernels.unfused import place_qkv_of
+from kvferry.kernels.unfused import place_latent_of, place_qkv_of
 
 
 def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
@@ -83,13 +83,8 @@ def paged_attention(
 def attend(
     q: torch.Tensor, pages: torch.Tensor, layer: int, plan: AttentionPlan, rules: AttentionRules
 ) -> torch.Tensor:
-    if isinstance(plan, SingleRows):
-        listed = zip([1] * len(q), plan.contexts.tolist(), plan.tables[plan.places].tolist(), strict=True)
-    else:
-        assert isinstance(plan, AttentionBatch)
-        listed = zip(plan.queries.tolist(), plan.contexts.tolist(), plan.block_tables.tolist(), strict=True)
     block_tokens, outputs, first = pages.shape[4], [], 0
-    for queries, context, table in listed:
+    for queries, context, table in _sequences(plan):
         if context == 0:  # padding row
             outputs.append(torch.zeros_like(q[first : first + queries].flatten(1)))
             first += queries
@@ -118,14 +113,23 @@ def attend(
     return torch.cat(outputs)
 
 
+def _sequences(plan: AttentionPlan) -> Iterator[tuple[int, int, list[int]]]:
+    """Return (number of rows, context length, block table) of each sequence."""
+    if isinstance(plan, SingleRows):
+        return zip([1] * len(plan.places), plan.contexts.tolist(), plan.tables[plan.places].tolist(), strict=True)
+    assert isinstance(plan, AttentionBatch)
+    return zip(plan.queries.tolist(), plan.contexts.tolist(), plan.block_tables.tolist(), strict=True)
+
+
 def attend_latent(
     q: torch.Tensor, up: LatentUp, pages: torch.Tensor, layer: int, plan: AttentionPlan, scale: float
 ) -> torch.Tensor:
-    assert isinstance(plan, AttentionBatch)
     rank, outputs, first = up.keys.shape[2], [], 0
-    for queries, context, table in zip(
-        plan.queries.tolist(), plan.contexts.tolist(), plan.block_tables.tolist(), strict=True
-    ):
+    for queries, context, table in _sequences(plan):
+        if context == 0:  # padding row
+            outputs.append(q.new_zeros(queries, q.shape[1] * up.values.shape[1]))
+            first += queries
+            continue
         places = torch.arange(context, device=q.device)
         page = torch.as_tensor(table, device=q.device)[places // pages.shape[4]]
         vectors = pages[page, layer, 0, 0, places % pages.shape[4]]  # [context, rank + R]
@@ -204,6 +208,7 @@ OPS = Ops(
     gelu_mul=gelu_mul,
     gather_rows=gather_rows,
     add_low_rank=add_low_rank,
+    place_latent=place_latent_of(rms_norm, rotate, write_kv),
     attend_latent=attend_latent,
     run_experts=run_experts,
 )

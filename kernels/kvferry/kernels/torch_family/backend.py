@@ -15,7 +15,7 @@ import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from kvferry.kernels.batch import LowRankGroup
 from kvferry.kernels.ops import Linear, Ops
 from kvferry.kernels.torch_family import attention, latent
-from kvferry.kernels.unfused import gelu_mul, place_qkv_of
+from kvferry.kernels.unfused import gelu_mul, place_latent_of, place_qkv_of
 
 _PACKED_FOR_ROWS = 64
 """Number of rows by which oneDNN selects the layout; values from 1 to 512 were measured to be equally fast."""
@@ -101,5 +101,6 @@ OPS = Ops(
     gelu_mul=gelu_mul,
     gather_rows=gather_rows,
     add_low_rank=add_low_rank,
+    place_latent=place_latent_of(rms_norm, rotate, write_kv),
     attend_latent=latent.attend_latent,
 )

@@ -158,6 +158,14 @@ def _attention(s: Spec, item: int, *, rows: int, keys: int, seen: int) -> Work:
     return Work(item * dim * (2 * s["kv_heads"] * keys + 2 * s["heads"] * rows), 4 * s["heads"] * dim * seen)
 
 
+def _latent_decode(s: Spec, item: int) -> Work:
+    """Each latent vector counts once per sequence, and the projections of all heads once."""
+    batch, heads, rank, both = s["batch"], s["heads"], s["rank"], s["plain"] + s["value"]
+    values = batch * s["context"] * (rank + s["rotated"]) + batch * heads * (both + s["rotated"]) + heads * rank * both
+    of_head = s["context"] * (2 * rank + s["rotated"]) + rank * both
+    return Work(item * values, 2 * batch * heads * of_head)
+
+
 def _add_rms_norm(s: Spec, item: int) -> Work:
     return Work(item * (4 * s["rows"] + 1) * s["columns"])
 
@@ -195,6 +203,7 @@ _WORK: Mapping[str, Callable[[Spec, int], Work]] = MappingProxyType(
     {
         "decode_attention": _decode,
         "prefill_attention": _prefill,
+        "latent_decode": _latent_decode,
         "add_rms_norm": _add_rms_norm,
         "silu_mul": _silu_mul,
         "place_qkv": _place_qkv,
@@ -219,6 +228,8 @@ def _specs(
     head_dim: int,
     decode: Sequence[tuple[int, int]],
     prefill: Sequence[tuple[int, int]],
+    latent: Sequence[tuple[int, int, int]],
+    of_latent: Mapping[str, int],
     rows: Sequence[int],
     hidden: int,
     intermediate: int,
@@ -232,6 +243,10 @@ def _specs(
     return (
         *(Spec.of("decode_attention", batch=batch, context=context, **of_heads) for batch, context in decode),
         *(Spec.of("prefill_attention", tokens=now, history=before, **of_heads) for now, before in prefill),
+        *(
+            Spec.of("latent_decode", batch=batch, context=context, heads=count, **of_latent, block_tokens=16)
+            for batch, context, count in latent
+        ),
         *(Spec.of("add_rms_norm", rows=count, columns=hidden) for count in rows),
         *(Spec.of("silu_mul", rows=count, columns=intermediate) for count in rows),
         *(Spec.of("place_qkv", rows=count, **of_heads) for count in rows),
@@ -250,6 +265,8 @@ SERVED = _specs(
     head_dim=128,
     decode=[(batch, context) for batch in (1, 64) for context in (4096, 16384, 32768)],
     prefill=[(2048, 0), (8192, 0), (512, 8192)],
+    latent=[(64, 4096, 128), (64, 16384, 128), (64, 16384, 16)],
+    of_latent={"rank": 512, "rotated": 64, "plain": 128, "value": 128},
     rows=(512, 2048, 8192, 32768),
     hidden=4096,
     intermediate=14336,
@@ -257,13 +274,16 @@ SERVED = _specs(
     sampled=64,
     blocks=(64, 32),
 )
-"""Shapes of Llama 3.1 8B; row operations transfer both less and more than 16 MB."""
+"""Shapes of Llama 3.1 8B; row operations transfer both less and more than 16 MB. Latent attention has the shapes of
+DeepSeek V3 (128 heads) and V2-Lite (16 heads)."""
 SMALL = _specs(
     heads=4,
     kv_heads=2,
     head_dim=16,
     decode=[(1, 20), (3, 33)],
     prefill=[(19, 0), (5, 18)],
+    latent=[(3, 12, 20), (2, 50, 5)],
+    of_latent={"rank": 24, "rotated": 8, "plain": 12, "value": 10},
     rows=(3,),
     hidden=48,
     intermediate=64,

@@ -39,7 +39,17 @@ TUNABLE: Mapping[str, Tunable] = MappingProxyType(
                 "stages": (2, 3, 4, 5, 6),
             },
         ),
-        "merge_parts": Tunable(("decode_attention",), {"block": (4, 8, 16, 32), "warps": (1, 2, 4, 8)}),
+        "latent_small": Tunable(
+            ("latent_decode",),
+            {
+                "rows": (16, 32, 64),
+                "keys": (16, 32, 64, 128),
+                "partition": (512, 1024, 2048, 4096, 8192),
+                "warps": (4, 8),
+                "stages": (2, 3, 4, 5, 6),
+            },
+        ),
+        "merge_parts": Tunable(("decode_attention", "latent_decode"), {"block": (4, 8, 16, 32), "warps": (1, 2, 4, 8)}),
         "attend_large": Tunable(
             ("prefill_attention",),
             {"rows": (64, 128), "keys": (32, 64, 128), "warps": (4, 8), "stages": (2, 3, 4, 5)},

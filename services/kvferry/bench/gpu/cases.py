@@ -15,7 +15,7 @@ import torch
 from kvferry.bench.formulas.gpu_work import Spec
 from kvferry.bench.gpu import peers
 from kvferry.bench.gpu.timing import Action
-from kvferry.kernels.batch import AttentionBatch
+from kvferry.kernels.batch import AttentionBatch, LatentUp
 from kvferry.kernels.logit_rows import Draws
 from kvferry.kernels.ops import DeviceOps, Ops, device_ops_for, ops_for
 
@@ -103,6 +103,25 @@ def _attention(
 
     given = peers.Attention(q, pages, tables, int(contexts[0]), scale)
     return Case(s, make, others(given) if others else {})
+
+
+def _latent_decode(s: Spec, here: _Setup) -> Case:
+    batch, context, heads, rank = s["batch"], s["context"], s["heads"], s["rank"]
+    blocks = -(-context // s["block_tokens"])
+    tables = here.shuffled(batch * blocks).reshape(batch, blocks)
+    pages = here.normal(tables.size, 1, 1, 1, s["block_tokens"], rank + s["rotated"])
+    q = here.normal(batch, heads, s["plain"] + s["rotated"])
+    up = LatentUp(*(rank**-0.5 * here.normal(heads, s[name], rank) for name in ("plain", "value")))
+    queries, contexts = np.ones(batch, np.int64), np.full(batch, context)
+    slots = torch.zeros(batch, dtype=torch.int64, device=here.device)
+    described, scale = AttentionBatch(queries, contexts, tables, slots), q.shape[2] ** -0.5
+
+    def make() -> Action:
+        attend, plan = here.ops.attend_latent, here.ops.plan_attention(described, pages, heads)
+        assert attend is not None
+        return lambda: attend(q, up, pages, 0, plan, scale)
+
+    return Case(s, make, peers.latent_decode(peers.LatentAttention(q, up, pages, tables, context, scale)))
 
 
 def _add_rms_norm(s: Spec, here: _Setup) -> Case:
@@ -214,6 +233,7 @@ _CASES: Mapping[str, Callable[[Spec, _Setup], Case]] = MappingProxyType(
     {
         "decode_attention": _decode,
         "prefill_attention": _prefill,
+        "latent_decode": _latent_decode,
         "add_rms_norm": _add_rms_norm,
         "silu_mul": _silu_mul,
         "place_qkv": _place_qkv,

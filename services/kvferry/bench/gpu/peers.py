@@ -17,6 +17,7 @@ import torch.nn.functional as F  # noqa: N812 - the customary name
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kvferry.bench.gpu.timing import Action
+from kvferry.kernels.batch import LatentUp
 
 Peers = Mapping[str, Callable[[], Action]]
 _WORKSPACE_BYTES = 256 << 20
@@ -40,6 +41,41 @@ class Attention:
         order = torch.from_numpy(self.tables).to(self.pages.device)
         keys, values = (self.pages[:, 0, part][order].transpose(1, 2).flatten(2, 3) for part in (0, 1))
         return keys[:, :, : self.context].contiguous(), values[:, :, : self.context].contiguous()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LatentAttention:
+    """Inputs of latent attention of one row per sequence over paged sequences of equal length."""
+
+    q: torch.Tensor
+    """Queries [T, H, plain + R]."""
+    up: LatentUp
+    pages: torch.Tensor
+    """Pages with latent vectors [pages, 1, 1, 1, B, rank + R]."""
+    tables: npt.NDArray[np.int64]
+    """Block tables [sequences, blocks]."""
+    context: int
+    scale: float
+
+
+def latent_decode(given: LatentAttention) -> Peers:
+    """Return a factory of the action of torch: absorbed queries, and attention with all heads as rows over contiguous
+    vectors."""
+
+    def by_torch() -> Action:
+        order = torch.from_numpy(given.tables).to(given.pages.device)
+        vectors = given.pages[:, 0, 0, 0][order].flatten(1, 2)[:, None, : given.context].contiguous()
+        _, plain, rank = given.up.keys.shape
+
+        def run() -> torch.Tensor:
+            absorbed = torch.einsum("thp,hpr->thr", given.q[..., :plain], given.up.keys)
+            rows = torch.cat((absorbed, given.q[..., plain:]), dim=-1)[:, None]
+            seen = F.scaled_dot_product_attention(rows, vectors, vectors[..., :rank], scale=given.scale)
+            return torch.einsum("thr,hvr->thv", seen.squeeze(1), given.up.values)
+
+        return run
+
+    return {"torch": by_torch}
 
 
 def decode_attention(given: Attention) -> Peers:

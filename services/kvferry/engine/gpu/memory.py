@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from kvferry.core.errors import UsageError
+from kvferry.kernels.latent_limits import scratch_bytes
 from kvferry.model.config import ModelConfig
 
 _MIB = 1 << 20
@@ -29,9 +30,13 @@ def activation_bytes(config: ModelConfig, *, rows: int, max_sequences: int) -> i
         rows: maximum number of tokens in a step.
         max_sequences: maximum number of rows with logits, which the sampler also needs in float64.
     """
-    heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    per_row = 4 * config.hidden_size + 2 * heads + config.inner_values
-    return 4 * rows * per_row + 20 * max_sequences * config.vocab_size
+    per_row = 4 * config.hidden_size + 2 * config.projected_heads * config.head_dim + config.inner_values
+    needed = 4 * rows * per_row + 20 * max_sequences * config.vocab_size
+    if config.latent is not None:
+        rank = config.latent.rank
+        needed += 4 * rows * (2 * (config.latent.query_rank or 0) + 2 * config.latent.width)
+        needed += scratch_bytes(rows, config.num_heads, rank=rank, value_bytes=4)
+    return needed
 
 
 def kv_budget(memory: GpuMemory, share: float, step_bytes: int) -> int:

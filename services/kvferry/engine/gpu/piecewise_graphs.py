@@ -51,9 +51,9 @@ class PiecewiseGraphs:
         self._sizes: dict[int, _Size] = {}
         config, max_rows, device = model.config, rows[-1], model.torch_device
         self._under_way = _Size(max_rows, device)
-        heads = config.num_heads + 2 * config.num_kv_heads
-        self._qkv = torch.zeros(max_rows, heads, config.head_dim, dtype=model.torch_dtype, device=device)
-        self._seen = torch.zeros(max_rows, config.num_heads * config.head_dim, dtype=model.torch_dtype, device=device)
+        shape = max_rows, config.projected_heads, config.head_dim
+        self._qkv = torch.zeros(shape, dtype=model.torch_dtype, device=device)
+        self._seen = torch.zeros(max_rows, config.attended_size, dtype=model.torch_dtype, device=device)
         self.max_bytes = graph_sizes.piece_bytes(config, rows, value_bytes=model.torch_dtype.itemsize)
         """Upper bound of the memory of all captured pieces in bytes, without weights and pages."""
 

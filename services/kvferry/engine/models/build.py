@@ -9,6 +9,7 @@ from kvferry.engine.models.compiled import CompiledTransformer
 from kvferry.engine.models.model import Model
 from kvferry.kernels import compiled
 from kvferry.kernels.backends import BACKENDS, backend_for, device_kind
+from kvferry.kernels.latent_limits import LATENT_LIMITS
 from kvferry.model.config import Latent, ModelConfig
 from kvferry.model.features import features_in_use
 from kvferry.model.tensors import TensorSource
@@ -16,6 +17,7 @@ from kvferry.model.tensors import TensorSource
 _log = logging.getLogger(__name__)
 
 AUTO, COMPILED = "auto", "compiled"
+_TRITON = "triton"
 KERNELS = (
     AUTO,
     COMPILED,
@@ -109,12 +111,8 @@ def resolve_kernels(kernels: str, config: ModelConfig, dtype: str, device: str =
     if kernels not in KERNELS:
         raise UsageError(f"unknown kernels {kernels!r}; expected one of {', '.join(KERNELS)}", field="kernels")
     reason = "other kernels were requested" if kernels in BACKENDS else why_not_compiled(config, dtype, device)
-    if config.latent is not None and (device_kind(device) != "cpu" or kernels == "triton"):
-        raise UsageError(
-            f"latent attention of the model family {config.architecture} is supported only on CPUs; use --device cpu "
-            "and --kernels auto",
-            field="device" if device_kind(device) != "cpu" else "kernels",
-        )
+    if config.latent is not None and (device_kind(device) != "cpu" or kernels == _TRITON):
+        _check_latent_of_triton(kernels, config.latent, config.architecture)
     if reason and dtype == INT8:
         raise UsageError(f"int8 KV needs the compiled kernels, but {reason}; use --dtype bfloat16", field="dtype")
     if kernels in BACKENDS:
@@ -160,6 +158,28 @@ def why_not_compiled(config: ModelConfig, dtype: str, device: str = "cpu") -> st
     if config.head_dim % 16 or config.head_dim > 256:
         return f"head_dim {config.head_dim} is not a multiple of 16 up to 256"
     return None
+
+
+def _check_latent_of_triton(kernels: str, latent: Latent, family: str) -> None:
+    """Check that the Triton backend supports a model's latent attention.
+
+    Raises:
+        UsageError: another torch backend is requested, or the latent vectors are too large for the kernels.
+    """
+    if kernels in BACKENDS and kernels != _TRITON:
+        raise UsageError(
+            f"latent attention of the model family {family} on a GPU needs the Triton kernels, not {kernels!r}; use "
+            "--kernels auto",
+            field="kernels",
+        )
+    rank, rotated = LATENT_LIMITS
+    if latent.rank > rank or latent.rotated > rotated or latent.width % 2:
+        raise UsageError(
+            f"the Triton kernels support latent vectors of at most {rank} and {rotated} rotated values, in total an "
+            f"even number; the model has {latent.rank} (kv_lora_rank) and {latent.rotated} (qk_rope_head_dim); use "
+            "--device cpu and --kernels auto",
+            field="kernels",
+        )
 
 
 def _why_not_latent(latent: Latent, dtype: str) -> str | None:

@@ -65,8 +65,6 @@ def project(x: torch.Tensor, weights: LatentWeights, latent: Latent, heads: int,
         source = ops.rms_norm(weights.query_down(x), weights.query_norm, EPSILON)
     queries = weights.query(source).view(len(x), heads, latent.plain + latent.rotated)
     ops.rotate(queries[..., latent.plain :], at.cos, at.sin)
-    vectors = weights.down(x)
-    vectors[:, : latent.rank] = ops.rms_norm(vectors[:, : latent.rank], weights.norm, EPSILON)
-    ops.rotate(vectors[:, None, latent.rank :], at.cos, at.sin)
-    ops.write_kv(vectors[:, None, None], at.pages, at.layer, at.slots)
+    assert ops.place_latent is not None
+    ops.place_latent(weights.down(x), weights.norm, EPSILON, at.cos, at.sin, at.pages, at.layer, at.slots)
     return queries

@@ -21,6 +21,7 @@ _ROW_TOKENS = 1 << 22
 """Upper bound on rows x longest context of a captured step. Partial attention results take 32 bytes per token for 32
 heads of 128 values and partitions of 512 tokens."""
 _PARTITION = 512
+_LATENT_PARTITION = 1024
 _FLOAT = 4
 
 
@@ -84,9 +85,12 @@ def memory(config: ModelConfig, captured: Collection[int], *, value_bytes: int, 
         width: blocks per block table.
     """
     largest, heads, dim = max(captured), config.num_heads, config.head_dim
-    qkv = (heads + 2 * config.num_kv_heads) * dim
-    layer = 5 * config.hidden_size + qkv + heads * dim + config.inner_values
+    layer = 5 * config.hidden_size + config.projected_heads * dim + config.attended_size + config.inner_values
     parts = heads * (dim + 1) * -(-tokens // _PARTITION) * _FLOAT
+    if config.latent is not None:
+        rank = config.latent.rank
+        layer += 2 * heads * rank + (config.latent.query_rank or 0) + config.latent.width
+        parts = heads * (rank + 1) * -(-tokens // _LATENT_PARTITION) * _FLOAT
     head = config.vocab_size * value_bytes
     scratch = largest * (layer * value_bytes + parts + head + 2 * dim * _FLOAT)
     tables = (largest + 1) * width * _FLOAT
@@ -98,6 +102,6 @@ def piece_bytes(config: ModelConfig, rows: Collection[int], *, value_bytes: int)
     between pieces, tensors shared by all batch sizes, and scratch memory of a piece of the largest batch size."""
     hidden, dim = config.hidden_size, config.head_dim
     kept = hidden * value_bytes + 2 * dim * _FLOAT + 3 * 8
-    shared = 2 * (config.num_heads + config.num_kv_heads) * dim * value_bytes
+    shared = (config.projected_heads * dim + config.attended_size) * value_bytes
     scratch = (5 * hidden + config.inner_values) * value_bytes + shared
     return sum(rows) * kept + max(rows) * (shared + scratch)
