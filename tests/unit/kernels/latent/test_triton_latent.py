@@ -180,6 +180,18 @@ def test_rows_around_the_end_of_a_partition(device: torch.device, context: int, 
     )
 
 
+def test_partitions_need_not_be_whole_tiles_of_keys(device: torch.device) -> None:
+    case = latent_case([(1, 40), (1, 11), (3, 30)], RANK + ROTATED)
+    sizes = (PLAIN, ROTATED, VALUE, RANK)
+    row = choose("latent_small", device, "h16-32bit")
+    odd = replace(row, device=device_class(device), shape="h16-32bit", sizes={**row.sizes, "partition": 12})
+    assert 12 % row.sizes["keys"]
+    with trial([odd]):
+        assert_as_good_as_reference(
+            lambda ops, cast: attended(case, 2, sizes, ops, cast), torch.float32, OPS, device=device
+        )
+
+
 def test_heads_in_parts_give_the_same(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     case = latent_case([(1, 40), (1, 3), (9, 3)], RANK + ROTATED)
     together = run_on(case, device, 40)

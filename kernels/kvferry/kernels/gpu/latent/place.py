@@ -3,7 +3,7 @@
     vector [ v0 .. v(rank-1) | r0 .. r(R-1) ]
                 norm             rotate          ──► the row's KV slot
 
-The separate operations would read and write each vector three times, in four launches.
+The separate operations are three launches, and read and write the values twice.
 """
 
 import torch
