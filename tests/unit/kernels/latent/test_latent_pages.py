@@ -80,7 +80,7 @@ def test_pages_are_copied_digested_and_converted(device: torch.device, dtype: to
         staged = ops.gather_blocks(here, others)
         ops.scatter_blocks(staged, here, torch.tensor([2, 3], device=where))
         larger = torch.zeros(3, LAYERS, 1, 1, 2 * BLOCK_TOKENS, 24, dtype=dtype, device=where)
-        lost = ops.relayout_blocks(staged, larger, torch.tensor([2], device=where), Overlay(0, 7, 0, 0))
+        lost = ops.relayout_blocks(staged, larger, torch.tensor([0], device=where), Overlay(0, 7, 0, 0))
         return here, staged, larger, lost, ops.digest_blocks(here, some)
 
     ours, theirs = run(DEVICE_OPS, device), run(reference.DEVICE_OPS, torch.device("cpu"))
