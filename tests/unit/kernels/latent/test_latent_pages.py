@@ -79,11 +79,13 @@ def test_pages_are_copied_digested_and_converted(device: torch.device, dtype: to
         ops.copy_blocks(here, some, others)
         staged = ops.gather_blocks(here, others)
         ops.scatter_blocks(staged, here, torch.tensor([2, 3], device=where))
+        # Values of 7 tokens go to the first page; writes beyond it would change the second.
         larger = torch.zeros(3, LAYERS, 1, 1, 2 * BLOCK_TOKENS, 24, dtype=dtype, device=where)
-        lost = ops.relayout_blocks(staged, larger, torch.tensor([0], device=where), Overlay(0, 7, 0, 0))
+        lost = ops.relayout_blocks(staged, larger, torch.tensor([0], device=where), Overlay(0, 0, 0, 7))
         return here, staged, larger, lost, ops.digest_blocks(here, some)
 
     ours, theirs = run(DEVICE_OPS, device), run(reference.DEVICE_OPS, torch.device("cpu"))
+    assert int((theirs[2] != 0).sum()) == LAYERS * 7 * 24
     for got, expected in zip(ours, theirs, strict=True):
         assert torch.equal(got.cpu(), expected)
 
