@@ -39,11 +39,20 @@ def profile_worker(
     resets_cache: bool,
     has_tokens: bool,
 ) -> Profiled:
-    """Record steps of the worker whose WorkerAdmin listens on `address`, `host:port`.
+    """Record steps of a worker.
+
+    Args:
+        address: `host:port` of WorkerAdmin.
+        ticket_key: the pool's ticket key, from which the operator's call key is derived.
+        tls: certificate, key and CA of the pool; `None` for plain connections.
+        steps: number of steps to record.
+        timeout_seconds: maximum time in seconds to wait for them.
+        resets_cache: whether to empty the prefix cache first.
+        has_tokens: whether the log contains token ids.
 
     Raises:
         UsageError: the address is not `host:port`.
-        KvferryError: the call failed.
+        KvferryError: the call failed, or the recording is too large.
     """
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():

@@ -55,6 +55,13 @@ class KvferryError(Exception):
         field: str | None = None,
         retry_after_seconds: float | None = None,
     ) -> None:
+        """
+        Args:
+            message: names the value and the remedy, for people.
+            reason: stable identifier for programs; `None` for the class's.
+            field: name of the faulty request field; `None` if no single field is at fault.
+            retry_after_seconds: time in seconds after which a retry may succeed; `None` if waiting alone does not help.
+        """
         super().__init__(message)
         self.message = message
         self.field = field

@@ -254,13 +254,15 @@ def _ids(name: str, values: tuple[int, ...], limit: int) -> None:
 
 
 def check_flag(name: str, value: object, *, or_else: str = "") -> None:
-    """Check that the value of field `name` is true or false.
+    """Check that a field is true or false.
 
     Args:
+        name: name of the field.
+        value: value of the field.
         or_else: a further value that the caller accepts, for the message.
 
     Raises:
-        InvalidRequest: it is not.
+        InvalidRequest: the value is not a boolean.
     """
     if not isinstance(value, bool):
         accepted = f"true, false or {or_else}" if or_else else "true or false"

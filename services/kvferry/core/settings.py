@@ -69,7 +69,14 @@ def resolve(
     file: Mapping[str, object],
     file_name: str = "",
 ) -> dict[str, Resolved]:
-    """Resolve each setting by precedence. In `flags`, `None` and an empty sequence mean that the flag is not set.
+    """Resolve each setting by precedence: flag, environment variable, settings file, default.
+
+    Args:
+        settings: the settings of the command.
+        flags: values of the command line by setting; `None` or an empty sequence if the flag is not set.
+        environment: environment variables by name.
+        file: values of the settings file by setting.
+        file_name: path of the settings file, for errors.
 
     Raises:
         UsageError: a value is invalid, or the file has an unknown setting.
@@ -140,7 +147,11 @@ def seconds(low: float, high: float) -> Callable[[str], float]:
 
 
 def size_bytes(text: str) -> int:
-    """Parse a size in bytes, for example `512MiB`, `2GiB` or `1000000`."""
+    """Parse a size in bytes, for example `512MiB`, `2GiB` or `1000000`.
+
+    Raises:
+        ValueError: the text is invalid; the message states the accepted values.
+    """
     stripped = text.strip()
     digits = stripped.rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ")
     unit = stripped[len(digits) :].strip().lower()
@@ -170,7 +181,11 @@ def share(*, may_be_zero: bool = False) -> Callable[[str], float]:
 
 
 def device_name(text: str) -> str:
-    """Parse `auto`, `cpu`, `cuda` or `cuda:N`."""
+    """Parse `auto`, `cpu`, `cuda` or `cuda:N`.
+
+    Raises:
+        ValueError: the text is invalid; the message states the accepted values.
+    """
     name, colon, number = text.partition(":")
     if text in ("auto", "cpu", "cuda") or (name == "cuda" and colon and number.isdecimal() and len(number) < 4):
         return text
@@ -178,7 +193,11 @@ def device_name(text: str) -> str:
 
 
 def boolean(text: str) -> bool:
-    """Parse `true` or `false` in their usual spellings."""
+    """Parse `true` or `false` in their usual spellings.
+
+    Raises:
+        ValueError: the text is invalid; the message states the accepted values.
+    """
     lowered = text.strip().lower()
     if lowered in {"1", "true", "yes", "on"}:
         return True

@@ -160,7 +160,7 @@ def load_model(settings: EngineSettings, *, device: str | None = None, releases_
         releases_windows: whether pages behind sliding windows are released on CPUs if the setting is `auto`.
 
     Raises:
-        KvferryError: the model is unknown or damaged, or a setting is not valid for it.
+        KvferryError: the model is unknown or damaged, or a setting is unknown or not valid for it (`UsageError`).
     """
     if settings.load_format not in LOAD_FORMATS:
         raise UsageError(

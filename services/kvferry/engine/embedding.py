@@ -31,6 +31,12 @@ class Embedding:
 def pooling_params(pooling: str, normalize: bool, dimensions: int | None, hidden_size: int) -> PoolingParams:
     """Check the parameters of a vector.
 
+    Args:
+        pooling: name of a `Pooling`.
+        normalize: whether the vector is scaled to length 1.
+        dimensions: number of leading values to return; `None` for all.
+        hidden_size: number of values of the model's vectors.
+
     Raises:
         InvalidRequest: the pooling is unknown, or there are too many or too few dimensions.
     """
@@ -47,7 +53,16 @@ def pooling_request(
     priority: int = 0,
     deadline: float | None = None,
 ) -> EngineRequest:
-    """Create a pooling request; it samples no tokens, so its sampling parameters have no effect."""
+    """Create a pooling request; it samples no tokens, so its sampling parameters have no effect.
+
+    Args:
+        request_id: id of the request.
+        token_ids: token ids of the prompt.
+        params: parameters of the vector.
+        tenant: cache scope of the prompt.
+        priority: priority of the request; lower numbers come first.
+        deadline: monotonic time in seconds at which the request is aborted; `None` for no deadline.
+    """
     return EngineRequest(
         request_id,
         list(token_ids),

@@ -89,7 +89,8 @@ class StagedRead:
         """
         Args:
             relayout: the conversion plan from the peer's layout to this worker's layout.
-            blocks: positions of the source blocks in a prompt of `num_tokens` tokens.
+            blocks: positions of the source blocks in the prompt.
+            num_tokens: number of tokens of the prompt; the last block may be partly filled.
             start: starts a read of a range of source blocks, contiguously into memory of exactly their size.
             place: the staging slot.
             pages: all pages of this worker.
@@ -158,7 +159,14 @@ class StagedRead:
 def raw_reader(
     transport: Transport, peer: Peer, blocks: range, remote: Sequence[int]
 ) -> Callable[[range, memoryview], Read]:
-    """Create the `start` function of a `StagedRead`; `remote[i]` is the peer's page for the i-th block of `blocks`."""
+    """Create the `start` function of a `StagedRead`.
+
+    Args:
+        transport: transport with a connection to the peer.
+        peer: the worker that has the blocks.
+        blocks: positions of the source blocks in the prompt.
+        remote: the peer's page of each of `blocks`.
+    """
 
     def start(piece: range, into: memoryview) -> Read:
         ids = remote[piece.start - blocks.start : piece.stop - blocks.start]

@@ -34,6 +34,14 @@ class ModelSource:
         tensors: TensorSource,
         digest: Callable[[], str],
     ) -> None:
+        """
+        Args:
+            config: configuration of the model.
+            tokenizer: tokenizer of the model.
+            chat_template: the model's chat template; `None` for a base model without a template.
+            tensors: the weights, not read yet.
+            digest: computes the digest of the model's files.
+        """
         self.config = config
         self.tokenizer = tokenizer
         self.chat_template = chat_template

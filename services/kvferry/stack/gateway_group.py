@@ -29,6 +29,7 @@ class GatewayGroup:
         """
         Args:
             settings: resolved settings of `kvferry gateway`.
+            clock: clock of the supervision.
             on_death: see `SupervisedProcess`.
         """
         self._settings = settings
@@ -94,7 +95,10 @@ async def run_gateway_group(
     """Serve until SIGTERM or SIGINT, then drain all processes; a second signal has its default effect.
 
     Args:
+        settings: resolved settings of `kvferry gateway`.
+        clock: clock of the supervision.
         announce: called with the event `listening` when all processes listen.
+        on_death: see `SupervisedProcess`.
 
     Raises:
         UsageError, Unavailable: see `GatewayGroup.start`.

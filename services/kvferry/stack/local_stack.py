@@ -63,6 +63,13 @@ class LocalStack:
         on_progress: Callable[[str], None] | None = None,
         on_death: Callable[[str, int, float], None] | None = None,
     ) -> None:
+        """
+        Args:
+            config: configuration of the stack.
+            clock: clock of the supervision.
+            on_progress: called with a line of text at each stage of the start.
+            on_death: see `SupervisedProcess`.
+        """
         self._config = config
         self._clock = clock
         self._say = on_progress or (lambda _: None)

@@ -70,7 +70,17 @@ class CallTrace:
 def call_trace(
     tracer: Tracer | None, context: Context, method: str, work: str, clock: Clock, request_id: str, connector: str
 ) -> CallTrace:
-    """Begin the trace of a call, if its caller traces it."""
+    """Begin the trace of a call, if its caller traces it.
+
+    Args:
+        tracer: tracer of the worker; `None` without tracing.
+        context: context of the call, whose metadata may name the caller's span.
+        method: name of the RPC.
+        work: name of the phase that follows queue and KV loads: `prefill` or `decode`.
+        clock: clock of the spans.
+        request_id: id of the request.
+        connector: name of the worker's connector.
+    """
     begun = clock.monotonic()
     if tracer is None:
         return CallTrace(None, clock, begun, work, connector)

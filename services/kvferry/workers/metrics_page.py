@@ -126,10 +126,10 @@ class MetricsPage:
     """The metrics server, which runs from construction until `close`."""
 
     def __init__(self, address: str, units: Sequence[WorkerUnit], tls: PoolTls | None = None) -> None:
-        """Serve `/metrics` at `address` (`host:port`; port 0 selects a free port). Must be called on a running event
-        loop.
+        """Serve `/metrics`. Must be called on a running event loop.
 
         Args:
+            address: `host:port`; port 0 selects a free port.
             units: the worker units of this process.
             tls: TLS of the pool, whose certificate has a metric; `None` for plain connections.
 

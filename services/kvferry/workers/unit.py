@@ -255,7 +255,11 @@ class WorkerUnit:
         return self._model.source
 
     async def warm_up(self) -> None:
-        """Generate a few tokens, then report ready and accept requests."""
+        """Generate a few tokens, then report ready and accept requests.
+
+        Raises:
+            Unavailable: the worker was stopped meanwhile.
+        """
         request = EngineRequest(
             request_id=sequence_id("warm-up", 0),
             token_ids=[0] * min(self._model.layout.block_tokens + 1, self.context.max_model_tokens - _WARM_UP_TOKENS),

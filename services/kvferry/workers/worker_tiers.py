@@ -18,7 +18,15 @@ def open_tier_stack(
     commands: CommandQueue,
     clock: Clock,
 ) -> TierStack | None:
-    """Open the worker's tiers, which report to the engine through `commands`; `None` if there are none.
+    """Open the worker's tiers; return `None` if none are configured.
+
+    Args:
+        config: settings of the worker: tier URLs, size of objects and tenant key.
+        memory: pages of the worker in host memory.
+        mirror: mirror of the engine's pages.
+        layout: layout of the pages.
+        commands: queue of the engine, which gets the tiers' messages.
+        clock: clock of the tiers.
 
     Raises:
         UsageError: a tier cannot be opened.

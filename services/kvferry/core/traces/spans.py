@@ -35,7 +35,7 @@ class TraceSettings:
     """URL of a collector that accepts OTLP over HTTP, without `/v1/traces`."""
     share: float = 1.0
     """Fraction of the requests without a sampling decision by their client that are traced, from 0 to 1. With 0, no
-    request is traced, whatever its client decided."""
+    request is traced, regardless of its client's decision."""
 
     def __post_init__(self) -> None:
         """Check the settings.
@@ -99,13 +99,27 @@ class Span(Protocol):
         attributes: Mapping[str, Attribute] | None = None,
         kind: Kind = Kind.INTERNAL,
     ) -> "Span":
-        """Begin a phase within this one."""
+        """Begin a phase within this one.
+
+        Args:
+            name: name of the phase.
+            start: start time; `None` is now.
+            attributes: attributes of the new span.
+            kind: role of the span in a call.
+        """
         ...
 
     def phase(
         self, name: str, start: float, end: float | None = None, attributes: Mapping[str, Attribute] | None = None
     ) -> None:
-        """Record an ended phase within this one."""
+        """Record an ended phase within this one.
+
+        Args:
+            name: name of the phase.
+            start: start time.
+            end: end time; `None` is now.
+            attributes: attributes of the new span.
+        """
         ...
 
     def event(self, name: str, attributes: Mapping[str, Attribute] | None = None) -> None:

@@ -82,7 +82,14 @@ def checked_beam_params(params: object) -> BeamParams:
 
 
 def new_beams(prompt: Sequence[int], params: BeamParams, max_model_tokens: int, eos_token_ids: Sequence[int]) -> Beams:
-    """Return the state of a search that begins; its outputs end at the latest when the context is full."""
+    """Return the state of a search that begins.
+
+    Args:
+        prompt: token ids of the prompt.
+        params: width and limits of the search; `max_tokens` is reduced to what fits in the context.
+        max_model_tokens: context length in tokens.
+        eos_token_ids: ids that end an output.
+    """
     limit = max(1, min(params.max_tokens, max_model_tokens - len(prompt)))
     return Beams(replace(params, max_tokens=limit), frozenset(eos_token_ids))
 

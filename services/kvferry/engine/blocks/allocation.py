@@ -145,7 +145,11 @@ class Allocator:
         return None if block is None or self.pool.is_quarantined(block) else block
 
     def hold(self, table: BlockTable, prefix: CachedPrefix) -> None:
-        """Append cached pages to an empty table and take one reference to each."""
+        """Append cached pages to an empty table and take one reference to each.
+
+        Raises:
+            InvariantBroken: the table is not empty.
+        """
         if table.blocks:
             raise InvariantBroken(f"a prefix hit needs an empty table; this one has {len(table.blocks)} blocks")
         self.pool.hold(prefix.pages)

@@ -72,6 +72,13 @@ class PrefixIndex:
         """Add a page that contains a completely computed block; return `False` if the index already has a page for this
         name.
 
+        Args:
+            name: hash of the block and all blocks before it.
+            tokens: token ids of the block.
+            block: id of the page.
+            parent: hash of the previous block; `None` for a prompt's first block.
+            depth: number of blocks before this one.
+
         Raises:
             InvariantBroken: the page already has another name.
         """

@@ -105,6 +105,12 @@ def build_model(
 def resolve_kernels(kernels: str, config: ModelConfig, dtype: str, device: str = "cpu") -> str:
     """Resolve `auto` or `compiled` to a level of the compiled kernels or a torch backend.
 
+    Args:
+        kernels: one of `KERNELS`.
+        config: configuration of the model.
+        dtype: data type of the KV.
+        device: torch device string.
+
     Raises:
         UsageError: the name is unknown, or the kernels cannot run on this machine.
     """

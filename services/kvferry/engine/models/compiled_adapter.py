@@ -42,7 +42,14 @@ class CompiledAdapter:
 
 
 def pack_adapter(adapter: Adapter, runner: "_cpu.Runner", num_layers: int, *, is_bf16: bool) -> CompiledAdapter:
-    """Pack an adapter for a native model."""
+    """Pack an adapter for a native model.
+
+    Args:
+        adapter: the adapter, with float32 matrices.
+        runner: runner of the native model.
+        num_layers: number of layers of the model.
+        is_bf16: whether the packed matrices are bfloat16; otherwise float32.
+    """
     layers = [dict(_updates(adapter, layer, is_bf16)) for layer in range(num_layers)]
     num_bytes = sum(a.nbytes + b.nbytes for layer in layers for _, a, b in layer.values())
     return CompiledAdapter(runner.adapter(layers, is_bf16), num_bytes)

@@ -25,7 +25,14 @@ def latent_sizes(latent: Latent | None) -> dict[str, int]:
 
 def transposed_keys(tensors: TensorSource, name: str, heads: int, latent: Latent) -> Stored:
     """Return the transposed key projection of each head, [heads * rank, plain], from the projection of keys and values,
-    in its 16-bit type or as float32."""
+    in its 16-bit type or as float32.
+
+    Args:
+        tensors: the model's tensors.
+        name: name of the projection of keys and values, [heads * (plain + value), rank].
+        heads: number of attention heads.
+        latent: dimensions of the latent attention.
+    """
     kind = tensors.stored(name).type_id
 
     def load() -> npt.NDArray[np.uint8]:

@@ -26,6 +26,13 @@ class RandomTensors:
     def __init__(
         self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0
     ) -> None:
+        """
+        Args:
+            config: configuration of the model, from which the shapes follow.
+            dtype: dtype of the tensors: float32, float16 or bfloat16.
+            device: device on which `draw` generates.
+            seed: seed of the values.
+        """
         self._shapes = expected_shapes(config)
         self._is_tied = config.tie_word_embeddings
         self._dtype = dtype

@@ -26,7 +26,14 @@ class TorchAdapter:
 
 
 def pack_adapter(adapter: Adapter, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> TorchAdapter:
-    """Convert an adapter to tensors."""
+    """Convert an adapter to tensors.
+
+    Args:
+        adapter: the adapter, with float32 matrices.
+        config: configuration of the model.
+        dtype: dtype of the tensors.
+        device: device of the tensors.
+    """
     places = _places(config)
     layers: list[Layer] = []
     num_bytes = 0

@@ -50,6 +50,14 @@ def load_transformer(
 ) -> "Transformer":
     """Load a model for a torch kernel backend; sets torch's number of threads.
 
+    Args:
+        config: configuration of the model.
+        tensors: the model's tensors.
+        dtype: name of a torch dtype, for example `bfloat16`.
+        device: torch device string.
+        backend: name of the kernel backend.
+        threads: number of torch threads on the CPU.
+
     Raises:
         ModelFileError: the weights do not match the configuration.
         UsageError: the backend does not run on the device.
@@ -250,7 +258,17 @@ class Transformer:
         return passage, self._project(0, inputs, passage)
 
     def attend(self, index: int, qkv: torch.Tensor, pages: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
-        """Launch one layer's attention on the qkv returned by `enter` or `leave`; return [T, H * D]."""
+        """Launch one layer's attention.
+
+        Args:
+            index: index of the layer.
+            qkv: [T, H + 2 K, D], returned by `enter` or `leave`.
+            pages: KV pages of the engine.
+            plan: attention plan of the step.
+
+        Returns:
+            The attention output, [T, H * D].
+        """
         queries, rules = qkv[:, : self.config.num_heads], self._rules[index]
         weights = self.weights.layers[index].qkv
         if isinstance(plan, GroupPlans):

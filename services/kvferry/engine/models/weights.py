@@ -89,6 +89,13 @@ def load_weights(
 ) -> Weights:
     """Load all parameters, reading every tensor once.
 
+    Args:
+        config: configuration of the model.
+        tensors: the model's tensors.
+        ops: kernels, which define the packed form of linear layers.
+        dtype: dtype of the parameters.
+        device: device of the parameters.
+
     Raises:
         ModelFileError: a tensor is missing or unexpected, or has a wrong shape or non-finite values.
     """
@@ -198,7 +205,11 @@ class Reader:
         self._device = device
 
     def tensor(self, *names: str) -> torch.Tensor:
-        """Read tensors and concatenate them along the first axis, in newly allocated memory."""
+        """Read tensors and concatenate them along the first axis, in newly allocated memory.
+
+        Raises:
+            ModelFileError: a tensor has values that are not finite in this dtype.
+        """
         # Generated on the device, since billions of values would take minutes on the host.
         if isinstance(self._tensors, RandomTensors):
             parts = [self._tensors.draw(name).to(self._device, self._dtype) for name in names]

@@ -121,6 +121,16 @@ class Admission:
         loading: LoadingSequences,
         slots: AdapterSlots,
     ) -> None:
+        """
+        Args:
+            limits: limits of a step.
+            allocator: allocator of KV pages.
+            policy: scheduling policy.
+            waiting: queue of the scheduler.
+            running: running sequences of the scheduler; admitted ones are appended.
+            loading: sequences that wait for their KV.
+            slots: adapter slots of the engine.
+        """
         self._limits = limits
         self._allocator = allocator
         self._policy = policy

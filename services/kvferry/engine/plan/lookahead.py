@@ -26,8 +26,14 @@ from kvferry.engine.pooling.prompt_pooling import NO_ROWS
 def share(
     sequence: Sequence, count: int, draft: tuple[int, ...] = (), sources: DraftSources | None = None
 ) -> ScheduledSequence:
-    """Schedule the next `count` tokens of a sequence; with a draft, also its tokens, which follow the last one, and
-    their distributions, if the rejection rule accepts them."""
+    """Schedule the next tokens of a sequence.
+
+    Args:
+        sequence: the sequence.
+        count: number of its own tokens to schedule.
+        draft: draft tokens, which follow the sequence's last token; empty without a draft.
+        sources: distributions of the draft tokens, for the rejection rule; `None` if drafts are accepted by equality.
+    """
     pooling = sequence.pooling
     masks: Tokens[TokenMask] = ()
     num_sampled = 1 if pooling is None and sequence.num_computed + count == len(sequence.tokens) else 0

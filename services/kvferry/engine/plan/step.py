@@ -160,6 +160,12 @@ def check_output(
 ) -> SequenceOutput:
     """Check that an output matches its part of the step and the counters C and N that the sequence had before the step.
 
+    Args:
+        item: the sequence's part of the step.
+        output: output of the runner; `None` if it has none.
+        num_computed: C, the number of computed tokens before the step.
+        num_tokens: N, the number of tokens of the sequence before the step.
+
     Raises:
         InvariantBroken: an output has no sampled rows, sampled rows have no output, or the numbers of tokens and
             accepted tokens do not lead to C = N - 1.

@@ -186,6 +186,9 @@ def draw(logits: Floats, params: SamplingParams, u: float) -> int:
         logits: [vocabulary] float64; minus infinity for banned tokens.
         params: parameters of the draw; the temperature must be above 0.
         u: random number in [0, 1).
+
+    Raises:
+        InvariantBroken: no token was selected.
     """
     with np.errstate(over="ignore", under="ignore"):  # with a tiny temperature all weights except the largest underflow
         weights = np.exp((logits - logits.max()) / params.temperature)

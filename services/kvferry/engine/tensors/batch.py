@@ -257,7 +257,14 @@ def _table(scheduled: tuple[ScheduledSequence, ...], needed: list[int]) -> Ints:
 def slots_of(
     scheduled: Sequence[ScheduledSequence], positions: Sequence[int], block_tokens: int, group: int = 0
 ) -> list[int]:
-    """Return the KV slots of one token per sequence, at the given positions, in the pages of a layer group."""
+    """Return the KV slots of one token per sequence, at the given positions, in the pages of a layer group.
+
+    Args:
+        scheduled: the sequences of the step.
+        positions: position of one token of each sequence.
+        block_tokens: tokens per block.
+        group: index of the layer group.
+    """
     if group:
         return [
             s.further_ids[group - 1][position // block_tokens] * block_tokens + position % block_tokens

@@ -49,7 +49,14 @@ def choose_dtype(
 
 def is_measured(setting: str, config: ModelConfig, *, kernels: str = "auto", device: str = "cpu") -> bool:
     """Return whether the choice needs a measurement, which is so with torch on a CPU. With the compiled kernels
-    and on GPUs, bfloat16 has no conversion cost."""
+    and on GPUs, bfloat16 has no conversion cost.
+
+    Args:
+        setting: value of the setting `dtype`.
+        config: configuration of the model.
+        kernels: value of the setting `kernels`.
+        device: torch device string.
+    """
     if setting != AUTO or device_kind(device) != "cpu":
         return False
     return not level_of(resolve_kernels(kernels, config, BFLOAT16, device))

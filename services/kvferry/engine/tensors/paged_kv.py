@@ -40,7 +40,14 @@ class PagedKv:
         memory: npt.NDArray[np.uint8] | None = None,
         pages: "torch.Tensor | None" = None,
     ) -> None:
-        """Exactly one of `memory` (host memory) and `pages` (a tensor on a device) must be set."""
+        """Exactly one of `memory` and `pages` must be set.
+
+        Args:
+            layout: layout of a page.
+            num_blocks: number of pages.
+            memory: host memory of all pages, `num_blocks * layout.block_bytes` bytes.
+            pages: tensor on a device with all pages.
+        """
         self.layout = layout
         self.num_blocks = num_blocks
         """Number of pages in the pool."""

@@ -65,8 +65,13 @@ def connection_key(secret: bytes, owner: Incarnation) -> bytes:
 
 
 def greet_as_owner(link: socket.socket, keys: Sequence[bytes], clock: Clock, seconds: float) -> None:
-    """Run the owner's side of the handshake, within `seconds` in total. Any of `keys` is accepted, so that secrets can
-    be rotated.
+    """Run the owner's side of the handshake.
+
+    Args:
+        link: accepted connection, before any byte was exchanged.
+        keys: connection keys, any of which is accepted, so that secrets can be rotated.
+        clock: clock of the deadline.
+        seconds: time limit of the whole handshake, in seconds.
 
     Raises:
         WireError, TimeoutError: the reader has none of the keys, or does not answer in time.
@@ -120,12 +125,13 @@ def limit_receives(link: socket.socket, patience: float) -> None:
 
 
 def send_request(link: socket.socket, op: Op, ids: Sequence[int], seconds: float) -> None:
-    """Send a request for pages or epochs, within `seconds`.
+    """Send a request for pages or epochs.
 
     Args:
         link: connection that blocks without a time-out; it still does afterwards.
         op: pages or epochs.
         ids: page ids of the peer.
+        seconds: time limit in seconds.
 
     Raises:
         OSError, TimeoutError: the connection is closed, or the peer does not receive.

@@ -22,6 +22,12 @@ def as_pages(memory: memoryview, num_blocks: int, block_bytes: int) -> Pages:
 def copy_pages(source: Pages, remote: Sequence[int], target: Pages, local: Sequence[BlockId]) -> None:
     """Copy pages pairwise, with one copy per run of consecutive pages; numpy releases the GIL while it copies.
 
+    Args:
+        source: pages of the peer, [pages, bytes].
+        remote: page ids in `source`.
+        target: pages of this worker, [pages, bytes].
+        local: page ids in `target`, one per id in `remote`.
+
     Raises:
         ReadError: the lists differ in length, a page id is out of range, or page sizes differ.
     """

@@ -129,9 +129,14 @@ class OfferBook(Generic[P]):
         return ticket_id in self._offers
 
     def offer(self, ticket_id: TicketId, pages: P, now: float, *, readers: int = 1) -> list[P]:
-        """Add an offer for `readers` readers, numbered from 0. The offer owns `pages` until a method returns them. This
-        method returns them if the offer was released before: the gateway chooses ticket ids in advance, so its
-        release can overtake the offer.
+        """Add an offer. It owns `pages` until a method returns them. This method returns them if the offer was released
+        before: the gateway chooses ticket ids in advance, so its release can overtake the offer.
+
+        Args:
+            ticket_id: id of the ticket, not used by an open offer.
+            pages: the exported pages.
+            now: monotonic time in seconds.
+            readers: number of readers, numbered from 0.
 
         Raises:
             ValueError: `readers` is less than 1, or the ticket id is in use.
@@ -150,6 +155,12 @@ class OfferBook(Generic[P]):
     def claim(self, ticket_id: TicketId, attempt: int, now: float, *, reader: int = 0) -> float:
         """Start a lease; return its duration in seconds. An attempt may repeat its claim; a later attempt takes the
         lease over.
+
+        Args:
+            ticket_id: id of the ticket.
+            attempt: number of the attempt; later attempts have higher numbers.
+            now: monotonic time in seconds.
+            reader: index of the reader among the ticket's readers.
 
         Raises:
             TicketRejected: the offer no longer exists or has no such reader, or a later attempt holds the lease.
@@ -180,6 +191,12 @@ class OfferBook(Generic[P]):
     def renew(self, ticket_id: TicketId, attempt: int, now: float, *, reader: int = 0) -> float:
         """Extend the lease; return its duration in seconds.
 
+        Args:
+            ticket_id: id of the ticket.
+            attempt: number of the attempt that holds the lease.
+            now: monotonic time in seconds.
+            reader: index of the reader among the ticket's readers.
+
         Raises:
             TicketRejected: this attempt holds no lease.
         """
@@ -193,6 +210,13 @@ class OfferBook(Generic[P]):
         """Record the end of an attempt; return pages to be freed. After a failure the offer stays open for the reader's
         next attempt, until `max_failures` attempts have failed. A reader that already has every block sends `done`
         without a claim.
+
+        Args:
+            ticket_id: id of the ticket; unknown ids are ignored.
+            attempt: number of the attempt; attempts without the lease are ignored.
+            now: monotonic time in seconds.
+            done: whether the reader has every block.
+            reader: index of the reader among the ticket's readers.
         """
         offer = self._offers.get(ticket_id)
         if offer is None or not 0 <= reader < len(offer.places):

@@ -11,5 +11,11 @@ def accepts_fetch(*, num_quarantined: int, num_blocks: int, num_pages: int, shar
 
     The bound is `share` of the pool's `num_blocks` pages, but at least `num_pages` pages, so that fetches are possible
     in a small pool too: one stalled fetch does not block the next fetch, but two may.
+
+    Args:
+        num_quarantined: number of pages in quarantine.
+        num_blocks: number of pages of the pool.
+        num_pages: number of pages that the fetch writes.
+        share: maximum share of the pool in quarantine, 0 to 1.
     """
     return num_quarantined <= 0 or num_quarantined < max(share * num_blocks, num_pages)

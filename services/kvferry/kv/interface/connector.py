@@ -176,8 +176,14 @@ class PeerControl(Protocol):
     """
 
     def describe(self, peer: Peer, connector: str, layout: KvLayout, timeout: float) -> bytes:
-        """Return the peer's transport address. The peer's layout must be equal or convertible to the caller's
-        `layout`."""
+        """Return the peer's transport address.
+
+        Args:
+            peer: the worker that issued the ticket.
+            connector: name of the connector that both sides use.
+            layout: the caller's layout; the peer's must be equal or convertible to it.
+            timeout: time limit in seconds.
+        """
         ...
 
     def claim(self, peer: Peer, ticket_id: TicketId, attempt: int, timeout: float, *, reader: int = 0) -> float:
@@ -251,9 +257,16 @@ class KvLoader(Protocol):
         first_block: int,
         targets: Sequence[BlockId],
     ) -> None:
-        """Start loading blocks first_block .. first_block+len(targets)-1 of the source into the pages `targets`.
+        """Start loading blocks of a source into pages.
 
         The engine counts a writer for the targets until `PagesQuiet`.
+
+        Args:
+            job: number of the job, which its messages repeat.
+            request_id: request that waits for the blocks.
+            source: source of the blocks, a `FetchSource` for a peer.
+            first_block: index of the first block to load.
+            targets: pages of the blocks `first_block` to `first_block + len(targets) - 1`.
         """
         ...
 

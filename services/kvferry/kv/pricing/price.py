@@ -83,7 +83,14 @@ class PriceBook:
         self._losses: dict[str, int] = {}
 
     def observe_load(self, source: str, num_bytes: int, seconds: float, *, place: str = "") -> None:
-        """Record the duration of a successful load, including its time in queues."""
+        """Record the duration of a successful load, including its time in queues.
+
+        Args:
+            source: kind of source, for example `peer` or a tier's name.
+            num_bytes: number of loaded bytes.
+            seconds: duration in seconds.
+            place: instance of the source, which has a fit of its own; empty if there is only one.
+        """
         self._load_fit(source, place).observe((1.0, float(num_bytes)), seconds)
 
     def observe_compute(self, first_token: int, num_tokens: int, seconds: float) -> None:
@@ -101,8 +108,7 @@ class PriceBook:
 
     def compute_seconds(self, first_token: int, num_tokens: int) -> float:
         """Estimate the additional time, in seconds, to compute positions first_token .. first_token+num_tokens-1. The
-        step for
-        the following token is not counted, since it always runs."""
+        step for the following token is not counted, since it always runs."""
         if num_tokens <= 0:
             return 0.0
         more_steps = -(-(num_tokens + 1) // _CHUNK_TOKENS) - 1

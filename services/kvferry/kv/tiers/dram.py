@@ -154,6 +154,12 @@ def _copy(target: memoryview, source: memoryview) -> None:
 def open_tier(spec: TierSpec, *, object_bytes: int, secret: bytes, clock: Clock) -> DramTier:
     """Create the tier for a `dram://` URL.
 
+    Args:
+        spec: the parsed URL.
+        object_bytes: bytes per object.
+        secret: not used: objects in memory are not authenticated.
+        clock: not used: memory has no deadlines.
+
     Raises:
         UsageError: an option is invalid, or the size is smaller than an object.
     """

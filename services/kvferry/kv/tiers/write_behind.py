@@ -79,8 +79,15 @@ class WriteBehind:
             self._recent.miss(key.name for key in keys)
 
     def store(self, job: int, key: ObjectKey, parts: list[memoryview], prepare: Callable[[], None]) -> None:
-        """Store one object; `parts` must not change until `StoreDone`, except by `prepare`, which is called before they
-        are read."""
+        """Store one object in the background. If too many stores are active, it is dropped. `StoreDone` is sent in
+        either case.
+
+        Args:
+            job: number of the job, which `StoreDone` repeats.
+            key: key of the object.
+            parts: byte views of the pages; they must not change until `StoreDone`, except by `prepare`.
+            prepare: called before the parts are read.
+        """
         with self._lock:
             dropped = self._num_active >= _MAX_STORES or self._closing.is_set()
             if not dropped:

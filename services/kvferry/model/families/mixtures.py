@@ -25,6 +25,12 @@ _MIXTRAL = (
 def read_experts(fields: ConfigFields, count: str, size: str, *, renormalizes: bool) -> Experts:
     """Read the fields that all mixtures have.
 
+    Args:
+        fields: fields of the config.json.
+        count: name of the field with the number of experts.
+        size: name of the field with the intermediate size of an expert.
+        renormalizes: whether the weights of the chosen experts are scaled to a sum of 1.
+
     Raises:
         ModelFileError: a number is out of range.
     """

@@ -40,6 +40,11 @@ def encode_chat(
     """Render and encode a conversation; control tokens come only from the template.
 
     Args:
+        template: the chat template.
+        tokenizer: tokenizer of the model.
+        messages: messages of the conversation, oldest first.
+        add_generation_prompt: whether the prompt ends with the start of the assistant's answer.
+        tools: definitions of the tools in the template's form; `None` without tools.
         variables: further variables of the template; see `ChatTemplate.render`.
 
     Raises:

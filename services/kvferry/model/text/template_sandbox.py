@@ -99,7 +99,11 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.tests = {name: _counted(tests[name], cost) for name, cost in costs.TESTS.items()}
 
     def call_filter(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Run a filter that a template names by a string, as `map` does."""
+        """Run a filter that a template names by a string, as `map` does.
+
+        Raises:
+            SecurityError: the filter is not available to templates.
+        """
         if name in _INTERNAL:
             raise jinja2.exceptions.SecurityError(f"a filter {name!r} is not available")
         return super().call_filter(name, *args, **kwargs)

@@ -27,6 +27,13 @@ class OfferDesk:
     thread."""
 
     def __init__(self, context: WorkerContext, keyring: Keyring, times: OfferTimes, transport: Transport) -> None:
+        """
+        Args:
+            context: identity, layout and clock of the worker.
+            keyring: seals the tickets.
+            times: durations of offers and leases.
+            transport: transport of the pages, which attends to readers while an offer is open.
+        """
         self._context = context
         self._keyring = keyring
         self._times = times
@@ -45,8 +52,17 @@ class OfferDesk:
         readers: int = 1,
         digests: tuple[bytes, ...] = (),
     ) -> Offered:
-        """Offer the pages of export `number` to `readers` readers. The ticket id is `ticket_id`, or a new id if an open
-        offer already has that id."""
+        """Offer the pages of an export.
+
+        Args:
+            number: number of the export in the engine.
+            export: pages and epochs.
+            tokens: token ids of the prompt, whose digest is in the ticket.
+            tenant: cache scope of the prompt.
+            ticket_id: id chosen by the gateway; a new one is chosen if it is `None`, or if an open offer has it.
+            readers: number of readers, numbered from 0.
+            digests: digest of each page; empty if readers do not verify contents.
+        """
         if ticket_id is None or ticket_id in self._book:
             ticket_id = new_ticket_id()
         ticket = Ticket(

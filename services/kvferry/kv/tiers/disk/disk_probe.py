@@ -21,8 +21,13 @@ _CLEARLY = 1.25
 
 
 def direct_is_better(folder: Path, clock: Clock, *, must: bool, object_bytes: int) -> bool:
-    """Return whether to use direct I/O in `folder`. With `must`, skip the measurement: return whether direct I/O is
-    possible.
+    """Return whether to use direct I/O in a folder.
+
+    Args:
+        folder: folder in which a temporary file is written.
+        clock: clock of the measurement.
+        must: whether to skip the measurement and to return whether direct I/O is possible.
+        object_bytes: bytes per object, from which the size of one access follows.
 
     Raises:
         OSError: files cannot be created in `folder`.

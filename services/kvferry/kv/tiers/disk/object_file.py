@@ -74,7 +74,8 @@ class Reading:
             into: target buffers of the pages; byte views, `object_bytes` long in total.
             object_bytes: length of the object.
             opener: verifies the header and returns the verifier of the pages.
-            deadline: time of `clock`, checked between chunks.
+            deadline: time in seconds, checked between chunks.
+            clock: clock of the deadline.
             bounce: aligned buffer of at least `aligned(object_bytes)` bytes, for direct reads into unaligned
                 buffers.
 
@@ -149,6 +150,17 @@ def write_object(
     clock: Clock,
 ) -> None:
     """Write an object's file, which appears atomically.
+
+    Args:
+        folder: folder of the tier.
+        name: name of the file.
+        header: header of the object, at most `ALIGNMENT` bytes.
+        pages: byte views of the pages, `object_bytes` long in total.
+        object_bytes: length of the object.
+        direct: whether to bypass the page cache.
+        sync: whether to flush the file to the device before it appears.
+        deadline: time in seconds, checked between chunks.
+        clock: clock of the deadline.
 
     Raises:
         TierError: the deadline passed between two chunks; no file remains.

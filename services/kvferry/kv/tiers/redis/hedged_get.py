@@ -34,7 +34,15 @@ class Getter:
     def get(
         self, link: Link, wire: Wire, key: ObjectKey, stored: bytes, into: Sequence[memoryview], deadline: float
     ) -> None:
-        """Read the object `key`, which is stored under the Redis key `stored`, into byte buffers.
+        """Read an object into byte buffers.
+
+        Args:
+            link: connections to the server, which supply a second one for a hedged request.
+            wire: connection for the first request.
+            key: key of the object.
+            stored: the Redis key.
+            into: target buffers of the pages.
+            deadline: monotonic time in seconds.
 
         Raises:
             KeyMissing, ServerError, FrameDamaged, ConnectionLost: see `ObjectRead.advance`.

@@ -50,6 +50,12 @@ class RedisTier:
 
     def __init__(self, options: RedisOptions, frames: Frames, clock: Clock, times: BreakerTimes | None = None) -> None:
         """
+        Args:
+            options: options of the tier's URL.
+            frames: reads and writes the headers of objects.
+            clock: clock of deadlines and breakers.
+            times: thresholds and pauses of each server's breaker; `None` for the defaults.
+
         Raises:
             UsageError: the file with the certificate authority cannot be read.
         """

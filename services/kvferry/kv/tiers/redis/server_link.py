@@ -43,6 +43,14 @@ class Link:
     def __init__(
         self, options: RedisOptions, address: Address, clock: Clock, times: BreakerTimes, tls: ssl.SSLContext | None
     ) -> None:
+        """
+        Args:
+            options: options of the tier's URL.
+            address: host and port of the server.
+            clock: clock of the breaker and of deadlines.
+            times: thresholds and pauses of the breaker.
+            tls: TLS context; `None` for plain connections.
+        """
         self._options = options
         self._address = address
         self._clock = clock

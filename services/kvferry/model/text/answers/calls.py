@@ -90,6 +90,9 @@ def read_call(calls: Calls) -> Generator[None, str, None]:
 
     Arguments stream if the name comes first. `parameters` is another name for `arguments`; a call without arguments has
     an empty object.
+
+    Raises:
+        NotACall: the text is not a call of this format.
     """
     name: str | None = None
     kept: list[str] | None = None

@@ -28,7 +28,11 @@ class Hermes:
         self._closer = marks.written(CLOSER)
 
     def read(self, _opener: str, calls: Calls) -> Generator[None, str, None]:
-        """Read a call after `<tool_call>`, and its closing tag."""
+        """Read a call after `<tool_call>`, and its closing tag.
+
+        Raises:
+            NotACall: the text is not a call of this format.
+        """
         if (yield from skip_space()) != _BRACE:
             raise NotACall
         yield from read_call(calls)
@@ -47,7 +51,11 @@ class Llama3Json:
         self.openers = (marks.written(LLAMA3_TAG),)
 
     def read(self, opener: str, calls: Calls) -> Generator[None, str, None]:
-        """Read calls after the tag, or after the opening brace of the first call."""
+        """Read calls after the tag, or after the opening brace of the first call.
+
+        Raises:
+            NotACall: the text is not a call of this format.
+        """
         if opener != _BRACE and (yield from skip_space()) != _BRACE:
             raise NotACall
         while True:

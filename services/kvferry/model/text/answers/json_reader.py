@@ -60,7 +60,15 @@ def read_value(first: str, out: Out, depth: int = 0) -> Reader:
 
 
 def read_object(out: Out, depth: int = 0) -> Generator[None, str, None]:
-    """Read an object after its opening brace, and emit it with the brace."""
+    """Read an object after its opening brace, and emit it with the brace.
+
+    Args:
+        out: called with each piece of text.
+        depth: number of enclosing objects and arrays.
+
+    Raises:
+        NotACall: the text is not a JSON object, or is nested too deeply.
+    """
     if depth >= MAX_DEPTH:
         raise NotACall
     out("{")
@@ -150,7 +158,11 @@ def read_short_string() -> Generator[None, str, str]:
 
 
 def read_number(first: str, out: Out) -> Reader:
-    """Read a number; it ends before the first character that does not continue it, which is returned."""
+    """Read a number; it ends before the first character that does not continue it, which is returned.
+
+    Raises:
+        NotACall: the text is not a JSON number.
+    """
     state, character = "start", first
     while True:
         kind = "1" if "1" <= character <= "9" else "e" if character == "E" else character
@@ -165,7 +177,11 @@ def read_number(first: str, out: Out) -> Reader:
 
 
 def read_word(word: str, out: Out) -> Generator[None, str, None]:
-    """Read the rest of `word` after its first character, and emit the whole word."""
+    """Read the rest of `word` after its first character, and emit the whole word.
+
+    Raises:
+        NotACall: the text differs from `word`.
+    """
     out(word[0])
     for expected in word[1:]:
         if (yield) != expected:

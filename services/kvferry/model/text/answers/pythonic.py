@@ -21,7 +21,11 @@ class Pythonic:
         self.openers = ("[",)
 
     def read(self, _opener: str, calls: Calls) -> Generator[None, str, None]:
-        """Read calls after the opening bracket."""
+        """Read calls after the opening bracket.
+
+        Raises:
+            NotACall: the text is not a call of this format.
+        """
         character = yield from skip_space()
         while True:
             yield from _call(character, calls)

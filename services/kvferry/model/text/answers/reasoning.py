@@ -28,6 +28,7 @@ class ReasoningSplitter:
     def __init__(self, marks: Marks, *, is_open: bool = False) -> None:
         """
         Args:
+            marks: marks of the model's markers.
             is_open: whether the prompt has opened the reasoning.
         """
         self._opener = marks.written(OPENER)

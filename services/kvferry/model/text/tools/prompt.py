@@ -40,6 +40,10 @@ def encode_conversation(
     """Render and encode a conversation with the tools that are offered, whether or not the template supports tools.
 
     Args:
+        template: the chat template.
+        tokenizer: tokenizer of the model.
+        messages: messages of the conversation, oldest first.
+        tools: the tools that are offered.
         variables: further variables of the template; see `ChatTemplate.render`.
 
     Raises:
