@@ -68,13 +68,13 @@ class Live:
     requests: list[BenchRequest]
     answers: list[Answer]
     steps: dict[str, list[Measured]]
-    """Work and seconds of each step by role."""
+    """Work and time in seconds of each step by role."""
     message_seconds: float
 
 
 def works(log: StepLog) -> list[Measured]:
-    """Return the work and the seconds of each step. If a sequence takes part in the next step too, the time between the
-    steps is included, because passing on tokens and reading commands also delays tokens.
+    """Return the work and the time in seconds of each step. If a sequence takes part in the next step too, the time
+    between the steps is included, because passing on tokens and reading commands also delays tokens.
     """
     found = []
     for step, following in zip(log.steps, [*log.steps[1:], LoggedStep()], strict=True):
@@ -115,12 +115,12 @@ async def live(stack: LocalStack, url: str, requests: list[BenchRequest]) -> Liv
 
 
 def first_times(one: Live) -> list[float]:
-    """Return the seconds to the first token."""
+    """Return the time to first token in seconds."""
     return [answer.ttft for answer in one.answers]
 
 
 def gaps(one: Live) -> list[float]:
-    """Return the seconds between messages."""
+    """Return the times between messages in seconds."""
     return [gap for answer in one.answers for gap in answer.gaps]
 
 

@@ -122,7 +122,7 @@ async def answer(reader: asyncio.StreamReader) -> bytes:
 
 
 async def open_loop(call: Callable[[int], Awaitable[None]], rate: float, seconds: float) -> list[float]:
-    """Send calls at a constant rate; return the seconds of each from its planned send to its end."""
+    """Send calls at a constant rate; return the latency of each in seconds, from its planned send to its end."""
     begun, found = CLOCK.monotonic() + 0.05, list[float]()
 
     async def one(number: int) -> None:

@@ -66,7 +66,7 @@ def tokens(count: int, turn: int) -> list[int]:
 
 
 def ours(llm: LLM, turn: int) -> tuple[float, float]:
-    """Return the seconds of a decode step and of the prompt."""
+    """Return the times of a decode step and of the prompt, in seconds."""
     begun = time.perf_counter()
     llm.generate([tokens(PROMPT, turn)], SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True))
     prompt = time.perf_counter() - begun

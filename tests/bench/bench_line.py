@@ -218,7 +218,7 @@ def say(text: str) -> None:
 
 
 async def measure(given: argparse.Namespace, names: Sequence[str]) -> tuple[list[System], list[float]]:
-    """Measure all systems, and the read rates during the same minutes."""
+    """Measure all systems; return them with the memory read rates measured between the rounds."""
     begun = CLOCK.monotonic()
     torch.set_num_threads(THREADS)
     data, rates = torch.ones(READ_BYTES // 4), []

@@ -1,7 +1,7 @@
 """Accuracy of each data type and weight format compared with float32: perplexity and KL divergence on a fixed text.
 
 Texts in the public domain (Lincoln, Dickens, Austen, Melville, Carroll, Shakespeare, the Declaration of Independence),
-one after the other in one context. KL is of the float32 distribution from the other, in nats, over the same positions.
+one after the other in one context. KL(float32 || other) is computed at each position, in nats.
 """
 
 import argparse

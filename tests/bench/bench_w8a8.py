@@ -56,7 +56,7 @@ def quantized(folder: Path, place: Path) -> tuple[Path, dict[str, torch.Tensor]]
 
 
 def first_token(llm: LLM, turn: int) -> float:
-    """Return the seconds to the first token of a prompt without cached blocks."""
+    """Return the time to first token of a prompt without cached blocks, in seconds."""
     tokens = [(turn * 7919 + 31 * i) % 250 for i in range(PROMPT)]
     begun = time.perf_counter()
     llm.generate([tokens], SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True))

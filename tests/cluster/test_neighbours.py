@@ -1,4 +1,4 @@
-"""Custom resources of other projects: created if their definition is installed, and valid by it."""
+"""Custom resources of other projects: created if their definition is installed, and accepted by its schema."""
 
 import json
 from collections.abc import Iterator

@@ -166,7 +166,7 @@ def test_five_hundred_pools(kube: Kube) -> None:
 
 
 def seconds_of_a_write(kube: Kube, namespace: str) -> float:
-    """Return the seconds that the API server takes for one update."""
+    """Return the time of one update by the API server, in seconds."""
     made = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "probe", "namespace": namespace}}
     begun = CLOCK.monotonic()
     kube.api.apply(made, manager="test", dry_run=True)

@@ -64,7 +64,7 @@ def expected(folders: Folders) -> Expected:
 
 
 def an_llm(folder: Path, num_blocks: int, **settings: str) -> LLM:
-    """Create an LLM with `num_blocks` pages of one group, whatever their size."""
+    """Create an LLM with `num_blocks` pages of one group, of any size."""
     options = {"dtype": "float32", "kernels": "compiled", "block_tokens": BLOCK, "limits": LIMITS, **settings}
     size = LLM(str(folder), kv_bytes=1 << 20, **options).block_bytes
     return LLM(str(folder), kv_bytes=num_blocks * size, **options)

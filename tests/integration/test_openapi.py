@@ -13,7 +13,7 @@ from kvferry.gateway.config import Endpoint, FleetConfig, GatewayConfig, HttpCon
 from kvferry.gateway.http import key_guesses
 
 KEY = "key-of-the-tests"
-# A body that is valid by the schema may still be refused for a combination of fields: a tool that was not offered, a
+# A body that the schema accepts may still be refused for a combination of fields: a tool that was not offered, a
 # prompt that is too long, top_logprobs without logprobs.
 SETTINGS = """
 [checks.positive_data_acceptance]
@@ -45,7 +45,7 @@ async def url(worker: RunningProcess, tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 async def found(url: str, folder: Path, *arguments: str) -> str:
-    """Run schemathesis; return its report if a check failed, else an empty text."""
+    """Run schemathesis; return its report if a check failed, else an empty string."""
     settings = folder / "schemathesis.toml"
     settings.write_text(SETTINGS)
     process = await asyncio.create_subprocess_exec(

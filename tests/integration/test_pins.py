@@ -1,5 +1,5 @@
-"""Pinned prefixes in a running stack: not evicted by other prompts, made again by a restarted worker, evictable after
-they are unpinned."""
+"""Pinned prefixes in a running stack: not evicted by other prompts, restored after a restart of the worker,
+evictable after they are unpinned."""
 
 from collections.abc import Iterator
 

@@ -74,7 +74,7 @@ static inline void load_scales(const Matrix& m, const uint8_t* at, V& scale, V& 
 #if KVFERRY_PAIRS
 static inline V identity(V sum, int) { return sum; }
 
-// Values of nibbles as bfloat16.
+// Returns the table of the bfloat16 value of each nibble.
 template <class Form>
 static inline P nibble_table(const Matrix& m) {
   return Form::format == Format::table4 ? p_table(m.table) : p_table4();

@@ -1,4 +1,4 @@
-// Products that several kinds of layers compute. Each is one function, since code that is inlined twice is slower.
+// Projections that several kinds of layers share. Each is one function, since code that is inlined twice is slower.
 #pragma once
 #include <cstddef>
 

@@ -63,7 +63,8 @@ class Reconciler:
         self._memories: dict[Key, Memory] = {}
 
     def reconcile(self, key: Key, facts: PoolFacts) -> float | None:
-        """Run one pass over a pool; return the seconds until the next pass, or `None` if it is due only after a change.
+        """Run one pass over a pool; return the time until the next pass in seconds, or `None` if it is due only after
+        a change.
 
         Raises:
             Unavailable: the API server is unavailable.

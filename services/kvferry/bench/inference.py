@@ -144,7 +144,7 @@ class Bench:
         return {name: 1e3 * seconds / (tokens_out - 1) for name, seconds in model.phase_seconds().items()}
 
     def steps(self, batch: int, shape: Shape) -> list[tuple[float, Work]]:
-        """Run a batch and return the seconds and the work of each decode step."""
+        """Run a batch and return the time in seconds and the work of each decode step."""
         trip = self._go([shape] * batch)
         return list(zip(trip.gaps, trip.work[len(trip.work) - len(trip.gaps) :], strict=True))
 

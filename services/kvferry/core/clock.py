@@ -9,11 +9,11 @@ class Clock(Protocol):
     """Source of time: `monotonic` for durations within a process, `wall` for timestamps shared between processes."""
 
     def monotonic(self) -> float:
-        """Return the seconds since an arbitrary start; the value never decreases."""
+        """Return the time in seconds since an arbitrary start; the value never decreases."""
         ...
 
     def wall(self) -> float:
-        """Return the seconds since the Unix epoch; the value may jump."""
+        """Return the time in seconds since the Unix epoch; the value may jump."""
         ...
 
 

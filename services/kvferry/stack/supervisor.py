@@ -45,7 +45,8 @@ class SupervisedProcess:
             spec: command and name of the process.
             clock: clock of restarts.
             policy: delays before restarts; default: `RestartPolicy()`.
-            on_death: called after an exit with the process's name, its exit status and the seconds until the restart.
+            on_death: called after an exit with the process's name, its exit status and the time until the restart in
+                seconds.
         """
         self.spec = spec
         self._clock = clock

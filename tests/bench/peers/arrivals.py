@@ -31,7 +31,7 @@ class Arrivals:
         return found
 
     def rest(self):
-        """Return the seconds until the next arrival, for an idle engine."""
+        """Return the time until the next arrival in seconds, for an idle engine."""
         time.sleep(max(0.0, self._requests[self._coming[0]]["at"] - self._now()))
 
     def drew(self, number, tokens=1):

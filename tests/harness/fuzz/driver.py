@@ -47,7 +47,8 @@ def replay(target: Target, inputs: list[bytes]) -> None:
 
 
 def drive(target: Target, seconds: float, seed: int) -> int:
-    """Run mutations for `seconds`; return the number of runs. A finding is written to the corpus and raises."""
+    """Run mutations for `seconds`; return the number of runs. A failing input is written to the corpus, and its error
+    is raised."""
     random, clock = Random(seed), SystemClock()
     inputs = target.seeds() + [path.read_bytes() for path in target.findings()]
     num_runs = 0

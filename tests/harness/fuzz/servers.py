@@ -65,7 +65,7 @@ class Stack:
         return sum(child.memory_info().rss for child in self._family.children())
 
     def check(self) -> None:
-        """Occasionally check that a small request is answered, that no worker has exited, and the memory."""
+        """Call `canary` once per `_CANARY_EVERY` calls."""
         self._runs += 1
         if self._runs % _CANARY_EVERY == 0:
             self.canary()

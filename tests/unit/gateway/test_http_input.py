@@ -225,7 +225,7 @@ async def test_large_bodies_are_refused(client, declared):
 )
 async def test_bad_completions_are_refused_by_name(client, change, param, words):
     response = await client.post("/v1/completions", json={"model": "bytes", "max_tokens": 3, **change})
-    if param is None:  # an empty text has the begin-of-sequence token
+    if param is None:  # an empty string becomes the begin-of-sequence token
         assert response.status_code == 200
     else:
         check_error(response, 400, param, words)

@@ -196,7 +196,7 @@ def test_codes_equal_those_of_a_conversion_and_have_the_same_effect(config: Mode
     both = [coded.memory[kv.address] for kv in (codes, converted(wide, pages, coded))]
     ours, theirs = (memory.reshape(coded.num_blocks, -1)[:, :first] for memory in both)
     assert np.array_equal(ours, theirs)
-    # The next token attends to codes, or to their values; only its own key and value differ.
+    # The next token attends to quantized KV or to the dequantized values; only its own key and value differ.
     expected = exact.compute(batches[1], converted(coded, codes, wide)).values.copy()
     unrounded = exact.compute(batches[1], pages).values.copy()
     error = np.abs(rough.compute(batches[1], codes).values - expected).mean()

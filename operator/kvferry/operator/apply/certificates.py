@@ -90,8 +90,8 @@ class Certificates:
             return str(created["metadata"]["uid"])
         if not action.state.bundle:
             raise _taken(action)
-        # Without a uid, an earlier pass created the Secret, whose name was free, and was interrupted before it recorded
-        # the uid.
+        # If no uid is recorded, the name was free: an earlier pass created the Secret and was interrupted before it
+        # recorded the uid.
         known = {"uid": state.secret_uid} if state.secret_uid else {}
         try:
             stored = self._api.replace({**secret, "metadata": {**secret["metadata"], **known}})

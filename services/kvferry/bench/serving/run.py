@@ -1,4 +1,4 @@
-"""Runs a serving benchmark in an open loop: each request is sent at its arrival time, whatever the server does."""
+"""Runs a serving benchmark in an open loop: each request is sent at its arrival time, at any load."""
 
 import asyncio
 from collections import Counter

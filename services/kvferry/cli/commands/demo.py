@@ -83,7 +83,7 @@ def command(values: Values, *, prompt: str, max_tokens: int, as_json: bool) -> N
       kvferry demo --json | tail -n 1
     """
     if not prompt.strip():
-        raise click.UsageError("--prompt is empty; pass a non-empty text")
+        raise click.UsageError("--prompt is empty; pass a non-empty string")
     config = stack_config(values, http="127.0.0.1:0", grpc="127.0.0.1:0", admin="127.0.0.1:0")
     # Always load: recomputing a short prompt may be cheaper, but the demo shows a hand-off.
     if not values.is_given("load_policy"):

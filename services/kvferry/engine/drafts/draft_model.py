@@ -5,7 +5,7 @@ Speculative Decoding, 2023; Chen et al., Accelerating Large Language Model Decod
     pages   of the draft model only; KV of rejected tokens is overwritten
 
 The draft model is greedy, unless the rejection rule verifies its tokens: then each token is drawn from its distribution
-with the request's parameters, and drafts have their full length whatever is drawn (`run.rejection`). Prompts are
+with the request's parameters, and drafts have their full length for any drawn tokens (`run.rejection`). Prompts are
 computed in chunks alongside the steps, and a sequence has no drafts until its prompt is computed.
 """
 

@@ -4,7 +4,7 @@
     draft token x, drawn from q:   accepted with probability min(1, p(x) / q(x)),
                                    otherwise the token is drawn from max(0, p - q), normalized
 
-The token has the distribution p whatever q is, and x is accepted with the probability sum of min(p, q), the largest of
+The token has the distribution p for every q, and x is accepted with the probability sum of min(p, q), the largest of
 any rule. A token that was not drawn, such as one from the text, has q(x) = 1. The number of draft tokens must not
 depend on their values. The random numbers for the token, for its draft and for the acceptance are independent
 (`core.philox`).

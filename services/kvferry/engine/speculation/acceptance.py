@@ -91,7 +91,7 @@ class Acceptance:
 
     @property
     def of_model(self) -> float:
-        """The estimated probability that the next token of a draft model is right, whatever its confidence."""
+        """The estimated probability that the next token of a draft model is right, at any confidence."""
         return self._of_model.share
 
     def probability(self, support: int) -> float:
@@ -118,7 +118,7 @@ class SequenceAcceptance:
 
     @property
     def of_model(self) -> float:
-        """The estimated probability that the next token of a draft model is right, whatever its confidence."""
+        """The estimated probability that the next token of a draft model is right, at any confidence."""
         return _combined(self._own_of_model, self._all.of_model)
 
     def probability(self, support: int) -> float:

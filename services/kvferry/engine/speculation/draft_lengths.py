@@ -77,7 +77,7 @@ class Lengths(Protocol):
 
 
 class WholeDrafts:
-    """Verifies all draft tokens, whatever the load."""
+    """Verifies all draft tokens, at any load."""
 
     def choose(self, probabilities: list[list[float]], rows: int, prices: RowPrices) -> list[int]:
         """See `Lengths.choose`."""

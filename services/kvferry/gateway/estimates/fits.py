@@ -58,7 +58,7 @@ class FittedLine:
         return self._x / self._weight if self.count else 0.0
 
     def line(self) -> tuple[float, float]:
-        """Return (intercept in seconds, slope in seconds per amount)."""
+        """Return (intercept in seconds, slope in seconds per unit of the amount)."""
         if self._line is None:
             self._line = self._fit()
         return self._line

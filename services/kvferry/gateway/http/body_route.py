@@ -37,7 +37,7 @@ class Side(Protocol):
 
 
 class BodyRoute:
-    """A route with a body, without middleware between the work and the socket. Implementations define `serve`."""
+    """ASGI handler of a route whose requests have a body; no middleware runs around it. Subclasses define `serve`."""
 
     def __init__(self, side: Side) -> None:
         self.side = side

@@ -15,7 +15,7 @@ def allocated(pages: T | None) -> T:
         ReadError: they are `None`: no pages are allocated.
     """
     if pages is None:
-        raise ReadError("this worker has no pages")
+        raise ReadError("this worker has allocated no pages")
     return pages
 
 

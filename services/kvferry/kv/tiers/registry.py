@@ -69,7 +69,7 @@ def check_tiers(urls: Sequence[str]) -> list[TierSpec]:
         if spec.scheme not in _MODULES:
             raise UsageError(f"unknown tier {spec.scheme}://; use one of {', '.join(schemes())}", field="tier")
         if spec.scheme == "dram" and place > 0:
-            raise UsageError("tier dram:// must be first, since slower tiers go through it", field="tier")
+            raise UsageError("tier dram:// must come first, since slower tiers copy through it", field="tier")
     kinds = [_MODULES[spec.scheme] for spec in specs]
     if len(set(kinds)) < len(kinds):
         raise UsageError("a worker can have only one tier of each kind; remove the others", field="tier")

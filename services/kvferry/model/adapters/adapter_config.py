@@ -77,7 +77,7 @@ def read_adapter_config(raw: Json, where: Path) -> AdapterConfig:
         where: the file, for messages.
 
     Raises:
-        ModelFileError: the adapter is not plain LoRA, or a field is missing or out of range; `field` has its name.
+        ModelFileError: the adapter is not plain LoRA, or a field is missing or out of range; `field` names it.
     """
 
     def refused(field: str, why: str) -> ModelFileError:

@@ -61,7 +61,7 @@ class Adapter:
     updates: Mapping[tuple[int, str], LowRank]
     """Updates by layer and linear layer, such as `self_attn.q_proj`."""
     digest: bytes
-    """32 bytes; equal for adapters that compute the same updates, whatever the names of their files."""
+    """32 bytes; equal for adapters that compute the same updates, regardless of the names of their files."""
 
     @property
     def rank(self) -> int:

@@ -10,7 +10,7 @@ docs/gguf.md. The reader of the `gguf` library takes 2 s for a vocabulary of 49,
 parser takes tens of milliseconds.
 
 Memory: an array stays in the file until its values are used (`Array`), and the numbers of pairs, tensors and strings
-    are limited. Parsing a header therefore takes at most a few times its size, whatever counts it contains.
+    are limited. Parsing a header therefore takes at most a few times its size, for any counts in it.
 """
 
 import math

@@ -68,7 +68,7 @@ class HeadTensors:
 
         Raises:
             ModelFileError: a tensor is missing or unknown, or has a wrong shape or type, or values that are not finite;
-                `field` has its name.
+                `field` names it.
         """
         for name, shape in expected.items():
             tensor = self._found.get(name)

@@ -58,7 +58,7 @@ def _matrix(parts: Parts, group: int | None, scheme: str) -> IntegerMatrix:
     inputs, outputs = words.shape[0], words.shape[1] * 8
     size = group or inputs
     if inputs % size:
-        raise parts.damaged(f"has {inputs} inputs, which are not a multiple of group_size {size}")
+        raise parts.damaged(f"has {inputs} inputs, not a multiple of group_size {size}")
     scales = parts.take("scales", FLOATS, (inputs // size, outputs))
     zeros = parts.take("qzeros", ("I32",), (inputs // size, outputs // 8))
     return IntegerMatrix(

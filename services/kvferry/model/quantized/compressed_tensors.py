@@ -193,11 +193,11 @@ def _plain(parts: Parts, scheme: _Scheme) -> IntegerMatrix:
 
 
 def _groups(parts: Parts, scheme: _Scheme, inputs: int) -> int:
-    """Return the number of groups of an output."""
+    """Return the number of quantization groups in a row of the matrix, one row per output."""
     if scheme.group is None:
         return 1
     if inputs % scheme.group:
-        raise parts.damaged(f"has {inputs} inputs, which are not a multiple of group_size {scheme.group}")
+        raise parts.damaged(f"has {inputs} inputs, not a multiple of group_size {scheme.group}")
     return inputs // scheme.group
 
 

@@ -57,7 +57,7 @@ def _matrix(parts: Parts, bits: int, group: int | None, is_less: bool, scheme: s
     size = group or inputs
     groups = -(-inputs // size)
     if outputs % a_word:
-        raise parts.damaged(f"has {outputs} outputs, which are not a multiple of {a_word}")
+        raise parts.damaged(f"has {outputs} outputs, not a multiple of {a_word}")
     scales = parts.take("scales", FLOATS, (groups, outputs))
     zeros = parts.take("qzeros", ("I32",), (groups, outputs // a_word))
     of_input = None

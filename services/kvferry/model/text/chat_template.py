@@ -2,8 +2,7 @@
 
 The template is downloaded with the weights and therefore runs in a sandbox (`template_sandbox`): it cannot access
 Python internals or change its arguments. Each rendering has a budget of work: `BASE_UNITS`, and `UNITS_PER_UNIT` times
-the size of the messages. The budget holds for the whole rendering, whatever operations the template composes, and
-bounds
+the size of the messages. The budget holds for the whole rendering, for any combination of operations, and bounds
 
     time      about 10 ns per unit: 10 ms for a message of a few words, 30 ms for a request of 16 KiB
     memory    about 8 bytes per unit

@@ -57,6 +57,6 @@ def _rejection(handler: Any, method: str, error: KvferryError) -> Any:
         _log.info("%s: %s: %s", method, error.reason, error.message, extra={"peer": context.peer()})
         await context.abort(*status_of(error))
 
-    # A streaming handler, whatever the method is: it answers before the request message has arrived. Otherwise a caller
-    # could occupy memory by sending all but the last bytes of a message.
+    # A streaming handler for every method: it answers before the request message has arrived. Otherwise a caller could
+    # occupy memory by sending all but the last bytes of a message.
     return grpc.stream_stream_rpc_method_handler(reject)

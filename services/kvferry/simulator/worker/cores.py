@@ -64,7 +64,7 @@ class SharedCores:
         if change != self._change:
             return
         self._advance()
-        # The first piece has ended, whatever rounding has left of it.
+        # The first piece has ended, even if rounding has left a remainder.
         first_end = max(_EPSILON, min(self._left.values()))
         ended = [number for number, left in self._left.items() if left <= first_end]
         for number in ended:

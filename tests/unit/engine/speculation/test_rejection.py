@@ -1,4 +1,4 @@
-"""The rejection rule: a row's token has exactly the model's distribution, whatever its draft token."""
+"""The rejection rule: a row's token has exactly the model's distribution, for any draft token."""
 
 import re
 from collections import Counter

@@ -243,7 +243,7 @@ class Ending:
 
 @pytest.mark.parametrize("read", [complete, streamed])
 async def test_an_output_that_its_constraint_ends_has_an_error_with_the_field_of_the_request(read: Any) -> None:
-    """The engine knows a constraint, and not which of the fields of the request had it."""
+    """The engine receives a constraint without the name of the request's field that set it."""
     source = Ending(InvalidRequest("it is too complex", field="constraint", reason=CONSTRAINT_TOO_COMPLEX))
     with pytest.raises(InvalidRequest, match="guided_regex: it is too complex") as caught:
         await read(source, prompt="hi", guided_regex="a*")

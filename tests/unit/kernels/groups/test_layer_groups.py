@@ -1,4 +1,4 @@
-"""Steps over pages of groups of layers: the bits of the whole pages, whatever is in pages behind a window."""
+"""Steps over pages of groups of layers: the bits of the whole pages, for any content of pages behind a window."""
 
 import itertools
 from dataclasses import replace

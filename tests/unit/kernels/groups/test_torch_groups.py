@@ -1,4 +1,4 @@
-"""Torch kernels over pages of groups of layers: the logits of whole pages, whatever is in pages behind a window."""
+"""Torch kernels over pages of groups of layers: the logits of whole pages, for any content of pages behind a window."""
 
 import numpy as np
 import pytest

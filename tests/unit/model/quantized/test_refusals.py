@@ -48,7 +48,7 @@ def read(config: object, tensors: dict[str, StoredTensor]) -> None:
         ("awq", {"zero_point": False}, "zero_point = False"),
         ("awq", {"version": "gemv"}, "version = 'gemv' is not supported: only gemm is"),
         ("awq", {"group_size": 0}, "group_size must be a positive whole number"),
-        ("awq", {"group_size": 48}, "64 inputs, which are not a multiple of group_size 48"),
+        ("awq", {"group_size": 48}, "64 inputs, not a multiple of group_size 48"),
         ("awq", {"group_size": 64}, r"scales of shape \[2, 32\] instead of \[1, 32\]"),
         ("awq", {"modules_to_not_convert": "m"}, "modules_to_not_convert = 'm'"),
         (

@@ -43,7 +43,7 @@ class TierSpec:
         """Reject unknown options.
 
         Raises:
-            UsageError: an option is unknown; the message has its name and the known options.
+            UsageError: an option is unknown; the message names it and the known options.
         """
         for name in self.options:
             if name not in known:

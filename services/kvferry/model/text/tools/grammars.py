@@ -1,8 +1,9 @@
 """Grammars of answers that consist of tool calls, for constrained decoding: one for each format of calls.
 
 A grammar is text in llguidance's dialect of Lark, with the schemas of the arguments inline. The parser of the same
-format reads whatever the grammar accepts, with arguments that match their schemas. Separators follow the models'
-training data (one space after a comma or colon), and no whitespace is optional, since small models repeat it endlessly.
+format reads every output that the grammar accepts, with arguments that match their schemas. Separators follow the
+models' training data (one space after a comma or colon), and no whitespace is optional, since small models repeat it
+endlessly.
 """
 
 import json
