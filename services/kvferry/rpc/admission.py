@@ -58,10 +58,11 @@ class Slot(Protocol):
         ...
 
     def record_tokens(self, sample: int, count: int) -> None:
-        """Count `count` output tokens of a sample; its prompt has then been computed.
+        """Record output tokens of a sample; its prompt has then been computed.
 
         Args:
             sample: index of the prompt * `num_samples` + index of the sample.
+            count: number of new output tokens.
         """
         ...
 

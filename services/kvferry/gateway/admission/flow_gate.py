@@ -113,7 +113,18 @@ class FlowGate:
     # -- interface to slots ------------------------------------------------------------------------------------
 
     async def admit(self, slot: RequestSlot) -> None:
-        """Wait until the request may start; see `rpc.admission.Slot.__aenter__`."""
+        """Wait until the request may start, and charge it to the tenant's quotas; see `rpc.admission.Slot.__aenter__`.
+
+        Args:
+            slot: slot of the request; its queue entry and times are set.
+
+        Raises:
+            Overloaded: a quota is used up, the queue is full, or requests of a higher priority took the request's place
+                in it.
+            Forbidden: the tenant may not use the request's priority.
+            DeadlinePassed: the deadline passed in the queue.
+            Unavailable: the pool had no workers for too long.
+        """
         tenant = slot.work.tenant
         try:
             entry = slot.entry = self._submit(slot)
