@@ -22,7 +22,7 @@ CHUNK = SchedulerLimits().step_tokens
 
 @dataclass(frozen=True)
 class Shape:
-    """What determines the KV of a published model."""
+    """Dimensions that determine the KV of a published model."""
 
     name: str
     kv_heads: int

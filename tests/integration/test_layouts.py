@@ -120,7 +120,7 @@ def test_another_block_size_is_fetched_and_the_tokens_are_one_engines(
 
 
 NEAR_TIE = 0.1
-"""In nats: tokens may differ only where the log-probabilities of the two best tokens differ by less.
+"""Nats. Tokens may differ only where the log-probabilities of the two best tokens differ by less.
 
 The reader computes the same text twice in its own data type: over the converted KV of the other worker, and over its
 own KV. Rounding changes a key or a value by up to 2^-9 of its magnitude; for the tokens below, this changes a

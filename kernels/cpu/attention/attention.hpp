@@ -334,8 +334,7 @@ static void attend(const Batch& batch, const AttentionGeometry& g, const Attenti
   const int last = sharers ? first_position : first_position + item.queries;  // tokens that the last row attends to
   const int packed = last < item.end * kPartition ? last : item.end * kPartition, behind = (packed + 15) / 16 * 16;
   const int hidden = hidden_tokens(g.window, first_position);  // hidden from all rows; their pages may be released
-  // Returns the key that is packed kPrefetchGroups groups after the key at t: a key of this head, of the next head or of
-  // the next item.
+  // Returns the key packed kPrefetchGroups groups after the key at t: of this head, of the next head or the next item.
   const auto prefetch_target = [&](int t) -> Key {
     const int then = t + 16 * kPrefetchGroups, further = then - behind;
     if (further < 0) return then < hidden ? Key{} : key_at<K>(batch, g, sequence, kv_head, then);

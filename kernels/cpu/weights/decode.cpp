@@ -59,7 +59,7 @@ void unpack_scale_pair(int i, const uint8_t* s, int& scale, int& minimum) {
   }
 }
 
-// Blocks of 32 values with a scale and an optional minimum, both float16 or both float32.
+// Decodes a block of 32 values with a scale and an optional minimum, both float16 or both float32.
 void decode_block(RowType type, const uint8_t* b, int at, CodedRow& row) {
   const RowTraits t = traits_of(type);
   const uint8_t* p = b;

@@ -64,7 +64,7 @@ class EngineSettings:
     pin_share: float = 0.25
     """Maximum share of the KV pages that pinned prefixes hold; 0 refuses pins."""
     window_pages: str = AUTO
-    """What happens to KV pages behind the sliding windows of a model's layers, one of `WINDOW_PAGES`; the same for all
+    """Treatment of KV pages behind the sliding windows of a model's layers, one of `WINDOW_PAGES`; the same for all
     workers of a pool. They are released only if that reduces the memory of a request that fills the context. With
     `auto`, `LLM` and `AsyncLLM` release them on CPUs; workers keep them, and so do GPUs."""
     limits: SchedulerLimits = field(default_factory=SchedulerLimits)

@@ -117,7 +117,7 @@ class RetryConfig:
     accepts the request."""
     max_backoff_seconds: float = 2.0
     first_worker_seconds: float = 2.0
-    """How long a new request waits for a worker that is lost or not ready yet; about the time it takes to detect that a
+    """Time that a new request waits for a worker that is lost or not ready yet; about the time to detect that a
     worker has recovered."""
     request_timeout_seconds: float = 600.0
     """Upper limit on a request's duration, even if the client's deadline is later."""
@@ -172,7 +172,7 @@ class HoldConfig:
     max_held: int = 256
     """Maximum number of samples waiting for a worker; further samples are rejected with HTTP status 429."""
     seconds: float = 60.0
-    """How long a sample may wait; about the start time of a pod whose model files are already on the node."""
+    """Maximum time that a sample may wait; about the start time of a pod whose model files are already on the node."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What a round has computed, besides a token of each beam."""
+    """Results of a round, besides a token of each beam."""
 
     num_cached: int
     """Number of tokens of the prompt whose KV was cached in the first round."""

@@ -152,7 +152,7 @@ class QuarantineForEver(DecodeActor):
 # ---------------------------------------------------------------------- the gateway and what is checked
 
 
-class _SaysNothing(DecodeActor):
+class _NoDismissal(DecodeActor):
     def dismiss(self, world: "World", request: Request) -> None:
         """Do nothing: the offer is not dismissed."""
 
@@ -161,7 +161,7 @@ class _SaysNothing(DecodeActor):
             super()._tell_finish(world, source, done=done)
 
 
-_FORGETFUL = {state: tuple(d for d in duties if d is not Duty.RELEASE_TICKET) for state, duties in DUTIES.items()}
+_WITHOUT_RELEASE = {state: tuple(d for d in duties if d is not Duty.RELEASE_TICKET) for state, duties in DUTIES.items()}
 
 
 @mutation(
@@ -169,10 +169,10 @@ _FORGETFUL = {state: tuple(d for d in duties if d is not Duty.RELEASE_TICKET) fo
     "deaths",
     "gateway",
     "vllm-project/vllm#41269",
-    duties=_FORGETFUL,
-    decode=_SaysNothing,
+    duties=_WITHOUT_RELEASE,
+    decode=_NoDismissal,
 )
-class NobodyReleasesForTheClient(GatewayActor):
+class NoReleaseForTheClient(GatewayActor):
     """Neither gateway nor decode worker releases the offer, so that only timers free its pages."""
 
 
@@ -190,7 +190,7 @@ class StaleAnswerTaken(GatewayActor):
 
 
 @mutation("a silent worker is waited for indefinitely", "deaths", "gateway")
-class SilenceIsPatience(GatewayActor):
+class NoSilenceTimer(GatewayActor):
     def silent(self, world: "World", name: str) -> None:
         """Do nothing: calls to a silent worker are not abandoned."""
 

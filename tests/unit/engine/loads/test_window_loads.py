@@ -91,7 +91,7 @@ def test_a_ticket_has_the_pages_that_the_next_row_reads(windows: Windows) -> Non
 
 
 def test_blocks_that_are_cached_for_full_attention_are_not_loaded_again() -> None:
-    """As after a KV prefetch, or when the pages of a window were reused."""
+    """This is so after a KV prefetch, and when the pages of a window were reused."""
     p, p_runner = a_windowed_engine((None, 6))
     d, d_runner = a_windowed_engine((None, 6))
     loader = CopyingLoader(d, d_runner, p_runner)

@@ -33,7 +33,8 @@ CONFIGS = [
     windowed((30, 30, 30, None)),
     windowed((270, 270)),
 ]
-"""With two groups, with sinks, of three windows, of one window in two groups and in three, and of one window only."""
+"""Models with two groups, with sinks, with three windows, with one window in two and in three groups, and with one
+window only."""
 
 
 class GroupedWorld(World):
