@@ -112,7 +112,14 @@ def teach_compute(llm: LLM, prices: PriceBook, clock: Clock) -> Finding:
 
 
 def transports(block_bytes: int, block_tokens: int, prices: PriceBook, clock: Clock) -> list[Source]:
-    """Measure every available transport between two processes on this machine."""
+    """Measure every available transport between two processes on this machine.
+
+    Args:
+        block_bytes: bytes of KV per block.
+        block_tokens: tokens per block.
+        prices: price book that gets the measured durations.
+        clock: clock of the measurement.
+    """
     found: list[Source] = []
     for name in registry.names():
         label = f"{name} (this host)"
@@ -133,6 +140,13 @@ def transports(block_bytes: int, block_tokens: int, prices: PriceBook, clock: Cl
 
 def tiers(urls: Sequence[str], object_bytes: int, object_tokens: int, prices: PriceBook, clock: Clock) -> list[Source]:
     """Measure the tiers with these URLs, using objects with random names.
+
+    Args:
+        urls: URLs of the tiers.
+        object_bytes: bytes per object.
+        object_tokens: tokens per object.
+        prices: price book that gets the measured durations.
+        clock: clock of the measurement.
 
     Raises:
         UsageError: a URL is invalid, or the tier cannot be reached.

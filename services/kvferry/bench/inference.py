@@ -123,7 +123,14 @@ class Bench:
         )
 
     def latency(self, batch: int, shape: Shape, rounds: int, on_round: Callable[[], None]) -> Run:
-        """Measure a batch of simultaneous requests: latency, and the token rate while all requests decode."""
+        """Measure a batch of simultaneous requests: latency, and the token rate while all requests decode.
+
+        Args:
+            batch: number of requests.
+            shape: numbers of input and output tokens of a request.
+            rounds: number of measured rounds.
+            on_round: called after each round.
+        """
 
         def decoding(trip: _Trip) -> tuple[int, float, list[Work]]:
             return trip.drawn, sum(trip.gaps), trip.work[len(trip.work) - len(trip.gaps) :]

@@ -38,7 +38,15 @@ class Row:
 
 
 def measure(config: ModelConfig, level: str, threads: int, rounds: int, clock: Clock) -> list[Row]:
-    """Measure the widest product of a layer, and the output head, in every format and for several numbers of rows."""
+    """Measure the widest product of a layer, and the output head, in every format and for several numbers of rows.
+
+    Args:
+        config: configuration of the model, from which the shapes follow.
+        level: instruction-set level of the compiled kernels.
+        threads: number of threads.
+        rounds: number of measured rounds.
+        clock: clock of the measurement.
+    """
     module = compiled.extension()
     assert module is not None, "products are measured only with the compiled module"
     pool, rng = compiled.make_pool(threads), np.random.default_rng(0)

@@ -28,7 +28,17 @@ def alternate(
     clock: Clock,
     on_round: Callable[[], None] = lambda: None,
 ) -> dict[str, Sample]:
-    """Run all actions once per round (A B A B ...), after a warm-up round; return their durations."""
+    """Run all actions once per round (A B A B ...), after a warm-up round.
+
+    Args:
+        actions: actions by name.
+        rounds: number of measured rounds.
+        clock: clock of the measurement.
+        on_round: called after each round, the warm-up round included.
+
+    Returns:
+        Durations of each action in seconds.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in actions}
     for number in range(rounds + 1):
         for name, action in actions.items():

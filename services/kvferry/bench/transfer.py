@@ -95,7 +95,16 @@ def read_pages(transport: Transport, peer: Peer, remote: Sequence[int], clock: C
 
 
 def measure(name: str, num_blocks: int, block_bytes: int, *, scattered: bool, rounds: int, clock: Clock) -> Run:
-    """Measure a transport with a given number of pages, alternating with its bound."""
+    """Measure a transport with a given number of pages, alternating with its bound.
+
+    Args:
+        name: name of the connector.
+        num_blocks: number of pages per read.
+        block_bytes: bytes per page.
+        scattered: whether to read every second page; otherwise consecutive pages.
+        rounds: number of measured rounds.
+        clock: clock of the measurement.
+    """
     held = 2 * num_blocks if scattered else num_blocks
     remote = list(range(0, held, 2 if scattered else 1))
     size = num_blocks * block_bytes

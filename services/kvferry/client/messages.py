@@ -80,6 +80,18 @@ def generate_request(
 ) -> inference_pb2.GenerateRequest:
     """Build the message for `Inference.Generate`.
 
+    Args:
+        prompt: text, token ids or messages.
+        sampling: sampling parameters; `None` selects the defaults of `SamplingParams`.
+        n: number of samples, or of outputs of a beam search.
+        model: name of the model or adapter; empty for the served model.
+        request_id: id of the request; empty for an id chosen by the server.
+        use: the tools that are offered; `None` without tools.
+        priority: priority of the request; lower numbers come first.
+        cache_salt: requests with unequal salts share no KV; empty for the tenant's cache.
+        beams: parameters of a beam search; `None` to sample.
+        chat_template_kwargs: further variables of the chat template.
+
     Raises:
         InvalidRequest: the prompt is empty, so it is unknown whether it has tokens or messages, or tools are set for a
             prompt that is not a conversation; `n` is out of range; `sampling` and `beams` contradict each other.
@@ -212,6 +224,14 @@ def embed_request(
     cache_salt: str,
 ) -> inference_pb2.EmbedRequest:
     """Build the message for `Inference.Embed`.
+
+    Args:
+        inputs: each a string or a list of token ids.
+        params: parameters of the vectors.
+        model: name of the model; empty for the served model.
+        request_id: id of the request; empty for an id chosen by the server.
+        priority: priority of the request; lower numbers come first.
+        cache_salt: requests with unequal salts share no KV; empty for the tenant's cache.
 
     Raises:
         InvalidRequest: `dimensions` is less than 1, which the message cannot express.

@@ -101,6 +101,13 @@ class RequestBuilder:
     ) -> CompletionStream:
         """Build the request for the answer of a conversation; see `start`.
 
+        Args:
+            messages: messages of the conversation, oldest first.
+            sampling: parameters of the answer.
+            use: the tools that are offered, and how they may be used.
+            adapter: adapter to use; `None` for the model itself.
+            variables: further variables of the chat template.
+
         Raises:
             InvalidRequest: a message has an unknown form or role, a call and its result do not belong together, the
                 chat template rejects the conversation, or a call is required together with another constraint.

@@ -321,6 +321,7 @@ class WorkerUnit:
 
         Raises:
             UsageError: the address cannot be bound.
+            Unavailable: the worker was stopped while it started.
         """
         if self._running is None:
             raise Unavailable("the worker was stopped while it started")

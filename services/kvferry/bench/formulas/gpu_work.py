@@ -107,7 +107,18 @@ class Row:
 def row(
     about: About, spec: Spec, work: Work, timing: Timing, rates: Rates, *, dtype: str, kernels: str, launch: str
 ) -> Row:
-    """Create the result row of a measured action."""
+    """Create the result row of a measured action.
+
+    Args:
+        about: columns that all rows of the run have in common.
+        spec: the operation and its shape.
+        work: bytes and operations of one action.
+        timing: measured times in seconds.
+        rates: peak rates of the device, for the bound.
+        dtype: dtype of the operands.
+        kernels: `triton` for kvferry's kernels, otherwise the name of the library.
+        launch: launch choice of the kernels; see `Row.launch`.
+    """
     seconds = timing.median
     return Row(
         date=about.date,

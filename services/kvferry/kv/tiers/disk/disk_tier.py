@@ -60,6 +60,13 @@ class DiskTier:
     name = "disk"
 
     def __init__(self, options: DiskOptions, frames: Frames, clock: Clock, *, direct: bool) -> None:
+        """
+        Args:
+            options: options of the tier's URL.
+            frames: reads and writes the headers of objects.
+            clock: clock of deadlines.
+            direct: whether to bypass the page cache; `options.direct` is resolved by the caller.
+        """
         self._options = options
         self._frames = frames
         self._clock = clock
