@@ -116,12 +116,12 @@ def _checked_reference(reference: str) -> str:
     names = iter(unquote(fragment).split("/")[1:])
     for name in names:
         keyword = name.replace("~1", "/").replace("~0", "~")
-        if keyword in _ANNOTATIONS | _CONSTANTS:
+        # After a keyword that maps names to schemas comes a name, which may be that of a keyword.
+        is_schema = next(names, None) is not None if keyword in _NAMED else keyword not in _ANNOTATIONS | _CONSTANTS
+        if not is_schema:
             raise _invalid(
                 f"$ref {shortened(reference)!r} refers to a value of {keyword!r}; refer to a schema, as in $defs"
             )
-        if keyword in _NAMED:
-            next(names, None)  # a name, which may be that of a keyword
     return reference
 
 

@@ -60,6 +60,8 @@ def test_no_value_outside_of_the_bounds_is_accepted(low: float, high: float, low
         ({"$ref": "#/%64efault", "default": {}}, "refers to a value of 'default'"),
         ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/examples/0"}}}, "refers to a value of 'examples'"),
         ({"$id": "http://x/y", "$ref": "http://x/y#/properties/b/enum/0"}, "refers to a value of 'enum'"),
+        ({"$ref": "#/$defs", "$defs": {"const": 2**60 + 1}}, "refers to a value of '.defs'"),
+        ({"$ref": "#/items/properties"}, "refers to a value of 'properties'"),
         ({"$ref": "#/$defs/const/const/a"}, "refers to a value of 'const'"),
         ({"x-guidance": {"lenient": True}, "type": "array", "uniqueItems": True}, "x-guidance"),
     ],
