@@ -3,6 +3,7 @@
 - A bound of more than 53 bits is rounded or clamped, and so is a constant that is not an exact double or has too many
   digits; both are rejected here.
 - A reference into a constant or an annotation would make a schema of a value that is not prepared; it is rejected.
+- Names of other members than the known ones can be spelled with escapes; they get a pattern.
 - An exclusive bound that is a whole number is itself accepted if the range is narrow: `0` satisfies its grammar of
   `{"exclusiveMinimum": 0, "maximum": 0.1}`. Such a bound becomes an inclusive one, moved inwards by `_STEP` of its
   value, so that every output satisfies the schema; the values between the two bounds are lost.
@@ -16,7 +17,7 @@ from typing import Any, NoReturn, TypeGuard
 from urllib.parse import unquote
 
 from kvferry.core.errors import InvalidRequest, shortened
-from kvferry.model.grammar.patterns import enforceable_pattern
+from kvferry.model.grammar.patterns import MAX_NAME, enforceable_pattern, other_names
 
 _MAX_EXACT = 1 << 53
 _MAX_EXACT_POWER = 22
@@ -30,6 +31,7 @@ _NAMED = frozenset({"properties", _PATTERNS, "$defs", "definitions", "dependentS
 _CONSTANTS = frozenset({"const", "enum"})
 _ANNOTATIONS = frozenset({"default", "examples"})
 """Keywords whose value is neither a schema nor enforced."""
+_ANY_NAME = "^(?s:.*)$"
 OPTIONS = "x-guidance"
 """Keyword with options of the compiler."""
 MAX_WHITESPACE = 32
@@ -100,6 +102,7 @@ def _enforceable(schema: Any) -> Any:
             made[key] = value if key in _ANNOTATIONS else _enforceable(value)
     _read_flags(made)
     _check_bounds(made)
+    _name_members(made)
     if made.get("type") != "integer":
         was_empty = _is_empty(made)
         for key, (inclusive, sign) in _INWARDS.items():
@@ -108,6 +111,38 @@ def _enforceable(schema: Any) -> Any:
             shown = ", ".join(f"{key} {schema[key]}" for key in _BOUNDS[:4] if key in schema)
             raise _invalid(f"the range of {shown} is too narrow to be enforced")
     return made
+
+
+def _name_members(schema: dict[str, Any]) -> None:
+    """Give the other members of an object with known ones a pattern of names, whose spelling the compiler fixes.
+
+    Otherwise the compiler accepts escapes in their names, such as `\\u0061` for a known member `a`, which parsers then
+    take for that member. A name may appear twice, so a minimum number of members cannot be enforced.
+
+    Raises:
+        InvalidRequest: names cannot be distinguished, or counted.
+    """
+    least, required = schema.get("minProperties"), schema.get("required")
+    if _is_number(least) and least > max(1, len(set(map(str, required))) if isinstance(required, list) else 0):
+        raise _invalid(
+            f"minProperties is {least}; more members than `required` names cannot be enforced, since a name may appear "
+            "twice; add names to `required`"
+        )
+    others = schema.get("additionalProperties", True)
+    known, patterns = schema.get("properties") or {}, schema.get(_PATTERNS)
+    if others is False or not (known or patterns) or not isinstance(known, dict):
+        return
+    if patterns:
+        raise _invalid(
+            f"{_PATTERNS} with other members cannot be enforced; set additionalProperties to false in the same object"
+        )
+    if others not in (True, {}) and any(len(name) > MAX_NAME for name in known):
+        raise _invalid(
+            f"additionalProperties with a schema cannot be enforced beside names of more than {MAX_NAME} characters"
+        )
+    # A schema for other members may not hold for the known ones.
+    name = _ANY_NAME if others in (True, {}) else enforceable_pattern(other_names(known))
+    schema |= {_PATTERNS: {name: others}, "additionalProperties": False}
 
 
 def _checked_reference(reference: str) -> str:

@@ -5,10 +5,14 @@ escape. So `"` and `\` are accepted for a class that excludes them. Therefore on
 from every class: every output still matches the pattern, and outputs with this character are lost.
 """
 
+import itertools
 import re
+from collections.abc import Collection
 
 from kvferry.core.errors import InvalidRequest, shortened
 
+MAX_NAME = 64
+"""Maximum length of a name in `other_names`; each character nests the pattern once more."""
 _REMOVED = r"\x1f"
 _SYNTAX = re.compile(
     r"""
@@ -19,6 +23,8 @@ _SYNTAX = re.compile(
     """,
     re.VERBOSE | re.DOTALL,
 )
+_EXTENDED = re.compile(r"(?<!\\)\(\?[a-zA-Z]*x")
+"""The flag with which white space and comments are ignored. JSON Schema's dialect lacks it."""
 _CLASS = re.compile(r"\\[DWSpP]")
 _CODE = re.compile(r"\\[xuU]\{?([0-9A-Fa-f]+)\}?")
 
@@ -27,8 +33,10 @@ def enforceable_pattern(pattern: str) -> str:
     r"""Return a pattern, in the syntax of Rust's `regex` crate, whose classes do not contain U+001F.
 
     Raises:
-        InvalidRequest: the pattern has U+001F itself outside of a class.
+        InvalidRequest: the pattern has U+001F itself outside of a class, or the flag x.
     """
+    if _EXTENDED.search(pattern):
+        raise _invalid(f"pattern {shortened(pattern)!r} sets the flag x, which is not supported; remove it")
     parts = [found.group() for found in _SYNTAX.finditer(pattern)]
     made: list[str] = []
     at = 0
@@ -37,14 +45,12 @@ def enforceable_pattern(pattern: str) -> str:
         end = at + 1
         if part == "[":
             end = _class_end(parts, at)
-            made.append(f"[{''.join(parts[at:end])}&&[^{_REMOVED}]]")
+            made.append(f"[{_literal_class(parts[at:end])}&&[^{_REMOVED}]]")
         elif _CLASS.match(part):
             made.append(f"[{part}&&[^{_REMOVED}]]")
         elif _is_removed(part):
-            raise InvalidRequest(
-                f"pattern {shortened(pattern)!r} has the control character U+001F, which is not supported; remove it",
-                field="constraint",
-                reason="CONSTRAINT_INVALID",
+            raise _invalid(
+                f"pattern {shortened(pattern)!r} has the control character U+001F, which is not supported; remove it"
             )
         else:
             made.append(part)
@@ -52,25 +58,51 @@ def enforceable_pattern(pattern: str) -> str:
     return "".join(made)
 
 
+def other_names(names: Collection[str]) -> str:
+    """Return a pattern that matches every string except some.
+
+    Args:
+        names: the other strings, of at most `MAX_NAME` characters.
+    """
+    return f"^{_after(sorted(names))}$"
+
+
+def _after(names: list[str]) -> str:
+    """Return a pattern of all ends of strings that are not among sorted ends of names."""
+    is_name = names[:1] == [""]
+    ways: list[str] = []
+    begun: list[str] = []
+    for first, group in itertools.groupby(names[is_name:], key=lambda name: name[0]):
+        begun.append(f"\\u{{{ord(first):x}}}")
+        ways.append(begun[-1] + _after([name[1:] for name in group]))
+    ways.append(f"[^{''.join(begun)}](?s:.*)" if begun else "(?s:.+)")
+    return f"(?:{'|'.join(ways)}){'' if is_name else '?'}"
+
+
 def _class_end(parts: list[str], start: int) -> int:
-    """Return the index after the bracket that closes the class at `start`; classes may contain classes. The first
-    character of a class may be a closing bracket that is meant literally."""
-    depth, at = 0, start
+    """Return the index after the bracket that closes the class at `start`. As in ECMA-262, the dialect of JSON Schema,
+    an opening bracket in a class is literal; so is a closing one that is the first character, as in Python and Rust."""
+    at = start + 1 + (parts[start + 1 : start + 2] == ["^"])
+    at += parts[at : at + 1] == ["]"]
     while at < len(parts):
-        if parts[at] == "[":
-            depth += 1
-            if at + 1 < len(parts) and parts[at + 1] == "^":
-                at += 1
-            if at + 1 < len(parts) and parts[at + 1] == "]":
-                at += 1
-        elif parts[at] == "]":
-            depth -= 1
-            if depth == 0:
-                return at + 1
+        if parts[at] == "]":
+            return at + 1
         at += 1
     return len(parts)  # not closed; the compiler reports it
+
+
+def _literal_class(parts: list[str]) -> str:
+    """Return a class, from bracket to bracket, in which the operators of Rust's classes are literal: nested classes,
+    intersection, difference and symmetric difference."""
+    inner = [f"\\{part}" if part in ("[", "&", "~") else part for part in parts[1:]]
+    pairs = zip(inner, [*inner[1:], ""], strict=True)
+    return "[" + "".join("\\-" if part == "-" and after == "-" else part for part, after in pairs)
 
 
 def _is_removed(part: str) -> bool:
     code = _CODE.fullmatch(part)
     return part == "\x1f" or (code is not None and int(code[1], 16) == 0x1F)
+
+
+def _invalid(message: str) -> InvalidRequest:
+    return InvalidRequest(message, field="constraint", reason="CONSTRAINT_INVALID")

@@ -94,11 +94,39 @@ def test_invalid_json_is_refused(source: str) -> None:
 def test_values_and_names_that_look_like_bounds_stay() -> None:
     schema = {
         "properties": {"exclusiveMinimum": {"type": "integer", "exclusiveMinimum": 0}, "const": {"type": "null"}},
+        "additionalProperties": False,
         "enum": [{"exclusiveMinimum": 0}],
         "const": {"minimum": 10**15},
         "default": 10**30,
     }
     assert enforced(schema) == schema
+
+
+@pytest.mark.parametrize("others", [None, True, {}, {"type": ["integer", "string"]}, {"type": "string"}])
+def test_other_members_do_not_spell_the_name_of_a_known_one(others: Any) -> None:
+    schema: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    if others is not None:
+        schema["additionalProperties"] = others
+    assert accepts(schema, '{"a": 1}')
+    for text in (r'{"a": 1, "\u0061": "x"}', '{"a": 1, "a": "x"}', r'{"\u0061": "x"}'):
+        assert not accepts(schema, text)
+    for name in ("b", "aa", "é", r"q\"r", r"\n", ""):
+        assert accepts(schema, f'{{"a": 1, "{name}": "x"}}'), name
+    assert accepts(schema, '{"a": 1, "b": 2}') == (others != {"type": "string"})
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"patternProperties": {"^a": {}}}, "patternProperties with other members cannot be enforced; set additional"),
+        ({"minProperties": 2}, "minProperties is 2; more members than `required` names cannot be enforced"),
+        ({"minProperties": 3, "required": ["a", "b", "a"]}, "minProperties is 3"),
+        ({"properties": {"a" * 65: {}}, "additionalProperties": {"type": "null"}}, "names of more than 64 characters"),
+    ],
+)
+def test_members_that_cannot_be_distinguished_are_refused(schema: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        parsed_schema(json.dumps(schema))
 
 
 @pytest.mark.parametrize("number", [2**53, -(2**53), 0, 0.5, 1e15, 123456789.25, 1e-22, -0.0, 0.1, 100000000000000.5])

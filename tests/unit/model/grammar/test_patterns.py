@@ -2,6 +2,7 @@
 
 import json
 import re
+import warnings
 
 import pytest
 from hypothesis import given, settings
@@ -11,15 +12,15 @@ from kvferry.core.constraint import Constraint, ConstraintKind
 from kvferry.core.errors import InvalidRequest
 from kvferry.model import tiny
 from kvferry.model.grammar.compiler import GrammarCompiler
-from kvferry.model.grammar.patterns import enforceable_pattern
+from kvferry.model.grammar.patterns import enforceable_pattern, other_names
 
 COMPILER = GrammarCompiler(tiny.tokenizer(tiny.config()))
 EOS = list(tiny.config().eos_token_ids)
 CLASSES = [
     r"[\x00-\x1f]", '[^"]', r"[^\\]", r"[^\"\\]", "[^a]", r"[\x00-!]", r"\W", r"\D", r"\S", r"[\W_]", r"[^]a]",
-    r"[]\x00-\x1f]", "[a-c]", "a", r"\\", r"\"",
+    r"[]\x00-\x1f]", '[["]', '[^["]', "[a&&b]", "[&--a]", "[~~]", "[a-c]", "a", r"\\", r"\"",
 ]  # fmt: skip
-CHARACTERS = ['"', "\\", "\n", "\x00", "\x01", "\x1e", "a", "b", "]", "_", "7", " ", "é"]
+CHARACTERS = ["[", "&", "-", "~", '"', "\\", "\n", "\x00", "\x01", "\x1e", "a", "b", "]", "_", "7", " ", "é"]
 
 
 def accepts(schema: object, text: str) -> bool:
@@ -35,7 +36,9 @@ def accepts(schema: object, text: str) -> bool:
 @given(st.lists(st.sampled_from(CLASSES), min_size=1, max_size=3), st.lists(st.sampled_from(CHARACTERS), max_size=3))
 def test_a_string_is_accepted_if_and_only_if_it_matches(classes: list[str], characters: list[str]) -> None:
     pattern, text = f"^{''.join(classes)}$", "".join(characters)
-    matches = re.fullmatch(pattern[1:-1], text, re.ASCII) is not None  # as in ECMAScript
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # about operators in classes, which are literal
+        matches = re.fullmatch(pattern[1:-1], text, re.ASCII) is not None  # as in ECMAScript
     assert accepts({"type": "string", "pattern": pattern}, json.dumps(text, ensure_ascii=False)) == matches
 
 
@@ -55,7 +58,8 @@ def test_names_of_properties_match_their_pattern(character: str) -> None:
     [
         ("^[a-z]+$", r"^[[a-z]&&[^\x1f]]+$"),
         (r"\[[^]\]]\]", r"\[[[^]\]]&&[^\x1f]]\]"),
-        (r"[a[^b]c]x", r"[[a[^b]c]&&[^\x1f]]x"),
+        (r"[a[^b]x", r"[[a\[^b]&&[^\x1f]]x"),
+        (r"[a&&b--c~]", r"[[a\&\&b\--c\~]&&[^\x1f]]"),
         (r"\P{Lu}\pN\d\x20", r"[\P{Lu}&&[^\x1f]][\pN&&[^\x1f]]\d\x20"),
         ("(?s:.{0,9})", "(?s:.{0,9})"),
     ],
@@ -68,3 +72,16 @@ def test_one_control_character_is_removed_from_classes(pattern: str, expected: s
 def test_that_character_is_refused_outside_of_a_class(pattern: str) -> None:
     with pytest.raises(InvalidRequest, match=r"U\+001F"):
         enforceable_pattern(pattern)
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.sets(st.text('ab"é', max_size=4), min_size=1, max_size=5), st.text('ab"éc', max_size=6))
+def test_other_names_are_all_strings_but_some(names: set[str], text: str) -> None:
+    pattern = re.sub(r"\\u\{([0-9a-f]+)\}", lambda found: re.escape(chr(int(found[1], 16))), other_names(names))
+    assert (re.fullmatch(pattern, text) is not None) == (text not in names)
+
+
+def test_a_pattern_that_ignores_white_space_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="sets the flag x, which is not supported"):
+        enforceable_pattern('(?x)^#[\n[^"]|b]$')
+    assert enforceable_pattern(r"\(?x(?i:y)") == r"\(?x(?i:y)"
