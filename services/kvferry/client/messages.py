@@ -159,7 +159,9 @@ _MODES = {
 }
 
 
-def tool_use(tools: Sequence[Tool | ToolInput], choice: str, *, is_parallel: bool) -> ToolUse | None:
+def tool_use(
+    tools: Sequence[Tool | ToolInput], choice: str | Mapping[str, object], *, is_parallel: bool
+) -> ToolUse | None:
     """Return the tools and how they may be used; `None` if there are none.
 
     Args:
@@ -170,7 +172,7 @@ def tool_use(tools: Sequence[Tool | ToolInput], choice: str, *, is_parallel: boo
     Raises:
         InvalidRequest: see `ToolUse`.
     """
-    if not tools and choice in (Choice.AUTO, Choice.NONE):
+    if not tools and (choice == Choice.AUTO or choice == Choice.NONE):
         return None
     return use_from_input(tools, choice, is_parallel=is_parallel)
 

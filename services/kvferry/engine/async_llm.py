@@ -128,7 +128,7 @@ class AsyncLLM:
         sampling: SamplingParams | None = None,
         *,
         tools: Sequence[Tool | ToolInput] = (),
-        tool_choice: str = "auto",
+        tool_choice: str | Mapping[str, object] = "auto",
         parallel_tool_calls: bool = True,
         chat_template_kwargs: Mapping[str, object] | None = None,
     ) -> AsyncGenerator[CompletionPart, None]:

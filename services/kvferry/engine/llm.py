@@ -264,7 +264,7 @@ class LLM:
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         tools: Sequence[Tool | ToolInput] = (),
-        tool_choice: str = "auto",
+        tool_choice: str | Mapping[str, object] = "auto",
         parallel_tool_calls: bool = True,
         chat_template_kwargs: Mapping[str, object] | None = None,
         model: str | Sequence[str] = "",

@@ -102,6 +102,11 @@ def test_a_required_call_is_the_answer(llm: LLM) -> None:
     (answer,) = llm.chat([question], GREEDY, tools=tools, tool_choice="none")
     assert answer.tool_calls == ()
     assert "get_weather" not in llm.tokenizer.decode(answer.prompt_token_ids)
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    (answer,) = llm.chat([question], long, tools=tools, tool_choice=named)
+    assert [call.name for call in answer.tool_calls] == ["get_weather"]
+    with pytest.raises(InvalidRequest, match="tool_choice must be auto, none, required, or the name of a tool"):
+        llm.chat([question], GREEDY, tools=tools, tool_choice=[1])  # type: ignore[arg-type]
     with pytest.raises(InvalidRequest, match="tool_choice is 'absent', which is not in tools"):
         llm.chat([question], GREEDY, tools=tools, tool_choice="absent")
 

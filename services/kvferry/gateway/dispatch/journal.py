@@ -18,6 +18,8 @@ from kvferry.rpc.text.token_source import Timing
 
 _MAX_REQUESTS = 1024
 _MAX_SAMPLES = 16
+_MAX_NAMED = 4
+"""Maximum number of ids in a message."""
 MAX_LISTED = 200
 """Maximum number of requests in a list."""
 
@@ -101,7 +103,9 @@ class Journal:
             and tenant in (owner, None)
         ]
         if parts:
-            reason = f"has a record for each of its prompts; ask for {shortened(', '.join(parts))}"
+            more = f" and {len(parts) - _MAX_NAMED} more" if len(parts) > _MAX_NAMED else ""
+            named = ", ".join(shortened(part) for part in parts[:_MAX_NAMED])
+            reason = f"has a record for each of its prompts; ask for {named}{more}"
         else:
             reason = (
                 "not found: it is still running, was served by another gateway or before this gateway started, or is "

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 
 
 class BandShares:
-    """Service counters of the bands of one queue."""
+    """Service counters of the bands of one or several queues."""
 
     def __init__(self, weights: Mapping[int, int]) -> None:
         """
@@ -18,18 +18,32 @@ class BandShares:
             weights: weight by priority; other priorities have weight 1.
         """
         self._weights = weights
+        self._num_open: dict[int, int] = {}
+        """Number of queues in which a band has requests, queued or running."""
         self._served: dict[int, float] = {}
         """Counters in tokens per weight, of the bands that have requests or used more than the virtual time."""
         self._time = 0.0
+
+    def served(self, priority: int) -> float:
+        """Return the counter of a band that has requests."""
+        return self._served[priority]
+
+    def open(self, priority: int) -> None:
+        """Note that a band has its first request in a queue."""
+        self._num_open[priority] = self._num_open.get(priority, 0) + 1
 
     def enter(self, priority: int) -> None:
         """Raise the counter of a band that becomes backlogged to the virtual time."""
         self._served[priority] = max(self._served.get(priority, 0.0), self._time)
 
-    def leave(self, priority: int) -> None:
-        """Drop the counter of a band without requests if it has no effect on the band's next request."""
-        if self._served[priority] <= self._time:
-            del self._served[priority]
+    def close(self, priority: int) -> None:
+        """Note that a band has no more requests in a queue. Its counter is dropped if there are none in any queue and
+        it has no effect on the band's next request."""
+        self._num_open[priority] -= 1
+        if not self._num_open[priority]:
+            del self._num_open[priority]
+            if self._served[priority] <= self._time:
+                del self._served[priority]
 
     def least(self, priorities: Collection[int]) -> int:
         """Return the band that is served next: the one with the smallest counter, then the smallest priority number.

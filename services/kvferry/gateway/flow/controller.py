@@ -77,7 +77,8 @@ class FlowController:
                 serve them strictly in order.
         """
         self._bounds = bounds
-        self._queues = tuple(FairQueue(None if class_weights is None else BandShares(class_weights)) for _ in range(2))
+        self._shares = None if class_weights is None else BandShares(class_weights)
+        self._queues = tuple(FairQueue(self._shares) for _ in range(2))
         """Queues of other requests and of searches, which have room of their own: neither waits for the other."""
         self._total = QueueSize()
         self._by_tenant: dict[str, QueueSize] = {}
@@ -124,16 +125,20 @@ class FlowController:
 
     def used(self, room: Room) -> int:
         """Return how many of `room.sequences` are in use."""
-        return self.num_sequences + (0 if room.is_split else self.num_beams)
+        # Steps of more beams than `searches`, as of one large request, take turns in the places of so many.
+        return self.num_sequences + (0 if room.is_split else min(self.num_beams, room.searches))
 
     def is_open(self, room: Room, entry: Entry) -> bool:
         """Return whether a request may be dispatched now."""
+        return self._has_workers(room, entry) and self._has_streams(room, entry)
+
+    def _has_workers(self, room: Room, entry: Entry) -> bool:
+        is_open = self.num_beams < room.searches if entry.is_search else self.used(room) < room.sequences
+        return is_open and self.prefill_tokens < room.prefill_tokens
+
+    def _has_streams(self, room: Room, entry: Entry) -> bool:
         running = self.num_sequences + self.num_beams
-        return (
-            (self.num_beams < room.searches if entry.is_search else self.used(room) < room.sequences)
-            and self.prefill_tokens < room.prefill_tokens
-            and (running + entry.num_sequences <= room.streams or (not running and room.streams > 0))
-        )
+        return running + entry.num_sequences <= room.streams or (not running and room.streams > 0)
 
     def retry_after(self, now: float) -> float:
         """Estimate the seconds until the present queue is dispatched, from 1 to 60."""
@@ -218,11 +223,17 @@ class FlowController:
         return decided
 
     def _next(self, room: Room, now: float) -> Entry | None:
-        """Return the entry that leaves its queue next, by priority and arrival among the first ones of both queues;
-        `None` if there is no room for either."""
+        """Return the entry that leaves its queue next: of the first ones of both queues for which the workers have
+        room, the first in order. It waits for its streams, so that smaller requests do not overtake it for ever."""
         first = [entry for queue in self._queues if (entry := queue.next()) is not None]
-        free = [entry for entry in first if entry.deadline <= now or self.is_open(room, entry)]
-        return min(free, key=lambda entry: (entry.priority, entry.number), default=None)
+        free = [entry for entry in first if entry.deadline <= now or self._has_workers(room, entry)]
+        entry = min(free, key=self._order, default=None)
+        return entry if entry is None or entry.deadline <= now or self._has_streams(room, entry) else None
+
+    def _order(self, entry: Entry) -> tuple[float, int, int]:
+        """Return the key of the order between the queues: the share of its priority, the priority, the arrival."""
+        share = 0.0 if self._shares is None else self._shares.served(entry.priority)
+        return share, entry.priority, entry.number
 
     def _run(self, entry: Entry, sign: int) -> None:
         """Count the samples or beams of an entry that begins (`sign` 1) or ends (-1)."""

@@ -124,6 +124,8 @@ class FairQueue:
         band = self._bands.get(entry.priority)
         if band is None:
             band = self._bands[entry.priority] = _Band()
+            if self._shares is not None:
+                self._shares.open(entry.priority)
         flow = band.flows.get(entry.tenant)
         if flow is None:
             flow = band.flows[entry.tenant] = _Flow(entry.tenant, band.virtual_time)
@@ -218,4 +220,4 @@ class FairQueue:
             # The end of a busy period: counters matter only relative to each other among tenants that compete.
             del self._bands[priority]
             if self._shares is not None:
-                self._shares.leave(priority)
+                self._shares.close(priority)

@@ -95,8 +95,8 @@ def _literal_class(parts: list[str]) -> str:
     """Return a class, from bracket to bracket, in which the operators of Rust's classes are literal: nested classes,
     intersection, difference and symmetric difference."""
     inner = [f"\\{part}" if part in ("[", "&", "~") else part for part in parts[1:]]
-    pairs = zip(inner, [*inner[1:], ""], strict=True)
-    return "[" + "".join("\\-" if part == "-" and after == "-" else part for part, after in pairs)
+    places = zip(["", *inner[:-1]], inner, [*inner[1:], ""], strict=True)
+    return "[" + "".join("\\-" if part == "-" and "-" in (before, after) else part for before, part, after in places)
 
 
 def _is_removed(part: str) -> bool:

@@ -58,11 +58,12 @@ class ConstraintCheck:
             prepare=prepare,
         )
         self._verdicts: OrderedDict[bytes, InvalidRequest | None] = OrderedDict()
-        self._running: dict[bytes, _Running] = {}
+        self._running: dict[tuple[str, bytes], _Running] = {}
+        """Checks by tenant and constraint, since each runs at the turn of its tenant."""
 
     async def check(self, constraint: Constraint, tenant: str = "") -> None:
-        """Check that workers can compile a constraint. Tenants take turns; requests that wait for the same constraint
-        wait for one check.
+        """Check that workers can compile a constraint. Tenants take turns; requests of a tenant that wait for the
+        same constraint wait for one check.
 
         Raises:
             InvalidRequest: the constraint is invalid, uses an unsupported feature, or takes too much time or memory.
@@ -74,11 +75,10 @@ class ConstraintCheck:
             self._verdicts.move_to_end(digest)
             known = self._verdicts[digest]
         else:
-            running = self._running.get(digest)
+            key = tenant, digest
+            running = self._running.get(key)
             if running is None:
-                running = self._running[digest] = _Running(
-                    asyncio.create_task(self._decide(digest, constraint, tenant))
-                )
+                running = self._running[key] = _Running(asyncio.create_task(self._decide(digest, constraint, tenant)))
             running.num_waiting += 1
             try:
                 known = await asyncio.shield(running.task)
@@ -86,8 +86,8 @@ class ConstraintCheck:
                 running.num_waiting -= 1
                 if not running.num_waiting:
                     running.task.cancel()  # no effect if it has ended
-                    if self._running.get(digest) is running:
-                        del self._running[digest]
+                    if self._running.get(key) is running:
+                        del self._running[key]
         if known is not None:
             raise InvalidRequest(known.message, field=known.field, reason=known.reason)
 

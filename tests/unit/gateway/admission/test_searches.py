@@ -75,16 +75,18 @@ async def searches(*, room: int = 1000, **settings: Any) -> AsyncIterator[Search
             assert all(account.num_open == 0 for account in scripted.gateway.gate.quotas.accounts.values())
 
 
-async def test_a_search_holds_the_room_of_its_beams() -> None:
-    async with searches(room=8) as made:
-        first = asyncio.create_task(made.post())
+async def test_a_search_holds_half_of_the_room_of_workers_of_both_roles() -> None:
+    async with searches(room=4) as made:
+        tasks = [asyncio.create_task(made.post())]
         await eventually(lambda: made.controller.num_dispatched == 1)
         assert made.controller.num_beams == 8
-        second = asyncio.create_task(made.post(use_beam_search=None, best_of=1))
-        await eventually(lambda: made.controller.num_queued == 1)
+        tasks += [asyncio.create_task(made.post(use_beam_search=None, best_of=1)) for _ in range(3)]
+        tasks.append(asyncio.create_task(made.post()))
+        await eventually(lambda: made.controller.num_queued == 2)
+        assert (made.controller.num_dispatched, made.controller.num_sequences) == (3, 2)
         made.go.set()
-        assert [(await one).status_code for one in (first, second)] == [200, 200]
-        assert (await made.metrics())['tenant_requests_total{outcome="admitted",tenant="default"}'] == 2
+        assert [(await one).status_code for one in tasks] == [200] * 5
+        assert (await made.metrics())['tenant_requests_total{outcome="admitted",tenant="default"}'] == 5
 
 
 async def test_steps_of_admitted_searches_are_not_refused_for_streams() -> None:

@@ -188,6 +188,33 @@ def test_searches_leave_half_of_the_workers_of_both_roles_to_others():
     assert controller.dispatch(room, 0.0) == []
 
 
+def test_a_request_waits_for_its_streams_without_being_overtaken():
+    controller, room = FlowController(UNLIMITED), Room(streams=8)
+    running = [queued(controller, entry()) for _ in range(4)]
+    assert controller.dispatch(room, 0.0) == running
+    search = queued(controller, entry(num_sequences=8, is_search=True))
+    others = [queued(controller, entry()) for _ in range(3)]
+    assert controller.dispatch(room, 0.0) == [], "the other requests arrived later"
+    for one in running:
+        controller.finish(one, 1.0)
+    assert controller.dispatch(room, 0.0) == [search]
+    controller.finish(search, 1.0)
+    assert controller.dispatch(room, 0.0) == others
+
+
+def test_weights_of_priorities_count_between_searches_and_others():
+    controller, room = FlowController(UNLIMITED, {0: 3, 5: 1}), Room(prefill_tokens=1)
+    for _ in range(8):
+        queued(controller, entry(priority=0))
+        queued(controller, entry(priority=5, is_search=True))
+    order = []
+    for _ in range(8):
+        (one,) = controller.dispatch(room, 0.0)
+        order.append(one.priority)
+        controller.finish(one, one.cost)
+    assert order.count(5) == 2, order
+
+
 def test_a_request_displaces_the_lowest_class_of_either_kind():
     controller = FlowController(QueueBounds(3, 1000))
     search, other = entry(priority=7, is_search=True), entry(priority=4)

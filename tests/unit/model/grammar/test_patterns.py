@@ -59,7 +59,7 @@ def test_names_of_properties_match_their_pattern(character: str) -> None:
         ("^[a-z]+$", r"^[[a-z]&&[^\x1f]]+$"),
         (r"\[[^]\]]\]", r"\[[[^]\]]&&[^\x1f]]\]"),
         (r"[a[^b]x", r"[[a\[^b]&&[^\x1f]]x"),
-        (r"[a&&b--c~]", r"[[a\&\&b\--c\~]&&[^\x1f]]"),
+        (r"[a&&b--c~]", r"[[a\&\&b\-\-c\~]&&[^\x1f]]"),
         (r"\P{Lu}\pN\d\x20", r"[\P{Lu}&&[^\x1f]][\pN&&[^\x1f]]\d\x20"),
         ("(?s:.{0,9})", "(?s:.{0,9})"),
     ],

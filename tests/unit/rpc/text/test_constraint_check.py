@@ -81,6 +81,7 @@ async def test_requests_with_the_same_constraint_wait_for_one_check(
     monkeypatch.setattr(check, "_process", held)
     held.error = InvalidRequest("no")
     waiting = [asyncio.create_task(check.check(GOOD)) for _ in range(200)]
+    waiting.append(asyncio.create_task(check.check(GOOD, "another tenant")))
     await asyncio.sleep(0)
     waiting[0].cancel()  # the first request, which began the check
     await asyncio.sleep(0)
@@ -88,7 +89,7 @@ async def test_requests_with_the_same_constraint_wait_for_one_check(
     results = await asyncio.gather(*waiting, return_exceptions=True)
     assert isinstance(results[0], asyncio.CancelledError)
     assert {type(result) for result in results[1:]} == {InvalidRequest}
-    assert (held.begun, held.cancelled, check._running) == (1, 0, {})
+    assert (held.begun, held.cancelled, check._running) == (2, 0, {}), "one for each tenant"
 
 
 async def test_a_check_that_no_request_waits_for_is_cancelled(

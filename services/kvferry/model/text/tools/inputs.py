@@ -36,17 +36,25 @@ def tool_from_input(value: object, number: int) -> Tool:
     )
 
 
-def use_from_input(tools: Sequence[Tool | ToolInput], choice: str, *, is_parallel: bool) -> ToolUse:
+def use_from_input(
+    tools: Sequence[Tool | ToolInput], choice: str | Mapping[str, object], *, is_parallel: bool
+) -> ToolUse:
     """Return tools and how they may be used.
 
     Args:
         tools: tools that the model may call.
-        choice: `auto`, `none`, `required`, or the name of the tool to call.
+        choice: `auto`, `none`, `required`, or the name of the tool to call, also as `{"type": "function", "function":
+            {"name": ..}}`.
         is_parallel: whether an answer may have several calls.
 
     Raises:
-        InvalidRequest: see `ToolUse` and `tool_from_input`.
+        InvalidRequest: `choice` has another form; see also `ToolUse` and `tool_from_input`.
     """
+    if isinstance(choice, Mapping):
+        function = choice.get("function")
+        choice = function.get("name", choice) if isinstance(function, Mapping) else choice
+    if not isinstance(choice, str):
+        raise _wrong("tool_choice", "auto, none, required, or the name of a tool", choice)
     given = tuple(tool_from_input(tool, number) for number, tool in enumerate(tools))
     if choice in tuple(Choice):
         return ToolUse(given, Choice(choice), is_parallel=is_parallel)
