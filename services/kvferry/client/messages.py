@@ -172,7 +172,7 @@ def tool_use(
     Raises:
         InvalidRequest: see `ToolUse`.
     """
-    if not tools and (choice == Choice.AUTO or choice == Choice.NONE):
+    if not tools and choice in (Choice.AUTO, Choice.NONE):
         return None
     return use_from_input(tools, choice, is_parallel=is_parallel)
 

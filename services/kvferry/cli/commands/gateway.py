@@ -14,7 +14,7 @@ from kvferry.cli.supervised import announce, follow_parent, leave_on_signals
 from kvferry.core.errors import UsageError
 from kvferry.core.process.memory import return_freed_memory
 from kvferry.core.process.open_files import raise_open_files
-from kvferry.engine.policies.class_weights import Weights, read_weights
+from kvferry.engine.policies.class_weights import weights_in_use
 
 if TYPE_CHECKING:
     from kvferry.gateway.config import GatewayConfig
@@ -135,7 +135,7 @@ def _config(values: Values) -> "GatewayConfig":
         max_streams=values["max_streams"],
         max_queued=values["max_queued"],
         max_queued_bytes=values["max_queued_bytes"],
-        class_weights=_class_weights(values),
+        class_weights=weights_in_use(values["scheduling"], values["class_weights"]),
         probe_key=values["probe_key"],
         tenants_file=Path(values["tenants"]) if values["tenants"] else None,
         drain_seconds=values["drain_seconds"],
@@ -143,19 +143,6 @@ def _config(values: Values) -> "GatewayConfig":
         request_trace=(Path(values["trace_file"]), values["trace_file_bytes"]) if values["trace_file"] else None,
         shares_ports=values["share_ports"],
     )
-
-
-def _class_weights(values: Values) -> Weights | None:
-    """Return the weights of priorities in the queue; `None` if it is served strictly by priority."""
-    weights = read_weights(values["class_weights"])
-    if values["scheduling"] == "weighted":
-        return weights
-    if weights:
-        raise UsageError(
-            f"class_weights has no effect with scheduling={values['scheduling']}; use scheduling=weighted",
-            field="class_weights",
-        )
-    return None
 
 
 def _run_group(values: Values) -> None:

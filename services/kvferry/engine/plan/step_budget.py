@@ -3,10 +3,9 @@
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from kvferry.core.errors import UsageError
 from kvferry.engine.plan.sequence import Sequence
 from kvferry.engine.plan.step import is_decode
-from kvferry.engine.policies.class_weights import Weights, read_weights
+from kvferry.engine.policies.class_weights import Weights, read_weights, weights_in_use
 from kvferry.engine.ranges import check_ranges, check_share
 
 
@@ -41,11 +40,7 @@ class SchedulerLimits:
         """
         check_ranges(self, "token_budget", "max_chunk_tokens", "max_mixed_tokens", "max_sequences", "max_scored_rows")
         check_share("reserve_share", self.reserve_share, may_be_zero=True)
-        if self.weights and self.scheduling != "weighted":
-            raise UsageError(
-                f"class_weights has no effect with scheduling={self.scheduling}; use scheduling=weighted",
-                field="class_weights",
-            )
+        weights_in_use(self.scheduling, self.class_weights)
 
     @property
     def weights(self) -> Weights:

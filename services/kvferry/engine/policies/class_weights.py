@@ -53,6 +53,22 @@ def read_weights(spec: str) -> Weights:
     return weights
 
 
+def weights_in_use(scheduling: str, spec: str) -> Weights | None:
+    """Return the weights with the policy `weighted`; `None` with another policy.
+
+    Raises:
+        UsageError: see `read_weights`; or there are weights with another policy.
+    """
+    weights = read_weights(spec)
+    if scheduling == "weighted":
+        return weights
+    if weights:
+        raise UsageError(
+            f"class_weights has no effect with scheduling={scheduling}; use scheduling=weighted", field="class_weights"
+        )
+    return None
+
+
 def checked_weights(spec: str) -> str:
     """Return `spec` if `read_weights` accepts it.
 

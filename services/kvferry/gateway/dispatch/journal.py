@@ -98,8 +98,8 @@ class Journal:
         parts = [
             found
             for owner, found in self._entries
-            if found.rpartition("-")[0] == request_id
-            and found.rpartition("-")[2].isdecimal()
+            if found.startswith(f"{request_id}-")
+            and found[len(request_id) + 1 :].isdecimal()
             and tenant in (owner, None)
         ]
         if parts:

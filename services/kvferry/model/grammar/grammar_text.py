@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvferry.core.constraint import Constraint, ConstraintKind
-from kvferry.core.errors import InvalidRequest, shortened
+from kvferry.core.errors import shortened
+from kvferry.model.grammar.errors import invalid
 from kvferry.model.grammar.json_schema import WHITESPACE, enforced, parsed_schema
 from kvferry.model.grammar.lark_text import prepared_lark
 
@@ -59,7 +60,7 @@ def _json_schema(source: str, _: Mapping[str, int]) -> str:
         schema = json.dumps(parsed_schema(source), ensure_ascii=False)
         return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": WHITESPACE})
     except ValueError as error:
-        raise _invalid(f"json_schema is not a valid schema: {error}") from None
+        raise invalid(f"json_schema is not a valid schema: {error}") from None
 
 
 def _json_object(_: str, control_ids: Mapping[str, int]) -> str:
@@ -75,9 +76,9 @@ def _regex(source: str, _: Mapping[str, int]) -> str:
 def _choice(source: str, _: Mapping[str, int]) -> str:
     items = _parsed("choice", source)
     if not isinstance(items, list) or not 0 < len(items) <= MAX_CHOICES or not all(isinstance(i, str) for i in items):
-        raise _invalid(f"choice must be a list of 1 to {MAX_CHOICES} strings")
+        raise invalid(f"choice must be a list of 1 to {MAX_CHOICES} strings")
     if not all(items):
-        raise _invalid("choice has an empty string; leave it out")
+        raise invalid("choice has an empty string; leave it out")
     return _lark("start: " + " | ".join(map(_quoted, items)), {})
 
 
@@ -94,7 +95,7 @@ def _grammar(source: str, control_ids: Mapping[str, int]) -> str:
     try:
         text = gbnf_to_lark(source)
     except Exception as error:  # the converter raises plain exceptions
-        raise _invalid(f"grammar has rules with ::= and is not valid GBNF: {error}") from None
+        raise invalid(f"grammar has rules with ::= and is not valid GBNF: {error}") from None
     return _lark(text, control_ids)
 
 
@@ -105,19 +106,19 @@ def _structural_tag(source: str, control_ids: Mapping[str, int]) -> str:
     structures = value.get("structures") if isinstance(value, dict) else None
     triggers = value.get("triggers") if isinstance(value, dict) else None
     if not isinstance(structures, list) or not isinstance(triggers, list):
-        raise _invalid("structural_tag needs the lists `structures` and `triggers`")
+        raise invalid("structural_tag needs the lists `structures` and `triggers`")
     if not 0 < len(structures) <= MAX_TAGS or not 0 < len(triggers) <= MAX_TAGS:
-        raise _invalid(f"structural_tag needs 1 to {MAX_TAGS} structures and triggers")
+        raise invalid(f"structural_tag needs 1 to {MAX_TAGS} structures and triggers")
     tags: list[StructTag] = []
     for structure in structures:
         begin, schema, end = _structure(structure)
         trigger = next((t for t in triggers if isinstance(t, str) and t and begin.startswith(t)), None)
         if trigger is None:
-            raise _invalid(f"structural_tag has no trigger for the tag {shortened(begin)!r}; a tag starts with one")
+            raise invalid(f"structural_tag has no trigger for the tag {shortened(begin)!r}; a tag starts with one")
         tags.append(StructTag(trigger=trigger, begin=begin, grammar=schema, end=end))
     specials = {tag.trigger in control_ids for tag in tags if tag.trigger.startswith("<")}
     if len(specials) > 1:
-        raise _invalid("structural_tag mixes triggers that are control tokens of the model with others in <...>")
+        raise invalid("structural_tag mixes triggers that are control tokens of the model with others in <...>")
     return _as_grammars(StructTag.to_grammar(tags, assume_special=specials == {True}), control_ids)
 
 
@@ -126,7 +127,7 @@ def _structure(structure: object) -> tuple[str, dict[str, Any], str]:
         begin, schema, end = structure.get("begin"), structure.get("schema"), structure.get("end", "")
         if isinstance(begin, str) and begin and isinstance(schema, dict) and isinstance(end, str):
             return begin, enforced(schema), end
-    raise _invalid("a structure of structural_tag has `begin` and `end` (strings) and `schema` (an object)")
+    raise invalid("a structure of structural_tag has `begin` and `end` (strings) and `schema` (an object)")
 
 
 def _as_grammars(text: str, control_ids: Mapping[str, int]) -> str:
@@ -138,11 +139,7 @@ def _parsed(name: str, source: str) -> Any:
     try:
         return json.loads(source)
     except (ValueError, RecursionError) as error:
-        raise _invalid(f"{name} is not JSON: {shortened(str(error))}") from None
-
-
-def _invalid(message: str) -> InvalidRequest:
-    return InvalidRequest(message, field="constraint", reason="CONSTRAINT_INVALID")
+        raise invalid(f"{name} is not JSON: {shortened(str(error))}") from None
 
 
 _TRANSLATE: Mapping[ConstraintKind, Callable[[str, Mapping[str, int]], str]] = {

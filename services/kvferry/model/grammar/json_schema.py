@@ -17,6 +17,7 @@ from typing import Any, NoReturn, TypeGuard
 from urllib.parse import unquote
 
 from kvferry.core.errors import InvalidRequest, shortened
+from kvferry.model.grammar.errors import invalid
 from kvferry.model.grammar.patterns import MAX_NAME, enforceable_pattern, other_names
 
 _MAX_EXACT = 1 << 53
@@ -51,7 +52,7 @@ def parsed_schema(source: str) -> Any:
     try:
         schema = json.loads(source, parse_constant=_no_constant)
     except ValueError as error:
-        raise _invalid(f"json_schema is not valid JSON: {shortened(str(error))}") from None
+        raise invalid(f"json_schema is not valid JSON: {shortened(str(error))}") from None
     except RecursionError:
         raise _nested() from None
     return enforced(schema)
@@ -77,9 +78,9 @@ def enforced(schema: Any, options: Collection[str] = ()) -> Any:
 
 def _check_options(value: Any, options: Collection[str]) -> None:
     if not options:
-        raise _invalid(f"{OPTIONS} is not accepted; leave it out")
+        raise invalid(f"{OPTIONS} is not accepted; leave it out")
     if not isinstance(value, dict) or not value.keys() <= set(options):
-        raise _invalid(f"{OPTIONS} must be an object with {', '.join(options)}, not {shortened(repr(value))}")
+        raise invalid(f"{OPTIONS} must be an object with {', '.join(options)}, not {shortened(repr(value))}")
 
 
 def _enforceable(schema: Any) -> Any:
@@ -109,7 +110,7 @@ def _enforceable(schema: Any) -> Any:
             _move_inwards(made, key, inclusive, sign)
         if _is_empty(made) and not was_empty:
             shown = ", ".join(f"{key} {schema[key]}" for key in _BOUNDS[:4] if key in schema)
-            raise _invalid(f"the range of {shown} is too narrow to be enforced")
+            raise invalid(f"the range of {shown} is too narrow to be enforced")
     return made
 
 
@@ -124,7 +125,7 @@ def _name_members(schema: dict[str, Any]) -> None:
     """
     least, required = schema.get("minProperties"), schema.get("required")
     if _is_number(least) and least > max(1, len(set(map(str, required))) if isinstance(required, list) else 0):
-        raise _invalid(
+        raise invalid(
             f"minProperties is {least}; more members than `required` names cannot be enforced, since a name may appear "
             "twice; add names to `required`"
         )
@@ -133,11 +134,11 @@ def _name_members(schema: dict[str, Any]) -> None:
     if others is False or not (known or patterns) or not isinstance(known, dict):
         return
     if patterns:
-        raise _invalid(
+        raise invalid(
             f"{_PATTERNS} with other members cannot be enforced; set additionalProperties to false in the same object"
         )
     if others not in (True, {}) and any(len(name) > MAX_NAME for name in known):
-        raise _invalid(
+        raise invalid(
             f"additionalProperties with a schema cannot be enforced beside names of more than {MAX_NAME} characters"
         )
     # A schema for other members may not hold for the known ones.
@@ -154,7 +155,7 @@ def _checked_reference(reference: str) -> str:
         # After a keyword that maps names to schemas comes a name, which may be that of a keyword.
         is_schema = next(names, None) is not None if keyword in _NAMED else keyword not in _ANNOTATIONS | _CONSTANTS
         if not is_schema:
-            raise _invalid(
+            raise invalid(
                 f"$ref {shortened(reference)!r} refers to a value of {keyword!r}; refer to a schema, as in $defs"
             )
     return reference
@@ -179,7 +180,7 @@ def _exact_constant(key: str, value: Any) -> Any:
     if not _is_number(value):
         return value
     if not _is_exact(value):
-        raise _invalid(
+        raise invalid(
             f"{key} has {shortened(repr(value))}; only numbers of at most 15 digits, and whole numbers between -2^53 "
             "and 2^53, can be enforced; use a string"
         )
@@ -202,13 +203,13 @@ def _check_bounds(schema: Mapping[str, Any]) -> None:
         if not _is_number(value):
             continue
         if abs(value) > _MAX_EXACT:
-            raise _invalid(f"{key} is {shortened(str(value))}; only bounds between -2^53 and 2^53 can be enforced")
+            raise invalid(f"{key} is {shortened(str(value))}; only bounds between -2^53 and 2^53 can be enforced")
         exponent = Decimal(repr(value)).as_tuple().exponent
         if isinstance(exponent, int) and exponent < -_MAX_PLACES:
-            raise _invalid(f"{key} is {value}; at most {_MAX_PLACES} decimal places can be enforced")
+            raise invalid(f"{key} is {value}; at most {_MAX_PLACES} decimal places can be enforced")
     step = schema.get("multipleOf")
     if _is_number(step) and step <= 0:
-        raise _invalid(f"multipleOf must be greater than 0, not {step}")
+        raise invalid(f"multipleOf must be greater than 0, not {step}")
 
 
 def _is_empty(schema: Mapping[str, Any]) -> bool:
@@ -239,12 +240,8 @@ def _is_number(value: object) -> TypeGuard[int | float]:
 
 
 def _nested() -> InvalidRequest:
-    return _invalid("json_schema is nested too deeply")
+    return invalid("json_schema is nested too deeply")
 
 
 def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not valid JSON")
-
-
-def _invalid(message: str) -> InvalidRequest:
-    return InvalidRequest(message, field="constraint", reason="CONSTRAINT_INVALID")

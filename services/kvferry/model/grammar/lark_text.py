@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from kvferry.core.errors import InvalidRequest
+from kvferry.model.grammar.errors import invalid
 from kvferry.model.grammar.json_schema import OPTIONS, WHITESPACE, enforced
 
 _LAYOUT = ("item_separator", "key_separator", "whitespace_flexible", "whitespace_pattern")
@@ -42,9 +42,9 @@ def prepared_lark(text: str, control_ids: Mapping[str, int]) -> str:
     while found := _TOKEN.search(text, at):
         at = found.end()
         if found["temperature"]:
-            raise _invalid("the temperature of a grammar's rule is not supported; set the request's temperature")
+            raise invalid("the temperature of a grammar's rule is not supported; set the request's temperature")
         if found["literal"] and _JSON in found["literal"]:  # if a lexer disagreed here, a schema would pass unchecked
-            raise _invalid(f"{_JSON} in a string, a regex or a comment is not supported; write \\x25json")
+            raise invalid(f"{_JSON} in a string, a regex or a comment is not supported; write \\x25json")
         if found["control"] in control_ids:
             made += (text[copied : found.start()], f"<[{control_ids[found['control']]}]>")
             copied = at
@@ -64,7 +64,3 @@ def _with_layout(schema: Any) -> Any:
     if layout is None or "whitespace_pattern" in layout or layout.get("whitespace_flexible") is False:
         return schema
     return {**schema, OPTIONS: {**layout, "whitespace_pattern": WHITESPACE}}
-
-
-def _invalid(message: str) -> InvalidRequest:
-    return InvalidRequest(message, field="constraint", reason="CONSTRAINT_INVALID")

@@ -9,7 +9,8 @@ import itertools
 import re
 from collections.abc import Collection
 
-from kvferry.core.errors import InvalidRequest, shortened
+from kvferry.core.errors import shortened
+from kvferry.model.grammar.errors import invalid
 
 MAX_NAME = 64
 """Maximum length of a name in `other_names`; each character nests the pattern once more."""
@@ -36,7 +37,7 @@ def enforceable_pattern(pattern: str) -> str:
         InvalidRequest: the pattern has U+001F itself outside of a class, or the flag x.
     """
     if _EXTENDED.search(pattern):
-        raise _invalid(f"pattern {shortened(pattern)!r} sets the flag x, which is not supported; remove it")
+        raise invalid(f"pattern {shortened(pattern)!r} sets the flag x, which is not supported; remove it")
     parts = [found.group() for found in _SYNTAX.finditer(pattern)]
     made: list[str] = []
     at = 0
@@ -49,7 +50,7 @@ def enforceable_pattern(pattern: str) -> str:
         elif _CLASS.match(part):
             made.append(f"[{part}&&[^{_REMOVED}]]")
         elif _is_removed(part):
-            raise _invalid(
+            raise invalid(
                 f"pattern {shortened(pattern)!r} has the control character U+001F, which is not supported; remove it"
             )
         else:
@@ -102,7 +103,3 @@ def _literal_class(parts: list[str]) -> str:
 def _is_removed(part: str) -> bool:
     code = _CODE.fullmatch(part)
     return part == "\x1f" or (code is not None and int(code[1], 16) == 0x1F)
-
-
-def _invalid(message: str) -> InvalidRequest:
-    return InvalidRequest(message, field="constraint", reason="CONSTRAINT_INVALID")

@@ -12,6 +12,7 @@ from kvferry.bench.workload.requests import BenchRequest
 from kvferry.bench.workload.traces import read_trace
 from kvferry.core.errors import UsageError
 from kvferry.engine.plan.step_budget import SchedulerLimits
+from kvferry.engine.policies.class_weights import weights_in_use
 from kvferry.engine.policies.policy import POLICIES as SCHEDULING
 from kvferry.gateway.config import POLICIES, PolicyName, RoutingConfig
 from kvferry.kv.pricing.price import LoadPolicy
@@ -225,7 +226,7 @@ def _gateway(
         has_map=table.flag("cache_map", default=True),
         slo=slo,
         weights={tenant.name: tenant.weight for tenant in tenants},
-        class_weights=limits.weights if limits.scheduling == "weighted" else None,
+        class_weights=weights_in_use(limits.scheduling, limits.class_weights),
     )
     table.end()
     return settings

@@ -278,12 +278,12 @@ def test_pages_beyond_31_bits_are_read(device: torch.device) -> None:
 
 
 def test_a_batch_without_sequences_launches_no_kernel(device: torch.device) -> None:
-    nobody = AttentionBatch(
+    empty = AttentionBatch(
         np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros((0, 3), np.int64), torch.zeros(0, dtype=torch.int64)
     )
     pages = torch.zeros(2, 1, 1, 1, 4, 8, device=device)
     up = LatentUp(torch.zeros(2, 3, 4, device=device), torch.zeros(2, 5, 4, device=device))
-    out = attend_latent(torch.zeros(0, 2, 7, device=device), up, pages, 0, plan_attention(nobody, pages, 2), 0.1)
+    out = attend_latent(torch.zeros(0, 2, 7, device=device), up, pages, 0, plan_attention(empty, pages, 2), 0.1)
     assert out.shape == (0, 10)
 
 

@@ -1,3 +1,3 @@
-"""Sampling on GPUs: changes of logits (`logits`), log-probabilities (`log_probabilities`) and the draw of a token
-(`draw`), which sorts weights into bins (`bins`) and searches in one bin (`search`).
+"""Sampling on GPUs: changes of logits and log-probabilities (`logits`), and the draw of a token (`draw`), which
+counts weights in bins (`bins`) and searches in one bin (`search`). Imports only `kernels`.
 """

@@ -29,10 +29,13 @@ MAX_VOCABULARY = 1 << 19
 _TOP = tl.constexpr(TOP)
 _REST_BITS = tl.constexpr(REST_BITS)
 _REST_MASK = tl.constexpr((1 << REST_BITS) - 1)
-_COUNT_BITS = tl.constexpr(44)
-"""Position of the number of tokens in a bin's integer."""
-_SUM_MASK = tl.constexpr((1 << 44) - 1)
+_COUNT_AT = 44
+"""Position of the number of tokens in a bin's integer; the sum of their `rest` is below it."""
+_COUNT_BITS = tl.constexpr(_COUNT_AT)
+_ONE_TOKEN = tl.constexpr(1 << _COUNT_AT)
+_SUM_MASK = tl.constexpr((1 << _COUNT_AT) - 1)
 _CUT_BITS = tl.constexpr(REST_BITS - 24)
+_CUT_UNIT = tl.constexpr(float(1 << (REST_BITS - 24)))
 
 
 @triton.jit
@@ -73,7 +76,7 @@ def load_bins(histogram: tl.tensor, bins: tl.constexpr) -> tl.tensor:
     at = tl.arange(0, bins)
     both = tl.load(histogram + at)
     counts = both >> _COUNT_BITS
-    return counts, mass_of(at, counts, ((both & _SUM_MASK) << _CUT_BITS).to(tl.float64))
+    return counts, mass_of(at, counts, (both & _SUM_MASK).to(tl.float64) * _CUT_UNIT)  # an integer could overflow
 
 
 @triton.jit
@@ -149,5 +152,5 @@ def fill_bins(
     key = key_of(value, peak, temperature)
     bin_ = key >> _REST_BITS
     is_token = is_token & (bin_ < bins)
-    one = (rest_of(key) >> _CUT_BITS) + (1 << 44)
+    one = (rest_of(key) >> _CUT_BITS) + _ONE_TOKEN
     tl.atomic_add(state + row.to(tl.int64) * state_stride + bin_, one, mask=is_token, sem="relaxed")

@@ -22,6 +22,7 @@ from kvferry.kernels.gpu.launch import choose
 from kvferry.kernels.gpu.sampling.bins import (
     BINS,
     MAX_VOCABULARY,
+    REST_BITS,
     fill_bins,
     find_peaks,
     key_of_weight,
@@ -33,6 +34,7 @@ from kvferry.kernels.gpu.sampling.bins import (
 from kvferry.kernels.gpu.sampling.search import id_at, keys_from, list_bin, reach, select_bin, up_to
 from kvferry.kernels.logit_rows import Draws
 
+_REST_BITS = tl.constexpr(REST_BITS)
 _SEARCHES = 5
 """Maximum number of searches of a row; each lists its bin with a cursor of its own."""
 
@@ -150,8 +152,8 @@ def _sample(
     min_p = tl.load(min_ps + row)
     if min_p > 0.0:
         least = key_of_weight(min_p)
-        if least >> 46 < bins:
-            bin_ = (least >> 46).to(tl.int32)
+        if least >> _REST_BITS < bins:
+            bin_ = (least >> _REST_BITS).to(tl.int32)
             found = list_bin(
                 listed, keys, state + bins + 2, bin_, logits, vocabulary, peak, temperature, room, sweep, block
             )
