@@ -21,7 +21,7 @@ class BandShares:
         self._num_open: dict[int, int] = {}
         """Number of queues in which a band has requests, queued or running."""
         self._served: dict[int, float] = {}
-        """Counters in tokens per weight, of the bands that have requests or used more than the virtual time."""
+        """Counters in tokens per weight, of the bands that have requests or whose counter exceeds the virtual time."""
         self._time = 0.0
 
     def served(self, priority: int) -> float:
@@ -37,13 +37,20 @@ class BandShares:
         self._served[priority] = max(self._served.get(priority, 0.0), self._time)
 
     def close(self, priority: int) -> None:
-        """Note that a band has no more requests in a queue. Its counter is dropped if there are none in any queue and
-        it has no effect on the band's next request."""
+        """Note that a band has no more requests in a queue. If it has none in any queue, the counters are dropped that
+        have no effect on the next request of their band: all when no band has requests, else those of bands without
+        requests that the virtual time has reached."""
         self._num_open[priority] -= 1
-        if not self._num_open[priority]:
-            del self._num_open[priority]
-            if self._served[priority] <= self._time:
-                del self._served[priority]
+        if self._num_open[priority]:
+            return
+        del self._num_open[priority]
+        if not self._num_open:
+            self._served.clear()
+            self._time = 0.0
+            return
+        reached = [band for band, served in self._served.items() if served <= self._time and band not in self._num_open]
+        for band in reached:
+            del self._served[band]
 
     def least(self, priorities: Collection[int]) -> int:
         """Return the band that is served next: the one with the smallest counter, then the smallest priority number.

@@ -154,12 +154,37 @@ def test_backlogged_priorities_share_by_weight_within_one_request(first, second,
 
 def test_a_priority_that_was_idle_earns_no_credit_and_does_not_starve():
     queue = Numbered(FairQueue(BandShares({})))
+    running = queue.add("a", 5, priority=0) and queue.take()
     for _ in range(10):
         queue.finish(queue.add("a", 5, priority=0) and queue.take(), 5)
     for _ in range(3):
         queue.add("a", 5, priority=0)
         queue.add("a", 5, priority=9)
     assert [queue.take().priority for _ in range(6)] == [9, 0, 9, 0, 9, 0]
+    queue.finish(running, 5)
+
+
+def test_counters_of_priorities_start_anew_when_no_priority_has_requests():
+    """Counters of many priorities, each used once, would otherwise be kept at the same virtual time for ever."""
+    shares = BandShares({})
+    queue = Numbered(FairQueue(shares))
+    for priority in range(50):
+        queue.finish(queue.add("a", 5, priority) and queue.take(), 5)
+    assert not shares._served
+
+
+def test_counters_of_idle_priorities_are_dropped_once_the_virtual_time_reaches_them():
+    shares = BandShares({})
+    queue = Numbered(FairQueue(shares))
+    for priority in (0, 1, 1, 1):
+        queue.add("a", 5, priority)
+    queue.finish(queue.take(), 5)
+    assert set(shares._served) == {0, 1}, "the counter of 0 is ahead of the virtual time"
+    running = [queue.take() for _ in range(3)]
+    for entry in running[:2]:
+        queue.finish(entry, 5)
+    queue.finish(queue.add("a", 1, 2) and queue.take(), 1)
+    assert set(shares._served) == {1, 2}
 
 
 @given(_MOVES)
@@ -184,8 +209,11 @@ def test_shares_of_priorities_leave_no_state_that_has_no_effect(moves):
             queue.drop(entry)
         else:
             queue.finish(entry, 1)
+        idle = {-5, 0, 7} - {entry.priority for entry in (*running, *waiting)}
+        if len(idle) == 3:
+            assert not shares._served
     assert queue.queue.next() is None
-    assert all(served > shares._time for served in shares._served.values())
+    assert not shares._served
 
 
 @given(st.lists(st.sampled_from("abcd"), min_size=1, max_size=60), st.integers(1, 20))
