@@ -143,7 +143,7 @@ class Dispatcher:
         """Open a beam search; see `rpc.text.token_source.SearchSource.search`."""
         run = SampleRun(request, trace=self._trace(request, "beam_search"), num_beams=width)
         with self._open(run):
-            yield SearchSteps(run, self._serve_step, self._closing)
+            yield SearchSteps(run, self._serve_step, self._lifetime)
             self._ending.end(run, Event.FINISH)
 
     async def pool(self, request: TokenRequest, params: PoolingParams) -> Vector:
@@ -184,7 +184,7 @@ class Dispatcher:
         self._no_streams.clear()
         self._instruments.streams_open.inc(num_streams)
         try:
-            with self._closing(run):
+            with self._lifetime(run):
                 yield
         finally:
             self.journal.add(run)
@@ -203,8 +203,8 @@ class Dispatcher:
                 self._no_streams.set()
 
     @contextmanager
-    def _closing(self, run: SampleRun) -> Iterator[None]:
-        """End a sample at the end of the `with` block."""
+    def _lifetime(self, run: SampleRun) -> Iterator[None]:
+        """Lifetime of a sample: end the sample on exit from the `with` block."""
         try:
             yield
         except KvferryError:

@@ -18,34 +18,39 @@ class SearchSteps:
 
     def __init__(
         self,
-        whole: SampleRun,
+        search: SampleRun,
         serve: Callable[[SampleRun], AsyncGenerator[TokenEvent, None]],
-        closing: Callable[[SampleRun], AbstractContextManager[None]],
+        lifetime: Callable[[SampleRun], AbstractContextManager[None]],
     ) -> None:
         """
         Args:
-            whole: the record of the search, which gets the timing of the first step and the tokens of a beam.
+            search: the record of the whole search. It receives the timing of the first step, and the tokens of the most
+                probable beam.
             serve: generates the tokens of a step.
-            closing: ends a step at the end of a `with` block.
+            lifetime: returns a context manager that ends the record of a step on exit.
         """
-        self._whole = whole
+        self._search = search
         self._serve = serve
-        self._closing = closing
+        self._lifetime = lifetime
         self._is_begun = False
         self._rank = (0, 0)
 
     async def stream(self, request: TokenRequest) -> AsyncGenerator[TokenEvent, None]:
-        """Compute a step; see `rpc.text.token_source.TokenSource.stream`."""
+        """Compute a step; see `rpc.text.token_source.TokenSource.stream`.
+
+        Raises:
+            DeadlinePassed: the deadline passed before the search ended; the message says after how many tokens.
+        """
         is_first, self._is_begun = not self._is_begun, True
-        step = SampleRun(request, is_step=True, trace=self._whole.trace if is_first else NO_TRACE)
+        step = SampleRun(request, is_step=True, trace=self._search.trace if is_first else NO_TRACE)
         try:
-            with self._closing(step):
+            with self._lifetime(step):
                 async with aclosing(self._serve(step)) as events:
                     async for event in events:
                         yield event
         except DeadlinePassed as error:
             raise DeadlinePassed(
-                f"the deadline passed after {len(self._whole.emitted)} of {self._whole.request.sampling.max_tokens} "
+                f"the deadline passed after {len(self._search.emitted)} of {self._search.request.sampling.max_tokens} "
                 "tokens of each beam"
             ) from error
         finally:
@@ -53,13 +58,13 @@ class SearchSteps:
 
     def _note(self, step: SampleRun, *, is_first: bool) -> None:
         """Add an ended step to the record of the search."""
-        whole, request = self._whole, step.request
-        whole.last_error = step.last_error or whole.last_error
+        search, request = self._search, step.request
+        search.last_error = step.last_error or search.last_error
         if is_first:
-            whole.timing, whole.num_cached_tokens = replace(step.timing, total_seconds=0.0), step.num_cached_tokens
+            search.timing, search.num_cached_tokens = replace(step.timing, total_seconds=0.0), step.num_cached_tokens
         if is_first or len(step.routes) > 1:
-            whole.routes = [*whole.routes, *step.routes][:_MAX_ROUTES]
+            search.routes = [*search.routes, *step.routes][:_MAX_ROUTES]
         rank = len(request.token_ids), -request.sample_index  # the most probable beam is the first one of its round
         if step.emitted and rank > self._rank:
             self._rank = rank
-            whole.emitted = [*request.token_ids[len(whole.request.token_ids) :], *step.emitted]
+            search.emitted = [*request.token_ids[len(search.request.token_ids) :], *step.emitted]
