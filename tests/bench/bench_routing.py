@@ -108,7 +108,7 @@ def main(words: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--requests", type=int, default=1200)
-    parser.add_argument("--only", choices=tuple(WORKLOADS), action="append", help="workload; repeat for more")
+    parser.add_argument("--only", choices=tuple(WORKLOADS), action="append", help="workload; may be repeated")
     parser.add_argument("--dry", action="store_true", help="append no rows")
     arguments = parser.parse_args(words)
     print(f"{'fleet':<6} {'workload':<14} {'policy':<13} {'TTFT p50':>9} {'p90':>8} {'p99':>8} ms  {'hits':>5}")

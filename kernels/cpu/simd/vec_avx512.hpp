@@ -158,7 +158,7 @@ static inline P p_table(const int8_t* values) {
   const __m512i floats = (__m512i)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)values)));
   return _mm512_broadcast_i64x4(_mm512_cvtepi32_epi16(_mm512_srli_epi32(floats, 16)));
 }
-// Unpacks bf16 pair i of the 8 inputs in `words`.
+// Unpacks the 4-bit values of input pair i to bf16; `words` holds the 8 inputs of each row.
 [[gnu::always_inline]] static inline P p_code4(P words, P table, int i) {
   return _mm512_permutexvar_epi16(i ? _mm512_srli_epi16(words, unsigned(4 * nibble_of_pair(i))) : words, table);
 }

@@ -61,7 +61,7 @@ class DecodeRequest(_message.Message):
     def sampling(self) -> _common_pb2.SamplingParams: ...
     @_builtins.property
     def adapter(self) -> _common_pb2.Adapter:
-        """unset: the base model; otherwise `tenant` is a scope of this version"""
+        """unset: the base model; if set, `tenant` includes the adapter's digest"""
 
     def __init__(
         self,
@@ -101,9 +101,9 @@ class PrefetchKvRequest(_message.Message):
     tenant: _builtins.str
     """scope of the blocks; see PrefillRequest.tenant"""
     ticket_id: _builtins.str
-    """of the offer that the prefill worker will make"""
+    """id of the ticket for the offer that the prefill worker will make"""
     prefill_address: _builtins.str
-    """of its KvTransfer service"""
+    """address of the prefill worker's KvTransfer service"""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -132,7 +132,7 @@ class PrefetchKvResponse(_message.Message):
 
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     num_blocks: _builtins.int
-    """fetched and cached on this worker"""
+    """blocks fetched and cached on this worker"""
     def __init__(
         self,
         *,
@@ -162,26 +162,26 @@ class DecodeResponse(_message.Message):
     finish_reason: _common_pb2.FinishReason.ValueType
     """set on the last message"""
     cached_ticket: _builtins.bytes
-    """on the last message, if `want_cached_ticket` was set"""
+    """set on the last message if `want_cached_ticket` was set"""
     num_cached_ticket_tokens: _builtins.int
-    """tokens that it covers, prompt and generated"""
+    """tokens that `cached_ticket` covers, prompt and generated"""
     queue_seconds: _builtins.float
-    """on the first message: from the call to the sequence's first step"""
+    """set on the first message: time from the call to the sequence's first step"""
     prefill_seconds: _builtins.float
-    """on the first message: from the first step to the first token"""
+    """set on the first message: time from the first step to the first token"""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Token]: ...
     @_builtins.property
     def handoff(self) -> Global___Handoff:
-        """on the first message"""
+        """set on the first message"""
 
     @_builtins.property
     def kv(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.KvReport]:
-        """on the first message: where the KV came from"""
+        """set on the first message: source of the KV"""
 
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.ScoredToken]:
-        """on the first message, if requested: of the prompt's tokens from the second on"""
+        """set on the first message if requested: prompt tokens from the second on"""
 
     def __init__(
         self,
@@ -251,13 +251,13 @@ class Handoff(_message.Message):
     outcome: Global___Handoff.Outcome.ValueType
     connector: _builtins.str
     num_blocks: _builtins.int
-    """fetched"""
+    """blocks fetched"""
     num_bytes: _builtins.int
-    """fetched"""
+    """bytes fetched"""
     seconds: _builtins.float
-    """from claim to verified"""
+    """time from the claim until the pages are verified"""
     num_cached_tokens: _builtins.int
-    """found in this worker's own prefix cache"""
+    """tokens found in this worker's own prefix cache"""
     reason: _builtins.str
     def __init__(
         self,

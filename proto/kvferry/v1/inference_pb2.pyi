@@ -352,7 +352,7 @@ class GenerateResponse(_message.Message):
     REASONING_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     index: _builtins.int
-    """which of the `n` samples"""
+    """index of the sample, 0 to n - 1"""
     text: _builtins.str
     """new text, complete characters only"""
     finish_reason: _common_pb2.FinishReason.ValueType
@@ -365,15 +365,15 @@ class GenerateResponse(_message.Message):
     def tokens(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Token]: ...
     @_builtins.property
     def usage(self) -> Global___Usage:
-        """on each sample's last message"""
+        """set on each sample's last message"""
 
     @_builtins.property
     def timing(self) -> Global___Timing:
-        """on each sample's last message"""
+        """set on each sample's last message"""
 
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.ScoredToken]:
-        """On a sample's first message, if requested: of the prompt's tokens from the second on."""
+        """Set on a sample's first message if requested: the prompt's tokens from the second on."""
 
     @_builtins.property
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCallDelta]:
@@ -416,9 +416,9 @@ class Usage(_message.Message):
     prompt_tokens: _builtins.int
     output_tokens: _builtins.int
     cached_tokens: _builtins.int
-    """of the prompt, not computed for this request"""
+    """prompt tokens whose KV was cached, not computed for this request"""
     unreturned_tokens: _builtins.int
-    """of beams that are not among the outputs; in a search's best output"""
+    """tokens of beams that are not returned; set in the best output of a search"""
     def __init__(
         self,
         *,
@@ -457,7 +457,7 @@ class Timing(_message.Message):
     queue_seconds: _builtins.float
     prefill_seconds: _builtins.float
     first_token_seconds: _builtins.float
-    """from the request's arrival"""
+    """time from the request's arrival to the first token"""
     handoff_seconds: _builtins.float
     connector: _builtins.str
     handoff_blocks: _builtins.int
@@ -740,7 +740,7 @@ class EmbedResponse(_message.Message):
 
     @_builtins.property
     def usage(self) -> Global___Usage:
-        """of all inputs together"""
+        """totals over all inputs"""
 
     def __init__(
         self,

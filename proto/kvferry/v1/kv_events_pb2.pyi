@@ -126,7 +126,7 @@ class KvDigest(_message.Message):
     XOR_FIELD_NUMBER: _builtins.int
     count: _builtins.int
     xor: _builtins.bytes
-    """of all names, 32 bytes"""
+    """XOR of all names, 32 bytes"""
     def __init__(
         self,
         *,
@@ -151,7 +151,7 @@ class KvEvent(_message.Message):
     DELTA_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.str
-    """of the worker; another incarnation has another cache"""
+    """incarnation of the worker; another incarnation has another cache"""
     sequence: _builtins.int
     """rises by one with each delta"""
     @_builtins.property
@@ -186,10 +186,10 @@ class ProbeRequest(_message.Message):
     NAMES_FIELD_NUMBER: _builtins.int
     NUM_SAMPLES_FIELD_NUMBER: _builtins.int
     num_samples: _builtins.int
-    """at most 256"""
+    """number of cached names to return, at most 256"""
     @_builtins.property
     def names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """at most 256"""
+        """at most 256 block names"""
 
     def __init__(
         self,
@@ -216,16 +216,16 @@ class ProbeResponse(_message.Message):
     SAMPLES_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.str
     sequence: _builtins.int
-    """of the last delta; the other fields are of the same moment"""
+    """sequence of the last delta; the other fields describe the same moment"""
     @_builtins.property
     def digest(self) -> Global___KvDigest: ...
     @_builtins.property
     def held(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bool]:
-        """for each name of the request, whether the cache has it"""
+        """for each name of the request: whether the cache holds the block"""
 
     @_builtins.property
     def samples(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """some names that the cache has"""
+        """names of cached blocks"""
 
     def __init__(
         self,

@@ -30,7 +30,7 @@ class DescribeRequest(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.str
-    """of the peer asked"""
+    """incarnation of the peer that is asked"""
     connector: _builtins.str
     fingerprint: _builtins.bytes
     """the reader's layout"""
@@ -38,7 +38,7 @@ class DescribeRequest(_message.Message):
     def reader(self) -> _common_pb2.WorkerIdentity: ...
     @_builtins.property
     def layout(self) -> _common_pb2.KvLayout:
-        """described by `fingerprint`; unset: only an equal fingerprint is accepted"""
+        """layout with this fingerprint; unset: only an equal fingerprint is accepted"""
 
     def __init__(
         self,
@@ -68,14 +68,14 @@ class DescribeResponse(_message.Message):
     SEAL_FIELD_NUMBER: _builtins.int
     fingerprint: _builtins.bytes
     address: _builtins.bytes
-    """the connector's own; plain integers and strings, never code"""
+    """address in the connector's format; plain integers and strings, never code"""
     seal: _builtins.bytes
     """MAC of incarnation, connector, fingerprint and address"""
     @_builtins.property
     def identity(self) -> _common_pb2.WorkerIdentity: ...
     @_builtins.property
     def layout(self) -> _common_pb2.KvLayout:
-        """described by `fingerprint`"""
+        """layout with this fingerprint"""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class WatchBlocksRequest(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     ticket_id: _builtins.str
-    """of the offer that will be made for the prompt"""
+    """id of the ticket for the offer that will be made for the prompt"""
     incarnation: _builtins.str
     fingerprint: _builtins.bytes
     """the reader's layout"""
@@ -140,11 +140,11 @@ class WatchBlocksResponse(_message.Message):
     def epochs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """of the blocks; the watcher derives the same names from its tokens"""
+        """block names; the watcher derives the same names from its tokens"""
 
     @_builtins.property
     def digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """of the blocks' contents; empty: the worker computes none"""
+        """digests of the blocks' contents; empty: the worker computes none"""
 
     def __init__(
         self,
@@ -176,7 +176,7 @@ class ClaimRequest(_message.Message):
     attempt: _builtins.int
     incarnation: _builtins.str
     reader_index: _builtins.int
-    """which of the ticket's readers, from 0"""
+    """index of the reader among those of the ticket, from 0"""
     @_builtins.property
     def reader(self) -> _common_pb2.WorkerIdentity: ...
     def __init__(
@@ -274,16 +274,16 @@ class FinishRequest(_message.Message):
         DESCRIPTOR: _descriptor.EnumDescriptor
         OUTCOME_UNSPECIFIED: FinishRequest._Outcome.ValueType  # 0
         OUTCOME_DONE: FinishRequest._Outcome.ValueType  # 1
-        """read and verified; the pages may go"""
+        """read and verified; the pages may be reused"""
         OUTCOME_FAILED: FinishRequest._Outcome.ValueType  # 2
-        """not read; nothing of this attempt touches the pages any more"""
+        """not read; this attempt no longer accesses the pages"""
 
     class Outcome(_Outcome, metaclass=_OutcomeEnumTypeWrapper): ...
     OUTCOME_UNSPECIFIED: FinishRequest.Outcome.ValueType  # 0
     OUTCOME_DONE: FinishRequest.Outcome.ValueType  # 1
-    """read and verified; the pages may go"""
+    """read and verified; the pages may be reused"""
     OUTCOME_FAILED: FinishRequest.Outcome.ValueType  # 2
-    """not read; nothing of this attempt touches the pages any more"""
+    """not read; this attempt no longer accesses the pages"""
 
     TICKET_ID_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int

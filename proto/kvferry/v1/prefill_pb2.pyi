@@ -38,7 +38,7 @@ class PrefillRequest(_message.Message):
     request_id: _builtins.str
     model: _builtins.str
     sample_index: _builtins.int
-    """which of the request's `n` samples"""
+    """index of the sample in the request, 0 to n - 1"""
     tenant: _builtins.str
     """Scope of the blocks: the tenant, with digests of the cache salt and of the adapter's version if there are any; empty:
     the default tenant.
@@ -61,7 +61,7 @@ class PrefillRequest(_message.Message):
     def sampling(self) -> _common_pb2.SamplingParams: ...
     @_builtins.property
     def adapter(self) -> _common_pb2.Adapter:
-        """unset: the base model; otherwise `tenant` is a scope of this version"""
+        """unset: the base model; if set, `tenant` includes the adapter's digest"""
 
     def __init__(
         self,
@@ -106,18 +106,18 @@ class PrefillResponse(_message.Message):
     """sealed; empty when finished or nothing was offered"""
     ticket_id: _builtins.str
     num_cached_tokens: _builtins.int
-    """of the prompt, found in this worker's prefix cache"""
+    """prompt tokens found in this worker's prefix cache"""
     queue_seconds: _builtins.float
     prefill_seconds: _builtins.float
     @_builtins.property
     def first_token(self) -> _common_pb2.Token: ...
     @_builtins.property
     def kv(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.KvReport]:
-        """where the prompt's KV came from"""
+        """source of the prompt's KV"""
 
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.ScoredToken]:
-        """of the prompt's tokens from the second on, if requested"""
+        """set if requested: the prompt's tokens from the second on"""
 
     def __init__(
         self,
@@ -158,7 +158,7 @@ class PoolRequest(_message.Message):
     priority: _builtins.int
     """class of the request; lower first"""
     input_index: _builtins.int
-    """which of the request's inputs"""
+    """index of the input in the request, from 0"""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -191,13 +191,13 @@ class PoolResponse(_message.Message):
     PREFILL_SECONDS_FIELD_NUMBER: _builtins.int
     KV_FIELD_NUMBER: _builtins.int
     num_cached_tokens: _builtins.int
-    """of the prompt, found in this worker's prefix cache"""
+    """prompt tokens found in this worker's prefix cache"""
     prefill_seconds: _builtins.float
     @_builtins.property
     def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
     @_builtins.property
     def kv(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.KvReport]:
-        """where the prompt's KV came from"""
+        """source of the prompt's KV"""
 
     def __init__(
         self,
@@ -223,7 +223,7 @@ class ReleaseRequest(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     ticket_id: _builtins.str
     reason: _builtins.str
-    """for the log: client_gone, deadline, decode_failed, ..."""
+    """logged: client_gone, deadline, decode_failed, ..."""
     def __init__(
         self,
         *,

@@ -151,7 +151,7 @@ class StatusResponse(_message.Message):
     model: _builtins.str
     model_digest: _builtins.str
     fingerprint: _builtins.bytes
-    """of the KV layout; equal fingerprints exchange blocks byte for byte"""
+    """KV layout; workers with equal fingerprints exchange blocks byte for byte"""
     connector: _builtins.str
     ready: _builtins.bool
     """the worker has produced a token since it started"""
@@ -159,21 +159,21 @@ class StatusResponse(_message.Message):
     max_model_tokens: _builtins.int
     block_tokens: _builtins.int
     dtype: _builtins.str
-    """of computation and KV"""
+    """data type of computation and KV"""
     domain: _builtins.str
     """workers of equal domains can read each other's pages over `connector`"""
     family: _builtins.bytes
-    """of the KV layout; pages of equal families are convertible; empty: unknown"""
+    """layout family; pages of equal families are convertible; empty: unknown"""
     proof: _builtins.bytes
     """MAC of the nonce and the port of the request services"""
     max_sequences: _builtins.int
-    """in the running batch; 0: unknown"""
+    """maximum size of the running batch; 0: unknown"""
     num_steps: _builtins.int
     """steps of the engine since it started"""
     device: _builtins.str
-    """that computes: cpu, or the name of the GPU; empty: unknown"""
+    """cpu, or the name of the GPU; empty: unknown"""
     staged: _builtins.bool
-    """peers and tiers access KV through host memory beside the device's pages"""
+    """peers and tiers access KV through a copy of the pages in host memory"""
     @_builtins.property
     def identity(self) -> _common_pb2.WorkerIdentity: ...
     @_builtins.property
@@ -184,7 +184,7 @@ class StatusResponse(_message.Message):
 
     @_builtins.property
     def adapters(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Adapter]:
-        """that requests may name, by name"""
+        """adapters that requests may use"""
 
     @_builtins.property
     def retired_adapters(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Adapter]:
@@ -192,7 +192,7 @@ class StatusResponse(_message.Message):
 
     @_builtins.property
     def adapter_failures(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """why an adapter of the worker's list is not loaded, by name"""
+        """by name: the reason why an adapter of the worker's list is not loaded"""
 
     def __init__(
         self,
@@ -335,11 +335,11 @@ class WorkerLoad(_message.Message):
     tokens_to_compute: _builtins.int
     """tokens of prompts on the worker that are not computed yet"""
     blocks_cached: _builtins.int
-    """in the prefix cache, in use or evictable"""
+    """blocks in the prefix cache, in use or evictable"""
     pins: _builtins.int
     """pinned prefixes"""
     blocks_pinned: _builtins.int
-    """held by pinned prefixes, shared ones counted once"""
+    """blocks held by pinned prefixes, shared ones counted once"""
     def __init__(
         self,
         *,
@@ -456,7 +456,7 @@ class AdapterResponse(_message.Message):
     ADAPTER_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def adapter(self) -> _common_pb2.Adapter:
-        """that was loaded or removed"""
+        """the adapter that was loaded or removed"""
 
     def __init__(
         self,
@@ -492,7 +492,7 @@ class ResetPrefixCacheResponse(_message.Message):
 
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     num_blocks: _builtins.int
-    """dropped from the cache"""
+    """blocks dropped from the cache"""
     def __init__(
         self,
         *,
@@ -523,11 +523,11 @@ class PinPrefixRequest(_message.Message):
     """time to live, above 0, at most 604,800 (7 days)"""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """at least one full block"""
+        """tokens of the prefix, at least one full block"""
 
     @_builtins.property
     def adapter(self) -> _common_pb2.Adapter:
-        """that computes the prefix; unset: none"""
+        """adapter that computes the prefix; unset: the base model"""
 
     def __init__(
         self,
@@ -575,12 +575,12 @@ class PinnedPrefix(_message.Message):
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     SECONDS_LEFT_FIELD_NUMBER: _builtins.int
     name: _builtins.bytes
-    """of the last block; equal names are equal prefixes of one scope"""
+    """name of the last block; equal names are equal prefixes of one scope"""
     num_tokens: _builtins.int
-    """in the full blocks"""
+    """tokens in the full blocks"""
     num_blocks: _builtins.int
     seconds_left: _builtins.float
-    """until the pin ends"""
+    """time until the pin ends"""
     def __init__(
         self,
         *,
@@ -606,7 +606,7 @@ class UnpinPrefixRequest(_message.Message):
     tenant: _builtins.str
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """as they were pinned"""
+        """the same tokens as in PinPrefixRequest"""
 
     def __init__(
         self,
@@ -629,7 +629,7 @@ class UnpinPrefixResponse(_message.Message):
     PIN_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def pin(self) -> Global___PinnedPrefix:
-        """that was ended; unset: there was none"""
+        """the pin that was ended; unset: there was none"""
 
     def __init__(
         self,

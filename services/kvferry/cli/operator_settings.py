@@ -7,7 +7,7 @@ OPERATOR = (
     Setting(
         "namespace",
         (),
-        "Namespace whose pools are reconciled; repeat for more. Default: all namespaces.",
+        "Namespace whose pools are reconciled; may be repeated. Default: all namespaces.",
         is_repeated=True,
     ),
     Setting("image", "", "Default image for pools without spec.image; default: kvferry:<this version>."),

@@ -21,7 +21,7 @@ FEATURES = (
     "norm_offset", "qk_norm_spans_heads", "activation", "swiglu_alpha", "swiglu_limit", "attention_sinks",
     "output_bias", "experts", "latent",
 )  # fmt: skip
-"""Fields of `ModelConfig` in the digest."""
+"""Fields of `ModelConfig` that `features_digest` covers."""
 
 
 def features_in_use(config: ModelConfig) -> dict[str, object]:

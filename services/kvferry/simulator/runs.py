@@ -54,9 +54,9 @@ class Run:
     decode: Member | None = None
     """The worker that was chosen to decode."""
     first: float | None = None
-    """Time of the first token at the worker."""
+    """Time of the first token at the worker, seconds."""
     last: float | None = None
-    """Time of the last token at the latest worker."""
+    """Time of the last token at the latest worker, seconds."""
     gaps: "array[float] | None" = None
     commitment: Commitment | None = None
     running: int = 0

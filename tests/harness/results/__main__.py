@@ -59,7 +59,7 @@ def chosen(names: list[str]) -> list[Row]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", action="append", default=[], help="A row, such as H4; repeat for several.")
+    parser.add_argument("--only", action="append", default=[], help="A row, such as H4; may be repeated.")
     arguments = parser.parse_args()
     rows, clock = recorded(), SystemClock()
     for row in chosen(arguments.only):

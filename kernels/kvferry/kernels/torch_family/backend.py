@@ -29,7 +29,7 @@ def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return lambda x: F.linear(x, weight, bias)
     if weight.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return lambda x: F.linear(x, weight, bias)  # for a CPU without AVX-512
+        return lambda x: F.linear(x, weight, bias)  # the CPU has no AVX-512
     # torch.compile generates these calls for frozen weights.
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACKED_FOR_ROWS)
     run = torch.ops.mkldnn._linear_pointwise.default

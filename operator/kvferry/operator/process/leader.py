@@ -126,7 +126,7 @@ class Leader:
 
     def _renew(self) -> None:
         assert self._held is not None
-        begun = self._clock.monotonic()  # Taken before the write, from which candidates measure.
+        begun = self._clock.monotonic()  # before the write: candidates count the lease from the write
         made = taken(self._held, self._me, self._times, self._stamp(), name=self._name, namespace=self._namespace)
         try:
             self._held = self._api.replace(made)

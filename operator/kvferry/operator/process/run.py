@@ -158,7 +158,7 @@ class Operator:
             if not reason:
                 return
             if reason != logged:
-                _log.warning("checking whether another operator is running: %s", reason)
+                _log.warning("waiting until it is certain that no other operator is running: %s", reason)
                 logged = reason
             await asyncio.sleep(_RIVALS_SECONDS)
 

@@ -59,7 +59,7 @@ def run(
         tuner.rewrite(table, winners)
         session.say(f"{len(winners)} rows of {table.name} are new")
     found: list[Row] = []
-    with launch.trial(winners):  # the table in memory was read before the file was written
+    with launch.trial(winners):  # the table in memory was read before `rewrite`
         for each in measure(specs, session):
             show(line(each))
             if csv_file is not None:

@@ -64,7 +64,7 @@ def _engine_options(function: Callable[..., None]) -> Callable[..., None]:
 
 
 @command.command("latency")
-@click.option("--batch", "batches", multiple=True, type=click.IntRange(1, 1024), help="Batch size; can be repeated.")
+@click.option("--batch", "batches", multiple=True, type=click.IntRange(1, 1024), help="Batch size; may be repeated.")
 @click.option(
     "--input-tokens", default=128, show_default=True, type=click.IntRange(1, 1 << 20), help="Tokens per prompt."
 )
@@ -138,7 +138,7 @@ def throughput(values: Values, *, requests: int, rounds: int, json_file: Path | 
     "ops",
     multiple=True,
     metavar="NAME",
-    help="Operation to measure; repeat for several; default: all. GPU only.",
+    help="Operation to measure; may be repeated; default: all. GPU only.",
 )
 @click.option("--tune", is_flag=True, help="First try launch choices and write the fastest to launch.toml; GPU only.")
 @with_settings(settings.BENCH)
@@ -257,10 +257,10 @@ def _progress(label: str, length: int) -> Iterator[Callable[[], None]]:
     "names",
     multiple=True,
     metavar="NAME",
-    help="Transport to measure; repeat for several; default: all that run here.",
+    help="Transport to measure; may be repeated; default: all available transports.",
 )
 @click.option(
-    "--blocks", "counts", multiple=True, type=click.IntRange(1, 1 << 16), help="Blocks per read; repeat for several."
+    "--blocks", "counts", multiple=True, type=click.IntRange(1, 1 << 16), help="Blocks per read; may be repeated."
 )
 @click.option("--block-size", default="360KiB", show_default=True, help="Block size.")
 @click.option("--rounds", default=15, show_default=True, type=click.IntRange(1, 10_000), help="Rounds per size.")

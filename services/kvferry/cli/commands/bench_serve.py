@@ -48,18 +48,20 @@ _SIZE = click.IntRange(1, 1 << 20)
 @click.option("--prefixes", default=4, show_default=True, type=_SIZE, help="shared-prefix: number of prefixes.")
 @click.option("--turns", default=4, show_default=True, type=_SIZE, help="multi-turn: turns of a conversation.")
 @click.option("--turn-seconds", default=5.0, show_default=True, help="multi-turn: seconds from a turn to the next.")
-@click.option("--burstiness", default=1.0, show_default=True, help="gamma: below 1 more bursty than poisson.")
-@click.option("--burst-size", default=8, show_default=True, type=_SIZE, help="burst: requests at the same time.")
-@click.option("--trace-speed", default=1.0, show_default=True, help="Factor by which a trace is replayed faster.")
-@click.option("--max-input-tokens", default=1 << 20, type=_SIZE, help="Cut longer prompts.")
-@click.option("--max-output-tokens", default=1 << 20, type=_SIZE, help="Cut longer answers.")
+@click.option("--burstiness", default=1.0, show_default=True, help="gamma: shape; below 1 is burstier than poisson.")
 @click.option(
-    "--vocabulary", default=1 << 20, type=_SIZE, help="Tokens of the model's vocabulary, if fewer than 4,300."
+    "--burst-size", default=8, show_default=True, type=_SIZE, help="burst: number of requests sent simultaneously."
 )
+@click.option("--trace-speed", default=1.0, show_default=True, help="Factor by which the replay of a trace is sped up.")
+@click.option("--max-input-tokens", default=1 << 20, type=_SIZE, help="Truncate longer prompts.")
+@click.option("--max-output-tokens", default=1 << 20, type=_SIZE, help="Limit longer outputs.")
+@click.option("--vocabulary", default=1 << 20, type=_SIZE, help="Vocabulary size of the model; needed if below 4,300.")
 @click.option("--max-concurrency", type=_SIZE, help="Maximum requests in flight; default: no limit.")
 @click.option("--slo", default="", help="Latency targets for goodput, for example ttft=500ms,itl=30ms,e2el=10s.")
 @click.option("--seed", default=0, show_default=True, type=int)
-@click.option("--timeout", default=600.0, show_default=True, type=click.FloatRange(1.0, 86400.0), help="Seconds.")
+@click.option(
+    "--timeout", default=600.0, show_default=True, type=click.FloatRange(1.0, 86400.0), help="Seconds for one request."
+)
 @click.option("--json", "json_file", type=OUTPUT_FILE, help="Write the results to this file.")
 @click.option("--detailed", is_flag=True, help="Write each answer's times to the JSON file too.")
 @click.option("--svg", "svg_file", type=OUTPUT_FILE, help="Draw the results in this file.")

@@ -55,7 +55,7 @@ def command() -> None:
 
 @command.command("model")
 @_STEPS
-@click.option("--batch", default=4, show_default=True, type=click.IntRange(1, 512), help="Requests.")
+@click.option("--batch", default=4, show_default=True, type=click.IntRange(1, 512), help="Number of requests.")
 @click.option(
     "--input-tokens", default=128, show_default=True, type=click.IntRange(1, 1 << 20), help="Tokens per prompt."
 )
@@ -82,7 +82,11 @@ def of_model(
 @click.argument("address")
 @_STEPS
 @click.option(
-    "--timeout", default=60.0, show_default=True, type=click.FloatRange(0, 600, min_open=True), help="Seconds."
+    "--timeout",
+    default=60.0,
+    show_default=True,
+    type=click.FloatRange(0, 600, min_open=True),
+    help="Seconds to wait for the steps.",
 )
 @click.option(
     "--reset-cache", is_flag=True, help="Empty the prefix cache first: the log of an idle worker can then be replayed."

@@ -16,7 +16,7 @@ _MAX_RATES = 32
 @click.command("plan")
 @click.argument("fleet", type=click.Path(path_type=Path, dir_okay=False))
 @click.option(
-    "--rates", default="", help="Requests per second, comma-separated; default: half to four times the file's."
+    "--rates", default="", help="Requests per second, comma-separated; default: 0.5, 1, 2 and 4 times the file's."
 )
 @click.option(
     "--attain",

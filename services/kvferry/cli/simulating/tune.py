@@ -29,10 +29,18 @@ if TYPE_CHECKING:
 @click.option("--live", is_flag=True, help="Then run the best fleets on this machine, and choose by their goodput.")
 @click.option("--model", default="smollm2-135m-instruct", show_default=True, help="With --live: model of the workers.")
 @click.option(
-    "--best", default=2, show_default=True, type=click.IntRange(1, 16), help="With --live: fleets besides the file's."
+    "--best",
+    default=2,
+    show_default=True,
+    type=click.IntRange(1, 16),
+    help="With --live: number of fleets besides the file's.",
 )
 @click.option(
-    "--rounds", default=3, show_default=True, type=click.IntRange(1, 50), help="With --live: runs of each fleet."
+    "--rounds",
+    default=3,
+    show_default=True,
+    type=click.IntRange(1, 50),
+    help="With --live: number of runs of each fleet.",
 )
 @click.option(
     "--requests", default=60, show_default=True, type=click.IntRange(1, 10_000), help="With --live: requests per run."
@@ -42,7 +50,7 @@ if TYPE_CHECKING:
     default=0,
     show_default=True,
     type=click.IntRange(0, 512),
-    help="With --live: threads per worker; 0: cores divided.",
+    help="With --live: threads per worker; 0: the cores are divided among the workers.",
 )
 @JSON_FILE
 def command(

@@ -58,9 +58,9 @@ class MemoryGrowth:
     """
 
     idle_limit: int
-    """Growth after which an idle process returns memory."""
+    """Growth in bytes after which an idle process returns memory."""
     busy_limit: int
-    """Growth after which a process returns memory during requests, which wait meanwhile."""
+    """Growth in bytes after which a process returns memory during requests, which wait meanwhile."""
     idle_base: int
     busy_base: int
 

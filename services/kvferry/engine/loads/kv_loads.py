@@ -186,7 +186,7 @@ class KvLoads:
         source, first = job.remote.source, job.first_block
         if self._tiers is not None and isinstance(source, TierSource):
             loader, source = self._tiers.tiers, self._tiers.bounded(job, source)
-            first *= len(self._allocator.windows)  # tiers count pages
+            first *= len(self._allocator.windows)  # tiers number the pages of all groups, block by block
         if loader is None:
             raise InvariantBroken("a load was planned without a loader")
         number = self._take_number()

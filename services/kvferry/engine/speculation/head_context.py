@@ -16,7 +16,7 @@ Floats = npt.NDArray[np.float32]
 MAX_NEW_ROWS = 512
 """Maximum number of rows that a head reads when a context begins: the end of a prompt."""
 MAX_LAG_ROWS = 32
-"""Maximum number of rows that a head reads to continue a context, after steps without drafts."""
+"""Maximum number of rows that a head reads to continue a context after steps in which it did not draft."""
 
 
 class HeadContext:

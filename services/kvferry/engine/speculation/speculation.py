@@ -30,8 +30,8 @@ from kvferry.engine.speculation.settings import (
 _TEXT, _MODEL = 0, 1
 """Numbers of the proposers: the sequence's text, and the draft model or heads."""
 _LONG_MATCH = 6
-"""With a draft model that drafts a fixed number of tokens: length from which a match in the sequence's own text is used
-instead. Otherwise `ProposerChoice` decides."""
+"""With a draft model that drafts a fixed number of tokens: minimum length of a match in the sequence's own text that is
+used instead. Otherwise `ProposerChoice` decides."""
 Drafts = Mapping[RequestId, tuple[int, ...]]
 """Draft tokens of a step, by sequence; sequences without any are absent."""
 

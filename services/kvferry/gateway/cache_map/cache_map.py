@@ -31,7 +31,7 @@ class Basis(StrEnum):
     EXACT = "exact"
     """Reported by the worker."""
     PENDING = "pending"
-    """Partly dispatched to the worker by this gateway, and not reported yet."""
+    """Includes blocks that this gateway dispatched to the worker and the worker has not reported yet."""
     HISTORY = "history"
     """Dispatched to the worker by this gateway; the cache itself is unknown."""
 

@@ -23,9 +23,9 @@ DEFAULT_TRANSFER = (0.002, 1e-5)
 DEFAULT_OUTPUT_TOKENS = 128.0
 
 _NUM_OWN = 3
-"""Number of observations from which a worker's own fit may be used."""
+"""Minimum number of observations of a worker before its own fit may be used."""
 _DIFFERENT = 0.15
-"""Relative difference from the fleet's fit, at the mean of a worker's amounts, from which the worker's own fit is
+"""Relative difference from the fleet's fit, at the mean of a worker's amounts, above which the worker's own fit is
 used."""
 _MAX_WORKERS = 4096
 _MAX_PAIRS = 16384

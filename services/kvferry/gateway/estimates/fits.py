@@ -5,12 +5,12 @@ from dataclasses import dataclass
 _DECAY = 0.98
 """Weight of the past at each observation: the last 50 observations dominate."""
 _MIN_SPREAD = 0.05
-"""Minimum standard deviation of the amounts, as a fraction of their mean, from which a slope is fitted."""
+"""Minimum standard deviation of the amounts, as a fraction of their mean, for a slope to be fitted."""
 _OUTLIER = 8.0
 """A duration that differs from the fit by more than this factor is clamped to this factor: pauses of a
 process (compilation, swapping) do not predict the duration of the next request."""
 _NUM_TRUSTED = 5
-"""Number of observations from which outliers are limited."""
+"""Minimum number of observations before outliers are clamped."""
 
 
 @dataclass(slots=True)

@@ -33,7 +33,7 @@ def fleet_report(
         gateway: name of this gateway process.
         pool: name of the pool; empty without one.
         held: number of samples that wait for a pool's first worker.
-        source: state of the source of workers.
+        source: state of service discovery.
         wake_failure: reason why the last scaling from zero failed; empty if it did not.
         handoffs: number of hand-offs by outcome.
         model_tokens: context length of the model in tokens.

@@ -150,7 +150,7 @@ class Member:
     ) -> None:
         """
         Args:
-            listing: address and role of the worker, from the source of workers.
+            listing: address and role of the worker, from service discovery.
             model: name of the model that the worker must serve.
             keys: sign the calls; `None` for workers that do not check them, in tests.
             stalled_polls: see `FleetConfig.stalled_polls`.

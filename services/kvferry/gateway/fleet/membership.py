@@ -1,4 +1,4 @@
-"""Updates a fleet from its source of workers and reports whether the listings are current."""
+"""Updates a fleet from service discovery and reports whether the listings are current."""
 
 import asyncio
 import logging
@@ -30,7 +30,7 @@ class Knowledge(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SourceState:
-    """Whether a source of workers is current, with the reason if it is not."""
+    """Whether the listings of a source are current, with the reason if they are not."""
 
     state: Knowledge
     detail: str = ""
@@ -80,7 +80,7 @@ class Membership:
                         self._take(update)
                 self._note_failure("the source ended")
             except Exception as error:  # requests continue with the last known workers
-                _log.exception("the source of workers failed unexpectedly")
+                _log.exception("service discovery failed unexpectedly; it is started again")
                 self._note_failure(f"{type(error).__name__}: {error}")
             await asyncio.sleep(_AGAIN_SECONDS)
 

@@ -251,7 +251,7 @@ class FlowController:
         self._leave(entry, EntryEvent.CANCEL)
 
     def refuse(self, entry: Entry) -> None:
-        """Remove a queued entry that cannot be served."""
+        """Remove a queued entry whose request is refused because it cannot be served."""
         self._leave(entry, EntryEvent.REFUSE)
 
     def prefilled(self, entry: Entry, num_tokens: float = math.inf) -> None:

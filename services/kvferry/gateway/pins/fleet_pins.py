@@ -47,7 +47,7 @@ class _Placed:
     names: dict[bytes, bytes] = field(default_factory=dict)
     """The worker's name of the pin, by key of the prefix; prefixes with the same full blocks have one pin."""
     retry_at: dict[bytes, float] = field(default_factory=dict)
-    """Time of the next attempt by key, for prefixes that the worker did not pin."""
+    """Time of the next attempt, monotonic seconds, by key of a prefix that the worker did not pin."""
     short_since: float | None = None
     """Time since which the worker has reported fewer pins than were made."""
     task: asyncio.Task[None] | None = None

@@ -48,7 +48,7 @@ class Listing:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """An update from a source of workers."""
+    """An update from service discovery."""
 
     listings: tuple[Listing, ...] | None = None
     """All workers; `None` if they are unknown, in which case the last known workers stay."""
@@ -57,7 +57,7 @@ class Update:
 
 
 class Source(Protocol):
-    """A source of workers: yields all workers of a fleet whenever they change."""
+    """Service discovery: yields the listings of all workers of a fleet whenever they change."""
 
     def updates(self) -> AsyncIterator[Update]:
         """Return an endless stream of updates; closing the iterator releases the source's thread and connections."""

@@ -20,7 +20,7 @@ def choose(
         candidates: replicas that accept requests.
         policy: chooses among the replicas of a role.
         skip_prefill: reason why no prefill worker is needed; `None` if a prefill worker is needed.
-        enough_tokens: number of cached tokens from which a decode worker, if it has reported them, needs no prefill
+        enough_tokens: minimum number of cached tokens, as reported by a decode worker, with which it needs no prefill
             worker; `None` if a prefill worker is always needed.
     """
     if skip_prefill is not None:

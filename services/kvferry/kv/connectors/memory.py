@@ -56,7 +56,7 @@ class MemoryTransport:
     def read(self, peer: Peer, remote: Sequence[int], local: Sequence[BlockId]) -> Read:
         source = self._find(peer)._pages
         if source is None:
-            raise ReadError(f"worker {peer.worker_id} has no pages")
+            raise ReadError(f"worker {peer.worker_id} has not allocated its pages")
         copy_pages(source, remote, allocated(self._pages), local)
         return CompletedRead()
 
@@ -66,14 +66,14 @@ class MemoryTransport:
     def read_raw(self, peer: Peer, remote: Sequence[int], into: memoryview) -> Read:
         source = self._find(peer)._pages
         if source is None:
-            raise ReadError(f"worker {peer.worker_id} has no pages")
+            raise ReadError(f"worker {peer.worker_id} has not allocated its pages")
         copy_raw(source, remote, into)
         return CompletedRead()
 
     def read_epochs(self, peer: Peer, remote: Sequence[int], timeout: float) -> list[int]:
         epochs = self._find(peer)._epochs
         if epochs is None:
-            raise ReadError(f"worker {peer.worker_id} has no pages")
+            raise ReadError(f"worker {peer.worker_id} has not allocated its pages")
         return epochs_of(epochs, remote)
 
     def forget(self, peer: Peer) -> None:

@@ -277,7 +277,7 @@ class OfferBook(Generic[P]):
 
     @property
     def due(self) -> float:
-        """Time of the next time-out; infinite if no offer is open."""
+        """Time of the next time-out, monotonic seconds; infinite if no offer is open."""
         open_places = (p for o in self._offers.values() for p in o.places if p.state is not OfferState.FREED)
         return min((place.deadline for place in open_places), default=math.inf)
 

@@ -96,7 +96,7 @@ def read_adapter(folder: Path, config: ModelConfig, *, max_rank: int) -> Adapter
         scaled = b * np.float32(settings.scale_of(module))
         if not np.isfinite(scaled).all():
             raise ModelFileError(
-                f"{path}: {module} times its scale is not finite; correct lora_alpha", field="lora_alpha"
+                f"{path}: lora_B of {module} times its scale is not finite; correct lora_alpha", field="lora_alpha"
             )
         label = module.encode()
         digest.update(struct.pack("<III", len(label), *a.shape) + label)

@@ -38,8 +38,8 @@ class GrammarCompiler:
         self._cached_bytes = 0
 
     def check(self, constraint: Constraint) -> None:
-        """Check that a constraint can be compiled and that an output can begin. Computes the masks of a few tokens,
-        since the work per mask is limited too.
+        """Check that a constraint can be compiled, and that the masks of its first tokens can be computed, since the
+        work per mask is limited too.
 
         Raises:
             InvalidRequest: see `compile`.

@@ -108,7 +108,7 @@ def _structural_tag(source: str, control_ids: Mapping[str, int]) -> str:
     if not isinstance(structures, list) or not isinstance(triggers, list):
         raise invalid("structural_tag needs the lists `structures` and `triggers`")
     if not 0 < len(structures) <= MAX_TAGS or not 0 < len(triggers) <= MAX_TAGS:
-        raise invalid(f"structural_tag needs 1 to {MAX_TAGS} structures and triggers")
+        raise invalid(f"structural_tag needs 1 to {MAX_TAGS} structures and 1 to {MAX_TAGS} triggers")
     tags: list[StructTag] = []
     for structure in structures:
         begin, schema, end = _structure(structure)

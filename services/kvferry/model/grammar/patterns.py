@@ -2,7 +2,7 @@ r"""Prepares the patterns of JSON strings for the compiler, which quotes some ch
 
 llguidance 1.9 writes a class that contains all control characters, such as `[^"]` or `\W`, as `\` followed by any
 escape. So `"` and `\` are accepted for a class that excludes them. Therefore one control character, U+001F, is removed
-from every class: every output still matches the pattern, and outputs with this character are lost.
+from every class: every output still matches the pattern, but no output contains this character.
 """
 
 import itertools

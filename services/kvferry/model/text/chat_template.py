@@ -115,7 +115,7 @@ class ChatTemplate:
     def _check_variables(self, variables: Mapping[str, object], given: Mapping[str, object]) -> None:
         if not isinstance(variables, Mapping) or not all(isinstance(name, str) for name in variables):
             raise InvalidRequest(
-                f"chat_template_kwargs must have a value for each name, not {shortened(repr(variables))}",
+                f"chat_template_kwargs must be an object of template variables, not {shortened(repr(variables))}",
                 field="chat_template_kwargs",
             )
         for name in variables:

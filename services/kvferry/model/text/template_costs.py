@@ -1,7 +1,7 @@
 """Costs of a chat template's operations, computed before they run: text methods, filters, arithmetic, formatting.
 
 Each function takes the units of one operation from the budget, with the size of its result where that may exceed the
-size of its arguments. Operations that are not listed here are not available to templates.
+size of its arguments. Templates cannot use operations that are not listed here.
 """
 
 import re
@@ -69,14 +69,14 @@ def remainder(budget: Budget, left: object, right: object) -> None:
 def format_text(budget: Budget, template: str, *args: object, **kwargs: object) -> None:
     """`template.format(...)`."""
     if _NESTED_FIELD.search(template):
-        raise SecurityError("a format with a field inside another field is not available")
+        raise SecurityError("replacement fields nested in a format string are not supported")
     formatted(budget, template, template.count("{"), args, kwargs)
 
 
 def formatted(budget: Budget, template: str, fields: int, *values: object) -> None:
     """Each field may be as long as all values together, or as its width."""
     if _LONG_NUMBER.search(template):
-        raise SecurityError("a format with a width of four digits, or a variable one, is not available")
+        raise SecurityError("a format string with a number of four digits, or with a variable width, is not supported")
     text = sum(map(budget.read, values))
     budget.spend(len(template) + fields * (_FIELD_CHARS + ITEM * text))
 

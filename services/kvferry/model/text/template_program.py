@@ -19,7 +19,7 @@ _NODE = 8
 """Units per evaluation of a node of the tree."""
 _ITERATION = 32
 _LONG = 256
-"""Weight from which a branch is counted only if it is taken."""
+"""Weight above which a branch is counted only if it is taken."""
 _MAX_BITS = 64
 _SPEND = "!spend"
 _KINDS = frozenset(
@@ -38,7 +38,7 @@ def metered(template: nodes.Template) -> nodes.Template:
     """Return the tree with all operations of data-dependent cost counted.
 
     Raises:
-        TemplateAssertionError: the template has a statement that is not available.
+        TemplateAssertionError: the template has an unsupported statement.
     """
     rewritten = _Rewriter().visit(template)
     assert isinstance(rewritten, nodes.Template)
@@ -51,7 +51,7 @@ def metered(template: nodes.Template) -> nodes.Template:
 class _Rewriter(NodeTransformer):
     def visit(self, node: nodes.Node, *args: object, **kwargs: object) -> nodes.Node:
         if type(node) not in _KINDS:
-            raise TemplateAssertionError(f"{type(node).__name__} is not available", node.lineno)
+            raise TemplateAssertionError(f"{type(node).__name__} is not supported", node.lineno)
         self.generic_visit(node)
         rewrite = getattr(self, f"_{type(node).__name__}", None)
         rewritten: nodes.Node = node if rewrite is None else rewrite(node)
@@ -86,7 +86,7 @@ class _Rewriter(NodeTransformer):
 
     def _For(self, node: nodes.For) -> nodes.Node:  # noqa: N802
         if node.recursive:
-            raise TemplateAssertionError("a recursive loop is not available", node.lineno)
+            raise TemplateAssertionError("recursive loops are not supported", node.lineno)
         each = _ITERATION + _weight([*node.body, node.target, *([node.test] if node.test else [])])
         node.iter = _filter(_expression(node.iter), "!iterate", [nodes.Const(each)])
         node.else_ = _counted(node.else_)

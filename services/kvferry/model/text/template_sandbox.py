@@ -102,10 +102,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
         """Run a filter that a template names by a string, as `map` does.
 
         Raises:
-            SecurityError: the filter is not available to templates.
+            SecurityError: the filter is not supported in templates.
         """
         if name in _INTERNAL:
-            raise jinja2.exceptions.SecurityError(f"a filter {name!r} is not available")
+            raise jinja2.exceptions.SecurityError(f"filter {name!r} is not supported")
         return super().call_filter(name, *args, **kwargs)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
@@ -115,7 +115,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             return left + right
         budget.spend(CALL)
         if operator == "**":
-            raise jinja2.exceptions.SecurityError("powers are not available")
+            raise jinja2.exceptions.SecurityError("exponentiation is not supported")
         if operator == "*":
             costs.multiply(budget, left, right)
         elif operator == "+":
@@ -142,7 +142,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         if isinstance(obj, types.BuiltinMethodType):
             cost = _METHODS.get(type(obj.__self__), {}).get(obj.__name__)
             if cost is None:
-                raise jinja2.exceptions.SecurityError(f"a method {obj.__name__!r} is not available")
+                raise jinja2.exceptions.SecurityError(f"method {obj.__name__!r} is not supported")
             named = {name: value for name, value in kwargs.items() if name != "_loop_vars"}
             cost(budget, obj.__self__, *args, **named)
             return limited(obj(*args, **named))

@@ -59,7 +59,7 @@ def tokenizer_from_json(path: Path, config: ModelConfig) -> Tokenizer:
                 fast = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # the library raises nothing narrower
             raise ModelFileError(f"{path} is not a usable tokenizer.json: {error}") from error
-        fast.no_truncation()  # for training; it would shorten prompts without an error
+        fast.no_truncation()  # truncation, set for training, would shorten prompts without an error
         fast.no_padding()
         return fast
 

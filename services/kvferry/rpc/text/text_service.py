@@ -26,7 +26,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 LARGE_CHARS = 16_384
-"""Number of characters from which text is read in the text process; reading text of this size takes milliseconds."""
+"""Minimum number of characters of text that is read in the text process; reading so much text takes milliseconds."""
 
 
 def _one_tenant(_authorization: str | None, _address: str) -> str:

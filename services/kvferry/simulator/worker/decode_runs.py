@@ -62,11 +62,11 @@ class DecodeRun:
         growth = profile.kv_token * num_sequences
         self.start = start
         self.ends = list(accumulate((first + growth * index for index in range(steps)), initial=start))[1:]
-        """Time of the end of each step."""
+        """End of each step, seconds."""
 
     @property
     def end(self) -> float:
-        """Time of the end of the last step."""
+        """End of the last step, seconds."""
         return self.ends[-1]
 
     def cut(self, now: float) -> bool:

@@ -33,13 +33,13 @@ class Job:
     """Whether the job ends after one token, and its pages are offered."""
     remote: RemoteKv | None = None
     last: float | None = None
-    """Time of the last token; `None` before the first."""
+    """Time of the last token, seconds; `None` before the first."""
     gaps: "array[float] | None" = None
     """Times between tokens in seconds, if the request collects them."""
     started: float = 0.0
     """Time at which its computation on this replica began."""
     first: float | None = None
-    """Time of the first token on this replica."""
+    """Time of the first token on this replica, seconds."""
     sequence: EngineSequence | None = None
     context: object = None
     """Arbitrary value for the listener."""

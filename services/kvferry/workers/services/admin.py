@@ -54,7 +54,7 @@ class AdminService(worker_admin_pb2_grpc.WorkerAdminServicer):
             verifier: the admin server's verifier, which proves to callers that this worker has the pool's secret.
             tiers: the KV tiers, for their statistics; `None` without tiers.
             adapters: loads adapters while serving; `None` refuses calls that load adapters.
-            listed: the adapters of a list, whose failures are reported.
+            listed: loads the adapters of the worker's list; its failures are part of the status. `None` without a list.
             on_drain: called once when draining begins.
         """
         self._on_drain = on_drain

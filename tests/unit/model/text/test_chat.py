@@ -133,5 +133,5 @@ def test_a_variable_of_the_server_cannot_be_set(name: str) -> None:
 
 @pytest.mark.parametrize("variables", [[1], "x", {1: 2}])
 def test_variables_that_are_no_object_are_refused(variables: object) -> None:
-    with pytest.raises(InvalidRequest, match="chat_template_kwargs must have a value for each name"):
+    with pytest.raises(InvalidRequest, match="chat_template_kwargs must be an object of template variables"):
         TEMPLATE.render([{"role": "user", "content": "x"}], variables=variables)  # type: ignore[arg-type]

@@ -32,7 +32,9 @@ def check_prompt_or_messages(body: Strict) -> None:
         raise InvalidRequest(f"the request must have either prompt or messages, not {given}", field="prompt")
     for name in CHAT_FIELDS:
         if fields[name] is not None and fields["messages"] is None:
-            raise InvalidRequest(f"{name} cannot be used with prompt; send messages, or leave it out", field=name)
+            raise InvalidRequest(
+                f"{name} cannot be used with prompt; use messages instead of prompt, or omit it", field=name
+            )
 
 
 def chat_of(body: Strict, messages: object) -> ChatRequest:

@@ -179,7 +179,7 @@ def write_object(
                 raise TierError("the deadline passed during the write")
             offset += _put(fd, run, offset)
         if os.fstat(fd).st_size != file_bytes(object_bytes):
-            raise OSError(0, "the file is shorter than written")
+            raise OSError(0, "the file is shorter than the data written to it")
         if sync:
             os.fsync(fd)
         temporary.rename(folder / name)
