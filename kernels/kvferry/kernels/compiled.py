@@ -131,7 +131,15 @@ def make_runner(
     level: str,
     pool: "Pool",
 ) -> "Runner":
-    """Create the native model object, which computes steps."""
+    """Create the native model object, which computes steps.
+
+    Args:
+        shape: sizes and constants of the model, by name.
+        parts: matrices and vectors outside the layers, by name; `None` where the model has none.
+        layers: matrices, vectors and settings of each layer, by name.
+        level: instruction set of the kernels, one of `levels()`.
+        pool: compute threads.
+    """
     module = extension()
     assert module is not None, "the compiled kernels are not built"
     runner: Runner = module.Runner(shape, parts, layers, level, pool)

@@ -23,5 +23,12 @@ def heads_at_once(rows: int, heads: int, *, rank: int, value_bytes: int) -> int:
 
 
 def scratch_bytes(rows: int, heads: int, *, rank: int, value_bytes: int) -> int:
-    """Return the bytes of absorbed queries and latent results that a step needs at a time; see `heads_at_once`."""
+    """Return the bytes of absorbed queries and latent results that a step needs at a time; see `heads_at_once`.
+
+    Args:
+        rows: rows of the step.
+        heads: query heads.
+        rank: values of a latent vector.
+        value_bytes: bytes per value.
+    """
     return 2 * rows * rank * value_bytes * heads_at_once(rows, heads, rank=rank, value_bytes=value_bytes)

@@ -47,9 +47,15 @@ class Run:
 def pages_of_another_process(name: str, num_blocks: int, block_bytes: int) -> Iterator[tuple[Transport, Peer]]:
     """Yield a transport connected to a peer with pages; the peer is a second process, except for `memory`.
 
+    Args:
+        name: name of the connector.
+        num_blocks: number of pages on each side.
+        block_bytes: bytes per page.
+
     Raises:
         UsageError: the transport is not available on this machine.
         ReadError: the connection failed.
+        Unavailable: the second process did not start in time.
     """
     ours = open_transport(name, new_incarnation(), _SETUP)
     process = None
@@ -82,6 +88,12 @@ def pages_of_another_process(name: str, num_blocks: int, block_bytes: int) -> It
 
 def read_pages(transport: Transport, peer: Peer, remote: Sequence[int], clock: Clock) -> None:
     """Read the peer's pages `remote` into the local pages 0, 1, 2, ... and wait.
+
+    Args:
+        transport: transport that is connected to the peer.
+        peer: owner of the pages.
+        remote: ids of the peer's pages.
+        clock: for the time limit.
 
     Raises:
         Unavailable: the read did not complete in time.

@@ -52,7 +52,8 @@ def profile_worker(
 
     Raises:
         UsageError: the address is not `host:port`.
-        KvferryError: the call failed, or the recording is too large.
+        KvferryError: the call failed.
+        InvariantBroken: the recording is too large.
     """
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():

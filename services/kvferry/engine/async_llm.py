@@ -158,8 +158,15 @@ class AsyncLLM:
     ) -> Embedding:
         """Compute the vector of a prompt; see `LLM.encode`. Cancelling the calling task aborts the request.
 
+        Args:
+            prompt: a string or a list of token ids.
+            pooling: hidden states that the vector is made of: `last`, `mean` or `cls`.
+            normalize: whether the vector gets an L2 norm of 1.
+            dimensions: number of leading values to keep, before normalizing; `None` for all.
+
         Raises:
             KvferryError: see `generate` and `LLM.encode`.
+            InvariantBroken: the request ended without a vector.
         """
         params = pooling_params(pooling, normalize, dimensions, self.config.hidden_size)
         request = await asyncio.to_thread(self._requests.start_pooling, checked_prompt(prompt), params)

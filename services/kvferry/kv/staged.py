@@ -114,6 +114,11 @@ class StagedRead:
         self._part = self._next()
 
     def poll(self) -> bool:
+        """See `Read.poll`.
+
+        Raises:
+            ReadError: the read failed, a digest does not match, or a value does not fit the local data type.
+        """
         if not self._part.poll():
             return False
         piece = self._pieces[self._num_done]

@@ -199,6 +199,13 @@ class Reader:
     """Reader that converts named tensors to parameters of one dtype on one device."""
 
     def __init__(self, tensors: TensorSource, ops: Ops, dtype: torch.dtype, device: torch.device) -> None:
+        """
+        Args:
+            tensors: the stored tensors, read as float32, or random ones, drawn on `device`.
+            ops: operations of the kernel backend, which pack the linear layers.
+            dtype: floating-point type of the parameters.
+            device: device of the parameters.
+        """
         self._tensors = tensors
         self._ops = ops
         self._dtype = dtype

@@ -22,6 +22,10 @@ from kvferry.engine.plan.step import DraftSources, ScheduledSequence, StepPlan
 from kvferry.engine.plan.token_mask import TokenMask
 from kvferry.engine.pooling.prompt_pooling import NO_ROWS
 
+MAX_AHEAD = 8
+"""Maximum number of consecutive steps without an attempt to admit a waiting sequence while no sequence arrives or ends:
+other events, such as the end of a store, free pages too."""
+
 
 def share(
     sequence: Sequence, count: int, draft: tuple[int, ...] = (), sources: DraftSources | None = None

@@ -32,7 +32,7 @@ from kvferry.engine.plan.admission import Admission, num_lacking, num_remaining
 from kvferry.engine.plan.full_blocks import FullBlocks
 from kvferry.engine.plan.kv_jobs import LoadJob, SequenceUpdate
 from kvferry.engine.plan.loading import LoadingSequences
-from kvferry.engine.plan.lookahead import is_same, one_ahead, share
+from kvferry.engine.plan.lookahead import MAX_AHEAD, is_same, one_ahead, share
 from kvferry.engine.plan.sequence import RemoteKv, Sequence, SequenceEvent, SequenceState
 from kvferry.engine.plan.step import ScheduledSequence, SequenceOutput, StepPlan, StepResult, check_output
 from kvferry.engine.plan.step_budget import SchedulerLimits, StepBudget
@@ -44,10 +44,6 @@ from kvferry.engine.speculation.speculation import Speculation
 
 Planned = list[ScheduledSequence]
 
-_MAX_AHEAD = 8
-"""Maximum number of consecutive steps without an attempt to admit a waiting sequence while no sequence arrives or ends:
-other events, such as the end of a store, free pages too."""
-
 
 class Scheduler:
     """Scheduler of one engine; owns every sequence from `add` to its end. Not thread-safe."""
@@ -56,6 +52,13 @@ class Scheduler:
         self, limits: SchedulerLimits, allocator: Allocator, speculation: Speculation | None = None,
         slots: AdapterSlots | None = None,
     ) -> None:  # fmt: skip
+        """
+        Args:
+            limits: limits in tokens, sequences and pages, and the name of the scheduling policy.
+            allocator: allocates the engine's pages, with the prefix cache.
+            speculation: proposes draft tokens; `None` for one token per sequence and step.
+            slots: adapter slots; `None` for an engine without adapters.
+        """
         self.limits = limits
         self.allocator = allocator
         self.slots = slots or AdapterSlots(0)
@@ -158,11 +161,11 @@ class Scheduler:
         """Plan the step after a launched one that was not passed to `update`; `None` if `update` must be called first.
 
         If the caller launches the plan, it must be the next plan passed to `update`, before any `schedule`. While
-        sequences wait that the last `schedule` could not admit, at most `_MAX_AHEAD` steps are planned in this way.
+        sequences wait that the last `schedule` could not admit, at most `MAX_AHEAD` steps are planned in this way.
         """
         if sum(map(self.has_sequence, plan.scheduled)) != len(self._running):
             return None
-        if len(self._waiting) and (self._may_admit or self._num_ahead >= _MAX_AHEAD):
+        if len(self._waiting) and (self._may_admit or self._num_ahead >= MAX_AHEAD):
             return None
         if self.drafting.has_drafts(self._running):
             return None
@@ -265,11 +268,8 @@ class Scheduler:
         return True
 
     def load_failed(self, request_id: RequestId) -> Sequence | None:
-        """Move the sequence of a failed load back to the queue, so that its tokens are computed; return it, or `None`
-        if it has ended.
-
-        Its pages are freed now; pages that a transport may still write to are quarantined.
-        """
+        """Move the sequence of a failed load back to the queue and free its pages; those that a transport may still
+        write to are quarantined. Return the sequence, or `None` if it has ended."""
         sequence = self._loading.take(request_id)
         if sequence is None:
             return None

@@ -15,6 +15,7 @@ def prefill_request(run: SampleRun, prior_turn_ticket: bytes) -> prefill_pb2.Pre
     ticket id.
 
     Args:
+        run: the sample.
         prior_turn_ticket: sealed ticket for the blocks of a prior turn; empty if there is no such ticket.
     """
     request = run.request

@@ -93,6 +93,7 @@ class Journal:
         them.
 
         Args:
+            request_id: id of the request.
             tenant: name only requests of this tenant; `None` for all.
         """
         parts = [

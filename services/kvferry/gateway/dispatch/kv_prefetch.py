@@ -24,6 +24,7 @@ class KvPrefetches:
     def __init__(self, fleet: Fleet, min_tokens: int) -> None:
         """
         Args:
+            fleet: the workers.
             min_tokens: minimum number of a prompt's tokens that the decode worker must lack for a prefetch; a shorter
                 prompt is computed in one chunk, so no blocks are available early. 0 disables prefetching.
         """

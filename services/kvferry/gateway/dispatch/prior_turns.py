@@ -36,7 +36,14 @@ class Turns:
         self._turns: OrderedDict[BlockHash, _Turn] = OrderedDict()
 
     def remember(self, run: SampleRun, address: str, sealed: bytes, num_tokens: int) -> None:
-        """Store the ticket of a stream that ended on worker `address`; it covers the first `num_tokens` tokens."""
+        """Store the ticket of a stream that has ended; it replaces the ticket of an equal prefix.
+
+        Args:
+            run: the sample, with its prompt and output.
+            address: address of the worker that has the blocks.
+            sealed: the ticket.
+            num_tokens: number of leading tokens that the ticket covers.
+        """
         view = self._fleet.view(address)
         if view is None or view.incarnation is None:
             return

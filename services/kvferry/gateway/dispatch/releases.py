@@ -30,6 +30,13 @@ class Releases:
     """Background clean-up tasks of one dispatcher, which awaits `drain` before it stops."""
 
     def __init__(self, fleet: Fleet, instruments: Instruments, timeout_seconds: float, sleep: Sleep) -> None:
+        """
+        Args:
+            fleet: the workers.
+            instruments: metrics, which count releases by outcome.
+            timeout_seconds: time limit of a call in seconds.
+            sleep: called to wait between attempts.
+        """
         self._fleet = fleet
         self._instruments = instruments
         self._timeout_seconds = timeout_seconds

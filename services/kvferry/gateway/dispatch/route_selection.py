@@ -49,6 +49,16 @@ class RouteSelection:
         records: WorkRecords,
         instruments: Instruments,
     ) -> None:
+        """
+        Args:
+            fleet: the workers.
+            config: settings of routing.
+            namers: block namers by tenant, for the names of prompts' blocks.
+            cache_map: predicts the blocks that each worker has cached.
+            policies: the routing policies.
+            records: counts the work that is dispatched to each worker.
+            instruments: metrics of routing decisions.
+        """
         self._fleet = fleet
         self._map = cache_map
         self._config = config
@@ -64,6 +74,7 @@ class RouteSelection:
         worker can read it.
 
         Args:
+            run: the sample.
             drop_ticket: called if no decode worker can read the sample's ticket.
 
         Raises:

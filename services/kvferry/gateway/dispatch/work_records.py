@@ -46,7 +46,14 @@ class WorkRecords:
     # -- durations ---------------------------------------------------------------------------------------------------
 
     def prefilled(self, run: SampleRun, address: str, num_cached: int, seconds: float) -> None:
-        """Record the computation of a prompt, or of the tokens so far, of which `num_cached` were cached."""
+        """Record the computation of a prompt, or of the tokens so far.
+
+        Args:
+            run: the sample.
+            address: address of the worker that computed it.
+            num_cached: number of tokens whose KV was cached.
+            seconds: time of the computation in seconds.
+        """
         num_tokens = len(run.token_ids)
         if not run.is_step:  # nearly all of a step's tokens are cached, which says nothing about the prompts of clients
             self._estimates.observe_prompt(num_tokens, num_cached)
@@ -55,7 +62,14 @@ class WorkRecords:
             self._estimates.observe_prefill(process, num_tokens - num_cached, seconds)
 
     def handed_off(self, run: SampleRun, source: str, target: str, handoff: decode_pb2.Handoff) -> None:
-        """Record a hand-off from the worker at `source` to the one at `target`."""
+        """Record the duration of a hand-off.
+
+        Args:
+            run: the sample.
+            source: address of the prefill worker.
+            target: address of the decode worker.
+            handoff: the decode worker's report.
+        """
         views = self._fleet.view(source), self._fleet.view(target)
         processes = _process(views[0]), _process(views[1])
         if views[0] is None or views[1] is None or processes[0] is None or processes[1] is None:
@@ -68,6 +82,8 @@ class WorkRecords:
         """Record a finished output.
 
         Args:
+            run: the sample.
+            address: address of the worker.
             running: number of requests on the worker when the output began.
             num_tokens: number of tokens after the first one on this worker.
             seconds: time between the first and the last token on this worker.

@@ -42,6 +42,17 @@ class WorkerCalls:
         records: WorkRecords,
         instruments: Instruments,
     ) -> None:
+        """
+        Args:
+            fleet: the workers and their channels.
+            clock: for timings.
+            turns: prior-turn tickets of conversations.
+            kv_prefetches: starts KV prefetches on decode workers.
+            releases: releases offers in the background.
+            ending: ends samples.
+            records: observed durations and dispatched work.
+            instruments: metrics.
+        """
         self._fleet = fleet
         self._clock = clock
         self._turns = turns
@@ -54,7 +65,17 @@ class WorkerCalls:
     async def prefill(
         self, run: SampleRun, route: Route, pick: Pick, remaining: float
     ) -> AsyncGenerator[TokenEvent, None]:
-        """Compute the prompt on `pick`; the sample ends in state OFFERED, QUEUED (no blocks were offered) or DONE."""
+        """Compute the prompt on `pick`; the sample ends in state OFFERED, QUEUED (no blocks were offered) or DONE.
+
+        Args:
+            run: the sample.
+            route: the whole route, for a KV prefetch on the decode worker.
+            pick: the worker.
+            remaining: time limit in seconds.
+
+        Raises:
+            WorkerLost: the call failed; `WorkerLost.error` is the reason.
+        """
         asked = run.request
         address = pick.replica.address
         request = calls.prefill_request(run, self._turns.find(run, pick))
@@ -98,7 +119,17 @@ class WorkerCalls:
         yield event
 
     async def pool(self, run: SampleRun, params: PoolingParams, pick: Pick, remaining: float) -> Vector:
-        """Compute the vector of the sample's prompt on `pick`; the sample ends in state DONE."""
+        """Compute the vector of the sample's prompt on `pick`; the sample ends in state DONE.
+
+        Args:
+            run: the sample.
+            params: selects the hidden states of the vector.
+            pick: the worker.
+            remaining: time limit in seconds.
+
+        Raises:
+            WorkerLost: the call failed; `WorkerLost.error` is the reason.
+        """
         address = pick.replica.address
         run.time(prefill_worker=pick.replica.worker_id)
         with self._fleet.hold(address) as held, run.trace.call("pool", pick) as metadata:
@@ -121,7 +152,16 @@ class WorkerCalls:
         return vector_from_wire(answer, len(run.request.token_ids))
 
     async def decode(self, run: SampleRun, pick: Pick, remaining: float) -> AsyncGenerator[TokenEvent, None]:
-        """Generate on `pick`, with the sample's ticket if it has one; the sample ends in state DONE."""
+        """Generate on `pick`, with the sample's ticket if it has one; the sample ends in state DONE.
+
+        Args:
+            run: the sample.
+            pick: the worker.
+            remaining: time limit in seconds.
+
+        Raises:
+            WorkerLost: the call failed; `WorkerLost.error` is the reason.
+        """
         address = pick.replica.address
         request = calls.decode_request(run)
         if run.ticket is not None:

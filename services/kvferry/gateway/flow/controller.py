@@ -148,7 +148,9 @@ class FlowController:
         """Displace requests of lower classes, newest first, until `entry` fits into the bounds.
 
         Args:
+            entry: the new request, which is not in the queue yet.
             own: bounds of the tenant's queue; if they are exceeded, only the tenant's own requests are displaced.
+            now: monotonic time in seconds, for the estimate of when to retry.
 
         Returns:
             The displaced requests, refused.
@@ -264,6 +266,7 @@ class FlowController:
         """End a dispatched entry, free its capacity and correct its tenant's service.
 
         Args:
+            entry: the dispatched entry.
             used: tokens that were computed for it: prompt tokens that were not cached, and output tokens.
         """
         entry.on(EntryEvent.END)

@@ -188,6 +188,7 @@ class FairQueue:
         """Yield queued entries of larger priority numbers than `priority`: the last band first, the newest first.
 
         Args:
+            priority: priority number; lower numbers are served first.
             tenant: yield only entries of this tenant; `None` for all.
         """
         for lower in sorted((p for p, band in self._bands.items() if p > priority and band.waiting), reverse=True):

@@ -79,7 +79,13 @@ class Quotas:
         return min(float(max_tokens), self.account(tenant).output_tokens)
 
     def check(self, tenant: str, policy: TenantPolicy, tokens: float, now: float) -> None:
-        """Check that the quotas allow one more request with `tokens` expected tokens.
+        """Check that the quotas allow one more request.
+
+        Args:
+            tenant: the tenant.
+            policy: the tenant's quotas.
+            tokens: expected number of tokens of the request.
+            now: monotonic time in seconds.
 
         Raises:
             QuotaExceeded: a quota is exhausted; the message names it and its value.

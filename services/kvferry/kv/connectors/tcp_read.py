@@ -79,6 +79,11 @@ class TcpRead:
         self._reply = wire.Reply(into)  # made while the peer receives the request
 
     def poll(self) -> bool:
+        """See `Read.poll`.
+
+        Raises:
+            ReadError: the connection failed, or a time limit passed.
+        """
         self._receive(socket.MSG_DONTWAIT)
         if self._failure is not None:
             raise ReadError(f"the read failed ({self._failure})")
@@ -163,6 +168,11 @@ class ParallelRead:
         self._ends = [threads.submit(_receive_all, part) for part in parts]
 
     def poll(self) -> bool:
+        """See `Read.poll`.
+
+        Raises:
+            ReadError: one of the parts failed.
+        """
         for end in self._ends:
             if end.done() and (error := end.exception()) is not None:
                 raise ReadError(str(error)) from error

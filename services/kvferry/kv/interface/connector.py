@@ -187,17 +187,29 @@ class PeerControl(Protocol):
         ...
 
     def claim(self, peer: Peer, ticket_id: TicketId, attempt: int, timeout: float, *, reader: int = 0) -> float:
-        """Start a lease; return its duration in seconds."""
+        """Start a lease; return its duration in seconds.
+
+        Args:
+            peer: the worker that issued the ticket.
+            ticket_id: id of the ticket.
+            attempt: number of the attempt; a later attempt takes the lease over.
+            timeout: time limit in seconds.
+            reader: index of the caller among the ticket's readers.
+        """
         ...
 
     def renew(self, peer: Peer, ticket_id: TicketId, attempt: int, timeout: float, *, reader: int = 0) -> float:
-        """Extend the lease; return its duration in seconds."""
+        """Extend the lease; return its duration in seconds. Arguments as in `claim`."""
         ...
 
     def finish(
         self, peer: Peer, ticket_id: TicketId, attempt: int, timeout: float, *, done: bool, reader: int = 0
     ) -> None:
-        """Report the end of the attempt; `done` is whether it succeeded."""
+        """Report the end of the attempt; other arguments as in `claim`.
+
+        Args:
+            done: whether the caller has every block; otherwise the offer stays open for a later attempt.
+        """
         ...
 
 

@@ -94,6 +94,14 @@ class ReservingScheduler(Scheduler):
         self, limits: SchedulerLimits, allocator: Allocator, speculation: Speculation | None, *, memory: BuddyMemory,
         rule: Rule,
     ) -> None:  # fmt: skip
+        """
+        Args:
+            limits: see `Scheduler`.
+            allocator: see `Scheduler`.
+            speculation: see `Scheduler`.
+            memory: memory of token slots from which a sequence's chunk is reserved.
+            rule: number of token slots to reserve for a sequence.
+        """
         super().__init__(limits, allocator, speculation)
         self.memory, self.rule = memory, rule
         self.chunks: dict[RequestId, tuple[int, int]] = {}
@@ -120,6 +128,13 @@ class StaticScheduler(Scheduler):
     def __init__(
         self, limits: SchedulerLimits, allocator: Allocator, speculation: Speculation | None, *, batch: int
     ) -> None:
+        """
+        Args:
+            limits: see `Scheduler`.
+            allocator: see `Scheduler`.
+            speculation: see `Scheduler`.
+            batch: maximum number of sequences in a batch.
+        """
         super().__init__(limits, allocator, speculation)
         admission = self.admission = _StaticAdmission(
             limits, allocator, self._policy, waiting=self._waiting, running=self._running, loading=self._loading,

@@ -95,7 +95,14 @@ class OfferDesk:
         return self._book.renew(ticket_id, attempt, self._clock.monotonic(), reader=reader)
 
     def finish(self, ticket_id: TicketId, attempt: int, reader: int = 0, *, done: bool) -> None:
-        """End a reader's lease; free the export after the last reader. See `OfferBook.finish`."""
+        """End a reader's lease; free the export after the last reader. See `OfferBook.finish`.
+
+        Args:
+            ticket_id: id of the ticket; unknown ids are ignored.
+            attempt: number of the attempt; attempts without the lease are ignored.
+            reader: index of the reader among the ticket's readers.
+            done: whether the reader has every block.
+        """
         self._give_back(self._book.finish(ticket_id, attempt, self._clock.monotonic(), done=done, reader=reader))
 
     def release(self, ticket_id: TicketId) -> None:

@@ -83,6 +83,14 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         kv_prefetch: KvPrefetcher,
         publisher: PagePublisher,
     ) -> None:
+        """
+        Args:
+            context: state of the worker.
+            keyring: opens the tickets of requests and seals the prior-turn tickets.
+            control: sends control messages to the workers that issued the tickets.
+            kv_prefetch: prefetches the KV of prompts that are under prefill.
+            publisher: makes the pages of prior-turn tickets readable by peers.
+        """
         self._publisher = publisher
         self._kv_prefetch = kv_prefetch
         self._context = context

@@ -25,6 +25,7 @@ async def compute_vector(
 
     Raises:
         KvferryError: the engine rejected or failed the request.
+        Unavailable: the engine's updates ended without an embedding.
     """
     is_started = False
     with context.loop.submit(request) as stream:

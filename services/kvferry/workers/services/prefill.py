@@ -43,6 +43,14 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         following: PrefillProgress,
         publisher: PagePublisher,
     ) -> None:
+        """
+        Args:
+            context: state of the worker.
+            desk: offers the blocks of computed prompts.
+            keyring: opens prior-turn tickets.
+            following: reports the full blocks of prompts to decode workers that prefetch.
+            publisher: makes pages readable by peers before they are reported or offered.
+        """
         self._publisher = publisher
         self._context = context
         self._following = following

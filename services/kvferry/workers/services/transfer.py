@@ -33,6 +33,15 @@ class TransferService(kv_transfer_pb2_grpc.KvTransferServicer):
         following: PrefillProgress,
         publisher: PagePublisher,
     ) -> None:
+        """
+        Args:
+            context: state of the worker.
+            desk: the open offers and their leases.
+            keyring: signs addresses and reports of full blocks.
+            transport: exposes the pages; its address is returned by `Describe`.
+            following: the prompts under prefill, for `WatchBlocks`.
+            publisher: makes pages readable by peers before they are reported.
+        """
         self._publisher = publisher
         self._context = context
         self._following = following
