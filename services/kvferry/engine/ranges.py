@@ -45,5 +45,5 @@ def check_share(field: str, value: object, *, may_be_zero: bool) -> None:
     """
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or not 0.0 <= value <= 1.0 or not (may_be_zero or value):  # type: ignore[operator]
-        start = "from 0" if may_be_zero else "above 0,"
-        raise UsageError(f"{field} must be a share {start} to 1, not {shortened(repr(value))}", field=field)
+        bounds = "from 0 to 1" if may_be_zero else "above 0 and at most 1"
+        raise UsageError(f"{field} must be {bounds}, not {shortened(repr(value))}", field=field)

@@ -68,7 +68,7 @@ def test_a_log_that_does_not_fit_is_refused(recorded: Path, tmp_path: Path) -> N
         return run("replay", str(changed), *options, status=2).output
 
     assert "line 1 of the step log is invalid: 'utf-8' codec" in refused(b"\xff" * 100)
-    assert "is invalid: reserve_share must be a share" in refused(
+    assert "is invalid: reserve_share must be from 0 to 1" in refused(
         text.replace('"reserve_share":0.01', '"reserve_share":NaN')
     )
     assert "token_budget must be a whole number from 1" in refused(

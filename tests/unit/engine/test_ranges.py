@@ -24,9 +24,9 @@ def test_a_number_out_of_range_is_named(field: str, value: object) -> None:
 
 @pytest.mark.parametrize("value", [-0.1, 1.1, float("nan"), True, "0.5"], ids=repr)
 def test_a_share_out_of_range_is_named(value: object) -> None:
-    with pytest.raises(UsageError, match="reserve_share must be a share from 0 to 1"):
+    with pytest.raises(UsageError, match="reserve_share must be from 0 to 1"):
         SchedulerLimits(reserve_share=value)  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="gpu_memory_share must be a share above 0, to 1"):
+    with pytest.raises(UsageError, match="gpu_memory_share must be above 0 and at most 1"):
         EngineSettings("m", gpu_memory_share=value)  # type: ignore[arg-type]
 
 

@@ -64,7 +64,7 @@ _SIZE = click.IntRange(1, 1 << 20)
 )
 @click.option("--json", "json_file", type=OUTPUT_FILE, help="Write the results to this file.")
 @click.option("--detailed", is_flag=True, help="Write each answer's times to the JSON file too.")
-@click.option("--svg", "svg_file", type=OUTPUT_FILE, help="Draw the results in this file.")
+@click.option("--svg", "svg_file", type=OUTPUT_FILE, help="Write a chart of the results, SVG.")
 @with_settings(_API_KEY)
 def command(
     values: Values,

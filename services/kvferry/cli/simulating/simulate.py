@@ -33,7 +33,7 @@ _MAX_BYTES = 1 << 30
     help="Simulate this fleet too, and show the differences.",
 )
 @JSON_FILE
-@click.option("--svg", "svg_file", type=OUTPUT_FILE, help="Draw the distributions of latencies.")
+@click.option("--svg", "svg_file", type=OUTPUT_FILE, help="Write a chart of the latency distributions, SVG.")
 @click.option("--seed", type=click.IntRange(0, 1 << 53), help="Seed of the workload; default: the file's seed.")
 @click.option(
     "--processes", type=click.IntRange(1, 256), help="Processes among which pools are divided; default: one per core."

@@ -59,7 +59,7 @@ class FullBlocks:
 
     def list_loaded(self, sequence: Sequence) -> None:
         """Add the full blocks of a sequence whose KV was loaded to the prefix index; see `list_full`."""
-        # Blocks that were cached for full attention now also have loaded pages for the windows.
+        # Blocks cached only in groups with full attention now have loaded pages in the groups with sliding windows too.
         sequence.num_listed = min([sequence.num_listed, *sequence.table.passed[1:]])
         self.list_full(sequence)
 

@@ -82,9 +82,9 @@ class _State:
         self.is_of_model = False
         """Whether `draft` came from the draft model."""
         self.match = 0
-        """Length of the match on which the text's draft is based."""
+        """Length of the match in the sequence's own text on which a draft is based."""
         self.other: tuple[tuple[int, ...], list[int]] = ((), [])
-        """The text's draft and its supports, if the model's draft was used instead."""
+        """Draft from the sequence's own text, with the support of each token, if the model's draft was used instead."""
         self.choice = ProposerChoice()
         self.drawing: Drawing | None = None
         """Parameters of draws, if the rejection rule accepts the sequence's drafts."""
@@ -292,7 +292,8 @@ class Speculation:
         return self._depth.choose(sequences, rows, self._acceptance.of_model, self._prices.seconds, seconds)
 
     def _compare(self, state: _State) -> None:
-        """Compare the last draft, and also the text's draft if another was used, with the tokens sampled since then."""
+        """Compare the last draft with the tokens sampled since then, and also the draft from the sequence's own text if
+        the draft model's was used."""
         actual = state.tokens.view()[state.start :].tolist()
         for draft, supports in ((state.draft, state.supports), state.other):
             for support, token, drawn in zip(supports, draft, actual, strict=False):

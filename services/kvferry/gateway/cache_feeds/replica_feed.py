@@ -33,7 +33,7 @@ _NUM_SAMPLES = 64
 _MAX_CATCHING_UP = 2
 _MAX_REASON_CHARS = 300
 _PERSISTENT = frozenset({MapEvent.OTHER_NAMES, MapEvent.FULL, MapEvent.MALFORMED})
-"""Reasons of loss after which an immediate new subscription would most likely be lost the same way."""
+"""Reasons for losing a feed after which an immediate new subscription would most likely fail in the same way."""
 
 
 @dataclass(slots=True)

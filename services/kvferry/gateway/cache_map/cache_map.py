@@ -150,7 +150,7 @@ class CacheMap:
             steps = replica.snapshot(event) if isinstance(event, SnapshotPart) else replica.delta(event)
             for _ in steps:
                 yield
-                if replica.bit != bit:  # dropped between two slices
+                if replica.bit != bit:  # the map was dropped while the caller handled other work
                     raise FeedBroken(MapEvent.FEED_LOST, replica.why)
         except FeedBroken as broken:
             if replica.bit == bit:

@@ -242,9 +242,9 @@ class Reply:
     def _check_head(self) -> None:
         status, length = _REPLY.unpack(self._head)
         if status != Status.OK:
-            raise WireError("the owner rejected the request")
+            raise WireError("the peer rejected the request")
         if length != self._size:
-            raise WireError(f"the owner's reply has {length} bytes, not {self._size}")
+            raise WireError(f"the peer's reply has {length} bytes, not {self._size}")
 
 
 def receive(link: socket.socket, size: int) -> bytes:

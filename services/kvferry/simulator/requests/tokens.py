@@ -67,7 +67,7 @@ class Output:
 
     @classmethod
     def of(cls, tape: Tape, number: int, count: int) -> "Output":
-        """Return the output of a request by its number."""
+        """Return an output of `count` tokens for the request with this number."""
         return cls(tape, number * _STRIDE + 1, count)
 
     def sampled(self, first: int, count: int) -> tuple[SampledToken, ...]:
