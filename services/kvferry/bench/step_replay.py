@@ -102,7 +102,7 @@ def replay(log: StepLog, engine: Engine) -> EngineReplay:
     for name, has, needs in zip(names, found, needed, strict=True):
         if has != needs:
             raise UsageError(
-                f"the engine's {name} must be as in the log: {needs}, not {has}; build it with `engine_for`",
+                f"the engine's {name} must equal those of the log: {needs}, not {has}; build it with `engine_for`",
                 field="log",
             )
     engine.reset_prefix_cache()

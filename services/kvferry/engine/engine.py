@@ -360,7 +360,7 @@ class Engine:
             raise InvalidRequest("constraints need a tokenizer, but this engine's model has none", field="constraint")
         if min(request.token_ids) < 0 or max(request.token_ids) >= self._vocab_size:
             raise InvalidRequest(
-                f"token ids must be 0 to {self._vocab_size - 1}, not {min(request.token_ids)} to "
+                f"token ids must be from 0 to {self._vocab_size - 1}, not {min(request.token_ids)} to "
                 f"{max(request.token_ids)}",
                 field="token_ids",
             )

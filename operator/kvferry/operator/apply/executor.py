@@ -117,7 +117,8 @@ class Executor:
         return Outcome(tuple(done), problems)
 
     def _execute(self, pool: PoolTarget, action: Action) -> Done:
-        """
+        """Execute one action; return its result.
+
         Raises:
             ApiRefusal: the API server rejected the action.
             Unavailable: the API server is unavailable.

@@ -87,7 +87,8 @@ class Census:
         return [kind for kind, resource in watches.POLLED.items() if resource in installed]
 
     async def _once(self, kinds: Iterable[str]) -> None:
-        """
+        """List the objects of `kinds` once: record new ones, and drop those that no longer exist.
+
         Raises:
             KvferryError: the API server is unavailable or rejected a list request.
         """

@@ -85,7 +85,8 @@ class Reports:
             self._enqueue(key)
 
     async def _read(self, session: aiohttp.ClientSession, key: Key, address: str) -> FleetReport:
-        """
+        """Read the report of one gateway's fleet.
+
         Raises:
             ValueError: the response is not a fleet report.
         """

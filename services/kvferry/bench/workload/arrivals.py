@@ -25,7 +25,8 @@ class Arrivals:
     """Number of requests in a group of `burst`."""
 
     def __post_init__(self) -> None:
-        """
+        """Check the fields.
+
         Raises:
             UsageError: the process is unknown, or a number is out of range.
         """

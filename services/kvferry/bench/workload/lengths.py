@@ -31,7 +31,8 @@ class LengthMix:
     """Maximum of input and output together for the heavy-tailed mixes: the context length of the traces' models."""
 
     def __post_init__(self) -> None:
-        """
+        """Check the fields.
+
         Raises:
             UsageError: the kind is unknown, or a number is out of range.
         """

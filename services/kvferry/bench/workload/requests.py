@@ -52,7 +52,8 @@ class Workload:
     """Time between the arrivals of two turns of a conversation in seconds."""
 
     def __post_init__(self) -> None:
-        """
+        """Check the fields.
+
         Raises:
             UsageError: the kind is unknown, or a number is out of range.
         """

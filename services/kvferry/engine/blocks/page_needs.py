@@ -21,7 +21,7 @@ class PageNeeds:
         """Whether pages are released behind a window."""
         self._step_tokens = step_tokens
         self.boundary_blocks = 1
-        """Pages are released behind windows only up to a multiple of this number of full blocks; see
+        """Number of full blocks between boundaries, up to which pages behind windows are released; see
         `set_boundaries`."""
         self.set_boundaries(1)
 

@@ -119,7 +119,7 @@ class EagleDrafts:
         context.keep(context.limit)
         self._num_pending += context.num_pending - before
         if not sequence.num_computed or context.num_read != sequence.num_computed:
-            # The context is new, rows of it were dropped, or its pages were released.
+            # True if the context is new, if rows of it were dropped, or if its pages were released.
             context.restart()
             sequence.restart()
         sequence.extend(one.tokens, context.start + 1)

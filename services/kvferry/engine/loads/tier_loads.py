@@ -86,7 +86,7 @@ class TierLoads:
         first, end = hit // size, (sequence.num_tokens - 1) // self._object_tokens
         if first >= end:
             return
-        sequence.is_asking = True
+        sequence.is_lookup_pending = True
         self._ask(sequence, _Lookup(first, hit * self._allocator.block_tokens, self._keys(sequence, first, end)))
 
     def ask_again(self, preempted: Iterable[Sequence]) -> None:

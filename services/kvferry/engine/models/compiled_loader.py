@@ -106,8 +106,8 @@ class Loader:
 
         Args:
             index: the layer.
-            width: number of inputs of attention in a layer without a norm on them; by default, the layer belongs to a
-                model and its inputs are the hidden state.
+            width: number of inputs of attention in a layer without a norm on them; default: the size of the
+                model's hidden state.
         """
         config, at = self._config, layer_prefix(index)
         attention, hidden = at + "self_attn.", width or config.hidden_size

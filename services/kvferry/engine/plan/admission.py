@@ -154,7 +154,7 @@ class Admission:
         pages = self._headroom()
         pending = {next_block(s) for s in self._admitted}
         while room.tokens > 0 and (sequence := self._waiting.first()) is not None:
-            if sequence.is_asking:
+            if sequence.is_lookup_pending:
                 self._waiting.remove(sequence)
                 skipped.append(sequence)
                 continue

@@ -50,11 +50,11 @@ class FullBlocks:
         self._plan_stores(sequence, full)
         is_followed = sequence.exports and sequence.num_computed < sequence.num_tokens
         if is_followed and self.allocator.windows[0] is None:
-            new = slice(sequence.num_told, full)
+            new = slice(sequence.num_reported, full)
             pages = tuple(sequence.table.blocks[new])
             epochs = tuple(self.allocator.pool.epochs[b] for b in pages)
             self._progress.append(Progress(sequence.request_id, pages, epochs, tuple(names[new])))
-            sequence.num_told = full
+            sequence.num_reported = full
         self.allocator.release_passed(sequence.table, full * size)
 
     def list_loaded(self, sequence: Sequence) -> None:

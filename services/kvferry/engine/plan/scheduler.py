@@ -248,7 +248,7 @@ class Scheduler:
         if not self.is_waiting(request_id):
             return False
         sequence = self._known[request_id]
-        sequence.is_asking = False
+        sequence.is_lookup_pending = False
         sequence.remote = remote
         return True
 
@@ -345,7 +345,7 @@ class Scheduler:
     def _preempt(self, victim: Sequence) -> None:
         self._running.remove(victim)
         self.allocator.free(victim.table)
-        victim.num_computed = victim.num_listed = victim.num_told = 0
+        victim.num_computed = victim.num_listed = victim.num_reported = 0
         victim.num_preemptions += 1
         victim.move(SequenceEvent.PREEMPT)
         self.admission.give_back_slot(victim)

@@ -116,7 +116,7 @@ class Sequence:
     keeps: bool = False
     """Whether to report the pages of the full blocks at the end, so that peers can read them while they are cached."""
     remote: RemoteKv | None = None
-    is_asking: bool = False
+    is_lookup_pending: bool = False
     """Whether a tier lookup is pending; admission skips the sequence until it completes."""
     state: SequenceState = SEQUENCE_MACHINE.initial
     num_computed: int = 0
@@ -127,7 +127,7 @@ class Sequence:
     """Number of leading blocks that are in the prefix index."""
     num_stored: int = 0
     """Number of leading blocks that were stored in the tiers or loaded from them."""
-    num_told: int = 0
+    num_reported: int = 0
     """Number of leading blocks that were reported as `Progress`."""
     num_cached: int = 0
     """Number of tokens found in the prefix cache at the first admission."""

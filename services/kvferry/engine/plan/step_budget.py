@@ -34,7 +34,8 @@ class SchedulerLimits:
     preemptions."""
 
     def __post_init__(self) -> None:
-        """
+        """Check the fields.
+
         Raises:
             UsageError: a number is out of range, or `class_weights` is invalid or has no effect.
         """

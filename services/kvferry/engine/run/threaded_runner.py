@@ -76,7 +76,7 @@ class LaunchedStep:
         self._prepared: PreparedStep = runner.prepare(plan)
         self._runner: Runner | None = runner
         self._previous = previous
-        self._running = threading.Lock()  # an Event takes several times longer, and the next step waits for it
+        self._running = threading.Lock()  # a lock wakes the next step several times faster than an Event
         self._running.acquire()
         self._computed: ComputedStep | None = None
         self._error: BaseException | None = None

@@ -59,7 +59,7 @@ class History:
             if now - self._readings[-1][0] < INTERVAL_SECONDS / 2:
                 return
             while len(self._readings) > 1 and now - self._readings[0][0] > WINDOW_SECONDS + INTERVAL_SECONDS:
-                self._readings.popleft()  # after a pause of the process
+                self._readings.popleft()  # too old, for example after a pause of the process
             begun, earlier = self._readings[0]
             self._points.append(
                 Point(

@@ -76,12 +76,11 @@ class WorkerCalls:
         Raises:
             WorkerLost: the call failed; `WorkerLost.error` is the reason.
         """
-        asked = run.request
         address = pick.replica.address
         request = calls.prefill_request(run, self._turns.find(run, pick))
-        made_by = pick.replica
-        unheard = SealedTicket(request.ticket_id, b"", address, made_by.fingerprint, made_by.family)
-        run.time(prefill_worker=pick.replica.worker_id)
+        replica = pick.replica
+        requested = SealedTicket(request.ticket_id, b"", address, replica.fingerprint, replica.family)
+        run.time(prefill_worker=replica.worker_id)
         with (
             self._fleet.hold(address) as held,
             self._kv_prefetches.running(run, route, request.ticket_id),
@@ -93,22 +92,22 @@ class WorkerCalls:
                 answer = await call
             except grpc.aio.AioRpcError as error:
                 if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                    self._releases.reap(call, unheard, asked.request_id)
+                    self._releases.reap(call, requested, run.request.request_id)
                 raise await worker_lost(call, error, address) from error
             except asyncio.CancelledError:
-                self._releases.reap(call, unheard, asked.request_id)
+                self._releases.reap(call, requested, run.request.request_id)
                 raise_if_lost(held, address)
                 raise
         finish = wire.finish_from_wire(answer.finish_reason)
         run.num_cached_tokens = answer.num_cached_tokens
         self._instruments.prefix_predicted(pick.cached, answer.num_cached_tokens)
         self._records.prefilled(run, address, answer.num_cached_tokens, answer.prefill_seconds)
-        queued = asked.queued_seconds + answer.queue_seconds
+        queued = run.request.queued_seconds + answer.queue_seconds
         run.time(queue_seconds=queued, prefill_seconds=answer.prefill_seconds)
         run.report_kv(wire.kv_reports_from_wire(answer.kv))
         if answer.ticket_id:
             run.on(Event.OFFER)
-            run.ticket = replace(unheard, ticket_id=answer.ticket_id, sealed=answer.ticket)
+            run.ticket = replace(requested, ticket_id=answer.ticket_id, sealed=answer.ticket)
         else:
             run.on(Event.LOSE)
         scores = _scores(run, answer)

@@ -48,7 +48,7 @@ class Membership:
         """
         self._fleet = fleet
         self._source = source
-        self._has_heard = False
+        self._has_listings = False
         self._failure = ""
 
     @property
@@ -56,7 +56,7 @@ class Membership:
         """Current state of the list of workers."""
         if self._source is None:
             return SourceState(Knowledge.LISTED)
-        if not self._has_heard:
+        if not self._has_listings:
             return SourceState(Knowledge.UNKNOWN, self._failure or "the pool has not been read yet")
         return SourceState(Knowledge.STALE if self._failure else Knowledge.FOLLOWED, self._failure)
 
@@ -86,7 +86,7 @@ class Membership:
 
     def _take(self, update: Update) -> None:
         if update.listings is not None:
-            self._has_heard = True
+            self._has_listings = True
             self._fleet.follow(update.listings)
         self._note_failure(update.failure)
 

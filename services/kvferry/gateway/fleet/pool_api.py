@@ -50,7 +50,8 @@ class Watch:
         self._response.close()
 
     def __iter__(self) -> Iterator[Mapping[str, Any]]:
-        """
+        """Yield the events of the watch.
+
         Raises:
             ApiError: the connection was lost, or an event is too large.
         """

@@ -79,7 +79,8 @@ class FlowController:
         self._bounds = bounds
         self._shares = None if class_weights is None else BandShares(class_weights)
         self._queues = tuple(FairQueue(self._shares) for _ in range(2))
-        """Queues of other requests and of searches, which have room of their own: neither waits for the other."""
+        """Queues of requests that are not searches, and of searches, in this order. Each has its own room, so that
+        neither waits for the other."""
         self._total = QueueSize()
         self._by_tenant: dict[str, QueueSize] = {}
         self._by_band: dict[int, QueueSize] = {}

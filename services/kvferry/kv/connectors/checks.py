@@ -51,4 +51,4 @@ def check_page_ids(ids: Sequence[int], num_pages: int, owner: str) -> None:
         ReadError: an id is out of range.
     """
     if ids and (min(ids) < 0 or max(ids) >= num_pages):
-        raise ReadError(f"page ids of {owner} must be 0 to {num_pages - 1}, not {min(ids)} to {max(ids)}")
+        raise ReadError(f"page ids of {owner} must be from 0 to {num_pages - 1}, not {min(ids)} to {max(ids)}")

@@ -53,7 +53,8 @@ class BeamParams:
     """Whether end-of-sequence tokens are treated like other tokens."""
 
     def __post_init__(self) -> None:
-        """
+        """Check the fields.
+
         Raises:
             InvalidRequest: a field is out of range or has the wrong type.
         """

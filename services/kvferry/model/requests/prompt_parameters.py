@@ -63,7 +63,8 @@ def with_bad_word_tokens(sampling: SamplingParams, tokenizer: Encoder) -> Sampli
 
 
 def check_output_length(sampling: SamplingParams) -> None:
-    """
+    """Check that `min_tokens` is at most `max_tokens`.
+
     Raises:
         InvalidRequest: `min_tokens` is greater than `max_tokens`.
     """
@@ -75,7 +76,8 @@ def check_output_length(sampling: SamplingParams) -> None:
 
 
 def check_prompt_logprobs(sampling: SamplingParams, num_prompt: int) -> None:
-    """
+    """Check that the prompts' log-probabilities stay within the limit.
+
     Args:
         sampling: parameters of the request.
         num_prompt: number of tokens of its prompts, counted for each sample.

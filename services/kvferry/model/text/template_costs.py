@@ -235,7 +235,7 @@ def _pairs(budget: Budget, *values: object, **named: object) -> None:
     """`dict(...)` and `namespace(...)`: keyword arguments, and mappings with plain keys."""
     for value in values:
         if not isinstance(value, dict):
-            raise SecurityError("only a mapping and keyword arguments are available here")
+            raise SecurityError("dict() and namespace() support only mappings and keyword arguments")
         budget.spend(3 * ITEM * len(value))
     budget.spend(3 * ITEM * len(named))
 

@@ -64,7 +64,8 @@ class Demand:
     tenants: tuple[Tenant, ...] = field(default=(Tenant(),))
 
     def __post_init__(self) -> None:
-        """
+        """Check the fields.
+
         Raises:
             UsageError: a number is out of range.
         """

@@ -54,7 +54,8 @@ class DeviceProfile:
     pair: float = 0.0
 
     def __post_init__(self) -> None:
-        """
+        """Check the fields.
+
         Raises:
             UsageError: a coefficient is negative or not finite, or all are zero.
         """
@@ -83,7 +84,8 @@ class LinkProfile:
     """Latency of a message in one direction, in seconds."""
 
     def __post_init__(self) -> None:
-        """
+        """Check the fields.
+
         Raises:
             UsageError: a value is out of range.
         """

@@ -164,7 +164,7 @@ def test_prefixes_in_progress_reserve_pages_of_the_quota() -> None:
     [
         ([1, 2, 3], 1.0, "token_ids", "the prefix has 3 tokens; only full blocks of 4 tokens"),
         ([], 1.0, "prompt", "is empty"),
-        ([1, 2, 3, 97], 1.0, "token_ids", "token ids must be 0 to 96, not 1 to 97"),
+        ([1, 2, 3, 97], 1.0, "token_ids", "token ids must be from 0 to 96, not 1 to 97"),
         ([1] * 128, 1.0, "prompt", "context length"),
         (PREFIX, 0.0, "ttl_seconds", "above 0 and at most 604800, not 0.0"),
         (PREFIX, -1.0, "ttl_seconds", "not -1.0"),

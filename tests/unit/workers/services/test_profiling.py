@@ -147,7 +147,7 @@ async def test_numbers_out_of_range_are_refused(call: worker_admin_pb2.ProfileRe
 def test_an_engine_that_differs_is_refused() -> None:
     llm = LLM.of(SETTINGS)
     log = profile_engine(llm, SystemClock(), steps=4, shapes=[(4, 2)], has_tokens=True).log
-    with pytest.raises(UsageError, match="must be as in the log"):
+    with pytest.raises(UsageError, match="must equal those of the log"):
         replay(log, LLM.of(EngineSettings("tiny", dtype="float32", kv_bytes=8 << 20, threads=1)).engine)
     log.has_tokens = False
     with pytest.raises(UsageError, match="has no tokens"):

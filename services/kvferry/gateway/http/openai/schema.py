@@ -196,7 +196,8 @@ class _Common(ConstraintFields, SamplingFields):
         )
 
     def check_best_of(self) -> None:
-        """
+        """Check that `best_of` is at least `n`.
+
         Raises:
             InvalidRequest: `best_of` is less than `n`.
         """
@@ -207,7 +208,8 @@ class _Common(ConstraintFields, SamplingFields):
             )
 
     def check_stream_options(self) -> None:
-        """
+        """Check the options that depend on `stream`.
+
         Raises:
             InvalidRequest: `stream_options` is set without `stream`, or `prompt_logprobs` with `stream`.
         """
@@ -241,7 +243,8 @@ class ChatRequest(_Common):
     """Further variables of the chat template, such as `enable_thinking`; named as in vLLM."""
 
     def to_tool_use(self) -> ToolUse:
-        """
+        """Convert the tools and the choice of a tool.
+
         Raises:
             InvalidRequest: the tools exceed a limit, or contradict the choice.
         """
@@ -256,7 +259,8 @@ class ChatRequest(_Common):
         return [message.as_template_input(f"messages.{number}") for number, message in enumerate(self.messages)]
 
     def to_sampling(self) -> SamplingParams:
-        """
+        """Convert the fields to sampling parameters.
+
         Raises:
             InvalidRequest: fields are inconsistent or out of range.
         """
@@ -309,7 +313,8 @@ class CompletionRequest(_Common):
         return bool(self.echo) and self.max_tokens == 0
 
     def to_sampling(self) -> SamplingParams:
-        """
+        """Convert the fields to sampling parameters.
+
         Raises:
             InvalidRequest: fields are inconsistent or out of range.
         """

@@ -153,7 +153,8 @@ class ResponseRequest(SamplingFields):
         return [KINDS["message"].model_validate({"role": "user", "content": self.input})]
 
     def to_tool_use(self) -> ToolUse:
-        """
+        """Convert the tools and the choice of a tool.
+
         Raises:
             InvalidRequest: the tools exceed a limit, or contradict the choice.
         """

@@ -119,7 +119,7 @@ class ObjectRead:
         try:
             self._opening = self._opener(bytes(wire.take(HEADER_BYTES)))
         except Exception:
-            wire.close()  # its pages are still being received and will not be read
+            wire.close()  # otherwise the rest of this reply would be read as the next one
             raise
         return True
 
