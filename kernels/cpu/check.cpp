@@ -278,7 +278,7 @@ std::vector<float> step(Step& job, Pool& pool, const std::vector<Piece>& pieces,
 }
 
 bool check(const Level& level, const std::string& wanted, RowType type, KvType kv_type, int input_bits) {
-  const World world(wanted, type, input_bits, kv_type != KvType::int8);
+  const World world(wanted, type, input_bits, !has_scales(kv_type));
   const Model& m = world.model;
   const int block_tokens = one_of({1, 3, 5, 8, 16, 17, 24, 32, 48});
   const std::vector<int> lengths{1, draw(2, 40), kPartition + draw(0, 2), draw(kPartition, kLongest)};
@@ -347,7 +347,7 @@ int main(int count, char** arguments) {
                         {"shipped", RowType::iq4_nl}, {"shipped", RowType::e2m1}, {"mixed", RowType::q6_k}};
   for (const Level* level : usable_levels())
     for (const Form& form : forms)
-      for (KvType kv_type : {KvType::f32, KvType::bf16, KvType::int8})
+      for (KvType kv_type : {KvType::f32, KvType::bf16, KvType::int8, KvType::fp8})
         for (int input_bits : {8, 16, 32})
           if (!check(*level, form.wanted, form.type, kv_type, input_bits)) return 1;
   std::puts("ok");

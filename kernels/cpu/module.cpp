@@ -32,8 +32,9 @@ namespace {
 KvType kv_type_named(const std::string& name) {
   if (name == "float32") return KvType::f32;
   if (name == "bfloat16") return KvType::bf16;
-  require(name == "int8", "the KV type must be float32, bfloat16 or int8");
-  return KvType::int8;
+  if (name == "int8") return KvType::int8;
+  require(name == "fp8", "the KV type must be float32, bfloat16, int8 or fp8");
+  return KvType::fp8;
 }
 
 // An adapter of one model; Python owns its memory.
@@ -259,7 +260,7 @@ class Runner {
     b.sampled = sampled.data();
     b.pages = reinterpret_cast<uint8_t*>(pages);
     b.kv_type = kv_type_named(kv_type);
-    require(!model_.latent.rank || b.kv_type != KvType::int8, "latent vectors do not support int8 KV");
+    require(!model_.latent.rank || !has_scales(b.kv_type), "latent vectors do not support KV in 8 bits");
     b.block_tokens = block_tokens;
     b.logits = logits.data();
     b.greedy = greedy.data();

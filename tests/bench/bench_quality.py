@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from kvferry.bench.rows import append_csv
+from kvferry.core.dtypes import CODED
 from kvferry.core.ids import BlockId, RequestId
 from kvferry.core.sampling import SamplingParams
 from kvferry.engine.models.build import build_model
@@ -35,7 +36,7 @@ def ways() -> list[Way]:
     found = [REFERENCE]
     for level in compiled.levels():
         kernels = f"compiled-{level}"
-        found += [(kernels, dtype, "shipped", "exact") for dtype in ("float32", "bfloat16", "int8")]
+        found += [(kernels, dtype, "shipped", "exact") for dtype in ("float32", "bfloat16", *CODED)]
         found += [(kernels, "bfloat16", "bfloat16", "exact"), (kernels, "bfloat16", "shipped", "fast")]
     return [*found, ("torch", "bfloat16", "shipped", "exact")]
 

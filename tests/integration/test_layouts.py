@@ -100,7 +100,7 @@ def one_engine() -> Callable[[str], LLM]:
 
 @pytest.mark.parametrize("connector", ["shm", "tcp", "nixl"])
 @pytest.mark.parametrize(
-    ("theirs", "ours", "dtype"), [(16, 32, "float32"), (32, 16, "float32"), (16, 16, "int8"), (32, 16, "int8")]
+    ("theirs", "ours", "dtype"), [(16, 32, "float32"), (32, 16, "float32"), (16, 16, "int8"), (32, 16, "fp8")]
 )
 def test_another_block_size_is_fetched_and_the_tokens_are_one_engines(
     connector: str, theirs: int, ours: int, dtype: str, one_engine: Callable[[str], LLM]
@@ -135,6 +135,7 @@ log-probability by up to 0.04 (measured)."""
         ("tcp", ("float32", 16), ("float16", 16)),
         ("shm", ("bfloat16", 16), ("int8", 32)),
         ("tcp", ("int8", 16), ("bfloat16", 16)),
+        ("shm", ("bfloat16", 16), ("fp8", 16)),
     ],
 )
 def test_another_element_type_is_fetched_and_the_tokens_are_the_readers_own_but_for_near_ties(

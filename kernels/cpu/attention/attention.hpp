@@ -51,7 +51,7 @@ struct AttentionScratch {
   float* totals;                     // [rows][head_dim]
   float* max_score;                  // [rows]
   float* sums;                       // [rows]
-  float *key_scales, *value_scales;  // [256], for int8 KV; scales of keys include kKeyCodeScale
+  float *key_scales, *value_scales;  // [256], for int8 and fp8 KV; scales of keys include kKeyCodeScale
 };
 static inline size_t attention_bytes(int group, int head_dim) {
   const size_t rows = size_t(tile_queries(group)) * group + kPaddingRows;
@@ -173,7 +173,7 @@ template <KvType K>
 static inline float softmax_weights(const AttentionScratch& s, float* scores, uint16_t* narrow, int hidden, int seen,
                                     int panels, float scale, float soft_cap, float step, float& max_score, float& sum) {
   constexpr Packing packing = packing_of(K);
-  constexpr bool is_coded = K == KvType::int8;
+  constexpr bool is_coded = has_scales(K);
   const int full = seen / 16, used = (seen + 15) / 16;
   if constexpr (is_coded)
     for (int p = 0; p < used; ++p)
@@ -362,10 +362,9 @@ static void attend(const Batch& batch, const AttentionGeometry& g, const Attenti
       }
       const TokenGroup group = token_group_at<K>(batch, g, sequence, kv_head, t, hidden, end, copy);
       const Key ahead = prefetch_target(t);
-      pack_keys<K>(g, group.keys, ahead.row ? ahead.row : group.keys, s.keys + p * key_panel_bytes<K>(D));
-      pack_values<K>(g, group.values, ahead.row ? ahead.row + value_offset<K>(g) : group.values,
+      pack_tokens<K>(g, group, ahead.row, s.keys + p * key_panel_bytes<K>(D),
                      s.values + size_t(p) * 16 * 16 * kPackedBytes<K>, value_panel_bytes<K>());
-      if constexpr (K == KvType::int8) {
+      if constexpr (has_scales(K)) {
         if (ahead.scale) {
           prefetch_row(ahead.scale, 1);
           prefetch_row(ahead.scale + value_offset<K>(g), 1);

@@ -7,6 +7,7 @@
 #include "data/batch.hpp"
 #include "data/kv_type.hpp"
 #include "simd/simd.hpp"
+#include "attention/fp8.hpp"
 #include "attention/item.hpp"
 
 namespace kvferry::KVFERRY_LEVEL {
@@ -27,7 +28,8 @@ static inline size_t row_bytes(const AttentionGeometry& g) {
   return size_t(g.head_dim) * item_bytes(K);
 }
 
-// Addresses of a token's key and, for int8, of its scale. The value and its scale follow `value_offset` bytes later.
+// Addresses of a token's key and, for int8 and fp8, of its scale. The value and its scale follow `value_offset` bytes
+// later.
 struct Key {
   const uint8_t *row, *scale;
 };
@@ -44,7 +46,7 @@ static inline size_t value_offset(const AttentionGeometry& g) {
   return size_t(g.planes - 1) * g.kv_heads * head_bytes(K, g.block_tokens, g.head_dim);
 }
 
-// Keys and values of 16 tokens that are contiguous in memory; scales are set only for int8.
+// Keys and values of 16 tokens that are contiguous in memory; scales are set only for int8 and fp8.
 struct TokenGroup {
   const uint8_t *keys, *values, *key_scales, *value_scales;
 };
@@ -73,7 +75,7 @@ static inline TokenGroup token_group_at(const Batch& batch, const AttentionGeome
     const Key key = is_there ? key_at<K>(batch, g, s, kv_head, first + t) : Key{};
     for (size_t half = 0; half < 2; ++half) {
       take(copy.rows[half] + t * row, is_there ? key.row + half * values : nullptr, row);
-      if constexpr (K == KvType::int8)
+      if constexpr (has_scales(K))
         take(copy.scales[half] + t * kScaleBytes, is_there ? key.scale + half * values : nullptr, kScaleBytes);
     }
   }
@@ -161,7 +163,7 @@ template <class Each>
 enum class Packing { floats, pairs, words };
 constexpr Packing packing_of(KvType type) {
   if (type == KvType::int8) return KVFERRY_AMX ? Packing::pairs : Packing::words;
-  return type == KvType::bf16 && KVFERRY_PAIRS ? Packing::pairs : Packing::floats;
+  return type != KvType::f32 && KVFERRY_PAIRS ? Packing::pairs : Packing::floats;  // fp8 is widened to bf16
 }
 template <KvType K>
 constexpr size_t kPackedBytes = packing_of(K) == Packing::floats ? 4 : 2;  // per value
@@ -248,6 +250,30 @@ static inline void pack_values(const AttentionGeometry& g, const uint8_t* values
         p_store(to + size_t(d / 16) * stride, p_interleave_half((const uint16_t*)a + d, (const uint16_t*)b + d));
 #endif
     }
+  }
+}
+
+// Packs the keys and values of 16 tokens, and prefetches those of 16 tokens at `ahead`, if any.
+template <KvType K>
+static inline void pack_tokens(const AttentionGeometry& g, const TokenGroup& group, const uint8_t* ahead, uint8_t* keys,
+                               uint8_t* values, size_t stride) {
+  if constexpr (K == KvType::fp8) {
+    alignas(64) uint16_t wide[2][size_t(16) * kMaxHeadDim];
+    const int row = g.head_dim;
+    for (int t = 0; t < 16; ++t) {
+      if (ahead) {
+        prefetch_row(ahead + t * row, size_t(row));
+        prefetch_row(ahead + value_offset<K>(g) + t * row, size_t(row));
+      }
+      widen_fp8(group.keys + t * row, wide[0] + t * row, row);
+      widen_fp8(group.values + t * row, wide[1] + t * row, row);
+    }
+    const uint8_t *wide_keys = (const uint8_t*)wide[0], *wide_values = (const uint8_t*)wide[1];
+    pack_keys<KvType::bf16>(g, wide_keys, wide_keys, keys);
+    pack_values<KvType::bf16>(g, wide_values, wide_values, values, stride);
+  } else {
+    pack_keys<K>(g, group.keys, ahead ? ahead : group.keys, keys);
+    pack_values<K>(g, group.values, ahead ? ahead + value_offset<K>(g) : group.values, values, stride);
   }
 }
 

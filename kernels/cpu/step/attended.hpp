@@ -57,8 +57,12 @@ static inline void attend_item(Step& step, const Layer& layer, int layer_index, 
         attend<KvType::bf16, Widest>(step.batch, g, item, sharers, kv_head, next, queries, width, s);
         break;
       case KvType::int8:
-        if constexpr (Widest == kMaxHeadDim)  // latent vectors do not support int8 KV
+        if constexpr (Widest == kMaxHeadDim)  // latent vectors do not support KV in 8 bits
           attend<KvType::int8, Widest>(step.batch, g, item, sharers, kv_head, next, queries, width, s);
+        break;
+      case KvType::fp8:
+        if constexpr (Widest == kMaxHeadDim)
+          attend<KvType::fp8, Widest>(step.batch, g, item, sharers, kv_head, next, queries, width, s);
         break;
     }
     if (is_cut) {

@@ -592,7 +592,7 @@ class KvLayout(_message.Message):
     PLANES_FIELD_NUMBER: _builtins.int
     model_digest: _builtins.str
     dtype: _builtins.str
-    """float32, bfloat16, float16, int8"""
+    """float32, bfloat16, float16, int8, fp8"""
     num_layers: _builtins.int
     num_kv_heads: _builtins.int
     """held by this worker"""

@@ -30,8 +30,9 @@ ENGINE = (
     Setting(
         "dtype",
         "auto",
-        "Data type of KV and activations. int8: KV in half the bytes of bfloat16, activations in bfloat16, only with "
-        "compiled kernels. auto: bfloat16 with compiled kernels, otherwise the type measured to be faster.",
+        "Data type of KV and activations. int8, fp8 (e4m3): KV in half the bytes of bfloat16, with a scale per token "
+        "and head; activations in bfloat16; int8 is more precise. auto: bfloat16 with compiled kernels and on GPUs, "
+        "otherwise the type measured to be faster.",
         choices=("auto", *DTYPES),
     ),
     Setting(

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from kvferry.core.clock import Clock
-from kvferry.core.dtypes import BFLOAT16, INT8
+from kvferry.core.dtypes import activation_dtype
 from kvferry.core.epochs import EpochTable
 from kvferry.core.errors import UsageError
 from kvferry.core.hashing import BlockNamers
@@ -237,7 +237,7 @@ def engine_pages(loaded: LoadedModel, memory: PageMemory) -> EnginePages:
     from kvferry.kernels.host_copies import CudaCopyStream, HostCopies, pin
 
     runner = runner_for(loaded)
-    pages = runner.kv.pages
+    pages = runner.kv.rows
     pin(memory.pages)
     copies = HostCopies(pages, memory.pages, CudaCopyStream(pages.device))
     return EnginePages(runner, HostMirror(copies, memory.epochs))
@@ -386,5 +386,5 @@ def _random_tensors(config: ModelConfig, dtype: str, device: str, seed: int) -> 
 
     from kvferry.engine.models.random_tensors import RandomTensors
 
-    drawn = BFLOAT16 if dtype == INT8 else dtype
+    drawn = activation_dtype(dtype)
     return RandomTensors(config, dtype=getattr(torch, drawn), device=device, seed=seed)

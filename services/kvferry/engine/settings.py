@@ -33,9 +33,9 @@ class EngineSettings:
     """`cpu`, `cuda`, `cuda:N`, or `auto`: a GPU if torch detects one, otherwise the CPU. Pages are on the same
     device."""
     dtype: str = "auto"
-    """Data type of KV and activations: `float32`, `bfloat16`, `float16`, `int8` (KV only, compiled kernels), or `auto`:
-    bfloat16 with compiled kernels and on GPUs, otherwise float32 or bfloat16, whichever is measured to be faster.
-    KV is copied unchanged between workers with equal types, and converted otherwise."""
+    """Data type of KV and activations: `float32`, `bfloat16`, `float16`, `int8` or `fp8` (KV only; compiled or Triton
+    kernels), or `auto`: bfloat16 with compiled kernels and on GPUs, otherwise float32 or bfloat16, whichever is
+    measured to be faster. KV is copied unchanged between workers with equal types, and converted otherwise."""
     weights: str = "shipped"
     """Weight format, a key of `models.build.WEIGHTS`; the same for all workers of a pool."""
     numerics: str = "exact"

@@ -131,6 +131,7 @@ def layouts() -> dict[str, object]:
         KvLayout("digest", "float32", 30, 3, 64, 16),
         KvLayout("digest", "bfloat16", 32, 8, 128, 16),
         KvLayout("digest", "int8", 32, 8, 128, 16),
+        KvLayout("digest", "fp8", 32, 8, 128, 16),
         KvLayout("digest", "bfloat16", 60, 1, 576, 16, planes=1),
         KvLayout("digest", "bfloat16", 32, 2, 128, 16, first_kv_head=4, total_kv_heads=8),
     ]

@@ -115,6 +115,7 @@ _TYPES = {
     torch.int64: "i64",
     torch.int32: "i32",
     torch.int16: "i16",
+    torch.int8: "i8",
     torch.uint8: "u8",
 }
 

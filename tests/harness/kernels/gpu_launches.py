@@ -17,7 +17,9 @@ from kvferry.kernels.batch import (
     SingleRows,
 )
 from kvferry.kernels.block_moves import Overlay
-from kvferry.kernels.gpu import attend, blocks, digest, heads, norms, plan, rows
+from kvferry.kernels.coded_pages import CODES, coded_pages
+from kvferry.kernels.gpu import blocks, digest, heads, norms, rows
+from kvferry.kernels.gpu.attention import attend, plan
 from kvferry.kernels.gpu.experts import products
 from kvferry.kernels.gpu.latent import place
 from kvferry.kernels.gpu.latent.attend import attend_latent
@@ -41,8 +43,16 @@ def _rows() -> None:
         norms.add_rms_norm(x, x.clone(), weight, 1e-5)
 
 
-def _heads(head_dim: int) -> None:
-    qkv, pages = torch.zeros(2, 48, head_dim, dtype=BF16), torch.zeros(2, 2, 2, 8, 16, head_dim, dtype=BF16)
+def _pool(kv_heads: int, head_dim: int, dtype: torch.dtype | str) -> torch.Tensor:
+    """Return two pages of two layers; `dtype` is a key of `CODES` for codes."""
+    dims = (2, 2, kv_heads, 16, head_dim)
+    if isinstance(dtype, torch.dtype):
+        return torch.zeros(2, *dims, dtype=dtype)
+    return coded_pages(torch.zeros(2 * 2 * 2 * kv_heads * 16 * (head_dim + 4), dtype=torch.uint8), 2, dims, dtype)
+
+
+def _heads(head_dim: int, dtype: torch.dtype | str = BF16) -> None:
+    qkv, pages = torch.zeros(2, 48, head_dim, dtype=BF16), _pool(8, head_dim, dtype)
     angles, weight = torch.zeros(2, head_dim), torch.zeros(head_dim, dtype=BF16)
     slots = torch.zeros(2, dtype=torch.int64)
     heads.rotate(qkv, angles, angles)
@@ -51,11 +61,12 @@ def _heads(head_dim: int) -> None:
     heads.write_kv(torch.zeros(2, 2, 8, head_dim, dtype=BF16), pages, 0, slots)
 
 
-def _attention(head_dim: int, dtype: torch.dtype, rules: AttentionRules) -> None:
+def _attention(head_dim: int, dtype: torch.dtype | str, rules: AttentionRules) -> None:
     queries, contexts = np.array([1, 1, 40]), np.array([1200, 1100, 100])
     tables = np.zeros((3, 75), np.int64)
     batch = AttentionBatch(queries, contexts, tables, torch.zeros(42, dtype=torch.int64))
-    pages, q = torch.zeros(2, 2, 2, 2, 16, head_dim, dtype=dtype), torch.zeros(42, 8, head_dim, dtype=dtype)
+    pages = _pool(2, head_dim, dtype)
+    q = torch.zeros(42, 8, head_dim, dtype=dtype if isinstance(dtype, torch.dtype) else BF16)
     attend.attend(q, pages, 0, plan.plan_attention(batch, pages, 8), rules)
     contexts_there = torch.tensor([1200, 1100])
     rows_of_one = SingleRows(torch.zeros(2, 75, dtype=torch.int32), torch.arange(2), contexts_there, 1200)
@@ -73,6 +84,10 @@ def _attention_cases() -> dict[str, Callable[[], None]]:
     cases["attention 128 float16"] = lambda: _attention(128, torch.float16, plain)
     cases["attention 64 float32"] = lambda: _attention(64, torch.float32, plain)
     cases["attention 128 float32"] = lambda: _attention(128, torch.float32, plain)
+    for codes in CODES:
+        cases[f"attention 128 {codes}"] = lambda codes=codes: _attention(128, codes, plain)  # type: ignore[misc]
+        cases[f"attention 64 {codes}, window, cap, sinks"] = lambda codes=codes: _attention(64, codes, every)  # type: ignore[misc]
+        cases[f"heads 128 {codes}"] = lambda codes=codes: _heads(128, codes)  # type: ignore[misc]
     cases["attention 128 bfloat16, window, cap, sinks"] = lambda: _attention(128, BF16, every)
     return cases
 

@@ -13,6 +13,7 @@ from gguf.quants import quantize
 from harness.kernels.family_checkpoints import FEATURED
 
 from kvferry.cli.settings import ENGINE
+from kvferry.core import dtypes
 from kvferry.core.errors import ModelFileError, UsageError
 from kvferry.engine.models.build import KERNELS, NUMERICS, WEIGHTS, build_model
 from kvferry.engine.models.model import Model
@@ -26,7 +27,7 @@ from kvferry.model.config import Experts, Latent, ModelConfig, Scoring
 from kvferry.model.tensors import HEAD, Stored
 
 LEVELS = compiled.levels()
-DTYPES = ["float32", "bfloat16", "int8"]
+DTYPES = ["float32", "bfloat16", "int8", "fp8"]
 ROUNDING = LEVELS[2:]
 """Levels that round inputs of products to bfloat16."""
 CLAMPED = "sinks, biases, clamped gates"
@@ -50,7 +51,7 @@ VARIANTS = [
     replace(LATENT, experts=replace(GROUPED, scoring=Scoring.SOFTMAX, renormalizes=False, dense_layers=(0,))),
 ]
 OF_HEADS = [config for config in VARIANTS if config.latent is None]
-"""Configurations with keys and values, which can be int8."""
+"""Configurations with keys and values, which can be codes."""
 BLOCK = 16
 Piece = tuple[int, int, int]
 """Sequence, first position, rows."""
@@ -74,7 +75,7 @@ CODED = [
 
 
 def variants_of(dtype: str) -> list[ModelConfig]:
-    return OF_HEADS if dtype == "int8" else VARIANTS
+    return OF_HEADS if dtype in dtypes.CODED else VARIANTS
 
 
 def model_of(config: ModelConfig, level: str, dtype: str = "float32", threads: int = 3) -> Model:
@@ -182,11 +183,14 @@ def converted(world: World, pages: PagedKv, to: World) -> PagedKv:
     return made
 
 
+@pytest.mark.parametrize("dtype", dtypes.CODED)
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("config", OF_HEADS, ids=range(len(OF_HEADS)))
-def test_codes_equal_those_of_a_conversion_and_have_the_same_effect(config: ModelConfig, level: str) -> None:
-    wide, coded = (World(config, [300], dtype) for dtype in ("float32", "int8"))
-    exact, rough = (model_of(config, level, dtype) for dtype in ("float32", "int8"))
+def test_codes_equal_those_of_a_conversion_and_have_the_same_effect(
+    config: ModelConfig, level: str, dtype: str
+) -> None:
+    wide, coded = (World(config, [300], one) for one in ("float32", dtype))
+    exact, rough = (model_of(config, level, one) for one in ("float32", dtype))
     batches = [wide.batch([(0, 0, 299)]), wide.batch([(0, 299, 1)])]
     pages, codes = wide.pages(0), coded.pages(0)
     exact.compute(batches[0], pages)
@@ -218,11 +222,12 @@ class Attentive(tiny.TinyTensors):
         return values * np.float32(1e7) if name.endswith("o_proj.weight") else values
 
 
+@pytest.mark.parametrize("dtype", dtypes.CODED)
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_token_with_nearly_all_attention_leaves_the_others_precise(level: str) -> None:
+def test_a_token_with_nearly_all_attention_leaves_the_others_precise(level: str, dtype: str) -> None:
     """The first token of a text often gets nearly all attention; the small remainder comes from the other tokens."""
     config = replace(tiny.config(qk_norm=True), num_layers=1)
-    both = ("float32", "int8")
+    both = ("float32", dtype)
     exact, rough = (build_model(config, Attentive(config), dtype=t, kernels=f"compiled-{level}") for t in both)
     wide, coded = (World(config, [300], t) for t in both)
     pages = wide.pages(0)
@@ -402,7 +407,7 @@ def test_inputs_out_of_range_are_refused_before_memory_is_written() -> None:
 
 def test_unsupported_types_and_shapes_are_refused_with_the_reason() -> None:
     config = tiny.config()
-    with pytest.raises(UsageError, match="float32, bfloat16 or int8, not float16"):
+    with pytest.raises(UsageError, match="float32, bfloat16, int8 or fp8, not float16"):
         build_model(config, tiny.TinyTensors(config), dtype="float16", kernels="compiled")
     with pytest.raises(UsageError, match="int8 KV needs the compiled kernels, but other kernels were requested"):
         build_model(config, tiny.TinyTensors(config), dtype="int8", kernels="torch")

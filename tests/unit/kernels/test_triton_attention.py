@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.kernels.batch import AttentionBatch, AttentionRules, SharedPrefix
-from kvferry.kernels.gpu.attend import attend
+from kvferry.kernels.gpu.attention.attend import attend
+from kvferry.kernels.gpu.attention.plan import plan_attention, plan_cascade
 from kvferry.kernels.gpu.backend import OPS
 from kvferry.kernels.gpu.launch import choose
-from kvferry.kernels.gpu.plan import plan_attention, plan_cascade
 from kvferry.kernels.ops import Ops
 from kvferry.kernels.reference import forward as reference
 

@@ -13,7 +13,8 @@ import torch
 from kvferry.core.errors import InvariantBroken, UsageError
 from kvferry.kernels.batch import AttentionBatch, AttentionRules, HeadNorms, SharedPrefix
 from kvferry.kernels.block_moves import Overlay
-from kvferry.kernels.gpu import attend, blocks, digest, heads, launch, norms, plan, rows
+from kvferry.kernels.gpu import blocks, digest, heads, launch, norms, rows
+from kvferry.kernels.gpu.attention import attend, plan
 from kvferry.kernels.gpu.check import BadKernelInput
 from kvferry.kernels.gpu.sampling import draw, logits
 from kvferry.kernels.logit_rows import Adjustments, Draws, TokenLists

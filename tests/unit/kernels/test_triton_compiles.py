@@ -15,6 +15,7 @@ PARTS = [
     "heads",
     "attention 64 bfloat16",
     "attention 128 bfloat16",
+    "128 fp8",
     "latent 128 bfloat16",
     "experts bfloat16",
     "sampling",

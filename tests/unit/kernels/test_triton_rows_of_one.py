@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.kernels.batch import AttentionBatch, AttentionRules, HeadNorms, SingleRows
-from kvferry.kernels.gpu import attend as attend_module
+from kvferry.kernels.gpu.attention import attend as attend_module
 from kvferry.kernels.gpu.backend import DEVICE_OPS, OPS
 from kvferry.kernels.gpu.check import BadKernelInput
 from kvferry.kernels.gpu.launch import Choice

@@ -3,7 +3,8 @@
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 
-from kvferry.kernels.gpu import attend, blocks, device, digest, heads, norms, plan, rows
+from kvferry.kernels.gpu import blocks, device, digest, heads, norms, rows
+from kvferry.kernels.gpu.attention import attend, plan
 from kvferry.kernels.gpu.experts import products
 from kvferry.kernels.gpu.latent import attend as latent_attend
 from kvferry.kernels.gpu.latent import place

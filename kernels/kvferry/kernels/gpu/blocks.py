@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from kvferry.kernels.block_moves import Overlay
+from kvferry.kernels.coded_pages import page_bytes
 from kvferry.kernels.gpu import check
 from kvferry.kernels.gpu.launch import choose
 
@@ -55,6 +56,7 @@ def gather_blocks(pages: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
     Raises:
         BadKernelInput: unsupported dtype, shape, stride or device.
     """
+    check.floats("pages", pages)
     _check_blocks(pages, blocks)
     staged = torch.empty(len(blocks), *pages.shape[1:], dtype=pages.dtype, device=pages.device)
     _run(pages, staged, blocks, None)
@@ -69,6 +71,7 @@ def scatter_blocks(staged: torch.Tensor, pages: torch.Tensor, blocks: torch.Tens
     """
     _check_blocks(pages, blocks)
     check.ready("staged", staged, pages)
+    check.floats("pages", pages)
     check.floats("staged", staged, like=pages)
     check.shaped("staged", staged, len(blocks), *pages.shape[1:])
     check.contiguous("staged", staged)
@@ -98,13 +101,13 @@ def _run(given: torch.Tensor, wanted: torch.Tensor, sources: torch.Tensor | None
 
 
 def words(pages: torch.Tensor) -> torch.Tensor:
-    """View pages as 32-bit words: [pages, words] int32."""
-    return pages.flatten(1).view(torch.int32)
+    """View pages, with the scales of codes, as 32-bit words: [pages, words] int32."""
+    return page_bytes(pages).view(torch.int32)
 
 
 def _check_blocks(pages: torch.Tensor, *lists: torch.Tensor) -> None:
     check.pool("pages", pages)
-    check.contiguous("pages", pages)
+    check.whole_pages("pages", pages)
     for blocks in lists:
         check.ready("blocks", blocks, pages)
         check.typed("blocks", blocks, torch.int64)
@@ -161,6 +164,7 @@ def relayout_blocks(staged: torch.Tensor, pages: torch.Tensor, blocks: torch.Ten
     Raises:
         BadKernelInput: unsupported dtype, shape, stride or device, or a required head is not staged.
     """
+    check.floats("pages", pages)
     _check_blocks(pages, blocks)
     check.ready("staged", staged, pages)
     check.pool("staged", staged)

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from kvferry.core.errors import UsageError
+from kvferry.kernels.coded_pages import is_coded
 from kvferry.kernels.gpu.device import why_not
 from kvferry.kernels.latent_limits import LATENT_LIMITS
 
@@ -56,6 +57,15 @@ def floats(name: str, x: torch.Tensor, *, like: torch.Tensor | None = None) -> N
         raise fault(name, "DTYPE", f"{x.dtype} does not match {like.dtype}; convert one of them")
 
 
+def activations(name: str, x: torch.Tensor, pages: torch.Tensor) -> None:
+    """Check that the dtype is a supported floating-point dtype, and that of the pages if these are not codes.
+
+    Raises:
+        BadKernelInput: KERNEL_DTYPE.
+    """
+    floats(name, x, like=None if is_coded(pages) else pages)
+
+
 def typed(name: str, x: torch.Tensor, dtype: torch.dtype) -> None:
     """Check that the dtype equals `dtype`.
 
@@ -90,6 +100,16 @@ def contiguous(name: str, x: torch.Tensor) -> None:
             "STRIDES",
             f"the tensor of shape {tuple(x.shape)} has strides {x.stride()}; call contiguous() on it first",
         )
+
+
+def whole_pages(name: str, pages: torch.Tensor) -> None:
+    """Check that each page is one range of memory.
+
+    Raises:
+        BadKernelInput: KERNEL_STRIDES.
+    """
+    if not is_coded(pages):
+        contiguous(name, pages)
 
 
 def shaped(name: str, x: torch.Tensor, *shape: int) -> None:
@@ -128,7 +148,7 @@ def latent_width(name: str, size: int) -> None:
 
 def pool(name: str, pages: torch.Tensor, *, planes: int | None = None) -> None:
     """Check a tensor of pages, [pages, layers, 2, K, B, D] or, with latent vectors, [pages, layers, 1, 1, B, D], in
-    which the tokens of each head must be contiguous.
+    which the tokens of each head must be contiguous. Keys and values may be codes (`coded_pages`), latent vectors not.
 
     Args:
         name: the argument.
@@ -145,7 +165,10 @@ def pool(name: str, pages: torch.Tensor, *, planes: int | None = None) -> None:
         wanted = {1: "[pages, layers, 1, 1, B, D]", 2: "[pages, layers, 2, K, B, D]"}
         expected = " or ".join(text for count, text in wanted.items() if planes in (None, count))
         raise fault(name, "SHAPE", f"{shape} is not {expected}")
-    floats(name, pages)
+    if not is_coded(pages) or is_latent:
+        floats(name, pages)
+    elif shape[4] * shape[5] % 4:
+        raise fault(name, "SHAPE", f"pages of {shape[4]} tokens and {shape[5]} codes have no aligned scales; use float")
     (latent_width if is_latent else head_dim)(name, shape[5])
     dense(name, pages)
 

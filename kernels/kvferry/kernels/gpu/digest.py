@@ -59,7 +59,7 @@ def digest_blocks(pages: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
     """
     check.ready("pages", pages, blocks)
     check.pool("pages", pages)
-    check.contiguous("pages", pages)
+    check.whole_pages("pages", pages)
     check.typed("blocks", blocks, torch.int64)
     check.contiguous("blocks", blocks)
     page_words = words(pages)

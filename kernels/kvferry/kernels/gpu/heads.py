@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 
 from kvferry.kernels.batch import HeadNorms
-from kvferry.kernels.gpu import check
+from kvferry.kernels.gpu import check, codes
+from kvferry.kernels.gpu.codes import of_pages
 from kvferry.kernels.gpu.launch import choose
 
 
@@ -70,6 +71,7 @@ def _place(
     cos: tl.tensor,
     sin: tl.tensor,
     pages: tl.tensor,
+    scales_at: tl.tensor,
     slots: tl.tensor,
     heads: tl.tensor,
     kv_heads: tl.tensor,
@@ -80,6 +82,7 @@ def _place(
     page_head_stride: tl.tensor,
     token_stride: tl.tensor,
     block_tokens: tl.constexpr,
+    kind: tl.constexpr,
     size: tl.constexpr,
     tile: tl.constexpr,
     block: tl.constexpr,
@@ -119,6 +122,16 @@ def _place(
     kv_head = head - heads - tl.where(is_value, kv_heads, 0)
     target = pages + (slot // block_tokens) * page_stride + (slot % block_tokens) * token_stride
     target = target + tl.where(is_value, value_stride, 0) + kv_head * page_head_stride + at
+    if kind:
+        left = left.to(tl.float32)
+        right = right.to(tl.float32)
+        scale, inverse = codes.code_steps(left, right, kind)
+        place = (slot // block_tokens) * (page_stride // 4) + slot % block_tokens + kv_head * (page_head_stride // 4)
+        place = place + tl.where(is_value, value_stride // 4, 0)
+        is_row = (head >= heads) & (head < last_kept)
+        tl.store(scales_at + place, scale[:, None], mask=is_row)
+        left = codes.codes(left, inverse, kind)
+        right = codes.codes(right, inverse, kind)
     tl.store(target, left, mask=is_kept)
     tl.store(target + size, right, mask=is_kept)
 
@@ -222,7 +235,7 @@ def _launch(
 ) -> None:
     check.ready("qkv", qkv, pages, slots)
     check.pool("pages", pages, planes=2)
-    check.floats("qkv", qkv, like=pages)
+    check.activations("qkv", qkv, pages)
     check.dense("qkv", qkv)
     check.typed("slots", slots, torch.int64)
     check.shaped("slots", slots, qkv.shape[0])
@@ -233,7 +246,8 @@ def _launch(
         raise check.fault(
             "qkv", "SHAPE", f"the shape {tuple(qkv.shape)} does not match pages of shape {tuple(pages.shape[1:])}"
         )
-    at_layer = pages.select(1, layer)
+    values, scales, kind = of_pages(pages)
+    at_layer = values.select(1, layer)
     c = choose("place_qkv", qkv.device)
     tile = min(c.sizes["tile"], triton.next_power_of_2(all_heads))
     cos, sin = angles or (slots, slots)
@@ -247,6 +261,7 @@ def _launch(
         cos,
         sin,
         at_layer,
+        scales.select(1, layer),
         slots,
         all_heads - 2 * kv_heads,
         kv_heads,
@@ -257,6 +272,7 @@ def _launch(
         at_layer.stride(2),
         at_layer.stride(3),
         block_tokens=pages.shape[4],
+        kind=kind,
         size=head_dim // 2,
         tile=tile,
         block=triton.next_power_of_2(head_dim // 2),

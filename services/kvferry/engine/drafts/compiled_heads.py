@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.core.dtypes import BFLOAT16, INT8
+from kvferry.core.dtypes import activation_dtype
 from kvferry.engine.drafts.head_models import Floats, Predicted, predicted, rms_norm
 from kvferry.engine.models.compiled import CompiledTransformer, StepOutputs, VectorRows, native_shape, run_step
 from kvferry.engine.models.compiled_loader import Loader
@@ -69,7 +69,7 @@ class CompiledEagle:
             ModelFileError: a weight is not finite in the format of the kernels.
         """
         self.config = config = head.config
-        self.dtype = BFLOAT16 if model.dtype == INT8 else model.dtype
+        self.dtype = activation_dtype(model.dtype)
         self._head, self._model = head, model
         hidden, tensors = config.hidden_size, head.tensors
         inputs = 2 * hidden if head.is_fused else hidden

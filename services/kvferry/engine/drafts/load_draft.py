@@ -3,7 +3,7 @@
 import logging
 from dataclasses import dataclass
 
-from kvferry.core.dtypes import BFLOAT16, INT8
+from kvferry.core.dtypes import activation_dtype
 from kvferry.core.errors import UsageError
 from kvferry.engine.drafts.draft_model import DraftModel
 from kvferry.engine.models.build import build_model
@@ -87,7 +87,7 @@ def load_draft(
             field="speculation",
         )
     own = found.config.served(0)
-    used = BFLOAT16 if dtype == INT8 else dtype
+    used = activation_dtype(dtype)
     model = build_model(
         own, found.tensors, dtype=used, device=device, kernels=settings.kernels, threads=settings.threads
     )

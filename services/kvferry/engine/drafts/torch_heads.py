@@ -3,6 +3,7 @@
 import torch
 from torch.nn.functional import silu
 
+from kvferry.core.dtypes import activation_dtype
 from kvferry.engine.drafts.head_models import Floats, Predicted, predicted
 from kvferry.engine.models.transformer import Rows, Transformer
 from kvferry.engine.models.weights import LayerWeights, Mlp, Reader, Weights
@@ -26,7 +27,7 @@ class TorchEagle:
         Raises:
             ModelFileError: a weight is not finite in the data type.
         """
-        self.config, self.dtype = head.config, model.dtype
+        self.config, self.dtype = head.config, activation_dtype(model.dtype)
         self._head, self._model, tensors = head, model, head.tensors
         reader = Reader(tensors, model.ops, model.torch_dtype, model.torch_device)
         linear, attention = reader.linear, LAYER + "self_attn."

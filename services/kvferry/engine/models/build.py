@@ -2,7 +2,7 @@
 
 import logging
 
-from kvferry.core.dtypes import BFLOAT16, FLOAT32, INT8
+from kvferry.core.dtypes import BFLOAT16, CODED, FLOAT32
 from kvferry.core.errors import UsageError
 from kvferry.core.process.cores import usable_cores
 from kvferry.engine.models.compiled import CompiledTransformer
@@ -61,7 +61,8 @@ def build_model(
     Args:
         config: the model's shape.
         tensors: the model's weights (`ModelSource.tensors`).
-        dtype: data type of the KV. With float32, activations are not rounded either; int8 needs compiled kernels.
+        dtype: data type of the KV. With float32, activations are not rounded either; int8 and fp8 need the
+            compiled or the Triton kernels.
         weights: key of `WEIGHTS`; torch backends keep weights in `dtype` and support no other format.
         numerics: one of `NUMERICS`; `fast` needs compiled kernels, quantized weights, and KV in a dtype other than
             float32.
@@ -119,8 +120,8 @@ def resolve_kernels(kernels: str, config: ModelConfig, dtype: str, device: str =
     reason = "other kernels were requested" if kernels in BACKENDS else why_not_compiled(config, dtype, device)
     if config.latent is not None and (device_kind(device) != "cpu" or kernels == _TRITON):
         _check_latent_of_triton(kernels, config.latent, config.architecture)
-    if reason and dtype == INT8:
-        raise UsageError(f"int8 KV needs the compiled kernels, but {reason}; use --dtype bfloat16", field="dtype")
+    if reason and dtype in CODED:
+        _check_coded(kernels, config, dtype, device, reason)
     if kernels in BACKENDS:
         return kernels
     if reason is None:
@@ -129,6 +130,26 @@ def resolve_kernels(kernels: str, config: ModelConfig, dtype: str, device: str =
     if kernels == AUTO:
         return backend_for(device)
     raise UsageError(f"the compiled kernels cannot run here: {reason}", field="kernels")
+
+
+def _check_coded(kernels: str, config: ModelConfig, dtype: str, device: str, reason: str) -> None:
+    """Check that a torch backend supports KV in 8 bits.
+
+    Raises:
+        UsageError: it does not; `reason` is why the compiled kernels cannot run, as a clause about them.
+    """
+    chosen = kernels if kernels in BACKENDS else backend_for(device)
+    if chosen != _TRITON:
+        raise UsageError(
+            f"{dtype} KV needs the compiled kernels, but {reason}, or the Triton kernels; use --dtype bfloat16",
+            field="dtype",
+        )
+    if config.latent is not None:
+        raise UsageError(
+            f"latent vectors of the model family {config.architecture} are kept in float32, float16 or bfloat16, not "
+            f"{dtype}; use --dtype bfloat16",
+            field="dtype",
+        )
 
 
 def _check_fast(level: str, dtype: str) -> None:
@@ -154,8 +175,8 @@ def why_not_compiled(config: ModelConfig, dtype: str, device: str = "cpu") -> st
         return f"they are for CPUs, not for {device} (--device cpu)"
     if not compiled.levels():
         return "they were not built; install a C++ compiler and reinstall kvferry"
-    if dtype not in (FLOAT32, BFLOAT16, INT8):
-        return f"their KV is float32, bfloat16 or int8, not {dtype}"
+    if dtype not in (FLOAT32, BFLOAT16, *CODED):
+        return f"their KV is float32, bfloat16, int8 or fp8, not {dtype}"
     lacking = [name for name in features_in_use(config) if name not in COMPILED_FEATURES]
     if lacking:
         return f"they do not implement {', '.join(lacking)} of the model family {config.architecture}"
@@ -189,7 +210,7 @@ def _check_latent_of_triton(kernels: str, latent: Latent, family: str) -> None:
 
 
 def _why_not_latent(latent: Latent, dtype: str) -> str | None:
-    if dtype == INT8:
+    if dtype in CODED:
         return "they keep latent vectors in float32 or bfloat16"
     if latent.rank % 32 or latent.plain % 32 or latent.rank > _MAX_RANK or latent.width > _MAX_WIDTH:
         return (

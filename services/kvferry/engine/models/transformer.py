@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvferry.core.dtypes import activation_dtype
 from kvferry.engine.models.group_plans import GroupPlans, group_plans
 from kvferry.engine.models.latent import LatentWeights, Place, project
 from kvferry.engine.models.mixture import mix
@@ -53,7 +54,7 @@ def load_transformer(
     Args:
         config: configuration of the model.
         tensors: the model's tensors.
-        dtype: name of a torch dtype, for example `bfloat16`.
+        dtype: data type of the KV, one of `core.dtypes.DTYPES`.
         device: torch device string.
         backend: name of the kernel backend.
         threads: number of torch threads on the CPU.
@@ -63,9 +64,9 @@ def load_transformer(
         UsageError: the backend does not run on the device.
     """
     torch.set_num_threads(threads)
-    ops, kind = ops_for(device, backend), getattr(torch, dtype)
+    ops, kind = ops_for(device, backend), getattr(torch, activation_dtype(dtype))
     weights = load_weights(config, tensors, ops, dtype=kind, device=torch.device(device))
-    return Transformer(config, weights, ops, dtype=kind)
+    return Transformer(config, weights, ops, dtype=kind, kv_dtype=dtype)
 
 
 def logits_of(values: torch.Tensor) -> Logits:
@@ -129,11 +130,13 @@ class Transformer:
     """Model on one device with the kernels of a torch backend. Contains only parameters; call it from one thread at a
     time."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, ops: Ops, *, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: ModelConfig, weights: Weights, ops: Ops, *, dtype: torch.dtype, kv_dtype: str | None = None
+    ) -> None:
         self.config = config
         self.ops = ops
         self.torch_dtype, self.torch_device = dtype, weights.embedding.device
-        self.dtype, self.device = str(dtype).removeprefix("torch."), str(self.torch_device)
+        self.dtype, self.device = kv_dtype or str(dtype).removeprefix("torch."), str(self.torch_device)
         self.kernels = ops.name
         self.rounds_inputs = False
         self.weight_bytes = dtype.itemsize * (linear_weights(config) + config.vocab_size * config.hidden_size)

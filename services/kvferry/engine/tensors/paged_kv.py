@@ -2,7 +2,8 @@
 
     [pages][layers of a group][K, V][kv heads][block tokens][head dim]
 
-With int8, the scales of a head's tokens follow the quantized values; `kv.pages.layout` has the full definition.
+With int8 and fp8, the scales of a head's tokens follow the quantized values; `kv.pages.layout` has the full
+definition.
 
 Most models have one group of all layers (`kv.pages.layer_groups`). A page is one contiguous range, and therefore one
 transfer descriptor. The memory is allocated here, or is a buffer that a connector has registered or shared. Torch is
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.core.dtypes import CODED
 from kvferry.core.errors import InvariantBroken, UsageError
 from kvferry.engine.blocks.page_copies import PageCopy, copy_rounds
 from kvferry.engine.tensors.device import CPU
@@ -75,10 +77,8 @@ class PagedKv:
         if str(device) != CPU:
             import torch
 
-            dtype: torch.dtype = getattr(torch, layout.dtype)
-            return cls(
-                layout, num_blocks, pages=torch.zeros((num_blocks, *layout.dims), dtype=dtype, device=str(device))
-            )
+            there = torch.zeros(num_blocks * layout.block_bytes, dtype=torch.uint8, device=str(device))
+            return cls(layout, num_blocks, pages=_pages_of(there, num_blocks, layout))
         size = num_blocks * layout.block_bytes
         memory = np.empty(size + _ALIGNMENT, np.uint8)
         memory = memory[-memory.ctypes.data % _ALIGNMENT :][:size]
@@ -103,17 +103,23 @@ class PagedKv:
 
     @property
     def pages(self) -> "torch.Tensor":
-        """All pages as one contiguous tensor [pages, layers, 2, kv heads, block tokens, head dim]. Not available with
-        int8."""
+        """All pages as one tensor [pages, layers, 2, kv heads, block tokens, head dim]: contiguous, or the codes of
+        `kernels.coded_pages`."""
         if self._pages is None:
             import torch
 
             assert self._memory is not None
             # Otherwise a first access in inference mode would restrict later uses of the tensor.
             with torch.inference_mode(mode=False):
-                flat = torch.from_numpy(self._memory).view(getattr(torch, self.layout.dtype))
-                self._pages = flat.view(self.num_blocks, *self.layout.dims)
+                self._pages = _pages_of(torch.from_numpy(self._memory), self.num_blocks, self.layout)
         return self._pages
+
+    @property
+    def rows(self) -> "torch.Tensor":
+        """The memory of all pages: [pages, block_bytes] uint8."""
+        from kvferry.kernels.coded_pages import page_bytes
+
+        return page_bytes(self.pages)
 
     def copy_pages(self, copies: Sequence[PageCopy]) -> None:
         """Make a step's page copies, with the same result as copying the pages in list order.
@@ -137,7 +143,7 @@ class PagedKv:
         with torch.inference_mode():
             for group in copy_rounds(copies):
                 sources, targets = sent_copies(group, self.pages.device)
-                self.pages.index_copy_(0, targets, self.pages.index_select(0, sources))
+                self.rows.index_copy_(0, targets, self.rows.index_select(0, sources))
 
     def check_copies(self, copies: Sequence[PageCopy]) -> None:
         """Check that every copy is between two pages of the pool.
@@ -150,3 +156,14 @@ class PagedKv:
                 raise InvariantBroken(
                     f"cannot copy page {copy.source} to page {copy.target} of {self.num_blocks} pages"
                 )
+
+
+def _pages_of(memory: "torch.Tensor", num_blocks: int, layout: KvLayout) -> "torch.Tensor":
+    """View uint8 memory as the pages of a layout."""
+    import torch
+
+    from kvferry.kernels.coded_pages import coded_pages
+
+    if layout.dtype in CODED:
+        return coded_pages(memory, num_blocks, layout.dims, layout.dtype)
+    return memory.view(getattr(torch, layout.dtype)).view(num_blocks, *layout.dims)

@@ -7,9 +7,9 @@ A move covers the overlap of one source block with one target block (all layers,
 of tokens) in one strided copy that also converts the dtype. Block size, dtype and the range of KV heads may differ; any
 other difference means different values and is rejected with the name of the field.
 
-Widening is exact. Narrowing rounds to nearest, ties to even; int8 uses one scale per token and head. float16 has a
-smaller range than float32 and bfloat16; a value outside this range aborts the conversion, since recomputing is better
-than KV with infinities.
+Widening is exact. Narrowing rounds to nearest, ties to even; int8 and fp8 use one scale per token and head. float16
+has a smaller range than float32 and bfloat16; a value outside this range aborts the conversion, since recomputing is
+better than KV with infinities.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,7 +20,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.core.dtypes import CODED, FP8
 from kvferry.core.errors import TicketRejected
+from kvferry.kv.pages import fp8_codes
 from kvferry.kv.pages.layout import KvLayout
 
 _STORED: dict[str, np.dtype[Any]] = {
@@ -28,8 +30,9 @@ _STORED: dict[str, np.dtype[Any]] = {
     "float16": np.dtype(np.float16),
     "bfloat16": np.dtype(np.uint16),
     "int8": np.dtype(np.int8),
+    "fp8": np.dtype(np.uint8),
 }
-"""Numpy dtype by KV data type; bfloat16 is represented by its bit pattern, the upper half of a float32."""
+"""Numpy dtype by KV data type; bfloat16 and fp8 are represented by their bit patterns."""
 _SCALE = np.dtype("<f4")
 _MAX_INT8 = np.float32(127)
 _MIN_WITH_INVERSE = np.float32(1e-30)
@@ -139,7 +142,7 @@ class Relayout:
             layout.head_dim,
         )
         stored = _STORED[layout.dtype]
-        if layout.dtype != "int8":
+        if layout.dtype not in CODED:
             return _Values(pages.view(stored).reshape(*outer, tokens, dim), None)
         runs = pages.view(np.dtype([("codes", stored, (tokens, dim)), ("scales", _SCALE, (tokens,))])).reshape(outer)
         return _Values(runs["codes"], runs["scales"])
@@ -152,7 +155,7 @@ class _Values:
     numbers: npt.NDArray[Any]
     """Values [..., layers, planes, heads, tokens, dim]."""
     scales: npt.NDArray[np.float32] | None
-    """Scales [..., layers, planes, heads, tokens]; `None` unless the dtype is int8."""
+    """Scales [..., layers, planes, heads, tokens]; `None` unless the values are codes."""
 
     def __getitem__(self, index: slice | tuple[int | slice, ...]) -> "_Values":
         return _Values(self.numbers[index], None if self.scales is None else self.scales[index])
@@ -208,7 +211,7 @@ def _impossible(field: str, theirs: object, ours: object, remedy: str) -> Ticket
 def _floats(given: _Values, dtype: str) -> npt.NDArray[np.float32]:
     if dtype == "bfloat16":
         return _widened(given.numbers)
-    wide = given.numbers.astype(np.float32)
+    wide = fp8_codes.decode(given.numbers) if dtype == FP8 else given.numbers.astype(np.float32)
     if given.scales is not None:
         with np.errstate(invalid="ignore", over="ignore"):  # scales are sent by the peer and may have any bit pattern
             wide *= given.scales[..., None]
@@ -217,7 +220,7 @@ def _floats(given: _Values, dtype: str) -> npt.NDArray[np.float32]:
 
 def _store(wide: npt.NDArray[np.float32], wanted: _Values, dtype: str) -> None:
     if wanted.scales is not None:
-        wanted.numbers[...], wanted.scales[...] = _coded(wide)
+        wanted.numbers[...], wanted.scales[...] = _coded(wide, dtype)
     elif dtype == "bfloat16":
         wanted.numbers[...] = _rounded(wide)
     elif dtype == "float32":
@@ -251,12 +254,15 @@ def _rounded(wide: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
     return result
 
 
-def _coded(wide: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float32]]:
-    """Quantize rows to int8 codes and scales, as the kernels do; a row with a non-finite value gets the scale NaN."""
+def _coded(wide: npt.NDArray[np.float32], dtype: str) -> tuple[npt.NDArray[Any], npt.NDArray[np.float32]]:
+    """Quantize rows to codes and scales, as the kernels do; a row with a non-finite value gets the scale NaN."""
+    largest = fp8_codes.MAX_FP8 if dtype == FP8 else _MAX_INT8
     max_abs = np.abs(wide).max(axis=-1)
     with np.errstate(all="ignore"):
-        inverse = np.where(max_abs > _MIN_WITH_INVERSE, _MAX_INT8 / max_abs, np.float32(0))
+        inverse = np.where(max_abs > _MIN_WITH_INVERSE, largest / max_abs, np.float32(0))
         codes = wide * inverse[..., None]
-        scales = max_abs / _MAX_INT8 + max_abs * np.float32(0)
+        scales = max_abs / largest + max_abs * np.float32(0)
     codes[~np.isfinite(max_abs)] = 0
+    if dtype == FP8:
+        return fp8_codes.encode(codes), scales
     return np.rint(codes, out=codes).astype(np.int8), scales

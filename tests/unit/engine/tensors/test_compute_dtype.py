@@ -8,7 +8,7 @@ from kvferry.engine.tensors.compute_dtype import choose_dtype
 from kvferry.model import tiny
 
 
-@pytest.mark.parametrize("name", ["float32", "bfloat16", "float16", "int8"])
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "float16", "int8", "fp8"])
 def test_a_named_format_is_taken(name: str) -> None:
     assert choose_dtype(name, tiny.config()) == name
 

@@ -31,7 +31,7 @@ def runner_of(kernels: str, dtype: str) -> Runner:
     return Runner(model, PagedKv.allocate(KvLayout.of(CONFIG, block_tokens=4, dtype=dtype), 32))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "fp8"])
 @pytest.mark.parametrize("level", compiled.levels())
 def test_siblings_stay_apart_on_the_compiled_kernels(level: str, dtype: str) -> None:
     check_forks(runner_of(f"compiled-{level}", dtype), PROMPT)

@@ -13,14 +13,14 @@ from unit.kernels.test_triton_rows_of_one import described
 
 from kvferry.kernels import latent_limits
 from kvferry.kernels.batch import AttentionBatch, AttentionRules, LatentUp, SharedPrefix
-from kvferry.kernels.gpu.attend import attend
+from kvferry.kernels.gpu.attention.attend import attend
+from kvferry.kernels.gpu.attention.plan import Plan, plan_attention, plan_cascade, plan_rows
 from kvferry.kernels.gpu.backend import DEVICE_OPS, OPS
 from kvferry.kernels.gpu.check import BadKernelInput
 from kvferry.kernels.gpu.device import device_class
 from kvferry.kernels.gpu.latent import attend as latent_attend
 from kvferry.kernels.gpu.latent.attend import attend_latent, attend_vectors
 from kvferry.kernels.gpu.launch import choose, trial
-from kvferry.kernels.gpu.plan import Plan, plan_attention, plan_cascade, plan_rows
 from kvferry.kernels.ops import Ops
 from kvferry.kernels.reference import forward as reference
 

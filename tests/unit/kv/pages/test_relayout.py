@@ -7,16 +7,19 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.core.dtypes import DTYPES
+from kvferry.core.dtypes import CODED, DTYPES
 from kvferry.core.errors import TicketRejected
+from kvferry.kv.pages import fp8_codes
 from kvferry.kv.pages.layout import KvLayout
 from kvferry.kv.pages.relayout import DtypeOverflow, plan
 
 BASE = KvLayout("digest", "float32", num_layers=2, num_kv_heads=3, head_dim=4, block_tokens=16)
-STORED = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16, "int8": np.int8}
+STORED = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16, "int8": np.int8, "fp8": np.uint8}
+LARGEST = {"int8": 127, "fp8": 448}
 
 
 def bfloat16_bits(value: float) -> int:
@@ -37,7 +40,7 @@ def places(layout: KvLayout, at: Place) -> tuple[slice, slice]:
     """Return the bytes of a page for a token's values of one head, and those of their scale, empty without one."""
     layer, kv, head, slot = at
     dim, tokens = layout.head_dim * STORED[layout.dtype]().itemsize, layout.block_tokens
-    scale = 4 if layout.dtype == "int8" else 0
+    scale = 4 if layout.dtype in CODED else 0
     run = ((layer * layout.planes + kv) * layout.num_kv_heads + head - layout.first_kv_head) * tokens * (dim + scale)
     row, behind = run + slot * dim, run + tokens * dim + slot * scale
     return slice(row, row + dim), slice(behind, behind + scale)
@@ -48,7 +51,9 @@ def read(page: bytes, layout: KvLayout, at: Place) -> list[float]:
     raw = np.frombuffer(page[values], STORED[layout.dtype])
     if layout.dtype == "bfloat16":
         return [float(x) for x in (raw.astype(np.uint32) << 16).view(np.float32)]
-    if layout.dtype == "int8":
+    if layout.dtype == "fp8":
+        raw = torch.from_numpy(raw.copy()).view(torch.float8_e4m3fn).float().numpy()
+    if layout.dtype in CODED:
         return [float(np.float32(code) * np.frombuffer(page[scale], "<f4")[0]) for code in raw]
     return [float(x) for x in raw]
 
@@ -57,11 +62,15 @@ def write(page: bytearray, layout: KvLayout, at: Place, values: list[float]) -> 
     place, scale = places(layout, at)
     if layout.dtype == "bfloat16":
         page[place] = np.array([bfloat16_bits(v) for v in values], np.uint16).tobytes()
-    elif layout.dtype == "int8":
-        most = np.float32(max(map(abs, values)))
-        inverse = np.float32(127) / most if most > 1e-30 else np.float32(0)
-        page[place] = bytes(round(float(np.float32(v) * inverse)) & 0xFF for v in values)
-        page[scale] = (most / np.float32(127)).tobytes()
+    elif layout.dtype in CODED:
+        most, largest = np.float32(max(map(abs, values))), np.float32(LARGEST[layout.dtype])
+        inverse = largest / most if most > 1e-30 else np.float32(0)
+        scaled = [float(np.float32(v) * inverse) for v in values]
+        if layout.dtype == "int8":
+            page[place] = bytes(round(v) & 0xFF for v in scaled)
+        else:
+            page[place] = torch.tensor(scaled).to(torch.float8_e4m3fn).view(torch.uint8).numpy().tobytes()
+        page[scale] = (most / largest).tobytes()
     else:
         page[place] = np.array(values, STORED[layout.dtype]).tobytes()
 
@@ -256,6 +265,23 @@ def test_a_value_that_float16_cannot_hold_ends_the_copy(source: str) -> None:
 
 
 @given(st.lists(st.floats(-1e4, 1e4, width=32), min_size=1, max_size=9))
+def test_numbers_of_fp8_are_within_a_sixteenth_or_half_a_small_step_and_are_preserved(values: list[float]) -> None:
+    got = converted(values, "float32", "fp8")
+    step = max(map(abs, values)) / 448 * 2**-9
+    assert all(abs(a - b) <= abs(b) / 16 + 0.5001 * step + 1e-30 for a, b in zip(got, values, strict=True))
+    again = converted(got, "float32", "fp8")
+    assert all(abs(a - b) <= 1e-6 * abs(a) + 1e-30 for a, b in zip(got, again, strict=True))
+
+
+@given(st.lists(st.floats(-448, 448, width=32), min_size=1))
+def test_codes_of_fp8_are_those_of_torch(values: list[float]) -> None:
+    given = np.array(values, np.float32)
+    expected = torch.from_numpy(given).to(torch.float8_e4m3fn)
+    assert np.array_equal(fp8_codes.encode(given), expected.view(torch.uint8).numpy())
+    assert np.array_equal(fp8_codes.decode(fp8_codes.encode(given)), expected.float().numpy())
+
+
+@given(st.lists(st.floats(-1e4, 1e4, width=32), min_size=1, max_size=9))
 def test_codes_are_within_half_a_step_and_are_preserved(values: list[float]) -> None:
     got = converted(values, "float32", "int8")
     step = max(map(abs, values)) / 127
@@ -264,12 +290,13 @@ def test_codes_are_within_half_a_step_and_are_preserved(values: list[float]) -> 
     assert all(abs(a - b) <= 1e-6 * 127 * step + 1e-30 for a, b in zip(got, again, strict=True))
 
 
+@pytest.mark.parametrize("dtype", CODED)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_codes_of_nan_and_infinity_are_nan(bad: float) -> None:
+def test_codes_of_nan_and_infinity_are_nan(bad: float, dtype: str) -> None:
     layout = replace(BF16, dtype="float32", head_dim=2)
     page = struct.pack("<4f", 1.0, bad, 3.0, 4.0)
     pool = np.zeros((1, 12), np.uint8)
-    plan(layout, replace(layout, dtype="int8")).convert(memoryview(page), range(1), pool, [0], 0, 1)
-    keys, values = (read(pool.tobytes(), replace(layout, dtype="int8"), (0, kv, 0, 0)) for kv in (0, 1))
+    plan(layout, replace(layout, dtype=dtype)).convert(memoryview(page), range(1), pool, [0], 0, 1)
+    keys, values = (read(pool.tobytes(), replace(layout, dtype=dtype), (0, kv, 0, 0)) for kv in (0, 1))
     assert all(math.isnan(x) for x in keys)
-    assert values == pytest.approx([3.0, 4.0], abs=4 / 254)
+    assert values == pytest.approx([3.0, 4.0], abs=4 / 254 if dtype == "int8" else 3.0 / 16)

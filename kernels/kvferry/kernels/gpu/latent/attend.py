@@ -12,11 +12,11 @@ import triton
 
 from kvferry.kernels.batch import LatentUp
 from kvferry.kernels.gpu import check
+from kvferry.kernels.gpu.attention.merge import merge_parts
+from kvferry.kernels.gpu.attention.plan import Members, Plan, Tiles
 from kvferry.kernels.gpu.device import INTERPRETED
 from kvferry.kernels.gpu.latent.tiles import attend_tiles
 from kvferry.kernels.gpu.launch import choose
-from kvferry.kernels.gpu.plan import Members, Plan, Tiles
-from kvferry.kernels.gpu.tiles import merge_parts
 from kvferry.kernels.latent_limits import heads_at_once
 from kvferry.kernels.ops import AttentionPlan
 

@@ -9,13 +9,13 @@ are also the value:
 
 Both products read the first part from the same tile in shared memory. It is loaded and accumulated in two halves,
 because the results of one half at a time fit into the registers that storing them needs. The online softmax and what is
-read of a page are as in `gpu.tiles`.
+read of a page are as in `attention.tiles`.
 """
 
 import triton
 import triton.language as tl
 
-from kvferry.kernels.gpu.tiles import LOG2E, product
+from kvferry.kernels.gpu.attention.tiles import LOG2E, product
 
 
 @triton.jit

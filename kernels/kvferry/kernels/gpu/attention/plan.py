@@ -250,7 +250,7 @@ def _sizes(kind: str, num_heads: int, pages: torch.Tensor) -> tuple[Choice, int,
     """Return the launch configuration of `small`, `large` or `shared` tiles, the number of rows of a tile's matrix, and
     the maximum number of queries in a tile. With latent vectors, heads that exceed a tile's rows have their own tiles,
     and the shape class is the padded number of heads instead of the head dimension."""
-    wide = "32bit" if pages.dtype == torch.float32 else "16bit"
+    wide = f"{8 * pages.dtype.itemsize}bit"
     if pages.shape[2] == 1:
         if num_heads < 1:
             raise check.fault("q", "SHAPE", f"{num_heads} query heads; at least 1 is required")

@@ -1,4 +1,4 @@
-"""Paged attention kernels: online softmax for a tile of rows over tiles of keys, and the merge of partitions.
+"""Paged attention kernel: online softmax for a tile of rows over tiles of keys.
 
 The online softmax follows Dao et al., FlashAttention, 2022 (algorithm 1), in powers of two; keys are read through a
 block table as in Kwon et al., PagedAttention, 2023. Keys visible to all rows of the tile come first and need no mask.
@@ -10,6 +10,8 @@ Sums are accumulated in float32. Products of float32 inputs use full float32 pre
 
 import triton
 import triton.language as tl
+
+from kvferry.kernels.gpu import codes
 
 LOG2E = tl.constexpr(1.4426950408889634)
 """Logarithm of e to base 2, since weights are powers of two."""
@@ -35,6 +37,7 @@ def _absorb(
     start: tl.tensor,
     end: tl.tensor,
     pages: tl.tensor,
+    scales_at: tl.tensor,
     table: tl.tensor,
     page_stride: tl.tensor,
     value_stride: tl.tensor,
@@ -45,6 +48,7 @@ def _absorb(
     head_dim: tl.constexpr,
     dim: tl.constexpr,
     block_tokens: tl.constexpr,
+    kind: tl.constexpr,
     num_keys: tl.constexpr,
     is_capped: tl.constexpr,
     is_windowed: tl.constexpr,
@@ -73,7 +77,13 @@ def _absorb(
     else:
         keys = tl.load(source)
         values = tl.load(source + value_stride)
+    if kind:
+        keys = codes.numbers(keys, kind, queries.dtype)
+        values = codes.numbers(values, kind, queries.dtype)
     scores = product(queries, tl.trans(keys), precision, widens)
+    if kind:
+        scale_of = scales_at + page.to(tl.int64) * (page_stride // 4) + token % block_tokens
+        scores = scores * codes.scales(scale_of, token < end, kind)[None, :]
     if is_capped:
         bounded = 2.0 * scores * scale / soft_cap
         small = tl.exp2(-tl.abs(bounded) * LOG2E)  # for tanh(x / 2) without overflow
@@ -94,6 +104,8 @@ def _absorb(
     weights = tl.exp2(scores * factor - reached[:, None])
     shrink = tl.exp2(peak - reached)
     total = total * shrink + tl.sum(weights, axis=1)
+    if kind:
+        weights = weights * codes.scales(scale_of + value_stride // 4, token < end, kind)[None, :]
     values_sum = values_sum * shrink[:, None] + product(weights.to(values.dtype), values, precision, widens)
     return total, higher, values_sum
 
@@ -106,6 +118,7 @@ def _over_keys(
     full: tl.tensor,
     end: tl.tensor,
     pages: tl.tensor,
+    scales_at: tl.tensor,
     tables: tl.tensor,
     page_stride: tl.tensor,
     value_stride: tl.tensor,
@@ -116,6 +129,7 @@ def _over_keys(
     head_dim: tl.constexpr,
     dim: tl.constexpr,
     block_tokens: tl.constexpr,
+    kind: tl.constexpr,
     num_rows: tl.constexpr,
     num_keys: tl.constexpr,
     is_capped: tl.constexpr,
@@ -132,14 +146,14 @@ def _over_keys(
         masked_from = begin + tl.maximum(tl.minimum(full, end) - begin, 0) // num_keys * num_keys
     for start in range(begin, masked_from, num_keys):
         total, peak, values_sum = _absorb(
-            total, peak, values_sum, queries, position, start, end, pages, tables, page_stride, value_stride,
-            token_stride, scale, soft_cap, window, head_dim, dim, block_tokens, num_keys, is_capped, is_windowed,
+            total, peak, values_sum, queries, position, start, end, pages, scales_at, tables, page_stride, value_stride,
+            token_stride, scale, soft_cap, window, head_dim, dim, block_tokens, kind, num_keys, is_capped, is_windowed,
             False, precision, widens,
         )  # fmt: skip
     for start in range(masked_from, end, num_keys):
         total, peak, values_sum = _absorb(
-            total, peak, values_sum, queries, position, start, end, pages, tables, page_stride, value_stride,
-            token_stride, scale, soft_cap, window, head_dim, dim, block_tokens, num_keys, is_capped, is_windowed,
+            total, peak, values_sum, queries, position, start, end, pages, scales_at, tables, page_stride, value_stride,
+            token_stride, scale, soft_cap, window, head_dim, dim, block_tokens, kind, num_keys, is_capped, is_windowed,
             True, precision, widens,
         )  # fmt: skip
     return total, peak, values_sum
@@ -163,6 +177,7 @@ def _one_part(
     end: tl.tensor,
     cut: tl.tensor,
     pages: tl.tensor,
+    scales_at: tl.tensor,
     tables: tl.tensor,
     page_stride: tl.tensor,
     value_stride: tl.tensor,
@@ -173,6 +188,7 @@ def _one_part(
     head_dim: tl.constexpr,
     dim: tl.constexpr,
     block_tokens: tl.constexpr,
+    kind: tl.constexpr,
     num_rows: tl.constexpr,
     num_keys: tl.constexpr,
     is_capped: tl.constexpr,
@@ -182,8 +198,9 @@ def _one_part(
 ) -> None:
     """Compute one partition of a tile and store its partial result."""
     total, peak, values_sum = _over_keys(
-        queries, position, begin, full, end, pages, tables, page_stride, value_stride, token_stride, scale, soft_cap,
-        window, head_dim, dim, block_tokens, num_rows, num_keys, is_capped, is_windowed, precision, widens,
+        queries, position, begin, full, end, pages, scales_at, tables, page_stride, value_stride, token_stride, scale,
+        soft_cap, window, head_dim, dim, block_tokens, kind, num_rows, num_keys, is_capped, is_windowed, precision,
+        widens,
     )  # fmt: skip
     nothing = total == 0.0  # true if no keys of the partition are in the row's window
     some = tl.where(nothing, 1.0, total)
@@ -199,6 +216,7 @@ def attend_tiles(
     part_peaks: tl.tensor,
     q: tl.tensor,
     pages: tl.tensor,
+    scales_at: tl.tensor,
     tables: tl.tensor,
     tiles: tl.tensor,
     listed: tl.tensor,
@@ -221,6 +239,7 @@ def attend_tiles(
     head_dim: tl.constexpr,
     dim: tl.constexpr,
     block_tokens: tl.constexpr,
+    kind: tl.constexpr,
     num_rows: tl.constexpr,
     num_keys: tl.constexpr,
     partition: tl.constexpr,
@@ -244,12 +263,14 @@ def attend_tiles(
         part_peaks: [members, H, partitions] float32: logarithm to base 2 of each part's sum of weights.
         q: [T, H, D], strided.
         pages: pages of the layer, [pages, 2, K, B, D], strided.
+        scales_at: scales of codes, [pages, 2, K, B] float32, strided like the pages; not read without codes.
         tables: [sequences, blocks] int32.
         tiles: [6, tiles] int32; see `plan.Tiles.numbers`.
         listed: [..] int32.
         members: [..] int32.
         positions: [T] int32.
         sinks: [H] float32.
+        kind: kind of codes, a value of `codes.KIND_OF`; 0 without codes.
         partition: keys per partition; 0 if not partitioned.
         shares: whether a program computes several partitions of its tile instead of one.
     """
@@ -282,6 +303,7 @@ def attend_tiles(
     queries = tl.load(source, mask=is_value, other=0.0)
 
     pages += kv_head * page_head_stride
+    scales_at += kv_head * (page_head_stride // 4)
     tables += table.to(tl.int64) * table_stride
     if partition:
         if shares:  # a loop costs registers, so only launches that need it contain it
@@ -289,21 +311,21 @@ def attend_tiles(
                 _one_part(
                     parts, part_peaks, member, heads, head, num_partitions, is_row, is_value, at, queries, position,
                     tl.maximum(begin, start), full, tl.minimum(end, start + partition), start // partition, pages,
-                    tables, page_stride, value_stride, token_stride, scale, soft_cap, window, head_dim, dim,
-                    block_tokens, num_rows, num_keys, is_capped, is_windowed, precision, widens,
+                    scales_at, tables, page_stride, value_stride, token_stride, scale, soft_cap, window, head_dim, dim,
+                    block_tokens, kind, num_rows, num_keys, is_capped, is_windowed, precision, widens,
                 )  # fmt: skip
         else:
             _one_part(
                 parts, part_peaks, member, heads, head, num_partitions, is_row, is_value, at, queries, position,
                 tl.maximum(begin, begin_here), full, tl.minimum(end, begin_here + partition), begin_here // partition,
-                pages, tables, page_stride, value_stride, token_stride, scale, soft_cap, window, head_dim, dim,
-                block_tokens, num_rows, num_keys, is_capped, is_windowed, precision, widens,
+                pages, scales_at, tables, page_stride, value_stride, token_stride, scale, soft_cap, window, head_dim,
+                dim, block_tokens, kind, num_rows, num_keys, is_capped, is_windowed, precision, widens,
             )  # fmt: skip
     else:
         total, peak, values_sum = _over_keys(
-            queries, position, begin, full, end, pages, tables, page_stride, value_stride, token_stride, scale,
-            soft_cap, window, head_dim, dim, block_tokens, num_rows, num_keys, is_capped, is_windowed, precision,
-            widens,
+            queries, position, begin, full, end, pages, scales_at, tables, page_stride, value_stride, token_stride,
+            scale, soft_cap, window, head_dim, dim, block_tokens, kind, num_rows, num_keys, is_capped, is_windowed,
+            precision, widens,
         )  # fmt: skip
         if has_sinks:
             sink = tl.load(sinks + head, mask=is_row, other=0.0) * LOG2E
@@ -313,68 +335,3 @@ def attend_tiles(
         total = tl.where(is_row, total, 1.0)
         target = out + (batch_row.to(tl.int64)[:, None] * heads + head[:, None]) * head_dim + at[None, :]
         tl.store(target, (values_sum / total[:, None]).to(out.dtype.element_ty), mask=is_value)
-
-
-@triton.jit(do_not_specialize=["num_partitions", "window"])
-def merge_parts(
-    out: tl.tensor,
-    parts: tl.tensor,
-    part_peaks: tl.tensor,
-    members: tl.tensor,
-    positions: tl.tensor,
-    sinks: tl.tensor,
-    num_partitions: tl.tensor,
-    window: tl.tensor,
-    head_dim: tl.constexpr,
-    dim: tl.constexpr,
-    partition: tl.constexpr,
-    block: tl.constexpr,
-    is_windowed: tl.constexpr,
-    has_sinks: tl.constexpr,
-    skips_whole: tl.constexpr,
-) -> None:
-    """Merge a row's partitions, weighted by log-sum-exp, in an order that does not depend on the batch; also merge a
-    shared prefix with the rest of a sequence. Grid: (members, H).
-
-    (D + 1) * 4 bytes are read per partition, and D values are written. With `skips_whole`, rows whose first part has
-    the logarithm infinity are skipped: their results are in `out`.
-    """
-    member = tl.program_id(0)
-    head = tl.program_id(1)
-    heads = tl.num_programs(1)
-    row = tl.load(members + member)
-    position = tl.load(positions + row)
-    last = (position + partition) // partition  # 0 for padding rows, whose position is -1
-    low = 0
-    if is_windowed:
-        low = tl.maximum(position - window + 1, 0) // partition
-    base = (member.to(tl.int64) * heads + head) * num_partitions
-    if skips_whole:
-        first = tl.load(part_peaks + base, mask=last > 0, other=0.0)
-        if first == float("inf"):
-            return
-    at = tl.arange(0, dim)
-    total = 0.0
-    peak = float("-inf")
-    values_sum = tl.zeros([dim], tl.float32)
-    for start in range(low // block * block, last, block):
-        cut = start + tl.arange(0, block)
-        known = (cut >= low) & (cut < last)
-        peaks = tl.load(part_peaks + base + cut, mask=known, other=float("-inf"))
-        source = parts + (base + cut)[:, None] * head_dim + at[None, :]
-        values = tl.load(source, mask=known[:, None] & (at < head_dim)[None, :], other=0.0)
-        higher = tl.maximum(peak, tl.max(peaks, axis=0))
-        reached = tl.where(higher == float("-inf"), 0.0, higher)
-        weights = tl.exp2(peaks - reached)
-        shrink = tl.exp2(peak - reached)
-        total = total * shrink + tl.sum(weights, axis=0)
-        values_sum = values_sum * shrink + tl.sum(weights[:, None] * values, axis=0)
-        peak = higher
-    if has_sinks:
-        sink = tl.load(sinks + head) * LOG2E
-        higher = tl.maximum(peak, sink)
-        total = total * tl.exp2(peak - higher) + tl.exp2(sink - higher)
-        values_sum = values_sum * tl.exp2(peak - higher)
-    total = tl.where(total > 0.0, total, 1.0)  # padding rows become zeros
-    target = out + (row.to(tl.int64) * heads + head) * head_dim + at
-    tl.store(target, (values_sum / total).to(out.dtype.element_ty), mask=at < head_dim)

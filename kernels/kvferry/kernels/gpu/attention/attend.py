@@ -7,10 +7,12 @@ import triton
 
 from kvferry.kernels.batch import AttentionRules
 from kvferry.kernels.gpu import check
+from kvferry.kernels.gpu.attention.merge import merge_parts
+from kvferry.kernels.gpu.attention.plan import Members, Plan, Tiles
+from kvferry.kernels.gpu.attention.tiles import attend_tiles
+from kvferry.kernels.gpu.codes import of_pages
 from kvferry.kernels.gpu.device import INTERPRETED
 from kvferry.kernels.gpu.launch import choose
-from kvferry.kernels.gpu.plan import Members, Plan, Tiles
-from kvferry.kernels.gpu.tiles import attend_tiles, merge_parts
 from kvferry.kernels.ops import AttentionPlan
 
 _OPEN_PROGRAMS = 4096
@@ -40,20 +42,21 @@ def attend(
     assert isinstance(plan, Plan)
     _check(q, pages, plan, rules)
     out = torch.empty(q.shape[0], q.shape[1] * q.shape[2], dtype=q.dtype, device=q.device)
-    at_layer = pages.select(1, layer)
+    values, scales, kind = of_pages(pages)
+    at_layer, scales = values.select(1, layer), scales.select(1, layer)
     if plan.large is not None and plan.large_members is not None:
-        _launch(out, None, q, at_layer, plan, plan.large, plan.large_members, rules)
+        _launch(out, None, q, (at_layer, scales, kind), plan, plan.large, plan.large_members, rules)
     if plan.small_members is not None:
         parts = _parts(q, plan, plan.small_members)
         for tiles in plan.small:
-            _launch(out, parts, q, at_layer, plan, tiles, plan.small_members, rules)
+            _launch(out, parts, q, (at_layer, scales, kind), plan, tiles, plan.small_members, rules)
         _merge(out, parts, q, plan, plan.small_members, rules)
     return out
 
 
 def _check(q: torch.Tensor, pages: torch.Tensor, plan: Plan, rules: AttentionRules) -> None:
     check.ready("q", q, pages, plan.positions)
-    check.floats("q", q, like=pages)
+    check.activations("q", q, pages)
     check.dense("q", q)
     check.pool("pages", pages, planes=2)
     if tuple(pages.shape[1:]) != plan.shape:
@@ -83,12 +86,13 @@ def _launch(
     out: torch.Tensor,
     parts: tuple[torch.Tensor, torch.Tensor] | None,
     q: torch.Tensor,
-    pages: torch.Tensor,
+    at_layer: tuple[torch.Tensor, torch.Tensor, int],
     plan: Plan,
     tiles: Tiles,
     members: Members,
     rules: AttentionRules,
 ) -> None:
+    pages, scales, kind = at_layer
     head_dim, kv_heads = q.shape[2], pages.shape[2]
     values, peaks = parts or (out, out)
     tiles.choice.run(
@@ -99,6 +103,7 @@ def _launch(
         peaks,
         q,
         pages,
+        scales,
         plan.tables,
         tiles.numbers,
         tiles.listed,
@@ -121,6 +126,7 @@ def _launch(
         head_dim=head_dim,
         dim=max(16, triton.next_power_of_2(head_dim)),
         block_tokens=pages.shape[3],
+        kind=kind,
         num_rows=tiles.rows,
         num_keys=tiles.choice.sizes["keys"],
         partition=tiles.partition,
