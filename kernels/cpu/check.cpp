@@ -224,7 +224,7 @@ std::vector<float> step(Step& job, Pool& pool, const std::vector<Piece>& pieces,
       int64_t* to = tables.data() + (g * pieces.size() + sequences.size()) * width;
       for (int i = p.first; i < p.first + p.rows; ++i)
         slots[g].push_back(pages_of[size_t(i / block_tokens)] * block_tokens + i % block_tokens);
-      // Pages before the windows of all layers of the group have no valid id.
+      // Pages that no layer of the group attends to any more, because of its sliding window, get no valid id.
       int hidden = kLongest;
       for (int layer = 0; layer < 2; ++layer)
         if (groups.places.empty() || groups.places[2 * size_t(layer)] == int64_t(g))

@@ -1,4 +1,4 @@
-// Chunks of MoE layers.
+// Computes one chunk of each phase of an MoE layer.
 #pragma once
 #include <cstddef>
 #include <cstring>

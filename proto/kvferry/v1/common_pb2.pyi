@@ -47,11 +47,11 @@ class _PoolingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Pooling.Value
     POOLING_UNSPECIFIED: _Pooling.ValueType  # 0
     """POOLING_LAST"""
     POOLING_LAST: _Pooling.ValueType  # 1
-    """of the last token"""
+    """hidden state of the last token"""
     POOLING_MEAN: _Pooling.ValueType  # 2
-    """the mean of all tokens"""
+    """mean of the hidden states of all tokens"""
     POOLING_CLS: _Pooling.ValueType  # 3
-    """of the first token"""
+    """hidden state of the first token"""
 
 class Pooling(_Pooling, metaclass=_PoolingEnumTypeWrapper):
     """Which hidden states of a prompt, after the final norm, a vector is made of."""
@@ -59,11 +59,11 @@ class Pooling(_Pooling, metaclass=_PoolingEnumTypeWrapper):
 POOLING_UNSPECIFIED: Pooling.ValueType  # 0
 """POOLING_LAST"""
 POOLING_LAST: Pooling.ValueType  # 1
-"""of the last token"""
+"""hidden state of the last token"""
 POOLING_MEAN: Pooling.ValueType  # 2
-"""the mean of all tokens"""
+"""mean of the hidden states of all tokens"""
 POOLING_CLS: Pooling.ValueType  # 3
-"""of the first token"""
+"""hidden state of the first token"""
 Global___Pooling: _TypeAlias = Pooling  # noqa: Y015
 
 @_typing.final
@@ -283,7 +283,7 @@ class Constraint(_message.Message):
     json_object: _builtins.bool
     """any JSON object; must be true"""
     regex: _builtins.str
-    """that the whole output matches; syntax of Rust's regex crate"""
+    """pattern that the whole output matches; syntax of Rust's regex crate"""
     grammar: _builtins.str
     """Lark, with the extensions of llguidance"""
     structural_tag: _builtins.str
@@ -381,7 +381,7 @@ class ScoredToken(_message.Message):
     id: _builtins.int
     logprob: _builtins.float
     rank: _builtins.int
-    """among all tokens, 1 for the most likely"""
+    """rank among all tokens, 1 for the most likely"""
     @_builtins.property
     def top_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """the most likely tokens, most likely first"""
@@ -482,18 +482,18 @@ class KvReport(_message.Message):
     num_chosen: _builtins.int
     """leading tokens chosen for loading; 0: all computed"""
     num_bytes: _builtins.int
-    """of the chosen tokens; if none, of all"""
+    """KV bytes of the chosen tokens; if none, of all loadable tokens"""
     expected_load_seconds: _builtins.float
-    """for the chosen tokens; if none, for all"""
+    """estimate for the chosen tokens; if none, for all loadable tokens"""
     expected_compute_seconds: _builtins.float
-    """for the same tokens"""
+    """estimate for the same tokens as `expected_load_seconds`"""
     is_forced: _builtins.bool
     """decided by policy or for re-measurement, not by estimated time"""
     blocks_loaded: _builtins.int
     """loaded and verified"""
     bytes_loaded: _builtins.int
     load_seconds: _builtins.float
-    """measured"""
+    """measured duration of the load"""
     failure: _builtins.str
     """why the load was incomplete; empty: it was complete"""
     def __init__(
@@ -531,9 +531,9 @@ class Adapter(_message.Message):
     DIGEST_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """requests give it as their model"""
+    """requests use it as their model"""
     digest: _builtins.bytes
-    """of its content; 32 bytes"""
+    """digest of the content, 32 bytes"""
     rank: _builtins.int
     def __init__(
         self,
@@ -601,9 +601,9 @@ class KvLayout(_message.Message):
     first_kv_head: _builtins.int
     """index in the model of the first head held here"""
     total_kv_heads: _builtins.int
-    """of the model; 0: this worker holds all"""
+    """KV heads of the model; 0: this worker holds all"""
     version: _builtins.int
-    """of the byte order that no field describes"""
+    """version of the byte order within pages"""
     planes: _builtins.int
     """vectors per token, layer and head: 0: key and value; 1: latent"""
     def __init__(

@@ -143,7 +143,7 @@ ADAPTERS = (
     Setting(
         "adapter",
         (),
-        "NAME=PATH of a LoRA adapter (a PEFT folder), which requests use as their model; repeat for more.",
+        "NAME=PATH of a LoRA adapter (a PEFT folder), which requests use as their model; may be repeated.",
         is_repeated=True,
     ),
     Setting("adapter_slots", 8, "Maximum number of adapters in one step; 0 refuses adapters.", parse=whole(0, 1024)),
@@ -170,7 +170,7 @@ TIERS = (
         "tier",
         (),
         "KV tiers beyond the pages, nearest first: dram://?size=2GiB, disk:///FOLDER?size=20GiB, "
-        "redis://HOST:6379/0; repeat for more.",
+        "redis://HOST:6379/0; may be repeated.",
         is_repeated=True,
     ),
     Setting("tier_object_tokens", 64, "Tokens per storage object of a tier.", parse=whole(1, 1 << 16)),

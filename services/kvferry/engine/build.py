@@ -255,7 +255,7 @@ def runner_for(loaded: LoadedModel, memory: PageMemory | None = None) -> Runner:
         UsageError: the KV memory is too small.
     """
     settings = loaded.settings
-    layout = loaded.page_layout  # a runner checks only the shape of its pages
+    layout = loaded.page_layout  # without digest: a runner checks only the shape of its pages
     if memory is None:
         pages = PagedKv.allocate(layout, loaded.num_blocks, loaded.model.device)
     else:

@@ -83,7 +83,8 @@ class EngineSettings:
     when needed."""
 
     def __post_init__(self) -> None:
-        """
+        """Check the fields.
+
         Raises:
             UsageError: a number is out of range.
         """

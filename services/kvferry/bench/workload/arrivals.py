@@ -20,7 +20,7 @@ class Arrivals:
     rate: float = math.inf
     """Mean number of requests per second; infinite for all at once."""
     burstiness: float = 1.0
-    """Shape of `gamma`: below 1 more bursty than a Poisson process, above 1 more regular."""
+    """Shape of `gamma`: below 1, arrivals are burstier than a Poisson process; above 1, more regular."""
     burst_size: int = 8
     """Number of requests in a group of `burst`."""
 

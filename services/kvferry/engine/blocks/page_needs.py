@@ -50,7 +50,7 @@ class PageNeeds:
         """Return the length of the longest sequence of full blocks for which `num_pages` pages suffice."""
         low, high = 0, num_pages
         if None not in self.windows:
-            high = max(high, 1 << 40)  # a window bounds the pages of any length
+            high = max(high, 1 << 40)  # with windows only, the number of pages is bounded for any length
         while low < high:
             middle = (low + high + 1) // 2
             if self.pages_for(middle * self.block_tokens) <= num_pages:

@@ -70,11 +70,7 @@ def load_transformer(
 
 
 def logits_of(values: torch.Tensor) -> Logits:
-    """Compute the argmax of each row, and whether all its values are finite.
-
-    Args:
-        values: [R, vocabulary] float32.
-    """
+    """Compute the argmax of each row of `values`, [R, vocabulary] float32, and whether all its values are finite."""
     rows = values.numpy() if values.device.type == "cpu" else _DeviceRows(values)
     if not len(values):
         return Logits(rows, [], [])
@@ -133,6 +129,14 @@ class Transformer:
     def __init__(
         self, config: ModelConfig, weights: Weights, ops: Ops, *, dtype: torch.dtype, kv_dtype: str | None = None
     ) -> None:
+        """
+        Args:
+            config: configuration of the model.
+            weights: its parameters, all on the device that computes.
+            ops: operations of the kernel backend that packed the weights.
+            dtype: floating-point type of weights and hidden states.
+            kv_dtype: data type of the KV, one of `core.dtypes.DTYPES`; `None`: the same as `dtype`.
+        """
         self.config = config
         self.ops = ops
         self.torch_dtype, self.torch_device = dtype, weights.embedding.device
@@ -315,12 +319,7 @@ class Transformer:
         return self.ops.add_rms_norm(x, residual, next_norm, self.config.rms_norm_eps)
 
     def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Compute float32 logits [R, vocabulary] of the given rows.
-
-        Args:
-            hidden: result of `pass_through`.
-            rows: [R] int64.
-        """
+        """Compute float32 logits [R, vocabulary] of `rows`, [R] int64, of `hidden`, the result of `pass_through`."""
         return self._head(self.ops.gather_rows(hidden, rows)).float()
 
     def hidden_states(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

@@ -32,7 +32,7 @@ class _State(Enum):
     CONTENT = auto()
     CALL = auto()
     DROPPED = auto()
-    """After the arguments of a call."""
+    """Text after the arguments of a call, which is dropped."""
     BETWEEN = auto()
     """After a message."""
 
