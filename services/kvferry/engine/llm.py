@@ -97,6 +97,7 @@ class LLM:
                 speculation=speculation,
                 threads=threads,
                 kv_bytes=kv_bytes,
+                gpu_memory_share=gpu_memory_share,
                 block_tokens=block_tokens,
                 window_pages=window_pages,
                 limits=limits or SchedulerLimits(),

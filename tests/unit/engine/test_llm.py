@@ -1,5 +1,6 @@
 """The offline API: parameters for each prompt, conversations, progress; the engine is idle afterwards."""
 
+import inspect
 import json
 from dataclasses import replace
 
@@ -8,6 +9,8 @@ import pytest
 
 from kvferry.core.errors import InvalidRequest
 from kvferry.engine import LLM, SamplingParams
+from kvferry.engine.plan.step_budget import SchedulerLimits
+from kvferry.engine.settings import EngineSettings
 from kvferry.model.requests.beams import BeamParams
 from kvferry.model.text.chat import encode_chat
 from kvferry.model.text.tools.definitions import Tool
@@ -159,3 +162,24 @@ def test_more_prompts_than_the_engine_s_queue_holds(llm: LLM) -> None:
     with pytest.raises(InvalidRequest):
         llm.generate([*prompts, []], one)
     assert llm.engine.is_idle
+
+
+OTHER = {
+    "load_format": "dummy", "device": "cuda:1", "dtype": "int8", "weights": "float32", "numerics": "fast",
+    "kernels": "torch", "cuda_graphs": "off", "kv_bytes": 1 << 20, "gpu_memory_share": 0.25, "block_tokens": 32,
+    "window_pages": "keep", "limits": SchedulerLimits(token_budget=77), "async_steps": "off", "speculation": "suffix",
+    "threads": 3, "seed": 5, "adapters": {"a": "/folder"}, "adapter_slots": 3, "max_adapter_rank": 8,
+    "adapter_bytes": 1 << 20,
+}  # fmt: skip
+"""A value other than the default of every argument of `LLM`."""
+
+
+def test_every_argument_reaches_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = list(inspect.signature(LLM.__init__).parameters)[2:]
+    assert sorted(OTHER) == sorted(names)
+    found: list[EngineSettings] = []
+    monkeypatch.setattr(LLM, "_load", lambda self, settings: found.append(settings))
+    plain = EngineSettings("tiny")
+    for name, value in OTHER.items():
+        LLM("tiny", **{name: value})
+        assert getattr(found[-1], name) != getattr(plain, name), name

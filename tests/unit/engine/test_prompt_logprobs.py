@@ -69,6 +69,19 @@ def test_each_token_is_scored_once_in_any_batch(lengths: list[int], plain: list[
     assert engine.is_idle
 
 
+def test_prompts_that_wait_for_scored_rows_do_not_hold_up_others() -> None:
+    engine, runner = an_engine(limits=small_limits(max_scored_rows=4, token_budget=64, max_chunk_tokens=16))
+    for name in ("one", "two", "three"):
+        engine.add(scored_request(name, [*PROMPT, len(name)]))
+    engine.add(a_request("plain", [89, *PROMPT[:9]], max_tokens=1))
+    engine.step()
+    assert {s.request_id for s in runner.steps[0].scheduled} == {"one", "plain"}
+    assert sorted(run(engine)) == ["one", "three", "two"]
+    began = [min(i for i, plan in enumerate(runner.steps) if any(s.request_id == name for s in plan.scheduled))
+             for name in ("one", "two", "three")]  # fmt: skip
+    assert began == sorted(began)
+
+
 def test_cached_rows_are_computed_again_and_their_blocks_are_cached() -> None:
     engine, runner = an_engine()
     engine.add(a_request("first", PROMPT))

@@ -117,6 +117,11 @@ def _explained(error: str, constraint: Constraint, tokenizer: Tokenizer) -> str:
         return f"{shortened(unknown[1])} is not a control token of the model; its control tokens are {shortened(names)}"
     if _BAD_ID.search(error):
         return f"a token id is too large: the ids of the vocabulary are 0 to {tokenizer.vocab_size - 1}"
+    if "are not disjoint" in error:
+        return (
+            "allOf combines objects with different schemas for their other members; list the members in one object, or "
+            "set additionalProperties to false"
+        )
     if "coerce_one_of" in error:
         return "oneOf needs alternatives that exclude each other, as by types or constants; use anyOf"
     found = _POSITION.match(error) if constraint.kind is ConstraintKind.GRAMMAR else None

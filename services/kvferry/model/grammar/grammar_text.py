@@ -70,7 +70,8 @@ def _json_object(_: str, control_ids: Mapping[str, int]) -> str:
 def _regex(source: str, _: Mapping[str, int]) -> str:
     from llguidance import LLMatcher
 
-    return _as_grammars(LLMatcher.grammar_from_regex(source), {})
+    text = LLMatcher.grammar_from_regex(source)
+    return text if text.startswith("{") else _lark(text, {})  # the form with a list of grammars
 
 
 def _choice(source: str, _: Mapping[str, int]) -> str:
@@ -119,20 +120,16 @@ def _structural_tag(source: str, control_ids: Mapping[str, int]) -> str:
     specials = {tag.trigger in control_ids for tag in tags if tag.trigger.startswith("<")}
     if len(specials) > 1:
         raise invalid("structural_tag mixes triggers that are control tokens of the model with others in <...>")
-    return _as_grammars(StructTag.to_grammar(tags, assume_special=specials == {True}), control_ids)
+    return _lark(StructTag.to_grammar(tags, assume_special=specials == {True}), control_ids)
 
 
 def _structure(structure: object) -> tuple[str, dict[str, Any], str]:
     if isinstance(structure, dict):
         begin, schema, end = structure.get("begin"), structure.get("schema"), structure.get("end", "")
         if isinstance(begin, str) and begin and isinstance(schema, dict) and isinstance(end, str):
-            return begin, enforced(schema), end
+            enforced(schema)  # checked here, prepared as part of the grammar
+            return begin, schema, end
     raise invalid("a structure of structural_tag has `begin` and `end` (strings) and `schema` (an object)")
-
-
-def _as_grammars(text: str, control_ids: Mapping[str, int]) -> str:
-    """Return a grammar of the library in the JSON form, which also holds several grammars."""
-    return text if text.startswith("{") else _lark(text, control_ids)
 
 
 def _parsed(name: str, source: str) -> Any:

@@ -2,15 +2,17 @@
 
 - A bound of more than 53 bits is rounded or clamped, and so is a constant that is not an exact double or has too many
   digits; both are rejected here.
-- A reference into a constant or an annotation would make a schema of a value that is not prepared; it is rejected.
-- Names of other members than the known ones can be spelled with escapes; they get a pattern.
+- A reference into a constant or an annotation is rejected, since it would use a value as a schema that was not
+  prepared; so is one into `additionalProperties`, which is replaced.
+- Known names of members can also be spelled with escapes, so other names get a pattern that excludes the known ones.
 - An exclusive bound that is a whole number is itself accepted if the range is narrow: `0` satisfies its grammar of
   `{"exclusiveMinimum": 0, "maximum": 0.1}`. Such a bound becomes an inclusive one, moved inwards by `_STEP` of its
-  value, so that every output satisfies the schema; the values between the two bounds are lost.
+  value, so that every output satisfies the schema; values between the two bounds cannot be generated.
 """
 
 import json
 import math
+import re
 from collections.abc import Collection, Mapping
 from decimal import Decimal
 from typing import Any, NoReturn, TypeGuard
@@ -18,7 +20,7 @@ from urllib.parse import unquote
 
 from kvferry.core.errors import InvalidRequest, shortened
 from kvferry.model.grammar.errors import invalid
-from kvferry.model.grammar.patterns import MAX_NAME, enforceable_pattern, other_names
+from kvferry.model.grammar.patterns import MAX_NAME, enforceable_pattern, is_exhausted, other_names
 
 _MAX_EXACT = 1 << 53
 _MAX_EXACT_POWER = 22
@@ -32,7 +34,11 @@ _NAMED = frozenset({"properties", _PATTERNS, "$defs", "definitions", "dependentS
 _CONSTANTS = frozenset({"const", "enum"})
 _ANNOTATIONS = frozenset({"default", "examples"})
 """Keywords whose value is neither a schema nor enforced."""
+_NOT_REFERRED = _ANNOTATIONS | _CONSTANTS | {"additionalProperties"}
 _ANY_NAME = "^(?s:.*)$"
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+_MAX_PATTERNS = 128
+"""Maximum number of patterns in objects with known names; each is compiled once to find out if it can be used."""
 OPTIONS = "x-guidance"
 """Keyword with options of the compiler."""
 MAX_WHITESPACE = 32
@@ -70,10 +76,13 @@ def enforced(schema: Any, options: Collection[str] = ()) -> Any:
     """
     if isinstance(schema, dict) and OPTIONS in schema:
         _check_options(schema[OPTIONS], options)
+    patterned: list[dict[str, Any]] = []
     try:
-        return _enforceable(schema)
+        made = _enforceable(schema, patterned)
     except RecursionError:
         raise _nested() from None
+    _drop_exhausted(patterned)
+    return made
 
 
 def _check_options(value: Any, options: Collection[str]) -> None:
@@ -83,26 +92,31 @@ def _check_options(value: Any, options: Collection[str]) -> None:
         raise invalid(f"{OPTIONS} must be an object with {', '.join(options)}, not {shortened(repr(value))}")
 
 
-def _enforceable(schema: Any) -> Any:
+def _enforceable(schema: Any, patterned: list[dict[str, Any]]) -> Any:
+    """Return a prepared schema; add the schemas that have patterns beside known names to `patterned`."""
     if isinstance(schema, list):
-        return [_enforceable(each) for each in schema]
+        return [_enforceable(each, patterned) for each in schema]
     if not isinstance(schema, dict):
         return schema
     made: dict[str, Any] = {}
     for key, value in schema.items():
         if key in _NAMED and isinstance(value, dict):
             named = enforceable_pattern if key == _PATTERNS else str
-            made[key] = {named(name): _enforceable(each) for name, each in value.items()}
+            made[key] = {named(name): _enforceable(each, patterned) for name, each in value.items()}
         elif key == "pattern" and isinstance(value, str):
             made[key] = enforceable_pattern(value)
         elif key in _CONSTANTS:
             made[key] = _exact_constant(key, value)
         elif key == "$ref" and isinstance(value, str):
             made[key] = _checked_reference(value)
+        elif key == "uniqueItems" and value is False:  # the default; the compiler refuses the keyword
+            continue
         else:
-            made[key] = value if key in _ANNOTATIONS else _enforceable(value)
+            made[key] = value if key in _ANNOTATIONS else _enforceable(value, patterned)
     _read_flags(made)
     _check_bounds(made)
+    if all(isinstance(made.get(key), dict) and made[key] for key in (_PATTERNS, "properties")):
+        patterned.append(made)
     _name_members(made)
     if made.get("type") != "integer":
         was_empty = _is_empty(made)
@@ -137,27 +151,43 @@ def _name_members(schema: dict[str, Any]) -> None:
         raise invalid(
             f"{_PATTERNS} with other members cannot be enforced; set additionalProperties to false in the same object"
         )
-    if others not in (True, {}) and any(len(name) > MAX_NAME for name in known):
+    # A schema for other members may not hold for the known ones, and control characters have several spellings.
+    is_distinct = others not in (True, {}) or any(_CONTROL.search(name) for name in known)
+    if is_distinct and any(len(name) > MAX_NAME or "\x1f" in name for name in known):
         raise invalid(
-            f"additionalProperties with a schema cannot be enforced beside names of more than {MAX_NAME} characters"
+            f"other members beside names of more than {MAX_NAME} characters, or with the control character U+001F, "
+            "cannot be enforced; set additionalProperties to false in the same object"
         )
-    # A schema for other members may not hold for the known ones.
-    name = _ANY_NAME if others in (True, {}) else enforceable_pattern(other_names(known))
+    name = enforceable_pattern(other_names(known)) if is_distinct else _ANY_NAME
     schema |= {_PATTERNS: {name: others}, "additionalProperties": False}
 
 
+def _drop_exhausted(patterned: Collection[dict[str, Any]]) -> None:
+    """Drop patterns that match only known names of their object.
+
+    Raises:
+        InvalidRequest: there are too many patterns.
+    """
+    pairs = [(schema, pattern) for schema in patterned for pattern in schema[_PATTERNS] if pattern != _ANY_NAME]
+    if len(pairs) > _MAX_PATTERNS:
+        raise invalid(
+            f"{_PATTERNS} has {len(pairs)} patterns in objects with `properties`; at most {_MAX_PATTERNS} are supported"
+        )
+    for schema, pattern in pairs:
+        if is_exhausted(pattern, schema["properties"]):
+            schema[_PATTERNS] = {each: value for each, value in schema[_PATTERNS].items() if each != pattern}
+
+
 def _checked_reference(reference: str) -> str:
-    """Check that a JSON pointer (RFC 6901) does not lead into a value that is no schema."""
+    """Check that a JSON pointer (RFC 6901) does not lead into a value that is not a schema, or that is replaced."""
     _, _, fragment = reference.partition("#")
     names = iter(unquote(fragment).split("/")[1:])
     for name in names:
         keyword = name.replace("~1", "/").replace("~0", "~")
         # After a keyword that maps names to schemas comes a name, which may be that of a keyword.
-        is_schema = next(names, None) is not None if keyword in _NAMED else keyword not in _ANNOTATIONS | _CONSTANTS
-        if not is_schema:
-            raise invalid(
-                f"$ref {shortened(reference)!r} refers to a value of {keyword!r}; refer to a schema, as in $defs"
-            )
+        is_kept = next(names, None) is not None if keyword in _NAMED else keyword not in _NOT_REFERRED
+        if not is_kept:
+            raise invalid(f"$ref {shortened(reference)!r} refers to a value of {keyword!r}; refer to a schema in $defs")
     return reference
 
 

@@ -6,14 +6,15 @@ from every class: every output still matches the pattern, but no output contains
 """
 
 import itertools
+import json
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from kvferry.core.errors import shortened
 from kvferry.model.grammar.errors import invalid
 
-MAX_NAME = 64
-"""Maximum length of a name in `other_names`; each character nests the pattern once more."""
+MAX_NAME = 61
+"""Maximum length of a name in `other_names`; each character nests the pattern four levels deeper, of 250."""
 _REMOVED = r"\x1f"
 _SYNTAX = re.compile(
     r"""
@@ -24,8 +25,6 @@ _SYNTAX = re.compile(
     """,
     re.VERBOSE | re.DOTALL,
 )
-_EXTENDED = re.compile(r"(?<!\\)\(\?[a-zA-Z]*x")
-"""The flag with which white space and comments are ignored. JSON Schema's dialect lacks it."""
 _CLASS = re.compile(r"\\[DWSpP]")
 _CODE = re.compile(r"\\[xuU]\{?([0-9A-Fa-f]+)\}?")
 
@@ -36,14 +35,14 @@ def enforceable_pattern(pattern: str) -> str:
     Raises:
         InvalidRequest: the pattern has U+001F itself outside of a class, or the flag x.
     """
-    if _EXTENDED.search(pattern):
-        raise invalid(f"pattern {shortened(pattern)!r} sets the flag x, which is not supported; remove it")
     parts = [found.group() for found in _SYNTAX.finditer(pattern)]
     made: list[str] = []
     at = 0
     while at < len(parts):
         part = parts[at]
         end = at + 1
+        if part == "(" and _sets_extended(parts[at + 1 :]):
+            raise invalid(f"pattern {shortened(pattern)!r} sets the flag x, which is not supported; remove it")
         if part == "[":
             end = _class_end(parts, at)
             made.append(f"[{_literal_class(parts[at:end])}&&[^{_REMOVED}]]")
@@ -57,6 +56,30 @@ def enforceable_pattern(pattern: str) -> str:
             made.append(part)
         at = end
     return "".join(made)
+
+
+def is_exhausted(pattern: str, names: Collection[str]) -> bool:
+    """Return whether a pattern of members' names matches no name but some. After these members, the compiler would
+    accept a comma, and then no name.
+
+    Args:
+        pattern: a pattern of `patternProperties`; the compiler reports its errors.
+        names: known names of the same object.
+    """
+    from llguidance import LLMatcher, LLTokenizer
+
+    null = {"type": "null"}
+    schema = {
+        "type": "object", "properties": dict.fromkeys(names, null), "required": list(names),
+        "patternProperties": {pattern: null}, "additionalProperties": False,
+        "x-guidance": {"item_separator": ",", "key_separator": ":", "whitespace_flexible": False},
+    }  # fmt: skip
+    matcher = LLMatcher(LLTokenizer("byte"), LLMatcher.grammar_from_json_schema(schema))
+    text = "{" + "".join(f"{json.dumps(name, ensure_ascii=False)}:null," for name in names)
+    if not matcher.consume_tokens(list(text.encode())) or matcher.get_error():
+        return False
+    matcher.compute_bitmask()
+    return matcher.is_stopped()
 
 
 def other_names(names: Collection[str]) -> str:
@@ -98,6 +121,13 @@ def _literal_class(parts: list[str]) -> str:
     inner = [f"\\{part}" if part in ("[", "&", "~") else part for part in parts[1:]]
     places = zip(["", *inner[:-1]], inner, [*inner[1:], ""], strict=True)
     return "[" + "".join("\\-" if part == "-" and "-" in (before, after) else part for before, part, after in places)
+
+
+def _sets_extended(parts: Iterable[str]) -> bool:
+    """Return whether a group has the flag with which white space and comments are ignored. JSON Schema's dialect lacks
+    it."""
+    flags = itertools.takewhile(lambda part: part.isalpha() or part == "-", itertools.islice(parts, 1, None))
+    return next(iter(parts), "") == "?" and "x" in flags
 
 
 def _is_removed(part: str) -> bool:

@@ -94,6 +94,17 @@ def test_outputs_follow_generated_schemas() -> None:
             ["no call", "so <f=add>12</f> and"],
             ["<f=sub>1</f>", "<f=add>x</f>", "<f=add>12"],
         ),
+        (
+            constraint(
+                ConstraintKind.STRUCTURAL_TAG,
+                {
+                    "structures": [{"begin": "<t>", "schema": {"type": "string", "pattern": "^[0-9a]+$"}, "end": "."}],
+                    "triggers": ["<t>"],
+                },
+            ),
+            ['<t>"10a".'],
+            ['<t>"&&]".', '<t>"b".'],
+        ),
     ],
     ids=[
         "json_object",
@@ -105,6 +116,7 @@ def test_outputs_follow_generated_schemas() -> None:
         "lark-attribute",
         "after",
         "structural_tag",
+        "structural_tag-pattern",
     ],
 )
 def test_each_kind_accepts_exactly_its_texts(of: Constraint, good: list[str], bad: list[str]) -> None:

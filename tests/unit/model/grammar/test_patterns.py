@@ -84,4 +84,8 @@ def test_other_names_are_all_strings_but_some(names: set[str], text: str) -> Non
 def test_a_pattern_that_ignores_white_space_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="sets the flag x, which is not supported"):
         enforceable_pattern('(?x)^#[\n[^"]|b]$')
-    assert enforceable_pattern(r"\(?x(?i:y)") == r"\(?x(?i:y)"
+    for pattern in (r"\\(?x)#", "a(?ix:b)", "(?i-x)"):
+        with pytest.raises(InvalidRequest, match="sets the flag x"):
+            enforceable_pattern(pattern)
+    for pattern in (r"\(?x(?i:y)", "(?:x)", "(?P<x>a)", "(?<x>a)"):
+        assert enforceable_pattern(pattern) == pattern

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from kvferry.model.text.answers.calls import Calls
 from kvferry.model.text.answers.marker_search import MarkerSearch
-from kvferry.model.text.answers.marks import without_marks
+from kvferry.model.text.answers.marks import is_mark, without_marks
 from kvferry.model.text.answers.pieces import NotACall, Parts
 
 MAX_HELD_CHARS = 1 << 16
@@ -86,8 +86,8 @@ class CallParser:
 
     def _find(self, text: str, content: list[str]) -> str:
         """Search for the next call and return the text after its opener."""
-        if self._drops_space:
-            text = text.lstrip()
+        if self._drops_space and not self._search.holds_text:
+            text = self._without_lead(text)
         found = self._search.feed(text)
         self._add(found.clear, content)
         if found.marker is None:
@@ -98,6 +98,14 @@ class CallParser:
         self._before = found.space
         self._hold(found.space + found.marker)
         return found.rest
+
+    def _without_lead(self, text: str) -> str:
+        """Remove whitespace, and control tokens that open no call, from the beginning of a text."""
+        openers = self._syntax.openers
+        for position, character in enumerate(text):
+            if not character.isspace() and (character in openers or not is_mark(character)):
+                return text[position:]
+        return ""
 
     def _read_call(self, text: str, content: list[str]) -> str:
         """Read a call up to its end and return the text after it."""

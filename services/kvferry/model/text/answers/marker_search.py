@@ -40,6 +40,11 @@ class MarkerSearch:
         self.is_blank = True
         """Whether only whitespace preceded the text that is held back."""
 
+    @property
+    def holds_text(self) -> bool:
+        """Whether more than whitespace is held back."""
+        return bool(self._held.strip())
+
     def feed(self, text: str) -> Found:
         """Add text. After a marker was found, the caller processes `rest`."""
         held = self._held + text

@@ -11,15 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 from kvferry.model.text.answers.marks import HARMONY, Marks
 from kvferry.model.text.answers.registry import CallFormat
-from kvferry.model.text.tools.argument_schemas import enforced_arguments
+from kvferry.model.text.tools.argument_schemas import check_arguments, closed
 from kvferry.model.text.tools.definitions import Tool
 from kvferry.model.text.tools.pythonic_grammar import pythonic_call
 
 MAX_CALLS = 16
 """Maximum number of calls in an answer that must have calls, since a small model may never stop."""
-_COMPOSED = frozenset({"$ref", "allOf", "anyOf", "oneOf", "if", "not"})
-_OPEN = frozenset({"additionalProperties", "patternProperties", "unevaluatedProperties", *_COMPOSED})
-"""Keywords that define which other members an object may have."""
 _SPACING: Mapping[str, object] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
@@ -77,10 +74,8 @@ def _terminal(marker: str, marks: Marks) -> str:
 
 
 def _schema(tool: Tool) -> str:
-    schema = tool.schema
-    # JSON Schema allows members that a schema does not mention; a small model would invent them endlessly.
-    closed = {"additionalProperties": False} if "properties" in schema and not _OPEN & schema.keys() else {}
-    whole = {**enforced_arguments(tool, schema), **closed, "type": "object", "x-guidance": _SPACING}
+    check_arguments(tool, tool.schema)
+    whole = {**closed(tool.schema), "type": "object", "x-guidance": _SPACING}
     return f"%json {json.dumps(whole, ensure_ascii=False)}"
 
 

@@ -10,7 +10,7 @@ import keyword
 from collections.abc import Mapping
 
 from kvferry.core.errors import InvalidRequest, shortened
-from kvferry.model.text.tools.argument_schemas import enforced_arguments
+from kvferry.model.text.tools.argument_schemas import check_arguments, closed
 from kvferry.model.text.tools.definitions import Tool
 
 _PLAIN = frozenset(
@@ -49,7 +49,8 @@ def pythonic_call(tool: Tool, rule: str, spacing: Mapping[str, object]) -> list[
         if not isinstance(value, Mapping | bool):
             raise _unsuitable(tool, f"the property {shortened(name)!r} has no schema")
         inner = value if isinstance(value, Mapping) else {} if value else {"not": {}}
-        whole = json.dumps({**enforced_arguments(tool, {**shared, **inner}), "x-guidance": spacing}, ensure_ascii=False)
+        check_arguments(tool, {**shared, **inner})
+        whole = json.dumps({**shared, **closed(inner), "x-guidance": spacing}, ensure_ascii=False)
         rules += [f'{rule}_{number}: "{name}=" {rule}_{number}_value', f"{rule}_{number}_value: %json {whole}"]
     is_required = [name in required for name in properties]
     return [*_sequence(tool.name, rule, is_required), *rules]

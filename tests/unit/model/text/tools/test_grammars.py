@@ -15,7 +15,9 @@ from llguidance import LLMatcher, LLTokenizer
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from kvferry.core.constraint import Constraint, ConstraintKind
 from kvferry.core.errors import InvalidRequest
+from kvferry.model.grammar.grammar_text import grammar_text
 from kvferry.model.text.answers.marks import MARKERS, Marks
 from kvferry.model.text.answers.registry import CallFormat
 from kvferry.model.text.byte_level import CHARACTER_OF
@@ -72,9 +74,14 @@ def marked() -> LLTokenizer:
     return made(CONTROL)
 
 
+def compiled(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
+    """Compile a grammar as a request's constraint."""
+    return LLMatcher(tokenizer, grammar_text(Constraint(ConstraintKind.GRAMMAR, grammar), {}))
+
+
 def drawn(tokenizer: LLTokenizer, grammar: str, marks: Marks, seed: int, most: int = 3000) -> str | None:
     """Return a random text that the grammar accepts, ended as soon as possible; `None` if it exceeds `most` tokens."""
-    matcher = LLMatcher(tokenizer, LLMatcher.grammar_from_lark(grammar))
+    matcher = compiled(tokenizer, grammar)
     dice = random.Random(seed)
     mask = allocate_token_bitmask(1, tokenizer.vocab_size)
     tokens: list[int] = []
@@ -115,7 +122,7 @@ def test_texts_of_a_grammar_are_calls_that_fit(call_format, marks, tokenizer, ma
     tools = tuple(tool for tool in TOOLS if call_format is not CallFormat.PYTHONIC or "-" not in tool.name)
     for thought in ("", thought_rules(marks, is_open=False), thought_rules(marks, is_open=True)):
         grammar = calls_grammar(call_format, tools, marks, thought=thought)
-        assert LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(grammar), tokenizer) == ""
+        assert compiled(tokenizer, grammar).get_error() == ""
     grammar = calls_grammar(call_format, tools, marks)
     seen: set[str] = set()
     for seed in range(60):
@@ -131,7 +138,7 @@ def test_texts_of_a_grammar_are_calls_that_fit(call_format, marks, tokenizer, ma
 
 
 def accepts(tokenizer: LLTokenizer, grammar: str, text: str) -> bool:
-    matcher = LLMatcher(tokenizer, LLMatcher.grammar_from_lark(grammar))
+    matcher = compiled(tokenizer, grammar)
     return matcher.try_consume_tokens(list(text.encode())) == len(text.encode()) and matcher.is_accepting()
 
 
@@ -223,6 +230,32 @@ def test_schemas_that_are_no_keyword_arguments_are_refused(schema, words):
         calls_grammar(CallFormat.PYTHONIC, [Tool("f", "", {"type": "object", **schema})], NO_MARKS)
     assert words in caught.value.message
     assert caught.value.field == "tools"
+
+
+@pytest.mark.parametrize("call_format", list(CallFormat))
+def test_patterns_and_members_are_enforced_exactly(call_format, tokenizer):
+    inner = {"type": "object", "properties": {"k": {"type": "integer"}}, "required": ["k"]}
+    properties = {"city": {"type": "string", "pattern": "^[0-9a-c]{3}$"}, "in": {"type": "array", "items": inner}}
+    of_names = {"type": "object", "additionalProperties": {"type": "null"}, "properties": {"k": {"type": "integer"}}}
+    if call_format is CallFormat.PYTHONIC:
+        properties = {"city": properties["city"], "into": properties["in"]}
+    schema = {"type": "object", "properties": {**properties, "more": of_names}, "required": ["city"]}
+    grammar = calls_grammar(call_format, [Tool("h", "", schema)], NO_MARKS)
+
+    def call(value, more=""):
+        return ONE[call_format].replace('"x"', value + more)
+
+    name, sign = ("into", "=") if call_format is CallFormat.PYTHONIC else ('"in"', ": ")
+    assert accepts(tokenizer, grammar, call('"0a9"'))
+    assert accepts(tokenizer, grammar, call('"0a9"', f', {name}{sign}[{{"k": 1}}]'))
+    assert not accepts(tokenizer, grammar, call('"0d9"'))
+    assert not accepts(tokenizer, grammar, call('"&&]"'))
+    assert not accepts(tokenizer, grammar, call('"0a9"', f', {name}{sign}[{{"k": 1, "l": 1}}]'))
+    more = name.replace("into", "more").replace("in", "more")
+    assert accepts(tokenizer, grammar, call('"0a9"', f', {more}{sign}{{"k": 1, "b": null}}'))
+    assert not accepts(tokenizer, grammar, call('"0a9"', f', {more}{sign}{{"k": 1, "b&&x]": 1}}'))
+    if call_format is not CallFormat.PYTHONIC:
+        assert not accepts(tokenizer, grammar, call('"0a9"', ', "other": 1'))
 
 
 def test_bounds_and_patterns_of_python_keywords_are_enforced_exactly(tokenizer):
