@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from kvferry.bench.formulas.work import Work
+from kvferry.core.dtypes import SCALE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +170,13 @@ def _attention(s: Spec, item: int, *, rows: int, keys: int, seen: int) -> Work:
     return Work(item * dim * (2 * s["kv_heads"] * keys + 2 * s["heads"] * rows), 4 * s["heads"] * dim * seen)
 
 
+def _coded_decode(s: Spec, item: int) -> Work:
+    """Each key and value has a scale; queries and outputs have `item` bytes per value."""
+    keys, rows, dim = s["batch"] * s["context"], s["batch"], s["head_dim"]
+    num_bytes = 2 * s["kv_heads"] * keys * (dim + SCALE_BYTES) + item * dim * 2 * s["heads"] * rows
+    return Work(num_bytes, 4 * s["heads"] * dim * keys)
+
+
 def _latent_decode(s: Spec, item: int) -> Work:
     """Each latent vector counts once per sequence, and the projections of all heads once."""
     batch, heads, rank, both = s["batch"], s["heads"], s["rank"], s["plain"] + s["value"]
@@ -213,6 +221,8 @@ def _pages(s: Spec, item: int) -> int:
 _WORK: Mapping[str, Callable[[Spec, int], Work]] = MappingProxyType(
     {
         "decode_attention": _decode,
+        "decode_int8": _coded_decode,
+        "decode_fp8": _coded_decode,
         "prefill_attention": _prefill,
         "latent_decode": _latent_decode,
         "add_rms_norm": _add_rms_norm,
@@ -252,7 +262,11 @@ def _specs(
     pages = {"blocks": blocks[0], "layers": blocks[1], "kv_heads": kv_heads, "block_tokens": 16, "head_dim": head_dim}
     logits = {"rows": sampled, "vocabulary": vocabulary}
     return (
-        *(Spec.of("decode_attention", batch=batch, context=context, **of_heads) for batch, context in decode),
+        *(
+            Spec.of(op, batch=batch, context=context, **of_heads)
+            for op in ("decode_attention", "decode_int8", "decode_fp8")
+            for batch, context in decode
+        ),
         *(Spec.of("prefill_attention", tokens=now, history=before, **of_heads) for now, before in prefill),
         *(
             Spec.of("latent_decode", batch=batch, context=context, heads=count, **of_latent, block_tokens=16)

@@ -31,7 +31,7 @@ _CHUNKS: Mapping[str, Sequence[int]] = {"chunk": (1024, 2048, 4096, 8192, 16384)
 TUNABLE: Mapping[str, Tunable] = MappingProxyType(
     {
         "attend_small": Tunable(
-            ("decode_attention",),
+            ("decode_attention", "decode_int8", "decode_fp8"),
             {
                 "keys": (16, 32, 64, 128),
                 "partition": (256, 512, 1024, 2048),

@@ -15,13 +15,17 @@ import torch
 from kvferry.bench.formulas.gpu_work import Spec
 from kvferry.bench.gpu import peers
 from kvferry.bench.gpu.timing import Action
+from kvferry.core.dtypes import SCALE_BYTES
 from kvferry.kernels.batch import AttentionBatch, LatentUp
+from kvferry.kernels.coded_pages import coded_pages
 from kvferry.kernels.logit_rows import Draws
 from kvferry.kernels.ops import DeviceOps, Ops, device_ops_for, ops_for
 
 _SEED = 1
 _EPSILON = 1e-5
 _SPREAD_OF_LOGITS = 4.0
+_WRITTEN_ROWS = 1 << 16
+"""Number of tokens whose keys and values are written at a time."""
 _UNITS = 64
 """Maximum difference of two correct results, in units in the last place of the largest value."""
 
@@ -75,6 +79,28 @@ def _decode(s: Spec, here: _Setup) -> Case:
     batch, context = s["batch"], s["context"]
     queries, contexts = np.ones(batch, np.int64), np.full(batch, context)
     return _attention(s, here, queries, contexts, peers.decode_attention)
+
+
+def _coded_decode(s: Spec, here: _Setup) -> Case:
+    """KV in 8 bits; the codes are those of the values that the kernels write."""
+    batch, context, tokens = s["batch"], s["context"], s["block_tokens"]
+    blocks = -(-context // tokens)
+    tables = here.shuffled(batch * blocks).reshape(batch, blocks)
+    dims = (1, 2, s["kv_heads"], tokens, s["head_dim"])
+    memory = torch.zeros(tables.size * 2 * s["kv_heads"] * tokens * (s["head_dim"] + SCALE_BYTES), dtype=torch.uint8)
+    pages = coded_pages(memory.to(here.device), tables.size, dims, s.op.removeprefix("decode_"))
+    for first in range(0, tables.size * tokens, _WRITTEN_ROWS):
+        slots = torch.arange(first, min(first + _WRITTEN_ROWS, tables.size * tokens), device=here.device)
+        here.ops.write_kv(here.normal(len(slots), 2, s["kv_heads"], s["head_dim"]), pages, 0, slots)
+    q = here.normal(batch, s["heads"], s["head_dim"])
+    none = torch.zeros(batch, dtype=torch.int64, device=here.device)
+    described = AttentionBatch(np.ones(batch, np.int64), np.full(batch, context), tables, none)
+
+    def make() -> Action:
+        plan = here.ops.plan_attention(described, pages, s["heads"])
+        return lambda: here.ops.paged_attention(q, pages, 0, plan, s["head_dim"] ** -0.5)
+
+    return Case(s, make)
 
 
 def _prefill(s: Spec, here: _Setup) -> Case:
@@ -232,6 +258,8 @@ def _blocks(s: Spec, here: _Setup) -> Case:
 _CASES: Mapping[str, Callable[[Spec, _Setup], Case]] = MappingProxyType(
     {
         "decode_attention": _decode,
+        "decode_int8": _coded_decode,
+        "decode_fp8": _coded_decode,
         "prefill_attention": _prefill,
         "latent_decode": _latent_decode,
         "add_rms_norm": _add_rms_norm,
