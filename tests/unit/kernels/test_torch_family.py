@@ -1,6 +1,7 @@
 """The torch backend equals the reference for any shape, and never reads beyond a context."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.core.errors import UsageError
-from kvferry.kernels.batch import AttentionBatch, LatentUp
+from kvferry.kernels.batch import AttentionBatch, AttentionRules, LatentUp
 from kvferry.kernels.ops import Ops, ops_for
+from kvferry.kernels.torch_family.attention import Plan
 from kvferry.kernels.torch_family.latent import expands
 
 FAST = ops_for("cpu", "torch")
@@ -192,3 +194,19 @@ def test_a_whole_prompt_is_expanded_and_a_row_of_a_long_one_absorbed(queries: in
 def test_an_unknown_family_is_refused_by_name() -> None:
     with pytest.raises(UsageError, match="unknown kernel backend 'cuda-magic'; expected one of reference"):
         ops_for("cpu", "cuda-magic")
+
+
+@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize("soft_cap", [None, 20.0])
+def test_what_a_plan_needs_is_on_the_device_of_the_pages(window: int | None, soft_cap: float | None) -> None:
+    """Operations between devices raise an error, also on the device `meta`, which computes only shapes."""
+    case = make_case([(1, 20), (1, 33), (7, 0), (5, 12)], kv_heads=2, group=2, head_dim=16, block_tokens=4, seed=1)
+    batch = replace(case.batch, slots=case.batch.slots.to("meta"))
+    pages, q = case.pages.to("meta"), case.q.to("meta")
+    plan = FAST.plan_attention(batch, pages, q.shape[1])
+    assert isinstance(plan, Plan)
+    lists = [one for group in plan.groups for one in (group.rows, group.page_rows, group.mask, group.beyond)]
+    lists += [one for chunk in plan.chunks for one in (chunk.page_rows, chunk.mask)]
+    assert {str(one.device) for one in lists if one is not None} == {"meta"}
+    out = FAST.attend(q, pages, 0, plan, AttentionRules(0.3, window, soft_cap))
+    assert (str(out.device), tuple(out.shape)) == ("meta", (14, 64))

@@ -72,15 +72,15 @@ class Chunk:
     windowed: dict[int, torch.Tensor] = field(default_factory=dict)
     """Masks by sliding window, computed at first use."""
 
-    def mask_for(self, rules: AttentionRules, dtype: torch.dtype) -> torch.Tensor | None:
+    def mask_for(self, rules: AttentionRules, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
         """Return the mask [queries, context] for a layer; `None` if a plain causal mask suffices."""
         window = self.context if rules.window is None else min(rules.window, self.context)
         if window == self.context and (self.mask is not None or _is_fused(rules)):
             return self.mask
         if window not in self.windowed:
-            seen = torch.ones(self.queries, self.context, dtype=torch.bool).tril_(self.context - self.queries)
-            seen.triu_(self.context - self.queries - window + 1)
-            self.windowed[window] = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -math.inf)
+            seen = torch.ones(self.queries, self.context, dtype=torch.bool, device=device)
+            seen.tril_(self.context - self.queries).triu_(self.context - self.queries - window + 1)
+            self.windowed[window] = torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, -math.inf)
         return self.windowed[window]
 
 
@@ -131,14 +131,15 @@ def _plan_group(
     longest = int(blocks[members].max())
     rows = _page_rows(batch.block_tables[members, :longest], pages)
     is_all = len(members) == batch.num_rows
-    where = None if is_all else torch.from_numpy(firsts[members])
+    where = None if is_all else torch.from_numpy(firsts[members]).to(pages.device)
     shape = (len(members), longest)
     if int(contexts.min()) == int(contexts.max()):
         return Group(where, rows, shape, int(contexts[0]), None, None, contexts)
     outside = np.arange(longest * block_tokens) >= contexts[:, None]  # [sequences, blocks * B]
-    mask = torch.zeros(outside.shape, dtype=pages.dtype).masked_fill_(torch.from_numpy(outside), -math.inf)
+    there = torch.from_numpy(outside).to(pages.device)
+    mask = torch.zeros(outside.shape, dtype=pages.dtype, device=pages.device).masked_fill_(there, -math.inf)
     gathered = np.broadcast_to(outside[None, :, None, :], (planes, len(members), heads, outside.shape[1]))
-    beyond = torch.from_numpy(np.flatnonzero(gathered))
+    beyond = torch.from_numpy(np.flatnonzero(gathered)).to(pages.device)
     return Group(where, rows, shape, None, mask[:, None, None, :], beyond, contexts)
 
 
@@ -147,8 +148,8 @@ def _plan_chunk(batch: AttentionBatch, pages: torch.Tensor, index: int, first: i
     rows = _page_rows(batch.block_tables[index : index + 1, :blocks], pages)
     mask = None
     if queries < context:
-        seen = torch.ones(queries, context, dtype=torch.bool).tril_(context - queries)
-        mask = torch.zeros(queries, context, dtype=pages.dtype).masked_fill_(~seen, -math.inf)
+        seen = torch.ones(queries, context, dtype=torch.bool, device=pages.device).tril_(context - queries)
+        mask = torch.zeros(queries, context, dtype=pages.dtype, device=pages.device).masked_fill_(~seen, -math.inf)
     return Chunk(first, queries, context, rows, mask)
 
 
@@ -157,7 +158,8 @@ def _page_rows(table: npt.NDArray[np.int64], pages: torch.Tensor) -> torch.Tenso
     sequences, K, blocks], layer 0. The planes are keys and values, or a single plane of latent vectors."""
     _, layers, planes, heads, _, _ = pages.shape
     halves = np.arange(planes)[:, None, None, None] * heads + np.arange(heads)[None, None, :, None]
-    return torch.from_numpy((table[None, :, None, :] * (layers * planes * heads) + halves).reshape(-1))
+    rows = torch.from_numpy((table[None, :, None, :] * (layers * planes * heads) + halves).reshape(-1))
+    return rows.to(pages.device)
 
 
 def paged_attention(
@@ -186,7 +188,7 @@ def attend(
         span = slice(chunk.first, chunk.first + chunk.queries)
         kv = stretch.index_select(0, chunk.page_rows).view(2, 1, kv_heads, -1, head_dim)[:, :, :, : chunk.context]
         rows = q[span].transpose(0, 1).unsqueeze(0)  # [1, H, queries, D]
-        mask = chunk.mask_for(rules, pages.dtype)
+        mask = chunk.mask_for(rules, pages.dtype, pages.device)
         if not _is_fused(rules):
             seen = _separate(rows, kv[0], kv[1], mask, rules)
         else:
