@@ -34,6 +34,12 @@ def silence_grpc() -> None:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 
+def tokenize_on_one_thread() -> None:
+    """Make the tokenizer library use only the calling thread, unless the environment says otherwise: a pool of threads
+    would take longer to wake than a text takes, and compete with the model for the cores."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
 def show_one_gpu(number: int) -> None:
     """Make only one of this process's GPUs visible to CUDA, as device 0. Must be called before CUDA is initialized.
 
