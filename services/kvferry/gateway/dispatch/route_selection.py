@@ -116,10 +116,9 @@ class RouteSelection:
 
     def _compare(self, run: SampleRun, route: Route, note: RouteNote, caches: PromptCaches) -> None:
         """Add the choices of the other policies to a note."""
-        others = self._policies.others(
-            self._request(run, self._candidates(run), caches),
-            lambda policy: self._choose(run, frozenset(run.excluded), caches, policy),
-        )
+        candidates = self._candidates(run, frozenset(run.excluded))
+        request = self._request(run, candidates, caches)
+        others = self._policies.others(request, lambda policy: self._route(run, request, candidates, policy))
         compared = route_notes(route, self._config.policy, others)[0]
         run.routes = [compared if one is note else one for one in run.routes]
 
@@ -145,14 +144,12 @@ class RouteSelection:
         run: SampleRun,
         excluded: frozenset[str],
         cached: CachedTokens | None = None,
-        policy: Policy | None = None,
     ) -> Route | None:
-        """Choose a route by the configured policy or another one. Without cache predictions, the result shows only
-        whether a route exists."""
+        """Choose a route by the configured policy. Without cache predictions, the result shows only whether a route
+        exists."""
         candidates = self._candidates(run, excluded)
-        if cached is None:
-            return self._route(run, candidates, _ANY, nothing_cached)
-        return self._route(run, candidates, policy or self._policies.chosen, cached)
+        request = self._request(run, candidates, nothing_cached if cached is None else cached)
+        return self._route(run, request, candidates, _ANY if cached is None else self._policies.chosen)
 
     def _candidates(self, run: SampleRun, excluded: frozenset[str] = frozenset()) -> Candidates:
         return with_adapter(self._fleet.candidates(excluded), run.request.adapter)
@@ -162,8 +159,7 @@ class RouteSelection:
         key = prefix_key(self._namers, request.scope, request.token_ids, self._config.prefix_blocks)
         return RouteRequest(key, cached, len(run.token_ids), run.max_new_tokens, _source(run, candidates))
 
-    def _route(self, run: SampleRun, candidates: Candidates, policy: Policy, cached: CachedTokens) -> Route | None:
-        request = self._request(run, candidates, cached)
+    def _route(self, run: SampleRun, request: RouteRequest, candidates: Candidates, policy: Policy) -> Route | None:
         num_prompt = len(run.request.token_ids)
         if run.pooling is not None:
             return choose_pooling(request, candidates, policy)
