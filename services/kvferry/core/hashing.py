@@ -78,13 +78,22 @@ class BlockNamer:
         message = (parent or _NO_PARENT) + self._extra + _pack_u32(tokens)
         return BlockHash(blake3(message, key=self._key).digest())
 
-    def chain(self, tokens: Sequence[int]) -> list[BlockHash]:
-        """Return the names of all full blocks of `tokens`, in order; a partial last block has no name."""
+    def chain(self, tokens: Sequence[int], parent: BlockHash | None = None) -> list[BlockHash]:
+        """Return the names of all full blocks of `tokens`, in order; a partial last block has no name.
+
+        Args:
+            tokens: tokens that follow the block `parent`.
+            parent: name of the block before them; `None` if they begin a prompt.
+
+        Raises:
+            OverflowError: a token id does not fit an unsigned 32-bit integer.
+        """
         names: list[BlockHash] = []
-        parent: BlockHash | None = None
-        for start in range(0, len(tokens) - self.block_tokens + 1, self.block_tokens):
-            parent = self.name(parent, tokens[start : start + self.block_tokens])
-            names.append(parent)
+        packed, size, key, extra = _pack_u32(tokens), 4 * self.block_tokens, self._key, self._extra
+        before: bytes = parent or _NO_PARENT
+        for start in range(0, len(packed) - size + 1, size):
+            before = blake3(before + extra + packed[start : start + size], key=key).digest()
+            names.append(BlockHash(before))
         return names
 
 

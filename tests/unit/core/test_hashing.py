@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.core.hashing import SALT_DIGEST_CHARS, BlockNamer, BlockNamers, cache_scope
+from kvferry.core.ids import BlockHash
 
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 
@@ -26,6 +27,12 @@ def test_a_chain_names_full_blocks_and_grows_by_appending(tokens: list[int]) -> 
     names = namer().chain(tokens)
     assert len(names) == len(tokens) // 4
     assert namer().chain([*tokens, 1, 2, 3, 4])[: len(names)] == names
+    one_by_one: list[BlockHash] = []
+    for start in range(0, 4 * len(names), 4):
+        one_by_one.append(namer().name(one_by_one[-1] if one_by_one else None, tokens[start : start + 4]))
+    assert names == one_by_one
+    middle = len(names) // 2
+    assert namer().chain(tokens[4 * middle :], names[middle - 1] if middle else None) == names[middle:]
 
 
 @pytest.mark.parametrize("change", [{"tenant": b"u"}, {"fingerprint": b"g"}, {"extra": b"x"}])

@@ -47,8 +47,7 @@ class PromptNames:
         num_blocks = min(len(token_ids) // size, max_blocks)
         if len(names) < num_blocks:
             namer = namers.of(tenant, fingerprint=replica.layout_fingerprint, block_tokens=size)
-            for start in range(len(names) * size, num_blocks * size, size):
-                names.append(namer.name(names[-1] if names else None, token_ids[start : start + size]))
+            names += namer.chain(token_ids[len(names) * size : num_blocks * size], names[-1] if names else None)
         return names[:num_blocks]
 
 

@@ -20,7 +20,7 @@ from urllib.parse import unquote
 
 from kvferry.core.errors import InvalidRequest, shortened
 from kvferry.model.grammar.errors import invalid
-from kvferry.model.grammar.patterns import MAX_NAME, enforceable_pattern, is_exhausted, other_names
+from kvferry.model.grammar.patterns import MAX_NAME, enforceable_pattern, other_names
 
 _MAX_EXACT = 1 << 53
 _MAX_EXACT_POWER = 22
@@ -37,8 +37,6 @@ _ANNOTATIONS = frozenset({"default", "examples"})
 _NOT_REFERRED = _ANNOTATIONS | _CONSTANTS | {"additionalProperties"}
 _ANY_NAME = "^(?s:.*)$"
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
-_MAX_PATTERNS = 128
-"""Maximum number of patterns in objects with known names; each is compiled once to find out if it can be used."""
 OPTIONS = "x-guidance"
 """Keyword with options of the compiler."""
 MAX_WHITESPACE = 32
@@ -76,13 +74,10 @@ def enforced(schema: Any, options: Collection[str] = ()) -> Any:
     """
     if isinstance(schema, dict) and OPTIONS in schema:
         _check_options(schema[OPTIONS], options)
-    patterned: list[dict[str, Any]] = []
     try:
-        made = _enforceable(schema, patterned)
+        return _enforceable(schema)
     except RecursionError:
         raise _nested() from None
-    _drop_exhausted(patterned)
-    return made
 
 
 def _check_options(value: Any, options: Collection[str]) -> None:
@@ -92,17 +87,16 @@ def _check_options(value: Any, options: Collection[str]) -> None:
         raise invalid(f"{OPTIONS} must be an object with {', '.join(options)}, not {shortened(repr(value))}")
 
 
-def _enforceable(schema: Any, patterned: list[dict[str, Any]]) -> Any:
-    """Return a prepared schema; add the schemas that have patterns beside known names to `patterned`."""
+def _enforceable(schema: Any) -> Any:
     if isinstance(schema, list):
-        return [_enforceable(each, patterned) for each in schema]
+        return [_enforceable(each) for each in schema]
     if not isinstance(schema, dict):
         return schema
     made: dict[str, Any] = {}
     for key, value in schema.items():
         if key in _NAMED and isinstance(value, dict):
             named = enforceable_pattern if key == _PATTERNS else str
-            made[key] = {named(name): _enforceable(each, patterned) for name, each in value.items()}
+            made[key] = {named(name): _enforceable(each) for name, each in value.items()}
         elif key == "pattern" and isinstance(value, str):
             made[key] = enforceable_pattern(value)
         elif key in _CONSTANTS:
@@ -112,11 +106,9 @@ def _enforceable(schema: Any, patterned: list[dict[str, Any]]) -> Any:
         elif key == "uniqueItems" and value is False:  # the default; the compiler refuses the keyword
             continue
         else:
-            made[key] = value if key in _ANNOTATIONS else _enforceable(value, patterned)
+            made[key] = value if key in _ANNOTATIONS else _enforceable(value)
     _read_flags(made)
     _check_bounds(made)
-    if all(isinstance(made.get(key), dict) and made[key] for key in (_PATTERNS, "properties")):
-        patterned.append(made)
     _name_members(made)
     if made.get("type") != "integer":
         was_empty = _is_empty(made)
@@ -160,22 +152,6 @@ def _name_members(schema: dict[str, Any]) -> None:
         )
     name = enforceable_pattern(other_names(known)) if is_distinct else _ANY_NAME
     schema |= {_PATTERNS: {name: others}, "additionalProperties": False}
-
-
-def _drop_exhausted(patterned: Collection[dict[str, Any]]) -> None:
-    """Drop patterns that match only known names of their object.
-
-    Raises:
-        InvalidRequest: there are too many patterns.
-    """
-    pairs = [(schema, pattern) for schema in patterned for pattern in schema[_PATTERNS] if pattern != _ANY_NAME]
-    if len(pairs) > _MAX_PATTERNS:
-        raise invalid(
-            f"{_PATTERNS} has {len(pairs)} patterns in objects with `properties`; at most {_MAX_PATTERNS} are supported"
-        )
-    for schema, pattern in pairs:
-        if is_exhausted(pattern, schema["properties"]):
-            schema[_PATTERNS] = {each: value for each, value in schema[_PATTERNS].items() if each != pattern}
 
 
 def _checked_reference(reference: str) -> str:

@@ -6,7 +6,6 @@ from every class: every output still matches the pattern, but no output contains
 """
 
 import itertools
-import json
 import re
 from collections.abc import Collection, Iterable
 
@@ -56,30 +55,6 @@ def enforceable_pattern(pattern: str) -> str:
             made.append(part)
         at = end
     return "".join(made)
-
-
-def is_exhausted(pattern: str, names: Collection[str]) -> bool:
-    """Return whether a pattern of members' names matches no name but some. After these members, the compiler would
-    accept a comma, and then no name.
-
-    Args:
-        pattern: a pattern of `patternProperties`; the compiler reports its errors.
-        names: known names of the same object.
-    """
-    from llguidance import LLMatcher, LLTokenizer
-
-    null = {"type": "null"}
-    schema = {
-        "type": "object", "properties": dict.fromkeys(names, null), "required": list(names),
-        "patternProperties": {pattern: null}, "additionalProperties": False,
-        "x-guidance": {"item_separator": ",", "key_separator": ":", "whitespace_flexible": False},
-    }  # fmt: skip
-    matcher = LLMatcher(LLTokenizer("byte"), LLMatcher.grammar_from_json_schema(schema))
-    text = "{" + "".join(f"{json.dumps(name, ensure_ascii=False)}:null," for name in names)
-    if not matcher.consume_tokens(list(text.encode())) or matcher.get_error():
-        return False
-    matcher.compute_bitmask()
-    return matcher.is_stopped()
 
 
 def other_names(names: Collection[str]) -> str:

@@ -126,30 +126,6 @@ def test_a_control_character_of_a_known_name_has_one_spelling(name: str) -> None
         assert not accepts(schema, f'{{{escaped}: 1, {other}: "x"}}'), other
 
 
-@pytest.mark.parametrize(
-    ("known", "pattern", "is_left"),
-    [
-        (["b"], "^b$", False),
-        ([""], "^$", False),
-        (["b", "c"], "^[bc]$", False),
-        (["b"], "^b+$", True),
-        ([], "^b$", True),
-    ],
-)
-def test_a_pattern_of_known_names_only_is_dropped(known: list[str], pattern: str, is_left: bool) -> None:
-    schema = {
-        "type": "object", "properties": {name: {"type": "null"} for name in known}, "required": known,
-        "additionalProperties": False, "patternProperties": {pattern: {"type": "null"}},
-    }  # fmt: skip
-    assert (pattern in parsed_schema(json.dumps(schema))["patternProperties"]) == is_left
-    state = COMPILER.compile(Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(schema))).start()
-    text = "{" + ",".join(f'"{name}":null' for name in known)
-    for byte in text.encode():
-        assert state.allowed()[byte]
-        state.advance([byte])
-    assert state.allowed()[ord(",") if known else ord('"')] == is_left
-
-
 def test_objects_with_schemas_of_other_members_are_not_combined() -> None:
     parts = [
         {"type": "object", "properties": {"a": {}}, "additionalProperties": {"type": kind}}
@@ -171,14 +147,6 @@ def test_unique_items_of_false_has_no_effect() -> None:
         ({"minProperties": 3, "required": ["a", "b", "a"]}, "minProperties is 3"),
         ({"properties": {"a" * 62: {}}, "additionalProperties": {"type": "null"}}, "names of more than 61 characters"),
         ({"properties": {"a\x1f": {}}}, r"with the control character U\+001F, cannot be enforced; set additionalProp"),
-        (
-            {
-                "properties": {"a": {}},
-                "additionalProperties": False,
-                "patternProperties": {f"^{n}": {} for n in range(129)},
-            },
-            "patternProperties has 129 patterns in objects with `properties`; at most 128 are supported",
-        ),
     ],
 )
 def test_members_that_cannot_be_distinguished_are_refused(schema: dict[str, Any], message: str) -> None:
