@@ -69,17 +69,46 @@ def test_each_token_is_scored_once_in_any_batch(lengths: list[int], plain: list[
     assert engine.is_idle
 
 
-def test_prompts_that_wait_for_scored_rows_do_not_hold_up_others() -> None:
-    engine, runner = an_engine(limits=small_limits(max_scored_rows=4, token_budget=64, max_chunk_tokens=16))
-    for name in ("one", "two", "three"):
-        engine.add(scored_request(name, [*PROMPT, len(name)]))
+def test_prompts_to_be_scored_take_turns_and_do_not_hold_up_others() -> None:
+    engine, runner = an_engine(num_blocks=128, limits=small_limits(max_scored_rows=4, token_budget=64))
+    names = [f"s{i:03}" for i in range(300)]
+    for number, name in enumerate(names):
+        engine.add(scored_request(name, [number % 90, *PROMPT[:6]], max_tokens=1))
     engine.add(a_request("plain", [89, *PROMPT[:9]], max_tokens=1))
     engine.step()
-    assert {s.request_id for s in runner.steps[0].scheduled} == {"one", "plain"}
-    assert sorted(run(engine)) == ["one", "three", "two"]
-    began = [min(i for i, plan in enumerate(runner.steps) if any(s.request_id == name for s in plan.scheduled))
-             for name in ("one", "two", "three")]  # fmt: skip
-    assert began == sorted(began)
+    assert {s.request_id for s in runner.steps[0].scheduled} == {"s000", "plain"}
+    assert engine.scheduler.num_waiting == 299
+    assert sorted(run(engine)) == names
+    began: dict[str, int] = {}
+    for number, plan in enumerate(runner.steps):
+        for scheduled in plan.scheduled:
+            began.setdefault(scheduled.request_id, number)
+    assert [began[name] for name in names] == sorted(began[name] for name in names)
+
+
+def test_copies_of_a_prompt_to_be_scored_do_not_wait_for_it() -> None:
+    engine, runner = an_engine(limits=small_limits(max_scored_rows=2, token_budget=64, max_chunk_tokens=64))
+    engine.add(scored_request("scored", PROMPT, max_tokens=1))
+    engine.step()
+    engine.add(a_request("copy", PROMPT, max_tokens=1))
+    engine.step()
+    assert {s.request_id for s in runner.steps[1].scheduled} == {"scored", "copy"}
+    assert run(engine) == {"scored": [expected(PROMPT)]}
+
+
+def test_a_prompt_to_be_scored_displaces_nothing_before_its_turn() -> None:
+    limits = small_limits(max_sequences=3, max_scored_rows=2, scheduling="priority")
+    engine, _ = an_engine(limits=limits)
+    engine.add(scored_request("first", PROMPT, max_tokens=1))
+    for name, token in (("low", 70), ("lower", 80)):
+        engine.add(replace(a_request(name, [token, *PROMPT[:5]], max_tokens=30), priority=5))
+    engine.step()
+    engine.add(scored_request("second", [60, *PROMPT], max_tokens=1))
+    for _ in range(4):
+        engine.step()
+    assert engine.scheduler.num_preemptions == 0
+    assert sorted(run(engine)) == ["first", "second"]
+    assert engine.scheduler.num_preemptions <= 1
 
 
 def test_cached_rows_are_computed_again_and_their_blocks_are_cached() -> None:

@@ -41,8 +41,7 @@ _MAX_FOLLOWERS = 32
 """Maximum number of sequences per step that may be found waiting for another sequence's block; bounds the step's
 time."""
 _MAX_PASSED = 256
-"""Maximum number of sequences without a slot, or without rows to be scored, that one step passes over; bounds the
-step's time."""
+"""Maximum number of sequences without a slot that one step passes over; bounds the step's time."""
 _MAX_OVERTAKEN = 32
 """Number of later sequences with adapters that may be admitted before the first one that waits for a slot."""
 
@@ -150,19 +149,20 @@ class Admission:
         if not len(self._waiting) or not self.has_place:
             return
         skipped: list[Sequence] = []
-        num_followers = num_unscored = 0
+        num_followers = 0
         passed: list[Sequence] = []
         pages = self._headroom()
-        pending = {next_block(s) for s in self._admitted}
+        # A prompt whose rows are scored is computed slowly; others do not wait for its blocks.
+        pending = {next_block(s) for s in self._admitted if not s.is_scoring}
         while room.tokens > 0 and (sequence := self._waiting.first()) is not None:
             if sequence.is_lookup_pending:
-                self._waiting.remove(sequence)
+                self._waiting.set_aside(sequence)
                 skipped.append(sequence)
                 continue
             if self._lacks_slot(sequence, passed):
                 if len(passed) == _MAX_PASSED:
                     break
-                self._waiting.remove(sequence)
+                self._waiting.set_aside(sequence)
                 passed.append(sequence)
                 continue
             if before is not None:
@@ -176,19 +176,13 @@ class Admission:
                 num_followers += 1
                 if num_followers > _MAX_FOLLOWERS:
                     break
-                self._waiting.remove(sequence)
-                skipped.append(sequence)
-                continue
-            if self._lacks_scored_rows(sequence, hit, room):
-                num_unscored += 1
-                if num_unscored > _MAX_PASSED:
-                    break
-                self._waiting.remove(sequence)
+                self._waiting.set_aside(sequence)
                 skipped.append(sequence)
                 continue
             if not self._admit_one(sequence, hit, room, pages, planned):
                 break
-            pending.add(next_block(sequence))
+            if not sequence.is_scoring:
+                pending.add(next_block(sequence))
             if passed and sequence.adapter is not None:
                 passed[0].num_overtaken += 1
         for sequence in (*skipped, *passed):
@@ -244,11 +238,6 @@ class Admission:
         sequence can use it."""
         is_usable = (num_hit + 1) * self._allocator.block_tokens <= sequence.num_reusable
         return is_usable and sequence.names[num_hit] in pending
-
-    def _lacks_scored_rows(self, sequence: Sequence, hit: CachedPrefix, room: StepBudget) -> bool:
-        """Return whether a sequence can only wait for rows of prompts to be scored, while later ones may fit."""
-        start = len(hit) * self._allocator.block_tokens
-        return sequence.is_scoring and sequence.remote is None and room.fit_scored(sequence, start, 1) == 0
 
     def _admit_one(
         self,

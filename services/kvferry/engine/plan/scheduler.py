@@ -67,7 +67,7 @@ class Scheduler:
         self.drafting = Drafting(speculation, allocator)
         """Draft tokens of the running sequences."""
         self._policy = policy_of(limits.scheduling)
-        self._waiting = self._policy.make_queue(partial(num_remaining, allocator), limits.weights)
+        self._waiting = self._policy.queue(partial(num_remaining, allocator), limits.weights)
         self._deadlines = Deadlines()
         self._running: list[Sequence] = []
         self._loading = LoadingSequences()

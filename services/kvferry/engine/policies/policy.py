@@ -23,6 +23,7 @@ from kvferry.core.errors import UsageError
 from kvferry.engine.plan.sequence import Sequence
 from kvferry.engine.plan.step import ScheduledSequence
 from kvferry.engine.policies.class_weights import Weights
+from kvferry.engine.policies.scored_prompts import ScoredPromptsQueue
 from kvferry.engine.policies.waiting_queue import (
     RankQueue,
     ShortestFirstQueue,
@@ -41,13 +42,22 @@ class Policy:
 
     name: str
     make_queue: Callable[[Remaining, Weights], WaitingQueue]
-    """Creates the queue of one scheduler."""
+    """Creates the queue that orders waiting sequences."""
     has_classes: bool = False
     """Whether priorities are compared before anything else."""
     is_shortest_first: bool = False
     """Whether sequences with fewer remaining tokens are computed first, waiting or running."""
     displaces: bool = False
     """Whether a waiting sequence displaces a running one of lower priority."""
+
+    def queue(self, remaining: Remaining, weights: Weights) -> WaitingQueue:
+        """Return the queue of one scheduler.
+
+        Args:
+            remaining: function that counts the tokens of a waiting sequence that are neither computed nor cached.
+            weights: weights by priority.
+        """
+        return ScoredPromptsQueue(self.make_queue(remaining, weights), self.order)
 
     @property
     def mixes(self) -> bool:

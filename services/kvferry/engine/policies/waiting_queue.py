@@ -41,6 +41,10 @@ class WaitingQueue(Protocol):
         """Remove a sequence from the queue."""
         ...
 
+    def set_aside(self, sequence: Sequence) -> None:
+        """Remove a sequence that is passed over in a step, and added again at the end of the step."""
+        ...
+
     def first(self) -> Sequence | None:
         """Return the sequence to admit next; `None` if the queue is empty."""
         ...
@@ -79,6 +83,10 @@ class RankQueue:
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence from the queue."""
         self.num_tokens -= self._entries.pop(sequence.request_id)[2]
+
+    def set_aside(self, sequence: Sequence) -> None:
+        """See `WaitingQueue.set_aside`."""
+        RankQueue.remove(self, sequence)
 
     def first(self) -> Sequence | None:
         """Return the sequence with the lowest rank."""
@@ -134,7 +142,9 @@ class WeightedQueue(RankQueue):
         self._ends = {priority: end for priority, end in self._ends.items() if end > self._virtual}
 
     def _start(self, sequence: Sequence) -> Rank:
-        if sequence.num_preemptions:
+        if sequence.request_id in self._starts:  # it was set aside, and has been charged
+            start = self._starts[sequence.request_id]
+        elif sequence.num_preemptions:
             start = self._virtual
         else:
             start = max(self._virtual, self._ends.get(sequence.priority, 0))
@@ -164,6 +174,10 @@ class TwoLevelQueue:
         """Remove a sequence from the queue."""
         if self._batch.pop(sequence.request_id, None) is None:
             self._waiting.remove(sequence)
+
+    def set_aside(self, sequence: Sequence) -> None:
+        """See `WaitingQueue.set_aside`. The sequence returns to the queue of all, where it is among the first."""
+        self.remove(sequence)
 
     def first(self) -> Sequence | None:
         """Return the sequence in the batch with the lowest inner rank."""

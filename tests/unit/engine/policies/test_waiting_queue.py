@@ -8,8 +8,16 @@ from hypothesis import strategies as st
 from kvferry.core.hashing import BlockNamers
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import SamplingParams
-from kvferry.engine.plan.sequence import Sequence
-from kvferry.engine.policies.waiting_queue import BATCH_SIZE, RankQueue, ShortestFirstQueue, TwoLevelQueue, WaitingQueue
+from kvferry.engine.plan.sequence import Sequence, SequenceEvent, SequenceState
+from kvferry.engine.policies.scored_prompts import ScoredPromptsQueue
+from kvferry.engine.policies.waiting_queue import (
+    BATCH_SIZE,
+    RankQueue,
+    ShortestFirstQueue,
+    TwoLevelQueue,
+    WaitingQueue,
+    WeightedQueue,
+)
 
 NAMER = BlockNamers(b"k").of("", fingerprint=b"f", block_tokens=4)
 
@@ -92,3 +100,71 @@ def test_the_staging_bounds_how_often_remaining_tokens_are_computed() -> None:
         queue.add(a_sequence(number))
     queue.first()
     assert num_calls <= BATCH_SIZE
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 2), st.integers(1, 9), st.booleans()), min_size=1, max_size=30),
+    st.lists(st.booleans(), max_size=60),
+)
+def test_a_sequence_that_is_set_aside_keeps_its_share(entries: list[tuple[int, int, bool]], passes: list[bool]) -> None:
+    def queue_of() -> WeightedQueue:
+        queue = WeightedQueue({0: 4, 1: 2})
+        for number, (priority, length, _) in enumerate(entries):
+            sequence = a_sequence(number, priority=priority)
+            sequence.max_tokens_total = length
+            queue.add(sequence)
+        return queue
+
+    plain, disturbed = queue_of(), queue_of()
+    order: list[int] = []
+    turns = iter(passes)
+    while (first := disturbed.first()) is not None:
+        if next(turns, False):
+            disturbed.set_aside(first)
+            second = disturbed.first()
+            if second is not None:
+                disturbed.set_aside(second)
+                disturbed.add(second)
+            disturbed.add(first)
+            continue
+        disturbed.remove(first)
+        order.append(first.arrival)
+    assert order == drain(plain)
+
+
+@given(st.lists(st.sampled_from(["scored", "plain", "admit", "score", "abort"]), max_size=60))
+def test_one_prompt_to_be_scored_is_among_the_others(moves: list[str]) -> None:
+    inner = RankQueue(lambda s: (s.arrival,))
+    queue = ScoredPromptsQueue(inner, lambda s: (s.priority, s.arrival))
+    waiting: list[Sequence] = []
+    running: list[Sequence] = []
+    for number, move in enumerate(moves):
+        if move in ("scored", "plain"):
+            wanted = SamplingParams(prompt_logprobs=0 if move == "scored" else None)
+            waiting.append(Sequence(RequestId(f"r{number}"), [0, 1], 2, wanted, NAMER, 10, frozenset(), arrival=number))
+            queue.add(waiting[-1])
+        elif move == "admit" and (first := queue.first()) is not None:
+            queue.remove(first)
+            waiting.remove(first)
+            first.move(SequenceEvent.ADMIT)
+            running.append(first)
+        elif move == "score" and running:
+            running.pop(0).num_scored = 1
+        elif move == "abort" and (waiting or running):
+            last = (waiting or running).pop()
+            if last.state is SequenceState.WAITING:
+                queue.remove(last)
+            last.move(SequenceEvent.ABORT)
+        assert sorted(s.arrival for s in queue) == [s.arrival for s in waiting]
+        assert (len(queue), queue.num_tokens) == (len(waiting), 2 * len(waiting))
+        assert sum(s.is_scoring for s in (*inner, *running)) <= 1
+    while waiting:
+        first = queue.first()
+        if first is None or (first.is_scoring and any(s.is_scoring for s in running)):
+            running.pop(0).num_scored = 1
+            continue
+        queue.remove(first)
+        waiting.remove(first)
+        first.move(SequenceEvent.ADMIT)
+        running.append(first)
+    assert queue.first() is None
