@@ -119,8 +119,8 @@ def _explained(error: str, constraint: Constraint, tokenizer: Tokenizer) -> str:
         return f"a token id is too large: the ids of the vocabulary are 0 to {tokenizer.vocab_size - 1}"
     if "are not disjoint" in error:
         return (
-            "allOf combines objects with different schemas for their other members; list the members in one object, or "
-            "set additionalProperties to false"
+            "allOf combines objects that allow members besides those in `properties`, which cannot be enforced; list "
+            "all members in one object"
         )
     if "coerce_one_of" in error:
         return "oneOf needs alternatives that exclude each other, as by types or constants; use anyOf"

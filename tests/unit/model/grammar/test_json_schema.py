@@ -131,7 +131,7 @@ def test_objects_with_schemas_of_other_members_are_not_combined() -> None:
         {"type": "object", "properties": {"a": {}}, "additionalProperties": {"type": kind}}
         for kind in ("null", "string")
     ]
-    with pytest.raises(InvalidRequest, match="allOf combines objects with different schemas for their other members"):
+    with pytest.raises(InvalidRequest, match="allOf combines objects that allow members besides those"):
         accepts({"allOf": [parts[0], {**parts[1], "properties": {"b": {}}}]}, "{}")
 
 

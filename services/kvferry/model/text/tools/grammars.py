@@ -74,8 +74,9 @@ def _terminal(marker: str, marks: Marks) -> str:
 
 
 def _schema(tool: Tool) -> str:
-    check_arguments(tool, tool.schema)
-    whole = {**closed(tool.schema), "type": "object", "x-guidance": _SPACING}
+    arguments = closed(tool.schema)
+    check_arguments(tool, arguments)
+    whole = {**arguments, "type": "object", "x-guidance": _SPACING}
     return f"%json {json.dumps(whole, ensure_ascii=False)}"
 
 

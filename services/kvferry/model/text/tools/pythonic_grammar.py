@@ -10,7 +10,7 @@ import keyword
 from collections.abc import Mapping
 
 from kvferry.core.errors import InvalidRequest, shortened
-from kvferry.model.text.tools.argument_schemas import check_arguments, closed
+from kvferry.model.text.tools.argument_schemas import check_arguments, closed, references, refers_to_definition
 from kvferry.model.text.tools.definitions import Tool
 
 _PLAIN = frozenset(
@@ -49,8 +49,12 @@ def pythonic_call(tool: Tool, rule: str, spacing: Mapping[str, object]) -> list[
         if not isinstance(value, Mapping | bool):
             raise _unsuitable(tool, f"the property {shortened(name)!r} has no schema")
         inner = value if isinstance(value, Mapping) else {} if value else {"not": {}}
-        check_arguments(tool, {**shared, **inner})
-        whole = json.dumps({**shared, **closed(inner), "x-guidance": spacing}, ensure_ascii=False)
+        foreign = next((one for one in references(inner) if not refers_to_definition(one)), None)
+        if foreign is not None:
+            raise _unsuitable(tool, f"it has a $ref to {shortened(foreign)!r}, which is not in $defs")
+        arguments = {**shared, **closed(inner)}
+        check_arguments(tool, arguments)
+        whole = json.dumps({**arguments, "x-guidance": spacing}, ensure_ascii=False)
         rules += [f'{rule}_{number}: "{name}=" {rule}_{number}_value', f"{rule}_{number}_value: %json {whole}"]
     is_required = [name in required for name in properties]
     return [*_sequence(tool.name, rule, is_required), *rules]

@@ -223,6 +223,8 @@ def test_python_keywords_are_optional_according_to_the_schema(tokenizer, data):
         ({"properties": {"a": 1}}, "no schema"),
         ({"properties": {}, "required": ["a"]}, "requires 'a'"),
         ({"properties": []}, "must be an object"),
+        ({"properties": {"a": {"$ref": "#"}}}, "a $ref to '#'"),
+        ({"properties": {"a": {"items": {"$ref": "#/properties/b"}}, "b": {}}}, "a $ref to '#/properties/b'"),
     ],
 )
 def test_schemas_that_are_no_keyword_arguments_are_refused(schema, words):
@@ -258,6 +260,30 @@ def test_patterns_and_members_are_enforced_exactly(call_format, tokenizer):
         assert not accepts(tokenizer, grammar, call('"0a9"', ', "other": 1'))
 
 
+@pytest.mark.parametrize(
+    ("schema", "arguments"),
+    [
+        ({"properties": {"o": {"properties": {"a": {}}, "required": ["b"]}}}, '{"o": {"b": 1}}'),
+        ({"properties": {"o": {"properties": {"k": {}}, "enum": [{"k": 1, "z": 2}]}}}, '{"o": {"k": 1, "z": 2}}'),
+        (
+            {
+                "properties": {
+                    "base": {"properties": {"x": {}}},
+                    "ext": {"allOf": [{"$ref": "#/properties/base"}, {"properties": {"y": {}}, "required": ["y"]}]},
+                }
+            },
+            '{"ext": {"x": 1, "y": 2}}',
+        ),
+        ({"properties": {"a\x1f": {"type": "null"}}}, '{"a\\u001f": null}'),
+    ],
+)
+def test_objects_that_need_other_members_stay_open(schema, arguments, tokenizer):
+    grammar = calls_grammar(CallFormat.HERMES, [Tool("h", "", {"type": "object", **schema})], NO_MARKS)
+    assert accepts(tokenizer, grammar, ONE[CallFormat.HERMES].replace('{"city": "x"}', arguments))
+    outside = arguments[:-1] + ', "other": 1}'
+    assert not accepts(tokenizer, grammar, ONE[CallFormat.HERMES].replace('{"city": "x"}', outside))
+
+
 def test_bounds_and_patterns_of_python_keywords_are_enforced_exactly(tokenizer):
     schema = {
         "properties": {"x": {"type": "number", "exclusiveMinimum": 0, "maximum": 0.1}, "s": {"pattern": '^[^"]$'}}
@@ -266,6 +292,14 @@ def test_bounds_and_patterns_of_python_keywords_are_enforced_exactly(tokenizer):
     assert accepts(tokenizer, grammar, "[f(x=0.05)]")
     assert not accepts(tokenizer, grammar, "[f(x=0)]")
     assert not accepts(tokenizer, grammar, '[f(s="\\"")]')
+
+
+def test_a_schema_that_is_nested_too_deeply_is_refused():
+    schema: dict[str, Any] = {}
+    for _ in range(5000):
+        schema = {"type": "object", "properties": {"a": schema}}
+    with pytest.raises(InvalidRequest, match="nested too deeply"):
+        calls_grammar(CallFormat.HERMES, [Tool("f", "", schema)], NO_MARKS)
 
 
 @pytest.mark.parametrize("call_format", CallFormat)
