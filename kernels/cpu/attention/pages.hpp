@@ -255,8 +255,9 @@ static inline void pack_values(const AttentionGeometry& g, const uint8_t* values
 
 // Packs the keys and values of 16 tokens, and prefetches those of 16 tokens at `ahead`, if any.
 template <KvType K>
-static inline void pack_tokens(const AttentionGeometry& g, const TokenGroup& group, const uint8_t* ahead, uint8_t* keys,
-                               uint8_t* values, size_t stride) {
+[[gnu::always_inline]] static inline void pack_tokens(const AttentionGeometry& g, const TokenGroup& group,
+                                                      const uint8_t* ahead, uint8_t* keys, uint8_t* values,
+                                                      size_t stride) {
   if constexpr (K == KvType::fp8) {
     alignas(64) uint16_t wide[2][size_t(16) * kMaxHeadDim];
     const int row = g.head_dim;
