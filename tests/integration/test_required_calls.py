@@ -21,7 +21,22 @@ WEATHER: dict[str, Any] = {
     "required": ["city"],
     "additionalProperties": False,
 }
-TOOLS = (Tool("get_weather", "Forecast.", WEATHER), Tool("now"))
+FIND: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "zip": {"type": "string", "pattern": "^[0-9]{5}$"},
+        "near": {"type": "object", "properties": {"m": {"type": "integer", "minimum": 0, "maximum": 99}}},
+    },
+    "required": ["zip", "near"],
+}
+CLOSED_FIND = {
+    **FIND,
+    "additionalProperties": False,
+    "properties": {**FIND["properties"], "near": {**FIND["properties"]["near"], "additionalProperties": False}},
+}
+"""Objects of arguments have no members besides those in `properties`."""
+TOOLS = (Tool("get_weather", "Forecast.", WEATHER), Tool("now"), Tool("find", "Places.", FIND))
+SCHEMAS = {"get_weather": WEATHER, "find": CLOSED_FIND, "now": {}}
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +50,9 @@ def llm() -> LLM:
         ToolUse(TOOLS, Choice.REQUIRED, is_parallel=False),
         ToolUse(TOOLS, Choice.REQUIRED, "get_weather"),
         ToolUse(TOOLS, Choice.REQUIRED, "now"),
+        ToolUse(TOOLS, Choice.REQUIRED, "find"),
     ],
-    ids=["any", "get_weather", "now"],
+    ids=["any", "get_weather", "now", "find"],
 )
 def test_every_answer_is_a_call_that_fits(llm: LLM, use: ToolUse) -> None:
     model = text_model_of(open_model("tiny"))
@@ -55,6 +71,6 @@ def test_every_answer_is_a_call_that_fits(llm: LLM, use: ToolUse) -> None:
             calls.add(part.calls)
         (call,) = calls.whole()
         assert "".join(part.content for part in parts) == ""
-        jsonschema.validate(json.loads(call.arguments), WEATHER if call.name == "get_weather" else {})
+        jsonschema.validate(json.loads(call.arguments), SCHEMAS[call.name])
         names.add(call.name)
-    assert names <= {use.function or "get_weather", use.function or "now"}
+    assert names <= ({use.function} if use.function else SCHEMAS.keys())
