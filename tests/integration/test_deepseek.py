@@ -100,8 +100,13 @@ def test_latent_pages_are_loaded_from_a_tier(folders: Any) -> None:
             "cuda",
             "latent attention of the model family deepseek_v3 on a GPU needs the Triton kernels",
         ),
-        ("auto", "int8", "cuda", "int8 KV needs the compiled kernels, but they are for CPUs, not for cuda"),
-        ("auto", "int8", "cpu", "int8 KV needs the compiled kernels, but they keep latent vectors in float32 or"),
+        (
+            "auto",
+            "int8",
+            "cuda",
+            "latent vectors of the model family deepseek_v3 are kept in .*, not int8; use --dtype",
+        ),
+        ("auto", "fp8", "cpu", "latent vectors of the model family deepseek_v3 are kept in .*, not fp8; use --dtype"),
     ],
 )
 def test_kernels_without_latent_attention_are_refused(

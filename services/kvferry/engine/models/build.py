@@ -138,16 +138,16 @@ def _check_coded(kernels: str, config: ModelConfig, dtype: str, device: str, rea
     Raises:
         UsageError: it does not; `reason` is why the compiled kernels cannot run, as a clause about them.
     """
-    chosen = kernels if kernels in BACKENDS else backend_for(device)
-    if chosen != _TRITON:
-        raise UsageError(
-            f"{dtype} KV needs the compiled kernels, but {reason}, or the Triton kernels; use --dtype bfloat16",
-            field="dtype",
-        )
     if config.latent is not None:
         raise UsageError(
             f"latent vectors of the model family {config.architecture} are kept in float32, float16 or bfloat16, not "
             f"{dtype}; use --dtype bfloat16",
+            field="dtype",
+        )
+    chosen = kernels if kernels in BACKENDS else backend_for(device)
+    if chosen != _TRITON:
+        raise UsageError(
+            f"{dtype} KV needs the compiled kernels, but {reason}, or the Triton kernels; use --dtype bfloat16",
             field="dtype",
         )
 
