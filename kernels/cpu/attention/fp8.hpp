@@ -23,7 +23,7 @@ static inline void store_fp8(uint8_t* to, V values) {
     std::memcpy(&steps, &shifted, 4);
     const uint32_t rounded = ((magnitude + 0x7ffffu + ((magnitude >> 20) & 1u)) >> 20) - (120u << 3);
     const uint32_t code = size < 8 * kSubnormalStep ? steps & 0xfu : rounded;
-    codes[i] = (size <= 448.0f ? (code < 0x7eu ? code : 0x7eu) : 0x7eu) | (bits[i] >> 24 & 0x80u);
+    codes[i] = (code < 0x7eu ? code : 0x7eu) | (bits[i] >> 24 & 0x80u);
   }
   for (int i = 0; i < 16; ++i) to[i] = uint8_t(codes[i]);
 }

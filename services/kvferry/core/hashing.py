@@ -75,8 +75,7 @@ class BlockNamer:
         """
         if len(tokens) != self.block_tokens:
             raise ValueError(f"a block has {self.block_tokens} tokens, not {len(tokens)}")
-        message = (parent or _NO_PARENT) + self._extra + _pack_u32(tokens)
-        return BlockHash(blake3(message, key=self._key).digest())
+        return self.chain(tokens, parent)[0]
 
     def chain(self, tokens: Sequence[int], parent: BlockHash | None = None) -> list[BlockHash]:
         """Return the names of all full blocks of `tokens`, in order; a partial last block has no name.

@@ -12,9 +12,10 @@ import triton.language as tl
 
 from kvferry.kernels.coded_pages import is_coded, scales_of
 
-KIND_OF: dict[torch.dtype, int] = {torch.int8: 1, torch.float8_e4m3fn: 2}
+INT8, FP8 = 1, 2
+KIND_OF: dict[torch.dtype, int] = {torch.int8: INT8, torch.float8_e4m3fn: FP8}
 """Constant that selects the conversion in a kernel; 0 for pages without codes."""
-_INT8, _FP8 = tl.constexpr(1), tl.constexpr(2)
+_FP8 = tl.constexpr(FP8)
 _LARGEST_INT8, _LARGEST_FP8 = tl.constexpr(127.0), tl.constexpr(448.0)
 _FLOAT16_STEP = tl.constexpr(256.0)
 _MIN_WITH_INVERSE = tl.constexpr(1e-30)
@@ -93,7 +94,6 @@ def codes(values: tl.tensor, inverse: tl.tensor, kind: tl.constexpr) -> tl.tenso
         steps = (size + 16384.0).to(tl.int32, bitcast=True) & 0xF  # subnormal codes: multiples of 2^-9
         normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
         code = tl.minimum(tl.where(size < 0.015625, steps, normal), 0x7E)
-        code = tl.where(size <= _LARGEST_FP8, code, 0x7E)
         rounded = (code | ((bits >> 24) & 0x80)).to(tl.uint8)
     else:
         bounded = tl.minimum(tl.maximum(scaled, -_LARGEST_INT8), _LARGEST_INT8)
@@ -111,4 +111,4 @@ def of_pages(pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
     if not is_coded(pages):
         return pages, pages, 0
     kind = KIND_OF[pages.dtype]
-    return pages.view(torch.uint8) if pages.dtype == torch.float8_e4m3fn else pages, scales_of(pages), kind
+    return pages.view(torch.uint8) if kind == FP8 else pages, scales_of(pages), kind

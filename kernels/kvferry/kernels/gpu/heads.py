@@ -15,7 +15,6 @@ import triton.language as tl
 
 from kvferry.kernels.batch import HeadNorms
 from kvferry.kernels.gpu import check, codes
-from kvferry.kernels.gpu.codes import of_pages
 from kvferry.kernels.gpu.launch import choose
 
 
@@ -246,7 +245,7 @@ def _launch(
         raise check.fault(
             "qkv", "SHAPE", f"the shape {tuple(qkv.shape)} does not match pages of shape {tuple(pages.shape[1:])}"
         )
-    values, scales, kind = of_pages(pages)
+    values, scales, kind = codes.of_pages(pages)
     at_layer = values.select(1, layer)
     c = choose("place_qkv", qkv.device)
     tile = min(c.sizes["tile"], triton.next_power_of_2(all_heads))

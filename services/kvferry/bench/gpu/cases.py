@@ -92,15 +92,8 @@ def _coded_decode(s: Spec, here: _Setup) -> Case:
     for first in range(0, tables.size * tokens, _WRITTEN_ROWS):
         slots = torch.arange(first, min(first + _WRITTEN_ROWS, tables.size * tokens), device=here.device)
         here.ops.write_kv(here.normal(len(slots), 2, s["kv_heads"], s["head_dim"]), pages, 0, slots)
-    q = here.normal(batch, s["heads"], s["head_dim"])
-    none = torch.zeros(batch, dtype=torch.int64, device=here.device)
-    described = AttentionBatch(np.ones(batch, np.int64), np.full(batch, context), tables, none)
-
-    def make() -> Action:
-        plan = here.ops.plan_attention(described, pages, s["heads"])
-        return lambda: here.ops.paged_attention(q, pages, 0, plan, s["head_dim"] ** -0.5)
-
-    return Case(s, make)
+    queries, contexts = np.ones(batch, np.int64), np.full(batch, context)
+    return _attention_over(s, here, pages, tables, queries, contexts, None)
 
 
 def _prefill(s: Spec, here: _Setup) -> Case:
@@ -119,6 +112,18 @@ def _attention(
     blocks = int(-(-contexts.max() // s["block_tokens"]))
     tables = here.shuffled(len(queries) * blocks).reshape(len(queries), blocks)
     pages = here.normal(tables.size, 1, 2, s["kv_heads"], s["block_tokens"], s["head_dim"])
+    return _attention_over(s, here, pages, tables, queries, contexts, others)
+
+
+def _attention_over(
+    s: Spec,
+    here: _Setup,
+    pages: torch.Tensor,
+    tables: npt.NDArray[np.int64],
+    queries: npt.NDArray[np.int64],
+    contexts: npt.NDArray[np.int64],
+    others: Callable[[peers.Attention], Mapping[str, Callable[[], Action]]] | None,
+) -> Case:
     q = here.normal(int(queries.sum()), s["heads"], s["head_dim"])
     slots = torch.zeros(len(q), dtype=torch.int64, device=here.device)
     batch, scale = AttentionBatch(queries, contexts, tables, slots), s["head_dim"] ** -0.5

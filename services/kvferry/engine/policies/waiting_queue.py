@@ -82,11 +82,11 @@ class RankQueue:
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence from the queue."""
-        self.num_tokens -= self._entries.pop(sequence.request_id)[2]
+        self.set_aside(sequence)
 
     def set_aside(self, sequence: Sequence) -> None:
         """See `WaitingQueue.set_aside`."""
-        RankQueue.remove(self, sequence)
+        self.num_tokens -= self._entries.pop(sequence.request_id)[2]
 
     def first(self) -> Sequence | None:
         """Return the sequence with the lowest rank."""

@@ -32,7 +32,6 @@ def encode(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
     sizes = magnitude.view(np.float32)
     steps = (sizes + _STEP_IN_ULPS).view(np.uint32) & np.uint32(0xF)
     normal = (magnitude + np.uint32(0x7FFFF) + (magnitude >> 20 & np.uint32(1))) >> 20
-    codes = np.where(sizes < _MIN_NORMAL, steps, normal - np.uint32(120 << 3))
-    codes = np.where(sizes <= MAX_FP8, np.minimum(codes, _LARGEST_CODE), _LARGEST_CODE)
+    codes = np.minimum(np.where(sizes < _MIN_NORMAL, steps, normal - np.uint32(120 << 3)), _LARGEST_CODE)
     found: npt.NDArray[np.uint8] = (codes | bits >> 24 & np.uint32(0x80)).astype(np.uint8)
     return found
