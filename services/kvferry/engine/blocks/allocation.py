@@ -140,9 +140,13 @@ class Allocator:
 
     def _cached(self, index: PrefixIndex, name: BlockHash, tokens: Sequence[int], i: int) -> BlockId | None:
         """Return the usable page of block `i` in an index; `None` without one."""
-        size = self.block_tokens
-        block = index.find(name, tokens[i * size : (i + 1) * size])
+        block = index.find(name, tokens, i * self.block_tokens)
         return None if block is None or self.pool.is_quarantined(block) else block
+
+    @property
+    def cache_version(self) -> int:
+        """Number of changes of the prefix indexes; while it stays the same, `peek` returns the same pages."""
+        return self.index.version if not self.further_indexes else sum(each.version for each in self._indexes)
 
     def hold(self, table: BlockTable, prefix: CachedPrefix) -> None:
         """Append cached pages to an empty table and take one reference to each.
@@ -175,11 +179,12 @@ class Allocator:
             hit: its longest cached prefix. Its pages without a reference are still free, so they are counted too.
             num_tokens: number of tokens.
         """
-        return self.needs.missing(len(hit), hit.passed, num_tokens) + self.num_free(hit)
+        passed = hit.passed if self.has_windows else ()
+        return self.needs.missing(len(hit), passed, num_tokens) + self.num_free(hit)
 
     def num_free(self, hit: CachedPrefix) -> int:
         """Return the number of pages of a cached prefix that have no reference."""
-        return sum(1 for block in hit.pages if self.pool.refs(block) == 0)
+        return sum(self.pool.refs(block) == 0 for block in hit.pages) if hit.blocks else 0
 
     def growth(self, table: BlockTable, num_tokens: int) -> int:
         """Return the number of pages that `grow` allocates for `num_tokens` tokens, without copy-on-write."""

@@ -74,14 +74,17 @@ class BlockPool:
         if count > self.num_free:
             return None
         taken: list[BlockId] = []
+        block = self._next[self._head]
         for _ in range(count):
-            block = BlockId(self._next[self._head])
-            self._unlink(block)
+            taken.append(BlockId(block))
+            block = self._next[block]
+        self._next[self._head], self._prev[block] = block, self._head
+        self.num_free -= count
+        for block in taken:
             if self._on_reuse is not None:
                 self._on_reuse(block)
             self.epochs[block] += 1  # invariant I2: before any write of the new content
             self._refs[block] = 1
-            taken.append(block)
         return taken
 
     def hold(self, blocks: Iterable[BlockId]) -> None:

@@ -44,6 +44,8 @@ class PrefixIndex:
         self._changes: list[CacheChange] = []
         self._block_of: dict[BlockHash, BlockId] = {}
         self._content_of: dict[BlockId, tuple[BlockHash, tuple[int, ...]]] = {}
+        self.version = 0
+        """Number of changes; while it stays the same, lookups have the same results."""
 
     def __len__(self) -> int:
         return len(self._block_of)
@@ -52,13 +54,20 @@ class PrefixIndex:
         """Return whether a page is in the index."""
         return block in self._content_of
 
-    def find(self, name: BlockHash, tokens: Sequence[int]) -> BlockId | None:
+    def find(self, name: BlockHash, tokens: Sequence[int], start: int = 0) -> BlockId | None:
         """Return the page of a block, or `None` if the block is not cached. The result is stale after the next
-        allocation."""
+        allocation.
+
+        Args:
+            name: name of the block.
+            tokens: tokens that contain the block's tokens.
+            start: position of the block's first token in `tokens`.
+        """
         block = self._block_of.get(name)
-        if block is None or self._content_of[block][1] != tuple(tokens):
+        if block is None:  # the most frequent case
             return None
-        return block
+        content = self._content_of[block][1]
+        return block if content == tuple(tokens[start : start + len(content)]) else None
 
     def add(
         self,
@@ -86,6 +95,7 @@ class PrefixIndex:
             return False
         if block in self._content_of:
             raise InvariantBroken(f"block {block} already has a name; a page is named once per epoch")
+        self.version += 1
         self._block_of[name] = block
         self._content_of[block] = (name, tuple(tokens))
         if self._has_feed:
@@ -96,6 +106,7 @@ class PrefixIndex:
         """Remove a page whose content is about to be overwritten; do nothing if it is not in the index."""
         content = self._content_of.pop(block, None)
         if content is not None:
+            self.version += 1
             del self._block_of[content[0]]
             if self._has_feed:
                 self._changes.append(CacheChange(content[0], None))

@@ -52,8 +52,14 @@ def num_lacking(allocator: Allocator, admitted: Iterable[Sequence]) -> int:
 
 
 def cached_prefix(allocator: Allocator, sequence: Sequence) -> CachedPrefix:
-    """Return the pages of the longest cached prefix that a sequence can use, without taking references."""
-    return allocator.peek(sequence.name_blocks(), sequence.tokens, max_tokens=sequence.num_reusable)
+    """Return the pages of the longest cached prefix that a sequence can use, without taking references. The cache is
+    searched again only if it has changed, since a waiting sequence is ranked repeatedly before it is admitted."""
+    version, limit, last = allocator.cache_version, sequence.num_reusable, sequence.last_lookup
+    if last is not None and last[0] == version and last[1] == limit:
+        return last[2]
+    found = allocator.peek(sequence.name_blocks(), sequence.tokens, max_tokens=limit)
+    sequence.last_lookup = (version, limit, found)
+    return found
 
 
 def num_remaining(allocator: Allocator, sequence: Sequence) -> int:
@@ -279,6 +285,7 @@ class Admission:
             sequence.adapter_slot, sequence.num_overtaken = self._slots.take(sequence.adapter), 0
         pages.admit(sequence)
         self._waiting.remove(sequence)
+        sequence.last_lookup = None
         sequence.num_computed = hit_tokens
         sequence.num_listed = len(hit)
         sequence.num_stored = max(sequence.num_stored, len(hit))

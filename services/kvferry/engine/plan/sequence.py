@@ -18,6 +18,7 @@ from kvferry.core.sampling import FinishReason, SampledToken, SamplingParams, Sc
 from kvferry.core.states import Machine
 from kvferry.engine.adapters.adapter_slots import NO_SLOT
 from kvferry.engine.blocks.block_table import BlockTable
+from kvferry.engine.blocks.cached_prefix import CachedPrefix
 from kvferry.engine.plan.token_mask import TokenMask
 from kvferry.engine.pooling.prompt_pooling import PromptPooling
 
@@ -123,6 +124,8 @@ class Sequence:
     table: BlockTable = field(default_factory=BlockTable)
     names: list[BlockHash] = field(default_factory=list)
     """Names of the full blocks hashed so far; a prefix of the hash chain."""
+    last_lookup: tuple[int, int, CachedPrefix] | None = None
+    """Last lookup in the prefix cache: version of the cache, maximum number of tokens, and result."""
     num_listed: int = 0
     """Number of leading blocks that are in the prefix index."""
     num_stored: int = 0

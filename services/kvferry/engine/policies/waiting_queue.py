@@ -3,13 +3,13 @@ priorities.
 
     rank queue       heap by a rank that does not change: arrival, or priority and arrival
     shortest first   heap by priority and remaining tokens; the rank of the first is recomputed before its use
-    two levels       rank queue -> batch of `BATCH_SIZE` sequences, refilled when empty; shortest first within the batch
+    two levels       rank queue -> batch of `BATCH_SIZE` sequences, a shortest-first queue, refilled when empty
     weighted         heap by virtual start time: tokens of the priority's earlier requests, divided by its weight
 
 Remaining tokens are tokens that are neither computed nor cached. Their number changes when the prefix cache does, and
-computing it searches the cache, so this heap recomputes only the rank of its first sequence, and the batch bounds the
-search to `BATCH_SIZE` sequences (Kwon, "vLLM: an efficient inference engine for large language models", 2025, section
-4.5.3).
+computing it searches the cache, so a shortest-first queue computes a rank when the sequence is added, and again only
+when it comes first. With two levels this happens within the batch, not for all waiting sequences (Kwon, "vLLM: an
+efficient inference engine for large language models", 2025, section 4.5.3).
 """
 
 import heapq
@@ -92,19 +92,20 @@ class RankQueue:
         """Return the sequence with the lowest rank."""
         while self._heap:
             _, number, sequence = self._heap[0]
-            if self._is_current(number, sequence):
+            entry = self._entries.get(sequence.request_id)
+            if entry is not None and entry[0] == number:
                 return sequence
             heapq.heappop(self._heap)
         return None
+
+    def __contains__(self, sequence: Sequence) -> bool:
+        return sequence.request_id in self._entries
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def __iter__(self) -> Iterator[Sequence]:
         return (sequence for _, sequence, _ in self._entries.values())
-
-    def _is_current(self, number: int, sequence: Sequence) -> bool:
-        return self._entries.get(sequence.request_id, (0, None, 0))[0] == number
 
 
 class ShortestFirstQueue(RankQueue):
@@ -160,20 +161,15 @@ class TwoLevelQueue:
 
     def __init__(self, outer: RankOf, inner: RankOf) -> None:
         self._waiting = RankQueue(outer)
-        self._inner = inner
-        self._batch: dict[RequestId, Sequence] = {}
+        self._batch = ShortestFirstQueue(inner)
 
     def add(self, sequence: Sequence) -> None:
         """Add a sequence. A preempted sequence was in a batch before, and returns to the present one."""
-        if sequence.num_preemptions:
-            self._batch[sequence.request_id] = sequence
-        else:
-            self._waiting.add(sequence)
+        (self._batch if sequence.num_preemptions else self._waiting).add(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence from the queue."""
-        if self._batch.pop(sequence.request_id, None) is None:
-            self._waiting.remove(sequence)
+        (self._batch if sequence in self._batch else self._waiting).remove(sequence)
 
     def set_aside(self, sequence: Sequence) -> None:
         """See `WaitingQueue.set_aside`. The sequence returns to the queue of all, where it is among the first."""
@@ -181,22 +177,20 @@ class TwoLevelQueue:
 
     def first(self) -> Sequence | None:
         """Return the sequence in the batch with the lowest inner rank."""
-        while not self._batch and (sequence := self._waiting.first()) is not None:
-            while sequence is not None and len(self._batch) < BATCH_SIZE:
+        if not self._batch:
+            while len(self._batch) < BATCH_SIZE and (sequence := self._waiting.first()) is not None:
                 self._waiting.remove(sequence)
-                self._batch[sequence.request_id] = sequence
-                sequence = self._waiting.first()
-        return min(self._batch.values(), key=self._inner, default=None)
+                self._batch.add(sequence)
+        return self._batch.first()
 
     @property
     def num_tokens(self) -> int:
         """Number of uncomputed tokens of all sequences, including cached tokens."""
-        batch = sum(sequence.num_tokens - sequence.num_computed for sequence in self._batch.values())
-        return self._waiting.num_tokens + batch
+        return self._waiting.num_tokens + self._batch.num_tokens
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._batch)
 
     def __iter__(self) -> Iterator[Sequence]:
-        yield from self._batch.values()
+        yield from self._batch
         yield from self._waiting
