@@ -6,7 +6,7 @@
 Times are processor time of the thread, since other processes share the machine. Events come as they do from gRPC, as
 serialized `KvEvent` messages, and are parsed; the time to receive them is not included.
 
-intake     snapshots of 64 replicas with distinct blocks, in parts of 2,000, and deltas of 8 blocks
+intake     snapshots of 64 replicas with distinct blocks, in parts of 2,000, and deltas
 memory     growth of the process's resident memory
 lookup     64 replicas that all have a prompt of 64 blocks (`hit`), or none of them (`miss`); with hashing of the prompt
            and with a prediction for each replica (`all`)
@@ -38,7 +38,9 @@ from kvferry.v1 import kv_events_pb2
 RESULTS = Path(__file__).parent / "results" / "cache_map.csv"
 REPLICAS = 64
 PART = 2000
-DELTA = 8
+DELTAS = (8, 128)
+"""Blocks of a delta: a step of decodes, and one with a chunk of 2,048 prompt tokens."""
+NUM_DELTAS = 10_000
 PROMPT_BLOCKS = 64
 
 
@@ -71,8 +73,10 @@ def message(sequence: int, count: int, xor: int) -> kv_events_pb2.KvEvent:
     )
 
 
-def blocks(names: list[bytes]) -> list[kv_events_pb2.CachedBlock]:
-    return [kv_events_pb2.CachedBlock(name=name, parent=names[0], depth=5) for name in names]
+def blocks(names: list[bytes]) -> kv_events_pb2.CachedBlocks:
+    return kv_events_pb2.CachedBlocks(
+        names=b"".join(names), parents=b"".join([names[0]] * len(names)), depths=[5] * len(names)
+    )
 
 
 class Intake:
@@ -135,10 +139,10 @@ def measure(num_blocks: int) -> list[tuple[str, float, str]]:
         cache_map.subscribed(address)
         for seed in seeds:
             event = message(0, count, xor)
-            event.snapshot.blocks.extend(blocks(names_of(seed, size)))
+            event.snapshot.blocks.CopyFrom(blocks(names_of(seed, size)))
             snapshots.apply(address, event.SerializeToString())
         event = message(0, count, xor)
-        event.snapshot.blocks.extend(blocks(shared))
+        event.snapshot.blocks.CopyFrom(blocks(shared))
         event.snapshot.last = True
         snapshots.apply(address, event.SerializeToString())
         assert cache_map.state(address) is MapState.EXACT
@@ -150,19 +154,27 @@ def measure(num_blocks: int) -> list[tuple[str, float, str]]:
         ("memory", memory / 1e6, "MB"),
         ("memory per block", memory / held, "B"),
     ]
-    deltas, address = Intake(cache_map), addresses[0]
+    address, sequence = addresses[0], 1
     count, xor = digests[address]
-    for sequence in range(1, 20_001, 2):
-        fresh = names_of(-sequence, DELTA)
-        for step, is_stored in ((sequence, True), (sequence + 1, False)):
-            xor ^= xor_of(b"".join(fresh))
-            event = message(step, count + DELTA * is_stored, xor)
-            if is_stored:
-                event.delta.stored.extend(blocks(fresh))
-            else:
-                event.delta.removed.extend(fresh)
-            deltas.apply(address, event.SerializeToString())
-    found.append(("intake of deltas of 8", 20_000 * DELTA / deltas.seconds / 1e6, "M blocks/s"))
+    for size in DELTAS:
+        messages: list[bytes] = []
+        for _ in range(NUM_DELTAS // 2):
+            fresh = names_of(-sequence, size)
+            for is_stored in (True, False):
+                xor ^= xor_of(b"".join(fresh))
+                event = message(sequence, count + size * is_stored, xor)
+                if is_stored:
+                    event.delta.stored.CopyFrom(blocks(fresh))
+                else:
+                    event.delta.removed = b"".join(fresh)
+                messages.append(event.SerializeToString())
+                sequence += 1
+        began = time.thread_time()
+        for data in messages:
+            for _ in cache_map.apply(address, event_from_wire(kv_events_pb2.KvEvent.FromString(data))):
+                pass
+        seconds = time.thread_time() - began
+        found.append((f"intake of deltas of {size}", NUM_DELTAS * size / seconds / 1e6, "M blocks/s"))
     unknown = names_of(-1, PROMPT_BLOCKS)
     found.append(("lookup, hit", median_us(lambda: cache_map.look_up(shared)), "us"))
     found.append(("lookup, miss", median_us(lambda: cache_map.look_up(unknown)), "us"))

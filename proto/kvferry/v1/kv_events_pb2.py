@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1akvferry/v1/kv_events.proto\x12\nkvferry.v1\"\x12\n\x10SubscribeRequest\":\n\x0b\x43\x61\x63hedBlock\x12\x0c\n\x04name\x18\x01 \x01(\x0c\x12\x0e\n\x06parent\x18\x02 \x01(\x0c\x12\r\n\x05\x64\x65pth\x18\x03 \x01(\r\"W\n\nKvSnapshot\x12\'\n\x06\x62locks\x18\x01 \x03(\x0b\x32\x17.kvferry.v1.CachedBlock\x12\x0c\n\x04last\x18\x02 \x01(\x08\x12\x12\n\ncheck_name\x18\x03 \x01(\x0c\"C\n\x07KvDelta\x12\x0f\n\x07removed\x18\x01 \x03(\x0c\x12\'\n\x06stored\x18\x02 \x03(\x0b\x32\x17.kvferry.v1.CachedBlock\"&\n\x08KvDigest\x12\r\n\x05\x63ount\x18\x01 \x01(\x04\x12\x0b\n\x03xor\x18\x02 \x01(\x0c\"\xb1\x01\n\x07KvEvent\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12*\n\x08snapshot\x18\x03 \x01(\x0b\x32\x16.kvferry.v1.KvSnapshotH\x00\x12$\n\x05\x64\x65lta\x18\x04 \x01(\x0b\x32\x13.kvferry.v1.KvDeltaH\x00\x12$\n\x06\x64igest\x18\x05 \x01(\x0b\x32\x14.kvferry.v1.KvDigestB\x07\n\x05\x65vent\"2\n\x0cProbeRequest\x12\r\n\x05names\x18\x01 \x03(\x0c\x12\x13\n\x0bnum_samples\x18\x02 \x01(\r\"{\n\rProbeResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12$\n\x06\x64igest\x18\x03 \x01(\x0b\x32\x14.kvferry.v1.KvDigest\x12\x0c\n\x04held\x18\x04 \x03(\x08\x12\x0f\n\x07samples\x18\x05 \x03(\x0c\x32\x8a\x01\n\x08KvEvents\x12@\n\tSubscribe\x12\x1c.kvferry.v1.SubscribeRequest\x1a\x13.kvferry.v1.KvEvent0\x01\x12<\n\x05Probe\x12\x18.kvferry.v1.ProbeRequest\x1a\x19.kvferry.v1.ProbeResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1akvferry/v1/kv_events.proto\x12\nkvferry.v1\"\x12\n\x10SubscribeRequest\">\n\x0c\x43\x61\x63hedBlocks\x12\r\n\x05names\x18\x01 \x01(\x0c\x12\x0f\n\x07parents\x18\x02 \x01(\x0c\x12\x0e\n\x06\x64\x65pths\x18\x03 \x03(\r\"X\n\nKvSnapshot\x12(\n\x06\x62locks\x18\x01 \x01(\x0b\x32\x18.kvferry.v1.CachedBlocks\x12\x0c\n\x04last\x18\x02 \x01(\x08\x12\x12\n\ncheck_name\x18\x03 \x01(\x0c\"D\n\x07KvDelta\x12\x0f\n\x07removed\x18\x01 \x01(\x0c\x12(\n\x06stored\x18\x02 \x01(\x0b\x32\x18.kvferry.v1.CachedBlocks\"&\n\x08KvDigest\x12\r\n\x05\x63ount\x18\x01 \x01(\x04\x12\x0b\n\x03xor\x18\x02 \x01(\x0c\"\xb1\x01\n\x07KvEvent\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12*\n\x08snapshot\x18\x03 \x01(\x0b\x32\x16.kvferry.v1.KvSnapshotH\x00\x12$\n\x05\x64\x65lta\x18\x04 \x01(\x0b\x32\x13.kvferry.v1.KvDeltaH\x00\x12$\n\x06\x64igest\x18\x05 \x01(\x0b\x32\x14.kvferry.v1.KvDigestB\x07\n\x05\x65vent\"2\n\x0cProbeRequest\x12\r\n\x05names\x18\x01 \x03(\x0c\x12\x13\n\x0bnum_samples\x18\x02 \x01(\r\"{\n\rProbeResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12$\n\x06\x64igest\x18\x03 \x01(\x0b\x32\x14.kvferry.v1.KvDigest\x12\x0c\n\x04held\x18\x04 \x03(\x08\x12\x0f\n\x07samples\x18\x05 \x03(\x0c\x32\x8a\x01\n\x08KvEvents\x12@\n\tSubscribe\x12\x1c.kvferry.v1.SubscribeRequest\x1a\x13.kvferry.v1.KvEvent0\x01\x12<\n\x05Probe\x12\x18.kvferry.v1.ProbeRequest\x1a\x19.kvferry.v1.ProbeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,20 +33,20 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SUBSCRIBEREQUEST']._serialized_start=42
   _globals['_SUBSCRIBEREQUEST']._serialized_end=60
-  _globals['_CACHEDBLOCK']._serialized_start=62
-  _globals['_CACHEDBLOCK']._serialized_end=120
-  _globals['_KVSNAPSHOT']._serialized_start=122
-  _globals['_KVSNAPSHOT']._serialized_end=209
-  _globals['_KVDELTA']._serialized_start=211
-  _globals['_KVDELTA']._serialized_end=278
-  _globals['_KVDIGEST']._serialized_start=280
-  _globals['_KVDIGEST']._serialized_end=318
-  _globals['_KVEVENT']._serialized_start=321
-  _globals['_KVEVENT']._serialized_end=498
-  _globals['_PROBEREQUEST']._serialized_start=500
-  _globals['_PROBEREQUEST']._serialized_end=550
-  _globals['_PROBERESPONSE']._serialized_start=552
-  _globals['_PROBERESPONSE']._serialized_end=675
-  _globals['_KVEVENTS']._serialized_start=678
-  _globals['_KVEVENTS']._serialized_end=816
+  _globals['_CACHEDBLOCKS']._serialized_start=62
+  _globals['_CACHEDBLOCKS']._serialized_end=124
+  _globals['_KVSNAPSHOT']._serialized_start=126
+  _globals['_KVSNAPSHOT']._serialized_end=214
+  _globals['_KVDELTA']._serialized_start=216
+  _globals['_KVDELTA']._serialized_end=284
+  _globals['_KVDIGEST']._serialized_start=286
+  _globals['_KVDIGEST']._serialized_end=324
+  _globals['_KVEVENT']._serialized_start=327
+  _globals['_KVEVENT']._serialized_end=504
+  _globals['_PROBEREQUEST']._serialized_start=506
+  _globals['_PROBEREQUEST']._serialized_end=556
+  _globals['_PROBERESPONSE']._serialized_start=558
+  _globals['_PROBERESPONSE']._serialized_end=681
+  _globals['_KVEVENTS']._serialized_start=684
+  _globals['_KVEVENTS']._serialized_end=822
 # @@protoc_insertion_point(module_scope)

@@ -34,33 +34,38 @@ class SubscribeRequest(_message.Message):
 Global___SubscribeRequest: _TypeAlias = SubscribeRequest  # noqa: Y015
 
 @_typing.final
-class CachedBlock(_message.Message):
-    """Block names only; token ids never leave the engine in events."""
+class CachedBlocks(_message.Message):
+    """Block names only; token ids never leave the engine in events. A name has 32 bytes. Fields have one item per block and
+    are read without an object per block, since a snapshot may have millions of blocks.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    NAME_FIELD_NUMBER: _builtins.int
-    PARENT_FIELD_NUMBER: _builtins.int
-    DEPTH_FIELD_NUMBER: _builtins.int
-    name: _builtins.bytes
-    parent: _builtins.bytes
-    """empty: the prompt's first block"""
-    depth: _builtins.int
-    """blocks before it in its prompt"""
+    NAMES_FIELD_NUMBER: _builtins.int
+    PARENTS_FIELD_NUMBER: _builtins.int
+    DEPTHS_FIELD_NUMBER: _builtins.int
+    names: _builtins.bytes
+    """concatenated"""
+    parents: _builtins.bytes
+    """concatenated names; 32 zero bytes: the prompt's first block"""
+    @_builtins.property
+    def depths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """blocks before it in its prompt"""
+
     def __init__(
         self,
         *,
-        name: _builtins.bytes = ...,
-        parent: _builtins.bytes = ...,
-        depth: _builtins.int = ...,
+        names: _builtins.bytes = ...,
+        parents: _builtins.bytes = ...,
+        depths: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["depth", b"depth", "name", b"name", "parent", b"parent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["depths", b"depths", "names", b"names", "parents", b"parents"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___CachedBlock: _TypeAlias = CachedBlock  # noqa: Y015
+Global___CachedBlocks: _TypeAlias = CachedBlocks  # noqa: Y015
 
 @_typing.final
 class KvSnapshot(_message.Message):
@@ -74,15 +79,15 @@ class KvSnapshot(_message.Message):
     check_name: _builtins.bytes
     """name of a known block; a subscriber with another tenant key has another"""
     @_builtins.property
-    def blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___CachedBlock]: ...
+    def blocks(self) -> Global___CachedBlocks: ...
     def __init__(
         self,
         *,
-        blocks: _abc.Iterable[Global___CachedBlock] | None = ...,
+        blocks: Global___CachedBlocks | None = ...,
         last: _builtins.bool = ...,
         check_name: _builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
     _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "check_name", b"check_name", "last", b"last"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
@@ -96,19 +101,17 @@ class KvDelta(_message.Message):
 
     REMOVED_FIELD_NUMBER: _builtins.int
     STORED_FIELD_NUMBER: _builtins.int
+    removed: _builtins.bytes
+    """concatenated names; take these out first"""
     @_builtins.property
-    def removed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """take these out first"""
-
-    @_builtins.property
-    def stored(self) -> _containers.RepeatedCompositeFieldContainer[Global___CachedBlock]: ...
+    def stored(self) -> Global___CachedBlocks: ...
     def __init__(
         self,
         *,
-        removed: _abc.Iterable[_builtins.bytes] | None = ...,
-        stored: _abc.Iterable[Global___CachedBlock] | None = ...,
+        removed: _builtins.bytes = ...,
+        stored: Global___CachedBlocks | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["stored", b"stored"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
     _ClearFieldArgType: _TypeAlias = _typing.Literal["removed", b"removed", "stored", b"stored"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...

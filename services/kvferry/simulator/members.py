@@ -148,7 +148,7 @@ def feed_of(
     cache_map.join(name)
     cache_map.met(name, incarnation)
     cache_map.subscribed(name)
-    for _ in cache_map.apply(name, SnapshotPart(incarnation, 0, (), is_last=True, digest=Digest(0, 0))):
+    for _ in cache_map.apply(name, SnapshotPart(incarnation, 0, b"", is_last=True, digest=Digest(0, 0))):
         pass
     sequence = count = xor = 0
 
@@ -168,7 +168,7 @@ def feed_of(
         sequence += 1
         count += len(stored) - len(removed)
         xor ^= xor_of(b"".join((*removed, *stored)))
-        delta = Delta(incarnation, sequence, tuple(removed), tuple(stored), Digest(count, xor))
+        delta = Delta(incarnation, sequence, b"".join(removed), b"".join(stored), Digest(count, xor))
         clock.after(latency, lambda: deliver(delta))
 
     def deliver(delta: Delta) -> None:

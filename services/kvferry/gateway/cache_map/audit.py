@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from kvferry.gateway.cache_map.block_index import BlockIndex
-from kvferry.gateway.cache_map.feed_events import Digest, Names
+from kvferry.gateway.cache_map.feed_events import Digest, Names, keys_of
 from kvferry.gateway.cache_map.map_states import MapState
 from kvferry.gateway.cache_map.replica_map import ReplicaMap
 
@@ -56,7 +56,7 @@ def begin_audit(replica: ReplicaMap, index: BlockIndex) -> Audit | None:
     if replica.state is not MapState.EXACT:
         return None
     sampled = dict.fromkeys(replica.samples)
-    keys = Names.read(list(sampled)).keys
+    keys = keys_of(list(sampled))
     replica.touched = set()
     return Audit(
         tuple(name for name, key in zip(sampled, keys, strict=True) if index.holds(key, replica.bit)),
@@ -88,12 +88,12 @@ def compare(audit: Audit, answer: AuditAnswer, replica: ReplicaMap, index: Block
     if known is not None and known != answer.digest:
         return AuditOutcome.MISMATCH, f"a different digest of event {answer.sequence}"
     try:
-        sample = Names.read(answer.sample).keys
+        sample = Names.read(b"".join(answer.sample)).keys
     except ValueError as error:
         return AuditOutcome.MISMATCH, str(error)
     if len(answer.held) != len(audit.names):
         return AuditOutcome.MISMATCH, f"answers for {len(answer.held)} of {len(audit.names)} names"
-    audited = Names.read(audit.names).keys
+    audited = keys_of(audit.names)
     phantoms = sum(not held and key not in touched for key, held in zip(audited, answer.held, strict=True))
     missing = sum(key not in touched and not index.holds(key, replica.bit) for key in sample)
     if phantoms or missing:

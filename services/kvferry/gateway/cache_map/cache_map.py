@@ -12,7 +12,7 @@ from enum import StrEnum
 from kvferry.core.clock import Clock
 from kvferry.gateway.cache_map.audit import Audit, AuditAnswer, AuditOutcome, begin_audit, compare
 from kvferry.gateway.cache_map.block_index import BlockIndex
-from kvferry.gateway.cache_map.feed_events import Delta, SnapshotPart, keys_of
+from kvferry.gateway.cache_map.feed_events import Delta, SnapshotPart, keys_of, num_names
 from kvferry.gateway.cache_map.map_states import LOSSES, MapEvent, MapState
 from kvferry.gateway.cache_map.replica_map import FeedBroken, ReplicaMap
 
@@ -157,22 +157,22 @@ class CacheMap:
                 self.lost(address, broken.event, str(broken))
             raise
         if isinstance(event, SnapshotPart):
-            self.counts.snapshot_blocks += len(event.names)
+            self.counts.snapshot_blocks += num_names(event.names)
         else:
-            self.counts.stored_blocks += len(event.stored)
-            self.counts.removed_blocks += len(event.removed)
+            self.counts.stored_blocks += num_names(event.stored)
+            self.counts.removed_blocks += num_names(event.removed)
 
     def _check_room(self, replica: ReplicaMap, event: SnapshotPart | Delta) -> None:
-        added = event.names if isinstance(event, SnapshotPart) else event.stored
+        num_added = num_names(event.names if isinstance(event, SnapshotPart) else event.stored)
         if event.digest.count > self._max_blocks:
             raise FeedBroken(
                 MapEvent.FULL, f"the worker has {event.digest.count} blocks; the limit is {self._max_blocks}"
             )
-        num_blocks = self._index.num_blocks + len(added)
+        num_blocks = self._index.num_blocks + num_added
         if num_blocks > self._max_blocks:
             largest = max(self._replicas, key=lambda address: self._replicas[address].num_indexed)
             why = f"the limit of {self._max_blocks} blocks was reached, and this replica has the most blocks"
-            own = max(event.digest.count, replica.num_indexed + len(added))
+            own = max(event.digest.count, replica.num_indexed + num_added)
             if own >= self._replicas[largest].num_indexed:
                 raise FeedBroken(MapEvent.FULL, why)
             self.lost(largest, MapEvent.FULL, why)

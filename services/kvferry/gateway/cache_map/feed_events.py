@@ -26,7 +26,8 @@ class SnapshotPart:
 
     incarnation: str
     sequence: int
-    names: Sequence[bytes]
+    names: bytes
+    """Names of the blocks, concatenated."""
     is_last: bool
     digest: Digest
     """Digest of the whole cache."""
@@ -34,19 +35,21 @@ class SnapshotPart:
     """The worker's name for a known block, to detect a different tenant key; empty if the worker does not send it."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, which would double the time to create one
 class Delta:
     """The changes of one step; removals come first."""
 
     incarnation: str
     sequence: int
-    removed: Sequence[bytes]
-    stored: Sequence[bytes]
+    removed: bytes
+    """Names of the removed blocks, concatenated."""
+    stored: bytes
+    """Names of the stored blocks, concatenated."""
     digest: Digest
     """Digest of the cache after the change."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, like `Delta`
 class Names:
     """Names of one event, at most one slice of them, as keys of the index, with the XOR of the whole names."""
 
@@ -54,15 +57,14 @@ class Names:
     xor: int
 
     @classmethod
-    def read(cls, names: Sequence[bytes]) -> "Names":
-        """Convert names.
+    def read(cls, joined: bytes) -> "Names":
+        """Convert concatenated names.
 
         Raises:
-            ValueError: the names do not have 32 bytes each.
+            ValueError: the length is not a multiple of 32.
         """
-        joined = b"".join(names)
-        if len(joined) != NAME_BYTES * len(names):
-            raise ValueError(f"{len(names)} names have {len(joined)} bytes; a name has {NAME_BYTES} bytes")
+        if len(joined) % NAME_BYTES:
+            raise ValueError(f"names have {len(joined)} bytes, which must be a multiple of {NAME_BYTES}")
         return cls(_keys(joined), xor_of(joined))
 
 
@@ -76,18 +78,23 @@ def _keys(joined: bytes) -> list[int]:
     return [leading >> shift for (leading,) in _LEADING.iter_unpack(joined)]
 
 
-def slices(names: Sequence[bytes], size: int) -> Iterator[Sequence[bytes]]:
-    """Yield `names` in slices of at most `size` names."""
-    for start in range(0, len(names), size):
-        yield names[start : start + size]
+def num_names(joined: bytes) -> int:
+    """Return the number of concatenated names; an incomplete one counts."""
+    return -(-len(joined) // NAME_BYTES)
+
+
+def slices(joined: bytes, size: int) -> Iterator[bytes]:
+    """Yield concatenated names in slices of at most `size` names."""
+    for start in range(0, len(joined), size * NAME_BYTES):
+        yield joined[start : start + size * NAME_BYTES]
 
 
 def xor_of(joined: bytes) -> int:
     """Return the XOR of concatenated names. Folds one large integer, which takes a third of the time of a loop over the
     names."""
-    folded, num_names = int.from_bytes(joined, "big"), len(joined) // NAME_BYTES
-    while num_names > 1:
-        num_names = (num_names + 1) // 2
-        bits = num_names * _NAME_BITS
+    folded, count = int.from_bytes(joined, "big"), num_names(joined)
+    while count > 1:
+        count = (count + 1) // 2
+        bits = count * _NAME_BITS
         folded = (folded >> bits) ^ (folded & ((1 << bits) - 1))
     return folded

@@ -5,11 +5,11 @@ over the complete names. The first inconsistency raises `FeedBroken`.
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from kvferry.gateway.cache_map.block_index import BlockIndex
 from kvferry.gateway.cache_map.dispatched_blocks import DispatchedBlocks
-from kvferry.gateway.cache_map.feed_events import Delta, Digest, Names, SnapshotPart, slices
+from kvferry.gateway.cache_map.feed_events import Delta, Digest, Names, SnapshotPart, num_names, slices
 from kvferry.gateway.cache_map.map_states import MAP_MACHINE, MapEvent, MapState
 
 SLICE_NAMES = 512
@@ -113,11 +113,11 @@ class ReplicaMap:
                 f"the parts of a snapshot have the sequence numbers {self.sequence} and {part.sequence}; all must be "
                 "equal",
             )
-        if self.count + len(part.names) > part.digest.count:
+        num_blocks = self.count + num_names(part.names)
+        if num_blocks > part.digest.count:
             raise FeedBroken(
                 MapEvent.MALFORMED,
-                f"a snapshot has at least {self.count + len(part.names)} blocks, but its digest is of "
-                f"{part.digest.count}",
+                f"a snapshot has at least {num_blocks} blocks, but its digest is of {part.digest.count}",
             )
         for some in slices(part.names, SLICE_NAMES):
             self.on(MapEvent.PART)
@@ -137,30 +137,32 @@ class ReplicaMap:
         if self.state is not MapState.EXACT or delta.sequence != self.sequence + 1:
             why = f"event {delta.sequence} follows event {self.sequence}"
             raise FeedBroken(MapEvent.GAP, why if self.state is MapState.EXACT else f"{why} within a snapshot")
-        is_large = len(delta.removed) + len(delta.stored) > SLICE_NAMES
         self.sequence = delta.sequence
-        for some in slices(delta.removed, SLICE_NAMES):
-            if is_large:
+        if num_names(delta.removed) + num_names(delta.stored) <= SLICE_NAMES:
+            if delta.removed:
+                self._remove(delta.removed)
+            if delta.stored:
+                self._store(delta.stored)
+        else:
+            for some in slices(delta.removed, SLICE_NAMES):
                 self.on(MapEvent.PART)
-            self._remove(some)
-            yield
-        for some in slices(delta.stored, SLICE_NAMES):
-            if is_large:
+                self._remove(some)
+                yield
+            for some in slices(delta.stored, SLICE_NAMES):
                 self.on(MapEvent.PART)
-            self._store(some)
-            yield
+                self._store(some)
+                yield
         self._applied(delta.sequence, delta.digest)
 
     def _applied(self, sequence: int, digest: Digest) -> None:
-        held = Digest(self.count, self.xor)
-        if held != digest:
-            what = f"{held.count} blocks, not {digest.count}" if held.count != digest.count else "other blocks"
+        if self.count != digest.count or self.xor != digest.xor:
+            what = f"{self.count} blocks, not {digest.count}" if self.count != digest.count else "other blocks"
             raise FeedBroken(MapEvent.MISMATCH, f"after event {sequence} the map has {what}")
         self.digests.append((sequence, digest))
         self.on(MapEvent.APPLIED)
         self.why = ""
 
-    def _store(self, some: Sequence[bytes]) -> None:
+    def _store(self, some: bytes) -> None:
         names = self._read(some)
         self.num_repeated += self._index.add(names.keys, self.bit)
         self.num_indexed += len(names.keys)
@@ -173,7 +175,7 @@ class ReplicaMap:
         self.count += len(names.keys)
         self.dispatched.confirm(names.keys)
 
-    def _remove(self, some: Sequence[bytes]) -> None:
+    def _remove(self, some: bytes) -> None:
         names = self._read(some)
         unknown = self._index.remove(names.keys, self.bit)
         self.num_indexed -= len(names.keys) - unknown
@@ -184,7 +186,7 @@ class ReplicaMap:
         self.count -= len(names.keys)
         self.dispatched.forget(names.keys)
 
-    def _read(self, some: Sequence[bytes]) -> Names:
+    def _read(self, some: bytes) -> Names:
         try:
             names = Names.read(some)
         except ValueError as error:

@@ -8,7 +8,7 @@ snapshot are built when they are sent, so that a large cache does not block the 
 import asyncio
 import itertools
 import random
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,6 +26,8 @@ MAX_PROBED_NAMES = 256
 _MAX_WAITING_EVENTS = 1024
 _SNAPSHOT_PART = 2000
 _NAME_BYTES = 32
+_NO_PARENT = bytes(_NAME_BYTES)
+"""Parent of a prompt's first block on the wire."""
 _SAMPLED_BLOCKS = 100_000
 """Number of oldest blocks from which samples are drawn, since a dictionary has no random access."""
 
@@ -79,7 +81,7 @@ class FeedLine:
         self._next_part += 1
         event = kv_events_pb2.KvEvent()
         event.CopyFrom(self._head)
-        event.snapshot.blocks.extend(map(_to_wire, self._blocks[start : start + _SNAPSHOT_PART]))
+        event.snapshot.blocks.CopyFrom(_to_wire(self._blocks[start : start + _SNAPSHOT_PART]))
         event.snapshot.last = self._next_part == self._num_parts
         if event.snapshot.last:
             self._blocks = ()
@@ -112,8 +114,8 @@ class CacheFeed:
                 self._blocks[change.name] = stored[change.name] = change.stored
         self._sequence += 1
         event = self._event()
-        event.delta.removed.extend(removed)
-        event.delta.stored.extend(map(_to_wire, stored.values()))
+        event.delta.removed = b"".join(removed)
+        event.delta.stored.CopyFrom(_to_wire(stored.values()))
         for line in list(self._lines):
             if line.num_waiting >= _MAX_WAITING_EVENTS:
                 self._lines.discard(line)
@@ -188,5 +190,9 @@ class KvEventsService(kv_events_pb2_grpc.KvEventsServicer):
         return self._feed.probe(request.names, request.num_samples)
 
 
-def _to_wire(block: CachedBlock) -> kv_events_pb2.CachedBlock:
-    return kv_events_pb2.CachedBlock(name=block.name, parent=block.parent or b"", depth=block.depth)
+def _to_wire(blocks: Collection[CachedBlock]) -> kv_events_pb2.CachedBlocks:
+    return kv_events_pb2.CachedBlocks(
+        names=b"".join([block.name for block in blocks]),
+        parents=b"".join([block.parent or _NO_PARENT for block in blocks]),
+        depths=[block.depth for block in blocks],
+    )

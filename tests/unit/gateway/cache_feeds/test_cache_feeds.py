@@ -152,14 +152,14 @@ def _last_sequence(event: kv_events_pb2.KvEvent) -> list[kv_events_pb2.KvEvent]:
 def _unknown_removal(event: kv_events_pb2.KvEvent) -> list[kv_events_pb2.KvEvent]:
     changed = kv_events_pb2.KvEvent()
     changed.CopyFrom(event)
-    changed.delta.removed.append(b"u" * 32)
+    changed.delta.removed += b"u" * 32
     return [changed]
 
 
 def _short_name(event: kv_events_pb2.KvEvent) -> list[kv_events_pb2.KvEvent]:
     changed = kv_events_pb2.KvEvent()
     changed.CopyFrom(event)
-    changed.delta.stored.add(name=b"short")
+    changed.delta.stored.names += b"short"
     return [changed]
 
 
@@ -242,7 +242,7 @@ async def test_an_audit_finds_a_block_that_the_index_lost():
         await rig.exact(40)
         await rig.until(lambda: rig.feeds.audits["match"] > 0)
         replica = rig.map.replicas[rig.worker.address]
-        rig.map.index.remove(Names.read(NAMES[7:8]).keys, replica.bit)
+        rig.map.index.remove(Names.read(NAMES[7]).keys, replica.bit)
         await rig.until(lambda: rig.feeds.audits["mismatch"] == 1)
         await rig.exact(40)
         assert rig.map.losses[MapEvent.AUDIT_FAILED] == 1

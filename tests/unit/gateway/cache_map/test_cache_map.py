@@ -20,8 +20,16 @@ def digest(names: Sequence[bytes]) -> Digest:
     return Digest(len(names), xor_of(b"".join(names)))
 
 
+def part(incarnation: str, sequence: int, names: Sequence[bytes], is_last: bool, whole: Digest) -> SnapshotPart:
+    return SnapshotPart(incarnation, sequence, b"".join(names), is_last, whole)
+
+
+def delta(incarnation: str, sequence: int, removed: Sequence[bytes], stored: Sequence[bytes], whole: Digest) -> Delta:
+    return Delta(incarnation, sequence, b"".join(removed), b"".join(stored), whole)
+
+
 def snapshot(names: Sequence[bytes], *, incarnation: str = "i", sequence: int = 0) -> SnapshotPart:
-    return SnapshotPart(incarnation, sequence, names, True, digest(names))
+    return part(incarnation, sequence, names, True, digest(names))
 
 
 def applied(cache_map: CacheMap, address: str, event: SnapshotPart | Delta) -> None:
@@ -70,7 +78,9 @@ def test_the_folded_xor_is_the_xor(number: int) -> None:
     for name in NAMES[:number]:
         expected ^= int.from_bytes(name, "big")
     assert xor_of(b"".join(NAMES[:number])) == expected
-    assert Names.read(NAMES[:number]).keys == [int.from_bytes(name[:8], "big") >> 4 for name in NAMES[:number]]
+    assert Names.read(b"".join(NAMES[:number])).keys == [
+        int.from_bytes(name[:8], "big") >> 4 for name in NAMES[:number]
+    ]
 
 
 def test_one_lookup_answers_for_all_replicas(cache_map: CacheMap) -> None:
@@ -86,7 +96,7 @@ def test_one_lookup_answers_for_all_replicas(cache_map: CacheMap) -> None:
 def test_a_block_stays_while_another_replica_has_it(cache_map: CacheMap) -> None:
     with_snapshot(cache_map, "a", NAMES[:3])
     with_snapshot(cache_map, "b", NAMES[:3])
-    applied(cache_map, "a", Delta("i", 1, NAMES[1:2], NAMES[5:6], digest([NAMES[0], NAMES[2], NAMES[5]])))
+    applied(cache_map, "a", delta("i", 1, NAMES[1:2], NAMES[5:6], digest([NAMES[0], NAMES[2], NAMES[5]])))
     assert confirmed(cache_map, NAMES[:3], "a", "b") == [1, 3]
     cache_map.leave("b")
     assert confirmed(cache_map, NAMES[:3], "a", "b") == [1, 0]
@@ -103,8 +113,8 @@ def test_blocks_are_present_while_they_are_pending_and_then_only_if_reported(
     found = cache_map.look_up(NAMES[:6]).of("a")
     assert (found.num_blocks, found.num_confirmed, found.basis) == (6, 2, Basis.PENDING)
     assert cache_map.look_up(NAMES[:6]).of("b").num_blocks == 0
-    applied(cache_map, "a", Delta("i", 1, (), NAMES[2:4], digest(NAMES[:4])))
-    applied(cache_map, "a", Delta("i", 2, NAMES[3:4], (), digest(NAMES[:3])))
+    applied(cache_map, "a", delta("i", 1, (), NAMES[2:4], digest(NAMES[:4])))
+    applied(cache_map, "a", delta("i", 2, NAMES[3:4], (), digest(NAMES[:3])))
     found = cache_map.look_up(NAMES[:6]).of("a")
     assert (found.num_blocks, found.num_confirmed) == (3, 3), "the fourth block was reported and later evicted"
     clock.advance(PENDING_SECONDS + 1)
@@ -119,7 +129,7 @@ def test_blocks_are_present_while_they_are_pending_and_then_only_if_reported(
 def test_history_serves_a_blind_replica_for_a_time(cache_map: CacheMap, clock: ManualClock) -> None:
     with_snapshot(cache_map, "a", NAMES[:1])
     cache_map.look_up(NAMES[:4]).chose("a")
-    applied(cache_map, "a", Delta("i", 1, NAMES[:1], NAMES[1:4], digest(NAMES[1:4])))
+    applied(cache_map, "a", delta("i", 1, NAMES[:1], NAMES[1:4], digest(NAMES[1:4])))
     cache_map.lost("a", MapEvent.FEED_LOST, "cut")
     found = cache_map.look_up(NAMES[:4]).of("a")
     assert (found.num_blocks, found.state) == (0, MapState.BLIND), "the report of the eviction outlasts the map"
@@ -137,10 +147,10 @@ def test_a_replica_that_is_catching_up_is_not_trusted(cache_map: CacheMap) -> No
     cache_map.join("a")
     cache_map.subscribed("a")
     whole = digest(NAMES[:4])
-    applied(cache_map, "a", SnapshotPart("i", 7, NAMES[:2], False, whole))
+    applied(cache_map, "a", part("i", 7, NAMES[:2], False, whole))
     assert cache_map.state("a") is MapState.CATCHING_UP
     assert confirmed(cache_map, NAMES[:2], "a") == [0]
-    applied(cache_map, "a", SnapshotPart("i", 7, NAMES[2:4], True, whole))
+    applied(cache_map, "a", part("i", 7, NAMES[2:4], True, whole))
     assert confirmed(cache_map, NAMES[:4], "a") == [4]
 
 
@@ -148,19 +158,19 @@ def test_a_replica_that_is_catching_up_is_not_trusted(cache_map: CacheMap) -> No
     ("event", "loss"),
     [
         (snapshot(NAMES[:3], incarnation="j"), MapEvent.OTHER_INCARNATION),
-        (SnapshotPart("i", 8, NAMES[1:3], True, digest(NAMES[:3])), MapEvent.GAP),
-        (SnapshotPart("i", 7, NAMES[1:9], True, digest(NAMES[:3])), MapEvent.MALFORMED),
-        (SnapshotPart("i", 7, NAMES[1:2], True, digest(NAMES[:3])), MapEvent.MISMATCH),
-        (SnapshotPart("i", 7, [b"short", NAMES[1]], True, digest(NAMES[:3])), MapEvent.MALFORMED),
-        (SnapshotPart("i", 7, NAMES[1:3], True, Digest(3, -1)), MapEvent.MISMATCH),
-        (SnapshotPart("i", 7, NAMES[1:3], True, Digest(1 << 63, 0)), MapEvent.FULL),
-        (Delta("i", 8, (), (), digest(NAMES[:1])), MapEvent.GAP),
+        (part("i", 8, NAMES[1:3], True, digest(NAMES[:3])), MapEvent.GAP),
+        (part("i", 7, NAMES[1:9], True, digest(NAMES[:3])), MapEvent.MALFORMED),
+        (part("i", 7, NAMES[1:2], True, digest(NAMES[:3])), MapEvent.MISMATCH),
+        (part("i", 7, [b"short", NAMES[1]], True, digest(NAMES[:3])), MapEvent.MALFORMED),
+        (part("i", 7, NAMES[1:3], True, Digest(3, -1)), MapEvent.MISMATCH),
+        (part("i", 7, NAMES[1:3], True, Digest(1 << 63, 0)), MapEvent.FULL),
+        (delta("i", 8, (), (), digest(NAMES[:1])), MapEvent.GAP),
     ],
 )
 def test_a_snapshot_must_be_consistent(cache_map: CacheMap, event: SnapshotPart | Delta, loss: MapEvent) -> None:
     cache_map.join("a")
     cache_map.subscribed("a")
-    applied(cache_map, "a", SnapshotPart("i", 7, NAMES[:1], False, digest(NAMES[:3])))
+    applied(cache_map, "a", part("i", 7, NAMES[:1], False, digest(NAMES[:3])))
     with pytest.raises(FeedBroken) as broken:
         applied(cache_map, "a", event)
     assert broken.value.event is loss
@@ -175,13 +185,13 @@ def test_the_replica_with_most_blocks_is_dropped_when_the_map_is_full(cache_map:
     with_snapshot(cache_map, "large", NAMES[:70])
     with_snapshot(cache_map, "small", NAMES[:10])
     with_snapshot(cache_map, "other", NAMES[:15])
-    applied(cache_map, "small", Delta("i", 1, (), NAMES[10:20], digest(NAMES[:20])))
+    applied(cache_map, "small", delta("i", 1, (), NAMES[10:20], digest(NAMES[:20])))
     assert [cache_map.state(a) for a in ("large", "small", "other")] == ["blind", "exact", "exact"]
     assert "most blocks" in cache_map.replicas["large"].why
     cache_map.subscribed("large")
-    applied(cache_map, "large", SnapshotPart("i", 0, NAMES[:60], False, digest(NAMES[:70])))
+    applied(cache_map, "large", part("i", 0, NAMES[:60], False, digest(NAMES[:70])))
     with pytest.raises(FeedBroken, match="most blocks"):
-        applied(cache_map, "large", SnapshotPart("i", 0, NAMES[60:70], True, digest(NAMES[:70])))
+        applied(cache_map, "large", part("i", 0, NAMES[60:70], True, digest(NAMES[:70])))
     assert [cache_map.state(a) for a in ("small", "other")] == ["exact", "exact"]
 
 
@@ -234,9 +244,9 @@ def test_names_with_equal_leading_bits_are_counted_and_do_not_disturb_the_digest
     twin = NAMES[0][:8] + NAMES[1][8:]
     with_snapshot(cache_map, "a", [NAMES[0], twin])
     assert cache_map.index.num_collisions == 1
-    applied(cache_map, "a", Delta("i", 1, [twin], (), digest(NAMES[:1])))
+    applied(cache_map, "a", delta("i", 1, [twin], (), digest(NAMES[:1])))
     assert confirmed(cache_map, NAMES[:1], "a") == [1]
-    applied(cache_map, "a", Delta("i", 2, NAMES[:1], (), digest([])))
+    applied(cache_map, "a", delta("i", 2, NAMES[:1], (), digest([])))
     assert confirmed(cache_map, NAMES[:1], "a") == [0]
     assert cache_map.index.num_entries == 0
 
@@ -246,7 +256,7 @@ def test_a_worker_that_repeats_its_names_is_malformed(cache_map: CacheMap, monke
     cache_map.join("a")
     cache_map.subscribed("a")
     with pytest.raises(FeedBroken, match=r"reported .* blocks as stored that were in the map"):
-        applied(cache_map, "a", SnapshotPart("i", 0, [NAMES[0]] * 6, True, digest([NAMES[0]] * 6)))
+        applied(cache_map, "a", part("i", 0, [NAMES[0]] * 6, True, digest([NAMES[0]] * 6)))
 
 
 def test_a_map_dropped_between_two_slices_stays_dropped(cache_map: CacheMap, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,7 +319,7 @@ def test_an_audit_ignores_concurrent_changes(cache_map: CacheMap) -> None:
     audit = cache_map.begin_audit("a")
     assert audit is not None
     answer = an_answer(cache_map, NAMES[:4])  # taken before the next change
-    applied(cache_map, "a", Delta("i", 1, NAMES[2:4], NAMES[6:7], digest([*NAMES[:2], NAMES[6]])))
+    applied(cache_map, "a", delta("i", 1, NAMES[2:4], NAMES[6:7], digest([*NAMES[:2], NAMES[6]])))
     assert cache_map.end_audit("a", audit, answer) is AuditOutcome.MATCH
     assert cache_map.begin_audit("unknown") is None
     cache_map.leave("a")

@@ -21,7 +21,7 @@ from kvferry.workers.services import kv_events
 from kvferry.workers.services.kv_events import CacheFeed, FeedLine
 
 POOL = [BlockHash(random.Random(number).randbytes(32)) for number in range(40)]
-KEYS = Names.read(POOL).keys
+KEYS = Names.read(b"".join(POOL)).keys
 ADDRESS = "w:1"
 ACTIONS = ("step", "step", "deliver", "deliver", "drop", "repeat", "swap", "subscribe", "worker", "gateway", "audit")
 

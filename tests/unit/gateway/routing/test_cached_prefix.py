@@ -36,7 +36,7 @@ def snapshot(cache_map: CacheMap, of: Replica, prompt: list[int], num_blocks: in
     names = block_names(NAMERS, "t", of, prompt)[:num_blocks]
     cache_map.join(of.address)
     cache_map.subscribed(of.address)
-    part = SnapshotPart("i", 0, names, True, Digest(len(names), xor_of(b"".join(names))))
+    part = SnapshotPart("i", 0, b"".join(names), True, Digest(len(names), xor_of(b"".join(names))))
     for _ in cache_map.apply(of.address, part):
         pass
 

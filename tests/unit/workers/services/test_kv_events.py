@@ -1,6 +1,7 @@
 """The feed of cache changes: a subscriber holds exactly the worker's cache."""
 
 import asyncio
+from collections.abc import Iterator
 
 import pytest
 from harness.fakes.engines import a_request, an_engine
@@ -14,6 +15,16 @@ from kvferry.workers.services import kv_events
 from kvferry.workers.services.kv_events import CacheFeed
 
 
+def names_of(joined: bytes) -> list[bytes]:
+    assert len(joined) % 32 == 0
+    return [joined[start : start + 32] for start in range(0, len(joined), 32)]
+
+
+def blocks_of(blocks: kv_events_pb2.CachedBlocks) -> Iterator[tuple[bytes, tuple[bytes, int]]]:
+    for name, parent, depth in zip(names_of(blocks.names), names_of(blocks.parents), blocks.depths, strict=True):
+        yield name, (parent, depth)
+
+
 class Follower:
     """A subscriber's copy of the cache, checked against every digest."""
 
@@ -25,16 +36,16 @@ class Follower:
         assert event.incarnation == "i"
         if event.HasField("snapshot"):
             self.sequence = event.sequence
-            self.blocks |= {b.name: (b.parent, b.depth) for b in event.snapshot.blocks}
+            self.blocks |= dict(blocks_of(event.snapshot.blocks))
             if not event.snapshot.last:
                 return
         else:
             assert self.sequence is not None
             assert event.sequence == self.sequence + 1
             self.sequence = event.sequence
-            for name in event.delta.removed:
+            for name in names_of(event.delta.removed):
                 del self.blocks[name]
-            self.blocks |= {b.name: (b.parent, b.depth) for b in event.delta.stored}
+            self.blocks |= dict(blocks_of(event.delta.stored))
         xor = 0
         for name in self.blocks:
             xor ^= int.from_bytes(name, "big")
@@ -69,7 +80,7 @@ def test_a_follower_has_exactly_the_cache_whenever_it_joins(prompts: list[list[i
     held = {name for name, _ in engine.allocator.index._content_of.values()}
     assert set(follower.blocks) == held
     for parent, depth in follower.blocks.values():
-        assert (parent == b"") == (depth == 0)
+        assert (parent == bytes(32)) == (depth == 0)
     subscription.__exit__(None, None, None)
 
 
