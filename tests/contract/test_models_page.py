@@ -4,8 +4,9 @@ import re
 from pathlib import Path
 
 from kvferry.engine.models.build import COMPILED_FEATURES
-from kvferry.model.families.registry import FAMILIES, GGUF_ARCHITECTURES
+from kvferry.model.families.registry import FAMILIES
 from kvferry.model.features import FEATURES
+from kvferry.model.files.gguf.architectures import ARCHITECTURES
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs/models.md").read_text("utf-8")
 ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for line in re.findall(r"^\| `.*$", PAGE, re.MULTILINE)]
@@ -19,5 +20,6 @@ def test_the_table_has_a_row_for_each_family() -> None:
 def test_the_table_names_the_kernels_that_serve_a_family() -> None:
     assert set(FEATURES) == set(COMPILED_FEATURES)
     for name, _, _, *cells in ROWS:
-        gguf = "works" if name.strip("`") in GGUF_ARCHITECTURES else "refused"
-        assert cells == ["works", "works", "works", gguf]
+        gguf = FAMILIES[name.strip("`")].gguf
+        assert gguf in ARCHITECTURES
+        assert cells == ["works", "works", "works", f"`{gguf}`"]

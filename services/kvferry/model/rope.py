@@ -61,4 +61,11 @@ class Llama3RopeScaling:
     original_max_position: int
 
 
-RopeScaling = LinearRope | DynamicNtkRope | YarnRope | LongRope | Llama3RopeScaling
+@dataclass(frozen=True, slots=True)
+class DividedRope:
+    """A divisor per frequency for all lengths: the form in which GGUF files store the scaling of Llama 3.1."""
+
+    divisors: tuple[float, ...]
+
+
+RopeScaling = LinearRope | DynamicNtkRope | YarnRope | LongRope | Llama3RopeScaling | DividedRope

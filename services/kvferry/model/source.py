@@ -2,7 +2,7 @@
 
 import functools
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,13 +11,15 @@ from kvferry.model import tiny
 from kvferry.model.config import ModelConfig
 from kvferry.model.files.catalog import CATALOG, embedded
 from kvferry.model.files.fetch import Progress, fetch, file_sha256
-from kvferry.model.files.gguf_file import GgufModel
+from kvferry.model.files.gguf.gguf_model import GgufModel
+from kvferry.model.files.gguf.parts import part_paths
 from kvferry.model.files.regular_file import read_file
 from kvferry.model.files.safetensors_dir import SafetensorsModel, read_json
 from kvferry.model.tensors import TensorSource
 from kvferry.model.text.chat_template import ChatTemplate
+from kvferry.model.text.gguf.header_tokenizer import tokenizer_from_gguf
 from kvferry.model.text.tokenizer import Tokenizer
-from kvferry.model.text.tokenizer_files import tokenizer_from_gguf, tokenizer_from_json
+from kvferry.model.text.tokenizer_files import tokenizer_from_json
 
 _TEMPLATE = "chat_template"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", f"{_TEMPLATE}.jinja", f"{_TEMPLATE}.json")
@@ -89,7 +91,7 @@ def _open(spec: str, cache: Path | None, progress: Progress | None) -> ModelSour
     if path.is_dir():
         return _open_folder(path)
     if path.suffix == ".gguf":
-        return _open_gguf(path, None, lambda: file_sha256(path))
+        return _open_gguf(path, None, lambda: _digest_of(part_paths(path)))
     known = ", ".join([*CATALOG, tiny.NAME])
     raise UnknownModel(f"model {spec!r} is not a known name ({known}), a .gguf file or a folder", field="model")
 
@@ -120,12 +122,16 @@ def _open_folder(folder: Path) -> ModelSource:
         bos, eos = (_token_text(settings.get(key)) for key in ("bos_token", "eos_token"))
         template = ChatTemplate(source, bos_token=bos, eos_token=eos)
 
-    def digest() -> str:
-        files = [folder / "config.json", *model.weight_files, *(folder / name for name in _TOKENIZER_FILES)]
-        lines = [f"{path.name} {file_sha256(path)}\n" for path in files if path.is_file()]
-        return hashlib.sha256("".join(lines).encode()).hexdigest()
+    files = [folder / "config.json", *model.weight_files, *(folder / name for name in _TOKENIZER_FILES)]
+    return ModelSource(model.config, tokenizer, template, model, lambda: _digest_of(files))
 
-    return ModelSource(model.config, tokenizer, template, model, digest)
+
+def _digest_of(files: Sequence[Path]) -> str:
+    """Return the digest of a file, or of the names and digests of several files; missing ones are left out."""
+    if len(files) == 1:
+        return file_sha256(files[0])
+    lines = [f"{path.name} {file_sha256(path)}\n" for path in files if path.is_file()]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 def _template(source: str, tokenizer: Tokenizer) -> ChatTemplate:

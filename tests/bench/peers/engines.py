@@ -98,5 +98,11 @@ def start(
 
 
 def engine_command(python: Path, adapter: str, settings: Mapping[str, object]) -> list[str]:
-    """Return the command line that starts the adapter's process."""
-    return [str(python), str(FOLDER / "child.py"), str(FOLDER / "adapters" / f"{adapter}.py"), json.dumps(settings)]
+    """Return the command line that starts the adapter's process, whose output is not buffered."""
+    return [
+        str(python),
+        "-u",
+        str(FOLDER / "child.py"),
+        str(FOLDER / "adapters" / f"{adapter}.py"),
+        json.dumps(settings),
+    ]

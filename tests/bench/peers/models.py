@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from kvferry.model.config import ModelConfig
 from kvferry.model.files.catalog import DEFAULT_MODEL
-from kvferry.model.files.gguf_file import GgufModel
+from kvferry.model.files.gguf.gguf_model import GgufModel
 from kvferry.model.source import open_model
 from kvferry.model.tensors import linear_weights
 
@@ -49,7 +49,7 @@ class Models:
     def weight_bytes(self, weight_class: str) -> int:
         """Return the bytes that a step of one token reads with weights of this class: every tensor once."""
         if weight_class == "4-bit":
-            return sum(info.num_bytes for info in self._shipped.storage().values())
+            return self._shipped.num_bytes
         return sum(2 * int(np.prod(shape)) for shape in self._shipped.shapes().values())
 
     def prefill_flop(self, tokens: int) -> float:

@@ -7,6 +7,7 @@ prints the programs, libraries and headers that it uses, so this works on any di
 import os
 import shutil
 import subprocess
+import sysconfig
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -66,9 +67,13 @@ def _file(driver: str, name: str) -> Path | None:
 
 
 def _headers(driver: str) -> set[Path]:
-    """Return the files that a source with all of `_HEADERS` includes."""
-    source = "".join(f"#include <{name}.h>\n" for name in _HEADERS)
-    listed = _asked(driver, "-M", "-O3", "-D_GNU_SOURCE", "-x", "c", "-", source=source).replace("\\\n", " ").split()
+    """Return the files that a source with Python.h and all of `_HEADERS` includes. Debian's pyconfig.h is not in the
+    folder of Python.h."""
+    include = sysconfig.get_path("include")
+    names = [*_HEADERS, "Python"] if Path(include, "Python.h").exists() else list(_HEADERS)
+    source = "".join(f"#include <{name}.h>\n" for name in names)
+    words = ("-M", "-O3", "-D_GNU_SOURCE", f"-I{include}", "-x", "c", "-")
+    listed = _asked(driver, *words, source=source).replace("\\\n", " ").split()
     return {Path(os.path.normpath(word)) for word in listed if word.endswith(".h") and word.startswith("/")}
 
 

@@ -276,4 +276,5 @@ def test_a_child_without_output_is_killed_after_a_time_limit(adapter: Path) -> N
 def test_each_message_is_one_line_of_json() -> None:
     command = engine_command(Path("python"), "vllm_engine", {"threads": 2})
     assert json.loads(command[-1]) == {"threads": 2}
-    assert command[1].endswith("child.py")
+    assert command[1] == "-u"  # so that the log of a killed engine is complete
+    assert command[2].endswith("child.py")

@@ -22,11 +22,11 @@ from kvferry.engine.tensors.paged_kv import PagedKv
 from kvferry.kv.pages.layout import KvLayout
 from kvferry.model import tiny
 from kvferry.model.config import ModelConfig
-from kvferry.model.files.gguf_file import GgufModel
-from kvferry.model.files.gguf_header import Array, read_header
+from kvferry.model.files.gguf.gguf_model import GgufModel
+from kvferry.model.files.gguf.header import Array, read_header
 from kvferry.model.source import ModelSource, open_model
 from kvferry.model.text.byte_level import CHARACTER_OF
-from kvferry.model.text.tokenizer_files import tokenizer_from_gguf
+from kvferry.model.text.gguf.header_tokenizer import tokenizer_from_gguf
 
 CONFIG = tiny.config()
 PLAIN_KINDS = ("F16", "BF16", "Q5_1")
@@ -313,20 +313,25 @@ def test_errors_name_the_defect(data: bytes, message: str) -> None:
     [
         (
             {"architecture": "mamba"},
-            "general.architecture = 'mamba' is not one of llama, qwen2, qwen3; other families are read",
+            "general.architecture = 'mamba' is not one of llama, mistral3, qwen2,",
         ),
         ({"llama.block_count": 3}, "9 tensors are missing"),
-        ({"llama.block_count": 1 << 30}, "only 21 tensors for 1073741824 layers"),
+        ({"llama.block_count": 1 << 30}, "num_hidden_layers is 1073741824; at most 4096"),
         ({"llama.block_count": None}, "llama.block_count must be a positive whole number, not None"),
         ({"llama.embedding_length": 64}, "have a wrong shape"),
         ({"llama.attention.head_count": 8}, "have a wrong shape"),
         ({"llama.attention.head_count_kv": 3}, "a multiple of the 3 KV heads"),
         ({"llama.attention.head_count_kv": 0}, "must be a positive whole number, not 0"),
-        ({"llama.vocab_size": 300}, "259 tokens are listed but llama.vocab_size is 300"),
-        ({"llama.rope.scaling.type": "yarn"}, "llama.rope.scaling.type must be 'none' or missing, not 'yarn'"),
-        ({"llama.attention.sliding_window": 512}, "sliding_window must be 0 or missing, not 512"),
-        ({"llama.expert_count": 8}, "expert_count must be 0 or missing, not 8"),
-        ({"llama.rope.dimension_count": 8}, "must be the head size 16, not 8"),
+        ({"llama.vocab_size": 300}, "llama.vocab_size = 300 is not supported: 259 tokens are listed"),
+        ({"llama.rope.scaling.type": "yarn"}, "llama.rope.scaling.factor must be a positive number, not None"),
+        ({"llama.rope.scaling.type": "longrope"}, "rope.scaling.type = 'longrope' is not supported"),
+        ({"llama.attention.sliding_window": 512}, "sliding_window = 512 is not supported: kvferry does not implement"),
+        ({"llama.expert_count": 8}, "llama.expert_used_count must be a positive whole number, not None"),
+        ({"llama.expert_count": 8, "llama.expert_used_count": 9}, "num_experts_per_tok = 9 is not supported"),
+        ({"llama.rope.dimension_count": 8}, "rope.dimension_count = 8 is not supported: it must be the head size 16"),
+        ({"llama.attention.value_length": 8}, "value_length = 8 is not supported: it must be the head size 16"),
+        ({"llama.attention.temperature_scale": 0.1}, "temperature_scale = 0.1.* is not supported"),
+        ({"split.count": 3}, "split.count = 3 of the header are not those of the file's name"),
         ({"llama.rope.freq_base": float("nan")}, "freq_base must be a positive number"),
         ({"tokenizer.ggml.eos_token_id": 5000}, "end token 5000 is not in the vocabulary"),
     ],

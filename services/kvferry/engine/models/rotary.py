@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.model.config import LayerRope, ModelConfig
-from kvferry.model.rope import DynamicNtkRope, LinearRope, Llama3RopeScaling, LongRope, YarnRope
+from kvferry.model.rope import DividedRope, DynamicNtkRope, LinearRope, Llama3RopeScaling, LongRope, YarnRope
 
 Floats = npt.NDArray[np.float32]
 
@@ -28,6 +28,8 @@ def inverse_frequencies(config: ModelConfig, kind: LayerRope = LayerRope.FULL) -
     plain = np.array([theta ** -(i / size) for i in range(0, size, 2)], np.float32)
     if isinstance(scaling, LinearRope):
         return (plain / np.float32(scaling.factor)).astype(np.float32)
+    if isinstance(scaling, DividedRope):
+        return (plain / np.array(scaling.divisors, np.float32)).astype(np.float32)
     if isinstance(scaling, Llama3RopeScaling):
         return _llama3(plain, scaling)
     if isinstance(scaling, YarnRope):

@@ -21,7 +21,8 @@ from kvferry.core.errors import ModelFileError
 from kvferry.model.adapters.adapter_config import AdapterConfig, read_adapter_config
 from kvferry.model.config import ModelConfig
 from kvferry.model.families.registry import FAMILIES
-from kvferry.model.files.safetensors_dir import read_json, rotated_first
+from kvferry.model.files.row_orders import rotated_first
+from kvferry.model.files.safetensors_dir import read_json
 from kvferry.model.files.safetensors_file import StoredTensor, open_tensors
 from kvferry.model.tensors import expected_shapes, layer_prefix
 

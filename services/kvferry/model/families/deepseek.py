@@ -127,6 +127,7 @@ DEEPSEEK_V2 = Family(
     defaults=_LATENT | {"n_routed_experts": 64, "n_shared_experts": 2, "moe_intermediate_size": 1407},
     ignores=("rope_interleave",),
     renames=_RENAMES,
+    gguf="deepseek2",
 )
 DEEPSEEK_V3 = Family(
     name="deepseek_v3",
@@ -146,4 +147,5 @@ DEEPSEEK_V3 = Family(
     },
     renames=_RENAMES,
     ignores_further_layers=True,
+    gguf="deepseek2",
 )

@@ -39,8 +39,8 @@ class Family:
     """Whether the files store all experts of a layer in one tensor, with alternating gate and up outputs."""
     renames: tuple[tuple[re.Pattern[str], str], ...] = ()
     """Regular expressions for tensor names in the files, with their replacements; the first match applies."""
-    reads_gguf: bool = False
-    """Whether GGUF files of the family can be read; the family's name is then GGUF's name of the architecture."""
+    gguf: str = ""
+    """Architecture of the family's GGUF files, a key of `files.gguf.architectures.ARCHITECTURES`."""
     text: TextPart | None = None
     """The text part of a class for text and images, the only part that is served; `None` for a text-only class."""
 

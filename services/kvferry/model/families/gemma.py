@@ -70,6 +70,7 @@ GEMMA2 = Family(
     adapt=_adapt_2,
     defaults=_DEFAULTS | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     ignores=("hidden_act",),
+    gguf="gemma2",
 )
 GEMMA3 = Family(
     name="gemma3_text",
@@ -78,4 +79,5 @@ GEMMA3 = Family(
     adapt=_adapt_3,
     defaults=_DEFAULTS | {"rope_theta": 1000000.0},
     ignores=("hidden_act",),
+    gguf="gemma3",
 )

@@ -59,4 +59,5 @@ GPT_OSS = Family(
     },
     renames=((re.compile(r"\.mlp\.router\."), ".mlp.gate."),),
     has_stacked_experts=True,
+    gguf="gpt-oss",
 )

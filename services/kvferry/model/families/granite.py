@@ -21,4 +21,6 @@ def _adapt(fields: ConfigFields, llama: ModelConfig) -> ModelConfig:
     )
 
 
-GRANITE = Family(name="granite", title="Granite 3 (dense)", architecture="GraniteForCausalLM", adapt=_adapt)
+GRANITE = Family(
+    name="granite", title="Granite 3 (dense)", architecture="GraniteForCausalLM", adapt=_adapt, gguf="granite"
+)

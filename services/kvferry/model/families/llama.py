@@ -13,13 +13,12 @@ def _adapt_mistral(fields: ConfigFields, llama: ModelConfig) -> ModelConfig:
     return replace(llama, windows=windows_of(fields, llama, window, lambda _: True))
 
 
-LLAMA = Family(
-    name="llama", title="Llama 2 and 3.x, SmolLM, SmolLM 2", architecture="LlamaForCausalLM", reads_gguf=True
-)
+LLAMA = Family(name="llama", title="Llama 2 and 3.x, SmolLM, SmolLM 2", architecture="LlamaForCausalLM", gguf="llama")
 MISTRAL = Family(
     name="mistral",
     title="Mistral, Mistral Nemo and Small (text)",
     architecture="MistralForCausalLM",
     adapt=_adapt_mistral,
     defaults={"sliding_window": 4096, "num_key_value_heads": 8},
+    gguf="llama",
 )

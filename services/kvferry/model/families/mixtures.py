@@ -89,6 +89,7 @@ MIXTRAL = Family(
     adapt=_adapt_mixtral,
     defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "num_local_experts": 8, "num_experts_per_tok": 2},
     renames=_MIXTRAL,
+    gguf="llama",
 )
 QWEN2_MOE = Family(
     name="qwen2_moe",
@@ -103,6 +104,7 @@ QWEN2_MOE = Family(
         "shared_expert_intermediate_size": 5632,
     },
     ignores=("attention_bias",),
+    gguf="qwen2moe",
 )
 QWEN3_MOE = Family(
     name="qwen3_moe",
@@ -116,4 +118,5 @@ QWEN3_MOE = Family(
         "num_experts_per_tok": 8,
         "moe_intermediate_size": 768,
     },
+    gguf="qwen3moe",
 )

@@ -15,5 +15,10 @@ def _adapt(fields: ConfigFields, llama: ModelConfig) -> ModelConfig:
 
 
 OLMO2 = Family(
-    name="olmo2", title="OLMo 2", architecture="Olmo2ForCausalLM", adapt=_adapt, defaults={"rms_norm_eps": 1e-5}
+    name="olmo2",
+    title="OLMo 2",
+    architecture="Olmo2ForCausalLM",
+    adapt=_adapt,
+    defaults={"rms_norm_eps": 1e-5},
+    gguf="olmo2",
 )

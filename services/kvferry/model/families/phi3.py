@@ -22,4 +22,5 @@ PHI3 = Family(
     adapt=_adapt,
     defaults={"rms_norm_eps": 1e-5},
     has_fused_tensors=True,
+    gguf="phi3",
 )

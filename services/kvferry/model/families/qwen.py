@@ -37,7 +37,7 @@ QWEN2 = Family(
     adapt=_adapt_2,
     defaults={"sliding_window": 4096},
     ignores=("attention_bias",),
-    reads_gguf=True,
+    gguf="qwen2",
 )
 QWEN3 = Family(
     name="qwen3",
@@ -45,5 +45,5 @@ QWEN3 = Family(
     architecture="Qwen3ForCausalLM",
     adapt=_adapt_3,
     defaults={"sliding_window": 4096, "head_dim": 128},
-    reads_gguf=True,
+    gguf="qwen3",
 )

@@ -56,7 +56,6 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 """The families by name."""
 _BY_CLASS = {family.architecture: family for family in FAMILIES.values()}
 _MAX_LAYERS = 4096
-GGUF_ARCHITECTURES = tuple(family.name for family in FAMILIES.values() if family.reads_gguf)
 
 
 def family_of(raw: Json, where: Path) -> Family:

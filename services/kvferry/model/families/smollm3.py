@@ -32,4 +32,5 @@ SMOLLM3 = Family(
     architecture="SmolLM3ForCausalLM",
     adapt=_adapt,
     defaults={"tie_word_embeddings": True, "rope_theta": 2000000.0, "num_key_value_heads": 4},
+    gguf="smollm3",
 )

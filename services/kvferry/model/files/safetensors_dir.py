@@ -11,11 +11,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.core.errors import ModelFileError
-from kvferry.model.config import Latent, ModelConfig
+from kvferry.model.config import ModelConfig
 from kvferry.model.families.config_fields import Json
 from kvferry.model.families.images.text_part import left_out
 from kvferry.model.families.registry import family_of, read_config
 from kvferry.model.files.regular_file import read_file
+from kvferry.model.files.row_orders import stored_rows
 from kvferry.model.files.safetensors_file import FLOAT_TYPES, QUANTIZED_TYPES, StoredTensor, open_tensors
 from kvferry.model.files.stacked_experts import ExpertTensor, split_experts
 from kvferry.model.quantized.checkpoint import FIELD, collect, read_method, without_idle_biases
@@ -23,10 +24,6 @@ from kvferry.model.quantized.representation import Choice, QuantizedMatrix, repo
 from kvferry.model.tensors import BF16, F16, F32, HEAD, Shape, Stored, check_shapes, expected_shapes
 
 _TYPE_IDS = {"F32": F32, "F16": F16, "BF16": BF16}
-_ROTATED = re.compile(r"self_attn\.[qk]_(?:proj\.(?:weight|bias)|norm\.weight)$")
-"""Tensors whose rows produce values of queries or keys."""
-_LATENT_ROTATED = re.compile(r"self_attn\.(q|q_b|kv_a)_proj(?:_with_mqa)?\.weight$")
-"""The corresponding tensors of latent attention; the last values of each head, or of the latent vector, are rotated."""
 _HEAD = f"{HEAD.rpartition('.')[0]}."
 _LAYER = re.compile(r"^model\.layers\.(\d{1,9})\.")
 
@@ -114,28 +111,21 @@ class SafetensorsModel:
         """Read a tensor as float32; return a read-only view of the file if the tensor is stored as F32."""
         matrix = self._matrices.get(name)
         values = self._tensors[name].values() if matrix is None else matrix.values()
-        order = self._order(name, len(values))
+        order = stored_rows(self.config, name, len(values))
         return values if order is None else values[order]
-
-    def _order(self, name: str, rows: int) -> npt.NDArray[np.int64] | None:
-        """Return the stored row of each row of a tensor; `None` if the rows are stored in order."""
-        if self.config.latent is not None:
-            part = _LATENT_ROTATED.search(name)
-            return None if part is None else pairs_apart(self.config.latent, rows, is_vector=part[1] == "kv_a")
-        return rotated_first(self.config, rows) if _ROTATED.search(name) else None
 
     def stored(self, name: str) -> Stored:
         """Return the rows of a matrix, as stored in the file, or as a quantized matrix is kept."""
         matrix = self._matrices.get(name)
         if matrix is not None:
             kept = matrix.stored()
-            order = self._order(name, matrix.shape[0])
+            order = stored_rows(self.config, name, matrix.shape[0])
             return kept if order is None else kept.reordered(order)
         stored = self._tensors[name]
         if isinstance(stored, ExpertTensor):
             return Stored.later(_TYPE_IDS[stored.dtype], lambda: _bytes_of(stored), stored.shape[0])
         data = _bytes_of(stored)
-        order = self._order(name, stored.shape[0])
+        order = stored_rows(self.config, name, stored.shape[0])
         if order is not None:
             return Stored(_TYPE_IDS[stored.dtype], data, order)
         return Stored.plain(_TYPE_IDS[stored.dtype], data, stored.shape[0])
@@ -173,38 +163,6 @@ def _split(tensors: Mapping[str, _Rows], config: ModelConfig) -> dict[str, _Rows
             found[f"{room}.{part}.weight"] = stored.rows(first, rows)
             first += rows
     return found
-
-
-def rotated_first(config: ModelConfig, rows: int) -> npt.NDArray[np.int64] | None:
-    """Return the stored row of each row of a query or key projection, so that rotary pairs are half a head apart.
-
-    A partly rotated head stores the halves of its rotated values first: r0 .. r(n/2 - 1), r(n/2) .. r(n - 1), p0 ..
-    p(m - 1). The engine rotates pairs (i, i + head_dim/2) of all heads, and its table has angle zero for pairs of plain
-    values: r0 .. r(n/2 - 1), p0 .. p(m/2 - 1) | r(n/2) .. r(n - 1), p(m/2) .. p(m - 1). Scores do not depend on the
-        order, since queries and keys share it.
-    """
-    if config.rotary_dim is None:
-        return None
-    half, turned = config.head_dim // 2, config.rotary_dim // 2
-    plain = np.arange(config.rotary_dim, config.head_dim)
-    head = np.concatenate(
-        (np.arange(turned), plain[: half - turned], np.arange(turned, 2 * turned), plain[half - turned :])
-    )
-    order: npt.NDArray[np.int64] = (np.arange(0, rows, config.head_dim)[:, None] + head).reshape(-1)
-    return order
-
-
-def pairs_apart(latent: Latent, rows: int, *, is_vector: bool) -> npt.NDArray[np.int64] | None:
-    """Return the stored row of each row of a projection to the queries of all heads, or to latent vectors. The files
-    store rotary pairs next to each other; the result puts them half of the rotated values apart. `None` if the files
-    already do."""
-    if not latent.is_interleaved:
-        return None
-    size = latent.width if is_vector else latent.plain + latent.rotated
-    turned = np.arange(size - latent.rotated, size)
-    one = np.concatenate((np.arange(size - latent.rotated), turned[0::2], turned[1::2]))
-    order: npt.NDArray[np.int64] = (np.arange(0, rows, size)[:, None] + one).reshape(-1)
-    return order
 
 
 def read_json(path: Path) -> Json:

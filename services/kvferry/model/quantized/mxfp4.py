@@ -101,11 +101,10 @@ class Mxfp4Matrix:
     @functools.cached_property
     def choice(self) -> Choice:
         """See `QuantizedMatrix.choice`."""
-        scales = self._scales()
-        passed = ((Kept.CODES4, _UNEVEN),)
-        if int(scales.min()) >= _MIN_HALF and int(scales.max()) <= _MAX_HALF:
-            return Choice(Kept.E2M1, _SCHEME, passed)
-        return Choice(Kept.E2M1_WIDE, _SCHEME, (*passed, (Kept.E2M1, "scales are not float16")))
+        kept, passed = kept_type(self._scales()), ((Kept.CODES4, _UNEVEN),)
+        if kept is Kept.E2M1:
+            return Choice(kept, _SCHEME, passed)
+        return Choice(kept, _SCHEME, (*passed, (Kept.E2M1, "scales are not float16")))
 
     def _scales(self) -> Codes:
         """Return the scales of the matrix, [outputs, inputs / 32]."""
@@ -117,21 +116,39 @@ class Mxfp4Matrix:
         packed = self.blocks.raw()[self.expert].view(np.uint8)[self.outputs]
         return np.stack((packed & 15, packed >> 4), axis=-1).reshape(*packed.shape[:2], BLOCK)
 
-    def _halves(self) -> Floats:
-        """Return half of each scale, [outputs, inputs / 32, 1]."""
-        return np.ldexp(np.float32(1), self._scales().astype(np.int32) - _HALF_BIAS)[..., None]
-
     def values(self) -> Floats:
         """See `QuantizedMatrix.values`."""
-        return (TWICE[self._codes()] * self._halves()).reshape(self.shape)
+        return (TWICE[self._codes()] * _halves(self._scales())).reshape(self.shape)
 
     def stored(self) -> Stored:
         """See `QuantizedMatrix.stored`."""
         return Stored.later(self.choice.kept.type_id, self._rows, self.shape[0])
 
     def _rows(self) -> Codes:
-        kind = "<f2" if self.choice.kept is Kept.E2M1 else "<f4"
-        scales = np.ascontiguousarray(self._halves().astype(kind)).view(np.uint8)
         codes = self._codes()
         nibbles = codes[..., : BLOCK // 2] | codes[..., BLOCK // 2 :] << np.uint8(4)
-        return np.concatenate((scales, nibbles), axis=-1).reshape(-1)
+        return kept_blocks(self.choice.kept, self._scales(), nibbles)
+
+
+def kept_type(scales: Codes) -> Kept:
+    """Return the type in which a matrix with these scales in e8m0 is kept."""
+    is_half = int(scales.min()) >= _MIN_HALF and int(scales.max()) <= _MAX_HALF
+    return Kept.E2M1 if is_half else Kept.E2M1_WIDE
+
+
+def kept_blocks(kept: Kept, scales: Codes, nibbles: Codes) -> Codes:
+    """Return the bytes of rows in a kept type.
+
+    Args:
+        kept: the type.
+        scales: scales in e8m0, [..].
+        nibbles: values in e2m1, [.., 16]: value i of a block in the lower bits of byte i, value i + 16 in the upper
+            bits.
+    """
+    halves = _halves(scales).astype("<f2" if kept is Kept.E2M1 else "<f4")
+    return np.concatenate((np.ascontiguousarray(halves).view(np.uint8), nibbles), axis=-1).reshape(-1)
+
+
+def _halves(scales: Codes) -> Floats:
+    """Return half of each scale, [.., 1]."""
+    return np.ldexp(np.float32(1), scales.astype(np.int32) - _HALF_BIAS)[..., None]

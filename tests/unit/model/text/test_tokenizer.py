@@ -11,10 +11,11 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from kvferry.core.errors import InvalidRequest, ModelFileError
 from kvferry.model import tiny
 from kvferry.model.config import ModelConfig
-from kvferry.model.files.gguf_header import Array
+from kvferry.model.files.gguf.header import Array
 from kvferry.model.source import ModelSource
+from kvferry.model.text.gguf.header_tokenizer import tokenizer_from_gguf
 from kvferry.model.text.tokenizer import Tokenizer
-from kvferry.model.text.tokenizer_files import tokenizer_from_gguf, tokenizer_from_json
+from kvferry.model.text.tokenizer_files import tokenizer_from_json
 
 TRICKY = [
     "",
@@ -184,10 +185,11 @@ def test_begin_of_sequence_is_added_if_the_file_requires_it() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"tokenizer.ggml.model": "llama"}, "tokenizer 'llama' is not supported"),
-        ({"tokenizer.ggml.pre": "deepseek-coder"}, "pre-tokenizer 'deepseek-coder' is not supported"),
+        ({"tokenizer.ggml.model": "t5"}, "tokenizer 't5' is not supported"),
+        ({"tokenizer.ggml.model": "llama"}, "tokenizer.ggml.scores does not match the 262 tokens"),
+        ({"tokenizer.ggml.pre": "viking"}, "pre-tokenizer 'viking' is not supported"),
         ({"tokenizer.ggml.pre": None}, "pre-tokenizer None"),
-        ({"tokenizer.ggml.pre": ["a"]}, "is not supported; use one of smollm, llama-bpe, qwen2"),
+        ({"tokenizer.ggml.pre": ["a"]}, "is not supported; use one of gpt-2, olmo, smollm"),
         ({"tokenizer.ggml.merges": ["Ġ unknown"]}, "are inconsistent"),
         ({"tokenizer.ggml.merges": ["whole"]}, "not a merge"),
         ({"tokenizer.ggml.merges": 3}, "not a list of strings"),

@@ -47,6 +47,7 @@ MISTRAL3 = replace(
         "bos_token_id": 1,
     },
     renames=RENAMES,
+    gguf="mistral3",
     text=TextPart(kinds=("mistral",)),
 )
 _QWEN_2 = {
@@ -70,7 +71,7 @@ QWEN2_VL = replace(
     architecture="Qwen2VLForConditionalGeneration",
     defaults={**QWEN2.defaults, **_QWEN_2},
     renames=RENAMES,
-    reads_gguf=False,
+    gguf="qwen2vl",
     text=TextPart(kinds=("qwen2_vl_text", "qwen2_vl"), may_be_flat=True, has_sections=True),
 )
 QWEN2_5_VL = replace(
@@ -97,6 +98,6 @@ QWEN3_VL = replace(
         "rope_theta": 500000.0,
     },
     renames=RENAMES,
-    reads_gguf=False,
+    gguf="qwen3vl",
     text=TextPart(kinds=("qwen3_vl_text",), has_sections=True),
 )

@@ -10,7 +10,9 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.model.files.gguf_header import TensorInfo
+from kvferry.model.files.gguf.header import TensorInfo
+from kvferry.model.quantized.mxfp4 import kept_blocks, kept_type
+from kvferry.model.quantized.representation import Kept
 
 Floats = npt.NDArray[np.float32]
 Blocks = npt.NDArray[np.uint8]
@@ -34,6 +36,22 @@ def dequantize(data: npt.NDArray[np.uint8], info: TensorInfo) -> Floats:
         rows = data.reshape(*info.shape[:-1], -1)
         values: Floats = by_library(rows, GGMLQuantizationType(info.type_id))
     return np.ascontiguousarray(values, dtype=np.float32).reshape(info.shape)
+
+
+def kept_mxfp4(data: npt.NDArray[np.uint8]) -> tuple[Kept, Callable[[], npt.NDArray[np.uint8]]]:
+    """Return the type in which MXFP4 rows are kept, and a function that converts them. A block has a scale in e8m0,
+    then 16 bytes of e2m1 values in the order of the kept types (`quantized.mxfp4`).
+
+    Args:
+        data: bytes of the rows.
+    """
+    blocks = data.reshape(-1, 17)
+    kept = kept_type(blocks[:, 0])
+
+    def convert() -> npt.NDArray[np.uint8]:
+        return kept_blocks(kept, blocks[:, 0], blocks[:, 1:])
+
+    return kept, convert
 
 
 def _f32(blocks: Blocks) -> Floats:

@@ -56,6 +56,7 @@ TENSOR_TYPES = {
     14: ("Q6_K", 256, 210),
     20: ("IQ4_NL", 32, 18),
     30: ("BF16", 1, 2),
+    39: ("MXFP4", 32, 17),
 }
 """(name, elements per block, bytes per block) by type id."""
 
@@ -81,6 +82,12 @@ class TensorInfo:
     def block_bytes(self) -> int:
         """Bytes per quantization block."""
         return TENSOR_TYPES[self.type_id][2]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of the innermost dimension."""
+        _, block, num_bytes = TENSOR_TYPES[self.type_id]
+        return self.shape[-1] // block * num_bytes
 
 
 @dataclass(frozen=True, slots=True)
