@@ -169,7 +169,7 @@ class Runner {
     auto packed = std::make_unique<PackedAdapter>();
     packed->model = this;
     packed->adapter.is_bf16 = is_bf16;
-    require(experts_.empty(), "MoE models do not support adapters");
+    require(model_.latent.rank == 0, "models with latent attention do not support adapters");
     require(layers.size() == layers_.size(), "an adapter needs an entry for every layer");
     for (size_t i = 0; i < layers.size(); ++i) {
       const auto from = nb::cast<nb::dict>(layers[i]);

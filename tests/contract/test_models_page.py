@@ -22,4 +22,5 @@ def test_the_table_names_the_kernels_that_serve_a_family() -> None:
     for name, _, _, *cells in ROWS:
         gguf = FAMILIES[name.strip("`")].gguf
         assert gguf in ARCHITECTURES
-        assert cells == ["works", "works", "works", f"`{gguf}`"]
+        assert cells[:3] == ["works"] * 3  # test_family_table tests the cells between
+        assert cells[-1] == f"`{gguf}`"

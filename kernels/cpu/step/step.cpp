@@ -4,6 +4,8 @@
 #include <chrono>
 #include <iterator>
 
+#include "step/layer_phases.hpp"
+
 namespace kvferry {
 namespace {
 
@@ -18,24 +20,7 @@ constexpr int kMinChunkRows = 24;             // with fewer rows, fetching panel
 constexpr int kChunkCells = 2048;             // target of rows times panels per chunk
 constexpr int kFewRows = 2;                   // short products, where claiming a chunk costs as much as half a panel
 constexpr int kRunRows = 4;                   // rows with the same adapter that a thread shrinks together
-constexpr Phase kLayerPhases[] = {Phase::qkv,      Phase::rotate,  Phase::attend, Phase::merge,    Phase::output,
-                                  Phase::mlp_norm, Phase::gate_up, Phase::down,   Phase::next_norm};
-constexpr Phase kAdaptedLayerPhases[] = {
-    Phase::shrink_qkv,    Phase::qkv,    Phase::rotate,   Phase::attend,         Phase::merge,
-    Phase::shrink_output, Phase::output, Phase::mlp_norm, Phase::shrink_gate_up, Phase::gate_up,
-    Phase::shrink_down,   Phase::down,   Phase::next_norm};
-// For MoE models; a phase that a layer does not have has no chunks.
-constexpr Phase kMixtureLayerPhases[] = {
-    Phase::qkv,      Phase::rotate,         Phase::attend,      Phase::merge,   Phase::output,
-    Phase::mlp_norm, Phase::gate_up,        Phase::down,        Phase::route,   Phase::plan_experts,
-    Phase::gather,   Phase::expert_gate_up, Phase::expert_down, Phase::combine, Phase::next_norm};
-// For models with latent attention, whose layers may be MoE layers.
-constexpr Phase kLatentLayerPhases[] = {
-    Phase::qkv,      Phase::latent_rows,    Phase::query_up,    Phase::split_queries, Phase::absorb,
-    Phase::attend,   Phase::merge,          Phase::value_up,    Phase::attended_rows, Phase::output,
-    Phase::mlp_norm, Phase::gate_up,        Phase::down,        Phase::route,         Phase::plan_experts,
-    Phase::gather,   Phase::expert_gate_up, Phase::expert_down, Phase::combine,       Phase::next_norm};
-constexpr int kHeadRows = 64;  // rows per chunk of a per-head product
+constexpr int kHeadRows = 64;                 // rows per chunk of a per-head product
 
 int round_up(int n, int to) { return (n + to - 1) / to * to; }
 int ceil_div(int n, int of) { return (n + of - 1) / of; }
@@ -308,36 +293,6 @@ void Step::plan_partition(int partition, int heads_at_once, int max_sharers) {
   }
 }
 
-namespace {
-
-// Phases of a layer, for a batch and a model.
-struct LayerPhases {
-  const Phase* phases;
-  int count;
-};
-
-template <size_t N>
-LayerPhases all_of(const Phase (&phases)[N]) {
-  return {phases, int(N)};
-}
-
-LayerPhases layer_phases(const Batch& batch, bool has_experts, bool is_latent) {
-  if (is_latent) return all_of(kLatentLayerPhases);
-  if (has_experts) return all_of(kMixtureLayerPhases);
-  return batch.num_adapters ? all_of(kAdaptedLayerPhases) : all_of(kLayerPhases);
-}
-
-Phase phase_at(int index, LayerPhases each, int num_layers, int& layer) {
-  layer = 0;
-  if (index == 0) return Phase::embed;
-  const int inner = index - 1;
-  if (inner >= each.count * num_layers) return inner == each.count * num_layers ? Phase::head : Phase::pick;
-  layer = inner / each.count;
-  return each.phases[inner % each.count];
-}
-
-}  // namespace
-
 int Step::phases() const {
   return 1 + layer_phases(batch, first_mixture_ >= 0, model.latent.rank > 0).count * model.num_layers +
          (batch.num_sampled ? 2 : 0);
@@ -364,10 +319,10 @@ int Step::chunks(int index) const {
     case Phase::query_up: return model.latent.query_rank ? query_blocking.count : 0;
     case Phase::absorb:
     case Phase::value_up: return model.heads * head_row_blocks;
-    case Phase::shrink_qkv:
-    case Phase::shrink_output:
     case Phase::shrink_gate_up:
-    case Phase::shrink_down: return int(adapter_runs.size());
+    case Phase::shrink_down: return has_experts ? 0 : int(adapter_runs.size());
+    case Phase::shrink_qkv:
+    case Phase::shrink_output: return int(adapter_runs.size());
     case Phase::head: return head_blocking.count;
     case Phase::pick: return batch.num_sampled;
     case Phase::next_norm:

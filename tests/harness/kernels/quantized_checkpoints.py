@@ -180,8 +180,8 @@ FORMS = {
 
 
 def is_quantized(name: str) -> bool:
-    """Return whether a tensor of a checkpoint is quantized: all projections but one."""
-    return name.endswith("proj.weight") and "layers.1.mlp.down_proj" not in name
+    """Return whether a tensor of a checkpoint is quantized: all projections of its text part but one."""
+    return "layers." in name and name.endswith("_proj.weight") and "layers.1.mlp.down_proj" not in name
 
 
 def quantize_folder(form: Form, folder: Path) -> dict[str, torch.Tensor]:

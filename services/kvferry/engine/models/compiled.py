@@ -12,7 +12,7 @@ from kvferry.core.errors import UsageError
 from kvferry.engine.models.compiled_adapter import CompiledAdapter, pack_adapter
 from kvferry.engine.models.compiled_latent import latent_sizes
 from kvferry.engine.models.compiled_loader import Loader
-from kvferry.engine.models.model import EXPERTS_TAKE_NO_ADAPTERS, LATENT_TAKES_NO_ADAPTERS, Logits
+from kvferry.engine.models.model import LATENT_TAKES_NO_ADAPTERS, Logits
 from kvferry.engine.tensors.batch import StepBatch
 from kvferry.engine.tensors.device import CPU
 from kvferry.engine.tensors.paged_kv import PagedKv
@@ -108,9 +108,7 @@ class CompiledTransformer:
     @property
     def why_no_adapters(self) -> str | None:
         """See `model.Model.why_no_adapters`."""
-        if self.config.latent is not None:
-            return LATENT_TAKES_NO_ADAPTERS
-        return None if self.config.experts is None else EXPERTS_TAKE_NO_ADAPTERS
+        return None if self.config.latent is None else LATENT_TAKES_NO_ADAPTERS
 
     def pack_adapter(self, adapter: Adapter) -> CompiledAdapter:
         """See `model.Model.pack_adapter`."""

@@ -12,8 +12,6 @@ from kvferry.engine.tensors.paged_kv import PagedKv
 from kvferry.model.adapters.adapter_folder import Adapter
 from kvferry.model.config import ModelConfig
 
-EXPERTS_TAKE_NO_ADAPTERS = "adapters are not supported for MoE models; merge them into the weights"
-"""`Model.why_no_adapters` of such models."""
 LATENT_TAKES_NO_ADAPTERS = "adapters are not supported for models with latent attention; merge them into the weights"
 """`Model.why_no_adapters` of such models."""
 

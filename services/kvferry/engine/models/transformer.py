@@ -21,7 +21,7 @@ from kvferry.core.dtypes import activation_dtype
 from kvferry.engine.models.group_plans import GroupPlans, group_plans
 from kvferry.engine.models.latent import LatentWeights, Place, project
 from kvferry.engine.models.mixture import mix
-from kvferry.engine.models.model import EXPERTS_TAKE_NO_ADAPTERS, LATENT_TAKES_NO_ADAPTERS, Logits
+from kvferry.engine.models.model import LATENT_TAKES_NO_ADAPTERS, Logits
 from kvferry.engine.models.rotary import rotary_table
 from kvferry.engine.models.torch_adapter import (
     DOWN,
@@ -202,8 +202,6 @@ class Transformer:
         """See `model.Model.why_no_adapters`."""
         if self.config.latent is not None:
             return LATENT_TAKES_NO_ADAPTERS
-        if self.config.experts is not None:
-            return EXPERTS_TAKE_NO_ADAPTERS
         if self.ops.add_low_rank is not None:
             return None
         return f"the {self.kernels} kernels do not support adapters; use compiled kernels (--device cpu)"

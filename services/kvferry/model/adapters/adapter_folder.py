@@ -29,7 +29,8 @@ from kvferry.model.tensors import expected_shapes, layer_prefix
 CONFIG_FILE, TENSORS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _MAX_HEADER_BYTES = 8 << 20  # the headers of 4096 layers of 14 tensors are smaller
 _NAME = re.compile(
-    r"base_model\.model\.(model\.layers\.(0|[1-9][0-9]{0,3})\.((?:self_attn|mlp)\.[a-z_]+))\.lora_([AB])\.weight"
+    r"base_model\.model\.(?:model\.language_model|language_model\.model|model)\."
+    r"(layers\.(?:0|[1-9][0-9]{0,3})\.(?:self_attn|mlp)\.[a-z_]+)\.lora_([AB])\.weight"
 )
 _WHY = (
     (
@@ -39,6 +40,10 @@ _WHY = (
     ("embed_tokens", "replacing embeddings is not supported; train without the embedding in modules_to_save"),
     ("lm_head", "updates to the output head are not supported; train without lm_head in target_modules"),
     ("lora_magnitude_vector", "DoRA is not supported; train with use_dora=False"),
+    (
+        "experts",
+        "updates to experts are not supported; train the projections of attention, or merge the adapter into the model",
+    ),
     ("bias", "LoRA biases are not supported; train with bias='none' and lora_bias=False"),
 )
 _DIGEST_CONTEXT = "kvferry 2026-11 adapter content"
@@ -143,7 +148,7 @@ def _pairs(stored: Mapping[str, StoredTensor], path: Path) -> dict[str, tuple[St
                 "only updates to linear layers of attention and the MLP are supported",
             )
             raise ModelFileError(f"{path}: unsupported tensor {name[:120]!r}: {why}", field=name[:120])
-        halves.setdefault(match[1], {})[match[4]] = tensor
+        halves.setdefault(f"model.{match[1]}", {})[match[2]] = tensor
     if not halves:
         raise ModelFileError(f"{path} has no tensors; save the adapter again")
     for module, pair in halves.items():

@@ -161,6 +161,10 @@ BAD_TENSORS: list[tuple[Callable[[Tensors], None], str]] = [
     (renamed(A, A.replace("layers.0", "layers.00")), "only updates to linear layers"),
     (renamed(A, A.replace("q_proj", "z_proj")), "has no lora_"),
     (renamed(A, "base_model.model.lm_head.lora_A.weight"), "updates to the output head are not supported"),
+    (
+        renamed(A, "base_model.model.model.layers.0.mlp.experts.1.up_proj.lora_A.weight"),
+        "updates to experts are not supported",
+    ),
     (renamed(A, "base_model.model.model.embed_tokens.lora_embedding_A"), "updates to embeddings are not supported"),
     (renamed(A, "base_model.model.model.embed_tokens.weight"), "replacing embeddings is not supported"),
     (renamed(A, f"{MODULE}.lora_magnitude_vector"), "DoRA"),
