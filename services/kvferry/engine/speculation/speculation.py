@@ -204,7 +204,7 @@ class Speculation:
             first += item.num_scheduled
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
-        """Record the duration of a step."""
+        """Record the duration of a step; steps with prompts are ignored."""
         if all(item.is_decode for item in plan.scheduled):
             self._prices.observe(plan.num_tokens, seconds)
 
