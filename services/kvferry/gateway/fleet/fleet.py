@@ -211,7 +211,7 @@ class Fleet:
             await self._watch(member)
             self._forget(member)
         finally:
-            await member.close(politely=member.has_left and self._is_running)
+            await member.close(gracefully=member.has_left and self._is_running)
 
     async def _watch(self, member: Member) -> None:
         backoff, silent_polls = _FIRST_BACKOFF_SECONDS, 0
