@@ -53,8 +53,10 @@ _SIZE = click.IntRange(1, 1 << 20)
     "--burst-size", default=8, show_default=True, type=_SIZE, help="burst: number of requests sent simultaneously."
 )
 @click.option("--trace-speed", default=1.0, show_default=True, help="Factor by which the replay of a trace is sped up.")
-@click.option("--max-input-tokens", default=1 << 20, type=_SIZE, help="Truncate longer prompts.")
-@click.option("--max-output-tokens", default=1 << 20, type=_SIZE, help="Limit longer outputs.")
+@click.option(
+    "--max-input-tokens", default=1 << 20, type=_SIZE, help="Maximum tokens of a prompt; longer ones are truncated."
+)
+@click.option("--max-output-tokens", default=1 << 20, type=_SIZE, help="Maximum tokens of an output.")
 @click.option("--vocabulary", default=1 << 20, type=_SIZE, help="Vocabulary size of the model; needed if below 4,300.")
 @click.option("--max-concurrency", type=_SIZE, help="Maximum requests in flight; default: no limit.")
 @click.option("--slo", default="", help="Latency targets for goodput, for example ttft=500ms,itl=30ms,e2el=10s.")
