@@ -82,7 +82,7 @@ def _decode(s: Spec, here: _Setup) -> Case:
 
 
 def _coded_decode(s: Spec, here: _Setup) -> Case:
-    """KV in 8 bits; the codes are those of the values that the kernels write."""
+    """Create a case with KV in 8 bits; the kernels compute the codes from random values."""
     batch, context, tokens = s["batch"], s["context"], s["block_tokens"]
     blocks = -(-context // tokens)
     tables = here.shuffled(batch * blocks).reshape(batch, blocks)
