@@ -99,7 +99,7 @@ class _Process:
         addresses = _addresses(self._units)
         if tls is not None:
             self._renewing = asyncio.create_task(tls.follow(), name="pool tls")
-        if self._config.health:  # that of the last unit, which becomes ready last
+        if self._config.health:  # the last unit's status, since it becomes ready last
             self._health = await self._units[-1].report_health(self._config.health)
             addresses["health"] = self._health.address
         if self._config.metrics:

@@ -92,7 +92,7 @@ class Walk:
         return found
 
     def run(self) -> Counter[str]:
-        """Run it, and return what occurred."""
+        """Run the interleaving; return the number of occurrences of each event, such as `preempted`."""
         for number in range(self.random.randrange(3, 9)):
             self.arrive(f"r{number}")
             for _ in range(self.random.randrange(5)):

@@ -35,8 +35,8 @@ def silence_grpc() -> None:
 
 
 def tokenize_on_one_thread() -> None:
-    """Make the tokenizer library use only the calling thread, unless the environment says otherwise: a pool of threads
-    would take longer to wake than a text takes, and compete with the model for the cores."""
+    """Make the tokenizer library use only the calling thread, unless the environment sets this: waking a thread pool
+    takes longer than tokenizing a text, and the pool would compete with the model for the cores."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 

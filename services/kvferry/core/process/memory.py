@@ -53,8 +53,8 @@ def free_memory() -> None:
 class MemoryGrowth:
     """Decides when a process should return freed memory, from its resident memory in bytes.
 
-    Memory that remains after a return during requests includes theirs. It is the base for later returns during
-    requests only: as the base of an idle process, it would let the process keep that much.
+    After a return during requests, the remaining memory includes memory of these requests. Growth is measured from it
+    only while requests run: measured from it in an idle process, memory that the requests have freed would be kept.
     """
 
     idle_limit: int

@@ -5,8 +5,8 @@ A pinned page has one reference of each pin that contains it, so the pool neithe
 4.4, "Shared prefix": the provider reserves the blocks of a set of prefixes). Pages that are in several pins count once
 against the quota.
 
-The quota also leaves enough pages for the longest request, because a pin does not give way to a request: otherwise a
-request could wait for pages until a pin expires.
+The quota also leaves enough pages for the longest request. Pins are not removed to admit a request, so without this
+limit a request could wait for pages until a pin expires.
 """
 
 from collections import Counter

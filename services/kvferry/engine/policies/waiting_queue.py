@@ -172,7 +172,7 @@ class TwoLevelQueue:
         (self._batch if sequence in self._batch else self._waiting).remove(sequence)
 
     def set_aside(self, sequence: Sequence) -> None:
-        """See `WaitingQueue.set_aside`. The sequence returns to the queue of all, where it is among the first."""
+        """See `WaitingQueue.set_aside`. When it is added again, it is among the first of its queue."""
         self.remove(sequence)
 
     def first(self) -> Sequence | None:

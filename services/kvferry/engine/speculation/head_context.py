@@ -4,8 +4,8 @@
                         read by head    pending        known to the engine
 
 A head reads the rows of a context in order. It begins at the first position whose hidden state is known; the states of
-tokens whose KV was loaded or cached are unknown. It begins anew at the first pending row after a gap, or if more rows
-are pending than are worth computing.
+tokens whose KV was loaded or cached are unknown. After a gap, or if more rows are pending than are worth computing, the
+context begins again at the first pending row.
 """
 
 import numpy as np

@@ -91,7 +91,7 @@ class FlowGate:
     # -- interface to text serving -----------------------------------------------------------------------------
 
     def enter(self, work: Work) -> RequestSlot:
-        """Return the place of a request; see `rpc.admission.Admission.enter`."""
+        """Return the slot of a request; see `rpc.admission.Admission.enter`."""
         return RequestSlot(self, work)
 
     def count(self, tenant: str) -> None:
@@ -151,7 +151,12 @@ class FlowGate:
         self._metrics.admitted(tenant, entry.priority, slot.queued_seconds)
 
     def leave(self, slot: RequestSlot, *, is_whole: bool) -> None:
-        """Free the place of an admitted request, and correct what it was charged."""
+        """Free the slot of an admitted request, and correct the tokens that its tenant was charged.
+
+        Args:
+            slot: slot of the request, after `admit`.
+            is_whole: whether the request was not cancelled; only then its output and duration enter the averages.
+        """
         entry, tenant = slot.entry, slot.work.tenant
         assert entry is not None, "a slot is left only after it was entered"
         prompt, cached, output = slot.prompt_tokens(), slot.cached_tokens(), slot.output_tokens()

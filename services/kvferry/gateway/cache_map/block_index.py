@@ -37,7 +37,7 @@ class BlockIndex:
         self.num_dead = 0
         """Number of blocks of dropped slots that have not been swept; an upper bound."""
         self.num_collisions = 0
-        """Number of names so far that a slot already had, by their leading bits."""
+        """Number of names added so far whose leading bits equal those of another name of the same slot."""
 
     def take_slot(self) -> int | None:
         """Reserve a slot and return its bit; `None` if all slots are in use."""

@@ -135,7 +135,7 @@ class Estimates:
             self._transfers.add(("distance", distance), num_tokens, seconds)
 
     def _is_warm(self, what: Hashable) -> bool:
-        """Return whether there was an observation of this kind before; note that there is one now."""
+        """Return whether this kind was observed before, and record that it has now been observed."""
         was_warm = what in self._warm
         self._warm[what] = None
         self._warm.move_to_end(what)
@@ -165,6 +165,6 @@ class Estimates:
 
     @property
     def hit_share(self) -> float:
-        """Fraction of prompt tokens that were found in caches lately, 0 to 1: the probability that a cached block is
+        """Fraction of prompt tokens that were recently found in caches, 0 to 1: the probability that a cached block is
         used again before it leaves the cache."""
         return self._hit_share

@@ -126,7 +126,7 @@ class FlowController:
 
     def used(self, room: Room) -> int:
         """Return how many of `room.sequences` are in use."""
-        # Steps of more beams than `searches`, as of one large request, take turns in the places of so many.
+        # If the searches have more beams than `room.searches`, their steps take turns and use only that many sequences.
         return self.num_sequences + (0 if room.is_split else min(self.num_beams, room.searches))
 
     def is_open(self, room: Room, entry: Entry) -> bool:
@@ -226,8 +226,11 @@ class FlowController:
         return decided
 
     def _next(self, room: Room, now: float) -> Entry | None:
-        """Return the entry that leaves its queue next: of the first ones of both queues for which the workers have
-        room, the first in order. It waits for its streams, so that smaller requests do not overtake it for ever."""
+        """Return the entry that leaves its queue next; `None` if none can.
+
+        Candidates are the first entries of both queues, if they have expired or the workers have room for them. If the
+        first candidate in order lacks streams, no entry leaves, so that smaller requests do not overtake it forever.
+        """
         first = [entry for queue in self._queues if (entry := queue.next()) is not None]
         free = [entry for entry in first if entry.deadline <= now or self._has_workers(room, entry)]
         entry = min(free, key=self._order, default=None)

@@ -100,7 +100,7 @@ class FairQueue:
         self._num_queued = 0
 
     def __len__(self) -> int:
-        """Number of queued entries."""
+        """Return the number of queued entries."""
         return self._num_queued
 
     @property

@@ -41,7 +41,7 @@ class Holding:
             Overloaded: `max_held` samples are already held.
         """
         max_held = self._config.max_held
-        # A request with more samples than that is held if it is the only one.
+        # A request with more than `max_held` samples is held if no other request is.
         if self.num_held >= max_held or self.num_held + count > max(max_held, count):
             raise Overloaded(
                 f"pool {self._pool} has no workers yet, and {self.num_held} requests are waiting; retry later",

@@ -94,8 +94,8 @@ _LIMIT_SIGNS = ("limit", "too complex", "too large", "too many", "max is", "fuel
 
 
 def is_limit(error: str) -> bool:
-    """Return whether an error of the parser means that it exceeded a limit on its work. A panic means that its
-    arithmetic did."""
+    """Return whether an error of the parser means that it exceeded a limit on its work. Panics count too, since the
+    parser's arithmetic panics when a number overflows."""
     return any(sign in error.lower() for sign in _LIMIT_SIGNS)
 
 

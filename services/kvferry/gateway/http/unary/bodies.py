@@ -35,7 +35,7 @@ class VectorBody(Body):
     pooling: str | None = None
     """kvferry-specific extension: `last`, `mean` or `cls`."""
     priority: Priority = 0
-    """Extension, named as in vLLM."""
+    """Extension, named as in vLLM: priority of the request; lower numbers come first."""
     cache_salt: Annotated[str, Field(max_length=MAX_CACHE_SALT_CHARS)] | None = None
     """Extension, named as in vLLM: requests with unequal salts share no KV."""
 

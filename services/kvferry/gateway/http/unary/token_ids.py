@@ -71,7 +71,7 @@ class DetokenizeBody(Body):
 
 
 def read_tokenize(model: TextModel, body: bytes) -> tuple[list[int], bool]:
-    """Parse a body and tokenize its text or conversation; return the ids, and whether the text of each token is wanted.
+    """Parse a body and tokenize its text or conversation; return the ids, and whether each token's text is requested.
 
     Raises:
         InvalidRequest, UnknownModel: the request is invalid or cannot be served by this gateway.
