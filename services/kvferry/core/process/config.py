@@ -81,6 +81,10 @@ def read_settings_file(path: Path | None) -> dict[str, object]:
 def read_secret_file(path: Path, field: str) -> bytes:
     """Read a secret from a regular file, without a trailing newline.
 
+    Args:
+        path: the file, at most 1 MiB.
+        field: name of the setting, for error messages.
+
     Raises:
         UsageError: the file cannot be read, is not a regular file, is too large, or is empty.
     """

@@ -250,7 +250,12 @@ class Reader:
         return stack
 
     def norm(self, name: str, config: ModelConfig) -> torch.Tensor:
-        """Read the weight of a norm, with the model family's offset."""
+        """Read the weight of a norm, with the model family's offset.
+
+        Args:
+            name: name of the tensor in the checkpoint.
+            config: configuration of the model.
+        """
         weight = self.tensor(name)
         return weight + config.norm_offset if config.norm_offset else weight
 

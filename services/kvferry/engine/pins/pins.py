@@ -112,7 +112,12 @@ class Pins:
         self._note_deadline()
 
     def renew(self, name: BlockHash, deadline: float) -> Pin | None:
-        """Extend a pin to a later deadline; an earlier one has no effect. Return the pin; `None` without one."""
+        """Extend a pin to a later deadline; an earlier one has no effect. Return the pin; `None` without one.
+
+        Args:
+            name: name of the pinned prefix's last block.
+            deadline: monotonic seconds.
+        """
         pin = self._pins.get(name)
         if pin is not None and deadline > pin.deadline:
             pin.deadline = deadline

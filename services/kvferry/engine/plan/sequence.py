@@ -186,6 +186,10 @@ class Sequence:
     def add_scores(self, scores: tuple[ScoredToken, ...], count: int) -> None:
         """Record the scored tokens of a step that had `count` scored rows.
 
+        Args:
+            scores: the scored tokens, in order of position.
+            count: number of scored rows in the step.
+
         Raises:
             InvariantBroken: the number of tokens and the number of rows differ.
         """

@@ -46,7 +46,12 @@ class HeadContext:
 
     def add(self, position: int, hidden: Floats) -> None:
         """Add hidden states, [N, width], of accepted tokens from a position on. States that are already known are left
-        out."""
+        out.
+
+        Args:
+            position: position of the first state.
+            hidden: hidden states of accepted tokens, [N, width] float32.
+        """
         known = self.end - position
         if known < 0 or not (self.num_read or self.num_pending):
             self._parts, self.first, self.num_read, self.num_pending = [], position, 0, 0
