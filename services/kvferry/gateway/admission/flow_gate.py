@@ -155,7 +155,7 @@ class FlowGate:
 
         Args:
             slot: slot of the request, after `admit`.
-            is_whole: whether the request was not cancelled; only then its output and duration enter the averages.
+            is_whole: whether the request ended without an error; only then its output and duration enter the averages.
         """
         entry, tenant = slot.entry, slot.work.tenant
         assert entry is not None, "a slot is left only after it was entered"
@@ -168,7 +168,12 @@ class FlowGate:
         self._pump()
 
     def prefilled(self, entry: Entry, num_tokens: int) -> None:
-        """Free the capacity of computed prompt tokens."""
+        """Free the capacity of computed prompt tokens.
+
+        Args:
+            entry: a dispatched entry.
+            num_tokens: number of tokens of one sample's prompt, which has been computed.
+        """
         self.controller.prefilled(entry, num_tokens)
         if self.controller.num_queued:
             self._pump()
@@ -177,6 +182,10 @@ class FlowGate:
 
     async def wait_for_worker(self, may_go: Callable[[], bool], remaining_seconds: float) -> bool:
         """Hold a sample of an admitted request whose pool has lost its last worker, until `may_go()` is true.
+
+        Args:
+            may_go: tells whether a worker can serve the sample; called again when the fleet changes.
+            remaining_seconds: time until the request's deadline.
 
         Returns:
             `True`, or `False` if `remaining_seconds` or the configured hold time passed first.

@@ -16,11 +16,21 @@ class Gate(Protocol):
         ...
 
     def leave(self, slot: "RequestSlot", *, is_whole: bool) -> None:
-        """Free the request's slot; `is_whole` is whether it ended by itself."""
+        """Free the request's slot.
+
+        Args:
+            slot: the request's slot.
+            is_whole: whether the request ended without an error.
+        """
         ...
 
     def prefilled(self, entry: Entry, num_tokens: int) -> None:
-        """Free the capacity of computed prompt tokens."""
+        """Free the capacity of computed prompt tokens.
+
+        Args:
+            entry: a dispatched entry.
+            num_tokens: number of tokens of one sample's prompt, which has been computed.
+        """
         ...
 
 

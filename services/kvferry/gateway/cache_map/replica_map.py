@@ -69,7 +69,12 @@ class ReplicaMap:
             self._index.exact &= ~self.bit
 
     def begin(self, bit: int, check_name: bytes) -> None:
-        """Start with an empty map in a new slot."""
+        """Start with an empty map in a new slot.
+
+        Args:
+            bit: bit of the slot in the index.
+            check_name: name of the fixed block (`core.hashing.check_name`) that the feed must report.
+        """
         self.bit, self.sequence, self.count, self.xor = bit, -1, 0, 0
         self.check_name = check_name
         self.num_indexed = self.num_repeated = 0

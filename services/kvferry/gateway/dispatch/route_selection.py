@@ -133,7 +133,12 @@ class RouteSelection:
 
     def uncached_tokens(self, scope: str, token_ids: Sequence[int]) -> int:
         """Return the number of tokens of a prompt, at least 1, that would be computed on the worker that has cached
-        most of it."""
+        most of it.
+
+        Args:
+            scope: scope of the request's block names (`core.hashing.cache_scope`).
+            token_ids: tokens of the prompt.
+        """
         candidates = self._fleet.candidates()
         caches = PromptCaches(self._map, self._namers, PromptNames(), scope, token_ids, self._config.prefix_blocks)
         computing = (*candidates.prefill, *candidates.both) or candidates.decode

@@ -90,12 +90,23 @@ class Estimates:
     # -- observations ------------------------------------------------------------------------------------------------
 
     def observe_prefill(self, process: Process, num_tokens: int, seconds: float) -> None:
-        """Add the time in which a worker computed `num_tokens` tokens of a prompt, without its queue."""
+        """Add the time in which a worker computed `num_tokens` tokens of a prompt, without its queue.
+
+        Args:
+            process: the run of the worker; its first observation is ignored.
+            num_tokens: number of tokens that were computed.
+            seconds: duration of the computation.
+        """
         if self._is_warm(("prefill", process)):
             self._prefills.add(process.worker, num_tokens, seconds)
 
     def observe_prompt(self, num_tokens: int, num_cached: int) -> None:
-        """Add a prompt and the number of its tokens that were cached."""
+        """Add a prompt and the number of its tokens that were cached.
+
+        Args:
+            num_tokens: number of tokens of the prompt.
+            num_cached: number of leading tokens that were cached.
+        """
         if num_tokens > 0:
             self._hit_share += _EWMA * (min(1.0, num_cached / num_tokens) - self._hit_share)
 

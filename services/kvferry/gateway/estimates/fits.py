@@ -33,7 +33,12 @@ class FittedLine:
     """The fit; `None` if there are new observations."""
 
     def add(self, amount: float, seconds: float) -> None:
-        """Add an observation; one without an amount or with a negative duration is ignored."""
+        """Add an observation; one without an amount or with a negative duration is ignored.
+
+        Args:
+            amount: amount of work, for example a number of tokens.
+            seconds: its duration.
+        """
         if amount <= 0 or seconds < 0:
             return
         if self.count >= _NUM_TRUSTED:

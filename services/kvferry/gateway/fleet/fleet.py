@@ -165,7 +165,12 @@ class Fleet:
                 member.wake.set()
 
     def suspect(self, address: str, why: str) -> None:
-        """Stop sending requests to a worker because a call to it failed, and poll its status immediately."""
+        """Stop sending requests to a worker because a call to it failed, and poll its status immediately.
+
+        Args:
+            address: address of the worker.
+            why: the failure in words, for logs and reports.
+        """
         member = self._by_address.get(address)
         if member is None:  # the worker has been removed
             return

@@ -267,7 +267,12 @@ class Member:
             held.lose(why)
 
     def saw(self, status: worker_admin_pb2.StatusResponse, *, clears_suspicion: bool) -> None:
-        """Record a status response."""
+        """Record a status response.
+
+        Args:
+            status: the response.
+            clears_suspicion: whether the status was requested after the worker became suspect.
+        """
         before = self.view().why_not
         self._status = status
         load = load_from_wire(status.load)

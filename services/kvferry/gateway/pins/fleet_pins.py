@@ -78,6 +78,10 @@ class FleetPins:
         """Pin a prefix on every worker that computes prompts and accepts requests, or extend its time to live. Return
         the pins, and the addresses of the workers that will pin it when they accept requests.
 
+        Args:
+            prefix: the prefix.
+            ttl_seconds: time to live from now on.
+
         Raises:
             Overloaded: this gateway has too many prefixes.
             InvalidRequest: the prefix is empty, or its time to live ended before a worker had computed it.

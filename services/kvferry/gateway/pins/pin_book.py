@@ -69,6 +69,10 @@ class PinBook:
         """Register a prefix, or extend its deadline if it is registered; an earlier deadline has no effect. Return
         whether it is new.
 
+        Args:
+            prefix: the prefix.
+            deadline: monotonic seconds.
+
         Raises:
             Overloaded: there are too many prefixes or tokens.
         """

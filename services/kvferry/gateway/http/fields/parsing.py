@@ -35,6 +35,10 @@ def json_object(body: bytes) -> dict[str, Any]:
 def parse_fields(kind: type[S], fields: dict[str, Any]) -> S:
     """Validate the fields of a body.
 
+    Args:
+        kind: type of the body.
+        fields: the JSON object.
+
     Raises:
         InvalidRequest: a field is invalid, unknown or not supported; the error describes the most specific one.
     """
