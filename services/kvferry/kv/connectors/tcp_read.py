@@ -195,7 +195,12 @@ def _receive_all(read: TcpRead) -> None:
 
 
 def split_buffers(buffers: Sequence[memoryview], size: int) -> tuple[list[memoryview], list[memoryview]]:
-    """Return the first `size` bytes of buffers, and the rest."""
+    """Return the first `size` bytes of buffers, and the rest.
+
+    Args:
+        buffers: the buffers, as bytes.
+        size: number of bytes, at most the length of all buffers.
+    """
     first: list[memoryview] = []
     for number, buffer in enumerate(buffers):
         if size < len(buffer):

@@ -92,6 +92,10 @@ class HeadTensors:
     def refuse(self, name: str, why: str) -> NoReturn:
         """Refuse a tensor.
 
+        Args:
+            name: name of the tensor.
+            why: the rest of the message after the name, for example `is missing`.
+
         Raises:
             ModelFileError: always.
         """

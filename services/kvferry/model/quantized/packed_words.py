@@ -41,7 +41,12 @@ class Parts:
         return name in self._tensors
 
     def has_shape(self, name: str, shape: Shape) -> bool:
-        """Return whether the module has a tensor of this shape."""
+        """Return whether the module has a tensor of this shape.
+
+        Args:
+            name: last part of the tensor's name, for example `scales`.
+            shape: the shape.
+        """
         return name in self._tensors and self._tensors[name].shape == shape
 
     def damaged(self, what: str) -> ModelFileError:

@@ -67,7 +67,14 @@ def remainder(budget: Budget, left: object, right: object) -> None:
 
 
 def format_text(budget: Budget, template: str, *args: object, **kwargs: object) -> None:
-    """Charge for `template.format(...)`."""
+    """Charge for `template.format(...)`.
+
+    Args:
+        budget: budget of the rendering.
+        template: the format string.
+        args: positional arguments.
+        kwargs: keyword arguments.
+    """
     if _NESTED_FIELD.search(template):
         raise SecurityError("replacement fields nested in a format string are not supported")
     formatted(budget, template, template.count("{"), args, kwargs)
@@ -133,7 +140,12 @@ def _reading(times: int) -> Cost:
 
 
 def text_of(budget: Budget, value: object) -> None:
-    """Charge for the text of a value; if the value is not a string, each of its characters may be escaped."""
+    """Charge for the text of a value; if the value is not a string, each of its characters may be escaped.
+
+    Args:
+        budget: budget of the rendering.
+        value: the value.
+    """
     size = budget.read(value)
     budget.spend(0 if isinstance(value, str) else ITEM * size)
 

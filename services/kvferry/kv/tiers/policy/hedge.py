@@ -79,6 +79,11 @@ class HedgePolicy:
         """Record a load that finished after `seconds`.
 
         A hedged load is not used as a measurement, since it would have taken longer without the hedge.
+
+        Args:
+            seconds: duration of the load.
+            hedged: whether a hedged request was sent.
+            by_second: whether the hedged request completed first.
         """
         if not hedged:
             self._seconds.add(seconds)

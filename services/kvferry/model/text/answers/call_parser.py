@@ -39,7 +39,12 @@ class CallSyntax(Protocol):
 
     def read(self, opener: str, calls: Calls) -> Generator[None, str, object]:
         """Return a generator that receives the characters after `opener` and reports the calls; it returns after the
-        last character of the format, and raises NotACall at a character that the format does not allow."""
+        last character of the format, and raises NotACall at a character that the format does not allow.
+
+        Args:
+            opener: the marker that was read.
+            calls: receives the calls.
+        """
         ...
 
 
