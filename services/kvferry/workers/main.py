@@ -39,6 +39,11 @@ Announce = Callable[[Mapping[str, object]], None]
 async def run_worker(config: WorkerConfig, places: list[UnitEndpoint], announce: Announce) -> int:
     """Serve until SIGTERM or SIGINT; return the exit status.
 
+    Args:
+        config: configuration of the worker.
+        places: endpoint of each unit.
+        announce: called with the process events.
+
     Raises:
         KvferryError: the model cannot be loaded, an address cannot be bound, or a setting is invalid.
     """
