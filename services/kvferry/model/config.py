@@ -139,9 +139,9 @@ class ModelConfig:
     attention_scale: float | None = None
     """Factor by which attention scores are multiplied; `None` for 1 / sqrt(head_dim)."""
     attention_soft_cap: float | None = None
-    """Cap of scaled attention scores: s becomes cap * tanh(s / cap) (Gemma 2)."""
+    """Cap of scaled attention scores: s becomes cap * tanh(s / cap) (Gemma 2); `None` for no cap."""
     logit_soft_cap: float | None = None
-    """Cap of logits, in the same form (Gemma 2)."""
+    """Cap of logits, in the same form (Gemma 2); `None` for no cap."""
     embedding_scale: float = 1.0
     """Factor by which embeddings are multiplied."""
     residual_scale: float = 1.0
@@ -168,7 +168,7 @@ class ModelConfig:
     """Experts of the MoE layers; `None` for a dense model."""
     latent: Latent | None = None
     """Latent attention of all layers; `head_dim` is then the size of a query or key head, and `num_kv_heads` has no
-    effect."""
+    effect. `None` for models with other attention."""
 
     def experts_of(self, layer: int) -> Experts | None:
         """Return the experts of a layer; `None` if the layer has an MLP."""

@@ -37,7 +37,7 @@ class Pin:
     deadline: float
     """End of the pin, monotonic seconds."""
     adapter: AdapterId | None = None
-    """Version of the adapter that computed the prefix."""
+    """Version of the adapter that computed the prefix; `None` for the base model."""
 
 
 class Pins:

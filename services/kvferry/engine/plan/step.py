@@ -303,6 +303,11 @@ class FirstTokens(Sequence[int]):
     __slots__ = ("_count", "_tokens")
 
     def __init__(self, tokens: Sequence[int], count: int) -> None:
+        """
+        Args:
+            tokens: tokens of the sequence, to which more may be appended.
+            count: number of leading tokens, at most as many as there are.
+        """
         self._tokens, self._count = tokens, count
 
     def __len__(self) -> int:

@@ -160,6 +160,11 @@ class TwoLevelQueue:
     are admitted before any later arrival, which bounds their wait."""
 
     def __init__(self, outer: RankOf, inner: RankOf) -> None:
+        """
+        Args:
+            outer: rank by which sequences enter a batch.
+            inner: rank by which the sequences of a batch are admitted.
+        """
         self._waiting = RankQueue(outer)
         self._batch = ShortestFirstQueue(inner)
 

@@ -58,6 +58,11 @@ class DraftPages:
     """The pages of one draft model."""
 
     def __init__(self, num_blocks: int, block_tokens: int) -> None:
+        """
+        Args:
+            num_blocks: number of pages.
+            block_tokens: tokens per page.
+        """
         self.num_blocks, self._block_tokens = num_blocks, block_tokens
         self._free = [BlockId(block) for block in reversed(range(num_blocks))]
         self._sequences: dict[RequestId, DraftedSequence] = {}

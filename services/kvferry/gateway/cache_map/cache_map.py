@@ -261,6 +261,12 @@ class Lookup:
     __slots__ = ("_found", "_keys", "_map", "_names", "_now")
 
     def __init__(self, cache_map: CacheMap, keys: list[int], names: Sequence[bytes]) -> None:
+        """
+        Args:
+            cache_map: the map.
+            keys: leading bits of the names, in order.
+            names: names of the prompt's full blocks, in order.
+        """
         self._map, self._keys, self._names = cache_map, keys, names
         self._now = cache_map._clock.monotonic()
         index = cache_map._index

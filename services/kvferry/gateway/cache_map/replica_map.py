@@ -26,6 +26,11 @@ class FeedBroken(Exception):
     """The feed is inconsistent; the map of its replica is lost."""
 
     def __init__(self, event: MapEvent, why: str) -> None:
+        """
+        Args:
+            event: why the map is no longer exact.
+            why: the reason in words.
+        """
         super().__init__(why)
         self.event = event
 

@@ -64,7 +64,7 @@ class SampleRun:
     trace: NoTrace = NO_TRACE
     """Records the sample's phases, if its request is traced."""
     commitment: Commitment | None = None
-    """Dispatched work that its workers' statuses do not show yet."""
+    """Dispatched work that its workers' statuses do not show yet; `None` if there is none."""
     num_beams: int = 0
     """Width of the beam search of which this is the record, with the tokens of one beam in `emitted`; 0 for a
     sample."""

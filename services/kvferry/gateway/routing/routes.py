@@ -36,7 +36,7 @@ class RouteRequest:
     max_output_tokens: int = 0
     """Maximum number of further tokens; 0 if unknown."""
     source: Replica | None = None
-    """Worker that offers the prompt's KV, once it is computed."""
+    """Worker that offers the prompt's KV; `None` until it is computed."""
 
 
 class Terms(NamedTuple):

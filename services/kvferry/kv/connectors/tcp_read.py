@@ -164,6 +164,11 @@ class ParallelRead:
     """Reads of the parts of a large read, each received by a thread."""
 
     def __init__(self, parts: Sequence[TcpRead], threads: Executor) -> None:
+        """
+        Args:
+            parts: reads of the parts, each with its own connection.
+            threads: executor that runs the receiving threads.
+        """
         self._reads = list(parts)
         self._ends = [threads.submit(_receive_all, part) for part in parts]
 

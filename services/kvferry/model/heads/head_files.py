@@ -29,6 +29,11 @@ class HeadTensors:
     """The tensors of a head, by name, as a `model.tensors.TensorSource`."""
 
     def __init__(self, path: Path, found: Mapping[str, StoredTensor]) -> None:
+        """
+        Args:
+            path: path of the file, for error messages.
+            found: the tensors by name.
+        """
         self.path = path
         self._found = dict(found)
 

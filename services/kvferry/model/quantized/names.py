@@ -40,6 +40,11 @@ class Names:
 
     def __init__(self, fields: ConfigFields, key: str, listed: Sequence[str]) -> None:
         """
+        Args:
+            fields: fields of the quantization config, for error messages.
+            key: name of the field.
+            listed: its names and expressions.
+
         Raises:
             ModelFileError: an expression is not valid, or could take long to match.
         """

@@ -33,6 +33,12 @@ class Parts:
     """The tensors of one module, by the last part of their names."""
 
     def __init__(self, module: str, tensors: Mapping[str, StoredTensor], where: str) -> None:
+        """
+        Args:
+            module: name of the module.
+            tensors: its tensors by the last part of their names.
+            where: path of the checkpoint, for error messages.
+        """
         self.module = module
         self._tensors = tensors
         self._where = where

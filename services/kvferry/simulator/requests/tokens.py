@@ -63,7 +63,7 @@ class Output:
     count: int
     """Number of tokens, at least 1."""
     known: tuple[SampledToken, ...] | None = None
-    """The tokens to use instead of the tape's."""
+    """The tokens to use instead of the tape's; `None` to use the tape's."""
 
     @classmethod
     def of(cls, tape: Tape, number: int, count: int) -> "Output":

@@ -39,7 +39,7 @@ class Job:
     started: float = 0.0
     """Time at which its computation on this replica began."""
     first: float | None = None
-    """Time of the first token on this replica, seconds."""
+    """Time of the first token on this replica, seconds; `None` before it."""
     sequence: EngineSequence | None = None
     context: object = None
     """Arbitrary value for the listener."""

@@ -44,7 +44,7 @@ class ReadRequest:
     split: SplitOptions | None = None
     """Options for splitting the answers; `None` if they are not split."""
     beams: BeamParams | None = None
-    """Parameters of a beam search, whose best `num_samples` outputs are returned."""
+    """Parameters of a beam search, whose best `num_samples` outputs are returned; `None` if outputs are sampled."""
 
 
 def read_chat(model: TextModel, body: bytes) -> ReadRequest:

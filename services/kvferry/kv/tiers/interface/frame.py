@@ -94,6 +94,12 @@ class Opening:
     `Frames.open`."""
 
     def __init__(self, expected: bytes, digest: Any, decryptor: Any) -> None:
+        """
+        Args:
+            expected: digest in the header; not used for an encrypted object.
+            digest: incremental digest of the stored bytes.
+            decryptor: AES-GCM decryptor of an encrypted object; `None` for a plain one.
+        """
         self._expected = expected
         self._digest = digest
         self._decryptor = decryptor

@@ -20,6 +20,10 @@ class Quantile:
 
     def __init__(self, share: float, window: int = WINDOW) -> None:
         """
+        Args:
+            share: share of the samples at or below the quantile, above 0 and at most 1.
+            window: maximum number of samples.
+
         Raises:
             ValueError: `share` is not between 0 and 1, or the window is empty.
         """
