@@ -18,8 +18,7 @@ class NormPlacement(Enum):
 
 class Activation(Enum):
     """Activation of the gated MLP, a function of the gate and up values g and u: SiLU(g) u, GELU(g) u in its tanh
-    approximation, or, with
-    g and u clamped to a limit (g only from above), g sigmoid(alpha g) (u + 1) (gpt-oss)."""
+    approximation, or, with g and u clamped to a limit (g only from above), g sigmoid(alpha g) (u + 1) (gpt-oss)."""
 
     SILU = "silu"
     GELU_TANH = "gelu_tanh"

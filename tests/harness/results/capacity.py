@@ -151,7 +151,8 @@ def shared_prefix() -> Outcome:
 
 
 def _chat(rate: float, *, keeps: bool) -> Sequence[SimRequest]:
-    """Draw rounds of chats whose prompts have 1,024 tokens; with `keeps`, they contain the rounds before."""
+    """Draw rounds of chats whose prompts have 1,024 tokens. If `keeps`, a prompt contains the earlier rounds of its
+    chat."""
     if keeps:
         mix = LengthMix(UNIFORM, num_input=120, num_output=200, spread=0.5)
         count = max(40, int(400 * rate))

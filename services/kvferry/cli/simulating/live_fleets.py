@@ -29,7 +29,7 @@ class LiveScore:
 
     @property
     def goodput(self) -> float:
-        """Median of the rounds."""
+        """Median of `goodputs`."""
         return statistics.median(self.goodputs)
 
 

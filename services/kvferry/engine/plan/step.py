@@ -147,7 +147,8 @@ Sampled = SampledToken | KvferryError | None
 
 
 class SequenceOutput(NamedTuple):  # a tuple for speed, since one is created per sequence and step
-    """Result of a step for one sampled sequence. C grows by `accepted`, N by the number of tokens; then C = N - 1."""
+    """Result of a step for one sampled sequence. C grows by `accepted` and N by the number of tokens, after
+    which C = N - 1; see the module's docstring."""
 
     tokens: tuple[SampledToken, ...]
     """Accepted draft tokens in order of position, then the token sampled after them; not empty."""

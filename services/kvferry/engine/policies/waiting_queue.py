@@ -42,7 +42,7 @@ class WaitingQueue(Protocol):
         ...
 
     def set_aside(self, sequence: Sequence) -> None:
-        """Remove a sequence that is passed over in a step, and added again at the end of the step."""
+        """Remove a sequence that a step passes over; it is added again at the end of the step."""
         ...
 
     def first(self) -> Sequence | None:

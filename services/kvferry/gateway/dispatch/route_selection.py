@@ -110,7 +110,7 @@ class RouteSelection:
         notes = route_notes(route, self._config.policy)
         run.routes = [*run.routes, *notes][-_MAX_ROUTES:]
         if run.ticket is None:  # otherwise the comparison was made when the pair was chosen
-            # After the call to the worker was sent, so that the comparison does not delay the request.
+            # Runs after the call to the worker is sent, so that the comparison does not delay the request.
             asyncio.get_running_loop().call_soon(self._compare, run, route, notes[0], caches)
         return route
 

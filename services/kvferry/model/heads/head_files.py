@@ -58,7 +58,7 @@ class HeadTensors:
         return self._found[name].raw().astype(np.int64)
 
     def weights(self) -> list[str]:
-        """Return no lines: heads are not quantized."""
+        """Return an empty list, since heads are not quantized."""
         return []
 
     def release(self) -> None:

@@ -84,7 +84,7 @@ def _refusal(kind: type[Strict], errors: list[ErrorDetails]) -> InvalidRequest:
         if error is not worst and error["type"] == "literal_error" and error["loc"][:-1] == worst["loc"][:-1]:
             expected += f" or {_expectation(error['msg']).removeprefix(' must be ')}"
     given = worst["input"]
-    is_choice = worst["type"] == "literal_error" and isinstance(given, str)  # a fixed value is no text of a prompt
+    is_choice = worst["type"] == "literal_error" and isinstance(given, str)  # contains no text of a prompt
     value = repr(shortened(given)) if is_choice else shown(given)
     return InvalidRequest(f"{field}{expected}, not {value}", field=field)
 

@@ -5,8 +5,8 @@
 
 Text read since the opener, or since the last call, becomes content again if it turns out not to be a call. When a
 call's arguments are malformed after they began to stream, the call ends there and the rest is content. Whitespace next
-to a call is dropped, except between content before and after it. Each character is read at most twice, and nothing
-raises.
+to a call is dropped, except between content before and after it. Each character is read at most twice, and no
+answer causes an error.
 """
 
 from collections.abc import Generator
