@@ -166,8 +166,8 @@ def _chat(rate: float, *, keeps: bool) -> Sequence[SimRequest]:
 
 @cache
 def chat_ratios() -> tuple[list[float], float]:
-    """Return the ratios of rates to each reserving baseline, and the ratio of rates with and without KV that is kept
-    between rounds.
+    """Return the highest rate relative to each baseline that reserves memory, and the ratio of the highest rates with
+    and without KV that is kept between rounds.
     """
 
     def plain(rate: float) -> Sequence[SimRequest]:

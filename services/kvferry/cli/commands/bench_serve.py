@@ -41,7 +41,9 @@ _SIZE = click.IntRange(1, 1 << 20)
 @click.option("--rate", default=math.inf, type=float, help="Mean requests per second; default: all at once.")
 @click.option("--requests", "count", default=100, show_default=True, type=click.IntRange(1, workloads.MAX_REQUESTS))
 @click.option("--workload", default=workloads.RANDOM, show_default=True, help=f"{', '.join(workloads.WORKLOADS)}.")
-@click.option("--input-tokens", default=512, show_default=True, type=_SIZE, help="Mean tokens of a prompt, or a turn.")
+@click.option(
+    "--input-tokens", default=512, show_default=True, type=_SIZE, help="Mean tokens of a prompt or of a turn."
+)
 @click.option("--output-tokens", default=128, show_default=True, type=_SIZE, help="Mean tokens of an answer.")
 @click.option("--spread", default=0.0, help="Relative spread of both lengths, at least 0 and below 1.")
 @click.option("--prefix-tokens", default=1024, show_default=True, type=_SIZE, help="shared-prefix: tokens of a prefix.")

@@ -51,7 +51,7 @@ class Delta:
 
 @dataclass(slots=True)  # not frozen, like `Delta`
 class Names:
-    """Names of one event, at most one slice of them, as keys of the index, with the XOR of the whole names."""
+    """At most one slice of the names of an event: their keys in the index, and the XOR of the complete names."""
 
     keys: list[int]
     xor: int

@@ -35,7 +35,7 @@ _MAX_BUFFERS = 256
 _PIECE_BYTES = 8 << 20
 """Maximum number of bytes of one receive, which bounds the time until the caller can look at its clock."""
 _REQUEST_PIECE_BYTES = 4096
-"""Number of bytes that are received at once for a request: those of about 1000 page ids."""
+"""Number of bytes that are received at once for a request; enough for about 1,000 page ids."""
 
 
 class Op(IntEnum):
