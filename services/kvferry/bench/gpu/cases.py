@@ -283,7 +283,12 @@ _CASES: Mapping[str, Callable[[Spec, _Setup], Case]] = MappingProxyType(
 
 
 def differs(got: torch.Tensor, expected: torch.Tensor) -> str | None:
-    """Describe the difference between two results; return `None` if they are equal up to rounding."""
+    """Describe the difference between two results; return `None` if they are equal up to rounding.
+
+    Args:
+        got: the result to check.
+        expected: the reference.
+    """
     one, other = got.detach().reshape(-1), expected.detach().reshape(-1)
     if one.numel() != other.numel():
         return f"{tuple(got.shape)} instead of {tuple(expected.shape)}"
