@@ -74,6 +74,10 @@ def format_text(budget: Budget, template: str, *args: object, **kwargs: object) 
         template: the format string.
         args: positional arguments.
         kwargs: keyword arguments.
+
+    Raises:
+        SecurityError: a replacement field is nested in another, or a width or precision has four digits or is
+            variable.
     """
     if _NESTED_FIELD.search(template):
         raise SecurityError("replacement fields nested in a format string are not supported")
