@@ -171,7 +171,7 @@ async def probe(stack: LocalStack, url: str) -> float:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Return a percentile as the simulator counts it."""
+    """Return a percentile, computed as in the simulator."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
 

@@ -73,7 +73,7 @@ def decode_step(llm: LLM, batch: int, sampling: SamplingParams, name: str) -> fl
         updates = llm.engine.step().updates
         if len(updates) == batch and all(update.error is None for update in updates):
             seconds.append(CLOCK.monotonic() - begun)
-    return statistics.median(seconds[1:])  # the first is that of the prompts
+    return statistics.median(seconds[1:])  # the first step computes the prompts
 
 
 def compile_seconds(llm: LLM, repetitions: int) -> float:

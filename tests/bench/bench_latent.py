@@ -97,7 +97,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--kernels", default="auto")
-    parser.add_argument("--experts", default="eager", help="experts_implementation of transformers; %(default)s")
+    parser.add_argument(
+        "--experts", default="eager", help="value of transformers' experts_implementation; default: %(default)s"
+    )
     given = parser.parse_args()
     threads = usable_cores()
     torch.set_num_threads(threads)

@@ -37,7 +37,7 @@ RESULTS = FOLDER / "results" / "steps.csv"
 PROFILES = FOLDER.parents[1] / "services/kvferry/simulator/profiles"
 CLOCK = SystemClock()
 SHAPES = [(1, 16), (1, 512), (1, 1536), (2, 128), (4, 512), (8, 64), (8, 256), (16, 64), (16, 192), (32, 32)]
-"""Batch and prompt length of each run."""
+"""Batch size and prompt length of each run."""
 STEPS = 12
 
 

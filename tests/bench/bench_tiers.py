@@ -143,7 +143,8 @@ def take_turns(
 
 
 def share(ours: Sequence[float], others: Sequence[float]) -> float:
-    """Return the median of the ratios of the turns: both sides of a ratio were measured at about the same time."""
+    """Return the median of the ratios ours / others by turn; both sides of a ratio were measured at about the same
+    time."""
     return statistics.median(a / b for a, b in zip(ours, others, strict=True))
 
 

@@ -55,7 +55,7 @@ class Sample:
     tokens: tuple[int, ...]
     processor_ms: float
     call_ms: float
-    """Median of the smallest calls."""
+    """Median duration of the calls of the smallest size before the request."""
 
 
 class Measured:
@@ -68,11 +68,11 @@ class Measured:
         self._health = health_pb2_grpc.HealthStub(channel)
 
     def processor_ms(self) -> float:
-        """Return the processor time of gateway and workers until now."""
+        """Return the processor time of gateway and workers until now, in milliseconds."""
         return sum(sum(process.cpu_times()[:2]) for process in self._processes) * 1e3
 
     async def call_ms(self) -> float:
-        """Return the median time of a few calls."""
+        """Return the median duration of a few calls of the smallest size, in milliseconds."""
         times = []
         for _ in range(CALLS):
             began = CLOCK.monotonic()

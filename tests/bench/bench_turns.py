@@ -88,7 +88,7 @@ def measure_tier(name: str, url: str, length: int, rounds: int) -> list[tuple[st
         for client in (with_tier, without):
             for number in range(PROMPTS):
                 first_token_ms(client, prompt(number, length))
-        threading.Event().wait(1.0)  # until the stores have ended
+        threading.Event().wait(1.0)  # wait until the stores have ended
         loaded: list[float] = []
         computed: list[float] = []
         for round_ in range(rounds):

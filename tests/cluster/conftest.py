@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from cluster.world import DEFINITIONS, World, operator
 from harness.kube import assets, box, cluster, host_image
-from harness.kube.cluster import Cluster, NodeWish
+from harness.kube.cluster import Cluster, NodeOptions
 from harness.kube.fake_kubelet import kubelet
 from harness.pools import on_node
 from kubernetes import client, config
@@ -40,9 +40,9 @@ _USED: list[Kube] = []
 
 
 @contextmanager
-def _seen_by_tests(folder: Path, wish: NodeWish | None) -> Iterator[Kube]:
-    found = assets.find(["control", "node"] if wish is not None else ["control"])
-    with cluster.running(folder, found, wish=wish) as running:
+def _seen_by_tests(folder: Path, node_options: NodeOptions | None) -> Iterator[Kube]:
+    found = assets.find(["control", "node"] if node_options is not None else ["control"])
+    with cluster.running(folder, found, node_options=node_options) as running:
         made = Kube(running)
         _USED.append(made)
         try:
@@ -73,9 +73,9 @@ def kube_node(tmp_path_factory: pytest.TempPathFactory, models: Path) -> Iterato
     if reason := box.why_not():
         pytest.skip(reason)
     folder = tmp_path_factory.mktemp("node")
-    wish = NodeWish(host_image.folders([models]))
-    with _seen_by_tests(folder, wish) as made:
-        made.cluster.load(host_image.write(folder / "host.tar", wish.host_folders))
+    node_options = NodeOptions(host_image.folders([models]))
+    with _seen_by_tests(folder, node_options) as made:
+        made.cluster.load(host_image.write(folder / "host.tar", node_options.host_folders))
         yield made
 
 

@@ -18,7 +18,7 @@ from urllib.error import HTTPError
 import yaml
 from harness.kube import assets, cluster
 from harness.kube.cluster import Cluster
-from harness.kube.control_plane import PlaneWish
+from harness.kube.control_plane import PlaneOptions
 from harness.servers.processes import RunningProcess, running
 from kubernetes import client, config
 
@@ -121,7 +121,7 @@ class Kube:
 
 
 @contextmanager
-def a_cluster(folder: Path, plane: PlaneWish | None = None, *, defined: bool = True) -> Iterator[Kube]:
+def a_cluster(folder: Path, plane: PlaneOptions | None = None, *, defined: bool = True) -> Iterator[Kube]:
     """Run a control plane, by default with kvferry's definitions."""
     with cluster.running(folder, assets.find(["control"]), plane=plane) as running_:
         made = Kube(running_)

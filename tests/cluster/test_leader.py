@@ -23,7 +23,7 @@ from cluster.operators import (
 )
 from cluster.watch_relay import a_watch_relay
 from harness.kube.children import wait_gone
-from harness.kube.control_plane import PlaneWish
+from harness.kube.control_plane import PlaneOptions
 
 from kvferry.core.errors import KvferryError
 from kvferry.operator.process.watches import WATCHED
@@ -37,7 +37,7 @@ QUICK = ("--lease-seconds", str(LEASE_SECONDS), "--workers", str(WORKERS))
 
 @pytest.fixture(scope="module")
 def kube(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kube]:
-    with a_cluster(tmp_path_factory.mktemp("kube"), PlaneWish(audit=True)) as made:
+    with a_cluster(tmp_path_factory.mktemp("kube"), PlaneOptions(audit=True)) as made:
         yield made
 
 

@@ -10,7 +10,7 @@ import pytest
 from harness.kube import assets, box, cluster
 from harness.kube.assets import Assets
 from harness.kube.children import Process, State, is_alive, log_tail
-from harness.kube.cluster import NodeWish
+from harness.kube.cluster import NodeOptions
 
 from kvferry.core.clock import SystemClock
 from kvferry.core.errors import Unavailable
@@ -22,9 +22,9 @@ OWNER = """
 import sys
 from pathlib import Path
 from harness.kube import assets, cluster
-from harness.kube.cluster import NodeWish
-wish = NodeWish() if sys.argv[2] == "node" else None
-made = cluster.up(Path(sys.argv[1]), assets.find(["control", "node"], say=lambda _: None), wish=wish)
+from harness.kube.cluster import NodeOptions
+node_options = NodeOptions() if sys.argv[2] == "node" else None
+made = cluster.up(Path(sys.argv[1]), assets.find(["control", "node"], say=lambda _: None), node_options=node_options)
 print("up", flush=True)
 sys.stdin.read()
 """
@@ -105,7 +105,7 @@ def test_a_start_that_fails_leaves_only_its_logs(broken: str, tmp_path: Path) ->
     (programs / broken).chmod(0o755)
     folder = tmp_path / "made"
     with pytest.raises(Unavailable, match=rf"(?s){broken} ended with status 3.*out of order"):
-        cluster.up(folder, Assets(programs), wish=NodeWish())
+        cluster.up(folder, Assets(programs), node_options=NodeOptions())
     state = State.read(folder)
     assert state.box is not None
     assert not any(is_alive(one) for one in everything(state))

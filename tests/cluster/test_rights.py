@@ -24,7 +24,7 @@ from cluster.operators import (
     minimal_definition,
     rendered,
 )
-from harness.kube.control_plane import PlaneWish
+from harness.kube.control_plane import PlaneOptions
 
 from kvferry.core.errors import Unavailable
 from kvferry.gateway.config import PoolName
@@ -56,7 +56,7 @@ RENEWS: Right = ("", "secrets", "update")
 @pytest.fixture(scope="module")
 def kube(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kube]:
     # Services get addresses of this machine, so that a test can serve as a pool's gateway.
-    with a_cluster(tmp_path_factory.mktemp("kube"), PlaneWish("127.96.0.0/16", audit=True)) as made:
+    with a_cluster(tmp_path_factory.mktemp("kube"), PlaneOptions("127.96.0.0/16", audit=True)) as made:
         yield made
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from statistics import NormalDist
 
 LEVEL = 0.001
-"""Probability with which a test of a right distribution would fail with other seeds."""
+"""Significance level: probability over seeds that the test rejects a correct distribution."""
 
 
 def chi_square(counts: Mapping[object, int], expected: Mapping[object, float]) -> tuple[float, float]:

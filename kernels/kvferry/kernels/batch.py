@@ -56,10 +56,11 @@ class AttentionRules:
     window: int | None = None
     """Sliding window: number of positions that a row attends to, including its own; `None` for full attention."""
     soft_cap: float | None = None
-    """Cap of the scores: a scaled score s becomes cap * tanh(s / cap)."""
+    """Cap of the scores: a scaled score s becomes cap * tanh(s / cap); `None` for no cap."""
     sinks: torch.Tensor | None = None
     """[H] float32: learned attention sinks, which are scores that count in the denominator of the softmax and have no
-    value (Xiao et al., Efficient Streaming Language Models with Attention Sinks, 2024, in the learned form)."""
+    value (Xiao et al., Efficient Streaming Language Models with Attention Sinks, 2024, in the learned form);
+    `None` without sinks."""
 
     @property
     def is_plain(self) -> bool:
@@ -84,11 +85,11 @@ class ExpertWeights:
     gate_up: torch.Tensor
     """[experts, 2 n, hidden]"""
     gate_up_bias: torch.Tensor | None
-    """[experts, 2 n]"""
+    """[experts, 2 n]; `None` without biases."""
     down: torch.Tensor
     """[experts, hidden, n]"""
     down_bias: torch.Tensor | None
-    """[experts, hidden]"""
+    """[experts, hidden]; `None` without biases."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,9 +1,9 @@
-"""Pages of KV in 8 bits on a torch device: a view of the codes, from which a view of their scales follows.
+"""Pages of KV in 8 bits on a torch device: a view of the codes, and a view of their scales that is derived from it.
 
     [page][layer][K, V][kv head]   =   [token][value] codes, then [token] scales in float32, little-endian
 
-`core.dtypes.CODED` has the codes. Both views have the strides of the page, so that kernels find a scale from the place
-of its codes.
+`core.dtypes.CODED` defines the codes. Both views have the strides of the page, so that kernels compute the address of a
+scale from the position of its codes.
 """
 
 from collections.abc import Sequence

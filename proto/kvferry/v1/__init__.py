@@ -1,6 +1,5 @@
-"""Generated messages and services of `kvferry.v1`; the `.proto` files beside are the source, `make proto` regenerates.
+"""Messages and services of `kvferry.v1`, generated from the `.proto` files in this folder by `make proto`.
 
-Compatibility: fields and methods are only ever added. A number is never used again, a meaning never changes;
-new meaning is a new field. Receivers ignore what they do not know and say so in errors, never in silence
-where a request would be answered differently.
+Compatibility: fields and methods are only added. A number is never reused, and the meaning of a field never changes; a
+new meaning is a new field. Receivers ignore unknown fields, and reject unknown values that would change the answer.
 """

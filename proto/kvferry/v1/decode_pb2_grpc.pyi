@@ -32,7 +32,7 @@ class DecodeStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> DecodeAsyncStub: ...
     Run: _grpc.UnaryStreamMultiCallable[_decode_pb2.DecodeRequest, _decode_pb2.DecodeResponse]
-    """Streams the tokens after `token_ids`. A step's tokens travel together. Cancelling the call frees everything it held."""
+    """Streams the tokens after `token_ids`. A step's tokens are in one message. Cancelling the call frees everything it held."""
     PrefetchKv: _grpc.UnaryUnaryMultiCallable[_decode_pb2.PrefetchKvRequest, _decode_pb2.PrefetchKvResponse]
     """Fetches a prompt's blocks while a prefill worker still computes the prompt, so that the transfer overlaps prefill.
     Returns when the prefill worker has computed the prompt. An optimization: Run does not depend on it. Cancelling the
@@ -43,7 +43,7 @@ class DecodeStub:
 class DecodeAsyncStub(DecodeStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Run: _aio.UnaryStreamMultiCallable[_decode_pb2.DecodeRequest, _decode_pb2.DecodeResponse]  # type: ignore[assignment]
-    """Streams the tokens after `token_ids`. A step's tokens travel together. Cancelling the call frees everything it held."""
+    """Streams the tokens after `token_ids`. A step's tokens are in one message. Cancelling the call frees everything it held."""
     PrefetchKv: _aio.UnaryUnaryMultiCallable[_decode_pb2.PrefetchKvRequest, _decode_pb2.PrefetchKvResponse]  # type: ignore[assignment]
     """Fetches a prompt's blocks while a prefill worker still computes the prompt, so that the transfer overlaps prefill.
     Returns when the prefill worker has computed the prompt. An optimization: Run does not depend on it. Cancelling the
@@ -57,7 +57,7 @@ class DecodeServicer(metaclass=_abc_1.ABCMeta):
         request: _decode_pb2.DecodeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_decode_pb2.DecodeResponse], _abc.AsyncIterator[_decode_pb2.DecodeResponse]]:
-        """Streams the tokens after `token_ids`. A step's tokens travel together. Cancelling the call frees everything it held."""
+        """Streams the tokens after `token_ids`. A step's tokens are in one message. Cancelling the call frees everything it held."""
 
     @_abc_1.abstractmethod
     def PrefetchKv(

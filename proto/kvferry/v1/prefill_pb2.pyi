@@ -52,7 +52,7 @@ class PrefillRequest(_message.Message):
     Empty: the worker draws one.
     """
     prior_turn_ticket: _builtins.bytes
-    """A decode worker's `cached_ticket` of the conversation's previous turn, whose KV may still be cached there. A hint."""
+    """A decode worker's `cached_ticket` of the conversation's previous turn, whose KV may still be cached there; optional."""
     priority: _builtins.int
     """class of the request; lower first"""
     @_builtins.property

@@ -62,7 +62,7 @@ class PrefillServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Release(self, request, context):
-        """Frees an offer that no decode worker will claim. Idempotent; an unknown ticket is success.
+        """Frees an offer that no decode worker will claim. Idempotent; an unknown ticket is not an error.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -34,7 +34,7 @@ class PrefillStub:
     Run: _grpc.UnaryUnaryMultiCallable[_prefill_pb2.PrefillRequest, _prefill_pb2.PrefillResponse]
     """Computes the prompt and samples one token. Cancelling the call frees everything it held."""
     Release: _grpc.UnaryUnaryMultiCallable[_prefill_pb2.ReleaseRequest, _prefill_pb2.ReleaseResponse]
-    """Frees an offer that no decode worker will claim. Idempotent; an unknown ticket is success."""
+    """Frees an offer that no decode worker will claim. Idempotent; an unknown ticket is not an error."""
     Pool: _grpc.UnaryUnaryMultiCallable[_prefill_pb2.PoolRequest, _prefill_pb2.PoolResponse]
     """Computes the prompt and a vector of its hidden states; samples no token and keeps nothing. Idempotent."""
 
@@ -44,7 +44,7 @@ class PrefillAsyncStub(PrefillStub):
     Run: _aio.UnaryUnaryMultiCallable[_prefill_pb2.PrefillRequest, _prefill_pb2.PrefillResponse]  # type: ignore[assignment]
     """Computes the prompt and samples one token. Cancelling the call frees everything it held."""
     Release: _aio.UnaryUnaryMultiCallable[_prefill_pb2.ReleaseRequest, _prefill_pb2.ReleaseResponse]  # type: ignore[assignment]
-    """Frees an offer that no decode worker will claim. Idempotent; an unknown ticket is success."""
+    """Frees an offer that no decode worker will claim. Idempotent; an unknown ticket is not an error."""
     Pool: _aio.UnaryUnaryMultiCallable[_prefill_pb2.PoolRequest, _prefill_pb2.PoolResponse]  # type: ignore[assignment]
     """Computes the prompt and a vector of its hidden states; samples no token and keeps nothing. Idempotent."""
 
@@ -63,7 +63,7 @@ class PrefillServicer(metaclass=_abc_1.ABCMeta):
         request: _prefill_pb2.ReleaseRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_prefill_pb2.ReleaseResponse, _abc.Awaitable[_prefill_pb2.ReleaseResponse]]:
-        """Frees an offer that no decode worker will claim. Idempotent; an unknown ticket is success."""
+        """Frees an offer that no decode worker will claim. Idempotent; an unknown ticket is not an error."""
 
     @_abc_1.abstractmethod
     def Pool(

@@ -140,6 +140,10 @@ class Bench:
     def phases(self, shape: Shape, batch: int) -> dict[str, float]:
         """Run a batch and return the milliseconds of a decode step by phase, summed over threads.
 
+        Args:
+            shape: prompt and output length of each sequence, in tokens.
+            batch: number of sequences.
+
         Raises:
             UsageError: the engine uses torch kernels, which do not report phases.
         """
@@ -151,13 +155,24 @@ class Bench:
         return {name: 1e3 * seconds / (tokens_out - 1) for name, seconds in model.phase_seconds().items()}
 
     def steps(self, batch: int, shape: Shape) -> list[tuple[float, Work]]:
-        """Run a batch and return the time in seconds and the work of each decode step."""
+        """Run a batch and return the time in seconds and the work of each decode step.
+
+        Args:
+            batch: number of sequences.
+            shape: prompt and output length of each sequence, in tokens.
+        """
         trip = self._go([shape] * batch)
         return list(zip(trip.gaps, trip.work[len(trip.work) - len(trip.gaps) :], strict=True))
 
     def throughput(self, shapes: list[Shape], rounds: int, on_round: Callable[[], None]) -> Run:
         """Measure the output tokens per second of requests with different sizes that start simultaneously, over the
-        whole run."""
+        whole run.
+
+        Args:
+            shapes: prompt and output length of each request, in tokens.
+            rounds: number of repetitions.
+            on_round: called after each round.
+        """
         outputs = sum(out for _, out in shapes)
         return self._rounds(shapes, rounds, lambda trip: (outputs, trip.seconds, trip.work), on_round)
 

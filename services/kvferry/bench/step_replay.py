@@ -28,9 +28,9 @@ class EngineReplay:
     num_tokens: int
     """Number of tokens that were compared."""
     schedule_differs_at: int | None = None
-    """Number of the first step that was planned differently."""
+    """Number of the first step that was planned differently; `None` if there is none."""
     tokens_differ_at: int | None = None
-    """Number of the first step with a different token."""
+    """Number of the first step with a different token; `None` if there is none."""
 
     @property
     def is_equal(self) -> bool:

@@ -86,6 +86,10 @@ def read_key(values: Values, name: str) -> list[bytes]:
     """Read keys, newest first, from the environment setting `<name>` or the file `<name>_file`: one per line;
     surrounding spaces are ignored.
 
+    Args:
+        values: settings of the command.
+        name: name of the setting, without `_file`.
+
     Raises:
         UsageError: a key has fewer than 16 bytes.
     """

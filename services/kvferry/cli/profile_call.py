@@ -24,9 +24,9 @@ class Profiled:
     """A recording of a worker."""
 
     trace: bytes
-    """JSON, Chrome's trace format."""
+    """Trace in Chrome's JSON format."""
     log: bytes
-    """JSON lines, a step log."""
+    """Step log, as JSON lines."""
 
 
 def profile_worker(

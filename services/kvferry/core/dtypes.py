@@ -13,7 +13,12 @@ SCALE_BYTES = 4
 
 
 def row_bytes(dtype: str, values: int) -> int:
-    """Return the size in bytes of a token's key, or value, in one head: `values` numbers, and a scale of codes."""
+    """Return the size in bytes of a token's key, or value, in one head: `values` numbers, and a scale of codes.
+
+    Args:
+        dtype: KV data type, a key of `ITEM_BYTES`.
+        values: numbers of one key or value, the size of a head.
+    """
     return values * ITEM_BYTES[dtype] + (SCALE_BYTES if dtype in CODED else 0)
 
 

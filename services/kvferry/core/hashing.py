@@ -66,8 +66,11 @@ class BlockNamer:
         self._extra = struct.pack("<H", len(extra)) + extra
 
     def name(self, parent: BlockHash | None, tokens: Sequence[int]) -> BlockHash:
-        """Return the name of the full block that follows the block `parent`; `parent` is `None` for a prompt's first
-        block.
+        """Return the name of a full block.
+
+        Args:
+            parent: name of the previous block; `None` for a prompt's first block.
+            tokens: the token ids of the block, exactly `block_tokens`.
 
         Raises:
             ValueError: `tokens` is not exactly one block.
@@ -115,6 +118,11 @@ class BlockNamers:
     def of(self, tenant: str, *, fingerprint: bytes, block_tokens: int) -> BlockNamer:
         """Return the `BlockNamer` for a tenant and a KV layout.
 
+        Args:
+            tenant: the tenant, or a scope of it (`cache_scope`).
+            fingerprint: digest of model and KV layout.
+            block_tokens: tokens per block.
+
         Raises:
             ValueError: `block_tokens` is not positive.
         """
@@ -134,6 +142,11 @@ class BlockNamers:
 def check_name(namers: BlockNamers, *, fingerprint: bytes, block_tokens: int) -> BlockHash:
     """Return the name of one fixed block, which no request uses. Processes with different tenant keys get different
     names, and can compare them without exchanging the keys.
+
+    Args:
+        namers: the process's namers, with its tenant key.
+        fingerprint: digest of model and KV layout.
+        block_tokens: tokens per block.
 
     Raises:
         ValueError: `block_tokens` is not positive.
@@ -156,13 +169,23 @@ def cache_scope(tenant: str, salt: str, adapter: AdapterId | None = None) -> str
     Requests with unequal salts share no KV, so that the time to first token of one does not reveal whether a prompt was
     computed for another. KV that was computed with an adapter is used only with the same version of the adapter.
     Workers treat the scope as a tenant.
+
+    Args:
+        tenant: name of the tenant.
+        salt: the request's cache salt; empty for none.
+        adapter: version of the adapter with which the KV is computed; `None` for the base model.
     """
     salted = f"{tenant}\x1f{blake3(salt.encode('utf-8', 'surrogatepass')).hexdigest(16)}" if salt else tenant
     return salted + _adapter_part(adapter)
 
 
 def is_scope_of(scope: str, adapter: AdapterId | None) -> bool:
-    """Return whether a scope belongs to this version of the adapter, or to no adapter."""
+    """Return whether a scope belongs to this version of the adapter, or to no adapter.
+
+    Args:
+        scope: a result of `cache_scope`.
+        adapter: version of an adapter; `None` for the base model.
+    """
     _, mark, rest = scope.partition(_ADAPTER_MARK)
     return mark + rest == _adapter_part(adapter)
 

@@ -10,7 +10,12 @@ _U32 = 0xFFFFFFFF
 
 
 def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
-    """Compute four random 32-bit words from a 128-bit counter and a 64-bit key, with ten rounds of Philox."""
+    """Compute four random 32-bit words from a 128-bit counter and a 64-bit key, with ten rounds of Philox.
+
+    Args:
+        counter: four unsigned 32-bit words.
+        key: two unsigned 32-bit words.
+    """
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):

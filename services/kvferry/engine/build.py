@@ -228,6 +228,10 @@ def engine_pages(loaded: LoadedModel, memory: PageMemory) -> EnginePages:
     """Build a model's runner over memory that a transport has allocated, or over pages on the model's device that are
     mirrored in that memory.
 
+    Args:
+        loaded: model, weights and settings.
+        memory: pages and epochs in host memory that the transport reads and writes.
+
     Raises:
         UsageError: the KV memory is too small, or host memory for the mirror cannot be pinned.
     """
@@ -326,6 +330,10 @@ def build_engine(
 
 def load_adapter(loaded: LoadedModel, path: Path) -> LoadedAdapter:
     """Read an adapter of a model from its folder. Takes a fraction of a second; thread-safe.
+
+    Args:
+        loaded: the model.
+        path: the adapter's folder.
 
     Raises:
         UsageError: the model's kernels do not support adapters.

@@ -330,8 +330,8 @@ class Engine:
         return number
 
     def _latest_start(self, request: EngineRequest) -> float | None:
-        """Return the time after which a request counts as unable to meet its deadline: half the estimated time for its
-        prompt before the deadline, since the estimate may be wrong and the refusal is final."""
+        """Return the time after which a request that has not started is refused, since it can no longer meet its
+        deadline. Only half the estimated time for its prompt is reserved, because the estimate may be too long."""
         if request.deadline is None:
             return None
         return request.deadline - 0.5 * self._prices.compute_seconds(0, len(request.token_ids))

@@ -50,11 +50,22 @@ class EngineStatistics:
     _times: dict[RequestId, _Times] = field(default_factory=dict)
 
     def arrive(self, request_id: RequestId, num_prompt: int, now: float) -> None:
-        """Record the arrival of a request with this number of prompt tokens."""
+        """Record the arrival of a request with this number of prompt tokens.
+
+        Args:
+            request_id: id of the request.
+            num_prompt: number of prompt tokens.
+            now: current time in monotonic seconds.
+        """
         self._times[request_id] = _Times(now, num_prompt)
 
     def start(self, started: Iterable[RequestId], now: float) -> None:
-        """Record that requests take part in a step for the first time."""
+        """Record that requests take part in a step for the first time.
+
+        Args:
+            started: the requests in the step; those that were started before are ignored.
+            now: current time in monotonic seconds.
+        """
         for request_id in started:
             times = self._times.get(request_id)
             if times is not None and times.started is None:
@@ -63,7 +74,13 @@ class EngineStatistics:
                 self.num_prompt_tokens += times.num_prompt
 
     def record(self, plan: StepPlan, updates: Sequence[SequenceUpdate], now: float) -> None:
-        """Record a step and the tokens that it sampled."""
+        """Record a step and the tokens that it sampled.
+
+        Args:
+            plan: the step's plan.
+            updates: the results of its sequences.
+            now: current time in monotonic seconds.
+        """
         self.num_steps += 1
         self.step_tokens.observe(plan.num_tokens)
         self.step_sequences.observe(len(plan.scheduled))

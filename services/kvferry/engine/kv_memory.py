@@ -12,6 +12,11 @@ from kvferry.model.config import ModelConfig
 def kv_memory(settings: EngineSettings, config: ModelConfig, device: str) -> int:
     """Return the KV memory in bytes, as set or by the device's default.
 
+    Args:
+        settings: the engine's settings; `kv_bytes` overrides the default.
+        config: configuration of the model.
+        device: torch device name, for example `cpu` or `cuda:0`.
+
     Raises:
         UsageError: the machine does not have that much memory, or the weights leave none on a GPU.
     """

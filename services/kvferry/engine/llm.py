@@ -303,6 +303,10 @@ class LLM:
     def load_adapter(self, name: str, path: str) -> None:
         """Load an adapter, or replace the one of the same name.
 
+        Args:
+            name: name by which requests select the adapter; must differ from the model's name.
+            path: the adapter's folder.
+
         Raises:
             UsageError: the name is not valid, or the model's kernels do not support adapters.
             ModelFileError: the folder is missing or damaged, or the adapter does not fit the model.

@@ -35,7 +35,7 @@ class EngineRequest:
     tenant: str = ""
     """Scope of the request's KV (`core.hashing.cache_scope`)."""
     adapter: AdapterId | None = None
-    """Version of the adapter to use; the scope must then belong to this version."""
+    """Version of the adapter to use, to which the scope must then belong; `None` for the base model."""
     exports: bool = False
     """Whether to sample one token and then export the pages to an offer."""
     keeps: bool = False

@@ -13,6 +13,10 @@ Prompt = str | Sequence[int]
 def prompt_list(prompts: Prompt | Sequence[Prompt], field: str = "prompts") -> list[Prompt]:
     """Return prompts as a list: a string or a list of token ids is one prompt.
 
+    Args:
+        prompts: one prompt, or a list of prompts.
+        field: name of the argument, for error messages.
+
     Raises:
         InvalidRequest: an item is neither a string nor a list of token ids.
     """
@@ -38,6 +42,10 @@ def conversation_list(conversations: Sequence[Message] | Sequence[Sequence[Messa
 def message_list(messages: Sequence[Message], field: str = "messages") -> list[Message]:
     """Return the messages of one conversation as a list.
 
+    Args:
+        messages: the messages, oldest first.
+        field: name of the argument, for error messages.
+
     Raises:
         InvalidRequest: the conversation is not a list of messages, or a message has no role.
     """
@@ -54,6 +62,10 @@ def message_list(messages: Sequence[Message], field: str = "messages") -> list[M
 
 def checked_prompt(value: object, field: str = "prompt") -> Prompt:
     """Return one prompt, its token ids as a list.
+
+    Args:
+        value: the prompt of a caller.
+        field: name of the argument, for error messages.
 
     Raises:
         InvalidRequest: the prompt is neither a string nor a list of token ids.

@@ -40,6 +40,11 @@ def check_ranges(settings: object, *fields: str) -> None:
 def check_share(field: str, value: object, *, may_be_zero: bool) -> None:
     """Check a share.
 
+    Args:
+        field: name of the setting, for error messages.
+        value: its value.
+        may_be_zero: whether 0 is valid.
+
     Raises:
         UsageError: the share is not a number from 0 (above 0, unless `may_be_zero`) to 1.
     """

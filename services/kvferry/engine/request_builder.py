@@ -85,6 +85,11 @@ class RequestBuilder:
     def start(self, prompt: Prompt, sampling: SamplingParams, adapter: AdapterId | None = None) -> CompletionStream:
         """Build the request of a prompt, with an empty output.
 
+        Args:
+            prompt: a string or token ids.
+            sampling: parameters of the completion.
+            adapter: version of the adapter to use; `None` for the base model.
+
         Raises:
             InvalidRequest: a parameter does not fit the model, or conflicts with another parameter.
             UsageError: the weights are random, but the prompt is a string, or stop strings or bad words are set.

@@ -210,8 +210,8 @@ class HttpConfig:
     """`host:port` to listen on; port 0 selects a free port."""
     max_body_bytes: int = 8 << 20
     max_buffered_bytes: int = 128 << 20
-    """Maximum number of bodies of more than 64 KiB that are being received or read at a time; further ones are rejected
-    with 429."""
+    """Maximum total size in bytes of the bodies larger than 64 KiB that are being received or read at a time; further
+    ones are rejected with 429."""
     body_timeout_seconds: float = 30.0
     """Time limit in seconds for receiving a request's body."""
     max_prompts: int = 64

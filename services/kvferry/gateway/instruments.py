@@ -52,7 +52,13 @@ class Instruments:
         self.tenant_tokens = self._counter(metrics.GATEWAY_TENANT_TOKENS)
 
     def stream_ended(self, outcome: str, usage: Usage, timing: Timing) -> None:
-        """Record the outcome, usage and timing of an ended sample."""
+        """Record the outcome, usage and timing of an ended sample.
+
+        Args:
+            outcome: final state of the sample, a value of `State`.
+            usage: its tokens.
+            timing: its durations and sources of KV.
+        """
         self.streams.labels(outcome).inc()
         self.prompt_tokens.inc(usage.prompt_tokens)
         self.cached_tokens.inc(usage.cached_tokens)
@@ -74,7 +80,12 @@ class Instruments:
                 self.peer_loads.labels("failed" if report.failure else "fetched").inc()
 
     def prefix_predicted(self, predicted: CachedPrefix, actual_tokens: int) -> None:
-        """Compare the prediction of a prompt's cached tokens with the number that the worker reports."""
+        """Compare the prediction of a prompt's cached tokens with the number that the worker reports.
+
+        Args:
+            predicted: the prediction at the time of routing.
+            actual_tokens: number of cached tokens that the worker reports.
+        """
         error = predicted.tokens - actual_tokens
         outcome = "equal" if not error else "over" if error > 0 else "under"
         self.predictions.labels(predicted.basis.value, outcome).inc()

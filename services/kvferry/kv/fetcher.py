@@ -62,7 +62,7 @@ class _Job:
     relayout: Relayout | None = None
     """Conversion from the peer's page layout to this worker's layout; `None` if the layouts are equal."""
     place: memoryview | None = None
-    """Staging slot of the job, held until the transport is quiet."""
+    """Staging slot of the job, held until the transport is quiet; `None` at other times."""
     read: Read | None = None
     pause: float = _FIRST_PAUSE_SECONDS
 

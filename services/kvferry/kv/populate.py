@@ -22,6 +22,10 @@ def populate_in_background(memory: memoryview, stop: threading.Event) -> None:
     """Fault in all of `memory`, slice by slice, on a background thread until it is done or `stop` is set.
 
     Best effort: without kernel support, each memory page is faulted in when it is first used.
+
+    Args:
+        memory: writable memory.
+        stop: ends the thread early when it is set.
     """
     if sys.platform == "linux":
         threading.Thread(target=_populate, args=(memory, stop), name="populate", daemon=True).start()

@@ -23,6 +23,11 @@ def names() -> list[str]:
 def open_transport(name: str, incarnation: Incarnation, setup: TransportSetup | None = None) -> Transport:
     """Create the transport of one incarnation of a worker.
 
+    Args:
+        name: name of a connector, one of `names()`.
+        incarnation: incarnation of this worker.
+        setup: configuration of the transport; the default if `None`.
+
     Raises:
         UsageError: `name` is not a known connector, or a package that it needs is not installed.
     """

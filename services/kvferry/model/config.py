@@ -18,8 +18,7 @@ class NormPlacement(Enum):
 
 class Activation(Enum):
     """Activation of the gated MLP, a function of the gate and up values g and u: SiLU(g) u, GELU(g) u in its tanh
-    approximation, or, with
-    g and u clamped to a limit (g only from above), g sigmoid(alpha g) (u + 1) (gpt-oss)."""
+    approximation, or, with g and u clamped to a limit (g only from above), g sigmoid(alpha g) (u + 1) (gpt-oss)."""
 
     SILU = "silu"
     GELU_TANH = "gelu_tanh"
@@ -137,17 +136,18 @@ class ModelConfig:
     """Sliding window of each layer: number of positions that a token attends to, including its own; `None` for full
     attention. Empty if all layers have full attention."""
     attention_scale: float | None = None
-    """Factor of attention scores; `None` for 1 / sqrt(head_dim)."""
+    """Factor by which attention scores are multiplied; `None` for 1 / sqrt(head_dim)."""
     attention_soft_cap: float | None = None
-    """Cap of scaled attention scores: s becomes cap * tanh(s / cap) (Gemma 2)."""
+    """Cap of scaled attention scores: s becomes cap * tanh(s / cap) (Gemma 2); `None` for no cap."""
     logit_soft_cap: float | None = None
-    """Cap of logits, in the same form (Gemma 2)."""
+    """Cap of logits, in the same form (Gemma 2); `None` for no cap."""
     embedding_scale: float = 1.0
-    """Factor of embeddings."""
+    """Factor by which embeddings are multiplied."""
     residual_scale: float = 1.0
-    """Factor of the outputs of attention and MLP before they are added to the residual (Granite)."""
+    """Factor by which the outputs of attention and MLP are multiplied before they are added to the residual
+    (Granite)."""
     logit_scale: float = 1.0
-    """Factor of logits (Granite)."""
+    """Factor by which logits are multiplied (Granite)."""
     norm_placement: NormPlacement = NormPlacement.BEFORE
     norm_offset: float = 0.0
     """Value added to all norm weights (Gemma stores weight - 1)."""
@@ -155,7 +155,7 @@ class ModelConfig:
     """Whether `qk_norm` normalizes a whole projection instead of each head (OLMo 2)."""
     activation: Activation = Activation.SILU
     swiglu_alpha: float = 1.702
-    """Factor in the sigmoid of `Activation.CLAMPED_SWIGLU`."""
+    """Factor `alpha` in the sigmoid of `Activation.CLAMPED_SWIGLU`."""
     swiglu_limit: float = 7.0
     """Limit of `Activation.CLAMPED_SWIGLU`."""
     attention_sinks: bool = False
@@ -167,7 +167,7 @@ class ModelConfig:
     """Experts of the MoE layers; `None` for a dense model."""
     latent: Latent | None = None
     """Latent attention of all layers; `head_dim` is then the size of a query or key head, and `num_kv_heads` has no
-    effect."""
+    effect. `None` for models with other attention."""
 
     def experts_of(self, layer: int) -> Experts | None:
         """Return the experts of a layer; `None` if the layer has an MLP."""
@@ -195,7 +195,7 @@ class ModelConfig:
 
     @property
     def score_scale(self) -> float:
-        """Factor of attention scores."""
+        """Factor by which attention scores are multiplied."""
         return 1.0 / math.sqrt(self.head_dim) if self.attention_scale is None else self.attention_scale
 
     def window_of(self, layer: int) -> int | None:

@@ -52,12 +52,24 @@ class Stored:
 
     @classmethod
     def plain(cls, type_id: int, data: npt.NDArray[np.uint8], rows: int) -> "Stored":
-        """Create a tensor whose rows are stored in order."""
+        """Create a tensor whose rows are stored in order.
+
+        Args:
+            type_id: number of the row format.
+            data: the rows' bytes, one row after another.
+            rows: number of rows.
+        """
         return cls(type_id, data, np.arange(rows, dtype=np.int64))
 
     @classmethod
     def later(cls, type_id: int, load: Callable[[], npt.NDArray[np.uint8]], rows: int) -> "Stored":
-        """Create a tensor whose rows, in order, are converted each time `data` is read."""
+        """Create a tensor whose rows, in order, are converted each time `data` is read.
+
+        Args:
+            type_id: number of the row format.
+            load: returns the rows' bytes, one row after another.
+            rows: number of rows.
+        """
         return cls(type_id, load, np.arange(rows, dtype=np.int64))
 
     def reordered(self, order: npt.NDArray[np.int64]) -> "Stored":
@@ -250,6 +262,11 @@ def linear_weights(config: ModelConfig) -> int:
 
 def check_shapes(config: ModelConfig, found: Mapping[str, Shape], where: str) -> None:
     """Check a file's tensors against its configuration.
+
+    Args:
+        config: configuration of the model.
+        found: shape of each tensor in the file.
+        where: path of the file, for error messages.
 
     Raises:
         ModelFileError: tensors are missing, unexpected or have the wrong shape (the message lists the first few), or

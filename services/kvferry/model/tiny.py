@@ -30,7 +30,13 @@ _SPECIALS = (END_OF_TEXT, BOS, END_OF_TURN)
 
 def config(*, max_model_tokens: int = 2048, qk_norm: bool = False, qkv_bias: bool = False) -> ModelConfig:
     """Return the tiny model's configuration: two layers, four heads, two KV heads, 259 tokens (3 of them control
-    tokens)."""
+    tokens).
+
+    Args:
+        max_model_tokens: length of the context.
+        qk_norm: whether queries and keys have a norm, as in Qwen3.
+        qkv_bias: whether the projections have biases, as in Qwen2.
+    """
     return ModelConfig(
         name=NAME,
         architecture="qwen3" if qk_norm else "qwen2" if qkv_bias else "llama",

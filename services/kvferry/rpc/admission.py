@@ -67,7 +67,12 @@ class Slot(Protocol):
         ...
 
     def record_usage(self, sample: int, cached_tokens: int) -> None:
-        """Record the number of a sample's prompt tokens that were cached; for a sample, when it has ended."""
+        """Record how many prompt tokens of a sample were cached: when it ends, or for a beam after each token.
+
+        Args:
+            sample: index of the prompt * `num_samples` + index of the sample.
+            cached_tokens: number of leading tokens of its prompt.
+        """
         ...
 
     def record_recomputed(self, count: int) -> None:

@@ -183,7 +183,12 @@ async def _checked_each(requests: AsyncIterable[object]) -> AsyncGenerator[objec
 
 
 def request_id_of(request: object, context: grpc.aio.ServicerContext[Any, Any]) -> str:
-    """Return the request id from the request, or else from the metadata (`x-request-id`), or else an empty string."""
+    """Return the request id from the request, or else from the metadata (`x-request-id`), or else an empty string.
+
+    Args:
+        request: the request message.
+        context: context of the call.
+    """
     named = getattr(request, "request_id", "") or getattr(request, "ticket_id", "")
     if named:
         return str(named)

@@ -12,7 +12,12 @@ _RETRY_SECONDS = 0.05
 
 
 async def wait_serving(address: str, timeout: float, service: str = "") -> None:
-    """Return when `service` at `address` reports SERVING; an empty `service` stands for the whole server.
+    """Return when `service` at `address` reports SERVING.
+
+    Args:
+        address: address of the server, `host:port`.
+        timeout: time limit in seconds.
+        service: full name of the service; empty for the whole server.
 
     Raises:
         Unavailable: the service did not report SERVING within `timeout` seconds.

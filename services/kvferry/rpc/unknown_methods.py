@@ -58,5 +58,10 @@ class _Server(_server.Server):
 
 
 def registered_methods_server(interceptors: Sequence[grpc.aio.ServerInterceptor], options: Options) -> grpc.aio.Server:
-    """Create a server for services whose methods are registered, as the functions of generated code do."""
+    """Create a server for services whose methods are registered, as the functions of generated code do.
+
+    Args:
+        interceptors: interceptors of all calls, outermost first.
+        options: channel options of gRPC.
+    """
     return cast("grpc.aio.Server", _Server(interceptors, options))

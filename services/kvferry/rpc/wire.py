@@ -267,6 +267,10 @@ def kv_reports_from_wire(messages: Iterable[common_pb2.KvReport]) -> tuple[KvRep
 def token_ids_from_wire(ids: Sequence[int], field: str) -> tuple[int, ...]:
     """Convert token ids to a tuple and check their number.
 
+    Args:
+        ids: the ids of a message.
+        field: name of the field, for error messages.
+
     Raises:
         InvalidRequest: there are more than `MAX_TOKEN_IDS` ids.
     """

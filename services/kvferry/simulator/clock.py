@@ -28,6 +28,10 @@ class VirtualClock:
     def at(self, time: float, action: Action) -> None:
         """Run an action at a time in seconds, or now if that time has passed.
 
+        Args:
+            time: virtual time in seconds.
+            action: called with no arguments when the clock reaches the time.
+
         Raises:
             ValueError: the time is not a number.
         """
@@ -39,7 +43,12 @@ class VirtualClock:
         heapq.heappush(self._queue, (time, self._number, action))
 
     def after(self, seconds: float, action: Action) -> None:
-        """Run an action after a delay in seconds."""
+        """Run an action after a delay in seconds.
+
+        Args:
+            seconds: delay from now.
+            action: called with no arguments when the clock reaches the time.
+        """
         self.at(self.now + seconds, action)
 
     def step(self) -> bool:

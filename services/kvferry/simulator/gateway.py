@@ -74,7 +74,12 @@ class Gateway:
         self._pump()
 
     def lose(self, member: Member, lost: list[Job]) -> None:
-        """Remove a worker that has stopped; its requests continue on others, from the tokens that were streamed."""
+        """Remove a worker that has stopped; its requests continue on others, from the tokens that were streamed.
+
+        Args:
+            member: the worker.
+            lost: its unfinished jobs.
+        """
         self.members.leave(member)
         self.cache_map.leave(member.name)
         for _ in self.cache_map.sweep():

@@ -20,7 +20,12 @@ class Histogram:
         self.largest = 0.0
 
     def add(self, value: float, weight: int = 1) -> None:
-        """Add a value `weight` times."""
+        """Add a value `weight` times.
+
+        Args:
+            value: the value, in the unit of the histogram.
+            weight: number of times to add it.
+        """
         bucket = int(math.log(value / _MIN_VALUE) / _LOG_RATIO) + 1 if value > _MIN_VALUE else 0
         self._buckets[bucket] = self._buckets.get(bucket, 0) + weight
         self.count += weight

@@ -130,7 +130,13 @@ class PoolPlanner:
 
 
 def with_sizes(spec: FleetSpec, sizes: Sizes, rate: float) -> FleetSpec:
-    """Return the fleet with different numbers of workers and a different rate."""
+    """Return the fleet with different numbers of workers and a different rate.
+
+    Args:
+        spec: the fleet.
+        sizes: number of workers by role.
+        rate: requests per second.
+    """
     assert spec.demand is not None
     demand = replace(spec.demand, arrivals=replace(spec.demand.arrivals, rate=rate))
     roles = tuple(replace(role, replicas=sizes[role.role]) for role in spec.pool.roles)

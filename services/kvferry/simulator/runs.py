@@ -50,13 +50,13 @@ class Run:
     entry: Entry
     names: PromptNames
     member: Member | None = None
-    """The worker that serves it now."""
+    """The worker that serves it now; `None` before the first one."""
     decode: Member | None = None
-    """The worker that was chosen to decode."""
+    """The worker that was chosen to decode; `None` before the choice."""
     first: float | None = None
-    """Time of the first token at the worker, seconds."""
+    """Time of the first token at the worker, seconds; `None` before it."""
     last: float | None = None
-    """Time of the last token at the latest worker, seconds."""
+    """Time of the last token at the latest worker, seconds; `None` before the first token."""
     gaps: "array[float] | None" = None
     commitment: Commitment | None = None
     running: int = 0

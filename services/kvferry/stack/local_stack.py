@@ -39,6 +39,10 @@ class StackAddresses:
 def check_free(name: str, address: str) -> None:
     """Check that an address can be bound now; port 0 always can.
 
+    Args:
+        name: name of the flag, for error messages.
+        address: `host:port`.
+
     Raises:
         UsageError: the address is invalid or in use.
     """

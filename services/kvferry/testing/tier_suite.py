@@ -194,7 +194,7 @@ def check_eviction_does_not_disturb_reads(rig: Rig) -> None:
             for number in range(2 * rig.num_fit):
                 try:
                     if get(rig.tier, number) != content(number):
-                        failures.append(f"object {number} came wrong")
+                        failures.append(f"object {number} has wrong content")
                 except TierError:
                     pass
 
@@ -225,7 +225,7 @@ def check_many_threads_at_once(rig: Rig) -> None:
             try:
                 written.append(put(rig.tier, number))
                 if get(rig.tier, number) != content(number):
-                    failures.append(f"object {number} came wrong")
+                    failures.append(f"object {number} has wrong content")
             except TierMiss:
                 pass  # a different thread is storing it
             except Exception as error:

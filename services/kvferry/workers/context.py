@@ -61,6 +61,10 @@ class WorkerContext:
     def admit(self, model: str, tenant: str = "") -> None:
         """Check that a call with this model and tenant may start.
 
+        Args:
+            model: name of the model; empty matches every model.
+            tenant: tenant of the call; empty if the call has none.
+
         Raises:
             InvalidRequest: the tenant's name is too long.
             Unavailable: the worker is draining.
@@ -87,5 +91,10 @@ class WorkerContext:
 
 
 def sequence_id(request_id: str, sample_index: int) -> RequestId:
-    """Create a request id that is unique in the engine, even if a client reuses request ids."""
+    """Create a request id that is unique in the engine, even if a client reuses request ids.
+
+    Args:
+        request_id: id that the client has chosen.
+        sample_index: index of the sample in the request.
+    """
     return RequestId(f"{request_id}/{sample_index}/{uuid4().hex[:8]}")

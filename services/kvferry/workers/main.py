@@ -39,6 +39,11 @@ Announce = Callable[[Mapping[str, object]], None]
 async def run_worker(config: WorkerConfig, places: list[UnitEndpoint], announce: Announce) -> int:
     """Serve until SIGTERM or SIGINT; return the exit status.
 
+    Args:
+        config: configuration of the worker.
+        places: endpoint of each unit.
+        announce: called with the process events.
+
     Raises:
         KvferryError: the model cannot be loaded, an address cannot be bound, or a setting is invalid.
     """
@@ -99,7 +104,7 @@ class _Process:
         addresses = _addresses(self._units)
         if tls is not None:
             self._renewing = asyncio.create_task(tls.follow(), name="pool tls")
-        if self._config.health:  # that of the last unit, which becomes ready last
+        if self._config.health:  # the last unit's status, since it becomes ready last
             self._health = await self._units[-1].report_health(self._config.health)
             addresses["health"] = self._health.address
         if self._config.metrics:

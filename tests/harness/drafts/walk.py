@@ -1,8 +1,9 @@
 """Random interleavings of a scheduler with drafts of every proposer: each request has the tokens of a run without
 drafts.
 
-There are few pages, chunks, shared prefixes, preemption, hand-offs, late masks, aborts, greedy and seeded requests. The
-proposers are those of the product and adversarial ones, whose drafts are all right, all wrong, or wrong at random.
+The runs have few pages and include chunked prompts, shared prefixes, preemption, hand-offs, late masks, aborts, and
+greedy and seeded requests. The proposers are those of the product and adversarial ones, whose drafts are all right, all
+wrong, or wrong at random.
 After each step, the pages of all named blocks hold the tokens of their names, and offered pages hold no rejected token.
 """
 
@@ -92,7 +93,7 @@ class Walk:
         return found
 
     def run(self) -> Counter[str]:
-        """Run it, and return what occurred."""
+        """Run the interleaving; return the number of occurrences of each event, such as `preempted`."""
         for number in range(self.random.randrange(3, 9)):
             self.arrive(f"r{number}")
             for _ in range(self.random.randrange(5)):

@@ -41,8 +41,8 @@ def next_token(tokens: list[int]) -> int:
 
 
 def drawn_token(tokens: list[int], sampling: SamplingParams, sample_index: int) -> int:
-    """Return the token that a request draws after `tokens`: `next_token`, or with probability 0.3 another one if the
-    request samples, from the random number of its seed and position."""
+    """Return the token that a request draws after `tokens`: `next_token`, or, if the request samples, another token
+    with probability 0.3, depending on its seed and the position."""
     token = next_token(tokens)
     if sampling.is_greedy:
         return token

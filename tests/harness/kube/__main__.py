@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from harness.kube import assets, box, cluster, host_image, python_image, recipes
-from harness.kube.cluster import NodeWish
+from harness.kube.cluster import NodeOptions
 from kvferry.core.errors import KvferryError, UsageError
 
 _FOLDER = click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
@@ -30,15 +30,15 @@ def main() -> None:
 @click.option("--model", help="Name of a catalog model to copy into the node's model cache.")
 def up(folder: Path, node: bool, models: Path | None, model: str | None) -> None:
     """Start a cluster that runs until `down`."""
-    wish = None
+    node_options = None
     if node:
         if reason := box.why_not():
             raise UsageError(reason, field="--node")
-        wish = NodeWish(host_image.folders([models] if models else []))
+        node_options = NodeOptions(host_image.folders([models] if models else []))
     found = assets.find(["control", "node"] if node else ["control"], say=_say)
-    made = cluster.up(folder, found, wish=wish, lasting=True)
-    if wish is not None:
-        made.load(host_image.write(made.folder / "host.tar", wish.host_folders))
+    made = cluster.up(folder, found, node_options=node_options, lasting=True)
+    if node_options is not None:
+        made.load(host_image.write(made.folder / "host.tar", node_options.host_folders))
         if model:
             made.keep_model(model)
     for stage, seconds in made.children.state.seconds.items():

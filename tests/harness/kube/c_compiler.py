@@ -18,7 +18,7 @@ _FILES = (
     "crti.o", "crtn.o", "crtbeginS.o", "crtendS.o", "libgcc.a", "libgcc_s.so", "libgcc_s.so.1", "libc.so", "libc.so.6",
     "libc_nonshared.a", "ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1", "liblto_plugin.so",
 )  # fmt: skip
-"""Files that a link of a shared library reads, where the compiler has them."""
+"""Files that the linker reads to build a shared library, as far as the compiler has them."""
 _HEADERS = (
     "assert", "complex", "ctype", "dlfcn", "errno", "fcntl", "fenv", "float", "inttypes", "limits", "locale", "math",
     "pthread", "setjmp", "signal", "stdarg", "stdatomic", "stdbool", "stddef", "stdint", "stdio", "stdlib", "string",

@@ -103,7 +103,7 @@ class Cgroups:
         return [str(folder) for folder in self.folders if folder.exists()]
 
     def _is_stale(self) -> bool:
-        """Return whether the cgroups have no processes, because their creator was killed before it removed them."""
+        """Return whether the cgroups have no processes, as after their creator was killed before it removed them."""
         return not any(
             procs.read_text().strip()
             for folder in self.folders

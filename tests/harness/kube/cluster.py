@@ -12,7 +12,7 @@ from pathlib import Path
 from harness.kube import box, control_plane, node
 from harness.kube.assets import Assets
 from harness.kube.children import Children, State, log_tail
-from harness.kube.control_plane import PlaneWish
+from harness.kube.control_plane import PlaneOptions
 from harness.kube.runtime import Runtime
 from kvferry.core.clock import Clock, SystemClock
 from kvferry.core.errors import KvferryError, Unavailable, UsageError
@@ -101,7 +101,7 @@ class Cluster:
 
 
 @dataclass(frozen=True, slots=True)
-class NodeWish:
+class NodeOptions:
     """Options of the cluster's node."""
 
     host_folders: Sequence[Path] = ()
@@ -112,8 +112,8 @@ def up(
     folder: Path,
     assets: Assets,
     *,
-    wish: NodeWish | None = None,
-    plane: PlaneWish | None = None,
+    node_options: NodeOptions | None = None,
+    plane: PlaneOptions | None = None,
     lasting: bool = False,
     clock: Clock | None = None,
 ) -> Cluster:
@@ -121,7 +121,7 @@ def up(
 
     Args:
         folder: new or empty folder for all files of the cluster.
-        wish: options of the node; `None` starts no node, so that pods stay pending.
+        node_options: options of the node; `None` starts no node, so that pods stay pending.
         plane: options of the control plane; only without a node.
         lasting: whether the cluster continues after this process exits.
 
@@ -132,7 +132,7 @@ def up(
     folder = _empty(folder)
     children = Children(folder, State(), clock or SystemClock(), lasting)
     try:
-        _start(folder, assets, children, wish, plane)
+        _start(folder, assets, children, node_options, plane)
     except BaseException:
         with suppress(KvferryError):  # report the first failure
             _end(children)
@@ -140,7 +140,9 @@ def up(
     return Cluster(folder, assets, children)
 
 
-def _start(folder: Path, assets: Assets, children: Children, wish: NodeWish | None, plane: PlaneWish | None) -> None:
+def _start(
+    folder: Path, assets: Assets, children: Children, node_options: NodeOptions | None, plane: PlaneOptions | None
+) -> None:
     start = children.clock.monotonic()
 
     def reached(stage: str) -> None:
@@ -148,7 +150,7 @@ def _start(folder: Path, assets: Assets, children: Children, wish: NodeWish | No
 
     home = None
     place = control_plane.loopback(plane)
-    if wish is not None:
+    if node_options is not None:
         home = box.start(folder, children)
         place = home.place
         reached("box")
@@ -156,8 +158,8 @@ def _start(folder: Path, assets: Assets, children: Children, wish: NodeWish | No
     api = control_plane.prepare(folder, place, children)
     control_plane.start(folder, place, assets, children)
     reached("processes")
-    if wish is not None and home is not None:  # while the API server starts
-        node.start_runtime(folder, home, assets, children, wish.host_folders)
+    if node_options is not None and home is not None:  # while the API server starts
+        node.start_runtime(folder, home, assets, children, node_options.host_folders)
         reached("containerd")
     control_plane.wait(children, api)
     reached("control plane")
@@ -180,12 +182,12 @@ def running(
     folder: Path,
     assets: Assets,
     *,
-    wish: NodeWish | None = None,
-    plane: PlaneWish | None = None,
+    node_options: NodeOptions | None = None,
+    plane: PlaneOptions | None = None,
     clock: Clock | None = None,
 ) -> Iterator[Cluster]:
     """Start a cluster and yield it; it is stopped when the `with` block or this process ends."""
-    cluster = up(folder, assets, wish=wish, plane=plane, clock=clock)
+    cluster = up(folder, assets, node_options=node_options, plane=plane, clock=clock)
     try:
         yield cluster
     finally:

@@ -18,7 +18,7 @@ _NAMES = ("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler")
 
 
 @dataclass(frozen=True, slots=True)
-class PlaneWish:
+class PlaneOptions:
     """Options of a control plane for tests."""
 
     service_cidr: str = "10.96.0.0/16"
@@ -53,13 +53,13 @@ class Place:
         return self.service_cidr.partition("/")[0].rpartition(".")[0] + ".1"
 
 
-def loopback(wish: PlaneWish | None = None) -> Place:
+def loopback(options: PlaneOptions | None = None) -> Place:
     """Return free ports on the loopback interface. Without a node, the cluster's Service addresses are unreachable."""
     with ExitStack() as held:
         made = [held.enter_context(socket.create_server((_LOOPBACK, 0))) for _ in range(3)]
         api, etcd, peer = (one.getsockname()[1] for one in made)
-    wish = wish or PlaneWish()
-    return Place(_LOOPBACK, api, etcd, peer, wish.service_cidr, "10.244.0.0/16", audit=wish.audit)
+    options = options or PlaneOptions()
+    return Place(_LOOPBACK, api, etcd, peer, options.service_cidr, "10.244.0.0/16", audit=options.audit)
 
 
 def prepare(folder: Path, place: Place, children: Children) -> Api:

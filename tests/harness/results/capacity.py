@@ -101,7 +101,8 @@ def compute_bound() -> Outcome:
 
 @cache
 def sample_ratio(samples: int) -> float:
-    """Return the ratio of rates to Oracle without sharing, for n samples of each request."""
+    """Return the rate of the production scheduler divided by that of Oracle, which shares no pages, for a number of
+    samples of each request."""
     rates_found = [
         capacity(
             trace(ALPACA, 40.0), make, limit=0.1, start=24.0 / samples / (1 if make is None else 2),
@@ -126,7 +127,8 @@ def samples() -> Outcome:
 
 @cache
 def prefix_ratio(num_prefix: int) -> float:
-    """Return the ratio of rates to Oracle for translation requests after a common prefix."""
+    """Return the rate of the production scheduler divided by that of Oracle, for translation requests whose prompts
+    begin with the same `num_prefix` tokens."""
 
     def draw(rate: float) -> Sequence[SimRequest]:
         mix = LengthMix(UNIFORM, num_input=25, num_output=30, spread=0.5)
@@ -149,7 +151,8 @@ def shared_prefix() -> Outcome:
 
 
 def _chat(rate: float, *, keeps: bool) -> Sequence[SimRequest]:
-    """Draw rounds of chats whose prompts have 1,024 tokens; with `keeps`, they contain the rounds before."""
+    """Draw rounds of chats whose prompts have 1,024 tokens. If `keeps`, a prompt contains the earlier rounds of its
+    chat."""
     if keeps:
         mix = LengthMix(UNIFORM, num_input=120, num_output=200, spread=0.5)
         count = max(40, int(400 * rate))
@@ -163,8 +166,8 @@ def _chat(rate: float, *, keeps: bool) -> Sequence[SimRequest]:
 
 @cache
 def chat_ratios() -> tuple[list[float], float]:
-    """Return the ratios of rates to each reserving baseline, and the ratio of rates with and without KV that is kept
-    between rounds.
+    """Return the highest rate relative to each baseline that reserves memory, and the ratio of the highest rates with
+    and without KV that is kept between rounds.
     """
 
     def plain(rate: float) -> Sequence[SimRequest]:

@@ -42,7 +42,7 @@ class _Device:
         return self.begin(plan).result()
 
     def begin(self, plan: StepPlan) -> "_Launched":
-        """Launch a step; preparing it takes the host's time."""
+        """Launch a step, after `host_seconds` of processor time to prepare it."""
         until = _CLOCK.monotonic() + self._host_seconds
         while _CLOCK.monotonic() < until:
             pass

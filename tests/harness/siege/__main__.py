@@ -77,10 +77,16 @@ async def besiege(
 
 @click.command()
 @click.option("--seconds", default=600.0, show_default=True)
-@click.option("--attack", "names", multiple=True, type=click.Choice(list(ATTACKS)), help="Default: all.")
+@click.option(
+    "--attack",
+    "names",
+    multiple=True,
+    type=click.Choice(list(ATTACKS)),
+    help="Attack to run; can be repeated. Default: all.",
+)
 @click.option("--model", default="smollm2-135m-instruct", show_default=True)
 def main(seconds: float, names: tuple[str, ...], model: str) -> None:
-    """Attack `kvferry up` and compare a canary's latency with that before."""
+    """Attack `kvferry up`, and compare the latency of a canary with its latency before the attack."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with TemporaryDirectory() as folder:
         log = Path(folder) / "log"

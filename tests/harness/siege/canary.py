@@ -18,14 +18,14 @@ class Canary:
 
     first: list[float] = field(default_factory=list)
     second: list[float] = field(default_factory=list)
-    """From the first token to the second, with the hand-off in between."""
+    """Seconds from the first token to the second, with the hand-off in between."""
     gaps: list[float] = field(default_factory=list)
-    """Between later tokens."""
+    """Seconds between later tokens."""
     failures: list[str] = field(default_factory=list)
 
     @property
     def between(self) -> list[float]:
-        """Times between two tokens, those with a hand-off included."""
+        """Seconds between two tokens, with and without a hand-off in between."""
         return [*self.second, *self.gaps]
 
     async def stream(self, client: AsyncClient) -> None:

@@ -162,7 +162,7 @@ def can_scale_to_zero(pool: Pool) -> bool:
 
 def _probes(pool: Pool) -> Json:
     def get(path: str) -> Json:
-        if pool.spec.gateway.client_ca_secret:  # kubelet has no certificate that clients need
+        if pool.spec.gateway.client_ca_secret:  # the kubelet does not have the certificate that clients need
             return {"path": path, "port": "admin"}
         scheme = {"scheme": "HTTPS"} if pool.spec.gateway.tls_secret else {}
         return {"path": path, "port": "http", **scheme}

@@ -84,9 +84,9 @@ class Memory:
     settled_at: float | None = None
     """Time when the rollout completed; `None` while the rollout waits for pods."""
     pruned_for: tuple[frozenset[str], int] | None = None
-    """Needed revisions and history limit of the last `PruneRecords`."""
+    """Needed revisions and history limit of the last `PruneRecords`; `None` before the first one."""
     status: Json | None = None
-    """Status of the pool as last written."""
+    """Status of the pool as last written; `None` before the first write."""
     observed_at: float = float("-inf")
     """Time when `status.observedAt` was last written."""
     reasons: Mapping[str, str] = field(default_factory=dict)

@@ -15,7 +15,7 @@ from kvferry.operator.pool.tls_state import TlsState, read_state
 Place = tuple[str, str]
 """Kind and name of an object, as in `names.kind_of` and the metadata."""
 _TOMBSTONES = 64
-"""Deleted objects of a pool whose last resourceVersion is kept."""
+"""Maximum number of deleted objects of a pool whose last resourceVersion is kept."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,7 +79,7 @@ class Condition(StrEnum):
     ADAPTERS_LOADED = "AdaptersLoaded"
     """True if the workers that accept requests have loaded all adapters of the pool."""
     CERTIFICATES_VALID = "CertificatesValid"
-    """True if the pool's certificates are valid for a while; absent without TLS."""
+    """True if the pool's certificates are valid for at least another week; absent without TLS."""
     TRANSPORT_DEGRADED = "TransportDegraded"
     """True if many hand-offs fail and are recomputed, or if pods have different ticket keys."""
     REPLICAS_CONTESTED = "ReplicasContested"

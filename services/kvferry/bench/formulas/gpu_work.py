@@ -171,14 +171,16 @@ def _attention(s: Spec, item: int, *, rows: int, keys: int, seen: int) -> Work:
 
 
 def _coded_decode(s: Spec, item: int) -> Work:
-    """Each key and value has a scale; queries and outputs have `item` bytes per value."""
+    """Return the work of decoding with KV in 8 bits: keys and values have scales, queries and outputs `item` bytes per
+    value."""
     keys, rows, dim = s["batch"] * s["context"], s["batch"], s["head_dim"]
     num_bytes = 2 * s["kv_heads"] * keys * (dim + SCALE_BYTES) + item * dim * 2 * s["heads"] * rows
     return Work(num_bytes, 4 * s["heads"] * dim * keys)
 
 
 def _latent_decode(s: Spec, item: int) -> Work:
-    """Each latent vector counts once per sequence, and the projections of all heads once."""
+    """Return the work of latent decoding: each latent vector counts once per sequence, the projections of all heads
+    once."""
     batch, heads, rank, both = s["batch"], s["heads"], s["rank"], s["plain"] + s["value"]
     values = batch * s["context"] * (rank + s["rotated"]) + batch * heads * (both + s["rotated"]) + heads * rank * both
     of_head = s["context"] * (2 * rank + s["rotated"]) + rank * both

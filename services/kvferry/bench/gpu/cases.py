@@ -82,7 +82,7 @@ def _decode(s: Spec, here: _Setup) -> Case:
 
 
 def _coded_decode(s: Spec, here: _Setup) -> Case:
-    """KV in 8 bits; the codes are those of the values that the kernels write."""
+    """Create a case with KV in 8 bits; the kernels compute the codes from random values."""
     batch, context, tokens = s["batch"], s["context"], s["block_tokens"]
     blocks = -(-context // tokens)
     tables = here.shuffled(batch * blocks).reshape(batch, blocks)
@@ -283,7 +283,12 @@ _CASES: Mapping[str, Callable[[Spec, _Setup], Case]] = MappingProxyType(
 
 
 def differs(got: torch.Tensor, expected: torch.Tensor) -> str | None:
-    """Describe the difference between two results; return `None` if they are equal up to rounding."""
+    """Describe the difference between two results; return `None` if they are equal up to rounding.
+
+    Args:
+        got: the result to check.
+        expected: the reference.
+    """
     one, other = got.detach().reshape(-1), expected.detach().reshape(-1)
     if one.numel() != other.numel():
         return f"{tuple(got.shape)} instead of {tuple(expected.shape)}"

@@ -34,6 +34,11 @@ class Session:
 def on_gpu(device: torch.device, clock: Clock, *, say: Say) -> Session:
     """Create a session on a GPU and measure its peak rates.
 
+    Args:
+        device: the GPU.
+        clock: gives the date of the run.
+        say: called with messages other than rows.
+
     Raises:
         UsageError: Triton runs in interpreter mode in this process.
     """

@@ -36,6 +36,11 @@ class CompletionClient:
 
     def __init__(self, target: Target, clock: Clock, *, max_connections: int) -> None:
         """
+        Args:
+            target: server and model.
+            clock: clock of the measurements.
+            max_connections: maximum number of open connections.
+
         Raises:
             UsageError: httpx is not installed, or the URL is invalid.
         """

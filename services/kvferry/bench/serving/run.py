@@ -57,5 +57,10 @@ async def run(
 
 
 def common_errors(answers: Sequence[Answer], limit: int = 5) -> list[tuple[str, int]]:
-    """Return the most frequent errors with their counts."""
+    """Return the most frequent errors with their counts.
+
+    Args:
+        answers: the answers of a run.
+        limit: maximum number of different errors.
+    """
     return Counter(answer.error for answer in answers if answer.error).most_common(limit)

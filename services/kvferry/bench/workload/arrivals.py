@@ -42,7 +42,12 @@ class Arrivals:
             raise UsageError(f"burst_size must be at least 1, not {self.burst_size}", field="burst_size")
 
     def times(self, count: int, draw: Random) -> list[float]:
-        """Return the arrival times of `count` requests in seconds after the start, ascending."""
+        """Return the arrival times of `count` requests in seconds after the start, ascending.
+
+        Args:
+            count: number of requests.
+            draw: random numbers of the gaps.
+        """
         if math.isinf(self.rate):
             return [0.0] * count
         if self.process == BURST:

@@ -86,7 +86,12 @@ def parse_slo(text: str) -> dict[str, float]:
 
 
 def meets(answer: Answer, slo: Mapping[str, float]) -> bool:
-    """Return whether an answer meets all latency targets."""
+    """Return whether an answer meets all latency targets.
+
+    Args:
+        answer: the answer of one request.
+        slo: latency targets in seconds, by name (`ttft`, `tpot`, `itl`, `e2el`).
+    """
     if answer.error:
         return False
     measured = {
@@ -99,7 +104,8 @@ def meets(answer: Answer, slo: Mapping[str, float]) -> bool:
 
 
 def summary(answers: Sequence[Answer], slo: Mapping[str, float]) -> dict[str, object]:
-    """Compute the statistics of a run, with times in milliseconds; `request_goodput` is `None` without targets."""
+    """Compute the statistics of a run: `duration` in seconds, rates per second, other times (`*_ms`) in milliseconds.
+    `request_goodput` is `None` without targets."""
     good = [answer for answer in answers if not answer.error]
     duration = max((answer.times[-1] for answer in good), default=0.0)
     per = 1.0 / duration if duration else 0.0

@@ -75,6 +75,11 @@ class Workload:
     def requests(self, count: int, arrivals: Arrivals, seed: int) -> list[BenchRequest]:
         """Draw `count` requests in order of arrival.
 
+        Args:
+            count: number of requests.
+            arrivals: arrival process of requests, or of conversations.
+            seed: seed of lengths, tokens and arrivals.
+
         Raises:
             UsageError: `count` is out of range.
         """
@@ -113,7 +118,13 @@ def token_block(name: str, count: int) -> tuple[int, ...]:
 
 
 def clipped(requests: Sequence[BenchRequest], *, max_input: int, max_output: int) -> tuple[list[BenchRequest], int]:
-    """Truncate prompts and outputs to a server's limits; return the requests and how many were truncated."""
+    """Truncate prompts and outputs to a server's limits; return the requests and how many were truncated.
+
+    Args:
+        requests: the requests.
+        max_input: maximum number of tokens of a prompt.
+        max_output: maximum number of tokens of an output.
+    """
     made = [
         replace(r, prompt=r.prompt[:max_input], num_output=min(r.num_output, max_output), output=None)
         if len(r.prompt) > max_input or r.num_output > max_output

@@ -41,7 +41,9 @@ _SIZE = click.IntRange(1, 1 << 20)
 @click.option("--rate", default=math.inf, type=float, help="Mean requests per second; default: all at once.")
 @click.option("--requests", "count", default=100, show_default=True, type=click.IntRange(1, workloads.MAX_REQUESTS))
 @click.option("--workload", default=workloads.RANDOM, show_default=True, help=f"{', '.join(workloads.WORKLOADS)}.")
-@click.option("--input-tokens", default=512, show_default=True, type=_SIZE, help="Mean tokens of a prompt, or a turn.")
+@click.option(
+    "--input-tokens", default=512, show_default=True, type=_SIZE, help="Mean tokens of a prompt or of a turn."
+)
 @click.option("--output-tokens", default=128, show_default=True, type=_SIZE, help="Mean tokens of an answer.")
 @click.option("--spread", default=0.0, help="Relative spread of both lengths, at least 0 and below 1.")
 @click.option("--prefix-tokens", default=1024, show_default=True, type=_SIZE, help="shared-prefix: tokens of a prefix.")
@@ -53,8 +55,10 @@ _SIZE = click.IntRange(1, 1 << 20)
     "--burst-size", default=8, show_default=True, type=_SIZE, help="burst: number of requests sent simultaneously."
 )
 @click.option("--trace-speed", default=1.0, show_default=True, help="Factor by which the replay of a trace is sped up.")
-@click.option("--max-input-tokens", default=1 << 20, type=_SIZE, help="Truncate longer prompts.")
-@click.option("--max-output-tokens", default=1 << 20, type=_SIZE, help="Limit longer outputs.")
+@click.option(
+    "--max-input-tokens", default=1 << 20, type=_SIZE, help="Maximum tokens of a prompt; longer ones are truncated."
+)
+@click.option("--max-output-tokens", default=1 << 20, type=_SIZE, help="Maximum tokens of an output.")
 @click.option("--vocabulary", default=1 << 20, type=_SIZE, help="Vocabulary size of the model; needed if below 4,300.")
 @click.option("--max-concurrency", type=_SIZE, help="Maximum requests in flight; default: no limit.")
 @click.option("--slo", default="", help="Latency targets for goodput, for example ttft=500ms,itl=30ms,e2el=10s.")

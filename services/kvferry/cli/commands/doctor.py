@@ -49,7 +49,7 @@ def command(values: Values, *, as_json: bool, cluster: bool) -> None:
         if sys.stderr.isatty():
             click.echo(f"  {text} ...", err=True)
 
-    say("looking around")
+    say("inspecting this machine")
     findings = [*doctor.machine(), doctor.copy_rate(clock)]
     say("loading the model and computing prompts")
     llm = LLM.of(engine_settings(values, device="cpu", kv_bytes=256 << 20))  # as workers do
@@ -57,7 +57,7 @@ def command(values: Values, *, as_json: bool, cluster: bool) -> None:
     findings.append(doctor.teach_compute(llm, prices, clock))
     block_tokens = llm.engine.allocator.block_tokens
     block_bytes = llm.token_bytes * block_tokens  # the size of a worker's pages, which have all layers
-    say("moving pages")
+    say("measuring the transports")
     sources = doctor.transports(block_bytes, block_tokens, prices, clock)
     say("measuring the tiers")
     object_tokens = values["tier_object_tokens"]

@@ -34,7 +34,7 @@ def _outputs(function: Callable[..., None]) -> Callable[..., None]:
     """Add the options of the files that a recording is written to."""
     for option in (
         JSON_FILE,
-        click.option("--log", "log_file", type=OUTPUT_FILE, help="Write the step log, JSON lines."),
+        click.option("--log", "log_file", type=OUTPUT_FILE, help="Write the step log as JSON lines."),
         click.option("--trace", "trace_file", type=OUTPUT_FILE, help="Write the phases as a Chrome trace."),
     ):
         function = option(function)

@@ -29,7 +29,7 @@ class LiveScore:
 
     @property
     def goodput(self) -> float:
-        """Median of the rounds."""
+        """Median of `goodputs`."""
         return statistics.median(self.goodputs)
 
 
@@ -144,7 +144,12 @@ def compare(
 
 def choose(scores: Sequence[LiveScore], min_gain: float) -> int:
     """Return the fleet with the highest median goodput. The first fleet, which is the file's, is kept unless another is
-    better by `min_gain` and its worst round is at most 3 % worse than the first fleet's median."""
+    better by `min_gain` and its worst round is at most 3 % worse than the first fleet's median.
+
+    Args:
+        scores: scores of the fleets; the first one is the file's.
+        min_gain: minimum gain over the first fleet, as a fraction.
+    """
     base = scores[0].goodput
     better = [
         index

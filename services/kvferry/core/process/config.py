@@ -35,8 +35,8 @@ def silence_grpc() -> None:
 
 
 def tokenize_on_one_thread() -> None:
-    """Make the tokenizer library use only the calling thread, unless the environment says otherwise: a pool of threads
-    would take longer to wake than a text takes, and compete with the model for the cores."""
+    """Make the tokenizer library use only the calling thread, unless the environment sets this: waking a thread pool
+    takes longer than tokenizing a text, and the pool would compete with the model for the cores."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
@@ -80,6 +80,10 @@ def read_settings_file(path: Path | None) -> dict[str, object]:
 
 def read_secret_file(path: Path, field: str) -> bytes:
     """Read a secret from a regular file, without a trailing newline.
+
+    Args:
+        path: the file, at most 1 MiB.
+        field: name of the setting, for error messages.
 
     Raises:
         UsageError: the file cannot be read, is not a regular file, is too large, or is empty.

@@ -43,7 +43,12 @@ class TextFormatter(logging.Formatter):
 
 
 def setup(level: str, *, as_json: bool) -> None:
-    """Configure the root logger to write to standard error; replaces earlier handlers."""
+    """Configure the root logger to write to standard error; replaces earlier handlers.
+
+    Args:
+        level: name of the lowest level to write, in either case.
+        as_json: whether records are JSON objects; otherwise lines of text.
+    """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if as_json else TextFormatter())
     root = logging.getLogger()

@@ -53,8 +53,8 @@ def free_memory() -> None:
 class MemoryGrowth:
     """Decides when a process should return freed memory, from its resident memory in bytes.
 
-    Memory that remains after a return during requests includes theirs. It is the base for later returns during
-    requests only: as the base of an idle process, it would let the process keep that much.
+    After a return during requests, the remaining memory includes memory of these requests. Growth is measured from it
+    only while requests run: measured from it in an idle process, memory that the requests have freed would be kept.
     """
 
     idle_limit: int
@@ -65,12 +65,22 @@ class MemoryGrowth:
     busy_base: int
 
     def is_due(self, resident: int, *, busy: bool) -> bool:
-        """Return whether memory should be returned now."""
+        """Return whether memory should be returned now.
+
+        Args:
+            resident: resident memory of the process in bytes.
+            busy: whether requests are running.
+        """
         self.idle_base, self.busy_base = min(self.idle_base, resident), min(self.busy_base, resident)
         return resident > (self.busy_base + self.busy_limit if busy else self.idle_base + self.idle_limit)
 
     def returned(self, resident: int, *, busy: bool) -> None:
-        """Record the memory that remains after a return."""
+        """Record the memory that remains after a return.
+
+        Args:
+            resident: resident memory after the return, in bytes.
+            busy: whether requests were running.
+        """
         self.busy_base = resident
         if not busy:
             self.idle_base = resident

@@ -62,7 +62,12 @@ class TraceContext:
     @classmethod
     def parse(cls, traceparent: str | None, state: str | None = None) -> "TraceContext | None":
         """Read the value of a `traceparent` header; `None` if it is missing or invalid (W3C Trace Context, section
-        3.2: an invalid one is ignored, later versions may be longer)."""
+        3.2: an invalid one is ignored, later versions may be longer).
+
+        Args:
+            traceparent: value of the `traceparent` header; `None` if there was none.
+            state: value of the `tracestate` header; left out if it is longer than the limit.
+        """
         found = None if traceparent is None else _TRACEPARENT.fullmatch(traceparent)
         if found is None:
             return None

@@ -40,8 +40,11 @@ class AdapterActivation:
         self._abort = abort
 
     def change(self, name: str, loaded: LoadedAdapter | None) -> AdapterId:
-        """Register an adapter, replace the one of the same name, or remove it (`None`); running requests keep their
-        version.
+        """Register an adapter, replace the one of the same name, or remove it; running requests keep their version.
+
+        Args:
+            name: name of the adapter.
+            loaded: the adapter to register; `None` to remove the one of this name.
 
         Raises:
             InvalidRequest: the engine does not support adapters, or too many are registered.

@@ -32,6 +32,10 @@ def check_adapter_settings(settings: EngineSettings, model: str) -> None:
 def check_adapter_name(name: str, model: str) -> None:
     """Check the name of an adapter, which requests use as their model.
 
+    Args:
+        name: name of the adapter.
+        model: name of the base model.
+
     Raises:
         UsageError: the name is empty, too long, not printable, or the model's name.
     """

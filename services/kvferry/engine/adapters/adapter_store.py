@@ -98,6 +98,10 @@ class AdapterStore:
     def remove(self, name: str, now: float = 0.0) -> AdapterId:
         """Remove an adapter; requests that started with it continue.
 
+        Args:
+            name: name of the adapter.
+            now: current time in monotonic seconds; the version is retired for `RETIRED_SECONDS` from then on.
+
         Raises:
             UnknownModel: no adapter has this name.
         """
@@ -121,6 +125,10 @@ class AdapterStore:
 
     def check(self, adapter: AdapterId, now: float) -> None:
         """Check that a version of an adapter can serve a request.
+
+        Args:
+            adapter: version of the adapter.
+            now: current time in monotonic seconds.
 
         Raises:
             UnknownModel: the version is not registered, or was retired too long ago.

@@ -95,7 +95,13 @@ def new_beams(prompt: Sequence[int], params: BeamParams, max_model_tokens: int, 
 
 
 def step_request(prompt: Sequence[int], beam: Beam, params: BeamParams) -> EngineRequest:
-    """Return the request for the next token of a beam of a prompt, with its alternatives."""
+    """Return the request for the next token of a beam of a prompt, with its alternatives.
+
+    Args:
+        prompt: token ids of the prompt.
+        beam: the beam, whose tokens follow the prompt.
+        params: parameters of the search.
+    """
     return EngineRequest(
         RequestId(f"beam-{next(_numbers)}"),
         [*prompt, *beam.tokens],

@@ -151,6 +151,10 @@ class Allocator:
     def hold(self, table: BlockTable, prefix: CachedPrefix) -> None:
         """Append cached pages to an empty table and take one reference to each.
 
+        Args:
+            table: the empty table of a sequence.
+            prefix: a result of `peek`, with no allocation since.
+
         Raises:
             InvariantBroken: the table is not empty.
         """
@@ -169,7 +173,12 @@ class Allocator:
 
     def missing(self, table: BlockTable, num_tokens: int) -> int:
         """Return the number of free pages that the table may need until it has slots for `num_tokens` tokens, without
-        copy-on-write. With windows, this is the largest number at any time, since pages are released meanwhile."""
+        copy-on-write. With windows, this is the largest number at any time, since pages are released meanwhile.
+
+        Args:
+            table: table of the sequence.
+            num_tokens: number of leading tokens that need slots.
+        """
         return self.needs.missing(len(table.blocks), table.passed, num_tokens)
 
     def needed(self, hit: CachedPrefix, num_tokens: int) -> int:
@@ -187,7 +196,12 @@ class Allocator:
         return sum(self.pool.refs(block) == 0 for block in hit.pages) if hit.blocks else 0
 
     def growth(self, table: BlockTable, num_tokens: int) -> int:
-        """Return the number of pages that `grow` allocates for `num_tokens` tokens, without copy-on-write."""
+        """Return the number of pages that `grow` allocates for `num_tokens` tokens, without copy-on-write.
+
+        Args:
+            table: table of the sequence.
+            num_tokens: number of leading tokens that need slots.
+        """
         return max(0, self.blocks_for(num_tokens) - len(table.blocks)) * len(self.windows)
 
     def grow(
@@ -307,7 +321,12 @@ class Allocator:
 
     def forget(self, table: BlockTable, names: Iterable[BlockHash]) -> None:
         """Remove a sequence's blocks from the prefix index, including blocks whose pages were released behind a
-        window."""
+        window.
+
+        Args:
+            table: table of the sequence.
+            names: names of the sequence's full blocks, used to find pages that its table no longer has.
+        """
         for block in table.blocks:
             self.index.forget(block)
         if self.has_windows:

@@ -64,6 +64,11 @@ class BlockTable:
     def handed_over(self, windows: Sequence[int | None], num_tokens: int, block_tokens: int) -> list[BlockId]:
         """Return the pages with which a peer continues after `num_tokens` tokens, in the order of a ticket.
 
+        Args:
+            windows: size of the window in tokens of each layer group; `None` for full attention.
+            num_tokens: number of leading tokens that are computed.
+            block_tokens: tokens per block.
+
         Raises:
             InvariantBroken: a page was released, or never allocated.
         """

@@ -22,7 +22,12 @@ CachedPage = Callable[[int, int], BlockId | None]
 
 
 def in_order(blocks: Sequence[BlockId], further: Sequence[Sequence[BlockId]]) -> list[BlockId]:
-    """Return the pages of all groups in order of position, without `NO_PAGE`."""
+    """Return the pages of all groups in order of position, without `NO_PAGE`.
+
+    Args:
+        blocks: pages of the first group, by position.
+        further: pages of each further group, by position; each as long as `blocks`.
+    """
     if not further:
         return [block for block in blocks if block >= 0]
     return [block for block in chain.from_iterable(zip(blocks, *further, strict=True)) if block >= 0]

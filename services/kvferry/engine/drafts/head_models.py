@@ -64,7 +64,12 @@ class MedusaModel(Protocol):
         ...
 
     def predict(self, head: int, hidden: Floats) -> Predicted:
-        """Predict the token of a head from hidden states [S, hidden] after the final norm."""
+        """Predict the token of a head from hidden states [S, hidden] after the final norm.
+
+        Args:
+            head: index of the head, from 0.
+            hidden: hidden states after the final norm, [S, hidden] float32.
+        """
         ...
 
 
@@ -86,7 +91,13 @@ def predicted(logits: Floats, ids: npt.NDArray[np.int64] | None) -> Predicted:
 
 
 def rms_norm(x: Floats, weight: Floats, epsilon: float) -> Floats:
-    """Normalize the rows of x, [N, hidden]."""
+    """Normalize the rows of x, [N, hidden].
+
+    Args:
+        x: rows, [N, hidden] float32.
+        weight: weight of the norm, [hidden] float32.
+        epsilon: number added to the mean square.
+    """
     scale = 1.0 / np.sqrt(np.einsum("ij,ij->i", x, x) / x.shape[1] + epsilon)
     result: Floats = x * scale[:, None].astype(np.float32) * weight
     return result

@@ -95,8 +95,15 @@ class PiecewiseGraphs:
         return graph_sizes.fit(num_rows, self._sizes)
 
     def run(self, size: int, batch: DeviceBatch) -> torch.Tensor:
-        """Launch a step: `Transformer.forward` as captured pieces and eager attention. The result is valid until the
-        next step."""
+        """Launch a step: `Transformer.forward` as captured pieces and eager attention.
+
+        Args:
+            size: captured batch size in rows, a result of `size_for`.
+            batch: the step, with at most `size` rows.
+
+        Returns:
+            The residual after the last layer, one row for each row of the batch; valid until the next step.
+        """
         model, pages, taken = self._model, self._kv.pages, self._sizes[size]
         count = len(batch.token_ids)
         for row, given in zip(taken.inputs, (batch.token_ids, batch.positions, batch.attention.slots), strict=True):

@@ -75,6 +75,10 @@ class KvPrefetch:
         """Record the end of a fetch; on success, add its blocks to the prefix index. Return whether the fetch existed.
 
         After a failure the transport may still write to the pages until `quiet`.
+
+        Args:
+            number: number of the fetch.
+            is_good: whether all pages were received and verified.
         """
         job = self._holding.pop(number, None)
         if job is None:

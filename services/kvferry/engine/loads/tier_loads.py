@@ -118,7 +118,12 @@ class TierLoads:
 
     def bounded(self, job: LoadJob, source: TierSource) -> TierSource:
         """Return the source of a load with its time limit. A resumed sequence waits at most for the time to compute its
-        missing positions; forced loads have a separate limit."""
+        missing positions; forced loads have a separate limit.
+
+        Args:
+            job: the load.
+            source: the storage objects, with the default time limit.
+        """
         if not job.is_return or self._prices.policy is LoadPolicy.ALWAYS:
             return source
         first = job.first_block * self._allocator.block_tokens

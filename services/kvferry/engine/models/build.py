@@ -170,7 +170,13 @@ def level_of(kernels: str) -> str:
 
 def why_not_compiled(config: ModelConfig, dtype: str, device: str = "cpu") -> str | None:
     """Return the reason why a model cannot run on the compiled kernels, as a clause about the kernels; `None` if it
-    can."""
+    can.
+
+    Args:
+        config: configuration of the model.
+        dtype: data type of the KV, one of the engine's settings.
+        device: torch device name.
+    """
     if device_kind(device) != "cpu":
         return f"they are for CPUs, not for {device} (--device cpu)"
     if not compiled.levels():

@@ -50,7 +50,7 @@ class CompiledTransformer:
         Args:
             config: the model's shape.
             tensors: the model's weights.
-            dtype: data type of the pages: float32, bfloat16 or int8.
+            dtype: data type of the pages: float32, bfloat16, int8 or fp8.
             form: weight format: `shipped`, `f32`, `f16` or `bf16`.
             level: kernel level, one of `compiled.levels()`.
             threads: number of compute threads.

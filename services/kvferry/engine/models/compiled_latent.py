@@ -48,7 +48,12 @@ def transposed_keys(tensors: TensorSource, name: str, heads: int, latent: Latent
 
 
 def value_rows(heads: int, latent: Latent) -> Ints:
-    """Return the rows that belong to the values of all heads in a projection of keys and values."""
+    """Return the rows that belong to the values of all heads in a projection of keys and values.
+
+    Args:
+        heads: number of attention heads.
+        latent: sizes of the latent attention.
+    """
     size = latent.plain + latent.value
     found: Ints = (np.arange(heads)[:, None] * size + np.arange(latent.plain, size)).reshape(-1)
     return found

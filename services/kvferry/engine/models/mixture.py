@@ -23,27 +23,27 @@ def choose_experts(
     Args:
         logits: [T, experts], the router's outputs.
         experts: how many experts are chosen, from which groups, and how they are weighed.
-        correction: [experts], added to scores for the choice.
+        correction: [experts], added to the scores when experts are chosen, but not in their weights; `None` for none.
 
     Returns:
         (weights [T, active] float32, indices [T, active] int64).
     """
     wide = logits.float()
     scores = torch.softmax(wide, dim=-1) if experts.scoring is Scoring.SOFTMAX else torch.sigmoid(wide)
-    marks = scores if correction is None else scores + correction
+    keys = scores if correction is None else scores + correction
     if experts.active_groups < experts.groups:
-        marks = _of_best_groups(marks, experts)
-    chosen = torch.topk(marks, experts.active, dim=-1).indices
+        keys = _of_best_groups(keys, experts)
+    chosen = torch.topk(keys, experts.active, dim=-1).indices
     weights = scores.gather(-1, chosen)
     if experts.renormalizes:
         weights = weights / weights.sum(-1, keepdim=True).clamp(min=_MIN_SUM)
     return weights * experts.weight_scale, chosen
 
 
-def _of_best_groups(marks: torch.Tensor, experts: Experts) -> torch.Tensor:
-    """Replace the marks [T, experts] of experts outside the best groups by minus infinity. A group's mark is its
-    largest expert mark or, with a sigmoid, the sum of its two largest."""
-    parts = marks.view(len(marks), experts.groups, -1)
+def _of_best_groups(keys: torch.Tensor, experts: Experts) -> torch.Tensor:
+    """Replace the sort keys [T, experts] of experts outside the best groups by minus infinity. A group's key is the
+    largest key of its experts or, with a sigmoid, the sum of the two largest."""
+    parts = keys.view(len(keys), experts.groups, -1)
     best = parts.topk(2, dim=-1).values.sum(-1) if experts.scoring is Scoring.SIGMOID else parts.amax(-1)
     groups = torch.topk(best, experts.active_groups, dim=-1).indices
     is_out = torch.ones_like(best, dtype=torch.bool).scatter_(-1, groups, value=False)

@@ -16,7 +16,12 @@ Floats = npt.NDArray[np.float32]
 
 
 def inverse_frequencies(config: ModelConfig, kind: LayerRope = LayerRope.FULL) -> Floats:
-    """Return the rotary frequencies, [rotary_dim / 2], in radians per position."""
+    """Return the rotary frequencies, [rotary_dim / 2], in radians per position.
+
+    Args:
+        config: configuration of the model.
+        kind: whether the layer uses the scaled frequencies or those of local attention.
+    """
     size = config.rotary_dim or _width(config)
     scaling, theta = config.rope_scaling, config.rope_theta
     if kind is LayerRope.LOCAL and config.local_rope_theta is not None:

@@ -71,7 +71,12 @@ class StepAdapters:
     groups: Sequence[tuple[torch.Tensor, TorchAdapter]]
 
     def of(self, layer: int, name: str) -> list[LowRankGroup]:
-        """Return the updates of a fused projection, by adapter."""
+        """Return the updates of a fused projection, by adapter.
+
+        Args:
+            layer: index of the layer.
+            name: name of the fused projection, for example `QKV`.
+        """
         return [
             LowRankGroup(rows, weights)
             for rows, adapter in self.groups
@@ -80,7 +85,12 @@ class StepAdapters:
 
 
 def step_adapters(batch: StepBatch, device: torch.device) -> StepAdapters | None:
-    """Group the rows of a batch by adapter; `None` if no row has an adapter."""
+    """Group the rows of a batch by adapter; `None` if no row has an adapter.
+
+    Args:
+        batch: the step's batch, whose adapters are `TorchAdapter`s.
+        device: device of the row numbers.
+    """
     if not batch.adapters:
         return None
     groups: list[tuple[torch.Tensor, TorchAdapter]] = []

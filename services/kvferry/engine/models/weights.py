@@ -46,11 +46,11 @@ class MixtureOfExperts:
     experts: tuple[Mlp, ...] | ExpertWeights
     """One MLP per expert, or stacked weights of all experts for `Ops.run_experts`."""
     shared: Mlp | None
-    """Shared expert, which computes all rows."""
+    """Shared expert, which computes all rows; `None` if there is none."""
     shared_gate: Linear | None
     """[T, hidden] to [T, 1]; `None` if the shared expert is not weighed."""
     correction: torch.Tensor | None
-    """[experts] float32: added to scores when experts are chosen."""
+    """[experts] float32: added to scores when experts are chosen; `None` if nothing is added."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -250,7 +250,12 @@ class Reader:
         return stack
 
     def norm(self, name: str, config: ModelConfig) -> torch.Tensor:
-        """Read the weight of a norm, with the model family's offset."""
+        """Read the weight of a norm, with the model family's offset.
+
+        Args:
+            name: name of the tensor in the checkpoint.
+            config: configuration of the model.
+        """
         weight = self.tensor(name)
         return weight + config.norm_offset if config.norm_offset else weight
 

@@ -96,7 +96,12 @@ class Pinning:
             reply(error)
 
     def unpin(self, scope: str, token_ids: list[int]) -> PinnedPrefix | None:
-        """End the pin of a prompt's full blocks; return it as it was, or `None` if there is none."""
+        """End the pin of a prompt's full blocks; return it as it was, or `None` if there is none.
+
+        Args:
+            scope: scope of the pin's block names (`core.hashing.cache_scope`).
+            token_ids: tokens of the prompt; those after the last full block are ignored.
+        """
         names = self._namer(scope).chain(token_ids)
         pin = self.pins.remove(names[-1]) if names else None
         return None if pin is None else self._reported(pin)

@@ -5,8 +5,8 @@ A pinned page has one reference of each pin that contains it, so the pool neithe
 4.4, "Shared prefix": the provider reserves the blocks of a set of prefixes). Pages that are in several pins count once
 against the quota.
 
-The quota also leaves enough pages for the longest request, because a pin does not give way to a request: otherwise a
-request could wait for pages until a pin expires.
+The quota also leaves enough pages for the longest request. Pins are not removed to admit a request, so without this
+limit a request could wait for pages until a pin expires.
 """
 
 from collections import Counter
@@ -37,7 +37,7 @@ class Pin:
     deadline: float
     """End of the pin, monotonic seconds."""
     adapter: AdapterId | None = None
-    """Version of the adapter that computed the prefix."""
+    """Version of the adapter that computed the prefix; `None` for the base model."""
 
 
 class Pins:
@@ -112,7 +112,12 @@ class Pins:
         self._note_deadline()
 
     def renew(self, name: BlockHash, deadline: float) -> Pin | None:
-        """Extend a pin to a later deadline; an earlier one has no effect. Return the pin; `None` without one."""
+        """Extend a pin to a later deadline; an earlier one has no effect. Return the pin; `None` without one.
+
+        Args:
+            name: name of the pinned prefix's last block.
+            deadline: monotonic seconds.
+        """
         pin = self._pins.get(name)
         if pin is not None and deadline > pin.deadline:
             pin.deadline = deadline

@@ -47,7 +47,12 @@ _MAX_OVERTAKEN = 32
 
 
 def num_lacking(allocator: Allocator, admitted: Iterable[Sequence]) -> int:
-    """Return the number of pages that admitted sequences may still have to allocate for their current tokens."""
+    """Return the number of pages that admitted sequences may still have to allocate for their current tokens.
+
+    Args:
+        allocator: the allocator of pages.
+        admitted: running sequences, and those whose KV is being loaded.
+    """
     return sum(allocator.missing(s.table, s.num_tokens) for s in admitted)
 
 
@@ -95,7 +100,12 @@ class Headroom:
         return self._allocator.needed(hit, num_tokens) <= self._allocator.pool.num_free - self._promised - reserve
 
     def fits_whole(self, hit: CachedPrefix, num_tokens: int) -> bool:
-        """Return whether the pages for all blocks after a hit fit in all groups, before windows release any."""
+        """Return whether the pages for all blocks after a hit fit in all groups, before windows release any.
+
+        Args:
+            hit: longest cached prefix of a new sequence.
+            num_tokens: number of current tokens, prompt and generated.
+        """
         if not self._allocator.has_windows:
             return True
         whole = (self._allocator.blocks_for(num_tokens) - len(hit)) * len(self._allocator.windows)
@@ -151,7 +161,13 @@ class Admission:
         found."""
 
     def admit(self, room: StepBudget, planned: list[ScheduledSequence], *, before: Sequence | None = None) -> None:
-        """Admit waiting sequences while they fit; with `before`, only sequences that precede this running sequence."""
+        """Admit waiting sequences while they fit.
+
+        Args:
+            room: remaining budget of the step; reduced by the tokens of the admitted sequences.
+            planned: the step's sequences so far; admitted ones are appended.
+            before: if set, only sequences that precede this running sequence are admitted.
+        """
         if not len(self._waiting) or not self.has_place:
             return
         skipped: list[Sequence] = []

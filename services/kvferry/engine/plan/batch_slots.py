@@ -40,8 +40,8 @@ class _Slot:
     rows: list[_Row]
     """Row of each group."""
     drawn: tuple[int, int] | None = None
-    """Table version and position of the last token sampled in this slot. A new request with a reused id has a
-    different table version."""
+    """Table version and position of the last token sampled in this slot; `None` if that token is not on the device. A
+    new request with a reused id has a different table version."""
 
 
 @dataclass(slots=True)

@@ -77,7 +77,12 @@ class FullBlocks:
 
     def export(self, sequence: Sequence, num_tokens: int) -> Export:
         """Move the pages of a finished prefill, which hold the KV of `num_tokens` tokens, from its table to an
-        export."""
+        export.
+
+        Args:
+            sequence: a sequence whose prompt is computed; its table is freed.
+            num_tokens: number of leading tokens whose KV the pages hold.
+        """
         table = sequence.table
         self.allocator.release_passed(table, num_tokens, boundary_blocks=1)
         pages = tuple(table.handed_over(self.allocator.windows, num_tokens, self.allocator.block_tokens))

@@ -43,7 +43,12 @@ def token_sizes() -> tuple[int, ...]:
 
 
 def fit(rows: int, ready: Collection[int]) -> int | None:
-    """Return the smallest captured batch size of at least `rows` rows; `None` if all are smaller."""
+    """Return the smallest captured batch size of at least `rows` rows; `None` if all are smaller.
+
+    Args:
+        rows: number of rows of the step.
+        ready: captured batch sizes in rows.
+    """
     return min((size for size in ready if size >= rows), default=None)
 
 
@@ -99,7 +104,13 @@ def memory(config: ModelConfig, captured: Collection[int], *, value_bytes: int, 
 
 def piece_bytes(config: ModelConfig, rows: Collection[int], *, value_bytes: int) -> int:
     """Compute an upper bound on the memory of piecewise captured steps in bytes: tensors that each batch size keeps
-    between pieces, tensors shared by all batch sizes, and scratch memory of a piece of the largest batch size."""
+    between pieces, tensors shared by all batch sizes, and scratch memory of a piece of the largest batch size.
+
+    Args:
+        config: configuration of the model.
+        rows: captured batch sizes in rows.
+        value_bytes: bytes of one hidden value.
+    """
     hidden, dim = config.hidden_size, config.head_dim
     kept = hidden * value_bytes + 2 * dim * _FLOAT + 3 * 8
     shared = (config.projected_heads * dim + config.attended_size) * value_bytes

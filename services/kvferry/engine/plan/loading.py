@@ -18,6 +18,11 @@ class LoadingSequences:
     def start(self, sequence: Sequence, first_block: int, targets: Iterable[BlockId]) -> None:
         """Plan the load of a sequence's blocks from `first_block` on into pages of its table, in the order of a ticket.
 
+        Args:
+            sequence: a sequence with `remote` KV.
+            first_block: index of the first block to load.
+            targets: pages to write, in the order of a ticket.
+
         Raises:
             InvariantBroken: the sequence has nothing to load.
         """

@@ -151,7 +151,12 @@ def none_left(s: ScheduledSequence) -> InvalidRequest:
 
 
 def lists_of(sequences: Sequence[ScheduledSequence], vocabulary: int) -> Lists:
-    """Build the logit adjustments of a step, one row per sequence."""
+    """Build the logit adjustments of a step, one row per sequence.
+
+    Args:
+        sequences: the sequences that are sampled, one per row.
+        vocabulary: number of logits of a row; larger token ids are left out.
+    """
 
     def each(entries: Callable[[ScheduledSequence], Entries]) -> Ragged | None:
         return _ragged([entries(s) for s in sequences], vocabulary)

@@ -121,7 +121,7 @@ class Scheduler:
     # ------------------------------------------------------------------ the step
 
     def schedule(self) -> StepPlan:
-        """Plan the next step; empty if no sequence can run now."""
+        """Plan the next step; the plan is empty if no sequence can run now."""
         self._may_admit, self._num_ahead = False, 0
         self._displace()
         room = StepBudget(self.limits, self._running, len(self._waiting))

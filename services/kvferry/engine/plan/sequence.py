@@ -105,7 +105,7 @@ class Sequence:
     """Priority of the request; lower numbers come first, in policies that compare priorities."""
     latest_start: float | None = None
     """Time after which the deadline can no longer be met, monotonic seconds; a sequence that waits longer is
-    refused."""
+    refused. `None` without a deadline."""
     tenant: str = ""
     adapter: AdapterId | None = None
     adapter_slot: int = NO_SLOT
@@ -125,7 +125,8 @@ class Sequence:
     names: list[BlockHash] = field(default_factory=list)
     """Names of the full blocks hashed so far; a prefix of the hash chain."""
     last_lookup: tuple[int, int, CachedPrefix] | None = None
-    """Last lookup in the prefix cache: version of the cache, maximum number of tokens, and result."""
+    """Last lookup in the prefix cache: version of the cache, maximum number of tokens, and result; `None` if
+    there is none."""
     num_listed: int = 0
     """Number of leading blocks that are in the prefix index."""
     num_stored: int = 0
@@ -140,7 +141,7 @@ class Sequence:
     """Scored tokens of the prompt that have not been reported."""
     has_told_scores: bool = False
     pooling: PromptPooling | None = None
-    """Pooled vector of a pooling request, which samples no tokens."""
+    """Pooled vector of a pooling request, which samples no tokens; `None` for other requests."""
     num_preemptions: int = 0
     mask: TokenMask | None = None
     """Mask of the next token, if the sequence has a constraint."""
@@ -185,6 +186,10 @@ class Sequence:
 
     def add_scores(self, scores: tuple[ScoredToken, ...], count: int) -> None:
         """Record the scored tokens of a step that had `count` scored rows.
+
+        Args:
+            scores: the scored tokens, in order of position.
+            count: number of scored rows in the step.
 
         Raises:
             InvariantBroken: the number of tokens and the number of rows differ.

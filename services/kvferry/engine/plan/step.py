@@ -147,7 +147,8 @@ Sampled = SampledToken | KvferryError | None
 
 
 class SequenceOutput(NamedTuple):  # a tuple for speed, since one is created per sequence and step
-    """Result of a step for one sampled sequence. C grows by `accepted`, N by the number of tokens; then C = N - 1."""
+    """Result of a step for one sampled sequence. C grows by `accepted` and N by the number of tokens, after
+    which C = N - 1; see the module's docstring."""
 
     tokens: tuple[SampledToken, ...]
     """Accepted draft tokens in order of position, then the token sampled after them; not empty."""
@@ -303,6 +304,11 @@ class FirstTokens(Sequence[int]):
     __slots__ = ("_count", "_tokens")
 
     def __init__(self, tokens: Sequence[int], count: int) -> None:
+        """
+        Args:
+            tokens: tokens of the sequence, to which more may be appended.
+            count: number of leading tokens, at most as many as there are.
+        """
         self._tokens, self._count = tokens, count
 
     def __len__(self) -> int:

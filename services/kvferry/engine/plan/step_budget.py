@@ -77,14 +77,26 @@ class StepBudget:
         return min(max_tokens, share)
 
     def fit_scored(self, sequence: Sequence, start: int, count: int) -> int:
-        """Return how many of `count` tokens from position `start` fit if the rows of the prompt are scored."""
+        """Return how many of `count` tokens from position `start` fit if the rows of the prompt are scored.
+
+        Args:
+            sequence: the sequence.
+            start: position of the first token to compute.
+            count: number of tokens to compute.
+        """
         excess = sequence.scored_in(start, count) - self._scored_rows
         if excess <= 0:
             return count
         return max(start, sequence.num_scored) + self._scored_rows - start
 
     def take(self, num_uncomputed: int, count: int, num_scored: int = 0) -> None:
-        """Consume budget for `count` of a sequence's uncomputed tokens, of which `num_scored` have scored rows."""
+        """Consume budget for `count` of a sequence's uncomputed tokens, of which `num_scored` have scored rows.
+
+        Args:
+            num_uncomputed: number of the sequence's uncomputed tokens; 1 if it decodes.
+            count: number of them that the step computes.
+            num_scored: number of scored rows among them.
+        """
         self.tokens -= count
         self._scored_rows -= num_scored
         if not is_decode(num_uncomputed):

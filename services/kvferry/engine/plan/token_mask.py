@@ -11,12 +11,22 @@ Bits = npt.NDArray[np.uint8]
 
 
 def has_token(bits: Bits, token: int) -> bool:
-    """Return whether the bit of a token is set."""
+    """Return whether the bit of a token is set.
+
+    Args:
+        bits: mask of a vocabulary, [ceil(vocabulary / 8)] uint8, lowest bit first.
+        token: token id.
+    """
     return bool(bits[token >> 3] >> (token & 7) & 1)
 
 
 def unpacked(bits: Bits, vocabulary: int) -> npt.NDArray[np.bool_]:
-    """Return the bits as [vocabulary] bool."""
+    """Return the bits as [vocabulary] bool.
+
+    Args:
+        bits: mask of a vocabulary, [ceil(vocabulary / 8)] uint8, lowest bit first.
+        vocabulary: number of token ids.
+    """
     return np.unpackbits(bits, count=vocabulary, bitorder="little").view(np.bool_)
 
 

@@ -79,7 +79,12 @@ class Policy:
         return sorted(running, key=lambda s: s.num_tokens - s.num_computed)
 
     def victim(self, running: list[Sequence], planned: Iterable[ScheduledSequence]) -> Sequence:
-        """Return the sequence to preempt: the last one by `order` that is not planned in this step."""
+        """Return the sequence to preempt: the last one by `order` that is not planned in this step.
+
+        Args:
+            running: running sequences by `order`; at least one is not planned.
+            planned: sequences that the step has planned so far.
+        """
         scheduled = {item.request_id for item in planned}
         return next(s for s in reversed(running) if s.request_id not in scheduled)
 

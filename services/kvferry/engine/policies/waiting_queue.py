@@ -42,7 +42,7 @@ class WaitingQueue(Protocol):
         ...
 
     def set_aside(self, sequence: Sequence) -> None:
-        """Remove a sequence that is passed over in a step, and added again at the end of the step."""
+        """Remove a sequence that a step passes over; it is added again at the end of the step."""
         ...
 
     def first(self) -> Sequence | None:
@@ -160,6 +160,11 @@ class TwoLevelQueue:
     are admitted before any later arrival, which bounds their wait."""
 
     def __init__(self, outer: RankOf, inner: RankOf) -> None:
+        """
+        Args:
+            outer: rank by which sequences enter a batch.
+            inner: rank by which the sequences of a batch are admitted.
+        """
         self._waiting = RankQueue(outer)
         self._batch = ShortestFirstQueue(inner)
 
@@ -172,7 +177,7 @@ class TwoLevelQueue:
         (self._batch if sequence in self._batch else self._waiting).remove(sequence)
 
     def set_aside(self, sequence: Sequence) -> None:
-        """See `WaitingQueue.set_aside`. The sequence returns to the queue of all, where it is among the first."""
+        """See `WaitingQueue.set_aside`. When it is added again, it is among the first of its queue."""
         self.remove(sequence)
 
     def first(self) -> Sequence | None:

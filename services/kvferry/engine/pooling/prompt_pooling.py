@@ -56,6 +56,10 @@ class PromptPooling:
     def add(self, hidden: Sums | None, positions: range) -> None:
         """Add the sum of the hidden states of the rows at `positions`.
 
+        Args:
+            hidden: sum of the hidden states, [hidden] float64; `None` if the step has none.
+            positions: positions of the summed rows.
+
         Raises:
             InvariantBroken: the rows do not follow the rows so far, or have no sum.
         """

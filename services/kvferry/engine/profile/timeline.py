@@ -36,7 +36,13 @@ class Timeline:
         self._open: dict[str, tuple[str, float]] = {}
 
     def begin(self, lane: str, name: str, now: float) -> None:
-        """Begin a phase of a lane, and end the previous one; an empty name only ends the previous phase."""
+        """Begin a phase of a lane, and end the previous one.
+
+        Args:
+            lane: name of the lane.
+            name: name of the phase; empty to only end the previous one.
+            now: seconds since the start of the recording.
+        """
         self.end(lane, now)
         if name:
             self._open[lane] = (name, now)
@@ -76,7 +82,12 @@ class PhaseStatistics:
 
 
 def with_gaps(spans: Iterable[Span], lane: str = ENGINE) -> list[Span]:
-    """Return the spans and, for one lane, a span for each gap between two of its spans, sorted by start."""
+    """Return the spans and, for one lane, a span for each gap between two of its spans, sorted by start.
+
+    Args:
+        spans: spans of all lanes, in any order.
+        lane: the lane whose gaps are added.
+    """
     ordered = sorted(spans, key=lambda span: span.begun)
     gaps: list[Span] = []
     end: float | None = None

@@ -22,7 +22,12 @@ class StepWatch:
     __slots__ = ()
 
     def added(self, request: EngineRequest, max_tokens_total: int) -> None:
-        """Handle the acceptance of a request; its sequence has at most `max_tokens_total` tokens."""
+        """Handle the acceptance of a request; its sequence has at most `max_tokens_total` tokens.
+
+        Args:
+            request: the accepted request.
+            max_tokens_total: maximum number of tokens of its sequence, prompt and output.
+        """
 
     def aborted(self, request_id: RequestId) -> None:
         """Handle the abort of a request, which may already have ended."""

@@ -30,7 +30,13 @@ def pool(hidden: npt.NDArray[np.float32], scheduled: Sequence[ScheduledSequence]
 
 
 def with_pooled(result: StepResult, hidden: npt.NDArray[np.float32], plan: Sequence[ScheduledSequence]) -> StepResult:
-    """Add the pooled rows of a step to its result. A sequence whose hidden states are not finite fails."""
+    """Add the pooled rows of a step to its result. A sequence whose hidden states are not finite fails.
+
+    Args:
+        result: result of the step.
+        hidden: [H, hidden] hidden states of all pooled rows of the step, in the order of `StepBatch.hidden_rows`.
+        plan: the step's sequences.
+    """
     sums: dict[RequestId, Sums] = {}
     failures: dict[RequestId, KvferryError] = dict(result.failures)
     for request_id, total in pool(hidden, plan).items():

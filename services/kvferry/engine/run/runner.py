@@ -48,7 +48,12 @@ class Runner:
         self._kernel_seconds: Callable[[], Mapping[str, float]] | None = getattr(model, "phase_seconds", None)
 
     def activate(self, slot: int, adapter: PackedAdapter) -> None:
-        """Put an adapter into a slot, for all steps prepared from now on."""
+        """Put an adapter into a slot, for all steps prepared from now on.
+
+        Args:
+            slot: index of the adapter slot.
+            adapter: weights in the form that the model's kernels read.
+        """
         self._slots[slot] = adapter
 
     def copy_pages(self, copies: Sequence[PageCopy]) -> None:

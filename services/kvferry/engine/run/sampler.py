@@ -152,6 +152,10 @@ def adjust(logits: Floats, s: ScheduledSequence) -> Floats:
     Presence and frequency count generated tokens, as OpenAI defines them. Repetition divides positive and multiplies
     negative logits of every token in prompt or output (Keskar et al., CTRL, 2019).
 
+    Args:
+        logits: [vocabulary] float64; not modified.
+        s: the sequence whose next token is sampled.
+
     Raises:
         InvalidRequest: every token is banned.
     """
@@ -325,5 +329,10 @@ def log_norm(raw: Floats) -> float:
 
 
 def most_likely(raw: Floats, count: int) -> Ids:
-    """Return the ids of the `count` largest logits in descending order, lowest id first on ties."""
+    """Return the ids of the `count` largest logits in descending order, lowest id first on ties.
+
+    Args:
+        raw: logits, [vocabulary] float64.
+        count: number of ids.
+    """
     return _by_weight(raw, _head(raw, count))[:count] if count else np.empty(0, dtype=np.int64)

@@ -84,7 +84,12 @@ class Acceptance:
         self._of_model = _assumed(_MODEL_PROBABILITY)
 
     def add(self, support: int, is_hit: bool) -> None:
-        """Record whether a draft token with this support was right."""
+        """Record whether a draft token with this support was right.
+
+        Args:
+            support: support class of the token (module docstring).
+            is_hit: whether it equals the sampled token.
+        """
         self._by_support[support].add(is_hit)
         if support >= _FIRST_OF_MODEL:
             self._of_model.add(is_hit)
@@ -109,7 +114,12 @@ class SequenceAcceptance:
         self._own, self._own_of_model = _Share(_DECAY), _Share(_MODEL_DECAY)
 
     def add(self, support: int, is_hit: bool) -> None:
-        """Record whether a draft token was right."""
+        """Record whether a draft token was right.
+
+        Args:
+            support: support class of the token (module docstring).
+            is_hit: whether it equals the sampled token.
+        """
         self._all.add(support, is_hit)
         if _is_match(support):
             self._own.add(is_hit)

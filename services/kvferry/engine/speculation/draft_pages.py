@@ -37,8 +37,13 @@ class DraftedSequence:
         self.num_computed = min(same, self.num_computed, len(tokens) - 1)
 
     def extend(self, tokens: Sequence[int], first: int) -> None:
-        """Copy the sequence's current tokens from `first` on, in place of the last draft. KV stays valid, since the KV
-        of draft tokens does not count."""
+        """Replace the last draft by the sequence's new tokens. KV stays valid, since the KV of draft tokens does not
+        count.
+
+        Args:
+            tokens: all current tokens of the sequence.
+            first: position in `tokens` of the first token that the draft model reads; the same in all calls.
+        """
         del self.tokens[self.num_known :]
         self.tokens += tokens[first + self.num_known :]
         self.num_known = len(self.tokens)
@@ -53,6 +58,11 @@ class DraftPages:
     """The pages of one draft model."""
 
     def __init__(self, num_blocks: int, block_tokens: int) -> None:
+        """
+        Args:
+            num_blocks: number of pages.
+            block_tokens: tokens per page.
+        """
         self.num_blocks, self._block_tokens = num_blocks, block_tokens
         self._free = [BlockId(block) for block in reversed(range(num_blocks))]
         self._sequences: dict[RequestId, DraftedSequence] = {}

@@ -40,7 +40,13 @@ class Drafting:
 
     def grow(self, sequence: Sequence, draft: tuple[int, ...], num_running: int) -> list[PageCopy] | None:
         """Allocate pages for the next token and a draft; `None` if there is no draft, or if running sequences may need
-        the pages."""
+        the pages.
+
+        Args:
+            sequence: a decoding sequence.
+            draft: its draft tokens.
+            num_running: number of running sequences that may each need one more page per layer group.
+        """
         if not draft:
             return None
         start, end = sequence.num_computed, sequence.num_computed + 1 + len(draft)

@@ -4,8 +4,8 @@
                         read by head    pending        known to the engine
 
 A head reads the rows of a context in order. It begins at the first position whose hidden state is known; the states of
-tokens whose KV was loaded or cached are unknown. It begins anew at the first pending row after a gap, or if more rows
-are pending than are worth computing.
+tokens whose KV was loaded or cached are unknown. After a gap, or if more rows are pending than are worth computing, the
+context begins again at the first pending row.
 """
 
 import numpy as np
@@ -46,7 +46,12 @@ class HeadContext:
 
     def add(self, position: int, hidden: Floats) -> None:
         """Add hidden states, [N, width], of accepted tokens from a position on. States that are already known are left
-        out."""
+        out.
+
+        Args:
+            position: position of the first state.
+            hidden: hidden states of accepted tokens, [N, width] float32.
+        """
         known = self.end - position
         if known < 0 or not (self.num_read or self.num_pending):
             self._parts, self.first, self.num_read, self.num_pending = [], position, 0, 0

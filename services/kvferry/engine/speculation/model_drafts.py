@@ -63,7 +63,12 @@ class ModelDrafts(Protocol):
         ...
 
     def propose(self, requests: Sequence[DraftRequest], depth: int) -> dict[RequestId, ModelDraft]:
-        """Propose at most `depth` tokens for each sequence; sequences without a draft are absent."""
+        """Propose at most `depth` tokens for each sequence; sequences without a draft are absent.
+
+        Args:
+            requests: the sequences, with their tokens.
+            depth: maximum number of draft tokens of a sequence.
+        """
         ...
 
     def forget(self, request_id: RequestId) -> None:
@@ -76,5 +81,11 @@ class HiddenReader(Protocol):
     """Heads: `ModelDrafts` that read hidden states of the target model."""
 
     def read(self, request_id: RequestId, position: int, hidden: npt.NDArray[np.float32]) -> None:
-        """Take the hidden states [N, width] of a sequence's accepted tokens from a position on."""
+        """Take the hidden states [N, width] of a sequence's accepted tokens from a position on.
+
+        Args:
+            request_id: id of the sequence's request.
+            position: position of the first state.
+            hidden: hidden states of accepted tokens, [N, width].
+        """
         ...

@@ -88,7 +88,12 @@ class ProposerChoice:
         return chosen
 
     def compared(self, number: int, *, is_right: bool) -> None:
-        """Record whether the first token of a proposer's draft was right."""
+        """Record whether the first token of a proposer's draft was right.
+
+        Args:
+            number: index of the proposer.
+            is_right: whether the first token of its draft equals the sampled token.
+        """
         if number == self._current:
             self._pauses.pop(number, None)  # if it is replaced, its next pause begins short
             return

@@ -32,7 +32,12 @@ class Proposer(Protocol):
     """Proposes the next tokens of a sequence."""
 
     def propose(self, tokens: Tokens, limit: int) -> Draft:
-        """Propose at most `limit` tokens that follow `tokens`, [N] int32."""
+        """Propose at most `limit` tokens that follow `tokens`, [N] int32.
+
+        Args:
+            tokens: prompt and output so far, [N] int32.
+            limit: maximum number of draft tokens.
+        """
         ...
 
 

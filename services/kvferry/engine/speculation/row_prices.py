@@ -33,7 +33,12 @@ class RowPrices:
         self._num_steps = 0
 
     def observe(self, rows: int, seconds: float) -> None:
-        """Record that a decoding step of this many rows took this long."""
+        """Record that a decoding step of this many rows took this long.
+
+        Args:
+            rows: number of rows of the step, draft tokens included.
+            seconds: its duration.
+        """
         if not 0 < rows <= _MAX_ROWS or seconds <= 0.0:
             return
         if self._num_steps:

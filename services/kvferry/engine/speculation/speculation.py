@@ -164,14 +164,24 @@ class Speculation:
 
     def sources(self, request_id: RequestId, count: int) -> DraftSources | None:
         """Return the distributions of the first `count` tokens of a sequence's draft; `None` if draft tokens are
-        accepted by comparison with the drawn token."""
+        accepted by comparison with the drawn token.
+
+        Args:
+            request_id: id of the request.
+            count: number of leading draft tokens that the step verifies.
+        """
         state = self._states.get(request_id) if self._is_rejecting else None
         if state is None or state.drawing is None:
             return None
         return state.sources[:count] if state.sources else (None,) * count
 
     def may_draft(self, decoding: Iterable[Sequence], rows: int) -> bool:
-        """Return whether the next step may have drafts, without running a draft model."""
+        """Return whether the next step may have drafts, without running a draft model.
+
+        Args:
+            decoding: the decoding sequences of the step.
+            rows: rows of the step without drafts.
+        """
         if self._model is not None:
             if self._num_proposed(self._model, rows, rows):
                 return True
@@ -179,7 +189,12 @@ class Speculation:
         return bool(self._chosen(decoding, rows, None))
 
     def verified(self, num_drafts: int, num_accepted: int) -> None:
-        """Count a verified draft."""
+        """Count a verified draft.
+
+        Args:
+            num_drafts: number of draft tokens that the step verified.
+            num_accepted: number of them that were accepted.
+        """
         self.counts.num_drafts += 1
         self.counts.num_draft_tokens += num_drafts
         self.counts.num_accepted_tokens += num_accepted
@@ -204,7 +219,12 @@ class Speculation:
             first += item.num_scheduled
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
-        """Record the duration of a step."""
+        """Record the duration of a step; steps with prompts are ignored.
+
+        Args:
+            plan: the step's plan.
+            seconds: its duration.
+        """
         if all(item.is_decode for item in plan.scheduled):
             self._prices.observe(plan.num_tokens, seconds)
 

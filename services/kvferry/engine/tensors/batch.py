@@ -26,10 +26,10 @@ _NO_TABLES = np.empty((0, 0, 0), dtype=np.int64)
 
 @dataclass(frozen=True, slots=True)
 class ShownStates:
-    """Hidden states of every row that a head reads."""
+    """Hidden states that a head reads, for every row."""
 
     layers: tuple[int, ...] = ()
-    """Layers whose inputs they are, concatenated; empty for the last hidden states, after the final norm."""
+    """Layers whose inputs are read, concatenated; empty for the last hidden states, after the final norm."""
 
 
 class PackedAdapter(Protocol):

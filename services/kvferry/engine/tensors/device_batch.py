@@ -44,7 +44,12 @@ def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def sent_copies(copies: Sequence[PageCopy], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Copy the source and target page numbers of page copies to the device, asynchronously; return [N] int64 each."""
+    """Copy the source and target page numbers of page copies to the device, asynchronously; return [N] int64 each.
+
+    Args:
+        copies: N page copies within the device's pages.
+        device: the device.
+    """
     count = len(copies)
     # The row length is even, since Triton recompiles a kernel for pointers that are not 16-byte aligned.
     numbers = np.zeros((2, count + count % 2), np.int64)

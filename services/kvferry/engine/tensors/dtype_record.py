@@ -22,6 +22,11 @@ def recorded_dtype(setting: str, config: ModelConfig, *, kernels: str) -> str:
     A measured choice is recorded in the cache folder. If the folder is read-only, an existing record is used; without
     one, each process measures.
 
+    Args:
+        setting: `auto`, or one of `DTYPES`.
+        config: configuration of the model.
+        kernels: one of `models.build.KERNELS`.
+
     Raises:
         UsageError: `setting` is unknown.
     """

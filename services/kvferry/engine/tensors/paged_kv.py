@@ -89,6 +89,10 @@ class PagedKv:
     def over(cls, layout: KvLayout, buffer: "Buffer") -> "PagedKv":
         """Use an existing writable buffer as pages, as many as fit; the buffer's content stays unchanged.
 
+        Args:
+            layout: layout of one page.
+            buffer: writable contiguous memory.
+
         Raises:
             UsageError: the buffer is smaller than one page.
         """

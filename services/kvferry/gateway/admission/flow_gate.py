@@ -91,7 +91,7 @@ class FlowGate:
     # -- interface to text serving -----------------------------------------------------------------------------
 
     def enter(self, work: Work) -> RequestSlot:
-        """Return the place of a request; see `rpc.admission.Admission.enter`."""
+        """Return the slot of a request; see `rpc.admission.Admission.enter`."""
         return RequestSlot(self, work)
 
     def count(self, tenant: str) -> None:
@@ -151,7 +151,12 @@ class FlowGate:
         self._metrics.admitted(tenant, entry.priority, slot.queued_seconds)
 
     def leave(self, slot: RequestSlot, *, is_whole: bool) -> None:
-        """Free the place of an admitted request, and correct what it was charged."""
+        """Free the slot of an admitted request, and correct the tokens that its tenant was charged.
+
+        Args:
+            slot: slot of the request, after `admit`.
+            is_whole: whether the request ended without an error; only then its output and duration enter the averages.
+        """
         entry, tenant = slot.entry, slot.work.tenant
         assert entry is not None, "a slot is left only after it was entered"
         prompt, cached, output = slot.prompt_tokens(), slot.cached_tokens(), slot.output_tokens()
@@ -163,7 +168,12 @@ class FlowGate:
         self._pump()
 
     def prefilled(self, entry: Entry, num_tokens: int) -> None:
-        """Free the capacity of computed prompt tokens."""
+        """Free the capacity of computed prompt tokens.
+
+        Args:
+            entry: a dispatched entry.
+            num_tokens: number of tokens of one sample's prompt, which has been computed.
+        """
         self.controller.prefilled(entry, num_tokens)
         if self.controller.num_queued:
             self._pump()
@@ -172,6 +182,10 @@ class FlowGate:
 
     async def wait_for_worker(self, may_go: Callable[[], bool], remaining_seconds: float) -> bool:
         """Hold a sample of an admitted request whose pool has lost its last worker, until `may_go()` is true.
+
+        Args:
+            may_go: tells whether a worker can serve the sample; called again when the fleet changes.
+            remaining_seconds: time until the request's deadline.
 
         Returns:
             `True`, or `False` if `remaining_seconds` or the configured hold time passed first.

@@ -39,12 +39,23 @@ class FlowMetrics:
         return label
 
     def refused(self, tenant: str, reason: str) -> None:
-        """Count a request that was not admitted."""
+        """Count a request that was not admitted.
+
+        Args:
+            tenant: name of the tenant.
+            reason: reason of the error.
+        """
         self._instruments.refusals.labels(reason).inc()
         self._instruments.tenant_requests.labels(self.tenant_label(tenant), "refused").inc()
 
     def admitted(self, tenant: str, priority: int, seconds: float) -> None:
-        """Count an admitted request, which waited `seconds`."""
+        """Count an admitted request, which waited `seconds`.
+
+        Args:
+            tenant: name of the tenant.
+            priority: priority of the request.
+            seconds: time that it waited in the queue.
+        """
         self._instruments.queue_seconds.labels(band_label(priority)).observe(seconds)
         self._instruments.tenant_requests.labels(self.tenant_label(tenant), "admitted").inc()
 

@@ -11,7 +11,13 @@ MAX_TENANTS = 1024
 
 
 def flow_report(controller: FlowController, quotas: Quotas, room: Room) -> dict[str, Any]:
-    """Build the JSON object: the size of the queue by priority and by tenant, and the capacity in use."""
+    """Build the JSON object: the size of the queue by priority and by tenant, and the capacity in use.
+
+    Args:
+        controller: the queue and the dispatched requests.
+        quotas: accounts of the tenants.
+        room: capacity of the fleet.
+    """
     queued = controller.by_tenant
     named = {tenant for tenant, account in quotas.accounts.items() if account.num_open} | set(queued)
     ranked = sorted(named, key=lambda tenant: (-queued[tenant].requests if tenant in queued else 0, tenant))

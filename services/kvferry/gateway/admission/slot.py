@@ -1,4 +1,4 @@
-"""The place of one request: counts what the request uses, so that its capacity is freed and its charge corrected."""
+"""The slot of one request: counts the tokens that the request uses, to free its capacity and correct its charge."""
 
 from collections.abc import Sequence
 from types import TracebackType
@@ -16,11 +16,21 @@ class Gate(Protocol):
         ...
 
     def leave(self, slot: "RequestSlot", *, is_whole: bool) -> None:
-        """Free the request's place; `is_whole` is whether it ended by itself."""
+        """Free the request's slot.
+
+        Args:
+            slot: the request's slot.
+            is_whole: whether the request ended without an error.
+        """
         ...
 
     def prefilled(self, entry: Entry, num_tokens: int) -> None:
-        """Free the capacity of computed prompt tokens."""
+        """Free the capacity of computed prompt tokens.
+
+        Args:
+            entry: a dispatched entry.
+            num_tokens: number of tokens of one sample's prompt, which has been computed.
+        """
         ...
 
 

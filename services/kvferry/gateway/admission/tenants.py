@@ -27,7 +27,7 @@ class Tenants:
     """The tenants file; `None` without one."""
     has_plain_keys: bool = False
     _seen: Version | None = None
-    """Version of the file that was read last, valid or not."""
+    """Version of the file that was read last, valid or not; `None` before the first read."""
 
     @classmethod
     def load(cls, path: Path | None, api_keys_file: Path | None, clock: Clock, probe_key: str = "") -> "Tenants":

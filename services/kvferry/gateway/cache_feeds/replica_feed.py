@@ -43,7 +43,7 @@ class FeedLimits:
     catching_up: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_MAX_CATCHING_UP))
     """Held while a snapshot is received."""
     slice: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held while an event is applied: of all feeds, one slice per turn of the event loop."""
+    """Held while a slice of an event is applied: all feeds together apply one slice per turn of the event loop."""
 
 
 class ReplicaFeed:

@@ -52,7 +52,12 @@ class Audit:
 
 
 def begin_audit(replica: ReplicaMap, index: BlockIndex) -> Audit | None:
-    """Begin an audit; `None` if the map is not exact."""
+    """Begin an audit; `None` if the map is not exact.
+
+    Args:
+        replica: map of the worker to audit.
+        index: the index with the blocks of the map.
+    """
     if replica.state is not MapState.EXACT:
         return None
     sampled = dict.fromkeys(replica.samples)

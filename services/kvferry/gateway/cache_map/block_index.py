@@ -37,21 +37,31 @@ class BlockIndex:
         self.num_dead = 0
         """Number of blocks of dropped slots that have not been swept; an upper bound."""
         self.num_collisions = 0
-        """Number of names so far that a slot already had, by their leading bits."""
+        """Number of names added so far whose leading bits equal those of another name of the same slot."""
 
     def take_slot(self) -> int | None:
         """Reserve a slot and return its bit; `None` if all slots are in use."""
         return 1 << self._free.pop() if self._free else None
 
     def drop_slot(self, bit: int, num_blocks: int) -> None:
-        """Drop all blocks of a slot; the slot is free again after the next complete sweep."""
+        """Drop all blocks of a slot; the slot is free again after the next complete sweep.
+
+        Args:
+            bit: bit of the slot.
+            num_blocks: number of blocks that were added to the slot and not removed.
+        """
         self._dead |= bit
         self.exact &= ~bit
         self.num_blocks -= num_blocks
         self.num_dead += num_blocks
 
     def add(self, keys: Sequence[int], bit: int) -> int:
-        """Add blocks to a slot; return how many of them the slot already had."""
+        """Add blocks to a slot; return how many of them the slot already had.
+
+        Args:
+            keys: leading bits of the blocks' names (`feed_events.keys_of`).
+            bit: bit of the slot.
+        """
         shards, shared, repeated = self._shards, self._shared, 0
         for key in keys:
             shard = shards[key >> _SHIFT]
@@ -68,7 +78,12 @@ class BlockIndex:
         return repeated
 
     def remove(self, keys: Sequence[int], bit: int) -> int:
-        """Remove blocks from a slot; return how many of them the slot did not have."""
+        """Remove blocks from a slot; return how many of them the slot did not have.
+
+        Args:
+            keys: leading bits of the blocks' names (`feed_events.keys_of`).
+            bit: bit of the slot.
+        """
         shards, extra, unknown = self._shards, self._extra, 0
         for key in keys:
             shard = shards[key >> _SHIFT]
@@ -87,12 +102,22 @@ class BlockIndex:
         return unknown
 
     def holds(self, key: int, bit: int) -> bool:
-        """Return whether a slot has a block."""
+        """Return whether a slot has a block.
+
+        Args:
+            key: leading bits of the block's name.
+            bit: bit of the slot.
+        """
         return bool(self._shards[key >> _SHIFT].get(key, 0) & bit)
 
     def prefix_blocks(self, keys: Sequence[int], slots: int) -> dict[int, int]:
         """Return the number of leading blocks that each slot in the set `slots` has, by bit; slots without the first
-        block are omitted."""
+        block are omitted.
+
+        Args:
+            keys: leading bits of the names of a prompt's full blocks, in order.
+            slots: the slots to look up, as the sum of their bits.
+        """
         shards, found = self._shards, dict[int, int]()
         for depth, key in enumerate(keys):
             left = slots & shards[key >> _SHIFT].get(key, 0)

@@ -90,13 +90,24 @@ class CacheMap:
             replica.on(MapEvent.LEFT)
 
     def met(self, address: str, incarnation: str) -> None:
-        """Note the incarnation in a worker's status. If it is new, the replica's map and history are dropped."""
+        """Note the incarnation in a worker's status. If it is new, the replica's map and history are dropped.
+
+        Args:
+            address: address of the worker.
+            incarnation: the incarnation that the worker reports.
+        """
         replica = self._replicas.get(address)
         if replica is not None and not replica.meet(incarnation):
             self.lost(address, MapEvent.OTHER_INCARNATION, "the worker restarted")
 
     def lost(self, address: str, event: MapEvent, why: str) -> None:
-        """Drop the replica's map; do nothing if it is unknown or has no map."""
+        """Drop the replica's map; do nothing if it is unknown or has no map.
+
+        Args:
+            address: address of the worker.
+            event: why the map is no longer exact.
+            why: the reason in words, for reports.
+        """
         replica = self._replicas.get(address)
         if replica is None or replica.state is MapState.BLIND:
             return
@@ -137,6 +148,10 @@ class CacheMap:
     def apply(self, address: str, event: SnapshotPart | Delta) -> Iterator[None]:
         """Apply an event of a replica's feed, one slice of at most `SLICE_NAMES` names per iteration. The iterator must
         be exhausted before the replica's next event.
+
+        Args:
+            address: address of the worker.
+            event: the next event of its feed.
 
         Raises:
             FeedBroken: the event is inconsistent; the replica's map was dropped.
@@ -197,7 +212,13 @@ class CacheMap:
 
     def end_audit(self, address: str, audit: Audit, answer: AuditAnswer) -> AuditOutcome:
         """Compare a worker's answer with the map; after a mismatch the map is dropped. After `WAIT`, call again when
-        more events have been applied."""
+        more events have been applied.
+
+        Args:
+            address: address of the worker.
+            audit: the audit, begun earlier.
+            answer: the worker's answer.
+        """
         replica = self._replicas.get(address)
         if replica is None:
             return AuditOutcome.SKIPPED
@@ -240,6 +261,12 @@ class Lookup:
     __slots__ = ("_found", "_keys", "_map", "_names", "_now")
 
     def __init__(self, cache_map: CacheMap, keys: list[int], names: Sequence[bytes]) -> None:
+        """
+        Args:
+            cache_map: the map.
+            keys: leading bits of the names, in order.
+            names: names of the prompt's full blocks, in order.
+        """
         self._map, self._keys, self._names = cache_map, keys, names
         self._now = cache_map._clock.monotonic()
         index = cache_map._index

@@ -62,9 +62,19 @@ class DispatchedBlocks:
         self._pending.clear()
 
     def is_pending(self, key: int, since: float) -> bool:
-        """Return whether the block was dispatched at or after `since` and is not confirmed."""
+        """Return whether the block was dispatched at or after `since` and is not confirmed.
+
+        Args:
+            key: leading bits of the block's name.
+            since: monotonic seconds.
+        """
         return self._pending.get(key, -math.inf) >= since
 
     def is_known(self, key: int, since: float) -> bool:
-        """Return whether the block was dispatched at or after `since`."""
+        """Return whether the block was dispatched at or after `since`.
+
+        Args:
+            key: leading bits of the block's name.
+            since: monotonic seconds.
+        """
         return self._history.get(key, -math.inf) >= since

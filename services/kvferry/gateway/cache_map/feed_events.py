@@ -51,7 +51,7 @@ class Delta:
 
 @dataclass(slots=True)  # not frozen, like `Delta`
 class Names:
-    """Names of one event, at most one slice of them, as keys of the index, with the XOR of the whole names."""
+    """At most one slice of the names of an event: their keys in the index, and the XOR of the complete names."""
 
     keys: list[int]
     xor: int
@@ -84,7 +84,12 @@ def num_names(joined: bytes) -> int:
 
 
 def slices(joined: bytes, size: int) -> Iterator[bytes]:
-    """Yield concatenated names in slices of at most `size` names."""
+    """Yield concatenated names in slices of at most `size` names.
+
+    Args:
+        joined: block names of `NAME_BYTES` bytes each, one after another.
+        size: maximum number of names in a slice.
+    """
     for start in range(0, len(joined), size * NAME_BYTES):
         yield joined[start : start + size * NAME_BYTES]
 

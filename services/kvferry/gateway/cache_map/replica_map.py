@@ -26,6 +26,11 @@ class FeedBroken(Exception):
     """The feed is inconsistent; the map of its replica is lost."""
 
     def __init__(self, event: MapEvent, why: str) -> None:
+        """
+        Args:
+            event: why the map is no longer exact.
+            why: the reason in words.
+        """
         super().__init__(why)
         self.event = event
 
@@ -69,7 +74,12 @@ class ReplicaMap:
             self._index.exact &= ~self.bit
 
     def begin(self, bit: int, check_name: bytes) -> None:
-        """Start with an empty map in a new slot."""
+        """Start with an empty map in a new slot.
+
+        Args:
+            bit: bit of the slot in the index.
+            check_name: name of the fixed block (`core.hashing.check_name`) that the feed must report.
+        """
         self.bit, self.sequence, self.count, self.xor = bit, -1, 0, 0
         self.check_name = check_name
         self.num_indexed = self.num_repeated = 0

@@ -72,7 +72,12 @@ class History:
         self._readings.append((now, totals))
 
     def overview(self, now: float, totals: Totals) -> dict[str, Any]:
-        """Build the body of `GET /debug/overview`: the points, oldest first, and totals since the start."""
+        """Build the body of `GET /debug/overview`: the points, oldest first, and totals since the start.
+
+        Args:
+            now: monotonic seconds, by which the age of the points is computed.
+            totals: the current totals.
+        """
         points = self._points
         return {
             "interval_seconds": INTERVAL_SECONDS,

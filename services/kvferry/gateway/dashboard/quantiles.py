@@ -22,6 +22,11 @@ def quantiles(earlier: Buckets, later: Buckets, shares: Sequence[float]) -> list
     the infinite bucket is the highest finite bound. `None` means no observations, or a histogram that was reset between
     the readings.
 
+    Args:
+        earlier: the first reading.
+        later: the second reading.
+        shares: share of the observations below each quantile, 0 to 1; 0.5 for the median.
+
     Raises:
         ValueError: the readings have different buckets.
     """

@@ -34,7 +34,12 @@ def prefill_request(run: SampleRun, prior_turn_ticket: bytes) -> prefill_pb2.Pre
 
 
 def pool_request(run: SampleRun, params: PoolingParams) -> prefill_pb2.PoolRequest:
-    """Build the `Prefill.Pool` request: compute the prompt and its vector."""
+    """Build the `Prefill.Pool` request: compute the prompt and its vector.
+
+    Args:
+        run: the sample, whose prompt is pooled.
+        params: parameters of the vector.
+    """
     request = run.request
     return prefill_pb2.PoolRequest(
         request_id=request.request_id,

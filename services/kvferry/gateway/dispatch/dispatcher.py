@@ -204,7 +204,7 @@ class Dispatcher:
 
     @contextmanager
     def _lifetime(self, run: SampleRun) -> Iterator[None]:
-        """Lifetime of a sample: end the sample on exit from the `with` block."""
+        """End the sample on exit from the `with` block."""
         try:
             yield
         except KvferryError:

@@ -17,14 +17,24 @@ class Ending:
         self._instruments = instruments
 
     def drop_ticket(self, run: SampleRun, reason: str) -> None:
-        """Release the sample's ticket, if it has one; the sample continues without a ticket."""
+        """Release the sample's ticket, if it has one; the sample continues without a ticket.
+
+        Args:
+            run: the sample.
+            reason: reason that the prefill worker records.
+        """
         if run.ticket is not None:
             self._releases.release(run.ticket, run.request.request_id, reason)
             run.ticket = None
             run.on(Event.DROP)
 
     def end(self, run: SampleRun, event: Event) -> None:
-        """Enter a final state and run the `DUTIES` of the previous state; no effect if the sample has already ended."""
+        """Enter a final state and run the `DUTIES` of the previous state; no effect if the sample has already ended.
+
+        Args:
+            run: the sample.
+            event: an event that leads to a final state.
+        """
         if run.state in MACHINE.final:
             return
         duties = DUTIES[run.state]

@@ -76,7 +76,12 @@ class Journal:
 
     def find(self, tenant: str, request_id: RequestId) -> list[dict[str, object]] | None:
         """Return the entries of a request's samples; `None` if the request belongs to a different tenant, was evicted,
-        or is still running."""
+        or is still running.
+
+        Args:
+            tenant: tenant of the caller.
+            request_id: id of the request.
+        """
         samples = self._entries.get((tenant, request_id))
         return None if samples is None else [sample.shown() for sample in samples]
 

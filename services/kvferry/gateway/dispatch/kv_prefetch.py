@@ -33,7 +33,13 @@ class KvPrefetches:
 
     @contextmanager
     def running(self, run: SampleRun, route: Route, ticket_id: str) -> Iterator[None]:
-        """Run a KV prefetch during the `with` block, in which the prompt is computed; no-op for short prompts."""
+        """Run a KV prefetch during the `with` block, in which the prompt is computed; no-op for short prompts.
+
+        Args:
+            run: the sample, which has no ticket yet.
+            route: its route, with a prefill worker.
+            ticket_id: id that the ticket will have.
+        """
         request = self._request(run, route, ticket_id)
         if request is None:
             yield

@@ -28,6 +28,11 @@ async def worker_lost(call: grpc.aio.Call, error: grpc.aio.AioRpcError, address:
 
     A worker reports a failed step. If its process exited, the connection breaks without a report, and the call's
     initial metadata shows whether the request had been started.
+
+    Args:
+        call: the failed call.
+        error: its error.
+        address: address of the worker.
     """
     known = error_from_rpc(error)
     in_failed_step = known.reason in (STEP_FAILED, GenerationFailed.reason)
@@ -44,6 +49,10 @@ def _has_details(error: grpc.aio.AioRpcError) -> bool:
 def raise_if_lost(held: Hold, address: str) -> None:
     """Raise `WorkerLost` if the fleet cancelled the call, else return. To be called on CancelledError, which grpc
     raises both for a cancelled call and for a cancelled task.
+
+    Args:
+        held: hold of the call, which the fleet marks when it cancels the call.
+        address: address of the worker.
 
     Raises:
         WorkerLost: the fleet cancelled the call.

@@ -61,7 +61,12 @@ class Turns:
 
     def find(self, run: SampleRun, pick: Pick) -> bytes:
         """Return the ticket of the longest prior turn that is a prefix of the prompt and that `pick` can read; empty if
-        there is no such turn."""
+        there is no such turn.
+
+        Args:
+            run: the sample.
+            pick: worker that will read the KV.
+        """
         if not self._turns:
             return b""
         request = run.request

@@ -49,11 +49,23 @@ class Releases:
         return len(self._tasks)
 
     def release(self, ticket: SealedTicket, request_id: RequestId, reason: str) -> None:
-        """Release the offer of `ticket` at its prefill worker, in the background."""
+        """Release the offer of `ticket` at its prefill worker, in the background.
+
+        Args:
+            ticket: ticket of the offer.
+            request_id: id of the request.
+            reason: reason that the worker records.
+        """
         self._spawn(self._release(ticket, request_id, reason))
 
     def reap(self, call: PrefillCall, ticket: SealedTicket, request_id: RequestId) -> None:
-        """Cancel a prefill call and release the offer of `ticket`, which the worker may already have created."""
+        """Cancel a prefill call and release the offer of `ticket`, which the worker may already have created.
+
+        Args:
+            call: the call that creates the offer.
+            ticket: ticket of the offer.
+            request_id: id of the request.
+        """
         call.cancel()
         self._spawn(self._release(ticket, request_id, "client_gone"))
 

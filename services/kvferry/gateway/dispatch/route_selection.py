@@ -110,7 +110,7 @@ class RouteSelection:
         notes = route_notes(route, self._config.policy)
         run.routes = [*run.routes, *notes][-_MAX_ROUTES:]
         if run.ticket is None:  # otherwise the comparison was made when the pair was chosen
-            # After the call to the worker was sent, so that the comparison does not delay the request.
+            # Runs after the call to the worker is sent, so that the comparison does not delay the request.
             asyncio.get_running_loop().call_soon(self._compare, run, route, notes[0], caches)
         return route
 
@@ -133,7 +133,12 @@ class RouteSelection:
 
     def uncached_tokens(self, scope: str, token_ids: Sequence[int]) -> int:
         """Return the number of tokens of a prompt, at least 1, that would be computed on the worker that has cached
-        most of it."""
+        most of it.
+
+        Args:
+            scope: scope of the request's block names (`core.hashing.cache_scope`).
+            token_ids: tokens of the prompt.
+        """
         candidates = self._fleet.candidates()
         caches = PromptCaches(self._map, self._namers, PromptNames(), scope, token_ids, self._config.prefix_blocks)
         computing = (*candidates.prefill, *candidates.both) or candidates.decode

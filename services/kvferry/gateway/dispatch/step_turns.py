@@ -1,4 +1,5 @@
-"""Turns of the steps of beam searches at the workers, so that prompts of other requests find places there."""
+"""Limits the steps of beam searches that are on the workers at a time, which leaves room for other requests'
+prompts."""
 
 import asyncio
 import heapq
@@ -27,7 +28,11 @@ class StepTurns:
         return sum(not turn.done() for _, _, turn in self._waiting)
 
     async def take(self, priority: int) -> None:
-        """Wait for a turn; `give` ends it. Cancelling the calling task takes none."""
+        """Wait for a turn, which `give` ends. If the calling task is cancelled, it gets no turn.
+
+        Args:
+            priority: priority of the request; lower numbers come first.
+        """
         if not self._waiting and self.num_running < max(1, self._places()):
             self.num_running += 1
             return

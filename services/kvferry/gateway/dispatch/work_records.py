@@ -22,7 +22,12 @@ class WorkRecords:
     # -- dispatched work ---------------------------------------------------------------------------------------------
 
     def dispatched(self, run: SampleRun, route: Route) -> None:
-        """Count the sample's work on the workers of its route, replacing an earlier route."""
+        """Count the sample's work on the workers of its route, replacing an earlier route.
+
+        Args:
+            run: the sample, whose commitment is set.
+            route: its route.
+        """
         self.arrived(run)
         computing = route.prefill or (route.decode if run.ticket is None else None)
         decode = route.decode.replica

@@ -81,6 +81,10 @@ class Commitments:
         """Return the number of tokens of dispatched prompts that the worker has not computed yet.
 
         Prompts are computed in the order of their dispatch; the progress of the oldest one follows from the time.
+
+        Args:
+            address: address of the worker.
+            seconds_per_token: estimated time to compute one prompt token; 0 if unknown.
         """
         worker = self._workers.get(address)
         if worker is None or not worker.prompts:

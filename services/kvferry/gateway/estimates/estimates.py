@@ -90,12 +90,23 @@ class Estimates:
     # -- observations ------------------------------------------------------------------------------------------------
 
     def observe_prefill(self, process: Process, num_tokens: int, seconds: float) -> None:
-        """Add the time in which a worker computed `num_tokens` tokens of a prompt, without its queue."""
+        """Add the time in which a worker computed `num_tokens` tokens of a prompt, without its queue.
+
+        Args:
+            process: the run of the worker; its first observation is ignored.
+            num_tokens: number of tokens that were computed.
+            seconds: duration of the computation.
+        """
         if self._is_warm(("prefill", process)):
             self._prefills.add(process.worker, num_tokens, seconds)
 
     def observe_prompt(self, num_tokens: int, num_cached: int) -> None:
-        """Add a prompt and the number of its tokens that were cached."""
+        """Add a prompt and the number of its tokens that were cached.
+
+        Args:
+            num_tokens: number of tokens of the prompt.
+            num_cached: number of leading tokens that were cached.
+        """
         if num_tokens > 0:
             self._hit_share += _EWMA * (min(1.0, num_cached / num_tokens) - self._hit_share)
 
@@ -135,7 +146,7 @@ class Estimates:
             self._transfers.add(("distance", distance), num_tokens, seconds)
 
     def _is_warm(self, what: Hashable) -> bool:
-        """Return whether there was an observation of this kind before; note that there is one now."""
+        """Return whether this kind was observed before, and record that it has now been observed."""
         was_warm = what in self._warm
         self._warm[what] = None
         self._warm.move_to_end(what)
@@ -165,6 +176,6 @@ class Estimates:
 
     @property
     def hit_share(self) -> float:
-        """Fraction of prompt tokens that were found in caches lately, 0 to 1: the probability that a cached block is
+        """Fraction of prompt tokens that were recently found in caches, 0 to 1: the probability that a cached block is
         used again before it leaves the cache."""
         return self._hit_share

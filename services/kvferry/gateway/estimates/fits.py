@@ -30,10 +30,15 @@ class FittedLine:
     _xx: float = 0.0
     _xy: float = 0.0
     _line: tuple[float, float] | None = (0.0, 0.0)
-    """The fit; `None` if there are new observations."""
+    """The fitted line (constant, slope); `None` if there are observations that it does not include."""
 
     def add(self, amount: float, seconds: float) -> None:
-        """Add an observation; one without an amount or with a negative duration is ignored."""
+        """Add an observation; one without an amount or with a negative duration is ignored.
+
+        Args:
+            amount: amount of work, for example a number of tokens.
+            seconds: its duration.
+        """
         if amount <= 0 or seconds < 0:
             return
         if self.count >= _NUM_TRUSTED:

@@ -32,6 +32,10 @@ class AdapterChanges:
     async def load(self, name: str, path: str) -> Mapping[str, str]:
         """Load an adapter on every worker; return its digest by worker address. Idempotent.
 
+        Args:
+            name: name of the adapter.
+            path: the adapter's folder on the workers.
+
         Raises:
             KvferryError: a worker refused it; the message names the worker. The others may have loaded it.
         """

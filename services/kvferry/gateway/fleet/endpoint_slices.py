@@ -26,6 +26,12 @@ class EndpointSlices:
     """Yields the workers of one pool from its EndpointSlices; implements `discovery.Source`."""
 
     def __init__(self, api: PoolApi, clock: Clock, *, relist_seconds: float = _RELIST_SECONDS) -> None:
+        """
+        Args:
+            api: client of the API server.
+            clock: clock of the pauses between retries.
+            relist_seconds: time between two complete lists.
+        """
         self._api = api
         self._clock = clock
         self._relist_seconds = relist_seconds

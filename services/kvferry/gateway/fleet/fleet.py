@@ -165,7 +165,12 @@ class Fleet:
                 member.wake.set()
 
     def suspect(self, address: str, why: str) -> None:
-        """Stop sending requests to a worker because a call to it failed, and poll its status immediately."""
+        """Stop sending requests to a worker because a call to it failed, and poll its status immediately.
+
+        Args:
+            address: address of the worker.
+            why: the failure in words, for logs and reports.
+        """
         member = self._by_address.get(address)
         if member is None:  # the worker has been removed
             return
@@ -211,7 +216,7 @@ class Fleet:
             await self._watch(member)
             self._forget(member)
         finally:
-            await member.close(politely=member.has_left and self._is_running)
+            await member.close(gracefully=member.has_left and self._is_running)
 
     async def _watch(self, member: Member) -> None:
         backoff, silent_polls = _FIRST_BACKOFF_SECONDS, 0

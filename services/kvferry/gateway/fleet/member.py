@@ -175,8 +175,9 @@ class Member:
         """The worker's room as of its last status."""
         self._why_lost = "no status yet"
         self._view: WorkerView | None = None
-        """The last view, of `_viewed`; routing asks for the views of all workers several times per request."""
+        """The last view, kept because routing needs the views of all workers several times per request."""
         self._viewed: tuple[worker_admin_pb2.StatusResponse, Listing] | None = None
+        """Status and listing from which `_view` was made."""
         self._replica: tuple[WorkerView, Replica] | None = None
         self.channels = WorkerChannels(listing.endpoint, tls)
 
@@ -202,9 +203,9 @@ class Member:
         self.events = kv_events_pb2_grpc.KvEventsStub(work)
         self.admin = worker_admin_pb2_grpc.WorkerAdminStub(admin)
 
-    async def close(self, *, politely: bool) -> None:
-        """Close the worker's channels; if `politely`, after a grace period for calls in flight."""
-        await self.channels.close(politely=politely)
+    async def close(self, *, gracefully: bool) -> None:
+        """Close the worker's channels; if `gracefully`, after a grace period for calls in flight."""
+        await self.channels.close(gracefully=gracefully)
 
     async def status(self, timeout: float) -> worker_admin_pb2.StatusResponse:
         """Request the worker's status. If a worker rejects the key of earlier calls, each of the gateway's keys is
@@ -266,7 +267,12 @@ class Member:
             held.lose(why)
 
     def saw(self, status: worker_admin_pb2.StatusResponse, *, clears_suspicion: bool) -> None:
-        """Record a status response."""
+        """Record a status response.
+
+        Args:
+            status: the response.
+            clears_suspicion: whether the status was requested after the worker became suspect.
+        """
         before = self.view().why_not
         self._status = status
         load = load_from_wire(status.load)

@@ -155,6 +155,10 @@ class PoolApi:
     def wake(self, role: str, version: str) -> None:
         """Set a role's replica count to 1, if its scaler still has resource version `version`.
 
+        Args:
+            role: role of the workers.
+            version: resource version of the scaler when it was read.
+
         Raises:
             ApiError: the request failed; status 409 if the scaler has changed since.
         """

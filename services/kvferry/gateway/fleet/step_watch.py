@@ -15,7 +15,13 @@ class StepWatch:
         """Number of consecutive statuses without progress."""
 
     def observe(self, incarnation: str, num_steps: int, num_running: int) -> None:
-        """Note a status. Without running sequences, no step is due."""
+        """Note a status. Without running sequences, no step is due.
+
+        Args:
+            incarnation: incarnation of the worker.
+            num_steps: number of steps that the worker has completed.
+            num_running: number of running sequences.
+        """
         now = incarnation, num_steps
         # Worker versions that do not report steps report 0.
         self.count = self.count + 1 if num_running and num_steps and now == self._last else 0

@@ -78,12 +78,12 @@ class WorkerChannels:
                 for channel in replaced.channels:
                     await channel.close()
 
-    async def close(self, *, politely: bool) -> None:
-        """Close all channels; if `politely`, after a grace period for calls in flight."""
+    async def close(self, *, gracefully: bool) -> None:
+        """Close all channels; if `gracefully`, after a grace period for calls in flight."""
         opened = [self.work, self.admin] if hasattr(self, "work") else []
         replaced, self._replaced = self._replaced, []
         for channel in (*opened, *(channel for each in replaced for channel in each.channels)):
-            await channel.close(_CLOSE_SECONDS if politely else None)
+            await channel.close(_CLOSE_SECONDS if gracefully else None)
 
     async def tls_cause(self, error: grpc.aio.AioRpcError) -> str:
         """Return why TLS fails after a failed status poll; empty if it does not."""

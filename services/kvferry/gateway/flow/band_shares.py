@@ -61,10 +61,20 @@ class BandShares:
         return min(priorities, key=lambda priority: (self._served[priority], priority))
 
     def begin(self, priority: int, cost: float) -> None:
-        """Charge a dispatched request of `cost` tokens to its band."""
+        """Charge a dispatched request of `cost` tokens to its band.
+
+        Args:
+            priority: the band.
+            cost: expected tokens of the request.
+        """
         self._time = max(self._time, self._served[priority])
         self.charge(priority, cost)
 
     def charge(self, priority: int, tokens: float) -> None:
-        """Add tokens, or subtract them if a request used fewer than its cost."""
+        """Add tokens, or subtract them if a request used fewer than its cost.
+
+        Args:
+            priority: the band.
+            tokens: number of tokens; negative to subtract.
+        """
         self._served[priority] += tokens / self._weights.get(priority, 1)

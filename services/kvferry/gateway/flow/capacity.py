@@ -75,6 +75,10 @@ def room(workers: Iterable[WorkerRoom], max_streams: int) -> Room:
     Workers of role `both` count only if there is no pair of a prefill and a decode worker, since only then requests are
     routed to them. Without workers, `max_streams` is the only bound, and the dispatcher reports why requests cannot be
     served.
+
+    Args:
+        workers: the workers that accept requests.
+        max_streams: the gateway's bound on samples that run at a time.
     """
     generating, computing = _by_task(workers)
     if not computing:

@@ -42,12 +42,22 @@ class QueueSize:
     num_bytes: int = 0
 
     def add(self, entry: Entry, sign: int) -> None:
-        """Count an entry that enters (`sign` 1) or leaves (-1)."""
+        """Count an entry that enters or leaves.
+
+        Args:
+            entry: the entry.
+            sign: 1 if the entry enters, -1 if it leaves.
+        """
         self.requests += sign
         self.num_bytes += sign * entry.num_bytes
 
     def exceeds(self, bounds: QueueBounds, extra: Entry) -> str:
-        """Return the bound that one more entry would exceed, with its value; empty if there is none."""
+        """Return the bound that one more entry would exceed, with its value; empty if there is none.
+
+        Args:
+            bounds: maximum size of the queue.
+            extra: the entry that would be added.
+        """
         if self.requests + 1 > bounds.requests:
             return f"{self.requests} requests are waiting; at most {bounds.requests} may"
         if self.num_bytes + extra.num_bytes > bounds.num_bytes:
@@ -126,11 +136,16 @@ class FlowController:
 
     def used(self, room: Room) -> int:
         """Return how many of `room.sequences` are in use."""
-        # Steps of more beams than `searches`, as of one large request, take turns in the places of so many.
+        # If the searches have more beams than `room.searches`, their steps take turns and use only that many sequences.
         return self.num_sequences + (0 if room.is_split else min(self.num_beams, room.searches))
 
     def is_open(self, room: Room, entry: Entry) -> bool:
-        """Return whether a request may be dispatched now."""
+        """Return whether a request may be dispatched now.
+
+        Args:
+            room: capacity of the fleet.
+            entry: the entry, queued or new.
+        """
         return self._has_workers(room, entry) and self._has_streams(room, entry)
 
     def _has_workers(self, room: Room, entry: Entry) -> bool:
@@ -200,7 +215,12 @@ class FlowController:
         return over
 
     def submit(self, entry: Entry, now: float) -> None:
-        """Queue an entry for which `make_room` has found room."""
+        """Queue an entry for which `make_room` has found room.
+
+        Args:
+            entry: a new entry.
+            now: monotonic seconds.
+        """
         entry.on(EntryEvent.QUEUE)
         self._number += 1
         entry.number, entry.arrived = self._number, now
@@ -208,7 +228,12 @@ class FlowController:
         self._count(entry, 1)
 
     def dispatch(self, room: Room, now: float) -> list[Entry]:
-        """Return the entries that leave the queue now, in order: dispatched while there is room, or expired."""
+        """Return the entries that leave the queue now, in order: dispatched while there is room, or expired.
+
+        Args:
+            room: capacity of the fleet.
+            now: monotonic seconds.
+        """
         decided: list[Entry] = []
         while (entry := self._next(room, now)) is not None:
             decided.append(entry)
@@ -226,8 +251,11 @@ class FlowController:
         return decided
 
     def _next(self, room: Room, now: float) -> Entry | None:
-        """Return the entry that leaves its queue next: of the first ones of both queues for which the workers have
-        room, the first in order. It waits for its streams, so that smaller requests do not overtake it for ever."""
+        """Return the entry that leaves its queue next; `None` if none can.
+
+        Candidates are the first entries of both queues, if they have expired or the workers have room for them. If the
+        first candidate in order lacks streams, no entry leaves, so that smaller requests do not overtake it forever.
+        """
         first = [entry for queue in self._queues if (entry := queue.next()) is not None]
         free = [entry for entry in first if entry.deadline <= now or self._has_workers(room, entry)]
         entry = min(free, key=self._order, default=None)

@@ -33,7 +33,12 @@ class DrainRate:
         return self._weight / (_MEMORY_SECONDS * (1.0 - math.exp(-age / _MEMORY_SECONDS)))
 
     def retry_after(self, num_ahead: int, now: float) -> float:
-        """Return the time to dispatch `num_ahead` requests at the present rate in seconds, clamped to 1 to 60."""
+        """Return the time to dispatch `num_ahead` requests at the present rate in seconds, clamped to 1 to 60.
+
+        Args:
+            num_ahead: number of requests that are dispatched first.
+            now: monotonic seconds.
+        """
         rate = self.per_second(now)
         if rate <= 0.0:
             return MAX_RETRY_SECONDS

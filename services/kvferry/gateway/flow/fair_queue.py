@@ -100,7 +100,7 @@ class FairQueue:
         self._num_queued = 0
 
     def __len__(self) -> int:
-        """Number of queued entries."""
+        """Return the number of queued entries."""
         return self._num_queued
 
     @property
@@ -166,7 +166,12 @@ class FairQueue:
         self._charge(band, flow, entry.cost / entry.weight)
 
     def end(self, entry: Entry, used: float) -> None:
-        """Correct the charge of a running entry to the tokens that it has used."""
+        """Correct the charge of a running entry to the tokens that it has used.
+
+        Args:
+            entry: an entry for which `begin` was called.
+            used: number of tokens that the request used.
+        """
         band = self._bands[entry.priority]
         flow = band.flows[entry.tenant]
         flow.num_running -= 1

@@ -35,14 +35,26 @@ class Bucket:
     """Monotonic seconds."""
 
     def refill(self, per_minute: float, capacity: float, now: float) -> None:
-        """Refill for the time since the last call, up to `capacity`."""
+        """Refill for the time since the last call, up to `capacity`.
+
+        Args:
+            per_minute: units added per minute.
+            capacity: maximum level.
+            now: monotonic seconds.
+        """
         elapsed = max(0.0, now - self.updated)
         self.level = min(capacity, self.level + elapsed * per_minute / _SECONDS_PER_MINUTE)
         self.updated = max(self.updated, now)
 
     def wait_seconds(self, cost: float, per_minute: float, capacity: float) -> float:
         """Return the time until `cost` can be taken, in seconds; 0 if it can be taken now. A cost above the capacity
-        needs a full bucket."""
+        needs a full bucket.
+
+        Args:
+            cost: units to take.
+            per_minute: units added per minute.
+            capacity: maximum level.
+        """
         missing = min(cost, capacity) - self.level
         return 0.0 if missing <= 0 else missing * _SECONDS_PER_MINUTE / per_minute
 
@@ -75,7 +87,12 @@ class Quotas:
         return found
 
     def expected_output(self, tenant: str, max_tokens: int) -> float:
-        """Return the expected number of output tokens of a sample, at most `max_tokens`."""
+        """Return the expected number of output tokens of a sample, at most `max_tokens`.
+
+        Args:
+            tenant: the tenant, whose average is used.
+            max_tokens: the sample's limit.
+        """
         return min(float(max_tokens), self.account(tenant).output_tokens)
 
     def check(self, tenant: str, policy: TenantPolicy, tokens: float, now: float) -> None:
@@ -113,13 +130,23 @@ class Quotas:
         return bucket.wait_seconds(1.0, policy.requests_per_minute, policy.request_capacity)
 
     def begin(self, tenant: str, tokens: float) -> None:
-        """Charge an accepted request, which is open until `end`."""
+        """Charge an accepted request, which is open until `end`.
+
+        Args:
+            tenant: the tenant.
+            tokens: expected number of tokens of the request.
+        """
         account = self.account(tenant)
         account.num_open += 1
         self._charge(account, 1.0, tokens)
 
     def count(self, tenant: str, policy: TenantPolicy, now: float) -> None:
         """Check and charge a request that computes no tokens.
+
+        Args:
+            tenant: the tenant.
+            policy: the tenant's quotas.
+            now: monotonic seconds.
 
         Raises:
             QuotaExceeded: the quota of requests is exhausted.
@@ -131,13 +158,25 @@ class Quotas:
         self._charge(account, 1.0, 0.0)
 
     def end(self, tenant: str, expected: float, used: float) -> None:
-        """Close a request, and correct its charge to the tokens that it used."""
+        """Close a request, and correct its charge to the tokens that it used.
+
+        Args:
+            tenant: the tenant.
+            expected: number of tokens charged by `begin`.
+            used: number of tokens that the request used.
+        """
         account = self.account(tenant)
         account.num_open -= 1
         self._charge(account, 0.0, used - expected)
 
     def learn(self, tenant: str, output_tokens: float, seconds: float) -> None:
-        """Note the output tokens per sample and the duration of a request that was not cancelled."""
+        """Note the output tokens per sample and the duration of a request that ended without an error.
+
+        Args:
+            tenant: the tenant.
+            output_tokens: average output tokens of the request's samples.
+            seconds: duration of the request.
+        """
         account = self.account(tenant)
         account.output_tokens += _NEW_SHARE * (output_tokens - account.output_tokens)
         account.seconds += _NEW_SHARE * (seconds - account.seconds)

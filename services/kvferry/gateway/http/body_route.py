@@ -70,6 +70,11 @@ async def prepared(receive: Receive, body: bytes, preparing: Coroutine[Any, Any,
     """Await the preparation of a request. A large body waits for the text process, and the client may disconnect
     meanwhile.
 
+    Args:
+        receive: receives the events of the client's connection.
+        body: body of the request.
+        preparing: the preparation.
+
     Raises:
         RequestCancelled: the client disconnected.
     """
@@ -78,6 +83,10 @@ async def prepared(receive: Receive, body: bytes, preparing: Coroutine[Any, Any,
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """Await `work`, and cancel it if the client disconnects.
+
+    Args:
+        receive: receives the events of the client's connection.
+        work: the work to await.
 
     Raises:
         RequestCancelled: the client disconnected.

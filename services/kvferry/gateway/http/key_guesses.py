@@ -34,7 +34,12 @@ class KeyGuesses:
         return times[0] + WINDOW_SECONDS - now if len(times) >= MAX_WRONG_KEYS else 0.0
 
     def note_right(self, address: str, digest: bytes) -> None:
-        """Record that `address` has used a known key."""
+        """Record that `address` has used a known key.
+
+        Args:
+            address: host of the client.
+            digest: digest of the key.
+        """
         self._used[address, digest] = None
         self._used.move_to_end((address, digest))
         if len(self._used) > _MAX_USED:

@@ -64,7 +64,7 @@ class SampleRun:
     trace: NoTrace = NO_TRACE
     """Records the sample's phases, if its request is traced."""
     commitment: Commitment | None = None
-    """Dispatched work that its workers' statuses do not show yet."""
+    """Dispatched work that its workers' statuses do not show yet; `None` if there is none."""
     num_beams: int = 0
     """Width of the beam search of which this is the record, with the tokens of one beam in `emitted`; 0 for a
     sample."""
@@ -139,7 +139,13 @@ class SampleRun:
         return TokenEvent(tokens, finish, self.num_cached_tokens, self.timing, scores)
 
     def failed(self, error: KvferryError, address: str | None, *, in_failed_step: bool = False) -> None:
-        """Record a failed call, or a failed search for a worker if `address` is `None`."""
+        """Record a failed call, or a failed search for a worker if `address` is `None`.
+
+        Args:
+            error: the failure.
+            address: worker of the call, which the sample avoids; `None` if no worker was found.
+            in_failed_step: whether the sample was part of a step that failed.
+        """
         self.failures += 1
         self.failed_steps += in_failed_step
         self.last_error = error
@@ -148,8 +154,12 @@ class SampleRun:
 
     def backoff_seconds(self, config: RetryConfig, *, elsewhere: bool) -> float:
         """Return the delay before the next attempt in seconds: exponential with a jitter factor in [0.5, 1), so that
-        the streams of a lost worker do not retry simultaneously; 0 for the first retry if `elsewhere` (a different
-        worker is available)."""
+        the streams of a lost worker do not retry simultaneously; 0 for the first retry if `elsewhere`.
+
+        Args:
+            config: delays of retries.
+            elsewhere: whether a different worker is available.
+        """
         if elsewhere and self.failures <= 1:
             return 0.0
         # The bound on the exponent only prevents float overflow.

@@ -49,9 +49,9 @@ class _Placed:
     retry_at: dict[bytes, float] = field(default_factory=dict)
     """Time of the next attempt, monotonic seconds, by key of a prefix that the worker did not pin."""
     short_since: float | None = None
-    """Time since which the worker has reported fewer pins than were made."""
+    """Time since which the worker has reported fewer pins than were made; `None` if it reports all."""
     task: asyncio.Task[None] | None = None
-    """Makes the pins that the worker lacks."""
+    """Makes the pins that the worker lacks; `None` before the first attempt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +77,10 @@ class FleetPins:
     async def pin(self, prefix: Prefix, ttl_seconds: float) -> tuple[list[WorkerPin], list[str]]:
         """Pin a prefix on every worker that computes prompts and accepts requests, or extend its time to live. Return
         the pins, and the addresses of the workers that will pin it when they accept requests.
+
+        Args:
+            prefix: the prefix.
+            ttl_seconds: time to live from now on.
 
         Raises:
             Overloaded: this gateway has too many prefixes.

@@ -53,6 +53,11 @@ class PinBook:
     """Registered prefixes and their deadlines. Kept in memory only: a gateway that restarts has none."""
 
     def __init__(self, *, max_prefixes: int = MAX_PREFIXES, max_tokens: int = MAX_TOKENS) -> None:
+        """
+        Args:
+            max_prefixes: maximum number of prefixes.
+            max_tokens: maximum number of tokens of all prefixes.
+        """
         self._max_prefixes = max_prefixes
         self._max_tokens = max_tokens
         self._prefixes: dict[bytes, Prefix] = {}
@@ -68,6 +73,10 @@ class PinBook:
     def add(self, prefix: Prefix, deadline: float) -> bool:
         """Register a prefix, or extend its deadline if it is registered; an earlier deadline has no effect. Return
         whether it is new.
+
+        Args:
+            prefix: the prefix.
+            deadline: monotonic seconds.
 
         Raises:
             Overloaded: there are too many prefixes or tokens.

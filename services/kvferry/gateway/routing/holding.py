@@ -41,7 +41,7 @@ class Holding:
             Overloaded: `max_held` samples are already held.
         """
         max_held = self._config.max_held
-        # A request with more samples than that is held if it is the only one.
+        # A request with more than `max_held` samples is held if no other request is.
         if self.num_held >= max_held or self.num_held + count > max(max_held, count):
             raise Overloaded(
                 f"pool {self._pool} has no workers yet, and {self.num_held} requests are waiting; retry later",
@@ -75,7 +75,12 @@ class Scaler:
 
     @classmethod
     def read(cls, role: str, found: Mapping[str, Any]) -> "Scaler | None":
-        """Parse the object; `None` if it has no replica count, in which case it must not be changed."""
+        """Parse the object; `None` if it has no replica count, in which case it must not be changed.
+
+        Args:
+            role: role of the workers that the object scales.
+            found: the object's JSON.
+        """
         metadata, spec = found.get("metadata"), found.get("spec")
         metadata = metadata if isinstance(metadata, Mapping) else {}
         replicas = spec.get("replicas") if isinstance(spec, Mapping) else None
@@ -94,12 +99,23 @@ class WakePolicy:
         self._tried: dict[str, float] = {}
 
     def may_try(self, role: str, now: float) -> bool:
-        """Return whether `AGAIN_SECONDS` have passed since the last attempt for this role."""
+        """Return whether `AGAIN_SECONDS` have passed since the last attempt for this role.
+
+        Args:
+            role: role of the workers.
+            now: monotonic seconds.
+        """
         tried = self._tried.get(role)
         return tried is None or now - tried >= AGAIN_SECONDS
 
     def choose(self, scalers: Iterable[Scaler], *, num_held: int, now: float) -> list[Scaler]:
-        """Return the scalers whose replica counts should be set to 1; record an attempt for each."""
+        """Return the scalers whose replica counts should be set to 1; record an attempt for each.
+
+        Args:
+            scalers: the scalers of the pool.
+            num_held: number of requests that wait for a worker.
+            now: monotonic seconds.
+        """
         chosen = [
             scaler
             for scaler in scalers

@@ -45,7 +45,13 @@ def choose(
 
 def choose_pooling(request: RouteRequest, candidates: Candidates, policy: Policy) -> Route | None:
     """Choose the worker that computes a vector: one that computes prompts; `None` if there is none. Workers of role
-    `both` are used only without prefill workers, as for generation."""
+    `both` are used only without prefill workers, as for generation.
+
+    Args:
+        request: properties of the request.
+        candidates: workers that accept requests.
+        policy: policy that ranks the workers.
+    """
     found = policy.one(request, candidates.prefill, Work.PROMPT) or policy.one(request, candidates.both, Work.PROMPT)
     return None if found is None else Route(None, found, RouteReason.POOLING)
 

@@ -118,6 +118,12 @@ def nothing_cached(_: Replica) -> CachedPrefix:
 
 def readers(decode: Sequence[Replica], fingerprint: bytes, family: bytes) -> tuple[Replica, ...]:
     """Return the replicas that can read blocks with this fingerprint or, if there are none, replicas of this family,
-    which convert the blocks."""
+    which convert the blocks.
+
+    Args:
+        decode: the decode workers.
+        fingerprint: KV fingerprint of the prefill worker.
+        family: its layout family; empty if its pages cannot be converted.
+    """
     equal = tuple(replica for replica in decode if replica.fingerprint == fingerprint)
     return equal or tuple(replica for replica in decode if family and replica.family == family)

@@ -63,7 +63,13 @@ class RouteNote:
 
 
 def route_notes(route: Route, policy: str, others: Sequence[OtherChoice] = ()) -> list[RouteNote]:
-    """Convert a route to journal entries, one per worker."""
+    """Convert a route to journal entries, one per worker.
+
+    Args:
+        route: the chosen route.
+        policy: name of the policy that chose it.
+        others: choices of other policies, which are added to the first entry.
+    """
     picks: list[tuple[str, Pick]] = [("prefill" if route.reason is RouteReason.POOLING else "decode", route.decode)]
     if route.prefill is not None:
         picks.insert(0, ("prefill", route.prefill))

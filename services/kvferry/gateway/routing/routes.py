@@ -36,7 +36,7 @@ class RouteRequest:
     max_output_tokens: int = 0
     """Maximum number of further tokens; 0 if unknown."""
     source: Replica | None = None
-    """Worker that offers the prompt's KV, once it is computed."""
+    """Worker that offers the prompt's KV; `None` until it is computed."""
 
 
 class Terms(NamedTuple):
@@ -139,7 +139,13 @@ class Policy(Protocol):
     """Chooses replicas for requests; used by one gateway."""
 
     def one(self, request: RouteRequest, replicas: Sequence[Replica], work: Work) -> Pick | None:
-        """Choose the replica for a share of a request; `None` if `replicas` is empty."""
+        """Choose the replica for a share of a request; `None` if `replicas` is empty.
+
+        Args:
+            request: properties of the request.
+            replicas: workers of which one is chosen.
+            work: the share of the request that the worker takes.
+        """
         ...
 
     def pair(
@@ -158,5 +164,10 @@ class Policy(Protocol):
 
 def rendezvous_weight(key: bytes, worker_id: WorkerId) -> bytes:
     """Return the weight of a replica for a prefix; the highest is preferred (Thaler and Ravishankar, "Using name-based
-    mappings to increase hit rates", IEEE/ACM ToN 1998)."""
+    mappings to increase hit rates", IEEE/ACM ToN 1998).
+
+    Args:
+        key: key of the prefix.
+        worker_id: id of the replica's worker.
+    """
     return blake3(key + worker_id.encode()).digest(8)

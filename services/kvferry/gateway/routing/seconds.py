@@ -99,7 +99,12 @@ class Seconds:
         return _pick(chosen, first), _pick(moved[partner.replica.address], list(moved.values()))
 
     def estimate(self, request: RouteRequest, route: Route) -> float:
-        """Return the estimated latency of a request on a route of any policy, in seconds."""
+        """Return the estimated latency of a request on a route of any policy, in seconds.
+
+        Args:
+            request: properties of the request.
+            route: a route of any policy.
+        """
         decode = route.decode.replica
         if route.prefill is None:
             work = Work.WHOLE if request.source is None else Work.GENERATE

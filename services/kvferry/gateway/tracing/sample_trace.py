@@ -18,7 +18,12 @@ class NoTrace:
         """Record a routing decision that was begun at `start`, monotonic seconds."""
 
     def call(self, name: str, pick: Pick) -> AbstractContextManager[Metadata | None]:
-        """Record a call to a worker for the length of the `with` block; yields the metadata for the call."""
+        """Record a call to a worker for the length of the `with` block; yields the metadata for the call.
+
+        Args:
+            name: name of the span.
+            pick: the worker.
+        """
         return _NO_CALL
 
     def answered(self) -> None:

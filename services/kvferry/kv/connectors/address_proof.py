@@ -25,6 +25,10 @@ def proved(secrets: Sequence[bytes], address: bytes) -> bytes:
 def checked(secrets: Sequence[bytes], proved_address: bytes) -> bytes:
     """Return an address without its proof, which may have been made with any of the secrets.
 
+    Args:
+        secrets: the pool's secrets; without any, proofs are made with an empty secret.
+        proved_address: proof and address, as `proved` returns them.
+
     Raises:
         ReadError: the proof is missing, or was made with none of the secrets.
     """

@@ -164,6 +164,11 @@ class ParallelRead:
     """Reads of the parts of a large read, each received by a thread."""
 
     def __init__(self, parts: Sequence[TcpRead], threads: Executor) -> None:
+        """
+        Args:
+            parts: reads of the parts, each with its own connection.
+            threads: executor that runs the receiving threads.
+        """
         self._reads = list(parts)
         self._ends = [threads.submit(_receive_all, part) for part in parts]
 
@@ -195,7 +200,12 @@ def _receive_all(read: TcpRead) -> None:
 
 
 def split_buffers(buffers: Sequence[memoryview], size: int) -> tuple[list[memoryview], list[memoryview]]:
-    """Return the first `size` bytes of buffers, and the rest."""
+    """Return the first `size` bytes of buffers, and the rest.
+
+    Args:
+        buffers: the buffers, as bytes.
+        size: number of bytes, at most the length of all buffers.
+    """
     first: list[memoryview] = []
     for number, buffer in enumerate(buffers):
         if size < len(buffer):

@@ -35,7 +35,7 @@ _MAX_BUFFERS = 256
 _PIECE_BYTES = 8 << 20
 """Maximum number of bytes of one receive, which bounds the time until the caller can look at its clock."""
 _REQUEST_PIECE_BYTES = 4096
-"""Number of bytes that are received at once for a request: those of about 1000 page ids."""
+"""Number of bytes that are received at once for a request; enough for about 1,000 page ids."""
 
 
 class Op(IntEnum):
@@ -60,7 +60,12 @@ class WireError(OSError):
 
 
 def connection_key(secret: bytes, owner: Incarnation) -> bytes:
-    """Derive the key with which both sides of a connection to `owner` authenticate."""
+    """Derive the key with which both sides of a connection to `owner` authenticate.
+
+    Args:
+        secret: the pool's secret.
+        owner: incarnation of the worker that listens.
+    """
     return blake3(secret + b"\x1f" + owner.encode(), derive_key_context=_CONTEXT).digest()
 
 
@@ -95,6 +100,10 @@ def greet_as_owner(link: socket.socket, keys: Sequence[bytes], clock: Clock, sec
 def greet_as_reader(link: socket.socket, key: bytes) -> None:
     """Run the reader's side of the handshake.
 
+    Args:
+        link: a new connection.
+        key: result of `connection_key`.
+
     Raises:
         WireError, TimeoutError: the listener is not the expected owner, or does not answer in time.
     """
@@ -112,6 +121,10 @@ def block_in_kernel(link: socket.socket, patience: float) -> None:
 
     With a time-out of Python's, each call asks the kernel whether it would block, and a large send is resumed whenever
     a part fits into the buffer; that costs more than the transfer of a small page over loopback.
+
+    Args:
+        link: the connection.
+        patience: time limit of a call without data, in seconds.
     """
     link.settimeout(None)
     link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _interval(patience))
@@ -196,7 +209,12 @@ def send_refusal(link: socket.socket) -> None:
 
 
 def send_reply(link: socket.socket, content: Sequence[memoryview]) -> None:
-    """Send a reply with the buffers as content, without copying them."""
+    """Send a reply with the buffers as content, without copying them.
+
+    Args:
+        link: the connection.
+        content: the buffers, as bytes.
+    """
     left = [memoryview(_REPLY.pack(Status.OK, sum(map(len, content)))), *content]
     while left:
         sent = link.sendmsg(left[:_MAX_BUFFERS])

@@ -51,6 +51,11 @@ def copy_pages(source: Pages, remote: Sequence[int], target: Pages, local: Seque
 def copy_raw(source: Pages, remote: Sequence[int], into: memoryview) -> None:
     """Copy pages contiguously into `into`.
 
+    Args:
+        source: the peer's pages, [pages, bytes of a page] uint8.
+        remote: ids of the pages to copy, in order.
+        into: writable bytes, exactly as long as the pages.
+
     Raises:
         ReadError: the length of `into` differs from that of the pages, or a page id is out of range.
     """
@@ -62,6 +67,10 @@ def copy_raw(source: Pages, remote: Sequence[int], into: memoryview) -> None:
 
 def epochs_of(epochs: EpochTable, blocks: Sequence[int]) -> list[int]:
     """Return the current epochs of pages.
+
+    Args:
+        epochs: the epoch of each page.
+        blocks: page ids, from an untrusted message.
 
     Raises:
         ReadError: a page id is out of range.

@@ -198,7 +198,12 @@ class Attempt:
         return [Claim(self._times.control_seconds)]
 
     def claimed(self, lease_seconds: float, now: float) -> Effects:
-        """Record that the peer granted a lease of `lease_seconds` and holds the pages."""
+        """Record that the peer granted a lease of `lease_seconds` and holds the pages.
+
+        Args:
+            lease_seconds: duration of the lease.
+            now: monotonic seconds.
+        """
         if self.state is not TransferState.CLAIMING:
             return []
         self._move(TransferEvent.CLAIMED)
@@ -215,7 +220,12 @@ class Attempt:
         return [*([Forget()] if gone else []), *self._end(TransferEvent.REFUSED, failure)]
 
     def progress(self, count: int, now: float) -> Effects:
-        """Record the read's progress, a `count` that grows while data arrives."""
+        """Record the read's progress, a `count` that grows while data arrives.
+
+        Args:
+            count: progress of the read (`MeasuredRead.progress`).
+            now: monotonic seconds.
+        """
         if self.state is TransferState.READING and count > self._progress:
             self._progress = count
             self._stall_at = now + self._times.stall_seconds

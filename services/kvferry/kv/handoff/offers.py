@@ -240,7 +240,12 @@ class OfferBook(Generic[P]):
         return self._freed(ticket_id, offer)
 
     def release(self, ticket_id: TicketId, now: float) -> list[P]:
-        """Withdraw the offer; return pages to be freed now. A running read has `quiesce_seconds` to stop."""
+        """Withdraw the offer; return pages to be freed now. A running read has `quiesce_seconds` to stop.
+
+        Args:
+            ticket_id: id of the ticket; if it has not been offered yet, a later offer ends at once.
+            now: monotonic seconds.
+        """
         offer = self._offers.get(ticket_id)
         if offer is None:
             self._early[ticket_id] = None

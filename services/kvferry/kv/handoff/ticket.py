@@ -154,6 +154,10 @@ class Keyring:
     def check(self, sealed: Sealed, seal: bytes) -> None:
         """Check that a worker of the pool has made `seal` for exactly these fields.
 
+        Args:
+            sealed: the fields.
+            seal: key id and authentication code, as received.
+
         Raises:
             TicketRejected: SEAL_INVALID; the seal is missing, or made with an unknown key or for other fields.
         """
@@ -172,6 +176,11 @@ class Keyring:
 def layout_of(fingerprint: bytes, description: Sequence[object], own: KvLayout) -> KvLayout:
     """Parse the layout of a peer whose fingerprint differs from this worker's, and check it against the fingerprint.
 
+    Args:
+        fingerprint: fingerprint that the peer has sent.
+        description: description that the peer has sent; empty if it sent none.
+        own: layout of this worker.
+
     Raises:
         TicketRejected: TICKET_LAYOUT; the description is missing, invalid, or does not match the fingerprint.
     """
@@ -189,6 +198,11 @@ def layout_of(fingerprint: bytes, description: Sequence[object], own: KvLayout) 
 def plan_for(fingerprint: bytes, description: Sequence[object], own: KvLayout) -> Relayout | None:
     """Plan the conversion of a peer's pages into this worker's layout; return `None` if the layouts are equal (byte
     copy).
+
+    Args:
+        fingerprint: fingerprint that the peer has sent.
+        description: description that the peer has sent; empty if it sent none.
+        own: layout of this worker.
 
     Raises:
         TicketRejected: TICKET_LAYOUT; the pages cannot be converted, or the description is missing or invalid.

@@ -108,7 +108,12 @@ class Transport(Protocol):
         ...
 
     def allocate(self, num_blocks: int, block_bytes: int) -> PageMemory:
-        """Allocate memory for the engine's pages; called once, before any other method."""
+        """Allocate memory for the engine's pages; called once, before any other method.
+
+        Args:
+            num_blocks: number of pages.
+            block_bytes: size of a page in bytes.
+        """
         ...
 
     def address(self) -> bytes:
@@ -125,14 +130,23 @@ class Transport(Protocol):
     def connect(self, peer: Peer, address: bytes) -> None:
         """Register the address of a peer's pages. Idempotent for one incarnation.
 
+        Args:
+            peer: the worker whose pages will be read.
+            address: result of the peer's `address`.
+
         Raises:
             ReadError: the address is malformed, or the peer cannot be reached over this transport.
         """
         ...
 
     def read(self, peer: Peer, remote: Sequence[int], local: Sequence[BlockId]) -> Read:
-        """Start copying the peer's pages `remote` into this worker's pages `local`, pairwise. The pages `local` must
-        have a writer counted (`BlockPool.begin_write`).
+        """Start copying the peer's pages `remote` into this worker's pages `local`, pairwise.
+
+        Args:
+            peer: a connected peer.
+            remote: page ids of the peer.
+            local: page ids of this worker, as many as `remote`; each must have a writer counted
+                (`BlockPool.begin_write`).
 
         Raises:
             ReadError: the peer is not connected, its page size differs, or a page id is out of range.
@@ -144,8 +158,13 @@ class Transport(Protocol):
         ...
 
     def read_raw(self, peer: Peer, remote: Sequence[int], into: memoryview) -> Read:
-        """Start copying the peer's pages, of any page size, contiguously into `into`: the start of a buffer from
-        `staging`, exactly as long as the pages. Do not use `into` until the read is quiet.
+        """Start copying the peer's pages, of any page size, contiguously into `into`. Do not use `into` until the
+        read is quiet.
+
+        Args:
+            peer: a connected peer.
+            remote: page ids of the peer.
+            into: the start of a buffer from `staging`, exactly as long as the pages.
 
         Raises:
             ReadError: the peer is not connected, a page id is out of range, or `into` has a wrong size.
@@ -154,6 +173,11 @@ class Transport(Protocol):
 
     def read_epochs(self, peer: Peer, remote: Sequence[int], timeout: float) -> list[int]:
         """Read the current epochs of the peer's pages `remote`; block for at most `timeout` seconds.
+
+        Args:
+            peer: a connected peer.
+            remote: page ids of the peer.
+            timeout: time limit in seconds.
 
         Raises:
             ReadError: the peer is unreachable, or did not answer in time.

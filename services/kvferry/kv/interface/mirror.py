@@ -28,7 +28,7 @@ class PageMirror(Protocol):
     except the engine's."""
 
     def settle(self) -> None:
-        """Wait until no copy that was requested before writes to the mirror.
+        """Wait until all copies requested so far have stopped writing to the mirror.
 
         Raises:
             CopyError: the copies did not end in time.

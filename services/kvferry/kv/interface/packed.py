@@ -10,6 +10,10 @@ T = TypeVar("T")
 def unpacked(data: bytes, kind: type[T]) -> T:
     """Decode a MessagePack document of the given type.
 
+    Args:
+        data: the document.
+        kind: type of the result.
+
     Raises:
         msgspec.DecodeError: the bytes are not such a document. The library itself raises other errors for text that is
             not UTF-8 and for deep nesting.

@@ -81,7 +81,12 @@ class KvTiers(KvLoader, Protocol):
         ...
 
     def ask(self, request_id: RequestId, keys: Sequence[ObjectKey]) -> TierAnswer | None:
-        """Look up objects; return `None` if the answer is not known yet and follows as a message."""
+        """Look up objects; return `None` if the answer is not known yet and follows as a message.
+
+        Args:
+            request_id: id of the request that waits.
+            keys: the objects, in order of their blocks.
+        """
         ...
 
     def prefetch(self, request_id: RequestId, source: TierSource) -> None:
@@ -93,5 +98,11 @@ class KvTiers(KvLoader, Protocol):
         ...
 
     def store(self, job: int, key: ObjectKey, pages: Sequence[BlockId]) -> None:
-        """Store one object; the caller must hold the pages until `StoreDone`."""
+        """Store one object; the caller must hold the pages until `StoreDone`.
+
+        Args:
+            job: number of the job, which `StoreDone` repeats.
+            key: key of the object.
+            pages: pages of the object, in order.
+        """
         ...

@@ -23,7 +23,13 @@ FULL_ATTENTION: tuple[int | None, ...] = (None,)
 
 def first_block_read(position: int, window: int | None, block_tokens: int) -> int:
     """Return the first block that rows from `position` on read: the block of position + 1 - window, or 0 without a
-    window."""
+    window.
+
+    Args:
+        position: position of the row, from 0.
+        window: size of the window in tokens; `None` for full attention.
+        block_tokens: tokens per block.
+    """
     return 0 if window is None else max(0, position + 1 - window) // block_tokens
 
 
@@ -119,7 +125,13 @@ class LayerGroups:
         return tuple(found[layer] for layer in range(len(found)))
 
     def max_pages(self, num_tokens: int, *, block_tokens: int, step_tokens: int) -> int:
-        """Return the largest number of pages that a sequence holds at once while it grows to `num_tokens` tokens."""
+        """Return the largest number of pages that a sequence holds at once while it grows to `num_tokens` tokens.
+
+        Args:
+            num_tokens: number of tokens of the sequence in the end.
+            block_tokens: tokens per block.
+            step_tokens: maximum number of tokens of one sequence in a step.
+        """
         limits = [
             None if window is None else max_blocks(window, block_tokens=block_tokens, step_tokens=step_tokens)
             for window in self.windows

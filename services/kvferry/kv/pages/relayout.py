@@ -57,7 +57,13 @@ class Relayout:
 
     def source_blocks(self, first: int, count: int, num_tokens: int) -> range:
         """Return the source blocks that hold the tokens of target blocks first .. first+count-1, for a prompt of
-        `num_tokens` tokens."""
+        `num_tokens` tokens.
+
+        Args:
+            first: index of the first target block.
+            count: number of target blocks.
+            num_tokens: number of tokens of the prompt.
+        """
         size, theirs = self.target.block_tokens, self.source.block_tokens
         start, stop = first * size, min((first + count) * size, num_tokens)
         return range(start // theirs, -(-stop // theirs)) if start < stop else range(0)
@@ -168,6 +174,10 @@ class _Values:
 @lru_cache(maxsize=256)
 def plan(source: KvLayout, target: KvLayout) -> Relayout:
     """Plan the conversion of pages of `source` into pages of `target`.
+
+    Args:
+        source: layout of the peer's pages.
+        target: layout of this worker's pages.
 
     Raises:
         TicketRejected: the layouts cannot be converted; `field` is the field of the layout, and the message contains

@@ -94,7 +94,13 @@ class PriceBook:
         self._load_fit(source, place).observe((1.0, float(num_bytes)), seconds)
 
     def observe_compute(self, first_token: int, num_tokens: int, seconds: float) -> None:
-        """Record the duration of a step with positions first_token .. first_token+num_tokens-1 of one prompt."""
+        """Record the duration of a step with positions first_token .. first_token+num_tokens-1 of one prompt.
+
+        Args:
+            first_token: first position that was computed.
+            num_tokens: number of positions.
+            seconds: duration of the step.
+        """
         self._compute.observe(_compute_features(1, first_token, num_tokens), seconds)
 
     def load_seconds(self, pieces: Sequence[Piece]) -> float:
@@ -108,14 +114,23 @@ class PriceBook:
 
     def compute_seconds(self, first_token: int, num_tokens: int) -> float:
         """Estimate the additional time, in seconds, to compute positions first_token .. first_token+num_tokens-1. The
-        step for the following token is not counted, since it always runs."""
+        step for the following token is not counted, since it always runs.
+
+        Args:
+            first_token: first position to compute; all positions before it have KV.
+            num_tokens: number of positions.
+        """
         if num_tokens <= 0:
             return 0.0
         more_steps = -(-(num_tokens + 1) // _CHUNK_TOKENS) - 1
         return self._compute.seconds(_compute_features(more_steps, first_token, num_tokens))
 
     def decide(self, pieces: Sequence[Piece], first_token: int) -> Decision:
-        """Decide how many leading pieces to load; `first_token` is the first position of the first piece.
+        """Decide how many leading pieces to load.
+
+        Args:
+            pieces: contiguous parts of the KV that can be loaded, in order of position.
+            first_token: first position of the first piece.
 
         Raises:
             ValueError: `pieces` is empty.

@@ -41,7 +41,12 @@ class RecentFit:
         self._clear()
 
     def observe(self, features: Sequence[float], seconds: float) -> None:
-        """Add an observation. Durations below one microsecond count as one microsecond."""
+        """Add an observation. Durations below one microsecond count as one microsecond.
+
+        Args:
+            features: amounts of work, as many as coefficients.
+            seconds: measured duration.
+        """
         row, seconds = tuple(features), max(seconds, 1e-6)
         if self._last:
             self._note_surprise(seconds / max(self.seconds(row), 1e-9))

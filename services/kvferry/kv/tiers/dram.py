@@ -122,7 +122,12 @@ class DramTier:
                 self._shelf.unpin(name)
 
     def wait_written(self, name: BlockHash, timeout: float) -> Presence:
-        """Wait while an object is being written, at most `timeout` seconds; return its presence afterwards."""
+        """Wait while an object is being written, at most `timeout` seconds; return its presence afterwards.
+
+        Args:
+            name: name of the object.
+            timeout: time limit in seconds.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._shelf.find(name) is not Presence.NOT_YET, timeout)
             return self._shelf.find(name)

@@ -18,6 +18,11 @@ class Grammar:
     """A grammar compiled for a vocabulary. Immutable and thread-safe."""
 
     def __init__(self, initial: "LLMatcher", vocab_size: int) -> None:
+        """
+        Args:
+            initial: matcher of an empty output, which is copied for each output.
+            vocab_size: number of token ids.
+        """
         self._initial = initial
         self._vocab_size = vocab_size
 
@@ -30,6 +35,11 @@ class GrammarState:
     """State of one output. Not thread-safe. `allowed_bits` releases the GIL while it computes."""
 
     def __init__(self, matcher: "LLMatcher", vocab_size: int) -> None:
+        """
+        Args:
+            matcher: matcher of this output alone.
+            vocab_size: number of token ids.
+        """
         self._matcher = matcher
         self._vocab_size = vocab_size
         self._words = np.zeros(-(-vocab_size // _WORD_BITS), np.uint32)
@@ -94,8 +104,8 @@ _LIMIT_SIGNS = ("limit", "too complex", "too large", "too many", "max is", "fuel
 
 
 def is_limit(error: str) -> bool:
-    """Return whether an error of the parser means that it exceeded a limit on its work. A panic means that its
-    arithmetic did."""
+    """Return whether an error of the parser means that it exceeded a limit on its work. Panics count too, since the
+    parser's arithmetic panics when a number overflows."""
     return any(sign in error.lower() for sign in _LIMIT_SIGNS)
 
 

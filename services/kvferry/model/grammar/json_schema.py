@@ -143,7 +143,8 @@ def _name_members(schema: dict[str, Any]) -> None:
         raise invalid(
             f"{_PATTERNS} with other members cannot be enforced; set additionalProperties to false in the same object"
         )
-    # A schema for other members may not hold for the known ones, and control characters have several spellings.
+    # Other names need a pattern of their own if their members have a schema, which known members need not match, or if
+    # a known name has a control character, which can be spelled in several ways.
     is_distinct = others not in (True, {}) or any(_CONTROL.search(name) for name in known)
     if is_distinct and any(len(name) > MAX_NAME or "\x1f" in name for name in known):
         raise invalid(

@@ -58,16 +58,16 @@ def enforceable_pattern(pattern: str) -> str:
 
 
 def other_names(names: Collection[str]) -> str:
-    """Return a pattern that matches every string except some.
+    """Return a pattern that matches every string except the given ones.
 
     Args:
-        names: the other strings, of at most `MAX_NAME` characters.
+        names: the strings to exclude, each of at most `MAX_NAME` characters.
     """
     return f"^{_after(sorted(names))}$"
 
 
 def _after(names: list[str]) -> str:
-    """Return a pattern of all ends of strings that are not among sorted ends of names."""
+    """Return a pattern that matches every string except `names`, which are sorted."""
     is_name = names[:1] == [""]
     ways: list[str] = []
     begun: list[str] = []

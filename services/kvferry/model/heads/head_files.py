@@ -29,6 +29,11 @@ class HeadTensors:
     """The tensors of a head, by name, as a `model.tensors.TensorSource`."""
 
     def __init__(self, path: Path, found: Mapping[str, StoredTensor]) -> None:
+        """
+        Args:
+            path: path of the file, for error messages.
+            found: the tensors by name.
+        """
         self.path = path
         self._found = dict(found)
 
@@ -53,7 +58,7 @@ class HeadTensors:
         return self._found[name].raw().astype(np.int64)
 
     def weights(self) -> list[str]:
-        """Return no lines: heads are not quantized."""
+        """Return an empty list, since heads are not quantized."""
         return []
 
     def release(self) -> None:
@@ -91,6 +96,10 @@ class HeadTensors:
 
     def refuse(self, name: str, why: str) -> NoReturn:
         """Refuse a tensor.
+
+        Args:
+            name: name of the tensor.
+            why: the rest of the message after the name, for example `is missing`.
 
         Raises:
             ModelFileError: always.

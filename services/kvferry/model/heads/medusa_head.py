@@ -30,7 +30,12 @@ class MedusaHeads:
     tensors: HeadTensors
 
     def block(self, head: int, block: int) -> tuple[str, str]:
-        """Return the names of the weight [hidden, hidden] and the bias [hidden] of a residual block."""
+        """Return the names of the weight [hidden, hidden] and the bias [hidden] of a residual block.
+
+        Args:
+            head: index of the head.
+            block: index of the block in the head.
+        """
         return f"{head}.{block}.linear.weight", f"{head}.{block}.linear.bias"
 
     def output(self, head: int) -> str:

@@ -110,7 +110,13 @@ def collect(
 def without_idle_biases(
     tensors: dict[str, StoredTensor], matrices: Mapping[str, QuantizedMatrix], expected: Mapping[str, object]
 ) -> dict[str, StoredTensor]:
-    """Drop the zero biases that some quantizers write for quantized modules that have no bias in the model."""
+    """Drop the zero biases that some quantizers write for quantized modules that have no bias in the model.
+
+    Args:
+        tensors: the plain tensors of the checkpoint by name.
+        matrices: the quantized matrices by the name of their weight.
+        expected: the tensors that the model's configuration requires, by name.
+    """
     return {
         name: stored
         for name, stored in tensors.items()

@@ -34,7 +34,7 @@ _PASSED = (
 
 @dataclass(frozen=True, eq=False)
 class Float8Matrix:
-    """See the module."""
+    """A matrix of FP8 values; see the module's docstring."""
 
     shape: Shape
     scheme: str

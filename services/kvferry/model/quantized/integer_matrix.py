@@ -36,7 +36,8 @@ class Grouping:
 
 @dataclass(frozen=True, eq=False)
 class IntegerMatrix:
-    """See the module. Loaders read from the mapped file and are called when their values are needed."""
+    """A matrix of integer codes; see the module's docstring. Loaders read from the mapped file and are called when
+    their values are needed."""
 
     shape: Shape
     bits: int

@@ -16,7 +16,7 @@ class Method:
     parts: frozenset[str]
     """Last parts of the names of a quantized module's tensors, other than `weight`."""
     read: Callable[[Parts], QuantizedMatrix] | None = None
-    """Function from the tensors of a module to its matrix. Raises ModelFileError."""
+    """Function from the tensors of a module to its matrix. Raises ModelFileError. `None` if `read_many` is set."""
     is_excluded: Callable[[str], bool] = lambda _: False
     """Function that returns whether the fields exclude a module from quantization."""
     dropped: frozenset[str] = frozenset()

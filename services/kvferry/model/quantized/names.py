@@ -18,6 +18,10 @@ _UNUSUAL = re.compile(r"\(\?|\\[1-9]")
 def name_list(fields: ConfigFields, key: str) -> tuple[str, ...]:
     """Return a list of names; empty if the field is absent.
 
+    Args:
+        fields: fields of the quantization config.
+        key: name of the field.
+
     Raises:
         ModelFileError: the field is not a list of limited length with strings of limited length.
     """
@@ -36,6 +40,11 @@ class Names:
 
     def __init__(self, fields: ConfigFields, key: str, listed: Sequence[str]) -> None:
         """
+        Args:
+            fields: fields of the quantization config, for error messages.
+            key: name of the field.
+            listed: its names and expressions.
+
         Raises:
             ModelFileError: an expression is not valid, or could take long to match.
         """
@@ -68,6 +77,11 @@ class Names:
 
 
 def contains_any(listed: Sequence[str], module: str) -> bool:
-    """Return whether a listed name is part of a module's name, between dots."""
+    """Return whether a listed name is part of a module's name, between dots.
+
+    Args:
+        listed: names of modules, or parts of them between dots.
+        module: name of the module, for example `model.layers.0.mlp`.
+    """
     dotted = f".{module}."
     return any(f".{name.strip('.')}." in dotted for name in listed)

@@ -33,6 +33,12 @@ class Parts:
     """The tensors of one module, by the last part of their names."""
 
     def __init__(self, module: str, tensors: Mapping[str, StoredTensor], where: str) -> None:
+        """
+        Args:
+            module: name of the module.
+            tensors: its tensors by the last part of their names.
+            where: path of the checkpoint, for error messages.
+        """
         self.module = module
         self._tensors = tensors
         self._where = where
@@ -41,7 +47,12 @@ class Parts:
         return name in self._tensors
 
     def has_shape(self, name: str, shape: Shape) -> bool:
-        """Return whether the module has a tensor of this shape."""
+        """Return whether the module has a tensor of this shape.
+
+        Args:
+            name: last part of the tensor's name, for example `scales`.
+            shape: the shape.
+        """
         return name in self._tensors and self._tensors[name].shape == shape
 
     def damaged(self, what: str) -> ModelFileError:

@@ -83,7 +83,12 @@ class QuantizedMatrix(Protocol):
         ...
 
     def rows(self, first: int, count: int) -> "QuantizedMatrix":
-        """Return a range of rows."""
+        """Return a range of rows.
+
+        Args:
+            first: index of the first row (output).
+            count: number of rows.
+        """
         ...
 
 

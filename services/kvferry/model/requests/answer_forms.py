@@ -27,6 +27,11 @@ class AnswerParsers:
 def answer_form(template: ChatTemplate | None, tokenizer: Tokenizer, parsers: AnswerParsers) -> AnswerForm:
     """Return the format of a model's answers.
 
+    Args:
+        template: the chat template; `None` if the model has none.
+        tokenizer: the model's tokenizer.
+        parsers: the settings of the answer parsers.
+
     Raises:
         UsageError: the chat template does not fit `parsers`.
     """

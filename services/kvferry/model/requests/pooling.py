@@ -36,6 +36,10 @@ class PoolingParams:
 def pooling_named(name: str, field: str = "pooling") -> Pooling:
     """Return the pooling method with this name.
 
+    Args:
+        name: name that a request has sent.
+        field: name of the request's field, for error messages.
+
     Raises:
         InvalidRequest: the name is unknown.
     """

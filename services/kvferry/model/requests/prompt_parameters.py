@@ -36,6 +36,10 @@ def with_bad_word_tokens(sampling: SamplingParams, tokenizer: Encoder) -> Sampli
     """Convert `bad_words` to token sequences, which are added to `bad_word_token_ids`. Each word is converted with and
     without a space before it, since most vocabularies have different tokens for the two.
 
+    Args:
+        sampling: parameters of the request.
+        tokenizer: encodes the words.
+
     Raises:
         InvalidRequest: a word cannot be encoded, or there are too many sequences.
     """

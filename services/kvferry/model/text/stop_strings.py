@@ -28,7 +28,12 @@ class StopMatcher:
 
     def feed(self, text: str, *, may_match: bool = True) -> str:
         """Add text and return the part that cannot belong to a stop string; empty after a match. Stop strings that end
-        in text for which `may_match` is false are ignored."""
+        in text for which `may_match` is false are ignored.
+
+        Args:
+            text: text that follows the earlier text.
+            may_match: whether stop strings that end in this text count.
+        """
         if self.matched is not None:
             return ""
         if not self._stops:

@@ -67,14 +67,35 @@ def remainder(budget: Budget, left: object, right: object) -> None:
 
 
 def format_text(budget: Budget, template: str, *args: object, **kwargs: object) -> None:
-    """`template.format(...)`."""
+    """Charge for `template.format(...)`.
+
+    Args:
+        budget: budget of the rendering.
+        template: the format string.
+        args: positional arguments.
+        kwargs: keyword arguments.
+
+    Raises:
+        SecurityError: a replacement field is nested in another, or a width or precision has four digits or is
+            variable.
+    """
     if _NESTED_FIELD.search(template):
         raise SecurityError("replacement fields nested in a format string are not supported")
     formatted(budget, template, template.count("{"), args, kwargs)
 
 
 def formatted(budget: Budget, template: str, fields: int, *values: object) -> None:
-    """Each field may be as long as all values together, or as its width."""
+    """Charge for a formatted string; each of its fields may be as long as all values together, or as its width.
+
+    Args:
+        budget: the budget of the rendering.
+        template: the format string.
+        fields: maximum number of its fields.
+        values: the values to format.
+
+    Raises:
+        SecurityError: a width or precision has four digits, or is variable.
+    """
     if _LONG_NUMBER.search(template):
         raise SecurityError("a format string with a number of four digits, or with a variable width, is not supported")
     text = sum(map(budget.read, values))
@@ -123,7 +144,12 @@ def _reading(times: int) -> Cost:
 
 
 def text_of(budget: Budget, value: object) -> None:
-    """Charge for the text of a value; if the value is not a string, each of its characters may be escaped."""
+    """Charge for the text of a value; if the value is not a string, each of its characters may be escaped.
+
+    Args:
+        budget: budget of the rendering.
+        value: the value.
+    """
     size = budget.read(value)
     budget.spend(0 if isinstance(value, str) else ITEM * size)
 
@@ -210,7 +236,7 @@ def _round(budget: Budget, value: object, precision: object = 0, method: object 
 
 
 def _arithmetic(budget: Budget, value: object, *others: object) -> None:
-    """Tests that compute a remainder; applied to a string, `%` would format it."""
+    """Check the operands of a test that computes a remainder; applied to a string, `%` would format it."""
     for part in (value, *others):
         number(part)
 
@@ -232,7 +258,7 @@ def _each(budget: Budget, value: object, *args: object, **kwargs: object) -> Non
 
 
 def _pairs(budget: Budget, *values: object, **named: object) -> None:
-    """`dict(...)` and `namespace(...)`: keyword arguments, and mappings with plain keys."""
+    """Charge for `dict(...)` or `namespace(...)`; only keyword arguments and mappings are supported."""
     for value in values:
         if not isinstance(value, dict):
             raise SecurityError("dict() and namespace() support only mappings and keyword arguments")

@@ -37,6 +37,10 @@ _MAX_CACHED = 1024
 def role_key(secret: bytes, role: CallerRole) -> bytes:
     """Derive the 32-byte key of `role` from a pool's secret.
 
+    Args:
+        secret: the pool's secret, at least 16 bytes.
+        role: role of the callers.
+
     Raises:
         ValueError: the secret has fewer than 16 bytes.
     """
@@ -59,13 +63,24 @@ class CallSigner:
         self._prefix = f"{role} {_key_id(key)}"
 
     def metadata(self, method: str, audience: str) -> tuple[tuple[str, str], ...]:
-        """Return the metadata of calls of `method` to `audience` (`host:port`)."""
+        """Return the metadata of calls of `method` to `audience` (`host:port`).
+
+        Args:
+            method: full name of the method, for example `/kvferry.v1.Prefill/Run`.
+            audience: address of the server, `host:port`.
+        """
         mac = _mac(self._key, "call", method, audience.encode()).hex()
         return ((CALLER_METADATA, f"{self._prefix} {audience} {mac}"),)
 
     def proves(self, proof: bytes, audience: str, nonce: bytes) -> bool:
         """Return whether `proof` was made from `nonce` by the server at `audience`, which requires the pool's
-        secret."""
+        secret.
+
+        Args:
+            proof: proof that the server has sent.
+            audience: address of the server, `host:port`.
+            nonce: nonce that this process has sent.
+        """
         return compare_digest(proof, _mac(self._key, "proof", audience, nonce))
 
 
@@ -104,6 +119,10 @@ class CallVerifier:
     def verify(self, method: str, token: str) -> CallerRole:
         """Return the role of the caller that made `token`.
 
+        Args:
+            method: full name of the method, for example `/kvferry.v1.Prefill/Run`.
+            token: token of the call; empty if it has none.
+
         Raises:
             Unauthenticated: the token is missing, malformed, for a different address, or made with an unknown key.
         """
@@ -141,7 +160,12 @@ class CallVerifier:
         return self._valid.setdefault((method, token), CallerRole(role))
 
     def proof(self, token: str, nonce: bytes) -> bytes:
-        """Return this server's proof for the caller that made the valid `token`; empty without a nonce."""
+        """Return this server's proof for the caller that made the valid `token`; empty without a nonce.
+
+        Args:
+            token: a token that `verify` has accepted.
+            nonce: nonce of the caller; empty if it has none.
+        """
         role, key_id, audience, _ = token.split(" ")
         return _mac(self._keys[role, key_id], "proof", audience, nonce) if nonce else b""
 

@@ -48,5 +48,11 @@ def signed(channel: grpc.aio.Channel, signer: CallSigner, address: str) -> grpc.
 
 
 def signed_blocking(channel: grpc.Channel, signer: CallSigner, address: str) -> grpc.Channel:
-    """Like `signed`, for a blocking channel."""
+    """Like `signed`, for a blocking channel.
+
+    Args:
+        channel: the channel to the server.
+        signer: signs the calls.
+        address: address of the server, `host:port`.
+    """
     return cast("grpc.Channel", _SignedChannel(channel, signer, address))

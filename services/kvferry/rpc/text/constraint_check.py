@@ -65,6 +65,10 @@ class ConstraintCheck:
         """Check that workers can compile a constraint. Tenants take turns; requests of a tenant that wait for the
         same constraint wait for one check.
 
+        Args:
+            constraint: constraint of a request.
+            tenant: tenant of the request.
+
         Raises:
             InvalidRequest: the constraint is invalid, uses an unsupported feature, or takes too much time or memory.
             Overloaded: too many constraints are waiting, or the machine is too busy.

@@ -48,6 +48,10 @@ class VectorRequest:
 def check_num_inputs(count: int, field: str) -> None:
     """Check the number of inputs.
 
+    Args:
+        count: number of inputs.
+        field: name of the request's field, for error messages.
+
     Raises:
         InvalidRequest: there are no inputs, or more than `MAX_INPUTS`.
     """
@@ -139,6 +143,10 @@ def encode_inputs(
 async def embed(service: TextService, request: VectorRequest) -> list[Vector]:
     """Compute the vectors of all inputs as soon as the request is admitted, `MAX_RUNNING_INPUTS` at a time. If one
     fails, the others are cancelled.
+
+    Args:
+        service: the text service, whose vectors are enabled (`check_vectors`).
+        request: the inputs and parameters.
 
     Raises:
         KvferryError: the request is not admitted, or an input failed: the error of the first one.

@@ -34,6 +34,10 @@ def check_model(model: TextModel, name: str) -> None:
 def check_num_chars(model: TextModel, num_chars: int) -> None:
     """Reject text that exceeds the context length however it is tokenized.
 
+    Args:
+        model: the served model.
+        num_chars: number of characters of the text.
+
     Raises:
         InvalidRequest: the text has more characters than a full context of tokens can encode.
     """
@@ -48,6 +52,10 @@ def check_num_chars(model: TextModel, num_chars: int) -> None:
 
 def encode_text(model: TextModel, text: str) -> list[int]:
     """Tokenize plain text.
+
+    Args:
+        model: the served model.
+        text: the text; special tokens are added to it.
 
     Raises:
         InvalidRequest: the text is too long, or cannot be encoded.
@@ -112,6 +120,11 @@ def num_chars(value: object) -> int:
 
 def check_token_ids(model: TextModel, token_ids: Sequence[int], field: str) -> None:
     """Check that all token ids are in the vocabulary.
+
+    Args:
+        model: the served model.
+        token_ids: the ids.
+        field: name of the request's field, for error messages.
 
     Raises:
         InvalidRequest: an id is out of range; the message contains the first such id.

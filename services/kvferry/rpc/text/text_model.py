@@ -18,7 +18,12 @@ class Tokenizer(Protocol):
     """Converts between text and token ids. Stateless and thread-safe."""
 
     def encode(self, text: str, *, add_special: bool) -> list[int]:
-        """Convert text to token ids; `add_special` prepends the begin-of-sequence token if the model uses one."""
+        """Convert text to token ids.
+
+        Args:
+            text: the text.
+            add_special: whether to prepend the begin-of-sequence token, if the model uses one.
+        """
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str:

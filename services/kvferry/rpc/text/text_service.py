@@ -101,6 +101,12 @@ class TextService:
         """Run `job(model, ...)` on text of `size` characters or bytes: in this thread if the text is small, otherwise
         in the text process.
 
+        Args:
+            job: function at module level, whose first argument is the model.
+            size: number of characters or bytes of the text.
+            args: further arguments of the job.
+            kwargs: keyword arguments of the job.
+
         Raises:
             KvferryError: raised by the job, or by `TextProcess.run`.
         """

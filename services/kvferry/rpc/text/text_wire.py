@@ -19,7 +19,12 @@ from kvferry.v1 import inference_pb2
 
 
 def chunk_to_wire(request_id: RequestId, chunk: TextChunk) -> inference_pb2.GenerateResponse:
-    """Convert a chunk to a response of `Inference.Generate`."""
+    """Convert a chunk to a response of `Inference.Generate`.
+
+    Args:
+        request_id: id of the request.
+        chunk: a chunk of one sample.
+    """
     response = inference_pb2.GenerateResponse(
         request_id=request_id,
         index=chunk.index,

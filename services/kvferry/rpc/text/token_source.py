@@ -34,7 +34,7 @@ class TokenRequest:
     cache_salt: str = ""
     """Requests of the tenant with unequal salts share no KV; empty for the tenant's own cache."""
     adapter: AdapterId | None = None
-    """Version of the adapter to compute with."""
+    """Version of the adapter to compute with; `None` for the base model."""
     priority: int = 0
     """Priority of the request, used if workers schedule by priority; lower numbers come first."""
     arrived: float = 0.0

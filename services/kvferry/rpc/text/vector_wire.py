@@ -40,7 +40,12 @@ def pooling_from_wire(message: common_pb2.PoolingParams) -> PoolingParams:
 
 
 def vector_from_wire(message: prefill_pb2.PoolResponse, num_prompt_tokens: int) -> Vector:
-    """Convert a worker's response to a vector."""
+    """Convert a worker's response to a vector.
+
+    Args:
+        message: the response.
+        num_prompt_tokens: number of tokens of the input.
+    """
     return Vector(np.array(message.values, np.float32), num_prompt_tokens, message.num_cached_tokens)
 
 

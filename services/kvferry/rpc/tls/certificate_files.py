@@ -99,6 +99,10 @@ def leaf_not_after(chain: Path, key: Path) -> float:
     """Return the end of a server certificate's validity, wall-clock seconds since the epoch. The certificate need not
     be signed by a known CA.
 
+    Args:
+        chain: PEM file with the certificate and, after it, those of its issuers.
+        key: PEM file with its private key, not encrypted.
+
     Raises:
         ssl.SSLCertVerificationError: the certificate is not valid now, or not for servers.
         ssl.SSLError: the files are not a PEM certificate and its key.

@@ -25,6 +25,10 @@ def files_in(folder: Path, kind: str) -> CertificateFiles:
 def write_ca(folder: Path, authority: Authority) -> None:
     """Write the certificate and the key of a new CA.
 
+    Args:
+        folder: folder of the files, which is created if it is missing.
+        authority: the new CA.
+
     Raises:
         UsageError: the folder already has a CA, or cannot be written.
     """
@@ -68,6 +72,11 @@ def write_certificate(folder: Path, kind: str, authority: Authority, now: float,
 
 def write_pool(folder: Path, now: float, days: float) -> dict[str, CertificateFiles]:
     """Create a CA whose key is not stored, and write its certificate and the certificates of workers and gateways.
+
+    Args:
+        folder: folder of the files, which is created if it is missing.
+        now: wall-clock seconds since the epoch.
+        days: validity of the certificates.
 
     Raises:
         UsageError: the folder cannot be written, or the package `cryptography` is not installed.

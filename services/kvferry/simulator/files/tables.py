@@ -152,5 +152,11 @@ class Table:
 
 
 def wrong(field: str, value: object, remedy: str) -> UsageError:
-    """Return the error of an invalid field."""
+    """Return the error of an invalid field.
+
+    Args:
+        field: path of the field in the file.
+        value: its value.
+        remedy: the rest of the message, for example `use a string`.
+    """
     return UsageError(f"{field} is {shortened(repr(value))}; {remedy}", field=field)

@@ -81,7 +81,12 @@ class Demand:
                 )
 
     def requests(self, tape: Tape, seed: int) -> Iterator[SimRequest]:
-        """Draw the requests, in order of arrival."""
+        """Draw the requests, in order of arrival.
+
+        Args:
+            tape: source of the tokens.
+            seed: seed of arrivals and lengths.
+        """
         draw = Random(f"demand {seed}")  # noqa: S311  a workload needs no secret numbers
         later: list[tuple[float, int, _Turn]] = []
         starts = self._starts(draw)

@@ -31,7 +31,12 @@ class Tape:
         self._ids = [token.token_id for token in self._sampled]
 
     def ids(self, place: int, count: int) -> list[int]:
-        """Return `count` token ids from a position on; positions beyond the end wrap around."""
+        """Return `count` token ids from a position on; positions beyond the end wrap around.
+
+        Args:
+            place: position on the tape.
+            count: number of ids.
+        """
         return _slice(self._ids, place, count)
 
     def sampled(self, place: int, count: int) -> tuple[SampledToken, ...]:
@@ -42,7 +47,12 @@ class Tape:
         return tuple(_slice(self._sampled, place, count))
 
     def unique(self, number: int, count: int) -> list[int]:
-        """Return `count` token ids, the first of which belongs to `number` alone."""
+        """Return `count` token ids, the first of which belongs to `number` alone.
+
+        Args:
+            number: number of the request.
+            count: number of ids.
+        """
         return [UNIQUE_ID + number, *self.ids(number * _STRIDE, count - 1)] if count else []
 
 
@@ -63,7 +73,7 @@ class Output:
     count: int
     """Number of tokens, at least 1."""
     known: tuple[SampledToken, ...] | None = None
-    """The tokens to use instead of the tape's."""
+    """The tokens to use instead of the tape's; `None` to use the tape's."""
 
     @classmethod
     def of(cls, tape: Tape, number: int, count: int) -> "Output":
@@ -71,7 +81,12 @@ class Output:
         return cls(tape, number * _STRIDE + 1, count)
 
     def sampled(self, first: int, count: int) -> tuple[SampledToken, ...]:
-        """Return the tokens with the indices `first` .. `first` + `count` - 1."""
+        """Return the tokens with the indices `first` .. `first` + `count` - 1.
+
+        Args:
+            first: index of the first token in the output.
+            count: number of tokens.
+        """
         if self.known is not None:
             return self.known[first : first + count]
         return self.tape.sampled(self.place + first, count)

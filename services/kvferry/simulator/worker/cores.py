@@ -21,6 +21,10 @@ class SharedCores:
 
     def __init__(self, clock: VirtualClock, cores: float) -> None:
         """
+        Args:
+            clock: the virtual clock.
+            cores: number of cores, which may be fractional.
+
         Raises:
             UsageError: the number is not positive.
         """

@@ -83,7 +83,12 @@ class DecodeRun:
 
 def num_steps(scheduler: Scheduler, running: Iterable[Sequence]) -> int:
     """Return the number of steps that can be planned at once: until the first sequence ends; 1 if the next step differs
-    from later ones."""
+    from later ones.
+
+    Args:
+        scheduler: the scheduler of the replica.
+        running: its running sequences.
+    """
     # If the batch is full, no sequence is admitted until one ends.
     may_admit = scheduler.num_waiting > 0 and scheduler.admission.has_place
     if may_admit or scheduler.num_running > scheduler.limits.token_budget:
@@ -105,6 +110,11 @@ def num_steps(scheduler: Scheduler, running: Iterable[Sequence]) -> int:
 
 def plan_run(scheduler: Scheduler, drafts: KnownDrafts, steps: int) -> StepPlan:
     """Plan `steps` decode steps of all running sequences as one.
+
+    Args:
+        scheduler: the scheduler of the replica, whose limits are changed during the call.
+        drafts: the drafts of the scheduler's speculation.
+        steps: number of steps, a result of `num_steps`.
 
     Raises:
         InvariantBroken: the scheduler planned something else.

@@ -93,7 +93,12 @@ class OfferDesk:
         self._expire_at = math.inf
 
     def offer(self, export: Export, tokens: int) -> Ticket:
-        """Offer the pages of a finished prompt to one reader."""
+        """Offer the pages of a finished prompt to one reader.
+
+        Args:
+            export: the pages and their epochs.
+            tokens: number of tokens whose KV the pages hold.
+        """
         self._number += 1
         now = self._clock.now
         ticket = Ticket(
@@ -120,7 +125,13 @@ class OfferDesk:
         self._free(self.book.release(ticket_id, self._clock.now))
 
     def finish(self, ticket_id: TicketId, attempt: int, *, done: bool) -> None:
-        """Record the end of a reader's attempt."""
+        """Record the end of a reader's attempt.
+
+        Args:
+            ticket_id: id of the offer's ticket.
+            attempt: number of the attempt.
+            done: whether the pages were read.
+        """
         self._free(self.book.finish(ticket_id, attempt, self._clock.now, done=done))
 
     def _watch(self, at: float) -> None:

@@ -39,7 +39,7 @@ class Job:
     started: float = 0.0
     """Time at which its computation on this replica began."""
     first: float | None = None
-    """Time of the first token on this replica, seconds."""
+    """Time of the first token on this replica, seconds; `None` before it."""
     sequence: EngineSequence | None = None
     context: object = None
     """Arbitrary value for the listener."""
@@ -49,7 +49,12 @@ class Listener(Protocol):
     """Receives the events of jobs on replicas."""
 
     def first_token(self, job: Job, now: float) -> None:
-        """Handle the first token of a request, on any replica."""
+        """Handle the first token of a request, on any replica.
+
+        Args:
+            job: the job that generated the token.
+            now: virtual time in seconds.
+        """
         ...
 
     def answered(self, job: Job, now: float) -> None:
@@ -57,11 +62,22 @@ class Listener(Protocol):
         ...
 
     def fetched(self, job: Job, num_blocks: int, seconds: float) -> None:
-        """Handle the end of a fetch of the job's KV from another replica."""
+        """Handle the end of a fetch of the job's KV from another replica.
+
+        Args:
+            job: the job.
+            num_blocks: number of blocks that were fetched.
+            seconds: duration of the fetch.
+        """
         ...
 
     def gap(self, seconds: float, weight: int) -> None:
-        """Handle the time between two tokens, which is the same for `weight` sequences."""
+        """Handle the time between two tokens, which is the same for `weight` sequences.
+
+        Args:
+            seconds: time between the two tokens.
+            weight: number of sequences with this time.
+        """
         ...
 
     def declined(self, job: Job) -> None:
@@ -73,7 +89,13 @@ class Listener(Protocol):
         ...
 
     def exported(self, job: Job, export: Export, now: float) -> None:
-        """Handle an export of the job's pages, which the listener must offer; it owns their references."""
+        """Handle an export of the job's pages, which the listener must offer; it owns their references.
+
+        Args:
+            job: the job.
+            export: the pages of its prompt.
+            now: virtual time in seconds.
+        """
         ...
 
 

@@ -33,6 +33,10 @@ class SharedAddresses:
 def admin_address(address: str, number: int) -> str:
     """Return the admin address of process `number`, from 0.
 
+    Args:
+        address: admin address of the first process, `host:port`.
+        number: number of the process, from 0.
+
     Raises:
         UsageError: there is no port for it.
     """

@@ -82,6 +82,10 @@ def compute_threads(config: StackConfig, role: str) -> int:
 
     Prefill runs in bursts and uses all cores. Decode steps are short and frequent, and a thread that waits for a core
     delays every step, so decode uses only its share of the cores.
+
+    Args:
+        config: configuration of the stack.
+        role: role of the worker.
     """
     if config.threads:
         return config.threads
@@ -98,7 +102,12 @@ def gpu_memory_share(config: StackConfig) -> float:
 
 def worker_specs(config: StackConfig, secrets: Mapping[str, str]) -> list[ProcessSpec]:
     """Return the specs of the worker processes. Placeholders such as `{grpc}` stand for the addresses that the first
-    start binds."""
+    start binds.
+
+    Args:
+        config: configuration of the stack.
+        secrets: environment variables with the pool's secrets.
+    """
 
     is_alone = config.prefill + config.decode + config.both == 1
     environment = {**secrets, "GOMP_SPINCOUNT": _SPIN_ALONE if is_alone else _SPIN_SHARED}
@@ -125,7 +134,13 @@ def worker_specs(config: StackConfig, secrets: Mapping[str, str]) -> list[Proces
 def gateway_spec(
     config: StackConfig, workers: Sequence[tuple[ProcessSpec, Mapping[str, object]]], secrets: Mapping[str, str]
 ) -> ProcessSpec:
-    """Return the spec of the gateway process, with the addresses of all workers."""
+    """Return the spec of the gateway process, with the addresses of all workers.
+
+    Args:
+        config: configuration of the stack.
+        workers: spec of each worker, and its `listening` event with the bound addresses.
+        secrets: environment variables with the pool's secrets.
+    """
     endpoints: list[str] = []
     for spec, event in workers:
         role = spec.arguments[2]

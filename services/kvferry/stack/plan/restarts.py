@@ -21,7 +21,12 @@ class RestartHistory:
     deaths: int = 0
 
     def after_death(self, policy: RestartPolicy, ran_seconds: float) -> tuple["RestartHistory", float]:
-        """Record an exit; return the updated history and the delay before the restart in seconds."""
+        """Record an exit; return the updated history and the delay before the restart in seconds.
+
+        Args:
+            policy: delays between restarts.
+            ran_seconds: time for which the process ran.
+        """
         deaths = 1 if ran_seconds >= policy.calm_seconds else self.deaths + 1
         pause = min(policy.max_seconds, policy.first_seconds * policy.factor ** min(deaths - 1, 64))
         return replace(self, deaths=deaths), pause

@@ -62,6 +62,11 @@ def read_adapter_list(raw: bytes) -> Mapping[str, ListedAdapter]:
 def changes(
     loaded: Mapping[str, ListedAdapter], listed: Mapping[str, ListedAdapter]
 ) -> tuple[Sequence[ListedAdapter], Sequence[str]]:
-    """Return the adapters to load and the names to remove so that the loaded adapters match the list."""
+    """Return the adapters to load and the names to remove so that the loaded adapters match the list.
+
+    Args:
+        loaded: the loaded adapters by name.
+        listed: the adapters of the list by name.
+    """
     to_load = [one for name, one in listed.items() if loaded.get(name) != one]
     return to_load, [name for name in loaded if name not in listed]

@@ -33,6 +33,10 @@ class AdapterLoader:
     async def load(self, name: str, path: str) -> AdapterId:
         """Load an adapter for a caller, or replace the one with the same name, and return its version.
 
+        Args:
+            name: name of the adapter.
+            path: the adapter's folder, below the configured folder.
+
         Raises:
             InvalidRequest: the name is not valid, or the folder is missing or damaged or does not fit the model.
             Forbidden: the path is not below the configured folder, or none is configured.

@@ -50,7 +50,7 @@ class ListedAdapters:
                 await self.refresh()
             except Unavailable:
                 return  # the engine has stopped
-            except Exception:  # of a library; the next reading may succeed
+            except Exception:  # raised by a library; the next reading may succeed
                 _log.exception("reading the list of adapters %s failed", self._file)
 
     async def refresh(self) -> None:

@@ -62,7 +62,12 @@ class KvPrefetcher:
 
     async def run(self, request: decode_pb2.PrefetchKvRequest, tokens: Sequence[int]) -> int:
         """Follow a prompt to its end and return the number of fetched blocks. On a failure, stop early without
-        raising."""
+        raising.
+
+        Args:
+            request: names the prefill worker and the ticket.
+            tokens: tokens of the prompt.
+        """
         names = self._namer(request.tenant).chain(tokens[:-1])
         watched = kv_transfer_pb2.WatchBlocksRequest(
             ticket_id=request.ticket_id,

@@ -28,6 +28,11 @@ def layout_to_wire(layout: KvLayout) -> common_pb2.KvLayout:
 def check_peer_pages(fingerprint: bytes, layout: common_pb2.KvLayout, mine: KvLayout) -> None:
     """Check that this worker can read pages of a peer with the given layout.
 
+    Args:
+        fingerprint: fingerprint of the peer's layout.
+        layout: description of the peer's layout; empty if it sent none.
+        mine: layout of this worker.
+
     Raises:
         TicketRejected: with reason TICKET_LAYOUT; `field` is the layout field that differs.
     """
@@ -36,6 +41,11 @@ def check_peer_pages(fingerprint: bytes, layout: common_pb2.KvLayout, mine: KvLa
 
 def check_reader(fingerprint: bytes, layout: common_pb2.KvLayout, mine: KvLayout) -> None:
     """Check that a reader with the given layout can read this worker's pages.
+
+    Args:
+        fingerprint: fingerprint of the reader's layout.
+        layout: description of the reader's layout; empty if it sent none.
+        mine: layout of this worker.
 
     Raises:
         TicketRejected: with reason TICKET_LAYOUT; `field` is the layout field that differs.

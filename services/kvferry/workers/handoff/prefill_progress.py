@@ -52,7 +52,12 @@ class PrefillProgress:
             prompt.notify()
 
     def add(self, ticket_id: str, progress: Progress) -> None:
-        """Report new full blocks of a prompt to its followers."""
+        """Report new full blocks of a prompt to its followers.
+
+        Args:
+            ticket_id: id that the prompt's ticket will have.
+            progress: the new full blocks; ignored if nobody follows the prompt.
+        """
         prompt = self._prompts.get(ticket_id)
         if prompt is not None:
             prompt.reports.append(progress)

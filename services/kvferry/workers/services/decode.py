@@ -46,7 +46,7 @@ class _Handoff:
     """Reason why the ticket was not used."""
     reported: bool = False
     kept: Export | None = None
-    """Export of the full blocks, for the prior-turn ticket."""
+    """Export of the full blocks, for the prior-turn ticket; `None` if there is none."""
 
     def describe(self, num_cached: int) -> decode_pb2.Handoff:
         self.reported = True

@@ -148,7 +148,12 @@ class CacheFeed:
         self._lines.clear()
 
     def probe(self, names: Sequence[bytes], num_samples: int) -> kv_events_pb2.ProbeResponse:
-        """Return the state of the cache, which of `names` it has, and a sample of its blocks."""
+        """Return the state of the cache, which of `names` it has, and a sample of its blocks.
+
+        Args:
+            names: names that the map of a gateway has.
+            num_samples: maximum number of blocks in the sample.
+        """
         event = self._event()
         first = random.randrange(max(1, min(len(self._blocks), _SAMPLED_BLOCKS) - num_samples + 1))  # noqa: S311
         return kv_events_pb2.ProbeResponse(

@@ -26,7 +26,8 @@ class PrefixPinning:
             seconds: seconds until the call's deadline; `None` without a deadline.
 
         Raises:
-            KvferryError: a field is invalid, the worker drains, or see `engine.pins.pinning.Pinning.pin`.
+            KvferryError: a field is invalid, or the worker is draining; also the errors of
+                `engine.pins.pinning.Pinning.pin`.
         """
         self._context.admit(request.model, request.tenant)
         pin = await self._context.loop.pin_prefix(

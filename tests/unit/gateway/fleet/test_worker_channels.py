@@ -46,7 +46,7 @@ async def test_a_replaced_channel_is_closed_after_its_calls(tmp_path: Path, monk
     await channels.close_replaced(set())
     with pytest.raises(grpc.aio.UsageError, match="closed"):
         await health_pb2_grpc.HealthStub(first).Check(ASKED, timeout=SECONDS)
-    await channels.close(politely=False)
+    await channels.close(gracefully=False)
     await server.stop(0)
 
 
@@ -65,12 +65,12 @@ async def test_replaced_channels_are_kept_for_calls_that_are_not_counted(tmp_pat
     assert first.get_state() is grpc.ChannelConnectivity.IDLE
     await channels.close_replaced(())
     assert first.get_state() is grpc.ChannelConnectivity.SHUTDOWN
-    await channels.close(politely=False)
+    await channels.close(gracefully=False)
 
 
 async def test_channels_without_tls_are_never_replaced() -> None:
     channels = WorkerChannels(Endpoint.parse("127.0.0.1:1"), None)
-    await channels.close(politely=False)  # before the channel is opened
+    await channels.close(gracefully=False)  # before the channel is opened
     channels.open()
     assert not channels.renew(())
-    await channels.close(politely=False)
+    await channels.close(gracefully=False)

@@ -41,7 +41,7 @@ def certificates_condition(tls: TlsSeen | None) -> ConditionState | None:
             f"calls between pods use TLS; certificates are valid until {_date(tls.not_after)}{renewal}",
         )
     remedy = (
-        "the operator renews them 30 days before: see its log"
+        "the operator renews them 30 days before they expire; see its log"
         if tls.mode == "Managed"
         else "write renewed certificates to the Secret spec.tls.secretName; pods read them without a restart"
     )

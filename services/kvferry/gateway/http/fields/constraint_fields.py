@@ -96,7 +96,12 @@ class ConstraintFields(Strict):
 
 def in_field(error: InvalidRequest, field: str) -> InvalidRequest:
     """Return a constraint's error with the name of the request field that sets the constraint. In the grammar of calls,
-    the rule tells which tool's schema is at fault."""
+    the rule tells which tool's schema is at fault.
+
+    Args:
+        error: error about `constraint`; other errors are returned unchanged.
+        field: name of the request field, for example `response_format`.
+    """
     if error.field != "constraint":
         return error
     tool = _TOOL_RULE.search(error.message) if field == "tools" else None

@@ -35,6 +35,10 @@ def json_object(body: bytes) -> dict[str, Any]:
 def parse_fields(kind: type[S], fields: dict[str, Any]) -> S:
     """Validate the fields of a body.
 
+    Args:
+        kind: type of the body.
+        fields: the JSON object.
+
     Raises:
         InvalidRequest: a field is invalid, unknown or not supported; the error describes the most specific one.
     """
@@ -80,7 +84,7 @@ def _refusal(kind: type[Strict], errors: list[ErrorDetails]) -> InvalidRequest:
         if error is not worst and error["type"] == "literal_error" and error["loc"][:-1] == worst["loc"][:-1]:
             expected += f" or {_expectation(error['msg']).removeprefix(' must be ')}"
     given = worst["input"]
-    is_choice = worst["type"] == "literal_error" and isinstance(given, str)  # a fixed value is no text of a prompt
+    is_choice = worst["type"] == "literal_error" and isinstance(given, str)  # contains no text of a prompt
     value = repr(shortened(given)) if is_choice else shown(given)
     return InvalidRequest(f"{field}{expected}, not {value}", field=field)
 

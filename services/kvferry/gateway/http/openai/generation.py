@@ -107,6 +107,11 @@ class Generation:
 async def prepare_chat(service: TextService, caller: Caller, body: bytes) -> Generation:
     """Validate a chat request.
 
+    Args:
+        service: the text service.
+        caller: id, tenant and arrival time of the request.
+        body: JSON body of the request.
+
     Raises:
         InvalidRequest: a field is invalid or not supported.
         UnknownModel: this gateway serves a different model.

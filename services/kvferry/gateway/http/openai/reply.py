@@ -239,7 +239,12 @@ def kv_line(timing: Timing) -> str:
 
 
 def chat_logprobs(tokens: Sequence[SampledToken], spell: TokenBytes) -> ChatLogprobs | None:
-    """Return the log-probabilities in the format of chat responses; `None` if the request did not set `logprobs`."""
+    """Return the log-probabilities in the format of chat responses; `None` if the request did not set `logprobs`.
+
+    Args:
+        tokens: the tokens of one sample, or of a chunk of it.
+        spell: returns the bytes of a token.
+    """
     if not tokens or tokens[0].logprob is None:
         return None
     content: list[TokenLogprob] = []
@@ -311,7 +316,13 @@ def echoed_logprobs(
 
 
 def prompt_logprobs(scores: Sequence[ScoredToken], num_top: int, spell: TokenBytes) -> PromptLogprobs:
-    """Return the log-probabilities of a prompt in vLLM's format: each token first, then its `num_top` alternatives."""
+    """Return the log-probabilities of a prompt in vLLM's format: each token first, then its `num_top` alternatives.
+
+    Args:
+        scores: scores of the prompt's tokens after the first one.
+        num_top: maximum number of alternatives of each token.
+        spell: returns the bytes of a token.
+    """
     found: PromptLogprobs = [None]
     for score in scores:
         ranked = [(score.token_id, score.logprob, score.rank)]
@@ -337,7 +348,13 @@ def continued(total: L | None, more: L | None) -> L | None:
 
 def add_usage(total: Usage | None, chunk: TextChunk, *, first_sample: bool) -> Usage | None:
     """Return `total` plus the usage of an ended sample, and of the beams that are not returned; the prompt is counted
-    only for the first sample."""
+    only for the first sample.
+
+    Args:
+        total: usage so far; `None` if no sample has ended.
+        chunk: a chunk of a sample; only its last one has the usage.
+        first_sample: whether the sample is the first one of its prompt.
+    """
     if chunk.usage is None:
         return total
     prompt = chunk.usage.prompt_tokens if first_sample else 0

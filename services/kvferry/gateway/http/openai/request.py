@@ -44,11 +44,15 @@ class ReadRequest:
     split: SplitOptions | None = None
     """Options for splitting the answers; `None` if they are not split."""
     beams: BeamParams | None = None
-    """Parameters of a beam search, whose best `num_samples` outputs are returned."""
+    """Parameters of a beam search, whose best `num_samples` outputs are returned; `None` if outputs are sampled."""
 
 
 def read_chat(model: TextModel, body: bytes) -> ReadRequest:
     """Parse the body of a chat request, render its template and tokenize the prompt.
+
+    Args:
+        model: the served model.
+        body: JSON body of the request.
 
     Raises:
         InvalidRequest, UnknownModel: the request is invalid or cannot be served by this gateway.
@@ -90,6 +94,11 @@ def read_conversation(model: TextModel, request: ChatRequest, use: ToolUse, cons
 
 def read_completion(model: TextModel, body: bytes, max_prompts: int) -> ReadRequest:
     """Parse the body of a completions request and tokenize its prompts.
+
+    Args:
+        model: the served model.
+        body: JSON body of the request.
+        max_prompts: maximum number of prompts in the request.
 
     Raises:
         InvalidRequest, UnknownModel: the request is invalid or cannot be served by this gateway.

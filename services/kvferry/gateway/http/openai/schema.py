@@ -354,6 +354,10 @@ R = TypeVar("R", ChatRequest, CompletionRequest)
 def parse(kind: type[R], body: bytes) -> R:
     """Parse and validate a request from a JSON body.
 
+    Args:
+        kind: type of the request.
+        body: JSON text in UTF-8.
+
     Raises:
         InvalidRequest: a field is invalid, unknown or not supported; the error describes the first such field.
     """

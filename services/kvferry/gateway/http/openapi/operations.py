@@ -68,9 +68,9 @@ class Operation:
     """Whether a stream that does not fail ends with the event `[DONE]`."""
     errors: Errors = EDGE
     query: type[Strict] | None = None
-    """Parameters of the query."""
+    """Parameters of the query; `None` if there are none."""
     also: Mapping[int, Any] | None = None
-    """Types of answers with statuses other than 200."""
+    """Types of answers by status, other than `status`; `None` if there are none."""
     status: int = 200
 
     @property

@@ -105,6 +105,10 @@ KINDS: Mapping[str, type[Strict]] = {
 def check_kinds(field: str, items: Sequence[object]) -> None:
     """Refuse items and parts of unsupported types; the error names the type.
 
+    Args:
+        field: name of the list, for error messages.
+        items: the items.
+
     Raises:
         InvalidRequest: an item or a part has another type, such as an image.
     """
@@ -210,7 +214,12 @@ _PLACE = re.compile(r"messages\.(\d+)(\.tool_call_id)?")
 
 
 def in_items(error: InvalidRequest, places: Sequence[str]) -> InvalidRequest:
-    """Return an error about a message with the names of the request's items instead."""
+    """Return an error about a message with the names of the request's items instead.
+
+    Args:
+        error: an error; one that is not about messages is returned unchanged.
+        places: name of the item of each message, for example `input.2`.
+    """
 
     def name(found: re.Match[str]) -> str:
         number = int(found[1])

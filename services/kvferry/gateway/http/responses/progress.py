@@ -78,7 +78,12 @@ class ResponseProgress:
             yield from self._finish(chunk)
 
     def fail(self, error: KvferryError, now: float) -> out.Event:
-        """End a response that failed after its first event."""
+        """End a response that failed after its first event.
+
+        Args:
+            error: the failure.
+            now: wall-clock seconds since the epoch.
+        """
         self.response = replace(
             self.response,
             status="failed",

@@ -27,7 +27,7 @@ class ItemsQuery(Strict):
     limit: Annotated[int, Field(ge=1, le=100)] = 20
     order: Literal["asc", "desc"] = "desc"
     after: str | None = None
-    """Id of the item after which the list begins."""
+    """Id of the item after which the list begins; `None` to begin with the first one."""
 
 
 class ResponseRoutes:

@@ -151,7 +151,13 @@ class ResponseStore:
 
 
 def transcript(earlier: KeptResponse | None, items: bytes, output: bytes) -> tuple[Segment, ...]:
-    """Return the segments of all turns: those of `earlier`, and the items and the output of a new turn."""
+    """Return the segments of all turns: those of `earlier`, and the items and the output of a new turn.
+
+    Args:
+        earlier: the response that the new turn continues; `None` if it begins a conversation.
+        items: encoded input items of the new turn.
+        output: encoded output items of the new turn.
+    """
     return (*(() if earlier is None else earlier.transcript), Segment(items), Segment(output))
 
 

@@ -35,7 +35,7 @@ class VectorBody(Body):
     pooling: str | None = None
     """kvferry-specific extension: `last`, `mean` or `cls`."""
     priority: Priority = 0
-    """Extension, named as in vLLM."""
+    """Extension, named as in vLLM: priority of the request; lower numbers come first."""
     cache_salt: Annotated[str, Field(max_length=MAX_CACHE_SALT_CHARS)] | None = None
     """Extension, named as in vLLM: requests with unequal salts share no KV."""
 
@@ -55,6 +55,11 @@ B = TypeVar("B", bound=Body)
 def parse(kind: type[B], model: TextModel, body: bytes) -> B:
     """Parse and validate a body.
 
+    Args:
+        kind: type of the body.
+        model: the served model.
+        body: JSON text in UTF-8.
+
     Raises:
         InvalidRequest: a field is invalid, unknown or not supported; the error names the first such field.
         UnknownModel: a different model is requested.
@@ -71,6 +76,11 @@ def parse(kind: type[B], model: TextModel, body: bytes) -> B:
 
 def check_texts(name: str, value: object, limit: int) -> list[str]:
     """Check a string or a list of strings; return a list.
+
+    Args:
+        name: name of the field, for error messages.
+        value: its value.
+        limit: maximum number of strings.
 
     Raises:
         InvalidRequest: the value is neither, or has more than `limit` strings.

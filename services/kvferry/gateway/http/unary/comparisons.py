@@ -150,6 +150,11 @@ class ReadTexts:
 def read_score(model: TextModel, body: bytes, context_tokens: int) -> ReadTexts:
     """Parse the body of a score request and tokenize its texts.
 
+    Args:
+        model: the served model.
+        body: JSON body of the request.
+        context_tokens: maximum number of tokens of one text.
+
     Raises:
         InvalidRequest, UnknownModel: the request is invalid or cannot be served by this gateway.
     """
@@ -169,6 +174,11 @@ def read_score(model: TextModel, body: bytes, context_tokens: int) -> ReadTexts:
 
 def read_rerank(model: TextModel, body: bytes, context_tokens: int) -> ReadTexts:
     """Parse the body of a rerank request and tokenize its texts.
+
+    Args:
+        model: the served model.
+        body: JSON body of the request.
+        context_tokens: maximum number of tokens of one text.
 
     Raises:
         InvalidRequest, UnknownModel: the request is invalid or cannot be served by this gateway.

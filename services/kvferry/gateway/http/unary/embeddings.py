@@ -85,7 +85,12 @@ class EmbeddingsBody(VectorBody):
 
 
 def read_embeddings(model: TextModel, body: bytes, context_tokens: int) -> tuple[VectorInputs, bool]:
-    """Parse a body and tokenize its inputs; return them, and whether vectors are wanted as base64.
+    """Parse a body and tokenize its inputs; return them, and whether vectors are requested as base64.
+
+    Args:
+        model: the served model.
+        body: JSON body of the request.
+        context_tokens: maximum number of tokens of one input.
 
     Raises:
         InvalidRequest, UnknownModel: the request is invalid or cannot be served by this gateway.

@@ -33,6 +33,11 @@ class UnaryRoute(BodyRoute):
     """ASGI handler of a route that answers with one JSON body, not with a stream."""
 
     def __init__(self, side: Side, answer: Answer) -> None:
+        """
+        Args:
+            side: the gateway's objects that all routes use.
+            answer: computes the body of the answer.
+        """
         super().__init__(side)
         self._answer = answer
 

@@ -71,7 +71,11 @@ class DetokenizeBody(Body):
 
 
 def read_tokenize(model: TextModel, body: bytes) -> tuple[list[int], bool]:
-    """Parse a body and tokenize its text or conversation; return the ids, and whether the text of each token is wanted.
+    """Parse a body and tokenize its text or conversation; return the ids, and whether each token's text is requested.
+
+    Args:
+        model: the served model.
+        body: JSON body of the request.
 
     Raises:
         InvalidRequest, UnknownModel: the request is invalid or cannot be served by this gateway.
@@ -92,6 +96,10 @@ def read_tokenize(model: TextModel, body: bytes) -> tuple[list[int], bool]:
 
 def read_detokenize(model: TextModel, body: bytes) -> str:
     """Parse a body and return the text of its token ids.
+
+    Args:
+        model: the served model.
+        body: JSON body of the request.
 
     Raises:
         InvalidRequest, UnknownModel: the request is invalid or cannot be served by this gateway.

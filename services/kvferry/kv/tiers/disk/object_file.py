@@ -52,6 +52,10 @@ class Reading:
 
     def __init__(self, path: Path, *, direct: bool) -> None:
         """
+        Args:
+            path: path of the file.
+            direct: whether to bypass the page cache (O_DIRECT).
+
         Raises:
             OSError: the file cannot be opened; `FileNotFoundError` if it does not exist.
         """

@@ -50,6 +50,10 @@ class FrameDamaged(TierError):
 def flat(parts: Sequence[memoryview], num_bytes: int) -> list[memoryview]:
     """Convert parts to byte views and drop empty parts.
 
+    Args:
+        parts: contiguous buffers of any format.
+        num_bytes: expected total length.
+
     Raises:
         ValueError: the total length of the parts is not `num_bytes`.
     """
@@ -63,7 +67,12 @@ def flat(parts: Sequence[memoryview], num_bytes: int) -> list[memoryview]:
 
 
 def chunked(parts: Sequence[memoryview], size: int) -> Iterator[list[memoryview]]:
-    """Split the parts into runs of at most `size` bytes, in order."""
+    """Split the parts into runs of at most `size` bytes, in order.
+
+    Args:
+        parts: byte views.
+        size: maximum number of bytes of a run.
+    """
     run: list[memoryview] = []
     room = size
     for part in parts:
@@ -85,6 +94,12 @@ class Opening:
     `Frames.open`."""
 
     def __init__(self, expected: bytes, digest: Any, decryptor: Any) -> None:
+        """
+        Args:
+            expected: digest in the header; not used for an encrypted object.
+            digest: incremental digest of the stored bytes.
+            decryptor: AES-GCM decryptor of an encrypted object; `None` for a plain one.
+        """
         self._expected = expected
         self._digest = digest
         self._decryptor = decryptor
@@ -158,6 +173,10 @@ class Frames:
     def frame(self, key: ObjectKey, parts: Sequence[memoryview]) -> tuple[bytes, list[memoryview]]:
         """Encode a frame; return its header and its pages, which are `parts` themselves or one encrypted copy.
 
+        Args:
+            key: key of the object.
+            parts: content of the object, in order.
+
         Raises:
             ValueError: the total length of `parts` is not `object_bytes`.
         """
@@ -180,6 +199,10 @@ class Frames:
 
     def open(self, header: bytes, key: ObjectKey) -> Opening:
         """Verify `header`; return the verifier of the pages that follow. If this raises, the pages need not be read.
+
+        Args:
+            header: the stored header, of `HEADER_BYTES` bytes.
+            key: key of the object.
 
         Raises:
             FrameDamaged: the header is not of this version, was not made with the secret for this tenant, name and

@@ -27,6 +27,11 @@ class TierSpec:
     def option(self, name: str, parse: Callable[[str], V], default: V) -> V:
         """Parse one option.
 
+        Args:
+            name: name of the option.
+            parse: converts the option's text; raises `ValueError` if it is invalid.
+            default: value if the option is not set.
+
         Raises:
             UsageError: the value is invalid; the message has tier, option and value.
         """

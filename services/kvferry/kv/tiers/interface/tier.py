@@ -48,13 +48,23 @@ class Tier(Protocol):
 
     def lookup(self, keys: Sequence[ObjectKey], timeout: float) -> list[Presence]:
         """Return the presence of each object, in order. A failed tier returns NO for all objects instead of raising an
-        error."""
+        error.
+
+        Args:
+            keys: the objects.
+            timeout: time limit in seconds.
+        """
         ...
 
     def load(self, key: ObjectKey, into: Sequence[memoryview], timeout: float) -> None:
         """Read one object into the given buffers, in order; their total length is `object_bytes`.
 
         When the call returns, the content is verified. After it returns or raises, the tier no longer writes to `into`.
+
+        Args:
+            key: key of the object.
+            into: writable buffers with a total length of `object_bytes`.
+            timeout: time limit in seconds.
 
         Raises:
             TierMiss: the object is not stored.
@@ -70,6 +80,11 @@ class Tier(Protocol):
 
         Readers find either the complete object or no object. After the call returns or raises, the tier no longer reads
         `parts`.
+
+        Args:
+            key: key of the object.
+            parts: content of the object, with a total length of `object_bytes`.
+            timeout: time limit in seconds.
 
         Raises:
             TierError: the object could not be written; no part of it remains.

@@ -109,6 +109,10 @@ class Breaker:
     def probed(self, now: float, *, alive: bool) -> None:
         """Record the result of a probe.
 
+        Args:
+            now: monotonic seconds.
+            alive: whether the probe succeeded.
+
         Raises:
             InvariantBroken: no probe was permitted by `probe`.
         """

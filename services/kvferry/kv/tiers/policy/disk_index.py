@@ -62,7 +62,13 @@ class DiskIndex:
         self._num_bytes += entry.num_bytes
 
     def use(self, name: BlockHash, now: float, touch_seconds: float) -> bool:
-        """Record a use; return whether to update the modification time, at most once per `touch_seconds`."""
+        """Record a use; return whether to update the modification time, at most once per `touch_seconds`.
+
+        Args:
+            name: name of the file.
+            now: seconds since the Unix epoch.
+            touch_seconds: minimum time between two updates of the modification time.
+        """
         entry = self._entries.get(name)
         if entry is None:
             return True

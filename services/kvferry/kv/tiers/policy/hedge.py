@@ -20,6 +20,10 @@ class Quantile:
 
     def __init__(self, share: float, window: int = WINDOW) -> None:
         """
+        Args:
+            share: share of the samples at or below the quantile, above 0 and at most 1.
+            window: maximum number of samples.
+
         Raises:
             ValueError: `share` is not between 0 and 1, or the window is empty.
         """
@@ -79,6 +83,11 @@ class HedgePolicy:
         """Record a load that finished after `seconds`.
 
         A hedged load is not used as a measurement, since it would have taken longer without the hedge.
+
+        Args:
+            seconds: duration of the load.
+            hedged: whether a hedged request was sent.
+            by_second: whether the hedged request completed first.
         """
         if not hedged:
             self._seconds.add(seconds)

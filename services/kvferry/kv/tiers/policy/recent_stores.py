@@ -28,7 +28,12 @@ class RecentStores:
             self._running.popitem(last=False)
 
     def end(self, name: BlockHash, *, is_there: bool) -> None:
-        """Record the end of a store; `is_there` is whether all tiers now have the object."""
+        """Record the end of a store.
+
+        Args:
+            name: name of the object.
+            is_there: whether all tiers have the object now.
+        """
         if name in self._running:
             self._running[name] = False
         if not is_there:

@@ -38,6 +38,10 @@ def parse_redirection(error: str, server: Address) -> Redirection | None:
     """Parse `MOVED 3999 10.0.0.7:6381` or `ASK ...`; `None` for other errors or a malformed redirection.
 
     If the host in the reply is empty, the host of `server`, which sent the error, is used.
+
+    Args:
+        error: text of the server's error.
+        server: address of the server that sent it.
     """
     words = error.split(" ")
     if len(words) != 3 or words[0] not in ("MOVED", "ASK") or not words[1].isdecimal():
@@ -60,6 +64,10 @@ class SlotMap:
 
     def replace(self, reply: object, server: Address) -> None:
         """Replace the map with the reply of `server` to `CLUSTER SLOTS`; its host is used where the reply has none.
+
+        Args:
+            reply: the reply to `CLUSTER SLOTS`.
+            server: address of the server that sent it.
 
         Raises:
             ValueError: the reply is malformed.

@@ -113,6 +113,10 @@ class Wire:
     def send(self, parts: Sequence[bytes | memoryview], deadline: float) -> None:
         """Send buffers in order.
 
+        Args:
+            parts: the buffers.
+            deadline: monotonic seconds.
+
         Raises:
             ConnectionLost: the buffers could not be sent in time; the connection is closed.
         """
@@ -222,6 +226,10 @@ class Wire:
 
     def reply(self, deadline: float, depth: int = 0) -> Reply:
         """Read a reply other than an object: an integer, a simple string, a short bulk string, or an array of them.
+
+        Args:
+            deadline: monotonic seconds.
+            depth: number of arrays around the reply.
 
         Raises:
             ServerError: the server answered with an error.

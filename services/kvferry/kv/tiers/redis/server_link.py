@@ -86,6 +86,11 @@ class Link:
     def exchange(self, deadline: float, action: Callable[[Wire], T], *, storing: bool = False) -> T:
         """Run `action` with exclusive use of a connection.
 
+        Args:
+            deadline: monotonic seconds.
+            action: sends commands over the connection and reads their replies.
+            storing: whether the action stores an object; such actions use at most a part of the connections.
+
         Raises:
             TierError: the server failed, or all connections were in use until the deadline.
             ServerError: the server answered with an error.
@@ -131,7 +136,13 @@ class Link:
                     self._put_back(wire)
 
     def note_load(self, seconds: float, *, hedged: bool, by_second: bool) -> None:
-        """Record the duration of a load; the delay before a hedged request is derived from these durations."""
+        """Record the duration of a load; the delay before a hedged request is derived from these durations.
+
+        Args:
+            seconds: duration of the load.
+            hedged: whether a hedged request was sent.
+            by_second: whether the hedged request completed first.
+        """
         with self._lock:
             self._hedge.loaded(seconds, hedged=hedged, by_second=by_second)
 

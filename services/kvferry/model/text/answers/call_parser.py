@@ -5,8 +5,8 @@
 
 Text read since the opener, or since the last call, becomes content again if it turns out not to be a call. When a
 call's arguments are malformed after they began to stream, the call ends there and the rest is content. Whitespace next
-to a call is dropped, except between content before and after it. Each character is read at most twice, and nothing
-raises.
+to a call is dropped, except between content before and after it. Each character is read at most twice, and no
+answer causes an error.
 """
 
 from collections.abc import Generator
@@ -39,7 +39,12 @@ class CallSyntax(Protocol):
 
     def read(self, opener: str, calls: Calls) -> Generator[None, str, object]:
         """Return a generator that receives the characters after `opener` and reports the calls; it returns after the
-        last character of the format, and raises NotACall at a character that the format does not allow."""
+        last character of the format, and raises NotACall at a character that the format does not allow.
+
+        Args:
+            opener: the marker that was read.
+            calls: receives the calls.
+        """
         ...
 
 

@@ -45,7 +45,13 @@ def ignored(_text: str) -> None:
 
 
 def read_value(first: str, out: Out, depth: int = 0) -> Reader:
-    """Read a value that begins with the character `first`."""
+    """Read a value that begins with the character `first`.
+
+    Args:
+        first: first character of the value.
+        out: receives the text of the value.
+        depth: number of values around this one.
+    """
     if first == "{":
         yield from read_object(out, depth)
     elif first == "[":
@@ -160,6 +166,10 @@ def read_short_string() -> Generator[None, str, str]:
 def read_number(first: str, out: Out) -> Reader:
     """Read a number; it ends before the first character that does not continue it, which is returned.
 
+    Args:
+        first: first character of the number.
+        out: receives the text of the number.
+
     Raises:
         NotACall: the text is not a JSON number.
     """
@@ -178,6 +188,10 @@ def read_number(first: str, out: Out) -> Reader:
 
 def read_word(word: str, out: Out) -> Generator[None, str, None]:
     """Read the rest of `word` after its first character, and emit the whole word.
+
+    Args:
+        word: the expected word, for example `true`.
+        out: receives its text.
 
     Raises:
         NotACall: the text differs from `word`.

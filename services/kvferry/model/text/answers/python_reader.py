@@ -37,7 +37,13 @@ _CODES: Mapping[str, int] = {"x": 2, "u": 4, "U": 8}
 
 
 def read_literal(first: str, out: Out, depth: int = 0) -> Reader:
-    """Read a literal that begins with the character `first`; return the character read past its end, if any."""
+    """Read a literal that begins with the character `first`; return the character read past its end, if any.
+
+    Args:
+        first: first character of the literal.
+        out: receives the literal as JSON.
+        depth: number of literals around this one.
+    """
     if first in "\"'":
         yield from _string(first, out)
     elif first == "[":

@@ -56,8 +56,12 @@ def recognized(template: str, has_token: Callable[[str], bool]) -> CallFormat:
 
 
 def syntax_of(call_format: CallFormat, marks: Marks) -> CallSyntax:
-    """Return the reader of a format, for a model with these marks. Harmony has no reader, since its calls are
-    messages."""
+    """Return the reader of a format, for a model with these marks.
+
+    Args:
+        call_format: the format; not Harmony, whose calls are messages.
+        marks: marks of the model's markers.
+    """
     return _SYNTAXES[call_format](marks)
 
 

@@ -76,7 +76,13 @@ def call_ids(message: Message) -> list[str]:
 
 
 def call_input(call_id: str, name: str, arguments: str) -> dict[str, object]:
-    """Return a call in the form that chat templates expect."""
+    """Return a call in the form that chat templates expect.
+
+    Args:
+        call_id: id of the call.
+        name: name of the function.
+        arguments: arguments as JSON.
+    """
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": _as_object(arguments)}}
 
 

@@ -94,6 +94,10 @@ def calls_from_input(message: Message, where: str) -> list[ToolCall]:
 def content_from_input(message: Message, where: str) -> str:
     """Return the text of a message: a string, a list of OpenAI's text parts, or nothing.
 
+    Args:
+        message: the message.
+        where: path of the message in the request, for error messages.
+
     Raises:
         InvalidRequest: the content has another form, for example an image.
     """
