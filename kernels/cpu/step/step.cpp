@@ -4,8 +4,6 @@
 #include <chrono>
 #include <iterator>
 
-#include "step/layer_phases.hpp"
-
 namespace kvferry {
 namespace {
 
@@ -294,14 +292,14 @@ void Step::plan_partition(int partition, int heads_at_once, int max_sharers) {
 }
 
 int Step::phases() const {
-  return 1 + layer_phases(batch, first_mixture_ >= 0, model.latent.rank > 0).count * model.num_layers +
+  return 1 + layer_phases(batch.num_adapters > 0, first_mixture_ >= 0, model.latent.rank > 0).count * model.num_layers +
          (batch.num_sampled ? 2 : 0);
 }
 
 int Step::chunks(int index) const {
   int layer;
-  const Phase phase =
-      phase_at(index, layer_phases(batch, first_mixture_ >= 0, model.latent.rank > 0), model.num_layers, layer);
+  const Phase phase = phase_at(index, layer_phases(batch.num_adapters > 0, first_mixture_ >= 0, model.latent.rank > 0),
+                               model.num_layers, layer);
   const bool has_experts = model.layers[layer].mixture.count > 0;
   switch (phase) {
     case Phase::qkv: return qkv_blocking.count;
@@ -334,8 +332,8 @@ int Step::chunks(int index) const {
 
 void Step::run(int index, int chunk, int thread) {
   int layer;
-  const Phase phase =
-      phase_at(index, layer_phases(batch, first_mixture_ >= 0, model.latent.rank > 0), model.num_layers, layer);
+  const Phase phase = phase_at(index, layer_phases(batch.num_adapters > 0, first_mixture_ >= 0, model.latent.rank > 0),
+                               model.num_layers, layer);
   if (row_affinity_ && phase != Phase::attend && phase < Phase::head) chunk = claim_chunk(index, thread);
   const auto compute = [&] {
     if (phase == Phase::plan_experts) {
