@@ -153,8 +153,7 @@ template <class Form, bool Bytes, int R>
   const bool has_min = adds_minimum(m) || raised;
   const BlockSums input_sums = block_sums<block>(x);
   const int blocks = m.depth / block;
-  const size_t block_bytes = size_t(m.block_bytes()), code_bytes = size_t(m.code_bytes()),
-               stride = size_t(x.stride) * input_bytes;
+  const size_t stride = size_t(x.stride) * input_bytes;
   const size_t groups = size_t(x.stride / kGroup);
   const uint8_t* const codes = m.data + size_t(panel) * m.panel_bytes;
   const uint8_t* inputs = Bytes ? (const uint8_t*)x.bytes : (const uint8_t*)x.bf16;
@@ -163,7 +162,7 @@ template <class Form, bool Bytes, int R>
   const B byte_table = is_table ? b_signed_table(m.table) : B{};
   if (is_first)
     for (int b = 0; b < kLag && b < blocks; ++b)
-      unpack_block<Form, Bytes>(codes + b * block_bytes, unpacked + b * step, table, byte_table);
+      unpack_block<Form, Bytes>(codes + m.block_at(b), unpacked + b * step, table, byte_table);
   V total[R][1];
   clear(total);
   const auto block_step = [&](auto number, int b) __attribute__((always_inline)) {
@@ -178,7 +177,7 @@ template <class Form, bool Bytes, int R>
         amx_dot_bf16<tile, 4 + tile % 2, 6 + tile % 2>();
       }
       if (is_first && b + kLag < blocks)
-        unpack_block<Form, Bytes>(codes + (b + kLag) * block_bytes, unpacked + (b + kLag) * step, table, byte_table);
+        unpack_block<Form, Bytes>(codes + m.block_at(b + kLag), unpacked + (b + kLag) * step, table, byte_table);
     }
     if (b >= kStore && b < blocks + kStore) amx_store<(tile + kStore) % 4>(sums[(b - kStore) % kRing], kAmxRowBytes);
     if (b >= kLag && b < blocks + kLag) {
@@ -186,7 +185,7 @@ template <class Form, bool Bytes, int R>
       const float* from = sums[done % kRing];
       const float* scales = Bytes ? x.scales + size_t(done) * block / kGroup : nullptr;
       V scale, minimum, sum[R][1];
-      load_scales(m, codes + done * block_bytes + code_bytes, scale, minimum);
+      load_scales(m, codes + m.block_at(done), codes + m.factors_at(done), scale, minimum);
       if (raised) minimum = v_fma(scale, v_set(-kCodeBias), minimum);
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r)

@@ -42,9 +42,12 @@ static inline void tile_bytes(const Matrix& m, int panel, const Rows& x, float* 
   };
   V total[R][C];
   clear(total);
-  const uint8_t* at[C];
-  for (int c = 0; c < C; ++c) at[c] = m.data + size_t(panel + c) * m.panel_bytes;
+  BlockCursor cursor[C];
+  for (int c = 0; c < C; ++c) cursor[c] = BlockCursor(m, m.data + size_t(panel + c) * m.panel_bytes);
   for (int b = 0, blocks = m.depth / block; b < blocks; ++b) {
+    const uint8_t* at[C];
+#pragma GCC unroll 8
+    for (int c = 0; c < C; ++c) at[c] = cursor[c].at;
     S sum[R][C];
     const int8_t* bytes = x.bytes + size_t(b) * block;
 #pragma GCC unroll 8
@@ -93,23 +96,23 @@ static inline void tile_bytes(const Matrix& m, int panel, const Rows& x, float* 
 #pragma GCC unroll 8
         for (int c = 0; c < C; ++c) total[r][c] = v_fma(s_float8(sum[r][c]), step, total[r][c]);
       }
-      for (int c = 0; c < C; ++c) at[c] += m.block_bytes();
+      for (int c = 0; c < C; ++c) cursor[c].move(m, b);
       continue;
     }
 #pragma GCC unroll 8
     for (int c = 0; c < C; ++c) {
       V scale, minimum;
-      load_scales(m, at[c] + m.code_bytes(), scale, minimum);
+      load_scales(m, cursor[c], scale, minimum);
       add_column(total, sum, c, scale, minimum, has_min, inputs.sums + b, inputs.stride, [&](const S& whole, int r) {
         return v_mul(four ? s_float4(whole) : s_float8(whole), v_set(scales[r * groups]));
       });
-      at[c] += m.block_bytes();
+      cursor[c].move(m, b);
     }
   }
   if constexpr (HasOneScale)
     for (int c = 0; c < C; ++c) {
       V scale, none;
-      load_scales(m, m.data + size_t(panel + c) * m.panel_bytes + m.code_bytes(), scale, none);
+      load_scales(m, BlockCursor(m, m.data + size_t(panel + c) * m.panel_bytes), scale, none);
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) total[r][c] = v_mul(total[r][c], scale);
     }
@@ -121,20 +124,20 @@ constexpr int kUnpackedRows = 24;  // with more rows, 8-bit and table weights ar
 
 // Unpacks the quantized weights of a panel, without scales: [depth / 4][16][4].
 static inline void unpack_codes8(const Matrix& m, int panel, uint8_t* to) {
-  const uint8_t* at = m.data + size_t(panel) * m.panel_bytes;
+  BlockCursor cursor(m, m.data + size_t(panel) * m.panel_bytes);
   if (m.format == Format::table4) {
     const B table = b_table(m.table);
-    for (int b = 0; b < m.depth / m.block; ++b, at += m.block_bytes())
+    for (int b = 0; b < m.depth / m.block; cursor.move(m, b++))
       for (int g = 0; g < m.block / 8; ++g, to += 128) {
         B low, high;
-        b_codes4(at + g * 64, low, high);
+        b_codes4(cursor.at + g * 64, low, high);
         b_store(to, b_look_up(table, low));
         b_store(to + 64, b_look_up(table, high));
       }
     return;
   }
-  for (int b = 0; b < m.depth / m.block; ++b, at += m.block_bytes())
-    for (int g = 0; g < m.block / 4; ++g, to += 64) b_store(to, b_codes8(at + g * 64));
+  for (int b = 0; b < m.depth / m.block; cursor.move(m, b++))
+    for (int g = 0; g < m.block / 4; ++g, to += 64) b_store(to, b_codes8(cursor.at + g * 64));
 }
 #endif
 

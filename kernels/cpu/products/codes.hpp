@@ -60,15 +60,18 @@ template <int R, int C, class Sum, class Value>
 
 static inline bool adds_minimum(const Matrix& m) { return m.has_min || m.offset != 0.0f; }
 
-// Scales and minima of a block in a packed panel, as float32.
-static inline void load_scales(const Matrix& m, const uint8_t* at, V& scale, V& minimum) {
-  scale = m.half_scales ? v_load_half((const uint16_t*)at) : v_load((const float*)at);
-  if (m.has_min) {
-    at += m.scale_bytes();
-    minimum = m.half_scales ? v_load_half((const uint16_t*)at) : v_load((const float*)at);
-  } else {
-    minimum = v_mul(scale, v_set(m.offset));
-  }
+// Scales and minima of a block in a packed panel, as float32; `factors`: those of its super-block, if it has one.
+static inline void load_scales(const Matrix& m, const uint8_t* block, const uint8_t* factors, V& scale, V& minimum) {
+  const uint8_t* at = block + m.code_bytes();
+  const auto load = [&m](const uint8_t* values, const uint8_t* factor) {
+    if (m.super) return v_mul(v_load_half((const uint16_t*)factor), v_load_bytes((const int8_t*)values));
+    return m.half_scales ? v_load_half((const uint16_t*)values) : v_load((const float*)values);
+  };
+  scale = load(at, factors);
+  minimum = m.has_min ? load(at + m.scale_bytes(), factors + 32) : v_mul(scale, v_set(m.offset));
+}
+static inline void load_scales(const Matrix& m, const BlockCursor& block, V& scale, V& minimum) {
+  load_scales(m, block.at, block.factors, scale, minimum);
 }
 
 #if KVFERRY_PAIRS
@@ -83,8 +86,11 @@ static inline P nibble_table(const Matrix& m) {
 // sum += rows of x, starting at input `start`, times a block of each of C packed panels, starting at `at`. `table`: the
 // values of nibbles, if the format has them.
 template <class Form, int R, int C>
-[[gnu::always_inline]] static inline void add_block(V (&sum)[R][C], const uint8_t* const (&at)[C], const Rows& x,
+[[gnu::always_inline]] static inline void add_block(V (&sum)[R][C], const BlockCursor (&from)[C], const Rows& x,
                                                     int start, P table) {
+  const uint8_t* at[C];
+#pragma GCC unroll 8
+  for (int c = 0; c < C; ++c) at[c] = from[c].at;
   const uint16_t* inputs = x.bf16 + start;
   if constexpr (has_nibbles(Form::format)) {
 #pragma GCC unroll 1
@@ -123,8 +129,8 @@ static inline void fused_codes(const Matrix& m, int panel, const Rows& x, float*
   const P table = nibble_table<Form>(m);
   V total[R][C];
   clear(total);
-  const uint8_t* at[C];
-  for (int c = 0; c < C; ++c) at[c] = m.data + size_t(panel + c) * m.panel_bytes;
+  BlockCursor at[C];
+  for (int c = 0; c < C; ++c) at[c] = BlockCursor(m, m.data + size_t(panel + c) * m.panel_bytes);
   for (int b = 0, blocks = m.depth / block; b < blocks; ++b) {
     V sum[R][C];
     clear(sum);
@@ -132,9 +138,9 @@ static inline void fused_codes(const Matrix& m, int panel, const Rows& x, float*
 #pragma GCC unroll 8
     for (int c = 0; c < C; ++c) {
       V scale, minimum;
-      load_scales(m, at[c] + m.code_bytes(), scale, minimum);
+      load_scales(m, at[c], scale, minimum);
       add_column(total, sum, c, scale, minimum, has_min, inputs.sums + b, inputs.stride, identity);
-      at[c] += m.block_bytes();
+      at[c].move(m, b);
     }
   }
   store(total, out);

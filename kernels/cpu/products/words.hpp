@@ -41,10 +41,10 @@ template <class Form>
 
 template <class Form>
 static inline void unpack_words(const Matrix& m, int panel, uint8_t* to) {
-  const uint8_t* at = m.data + size_t(panel) * m.panel_bytes;
+  BlockCursor from(m, m.data + size_t(panel) * m.panel_bytes);
   [[maybe_unused]] const W table = nibble_table<Form>(m);
-  for (int b = 0, blocks = m.depth / Form::block; b < blocks;
-       ++b, at += m.block_bytes(), to += unpacked_block(Form::block)) {
+  for (int b = 0, blocks = m.depth / Form::block; b < blocks; from.move(m, b++), to += unpacked_block(Form::block)) {
+    const uint8_t* at = from.at;
     int16_t* codes = (int16_t*)to;
     if constexpr (has_nibbles(Form::format)) {
       for (int g = 0; g < Form::block / 8; ++g) {
@@ -56,7 +56,7 @@ static inline void unpack_words(const Matrix& m, int panel, uint8_t* to) {
       for (int i = 0; i < Form::block / 2; ++i) w_store(codes + i * 2 * kPanel, w_codes8((const int8_t*)at + i * 32));
     }
     V scale, minimum;
-    load_scales(m, at + m.code_bytes(), scale, minimum);
+    load_scales(m, from, scale, minimum);
     float* scales = (float*)(codes + Form::block * kPanel);
     v_store(scales, scale);
     v_store(scales + kPanel, minimum);
@@ -73,7 +73,9 @@ static inline void tile_words(const Matrix& m, const uint8_t* at, const Rows& x,
   [[maybe_unused]] const W table = nibble_table<Form>(m);
   V total[R][1];
   clear(total);
+  [[maybe_unused]] BlockCursor packed(m, at);
   for (int b = 0, blocks = m.depth / block; b < blocks; ++b) {
+    if constexpr (IsPacked) at = packed.at;
     const int16_t* words = x.words + size_t(b) * block;
     [[maybe_unused]] const int16_t* low_words = HasLowWords ? x.low_words + size_t(b) * block : nullptr;
     I sum[R][1];
@@ -104,9 +106,9 @@ static inline void tile_words(const Matrix& m, const uint8_t* at, const Rows& x,
 #pragma GCC unroll 1
         for (int g = 0; g < block / 8; ++g) {
           prefetch(at + g * 64 + kPrefetchBytes);
-          const W packed = w_load((const int16_t*)(at + g * 64));
+          const W nibbles = w_load((const int16_t*)(at + g * 64));
 #pragma GCC unroll 4
-          for (int i = 0; i < 4; ++i) add(nibble_pair<Form>(packed, table, i), g * 4 + i);
+          for (int i = 0; i < 4; ++i) add(nibble_pair<Form>(nibbles, table, i), g * 4 + i);
         }
       } else {
 #pragma GCC unroll 8
@@ -115,8 +117,8 @@ static inline void tile_words(const Matrix& m, const uint8_t* at, const Rows& x,
           add(w_codes8((const int8_t*)at + i * 32), i);
         }
       }
-      load_scales(m, at + m.code_bytes(), scale, minimum);
-      at += m.block_bytes();
+      load_scales(m, packed, scale, minimum);
+      packed.move(m, b);
     }
     const float* scales = x.scales + b * block / kGroup;
     add_column(total, sum, 0, scale, minimum, has_min, inputs.sums + b, inputs.stride, [&](const I& whole, int r) {

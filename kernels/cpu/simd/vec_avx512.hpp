@@ -46,6 +46,9 @@ static inline float v_reduce_add(V x) {
   return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
 }
 static inline float v_reduce_max(V x) { return _mm512_reduce_max_ps(x.v); }
+static inline V v_load_bytes(const int8_t* p) {
+  return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)))};
+}
 static inline V v_load_half(const uint16_t* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p))}; }
 static inline void v_load_pairs(const uint16_t* p, V& first, V& second) {
   const __m512i lanes = _mm512_loadu_si512(p);

@@ -101,6 +101,12 @@ static inline float half_to_float(uint16_t h) {
   return magnitude;
 }
 
+static inline V v_load_bytes(const int8_t* p) {
+  V r;
+  for (int i = 0; i < 16; ++i) r.q[i / 4][i % 4] = float(p[i]);
+  return r;
+}
+
 static inline V v_load_half(const uint16_t* p) {
   V r;
   for (int i = 0; i < 16; ++i) r.q[i / 4][i % 4] = half_to_float(p[i]);
