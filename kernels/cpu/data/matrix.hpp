@@ -13,10 +13,16 @@ constexpr int kSumWidth = 16;  // inputs per precomputed sum; sums are multiplie
 // apart form a quad, so one mask extracts a quad from a pair of words, and one shift extracts a pair.
 constexpr int nibble_of_pair(int pair) { return pair == 1 ? 2 : pair == 2 ? 1 : pair; }
 
-enum class Format : int { f32 = 0, f16 = 1, bf16 = 2, codes4 = 3, codes8 = 4, table4 = 5 };
+enum class Format : int { f32 = 0, f16 = 1, bf16 = 2, codes4 = 3, codes8 = 4, table4 = 5, codes6 = 6 };
 
-// Whether quantized values are stored as nibbles: in codes4 the values, in table4 their indices in a table.
-constexpr bool has_nibbles(Format format) { return format == Format::codes4 || format == Format::table4; }
+// Whether quantized values are stored as nibbles: in codes4 the values, in table4 their indices in a table, in codes6
+// their lower bits.
+constexpr bool has_nibbles(Format format) {
+  return format == Format::codes4 || format == Format::table4 || format == Format::codes6;
+}
+
+// Bytes of a group of 8 inputs in a format with nibbles.
+constexpr int group_bytes(Format format) { return format == Format::codes6 ? 96 : 64; }
 
 // Layout [panel][...]; weights/pack.hpp documents the order within a panel.
 struct Matrix {
@@ -32,11 +38,12 @@ struct Matrix {
   float offset = 0.0f;
   bool has_one_scale = false;  // codes8 without minimum and offset: all blocks of an output have the same scale
   int8_t table[16] = {};       // table4: the quantized values
+  int low = 0;                 // codes6: added to the stored values, which have no sign
   size_t panel_bytes = 0;
   const uint8_t* data = nullptr;
   const float* bias = nullptr;  // [panels * 16] or null
 
-  int code_bytes() const { return has_nibbles(format) ? block * 8 : block * 16; }
+  int code_bytes() const { return has_nibbles(format) ? block / 8 * group_bytes(format) : block * 16; }
   int scale_bytes() const { return super ? 16 : half_scales ? 32 : 64; }
   int block_bytes() const { return code_bytes() + scale_bytes() * (has_min ? 2 : 1); }
   // Float16 factors of a super-block: of scales, then of minima.

@@ -63,9 +63,13 @@ static inline void tile_bytes(const Matrix& m, int panel, const Rows& x, float* 
 #pragma GCC unroll 8
         for (int c = 0; c < C; ++c) {
           B low, high;
-          b_codes4(at[c] + g * 64, low, high);
-          if constexpr (!four) low = b_look_up(table, low), high = b_look_up(table, high);
-          if constexpr (R <= kFusedRows) prefetch(at[c] + g * 64 + kPrefetchBytes);
+          if constexpr (Form::format == Format::codes6) {
+            b_codes6(at[c] + g * Form::group, m.low, low, high);
+          } else {
+            b_codes4(at[c] + g * Form::group, low, high);
+            if constexpr (!four) low = b_look_up(table, low), high = b_look_up(table, high);
+          }
+          if constexpr (R <= kFusedRows) prefetch(at[c] + g * Form::group + kPrefetchBytes);
 #pragma GCC unroll 8
           for (int r = 0; r < R; ++r) sum[r][c] = add(sum[r][c], low, bytes + size_t(r) * x.stride + g * 8);
 #pragma GCC unroll 8
@@ -125,6 +129,16 @@ constexpr int kUnpackedRows = 24;  // with more rows, 8-bit and table weights ar
 // Unpacks the quantized weights of a panel, without scales: [depth / 4][16][4].
 static inline void unpack_codes8(const Matrix& m, int panel, uint8_t* to) {
   BlockCursor cursor(m, m.data + size_t(panel) * m.panel_bytes);
+  if (m.format == Format::codes6) {
+    for (int b = 0; b < m.depth / m.block; cursor.move(m, b++))
+      for (int g = 0; g < m.block / 8; ++g, to += 128) {
+        B low, high;
+        b_codes6(cursor.at + g * group_bytes(m.format), m.low, low, high);
+        b_store(to, low);
+        b_store(to + 64, high);
+      }
+    return;
+  }
   if (m.format == Format::table4) {
     const B table = b_table(m.table);
     for (int b = 0; b < m.depth / m.block; cursor.move(m, b++))
@@ -163,7 +177,7 @@ static void product_of_bytes(const Matrix& m, const Rows& x, int rows, int panel
           with_codes(m, [&](auto form) {
             using Form = decltype(form);
 #if KVFERRY_PAIRS
-            if constexpr (Form::format == Format::table4)
+            if constexpr (Form::format == Format::table4 || Form::format == Format::codes6)
               if (are_unpacked)
                 return tile_bytes<Form, R, C, true>(m, panel + p, at, out, scratch + size_t(p) * m.depth * kPanel);
             if constexpr (Form::format == Format::codes8) {

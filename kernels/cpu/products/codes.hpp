@@ -15,12 +15,13 @@
 
 namespace kvferry::KVFERRY_LEVEL {
 
-// Quantized format with bit width and block size as compile-time constants. Formats with nibbles have blocks of 32.
+// Quantized format with bit width and block size as compile-time constants. codes4 and table4 have blocks of 32.
 template <Format F, int Block>
 struct Codes {
   static constexpr Format format = F;
   static constexpr int block = Block;
   static constexpr int halves = Block / kSumWidth;
+  static constexpr int group = group_bytes(F);
 };
 template <class F>
 static inline void with_codes(const Matrix& m, F&& f) {
@@ -28,6 +29,8 @@ static inline void with_codes(const Matrix& m, F&& f) {
     f(Codes<Format::codes4, 32>{});
   } else if (m.format == Format::table4) {
     f(Codes<Format::table4, 32>{});
+  } else if (m.format == Format::codes6) {
+    m.block == 32 ? f(Codes<Format::codes6, 32>{}) : f(Codes<Format::codes6, 16>{});
   } else if (m.block == 32) {
     f(Codes<Format::codes8, 32>{});
   } else {
@@ -77,17 +80,27 @@ static inline void load_scales(const Matrix& m, const BlockCursor& block, V& sca
 #if KVFERRY_PAIRS
 static inline V identity(V sum, int) { return sum; }
 
-// Returns the table of the bfloat16 value of each nibble.
+// The bfloat16 values of nibbles, or of 6 bits.
+struct PairTable {
+  P lower, upper;
+};
 template <class Form>
-static inline P nibble_table(const Matrix& m) {
-  return Form::format == Format::table4 ? p_table(m.table) : p_table4();
+static inline PairTable nibble_table(const Matrix& m) {
+  if constexpr (Form::format == Format::codes6) {
+    PairTable table;
+    p_table6(m.low, table.lower, table.upper);
+    return table;
+  } else {
+    const P values = Form::format == Format::table4 ? p_table(m.table) : p_table4();
+    return {values, values};
+  }
 }
 
 // sum += rows of x, starting at input `start`, times a block of each of C packed panels, starting at `at`. `table`: the
 // values of nibbles, if the format has them.
 template <class Form, int R, int C>
 [[gnu::always_inline]] static inline void add_block(V (&sum)[R][C], const BlockCursor (&from)[C], const Rows& x,
-                                                    int start, P table) {
+                                                    int start, const PairTable& table) {
   const uint8_t* at[C];
 #pragma GCC unroll 8
   for (int c = 0; c < C; ++c) at[c] = from[c].at;
@@ -96,15 +109,23 @@ template <class Form, int R, int C>
 #pragma GCC unroll 1
     for (int g = 0; g < Form::block / 8; ++g) {
       P packed[C], panel[C];
+      [[maybe_unused]] P bits[C];
 #pragma GCC unroll 8
       for (int c = 0; c < C; ++c) {
-        packed[c] = p_load(at[c] + g * 64);
-        prefetch(at[c] + g * 64 + kPrefetchBytes);
+        packed[c] = p_load(at[c] + g * Form::group);
+        if constexpr (Form::format == Format::codes6) bits[c] = p_upper6(at[c] + g * Form::group);
+        prefetch(at[c] + g * Form::group + kPrefetchBytes);
       }
 #pragma GCC unroll 4
       for (int i = 0; i < 4; ++i) {
 #pragma GCC unroll 8
-        for (int c = 0; c < C; ++c) panel[c] = p_code4(packed[c], table, i);
+        for (int c = 0; c < C; ++c) {
+          if constexpr (Form::format == Format::codes6) {
+            panel[c] = p_code6(packed[c], bits[c], table.lower, table.upper, i);
+          } else {
+            panel[c] = p_code4(packed[c], table.lower, i);
+          }
+        }
         add_pair(sum, inputs + g * 8 + 2 * i, x.stride, panel);
       }
     }
@@ -126,7 +147,7 @@ static inline void fused_codes(const Matrix& m, int panel, const Rows& x, float*
   constexpr int block = Form::block;
   const bool has_min = adds_minimum(m);
   const BlockSums inputs = block_sums<block>(x);
-  const P table = nibble_table<Form>(m);
+  const PairTable table = nibble_table<Form>(m);
   V total[R][C];
   clear(total);
   BlockCursor at[C];

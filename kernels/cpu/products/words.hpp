@@ -33,11 +33,20 @@ static inline W nibble_table(const Matrix& m) {
   return Form::format == Format::table4 ? w_table(m.table) : W{};
 }
 
-// Unpacks one of the four pairs in each lane of packed nibbles.
+// A group of 8 inputs in a format with nibbles.
 template <class Form>
-[[gnu::always_inline]] static inline W nibble_pair(W packed, W table, int pair) {
-  return Form::format == Format::table4 ? w_table4(packed, table, pair) : w_code4(packed, pair);
-}
+struct Nibbles {
+  W words, bits;
+
+  [[gnu::always_inline]] explicit Nibbles(const uint8_t* at) : words(w_load((const int16_t*)at)) {
+    if constexpr (Form::format == Format::codes6) bits = w_upper6(at);
+  }
+  // Unpacks one of the four pairs in each lane.
+  [[gnu::always_inline]] W pair(W table, int low, int i) const {
+    if constexpr (Form::format == Format::codes6) return w_code6(words, bits, i, low);
+    return Form::format == Format::table4 ? w_table4(words, table, i) : w_code4(words, i);
+  }
+};
 
 template <class Form>
 static inline void unpack_words(const Matrix& m, int panel, uint8_t* to) {
@@ -48,9 +57,9 @@ static inline void unpack_words(const Matrix& m, int panel, uint8_t* to) {
     int16_t* codes = (int16_t*)to;
     if constexpr (has_nibbles(Form::format)) {
       for (int g = 0; g < Form::block / 8; ++g) {
-        const W packed = w_load((const int16_t*)(at + g * 64));
+        const Nibbles<Form> nibbles(at + g * Form::group);
 #pragma GCC unroll 4
-        for (int i = 0; i < 4; ++i) w_store(codes + (g * 4 + i) * 2 * kPanel, nibble_pair<Form>(packed, table, i));
+        for (int i = 0; i < 4; ++i) w_store(codes + (g * 4 + i) * 2 * kPanel, nibbles.pair(table, m.low, i));
       }
     } else {
       for (int i = 0; i < Form::block / 2; ++i) w_store(codes + i * 2 * kPanel, w_codes8((const int8_t*)at + i * 32));
@@ -105,10 +114,10 @@ static inline void tile_words(const Matrix& m, const uint8_t* at, const Rows& x,
       if constexpr (has_nibbles(Form::format)) {
 #pragma GCC unroll 1
         for (int g = 0; g < block / 8; ++g) {
-          prefetch(at + g * 64 + kPrefetchBytes);
-          const W nibbles = w_load((const int16_t*)(at + g * 64));
+          prefetch(at + g * Form::group + kPrefetchBytes);
+          const Nibbles<Form> nibbles(at + g * Form::group);
 #pragma GCC unroll 4
-          for (int i = 0; i < 4; ++i) add(nibble_pair<Form>(nibbles, table, i), g * 4 + i);
+          for (int i = 0; i < 4; ++i) add(nibbles.pair(table, m.low, i), g * 4 + i);
         }
       } else {
 #pragma GCC unroll 8

@@ -68,9 +68,13 @@ static inline void dequantize_matrix_row(const Matrix& m, int row, float* to) {
         float code;
         if (has_nibbles(m.format)) {
           uint16_t word;
-          std::memcpy(&word, block + (inner / 8) * 64 + (lane * 2 + inner % 2) * 2, 2);
-          const int nibble = word >> (4 * nibble_of_pair(inner % 8 / 2)) & 15;
-          code = float(m.format == Format::table4 ? m.table[nibble] : nibble);
+          const uint8_t* group = block + (inner / 8) * group_bytes(m.format);
+          std::memcpy(&word, group + (lane * 2 + inner % 2) * 2, 2);
+          const int place = nibble_of_pair(inner % 8 / 2);
+          int whole = word >> (4 * place) & 15;
+          if (m.format == Format::codes6)
+            whole = (whole | (group[64 + lane * 2 + inner % 2] >> (2 * place) & 3) << 4) + m.low;
+          code = float(m.format == Format::table4 ? m.table[whole] : whole);
         } else {
           code = float(int8_t(block[(inner / 2) * 32 + lane * 2 + inner % 2]));
         }

@@ -67,7 +67,7 @@ std::array<uint8_t, 256> indices_of(const int8_t* table) {
 void pack_code_lane(const Matrix& m, const CodedRow& row, int lane, int shift, uint8_t* out) {
   const bool is_table = m.format == Format::table4;
   const auto indices = is_table ? indices_of(m.table) : std::array<uint8_t, 256>{};
-  const auto nibble = [&](int8_t code) { return is_table ? indices[uint8_t(code)] : code & 15; };
+  const auto nibble = [&](int code) { return is_table ? indices[uint8_t(code)] : (code - m.low) & 15; };
   uint8_t* const panel = out;
   for (int b = 0; b < m.depth / m.block; ++b) {
     out = panel + m.block_at(b);
@@ -78,7 +78,11 @@ void pack_code_lane(const Matrix& m, const CodedRow& row, int lane, int shift, u
           uint16_t word = 0;
           for (int i = 0; i < 4; ++i)
             word = uint16_t(word | nibble(codes[g * 8 + 2 * i + j]) << (4 * nibble_of_pair(i)));
-          std::memcpy(out + g * 64 + (lane * 2 + j) * 2, &word, 2);
+          uint8_t* group = out + g * group_bytes(m.format);
+          std::memcpy(group + (lane * 2 + j) * 2, &word, 2);
+          if (m.format != Format::codes6) continue;
+          for (int i = 0; i < 4; ++i)
+            group[64 + lane * 2 + j] |= uint8_t((codes[g * 8 + 2 * i + j] - m.low) >> 4 << (2 * nibble_of_pair(i)));
         }
     } else {
       for (int k = 0; k < m.block; ++k) out[(k / 2) * 32 + lane * 2 + k % 2] = uint8_t(codes[k] + shift);
@@ -105,6 +109,19 @@ void pack_code_lane(const Matrix& m, const CodedRow& row, int lane, int shift, u
 }  // namespace
 
 namespace {
+
+// Whether the quantized values of a type have at most 6 bits: from 0 to 63 with a minimum, otherwise from -32 to 31.
+bool has_6_bits(RowType type) {
+  switch (type) {
+    case RowType::q5_0:
+    case RowType::q5_1:
+    case RowType::q2_k:
+    case RowType::q3_k:
+    case RowType::q5_k:
+    case RowType::q6_k: return true;
+    default: return false;
+  }
+}
 
 // Format of a matrix of one unquantized type.
 Format kept_as(RowType type) {
@@ -143,6 +160,8 @@ Matrix packed_layout(const std::string& wanted, const std::vector<RowType>& type
       t.has_min = t.has_min || !t.wide_code;
     }
     m.format = table ? Format::table4 : t.wide_code ? Format::codes8 : Format::codes4;
+    if (m.format == Format::codes8 && all_same && t.width && has_6_bits(types[0])) m.format = Format::codes6;
+    if (m.format == Format::codes6) m.low = t.has_min ? 0 : -32;
     if (table) std::copy_n(table, 16, m.table);
     m.block = t.block;
     m.half_scales = t.half_scales;
