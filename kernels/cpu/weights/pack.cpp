@@ -110,18 +110,8 @@ void pack_code_lane(const Matrix& m, const CodedRow& row, int lane, int shift, u
 
 namespace {
 
-// Whether the quantized values of a type have at most 6 bits: from 0 to 63 with a minimum, otherwise from -32 to 31.
-bool has_6_bits(RowType type) {
-  switch (type) {
-    case RowType::q5_0:
-    case RowType::q5_1:
-    case RowType::q2_k:
-    case RowType::q3_k:
-    case RowType::q5_k:
-    case RowType::q6_k: return true;
-    default: return false;
-  }
-}
+// Whether the quantized values of a type are from -32 to 31.
+bool has_6_bits(RowType type) { return traits_of(type).super() || type == RowType::q5_0 || type == RowType::q5_1; }
 
 // Format of a matrix of one unquantized type.
 Format kept_as(RowType type) {
@@ -150,7 +140,8 @@ Matrix packed_layout(const std::string& wanted, const std::vector<RowType>& type
     for (RowType type : types)
       if (traits_of(type).table != table) table = nullptr;
     if (!all_same) {
-      t = {0, 0, 32, false, false, false, 0};
+      const bool have_factors = std::all_of(types.begin(), types.end(), [](RowType x) { return traits_of(x).super(); });
+      t = {have_factors ? 256 : 0, 0, 32, false, false, false, 0};
       for (RowType type : types) {
         const RowTraits each = traits_of(type);
         t.block = std::min(t.block, each.block);
@@ -160,8 +151,8 @@ Matrix packed_layout(const std::string& wanted, const std::vector<RowType>& type
       t.has_min = t.has_min || !t.wide_code;
     }
     m.format = table ? Format::table4 : t.wide_code ? Format::codes8 : Format::codes4;
-    if (m.format == Format::codes8 && all_same && t.width && has_6_bits(types[0])) m.format = Format::codes6;
-    if (m.format == Format::codes6) m.low = t.has_min ? 0 : -32;
+    if (m.format == Format::codes8 && (all_same || t.width) && std::all_of(types.begin(), types.end(), has_6_bits))
+      m.format = Format::codes6, m.low = -32;
     if (table) std::copy_n(table, 16, m.table);
     m.block = t.block;
     m.half_scales = t.half_scales;

@@ -57,9 +57,9 @@ enum class RowType : int {
 size_t row_bytes(RowType type, int cols);
 
 // Returns the packed format for rows of these types. `wanted` is "shipped", "f32", "f16" or "bf16". "shipped" keeps a
-// common type. With mixed types, formats with the same table keep their indices, with float32 scales; 4-bit formats get
-// 4-bit values with float32 scales and minima, other quantized formats 8-bit values with float32 scales, and all others
-// become f32. `data` is null.
+// common type. With mixed types, formats with the same table keep their indices, with float32 scales; K-quants get 6-bit
+// values with their own factors; 4-bit formats get 4-bit values with float32 scales and minima, other quantized formats
+// 8-bit values with float32 scales, and all others become f32. `data` is null.
 Matrix packed_layout(const std::string& wanted, const std::vector<RowType>& types, int rows, int cols);
 
 struct Part {
