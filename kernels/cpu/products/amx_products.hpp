@@ -112,42 +112,23 @@ static void amx_product_bf16(const Matrix& m, const Rows& x, int rows, int panel
 // Unpacks a block of quantized weights into a weight tile: bf16 integers (4-bit values keep kCodeBias, which the
 // minimum compensates) or int8 quads. Tables: the values of indices in table4, as bf16 and as bytes.
 template <class Form, bool Bytes>
-[[gnu::always_inline]] static inline void unpack_block(const uint8_t* at, uint8_t* to, const PairTable& table,
-                                                       B byte_table, int low) {
+[[gnu::always_inline]] static inline void unpack_block(const uint8_t* at, uint8_t* to, P table, B byte_table) {
   constexpr bool four = has_nibbles(Form::format), is_table = Form::format == Format::table4;
-  prefetch(at + (four ? Form::block / 8 * Form::group : Form::block * 16) + kPrefetchBytes);  // scales
-  if constexpr (Form::format == Format::codes6) {
-#pragma GCC unroll 4
-    for (int g = 0; g < Form::block / 8; ++g) {
-      const uint8_t* group = at + g * Form::group;
-      prefetch(group + kPrefetchBytes);
-      if constexpr (Bytes) {
-        B first, second;
-        quads6(group, low, first.v, second.v);
-        b_store(to + g * 128, first);
-        b_store(to + g * 128 + 64, second);
-      } else {
-        const P words = p_load(group), bits = p_upper6(group);
-#pragma GCC unroll 4
-        for (int i = 0; i < 4; ++i) p_store(to + (g * 4 + i) * 64, p_code6(words, bits, table.lower, table.upper, i));
-      }
-    }
-    return;
-  }
+  prefetch(at + Form::block * (four ? 8 : 16) + kPrefetchBytes);  // scales
 #pragma GCC unroll 8
   for (int g = 0; g < Form::block / (four ? 8 : 4); ++g) {
     prefetch(at + g * 64 + kPrefetchBytes);
     if constexpr (four && Bytes) {
-      B first, second;
-      b_codes4(at + g * 64, first, second);
-      if constexpr (is_table) first = b_look_up(byte_table, first), second = b_look_up(byte_table, second);
-      b_store(to + g * 128, first);
-      b_store(to + g * 128 + 64, second);
+      B low, high;
+      b_codes4(at + g * 64, low, high);
+      if constexpr (is_table) low = b_look_up(byte_table, low), high = b_look_up(byte_table, high);
+      b_store(to + g * 128, low);
+      b_store(to + g * 128 + 64, high);
     } else if constexpr (four) {
       const P words = p_load(at + g * 64);
 #pragma GCC unroll 4
       for (int i = 0; i < 4; ++i)
-        p_store(to + (g * 4 + i) * 64, is_table ? p_code4(words, table.lower, i) : p_biased4(words, i));
+        p_store(to + (g * 4 + i) * 64, is_table ? p_code4(words, table, i) : p_biased4(words, i));
     } else if constexpr (Bytes) {
       b_store(to + g * 64, {quads8(at + g * 64)});
     } else {
@@ -172,16 +153,17 @@ template <class Form, bool Bytes, int R>
   const bool has_min = adds_minimum(m) || raised;
   const BlockSums input_sums = block_sums<block>(x);
   const int blocks = m.depth / block;
-  const size_t stride = size_t(x.stride) * input_bytes;
+  const size_t block_bytes = size_t(m.block_bytes()), code_bytes = size_t(m.code_bytes()),
+               stride = size_t(x.stride) * input_bytes;
   const size_t groups = size_t(x.stride / kGroup);
   const uint8_t* const codes = m.data + size_t(panel) * m.panel_bytes;
   const uint8_t* inputs = Bytes ? (const uint8_t*)x.bytes : (const uint8_t*)x.bf16;
   constexpr bool is_table = Form::format == Format::table4;
-  const PairTable table = is_table || Form::format == Format::codes6 ? nibble_table<Form>(m) : PairTable{};
+  const P table = is_table ? p_table(m.table) : P{};
   const B byte_table = is_table ? b_signed_table(m.table) : B{};
   if (is_first)
     for (int b = 0; b < kLag && b < blocks; ++b)
-      unpack_block<Form, Bytes>(codes + m.block_at(b), unpacked + b * step, table, byte_table, m.low);
+      unpack_block<Form, Bytes>(codes + b * block_bytes, unpacked + b * step, table, byte_table);
   V total[R][1];
   clear(total);
   const auto block_step = [&](auto number, int b) __attribute__((always_inline)) {
@@ -196,7 +178,7 @@ template <class Form, bool Bytes, int R>
         amx_dot_bf16<tile, 4 + tile % 2, 6 + tile % 2>();
       }
       if (is_first && b + kLag < blocks)
-        unpack_block<Form, Bytes>(codes + m.block_at(b + kLag), unpacked + (b + kLag) * step, table, byte_table, m.low);
+        unpack_block<Form, Bytes>(codes + (b + kLag) * block_bytes, unpacked + (b + kLag) * step, table, byte_table);
     }
     if (b >= kStore && b < blocks + kStore) amx_store<(tile + kStore) % 4>(sums[(b - kStore) % kRing], kAmxRowBytes);
     if (b >= kLag && b < blocks + kLag) {
@@ -204,7 +186,7 @@ template <class Form, bool Bytes, int R>
       const float* from = sums[done % kRing];
       const float* scales = Bytes ? x.scales + size_t(done) * block / kGroup : nullptr;
       V scale, minimum, sum[R][1];
-      load_scales(m, codes + m.block_at(done), codes + m.factors_at(done), scale, minimum);
+      load_scales(m, codes + done * block_bytes + code_bytes, scale, minimum);
       if (raised) minimum = v_fma(scale, v_set(-kCodeBias), minimum);
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r)

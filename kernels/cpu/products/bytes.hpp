@@ -42,12 +42,9 @@ static inline void tile_bytes(const Matrix& m, int panel, const Rows& x, float* 
   };
   V total[R][C];
   clear(total);
-  BlockCursor cursor[C];
-  for (int c = 0; c < C; ++c) cursor[c] = BlockCursor(m, m.data + size_t(panel + c) * m.panel_bytes);
+  const uint8_t* at[C];
+  for (int c = 0; c < C; ++c) at[c] = m.data + size_t(panel + c) * m.panel_bytes;
   for (int b = 0, blocks = m.depth / block; b < blocks; ++b) {
-    const uint8_t* at[C];
-#pragma GCC unroll 8
-    for (int c = 0; c < C; ++c) at[c] = cursor[c].at;
     S sum[R][C];
     const int8_t* bytes = x.bytes + size_t(b) * block;
 #pragma GCC unroll 8
@@ -63,13 +60,9 @@ static inline void tile_bytes(const Matrix& m, int panel, const Rows& x, float* 
 #pragma GCC unroll 8
         for (int c = 0; c < C; ++c) {
           B low, high;
-          if constexpr (Form::format == Format::codes6) {
-            b_codes6(at[c] + g * Form::group, m.low, low, high);
-          } else {
-            b_codes4(at[c] + g * Form::group, low, high);
-            if constexpr (!four) low = b_look_up(table, low), high = b_look_up(table, high);
-          }
-          if constexpr (R <= kFusedRows) prefetch(at[c] + g * Form::group + kPrefetchBytes);
+          b_codes4(at[c] + g * 64, low, high);
+          if constexpr (!four) low = b_look_up(table, low), high = b_look_up(table, high);
+          if constexpr (R <= kFusedRows) prefetch(at[c] + g * 64 + kPrefetchBytes);
 #pragma GCC unroll 8
           for (int r = 0; r < R; ++r) sum[r][c] = add(sum[r][c], low, bytes + size_t(r) * x.stride + g * 8);
 #pragma GCC unroll 8
@@ -100,23 +93,23 @@ static inline void tile_bytes(const Matrix& m, int panel, const Rows& x, float* 
 #pragma GCC unroll 8
         for (int c = 0; c < C; ++c) total[r][c] = v_fma(s_float8(sum[r][c]), step, total[r][c]);
       }
-      for (int c = 0; c < C; ++c) cursor[c].move(m, b);
+      for (int c = 0; c < C; ++c) at[c] += m.block_bytes();
       continue;
     }
 #pragma GCC unroll 8
     for (int c = 0; c < C; ++c) {
       V scale, minimum;
-      load_scales(m, cursor[c], scale, minimum);
+      load_scales(m, at[c] + m.code_bytes(), scale, minimum);
       add_column(total, sum, c, scale, minimum, has_min, inputs.sums + b, inputs.stride, [&](const S& whole, int r) {
         return v_mul(four ? s_float4(whole) : s_float8(whole), v_set(scales[r * groups]));
       });
-      cursor[c].move(m, b);
+      at[c] += m.block_bytes();
     }
   }
   if constexpr (HasOneScale)
     for (int c = 0; c < C; ++c) {
       V scale, none;
-      load_scales(m, BlockCursor(m, m.data + size_t(panel + c) * m.panel_bytes), scale, none);
+      load_scales(m, m.data + size_t(panel + c) * m.panel_bytes + m.code_bytes(), scale, none);
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) total[r][c] = v_mul(total[r][c], scale);
     }
@@ -128,30 +121,20 @@ constexpr int kUnpackedRows = 24;  // with more rows, 8-bit and table weights ar
 
 // Unpacks the quantized weights of a panel, without scales: [depth / 4][16][4].
 static inline void unpack_codes8(const Matrix& m, int panel, uint8_t* to) {
-  BlockCursor cursor(m, m.data + size_t(panel) * m.panel_bytes);
-  if (m.format == Format::codes6) {
-    for (int b = 0; b < m.depth / m.block; cursor.move(m, b++))
-      for (int g = 0; g < m.block / 8; ++g, to += 128) {
-        B low, high;
-        b_codes6(cursor.at + g * group_bytes(m.format), m.low, low, high);
-        b_store(to, low);
-        b_store(to + 64, high);
-      }
-    return;
-  }
+  const uint8_t* at = m.data + size_t(panel) * m.panel_bytes;
   if (m.format == Format::table4) {
     const B table = b_table(m.table);
-    for (int b = 0; b < m.depth / m.block; cursor.move(m, b++))
+    for (int b = 0; b < m.depth / m.block; ++b, at += m.block_bytes())
       for (int g = 0; g < m.block / 8; ++g, to += 128) {
         B low, high;
-        b_codes4(cursor.at + g * 64, low, high);
+        b_codes4(at + g * 64, low, high);
         b_store(to, b_look_up(table, low));
         b_store(to + 64, b_look_up(table, high));
       }
     return;
   }
-  for (int b = 0; b < m.depth / m.block; cursor.move(m, b++))
-    for (int g = 0; g < m.block / 4; ++g, to += 64) b_store(to, b_codes8(cursor.at + g * 64));
+  for (int b = 0; b < m.depth / m.block; ++b, at += m.block_bytes())
+    for (int g = 0; g < m.block / 4; ++g, to += 64) b_store(to, b_codes8(at + g * 64));
 }
 #endif
 
@@ -177,7 +160,7 @@ static void product_of_bytes(const Matrix& m, const Rows& x, int rows, int panel
           with_codes(m, [&](auto form) {
             using Form = decltype(form);
 #if KVFERRY_PAIRS
-            if constexpr (Form::format == Format::table4 || Form::format == Format::codes6)
+            if constexpr (Form::format == Format::table4)
               if (are_unpacked)
                 return tile_bytes<Form, R, C, true>(m, panel + p, at, out, scratch + size_t(p) * m.depth * kPanel);
             if constexpr (Form::format == Format::codes8) {

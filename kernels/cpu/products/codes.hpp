@@ -15,13 +15,12 @@
 
 namespace kvferry::KVFERRY_LEVEL {
 
-// Quantized format with bit width and block size as compile-time constants. codes4 and table4 have blocks of 32.
+// Quantized format with bit width and block size as compile-time constants. Formats with nibbles have blocks of 32.
 template <Format F, int Block>
 struct Codes {
   static constexpr Format format = F;
   static constexpr int block = Block;
   static constexpr int halves = Block / kSumWidth;
-  static constexpr int group = group_bytes(F);
 };
 template <class F>
 static inline void with_codes(const Matrix& m, F&& f) {
@@ -29,8 +28,6 @@ static inline void with_codes(const Matrix& m, F&& f) {
     f(Codes<Format::codes4, 32>{});
   } else if (m.format == Format::table4) {
     f(Codes<Format::table4, 32>{});
-  } else if (m.format == Format::codes6) {
-    m.block == 32 ? f(Codes<Format::codes6, 32>{}) : f(Codes<Format::codes6, 16>{});
   } else if (m.block == 32) {
     f(Codes<Format::codes8, 32>{});
   } else {
@@ -63,69 +60,45 @@ template <int R, int C, class Sum, class Value>
 
 static inline bool adds_minimum(const Matrix& m) { return m.has_min || m.offset != 0.0f; }
 
-// Scales and minima of a block in a packed panel, as float32; `factors`: those of its super-block, if it has one.
-static inline void load_scales(const Matrix& m, const uint8_t* block, const uint8_t* factors, V& scale, V& minimum) {
-  const uint8_t* at = block + m.code_bytes();
-  const auto load = [&m](const uint8_t* values, const uint8_t* factor) {
-    if (m.super) return v_mul(v_load_half((const uint16_t*)factor), v_load_bytes((const int8_t*)values));
-    return m.half_scales ? v_load_half((const uint16_t*)values) : v_load((const float*)values);
-  };
-  scale = load(at, factors);
-  minimum = m.has_min ? load(at + m.scale_bytes(), factors + 32) : v_mul(scale, v_set(m.offset));
-}
-static inline void load_scales(const Matrix& m, const BlockCursor& block, V& scale, V& minimum) {
-  load_scales(m, block.at, block.factors, scale, minimum);
+// Scales and minima of a block in a packed panel, as float32.
+static inline void load_scales(const Matrix& m, const uint8_t* at, V& scale, V& minimum) {
+  scale = m.half_scales ? v_load_half((const uint16_t*)at) : v_load((const float*)at);
+  if (m.has_min) {
+    at += m.scale_bytes();
+    minimum = m.half_scales ? v_load_half((const uint16_t*)at) : v_load((const float*)at);
+  } else {
+    minimum = v_mul(scale, v_set(m.offset));
+  }
 }
 
 #if KVFERRY_PAIRS
 static inline V identity(V sum, int) { return sum; }
 
-// The bfloat16 values of nibbles, or of 6 bits.
-struct PairTable {
-  P lower, upper;
-};
+// Returns the table of the bfloat16 value of each nibble.
 template <class Form>
-static inline PairTable nibble_table(const Matrix& m) {
-  if constexpr (Form::format == Format::codes6) {
-    PairTable table;
-    p_table6(m.low, table.lower, table.upper);
-    return table;
-  } else {
-    const P values = Form::format == Format::table4 ? p_table(m.table) : p_table4();
-    return {values, values};
-  }
+static inline P nibble_table(const Matrix& m) {
+  return Form::format == Format::table4 ? p_table(m.table) : p_table4();
 }
 
 // sum += rows of x, starting at input `start`, times a block of each of C packed panels, starting at `at`. `table`: the
 // values of nibbles, if the format has them.
 template <class Form, int R, int C>
-[[gnu::always_inline]] static inline void add_block(V (&sum)[R][C], const BlockCursor (&from)[C], const Rows& x,
-                                                    int start, const PairTable& table) {
-  const uint8_t* at[C];
-#pragma GCC unroll 8
-  for (int c = 0; c < C; ++c) at[c] = from[c].at;
+[[gnu::always_inline]] static inline void add_block(V (&sum)[R][C], const uint8_t* const (&at)[C], const Rows& x,
+                                                    int start, P table) {
   const uint16_t* inputs = x.bf16 + start;
   if constexpr (has_nibbles(Form::format)) {
 #pragma GCC unroll 1
     for (int g = 0; g < Form::block / 8; ++g) {
       P packed[C], panel[C];
-      [[maybe_unused]] P bits[C];
 #pragma GCC unroll 8
       for (int c = 0; c < C; ++c) {
-        packed[c] = p_load(at[c] + g * Form::group);
-        if constexpr (Form::format == Format::codes6) bits[c] = p_upper6(at[c] + g * Form::group);
-        prefetch(at[c] + g * Form::group + kPrefetchBytes);
+        packed[c] = p_load(at[c] + g * 64);
+        prefetch(at[c] + g * 64 + kPrefetchBytes);
       }
 #pragma GCC unroll 4
       for (int i = 0; i < 4; ++i) {
 #pragma GCC unroll 8
-        for (int c = 0; c < C; ++c) {
-          if constexpr (Form::format == Format::codes6) {
-            panel[c] = p_code6(packed[c], bits[c], table.lower, table.upper, i);
-          } else {
-            panel[c] = p_code4(packed[c], table.lower, i);
-          }
-        }
+        for (int c = 0; c < C; ++c) panel[c] = p_code4(packed[c], table, i);
         add_pair(sum, inputs + g * 8 + 2 * i, x.stride, panel);
       }
     }
@@ -147,11 +120,11 @@ static inline void fused_codes(const Matrix& m, int panel, const Rows& x, float*
   constexpr int block = Form::block;
   const bool has_min = adds_minimum(m);
   const BlockSums inputs = block_sums<block>(x);
-  const PairTable table = nibble_table<Form>(m);
+  const P table = nibble_table<Form>(m);
   V total[R][C];
   clear(total);
-  BlockCursor at[C];
-  for (int c = 0; c < C; ++c) at[c] = BlockCursor(m, m.data + size_t(panel + c) * m.panel_bytes);
+  const uint8_t* at[C];
+  for (int c = 0; c < C; ++c) at[c] = m.data + size_t(panel + c) * m.panel_bytes;
   for (int b = 0, blocks = m.depth / block; b < blocks; ++b) {
     V sum[R][C];
     clear(sum);
@@ -159,9 +132,9 @@ static inline void fused_codes(const Matrix& m, int panel, const Rows& x, float*
 #pragma GCC unroll 8
     for (int c = 0; c < C; ++c) {
       V scale, minimum;
-      load_scales(m, at[c], scale, minimum);
+      load_scales(m, at[c] + m.code_bytes(), scale, minimum);
       add_column(total, sum, c, scale, minimum, has_min, inputs.sums + b, inputs.stride, identity);
-      at[c].move(m, b);
+      at[c] += m.block_bytes();
     }
   }
   store(total, out);

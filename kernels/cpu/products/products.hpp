@@ -83,7 +83,6 @@ static inline void fused(const Matrix& m, int panel, const Rows& x, float* out) 
       break;
     case Format::codes4:
     case Format::table4:
-    case Format::codes6:
     case Format::codes8:
 #if KVFERRY_PAIRS
       with_codes(m, [&](auto form) { fused_codes<decltype(form), R, C>(m, panel, x, out); });

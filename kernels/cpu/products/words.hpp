@@ -33,39 +33,30 @@ static inline W nibble_table(const Matrix& m) {
   return Form::format == Format::table4 ? w_table(m.table) : W{};
 }
 
-// A group of 8 inputs in a format with nibbles.
+// Unpacks one of the four pairs in each lane of packed nibbles.
 template <class Form>
-struct Nibbles {
-  W words, bits;
-
-  [[gnu::always_inline]] explicit Nibbles(const uint8_t* at) : words(w_load((const int16_t*)at)) {
-    if constexpr (Form::format == Format::codes6) bits = w_upper6(at);
-  }
-  // Unpacks one of the four pairs in each lane.
-  [[gnu::always_inline]] W pair(W table, int low, int i) const {
-    if constexpr (Form::format == Format::codes6) return w_code6(words, bits, i, low);
-    return Form::format == Format::table4 ? w_table4(words, table, i) : w_code4(words, i);
-  }
-};
+[[gnu::always_inline]] static inline W nibble_pair(W packed, W table, int pair) {
+  return Form::format == Format::table4 ? w_table4(packed, table, pair) : w_code4(packed, pair);
+}
 
 template <class Form>
 static inline void unpack_words(const Matrix& m, int panel, uint8_t* to) {
-  BlockCursor from(m, m.data + size_t(panel) * m.panel_bytes);
+  const uint8_t* at = m.data + size_t(panel) * m.panel_bytes;
   [[maybe_unused]] const W table = nibble_table<Form>(m);
-  for (int b = 0, blocks = m.depth / Form::block; b < blocks; from.move(m, b++), to += unpacked_block(Form::block)) {
-    const uint8_t* at = from.at;
+  for (int b = 0, blocks = m.depth / Form::block; b < blocks;
+       ++b, at += m.block_bytes(), to += unpacked_block(Form::block)) {
     int16_t* codes = (int16_t*)to;
     if constexpr (has_nibbles(Form::format)) {
       for (int g = 0; g < Form::block / 8; ++g) {
-        const Nibbles<Form> nibbles(at + g * Form::group);
+        const W packed = w_load((const int16_t*)(at + g * 64));
 #pragma GCC unroll 4
-        for (int i = 0; i < 4; ++i) w_store(codes + (g * 4 + i) * 2 * kPanel, nibbles.pair(table, m.low, i));
+        for (int i = 0; i < 4; ++i) w_store(codes + (g * 4 + i) * 2 * kPanel, nibble_pair<Form>(packed, table, i));
       }
     } else {
       for (int i = 0; i < Form::block / 2; ++i) w_store(codes + i * 2 * kPanel, w_codes8((const int8_t*)at + i * 32));
     }
     V scale, minimum;
-    load_scales(m, from, scale, minimum);
+    load_scales(m, at + m.code_bytes(), scale, minimum);
     float* scales = (float*)(codes + Form::block * kPanel);
     v_store(scales, scale);
     v_store(scales + kPanel, minimum);
@@ -82,9 +73,7 @@ static inline void tile_words(const Matrix& m, const uint8_t* at, const Rows& x,
   [[maybe_unused]] const W table = nibble_table<Form>(m);
   V total[R][1];
   clear(total);
-  [[maybe_unused]] BlockCursor packed(m, at);
   for (int b = 0, blocks = m.depth / block; b < blocks; ++b) {
-    if constexpr (IsPacked) at = packed.at;
     const int16_t* words = x.words + size_t(b) * block;
     [[maybe_unused]] const int16_t* low_words = HasLowWords ? x.low_words + size_t(b) * block : nullptr;
     I sum[R][1];
@@ -114,10 +103,10 @@ static inline void tile_words(const Matrix& m, const uint8_t* at, const Rows& x,
       if constexpr (has_nibbles(Form::format)) {
 #pragma GCC unroll 1
         for (int g = 0; g < block / 8; ++g) {
-          prefetch(at + g * Form::group + kPrefetchBytes);
-          const Nibbles<Form> nibbles(at + g * Form::group);
+          prefetch(at + g * 64 + kPrefetchBytes);
+          const W packed = w_load((const int16_t*)(at + g * 64));
 #pragma GCC unroll 4
-          for (int i = 0; i < 4; ++i) add(nibbles.pair(table, m.low, i), g * 4 + i);
+          for (int i = 0; i < 4; ++i) add(nibble_pair<Form>(packed, table, i), g * 4 + i);
         }
       } else {
 #pragma GCC unroll 8
@@ -126,8 +115,8 @@ static inline void tile_words(const Matrix& m, const uint8_t* at, const Rows& x,
           add(w_codes8((const int8_t*)at + i * 32), i);
         }
       }
-      load_scales(m, packed, scale, minimum);
-      packed.move(m, b);
+      load_scales(m, at + m.code_bytes(), scale, minimum);
+      at += m.block_bytes();
     }
     const float* scales = x.scales + b * block / kGroup;
     add_column(total, sum, 0, scale, minimum, has_min, inputs.sums + b, inputs.stride, [&](const I& whole, int r) {

@@ -55,10 +55,6 @@ static inline float v_reduce_max(V x) {
   s = _mm_max_ps(s, _mm_movehl_ps(s, s));
   return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s)));
 }
-static inline V v_load_bytes(const int8_t* p) {
-  return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p))),
-          _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(p + 8))))};
-}
 static inline V v_load_half(const uint16_t* p) {
   return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)),
           _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + 8)))};
@@ -171,23 +167,6 @@ static inline W w_table4(W packed, W table, int pair) {
   return {(Int16x16)half_table4((__m256i)packed.a, (__m256i)table.a, nibble),
           (Int16x16)half_table4((__m256i)packed.b, (__m256i)table.a, nibble)};
 }
-// Loads the upper bits of a group of codes6: a byte per 16-bit word, moved to bits 4 to 11.
-static inline W w_upper6(const uint8_t* p) {
-  const __m256i a = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)(p + 64)));
-  const __m256i b = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)(p + 80)));
-  return {(Int16x16)_mm256_slli_epi16(a, 4), (Int16x16)_mm256_slli_epi16(b, 4)};
-}
-static inline __m256i half_code6(__m256i words, __m256i bits, int nibble, __m256i low) {
-  const __m256i lower = _mm256_and_si256(_mm256_srli_epi16(words, 4 * nibble), _mm256_set1_epi16(15));
-  const __m256i upper = _mm256_and_si256(_mm256_srli_epi16(bits, 2 * nibble), _mm256_set1_epi16(0x30));
-  return _mm256_add_epi16(_mm256_or_si256(lower, upper), low);
-}
-static inline W w_code6(W words, W bits, int pair, int low) {
-  const int nibble = nibble_of_pair(pair);
-  const __m256i by = _mm256_set1_epi16(short(low));
-  return {(Int16x16)half_code6((__m256i)words.a, (__m256i)bits.a, nibble, by),
-          (Int16x16)half_code6((__m256i)words.b, (__m256i)bits.b, nibble, by)};
-}
 static inline W w_codes8(const int8_t* p) {
   return {(Int16x16)_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p)),
           (Int16x16)_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)(p + 16)))};
@@ -257,22 +236,6 @@ static inline B b_table(const int8_t* values) {
 }
 static inline B b_look_up(B table, B indices) {
   return {_mm256_shuffle_epi8(table.a, indices.a), _mm256_shuffle_epi8(table.a, indices.b)};
-}
-static inline void half_codes6(const uint8_t* p, const uint8_t* bits, __m256i add, __m256i& low, __m256i& high) {
-  const __m256i words = _mm256_loadu_si256((const __m256i*)p), mask = _mm256_set1_epi8(15);
-  const __m256i at = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)bits));
-  const __m256i first = _mm256_set1_epi16(0x0030), second = _mm256_set1_epi16(0x3000);
-  const __m256i even = _mm256_or_si256(_mm256_and_si256(_mm256_slli_epi16(at, 4), first),
-                                       _mm256_and_si256(_mm256_slli_epi16(at, 8), second));
-  const __m256i odd = _mm256_or_si256(_mm256_and_si256(_mm256_slli_epi16(at, 2), first),
-                                      _mm256_and_si256(_mm256_slli_epi16(at, 6), second));
-  low = _mm256_add_epi8(_mm256_or_si256(_mm256_and_si256(words, mask), even), add);
-  high = _mm256_add_epi8(_mm256_or_si256(_mm256_and_si256(_mm256_srli_epi16(words, 4), mask), odd), add);
-}
-static inline void b_codes6(const uint8_t* p, int add, B& low, B& high) {
-  const __m256i by = _mm256_set1_epi8(char(add));
-  half_codes6(p, p + 64, by, low.a, high.a);
-  half_codes6(p + 32, p + 80, by, low.b, high.b);
 }
 static inline B b_codes8(const uint8_t* p) {
   const __m256i first = _mm256_loadu_si256((const __m256i*)p), second = _mm256_loadu_si256((const __m256i*)(p + 32));

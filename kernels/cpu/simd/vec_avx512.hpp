@@ -46,9 +46,6 @@ static inline float v_reduce_add(V x) {
   return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
 }
 static inline float v_reduce_max(V x) { return _mm512_reduce_max_ps(x.v); }
-static inline V v_load_bytes(const int8_t* p) {
-  return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)))};
-}
 static inline V v_load_half(const uint16_t* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p))}; }
 static inline void v_load_pairs(const uint16_t* p, V& first, V& second) {
   const __m512i lanes = _mm512_loadu_si512(p);
@@ -173,30 +170,6 @@ constexpr float kCodeBias = 16.0f;
   const P at = shift < 0 ? _mm512_slli_epi16(words, unsigned(-shift)) : _mm512_srli_epi16(words, unsigned(shift));
   return _mm512_ternarylogic_epi64(at, _mm512_set1_epi16(0x78), _mm512_set1_epi16(0x4180), 0xea);  // (at & 0x78) | 16.0
 }
-// The integers from `low` to low + 63 as bfloat16, the second half in `upper`.
-static inline void p_table6(int low, P& lower, P& upper) {
-  alignas(64) uint16_t table[64];
-  for (int i = 0; i < 64; ++i) {
-    const float x = float(low + i);
-    uint32_t bits;
-    std::memcpy(&bits, &x, 4);
-    table[i] = uint16_t(bits >> 16);
-  }
-  lower = _mm512_load_si512(table);
-  upper = _mm512_load_si512(table + 32);
-}
-// Loads the upper bits of a group of codes6: a byte per 16-bit word.
-static inline P p_upper6(const uint8_t* p) {
-  return _mm512_slli_epi16(_mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)(p + 64))), 4);
-}
-// Unpacks pair i. The permute reads 6 bits of an index, so the bits above need not be cleared.
-[[gnu::always_inline]] static inline P p_code6(P words, P bits, P lower, P upper, int i) {
-  const int n = nibble_of_pair(i);
-  const P nibbles = n ? _mm512_srli_epi16(words, unsigned(4 * n)) : words;
-  const P high = n ? _mm512_srli_epi16(bits, unsigned(2 * n)) : bits;
-  const P index = _mm512_ternarylogic_epi64(_mm512_set1_epi16(15), nibbles, high, 0xca);
-  return _mm512_permutex2var_epi16(lower, index, upper);
-}
 static inline P p_codes8(const int8_t* p) {
   const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
   const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)(p + 16))));
@@ -245,19 +218,6 @@ static inline void b_codes4(const uint8_t* p, B& low, B& high) {
   low = {_mm512_and_si512(words, mask)};
   high = {_mm512_and_si512(_mm512_srli_epi16(words, 4), mask)};
 }
-// Unpacks a group of codes6 to quads of values + `add`.
-static inline void quads6(const uint8_t* p, int add, __m512i& low, __m512i& high) {
-  const __m512i words = _mm512_loadu_si512(p), mask = _mm512_set1_epi8(15), plus = _mm512_set1_epi8(char(add));
-  const __m512i bits = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)(p + 64)));
-  const __m512i first = _mm512_set1_epi16(0x0030), second = _mm512_set1_epi16(0x3000);
-  const auto upper = [&](__m512i a, __m512i b) {  // (a & first) | (b & second)
-    return _mm512_ternarylogic_epi64(_mm512_and_si512(a, first), b, second, 0xf8);
-  };
-  const __m512i even = upper(_mm512_slli_epi16(bits, 4), _mm512_slli_epi16(bits, 8));
-  const __m512i odd = upper(_mm512_slli_epi16(bits, 2), _mm512_slli_epi16(bits, 6));
-  low = _mm512_add_epi8(_mm512_ternarylogic_epi64(even, words, mask, 0xf8), plus);
-  high = _mm512_add_epi8(_mm512_ternarylogic_epi64(odd, _mm512_srli_epi16(words, 4), mask, 0xf8), plus);
-}
 static inline __m512i quads8(const uint8_t* p) {
   const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
                                          5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
@@ -265,9 +225,6 @@ static inline __m512i quads8(const uint8_t* p) {
 }
 // vpdpbusd has one unsigned operand, so weights are biased by 128, and sums start at -128 times the sum of the inputs.
 static inline B b_codes8(const uint8_t* p) { return {_mm512_xor_si512(quads8(p), _mm512_set1_epi8(char(0x80)))}; }
-static inline void b_codes6(const uint8_t* p, int add, B& low, B& high) {  // biased like b_codes8
-  quads6(p, add + 128, low.v, high.v);
-}
 static inline B b_signed_table(const int8_t* values) {
   return {_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)values))};
 }

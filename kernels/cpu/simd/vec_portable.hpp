@@ -101,12 +101,6 @@ static inline float half_to_float(uint16_t h) {
   return magnitude;
 }
 
-static inline V v_load_bytes(const int8_t* p) {
-  V r;
-  for (int i = 0; i < 16; ++i) r.q[i / 4][i % 4] = float(p[i]);
-  return r;
-}
-
 static inline V v_load_half(const uint16_t* p) {
   V r;
   for (int i = 0; i < 16; ++i) r.q[i / 4][i % 4] = half_to_float(p[i]);
@@ -188,17 +182,6 @@ static inline W w_table4(W packed, W table, int pair) {
   for (int j = 0; j < 32; ++j) r.v[j] = table.v[r.v[j]];
   return r;
 }
-// Loads the upper bits of a group of codes6, and unpacks a pair with them; `low` is added.
-static inline W w_upper6(const uint8_t* p) {
-  W r;
-  for (int j = 0; j < 32; ++j) r.v[j] = p[64 + j];
-  return r;
-}
-static inline W w_code6(W words, W bits, int pair, int low) {
-  W r = w_code4(words, pair);
-  for (int j = 0; j < 32; ++j) r.v[j] = int16_t((r.v[j] | (bits.v[j] >> (2 * nibble_of_pair(pair)) & 3) << 4) + low);
-  return r;
-}
 // Sign-extends 32 8-bit values; value j of lane o is byte 2 o + j.
 static inline W w_codes8(const int8_t* p) {
   W r;
@@ -272,15 +255,6 @@ static inline B b_look_up(B table, B indices) {
   B r;
   for (int i = 0; i < 64; ++i) r.v[i] = table.v[indices.v[i]];
   return r;
-}
-// Unpacks a group of codes6 to the first and the second quad of each lane; `add` is added.
-static inline void b_codes6(const uint8_t* p, int add, B& low, B& high) {
-  b_codes4(p, low, high);
-  for (int i = 0; i < 64; ++i) {
-    const int bits = p[64 + i / 2] >> (i % 2 ? 4 : 0);
-    low.v[i] = int8_t((low.v[i] | (bits & 3) << 4) + add);
-    high.v[i] = int8_t((high.v[i] | (bits >> 2 & 3) << 4) + add);
-  }
 }
 // Combines 64 bytes of 8-bit values (two pairs per lane) into one quad per lane.
 static inline B b_codes8(const uint8_t* p) {

@@ -43,8 +43,7 @@ static inline void dequantize_matrix_row(const Matrix& m, int row, float* to) {
     v_store(wide, v_load_half(lanes));
     return wide[0];
   };
-  const auto scale_at = [&](const uint8_t* scales, const uint8_t* factors) {
-    if (m.super) return half(factors + lane * 2) * float(int8_t(scales[lane]));
+  const auto scale_at = [&](const uint8_t* scales) {
     if (m.half_scales) return half(scales + lane * 2);
     float value;
     std::memcpy(&value, scales + lane * 4, 4);
@@ -62,25 +61,20 @@ static inline void dequantize_matrix_row(const Matrix& m, int row, float* to) {
         break;
       }
       default: {
-        const uint8_t* block = panel + m.block_at(k / m.block);
-        const uint8_t* factors = panel + m.factors_at(k / m.block);
+        const uint8_t* block = panel + size_t(k / m.block) * m.block_bytes();
         const int inner = k % m.block;
         float code;
         if (has_nibbles(m.format)) {
           uint16_t word;
-          const uint8_t* group = block + (inner / 8) * group_bytes(m.format);
-          std::memcpy(&word, group + (lane * 2 + inner % 2) * 2, 2);
-          const int place = nibble_of_pair(inner % 8 / 2);
-          int whole = word >> (4 * place) & 15;
-          if (m.format == Format::codes6)
-            whole = (whole | (group[64 + lane * 2 + inner % 2] >> (2 * place) & 3) << 4) + m.low;
-          code = float(m.format == Format::table4 ? m.table[whole] : whole);
+          std::memcpy(&word, block + (inner / 8) * 64 + (lane * 2 + inner % 2) * 2, 2);
+          const int nibble = word >> (4 * nibble_of_pair(inner % 8 / 2)) & 15;
+          code = float(m.format == Format::table4 ? m.table[nibble] : nibble);
         } else {
           code = float(int8_t(block[(inner / 2) * 32 + lane * 2 + inner % 2]));
         }
         const uint8_t* scales = block + m.code_bytes();
-        const float scale = scale_at(scales, factors);
-        to[k] = scale * code + (m.has_min ? scale_at(scales + m.scale_bytes(), factors + 32) : scale * m.offset);
+        const float scale = scale_at(scales);
+        to[k] = scale * code + (m.has_min ? scale_at(scales + m.scale_bytes()) : scale * m.offset);
       }
     }
   }

@@ -67,10 +67,8 @@ std::array<uint8_t, 256> indices_of(const int8_t* table) {
 void pack_code_lane(const Matrix& m, const CodedRow& row, int lane, int shift, uint8_t* out) {
   const bool is_table = m.format == Format::table4;
   const auto indices = is_table ? indices_of(m.table) : std::array<uint8_t, 256>{};
-  const auto nibble = [&](int code) { return is_table ? indices[uint8_t(code)] : (code - m.low) & 15; };
-  uint8_t* const panel = out;
-  for (int b = 0; b < m.depth / m.block; ++b) {
-    out = panel + m.block_at(b);
+  const auto nibble = [&](int8_t code) { return is_table ? indices[uint8_t(code)] : code & 15; };
+  for (int b = 0; b < m.depth / m.block; ++b, out += m.block_bytes()) {
     const int8_t* codes = row.codes.data() + b * m.block;
     if (has_nibbles(m.format)) {
       for (int g = 0; g < m.block / 8; ++g)
@@ -78,11 +76,7 @@ void pack_code_lane(const Matrix& m, const CodedRow& row, int lane, int shift, u
           uint16_t word = 0;
           for (int i = 0; i < 4; ++i)
             word = uint16_t(word | nibble(codes[g * 8 + 2 * i + j]) << (4 * nibble_of_pair(i)));
-          uint8_t* group = out + g * group_bytes(m.format);
-          std::memcpy(group + (lane * 2 + j) * 2, &word, 2);
-          if (m.format != Format::codes6) continue;
-          for (int i = 0; i < 4; ++i)
-            group[64 + lane * 2 + j] |= uint8_t((codes[g * 8 + 2 * i + j] - m.low) >> 4 << (2 * nibble_of_pair(i)));
+          std::memcpy(out + g * 64 + (lane * 2 + j) * 2, &word, 2);
         }
     } else {
       for (int k = 0; k < m.block; ++k) out[(k / 2) * 32 + lane * 2 + k % 2] = uint8_t(codes[k] + shift);
@@ -90,13 +84,7 @@ void pack_code_lane(const Matrix& m, const CodedRow& row, int lane, int shift, u
     uint8_t* scales = out + m.code_bytes();
     uint8_t* minima = scales + m.scale_bytes();
     const size_t i = size_t(b) * m.block / 16;
-    if (m.super) {
-      scales[lane] = uint8_t(row.scale_codes[i]);
-      if (m.has_min) minima[lane] = uint8_t(row.minimum_codes[i]);
-      uint8_t* factors = panel + m.factors_at(b);
-      std::memcpy(factors + lane * 2, &row.scale_factors[i / 16], 2);
-      if (m.has_min) std::memcpy(factors + 32 + lane * 2, &row.minimum_factors[i / 16], 2);
-    } else if (m.half_scales) {
+    if (m.half_scales) {
       std::memcpy(scales + lane * 2, &row.half_scales[i], 2);
       if (m.has_min) std::memcpy(minima + lane * 2, &row.half_minima[i], 2);
     } else {
@@ -109,9 +97,6 @@ void pack_code_lane(const Matrix& m, const CodedRow& row, int lane, int shift, u
 }  // namespace
 
 namespace {
-
-// Whether the quantized values of a type are from -32 to 31.
-bool has_6_bits(RowType type) { return traits_of(type).super() || type == RowType::q5_0 || type == RowType::q5_1; }
 
 // Format of a matrix of one unquantized type.
 Format kept_as(RowType type) {
@@ -140,8 +125,7 @@ Matrix packed_layout(const std::string& wanted, const std::vector<RowType>& type
     for (RowType type : types)
       if (traits_of(type).table != table) table = nullptr;
     if (!all_same) {
-      const bool have_factors = std::all_of(types.begin(), types.end(), [](RowType x) { return traits_of(x).super(); });
-      t = {have_factors ? 256 : 0, 0, 32, false, false, false, 0};
+      t = {0, 0, 32, false, false, false, 0};
       for (RowType type : types) {
         const RowTraits each = traits_of(type);
         t.block = std::min(t.block, each.block);
@@ -151,15 +135,12 @@ Matrix packed_layout(const std::string& wanted, const std::vector<RowType>& type
       t.has_min = t.has_min || !t.wide_code;
     }
     m.format = table ? Format::table4 : t.wide_code ? Format::codes8 : Format::codes4;
-    if (m.format == Format::codes8 && (all_same || t.width) && std::all_of(types.begin(), types.end(), has_6_bits))
-      m.format = Format::codes6, m.low = -32;
     if (table) std::copy_n(table, 16, m.table);
     m.block = t.block;
     m.half_scales = t.half_scales;
-    m.super = t.super();
     m.has_min = t.has_min;
     m.offset = t.offset;
-    m.panel_bytes = m.coded_bytes();
+    m.panel_bytes = size_t(m.depth / m.block) * size_t(m.block_bytes());
     return m;
   }
   if (wanted == "shipped") {
@@ -217,7 +198,7 @@ void pack(const Matrix& m, const std::vector<Part>& parts, const int64_t* order,
 }
 
 bool has_one_scale(const Matrix& m) {
-  if (m.format != Format::codes8 || m.has_min || m.offset != 0.0f || m.super) return false;
+  if (m.format != Format::codes8 || m.has_min || m.offset != 0.0f) return false;
   const size_t scales = size_t(m.scale_bytes());
   for (int p = 0; p < m.panels; ++p) {
     const uint8_t* first = m.data + size_t(p) * m.panel_bytes + m.code_bytes();

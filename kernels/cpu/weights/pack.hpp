@@ -8,8 +8,6 @@
 //   codes4     per block: [8 inputs][16 outputs][2 words of 4 bits x 4], scales [16], minima [16]
 //   codes8     per block: [input / 2][16 outputs][2 inputs], scales [16], minima [16]
 //   table4     as codes4, with indices into a table of 16 int8 values, and no minima
-//   codes6     per block: [8 inputs]{[16 outputs][2 words of 4 bits x 4], [16 outputs][2 bytes of 2 bits x 4]}, scales
-//              [16], minima [16]: bits n, n + 1 of a byte belong to nibble n / 2 of its word
 //
 // In a group of 8 inputs of codes4, input 2 p + j of output o is nibble `nibble_of_pair(p)` of 16-bit word 2 o + j. A
 // shift and a mask of 4 bits extract two adjacent inputs, as bf16 and int16 dot products read them; a mask of every
@@ -57,9 +55,9 @@ enum class RowType : int {
 size_t row_bytes(RowType type, int cols);
 
 // Returns the packed format for rows of these types. `wanted` is "shipped", "f32", "f16" or "bf16". "shipped" keeps a
-// common type. With mixed types, formats with the same table keep their indices, with float32 scales; K-quants get 6-bit
-// values with their own factors; 4-bit formats get 4-bit values with float32 scales and minima, other quantized formats
-// 8-bit values with float32 scales, and all others become f32. `data` is null.
+// common type. With mixed types, formats with the same table keep their indices, with float32 scales; 4-bit formats get
+// 4-bit values with float32 scales and minima, other quantized formats 8-bit values with float32 scales, and all others
+// become f32. `data` is null.
 Matrix packed_layout(const std::string& wanted, const std::vector<RowType>& types, int rows, int cols);
 
 struct Part {
