@@ -72,10 +72,10 @@ def _heads(fields: HeaderFields, *, may_rotate_part: bool) -> Fields:
         raise ModelFileError(f"{fields.path}: hidden size {hidden} is not divisible by {heads} heads")
     head_dim = fields.whole("attention.key_length", hidden // heads)
     rotated = fields.whole("rope.dimension_count", head_dim)
-    for key, value in (("attention.value_length", fields.whole("attention.value_length", head_dim)),
-                       ("rope.dimension_count", head_dim if may_rotate_part else rotated)):  # fmt: skip
-        if value != head_dim:
-            fields.refuse(key, f"it must be the head size {head_dim}")
+    if fields.whole("attention.value_length", head_dim) != head_dim:
+        fields.refuse("attention.value_length", f"it must be the head size {head_dim}")
+    if rotated != head_dim and not may_rotate_part:
+        fields.refuse("rope.dimension_count", f"it must be the head size {head_dim}")
     return {
         "num_key_value_heads": fields.whole("attention.head_count_kv", heads),
         "head_dim": head_dim,

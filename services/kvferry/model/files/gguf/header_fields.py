@@ -28,8 +28,7 @@ _HARMLESS: Mapping[str, tuple[Value, ...]] = {
     "rope.scaling.type": ("none",),
     "use_parallel_residual": (False,),
 }
-"""Keys that change the computation in some architecture, with values that do not. A value that is in no architecture's
-list, or another value of these keys, is refused unless the architecture reads the key."""
+"""Keys that an architecture may leave unread, with the values that have no effect; all others are refused."""
 _IDLE = ("rope.scaling.factor", "rope.scaling.original_context_length", "rope.scaling.attn_factor")
 """Keys without an effect unless `rope.scaling.type` names a scaling."""
 
@@ -48,12 +47,9 @@ class HeaderFields:
         self.tensors = header.tensors
         self._prefix = f"{architecture}."
         self._pairs = {
-            key.removeprefix(self._prefix): value for key, value in header.pairs.items() if self._has_prefix(key)
+            key.removeprefix(self._prefix): value for key, value in header.pairs.items() if key.startswith(self._prefix)
         }
         self._read: set[str] = set()
-
-    def _has_prefix(self, key: str) -> bool:
-        return key.startswith(self._prefix)
 
     def value(self, key: str) -> Value | None:
         """Return a value as it is; `None` if the key is absent."""
