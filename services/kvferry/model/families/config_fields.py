@@ -72,15 +72,17 @@ harmless."""
 class ConfigFields:
     """Fields of one object in a config.json, with the defaults of a family."""
 
-    def __init__(self, raw: Json, where: Path | str, defaults: Json | None = None) -> None:
+    def __init__(self, raw: Json, where: Path | str, defaults: Json | None = None, *, prefix: str = "") -> None:
         """
         Args:
             raw: the object.
             where: the file, for messages.
             defaults: values of fields that are absent; a field that is `null` has no default.
+            prefix: text before the names of fields in messages.
         """
         self.where = where
         self._raw = raw
+        self._prefix = prefix
         self._defaults = defaults or {}
         self._read: set[str] = set()
 
@@ -99,7 +101,9 @@ class ConfigFields:
         Raises:
             ModelFileError: always.
         """
-        raise ModelFileError(f"{self.where}: {key} = {repr(self.value(key))[:_SHOWN_CHARS]} is not supported: {remedy}")
+        raise ModelFileError(
+            f"{self.where}: {self._prefix}{key} = {repr(self.value(key))[:_SHOWN_CHARS]} is not supported: {remedy}"
+        )
 
     def refuse_unread(self) -> None:
         """Check the fields in `DECIDING` that have not been read.
@@ -124,7 +128,9 @@ class ConfigFields:
         value = self.value(key)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 1 << 31:
-            raise ModelFileError(f"{self.where}: {key} must be a positive whole number, not {repr(value)[:40]}")
+            raise ModelFileError(
+                f"{self.where}: {self._prefix}{key} must be a positive whole number, not {repr(value)[:40]}"
+            )
         return value
 
     def real(self, key: str, default: float | None = None) -> float:
@@ -136,7 +142,7 @@ class ConfigFields:
         value = self.value(key)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < _MAX_REAL:
-            raise ModelFileError(f"{self.where}: {key} must be a positive number, not {repr(value)[:40]}")
+            raise ModelFileError(f"{self.where}: {self._prefix}{key} must be a positive number, not {repr(value)[:40]}")
         return float(value)
 
     def optional_real(self, key: str) -> float | None:
@@ -157,7 +163,7 @@ class ConfigFields:
         if value is None:
             return default
         if not isinstance(value, bool):
-            raise ModelFileError(f"{self.where}: {key} must be true or false, not {repr(value)[:40]}")
+            raise ModelFileError(f"{self.where}: {self._prefix}{key} must be true or false, not {repr(value)[:40]}")
         return value
 
     def numbers(self, key: str, count: int) -> tuple[float, ...]:
@@ -169,10 +175,14 @@ class ConfigFields:
         value = self.value(key)
         if not isinstance(value, list) or len(value) != count or count > _MAX_NUMBERS:
             found = f"{len(value)} items" if isinstance(value, list) else repr(value)[:40]
-            raise ModelFileError(f"{self.where}: {key} must be a list of {count} positive numbers, not {found}")
+            raise ModelFileError(
+                f"{self.where}: {self._prefix}{key} must be a list of {count} positive numbers, not {found}"
+            )
         for item in value:
             if isinstance(item, bool) or not isinstance(item, int | float) or not 0 < item < _MAX_REAL:
-                raise ModelFileError(f"{self.where}: {key} must contain positive numbers, not {repr(item)[:40]}")
+                raise ModelFileError(
+                    f"{self.where}: {self._prefix}{key} must contain positive numbers, not {repr(item)[:40]}"
+                )
         return tuple(map(float, value))
 
     def inner(self, key: str) -> "ConfigFields | None":
@@ -185,7 +195,7 @@ class ConfigFields:
         if value is None:
             return None
         if not isinstance(value, dict):
-            raise ModelFileError(f"{self.where}: {key} must be an object, not {repr(value)[:40]}")
+            raise ModelFileError(f"{self.where}: {self._prefix}{key} must be an object, not {repr(value)[:40]}")
         return ConfigFields(value, self.where)
 
     def slides(self, num_layers: int) -> tuple[bool, ...] | None:
@@ -220,7 +230,8 @@ class ConfigFields:
         for item in items:
             if isinstance(item, bool) or not isinstance(item, int):
                 raise ModelFileError(
-                    f"{self.where}: {key} must be a token id or a list of token ids, not {repr(item)[:40]}"
+                    f"{self.where}: {self._prefix}{key} must be a token id or a list of token ids, not"
+                    f" {repr(item)[:40]}"
                 )
         return set(items)  # type: ignore[arg-type]
 

@@ -56,7 +56,7 @@ class PrefillProgress:
 
         Args:
             ticket_id: id that the prompt's ticket will have.
-            progress: the new full blocks; ignored if nobody follows the prompt.
+            progress: the new full blocks; ignored if no decode worker follows the prompt.
         """
         prompt = self._prompts.get(ticket_id)
         if prompt is not None:

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from kvferry.core.errors import ModelFileError
 from kvferry.model.families.registry import FAMILIES, read_config
 from kvferry.model.files.gguf.architectures import ARCHITECTURES
-from kvferry.model.files.gguf.config_fields import LONG_FACTORS, SHORT_FACTORS, architecture_of, config_fields
+from kvferry.model.files.gguf.config_fields import architecture_of, config_fields
 from kvferry.model.files.gguf.header import Array, Header, TensorInfo, Value
+from kvferry.model.files.gguf.tensor_views import LONG_FACTORS, SHORT_FACTORS
 
 PATH = Path("x.gguf")
 USUAL: dict[str, Value] = {

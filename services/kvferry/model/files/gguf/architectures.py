@@ -59,15 +59,17 @@ class Architecture:
     """Whether the rows of query and key projections are permuted so that rotary pairs are adjacent."""
     has_fused_mlp: bool = False
     """Whether `ffn_up` has the rows of gate and up."""
+    read_yarn: Read = lambda fields: {}
+    """Function that reads further fields of `rope_scaling`, if the scaling is YaRN."""
     adds_norm_offset: bool = False
     """Whether norm weights contain the offset that the family's checkpoints leave out."""
     end_tokens: tuple[str, ...] = ()
     """Tokens that end an answer, instead of those of the header, if the vocabulary has the first of them."""
 
 
-def _of_class(name: str, **values: object) -> Read:
+def _of_class(name: str) -> Read:
     """Return a function for an architecture with no keys of its own."""
-    return lambda fields: {"architectures": [name], **values}
+    return lambda fields: {"architectures": [name]}
 
 
 def _llama(fields: HeaderFields) -> Fields:
@@ -163,6 +165,16 @@ def _gpt_oss(fields: HeaderFields) -> Fields:
     }
 
 
+def _gpt_oss_yarn(fields: HeaderFields) -> Fields:
+    return {"truncate": False}
+
+
+def _deepseek_yarn(fields: HeaderFields) -> Fields:
+    """Return `mscale_all_dim`, of which files have a tenth; `mscale` is equal in published models."""
+    tenth = fields.optional_real("rope.scaling.yarn_log_multiplier")
+    return {} if tenth is None else dict.fromkeys(("mscale", "mscale_all_dim"), round(10 * tenth, 6))
+
+
 _SIGMOID = 2
 """Value of `expert_gating_func` for scores by a sigmoid."""
 
@@ -225,9 +237,10 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
                 "gpt-oss",
                 _gpt_oss,
                 _ATTENTION | _ROUTER | {"post_attention_norm": "post_attention_layernorm"},
+                read_yarn=_gpt_oss_yarn,
                 end_tokens=("<|return|>", "<|call|>", "<|endoftext|>"),
             ),
-            Architecture("deepseek2", _deepseek, _BEFORE | _LATENT | _ROUTER | _SHARED),
+            Architecture("deepseek2", _deepseek, _BEFORE | _LATENT | _ROUTER | _SHARED, read_yarn=_deepseek_yarn),
         )
     }
 )

@@ -4,12 +4,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from kvferry.core.errors import ModelFileError
-from kvferry.model.files.gguf.architectures import ARCHITECTURES, Architecture, Fields
+from kvferry.model.files.gguf.architectures import ARCHITECTURES, Architecture, Fields, Read
 from kvferry.model.files.gguf.header import Array, Header, Value
 from kvferry.model.files.gguf.header_fields import HeaderFields
+from kvferry.model.files.gguf.tensor_views import LONG_FACTORS, SHORT_FACTORS
 
-LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
-"""Divisors of the rotary frequencies in LongRoPE."""
 Vector = Callable[[str], list[float]]
 """Function that reads a vector of the file by name."""
 
@@ -57,7 +56,7 @@ def config_fields(header: Header, architecture: Architecture, path: Path, vector
         "max_position_embeddings": fields.whole("context_length"),
         "rms_norm_eps": fields.real("attention.layer_norm_rms_epsilon"),
         "rope_theta": fields.real("rope.freq_base", 10000.0),
-        "rope_scaling": _scaling(fields, header, own, vector),
+        "rope_scaling": _scaling(fields, header, architecture.read_yarn, vector),
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "eos_token_id": sorted(_end_tokens(header.pairs, architecture)),
         "bos_token_id": min(_token_ids(header.pairs, "bos"), default=None),
@@ -69,7 +68,7 @@ def config_fields(header: Header, architecture: Architecture, path: Path, vector
 def _heads(fields: HeaderFields, *, may_rotate_part: bool) -> Fields:
     hidden, heads = fields.whole("embedding_length"), fields.whole("attention.head_count")
     if fields.value("attention.key_length") is None and hidden % heads:
-        raise ModelFileError(f"{fields.path}: hidden size {hidden} is not divisible by {heads} heads")
+        raise ModelFileError(f"{fields.where}: hidden size {hidden} is not divisible by {heads} heads")
     head_dim = fields.whole("attention.key_length", hidden // heads)
     rotated = fields.whole("rope.dimension_count", head_dim)
     if fields.whole("attention.value_length", head_dim) != head_dim:
@@ -92,7 +91,7 @@ def _vocab_size(pairs: Mapping[str, Value], fields: HeaderFields) -> int:
     return declared
 
 
-def _scaling(fields: HeaderFields, header: Header, own: Fields, vector: Vector) -> Fields | None:
+def _scaling(fields: HeaderFields, header: Header, read_yarn: Read, vector: Vector) -> Fields | None:
     """Return `rope_scaling`; `None` without a scaling."""
     kind = fields.value("rope.scaling.type")
     if LONG_FACTORS in header.tensors:
@@ -106,7 +105,7 @@ def _scaling(fields: HeaderFields, header: Header, own: Fields, vector: Vector) 
         factor = fields.optional_real("rope.scaling.attn_factor")
         return found | ({} if factor is None else {"attention_factor": factor})
     if kind in (None, "none"):
-        fields.ignore("rope.scaling.factor", "rope.scaling.original_context_length")
+        fields.ignore(*(f"rope.scaling.{key}" for key in ("factor", "original_context_length", "attn_factor")))
         return None
     if kind == "linear":
         return {"rope_type": "linear", "factor": fields.real("rope.scaling.factor")}
@@ -121,12 +120,7 @@ def _scaling(fields: HeaderFields, header: Header, own: Fields, vector: Vector) 
         value = fields.optional_real(f"rope.scaling.yarn_{key}")
         if value is not None:
             scaling[ours] = value
-    magnitude = fields.optional_real("rope.scaling.yarn_log_multiplier") if "kv_lora_rank" in own else None
-    if magnitude is not None:  # files have a tenth of `mscale_all_dim`, which equals `mscale` in published models
-        scaling["mscale"] = scaling["mscale_all_dim"] = round(10 * magnitude, 6)
-    if own["architectures"] == ["GptOssForCausalLM"]:
-        scaling["truncate"] = False
-    return scaling
+    return scaling | read_yarn(fields)
 
 
 def _end_tokens(pairs: Mapping[str, Value], architecture: Architecture) -> set[int]:

@@ -13,17 +13,14 @@ from kvferry.model.config import ModelConfig
 from kvferry.model.families.registry import read_config
 from kvferry.model.files.gguf.config_fields import architecture_of, config_fields
 from kvferry.model.files.gguf.dequantize import dequantize, kept_mxfp4
-from kvferry.model.files.gguf.header import Header, TensorInfo
-from kvferry.model.files.gguf.parts import Parts
-from kvferry.model.files.gguf.tensor_views import LatentUp, TensorView, views_of
+from kvferry.model.files.gguf.header import TensorInfo
+from kvferry.model.files.gguf.parts import Parts, model_name
+from kvferry.model.files.gguf.tensor_views import ROPE_DIVISORS, LatentUp, TensorView, views_of
 from kvferry.model.files.row_orders import Rows, halves_from_pairs, stored_rows
 from kvferry.model.rope import DividedRope
 from kvferry.model.tensors import F32, Shape, Stored, check_shapes
 
-_FREQUENCIES = "rope_freqs.weight"
-"""Divisors of the rotary frequencies, for the scaling of Llama 3.1."""
 _PAIRED = re.compile(r"self_attn\.[qk]_proj\.(?:weight|bias)$")
-_SPLIT = re.compile(r"-\d{5}-of-\d{5}$")
 _MXFP4 = "MXFP4"
 
 
@@ -50,24 +47,24 @@ class GgufModel:
         self._infos = header.tensors
         architecture = architecture_of(header, path)
         fields = config_fields(header, architecture, path, lambda tensor: self._vector(tensor).tolist())
-        config = read_config(fields, name or _SPLIT.sub("", path.stem), path)
+        config = read_config(fields, name or model_name(path), path)
         if architecture.adds_norm_offset:
             config = replace(config, norm_offset=0.0)
-        self.config = self._with_frequencies(config, header)
+        self.config = self._with_divisors(config)
         self._has_pairs = architecture.has_pairs
         self._views = views_of(
             header.tensors, architecture.names, self.config, has_fused_mlp=architecture.has_fused_mlp
         )
         check_shapes(self.config, self.shapes(), str(path))
 
-    def _with_frequencies(self, config: ModelConfig, header: Header) -> ModelConfig:
-        if _FREQUENCIES not in header.tensors:
+    def _with_divisors(self, config: ModelConfig) -> ModelConfig:
+        if ROPE_DIVISORS not in self._infos:
             return config
-        divisors = self._vector(_FREQUENCIES)
+        divisors = self._vector(ROPE_DIVISORS)
         count = (config.rotary_dim or config.head_dim) // 2
         if config.rope_scaling is not None or divisors.shape != (count,) or not (divisors > 0).all():
             raise ModelFileError(
-                f"{self.path}: tensor {_FREQUENCIES} must have {count} positive numbers, in a model without another"
+                f"{self.path}: tensor {ROPE_DIVISORS} must have {count} positive numbers, in a model without another"
                 " scaling of its rotary embedding. The file is damaged or of an unsupported variant"
             )
         return replace(config, rope_scaling=DividedRope(tuple(divisors.tolist())))

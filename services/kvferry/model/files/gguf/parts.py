@@ -25,6 +25,12 @@ def part_paths(path: Path) -> list[Path]:
     return [path.with_name(f"{match[1]}-{number:05}-of-{match[3]}.gguf") for number in range(1, int(match[3]) + 1)]
 
 
+def model_name(path: Path) -> str:
+    """Return the name of a model by the name of its file, or of its first file."""
+    match = _NUMBERED.fullmatch(path.name)
+    return path.stem if match is None else match[1]
+
+
 @dataclass(frozen=True, slots=True)
 class Parts:
     """The open files of a model, with one header for all."""

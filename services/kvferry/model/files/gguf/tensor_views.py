@@ -32,7 +32,11 @@ _ONE_EXPERT = {"ffn_gate": "gate_proj", "ffn_up": "up_proj", "ffn_down": "down_p
 """Names of earlier files, which have a tensor per expert: blk.0.ffn_gate.3.weight."""
 _COMPLETE = {"attn_sinks": SINKS, "exp_probs_b": CORRECTION, "ffn_gate_inp_shexp": SHARED_GATE}
 """Tensors whose Hugging Face names do not end like the names in the file."""
-FREQUENCIES = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+ROPE_DIVISORS, LONG_FACTORS, SHORT_FACTORS = FREQUENCIES = (
+    "rope_freqs.weight",
+    "rope_factors_long.weight",
+    "rope_factors_short.weight",
+)
 """Divisors of the rotary frequencies: of Llama 3.1, and the two lists of LongRoPE."""
 
 
