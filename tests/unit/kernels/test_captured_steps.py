@@ -1,6 +1,7 @@
 """Captured and padded steps that sample on the device give the tokens of plain steps, without reads by the host."""
 
 import logging
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -50,7 +51,9 @@ def nothing_asked(device: torch.device) -> Iterator[None]:
         with NothingAsked():
             yield
         return
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the first call warns that the mode is a prototype
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:

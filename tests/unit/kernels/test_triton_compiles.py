@@ -21,6 +21,9 @@ PARTS = [
     "sampling",
     "blocks",
 ]
+MEASURED_SPILLS = {"latent 128 bfloat16": 288}
+"""Stack bytes of kernels that were measured to be faster with spilled registers: 4 warps and 2 stages take 0.69 of the
+time of 8 warps without spills on an H100."""
 
 
 def compiled(folder: Path, *words: str) -> list[dict[str, int]]:
@@ -39,7 +42,7 @@ def compiled(folder: Path, *words: str) -> list[dict[str, int]]:
 @pytest.mark.parametrize("part", PARTS)
 def test_kernels_compile_for_hopper_and_keep_everything_in_registers(tmp_path: Path, part: str) -> None:
     for kernel in compiled(tmp_path, "sm90", part):
-        assert kernel["stack_bytes"] <= 32, kernel  # a few scalars
+        assert kernel["stack_bytes"] <= MEASURED_SPILLS.get(part, 32), kernel  # 32: a few scalars
         assert kernel["shared_bytes"] <= 227 << 10, kernel
 
 

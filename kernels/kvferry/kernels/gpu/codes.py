@@ -1,9 +1,8 @@
 """Conversions between numbers and codes of KV in 8 bits (`coded_pages`), for use in kernels. The results equal those of
 the compiled CPU kernels, so that pages are interchangeable.
 
-The conversions use integer operations, since GPUs before sm89 have none for fp8. An fp8 code (e4m3: Micikevicius et
-al., FP8 formats for deep learning, 2022) has the bits of a float16 whose value is smaller by 2^8, subnormal codes
-included.
+The conversions use integer operations, since GPUs before sm89 have none for fp8 (e4m3: Micikevicius et al., FP8
+formats for deep learning, 2022).
 """
 
 import torch
@@ -17,7 +16,9 @@ KIND_OF: dict[torch.dtype, int] = {torch.int8: INT8, torch.float8_e4m3fn: FP8}
 """Constant that selects the conversion in a kernel; 0 for pages without codes."""
 _FP8 = tl.constexpr(FP8)
 _LARGEST_INT8, _LARGEST_FP8 = tl.constexpr(127.0), tl.constexpr(448.0)
-_FLOAT16_STEP = tl.constexpr(256.0)
+_FLOAT32_STEP = tl.constexpr(2.0**120)
+_SIGN_AND_CODE = tl.constexpr(-0x7810_0000)
+"""0x87F00000 as int32: the sign, and the 7 other bits of a code shifted by 20."""
 _MIN_WITH_INVERSE = tl.constexpr(1e-30)
 _WHOLE = tl.constexpr(12582912.0)
 """1.5 * 2^23: a sum with a number of magnitude up to 2^22 is rounded to a whole number, ties to even."""
@@ -25,7 +26,10 @@ _WHOLE = tl.constexpr(12582912.0)
 
 @triton.jit
 def numbers(codes: tl.tensor, kind: tl.constexpr, dtype: tl.constexpr) -> tl.tensor:
-    """Convert codes to numbers, exactly; those of fp8 are smaller by 2^8, which `scales` compensates.
+    """Convert codes to numbers, exactly.
+
+    An fp8 code whose bits are moved to the exponent and fraction of float32 is its number times 2^-120, subnormal codes
+    included: two integer operations and one product, since these instructions bound the speed of decode attention.
 
     Args:
         codes: int8, or fp8 as uint8.
@@ -33,26 +37,33 @@ def numbers(codes: tl.tensor, kind: tl.constexpr, dtype: tl.constexpr) -> tl.ten
         dtype: dtype of the result.
     """
     if kind == _FP8:
-        bits = ((codes.to(tl.int16) << 8) >> 1) & -16385  # sign, a zero, exponent and fraction
-        wide = bits.to(tl.float16, bitcast=True).to(tl.float32)
+        bits = (codes.to(tl.int8, bitcast=True).to(tl.int32) << 20) & _SIGN_AND_CODE
+        found = bits.to(tl.float32, bitcast=True) * _FLOAT32_STEP
     else:
-        wide = codes.to(tl.float32)
-    return wide.to(dtype)
+        found = codes.to(tl.float32)
+    return found.to(dtype)
 
 
 @triton.jit
-def scales(place: tl.tensor, inside: tl.tensor, kind: tl.constexpr) -> tl.tensor:
-    """Load the scales of the results of `numbers`.
+def dealt(values: tl.tensor, rows: tl.constexpr, dim: tl.constexpr) -> tl.tensor:
+    """Deal the columns of a tile into four hands, in the order of `dealt_columns`.
+
+    In a product over rows, a thread then owns four adjacent columns, so that it loads four codes from shared memory at
+    once instead of one.
 
     Args:
-        place: addresses of float32 scales.
-        inside: mask; other scales are 0.
-        kind: value of `KIND_OF`.
+        values: [rows, dim].
+        rows: number of rows.
+        dim: number of columns, a multiple of 4.
     """
-    found = tl.load(place, mask=inside, other=0.0)
-    if kind == _FP8:
-        found = found * _FLOAT16_STEP
-    return found
+    return tl.reshape(tl.permute(tl.reshape(values, (rows, dim // 4, 4)), (0, 2, 1)), (rows, dim))
+
+
+@triton.jit
+def dealt_columns(dim: tl.constexpr) -> tl.tensor:
+    """Return the original position of each column of `dealt`, [dim]."""
+    column = tl.arange(0, dim)
+    return column % (dim // 4) * 4 + column // (dim // 4)
 
 
 @triton.jit

@@ -46,7 +46,7 @@ def converted(pages: torch.Tensor, source: str, target: str) -> torch.Tensor:
     given, wanted = layout_of(source, pages), layout_of(target, pages)
     memory = np.zeros((len(pages), wanted.block_bytes), np.uint8)
     blocks, tokens = range(len(pages)), len(pages) * wanted.block_tokens
-    rows = memoryview(page_bytes(pages.cpu()).numpy().reshape(-1).data)
+    rows = memoryview(page_bytes(pages).cpu().numpy().reshape(-1).data)
     plan_relayout(given, wanted).convert(rows, blocks, memory, list(blocks), 0, tokens)
     return torch.from_numpy(memory)
 

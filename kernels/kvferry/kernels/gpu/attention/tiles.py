@@ -56,7 +56,8 @@ def _absorb(
     precision: tl.constexpr,
     widens: tl.constexpr,
 ) -> tl.tensor:
-    """Accumulate a tile of keys into (sum of weights, maximum score, weighted values)."""
+    """Accumulate a tile of keys into (sum of weights, maximum score, weighted values); with codes, the columns of the
+    weighted values are those of `codes.dealt_columns`."""
     token = start + tl.arange(0, num_keys)
     at = tl.arange(0, dim)
     if is_masked:
@@ -79,11 +80,11 @@ def _absorb(
         values = tl.load(source + value_stride)
     if kind:
         keys = codes.numbers(keys, kind, queries.dtype)
-        values = codes.numbers(values, kind, queries.dtype)
+        values = codes.dealt(codes.numbers(values, kind, queries.dtype), num_keys, dim)
     scores = product(queries, tl.trans(keys), precision, widens)
     if kind:
         scale_of = scales_at + page.to(tl.int64) * (page_stride // 4) + token % block_tokens
-        scores = scores * codes.scales(scale_of, token < end, kind)[None, :]
+        scores = scores * tl.load(scale_of, mask=token < end, other=0.0)[None, :]
     if is_capped:
         bounded = 2.0 * scores * scale / soft_cap
         small = tl.exp2(-tl.abs(bounded) * LOG2E)  # for tanh(x / 2) without overflow
@@ -105,7 +106,7 @@ def _absorb(
     shrink = tl.exp2(peak - reached)
     total = total * shrink + tl.sum(weights, axis=1)
     if kind:
-        weights = weights * codes.scales(scale_of + value_stride // 4, token < end, kind)[None, :]
+        weights = weights * tl.load(scale_of + value_stride // 4, mask=token < end, other=0.0)[None, :]
     values_sum = values_sum * shrink[:, None] + product(weights.to(values.dtype), values, precision, widens)
     return total, higher, values_sum
 
@@ -298,9 +299,11 @@ def attend_tiles(
     position = tl.load(positions + batch_row, mask=is_row, other=0)
     head = kv_head * group + row % group
     at = tl.arange(0, dim)
-    is_value = is_row[:, None] & (at < head_dim)[None, :]
     source = q + batch_row.to(tl.int64)[:, None] * row_stride + head[:, None] * head_stride + at[None, :]
-    queries = tl.load(source, mask=is_value, other=0.0)
+    queries = tl.load(source, mask=is_row[:, None] & (at < head_dim)[None, :], other=0.0)
+    if kind:
+        at = codes.dealt_columns(dim)  # of the results
+    is_value = is_row[:, None] & (at < head_dim)[None, :]
 
     pages += kv_head * page_head_stride
     scales_at += kv_head * (page_head_stride // 4)
