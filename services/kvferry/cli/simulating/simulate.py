@@ -165,6 +165,8 @@ def _read_referenced_file(folder: Path, name: str) -> str:
 
 def _text(path: Path, field: str) -> str:
     try:
+        if not path.is_file() and path.exists():  # a device may have no end, and a pipe no writer
+            raise UsageError(f"{path} is not a regular file; use the path of a text file", field=field)
         if path.stat().st_size > _MAX_BYTES:
             raise UsageError(f"{path} has more than {_MAX_BYTES} bytes; shorten it", field=field)
         return path.read_text("utf-8")

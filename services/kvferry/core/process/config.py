@@ -71,6 +71,8 @@ def read_settings_file(path: Path | None) -> dict[str, object]:
     if path is None:
         return {}
     try:
+        if not path.is_file() and path.exists():  # a device may have no end, and a pipe no writer
+            raise UsageError(f"{path} is not a regular file; use a TOML file with settings", field="config")
         if path.stat().st_size > _MAX_FILE_BYTES:
             raise UsageError(f"{path} is larger than {_MAX_FILE_BYTES} bytes; is it the settings file?", field="config")
         return tomllib.loads(path.read_text("utf-8"))

@@ -45,6 +45,11 @@ def test_a_settings_file_that_cannot_be_read_is_refused_by_name(tmp_path: Path, 
     assert caught.value.field == "config"
 
 
+def test_a_device_is_no_settings_file() -> None:
+    with pytest.raises(UsageError, match="/dev/zero is not a regular file"):
+        read_settings_file(Path("/dev/zero"))
+
+
 def test_a_missing_settings_file_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"none\.toml"):
         read_settings_file(tmp_path / "none.toml")

@@ -232,3 +232,9 @@ def test_the_examples_of_the_docs_run(name: str, tmp_path: Path) -> None:
     found = json.loads(run(small, "--json", tmp_path / "r.json").splitlines()[-1])
     assert found["requests"] == 60
     assert found["goodput"] > 0
+
+
+def test_files_without_an_end_are_refused(fleet: Path) -> None:
+    assert "/dev/zero is not a regular file" in run("/dev/zero", code=2)
+    fleet.write_text('[workload]\ntrace = "/dev/zero"\n\n[device]\nstep_ms = 1\n\n[[role]]\nrole = "both"\n')
+    assert "/dev/zero is not a regular file" in run(fleet, code=2)
