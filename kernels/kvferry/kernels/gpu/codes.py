@@ -45,8 +45,8 @@ def numbers(codes: tl.tensor, kind: tl.constexpr, dtype: tl.constexpr) -> tl.ten
 
 
 @triton.jit
-def dealt(values: tl.tensor, rows: tl.constexpr, dim: tl.constexpr) -> tl.tensor:
-    """Deal the columns of a tile into four hands, in the order of `dealt_columns`.
+def deinterleaved(values: tl.tensor, rows: tl.constexpr, dim: tl.constexpr) -> tl.tensor:
+    """Deinterleave the columns of a tile by four: all columns 4i, then 4i + 1, 4i + 2 and 4i + 3.
 
     In a product over rows, a thread then owns four adjacent columns, so that it loads four codes from shared memory at
     once instead of one.
@@ -60,8 +60,8 @@ def dealt(values: tl.tensor, rows: tl.constexpr, dim: tl.constexpr) -> tl.tensor
 
 
 @triton.jit
-def dealt_columns(dim: tl.constexpr) -> tl.tensor:
-    """Return the original position of each column of `dealt`, [dim]."""
+def deinterleaved_columns(dim: tl.constexpr) -> tl.tensor:
+    """Return the original position of each column of `deinterleaved`, [dim]."""
     column = tl.arange(0, dim)
     return column % (dim // 4) * 4 + column // (dim // 4)
 

@@ -13,6 +13,7 @@ from kvferry.cli.options import Values, pool_tls_files, read_key, with_settings
 from kvferry.cli.output_files import JSON_FILE, OUTPUT_FILE, write_json
 from kvferry.core.clock import SystemClock
 from kvferry.core.errors import UsageError
+from kvferry.core.process.config import check_regular
 from kvferry.core.process.cores import usable_cores
 
 if TYPE_CHECKING:
@@ -134,8 +135,7 @@ def replay(values: Values, *, log: Path, against: str, json_file: Path | None) -
     """Replay a step log, and compare step by step; the exit status is 1 if a step differs."""
     from kvferry.engine.profile.log_file import read_log
 
-    if not log.is_file() or log.stat().st_size > _MAX_LOG_BYTES:
-        raise UsageError(f"{log} is not a regular file of at most {_MAX_LOG_BYTES >> 20} MiB", field="log")
+    check_regular(log, "log", most_bytes=_MAX_LOG_BYTES, expected=f"a log of at most {_MAX_LOG_BYTES >> 20} MiB")
     with log.open(encoding="utf-8") as lines:
         found = read_log(lines)
     result = _against_engine(values, found) if against == "engine" else _against_simulator(found)

@@ -14,6 +14,7 @@ import click
 from kvferry.cli.options import reported
 from kvferry.cli.output_files import JSON_FILE, OUTPUT_FILE, write_json
 from kvferry.core.errors import UsageError
+from kvferry.core.process.config import check_regular
 from kvferry.core.process.cores import usable_cores
 
 if TYPE_CHECKING:
@@ -165,10 +166,7 @@ def _read_referenced_file(folder: Path, name: str) -> str:
 
 def _text(path: Path, field: str) -> str:
     try:
-        if not path.is_file() and path.exists():  # a device may have no end, and a pipe no writer
-            raise UsageError(f"{path} is not a regular file; use the path of a text file", field=field)
-        if path.stat().st_size > _MAX_BYTES:
-            raise UsageError(f"{path} has more than {_MAX_BYTES} bytes; shorten it", field=field)
+        check_regular(path, field, most_bytes=_MAX_BYTES, expected="a text file")
         return path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read {path}: {error}; use the path of a text file", field=field) from None

@@ -62,6 +62,25 @@ def cache_dir() -> Path:
     return (base if base.is_absolute() else Path.home() / ".cache") / "kvferry"
 
 
+def check_regular(path: Path, field: str, *, most_bytes: int, expected: str) -> None:
+    """Check that a file that is read whole is regular and not too large.
+
+    Args:
+        path: the file.
+        field: name of the setting, for error messages.
+        most_bytes: maximum size of the file.
+        expected: what to use instead, for error messages.
+
+    Raises:
+        OSError: there is no such file.
+        UsageError: the file is not a regular file, or is too large.
+    """
+    if not path.is_file() and path.exists():  # a device may have no end, and a pipe no writer
+        raise UsageError(f"{path} is not a regular file; use {expected}", field=field)
+    if path.stat().st_size > most_bytes:
+        raise UsageError(f"{path} is larger than {most_bytes} bytes; use {expected}", field=field)
+
+
 def read_settings_file(path: Path | None) -> dict[str, object]:
     """Read the settings in a TOML file; return an empty mapping if `path` is `None`.
 
@@ -71,10 +90,7 @@ def read_settings_file(path: Path | None) -> dict[str, object]:
     if path is None:
         return {}
     try:
-        if not path.is_file() and path.exists():  # a device may have no end, and a pipe no writer
-            raise UsageError(f"{path} is not a regular file; use a TOML file with settings", field="config")
-        if path.stat().st_size > _MAX_FILE_BYTES:
-            raise UsageError(f"{path} is larger than {_MAX_FILE_BYTES} bytes; is it the settings file?", field="config")
+        check_regular(path, "config", most_bytes=_MAX_FILE_BYTES, expected="a TOML file with settings")
         return tomllib.loads(path.read_text("utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UsageError(f"cannot read the settings file {path}: {error}", field="config") from error
@@ -91,10 +107,7 @@ def read_secret_file(path: Path, field: str) -> bytes:
         UsageError: the file cannot be read, is not a regular file, is too large, or is empty.
     """
     try:
-        if not path.is_file() and path.exists():  # a device may have no end, and a pipe no writer
-            raise UsageError(f"{path} is not a regular file; use a regular file that contains the secret", field=field)
-        if path.stat().st_size > _MAX_FILE_BYTES:
-            raise UsageError(f"{path} is larger than {_MAX_FILE_BYTES} bytes; is it a secret?", field=field)
+        check_regular(path, field, most_bytes=_MAX_FILE_BYTES, expected="a regular file that contains the secret")
         secret = path.read_bytes().strip()
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}", field=field) from error

@@ -57,7 +57,7 @@ def _absorb(
     widens: tl.constexpr,
 ) -> tl.tensor:
     """Accumulate a tile of keys into (sum of weights, maximum score, weighted values); with codes, the columns of the
-    weighted values are those of `codes.dealt_columns`."""
+    weighted values are those of `codes.deinterleaved_columns`."""
     token = start + tl.arange(0, num_keys)
     at = tl.arange(0, dim)
     if is_masked:
@@ -80,7 +80,7 @@ def _absorb(
         values = tl.load(source + value_stride)
     if kind:
         keys = codes.numbers(keys, kind, queries.dtype)
-        values = codes.dealt(codes.numbers(values, kind, queries.dtype), num_keys, dim)
+        values = codes.deinterleaved(codes.numbers(values, kind, queries.dtype), num_keys, dim)
     scores = product(queries, tl.trans(keys), precision, widens)
     if kind:
         scale_of = scales_at + page.to(tl.int64) * (page_stride // 4) + token % block_tokens
@@ -302,7 +302,7 @@ def attend_tiles(
     source = q + batch_row.to(tl.int64)[:, None] * row_stride + head[:, None] * head_stride + at[None, :]
     queries = tl.load(source, mask=is_row[:, None] & (at < head_dim)[None, :], other=0.0)
     if kind:
-        at = codes.dealt_columns(dim)  # of the results
+        at = codes.deinterleaved_columns(dim)  # columns of the weighted values
     is_value = is_row[:, None] & (at < head_dim)[None, :]
 
     pages += kv_head * page_head_stride
