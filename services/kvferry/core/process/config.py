@@ -2,12 +2,12 @@
 
 import os
 import secrets
-import tomllib
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
 from kvferry.core.errors import UsageError
+from kvferry.core.process.toml_text import parse_toml
 from kvferry.core.settings import ENVIRONMENT_PREFIX
 
 _MAX_FILE_BYTES = 1 << 20
@@ -91,8 +91,8 @@ def read_settings_file(path: Path | None) -> dict[str, object]:
         return {}
     try:
         check_regular(path, "config", most_bytes=_MAX_FILE_BYTES, expected="a TOML file with settings")
-        return tomllib.loads(path.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        return parse_toml(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
         raise UsageError(f"cannot read the settings file {path}: {error}", field="config") from error
 
 

@@ -12,12 +12,12 @@ tokens_per_minute = 200000
 
 import math
 import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvferry.core.errors import UsageError, shortened
+from kvferry.core.process.toml_text import parse_toml
 from kvferry.core.sampling import MAX_PRIORITY
 from kvferry.gateway.flow.policy import TenantPolicy
 
@@ -59,8 +59,8 @@ def read_table(text: str) -> TenantTable:
             shows a key.
     """
     try:
-        document = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        document = parse_toml(text)
+    except ValueError as error:
         raise UsageError(f"the tenants file is not TOML: {error}", field=_SETTING) from None
     for name in document:
         if name not in {"default", "tenants"}:

@@ -1,6 +1,5 @@
 """Fleet files: converts TOML to the values of a simulation. docs/simulator.md lists the fields."""
 
-import tomllib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import cast
@@ -11,6 +10,7 @@ from kvferry.bench.workload.measures import parse_slo
 from kvferry.bench.workload.requests import BenchRequest
 from kvferry.bench.workload.traces import read_trace
 from kvferry.core.errors import UsageError
+from kvferry.core.process.toml_text import parse_toml
 from kvferry.engine.plan.step_budget import SchedulerLimits
 from kvferry.engine.policies.class_weights import weights_in_use
 from kvferry.engine.policies.policy import POLICIES as SCHEDULING
@@ -74,8 +74,8 @@ def read_fleet(text: str, read: ReadText) -> FleetSpec:
     if len(text) > MAX_FILE_BYTES:
         raise UsageError(f"the fleet file has {len(text)} characters; at most {MAX_FILE_BYTES} are read", field="fleet")
     try:
-        top = Table("", tomllib.loads(text))
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        top = Table("", parse_toml(text))
+    except ValueError as error:
         raise UsageError(f"the fleet file is not TOML: {error}", field="fleet") from None
     seed = top.whole("seed", 1, 0, 1 << 53)
     pools = top.whole("pools", 1, 1, MAX_POOLS)
@@ -102,8 +102,8 @@ def read_profile(text: str) -> DeviceProfile:
         UsageError: the file is not TOML, or a field is invalid.
     """
     try:
-        table = Table("device", tomllib.loads(text))
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        table = Table("device", parse_toml(text))
+    except ValueError as error:
         raise UsageError(f"the device profile is not TOML: {error}", field="device.profile") from None
     table.table("measured")  # the origin of the numbers, for human readers
     return _coefficients(table)

@@ -1,11 +1,13 @@
 """Reads typed fields of TOML tables; errors name field, value and remedy."""
 
-import math
+import re
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
 from kvferry.core.errors import UsageError, shortened
+
+_BARE_KEY = re.compile("[A-Za-z0-9_-]{1,40}")
 
 
 class Table:
@@ -28,7 +30,8 @@ class Table:
 
     def path(self, field: str) -> str:
         """Return the dotted name of a field."""
-        return f"{self.name}.{field}" if self.name else field
+        shown = field if _BARE_KEY.fullmatch(field) else shortened(repr(field))
+        return f"{self.name}.{shown}" if self.name else shown
 
     def __contains__(self, field: str) -> bool:
         return field in self._fields
@@ -47,7 +50,7 @@ class Table:
         """
         value = self._take(field, default)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or math.isnan(value) or not low <= value <= high:
+        if not is_number or not low <= value <= high:
             raise wrong(self.path(field), value, f"use a number from {low:g} to {high:g}")
         return float(value)
 
@@ -159,4 +162,8 @@ def wrong(field: str, value: object, remedy: str) -> UsageError:
         value: its value.
         remedy: the rest of the message, for example `use a string`.
     """
-    return UsageError(f"{field} is {shortened(repr(value))}; {remedy}", field=field)
+    try:
+        shown = shortened(repr(value))
+    except (ValueError, RecursionError):  # a number of more than 4,300 digits, or deeply nested
+        shown = "too large to show"
+    return UsageError(f"{field} is {shown}; {remedy}", field=field)

@@ -8,7 +8,6 @@ digest = "5f0c..."  # optional: first digits of the content's digest
 ```
 """
 
-import tomllib
 from collections.abc import Mapping, Sequence
 from typing import Annotated
 
@@ -17,6 +16,7 @@ import msgspec
 from kvferry.core.errors import UsageError
 from kvferry.core.ids import MAX_ADAPTER_NAME_CHARS
 from kvferry.core.process.struct_types import describe
+from kvferry.core.process.toml_text import parse_toml
 from kvferry.engine.adapters.adapter_store import MAX_ADAPTERS
 
 MAX_LIST_BYTES = 4 << 20
@@ -48,8 +48,8 @@ def read_adapter_list(raw: bytes) -> Mapping[str, ListedAdapter]:
             f"the list of adapters has more than {MAX_LIST_BYTES} bytes; shorten it", field="adapters_file"
         )
     try:
-        found = msgspec.convert(tomllib.loads(raw.decode()), _List).adapters
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError, msgspec.ValidationError, RecursionError) as error:
+        found = msgspec.convert(parse_toml(raw.decode()), _List).adapters
+    except ValueError as error:  # invalid UTF-8 and wrong fields too
         raise UsageError(f"the list of adapters is not valid: {error}", field="adapters_file") from error
     named = {one.name: one for one in found}
     if len(named) < len(found):

@@ -74,6 +74,11 @@ def test_the_smallest_file_runs() -> None:
         ("", "[[role]]\nrole = 'both'", "role is", "for each role"),
         ("", "[machine]\ncores = 0", "machine.cores is 0", "number from"),
         ("", "[machine]\ncpus = 2", "machine.cpus is 2", "remove it"),
+        ("", f"[machine]\ncores = 1{'0' * 400}", "machine.cores is 1000", "number from"),
+        ("", f"seed = 0x{'f' * 5000}", "seed is too large to show", "whole number"),
+        ("", f"seed = {'9' * 5000}", "too many digits", "not TOML"),
+        ("", '"a\\nb\\u001b[2J" = 1', r"'a\nb\x1b[2J' is 1", "remove it"),
+        ("", f"{'k' * 10_000} = 1", f"'{'k' * 38}… is 1", "remove it"),
     ],
 )
 def test_an_invalid_field_is_named_with_its_value_and_a_remedy(table: str, line: str, field: str, remedy: str) -> None:

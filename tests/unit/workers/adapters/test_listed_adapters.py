@@ -48,6 +48,7 @@ class FakeLoader:
         (entry("a") + entry("a", "/b"), "'a' twice"),
         ("[[adapters]]\nname = 'a'\npath = '/a'\nrank = 8", "unknown field `rank`"),
         ("[[adapters", "not valid"),
+        (f"adapters = {'9' * 5000}", "too many digits"),
         ("#" * (MAX_LIST_BYTES + 1), "more than"),
     ],
 )
