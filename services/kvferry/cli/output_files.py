@@ -2,12 +2,14 @@
 
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import click
 
 from kvferry.cli.options import print_json
+from kvferry.core.errors import UsageError, shortened
 
 
 class OutputFile(click.Path):
@@ -23,7 +25,13 @@ class OutputFile(click.Path):
         Raises:
             click.BadParameter: the folder does not exist or is not writable, or the path is a folder.
         """
-        path = super().convert(value, param, ctx)
+        try:
+            path = super().convert(value, param, ctx)
+            is_folder = Path(os.fsdecode(path)).resolve().is_dir()
+        except (OSError, RuntimeError, ValueError) as error:  # too long, a loop of links, or with a NUL
+            self.fail(f"{shortened(repr(value))} cannot be used: {error_text(error)}; use another file", param, ctx)
+        if is_folder:
+            self.fail(f"{shortened(repr(value))} is a folder; use a file", param, ctx)
         folder = Path(os.fsdecode(path)).absolute().parent
         if not folder.is_dir():
             self.fail(f"the folder {str(folder)!r} does not exist; create it, or use another file", param, ctx)
@@ -40,5 +48,51 @@ JSON_FILE = click.option("--json", "json_file", type=OUTPUT_FILE, help="Write th
 def write_json(file: Path | None, result: dict[str, Any]) -> None:
     """Write results to the file of `--json`, and print them as the last line; without a file, do nothing."""
     if file is not None:
-        file.write_text(json.dumps(result, indent=2) + "\n", "utf-8")
-        print_json(result)
+        try:
+            write_file(file, json.dumps(result, indent=2) + "\n")
+        finally:
+            print_json(result)
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write a file. A regular file is replaced as a whole, so that it is never partial, whoever else writes it.
+
+    Raises:
+        UsageError: it cannot be written; a file that existed is unchanged.
+    """
+    try:
+        target = path.resolve()
+        if target.exists() and not target.is_file():  # a device or a pipe
+            path.write_text(text, "utf-8")
+            return
+        fresh = target.with_name(f".kvferry-{os.getpid()}")
+        try:
+            fresh.write_text(text, "utf-8")
+            if target.exists():
+                fresh.chmod(target.stat().st_mode)
+            fresh.replace(target)
+        finally:
+            with suppress(OSError):
+                fresh.unlink()
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error_text(error)}; use another file", field="output") from None
+
+
+def check_distinct(*paths: Path | None) -> None:
+    """Check that no two of the files that a command reads and writes are the same.
+
+    Raises:
+        UsageError: two paths lead to one file; devices and pipes may be written twice.
+    """
+    found: set[Path] = set()
+    for path in filter(None, paths):
+        with suppress(OSError, RuntimeError):  # a file that cannot be read is reported when it is read
+            target = path.resolve()
+            if target in found and (target.is_file() or not target.exists()):
+                raise UsageError(f"{path} is given twice; write the results to another file", field="output")
+            found.add(target)
+
+
+def error_text(error: Exception) -> str:
+    """Return the reason of an error of a file in words."""
+    return getattr(error, "strerror", None) or str(error)

@@ -13,7 +13,7 @@ from kvferry.cli import settings
 from kvferry.cli.commands.bench_serve import command as serve
 from kvferry.cli.engine_settings import engine_settings
 from kvferry.cli.options import Values, print_json, reported, with_settings
-from kvferry.cli.output_files import JSON_FILE, OUTPUT_FILE
+from kvferry.cli.output_files import JSON_FILE, OUTPUT_FILE, write_file
 from kvferry.core.clock import SystemClock
 from kvferry.core.errors import KvferryError, UsageError
 from kvferry.core.process.cores import usable_cores
@@ -229,7 +229,7 @@ def _phases_line(milliseconds: Mapping[str, float]) -> str:
 
 def _write(file: Path | None, found: Mapping[str, object]) -> None:
     if file is not None:
-        file.write_text(json.dumps(found, indent=1) + "\n")
+        write_file(file, json.dumps(found, indent=1) + "\n")
 
 
 def _run_line(run: "InferenceRun") -> str:

@@ -15,7 +15,7 @@ import click
 from kvferry.bench.workload import arrivals as processes
 from kvferry.bench.workload import requests as workloads
 from kvferry.cli.options import Values, print_json, with_settings
-from kvferry.cli.output_files import OUTPUT_FILE
+from kvferry.cli.output_files import OUTPUT_FILE, write_file
 from kvferry.core.clock import SystemClock
 from kvferry.core.errors import Unavailable, UsageError
 from kvferry.core.settings import Setting
@@ -114,11 +114,11 @@ def command(
     report = {**settings, "max_concurrency": max_concurrency, "slo": slo, **found}
     if json_file is not None:
         details = _details(answers) if detailed else {}
-        json_file.write_text(json.dumps({**report, **details}) + "\n")
+        write_file(json_file, json.dumps({**report, **details}) + "\n")
     if svg_file is not None:
         from kvferry.bench.serving.picture import picture
 
-        svg_file.write_text(picture(answers, f"{name}: {len(answers)} requests, {shape['arrivals']}"))
+        write_file(svg_file, picture(answers, f"{name}: {len(answers)} requests, {shape['arrivals']}"))
     print_json(report)
 
 

@@ -10,7 +10,7 @@ import click
 from kvferry.cli import settings
 from kvferry.cli.engine_settings import engine_settings
 from kvferry.cli.options import Values, pool_tls_files, read_key, with_settings
-from kvferry.cli.output_files import JSON_FILE, OUTPUT_FILE, write_json
+from kvferry.cli.output_files import JSON_FILE, OUTPUT_FILE, check_distinct, write_file, write_json
 from kvferry.core.clock import SystemClock
 from kvferry.core.errors import UsageError
 from kvferry.core.process.config import check_regular
@@ -72,6 +72,7 @@ def of_model(
     """Record an engine in this process; one request arrives before each step until all have arrived."""
     from kvferry.bench.profiling import profile_engine
 
+    check_distinct(*files.values())
     llm = _llm(values)
     recording = profile_engine(
         llm, SystemClock(), steps=steps, shapes=[(input_tokens, output_tokens)] * batch, has_tokens=tokens
@@ -103,6 +104,7 @@ def of_worker(
     from kvferry.cli.profile_call import profile_worker
     from kvferry.engine.profile.log_file import read_log
 
+    check_distinct(*files.values())
     keys = read_key(values, "ticket_key")
     if not keys:
         raise UsageError("the call needs the pool's ticket key; set --ticket-key-file", field="ticket_key_file")
@@ -135,6 +137,7 @@ def replay(values: Values, *, log: Path, against: str, json_file: Path | None) -
     """Replay a step log, and compare step by step; the exit status is 1 if a step differs."""
     from kvferry.engine.profile.log_file import read_log
 
+    check_distinct(log, json_file)
     check_regular(log, "log", most_bytes=_MAX_LOG_BYTES, expected=f"a log of at most {_MAX_LOG_BYTES >> 20} MiB")
     with log.open(encoding="utf-8") as lines:
         found = read_log(lines)
@@ -217,9 +220,9 @@ def _write(
         )
     click.echo(f"the log cannot be replayed: {log.obstacle}" if log.obstacle else "the log can be replayed")
     if trace_file is not None:
-        trace_file.write_text(json.dumps(trace or chrome_trace(known, log.steps)), "utf-8")
+        write_file(trace_file, json.dumps(trace or chrome_trace(known, log.steps)))
     if log_file is not None:
-        log_file.write_text(log_text or "".join(write_log(log)), "utf-8")
+        write_file(log_file, log_text or "".join(write_log(log)))
     write_json(
         json_file,
         {

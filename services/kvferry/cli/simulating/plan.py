@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 
 from kvferry.cli.options import EXIT_FAILED, reported
-from kvferry.cli.output_files import JSON_FILE, write_json
+from kvferry.cli.output_files import JSON_FILE, check_distinct, write_json
 from kvferry.cli.simulating.simulate import read_fleet_with_slo
 from kvferry.core.errors import UsageError
 
@@ -48,6 +48,7 @@ def command(fleet: Path, *, rates: str, attain: float, simulations: int, json_fi
         from kvferry.simulator.planning import PoolPlanner, attained_share, named
         from kvferry.simulator.run import simulate_pool
 
+        check_distinct(fleet, json_file)
         spec = read_fleet_with_slo(fleet)
         shown = sys.stderr.isatty()
         planner = PoolPlanner(

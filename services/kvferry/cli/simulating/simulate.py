@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvferry.cli.options import reported
-from kvferry.cli.output_files import JSON_FILE, OUTPUT_FILE, write_json
+from kvferry.cli.output_files import JSON_FILE, OUTPUT_FILE, check_distinct, error_text, write_file, write_json
 from kvferry.core.errors import UsageError
 from kvferry.core.process.config import check_regular
 from kvferry.core.process.cores import usable_cores
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from kvferry.simulator.fleet import PoolResult
     from kvferry.simulator.measures import Measures
 
+_MAX_SHOWN_PATH = 1000
 _MAX_BYTES = 1 << 30
 """Maximum size in bytes of a file that a fleet file names."""
 
@@ -75,6 +76,8 @@ def command(
         from kvferry.simulator.files.picture import picture
         from kvferry.simulator.files.report import as_json, comparison, lines
 
+        check_distinct(fleet, json_file, svg_file)
+        check_distinct(compare, json_file, svg_file)
         base_spec, base = _simulate(fleet, seed, processes)
         found = as_json(base_spec, base)
         click.echo("\n".join(lines(found)))
@@ -86,9 +89,9 @@ def command(
             click.echo("\n".join([*lines(compared), "", *comparison(found, compared)]))
             found["compared"] = compared
             drawn.append((compare.stem, other.measures))
-        if svg_file is not None:
-            svg_file.write_text(picture(f"Simulated latencies, seed {base_spec.seed}", drawn), "utf-8")
         write_json(json_file, found)
+        if svg_file is not None:
+            write_file(svg_file, picture(f"Simulated latencies, seed {base_spec.seed}", drawn))
 
 
 def _simulate(path: Path, seed: int | None, processes: int | None) -> "tuple[FleetSpec, PoolResult]":
@@ -158,8 +161,9 @@ def _read_referenced_file(folder: Path, name: str) -> str:
         folder: folder of the fleet file.
         name: path from the folder, or name of a shipped device profile.
     """
-    shipped = resources.files("kvferry.simulator") / "profiles" / f"{name}.toml"
-    if "/" not in name and shipped.is_file():
+    profiles = resources.files("kvferry.simulator") / "profiles"
+    shipped = {one.name: one for one in profiles.iterdir()}.get(f"{name}.toml")
+    if shipped is not None:
         return shipped.read_text("utf-8")
     return _text(folder / name, name)
 
@@ -168,8 +172,11 @@ def _text(path: Path, field: str) -> str:
     try:
         check_regular(path, field, most_bytes=_MAX_BYTES, expected="a text file")
         return path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read {path}: {error}; use the path of a text file", field=field) from None
+    except (OSError, ValueError) as error:  # a NUL in the path, or text that is not UTF-8
+        shown = repr(str(path)[:_MAX_SHOWN_PATH])
+        raise UsageError(
+            f"cannot read {shown}: {error_text(error)}; use the path of a text file", field=field
+        ) from None
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvferry.cli.options import reported
-from kvferry.cli.output_files import JSON_FILE, OUTPUT_FILE, write_json
+from kvferry.cli.output_files import JSON_FILE, OUTPUT_FILE, check_distinct, write_file, write_json
 from kvferry.cli.simulating.simulate import read_fleet_with_slo
 
 if TYPE_CHECKING:
@@ -79,6 +79,7 @@ def command(
         from kvferry.simulator.run import simulate_pool
         from kvferry.simulator.tuning import Score, fields_of, tune
 
+        check_distinct(fleet, json_file, out)
         spec = read_fleet_with_slo(fleet)
         shown = sys.stderr.isatty()
         found = tune(
@@ -105,11 +106,11 @@ def command(
         if live:
             chosen, result["live"] = _run_live(found, **options)
         text = fields_of(spec, chosen)
-        if out is not None:
-            out.write_text(text, "utf-8")
-        elif text:
+        if text and out is None:
             click.echo(f"\n{text}")
         write_json(json_file, result)
+        if out is not None:
+            write_file(out, text)
 
 
 def _run_live(

@@ -243,3 +243,14 @@ def test_files_without_an_end_are_refused(fleet: Path) -> None:
     assert "/dev/zero is not a regular file" in run("/dev/zero", code=2)
     fleet.write_text('[workload]\ntrace = "/dev/zero"\n\n[device]\nstep_ms = 1\n\n[[role]]\nrole = "both"\n')
     assert "/dev/zero is not a regular file" in run(fleet, code=2)
+
+
+@pytest.mark.parametrize("name", ["a\\u0000b", "x" * 300])
+def test_a_name_that_no_file_can_have_is_an_error(fleet: Path, name: str) -> None:
+    role = '[[role]]\nrole = "both"\n'
+    for text in (
+        f'[workload]\ntrace = "{name}"\n[device]\nstep_ms = 1\n{role}',
+        f'[device]\nprofile = "{name}"\n{role}',
+    ):
+        fleet.write_text(text)
+        assert "cannot read" in run(fleet, code=2)
