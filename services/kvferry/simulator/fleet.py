@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from random import Random
 
-from kvferry.core.errors import InvariantBroken
+from kvferry.core.errors import InvariantBroken, UsageError
 from kvferry.core.hashing import BlockNamer, BlockNamers
 from kvferry.gateway.routing.routes import Policy
 from kvferry.kv.handoff.offers import OfferTimes
@@ -28,6 +28,10 @@ from kvferry.simulator.worker.replica import Replica
 Progress = Callable[[Measures, float], None]
 """Called with the measures and the virtual time, after each thousand events."""
 _EVENTS_PER_CALL = 1000
+MAX_PAGES = 1 << 25
+"""Maximum number of pages of all workers of a pool; a page takes about 90 bytes."""
+MAX_SECONDS = 1e10
+"""Latest arrival: a float of this size still tells microseconds apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +124,17 @@ class Pool:
             requests: the requests, in order of arrival.
             policy: the routing policy; `None` uses the one in the gateway's settings.
             on_join: called with each worker when it joins, for experiments.
+
+        Raises:
+            UsageError: the workers have too many pages, or the first request can never be served.
         """
+        pages = sum(role.replicas * role.engine.num_blocks for role in spec.roles)
+        if pages > MAX_PAGES:
+            raise UsageError(
+                f"the workers of a pool have {pages} blocks; at most {MAX_PAGES} are simulated: lower engine.blocks or "
+                "role.replicas, or divide the fleet into pools",
+                field="engine.blocks",
+            )
         self.clock = VirtualClock()
         self._spec = spec
         self._requests = requests
@@ -149,6 +163,7 @@ class Pool:
 
         Raises:
             InvariantBroken: no events are left, but some requests have not ended.
+            UsageError: a request can never be served.
         """
         clock, measures, gateway = self.clock, self.gateway.measures, self.gateway
         while (gateway.num_open or self._has_next) and clock.step():
@@ -186,7 +201,27 @@ class Pool:
         request = next(self._requests, None)
         self._has_next = request is not None
         if request is not None:
+            self._check(request)
             self.clock.at(request.at, partial(self._arrive, request))
+
+    def _check(self, request: SimRequest) -> None:
+        """Check that every worker can hold a request, and that the clock can tell its times apart."""
+        if request.at > MAX_SECONDS:
+            raise UsageError(
+                f"request {request.index} arrives {request.at:g} s after the start; at most {MAX_SECONDS:g} s are "
+                "simulated: raise workload.rate, or trace_speed of a trace",
+                field="workload.rate",
+            )
+        num_prompt, num_output = len(request.prompt), request.output.count
+        for role in self._spec.roles:
+            needed = -(-(num_prompt + num_output) // role.engine.block_tokens)
+            if needed > role.engine.num_blocks:
+                raise UsageError(
+                    f"request {request.index} has {num_prompt} prompt and {num_output} output tokens, which need "
+                    f"{needed} blocks; engine.blocks of role {role.role} is {role.engine.num_blocks}; use at least "
+                    f"{needed}, or shorter requests",
+                    field="engine.blocks",
+                )
 
     def _arrive(self, request: SimRequest) -> None:
         self._next()

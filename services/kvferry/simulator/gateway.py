@@ -34,6 +34,8 @@ from kvferry.simulator.worker.handoff import remote_of
 from kvferry.simulator.worker.jobs import Job
 
 _TOKEN_BYTES = 8
+_MAX_QUEUED_BYTES = 1 << 31
+"""Maximum size in bytes of the prompts in the queue; further requests are refused, as by a gateway."""
 
 
 class Gateway:
@@ -58,8 +60,8 @@ class Gateway:
         self.cache_map = CacheMap(clock)
         self.members = Members()
         self.measures = Measures()
-        self.controller = FlowController(QueueBounds(settings.max_queued, 1 << 62), settings.class_weights)
-        self._bounds = QueueBounds(settings.max_queued, 1 << 62)
+        self._bounds = QueueBounds(settings.max_queued, _MAX_QUEUED_BYTES)
+        self.controller = FlowController(self._bounds, settings.class_weights)
         self._room: Room | None = None
         self._runs: dict[Entry, Run] = {}
         self._is_polling = False

@@ -1,6 +1,7 @@
 """Workers of a simulated pool, as represented in the gateway: candidates for routing, statuses, and cache feeds."""
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from kvferry.core.ids import WorkerId
@@ -8,6 +9,8 @@ from kvferry.core.load import WorkerLoad
 from kvferry.engine.blocks.prefix_index import CacheChange
 from kvferry.gateway.cache_map.cache_map import CacheMap
 from kvferry.gateway.cache_map.feed_events import Delta, Digest, SnapshotPart, xor_of
+from kvferry.gateway.cache_map.map_states import MapState
+from kvferry.gateway.cache_map.replica_map import FeedBroken
 from kvferry.gateway.estimates.estimates import Process
 from kvferry.gateway.flow.capacity import WorkerRoom
 from kvferry.gateway.routing.replicas import Candidates
@@ -136,7 +139,8 @@ class Members:
 def feed_of(
     clock: VirtualClock, cache_map: CacheMap, name: str, incarnation: str, latency: float
 ) -> Callable[[list[CacheChange]], None]:
-    """Subscribe the map to the cache of a new worker, which is empty; return the sink of its changes.
+    """Subscribe the map to the cache of a new worker, which is empty; return the sink of its changes. A worker for
+    which the map has no room stays unknown to it, and the gateway predicts its cache from what it dispatches.
 
     Args:
         clock: clock of the simulation.
@@ -147,9 +151,10 @@ def feed_of(
     """
     cache_map.join(name)
     cache_map.met(name, incarnation)
-    cache_map.subscribed(name)
-    for _ in cache_map.apply(name, SnapshotPart(incarnation, 0, b"", is_last=True, digest=Digest(0, 0))):
-        pass
+    with suppress(FeedBroken):
+        cache_map.subscribed(name)
+        for _ in cache_map.apply(name, SnapshotPart(incarnation, 0, b"", is_last=True, digest=Digest(0, 0))):
+            pass
     sequence = count = xor = 0
 
     def changed(changes: list[CacheChange]) -> None:
@@ -173,8 +178,12 @@ def feed_of(
 
     def deliver(delta: Delta) -> None:
         replica = cache_map.replicas.get(name)
-        if replica is not None and replica.incarnation == incarnation:
-            for _ in cache_map.apply(name, delta):
-                pass
+        if replica is not None and replica.incarnation == incarnation and replica.state is not MapState.BLIND:
+            with suppress(FeedBroken):
+                for _ in cache_map.apply(name, delta):
+                    pass
+                while cache_map.needs_sweep:  # of a worker whose map was dropped to make room
+                    for _ in cache_map.sweep():
+                        pass
 
     return changed

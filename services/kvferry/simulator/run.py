@@ -8,7 +8,6 @@ def simulate_pool(spec: FleetSpec, index: int, progress: Progress | None = None)
     """Simulate the pool with an index below `spec.pools`.
 
     Raises:
-        InvariantBroken: a request can never be served, for example because its prompt needs more pages than a worker
-            has.
+        UsageError: a request can never be served, for example because it needs more pages than a worker has.
     """
     return Pool(spec.pool, spec.requests(index)).run(progress)

@@ -6,9 +6,11 @@ import pytest
 from unit.simulator.simulated import ENGINE, GATEWAY, a_demand, a_pool, check_idle, seen
 
 from kvferry.bench.workload.lengths import LengthMix
-from kvferry.core.errors import InvariantBroken
+from kvferry.core.errors import UsageError
 from kvferry.engine.plan.step_budget import SchedulerLimits
+from kvferry.gateway.cache_map.cache_map import CacheMap
 from kvferry.gateway.cache_map.map_states import MapState
+from kvferry.simulator import gateway as simulated_gateway
 from kvferry.simulator.fleet import Failure, Pool
 from kvferry.simulator.requests.tokens import Tape
 
@@ -136,10 +138,47 @@ def test_without_a_map_the_gateway_routes_by_its_history() -> None:
     assert m.hit_rate > 0.3
 
 
-def test_a_prompt_that_no_worker_can_hold_is_an_error() -> None:
+@pytest.mark.parametrize("roles", ROLES)
+def test_a_request_that_a_worker_cannot_hold_is_an_error_with_a_remedy(roles: dict[str, int]) -> None:
     demand = a_demand(count=1, lengths=LengthMix(num_input=500, num_output=10))
-    with pytest.raises(InvariantBroken, match="more pages than the pool has"):
-        a_pool(demand, {"both": 1}, engine=replace(ENGINE, num_blocks=8)).run()
+    remedy = (
+        r"request 0 has 500 prompt and 10 output tokens, which need 32 blocks; engine.blocks .* is 31; use at least 32"
+    )
+    with pytest.raises(UsageError, match=remedy):
+        a_pool(demand, roles, engine=replace(ENGINE, num_blocks=31)).run()
+    assert a_pool(demand, roles, engine=replace(ENGINE, num_blocks=32)).run().measures.completed == 1
+
+
+def test_more_pages_than_memory_can_hold_are_an_error() -> None:
+    with pytest.raises(UsageError, match=r"have 33554433 blocks; at most 33554432 are simulated: lower engine.blocks"):
+        a_pool(a_demand(), {"both": 1}, engine=replace(ENGINE, num_blocks=(1 << 25) + 1))
+
+
+def test_an_arrival_that_the_clock_cannot_tell_apart_is_an_error() -> None:
+    with pytest.raises(UsageError, match=r"request 1 arrives .* s after the start; .*: raise workload.rate"):
+        a_pool(a_demand(rate=1e-12), {"both": 1}).run()
+
+
+def test_workers_without_room_in_the_map_are_routed_by_history() -> None:
+    pool = a_pool(a_demand(num_prefix=256, num_prefixes=2), {"both": 600})
+    assert pool.run().measures.completed == 120
+    states = [replica.state for replica in pool.gateway.cache_map.replicas.values()]
+    assert (len(states), states.count(MapState.BLIND)) == (600, 88)
+
+
+def test_a_full_map_drops_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulated_gateway, "CacheMap", lambda clock: CacheMap(clock, max_blocks=100))
+    pool = a_pool(a_demand(), {"both": 2})
+    assert pool.run().measures.completed == 120
+    assert MapState.BLIND in [replica.state for replica in pool.gateway.cache_map.replicas.values()]
+
+
+def test_prompts_beyond_the_memory_of_the_queue_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulated_gateway, "_MAX_QUEUED_BYTES", 8 * 1000)
+    gateway = replace(GATEWAY, max_streams=2)
+    m = a_pool(a_demand(rate=500.0), {"both": 1}, gateway=gateway).run().measures
+    assert m.refused > 0
+    assert m.completed + m.refused == 120
 
 
 def test_invariants_hold_after_every_step() -> None:

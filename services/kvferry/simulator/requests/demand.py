@@ -16,6 +16,8 @@ MAX_REQUESTS = 100_000_000
 _CHUNK = 65_536
 """Number of arrival times that are drawn at once."""
 _MAX_PREFIXES = 1 << 16
+_MAX_WAITING_TOKENS = 1 << 28
+"""Maximum number of tokens of all conversations between two turns; a token takes eight bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,18 +88,22 @@ class Demand:
         Args:
             tape: source of the tokens.
             seed: seed of arrivals and lengths.
+
+        Raises:
+            UsageError: too many long conversations wait for their next turn.
         """
         draw = Random(f"demand {seed}")  # noqa: S311  a workload needs no secret numbers
         later: list[tuple[float, int, _Turn]] = []
         starts = self._starts(draw)
         start = next(starts, None)
-        made = 0
+        made = waiting = 0
         while made < self.count and (start is not None or later):
             if start is not None and (not later or start <= later[0][0]):
                 turn, at = self._conversation(draw, tape, made), start
                 start = next(starts, None)
             else:
                 at, _, turn = heapq.heappop(later)
+                waiting -= len(turn.history)
             num_input, num_output = turn.lengths
             prompt = [*turn.history, *tape.unique(self.num_prefixes + made, num_input)]
             output = Output.of(tape, made, num_output)
@@ -107,6 +113,13 @@ class Demand:
                 following = _Turn([*prompt, *output.ids()], turn.left - 1, turn.tenant, self.lengths.draw(draw))
                 if len(following.history) + sum(following.lengths) <= self.most_tokens:
                     heapq.heappush(later, (at + self.turn_seconds, made, following))
+                    waiting += len(following.history)
+                    if waiting > _MAX_WAITING_TOKENS:
+                        raise UsageError(
+                            f"{len(later)} conversations with {waiting} tokens wait for their next turn; lower "
+                            "workload.rate, turn_seconds, most_tokens or the lengths",
+                            field="workload.rate",
+                        )
 
     def _starts(self, draw: Random) -> Iterator[float]:
         """Draw the arrivals of the first turns, as many as the requests may need."""

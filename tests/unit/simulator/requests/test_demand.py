@@ -109,3 +109,11 @@ def test_ids_equal_the_sampled_tokens_at_the_same_position(place: int, count: in
 def test_numbers_out_of_range_are_refused_by_name(field: str) -> None:
     with pytest.raises(UsageError, match="requests" if field == "count" else field):
         a_demand(**{field: 0})
+
+
+def test_conversations_that_wait_with_too_many_tokens_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvferry.simulator.requests.demand._MAX_WAITING_TOKENS", 3000, raising=False)
+    fast = a_demand(count=120, num_turns=3, turn_seconds=100.0)
+    with pytest.raises(UsageError, match=r"conversations with .* tokens wait for their next turn; lower workload.rate"):
+        list(fast.requests(TAPE, 1))
+    assert len(list(a_demand(count=120, num_turns=3, turn_seconds=0.1).requests(TAPE, 1))) == 120
