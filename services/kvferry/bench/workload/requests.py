@@ -13,6 +13,7 @@ from kvferry.core.errors import UsageError
 
 FIRST_TOKEN, NUM_TOKENS = 300, 4000
 """Range of the ids: above control tokens and bytes, below the size of common vocabularies."""
+_IDS = tuple(range(FIRST_TOKEN, FIRST_TOKEN + NUM_TOKENS))  # shared, so that a token of a prompt takes eight bytes
 RANDOM, SHARED_PREFIX, MULTI_TURN = "random", "shared-prefix", "multi-turn"
 WORKLOADS = (RANDOM, SHARED_PREFIX, MULTI_TURN)
 MAX_REQUESTS = 1_000_000
@@ -148,4 +149,4 @@ def in_vocabulary(requests: Sequence[BenchRequest], size: int) -> list[BenchRequ
 
 
 def _tokens(draw: Random, count: int) -> tuple[int, ...]:
-    return tuple(FIRST_TOKEN + int(NUM_TOKENS * draw.random()) for _ in range(count))
+    return tuple(_IDS[int(NUM_TOKENS * draw.random())] for _ in range(count))

@@ -11,7 +11,7 @@ import csv
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from datetime import datetime
+from datetime import UTC, datetime
 from itertools import chain
 from typing import Any
 
@@ -21,6 +21,8 @@ from kvferry.core.errors import UsageError
 HASH_TOKENS = 512
 _MAX_TOKENS = 1 << 20
 _MAX_TIMESTAMP = 10**15
+_MAX_TRACE_TOKENS = 1 << 28
+"""Maximum number of tokens of all prompts and outputs; a token takes eight bytes."""
 _AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
 
@@ -62,6 +64,7 @@ def read_trace(lines: Iterable[str], *, limit: int = MAX_REQUESTS, speed: float 
 
 def _mooncake(lines: Iterable[str], limit: int) -> list[BenchRequest]:
     requests: list[BenchRequest] = []
+    total = 0
     for number, line in enumerate(lines, 1):
         if len(requests) == limit:
             break
@@ -69,6 +72,8 @@ def _mooncake(lines: Iterable[str], limit: int) -> list[BenchRequest]:
             continue
         try:
             entry: Any = json.loads(line)
+            if not isinstance(entry, dict):
+                raise ValueError("it is not a JSON object")
             at, num_input, num_output = _moment(entry["timestamp"]), entry["input_length"], entry["output_length"]
             ids = entry.get("hash_ids", [])
             sizes = (_size(num_input, 1), _size(num_output, 0))
@@ -76,8 +81,9 @@ def _mooncake(lines: Iterable[str], limit: int) -> list[BenchRequest]:
             block_tokens = _size(entry["block_tokens"], 1) if is_own else HASH_TOKENS
             if not isinstance(ids, list) or len(ids) > sum(sizes) // block_tokens + 1:
                 raise ValueError("hash_ids is not a list of block ids, at most one for each block of the request")
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        except (ValueError, KeyError, RecursionError) as error:
             raise _invalid(number, error) from error
+        total = _total(total + sizes[0] + sizes[1] * is_own, number)
         tokens = _of_blocks(ids, block_tokens, sizes[0] + (sizes[1] if is_own else 0), number)
         requests.append(
             BenchRequest(at / 1000.0, tokens[: sizes[0]], max(1, sizes[1]), output=tokens[sizes[0] :] or None)
@@ -93,25 +99,47 @@ def _of_blocks(ids: list[object], block_tokens: int, count: int, number: int) ->
 
 def _azure(lines: Iterator[str], limit: int) -> list[BenchRequest]:
     requests: list[BenchRequest] = []
-    for number, cells in enumerate(csv.reader(lines), 2):
+    total = 0
+    for number, line in enumerate(lines, 2):
         if len(requests) == limit:
             break
-        if not cells:
+        if not line.strip():
             continue
         try:
-            when, num_input, num_output = cells
-            at = datetime.fromisoformat(_microseconds(when)).timestamp()
-            sizes = (_size(int(num_input), 1), _size(int(num_output), 0))
-        except ValueError as error:
+            cells = next(csv.reader([line]))
+            if len(cells) != len(_AZURE):
+                raise ValueError(f"{len(cells)} cells instead of {len(_AZURE)}")
+            at = _utc(cells[0])
+            sizes = (_size(_digits(cells[1]), 1), _size(_digits(cells[2]), 0))
+        except (ValueError, csv.Error) as error:
             raise _invalid(number, error) from error
+        total = _total(total + sizes[0], number)
         requests.append(BenchRequest(at, token_block(f"line {number}", sizes[0]), max(1, sizes[1])))
     return requests
 
 
-def _microseconds(text: str) -> str:
-    """Truncate a timestamp to six decimal places; these traces have seven."""
+def _utc(text: str) -> float:
+    """Return a date and time in seconds since the Unix epoch. Python reads six decimal places, and these traces have
+    seven. Without a time zone it is UTC, so that no clock change of the reader's zone is in it."""
     whole, point, fraction = text.strip().partition(".")
-    return whole + point + fraction[:6]
+    when = datetime.fromisoformat(whole + point + fraction[:6])
+    return (when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp()
+
+
+def _digits(text: str) -> object:
+    """Return a whole number of up to ten digits; other texts unchanged."""
+    digits = text.strip()
+    return int(digits) if digits.isascii() and digits.isdigit() and len(digits) <= 10 else text
+
+
+def _total(tokens: int, number: int) -> int:
+    if tokens > _MAX_TRACE_TOKENS:
+        raise UsageError(
+            f"the trace has {tokens} tokens up to line {number}; at most {_MAX_TRACE_TOKENS} are read: shorten it, or "
+            "set a lower number of requests",
+            field="arrivals",
+        )
+    return tokens
 
 
 def _moment(value: object) -> float:
@@ -132,4 +160,6 @@ def _size(value: object, low: int) -> int:
 
 def _invalid(number: int, error: Exception) -> UsageError:
     reason = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)[:200]
+    if "int_max_str_digits" in reason:
+        reason = "a number has too many digits"
     return UsageError(f"line {number} of the trace is invalid: {reason}", field="arrivals")

@@ -1,9 +1,11 @@
 """Traces in Mooncake's and Azure's formats; errors in a trace name the line."""
 
 import json
+import time
 
 import pytest
 
+from kvferry.bench.workload.requests import token_block
 from kvferry.bench.workload.traces import HASH_TOKENS, read_trace
 from kvferry.core.errors import UsageError
 
@@ -91,9 +93,20 @@ def test_a_trace_can_be_replayed_faster_and_in_part() -> None:
         ),
         ([*lines(MOONCAKE), "{"], "line 4 of the trace is invalid"),
         (["{" * 100_000], "line 1 of the trace is invalid"),
+        ([*lines(MOONCAKE), "[1]"], "line 4 of the trace is invalid: it is not a JSON object"),
+        ([AZURE[0], "2023-11-16 18:15:46,1"], "2 cells instead of 3"),
+        ([AZURE[0], "2023-11-16 18:15:46,1e3,4"], "not 1e3"),
+        ([AZURE[0], f"2023-11-16 18:15:46,{'9' * 5000},4"], "not 9999"),
+        ([AZURE[0], "x" * 200_000], "line 2 of the trace is invalid: field larger"),
+        ([f'{{"timestamp": {"9" * 5000}}}'], "a number has too many digits"),
+        (
+            ['{"timestamp": 0, "input_length": 1048576, "output_length": 1}'] * 2,
+            "the trace has 2097152 tokens up to line 2; at most 2000000 are read: shorten it",
+        ),
     ],
 )
-def test_errors_in_a_trace_name_the_line(text: list[str], message: str) -> None:
+def test_errors_in_a_trace_name_the_line(text: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvferry.bench.workload.traces._MAX_TRACE_TOKENS", 2_000_000, raising=False)
     with pytest.raises(UsageError) as caught:
         read_trace(text)
     assert message in str(caught.value)
@@ -111,3 +124,19 @@ def test_a_timestamp_is_a_time(when: object) -> None:
         UsageError, match=r"line 1 of the trace is invalid: the timestamp must be in milliseconds, .*, not"
     ):
         read_trace(lines([{"timestamp": when, "input_length": 1, "output_length": 1}]))
+
+
+def test_the_times_of_azures_csv_do_not_depend_on_the_time_zone_of_the_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TZ", "Europe/Berlin")
+    time.tzset()
+    try:
+        night = read_trace([AZURE[0], "2023-10-29 00:30:00,1,1", "2023-10-29 03:30:00,1,1"])
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+    assert night[1].at == 3 * 3600
+
+
+def test_tokens_of_prompts_share_their_objects() -> None:
+    tokens = token_block("x", 50_000)
+    assert len(set(map(id, tokens))) <= 4000
