@@ -1,27 +1,33 @@
 """`kvferry simulate`: a fleet under a workload, in virtual time."""
 
 import multiprocessing
+import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from kvferry.cli.options import reported
 from kvferry.cli.output_files import JSON_FILE, OUTPUT_FILE, check_distinct, error_text, write_file, write_json
-from kvferry.core.errors import UsageError
+from kvferry.core.errors import Unavailable, UsageError
 from kvferry.core.process.config import check_regular
 from kvferry.core.process.cores import usable_cores
+from kvferry.core.process.parent import die_with_parent
 
 if TYPE_CHECKING:
     from kvferry.simulator.files.spec import FleetSpec
     from kvferry.simulator.fleet import PoolResult
     from kvferry.simulator.measures import Measures
 
+T = TypeVar("T")
+R = TypeVar("R")
 _MAX_SHOWN_PATH = 1000
 _MAX_BYTES = 1 << 30
 """Maximum size in bytes of a file that a fleet file names."""
@@ -104,13 +110,47 @@ def _simulate(path: Path, seed: int | None, processes: int | None) -> "tuple[Fle
             return spec, _merged([simulate_pool(spec, index, advance) for index in range(spec.pools)])
     with (
         _progress(spec.num_requests * spec.pools, path.stem) as advance,
-        ProcessPoolExecutor(count, multiprocessing.get_context("spawn")) as executor,
+        _in_processes(_one_pool, [(str(path), seed, index) for index in range(spec.pools)], count) as found,
     ):
         results = []
-        for result in executor.map(_one_pool, [(str(path), seed, index) for index in range(spec.pools)]):
+        for result in found:
             advance(result.measures, 0.0)
             results.append(result)
         return spec, _merged(results)
+
+
+@contextmanager
+def _in_processes(function: "Callable[[T], R]", requests: "list[T]", count: int) -> "Iterator[Iterator[R]]":
+    """Call a function in processes that end with this one, and at once if the block raises.
+
+    Args:
+        function: called with each of `requests`.
+        requests: its arguments.
+        count: number of processes.
+
+    Raises:
+        Unavailable: a process was killed.
+    """
+    context = multiprocessing.get_context("spawn")
+    executor = ProcessPoolExecutor(count, context, initializer=die_with_parent, initargs=(os.getpid(),))
+    try:
+        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: only this process handles Ctrl-C
+        try:
+            results = executor.map(function, requests)
+        finally:
+            signal.signal(signal.SIGINT, handler)
+        yield results
+    except BaseException as error:
+        for process in multiprocessing.active_children():
+            process.kill()
+        if isinstance(error, BrokenProcessPool):
+            raise Unavailable(
+                "a process of the simulation was killed, perhaps for its memory; set --processes 1, or simulate fewer "
+                "workers or blocks"
+            ) from None
+        raise
+    finally:
+        executor.shutdown(cancel_futures=True)
 
 
 def _one_pool(request: tuple[str, int | None, int]) -> "PoolResult":
