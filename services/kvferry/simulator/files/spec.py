@@ -51,14 +51,14 @@ class FleetSpec:
     @property
     def num_requests(self) -> int:
         """Number of requests of one pool."""
-        return self.demand.count if self.demand is not None else len(self.trace) * self.repeat
+        return self.demand.count if self.demand is not None else len(self.trace) * self.repeat // self.pools
 
     def requests(self, pool: int) -> Iterator[SimRequest]:
         """Return the requests of one pool, in order of arrival; each pool draws its own."""
         tape = Tape(self.seed + pool)
         if self.demand is not None:
             return self.demand.requests(tape, self.seed + pool)
-        return of_trace(self.trace, tape, repeat=self.repeat)
+        return of_trace(self.trace[pool :: self.pools], tape, repeat=self.repeat)
 
 
 def read_fleet(text: str, read: ReadText) -> FleetSpec:
@@ -198,6 +198,9 @@ def _tenants(tables: Iterable[Table]) -> tuple[Tenant, ...]:
             )
         )
         table.end()
+    names = [tenant.name for tenant in found]
+    if len(set(names)) != len(names):
+        raise wrong("tenant.name", names, "use a different name for each tenant")
     return tuple(found) or (Tenant(),)
 
 
@@ -241,8 +244,10 @@ def _demand(
         speed = table.number("trace_speed", 1.0, 1e-6, 1e6)
         trace = read_trace(read(table.text("trace", "")).splitlines(), limit=limit, speed=speed)
         table.end()
+        _check_pools(pools, len(trace))
         return None, tuple(trace), repeat
     count = table.whole("requests", 1000, 1, MAX_REQUESTS)
+    _check_pools(pools, count)
     arrivals = Arrivals(
         process=table.text("arrivals", POISSON, PROCESSES),
         rate=table.number("rate", 1.0, 1e-6, 1e9) / pools,
@@ -258,7 +263,7 @@ def _demand(
     )
     demand = Demand(
         lengths=mix,
-        count=max(1, count // pools),
+        count=count // pools,
         arrivals=arrivals,
         num_prefix=table.whole("num_prefix", 0, 0, 1 << 20),
         num_prefixes=table.whole("num_prefixes", 1, 1, 1 << 16),
@@ -269,6 +274,11 @@ def _demand(
     )
     table.end()
     return demand, (), 1
+
+
+def _check_pools(pools: int, num_requests: int) -> None:
+    if pools > num_requests:
+        raise wrong("pools", pools, f"use at most one for each of the {num_requests} requests")
 
 
 def _failures(tables: Iterable[Table], roles: tuple[RoleSpec, ...]) -> tuple[Failure, ...]:

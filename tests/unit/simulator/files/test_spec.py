@@ -78,6 +78,8 @@ def test_the_smallest_file_runs() -> None:
         ("", f"seed = 0x{'f' * 5000}", "seed is too large to show", "whole number"),
         ("", f"seed = {'9' * 5000}", "too many digits", "not TOML"),
         ("", '"a\\nb\\u001b[2J" = 1', r"'a\nb\x1b[2J' is 1", "remove it"),
+        ("", "pools = 31", "pools is 31", "at most one for each of the 30 requests"),
+        ("", "[[tenant]]\n[[tenant]]", "tenant.name is ['', '']", "different name"),
         ("", f"{'k' * 10_000} = 1", f"'{'k' * 38}… is 1", "remove it"),
     ],
 )
@@ -175,6 +177,13 @@ def test_pools_divide_the_requests_and_the_rate() -> None:
     first.merge(second)
     assert first.measures.completed == 20
     assert first.roles["both"].replicas == 2
+
+
+def test_pools_divide_the_requests_of_a_trace() -> None:
+    line = '{"timestamp": 0, "input_length": 40, "output_length": 3}\n'
+    workload = SMALL.index("[workload]")
+    spec = read_fleet(f'pools = 3\n{SMALL[:workload]}[workload]\ntrace = "t"\n', lambda _: line * 7)
+    assert [simulate_pool(spec, index).measures.completed for index in range(3)] == [3, 2, 2]
 
 
 # ---------------------------------------------------------------------- the command
