@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -149,6 +150,21 @@ def fail(error: KvferryError) -> NoReturn:
     usage = isinstance(error, UsageError) or error.http_status in {400, 404}
     click.echo(f"kvferry: {error.message}", err=True)
     raise SystemExit(EXIT_USAGE if usage else EXIT_FAILED)
+
+
+class NumberRange(click.FloatRange):
+    """A range of numbers that excludes NaN, with which every comparison is false."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Return the number.
+
+        Raises:
+            click.BadParameter: it is not a number, or out of range.
+        """
+        number = float(super().convert(value, param, ctx))
+        if math.isnan(number):
+            self.fail(f"{value!r} is not a number", param, ctx)
+        return number
 
 
 def print_json(value: object) -> None:

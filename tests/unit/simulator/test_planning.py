@@ -77,7 +77,14 @@ def test_the_command_prints_rows_and_writes_json(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("words", "message"),
-    [(["--rates", "2,x"], "positive numbers"), (["--rates", "0"], "positive numbers"), (["--attain", "0"], "0")],
+    [
+        (["--rates", "2,x"], "numbers from 1e-6 to 1e9"),
+        (["--rates", "0"], "numbers from 1e-6 to 1e9"),
+        (["--rates", "1e-320"], "numbers from 1e-6 to 1e9"),
+        (["--rates", "nan"], "numbers from 1e-6 to 1e9"),
+        (["--attain", "0"], "0"),
+        (["--attain", "nan"], "'nan' is not a number"),
+    ],
 )
 def test_wrong_options_are_refused_by_name(tmp_path: Path, words: list[str], message: str) -> None:
     fleet = tmp_path / "fleet.toml"

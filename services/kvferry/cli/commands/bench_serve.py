@@ -14,7 +14,7 @@ import click
 
 from kvferry.bench.workload import arrivals as processes
 from kvferry.bench.workload import requests as workloads
-from kvferry.cli.options import Values, print_json, with_settings
+from kvferry.cli.options import NumberRange, Values, print_json, with_settings
 from kvferry.cli.output_files import OUTPUT_FILE, write_file
 from kvferry.core.clock import SystemClock
 from kvferry.core.errors import Unavailable, UsageError
@@ -64,7 +64,7 @@ _SIZE = click.IntRange(1, 1 << 20)
 @click.option("--slo", default="", help="Latency targets for goodput, for example ttft=500ms,itl=30ms,e2el=10s.")
 @click.option("--seed", default=0, show_default=True, type=int)
 @click.option(
-    "--timeout", default=600.0, show_default=True, type=click.FloatRange(1.0, 86400.0), help="Seconds for one request."
+    "--timeout", default=600.0, show_default=True, type=NumberRange(1.0, 86400.0), help="Seconds for one request."
 )
 @click.option("--json", "json_file", type=OUTPUT_FILE, help="Write the results to this file.")
 @click.option("--detailed", is_flag=True, help="Write each answer's times to the JSON file too.")

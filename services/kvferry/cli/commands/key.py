@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from kvferry.cli import settings
-from kvferry.cli.options import Values, read_key, reported, with_settings
+from kvferry.cli.options import NumberRange, Values, read_key, reported, with_settings
 from kvferry.core.clock import SystemClock
 from kvferry.core.errors import UsageError
 from kvferry.gateway.flow.tenant_table import KEY_PREFIX
@@ -88,7 +88,7 @@ def _derived(values: Values, role: CallerRole) -> str:
 _FOLDER = click.argument("folder", type=click.Path(path_type=Path, file_okay=False))
 
 
-_DAYS = click.FloatRange(0, MAX_DAYS, min_open=True)
+_DAYS = NumberRange(0, MAX_DAYS, min_open=True)
 _DAYS_HELP = "Validity in days from now."
 
 

@@ -9,7 +9,7 @@ import click
 
 from kvferry.cli import settings
 from kvferry.cli.engine_settings import engine_settings
-from kvferry.cli.options import Values, pool_tls_files, read_key, with_settings
+from kvferry.cli.options import NumberRange, Values, pool_tls_files, read_key, with_settings
 from kvferry.cli.output_files import JSON_FILE, OUTPUT_FILE, check_distinct, write_file, write_json
 from kvferry.core.clock import SystemClock
 from kvferry.core.errors import UsageError
@@ -87,7 +87,7 @@ def of_model(
     "--timeout",
     default=60.0,
     show_default=True,
-    type=click.FloatRange(0, 600, min_open=True),
+    type=NumberRange(0, 600, min_open=True),
     help="Seconds to wait for the steps.",
 )
 @click.option(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from kvferry.cli.options import EXIT_FAILED, reported
+from kvferry.cli.options import EXIT_FAILED, NumberRange, reported
 from kvferry.cli.output_files import JSON_FILE, check_distinct, write_json
 from kvferry.cli.simulating.simulate import read_fleet_with_slo
 from kvferry.core.errors import UsageError
@@ -22,7 +22,7 @@ _MAX_RATES = 32
     "--attain",
     default=0.95,
     show_default=True,
-    type=click.FloatRange(0.0, 1.0, min_open=True),
+    type=NumberRange(0.0, 1.0, min_open=True),
     help="Share of the requests that must meet the file's slo.",
 )
 @click.option(
@@ -89,14 +89,15 @@ def _rates(text: str) -> list[float]:
     """Parse the option `--rates`.
 
     Raises:
-        UsageError: a part is not a positive number, or there are too many.
+        UsageError: a part is not a number in the range of `workload.rate`, or there are too many.
     """
     try:
         found = [float(part) for part in text.split(",")] if text else []
     except ValueError:
         found = [0.0]
-    if len(found) > _MAX_RATES or not all(0 < rate < 1e9 for rate in found):
+    if len(found) > _MAX_RATES or not all(1e-6 <= rate <= 1e9 for rate in found):
         raise UsageError(
-            f"--rates {text[:80]!r} must be at most {_MAX_RATES} positive numbers, for example 2,4,8", field="rates"
+            f"--rates {text[:80]!r} must be at most {_MAX_RATES} numbers from 1e-6 to 1e9, for example 2,4,8",
+            field="rates",
         )
     return found
