@@ -1,7 +1,11 @@
 """Entry point of the `kvferry` command line."""
 
+import errno
+import os
+import sys
 from importlib import import_module
 from importlib.metadata import version
+from typing import Any
 
 import click
 
@@ -36,6 +40,16 @@ _COMMANDS = {
 
 
 class _Lazy(click.Group):
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().main(*args, **kwargs)
+        except OSError as error:
+            if error.errno != errno.ENOSPC or error.filename is not None:
+                raise
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for the text that Python still writes when it ends
+            click.echo(f"Error: cannot write to the standard output: {error.strerror}; use another file", err=True)
+            sys.exit(1)
+
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_COMMANDS)
 
