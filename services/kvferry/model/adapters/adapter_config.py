@@ -144,7 +144,7 @@ def _rank(value: object, where: Path, field: str) -> int:
 
 def _alpha(value: object, where: Path, field: str) -> float:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or abs(value) > 1e6:  # type: ignore[arg-type]
+    if not is_number or not abs(value) <= 1e6:  # type: ignore[arg-type]
         raise ModelFileError(
             f"{where}: {field} must be a number between -1000000 and 1000000, not {repr(value)[:80]}",
             field=field,
