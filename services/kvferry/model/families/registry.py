@@ -56,6 +56,9 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 """The families by name."""
 _BY_CLASS = {family.architecture: family for family in FAMILIES.values()}
 _MAX_LAYERS = 4096
+_MAX_HEAD_DIM = 1024
+_MAX_ROTATED = 1 << 30
+"""Most values of a head in all positions of the context: the size of a table of rotary angles."""
 _MAX_EXPERTS = 1 << 17
 """Most experts in all layers, each of which has several tensors; published models have up to 25,000."""
 
@@ -102,6 +105,12 @@ def read_config(raw: Json, name: str, where: Path, ends: Json | None = None, *, 
         raise ModelFileError(
             f"{place}: {config.num_layers} layers of {config.experts.count} experts; at most {_MAX_EXPERTS} experts in"
             " all layers are supported"
+        )
+    if config.head_dim * config.max_model_tokens > _MAX_ROTATED or config.head_dim > _MAX_HEAD_DIM:
+        raise ModelFileError(
+            f"{place}: heads of {config.head_dim} values for a context of {config.max_model_tokens} tokens; at most"
+            f" {_MAX_HEAD_DIM} values, and {_MAX_ROTATED} values in all positions, are supported. Correct head_dim or"
+            " max_position_embeddings"
         )
     return config
 

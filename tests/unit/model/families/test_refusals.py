@@ -136,6 +136,8 @@ def read(family: str, **raw: object) -> ModelConfig:
         ("phi3", {"sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"] * 2}, "layer_types = ["),
         ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0 is not supported"),
         ("deepseek_v3", {"norm_topk_prob": None}, "norm_topk_prob must be true or false, not None"),
+        ("llama", {"head_dim": 65536}, "heads of 65536 values for a context of 8192 tokens; at most 1024 values"),
+        ("llama", {"head_dim": 1024, "max_position_embeddings": 4 << 20}, "1073741824 values in all positions"),
         ("qwen3_moe", {"num_hidden_layers": 4000}, "4000 layers of 128 experts; at most 131072 experts in all layers"),
         ("llama", {"partial_rotary_factor": 1.5}, "rotates 24 of 16 values of a head; it must rotate an even number"),
         ("mistral", {"sliding_window": "wide"}, "sliding_window must be a positive whole number, not 'wide'"),
