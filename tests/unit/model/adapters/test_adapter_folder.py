@@ -95,6 +95,8 @@ BAD_CONFIGS: list[tuple[dict[str, object], str]] = [
     ({"fan_in_fan_out": True}, "fan_in_fan_out"),
     ({"layer_replication": [[0, 1]]}, "layer_replication"),
     ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights"),
+    ({"a\ud800\n\x1b": 1}, r"a\\ud800\\n\\x1b is 1; this field is unknown"),
+    ({"k" * 100: 1}, "kkk is 1; this field is unknown"),
     ({"future_feature": {"a": 1}}, "future_feature is {'a': 1}; this field is unknown"),
     ({"r": 0}, "the rank in r must be a whole number from 1 to 256, not 0"),
     ({"r": True}, "the rank in r must be .*, not True"),
