@@ -43,6 +43,8 @@ def is_present(path: Path) -> bool:
             return False
     except OSError as error:
         raise ModelFileError(f"cannot read {path}: {error}") from error
+    except ValueError:  # a name that no file can have
+        return False
     raise ModelFileError(f"{path} is not a regular file, or a link without one; restore the file, or remove the name")
 
 

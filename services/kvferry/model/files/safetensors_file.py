@@ -38,6 +38,8 @@ _NUMPY = {
 MAX_HEADER_BYTES = 100 << 20
 """Largest header that the format allows."""
 _MAX_DIMENSIONS = 8
+_MAX_FIELDS = 1 << 20
+"""Most fields of a header, of which a tensor has four; parsing takes seconds and a kilobyte per tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +111,11 @@ def open_tensors(
         raise damaged(
             f"its header has {length} bytes; it must have 2 to {max(2, min(max_header_bytes, len(data) - 8))}"
         )
+    head = data[8 : 8 + length]
+    if head.count(b":") > _MAX_FIELDS:
+        raise damaged(f"its header has more than {_MAX_FIELDS} fields")
     try:
-        table = json.loads(data[8 : 8 + length], object_pairs_hook=_without_twins)
+        table = json.loads(head, object_pairs_hook=_without_twins)
     except (ValueError, RecursionError) as error:
         raise damaged(f"its header is not JSON ({error})") from error
     if not isinstance(table, dict):
