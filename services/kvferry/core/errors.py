@@ -34,6 +34,11 @@ ENDS_OUTPUT = frozenset({NOTHING_TO_SAMPLE, CONSTRAINT_DEAD_END, CONSTRAINT_TOO_
 _MAX_SHOWN_CHARS = 40
 
 
+def encodable(text: str) -> str:
+    """Return the text with unpaired surrogates escaped, which JSON and file names may have and UTF-8 cannot encode."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
 def shortened(text: str) -> str:
     """Truncate a client's text to 40 characters for error messages and log lines."""
     return text if len(text) <= _MAX_SHOWN_CHARS else text[: _MAX_SHOWN_CHARS - 1] + "…"
@@ -62,9 +67,10 @@ class KvferryError(Exception):
             field: name of the faulty request field; `None` if no single field is at fault.
             retry_after_seconds: time in seconds after which a retry may succeed; `None` if waiting alone does not help.
         """
+        message = encodable(message)
         super().__init__(message)
         self.message = message
-        self.field = field
+        self.field = None if field is None else encodable(field)
         """Name of the faulty request field, as the caller sent it; `None` if no single field is at fault."""
         self.retry_after_seconds = retry_after_seconds
         """Seconds after which a retry may succeed; `None` if waiting alone does not help."""

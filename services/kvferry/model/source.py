@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from kvferry.core.errors import UnknownModel
+from kvferry.core.errors import ModelFileError, UnknownModel, shortened
 from kvferry.model import tiny
 from kvferry.model.config import ModelConfig
 from kvferry.model.files.catalog import CATALOG, embedded
 from kvferry.model.files.fetch import Progress, fetch, file_sha256
 from kvferry.model.files.gguf.gguf_model import GgufModel
 from kvferry.model.files.gguf.parts import part_paths
-from kvferry.model.files.regular_file import read_file
+from kvferry.model.files.regular_file import is_present, read_file
 from kvferry.model.files.safetensors_dir import SafetensorsModel, read_json
 from kvferry.model.tensors import TensorSource
 from kvferry.model.text.chat_template import ChatTemplate
@@ -88,7 +88,11 @@ def _open(spec: str, cache: Path | None, progress: Progress | None) -> ModelSour
         model = embedded(spec)
         return _open_gguf(fetch(model, cache=cache, progress=progress), model.name, lambda: model.sha256)
     path = Path(spec)
-    if path.is_dir():
+    try:
+        is_folder = path.is_dir()
+    except OSError as error:  # a name that is too long, or a folder that may not be searched
+        raise ModelFileError(f"cannot open model {shortened(spec)!r}: {error.strerror}") from error
+    if is_folder:
         return _open_folder(path)
     if path.suffix == ".gguf":
         return _open_gguf(path, None, lambda: _digest_of(part_paths(path)))
@@ -108,12 +112,12 @@ def _open_folder(folder: Path) -> ModelSource:
     model = SafetensorsModel(folder)
     tokenizer = tokenizer_from_json(folder / "tokenizer.json", model.config)
     settings_file = folder / "tokenizer_config.json"
-    settings = read_json(settings_file) if settings_file.is_file() else {}
+    settings = read_json(settings_file) if is_present(settings_file) else {}
     source = settings.get(_TEMPLATE)
     template_file, processor_file = (folder / f"{_TEMPLATE}{suffix}" for suffix in (".jinja", ".json"))
-    if template_file.is_file():
+    if is_present(template_file):
         source = read_file(template_file).decode("utf-8", "replace")
-    elif source is None and processor_file.is_file():  # multimodal checkpoints have the template in a separate file
+    elif source is None and is_present(processor_file):  # multimodal checkpoints have the template in a separate file
         source = read_json(processor_file).get(_TEMPLATE)
     if isinstance(source, list):  # several templates by name; use the one for plain chat
         source = next((i.get("template") for i in source if isinstance(i, dict) and i.get("name") == "default"), None)

@@ -53,3 +53,8 @@ def test_an_error_has_message_reason_field_and_retry_time() -> None:
 def test_a_reason_given_to_an_error_does_not_change_its_class() -> None:
     assert InvalidRequest("a", reason="PROMPT_EMPTY").reason == "PROMPT_EMPTY"
     assert InvalidRequest("a").reason == InvalidRequest.reason == "INVALID_REQUEST"
+
+
+def test_texts_of_an_error_can_be_encoded() -> None:
+    error = InvalidRequest("a \ud800 in a file", field="\udfff\u00e9")
+    assert (error.message, str(error), error.field) == ("a \\ud800 in a file", "a \\ud800 in a file", "\\udfff\u00e9")

@@ -343,6 +343,13 @@ def test_a_configuration_that_cannot_be_served_is_refused_by_name(
         GgufModel(write_tiny(tmp_path / "t.gguf", pairs))
 
 
+@pytest.mark.parametrize("token", [259, (1 << 32) - 1])
+def test_a_begin_token_that_is_not_in_the_vocabulary_is_refused(tmp_path: Path, token: int) -> None:
+    path = write_tiny(tmp_path / "t.gguf", {"tokenizer.ggml.bos_token_id": token})
+    with pytest.raises(ModelFileError, match=f"bos_token_id is {token}, but there are 259 tokens"):
+        open_model(str(path))
+
+
 def numbers(code: int, count: int, each: int) -> bytes:
     return string("k") + struct.pack("<IIQ", 9, code, count) + bytes(count * each)
 

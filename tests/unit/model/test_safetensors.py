@@ -3,6 +3,7 @@
 import json
 import os
 import struct
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,12 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from kvferry.core.errors import ModelFileError
 from kvferry.model import tiny
 from kvferry.model.files.safetensors_dir import SafetensorsModel
 from kvferry.model.rope import Llama3RopeScaling
 from kvferry.model.source import open_model
+from kvferry.model.tensors import EMBEDDING, HEAD
 
 CONFIG = tiny.config()
 RAW: dict[str, object] = {
@@ -93,7 +97,7 @@ def test_bfloat16_is_widened_exactly(tmp_path: Path) -> None:
 
 def test_shards_are_put_together_and_a_tied_head_is_dropped(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "shards", {"tie_word_embeddings": True})
-    tensors = weights()
+    tensors = weights() | {HEAD: weights()[EMBEDDING]}
     names = sorted(tensors)
     parts = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
     for file, part in parts.items():
@@ -102,6 +106,32 @@ def test_shards_are_put_together_and_a_tied_head_is_dropped(tmp_path: Path) -> N
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     model = SafetensorsModel(folder)
     assert set(model.shapes()) == set(names) - {"lm_head.weight"}
+
+
+def test_a_head_of_its_own_is_used_even_if_the_configuration_ties_it(tmp_path: Path) -> None:
+    model = SafetensorsModel(make_folder(tmp_path / "m", {"tie_word_embeddings": True}))
+    assert not model.config.tie_word_embeddings
+    np.testing.assert_array_equal(model.read(HEAD), weights()[HEAD])
+
+
+@pytest.mark.parametrize(
+    "name", ["generation_config.json", "tokenizer_config.json", "chat_template.jinja", "model.safetensors.index.json"]
+)
+def test_an_optional_file_that_cannot_be_read_is_not_taken_for_absent(tmp_path: Path, name: str) -> None:
+    folder = make_folder(tmp_path / "m")
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to("gone")
+    with pytest.raises(ModelFileError, match=f"{name} is not a regular file, or a link without one"):
+        open_model(str(folder))
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    with pytest.raises(ModelFileError, match=f"{name} is not a regular file"):
+        open_model(str(folder))
+
+
+def test_a_path_that_is_too_long_is_refused() -> None:
+    with pytest.raises(ModelFileError, match=r"cannot open model '/aaa.*File name too long"):
+        open_model("/" + "a" * 5000)
 
 
 def test_end_tokens_of_the_generation_config_count_too(tmp_path: Path) -> None:
@@ -178,8 +208,22 @@ def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path: Path) -> None:
     (folder / "tokenizer.json").write_text(json.dumps(text))
     with pytest.raises(ModelFileError, match="has 260 tokens, but the model has only 259"):
         open_model(str(folder))
+    del text["model"]["vocab"]["extra"]
+    text["model"]["vocab"] |= {next(iter(text["model"]["vocab"])): 4_000_000}
+    (folder / "tokenizer.json").write_text(json.dumps(text))
+    with pytest.raises(ModelFileError, match="a token with id 4000000, but the model has only 259"):
+        open_model(str(folder))
     (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(ModelFileError, match=r"not a usable tokenizer\.json"):
+        open_model(str(folder))
+
+
+def test_a_begin_token_beyond_the_model_is_refused(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "m")
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 300)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    with pytest.raises(ModelFileError, match="a token with id 300, but the model has only 259"):
         open_model(str(folder))
 
 
@@ -251,6 +295,8 @@ NORM = "model.norm.weight"
         (edit_header(lambda t: t[NORM].update(shape=None)), "has shape"),
         (edit_header(lambda t: t[NORM].update(data_offsets=[0, 192])), "a hole or an overlap"),
         (edit_header(lambda t: t[NORM].update(data_offsets=[0])), "data_offsets .0., which must be two"),
+        (lambda d: struct.pack("<Q", 3 << 20) + b"::," * (1 << 20) + d[8:], "has more than 1048576 fields"),
+        (lambda d: struct.pack("<Q", 16) + b'{"a": 1, "a": 2}' + d[8:], "key 'a' appears twice"),
         (edit_header(lambda t: t.pop(NORM)), "a hole or an overlap|its tensors end"),
     ],
 )
@@ -284,12 +330,31 @@ def test_a_flipped_byte_in_the_header_is_refused_or_leaves_a_usable_file(tmp_pat
     flip()
 
 
+def test_empty_stacks_of_unknown_layers_take_no_more_memory_than_their_names(tmp_path: Path) -> None:
+    raw = {"architectures": ["GptOssForCausalLM"], "num_local_experts": 1024, "hidden_act": "silu"}
+    folder = make_folder(tmp_path / "m", raw)
+    entry = {"dtype": "F32", "shape": [1024, 0, 0], "data_offsets": [0, 0]}
+    edit = edit_header(lambda t: t.update({f"model.layers.{i}.mlp.experts.down_proj": entry for i in range(9, 999)}))
+    file = folder / "model.safetensors"
+    file.write_bytes(edit(file.read_bytes()))
+    tracemalloc.start()
+    try:
+        with pytest.raises(ModelFileError, match="tensors are unknown for gpt_oss"):
+            SafetensorsModel(folder)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 128 << 20
+
+
 @pytest.mark.parametrize(
     ("index", "message"),
     [
         ("{}", "has no weight_map"),
         ('{"weight_map": {"a": "../outside.safetensors"}}', "not a file in the folder"),
         ('{"weight_map": {"a": "absent.safetensors"}}', "not a file in the folder"),
+        ('{"weight_map": {"a": "a\\u0000b"}}', "not a file in the folder"),
+        ('{"weight_map": {"a": "\\ud800"}}', "not a file in the folder"),
         ("[]", "must contain a JSON object, not a list"),
         ("{", "not valid JSON"),
     ],

@@ -13,6 +13,8 @@ from kvferry.model.config import LayerRope, ModelConfig
 from kvferry.model.rope import DividedRope, DynamicNtkRope, LinearRope, Llama3RopeScaling, LongRope, YarnRope
 
 Floats = npt.NDArray[np.float32]
+_ROWS = 1 << 14
+"""Positions whose angles are computed at once."""
 
 
 def inverse_frequencies(config: ModelConfig, kind: LayerRope = LayerRope.FULL) -> Floats:
@@ -65,16 +67,19 @@ def rotary_table(config: ModelConfig, kind: LayerRope = LayerRope.FULL) -> tuple
     shape = (config.max_model_tokens, _width(config))
     if kind is LayerRope.NONE:
         return np.broadcast_to(np.float32(1), shape), np.broadcast_to(np.float32(0), shape)
-    positions = np.arange(config.max_model_tokens, dtype=np.float32)
-    angles = np.outer(positions, inverse_frequencies(config, kind)).astype(np.float64)
-    sin, cos = np.sin(angles), np.cos(angles)
-    if isinstance(config.rope_scaling, YarnRope | LongRope) and kind is LayerRope.FULL:
-        sin, cos = sin * config.rope_scaling.attention_factor, cos * config.rope_scaling.attention_factor
-    sin, cos = sin.astype(np.float32), cos.astype(np.float32)
-    if config.rotary_dim is not None:
-        still = ((0, 0), (0, config.head_dim // 2 - cos.shape[1]))
-        sin, cos = np.pad(sin, still), np.pad(cos, still, constant_values=1)
-    return np.concatenate((cos, cos), axis=1), np.concatenate((-sin, sin), axis=1)
+    rates, middle = inverse_frequencies(config, kind), shape[1] // 2
+    scaling = config.rope_scaling if kind is LayerRope.FULL else None
+    factor = scaling.attention_factor if isinstance(scaling, YarnRope | LongRope) else 1.0
+    all_cos, all_sin = np.ones(shape, np.float32), np.zeros(shape, np.float32)
+    for first in range(0, len(all_cos), _ROWS):  # the angles of a long context would take several times the tables
+        rows = slice(first, min(first + _ROWS, len(all_cos)))
+        angles = np.outer(np.arange(rows.start, rows.stop, dtype=np.float32), rates).astype(np.float64)
+        sin, cos = np.sin(angles) * factor, np.cos(angles) * factor
+        for half in (0, middle):
+            all_cos[rows, half : half + len(rates)] = cos
+            all_sin[rows, half : half + len(rates)] = sin
+    np.negative(all_sin[:, :middle], out=all_sin[:, :middle])
+    return all_cos, all_sin
 
 
 def _llama3(plain: Floats, scaling: Llama3RopeScaling) -> Floats:

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from kvferry.core.errors import InvalidRequest, KvferryError, shortened
+from kvferry.core.errors import InvalidRequest, KvferryError, encodable, shortened
 from kvferry.core.ids import RequestId
 from kvferry.gateway.dispatch.journal import MAX_LISTED, Journal
 from kvferry.gateway.http.answers import Ready
@@ -175,6 +175,8 @@ async def _texts(request: Request, names: Sequence[str]) -> list[str]:
     for name in names:
         if not isinstance(given.get(name), str) or not given[name]:
             raise InvalidRequest(f"{name} must be a non-empty string", field=name)
+        if encodable(given[name]) != given[name]:
+            raise InvalidRequest(f"{name} is not valid Unicode (an unpaired surrogate)", field=name)
     return [given[name] for name in names]
 
 

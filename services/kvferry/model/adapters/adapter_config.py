@@ -99,7 +99,11 @@ def read_adapter_config(raw: Json, where: Path) -> AdapterConfig:
     known = {"peft_type", "bias", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"}
     for field, value in raw.items():
         if field not in known and field not in _WITHOUT_EFFECT and field not in _REFUSED and value:
-            raise refused(field[:80], "this field is unknown and may change the result; remove it if it does not")
+            raise ModelFileError(
+                f"{where}: {repr(field)[1:-1][:80]} is {repr(value)[:80]}; this field is unknown and may change the"
+                " result; remove it if it does not",
+                field=field[:80],
+            )
     is_rank_stabilized = raw.get("use_rslora", False)
     if not isinstance(is_rank_stabilized, bool):
         raise refused("use_rslora", "it must be true or false")
@@ -144,7 +148,7 @@ def _rank(value: object, where: Path, field: str) -> int:
 
 def _alpha(value: object, where: Path, field: str) -> float:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or abs(value) > 1e6:  # type: ignore[arg-type]
+    if not is_number or not abs(value) <= 1e6:  # type: ignore[arg-type]
         raise ModelFileError(
             f"{where}: {field} must be a number between -1000000 and 1000000, not {repr(value)[:80]}",
             field=field,

@@ -11,6 +11,7 @@ import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,9 +19,10 @@ import numpy.typing as npt
 from blake3 import blake3
 
 from kvferry.core.errors import ModelFileError
-from kvferry.model.adapters.adapter_config import AdapterConfig, read_adapter_config
+from kvferry.model.adapters.adapter_config import MAX_RANK, AdapterConfig, read_adapter_config
 from kvferry.model.config import ModelConfig
 from kvferry.model.families.registry import FAMILIES
+from kvferry.model.files.regular_file import copy_file
 from kvferry.model.files.row_orders import rotated_first
 from kvferry.model.files.safetensors_dir import read_json
 from kvferry.model.files.safetensors_file import StoredTensor, open_tensors
@@ -28,6 +30,7 @@ from kvferry.model.tensors import expected_shapes, layer_prefix
 
 CONFIG_FILE, TENSORS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _MAX_HEADER_BYTES = 8 << 20  # the headers of 4096 layers of 14 tensors are smaller
+_MAX_VALUE_BYTES = 4
 _NAME = re.compile(
     r"base_model\.model\.(?:model\.language_model|language_model\.model|model)\."
     r"(layers\.(?:0|[1-9][0-9]{0,3})\.(?:self_attn|mlp)\.[a-z_]+)\.lora_([AB])\.weight"
@@ -90,9 +93,10 @@ def read_adapter(folder: Path, config: ModelConfig, *, max_rank: int) -> Adapter
     where = folder / CONFIG_FILE
     settings = read_adapter_config(read_json(where), where)
     path = folder / TENSORS_FILE
-    stored = open_tensors(path, _MAX_HEADER_BYTES)
-    found = _pairs(stored, path)
     shapes = _module_shapes(config)
+    most = 8 + _MAX_HEADER_BYTES + _MAX_VALUE_BYTES * MAX_RANK * sum(map(sum, shapes.values()))
+    stored = open_tensors(path, _MAX_HEADER_BYTES, read=partial(copy_file, max_bytes=most))
+    found = _pairs(stored, path)
     for module, pair in found.items():
         _check(module, *pair, shapes, settings, max_rank, path)
     digest = blake3(derive_key_context=_DIGEST_CONTEXT)
@@ -193,7 +197,7 @@ def _values(tensor: StoredTensor, module: str, path: Path) -> Floats:
     values = tensor.values()
     if not np.isfinite(values).all():
         raise ModelFileError(f"{path}: {module} has values that are not finite; save the adapter again", field=module)
-    return np.array(values)  # a copy: the mapped file may be truncated or overwritten
+    return np.array(values)  # a copy, so that the file's bytes are freed
 
 
 def _split(module: str, a: Floats, b: Floats, config: ModelConfig) -> dict[tuple[int, str], LowRank]:

@@ -8,11 +8,12 @@ from kvferry.core.errors import ModelFileError
 
 Json = Mapping[str, object]
 
-_MAX_REAL = 1e30
+_MIN_REAL, _MAX_REAL = 1e-20, 1e15
+"""Range of numbers, whose products and quotients with others of a model are then float32 values."""
 _MAX_NUMBERS = 4096
 """Maximum number of items in a list of numbers; lists have an item per layer or per rotary frequency."""
 _SHOWN_CHARS = 60
-_LAYER_TYPES = ("full_attention", "sliding_attention")
+LAYER_TYPES = ("full_attention", "sliding_attention")
 _OTHER = "kvferry does not implement this feature; use another checkpoint of the model, or another model"
 
 DECIDING: Mapping[str, tuple[object, ...]] = {
@@ -91,6 +92,10 @@ class ConfigFields:
         self._read.add(key)
         return self._raw.get(key, self._defaults.get(key))
 
+    def stated(self, key: str) -> object:
+        """Return a field as it is in the file, without the family's default; `None` if it is absent or `null`."""
+        return self._raw.get(key)
+
     def ignore(self, *keys: str) -> None:
         """Declare that fields have no effect in this family."""
         self._read.update(keys)
@@ -115,7 +120,7 @@ class ConfigFields:
             value = self._raw.get(key)
             if key in self._read or value is None or any(value is h or value == h for h in harmless):
                 continue
-            if key == "layer_types" and isinstance(value, list) and set(map(str, value)) <= {_LAYER_TYPES[0]}:
+            if key == "layer_types" and isinstance(value, list) and set(map(str, value)) <= {LAYER_TYPES[0]}:
                 continue
             self.refuse(key)
 
@@ -141,8 +146,11 @@ class ConfigFields:
         """
         value = self.value(key)
         value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < _MAX_REAL:
-            raise ModelFileError(f"{self.where}: {self._prefix}{key} must be a positive number, not {repr(value)[:40]}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not _MIN_REAL < value < _MAX_REAL:
+            raise ModelFileError(
+                f"{self.where}: {self._prefix}{key} must be a positive number, not {repr(value)[:40]}; "
+                f"values from {_MIN_REAL:g} to {_MAX_REAL:g} are supported"
+            )
         return float(value)
 
     def optional_real(self, key: str) -> float | None:
@@ -160,7 +168,7 @@ class ConfigFields:
             ModelFileError: the field is not a boolean.
         """
         value = self.value(key)
-        if value is None:
+        if value is None and not (default and key in self._raw):  # transformers takes null as false
             return default
         if not isinstance(value, bool):
             raise ModelFileError(f"{self.where}: {self._prefix}{key} must be true or false, not {repr(value)[:40]}")
@@ -179,7 +187,7 @@ class ConfigFields:
                 f"{self.where}: {self._prefix}{key} must be a list of {count} positive numbers, not {found}"
             )
         for item in value:
-            if isinstance(item, bool) or not isinstance(item, int | float) or not 0 < item < _MAX_REAL:
+            if isinstance(item, bool) or not isinstance(item, int | float) or not _MIN_REAL < item < _MAX_REAL:
                 raise ModelFileError(
                     f"{self.where}: {self._prefix}{key} must contain positive numbers, not {repr(item)[:40]}"
                 )
@@ -196,7 +204,7 @@ class ConfigFields:
             return None
         if not isinstance(value, dict):
             raise ModelFileError(f"{self.where}: {self._prefix}{key} must be an object, not {repr(value)[:40]}")
-        return ConfigFields(value, self.where)
+        return ConfigFields(value, self.where, prefix=f"{self._prefix}{key}.")
 
     def slides(self, num_layers: int) -> tuple[bool, ...] | None:
         """Return which layers have a sliding window, from `layer_types`; `None` if it is absent.
@@ -207,13 +215,13 @@ class ConfigFields:
         value = self.value("layer_types")
         if value is None:
             return None
-        if not isinstance(value, list) or not all(kind in _LAYER_TYPES for kind in value):
-            self.refuse("layer_types", f"known layer types are {', '.join(_LAYER_TYPES)}")
+        if not isinstance(value, list) or not all(kind in LAYER_TYPES for kind in value):
+            self.refuse("layer_types", f"known layer types are {', '.join(LAYER_TYPES)}")
         if len(value) != num_layers:
             raise ModelFileError(
                 f"{self.where}: layer_types has {len(value)} items, but num_hidden_layers is {num_layers}"
             )
-        return tuple(kind == _LAYER_TYPES[1] for kind in value)
+        return tuple(kind == LAYER_TYPES[1] for kind in value)
 
     def optional_token(self, key: str) -> int | None:
         """Return a token id; `None` if the field is absent or not a number."""

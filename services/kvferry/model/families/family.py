@@ -31,6 +31,10 @@ class Family:
     """Values of absent fields, where the class in transformers and Llama have different defaults."""
     ignores: tuple[str, ...] = ()
     """Fields that have no effect in the family's class but have one in others."""
+    rotates_part: bool = False
+    """Whether the class applies `partial_rotary_factor`; in transformers the other classes do not."""
+    has_local_rope: bool = False
+    """Whether `rope_parameters` has an object for each layer type (Gemma 3)."""
     has_fused_tensors: bool = False
     """Whether the files have `qkv_proj` and `gate_up_proj` instead of separate projections."""
     ignores_further_layers: bool = False
@@ -51,6 +55,19 @@ class Family:
             if count:
                 return found
         return name
+
+
+def windows_of_all(fields: ConfigFields, llama: ModelConfig) -> tuple[int | None, ...]:
+    """Return the window of each layer of a class that applies `sliding_window` to all layers.
+
+    Raises:
+        ModelFileError: `layer_types` has a layer without it, which transformers ignores.
+    """
+    window = fields.optional_whole("sliding_window")
+    found = windows_of(fields, llama, window, lambda _: True)
+    if window is not None and found != (window,) * llama.num_layers:
+        fields.refuse("layer_types", "this class applies sliding_window to all layers; set it to null if none has it")
+    return found
 
 
 def windows_of(

@@ -30,8 +30,6 @@ def _gemma(fields: ConfigFields, llama: ModelConfig, period: int) -> ModelConfig
         llama,
         windows=windows_of(fields, llama, window, lambda index: (index + 1) % period != 0),
         attention_scale=1.0 / math.sqrt(fields.real("query_pre_attn_scalar")),
-        attention_soft_cap=fields.optional_real("attn_logit_softcapping"),
-        logit_soft_cap=fields.optional_real("final_logit_softcapping"),
         embedding_scale=math.sqrt(llama.hidden_size),
         norm_placement=NormPlacement.BOTH,
         norm_offset=1.0,
@@ -40,7 +38,11 @@ def _gemma(fields: ConfigFields, llama: ModelConfig, period: int) -> ModelConfig
 
 
 def _adapt_2(fields: ConfigFields, llama: ModelConfig) -> ModelConfig:
-    return _gemma(fields, llama, 2)
+    return replace(
+        _gemma(fields, llama, 2),
+        attention_soft_cap=fields.optional_real("attn_logit_softcapping"),
+        logit_soft_cap=fields.optional_real("final_logit_softcapping"),
+    )
 
 
 def _adapt_3(fields: ConfigFields, llama: ModelConfig) -> ModelConfig:
@@ -52,7 +54,8 @@ def _adapt_3(fields: ConfigFields, llama: ModelConfig) -> ModelConfig:
         if sliding.value("rope_type") not in (None, "default"):
             sliding.refuse("rope_type", "layers with a sliding window must not have a scaled rotary embedding")
         local = sliding.real("rope_theta", local)
-    return replace(config, qk_norm=True, local_rope_theta=local)
+    cap = fields.optional_real("final_logit_softcapping")
+    return replace(config, qk_norm=True, local_rope_theta=local, logit_soft_cap=cap)
 
 
 _DEFAULTS = {
@@ -78,6 +81,7 @@ GEMMA3 = Family(
     architecture="Gemma3ForCausalLM",
     adapt=_adapt_3,
     defaults=_DEFAULTS | {"rope_theta": 1000000.0},
+    has_local_rope=True,
     ignores=("hidden_act",),
     gguf="gemma3",
 )

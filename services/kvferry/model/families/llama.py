@@ -5,12 +5,11 @@ from dataclasses import replace
 
 from kvferry.model.config import ModelConfig
 from kvferry.model.families.config_fields import ConfigFields
-from kvferry.model.families.family import Family, windows_of
+from kvferry.model.families.family import Family, windows_of_all
 
 
 def _adapt_mistral(fields: ConfigFields, llama: ModelConfig) -> ModelConfig:
-    window = fields.optional_whole("sliding_window")
-    return replace(llama, windows=windows_of(fields, llama, window, lambda _: True))
+    return replace(llama, windows=windows_of_all(fields, llama))
 
 
 LLAMA = Family(name="llama", title="Llama 2 and 3.x, SmolLM, SmolLM 2", architecture="LlamaForCausalLM", gguf="llama")

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from kvferry.model.config import Experts, ModelConfig
 from kvferry.model.families.config_fields import ConfigFields
-from kvferry.model.families.family import Family, windows_of
+from kvferry.model.families.family import Family, windows_of_all
 from kvferry.model.families.qwen import qwen_windows
 
 MAX_EXPERTS = 1024
@@ -45,10 +45,9 @@ def read_experts(fields: ConfigFields, count: str, size: str, *, renormalizes: b
 
 
 def _adapt_mixtral(fields: ConfigFields, llama: ModelConfig) -> ModelConfig:
-    window = fields.optional_whole("sliding_window")
     return replace(
         llama,
-        windows=windows_of(fields, llama, window, lambda _: True),
+        windows=windows_of_all(fields, llama),
         experts=read_experts(fields, "num_local_experts", "intermediate_size", renormalizes=True),
     )
 
@@ -87,7 +86,13 @@ MIXTRAL = Family(
     title="Mixtral 8x7B and 8x22B",
     architecture="MixtralForCausalLM",
     adapt=_adapt_mixtral,
-    defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "num_local_experts": 8, "num_experts_per_tok": 2},
+    defaults={
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1000000.0,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
     renames=_MIXTRAL,
     gguf="llama",
 )

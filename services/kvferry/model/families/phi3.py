@@ -7,12 +7,11 @@ from dataclasses import replace
 
 from kvferry.model.config import ModelConfig
 from kvferry.model.families.config_fields import ConfigFields
-from kvferry.model.families.family import Family, windows_of
+from kvferry.model.families.family import Family, windows_of_all
 
 
 def _adapt(fields: ConfigFields, llama: ModelConfig) -> ModelConfig:
-    window = fields.optional_whole("sliding_window")
-    return replace(llama, windows=windows_of(fields, llama, window, lambda _: True))
+    return replace(llama, windows=windows_of_all(fields, llama))
 
 
 PHI3 = Family(
@@ -21,6 +20,7 @@ PHI3 = Family(
     architecture="Phi3ForCausalLM",
     adapt=_adapt,
     defaults={"rms_norm_eps": 1e-5},
+    rotates_part=True,
     has_fused_tensors=True,
     gguf="phi3",
 )

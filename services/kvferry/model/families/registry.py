@@ -56,6 +56,11 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 """The families by name."""
 _BY_CLASS = {family.architecture: family for family in FAMILIES.values()}
 _MAX_LAYERS = 4096
+_MAX_HEAD_DIM = 1024
+_MAX_ROTATED = 1 << 30
+"""Most values of a head in all positions of the context: the size of a table of rotary angles."""
+_MAX_EXPERTS = 1 << 17
+"""Most experts in all layers, each of which has several tensors; published models have up to 25,000."""
 
 
 def family_of(raw: Json, where: Path) -> Family:
@@ -96,6 +101,17 @@ def read_config(raw: Json, name: str, where: Path, ends: Json | None = None, *, 
     fields.ignore(*family.ignores)
     config = family.adapt(fields, _as_llama(fields, family, name, ends or {}))
     fields.refuse_unread()
+    if config.experts is not None and config.experts.count * config.num_layers > _MAX_EXPERTS:
+        raise ModelFileError(
+            f"{place}: {config.num_layers} layers of {config.experts.count} experts; at most {_MAX_EXPERTS} experts in"
+            " all layers are supported"
+        )
+    if config.head_dim * config.max_model_tokens > _MAX_ROTATED or config.head_dim > _MAX_HEAD_DIM:
+        raise ModelFileError(
+            f"{place}: heads of {config.head_dim} values for a context of {config.max_model_tokens} tokens; at most"
+            f" {_MAX_HEAD_DIM} values, and {_MAX_ROTATED} values in all positions, are supported. Correct head_dim or"
+            " max_position_embeddings"
+        )
     return config
 
 
@@ -105,7 +121,13 @@ def _as_llama(fields: ConfigFields, family: Family, name: str, ends: Json) -> Mo
     if fields.value("head_dim") is None and hidden % heads:
         raise ModelFileError(f"{fields.where}: hidden_size {hidden} is not divisible by {heads} heads")
     head_dim = fields.whole("head_dim", hidden // heads)
-    rope = read_rope(fields, head_dim, default_theta=10000.0, inner="full_attention")
+    rope = read_rope(fields, head_dim, default_theta=10000.0, inner="full_attention" if family.has_local_rope else None)
+    if rope.rotary_dim != head_dim and not family.rotates_part:
+        raise ModelFileError(
+            f"{fields.where}: partial_rotary_factor rotates {rope.rotary_dim} of {head_dim} values of a head, but"
+            f" {family.architecture} rotates all of them; remove the field, or use the class that the model was"
+            " trained with"
+        )
     if rope.context_tokens > _MAX_MODEL_TOKENS:
         raise ModelFileError(
             f"{fields.where}: max_position_embeddings is {fields.whole('max_position_embeddings')}, a context of"

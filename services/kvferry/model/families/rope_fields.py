@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 
 from kvferry.core.errors import ModelFileError
-from kvferry.model.families.config_fields import ConfigFields
+from kvferry.model.families.config_fields import LAYER_TYPES, ConfigFields
 from kvferry.model.rope import DynamicNtkRope, LinearRope, Llama3RopeScaling, LongRope, RopeScaling, YarnRope
 
 ORIGINAL = "original_max_position_embeddings"
@@ -34,14 +34,12 @@ def read_rope(fields: ConfigFields, head_dim: int, *, default_theta: float, inne
         fields: fields of the model.
         head_dim: values per head.
         default_theta: base if the file has none.
-        inner: name of an object in `rope_parameters`, if the family has several.
+        inner: name of the object in `rope_parameters`, if the family has one for each layer type.
 
     Raises:
-        ModelFileError: the kind is unknown, or a value is missing or out of range.
+        ModelFileError: the kind is unknown, a value is missing or out of range, or two objects differ.
     """
-    given = fields.inner("rope_parameters") or fields.inner("rope_scaling") or ConfigFields({}, fields.where)
-    nested = given.inner(inner) if inner else None
-    given = nested or given
+    given = _given(fields, inner)
     theta = given.real("rope_theta", fields.real("rope_theta", default_theta))
     share = given.real("partial_rotary_factor", fields.real("partial_rotary_factor", 1.0))
     rotary_dim = int(head_dim * share)
@@ -60,19 +58,26 @@ def read_rope(fields: ConfigFields, head_dim: int, *, default_theta: float, inne
     if kind == "linear":
         scaling = LinearRope(given.real("factor"))
     elif kind == "dynamic":
+        if rotary_dim <= 2:
+            given.refuse("rope_type", "a head needs more than two rotated values")
         scaling = DynamicNtkRope(given.real("factor"), context_tokens)
         context_tokens = int(context_tokens * max(scaling.factor, 1.0))
     elif kind == "yarn":
+        if theta <= 1:
+            given.refuse("rope_type", f"its rope_theta must be larger than 1, not {theta:g}")
         scaling = _yarn(given, _original(fields, given, context_tokens), context_tokens)
         context_tokens = max(context_tokens, int(scaling.original_max_position * scaling.factor))
     elif kind == "longrope":
         scaling = _long(given, _original(fields, given, context_tokens), context_tokens, rotary_dim // 2)
     elif kind == "llama3":
+        low, high = given.real("low_freq_factor"), given.real("high_freq_factor")
+        if high <= low:
+            given.refuse("high_freq_factor", f"it must be larger than low_freq_factor, {low:g}")
         scaling = Llama3RopeScaling(
             factor=given.real("factor"),
-            low_freq_factor=given.real("low_freq_factor"),
-            high_freq_factor=given.real("high_freq_factor"),
-            original_max_position=given.whole(ORIGINAL),
+            low_freq_factor=low,
+            high_freq_factor=high,
+            original_max_position=_original(fields, given, None),
         )
     else:
         raise ModelFileError(
@@ -81,7 +86,23 @@ def read_rope(fields: ConfigFields, head_dim: int, *, default_theta: float, inne
     return Rope(theta, scaling, rotary_dim, context_tokens)
 
 
-def _original(fields: ConfigFields, given: ConfigFields, context_tokens: int) -> int:
+def _given(fields: ConfigFields, inner: str | None) -> ConfigFields:
+    """Return the object with the parameters."""
+    both = [fields.stated(key) for key in ("rope_parameters", "rope_scaling")]
+    if None not in both and both[0] != both[1]:
+        fields.refuse("rope_scaling", "it differs from rope_parameters; remove the one that does not apply")
+    found = fields.inner("rope_parameters") or fields.inner("rope_scaling") or ConfigFields({}, fields.where)
+    if inner is None:
+        for kind in LAYER_TYPES:
+            if found.value(kind) is not None:
+                found.refuse(kind, "this class has one rotary embedding for all layers; state it without layer types")
+        return found
+    if fields.stated("rope_parameters") and found.value(inner) is None:
+        fields.refuse("rope_parameters", f"this class has an object for each layer type; add {inner}")
+    return found.inner(inner) or found
+
+
+def _original(fields: ConfigFields, given: ConfigFields, context_tokens: int | None) -> int:
     """Return the length before scaling; Phi-3 stores it beside `rope_scaling`, where it takes precedence."""
     beside = fields.optional_whole(ORIGINAL)
     return given.whole(ORIGINAL, context_tokens) if beside is None else beside

@@ -3,8 +3,8 @@
 import mmap
 import os
 import stat
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
 
 from kvferry.core.errors import ModelFileError
 
@@ -28,6 +28,26 @@ def read_file(path: Path, max_bytes: int = MAX_JSON_BYTES) -> bytes:
     return content
 
 
+def is_present(path: Path) -> bool:
+    """Return whether an optional file exists.
+
+    Raises:
+        ModelFileError: there is something else under this name, such as a link without a target, or the folder cannot
+            be searched.
+    """
+    try:
+        if stat.S_ISREG(os.stat(path).st_mode):
+            return True
+    except (FileNotFoundError, NotADirectoryError):
+        if not path.is_symlink():
+            return False
+    except OSError as error:
+        raise ModelFileError(f"cannot read {path}: {error}") from error
+    except ValueError:  # a name that no file can have
+        return False
+    raise ModelFileError(f"{path} is not a regular file, or a link without one; restore the file, or remove the name")
+
+
 def map_file(path: Path) -> mmap.mmap:
     """Map a file into memory for reading.
 
@@ -41,7 +61,27 @@ def map_file(path: Path) -> mmap.mmap:
         raise ModelFileError(f"cannot open {path}: {error}") from error
 
 
-def _open(path: Path) -> BinaryIO:
+def copy_file(path: Path, max_bytes: int) -> mmap.mmap:
+    """Read a whole file into memory of this process, which the file's later changes do not reach. A mapped file that is
+    truncated while it is read would end the process.
+
+    Raises:
+        ModelFileError: the file is missing, empty, not a regular file, larger than `max_bytes`, or was truncated.
+    """
+    try:
+        with _open(path) as handle:
+            size = os.fstat(handle.fileno()).st_size
+            if size > max_bytes:
+                raise ModelFileError(f"{path} has {size} bytes; at most {max_bytes} are accepted")
+            copy = mmap.mmap(-1, size)
+            if handle.readinto(copy) != size:
+                raise ModelFileError(f"{path} was truncated while it was read; save it again")
+            return copy
+    except (OSError, ValueError) as error:
+        raise ModelFileError(f"cannot open {path}: {error}") from error
+
+
+def _open(path: Path) -> BufferedReader:
     """Open a regular file. Does not block, as opening a named pipe without a writer would."""
     handle = os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb")
     if not stat.S_ISREG(os.fstat(handle.fileno()).st_mode):

@@ -4,6 +4,7 @@ import json
 import mmap
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -15,16 +16,17 @@ from kvferry.model.config import ModelConfig
 from kvferry.model.families.config_fields import Json
 from kvferry.model.families.images.text_part import left_out
 from kvferry.model.families.registry import family_of, read_config
-from kvferry.model.files.regular_file import read_file
+from kvferry.model.files.regular_file import is_present, read_file
 from kvferry.model.files.row_orders import stored_rows
 from kvferry.model.files.safetensors_file import FLOAT_TYPES, QUANTIZED_TYPES, StoredTensor, open_tensors
 from kvferry.model.files.stacked_experts import ExpertTensor, split_experts
 from kvferry.model.quantized.checkpoint import FIELD, collect, read_method, without_idle_biases
 from kvferry.model.quantized.representation import Choice, QuantizedMatrix, report
-from kvferry.model.tensors import BF16, F16, F32, HEAD, Shape, Stored, check_shapes, expected_shapes
+from kvferry.model.tensors import BF16, EMBEDDING, F16, F32, HEAD, Shape, Stored, check_shapes, expected_shapes
 
 _TYPE_IDS = {"F32": F32, "F16": F16, "BF16": BF16}
 _HEAD = f"{HEAD.rpartition('.')[0]}."
+_COMPARED_BYTES = 16 << 20
 _LAYER = re.compile(r"^model\.layers\.(\d{1,9})\.")
 
 
@@ -60,7 +62,7 @@ class SafetensorsModel:
             {field: value for field, value in raw.items() if field != FIELD},
             name or folder.resolve().name,
             folder / "config.json",
-            read_json(generation) if generation.is_file() else None,
+            read_json(generation) if is_present(generation) else None,
             has_head=any(tensor.startswith(_HEAD) for tensor in found),
         )
         self._matrices: dict[str, QuantizedMatrix] = {}
@@ -74,14 +76,16 @@ class SafetensorsModel:
             self._notes += method.notes
         self._tensors: dict[str, StoredTensor | ExpertTensor] = {**found}
         if family.has_stacked_experts and self.config.experts is not None:
-            plain, of_experts = split_experts(found, self.config.experts)
+            plain, of_experts = split_experts(found, self.config.experts, self.config.num_layers)
             self._tensors = {**plain, **of_experts}
         if family.has_fused_tensors:
             self._tensors = {**_split(found, self.config)}
             self._matrices = _split(self._matrices, self.config)
-        if self.config.tie_word_embeddings:
-            self._tensors.pop(HEAD, None)  # some checkpoints duplicate the tied matrix
-            self._matrices.pop(HEAD, None)
+        if self.config.tie_word_embeddings and HEAD in found | self._matrices:
+            if _are_equal(found.get(HEAD), found.get(EMBEDDING)):
+                del self._tensors[HEAD]  # some checkpoints duplicate the tied matrix
+            else:  # transformers uses the head too
+                self.config = replace(self.config, tie_word_embeddings=False)
         # Old Llama checkpoints store the rotary frequencies, which are derived from the configuration.
         self._tensors = {n: t for n, t in self._tensors.items() if not n.endswith("rotary_emb.inv_freq")}
         if family.ignores_further_layers:
@@ -140,6 +144,17 @@ def _bytes_of(stored: StoredTensor | ExpertTensor) -> npt.NDArray[np.uint8]:
     return stored.raw().view(np.uint8).reshape(-1)
 
 
+def _are_equal(head: StoredTensor | None, embedding: StoredTensor | None) -> bool:
+    """Return whether two tensors have the same bytes; compares a part at a time."""
+    if head is None or embedding is None or (head.dtype, head.shape) != (embedding.dtype, embedding.shape):
+        return False
+    ours, theirs = _bytes_of(head), _bytes_of(embedding)
+    return all(
+        np.array_equal(ours[first : first + _COMPARED_BYTES], theirs[first : first + _COMPARED_BYTES])
+        for first in range(0, len(ours), _COMPARED_BYTES)
+    )
+
+
 _Rows = TypeVar("_Rows", StoredTensor, QuantizedMatrix)
 
 
@@ -183,9 +198,9 @@ def read_json(path: Path) -> Json:
 def _weight_files(folder: Path) -> list[Path]:
     """Return the weight files: a single file, or all files in the index. Reject names outside the folder."""
     index = folder / "model.safetensors.index.json"
-    if not index.is_file():
+    if not is_present(index):
         single = folder / "model.safetensors"
-        if not single.is_file():
+        if not is_present(single):
             raise ModelFileError(f"{folder} has neither model.safetensors nor model.safetensors.index.json")
         return [single]
     table = read_json(index).get("weight_map")
@@ -193,6 +208,6 @@ def _weight_files(folder: Path) -> list[Path]:
         raise ModelFileError(f"{index} has no weight_map")
     names = sorted({str(name) for name in table.values()})
     for name in names:
-        if Path(name).name != name or not (folder / name).is_file():
+        if Path(name).name != name or not is_present(folder / name):
             raise ModelFileError(f"{index} lists {name!r}, which is not a file in the folder")
     return [folder / name for name in names]

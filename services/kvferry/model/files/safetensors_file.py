@@ -7,6 +7,7 @@ data. The header is checked completely before data is used. The file is memory-m
 import json
 import math
 import mmap
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,6 +38,8 @@ _NUMPY = {
 MAX_HEADER_BYTES = 100 << 20
 """Largest header that the format allows."""
 _MAX_DIMENSIONS = 8
+_MAX_FIELDS = 1 << 20
+"""Most fields of a header, of which a tensor has four; parsing takes seconds and a kilobyte per tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +85,10 @@ def as_float32(raw: npt.NDArray[np.generic], dtype: str) -> npt.NDArray[np.float
 
 
 def open_tensors(
-    path: Path, max_header_bytes: int = MAX_HEADER_BYTES, types: Sequence[str] = FLOAT_TYPES
+    path: Path,
+    max_header_bytes: int = MAX_HEADER_BYTES,
+    types: Sequence[str] = FLOAT_TYPES,
+    read: Callable[[Path], mmap.mmap] = map_file,
 ) -> dict[str, StoredTensor]:
     """Map a file and check its tensor table.
 
@@ -90,11 +96,12 @@ def open_tensors(
         path: the file.
         max_header_bytes: largest header; its JSON is parsed as a whole.
         types: types that tensors may have.
+        read: maps the file, or reads it.
 
     Raises:
         ModelFileError: lengths, types, shapes or ranges are inconsistent.
     """
-    data = map_file(path)
+    data = read(path)
 
     def damaged(what: str) -> ModelFileError:
         return ModelFileError(f"{path} ({len(data)} bytes) is not a usable safetensors file: {what}. Download it again")
@@ -104,10 +111,13 @@ def open_tensors(
         raise damaged(
             f"its header has {length} bytes; it must have 2 to {max(2, min(max_header_bytes, len(data) - 8))}"
         )
+    head = data[8 : 8 + length]
+    if head.count(b":") > _MAX_FIELDS:
+        raise damaged(f"its header has more than {_MAX_FIELDS} fields")
     try:
-        table = json.loads(data[8 : 8 + length])
+        table = json.loads(head, object_pairs_hook=_without_twins)
     except (ValueError, RecursionError) as error:
-        raise damaged("its header is not JSON") from error
+        raise damaged(f"its header is not JSON ({error})") from error
     if not isinstance(table, dict):
         raise damaged("its header is not an object")
     table.pop("__metadata__", None)
@@ -122,6 +132,19 @@ def open_tensors(
     if 8 + length + end != len(data):
         raise damaged(f"its tensors end at byte {8 + length + end}, not at the end of the file")
     return tensors
+
+
+def _without_twins(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """Return an object of the header.
+
+    Raises:
+        ValueError: a key appears twice.
+    """
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        raise ValueError(f"key {twice[:80]!r} appears twice")
+    return found
 
 
 def _entry(

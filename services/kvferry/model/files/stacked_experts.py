@@ -16,7 +16,7 @@ from kvferry.model.config import Experts
 from kvferry.model.files.safetensors_file import StoredTensor, as_float32
 from kvferry.model.tensors import Shape, expert_prefix
 
-_STACKED = re.compile(r"^(.*)mlp\.experts\.(gate_up_proj|down_proj)(_bias)?$")
+_STACKED = re.compile(r"^(model\.layers\.(\d{1,9})\.)mlp\.experts\.(gate_up_proj|down_proj)(_bias)?$")
 OUTPUTS: Mapping[str, Mapping[str, slice]] = {
     "gate_up_proj": {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)},
     "down_proj": {"down_proj": slice(None)},
@@ -58,27 +58,29 @@ class ExpertTensor:
 
 
 def split_experts(
-    tensors: Mapping[str, StoredTensor], experts: Experts
+    tensors: Mapping[str, StoredTensor], experts: Experts, num_layers: int
 ) -> tuple[dict[str, StoredTensor], dict[str, ExpertTensor]]:
-    """Return the tensors by name, with each stack replaced by one tensor per expert. A stack with an unexpected number
-    of experts or dimensions is left for the shape check.
+    """Return the tensors by name, with each stack replaced by one tensor per expert. A stack of an unknown layer, or
+    with an unexpected number of experts or dimensions, is left for the shape check.
 
     Args:
         tensors: tensors of the files by name.
         experts: the model's experts.
+        num_layers: number of the model's layers.
     """
     plain: dict[str, StoredTensor] = {}
     found: dict[str, ExpertTensor] = {}
     for name, stored in tensors.items():
         match = _STACKED.match(name)
-        dimensions = 2 if match and match[3] else 3
-        if match is None or len(stored.shape) != dimensions or stored.shape[0] != experts.count:
+        dimensions = 2 if match and match[4] else 3
+        is_known = match is not None and int(match[2]) < num_layers
+        if match is None or not is_known or len(stored.shape) != dimensions or stored.shape[0] != experts.count:
             plain[name] = stored
             continue
-        last = "bias" if match[3] else "weight"
+        last = "bias" if match[4] else "weight"
         for index in range(experts.count):
-            for projection, outputs in OUTPUTS[match[2]].items():
+            for projection, outputs in OUTPUTS[match[3]].items():
                 found[f"{match[1]}{expert_prefix(index)}{projection}.{last}"] = ExpertTensor(
-                    stored, index, outputs, is_transposed=not match[3]
+                    stored, index, outputs, is_transposed=not match[4]
                 )
     return plain, found

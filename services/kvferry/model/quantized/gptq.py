@@ -54,7 +54,7 @@ def _matrix(parts: Parts, bits: int, group: int | None, is_less: bool, scheme: s
     a_word = 32 // bits
     words = parts.take("qweight", ("I32",))
     inputs, outputs = words.shape[0] * a_word, words.shape[1]
-    size = group or inputs
+    size = min(group or inputs, inputs)
     groups = -(-inputs // size)
     if outputs % a_word:
         raise parts.damaged(f"has {outputs} outputs, not a multiple of {a_word}")

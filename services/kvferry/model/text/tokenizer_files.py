@@ -50,4 +50,11 @@ def checked(
         raise ModelFileError(
             f"{where}: the tokenizer has {tokenizer.num_tokens} tokens, but the model has only {config.vocab_size}"
         )
+    ids = [*tokenizer.vocabulary.values(), *tokenizer.encode("", add_special=True)]
+    largest = max(ids, default=0)
+    if largest >= config.vocab_size:
+        raise ModelFileError(
+            f"{where}: the tokenizer has a token with id {largest}, but the model has only {config.vocab_size} tokens;"
+            " use the tokenizer of this model"
+        )
     return tokenizer

@@ -1,5 +1,6 @@
 """Rotary tables are those of transformers' functions, for every scaling, partly rotated heads and lengths."""
 
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
@@ -100,3 +101,17 @@ def test_local_layers_have_their_own_base_and_no_scaling() -> None:
     cos, sin = rotary_table(config, LayerRope.NONE)
     assert (cos == 1).all()
     assert not sin.any()
+
+
+def test_the_table_of_a_long_context_takes_little_more_memory_than_itself() -> None:
+    config = replace(config_of(SCALINGS["linear"])[0], max_model_tokens=100_000)
+    tracemalloc.start()
+    try:
+        cos, sin = rotary_table(config)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 1.5 * (cos.nbytes + sin.nbytes)
+    at = np.array([16_383, 16_384, 99_999], np.float32)
+    angles = np.outer(at, inverse_frequencies(config)).astype(np.float64)
+    np.testing.assert_array_equal(cos[at.astype(int), HEAD_DIM // 2 :], np.cos(angles).astype(np.float32))

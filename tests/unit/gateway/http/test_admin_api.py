@@ -1,5 +1,6 @@
 """The admin API: its routes are served on the admin port only."""
 
+import json
 from collections.abc import AsyncIterator
 
 import httpx
@@ -61,3 +62,12 @@ async def test_clients_routes_are_not_served_to_operators(gateway: ScriptedGatew
         refused = await client.post(f"{gateway.admin_url}/v1/completions", json=_BODY)
     assert refused.status_code == 404
     assert "/metrics" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("field", ["lora_name", "lora_path"])
+async def test_a_text_that_is_not_unicode_is_refused(gateway: ScriptedGateway, field: str) -> None:
+    body = json.dumps({"lora_name": "a", "lora_path": "a"} | {field: "\ud800"})
+    async with httpx.AsyncClient(timeout=20) as client:
+        refused = await client.post(f"{gateway.admin_url}/v1/load_lora_adapter", content=body)
+    assert refused.status_code == 400
+    assert f"{field} is not valid Unicode" in refused.json()["error"]["message"]

@@ -1,6 +1,7 @@
 """Adapters as PEFT writes them: their tensors, the digest, and refusals by name."""
 
 import json
+import os
 import shutil
 import struct
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from kvferry.core.errors import ModelFileError
 from kvferry.model import tiny
+from kvferry.model.adapters import adapter_folder
 from kvferry.model.adapters.adapter_config import MAX_RANK, read_adapter_config
 from kvferry.model.adapters.adapter_folder import CONFIG_FILE, TENSORS_FILE, read_adapter
 
@@ -93,6 +95,8 @@ BAD_CONFIGS: list[tuple[dict[str, object], str]] = [
     ({"fan_in_fan_out": True}, "fan_in_fan_out"),
     ({"layer_replication": [[0, 1]]}, "layer_replication"),
     ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights"),
+    ({"a\ud800\n\x1b": 1}, r"a\\ud800\\n\\x1b is 1; this field is unknown"),
+    ({"k" * 100: 1}, "kkk is 1; this field is unknown"),
     ({"future_feature": {"a": 1}}, "future_feature is {'a': 1}; this field is unknown"),
     ({"r": 0}, "the rank in r must be a whole number from 1 to 256, not 0"),
     ({"r": True}, "the rank in r must be .*, not True"),
@@ -102,6 +106,8 @@ BAD_CONFIGS: list[tuple[dict[str, object], str]] = [
     ({"lora_alpha": None}, "lora_alpha must be a number .*, not None"),
     ({"lora_alpha": float("nan")}, "lora_alpha must be a number .*, not nan"),
     ({"lora_alpha": 1e300}, "lora_alpha must be a number .*, not 1e+300"),
+    ({"lora_alpha": 10**400}, "lora_alpha must be a number .*, not 10000"),
+    ({"alpha_pattern": {"q_proj": -(10**400)}}, "alpha_pattern must be a number .*, not -10000"),
     ({"use_rslora": "yes"}, "use_rslora is 'yes'"),
     ({"rank_pattern": {".*": 8}}, "regular expressions are not supported"),
     ({"rank_pattern": {"q_proj": 999}}, "the rank in rank_pattern must be .*, not 999"),
@@ -216,6 +222,28 @@ def test_damaged_files_are_refused(folder: Path) -> None:
         read(folder)
     (folder / CONFIG_FILE).unlink()
     with pytest.raises(ModelFileError, match=CONFIG_FILE):
+        read(folder)
+
+
+def test_a_file_that_is_truncated_while_it_is_read_does_not_end_the_process(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check = adapter_folder._check
+
+    def truncating(*args: Any) -> None:
+        check(*args)
+        os.truncate(folder / TENSORS_FILE, 8)
+
+    expected = read(folder)
+    monkeypatch.setattr(adapter_folder, "_check", truncating)
+    assert read(folder).digest == expected.digest
+    with pytest.raises(ModelFileError, match="not a usable safetensors file"):
+        read(folder)
+
+
+def test_a_file_larger_than_any_adapter_of_the_model_is_refused(folder: Path) -> None:
+    os.truncate(folder / TENSORS_FILE, 1 << 40)
+    with pytest.raises(ModelFileError, match="has 1099511627776 bytes; at most"):
         read(folder)
 
 

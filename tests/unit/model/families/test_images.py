@@ -163,6 +163,8 @@ def test_end_tokens_are_those_of_both_objects() -> None:
         ("mistral3", {"text_config": {**TEXT, "rope_scaling": {"type": "mrope"}}}, "'mrope' is not supported"),
         ("qwen3_vl", {"text_config": {"attention_bias": True}}, "attention_bias = True is not supported"),
         ("qwen2_vl", {"text_config": TEXT}, "model_type = 'mistral' is not supported"),
+        ("gemma3", {"text_config": {"final_logit_softcapping": 30.0}}, "final_logit_softcapping = 30.0 is not supp"),
+        ("mistral3", {"text_config": TEXT, "is_causal": False}, "is_causal = False is not supported"),
         ("gemma3", {"text_config": {}, "tie_word_embeddings": "no"}, "tie_word_embeddings must be true or false"),
     ],
 )

@@ -11,6 +11,7 @@ import pytest
 from kvferry.core.errors import ModelFileError
 from kvferry.model.config import Activation, Experts, Latent, LayerRope, ModelConfig, NormPlacement, Scoring
 from kvferry.model.families.registry import FAMILIES, read_config
+from kvferry.model.families.rope_fields import ORIGINAL
 from kvferry.model.rope import YarnRope
 
 WHERE = Path("/models/m/config.json")
@@ -83,7 +84,61 @@ def read(family: str, **raw: object) -> ModelConfig:
         ("llama", {"layer_types": ["full_attention", "sliding_attention"] * 2}, "layer_types"),
         ("llama", {"vision_config": {"x": 1}}, "vision_config"),
         ("llama", {"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false, not 'yes'"),
-        ("llama", {"head_dim": 16, "partial_rotary_factor": 0.55, "hidden_size": 60}, None),
+        ("phi3", {"head_dim": 16, "partial_rotary_factor": 0.55, "hidden_size": 60}, None),
+        (
+            "llama",
+            {"partial_rotary_factor": 0.5},
+            "partial_rotary_factor rotates 8 of 16 values of a head, but LlamaFor",
+        ),
+        ("deepseek_v2", {"num_experts_per_tok": 6, "partial_rotary_factor": 0.5}, "partial_rotary_factor rotates 8"),
+        (
+            "qwen3",
+            {"rope_parameters": {"full_attention": {"rope_theta": 5.0}, "sliding_attention": {"rope_theta": 6.0}}},
+            "rope_parameters.full_attention = {'rope_theta': 5.0} is not supported: this class has one rotary",
+        ),
+        (
+            "gemma3_text",
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+            "this class has an object for each layer type; add full_attention",
+        ),
+        (
+            "qwen2",
+            {"rope_parameters": {"rope_theta": 5.0}, "rope_scaling": {"type": "linear", "factor": 2.0}},
+            "rope_scaling = {'type': 'linear', 'factor': 2.0} is not supported: it differs from rope_parameters",
+        ),
+        (
+            "llama",
+            {
+                "rope_scaling": {
+                    "rope_type": "llama3",
+                    "factor": 8.0,
+                    "low_freq_factor": 4.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 64,
+                }
+            },
+            "rope_scaling.high_freq_factor = 4.0 is not supported: it must be larger than low_freq_factor, 4",
+        ),
+        (
+            "qwen2",
+            {"rope_theta": 1.0, "rope_scaling": {"type": "yarn", "factor": 2.0}},
+            "its rope_theta must be larger than 1, not 1",
+        ),
+        (
+            "qwen2",
+            {"rope_scaling": {"type": "yarn", "factor": 2.0, "beta_slow": 5e-324}},
+            "rope_scaling.beta_slow must be a positive number, not 5e-324; values from 1e-20 to 1e+15",
+        ),
+        ("qwen2", {"head_dim": 2, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "more than two rotated values"),
+        ("llama", {"rope_theta": 1e-300}, "rope_theta must be a positive number, not 1e-300"),
+        ("granite", {"logits_scaling": 1e-40}, "logits_scaling must be a positive number, not 1e-40"),
+        ("mistral", {"layer_types": ["full_attention"] * 4}, "this class applies sliding_window to all layers"),
+        ("phi3", {"sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"] * 2}, "layer_types = ["),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0 is not supported"),
+        ("deepseek_v3", {"norm_topk_prob": None}, "norm_topk_prob must be true or false, not None"),
+        ("llama", {"head_dim": 65536}, "heads of 65536 values for a context of 8192 tokens; at most 1024 values"),
+        ("llama", {"head_dim": 1024, "max_position_embeddings": 4 << 20}, "1073741824 values in all positions"),
+        ("qwen3_moe", {"num_hidden_layers": 4000}, "4000 layers of 128 experts; at most 131072 experts in all layers"),
         ("llama", {"partial_rotary_factor": 1.5}, "rotates 24 of 16 values of a head; it must rotate an even number"),
         ("mistral", {"sliding_window": "wide"}, "sliding_window must be a positive whole number, not 'wide'"),
         ("mistral", {"attention_bias": True}, "attention_bias = True"),
@@ -112,7 +167,7 @@ def read(family: str, **raw: object) -> ModelConfig:
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
         (
             "gemma3_text",
-            {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+            {"rope_parameters": {"full_attention": {}, "sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
             "rope_type = 'linear' is not supported: layers with a sliding window",
         ),
     ],
@@ -137,6 +192,8 @@ def test_a_class_that_is_not_listed_is_refused_by_name() -> None:
 def test_fields_that_are_absent_have_the_defaults_of_the_family() -> None:
     assert read("mistral").windows == (4096,) * 4
     assert read("mistral", sliding_window=None).windows == ()
+    assert read("mistral", sliding_window=None, layer_types=["full_attention"] * 4).windows == ()
+    assert read("mixtral").rope_theta == 1e6
     assert read("qwen2", sliding_window=4096, attention_bias=True).windows == ()
     assert read("qwen2", use_sliding_window=True, max_window_layers=3).windows == (None, None, None, 4096)
     assert read("smollm3").unrotated_layers == (3,)
@@ -183,6 +240,12 @@ def test_phi_3_has_the_original_length_beside_its_scaling() -> None:
     assert scaling is not None
     assert getattr(scaling, "original_max_position", 0) == 2048
     assert getattr(scaling, "attention_factor", 0) == math.sqrt(1 + math.log(4) / math.log(2048))
+
+
+def test_an_original_length_beside_the_scaling_takes_precedence_as_in_transformers() -> None:
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    config = read("llama", original_max_position_embeddings=32, rope_scaling=scaling | {ORIGINAL: 64})
+    assert getattr(config.rope_scaling, "original_max_position", 0) == 32
 
 
 def test_the_published_form_of_gpt_oss_is_read() -> None:

@@ -129,6 +129,14 @@ def changed(tensor: StoredTensor, values: np.ndarray) -> StoredTensor:
     return StoredTensor(values.tobytes(), tensor.dtype, tensor.shape, 0)
 
 
+def test_a_group_that_is_larger_than_the_inputs_takes_no_more_memory() -> None:
+    config, tensors = case("gptq")
+    for name in ("m.scales", "m.qzeros"):
+        tensors[name] = tensors[name].rows(0, 1)
+    tensors["m.g_idx"] = changed(tensors["m.g_idx"], np.zeros(tensors["m.g_idx"].shape, np.int32))
+    read(config | {"group_size": 2**31 - 1}, tensors)
+
+
 @pytest.mark.parametrize("bad", [-1, 2, 2**31 - 1])
 def test_a_missing_group_is_refused(bad: int) -> None:
     config, tensors = case("gptq-desc-act")

@@ -6,16 +6,27 @@ Technical Report, 2025, section 2. Defaults come from the text configuration in 
 
 from dataclasses import replace
 
+from kvferry.model.config import ModelConfig
+from kvferry.model.families.config_fields import ConfigFields
 from kvferry.model.families.gemma import GEMMA3
 from kvferry.model.families.images.text_part import RENAMES, TextPart
 from kvferry.model.families.llama import MISTRAL
 from kvferry.model.families.qwen import QWEN2, QWEN3
+
+
+def _adapt_gemma(fields: ConfigFields, llama: ModelConfig) -> ModelConfig:
+    config = GEMMA3.adapt(fields, llama)
+    if config.logit_soft_cap is not None:
+        fields.refuse("final_logit_softcapping", "this class does not cap logits; remove the field")
+    return config
+
 
 GEMMA3_IMAGES = replace(
     GEMMA3,
     name="gemma3",
     title="Gemma 3 (4b, 12b, 27b; text)",
     architecture="Gemma3ForConditionalGeneration",
+    adapt=_adapt_gemma,
     defaults={
         **GEMMA3.defaults,
         "vocab_size": 262208,

@@ -66,6 +66,8 @@ def text_fields(raw: Json, part: TextPart, where: Path, *, has_head: bool) -> tu
         inner, place = {key: value for key, value in raw.items() if key not in ("vision_config", _KIND)}, str(where)
     assert isinstance(inner, dict), "checked by ConfigFields.inner"
     text: dict[str, object] = dict(inner)
+    if outer.value("is_causal") not in (None, True):
+        outer.refuse("is_causal")
     kind = text.get(_KIND)
     if kind is not None and kind not in part.kinds:
         ConfigFields(text, place).refuse(_KIND, f"the text part must be {' or '.join(part.kinds)}")

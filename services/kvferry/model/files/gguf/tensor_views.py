@@ -112,7 +112,12 @@ def _views(
             (f"{prefix}{room}{_ONE_EXPERT[part]}.{last}" if part in _ONE_EXPERT else name),
             TensorView(info, 0, info.shape),
         )
-    elif part in _EXPERTS and config.experts is not None and info.shape[0] == config.experts.count:
+    elif (
+        part in _EXPERTS
+        and config.experts is not None
+        and info.shape[0] == config.experts.count
+        and int(match[1]) < config.num_layers
+    ):
         inner = info.shape[1:]
         for expert in range(config.experts.count):
             rows = expert * math.prod(inner[:-1])

@@ -47,6 +47,8 @@ def tokenizer_from_gguf(pairs: Mapping[str, Value], config: ModelConfig, where: 
         make, adds_bos = _byte_level(pairs, tokens, types, where)
     adds_bos = pairs.get("tokenizer.ggml.add_bos_token", adds_bos) is True
     bos = config.bos_token_id
+    if bos is not None and not 0 <= bos < len(tokens):
+        raise ModelFileError(f"{where}: tokenizer.ggml.bos_token_id is {bos}, but there are {len(tokens)} tokens")
     return checked(make, config, (bos,) if adds_bos and bos is not None else (), where)
 
 
