@@ -362,7 +362,7 @@ NB_MODULE(_cpu, m) {
       .def_prop_ro("padded_rows", [](const PackedMatrix& p) { return p.matrix.panels * kPanel; })
       .def_prop_ro("format",
                    [](const PackedMatrix& p) {
-                     const char* names[] = {"f32", "f16", "bf16", "codes4", "codes8", "codes4-table"};
+                     const char* names[] = {"f32", "f16", "bf16", "codes4", "codes8", "codes4-table", "codes6"};
                      return std::string(names[int(p.matrix.format)]);
                    })
       .def("pack", &pack_matrix, "types"_a, "parts"_a, "order"_a, "out"_a.noconvert())

@@ -13,10 +13,16 @@ constexpr int kSumWidth = 16;  // inputs per precomputed sum; sums are multiplie
 // apart form a quad, so one mask extracts a quad from a pair of words, and one shift extracts a pair.
 constexpr int nibble_of_pair(int pair) { return pair == 1 ? 2 : pair == 2 ? 1 : pair; }
 
-enum class Format : int { f32 = 0, f16 = 1, bf16 = 2, codes4 = 3, codes8 = 4, table4 = 5 };
+enum class Format : int { f32 = 0, f16 = 1, bf16 = 2, codes4 = 3, codes8 = 4, table4 = 5, codes6 = 6 };
+
+constexpr int kLeast6 = -32;  // the smallest value in codes6, which is added to the stored bits
 
 // Whether quantized values are stored as nibbles: in codes4 the values, in table4 their indices in a table.
 constexpr bool has_nibbles(Format format) { return format == Format::codes4 || format == Format::table4; }
+
+// Inputs and bytes of a group, the unit in which a packed panel is unpacked.
+constexpr int group_inputs(Format format) { return format == Format::codes6 ? 16 : has_nibbles(format) ? 8 : 4; }
+constexpr int group_bytes(Format format) { return format == Format::codes6 ? 192 : 64; }
 
 // Layout [panel][...]; weights/pack.hpp documents the order within a panel.
 struct Matrix {
@@ -27,6 +33,7 @@ struct Matrix {
   int depth = 0;             // cols rounded up to kGroup, padded with zeros
   int block = 0;             // inputs per scale: 16 or 32; quantized formats only
   bool half_scales = false;  // scales and minima are float16 instead of float32
+  int super = 0;             // blocks whose scales are 8-bit multiples of common factors, a power of two; 0: none
   bool has_min = false;      // value = scale * q + minimum; otherwise scale * (q + offset); q: quantized value
   float offset = 0.0f;
   bool has_one_scale = false;  // codes8 without minimum and offset: all blocks of an output have the same scale
@@ -35,10 +42,23 @@ struct Matrix {
   const uint8_t* data = nullptr;
   const float* bias = nullptr;  // [panels * 16] or null
 
-  int code_bytes() const { return has_nibbles(format) ? block * 8 : block * 16; }
-  int scale_bytes() const { return half_scales ? 32 : 64; }
+  int code_bytes() const { return block / group_inputs(format) * group_bytes(format); }
+  int scale_bytes() const { return super ? 16 : half_scales ? 32 : 64; }
   int block_bytes() const { return code_bytes() + scale_bytes() * (has_min ? 2 : 1); }
-  bool has_codes() const { return has_nibbles(format) || format == Format::codes8; }
+  // Float16 factors of a super-block: of scales, then of minima.
+  int factor_bytes() const { return super ? (has_min ? 64 : 32) : 0; }
+  // Offset of a block in a panel, and of its factors.
+  size_t block_at(int b) const {
+    return size_t(b) * size_t(block_bytes()) + (super ? size_t(b / super + 1) * size_t(factor_bytes()) : 0);
+  }
+  size_t factors_at(int b) const {
+    return super ? size_t(b / super) * size_t(super * block_bytes() + factor_bytes()) : 0;
+  }
+  size_t coded_bytes() const {
+    const int blocks = depth / block;
+    return size_t(blocks) * size_t(block_bytes()) + (super ? size_t(blocks / super) * size_t(factor_bytes()) : 0);
+  }
+  bool has_codes() const { return has_nibbles(format) || format == Format::codes6 || format == Format::codes8; }
 };
 
 }  // namespace kvferry

@@ -112,28 +112,27 @@ static void amx_product_bf16(const Matrix& m, const Rows& x, int rows, int panel
 // Unpacks a block of quantized weights into a weight tile: bf16 integers (4-bit values keep kCodeBias, which the
 // minimum compensates) or int8 quads. Tables: the values of indices in table4, as bf16 and as bytes.
 template <class Form, bool Bytes>
-[[gnu::always_inline]] static inline void unpack_block(const uint8_t* at, uint8_t* to, P table, B byte_table) {
-  constexpr bool four = has_nibbles(Form::format), is_table = Form::format == Format::table4;
-  prefetch(at + Form::block * (four ? 8 : 16) + kPrefetchBytes);  // scales
+[[gnu::always_inline]] static inline void unpack_block(const uint8_t* at, uint8_t* to, const PairTable& table,
+                                                       B byte_table) {
+  constexpr bool is_table = Form::format == Format::table4;
+  prefetch(at + Form::block / Form::inputs * Form::group + kPrefetchBytes);  // scales
 #pragma GCC unroll 8
-  for (int g = 0; g < Form::block / (four ? 8 : 4); ++g) {
-    prefetch(at + g * 64 + kPrefetchBytes);
-    if constexpr (four && Bytes) {
-      B low, high;
-      b_codes4(at + g * 64, low, high);
-      if constexpr (is_table) low = b_look_up(byte_table, low), high = b_look_up(byte_table, high);
-      b_store(to + g * 128, low);
-      b_store(to + g * 128 + 64, high);
-    } else if constexpr (four) {
-      const P words = p_load(at + g * 64);
+  for (int g = 0; g < Form::block / Form::inputs; ++g, at += Form::group) {
+    prefetch_group<Form>(at);
+    if constexpr (Bytes) {
+      B quads[Form::inputs / 4];
+      if constexpr (has_nibbles(Form::format)) b_codes4(at, quads[0], quads[1]);
+      if constexpr (is_table) quads[0] = b_look_up(byte_table, quads[0]), quads[1] = b_look_up(byte_table, quads[1]);
+      if constexpr (Form::format == Format::codes6) quads6(at, 0, quads);
+      if constexpr (Form::format == Format::codes8) quads[0] = {quads8(at)};
 #pragma GCC unroll 4
-      for (int i = 0; i < 4; ++i)
-        p_store(to + (g * 4 + i) * 64, is_table ? p_code4(words, table, i) : p_biased4(words, i));
-    } else if constexpr (Bytes) {
-      b_store(to + g * 64, {quads8(at + g * 64)});
+      for (int q = 0; q < Form::inputs / 4; ++q, to += 64) b_store(to, quads[q]);
     } else {
-      p_store(to + g * 128, p_codes8((const int8_t*)at + g * 64));
-      p_store(to + g * 128 + 64, p_codes8((const int8_t*)at + g * 64 + 32));
+      PairGroup<Form> group;
+      group.load(at);
+#pragma GCC unroll 8
+      for (int i = 0; i < Form::inputs / 2; ++i, to += 64)
+        p_store(to, Form::format == Format::codes4 ? p_biased4(group.words[0], i) : group.pair(table, i));
     }
   }
 }
@@ -153,17 +152,16 @@ template <class Form, bool Bytes, int R>
   const bool has_min = adds_minimum(m) || raised;
   const BlockSums input_sums = block_sums<block>(x);
   const int blocks = m.depth / block;
-  const size_t block_bytes = size_t(m.block_bytes()), code_bytes = size_t(m.code_bytes()),
-               stride = size_t(x.stride) * input_bytes;
+  const size_t stride = size_t(x.stride) * input_bytes;
   const size_t groups = size_t(x.stride / kGroup);
-  const uint8_t* const codes = m.data + size_t(panel) * m.panel_bytes;
+  BlockCursor<Form> packed(m, m.data + size_t(panel) * m.panel_bytes), scaled = packed;
   const uint8_t* inputs = Bytes ? (const uint8_t*)x.bytes : (const uint8_t*)x.bf16;
   constexpr bool is_table = Form::format == Format::table4;
-  const P table = is_table ? p_table(m.table) : P{};
+  const PairTable table = Form::format == Format::codes4 ? PairTable{} : pair_table<Form>(m);
   const B byte_table = is_table ? b_signed_table(m.table) : B{};
   if (is_first)
-    for (int b = 0; b < kLag && b < blocks; ++b)
-      unpack_block<Form, Bytes>(codes + b * block_bytes, unpacked + b * step, table, byte_table);
+    for (int b = 0; b < kLag && b < blocks; packed.move(m, b++))
+      unpack_block<Form, Bytes>(packed.at, unpacked + b * step, table, byte_table);
   V total[R][1];
   clear(total);
   const auto block_step = [&](auto number, int b) __attribute__((always_inline)) {
@@ -177,8 +175,10 @@ template <class Form, bool Bytes, int R>
       } else {
         amx_dot_bf16<tile, 4 + tile % 2, 6 + tile % 2>();
       }
-      if (is_first && b + kLag < blocks)
-        unpack_block<Form, Bytes>(codes + (b + kLag) * block_bytes, unpacked + (b + kLag) * step, table, byte_table);
+      if (is_first && b + kLag < blocks) {
+        unpack_block<Form, Bytes>(packed.at, unpacked + (b + kLag) * step, table, byte_table);
+        packed.move(m, b + kLag);
+      }
     }
     if (b >= kStore && b < blocks + kStore) amx_store<(tile + kStore) % 4>(sums[(b - kStore) % kRing], kAmxRowBytes);
     if (b >= kLag && b < blocks + kLag) {
@@ -186,7 +186,8 @@ template <class Form, bool Bytes, int R>
       const float* from = sums[done % kRing];
       const float* scales = Bytes ? x.scales + size_t(done) * block / kGroup : nullptr;
       V scale, minimum, sum[R][1];
-      load_scales(m, codes + done * block_bytes + code_bytes, scale, minimum);
+      scaled.load_scales(m, scale, minimum);
+      scaled.move(m, done);
       if (raised) minimum = v_fma(scale, v_set(-kCodeBias), minimum);
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r)

@@ -26,6 +26,22 @@ constexpr int kByteRows = 6;
 constexpr int kByteRows = 3;
 #endif
 
+// Table of the values that nibbles stand for, in the form of a format's quads.
+template <class Form>
+static inline B quad_table(const Matrix& m) {
+  return Form::format == Format::table4 ? b_table(m.table) : B{};
+}
+
+// Unpacks a group to quads of each output, biased as `s_start8` expects unless the values have 4 bits.
+template <class Form>
+[[gnu::always_inline]] static inline void unpack_quads(const uint8_t* at, B table, B (&quads)[Form::inputs / 4]) {
+  if constexpr (has_nibbles(Form::format)) b_codes4(at, quads[0], quads[1]);
+  if constexpr (Form::format == Format::table4)
+    quads[0] = b_look_up(table, quads[0]), quads[1] = b_look_up(table, quads[1]);
+  if constexpr (Form::format == Format::codes6) b_codes6(at, quads);
+  if constexpr (Form::format == Format::codes8) quads[0] = b_codes8(at);
+}
+
 // Multiplies R rows by C panels, starting at `panel`. `unpacked`: the panels' weights from `unpack_codes8`, if
 // AreUnpacked. With HasOneScale, the sum over all blocks is multiplied by the output's scale once.
 template <class Form, int R, int C, bool AreUnpacked = false, bool HasOneScale = false>
@@ -36,15 +52,18 @@ static inline void tile_bytes(const Matrix& m, int panel, const Rows& x, float* 
   const bool has_min = adds_minimum(m);
   const BlockSums inputs = block_sums<block>(x);
   const size_t halves = size_t(x.stride / kSumWidth), groups = size_t(x.stride / kGroup);
-  [[maybe_unused]] const B table = Form::format == Format::table4 ? b_table(m.table) : B{};
+  [[maybe_unused]] const B table = quad_table<Form>(m);
   const auto add = [](S sum, B codes, const int8_t* quad) {
     return four ? s_add4(sum, codes, inputs_at(quad)) : s_add8(sum, codes, inputs_at(quad));
   };
   V total[R][C];
   clear(total);
-  const uint8_t* at[C];
-  for (int c = 0; c < C; ++c) at[c] = m.data + size_t(panel + c) * m.panel_bytes;
+  BlockCursor<Form> cursor[C];
+  for (int c = 0; c < C; ++c) cursor[c] = BlockCursor<Form>(m, m.data + size_t(panel + c) * m.panel_bytes);
   for (int b = 0, blocks = m.depth / block; b < blocks; ++b) {
+    const uint8_t* at[C];
+#pragma GCC unroll 8
+    for (int c = 0; c < C; ++c) at[c] = cursor[c].at;
     S sum[R][C];
     const int8_t* bytes = x.bytes + size_t(b) * block;
 #pragma GCC unroll 8
@@ -54,35 +73,29 @@ static inline void tile_bytes(const Matrix& m, int panel, const Rows& x, float* 
 #pragma GCC unroll 8
       for (int c = 0; c < C; ++c) sum[r][c] = start;
     }
-    if constexpr (has_nibbles(Form::format) && !AreUnpacked) {
-#pragma GCC unroll 4
-      for (int g = 0; g < block / 8; ++g)
+    const auto add_quad = [&](B codes, int c, int quad) __attribute__((always_inline)) {
 #pragma GCC unroll 8
-        for (int c = 0; c < C; ++c) {
-          B low, high;
-          b_codes4(at[c] + g * 64, low, high);
-          if constexpr (!four) low = b_look_up(table, low), high = b_look_up(table, high);
-          if constexpr (R <= kFusedRows) prefetch(at[c] + g * 64 + kPrefetchBytes);
-#pragma GCC unroll 8
-          for (int r = 0; r < R; ++r) sum[r][c] = add(sum[r][c], low, bytes + size_t(r) * x.stride + g * 8);
-#pragma GCC unroll 8
-          for (int r = 0; r < R; ++r) sum[r][c] = add(sum[r][c], high, bytes + size_t(r) * x.stride + g * 8 + 4);
-        }
-    } else {
-#pragma GCC unroll 8
-      for (int g = 0; g < block / 4; ++g)
-#pragma GCC unroll 8
-        for (int c = 0; c < C; ++c) {
-          const B codes = [&] {
+      for (int r = 0; r < R; ++r) sum[r][c] = add(sum[r][c], codes, bytes + size_t(r) * x.stride + quad * 4);
+    };
 #if KVFERRY_PAIRS
-            if constexpr (AreUnpacked)
-              return b_load(unpacked + (size_t(c) * m.depth + size_t(b) * block + size_t(g) * 4) * kPanel);
-#endif
-            return b_codes8(at[c] + g * 64);
-          }();
-          if constexpr (R <= kFusedRows) prefetch(at[c] + g * 64 + kPrefetchBytes);
+    if constexpr (AreUnpacked) {
 #pragma GCC unroll 8
-          for (int r = 0; r < R; ++r) sum[r][c] = add(sum[r][c], codes, bytes + size_t(r) * x.stride + g * 4);
+      for (int q = 0; q < block / 4; ++q)
+#pragma GCC unroll 8
+        for (int c = 0; c < C; ++c)
+          add_quad(b_load(unpacked + (size_t(c) * m.depth + size_t(b) * block + size_t(q) * 4) * kPanel), c, q);
+    }
+#endif
+    if constexpr (!AreUnpacked) {
+#pragma GCC unroll 8
+      for (int g = 0; g < block / Form::inputs; ++g)
+#pragma GCC unroll 8
+        for (int c = 0; c < C; ++c) {
+          B quads[Form::inputs / 4];
+          unpack_quads<Form>(at[c] + g * Form::group, table, quads);
+          if constexpr (R <= kFusedRows) prefetch_group<Form>(at[c] + g * Form::group);
+#pragma GCC unroll 4
+          for (int q = 0; q < Form::inputs / 4; ++q) add_quad(quads[q], c, g * Form::inputs / 4 + q);
         }
     }
     const float* scales = x.scales + b * block / kGroup;
@@ -93,23 +106,23 @@ static inline void tile_bytes(const Matrix& m, int panel, const Rows& x, float* 
 #pragma GCC unroll 8
         for (int c = 0; c < C; ++c) total[r][c] = v_fma(s_float8(sum[r][c]), step, total[r][c]);
       }
-      for (int c = 0; c < C; ++c) at[c] += m.block_bytes();
+      for (int c = 0; c < C; ++c) cursor[c].move(m, b);
       continue;
     }
 #pragma GCC unroll 8
     for (int c = 0; c < C; ++c) {
       V scale, minimum;
-      load_scales(m, at[c] + m.code_bytes(), scale, minimum);
+      cursor[c].load_scales(m, scale, minimum);
       add_column(total, sum, c, scale, minimum, has_min, inputs.sums + b, inputs.stride, [&](const S& whole, int r) {
         return v_mul(four ? s_float4(whole) : s_float8(whole), v_set(scales[r * groups]));
       });
-      at[c] += m.block_bytes();
+      cursor[c].move(m, b);
     }
   }
   if constexpr (HasOneScale)
     for (int c = 0; c < C; ++c) {
       V scale, none;
-      load_scales(m, m.data + size_t(panel + c) * m.panel_bytes + m.code_bytes(), scale, none);
+      BlockCursor<Form>(m, m.data + size_t(panel + c) * m.panel_bytes).load_scales(m, scale, none);
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) total[r][c] = v_mul(total[r][c], scale);
     }
@@ -120,21 +133,16 @@ static inline void tile_bytes(const Matrix& m, int panel, const Rows& x, float* 
 constexpr int kUnpackedRows = 24;  // with more rows, 8-bit and table weights are unpacked once for all rows
 
 // Unpacks the quantized weights of a panel, without scales: [depth / 4][16][4].
-static inline void unpack_codes8(const Matrix& m, int panel, uint8_t* to) {
-  const uint8_t* at = m.data + size_t(panel) * m.panel_bytes;
-  if (m.format == Format::table4) {
-    const B table = b_table(m.table);
-    for (int b = 0; b < m.depth / m.block; ++b, at += m.block_bytes())
-      for (int g = 0; g < m.block / 8; ++g, to += 128) {
-        B low, high;
-        b_codes4(at + g * 64, low, high);
-        b_store(to, b_look_up(table, low));
-        b_store(to + 64, b_look_up(table, high));
-      }
-    return;
-  }
-  for (int b = 0; b < m.depth / m.block; ++b, at += m.block_bytes())
-    for (int g = 0; g < m.block / 4; ++g, to += 64) b_store(to, b_codes8(at + g * 64));
+template <class Form>
+static inline void unpack_panel_quads(const Matrix& m, int panel, uint8_t* to) {
+  BlockCursor<Form> cursor(m, m.data + size_t(panel) * m.panel_bytes);
+  const B table = quad_table<Form>(m);
+  for (int b = 0; b < m.depth / Form::block; cursor.move(m, b++))
+    for (int g = 0; g < Form::block / Form::inputs; ++g) {
+      B quads[Form::inputs / 4];
+      unpack_quads<Form>(cursor.at + g * Form::group, table, quads);
+      for (int q = 0; q < Form::inputs / 4; ++q, to += 64) b_store(to, quads[q]);
+    }
 }
 #endif
 
@@ -146,7 +154,11 @@ static void product_of_bytes(const Matrix& m, const Rows& x, int rows, int panel
   const int step = balanced_rows(rows, kByteRows);
 #if KVFERRY_PAIRS
   const bool are_unpacked = rows > kUnpackedRows && m.format != Format::codes4;
-  for (int p = 0; are_unpacked && p < panels; ++p) unpack_codes8(m, panel + p, scratch + size_t(p) * m.depth * kPanel);
+  if (are_unpacked)
+    with_codes(m, [&](auto form) {
+      for (int p = 0; p < panels; ++p)
+        unpack_panel_quads<decltype(form)>(m, panel + p, scratch + size_t(p) * m.depth * kPanel);
+    });
 #endif
   for (int p = 0; p < panels;) {
     // A single row is bound by memory bandwidth, and one stream is then faster than several.
@@ -160,7 +172,7 @@ static void product_of_bytes(const Matrix& m, const Rows& x, int rows, int panel
           with_codes(m, [&](auto form) {
             using Form = decltype(form);
 #if KVFERRY_PAIRS
-            if constexpr (Form::format == Format::table4)
+            if constexpr (Form::format == Format::table4 || Form::format == Format::codes6)
               if (are_unpacked)
                 return tile_bytes<Form, R, C, true>(m, panel + p, at, out, scratch + size_t(p) * m.depth * kPanel);
             if constexpr (Form::format == Format::codes8) {

@@ -29,35 +29,46 @@ static inline constexpr size_t unpacked_block(int block) { return size_t(block) 
 
 // Table of the values that nibbles stand for; unused in codes4, where a nibble is the value.
 template <class Form>
-static inline W nibble_table(const Matrix& m) {
+static inline W word_table(const Matrix& m) {
   return Form::format == Format::table4 ? w_table(m.table) : W{};
 }
 
-// Unpacks one of the four pairs in each lane of packed nibbles.
+// A group of packed weights, of which each pair of inputs is unpacked to int16.
 template <class Form>
-[[gnu::always_inline]] static inline W nibble_pair(W packed, W table, int pair) {
-  return Form::format == Format::table4 ? w_table4(packed, table, pair) : w_code4(packed, pair);
-}
+struct WordGroup {
+  const uint8_t* at;
+  W words[4];
+
+  [[gnu::always_inline]] explicit WordGroup(const uint8_t* from) : at(from) {
+    if constexpr (has_nibbles(Form::format)) words[0] = w_load((const int16_t*)at);
+    if constexpr (Form::format == Format::codes6) {
+#pragma GCC unroll 3
+      for (int i = 0; i < 3; ++i) words[i] = w_load((const int16_t*)(at + 64 * i));
+      words[3] = w_last6(words[0], words[1], words[2]);
+    }
+  }
+  [[gnu::always_inline]] W pair(W table, int i) const {
+    if constexpr (Form::format == Format::codes4) return w_code4(words[0], i);
+    if constexpr (Form::format == Format::table4) return w_table4(words[0], table, i);
+    if constexpr (Form::format == Format::codes6) return w_code6(words[i / 2], i % 2);
+    return w_codes8((const int8_t*)at + 32 * i);
+  }
+};
 
 template <class Form>
 static inline void unpack_words(const Matrix& m, int panel, uint8_t* to) {
-  const uint8_t* at = m.data + size_t(panel) * m.panel_bytes;
-  [[maybe_unused]] const W table = nibble_table<Form>(m);
-  for (int b = 0, blocks = m.depth / Form::block; b < blocks;
-       ++b, at += m.block_bytes(), to += unpacked_block(Form::block)) {
+  BlockCursor<Form> from(m, m.data + size_t(panel) * m.panel_bytes);
+  const W table = word_table<Form>(m);
+  for (int b = 0, blocks = m.depth / Form::block; b < blocks; from.move(m, b++), to += unpacked_block(Form::block)) {
     int16_t* codes = (int16_t*)to;
-    if constexpr (has_nibbles(Form::format)) {
-      for (int g = 0; g < Form::block / 8; ++g) {
-        const W packed = w_load((const int16_t*)(at + g * 64));
-#pragma GCC unroll 4
-        for (int i = 0; i < 4; ++i) w_store(codes + (g * 4 + i) * 2 * kPanel, nibble_pair<Form>(packed, table, i));
-      }
-    } else {
-      for (int i = 0; i < Form::block / 2; ++i) w_store(codes + i * 2 * kPanel, w_codes8((const int8_t*)at + i * 32));
+    for (int g = 0; g < Form::block / Form::inputs; ++g) {
+      const WordGroup<Form> group(from.at + g * Form::group);
+#pragma GCC unroll 8
+      for (int i = 0; i < Form::inputs / 2; ++i, codes += 2 * kPanel) w_store(codes, group.pair(table, i));
     }
     V scale, minimum;
-    load_scales(m, at + m.code_bytes(), scale, minimum);
-    float* scales = (float*)(codes + Form::block * kPanel);
+    from.load_scales(m, scale, minimum);
+    float* scales = (float*)codes;
     v_store(scales, scale);
     v_store(scales + kPanel, minimum);
   }
@@ -70,10 +81,12 @@ static inline void tile_words(const Matrix& m, const uint8_t* at, const Rows& x,
   const bool has_min = adds_minimum(m);
   const BlockSums inputs = block_sums<block>(x);
   const size_t groups = size_t(x.stride / kGroup);
-  [[maybe_unused]] const W table = nibble_table<Form>(m);
+  const W table = word_table<Form>(m);
   V total[R][1];
   clear(total);
+  BlockCursor<Form> packed(m, at);
   for (int b = 0, blocks = m.depth / block; b < blocks; ++b) {
+    if constexpr (IsPacked) at = packed.at;
     const int16_t* words = x.words + size_t(b) * block;
     [[maybe_unused]] const int16_t* low_words = HasLowWords ? x.low_words + size_t(b) * block : nullptr;
     I sum[R][1];
@@ -100,23 +113,15 @@ static inline void tile_words(const Matrix& m, const uint8_t* at, const Rows& x,
       minimum = v_load((const float*)(codes + block * kPanel) + kPanel);
       at += unpacked_block(block);
     } else {
-      if constexpr (has_nibbles(Form::format)) {
 #pragma GCC unroll 1
-        for (int g = 0; g < block / 8; ++g) {
-          prefetch(at + g * 64 + kPrefetchBytes);
-          const W packed = w_load((const int16_t*)(at + g * 64));
-#pragma GCC unroll 4
-          for (int i = 0; i < 4; ++i) add(nibble_pair<Form>(packed, table, i), g * 4 + i);
-        }
-      } else {
+      for (int g = 0; g < block / Form::inputs; ++g) {
+        prefetch_group<Form>(at + g * Form::group);
+        const WordGroup<Form> group(at + g * Form::group);
 #pragma GCC unroll 8
-        for (int i = 0; i < block / 2; ++i) {
-          if (i % 2 == 0) prefetch(at + i * 32 + kPrefetchBytes);
-          add(w_codes8((const int8_t*)at + i * 32), i);
-        }
+        for (int i = 0; i < Form::inputs / 2; ++i) add(group.pair(table, i), g * Form::inputs / 2 + i);
       }
-      load_scales(m, at + m.code_bytes(), scale, minimum);
-      at += m.block_bytes();
+      packed.load_scales(m, scale, minimum);
+      packed.move(m, b);
     }
     const float* scales = x.scales + b * block / kGroup;
     add_column(total, sum, 0, scale, minimum, has_min, inputs.sums + b, inputs.stride, [&](const I& whole, int r) {

@@ -55,6 +55,10 @@ static inline float v_reduce_max(V x) {
   s = _mm_max_ps(s, _mm_movehl_ps(s, s));
   return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s)));
 }
+static inline V v_load_bytes(const int8_t* p) {
+  return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p))),
+          _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(p + 8))))};
+}
 static inline V v_load_half(const uint16_t* p) {
   return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)),
           _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + 8)))};
@@ -167,6 +171,24 @@ static inline W w_table4(W packed, W table, int pair) {
   return {(Int16x16)half_table4((__m256i)packed.a, (__m256i)table.a, nibble),
           (Int16x16)half_table4((__m256i)packed.b, (__m256i)table.a, nibble)};
 }
+static inline __m256i last6(__m256i a, __m256i b, __m256i c) {
+  const auto bits = [](__m256i words, int by, int mask) {
+    return _mm256_and_si256(_mm256_srli_epi16(words, by), _mm256_set1_epi8(char(mask)));
+  };
+  return _mm256_or_si256(bits(a, 6, 0x03), _mm256_or_si256(bits(b, 4, 0x0c), bits(c, 2, 0x30)));
+}
+static inline W w_last6(W a, W b, W c) {
+  return {(Int16x16)last6((__m256i)a.a, (__m256i)b.a, (__m256i)c.a),
+          (Int16x16)last6((__m256i)a.b, (__m256i)b.b, (__m256i)c.b)};
+}
+static inline W w_code6(W words, int byte) {
+  const __m256i mask = _mm256_set1_epi16(63), least = _mm256_set1_epi16(kLeast6);
+  const auto half = [&](Int16x16 x) {
+    const __m256i shifted = byte ? _mm256_srli_epi16((__m256i)x, 8) : (__m256i)x;
+    return (Int16x16)_mm256_add_epi16(_mm256_and_si256(shifted, mask), least);
+  };
+  return {half(words.a), half(words.b)};
+}
 static inline W w_codes8(const int8_t* p) {
   return {(Int16x16)_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p)),
           (Int16x16)_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)(p + 16)))};
@@ -236,6 +258,16 @@ static inline B b_table(const int8_t* values) {
 }
 static inline B b_look_up(B table, B indices) {
   return {_mm256_shuffle_epi8(table.a, indices.a), _mm256_shuffle_epi8(table.a, indices.b)};
+}
+static inline void b_codes6(const uint8_t* p, B (&quads)[4]) {
+  const __m256i mask = _mm256_set1_epi8(63), least = _mm256_set1_epi8(kLeast6);
+  for (int half = 0; half < 2; ++half, p += 32) {
+    const auto load = [p](int i) { return _mm256_loadu_si256((const __m256i*)(p + 64 * i)); };
+    const __m256i words[4] = {load(0), load(1), load(2), last6(load(0), load(1), load(2))};
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i)
+      (half ? quads[i].b : quads[i].a) = _mm256_add_epi8(_mm256_and_si256(words[i], mask), least);
+  }
 }
 static inline B b_codes8(const uint8_t* p) {
   const __m256i first = _mm256_loadu_si256((const __m256i*)p), second = _mm256_loadu_si256((const __m256i*)(p + 32));

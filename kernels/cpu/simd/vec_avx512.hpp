@@ -46,6 +46,9 @@ static inline float v_reduce_add(V x) {
   return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
 }
 static inline float v_reduce_max(V x) { return _mm512_reduce_max_ps(x.v); }
+static inline V v_load_bytes(const int8_t* p) {
+  return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)))};
+}
 static inline V v_load_half(const uint16_t* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p))}; }
 static inline void v_load_pairs(const uint16_t* p, V& first, V& second) {
   const __m512i lanes = _mm512_loadu_si512(p);
@@ -170,6 +173,29 @@ constexpr float kCodeBias = 16.0f;
   const P at = shift < 0 ? _mm512_slli_epi16(words, unsigned(-shift)) : _mm512_srli_epi16(words, unsigned(shift));
   return _mm512_ternarylogic_epi64(at, _mm512_set1_epi16(0x78), _mm512_set1_epi16(0x4180), 0xea);  // (at & 0x78) | 16.0
 }
+// The 64 values of codes6 as bfloat16, the second half in `upper`.
+static inline void p_table6(P& lower, P& upper) {
+  alignas(64) uint16_t table[64];
+  for (int i = 0; i < 64; ++i) {
+    const float x = float(kLeast6 + i);
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    table[i] = uint16_t(bits >> 16);
+  }
+  lower = _mm512_load_si512(table);
+  upper = _mm512_load_si512(table + 32);
+}
+// Collects the fourth word of a group of codes6 from the upper two bits of each byte of three words. The upper two bits
+// of each of its bytes are arbitrary.
+[[gnu::always_inline]] static inline P p_last6(P a, P b, P c) {
+  const P second = _mm512_set1_epi8(0x0c), third = _mm512_set1_epi8(0x30);
+  const P both = _mm512_ternarylogic_epi64(second, _mm512_srli_epi16(b, 4), _mm512_srli_epi16(a, 6), 0xca);
+  return _mm512_ternarylogic_epi64(third, _mm512_srli_epi16(c, 2), both, 0xca);
+}
+// Unpacks the pair of the lower or upper bytes. The permutation ignores all but 6 bits of an index.
+[[gnu::always_inline]] static inline P p_code6(P words, P lower, P upper, int byte) {
+  return _mm512_permutex2var_epi16(lower, byte ? _mm512_srli_epi16(words, 8) : words, upper);
+}
 static inline P p_codes8(const int8_t* p) {
   const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
   const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)(p + 16))));
@@ -218,6 +244,13 @@ static inline void b_codes4(const uint8_t* p, B& low, B& high) {
   low = {_mm512_and_si512(words, mask)};
   high = {_mm512_and_si512(_mm512_srli_epi16(words, 4), mask)};
 }
+// Unpacks a group of codes6 to four quads of values + `add`.
+static inline void quads6(const uint8_t* p, int add, B (&quads)[4]) {
+  const __m512i a = _mm512_loadu_si512(p), b = _mm512_loadu_si512(p + 64), c = _mm512_loadu_si512(p + 128);
+  const __m512i words[4] = {a, b, c, p_last6(a, b, c)}, plus = _mm512_set1_epi8(char(kLeast6 + add));
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) quads[i] = {_mm512_add_epi8(_mm512_and_si512(words[i], _mm512_set1_epi8(63)), plus)};
+}
 static inline __m512i quads8(const uint8_t* p) {
   const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
                                          5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
@@ -225,6 +258,7 @@ static inline __m512i quads8(const uint8_t* p) {
 }
 // vpdpbusd has one unsigned operand, so weights are biased by 128, and sums start at -128 times the sum of the inputs.
 static inline B b_codes8(const uint8_t* p) { return {_mm512_xor_si512(quads8(p), _mm512_set1_epi8(char(0x80)))}; }
+static inline void b_codes6(const uint8_t* p, B (&quads)[4]) { quads6(p, 128, quads); }  // biased like b_codes8
 static inline B b_signed_table(const int8_t* values) {
   return {_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)values))};
 }

@@ -101,6 +101,12 @@ static inline float half_to_float(uint16_t h) {
   return magnitude;
 }
 
+static inline V v_load_bytes(const int8_t* p) {
+  V r;
+  for (int i = 0; i < 16; ++i) r.q[i / 4][i % 4] = float(p[i]);
+  return r;
+}
+
 static inline V v_load_half(const uint16_t* p) {
   V r;
   for (int i = 0; i < 16; ++i) r.q[i / 4][i % 4] = half_to_float(p[i]);
@@ -182,6 +188,21 @@ static inline W w_table4(W packed, W table, int pair) {
   for (int j = 0; j < 32; ++j) r.v[j] = table.v[r.v[j]];
   return r;
 }
+// Collects the fourth word of each lane in a group of codes6 from the upper two bits of each byte of three words; see
+// weights/pack.hpp.
+static inline W w_last6(W a, W b, W c) {
+  W r;
+  for (int j = 0; j < 32; ++j)
+    r.v[j] =
+        int16_t((uint16_t(a.v[j]) >> 6 & 0x0303) | (uint16_t(b.v[j]) >> 4 & 0x0c0c) | (uint16_t(c.v[j]) >> 2 & 0x3030));
+  return r;
+}
+// Unpacks the pair of the lower or upper bytes of each lane in codes6.
+static inline W w_code6(W words, int byte) {
+  W r;
+  for (int j = 0; j < 32; ++j) r.v[j] = int16_t((uint16_t(words.v[j]) >> (8 * byte) & 63) + kLeast6);
+  return r;
+}
 // Sign-extends 32 8-bit values; value j of lane o is byte 2 o + j.
 static inline W w_codes8(const int8_t* p) {
   W r;
@@ -255,6 +276,13 @@ static inline B b_look_up(B table, B indices) {
   B r;
   for (int i = 0; i < 64; ++i) r.v[i] = table.v[indices.v[i]];
   return r;
+}
+// Unpacks a group of codes6 to four quads of each lane.
+static inline void b_codes6(const uint8_t* p, B (&quads)[4]) {
+  for (int i = 0; i < 64; ++i) {
+    const int last = p[i] >> 6 | (p[64 + i] >> 6) << 2 | (p[128 + i] >> 6) << 4;
+    for (int q = 0; q < 4; ++q) quads[q].v[i] = int8_t((q < 3 ? p[64 * q + i] & 63 : last) + kLeast6);
+  }
 }
 // Combines 64 bytes of 8-bit values (two pairs per lane) into one quad per lane.
 static inline B b_codes8(const uint8_t* p) {

@@ -43,7 +43,8 @@ static inline void dequantize_matrix_row(const Matrix& m, int row, float* to) {
     v_store(wide, v_load_half(lanes));
     return wide[0];
   };
-  const auto scale_at = [&](const uint8_t* scales) {
+  const auto scale_at = [&](const uint8_t* scales, const uint8_t* factors) {
+    if (m.super) return half(factors + lane * 2) * float(int8_t(scales[lane]));
     if (m.half_scales) return half(scales + lane * 2);
     float value;
     std::memcpy(&value, scales + lane * 4, 4);
@@ -61,7 +62,8 @@ static inline void dequantize_matrix_row(const Matrix& m, int row, float* to) {
         break;
       }
       default: {
-        const uint8_t* block = panel + size_t(k / m.block) * m.block_bytes();
+        const uint8_t* block = panel + m.block_at(k / m.block);
+        const uint8_t* factors = panel + m.factors_at(k / m.block);
         const int inner = k % m.block;
         float code;
         if (has_nibbles(m.format)) {
@@ -69,12 +71,17 @@ static inline void dequantize_matrix_row(const Matrix& m, int row, float* to) {
           std::memcpy(&word, block + (inner / 8) * 64 + (lane * 2 + inner % 2) * 2, 2);
           const int nibble = word >> (4 * nibble_of_pair(inner % 8 / 2)) & 15;
           code = float(m.format == Format::table4 ? m.table[nibble] : nibble);
+        } else if (m.format == Format::codes6) {
+          const int pair = inner % 16 / 2;
+          const uint8_t* at = block + inner / 16 * 192 + (lane * 2 + inner % 2) * 2 + pair % 2;
+          const int last = at[0] >> 6 | (at[64] >> 6) << 2 | (at[128] >> 6) << 4;
+          code = float((pair < 6 ? at[pair / 2 * 64] & 63 : last) + kLeast6);
         } else {
           code = float(int8_t(block[(inner / 2) * 32 + lane * 2 + inner % 2]));
         }
         const uint8_t* scales = block + m.code_bytes();
-        const float scale = scale_at(scales);
-        to[k] = scale * code + (m.has_min ? scale_at(scales + m.scale_bytes()) : scale * m.offset);
+        const float scale = scale_at(scales, factors);
+        to[k] = scale * code + (m.has_min ? scale_at(scales + m.scale_bytes(), factors + 32) : scale * m.offset);
       }
     }
   }

@@ -43,11 +43,13 @@ RowTraits traits_of(RowType type) {
 
 namespace {
 
-float half_at(const uint8_t* p) {
+uint16_t half_bits(const uint8_t* p) {
   uint16_t h;
   std::memcpy(&h, p, 2);
-  return portable::half_to_float(h);
+  return h;
 }
+
+float half_at(const uint8_t* p) { return portable::half_to_float(half_bits(p)); }
 
 void unpack_scale_pair(int i, const uint8_t* s, int& scale, int& minimum) {
   if (i < 4) {
@@ -105,21 +107,31 @@ void decode_block(RowType type, const uint8_t* b, int at, CodedRow& row) {
     for (int i = 0; i < 32; ++i) codes[i] = t.table[codes[i]];
 }
 
+// Sets the factors of a super-block of 256 values, the file's float16 numbers at `d` and `least`, and multiplies its
+// integers by them.
+void scale_super_block(const uint8_t* d, const uint8_t* least, int at, CodedRow& row) {
+  row.scale_factors[size_t(at) / 256] = half_bits(d);
+  row.minimum_factors[size_t(at) / 256] = least ? uint16_t(half_bits(least) ^ 0x8000) : 0;
+  for (size_t i = size_t(at) / 16; i < size_t(at) / 16 + 16; ++i) {
+    row.scales[i] = half_at(d) * float(row.scale_codes[i]);
+    row.minima[i] = least ? -half_at(least) * float(row.minimum_codes[i]) : 0.0f;
+  }
+}
+
 // K-quants: super-blocks of 256 values.
 void decode_super_block(RowType type, const uint8_t* b, int at, CodedRow& row) {
   int8_t* codes = row.codes.data() + at;
-  float* scales = row.scales.data() + at / 16;
-  float* minima = row.minima.data() + at / 16;
+  int8_t* scales = row.scale_codes.data() + at / 16;
+  int8_t* minima = row.minimum_codes.data() + at / 16;
   if (type == RowType::q4_k || type == RowType::q5_k) {
-    const float d = half_at(b), least = half_at(b + 2);
     const uint8_t* high = b + 16;
     const uint8_t* low = type == RowType::q5_k ? b + 48 : b + 16;
     for (int i = 0; i < 8; ++i) {
       int scale, minimum;
       unpack_scale_pair(i, b + 4, scale, minimum);
       for (int half = 0; half < 2; ++half) {
-        scales[2 * i + half] = d * float(scale);
-        minima[2 * i + half] = -(least * float(minimum));
+        scales[2 * i + half] = int8_t(scale);
+        minima[2 * i + half] = int8_t(minimum);
       }
       for (int l = 0; l < 32; ++l) {
         const uint8_t byte = low[(i / 2) * 32 + l];
@@ -128,9 +140,8 @@ void decode_super_block(RowType type, const uint8_t* b, int at, CodedRow& row) {
         codes[i * 32 + l] = int8_t(code);
       }
     }
+    scale_super_block(b, b + 2, at, row);
   } else if (type == RowType::q6_k) {
-    const float d = half_at(b + 208);
-    const int8_t* sc = reinterpret_cast<const int8_t*>(b + 192);
     for (int n = 0; n < 2; ++n) {
       const uint8_t *low = b + n * 64, *high = b + 128 + n * 32;
       for (int l = 0; l < 32; ++l) {
@@ -140,28 +151,25 @@ void decode_super_block(RowType type, const uint8_t* b, int at, CodedRow& row) {
         codes[n * 128 + l + 96] = int8_t(((low[l + 32] >> 4) | (high[l] >> 6 & 3) << 4) - 32);
       }
     }
-    for (int i = 0; i < 16; ++i) {
-      scales[i] = d * float(sc[i]);
-      minima[i] = 0.0f;
-    }
+    std::memcpy(scales, b + 192, 16);
+    scale_super_block(b + 208, nullptr, at, row);
   } else if (type == RowType::q2_k) {
-    const float d = half_at(b + 80), least = half_at(b + 82);
     for (int i = 0; i < 16; ++i) {
-      scales[i] = d * float(b[i] & 15);
-      minima[i] = -(least * float(b[i] >> 4));
+      scales[i] = int8_t(b[i] & 15);
+      minima[i] = int8_t(b[i] >> 4);
     }
+    scale_super_block(b + 80, b + 82, at, row);
     for (int n = 0; n < 2; ++n)
       for (int j = 0; j < 4; ++j)
         for (int l = 0; l < 32; ++l) codes[n * 128 + j * 32 + l] = int8_t(b[16 + n * 32 + l] >> (2 * j) & 3);
   } else {  // q3_k
-    const float d = half_at(b + 108);
     const uint8_t *mask = b, *low = b + 32, *s = b + 96;
     for (int i = 0; i < 16; ++i) {
       const int lower = i < 8 ? s[i] & 15 : s[i - 8] >> 4;
       const int upper = s[8 + i % 4] >> (2 * (i / 4)) & 3;
-      scales[i] = d * float((lower | upper << 4) - 32);
-      minima[i] = 0.0f;
+      scales[i] = int8_t((lower | upper << 4) - 32);
     }
+    scale_super_block(b + 108, nullptr, at, row);
     for (int n = 0; n < 2; ++n)
       for (int j = 0; j < 4; ++j)
         for (int l = 0; l < 32; ++l) {

@@ -68,7 +68,9 @@ void pack_code_lane(const Matrix& m, const CodedRow& row, int lane, int shift, u
   const bool is_table = m.format == Format::table4;
   const auto indices = is_table ? indices_of(m.table) : std::array<uint8_t, 256>{};
   const auto nibble = [&](int8_t code) { return is_table ? indices[uint8_t(code)] : code & 15; };
-  for (int b = 0; b < m.depth / m.block; ++b, out += m.block_bytes()) {
+  uint8_t* const panel = out;
+  for (int b = 0; b < m.depth / m.block; ++b) {
+    out = panel + m.block_at(b);
     const int8_t* codes = row.codes.data() + b * m.block;
     if (has_nibbles(m.format)) {
       for (int g = 0; g < m.block / 8; ++g)
@@ -78,13 +80,29 @@ void pack_code_lane(const Matrix& m, const CodedRow& row, int lane, int shift, u
             word = uint16_t(word | nibble(codes[g * 8 + 2 * i + j]) << (4 * nibble_of_pair(i)));
           std::memcpy(out + g * 64 + (lane * 2 + j) * 2, &word, 2);
         }
+    } else if (m.format == Format::codes6) {
+      for (int k = 0; k < m.block; ++k) {
+        uint8_t* word = out + k / 16 * 192 + (lane * 2 + k % 2) * 2 + k / 2 % 2;
+        const int code = codes[k] - kLeast6, pair = k % 16 / 2;
+        if (pair < 6) {
+          word[pair / 2 * 64] = uint8_t(word[pair / 2 * 64] | code);
+        } else {
+          for (int part = 0; part < 3; ++part) word[part * 64] |= uint8_t((code >> (2 * part) & 3) << 6);
+        }
+      }
     } else {
       for (int k = 0; k < m.block; ++k) out[(k / 2) * 32 + lane * 2 + k % 2] = uint8_t(codes[k] + shift);
     }
     uint8_t* scales = out + m.code_bytes();
     uint8_t* minima = scales + m.scale_bytes();
     const size_t i = size_t(b) * m.block / 16;
-    if (m.half_scales) {
+    if (m.super) {
+      scales[lane] = uint8_t(row.scale_codes[i]);
+      if (m.has_min) minima[lane] = uint8_t(row.minimum_codes[i]);
+      uint8_t* factors = panel + m.factors_at(b);
+      std::memcpy(factors + lane * 2, &row.scale_factors[i / 16], 2);
+      if (m.has_min) std::memcpy(factors + 32 + lane * 2, &row.minimum_factors[i / 16], 2);
+    } else if (m.half_scales) {
       std::memcpy(scales + lane * 2, &row.half_scales[i], 2);
       if (m.has_min) std::memcpy(minima + lane * 2, &row.half_minima[i], 2);
     } else {
@@ -125,7 +143,8 @@ Matrix packed_layout(const std::string& wanted, const std::vector<RowType>& type
     for (RowType type : types)
       if (traits_of(type).table != table) table = nullptr;
     if (!all_same) {
-      t = {0, 0, 32, false, false, false, 0};
+      const bool have_factors = std::all_of(types.begin(), types.end(), [](RowType x) { return traits_of(x).super(); });
+      t = {have_factors ? 256 : 0, 0, 32, false, false, false, 0};
       for (RowType type : types) {
         const RowTraits each = traits_of(type);
         t.block = std::min(t.block, each.block);
@@ -134,13 +153,14 @@ Matrix packed_layout(const std::string& wanted, const std::vector<RowType>& type
       }
       t.has_min = t.has_min || !t.wide_code;
     }
-    m.format = table ? Format::table4 : t.wide_code ? Format::codes8 : Format::codes4;
+    m.format = table ? Format::table4 : !t.wide_code ? Format::codes4 : t.super() ? Format::codes6 : Format::codes8;
     if (table) std::copy_n(table, 16, m.table);
     m.block = t.block;
     m.half_scales = t.half_scales;
+    m.super = t.super();
     m.has_min = t.has_min;
     m.offset = t.offset;
-    m.panel_bytes = size_t(m.depth / m.block) * size_t(m.block_bytes());
+    m.panel_bytes = m.coded_bytes();
     return m;
   }
   if (wanted == "shipped") {
@@ -198,7 +218,7 @@ void pack(const Matrix& m, const std::vector<Part>& parts, const int64_t* order,
 }
 
 bool has_one_scale(const Matrix& m) {
-  if (m.format != Format::codes8 || m.has_min || m.offset != 0.0f) return false;
+  if (m.format != Format::codes8 || m.has_min || m.offset != 0.0f || m.super) return false;
   const size_t scales = size_t(m.scale_bytes());
   for (int p = 0; p < m.panels; ++p) {
     const uint8_t* first = m.data + size_t(p) * m.panel_bytes + m.code_bytes();

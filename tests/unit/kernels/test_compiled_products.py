@@ -240,7 +240,8 @@ def test_rows_are_packed_in_the_given_order() -> None:
     ("names", "form"),
     [
         (("Q4_1", "Q8_0"), "codes8"),
-        (("Q4_K", "Q6_K"), "codes8"),
+        (("Q4_K", "Q6_K"), "codes6"),
+        (("Q6_K", "Q5_0"), "codes8"),
         (("Q4_0", "Q5_1"), "codes8"),
         (("Q4_0", "IQ4_NL"), "codes8"),
         (("Q4_0", "Q4_1"), "codes4"),
