@@ -107,12 +107,11 @@ static inline int panels_per_pass(const Matrix& m, int rows) {
 
 // Number of columns of a fused tile when `left` panels remain.
 static inline int fused_columns(const Matrix& m, int rows, int left) {
-  // For 8 and 16 bits per weight, one memory stream is faster than four, and the chain of bf16 dot products for a single
-  // panel is still faster than memory. For fewer bits, that chain is slower, and four panels hide its latency. In codes6,
-  // more than 2 panels of more than 2 rows do not fit the registers.
-  const bool is_narrow = has_nibbles(m.format) || m.format == Format::codes6;
-  const int few = takes_pairs(m.format) && !is_narrow ? 1 : 4, more = m.format == Format::codes6 ? 2 : 4;
-  const int max_pairs = rows <= 2 ? few : more, max_floats = rows == 1 ? 4 : 1;
+  // For 8 and 16 bits per weight, one memory stream is faster than four. For fewer bits, a single panel's chain of bf16
+  // dot products is slower than memory. In codes6, more than 2 panels of more than 2 rows do not fit the registers.
+  const bool is_six = m.format == Format::codes6, is_narrow = has_nibbles(m.format) || is_six;
+  const int few = takes_pairs(m.format) && !is_narrow ? 1 : 4, max_pairs = rows <= 2 ? few : is_six ? 2 : 4;
+  const int max_floats = rows == 1 ? 4 : 1;
   const int max_tile = KVFERRY_PAIRS ? max_pairs : max_floats;
   return left >= max_tile ? max_tile : max_tile > 2 && left >= 2 ? 2 : 1;
 }
