@@ -33,7 +33,7 @@ struct Matrix {
   int depth = 0;             // cols rounded up to kGroup, padded with zeros
   int block = 0;             // inputs per scale: 16 or 32; quantized formats only
   bool half_scales = false;  // scales and minima are float16 instead of float32
-  int super = 0;             // blocks whose scales are 8-bit multiples of common factors, a power of two; 0: none
+  int factor_blocks = 0;     // blocks whose scales are 8-bit multiples of common factors, a power of two; 0: none
   bool has_min = false;      // value = scale * q + minimum; otherwise scale * (q + offset); q: quantized value
   float offset = 0.0f;
   bool has_one_scale = false;  // codes8 without minimum and offset: all blocks of an output have the same scale
@@ -43,21 +43,17 @@ struct Matrix {
   const float* bias = nullptr;  // [panels * 16] or null
 
   int code_bytes() const { return block / group_inputs(format) * group_bytes(format); }
-  int scale_bytes() const { return super ? 16 : half_scales ? 32 : 64; }
+  int scale_bytes() const { return factor_blocks ? 16 : half_scales ? 32 : 64; }
   int block_bytes() const { return code_bytes() + scale_bytes() * (has_min ? 2 : 1); }
   // Float16 factors of a super-block: of scales, then of minima.
-  int factor_bytes() const { return super ? (has_min ? 64 : 32) : 0; }
-  // Offset of a block in a panel, and of its factors.
-  size_t block_at(int b) const {
-    return size_t(b) * size_t(block_bytes()) + (super ? size_t(b / super + 1) * size_t(factor_bytes()) : 0);
+  int factor_bytes() const { return factor_blocks ? (has_min ? 64 : 32) : 0; }
+  // Bytes of the first `blocks` blocks of a panel, with the factors of every complete super-block.
+  size_t bytes_of(int blocks) const {
+    return size_t(blocks) * size_t(block_bytes()) + size_t(factor_blocks ? blocks / factor_blocks : 0) * factor_bytes();
   }
-  size_t factors_at(int b) const {
-    return super ? size_t(b / super) * size_t(super * block_bytes() + factor_bytes()) : 0;
-  }
-  size_t coded_bytes() const {
-    const int blocks = depth / block;
-    return size_t(blocks) * size_t(block_bytes()) + (super ? size_t(blocks / super) * size_t(factor_bytes()) : 0);
-  }
+  // Offsets of a block and of its factors in a panel.
+  size_t block_at(int b) const { return bytes_of(b) + size_t(factor_bytes()); }
+  size_t factors_at(int b) const { return factor_blocks ? bytes_of(b - b % factor_blocks) : 0; }
   bool has_codes() const { return has_nibbles(format) || format == Format::codes6 || format == Format::codes8; }
 };
 

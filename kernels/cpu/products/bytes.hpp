@@ -42,7 +42,7 @@ template <class Form>
   if constexpr (Form::format == Format::codes8) quads[0] = b_codes8(at);
 }
 
-// Multiplies R rows by C panels, starting at `panel`. `unpacked`: the panels' weights from `unpack_codes8`, if
+// Multiplies R rows by C panels, starting at `panel`. `unpacked`: the panels' weights from `unpack_panel_quads`, if
 // AreUnpacked. With HasOneScale, the sum over all blocks is multiplied by the output's scale once.
 template <class Form, int R, int C, bool AreUnpacked = false, bool HasOneScale = false>
 static inline void tile_bytes(const Matrix& m, int panel, const Rows& x, float* out,

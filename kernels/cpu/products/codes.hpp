@@ -16,17 +16,17 @@
 namespace kvferry::KVFERRY_LEVEL {
 
 // Quantized format with bit width, inputs per block and blocks per super-block as compile-time constants.
-template <Format F, int Block, int Super = 0>
+template <Format F, int Block, int FactorBlocks = 0>
 struct Codes {
   static constexpr Format format = F;
-  static constexpr int block = Block, super = Super;
+  static constexpr int block = Block, factor_blocks = FactorBlocks;
   static constexpr int halves = Block / kSumWidth;
   static constexpr int inputs = group_inputs(F), group = group_bytes(F);  // a group's inputs and bytes
 };
 template <class F>
 static inline void with_codes(const Matrix& m, F&& f) {
   if (m.format == Format::codes4) {
-    m.super ? f(Codes<Format::codes4, 32, 8>{}) : f(Codes<Format::codes4, 32>{});
+    m.factor_blocks ? f(Codes<Format::codes4, 32, 8>{}) : f(Codes<Format::codes4, 32>{});
   } else if (m.format == Format::table4) {
     f(Codes<Format::table4, 32>{});
   } else if (m.format == Format::codes6) {
@@ -50,7 +50,7 @@ struct BlockCursor {
   // Moves from block b to the next one.
   [[gnu::always_inline]] void move(const Matrix& m, int b) {
     at += m.block_bytes();
-    if (Form::super && (b + 1) % (Form::super ? Form::super : 1) == 0) {
+    if (Form::factor_blocks && (b + 1) % (Form::factor_blocks ? Form::factor_blocks : 1) == 0) {
       factors = at;
       at += m.factor_bytes();
     }
@@ -59,7 +59,7 @@ struct BlockCursor {
   [[gnu::always_inline]] void load_scales(const Matrix& m, V& scale, V& minimum) const {
     const uint8_t* scales = at + m.code_bytes();
     const auto load = [&m](const uint8_t* values, const uint8_t* factor) {
-      if constexpr (Form::super)
+      if constexpr (Form::factor_blocks)
         return v_mul(v_load_half((const uint16_t*)factor), v_load_bytes((const int8_t*)values));
       return m.half_scales ? v_load_half((const uint16_t*)values) : v_load((const float*)values);
     };

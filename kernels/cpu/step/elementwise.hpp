@@ -44,7 +44,7 @@ static inline void dequantize_matrix_row(const Matrix& m, int row, float* to) {
     return wide[0];
   };
   const auto scale_at = [&](const uint8_t* scales, const uint8_t* factors) {
-    if (m.super) return half(factors + lane * 2) * float(int8_t(scales[lane]));
+    if (m.factor_blocks) return half(factors + lane * 2) * float(int8_t(scales[lane]));
     if (m.half_scales) return half(scales + lane * 2);
     float value;
     std::memcpy(&value, scales + lane * 4, 4);
@@ -72,8 +72,8 @@ static inline void dequantize_matrix_row(const Matrix& m, int row, float* to) {
           const int nibble = word >> (4 * nibble_of_pair(inner % 8 / 2)) & 15;
           code = float(m.format == Format::table4 ? m.table[nibble] : nibble);
         } else if (m.format == Format::codes6) {
-          const int pair = inner % 16 / 2;
-          const uint8_t* at = block + inner / 16 * 192 + (lane * 2 + inner % 2) * 2 + pair % 2;
+          const int inputs = group_inputs(m.format), pair = inner % inputs / 2;
+          const uint8_t* at = block + inner / inputs * group_bytes(m.format) + (lane * 2 + inner % 2) * 2 + pair % 2;
           const int last = at[0] >> 6 | (at[64] >> 6) << 2 | (at[128] >> 6) << 4;
           code = float((pair < 6 ? at[pair / 2 * 64] & 63 : last) + kLeast6);
         } else {

@@ -18,7 +18,7 @@ struct RowTraits {
   const int8_t* table = nullptr;  // [16] or null: the quantized values that 4-bit indices stand for
 
   // Blocks whose scales and minima are multiples of common factors; 0 for types without super-blocks.
-  int super() const { return width == 256 ? width / block : 0; }
+  int factor_blocks() const { return width == 256 ? width / block : 0; }
 };
 
 // Throws if the type is unknown.

@@ -64,6 +64,20 @@ std::array<uint8_t, 256> indices_of(const int8_t* table) {
   return found;
 }
 
+// Adds the values of one output's block to groups of codes6, whose bytes are zero before; see pack.hpp.
+void pack_codes6(const int8_t* codes, int block, int lane, uint8_t* out) {
+  constexpr int inputs = group_inputs(Format::codes6), bytes = group_bytes(Format::codes6);
+  for (int k = 0; k < block; ++k) {
+    const int code = codes[k] - kLeast6, pair = k % inputs / 2;
+    uint8_t* at = out + k / inputs * bytes + (lane * 2 + k % 2) * 2 + pair % 2;
+    if (pair < 6) {
+      at[pair / 2 * 64] = uint8_t(at[pair / 2 * 64] | code);
+    } else {
+      for (int part = 0; part < 3; ++part) at[part * 64] |= uint8_t((code >> (2 * part) & 3) << 6);
+    }
+  }
+}
+
 void pack_code_lane(const Matrix& m, const CodedRow& row, int lane, int shift, uint8_t* out) {
   const bool is_table = m.format == Format::table4;
   const auto indices = is_table ? indices_of(m.table) : std::array<uint8_t, 256>{};
@@ -81,22 +95,14 @@ void pack_code_lane(const Matrix& m, const CodedRow& row, int lane, int shift, u
           std::memcpy(out + g * 64 + (lane * 2 + j) * 2, &word, 2);
         }
     } else if (m.format == Format::codes6) {
-      for (int k = 0; k < m.block; ++k) {
-        uint8_t* word = out + k / 16 * 192 + (lane * 2 + k % 2) * 2 + k / 2 % 2;
-        const int code = codes[k] - kLeast6, pair = k % 16 / 2;
-        if (pair < 6) {
-          word[pair / 2 * 64] = uint8_t(word[pair / 2 * 64] | code);
-        } else {
-          for (int part = 0; part < 3; ++part) word[part * 64] |= uint8_t((code >> (2 * part) & 3) << 6);
-        }
-      }
+      pack_codes6(codes, m.block, lane, out);
     } else {
       for (int k = 0; k < m.block; ++k) out[(k / 2) * 32 + lane * 2 + k % 2] = uint8_t(codes[k] + shift);
     }
     uint8_t* scales = out + m.code_bytes();
     uint8_t* minima = scales + m.scale_bytes();
     const size_t i = size_t(b) * m.block / 16;
-    if (m.super) {
+    if (m.factor_blocks) {
       scales[lane] = uint8_t(row.scale_codes[i]);
       if (m.has_min) minima[lane] = uint8_t(row.minimum_codes[i]);
       uint8_t* factors = panel + m.factors_at(b);
@@ -111,10 +117,6 @@ void pack_code_lane(const Matrix& m, const CodedRow& row, int lane, int shift, u
     }
   }
 }
-
-}  // namespace
-
-namespace {
 
 // Format of a matrix of one unquantized type.
 Format kept_as(RowType type) {
@@ -143,7 +145,8 @@ Matrix packed_layout(const std::string& wanted, const std::vector<RowType>& type
     for (RowType type : types)
       if (traits_of(type).table != table) table = nullptr;
     if (!all_same) {
-      const bool have_factors = std::all_of(types.begin(), types.end(), [](RowType x) { return traits_of(x).super(); });
+      const bool have_factors =
+          std::all_of(types.begin(), types.end(), [](RowType x) { return traits_of(x).factor_blocks(); });
       t = {have_factors ? 256 : 0, 0, 32, false, false, false, 0};
       for (RowType type : types) {
         const RowTraits each = traits_of(type);
@@ -153,14 +156,17 @@ Matrix packed_layout(const std::string& wanted, const std::vector<RowType>& type
       }
       t.has_min = t.has_min || !t.wide_code;
     }
-    m.format = table ? Format::table4 : !t.wide_code ? Format::codes4 : t.super() ? Format::codes6 : Format::codes8;
+    m.format = table               ? Format::table4
+               : !t.wide_code      ? Format::codes4
+               : t.factor_blocks() ? Format::codes6
+                                   : Format::codes8;
     if (table) std::copy_n(table, 16, m.table);
     m.block = t.block;
     m.half_scales = t.half_scales;
-    m.super = t.super();
+    m.factor_blocks = t.factor_blocks();
     m.has_min = t.has_min;
     m.offset = t.offset;
-    m.panel_bytes = m.coded_bytes();
+    m.panel_bytes = m.bytes_of(m.depth / m.block);
     return m;
   }
   if (wanted == "shipped") {
@@ -218,7 +224,7 @@ void pack(const Matrix& m, const std::vector<Part>& parts, const int64_t* order,
 }
 
 bool has_one_scale(const Matrix& m) {
-  if (m.format != Format::codes8 || m.has_min || m.offset != 0.0f || m.super) return false;
+  if (m.format != Format::codes8 || m.has_min || m.offset != 0.0f) return false;
   const size_t scales = size_t(m.scale_bytes());
   for (int p = 0; p < m.panels; ++p) {
     const uint8_t* first = m.data + size_t(p) * m.panel_bytes + m.code_bytes();
