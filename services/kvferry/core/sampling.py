@@ -130,8 +130,9 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] = ()
     """Token ids that can be sampled; empty for all."""
     bad_words: tuple[str, ...] = ()
-    """Strings that the output must not contain, each with and without a space before it. The text edge converts them to
-    `bad_word_token_ids`; an engine ignores them."""
+    """Strings that the output must not contain, each with and without a space before it. They are converted to
+    `bad_word_token_ids` where the prompt is tokenized; an engine ignores them.
+    """
     bad_word_token_ids: tuple[tuple[int, ...], ...] = ()
     """Sequences of token ids that the output must not contain: the last id is banned after the others."""
     include_stop_str_in_output: bool = False
@@ -140,8 +141,8 @@ class SamplingParams:
     """Whether control tokens are omitted from the text."""
     truncate_prompt_tokens: int | None = None
     """Number of tokens at the end of the prompt to keep; -1 keeps as many as fit in the context together with
-    `max_tokens`;
-    `None` rejects a prompt that is too long. Applied at the text edge; an engine ignores it."""
+    `max_tokens`; `None` rejects a prompt that is too long. Applied where the prompt is tokenized; an engine ignores it.
+    """
     prompt_logprobs: int | None = None
     """Number of alternative tokens with log-probabilities per token of the prompt, from the second one on; 0 returns
     only that of the token itself; `None` disables them. All rows of the prompt must then be computed, so the prefix

@@ -29,8 +29,9 @@ def child_environment(changes: Mapping[str, str]) -> dict[str, str]:
 
 
 def silence_grpc() -> None:
-    """Turn off gRPC's own log, unless the environment sets its level: it has a line for each connection whose TLS
-    handshake fails, and the errors of calls are reported without it. Must be called before gRPC is imported."""
+    """Turn off gRPC's own log, unless the environment sets its level: gRPC logs a line for each connection whose TLS
+    handshake fails, and kvferry reports the errors of calls itself. Must be called before gRPC is imported.
+    """
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 

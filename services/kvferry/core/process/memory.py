@@ -40,7 +40,7 @@ def free_memory() -> None:
     """Collect garbage, and return free memory to the system: about 10 ms per 100 MiB.
 
     A large request leaves objects that refer to each other, which Python frees only in a collection, and free memory
-    between other allocations, which glibc returns only when asked to.
+    between other allocations, which glibc returns only on request.
     """
     gc.collect()
     if sys.platform == "linux":
@@ -53,8 +53,9 @@ def free_memory() -> None:
 class MemoryGrowth:
     """Decides when a process should return freed memory, from its resident memory in bytes.
 
-    After a return during requests, the remaining memory includes memory of these requests. Growth is measured from it
-    only while requests run: measured from it in an idle process, memory that the requests have freed would be kept.
+    Growth is measured from the memory that remained after the last return. If requests ran during that return, their
+    memory was part of it, so in an idle process growth is measured from the last return without requests. Otherwise
+    memory that the requests have freed since would be kept.
     """
 
     idle_limit: int

@@ -1,4 +1,4 @@
-"""Builds msgspec's description of a struct type where only one thread can see it.
+"""Builds msgspec's description of a struct type before several threads use the type.
 
 msgspec 0.22 builds the description on the first use of a type: it attaches it to the class, then fills in the fields,
 and other threads run in between. A second thread that converts a value meanwhile follows a null pointer, and the

@@ -1,4 +1,4 @@
-"""Parses TOML that people write: one exception for all its errors, and bounded time and memory."""
+"""Parses TOML written by users: one exception for all errors, and bounded time and memory."""
 
 import re
 import tomllib
