@@ -59,8 +59,9 @@ class LatentAttention:
 
 
 def latent_decode(given: LatentAttention) -> Peers:
-    """Return a factory of the action of torch: absorbed queries, and attention with all heads as rows over contiguous
-    vectors."""
+    """Return a factory of torch's action, which absorbs the queries and attends with all heads as rows over contiguous
+    vectors.
+    """
 
     def by_torch() -> Action:
         order = torch.from_numpy(given.tables).to(given.pages.device)

@@ -13,7 +13,7 @@ from kvferry.bench.formulas.gpu_work import Rates, Timing
 from kvferry.core.clock import Clock
 
 Action = Callable[[], torch.Tensor]
-"""A function to be timed; its return value is its result."""
+"""A function to be timed, which returns the result of an operation."""
 _FLUSH_BYTES = 256 << 20
 _COPY_BYTES = 1 << 30
 _SIDE = 8192

@@ -26,7 +26,7 @@ class LengthMix:
     """Mean number of input tokens."""
     num_output: int = 128
     spread: float = 0.0
-    """Relative spread of `uniform`: 0.5 draws lengths from half to one and a half of the mean."""
+    """Relative spread of `uniform`: with 0.5, lengths are between 0.5 and 1.5 times the mean."""
     max_tokens: int = 2048
     """Maximum of input and output together for the heavy-tailed mixes: the context length of the traces' models."""
 

@@ -44,7 +44,7 @@ class Workload:
     """Mean number of tokens of a prompt, or of a turn for `multi-turn`, without the shared prefix."""
     num_output: int = 128
     spread: float = 0.0
-    """Relative spread of both lengths: 0.5 draws lengths from half to one and a half of the mean."""
+    """Relative spread of both lengths: with 0.5, lengths are between 0.5 and 1.5 times the mean."""
     num_prefix: int = 1024
     """Number of tokens of each shared prefix."""
     num_prefixes: int = 4

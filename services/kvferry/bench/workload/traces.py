@@ -92,7 +92,9 @@ def _mooncake(lines: Iterable[str], limit: int) -> list[BenchRequest]:
 
 
 def _of_blocks(ids: list[object], block_tokens: int, count: int, number: int) -> tuple[int, ...]:
-    """Return `count` tokens: a block's tokens depend only on its id, and tokens beyond the ids on the line's number."""
+    """Return `count` tokens: the tokens of a block depend only on the block's id, and the tokens after the last block
+    on the line's number.
+    """
     tokens = tuple(chain.from_iterable(token_block(f"block {one!r}", block_tokens) for one in ids))[:count]
     return (*tokens, *token_block(f"line {number}", count - len(tokens)))
 
@@ -120,7 +122,8 @@ def _azure(lines: Iterator[str], limit: int) -> list[BenchRequest]:
 
 def _utc(text: str) -> float:
     """Return a date and time in seconds since the Unix epoch. Python reads six decimal places, and these traces have
-    seven. Without a time zone it is UTC, so that no clock change of the reader's zone is in it."""
+    seven. A time without a time zone is read as UTC, so that clock changes of the local time zone have no effect.
+    """
     whole, point, fraction = text.strip().partition(".")
     when = datetime.fromisoformat(whole + point + fraction[:6])
     return (when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp()
