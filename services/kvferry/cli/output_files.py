@@ -55,7 +55,8 @@ def write_json(file: Path | None, result: dict[str, Any]) -> None:
 
 
 def write_file(path: Path, text: str) -> None:
-    """Write a file. A regular file is replaced as a whole, so that it is never partial, whoever else writes it.
+    """Write a file. A regular file is replaced as a whole, so that it is never partial, even if several processes write
+    it.
 
     Raises:
         UsageError: it cannot be written; a file that existed is unchanged.
