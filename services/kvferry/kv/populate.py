@@ -1,8 +1,7 @@
 """Background prefaulting of the KV page memory, so that KV transfers do not wait for page faults.
 
-The block pool cycles through all its pages. Without prefaulting, nearly every transfer in a worker's
-first minutes writes to memory that is not yet mapped: 3.5 ms for 1.1 MB instead of well under 1 ms, measured over
-`shm`.
+The block pool cycles through all its pages. Without prefaulting, nearly every transfer in a worker's first minutes
+writes to memory that is not yet mapped: 3.5 ms for 1.1 MB instead of well under 1 ms, measured over `shm`.
 """
 
 import ctypes

@@ -1,14 +1,14 @@
 """Connector `nixl`: transport through NIXL and UCX: RDMA on an RDMA fabric, otherwise TCP or shared memory.
 
-The design follows from the observed behaviour of NIXL 1.5:
+The design follows from the observed behavior of NIXL 1.5:
 
 - Releasing a transfer handle, removing an agent and deregistering memory are *not* fences: a frozen peer that resumed
   later still wrote into a released buffer. A read is therefore polled until its state is terminal, even after the
   request was cancelled, and its pages stay quarantined until then.
 - NIXL never reports a stalled peer; the fetcher enforces deadlines.
 - An agent's name cannot be reused after a restart, so agents are named by incarnation.
-- Serialized descriptor lists are pickles, so peers exchange plain numbers and build their own lists.
-- Descriptors are built once per peer; a transfer is two index arrays.
+- Serialized descriptor lists can run code when they are read, so peers exchange plain numbers and build their own
+lists. - Descriptors are built once per peer; a transfer is two index arrays.
 - NIXL's progress thread polls without pause and takes a whole core, even when idle. The thread in this module polls
   often while this worker reads or peers may be reading from it, and rarely otherwise.
 """

@@ -119,7 +119,7 @@ def greet_as_reader(link: socket.socket, key: bytes) -> None:
 def block_in_kernel(link: socket.socket, patience: float) -> None:
     """Make calls of a connection block in the kernel, each for at most `patience` seconds without data.
 
-    With a time-out of Python's, each call asks the kernel whether it would block, and a large send is resumed whenever
+    With a socket time-out set in Python, each call first polls the socket, and a large send is resumed whenever
     a part fits into the buffer; that costs more than the transfer of a small page over loopback.
 
     Args:
@@ -132,8 +132,9 @@ def block_in_kernel(link: socket.socket, patience: float) -> None:
 
 
 def limit_receives(link: socket.socket, patience: float) -> None:
-    """Make each receive of a connection without a time-out of Python's wait for at most `patience` seconds, rounded up
-    to the kernel's timer tick (1 to 10 ms)."""
+    """Make each receive of a connection without a socket time-out of Python wait for at most `patience` seconds,
+    rounded up to the kernel's timer tick (1 to 10 ms).
+    """
     link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _interval(patience))
 
 
@@ -152,7 +153,8 @@ def send_request(link: socket.socket, op: Op, ids: Sequence[int], seconds: float
     request = _REQUEST.pack(op, len(ids)) + struct.pack(f"<{len(ids)}I", *ids)
     sent = 0
     with suppress(BlockingIOError):
-        sent = link.send(request, socket.MSG_DONTWAIT)  # a time-out of Python's would cost three more system calls
+        # A socket time-out set in Python would cost three more system calls.
+        sent = link.send(request, socket.MSG_DONTWAIT)
     if sent < len(request):
         link.settimeout(seconds)
         link.sendall(request[sent:])

@@ -66,7 +66,7 @@ class PageMirror(Protocol):
 
 
 class SamePages:
-    """The absence of a mirror: transports and engine access the same memory."""
+    """`PageMirror` for pages in host memory, which transports and the engine both access, so that nothing is copied."""
 
     def settle(self) -> None:
         """Do nothing."""

@@ -72,8 +72,7 @@ class Getter:
         deadline: float,
     ) -> bool:
         """Read both replies until one is complete; return whether it was the reply to the hedged request. The
-        connection of
-        the unfinished reply is closed. If the hedged request fails, reading the first reply continues.
+        connection of the unfinished reply is closed. If the hedged request fails, reading the first reply continues.
         """
         with self._buffer() as buffer:
             second = self._reading(spare, key, [buffer])
