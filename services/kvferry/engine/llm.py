@@ -139,8 +139,10 @@ class LLM:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Tokenizer of the model. Raises:
-        UsageError: the weights are random.
+        """Tokenizer of the model.
+
+        Raises:
+            UsageError: the weights are random.
         """
         return self._requests.tokenizer
 

@@ -74,7 +74,7 @@ class ResetPrefixCache:
 
 @dataclass(frozen=True, slots=True)
 class PinnedPrefix:
-    """A pinned prefix, for its caller."""
+    """A pinned prefix, as reported to the caller of `PinPrefix`."""
 
     name: BlockHash
     """Name of its last block, which identifies its tokens and its scope."""

@@ -54,8 +54,10 @@ class RequestBuilder:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Tokenizer of the model. Raises:
-        UsageError: the weights are random.
+        """Tokenizer of the model.
+
+        Raises:
+            UsageError: the weights are random.
         """
         if self._source is None:
             raise UsageError(

@@ -72,7 +72,7 @@ def checked_beam_params(params: object) -> BeamParams:
     """Return the parameters of a search; the defaults for `None`.
 
     Raises:
-        InvalidRequest: they are no `BeamParams`.
+        InvalidRequest: `params` is neither a `BeamParams` nor `None`.
     """
     if params is None:
         return BeamParams()

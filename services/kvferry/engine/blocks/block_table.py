@@ -65,7 +65,7 @@ class BlockTable:
         """Return the pages with which a peer continues after `num_tokens` tokens, in the order of a ticket.
 
         Args:
-            windows: size of the window in tokens of each layer group; `None` for full attention.
+            windows: sliding window of each layer group in tokens; `None` for full attention.
             num_tokens: number of leading tokens that are computed.
             block_tokens: tokens per block.
 

@@ -2,7 +2,7 @@
 
     block       0  1  2  3  4  5        a window of 2 blocks
     group 0     x  x  x  x  x  -        full attention: 5 blocks
-    group 1     x  x  x  -  x  -        the prefix of 5 blocks lacks block 3, that of 4 too; of 3 blocks, all is there
+    group 1     x  x  x  -  x  -        prefixes of 5 and 4 blocks lack block 3; 3 blocks are complete
 
 A group needs only the pages that the first row after the prefix reads. So a shorter prefix may be cached when a longer
 one is not, and vice versa.

@@ -9,8 +9,8 @@ masks while they are that fast, and other threads compute the masks of costly gr
 
 A mask is usually ready long before the logits are. If it is not, the engine waits for at most `LATE_SECONDS`, and for
 at most `LATE_SHARE` of all time: the sequence is then left out of steps until its mask is ready, so that costly
-grammars do not delay other sequences.
-The state of a constraint depends only on the generated tokens, so any worker rebuilds it from them.
+grammars do not delay other sequences. The state of a constraint depends only on the generated tokens, so any worker can
+rebuild it from them.
 """
 
 import math
@@ -209,7 +209,7 @@ class GrammarMask:
         """Compute the mask; on a thread of the pool.
 
         Args:
-            reach: returns the state whose next tokens are allowed.
+            reach: returns the grammar's state, whose allowed next tokens are the mask.
             seconds: receives the duration.
         """
         begun = self._owner._clock.monotonic()

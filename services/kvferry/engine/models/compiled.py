@@ -58,7 +58,7 @@ class CompiledTransformer:
 
         Raises:
             ModelFileError: the weights do not match the configuration, or are not finite.
-            UsageError: `rounds_inputs` without quantized weights.
+            UsageError: `rounds_inputs` is set, but the model has no quantized weights.
         """
         check_shapes(config, tensors.shapes(), f"model {config.name!r}")
         self.config = config

@@ -2,8 +2,8 @@
 
 Per layer, with T rows:
 
-    x -> (down, norm) -> queries [T, H, plain + rotated], whose last values are rotated x -> down -> vector [T, rank +
-    rotated]: norm of the first values, rotation of the last -> page
+    x -> (down, norm) -> queries [T, H, plain + rotated], whose last values are rotated
+    x -> down -> vector [T, rank + rotated]: norm of the first values, rotation of the last -> page
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class LatentWeights:
     down: Linear
     """[T, hidden] to [T, rank + rotated]."""
     norm: torch.Tensor
-    """[rank]"""
+    """Weight of the norm of vectors, [rank]."""
     up: LatentUp
 
 

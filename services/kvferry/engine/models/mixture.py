@@ -22,7 +22,7 @@ def choose_experts(
 
     Args:
         logits: [T, experts], the router's outputs.
-        experts: how many experts are chosen, from which groups, and how they are weighed.
+        experts: how many experts are chosen, from which groups, and how they are weighted.
         correction: [experts], added to the scores when experts are chosen, but not in their weights; `None` for none.
 
     Returns:

@@ -47,7 +47,7 @@ class RandomTensors:
         """Generate one tensor on its device.
 
         Raises:
-            KeyError: unknown tensor name.
+            KeyError: the model has no tensor with this name.
         """
         shape = self._shapes[name]
         key = hashlib.sha256(f"{self._seed} {name}".encode()).digest()

@@ -391,7 +391,7 @@ def _rules(config: ModelConfig, layer: int, sinks: torch.Tensor | None) -> Atten
 
 
 def _gate_of(config: ModelConfig, ops: Ops) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Multiply the activation of the gate half by the up half: [T, 2 n] to [T, n]."""
+    """Return the function that multiplies the activation of the gate half by the up half: [T, 2 n] to [T, n]."""
     if config.activation is Activation.CLAMPED_SWIGLU:
         return partial(clamped_swiglu, alpha=config.swiglu_alpha, limit=config.swiglu_limit)
     return ops.silu_mul if config.activation is Activation.SILU else ops.gelu_mul

@@ -48,7 +48,7 @@ class MixtureOfExperts:
     shared: Mlp | None
     """Shared expert, which computes all rows; `None` if there is none."""
     shared_gate: Linear | None
-    """[T, hidden] to [T, 1]; `None` if the shared expert is not weighed."""
+    """[T, hidden] to [T, 1]; `None` if the shared expert is not weighted."""
     correction: torch.Tensor | None
     """[experts] float32: added to scores when experts are chosen; `None` if nothing is added."""
 

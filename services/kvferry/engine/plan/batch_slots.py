@@ -77,7 +77,7 @@ class BatchSlots:
         """Assign slots to a step's sequences, in order. Slots of sequences that are not in the step are freed.
 
         Raises:
-            InvariantBroken: more sequences than slots.
+            InvariantBroken: there are more sequences than slots.
         """
         here = {s.request_id for s in scheduled}
         for gone in [request for request in self._held if request not in here]:

@@ -1,7 +1,7 @@
-"""A queue that admits one prompt with log-probabilities after the other.
+"""A queue that admits prompts with log-probabilities one at a time.
 
 A step scores only some rows of prompts (`SchedulerLimits.max_scored_rows`), and the first such prompt takes all of them
-until its end. A second one could only wait at the head of the queue and hold up all others, so it waits outside.
+until its end. A second one could only wait at the head of the queue and block all others, so it waits outside of it.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,7 +12,7 @@ from kvferry.engine.policies.waiting_queue import WaitingQueue
 
 
 class ScoredPromptsQueue:
-    """`WaitingQueue` around another one, which gets at most one sequence whose prompt remains to be scored."""
+    """`WaitingQueue` that wraps another queue and passes it at most one sequence whose prompt remains to be scored."""
 
     def __init__(self, queue: WaitingQueue, order: Callable[[Sequence], tuple[int, int]]) -> None:
         """

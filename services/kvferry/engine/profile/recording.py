@@ -1,4 +1,4 @@
-"""Records steps of an engine: a timeline for a picture, and a log for a replay."""
+"""Records steps of an engine: a timeline for a trace file, and a log for a replay."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields

@@ -1,7 +1,7 @@
 """Pages of the KV of a draft model or of a head, by sequence. Pure.
 
-They hold only the tokens of running sequences: nothing is shared, named or stored. If no pages are free, the sequence
-that has gone longest without a draft gives up its pages; its tokens are computed again later.
+They hold only the tokens of running sequences: nothing is shared, named or stored. If no pages are free, the pages of
+the sequence with the oldest draft are freed; its tokens are computed again later.
 """
 
 from collections.abc import Collection, Sequence

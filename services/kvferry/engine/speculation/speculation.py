@@ -1,6 +1,6 @@
 """Speculation of one engine: the draft tokens of each step, by sequence.
 
-tokens  ──► proposer, or draft model ──► draft ──► length by gain and price ──► scheduled after the own token
+tokens  ──► proposer, or draft model ──► draft ──► length by gain and price ──► scheduled after the last token
 tokens  ◄── sampled rows, up to the first that differs from the draft ──► acceptance, prices
 """
 

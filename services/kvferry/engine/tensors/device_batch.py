@@ -22,7 +22,7 @@ class DeviceBatch:
     """[T] int64: position of each row in its sequence."""
     attention: AttentionBatch
     sample_rows: torch.Tensor
-    """[R] int64: indices of the sampled rows."""
+    """[R] int64: indices of the rows whose logits are needed; see `StepBatch.sample_rows`."""
     hidden_rows: torch.Tensor | None
     """[H] int64: indices of the rows whose hidden states are needed; `None` without such rows."""
 
