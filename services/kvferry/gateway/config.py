@@ -99,7 +99,7 @@ class CacheMapConfig:
     audit_seconds: float = 30.0
     """Mean interval in seconds between two audits of a worker's map."""
     poll_seconds: float = 0.2
-    """Interval in seconds at which workers that join or leave the fleet are noticed."""
+    """Interval in seconds at which workers that join or leave the fleet are detected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,8 +236,8 @@ class GatewayConfig:
     loopback by default."""
     tls: tuple[Path, Path, Path | None] | None = None
     """Certificate chain and key, PEM, for HTTP and gRPC, and the CA of client certificates, if clients must present
-    one;
-    `None` disables TLS."""
+    one; `None` disables TLS.
+    """
     pool_tls: "CertificateFiles | None" = None
     """Certificate, key and CA bundle for calls to workers; `None` for plain connections."""
     routing: RoutingConfig = field(default_factory=RoutingConfig)

@@ -1,1 +1,1 @@
-"""Admission of requests: the flow controller's shell, tenants with their keys and policies, metrics and reports."""
+"""Admission of requests: the gate of the flow controller, tenants with their keys and policies, metrics and reports."""

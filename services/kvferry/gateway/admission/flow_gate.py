@@ -1,4 +1,4 @@
-"""The shell of the flow controller: requests wait here until the fleet has room or their client disconnects.
+"""Runs the flow controller on the event loop: requests wait here until the fleet has room or their client disconnects.
 
 On a fleet with room a request passes without waiting. While requests are queued, further ones can be dispatched at each
 change of the fleet, at the end of each request, and after the computation of each prompt. A pool without workers is one
@@ -184,7 +184,7 @@ class FlowGate:
         """Hold a sample of an admitted request whose pool has lost its last worker, until `may_go()` is true.
 
         Args:
-            may_go: tells whether a worker can serve the sample; called again when the fleet changes.
+            may_go: returns whether a worker can serve the sample; called again when the fleet changes.
             remaining_seconds: time until the request's deadline.
 
         Returns:

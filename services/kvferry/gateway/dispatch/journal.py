@@ -26,7 +26,7 @@ MAX_LISTED = 200
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
-    """An ended sample. It is converted only when it is read, since few entries are."""
+    """An ended sample. It is converted only when it is read, since few entries are read."""
 
     sample_index: int
     outcome: str

@@ -86,7 +86,7 @@ class WorkerChannels:
             await channel.close(_CLOSE_SECONDS if gracefully else None)
 
     async def tls_cause(self, error: grpc.aio.AioRpcError) -> str:
-        """Return why TLS fails after a failed status poll; empty if it does not."""
+        """Return the cause of a TLS failure after a failed status poll; empty if TLS did not fail."""
         if error.code() is not grpc.StatusCode.UNAVAILABLE or not may_be_tls(error.details() or ""):
             return ""
         files = None if self._tls is None else self._tls.files

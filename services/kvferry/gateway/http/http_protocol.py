@@ -6,7 +6,7 @@
 | bytes of chunk framing and trailers | connection closed; trailers are dropped: they must not authenticate |
 | seconds until the headers are complete, or a body to which the response was sent | connection closed |
 | seconds during which a client reads nothing | connection aborted; same effect as a client's disconnect |
-| number of connections | the connection that has been idle longest is closed; if none is idle, the new connection |
+| number of connections | the connection that has been idle longest is closed; if none is idle, the new one is closed |
 """
 
 import asyncio

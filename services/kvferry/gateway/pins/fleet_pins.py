@@ -1,7 +1,7 @@
 """Pins prefixes on all workers that compute prompts, and again on workers that join or restart later.
 
     POST /pin_prefix ──► book ──► PinPrefix on each worker that accepts requests
-    change of the fleet ──► each worker without some prefix of the book ──► PinPrefix with the remaining time to live
+    change of the fleet ──► each worker that lacks a prefix of the book ──► PinPrefix with the remaining time to live
 
 A worker is identified by its incarnation, so a restarted worker has no pins. A worker whose status reports fewer pins
 than were made on it has lost some, for example because an adapter was replaced; all are then made again, which has no

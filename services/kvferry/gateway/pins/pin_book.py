@@ -17,7 +17,7 @@ MAX_TOKENS = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """A prefix as an operator gave it. Equal keys are equal prefixes."""
+    """A prefix that an administrator has pinned. Prefixes with equal keys are equal."""
 
     key: bytes
     """Digest of the other fields."""

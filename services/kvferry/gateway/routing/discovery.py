@@ -1,6 +1,6 @@
 """The workers of a pool, from the EndpointSlices of its Services. No I/O.
 
-The operator creates a headless Service per role, labelled with pool and role, which publishes addresses of pods that
+The operator creates a headless Service per role, labeled with pool and role, which publishes addresses of pods that
 are not ready yet. EndpointSlices list the workers that exist, including those that are terminating; readiness is part
 of a worker's status.
 """

@@ -95,8 +95,8 @@ class ConstraintFields(Strict):
 
 
 def in_field(error: InvalidRequest, field: str) -> InvalidRequest:
-    """Return a constraint's error with the name of the request field that sets the constraint. In the grammar of calls,
-    the rule tells which tool's schema is at fault.
+    """Return a constraint's error with the name of the request field that sets the constraint. In the grammar of tool
+    calls, the name of the rule shows which tool's schema is invalid.
 
     Args:
         error: error about `constraint`; other errors are returned unchanged.

@@ -69,13 +69,13 @@ class CompletionLogprobs(Struct):
     token_logprobs: list[float | None]
     """Log-probability of each token; null for the first token of an echoed prompt."""
     top_logprobs: list[dict[str, float] | None]
-    """The most likely tokens in place of each token, and the token itself."""
+    """The most likely tokens at the position of each token, and the token itself."""
     text_offset: list[int]
     """Index in the text of the first character that each token contributes to."""
 
 
 class PromptLogprob(Struct):
-    """Log-probability of one token in place of a token of the prompt; named as in vLLM."""
+    """Log-probability of one token at the position of a token of the prompt; named as in vLLM."""
 
     logprob: float
     rank: int
@@ -301,7 +301,7 @@ def echoed_logprobs(
         scores: its tokens from the second one on.
         num_top: number of alternatives of each token.
         spell: returns the bytes of a token.
-        offsets: positions at the begin of the text; contains the prompt afterwards.
+        offsets: positions at the start of the text; contains the prompt afterwards.
     """
     found = CompletionLogprobs([], [None], [None], [])
     for token in token_ids:

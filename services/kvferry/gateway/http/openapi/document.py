@@ -103,7 +103,7 @@ def _operation(op: Operation, answers: Mapping[str, Any], *, needs_key: bool) ->
 
 
 def _event_schema(op: Operation, payload: object) -> dict[str, Any]:
-    """Return the schema of one event of a stream: its name, if it has one, and its data, which are JSON."""
+    """Return the schema of one event of a stream: its name, if it has one, and its data, which is JSON."""
     payloads = [payload, {"$ref": f"{_REF}{ErrorBody.__name__}"}] if op.has_done else [payload]
     data: dict[str, Any] = {"type": "string", "contentMediaType": JSON, "contentSchema": {"anyOf": payloads}}
     if op.has_done:
