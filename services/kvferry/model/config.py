@@ -68,7 +68,8 @@ class Latent:
 @dataclass(frozen=True, slots=True)
 class Experts:
     """Mixture of experts instead of an MLP (Shazeer et al., Outrageously Large Neural Networks, 2017, section 2). A
-    router's softmax weighs all experts, and each token is computed by the most probable ones."""
+    router computes a softmax over all experts, and each token is computed by the most probable ones.
+    """
 
     count: int
     active: int
@@ -78,15 +79,15 @@ class Experts:
     renormalizes: bool
     """Whether the weights of the active experts are divided by their sum."""
     shared_size: int = 0
-    """Intermediate size of the shared expert, which computes all tokens and is weighed by the sigmoid of its own gate;
-    0 for none
-    (Dai et al., DeepSeekMoE, 2024, section 3.2)."""
+    """Intermediate size of the shared expert, which computes all tokens and is weighted by the sigmoid of its own gate
+    (Dai et al., DeepSeekMoE, 2024, section 3.2); 0 for none.
+    """
     dense_layers: tuple[int, ...] = ()
     """Layers with an MLP instead of experts."""
     has_biases: bool = False
     """Whether router and experts have biases (gpt-oss)."""
     has_shared_gate: bool = True
-    """Whether the shared expert is weighed by its gate (Qwen 2-MoE), instead of by 1 (DeepSeek)."""
+    """Whether the shared expert is weighted by its gate (Qwen 2-MoE), instead of by 1 (DeepSeek)."""
     scoring: Scoring = Scoring.SOFTMAX
     groups: int = 1
     """Number of equally large groups of experts; a token's experts are chosen from the best `active_groups` of them."""

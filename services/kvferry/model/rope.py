@@ -1,5 +1,5 @@
-"""Frequency scalings of the rotary position embedding, as values: `families/rope_fields.py` reads
-them from a config, `engine/models/rotary.py` computes the tables.
+"""Frequency scalings of the rotary position embedding, as values: `families/rope_fields.py` reads them from a config,
+and `engine/models/rotary.py` computes the tables.
 
 A scaling changes the frequencies of RoPE (Su et al., RoFormer, 2021) for contexts longer than those of the first
 training. Dynamic NTK and LongRoPE depend on a length. An engine computes KV once for all later requests, so one length

@@ -44,7 +44,7 @@ class BeamParams:
     max_tokens: int = 64
     """Maximum number of output tokens."""
     length_penalty: float = 1.0
-    """Exponent of the length by which the sum of log-probabilities is divided; above 0 favours long outputs."""
+    """Exponent of the length by which the sum of log-probabilities is divided; above 0 favors long outputs."""
     early_stopping: bool | Literal["never"] = False
     """Whether to stop as soon as `width` outputs have ended. Otherwise the search continues while a live beam has a
     better score than the worst of them, or, with `never`, while one could reach a better score at `max_tokens`: this

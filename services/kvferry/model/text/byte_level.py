@@ -1,6 +1,6 @@
 """The alphabet of byte-level BPE, which represents each of the 256 bytes by a printable character (Radford et al.,
-GPT-2,
-2019)."""
+GPT-2, 2019).
+"""
 
 
 def _alphabet() -> dict[str, int]:

@@ -109,7 +109,7 @@ class Tokenizer:
         try:
             fast = self._fast if parse_control else self._plain
             with panics_as_exceptions():
-                # The batch form does not compute the places of tokens in the text, which takes a third of the time.
+                # The batch call does not compute the offsets of tokens, which take a third of the time.
                 ids = fast.encode_batch_fast([text], add_special_tokens=add_special)[0].ids
         except (UnicodeEncodeError, TypeError):
             raise InvalidRequest("the text is not valid Unicode (an unpaired surrogate)", field="text") from None

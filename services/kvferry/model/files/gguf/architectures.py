@@ -101,8 +101,9 @@ def _qwen_3_moe(fields: HeaderFields) -> Fields:
 
 
 def _gemma(fields: HeaderFields, largest: int) -> Fields:
-    """Read the keys of both generations. Scores of the largest model, which is known by its number of layers, have
-    another scale, which files leave out."""
+    """Read the keys that Gemma 2 and 3 share. Attention scores of the largest model have another scale, which files do
+    not contain; that model is recognized by its number of layers.
+    """
     hidden, heads = fields.whole("embedding_length"), fields.whole("attention.head_count")
     is_largest = fields.whole("block_count") == largest
     return {
@@ -141,7 +142,7 @@ def _qwen_2_vl(fields: HeaderFields) -> Fields:
 
 
 def _qwen_3_vl(fields: HeaderFields) -> Fields:
-    fields.ignore("rope.dimension_sections", "n_deepstack_layers")  # which concern images
+    fields.ignore("rope.dimension_sections", "n_deepstack_layers")  # for images only
     return {"architectures": ["Qwen3ForCausalLM"]}
 
 
@@ -170,7 +171,7 @@ def _gpt_oss_yarn(fields: HeaderFields) -> Fields:
 
 
 def _deepseek_yarn(fields: HeaderFields) -> Fields:
-    """Return `mscale_all_dim`, of which files have a tenth; `mscale` is equal in published models."""
+    """Return `mscale_all_dim`, a tenth of which is stored in files, and `mscale`, equal in published models."""
     tenth = fields.optional_real("rope.scaling.yarn_log_multiplier")
     return {} if tenth is None else dict.fromkeys(("mscale", "mscale_all_dim"), round(10 * tenth, 6))
 

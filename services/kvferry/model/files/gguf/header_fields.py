@@ -1,4 +1,4 @@
-"""Reads and checks the keys of one architecture in a GGUF header, and refuses keys that nothing has read."""
+"""Reads and checks the keys of one architecture in a GGUF header, and refuses keys that were not read."""
 
 from collections.abc import Mapping
 from pathlib import Path

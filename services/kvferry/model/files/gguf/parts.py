@@ -48,7 +48,7 @@ class Parts:
             path: the first file.
 
         Raises:
-            ModelFileError: a file is missing or damaged, is not the part that its name says, or has a tensor of another
+            ModelFileError: a file is missing or damaged, is not the part in its name, or has a tensor of another
                 file.
         """
         first = map_file(path)
