@@ -10,8 +10,8 @@
 A process gets only the key of its own role, so that a gateway cannot call methods that are reserved for workers or
 operators. The MAC is BLAKE3, keyed with the role's key, over method and audience; the audience is the `host:port` that
 the caller dials. A token that was sent to one address is therefore rejected at every other address, even if the first
-address now belongs to a different process. Tokens neither encrypt nor bind the content of a message: anyone who can
-read and alter the traffic between two pods needs to be kept out by the network or by TLS. The encoding is fixed by
+address now belongs to a different process. Tokens neither encrypt nor authenticate the content of a message. Only the
+network or TLS protects against a process that can read and alter the traffic between two pods. The encoding is fixed by
 tests/golden/call_keys.json.
 """
 

@@ -168,7 +168,8 @@ class TextService:
             make: starts the generation; the `index` of a chunk is index of the prompt * number of samples + index of
                 the sample.
 
-        Raises (while iterating): KvferryError: see `admission.Slot` and `generate_text`.
+        Raises:
+            KvferryError: while iterating: see `admission.Slot` and `generate_text`.
         """
         return make(requests) if self.admission is None else self._admitted(self.admission, requests, make)
 

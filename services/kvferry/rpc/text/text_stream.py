@@ -2,7 +2,7 @@
 
 TokenSource --TokenEvent--> detokenizer --text--> stop strings --text--> answer splitter --TextChunk--> gRPC, HTTP
                  ^                                    |                        |
-                 +------- closed on a match, or after the last call that is wanted
+                 +------- closed on a match, or after the last call to report
 
 Only answers that may contain reasoning or tool calls have a splitter.
 """

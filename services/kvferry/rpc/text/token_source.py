@@ -144,9 +144,11 @@ class TokenSource(Protocol):
         Closing the generator, or cancelling the task that iterates over it, releases all local and remote resources of
         the stream, at the latest shortly after closing returns.
 
-        Raises (while iterating): InvalidRequest: the request cannot be served with this model. Overloaded: the source
-            is at capacity. Unavailable: no worker can serve the request, after all retries. DeadlinePassed: the
-            deadline passed.
+        Raises:
+            InvalidRequest: while iterating: the request cannot be served with this model.
+            Overloaded: while iterating: the source is at capacity.
+            Unavailable: while iterating: no worker can serve the request, after all retries.
+            DeadlinePassed: while iterating: the deadline passed.
         """
         ...
 
