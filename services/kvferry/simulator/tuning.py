@@ -108,7 +108,7 @@ def tune(
 
 
 def _improve(found: Tuned, name: str, simulate: Simulate, max_simulations: int, on_try: Callable[[str], None]) -> bool:
-    """Try the neighbours of a field's value, and continue in the direction of a gain; return whether the field was
+    """Try the neighbors of a field's value, and continue in the direction of a gain; return whether the field was
     changed."""
     is_changed = False
     tried = {_value(found.spec, name)}

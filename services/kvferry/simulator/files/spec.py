@@ -35,7 +35,7 @@ ReadText = Callable[[str], str]
 
 @dataclass(frozen=True, slots=True)
 class FleetSpec:
-    """A simulation."""
+    """A simulation, as a fleet file describes it."""
 
     seed: int
     pools: int

@@ -1,4 +1,4 @@
-"""Hand-offs in virtual time: the production offers and attempts, over modelled links.
+"""Hand-offs in virtual time: the production offers and attempts, over modeled links.
 
 prefill replica   Export --> OfferBook                                      pages are held until the reader is done
 decode replica    LoadJob --> Attempt --> effects: claim, read, epochs, finish   each takes its time on the links

@@ -101,7 +101,7 @@ class Listener(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSettings:
-    """Engine of a replica."""
+    """Settings of a replica's engine."""
 
     num_blocks: int
     block_tokens: int = 16
