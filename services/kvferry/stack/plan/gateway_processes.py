@@ -1,10 +1,12 @@
 """Plans a gateway of several processes, which share the ports for clients. Pure.
 
-| item | each process | | --- | --- | | HTTP and gRPC ports | the same: the kernel gives each new connection to one of
-the processes (SO_REUSEPORT) | | admin port | its own: the first one's is as configured, the others' follow it; port 0
-selects a free one for each | | streams, queue | a share of the limits, so that the sum stays within them | | request
-trace | its own file (FILE.0, FILE.1, ..) and a share of the size | | cache map, journal, quotas | its own, exact; a
-tenant's quota applies to each process |
+| item | each process |
+| --- | --- |
+| HTTP and gRPC ports | the same: the kernel gives each new connection to one of the processes (SO_REUSEPORT) |
+| admin port | its own: the first process has the configured port, others the next; 0 selects a free port for each |
+| streams, queue | a share of the limits, so that the sum stays within them |
+| request trace | its own file (FILE.0, FILE.1, ..) and a share of the size |
+| cache map, journal, quotas | its own, exact; a tenant's quota applies to each process |
 """
 
 from collections.abc import Mapping, Sequence
