@@ -13,7 +13,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class CallTrace:
-    """Follows the events of a request's stream. A context manager; without a span, it costs only its calls."""
+    """Follows the events of a request's stream. A context manager; without a span, nothing is recorded."""
 
     def __init__(self, span: Span | None, clock: Clock, begun: float, work: str, connector: str) -> None:
         """

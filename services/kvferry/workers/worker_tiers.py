@@ -1,4 +1,4 @@
-"""Opens the tiers set for a worker, for an engine's pages."""
+"""Opens the tiers that are configured for a worker, for the pages of its engine."""
 
 from kvferry.core.clock import Clock
 from kvferry.engine.loop.engine_loop import CommandQueue

@@ -20,16 +20,18 @@ from kvferry.engine.speculation.speculation import Speculation
 from kvferry.testing.baselines.buddy import BuddyMemory
 
 Rule = Callable[[EngineSequence], int]
-"""Return the number of slots to reserve for a sequence. In a simulation, `max_tokens_total` is its true length."""
+"""Function that returns the number of slots to reserve for a sequence. In a simulation, `max_tokens_total` is the
+sequence's true length.
+"""
 
 
 def whole_context(context: int) -> Rule:
-    """Reserve the model's context length: Orca (Max)."""
+    """Return the rule that reserves the model's context length: Orca (Max)."""
     return lambda sequence: context
 
 
 def power_of_two(context: int) -> Rule:
-    """Reserve the prompt, and the output rounded up to a power of two: Orca (Pow2)."""
+    """Return the rule that reserves the prompt, and the output rounded up to a power of two: Orca (Pow2)."""
 
     def rule(sequence: EngineSequence) -> int:
         output = sequence.max_tokens_total - sequence.num_prompt
@@ -49,7 +51,7 @@ class PrivatePages(Allocator):
     def peek(
         self, names: Sequence[BlockHash], tokens: Sequence[int], *, max_tokens: int, for_load: bool = False
     ) -> CachedPrefix:
-        """Find nothing."""
+        """Return an empty prefix, since no pages are shared."""
         return CachedPrefix()
 
 

@@ -17,8 +17,9 @@ from kvferry.workers.adapters.adapter_loader import AdapterLoader
 _log = logging.getLogger(__name__)
 _POLL_SECONDS = 2.0
 RETRY_SECONDS = 15.0
-"""Time in seconds after which a listed adapter that could not be loaded is tried again: its files may still be being
-copied."""
+"""Time in seconds after which a listed adapter that could not be loaded is tried again: its files may still be
+incomplete while they are copied.
+"""
 
 
 class ListedAdapters:
