@@ -7,7 +7,7 @@ Pure.
     wait      until kubelet has updated the certificates in all pods
     retire    the earlier CAs are removed from the bundle
 
-Pods of any two neighbouring stages trust each other, so the order in which pods are updated does not matter. The
+Pods of any two neighboring stages trust each other, so the order in which pods are updated does not matter. The
 private key of a CA exists only in the memory of the operator between `publish` and `issue`; an operator that is
 restarted between them publishes another CA.
 """

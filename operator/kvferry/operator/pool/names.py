@@ -26,8 +26,8 @@ RESET_MANAGER = "before-first-apply"
 """Field manager to which the API server assigns all fields of an object whose managed fields were cleared."""
 OWN_MANAGERS = frozenset({FIELD_MANAGER, SEED_MANAGER, AUTOSCALER_MANAGER, GATEWAY_MANAGER, RESET_MANAGER})
 """Field managers whose fields the operator may take over; conflicts with other field managers are reported. Clearing
-the managed
-fields of an object returns them to the operator."""
+the managed fields of an object returns them to the operator.
+"""
 
 LABEL_POOL = f"{GROUP}/pool"
 LABEL_ROLE = f"{GROUP}/role"

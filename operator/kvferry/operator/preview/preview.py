@@ -27,7 +27,7 @@ class PlannedStep:
     pods: dict[str, dict[str, int]]
     """Number of pods by role, then by revision."""
     capacity: Fraction
-    """Share of the wanted pairs that can serve until the step's new pods are ready."""
+    """Share of the desired pairs that can serve until the step's new pods are ready."""
 
 
 @dataclass(frozen=True, slots=True)

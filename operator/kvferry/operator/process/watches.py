@@ -35,7 +35,7 @@ WATCHED: Mapping[str, tuple[str, str, str]] = {
 
 POLLED: Mapping[str, tuple[str, str]] = {"PodMonitor": POD_MONITOR, names.EXTENSION_KIND: EXTENSION_POOL}
 """Optional kinds with apiVersion and plural, which are listed periodically while the cluster serves them: kopf does not
-notice that a kind was installed or removed."""
+detect that a kind was installed or removed."""
 
 _SERVER_TIMEOUT_SECONDS = 300
 """Maximum duration of a watch request in seconds, after which kopf lists the objects and restarts the watch."""

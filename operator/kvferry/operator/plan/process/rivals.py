@@ -1,8 +1,8 @@
 """Detection of a second operator that reconciles the same pools under a different lease. Pure.
 
 Operators with one lease take turns. Operators with different leases, for example two releases of the chart, would both
-write the same objects. Every status names the lease of the operator that wrote it, so an operator that starts looks for
-other operators' statuses that are still being renewed. As in leader election, it measures by its own clock.
+write the same objects. Every status names the lease of the operator that wrote it, so at its start an operator looks
+for statuses of other operators that are still being renewed. As in leader election, it measures by its own clock.
 """
 
 from collections.abc import Iterable, Mapping
