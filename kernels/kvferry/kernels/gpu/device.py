@@ -36,7 +36,7 @@ def why_not(device: torch.device) -> str | None:
 
 @cache
 def _detects_gpu() -> bool:
-    """Return whether torch detects a GPU; asked once, since each launch checks its device."""
+    """Return whether torch detects a GPU; cached, since each launch checks its device."""
     return torch.cuda.is_available()
 
 

@@ -150,8 +150,8 @@ def attend_tiles(
     widens: tl.constexpr,
 ) -> None:
     """Compute latent attention for tiles of rows. Grid: (tiles * head tiles, programs that share a tile's partitions,
-    or 1 if tiles are not partitioned). Head tiles over the same vectors are neighbours in the grid, so that all but one
-    of them find the vectors in the cache.
+    or 1 if tiles are not partitioned). Head tiles over the same vectors are adjacent in the grid, so that all but one
+    of them read the vectors from the cache.
 
     Each program reads its vectors once, rank + R values per token. It writes `rank` values per row, or rank + 1 float32
     values per row and partition.
