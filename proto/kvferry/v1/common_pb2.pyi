@@ -54,7 +54,7 @@ class _PoolingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Pooling.Value
     """hidden state of the first token"""
 
 class Pooling(_Pooling, metaclass=_PoolingEnumTypeWrapper):
-    """Which hidden states of a prompt, after the final norm, a vector is made of."""
+    """Selects the hidden states of a prompt, after the final norm, from which its vector is computed."""
 
 POOLING_UNSPECIFIED: Pooling.ValueType  # 0
 """POOLING_LAST"""
@@ -128,7 +128,7 @@ class SamplingParams(_message.Message):
     """0 keeps all"""
     min_p: _builtins.float
     seed: _builtins.int
-    """default: drawn by the gateway"""
+    """default: chosen by the gateway"""
     presence_penalty: _builtins.float
     frequency_penalty: _builtins.float
     repetition_penalty: _builtins.float
@@ -142,7 +142,7 @@ class SamplingParams(_message.Message):
     skip_special_tokens: _builtins.bool
     """default true"""
     truncate_prompt_tokens: _builtins.int
-    """clients; -1: what the context holds; default: no truncation"""
+    """set by clients only; -1: to the context length; default: no truncation"""
     prompt_logprobs: _builtins.int
     """alternatives per token of the prompt; unset: no log-probabilities"""
     speculation: _builtins.bool
@@ -155,7 +155,7 @@ class SamplingParams(_message.Message):
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def constraint(self) -> Global___Constraint:
-        """unset: the output is free"""
+        """unset: no constraint"""
 
     @_builtins.property
     def allowed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -163,7 +163,7 @@ class SamplingParams(_message.Message):
 
     @_builtins.property
     def bad_words(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """clients; converted to token ids before a worker is called"""
+        """set by clients only; converted to token ids before a worker is called"""
 
     @_builtins.property
     def bad_word_token_ids(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenIds]: ...
@@ -488,7 +488,7 @@ class KvReport(_message.Message):
     expected_compute_seconds: _builtins.float
     """estimate for the same tokens as `expected_load_seconds`"""
     is_forced: _builtins.bool
-    """decided by policy or for re-measurement, not by estimated time"""
+    """chosen by policy, or to measure again, not by estimated times"""
     blocks_loaded: _builtins.int
     """loaded and verified"""
     bytes_loaded: _builtins.int
@@ -531,7 +531,7 @@ class Adapter(_message.Message):
     DIGEST_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """requests use it as their model"""
+    """requests select the adapter by this name, in the field `model`"""
     digest: _builtins.bytes
     """digest of the content, 32 bytes"""
     rank: _builtins.int
@@ -576,7 +576,7 @@ Global___WorkerIdentity: _TypeAlias = WorkerIdentity  # noqa: Y015
 
 @_typing.final
 class KvLayout(_message.Message):
-    """Layout of a worker's KV pages. Pages of another layout are readable when a conversion between both can be planned."""
+    """Layout of a worker's KV pages. Pages of another layout are readable if a conversion between the two layouts exists."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -50,7 +50,7 @@ class DecodeServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Run(self, request, context):
-        """Streams the tokens after `token_ids`. A step's tokens are in one message. Cancelling the call frees everything it held.
+        """Streams the tokens after `token_ids`. A step's tokens are in one message. Cancelling the call frees its resources.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -64,7 +64,7 @@ class ChatMessage(_message.Message):
     tool_call_id: _builtins.str
     """role tool: the call whose result the content is"""
     name: _builtins.str
-    """role tool: the called function; empty: that of the call"""
+    """role tool: the called function; empty: the function of that call"""
     reasoning: _builtins.str
     """role assistant: the reasoning before the content"""
     @_builtins.property
@@ -248,15 +248,15 @@ class GenerateRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     BEAMS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """empty: one is made; also accepted as metadata x-request-id"""
+    """empty: the server generates one; also accepted as metadata x-request-id"""
     model: _builtins.str
-    """empty: the one model served"""
+    """empty: the served model"""
     text: _builtins.str
     """not templated"""
     n: _builtins.int
     """samples of one prompt; 0 means 1"""
     priority: _builtins.int
-    """class of the request: lower first, where workers schedule by priority"""
+    """lower numbers first, in the gateway's queue and by workers that use priorities"""
     cache_salt: _builtins.str
     """requests with unequal salts share no KV; empty: the tenant's cache"""
     @_builtins.property
@@ -297,8 +297,8 @@ Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
 
 @_typing.final
 class BeamSearch(_message.Message):
-    """Of `sampling`, max_tokens, ignore_eos, skip_special_tokens and truncate_prompt_tokens have an effect; seed and
-    speculation may be set, and have none. The temperature must be 0 or 1, and all other fields must have their defaults.
+    """Only max_tokens, ignore_eos, skip_special_tokens and truncate_prompt_tokens of `sampling` have an effect; seed and
+    speculation are ignored. The temperature must be 0 or 1, and all other fields must have their defaults.
     Each output is one message, whose index is its rank.
     """
 
@@ -311,7 +311,7 @@ class BeamSearch(_message.Message):
     width: _builtins.int
     """beams, 1 to 8; at least `n`"""
     length_penalty: _builtins.float
-    """exponent of the length that divides the log-probability; default 1"""
+    """the log-probability is divided by length ^ length_penalty; default 1"""
     early_stopping: _builtins.bool
     """stop as soon as `width` outputs have ended"""
     never_stop_early: _builtins.bool
@@ -674,11 +674,11 @@ class EmbedRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """empty: one is made; also accepted as metadata x-request-id"""
+    """empty: the server generates one; also accepted as metadata x-request-id"""
     model: _builtins.str
-    """empty: the one model served"""
+    """empty: the served model"""
     priority: _builtins.int
-    """class of the request: lower first, where workers schedule by priority"""
+    """lower numbers first, in the gateway's queue and by workers that use priorities"""
     cache_salt: _builtins.str
     """requests with unequal salts share no KV; empty: the tenant's cache"""
     @_builtins.property

@@ -90,7 +90,7 @@ class InferenceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Embed(self, request, context):
-        """Computes a vector of each input. If one fails, the call fails.
+        """Computes a vector for each input. If one input fails, the call fails.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -37,7 +37,7 @@ class InferenceStub:
     Detokenize: _grpc.UnaryUnaryMultiCallable[_inference_pb2.DetokenizeRequest, _inference_pb2.DetokenizeResponse]
     GetModelInfo: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GetModelInfoRequest, _inference_pb2.GetModelInfoResponse]
     Embed: _grpc.UnaryUnaryMultiCallable[_inference_pb2.EmbedRequest, _inference_pb2.EmbedResponse]
-    """Computes a vector of each input. If one fails, the call fails."""
+    """Computes a vector for each input. If one input fails, the call fails."""
 
 @_typing.type_check_only
 class InferenceAsyncStub(InferenceStub):
@@ -48,7 +48,7 @@ class InferenceAsyncStub(InferenceStub):
     Detokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.DetokenizeRequest, _inference_pb2.DetokenizeResponse]  # type: ignore[assignment]
     GetModelInfo: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetModelInfoRequest, _inference_pb2.GetModelInfoResponse]  # type: ignore[assignment]
     Embed: _aio.UnaryUnaryMultiCallable[_inference_pb2.EmbedRequest, _inference_pb2.EmbedResponse]  # type: ignore[assignment]
-    """Computes a vector of each input. If one fails, the call fails."""
+    """Computes a vector for each input. If one input fails, the call fails."""
 
 class InferenceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -86,6 +86,6 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.EmbedRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.EmbedResponse, _abc.Awaitable[_inference_pb2.EmbedResponse]]:
-        """Computes a vector of each input. If one fails, the call fails."""
+        """Computes a vector for each input. If one input fails, the call fails."""
 
 def add_InferenceServicer_to_server(servicer: InferenceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -50,7 +50,7 @@ class KvEventsServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Subscribe(self, request, context):
-        """A subscriber that falls too far behind is cut off with UNAVAILABLE (reason RESUBSCRIBE) and subscribes
+        """A subscriber that falls too far behind is disconnected with UNAVAILABLE (reason RESUBSCRIBE) and subscribes
         again, which begins with a new snapshot.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -58,7 +58,7 @@ class KvEventsServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Probe(self, request, context):
-        """Compares a subscriber's copy with the cache: sequence, digest and membership of some names, all at one moment.
+        """Compares a subscriber's copy with the cache: sequence, digest and membership of some names, all at the same time.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

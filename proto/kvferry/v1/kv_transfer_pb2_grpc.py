@@ -65,7 +65,8 @@ class KvTransferServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Describe(self, request, context):
-        """Compatibility first, then the transport's own address. Called once per peer and incarnation.
+        """Checks that the layouts are compatible, and returns the address for the transport. Called once per peer and
+        incarnation.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -94,7 +95,7 @@ class KvTransferServicer:
 
     def WatchBlocks(self, request, context):
         """Streams, chunk by chunk, which blocks of a prompt under prefill are full, until the prompt is computed or aborted.
-        No page is held for the watcher: it reads and checks epochs.
+        No pages are kept for the watcher, which verifies by their epochs that they were not reused.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -55,7 +55,7 @@ class PrefillServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Run(self, request, context):
-        """Computes the prompt and samples one token. Cancelling the call frees everything it held.
+        """Computes the prompt and samples one token. Cancelling the call frees its resources.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -69,7 +69,7 @@ class PrefillServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Pool(self, request, context):
-        """Computes the prompt and a vector of its hidden states; samples no token and keeps nothing. Idempotent.
+        """Computes the prompt and a vector of its hidden states; samples no token and offers no blocks. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -260,7 +260,7 @@ class TierStatus(_message.Message):
     """objects written"""
     bytes_stored: _builtins.int
     dropped: _builtins.int
-    """stores not made because too many waited"""
+    """stores dropped because the queue was full"""
     def __init__(
         self,
         *,
@@ -286,8 +286,8 @@ Global___TierStatus: _TypeAlias = TierStatus  # noqa: Y015
 
 @_typing.final
 class WorkerLoad(_message.Message):
-    """Counts of everything that a request holds. Idle: all zero except blocks_total, which is blocks_free + blocks_pinned,
-    blocks_cached and pins.
+    """Counts of the resources that requests hold. In an idle worker, all are zero except blocks_total, which is then
+    blocks_free + blocks_pinned, and blocks_cached, blocks_pinned and pins.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -312,7 +312,7 @@ class WorkerLoad(_message.Message):
     running: _builtins.int
     """sequences in the running batch"""
     waiting: _builtins.int
-    """sequences waiting for room"""
+    """sequences waiting for free pages or a place in the batch"""
     loading: _builtins.int
     """sequences waiting for KV from a peer"""
     blocks_total: _builtins.int
@@ -415,7 +415,7 @@ class LoadAdapterRequest(_message.Message):
     PATH_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     path: _builtins.str
-    """folder below the worker's folder of adapters"""
+    """path of the adapter's folder, relative to the worker's adapter folder"""
     def __init__(
         self,
         *,
