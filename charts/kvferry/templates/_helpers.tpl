@@ -46,7 +46,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 - apiGroups: [apps]
   resources: [controllerrevisions, deployments]
   verbs: [create, delete, get, list, patch, watch]
-# Held so that the operator can grant it to gateways.
+# The operator needs these permissions to grant them to gateways.
 - apiGroups: [discovery.k8s.io]
   resources: [endpointslices]
   verbs: [get, list, watch]
@@ -62,7 +62,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 - apiGroups: [kvferry.dev]
   resources: [poolrolescalers]
   verbs: [create, delete, get, list, patch, watch]
-# Held so that the operator can grant it to gateways of pools that scale to zero.
+# The operator needs these permissions to grant them to gateways of pools that scale to zero.
 - apiGroups: [kvferry.dev]
   resources: [poolrolescalers/scale]
   verbs: [get, patch]

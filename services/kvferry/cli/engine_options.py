@@ -8,9 +8,10 @@ from kvferry.engine.speculation.settings import checked_speculation
 SCHEDULING = Setting(
     "scheduling",
     "fcfs",
-    "Which waiting request runs next: the earliest; the lowest priority number; the one with the fewest tokens to "
-    "compute; or that one among the first eight; or, with weighted, one with the priority that has used the least of "
-    "its share. In the gateway's queue: with weighted likewise, otherwise the lowest priority number.",
+    "Which waiting request runs next: the earliest (fcfs), the lowest priority number (priority), the one with the "
+    "fewest tokens to compute (srtf), the same among the first eight (two-level), or one of the priority that has used "
+    "the least of its share (weighted). The gateway's queue uses weighted likewise, and otherwise the lowest priority "
+    "number.",
     choices=("fcfs", "priority", "srtf", "two-level", "weighted"),
 )
 CLASS_WEIGHTS = Setting(

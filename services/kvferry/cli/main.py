@@ -46,7 +46,7 @@ class _Lazy(click.Group):
         except OSError as error:
             if error.errno != errno.ENOSPC or error.filename is not None:
                 raise
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for the text that Python still writes when it ends
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes standard output again at exit
             click.echo(f"Error: cannot write to the standard output: {error.strerror}; use another file", err=True)
             sys.exit(1)
 
@@ -56,7 +56,7 @@ class _Lazy(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _COMMANDS:
             return None
-        silence_grpc()  # for the processes of a stack, and for commands that call them
+        silence_grpc()  # for commands that start or call processes with gRPC
         found = getattr(import_module(_COMMANDS[cmd_name][0]), "command")  # noqa: B009
         if not isinstance(found, click.Command):
             raise TypeError(f"module of subcommand {cmd_name} does not define a click command")

@@ -253,7 +253,10 @@ GATEWAY = (
     *TENANT_KEY,
     POLICY,
     Setting(
-        "prefix_blocks", 4, "Number of leading blocks of a prompt that determine its replica.", parse=whole(1, 1024)
+        "prefix_blocks",
+        4,
+        "Number of leading blocks of a prompt by which a worker is chosen for it.",
+        parse=whole(1, 1024),
     ),
     Setting(
         "skip_prefill_below",

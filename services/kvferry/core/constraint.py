@@ -23,7 +23,7 @@ class ConstraintKind(StrEnum):
     GRAMMAR = "grammar"
     """Context-free grammar in Lark's syntax with llguidance's extensions."""
     STRUCTURAL_TAG = "structural_tag"
-    """JSON object with `structures` and `triggers`: free text with parts between tags that follow a schema."""
+    """JSON object with `structures` and `triggers`: free text in which the parts between given tags follow a schema."""
 
 
 @dataclass(frozen=True, slots=True)

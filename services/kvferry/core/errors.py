@@ -62,7 +62,7 @@ class KvferryError(Exception):
     ) -> None:
         """
         Args:
-            message: names the value and the remedy, for people.
+            message: names the value and the remedy, for users.
             reason: stable identifier for programs; `None` for the class's.
             field: name of the faulty request field; `None` if no single field is at fault.
             retry_after_seconds: time in seconds after which a retry may succeed; `None` if waiting alone does not help.

@@ -146,7 +146,7 @@ GATEWAY_MAP_LOSSES = Metric(
 GATEWAY_MAP_COLLISIONS = Metric(
     "kvferry_gateway_cache_map_collisions_total",
     Kind.COUNTER,
-    "Block names of a worker with equal leading 60 bits.",
+    "Block names whose leading 60 bits equal those of another name of the same worker.",
 )
 GATEWAY_MAP_AUDITS = Metric(
     "kvferry_gateway_cache_map_audits_total",

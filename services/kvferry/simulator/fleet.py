@@ -31,7 +31,7 @@ _EVENTS_PER_CALL = 1000
 MAX_PAGES = 1 << 25
 """Maximum number of pages of all workers of a pool; a page takes about 90 bytes."""
 MAX_SECONDS = 1e10
-"""Latest arrival: a float of this size still tells microseconds apart."""
+"""Latest arrival: a float of this size still distinguishes microseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +170,9 @@ class Pool:
             if progress is not None and clock.num_events % _EVENTS_PER_CALL == 0:
                 progress(measures, clock.now)
         if gateway.num_open:
-            raise InvariantBroken(f"{gateway.num_open} requests can never end; is a prompt larger than the pages?")
+            raise InvariantBroken(
+                f"{gateway.num_open} requests can never end; their prompts may need more pages than a worker has"
+            )
         return self.result()
 
     def result(self) -> PoolResult:
@@ -205,7 +207,7 @@ class Pool:
             self.clock.at(request.at, partial(self._arrive, request))
 
     def _check(self, request: SimRequest) -> None:
-        """Check that every worker can hold a request, and that the clock can tell its times apart."""
+        """Check that every worker can hold a request, and that the clock can distinguish its times."""
         if request.at > MAX_SECONDS:
             raise UsageError(
                 f"request {request.index} arrives {request.at:g} s after the start; at most {MAX_SECONDS:g} s are "

@@ -135,7 +135,7 @@ class Gateway:
         self._pump()
 
     def _poll(self) -> None:
-        """Take the statuses of all workers."""
+        """Record the statuses of all workers for routing."""
         for member in self.members:
             if self.settings.exact_status:
                 member.replica.catch_up()

@@ -97,7 +97,7 @@ class Members:
             self._replace(member, replace(member.candidate, load=load))
 
     def reported(self, member: Member) -> None:
-        """Take the status of a worker."""
+        """Record the load in a worker's status for routing."""
         load = member.reported = member.replica.load
         candidate = replace(
             member.candidate,

@@ -303,7 +303,7 @@ class WorkerUnit:
         parts.control.close()
 
     def stop_draining(self) -> None:
-        """Make `stop` skip draining, or end it if it is in progress."""
+        """End draining if it is in progress; otherwise, let `stop` skip draining."""
         if self._service is not None:
             self._service.stop_draining()
 

@@ -97,8 +97,8 @@ def _basis(candidate: dict[str, Any]) -> str:
     if candidate["basis"] == "exact":
         return state
     if candidate["basis"] == "pending":
-        return f"{candidate['confirmed_tokens']} of them reported, the others only just sent there; {state}"
-    return f"by requests sent there; {state}"
+        return f"{candidate['confirmed_tokens']} of them reported, the others sent there just now; {state}"
+    return f"estimated from requests sent there; {state}"
 
 
 def _ask(http: str, request_id: str, api_key: str) -> Any:

@@ -71,7 +71,7 @@ def stack_config(values: Values, *, http: str, grpc: str, admin: str) -> StackCo
         gateway_flags += ["--tenants", values["tenants"]]
         api_keys_file = Path(values["api_keys_file"]) if values["api_keys_file"] else None
         tenants = Tenants.load(Path(values["tenants"]), api_keys_file, SystemClock())
-        if api_key is None and tenants.table.keys:  # only hashes of the keys are known
+        if api_key is None and tenants.table.keys:  # the tenants file has only hashes of the keys
             api_key = probe_key = secrets.token_hex(32)
     counts = {name: values[name] for name in ("prefill", "decode", "both") if name in has}
     return StackConfig(
@@ -132,7 +132,7 @@ def command(values: Values, *, as_json: bool) -> None:
 
 async def _up(config: StackConfig, drain_seconds: float, *, as_json: bool) -> int:
     ending = list(STOP_SIGNALS)
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # it is ignored under `nohup`
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # SIGHUP is ignored under `nohup`
         ending.append(signal.SIGHUP)
     stop = asyncio.Event()
     with stop_signals(asyncio.get_running_loop(), stop.set, numbers=ending):

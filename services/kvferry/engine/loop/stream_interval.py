@@ -32,7 +32,7 @@ class StreamInterval:
         self._parts: dict[RequestId, _Part] = {}
 
     def due(self, items: list[Delivery]) -> list[Delivery]:
-        """Take the events of a step, and return those to deliver now, in order."""
+        """Add the events of a step, and return the events to deliver now, in order."""
         if self._interval == 1:
             return items
         found: list[Delivery] = []

@@ -81,7 +81,7 @@ class HiddenReader(Protocol):
     """Heads: `ModelDrafts` that read hidden states of the target model."""
 
     def read(self, request_id: RequestId, position: int, hidden: npt.NDArray[np.float32]) -> None:
-        """Take the hidden states [N, width] of a sequence's accepted tokens from a position on.
+        """Record the hidden states [N, width] of a sequence's accepted tokens from a position on.
 
         Args:
             request_id: id of the sequence's request.

@@ -14,7 +14,8 @@ _MEMORY = 0.98
 _SLOPE_WEIGHT = 4.0
 """Weight of the assumed slope, in squared rows of one step."""
 _RATIO_MEMORY = 0.99
-"""Factor by which the weight of older steps in the ratios decreases at each step, of any number of rows."""
+"""Factor by which the weight of older steps in the ratios decreases at each step. Steps of all numbers of rows count.
+"""
 _RATIO_WEIGHT = 3.0
 """Weight of the assumed ratio 1, in steps of the same number of rows."""
 _MAX_CHANGE = 3.0

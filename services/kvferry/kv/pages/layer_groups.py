@@ -79,7 +79,7 @@ class LayerGroups:
     windows: tuple[int | None, ...]
     """Sliding window of each group's layers in tokens; `None` for full attention, or if windows differ."""
     layers: tuple[tuple[int, ...], ...]
-    """Layers of each group, ascending. The first group has as many layers as a page has places."""
+    """Layers of each group, ascending. A page holds as many layers as the first group has."""
 
     @classmethod
     def single(cls, num_layers: int) -> "LayerGroups":

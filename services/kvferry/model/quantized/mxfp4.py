@@ -72,7 +72,7 @@ def _read(parts: Parts) -> Mapping[str, QuantizedMatrix]:
         if largest > _MAX_SCALE:
             raise parts.damaged(
                 f"has {stack}_scales with a scale of {largest}"
-                f" ({'NaN' if largest == 255 else f'2^{largest - 127}'}); at most {_MAX_SCALE} is possible in float32,"
+                f" ({'NaN' if largest == 255 else f'2^{largest - 127}'}); at most {_MAX_SCALE} is possible in float32"
             )
         outputs, inputs = blocks.shape[1], blocks.shape[2] * BLOCK
         for expert in range(blocks.shape[0]):

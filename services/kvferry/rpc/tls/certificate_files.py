@@ -202,7 +202,7 @@ def _read(path: Path, field: str) -> bytes:
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}", field=field) from error
     if len(content) > _MAX_FILE_BYTES:
-        raise UsageError(f"{path} is larger than {_MAX_FILE_BYTES} bytes; is it a PEM file?", field=field)
+        raise UsageError(f"{path} is larger than {_MAX_FILE_BYTES} bytes; expected a PEM file", field=field)
     return content
 
 

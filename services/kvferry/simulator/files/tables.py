@@ -37,7 +37,7 @@ class Table:
         return field in self._fields
 
     def number(self, field: str, default: float, low: float, high: float) -> float:
-        """Take a number.
+        """Read and remove a number.
 
         Args:
             field: name of the field.
@@ -55,7 +55,7 @@ class Table:
         return float(value)
 
     def numbers(self, field: str, count: int, low: float, high: float) -> tuple[float, ...]:
-        """Take a list of numbers; an empty one if it is absent.
+        """Read and remove a list of numbers; an empty one if it is absent.
 
         Args:
             field: name of the field.
@@ -75,7 +75,7 @@ class Table:
         return tuple(map(float, value))
 
     def whole(self, field: str, default: int, low: int, high: int) -> int:
-        """Take a whole number.
+        """Read and remove a whole number.
 
         Args:
             field: name of the field.
@@ -92,7 +92,7 @@ class Table:
         return value
 
     def text(self, field: str, default: str, choices: Iterable[str] = ()) -> str:
-        """Take a string, one of `choices` if there are any; `default` if it is absent.
+        """Read and remove a string, one of `choices` if there are any; `default` if it is absent.
 
         Raises:
             UsageError: the field is not a string, or not one of `choices`.
@@ -104,7 +104,7 @@ class Table:
         return value
 
     def flag(self, field: str, *, default: bool) -> bool:
-        """Take true or false; `default` if it is absent.
+        """Read and remove true or false; `default` if it is absent.
 
         Raises:
             UsageError: the field is not a boolean.
@@ -115,7 +115,7 @@ class Table:
         return value
 
     def table(self, field: str) -> "Table":
-        """Take a table; an empty one if it is absent.
+        """Read and remove a table; an empty one if it is absent.
 
         Raises:
             UsageError: the field is not a table.
@@ -123,7 +123,7 @@ class Table:
         return Table(self.path(field), self._take(field, {}))
 
     def tables(self, field: str, limit: int) -> "list[Table]":
-        """Take a list of at most `limit` tables; an empty list if it is absent.
+        """Read and remove a list of at most `limit` tables; an empty list if it is absent.
 
         Raises:
             UsageError: the field is not a list of tables, or has too many.

@@ -57,7 +57,7 @@ export function empty(text) {
   return html("p", { class: "empty" }, text);
 }
 
-/** Create a word with the colour of a state: good, warn or bad. */
+/** Create a word with the color of a state: good, warn or bad. */
 export function state(kind, text) {
   return html("span", { class: `state ${kind}` }, text);
 }
