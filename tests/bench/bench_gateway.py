@@ -166,7 +166,8 @@ async def gateway_latency(http: str, rate: float, seconds: float, *, kept: bool)
     """Measure requests through the gateway."""
     host, _, port = http.rpartition(":")
     requests = [body_of(prompt, 1, stream=False) for prompt in prompts(64)]
-    idle: asyncio.LifoQueue[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = asyncio.LifoQueue()
+    # Connections take turns: the gateway closes one that is idle for longer than its keep-alive timeout.
+    idle: asyncio.Queue[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = asyncio.Queue()
     if kept:
         for _ in range(CONNECTIONS):
             idle.put_nowait(await asyncio.open_connection(host, int(port)))
