@@ -190,7 +190,7 @@ def _addresses() -> Iterator[Run]:
 def _frame_seeds() -> list[bytes]:
     request = tcp_wire._REQUEST.pack(tcp_wire.Op.PAGES, 2) + bytes(8)
     reply = tcp_wire._REPLY.pack(tcp_wire.Status.OK, 64) + bytes(64)
-    return [b"\x00" + bytes(64), b"\x01" + request + request, b"\x02" + tcp_wire._MAGIC + bytes(64), b"\x03" + reply]
+    return [b"\x00" + bytes(64), b"\x01" + request + request, b"\x02" + tcp_wire._MAGIC + bytes(120), b"\x03" + reply]
 
 
 @contextmanager

@@ -90,9 +90,9 @@ def test_an_impostor_gets_no_secret_and_is_refused() -> None:
         def impostor() -> None:
             link, _ = listener.accept()
             with link:
-                link.sendall(b"kvtcp-1\n" + bytes(32))
+                link.sendall(b"kvtcp-2\n" + bytes(56))
                 wire.receive(link, 64)
-                link.sendall(bytes(32))
+                link.sendall(bytes(64))
                 link.recv(1)
 
         thread = threading.Thread(target=impostor, daemon=True)
@@ -126,7 +126,7 @@ def test_an_invalid_frame_closes_only_its_connection(request_bytes: bytes) -> No
 def test_a_connection_without_a_valid_greeting_is_closed() -> None:
     with a_transport() as (owner, _), dial(owner) as link:
         link.sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(64))
-        wire.receive(link, 40)
+        wire.receive(link, 64)
         assert is_cut(link)
 
 
@@ -148,7 +148,7 @@ def receive_all(link: socket.socket, size: int) -> None:
 
 
 def a_reply(status: int, length: int, content: bytes) -> bytes:
-    return struct.pack("<BQ", status, length) + content
+    return struct.pack("<BQ55x", status, length) + content
 
 
 @pytest.mark.parametrize(

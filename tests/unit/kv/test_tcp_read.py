@@ -13,7 +13,7 @@ from kvferry.kv.connectors.tcp_wire import Op
 from kvferry.kv.interface.connector import ReadError
 
 SIZE = 64
-HEAD = struct.pack("<BQ", 0, 2 * SIZE)
+HEAD = struct.pack("<BQ55x", 0, 2 * SIZE)
 REQUEST = struct.pack("<BIII", 1, 2, 5, 7)
 
 
@@ -69,7 +69,7 @@ def test_a_read_lands_as_it_arrives_and_returns_its_connection() -> None:
         peer.sendall(part)
         assert not read.poll()
         assert not read.is_quiet()
-        assert read.progress() == sum((4, 15, 117)[: number + 1])
+        assert read.progress() == sum((4, 70, 117)[: number + 1])
     peer.sendall(b"b")
     read.wait(60.0)
     assert read.is_quiet()
@@ -112,7 +112,7 @@ def test_a_wait_ends_without_the_rest_of_a_reply(seconds: float) -> None:
 def test_a_failure_during_a_wait_is_raised_by_the_next_poll() -> None:
     scene = Scene()
     read, peer = scene.read(), scene.links.peers[0]
-    peer.sendall(struct.pack("<BQ", 1, 0))
+    peer.sendall(struct.pack("<BQ55x", 1, 0))
     peer.shutdown(socket.SHUT_WR)
     read.wait(60.0)
     assert read.is_quiet()

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvferry.core.clock import SystemClock
 from kvferry.kv.connectors import tcp_wire as wire
 
 MOST = 5
@@ -92,11 +93,11 @@ def test_an_invalid_request_after_a_valid_one_is_an_error(head: tuple[int, int],
 @given(st.lists(st.binary(min_size=1, max_size=12), min_size=1, max_size=6), Cuts)
 def test_a_reply_is_received_alike_however_it_is_divided(content: list[bytes], cuts: list[int]) -> None:
     size = sum(map(len, content))
-    link = Arrivals(struct.pack("<BQ", 0, size) + b"".join(content) + b"next", cuts)
+    link = Arrivals(struct.pack("<BQ55x", 0, size) + b"".join(content) + b"next", cuts)
     landed = [bytearray(len(part)) for part in content]
     reply = wire.Reply([memoryview(part) for part in landed])
     receive_all(reply, link.as_socket())
-    assert reply.num_received == 9 + size
+    assert reply.num_received == 64 + size
     assert landed == content
     assert b"".join(link.parts) == b"next"
 
@@ -107,21 +108,42 @@ def test_a_reply_with_a_wrong_head_is_an_error_and_stays_within_its_buffers(
 ) -> None:
     around = memoryview(bytearray(b"." * 12))
     reply = wire.Reply([around[2:4], around[7:9]])
-    link = Arrivals(struct.pack("<BQ", *head) + b"xxxxxxxxx", cuts).as_socket()
+    link = Arrivals(struct.pack("<BQ55x", *head) + b"xxxxxxxxx", cuts).as_socket()
     with pytest.raises(wire.WireError, match=r"rejected|reply has .* bytes, not"):
         receive_all(reply, link)
     assert bytes(around[:2]) + bytes(around[4:7]) + bytes(around[9:]) == b"........"
 
 
 def test_a_receive_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "_PIECE_BYTES", 16)
-    link = Arrivals(struct.pack("<BQ", 0, 40) + bytes(range(40)), ()).as_socket()
+    monkeypatch.setattr(wire, "_PIECE_BYTES", 32)
+    link = Arrivals(struct.pack("<BQ55x", 0, 40) + bytes(range(40)), ()).as_socket()
     landed = bytearray(40)
     reply = wire.Reply([memoryview(landed)[:20], memoryview(landed)[20:]])
     received = [reply.num_received for _ in range(3) if not reply.receive_some(link)]
-    assert received == [16, 32, 48]
+    assert received == [32, 64, 96]
     assert reply.receive_some(link)
     assert landed == bytes(range(40))
+
+
+@pytest.mark.parametrize("count", [1, 7, 8, 9])
+def test_messages_of_the_owner_keep_pages_aligned(count: int) -> None:
+    ours, theirs = socket.socketpair()
+    key, epochs = b"k" * 32, [2**64 - 1 - number for number in range(count)]
+    with ours, theirs:
+        reader = threading.Thread(target=wire.greet_as_reader, args=(theirs, key))
+        reader.start()
+        wire.greet_as_owner(ours, [key], SystemClock(), 60.0)
+        reader.join()
+        theirs.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            theirs.recv(1)
+        wire.send_refusal(ours)
+        assert len(theirs.recv(4096)) == 64
+        wire.send_epochs(ours, epochs)
+        reply = theirs.recv(4096)
+    assert len(reply) == 64 + wire.padded(8 * count)
+    assert len(reply) % 64 == 0
+    assert list(struct.unpack_from(f"<{count}Q", reply, 64)) == epochs
 
 
 def test_a_request_larger_than_the_sockets_buffer_arrives_whole() -> None:

@@ -205,7 +205,8 @@ class TcpTransport:
     def read_epochs(self, peer: Peer, remote: Sequence[int], timeout: float) -> list[int]:
         owner = self._find(peer)
         check_page_ids(remote, owner.where.num_blocks, "the peer")
-        landing = memoryview(bytearray(8 * len(remote)))
+        size = 8 * len(remote)
+        landing = memoryview(bytearray(wire.padded(size)))
         if not remote:
             return []
         patience = min(timeout, _CONNECT_SECONDS)
@@ -224,7 +225,7 @@ class TcpTransport:
                 read.wait(patience)
         except ReadError as error:
             raise ReadError(f"the epochs of worker {peer.worker_id} did not arrive ({error})") from error
-        return [int.from_bytes(landing[i : i + 8], "little") for i in range(0, len(landing), 8)]
+        return [int.from_bytes(landing[i : i + 8], "little") for i in range(0, size, 8)]
 
     def forget(self, peer: Peer) -> None:
         owner = self._owners.pop(peer.incarnation, None)

@@ -119,7 +119,7 @@ class PageServer:
         if max(ids) >= len(self._epochs):
             wire.send_refusal(link)
         elif op is wire.Op.EPOCHS:
-            wire.send_reply(link, [memoryview(b"".join(self._epochs[i].to_bytes(8, "little") for i in ids))])
+            wire.send_epochs(link, [self._epochs[i] for i in ids])
         else:
             size = self._block_bytes
             wire.send_reply(link, [self._pages[a * size : b * size] for a, b in runs(ids)])
