@@ -2,6 +2,7 @@
 
     make bench-routing                                   rows appended to tests/bench/results/routing.csv
     make bench-routing ARGS="--workers 32 --only bursty --dry"
+    make bench-routing ARGS="--oracle --requests 400"    also the regret against an oracle that knows all later arrivals
 
 multi-turn      conversations of six turns: prompts begin with the turns before
 shared-prefix   64 prefixes of 3,000 tokens, so that no worker can have all of them cached
@@ -21,14 +22,17 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+from harness.lookahead import Lookahead
+
 from kvferry.bench.commit import commit
 from kvferry.bench.rows import append_csv
 from kvferry.core.clock import SystemClock
 from kvferry.simulator.files.spec import read_fleet
-from kvferry.simulator.run import simulate_pool
+from kvferry.simulator.fleet import Pool
 
 RESULTS = Path(__file__).parent / "results" / "routing.csv"
 POLICIES = ("seconds", "prefix-hash", "least-loaded", "round-robin")
+BASE, ORACLE = "seconds", "oracle"
 FLEET = """
 seed = 3
 [device]
@@ -75,6 +79,7 @@ class Row:
     workers: int
     workload: str
     policy: str
+    ttft_mean_ms: float
     ttft_p50_ms: float
     ttft_p90_ms: float
     ttft_p99_ms: float
@@ -93,13 +98,16 @@ def fleet_file(fleet: str, workers: int, workload: str, policy: str, requests: i
 
 def measured(fleet: str, workers: int, workload: str, policy: str, requests: int) -> Row:
     """Simulate one row."""
-    spec = read_fleet(fleet_file(fleet, workers, workload, policy, requests), lambda name: Path(name).read_text())
-    result = simulate_pool(spec, 0)
+    is_oracle = policy == ORACLE
+    text = fleet_file(fleet, workers, workload, BASE if is_oracle else policy, requests)
+    spec = read_fleet(text, lambda name: Path(name).read_text())
+    pool = Pool(spec.pool, spec.requests(0))
+    result = Lookahead(pool).run() if is_oracle else pool.run()
     ttft = result.measures.ttft.in_ms()
     date = datetime.fromtimestamp(SystemClock().wall(), UTC).isoformat(timespec="seconds")
     return Row(
-        date, commit(), fleet, workers, workload, policy, ttft["p50"], ttft["p90"], ttft["p99"],
-        round(result.measures.hit_rate, 3),
+        date, commit(), fleet, workers, workload, policy, round(1e3 * result.measures.ttft.mean, 3), ttft["p50"],
+        ttft["p90"], ttft["p99"], round(result.measures.hit_rate, 3),
     )  # fmt: skip
 
 
@@ -109,16 +117,21 @@ def main(words: Sequence[str]) -> None:
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--requests", type=int, default=1200)
     parser.add_argument("--only", choices=tuple(WORKLOADS), action="append", help="workload; may be repeated")
+    parser.add_argument("--oracle", action="store_true", help="also simulate the oracle: minutes per row")
+    parser.add_argument("--fleets", choices=("both", "split"), nargs="+", default=["both", "split"])
     parser.add_argument("--dry", action="store_true", help="append no rows")
     arguments = parser.parse_args(words)
-    print(f"{'fleet':<6} {'workload':<14} {'policy':<13} {'TTFT p50':>9} {'p90':>8} {'p99':>8} ms  {'hits':>5}")
-    for fleet in ("both", "split"):
+    print(
+        f"{'fleet':<6} {'workload':<14} {'policy':<13} {'TTFT mean':>9} {'p50':>8} {'p90':>8} {'p99':>8} ms"
+        f"  {'hits':>5}"
+    )
+    for fleet in arguments.fleets:
         for workload in arguments.only or WORKLOADS:
-            for policy in POLICIES:
+            for policy in (*POLICIES, *([ORACLE] if arguments.oracle else [])):
                 row = measured(fleet, arguments.workers, workload, policy, arguments.requests)
                 print(
-                    f"{fleet:<6} {workload:<14} {policy:<13} {row.ttft_p50_ms:>9.0f} {row.ttft_p90_ms:>8.0f} "
-                    f"{row.ttft_p99_ms:>8.0f}     {row.hit_rate:>5.2f}",
+                    f"{fleet:<6} {workload:<14} {policy:<13} {row.ttft_mean_ms:>9.1f} {row.ttft_p50_ms:>8.0f} "
+                    f"{row.ttft_p90_ms:>8.0f} {row.ttft_p99_ms:>8.0f}     {row.hit_rate:>5.2f}",
                     flush=True,
                 )
                 if not arguments.dry:

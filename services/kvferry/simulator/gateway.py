@@ -6,6 +6,7 @@ arrive --> FlowController --> route --> prefill replica --> offer --> decode rep
 """
 
 from array import array
+from collections.abc import Collection
 from functools import partial
 
 from kvferry.core.errors import InvariantBroken, Overloaded
@@ -53,7 +54,7 @@ class Gateway:
         """
         self._clock, self.settings, self._namers = clock, settings, namers
         estimates, commitments, routing = Estimates(), Commitments(clock), settings.routing
-        self._policy = policy or make_policy(
+        self.policy = policy or make_policy(
             routing.policy, estimates, commitments, load_factor=routing.load_factor, seed=settings.seed
         )
         self._records = Records(estimates, commitments)
@@ -104,6 +105,11 @@ class Gateway:
     def num_open(self) -> int:
         """Number of requests that are queued or running."""
         return len(self._runs)
+
+    @property
+    def runs(self) -> Collection[Run]:
+        """Requests that are queued or running."""
+        return self._runs.values()
 
     def arrive(self, request: SimRequest) -> None:
         """Accept or refuse a request."""
@@ -199,7 +205,7 @@ class Gateway:
             run.request.output.count,
             None if ticket is None or run.source is None else run.source.candidate,
         )
-        return choose(request, candidates, self._policy, skip_prefill=skip, enough_tokens=enough), caches
+        return choose(request, candidates, self.policy, skip_prefill=skip, enough_tokens=enough), caches
 
     def _arrived(self, run: Run) -> None:
         self._records.arrived(run.commitment)
