@@ -55,7 +55,7 @@ def command(
     seed: int | None,
     processes: int | None,
 ) -> None:
-    """Simulate the fleet of a TOML file: the real gateway's and engines' decisions, in virtual time.
+    """Simulate the fleet of a TOML file: the production code of gateway and engines decides, in virtual time.
 
     \b
       kvferry simulate docs/examples/fleet.toml
