@@ -14,7 +14,7 @@ from kvferry.simulator.worker.jobs import Job
 
 
 class Records:
-    """The records of one gateway."""
+    """Work that one simulated gateway has dispatched, and the durations that it has observed."""
 
     def __init__(self, estimates: Estimates, commitments: Commitments) -> None:
         self._estimates, self._commitments = estimates, commitments

@@ -298,4 +298,4 @@ def differs(got: torch.Tensor, expected: torch.Tensor) -> str | None:
     unit = max(torch.finfo(x.dtype).eps for x in (got, expected))
     allowed = _UNITS * unit * float(other.abs().max())
     worst = float((one.double() - other.double()).abs().max())
-    return None if worst <= allowed else f"{worst:.3g} off, {allowed:.3g} would be rounding"
+    return None if worst <= allowed else f"the maximum difference {worst:.3g} exceeds the tolerance {allowed:.3g}"

@@ -319,7 +319,7 @@ class Scheduler:
         """All sequences."""
         return self._known.values()
 
-    # ------------------------------------------------------------------ inside
+    # ------------------------------------------------------------------ internals
 
     def _displace(self) -> None:
         """Preempt sequences of lower classes until the first waiting sequence fits, if the policy permits it."""

@@ -100,7 +100,7 @@ class Acceptance:
         return self._of_model.share
 
     def probability(self, support: int) -> float:
-        """Return the estimated probability that a token with this support is right."""
+        """Return the estimated probability that a draft token with this support equals the sampled token."""
         return self._by_support[support].share
 
 
@@ -114,7 +114,7 @@ class SequenceAcceptance:
         self._own, self._own_of_model = _Share(_DECAY), _Share(_MODEL_DECAY)
 
     def add(self, support: int, is_hit: bool) -> None:
-        """Record whether a draft token was right.
+        """Record the outcome of a verified draft token.
 
         Args:
             support: support class of the token (module docstring).

@@ -60,7 +60,7 @@ class WorkRecords:
             seconds: time of the computation in seconds.
         """
         num_tokens = len(run.token_ids)
-        if not run.is_step:  # nearly all of a step's tokens are cached, which says nothing about the prompts of clients
+        if not run.is_step:  # nearly all tokens of a step are cached, unlike those of clients' prompts
             self._estimates.observe_prompt(num_tokens, num_cached)
         process = _process(self._fleet.view(address))
         if process is not None:

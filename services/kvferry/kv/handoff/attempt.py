@@ -286,7 +286,7 @@ class Attempt:
             return self._give_up(f"waited {now - self._begun:.1f} s for other transfers")
         return [Forget(), *self._give_up(f"the peer did not answer in {self._times.control_seconds:.2f} s")]
 
-    # ------------------------------------------------------------------ inside
+    # ------------------------------------------------------------------ internals
 
     def _tick_reading(self, now: float) -> Effects:
         if now >= self._limit:
