@@ -283,7 +283,8 @@ _CASES: Mapping[str, Callable[[Spec, _Setup], Case]] = MappingProxyType(
 
 
 def differs(got: torch.Tensor, expected: torch.Tensor) -> str | None:
-    """Describe the difference between two results; return `None` if they are equal up to rounding.
+    """Describe the difference between two results; return `None` if they have the same number of values, in any shape,
+    and are equal up to rounding.
 
     Args:
         got: the result to check.

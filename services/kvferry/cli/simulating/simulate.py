@@ -171,6 +171,10 @@ def _merged(results: "list[PoolResult]") -> "PoolResult":
 def read_fleet_file(path: Path, seed: int | None = None) -> "FleetSpec":
     """Read a fleet file, and the files that it names.
 
+    Args:
+        path: the fleet file.
+        seed: replaces the file's seed; `None` keeps it.
+
     Raises:
         UsageError: a file cannot be read, or a field is invalid.
     """

@@ -173,7 +173,7 @@ class Scheduler:
         return one_ahead(plan, self._known, self.allocator)
 
     def take_overdue(self, now: float) -> list[SequenceUpdate]:
-        """End the sequences that have waited too long for their deadline and have computed nothing; return them."""
+        """End the sequences that at `now`, monotonic seconds, have waited too long and have computed nothing."""
         updates: list[SequenceUpdate] = []
         for request_id, arrival in self._deadlines.take_overdue(now):
             sequence = self._known.get(request_id)

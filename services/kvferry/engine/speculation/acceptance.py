@@ -50,7 +50,7 @@ def support_of_match(length: int) -> int:
 
 
 def support_of_confidence(probability: float) -> int:
-    """Return the support of a token to which a draft model assigns this probability."""
+    """Return the support of a token to which a draft model assigns this probability, from 0 to 1."""
     return _FIRST_OF_MODEL + bisect_right(_CONFIDENCES, probability)
 
 
@@ -132,7 +132,8 @@ class SequenceAcceptance:
         return _combined(self._own_of_model, self._all.of_model)
 
     def probability(self, support: int) -> float:
-        """Return the estimated probability that the next draft token is right, given that all earlier ones are."""
+        """Return the estimated probability that the next draft token equals the sampled token, given that all earlier
+        ones did."""
         common = self._all.probability(support)
         if support == DRAWN:
             return _combined(self._own_of_model, common)
