@@ -84,7 +84,7 @@ class Acceptance:
         self._of_model = _assumed(_MODEL_PROBABILITY)
 
     def add(self, support: int, is_hit: bool) -> None:
-        """Record whether a draft token with this support was right.
+        """Record the outcome of a draft token with this support.
 
         Args:
             support: support class of the token (module docstring).
@@ -96,7 +96,7 @@ class Acceptance:
 
     @property
     def of_model(self) -> float:
-        """The estimated probability that the next token of a draft model is right, at any confidence."""
+        """The estimated probability that a draft model's next token equals the sampled token, at any confidence."""
         return self._of_model.share
 
     def probability(self, support: int) -> float:
@@ -128,7 +128,7 @@ class SequenceAcceptance:
 
     @property
     def of_model(self) -> float:
-        """The estimated probability that the next token of a draft model is right, at any confidence."""
+        """The estimated probability that a draft model's next token equals the sampled token, at any confidence."""
         return _combined(self._own_of_model, self._all.of_model)
 
     def probability(self, support: int) -> float:

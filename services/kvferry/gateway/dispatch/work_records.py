@@ -12,7 +12,7 @@ from kvferry.v1 import decode_pb2
 
 
 class WorkRecords:
-    """The records of one gateway. Used on the event loop's thread only."""
+    """Dispatched work and observed durations of one gateway. Used on the event loop's thread only."""
 
     def __init__(self, fleet: Fleet, estimates: Estimates, commitments: Commitments) -> None:
         self._fleet = fleet

@@ -253,7 +253,7 @@ class FleetPins:
         return placed is not None and prefix.key in placed.names
 
     def _note_lost(self, view: WorkerView, placed: _Placed, now: float) -> None:
-        """Forget the pins of a worker that has reported fewer for some time."""
+        """Drop the records of a worker's pins if it has reported fewer for some time, so that they are made again."""
         for key in [key for key in placed.names if key not in self._book]:
             del placed.names[key]
         if view.load.pins >= len(set(placed.names.values())):
