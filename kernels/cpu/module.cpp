@@ -107,7 +107,7 @@ class Runner {
       layer.k_norm = optional("k_norm", m.head_dim);
       layer.q_norm_whole = optional("q_norm_whole", width);
       layer.k_norm_whole = optional("k_norm_whole", size_t(m.kv_heads) * m.head_dim);
-      require(!layer.q_norm_whole == !layer.k_norm_whole, "queries and keys need a norm both or neither");
+      require(!layer.q_norm_whole == !layer.k_norm_whole, "queries and keys must both have a norm, or neither");
       layer.cos = optional("cos", angles);
       layer.sin = optional("sin", angles);
       require(!layer.cos == !layer.sin, "a rotated layer needs both cosines and sines");
@@ -379,8 +379,8 @@ NB_MODULE(_cpu, m) {
            "adapters"_a, "taps"_a, "tapped"_a.noconvert(), "residuals"_a, "inputs"_a, "places"_a, "page_layers"_a,
            "further_slots"_a, "further_tables"_a);
   m.def("product", &product, "pool"_a, "level"_a, "matrix"_a, "x"_a, "out"_a.noconvert(), "input_bits"_a = 16,
-        "x [rows, cols] times the matrix, into out; x in 8 or 16 bits, or as floats in 32, where the matrix is of "
-        "codes.");
+        "Computes out = x [rows, cols] times the matrix. For quantized matrices, x is rounded to 8 or 16 bits, or read "
+        "as float32, according to input_bits.");
   m.def("dequantize", &dequantize, "level"_a, "matrix"_a, "rows"_a, "out"_a.noconvert(),
         "Dequantizes rows of a matrix into out [rows, cols].");
   m.def("read_all", &read_all, "pool"_a, "level"_a, "data"_a,

@@ -32,7 +32,7 @@ def coded_pages(memory: torch.Tensor, num_blocks: int, dims: Sequence[int], dtyp
 
 
 def is_coded(pages: torch.Tensor) -> bool:
-    """Return whether pages are a view by `coded_pages`."""
+    """Return whether pages are a view by `coded_pages`, whose dtype is int8 or float8_e4m3fn."""
     return pages.dtype in CODES.values()
 
 

@@ -24,7 +24,11 @@ class CopyStream(Protocol):
         ...
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Launch a copy of contiguous bytes."""
+        """Launch a copy of contiguous bytes.
+
+        Args:
+            target, source: contiguous uint8 of equal shape, one on the device and the other in pinned host memory.
+        """
         ...
 
     def wait(self) -> None:

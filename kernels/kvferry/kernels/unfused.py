@@ -65,7 +65,13 @@ def place_latent_of(rms_norm: _RmsNorm, rotate: _Rotate, write_kv: _WriteKv) -> 
 
 def clamped_swiglu(gate_up: torch.Tensor, *, alpha: float, limit: float) -> torch.Tensor:
     """Multiply g sigmoid(alpha g) of the first half of each row by u + 1 of the second half: [T, 2 n] to [T, n]. g is
-    clamped to `limit` from above, u on both sides (OpenAI, gpt-oss model card, 2025, section 2.2)."""
+    clamped to `limit` from above, u on both sides (OpenAI, gpt-oss model card, 2025, section 2.2).
+
+    Args:
+        gate_up: [T, 2 n], a floating-point dtype.
+        alpha: factor of g in the sigmoid.
+        limit: bound of the values, above 0.
+    """
     gate, up = gate_up.chunk(2, dim=-1)
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return gate * torch.sigmoid(gate * alpha) * (up + 1)

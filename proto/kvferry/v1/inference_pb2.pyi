@@ -360,7 +360,7 @@ class GenerateResponse(_message.Message):
     stop_string: _builtins.str
     stop_token_id: _builtins.int
     reasoning: _builtins.str
-    """prompt chat, models that reason: new text; not part of `text`"""
+    """prompt chat, models that reason: new reasoning text; not part of `text`"""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Token]: ...
     @_builtins.property

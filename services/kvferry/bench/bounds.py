@@ -60,7 +60,15 @@ def _loopback_sender(pipe: Connection, num_bytes: int) -> None:
 @contextmanager
 def bare_nixl(num_blocks: int, block_bytes: int) -> Iterator[Callable[[], None]]:
     """Yield an action that reads `num_blocks` pages from a second process with plain NIXL: prepared lists, post, busy
-    poll, as in NIXL's benchmark."""
+    poll, as in NIXL's benchmark.
+
+    Args:
+        num_blocks: number of pages per read.
+        block_bytes: bytes per page.
+
+    Raises:
+        Unavailable: NIXL reports a failed read; raised by the action.
+    """
     with _process(_nixl_owner, num_blocks, block_bytes) as pipe:
         agent, memory = _nixl_agent("kvferry-bare-reader", num_blocks * block_bytes)
         name = agent.add_remote_agent(pipe.recv())

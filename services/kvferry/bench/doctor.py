@@ -80,7 +80,7 @@ def machine() -> list[Finding]:
     return [
         Finding("cores", f"{len(os.sched_getaffinity(0))} for this process, {os.cpu_count()} in all"),
         Finding("processor", info.get("model name", platform.machine())),
-        Finding("instructions", " ".join(f for f in _INSTRUCTION_SETS if f in flags) or "none of the known ones"),
+        Finding("instructions", " ".join(f for f in _INSTRUCTION_SETS if f in flags) or "baseline only"),
         Finding("kernels", "compiled: " + " ".join(compiled.levels()) if compiled.levels() else _NOT_COMPILED),
         Finding("memory", f"{memory / 2**30:.1f} GiB"),
         Finding("gpu", _gpu()),

@@ -21,14 +21,14 @@ _WARM_UP = (32, 3)
 def profile_engine(
     llm: LLM, clock: Clock, *, steps: int, shapes: Sequence[Shape], has_tokens: bool = False
 ) -> Recording:
-    """Run requests, and record up to `steps` steps. A request arrives before each step until all have.
+    """Run requests, and record up to `steps` steps. A request arrives before each step until all have arrived.
 
     Args:
         llm: an idle model; its prefix cache is emptied.
         clock: measures the phases.
         steps: maximum number of steps.
         shapes: numbers of prompt and output tokens of each request.
-        has_tokens: whether the log has the tokens.
+        has_tokens: whether the log contains token ids.
     """
     engine = llm.engine
     _add(llm, "warm-up", _WARM_UP)

@@ -9,9 +9,9 @@ SCHEDULING = Setting(
     "scheduling",
     "fcfs",
     "Which waiting request runs next: the earliest (fcfs), the lowest priority number (priority), the one with the "
-    "fewest tokens to compute (srtf), the same among the first eight (two-level), or one of the priority that has used "
-    "the least of its share (weighted). The gateway's queue uses weighted likewise, and otherwise the lowest priority "
-    "number.",
+    "fewest tokens to compute (srtf), the same among the first eight (two-level), or one of the priority with the "
+    "least service relative to its weight (weighted). The gateway's queue also uses weighted if it is set; otherwise "
+    "it is ordered by priority number.",
     choices=("fcfs", "priority", "srtf", "two-level", "weighted"),
 )
 CLASS_WEIGHTS = Setting(

@@ -24,7 +24,7 @@ _COMMANDS = {
     "bench": ("kvferry.cli.commands.bench", "Measure performance and compare it with bounds."),
     "simulate": (
         "kvferry.cli.simulating.simulate",
-        "Simulate a fleet under a workload: the real decisions in virtual time.",
+        "Simulate a fleet under a workload: the production scheduling and routing code in virtual time.",
     ),
     "plan": ("kvferry.cli.simulating.plan", "Find the smallest number of workers for several loads, in the simulator."),
     "tune": ("kvferry.cli.simulating.tune", "Search for settings of a fleet with higher goodput, in the simulator."),

@@ -94,5 +94,5 @@ def check_distinct(*paths: Path | None) -> None:
 
 
 def error_text(error: Exception) -> str:
-    """Return the reason of an error of a file in words."""
+    """Return the reason of a file error as text."""
     return getattr(error, "strerror", None) or str(error)

@@ -1,4 +1,4 @@
-"""The call of `WorkerAdmin.Profile`."""
+"""Calls `WorkerAdmin.Profile`, which records the steps of a worker."""
 
 from dataclasses import dataclass
 
@@ -21,7 +21,7 @@ _GRACE_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Profiled:
-    """A recording of a worker."""
+    """Recorded steps of a worker."""
 
     trace: bytes
     """Trace in Chrome's JSON format."""

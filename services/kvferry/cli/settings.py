@@ -255,7 +255,7 @@ GATEWAY = (
     Setting(
         "prefix_blocks",
         4,
-        "Number of leading blocks of a prompt by which a worker is chosen for it.",
+        "Number of leading blocks of a prompt whose hash determines its preferred worker.",
         parse=whole(1, 1024),
     ),
     Setting(

@@ -21,7 +21,11 @@ class Histogram:
         """Sum of all values."""
 
     def observe(self, value: float) -> None:
-        """Add a value."""
+        """Add a value.
+
+        Args:
+            value: value in the unit of `bounds`.
+        """
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 

@@ -392,7 +392,7 @@ VLLM_REQUEST_SECONDS = Metric(
 TLS_NOT_AFTER = Metric(
     "kvferry_tls_certificate_not_after_seconds",
     Kind.GAUGE,
-    "End of the validity of the process's certificate, seconds since the epoch, by its use (pool, clients).",
+    "Expiry of the process's certificate in seconds since the epoch, by use (pool, clients).",
     ("use",),
 )
 

@@ -123,7 +123,7 @@ def _read_one(setting: Setting, value: object, source: str) -> object:
 
 
 def whole(low: int, high: int) -> Callable[[str], int]:
-    """Return a parser for integers from `low` to `high`."""
+    """Return a parser for integers from `low` to `high`; it raises ValueError for any other text."""
 
     def parse(text: str) -> int:
         number = int(text)
@@ -135,7 +135,7 @@ def whole(low: int, high: int) -> Callable[[str], int]:
 
 
 def seconds(low: float, high: float) -> Callable[[str], float]:
-    """Return a parser for durations from `low` to `high` seconds."""
+    """Return a parser for durations from `low` to `high` seconds; it raises ValueError for any other text."""
 
     def parse(text: str) -> float:
         number = float(text)
@@ -169,7 +169,8 @@ def size_or_auto(text: str) -> int:
 
 
 def share(*, may_be_zero: bool = False) -> Callable[[str], float]:
-    """Return a parser for shares: numbers up to 1 that are greater than 0, or at least 0."""
+    """Return a parser for shares: numbers up to 1 that are greater than 0, or at least 0 if `may_be_zero`. It raises
+    ValueError for any other text."""
 
     def parse(text: str) -> float:
         number = float(text)

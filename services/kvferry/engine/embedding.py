@@ -96,8 +96,8 @@ def pairs(a: Prompt | Sequence[Prompt], b: Prompt | Sequence[Prompt]) -> list[tu
         left = left * len(right)
     if not right or len(left) != len(right):
         raise InvalidRequest(
-            f"{len(left)} and {len(right)} prompts cannot be compared; pass one and one, one and several, or equally "
-            "many",
+            f"{len(left)} prompts in a cannot be compared with {len(right)} in b; pass one prompt in a, or as many as "
+            "in b",
             field="prompts",
         )
     return list(zip(left, right, strict=True))

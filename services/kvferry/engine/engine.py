@@ -321,7 +321,7 @@ class Engine:
         self.allocator.pool.check_references(chain(tables, held))
         self.pinning.check_integrity()
 
-    # ------------------------------------------------------------------ inside
+    # ------------------------------------------------------------------ internals
 
     def _keep_export(self, export: Export) -> int:
         number = self.num_exports

@@ -320,7 +320,7 @@ class Gateway:
         )
 
     def _forget_cached(self) -> None:
-        """Forget KV in the caches of workers, which are being reset."""
+        """Drop the gateway's references to KV in the workers' caches, which are being reset."""
         self.dispatcher.turns.clear()
         self.pins.clear()
 

@@ -61,7 +61,11 @@ class VirtualClock:
         return True
 
     def run(self, until: float = math.inf) -> None:
-        """Run all events up to a time, including those that they create; the clock ends at the last event."""
+        """Run all events up to a time, including those that they create; the clock ends at the last event.
+
+        Args:
+            until: virtual time in seconds, inclusive.
+        """
         queue = self._queue
         while queue and queue[0][0] <= until:
             self.step()

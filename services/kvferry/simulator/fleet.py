@@ -192,7 +192,7 @@ class Pool:
                 measures.queried_tokens += queried
         return PoolResult(measures, roles, self._transfers, preemptions, self.clock.num_events)
 
-    # ------------------------------------------------------------------ inside
+    # ------------------------------------------------------------------ internals
 
     @property
     def _is_split(self) -> bool:

@@ -243,7 +243,7 @@ class Gateway:
         else:
             member.replica.submit(job)
 
-    # ------------------------------------------------------------------ what replicas report
+    # ------------------------------------------------------------------ reports of replicas
 
     def first_token(self, job: Job, now: float) -> None:
         """Note the first token of a request."""

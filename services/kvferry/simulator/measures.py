@@ -47,7 +47,11 @@ class Histogram:
         return self.total / self.count if self.count else 0.0
 
     def percentile(self, percent: float) -> float:
-        """Return a percentile, to half a percent; 0 without values."""
+        """Return a percentile, with a relative error of about half a percent; 0 without values.
+
+        Args:
+            percent: percentage of the values, from 0 to 100.
+        """
         wanted, seen = percent / 100.0 * self.count, 0
         for bucket in sorted(self._buckets):
             seen += self._buckets[bucket]

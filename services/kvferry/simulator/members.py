@@ -116,7 +116,7 @@ class Members:
             self._known[member.role] = ()
 
     def candidates(self, excluded: frozenset[str] = frozenset()) -> Candidates:
-        """Return all workers as candidates, without the excluded ones, unless no others exist."""
+        """Return the workers of each role that are not excluded, or all workers of the role if all are excluded."""
         for role, found in self._candidates.items():
             if found and not self._known[role]:
                 self._known[role] = tuple(found)

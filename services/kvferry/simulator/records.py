@@ -14,7 +14,7 @@ from kvferry.simulator.worker.jobs import Job
 
 
 class Records:
-    """The records of one gateway."""
+    """Work that one simulated gateway has dispatched, and the durations that it has observed."""
 
     def __init__(self, estimates: Estimates, commitments: Commitments) -> None:
         self._estimates, self._commitments = estimates, commitments
@@ -46,7 +46,13 @@ class Records:
             self._commitments.release(commitment)
 
     def prefilled(self, job: Job, member: Member, now: float) -> None:
-        """Record the computation of a prompt."""
+        """Record the computation of a prompt.
+
+        Args:
+            job: the job whose prompt was computed.
+            member: the worker that computed it.
+            now: virtual time in seconds.
+        """
         num_cached = 0 if job.sequence is None else job.sequence.num_cached
         self._estimates.observe_prompt(len(job.tokens), num_cached)
         self._estimates.observe_prefill(member.process, len(job.tokens) - num_cached, now - job.started)

@@ -66,7 +66,12 @@ class Rig:
 
 
 def pattern(block: int, size: int = BLOCK_BYTES) -> bytes:
-    """Return the initial content of the peer's pages: every byte depends on its page and its offset."""
+    """Return the initial content of the peer's pages: every byte depends on its page and its offset.
+
+    Args:
+        block: page id.
+        size: bytes of a page.
+    """
     return bytes((block * 7 + i // 64 + i) % 251 for i in range(size))
 
 

@@ -66,9 +66,8 @@ def test_the_worst_shape_decides() -> None:
     assert decode.line.startswith("missed ")
     assert (prefill.worst, prefill.at, prefill.is_reached) == (pytest.approx(0.8), "tokens=2048", True)
     assert (small.worst, small.is_reached) == (pytest.approx(0.909, abs=1e-3), True)
-    assert (
-        small.line == "reached       small operations from 16 MB up, of the copy's rate: 0.91 (target 0.85) at rows=7"
-    )
+    name = "small operations from 16 MB up, share of copy bandwidth"
+    assert small.line == f"reached       {name}: 0.91 (target 0.85) at rows=7"
     assert (step.worst, step.is_reached) == (0.5, False)
 
 

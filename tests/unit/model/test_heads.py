@@ -27,7 +27,7 @@ _D2T = eagle_tensors(MODEL, is_fused=True, drafted=100)["d2t"]
         ({"num_hidden_layers": 2}, "num_hidden_layers is 2, but tiny needs 1"),
         (
             {"num_attention_heads": 3, "num_key_value_heads": 2},
-            "3 heads over 2 KV heads of 16 values are not supported",
+            "3 attention heads with 2 KV heads of size 16 are not supported",
         ),
         ({"num_attention_heads": 0}, "num_attention_heads must be a positive whole number, not 0"),
         ({"num_attention_heads": "two"}, "num_attention_heads must be a positive whole number"),

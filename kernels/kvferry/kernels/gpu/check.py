@@ -176,6 +176,11 @@ def pool(name: str, pages: torch.Tensor, *, planes: int | None = None) -> None:
 def tables(tables: npt.NDArray[np.int64], contexts: npt.NDArray[np.int64], pages: torch.Tensor) -> None:
     """Check that every block table covers its sequence's context length, and that all its pages are in the pool.
 
+    Args:
+        tables: [sequences, blocks] int64: page ids.
+        contexts: [sequences] int64: context lengths in tokens.
+        pages: pages of the pool, [pages, layers, 2, K, B, D] or [pages, layers, 1, 1, B, D].
+
     Raises:
         BadKernelInput: KERNEL_TABLE.
     """

@@ -66,5 +66,5 @@ def _shift(z: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def signed(word: int) -> int:
-    """Convert 64 bits to the int64 with the same bits."""
+    """Convert 64 bits, a number from 0 to 2^64 - 1, to the int64 with the same bits."""
     return word - (1 << 64) if word >> 63 else word

@@ -23,7 +23,12 @@ _PACKED_FOR_ROWS = 64
 
 def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
     """Build a projection: in oneDNN's packed layout on a CPU, in plain torch on other devices and for unsupported
-    dtypes."""
+    dtypes.
+
+    Args:
+        weight: [out, in].
+        bias: [out]; `None` without a bias.
+    """
     if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16):
         return lambda x: F.linear(x, weight, bias)
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]

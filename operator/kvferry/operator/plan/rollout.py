@@ -88,7 +88,12 @@ class Bounds:
     @classmethod
     def of(cls, rollout: Rollout, replicas: int) -> "Bounds":
         """Compute the bounds from the rollout settings. If both bounds are 0 after rounding, one pod may be
-        unavailable."""
+        unavailable.
+
+        Args:
+            rollout: the rollout settings.
+            replicas: desired number of pods of the role, to which percentages apply.
+        """
         surge = pods_of(rollout.max_surge, replicas, up=True)
         unavailable = min(replicas, pods_of(rollout.max_unavailable, replicas, up=False))
         return cls(surge, 1 if surge == 0 and unavailable == 0 else unavailable)

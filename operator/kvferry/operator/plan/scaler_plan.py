@@ -3,8 +3,8 @@ Pure.
 
 | mode | writer of the scaler's `spec.replicas` |
 | --- | --- |
-| Static | the operator, from the pool; it never overwrites the number of a different field manager |
-| External | a different controller or kubectl; the operator seeds the first number |
+| Static | the operator, from the pool; it never overwrites a number that another field manager set |
+| External | another controller or kubectl; the operator writes only the initial number |
 | Auto | the autoscaler, under its own field manager |
 """
 

@@ -51,7 +51,12 @@ class SimulatedCluster:
             self._facts.children["ControllerRevision", names.revision_object(pool.name, revision)] = _CHILD
 
     def settle(self, pool: Pool, max_passes: int) -> list[Plan]:
-        """Reconcile until a plan has no actions; return the plans with actions."""
+        """Reconcile until a plan has no actions; return the plans with actions.
+
+        Args:
+            pool: the pool to reconcile.
+            max_passes: maximum number of passes.
+        """
         plans: list[Plan] = []
         while len(plans) < max_passes:
             memory = self._begin(pool)

@@ -58,7 +58,7 @@ class Census:
             try:
                 return await self._once((*watches.WATCHED, *self._optional()))
             except KvferryError as error:  # A kind whose definition was just installed is not served immediately.
-                _log.warning("the first census failed: %s", error.message)
+                _log.warning("the first list of the watched kinds failed: %s", error.message)
                 await asyncio.sleep(_RETRY_SECONDS)
 
     async def run(self) -> None:
@@ -70,7 +70,7 @@ class Census:
             try:
                 await self._once(watches.WATCHED)
             except KvferryError as error:
-                _log.warning("the census failed: %s", error.message)
+                _log.warning("the periodic list of the watched kinds failed: %s", error.message)
                 wait = _FIRST_SECONDS
 
     async def poll(self) -> None:
@@ -80,7 +80,7 @@ class Census:
             try:
                 await self._once(self._optional())
             except KvferryError as error:
-                _log.warning("the census of optional kinds failed: %s", error.message)
+                _log.warning("the list of the optional kinds failed: %s", error.message)
 
     def _optional(self) -> list[str]:
         installed = self._installed()

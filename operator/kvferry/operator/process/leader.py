@@ -146,6 +146,11 @@ class Leader:
 async def leaders_of(api: KubeApi, timeout: float, name: str = LEASE) -> dict[str, str]:
     """Return the current holders of the operators' leases in all namespaces, by namespace of the lease.
 
+    Args:
+        api: client of the cluster's API server.
+        timeout: time to wait for a renewal of each lease, in seconds.
+        name: name of the leases.
+
     Raises:
         ApiRefusal: the account may not list leases.
     """

@@ -70,7 +70,11 @@ def registry(saw: Saw, api: KubeApi) -> kopf.OperatorRegistry:
 
 
 def settings(workers: int) -> kopf.OperatorSettings:
-    """Return settings for kopf in which everything but watching is disabled."""
+    """Return settings for kopf in which everything but watching is disabled.
+
+    Args:
+        workers: maximum number of concurrent workers of kopf per kind.
+    """
     made = kopf.OperatorSettings()
     made.posting.enabled = False
     made.scanning.disabled = True

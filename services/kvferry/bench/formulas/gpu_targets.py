@@ -49,10 +49,14 @@ def verdicts(rows: Sequence[Row]) -> list[Verdict]:
         if row.op == "prefill_attention" and (best := _best_of_torch(rows, row)) is not None
     ]
     return [
-        _worst("paged decode attention, of the copy's rate", 0.85, [(r.gbps / r.copy_gbps, r) for r in decode]),
-        _worst("prefill attention, of torch's best", 0.75, prefill),
-        _worst("small operations from 16 MB up, of the copy's rate", 0.85, [(r.gbps / r.copy_gbps, r) for r in small]),
-        _worst("decode step, of its bound", 0.8, [(r.share_of_bound, r) for r in steps]),
+        _worst("paged decode attention, share of copy bandwidth", 0.85, [(r.gbps / r.copy_gbps, r) for r in decode]),
+        _worst("prefill attention, relative to the fastest of torch", 0.75, prefill),
+        _worst(
+            "small operations from 16 MB up, share of copy bandwidth",
+            0.85,
+            [(r.gbps / r.copy_gbps, r) for r in small],
+        ),
+        _worst("decode step, share of its roofline bound", 0.8, [(r.share_of_bound, r) for r in steps]),
     ]
 
 

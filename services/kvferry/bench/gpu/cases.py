@@ -283,7 +283,8 @@ _CASES: Mapping[str, Callable[[Spec, _Setup], Case]] = MappingProxyType(
 
 
 def differs(got: torch.Tensor, expected: torch.Tensor) -> str | None:
-    """Describe the difference between two results; return `None` if they are equal up to rounding.
+    """Describe the difference between two results; return `None` if they have the same number of values, in any shape,
+    and are equal up to rounding.
 
     Args:
         got: the result to check.
@@ -298,4 +299,4 @@ def differs(got: torch.Tensor, expected: torch.Tensor) -> str | None:
     unit = max(torch.finfo(x.dtype).eps for x in (got, expected))
     allowed = _UNITS * unit * float(other.abs().max())
     worst = float((one.double() - other.double()).abs().max())
-    return None if worst <= allowed else f"{worst:.3g} off, {allowed:.3g} would be rounding"
+    return None if worst <= allowed else f"the maximum difference {worst:.3g} exceeds the tolerance {allowed:.3g}"

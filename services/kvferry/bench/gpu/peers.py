@@ -164,7 +164,13 @@ def _sdpa(given: Attention, *, is_causal: bool) -> Peers:
 
 
 def add_rms_norm(residual: torch.Tensor, weight: torch.Tensor, epsilon: float) -> Peers:
-    """Return factories of actions for RMSNorm fused with the residual addition, by library."""
+    """Return factories of actions for RMSNorm fused with the residual addition, by library.
+
+    Args:
+        residual: [T, n]; it is copied, so that the actions do not change it.
+        weight: [n].
+        epsilon: number added to the mean square.
+    """
 
     def flashinfer() -> Action:
         module: Any = importlib.import_module("flashinfer.norm")
@@ -181,7 +187,11 @@ def add_rms_norm(residual: torch.Tensor, weight: torch.Tensor, epsilon: float) -
 
 def silu_mul(gate_up: torch.Tensor) -> Peers:
     """Return factories of SiLU gating actions, by library. `gate_up` has gates and ups in one tensor; Liger needs two
-    tensors."""
+    tensors.
+
+    Args:
+        gate_up: [T, 2 n], gates in the first half of each row.
+    """
 
     def flashinfer() -> Action:
         module: Any = importlib.import_module("flashinfer.activation")
@@ -196,7 +206,13 @@ def silu_mul(gate_up: torch.Tensor) -> Peers:
 
 
 def sample(logits: torch.Tensor, top_k: int, top_p: float) -> Peers:
-    """Return factories of actions that sample from logits, by library; each library uses its own random numbers."""
+    """Return factories of actions that sample from logits, by library; each library uses its own random numbers.
+
+    Args:
+        logits: [R, V].
+        top_k: number of most likely tokens to keep; 0 keeps all.
+        top_p: probability to keep, above 0 and at most 1, which keeps all.
+    """
 
     def plain() -> Action:
         if top_k or top_p < 1.0:

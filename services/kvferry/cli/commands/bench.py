@@ -235,7 +235,7 @@ def _write(file: Path | None, found: Mapping[str, object]) -> None:
 def _run_line(run: "InferenceRun") -> str:
     return (
         f"batch {run.batch:<4} {run.input_tokens:>5} in {run.output_tokens:>4} out  "
-        f"first token {run.ttft_ms:8.1f} ms  between {run.itl_ms.p50:6.2f} ms (p99 {run.itl_ms.p99:.2f})  "
+        f"TTFT {run.ttft_ms:8.1f} ms  ITL {run.itl_ms.p50:6.2f} ms (p99 {run.itl_ms.p99:.2f})  "
         f"{run.tokens_per_second:7.1f} tokens/s ({run.least:.1f} to {run.most:.1f}), "
         f"{100 * run.share_of_bound:.1f} % of {run.bound_tokens_per_second:.0f}"
     )

@@ -49,7 +49,7 @@ _SIZE = click.IntRange(1, 1 << 20)
 @click.option("--prefix-tokens", default=1024, show_default=True, type=_SIZE, help="shared-prefix: tokens of a prefix.")
 @click.option("--prefixes", default=4, show_default=True, type=_SIZE, help="shared-prefix: number of prefixes.")
 @click.option("--turns", default=4, show_default=True, type=_SIZE, help="multi-turn: turns of a conversation.")
-@click.option("--turn-seconds", default=5.0, show_default=True, help="multi-turn: seconds from a turn to the next.")
+@click.option("--turn-seconds", default=5.0, show_default=True, help="multi-turn: seconds between turns.")
 @click.option("--burstiness", default=1.0, show_default=True, help="gamma: shape; below 1 is burstier than poisson.")
 @click.option(
     "--burst-size", default=8, show_default=True, type=_SIZE, help="burst: number of requests sent simultaneously."
@@ -179,7 +179,7 @@ def _print(found: Mapping[str, Any], targets: Mapping[str, float], num_cut: int)
         f"{found['completed']} answers, {found['failed']} failed, in {found['duration']:.1f} s: "
         f"{found['request_throughput']:.2f} requests/s, {found['output_throughput']:.1f} output tokens/s"
     )
-    for name, title in (("ttft", "first token"), ("itl", "inter-token"), ("tpot", "per token"), ("e2el", "whole")):
+    for name, title in (("ttft", "TTFT"), ("itl", "ITL"), ("tpot", "TPOT"), ("e2el", "end to end")):
         cells = "  ".join(f"p{p} {found[f'p{p}_{name}_ms']:9.1f}" for p in (50, 90, 95, 99))
         click.echo(f"  {title:<12} mean {found[f'mean_{name}_ms']:9.1f}  {cells} ms")
     if targets:

@@ -66,7 +66,7 @@ def report_lines(request_id: str, sample: dict[str, Any]) -> list[str]:
             )
     for kv in timing["kv"]:
         way = "loaded" if kv["num_chosen"] else "computed"
-        why = "by policy or to measure" if kv["is_forced"] else "cheaper"
+        why = "forced by the policy or by a measurement" if kv["is_forced"] else "cheaper"
         load, compute = 1e3 * kv["expected_load_seconds"], 1e3 * kv["expected_compute_seconds"]
         lines.append(
             f"  kv         {way} {kv['num_chosen'] or kv['num_tokens']} tokens from position {kv['first_token']} "
@@ -77,10 +77,10 @@ def report_lines(request_id: str, sample: dict[str, Any]) -> list[str]:
             took = f"{kv['bytes_loaded'] / 1e6:.1f} MB in {1e3 * kv['load_seconds']:.1f} ms"
             lines.append(f"             {kv['blocks_loaded']} blocks, {took}{failure}")
     lines.append(
-        f"  time       first token {1e3 * timing['first_token_seconds']:.1f} ms (queue "
+        f"  time       TTFT {1e3 * timing['first_token_seconds']:.1f} ms (queue "
         f"{1e3 * timing['queue_seconds']:.1f}, prefill {1e3 * timing['prefill_seconds']:.1f}), hand-off "
         f"{timing['handoff_outcome'] or 'none'} {1e3 * timing['handoff_seconds']:.1f} ms, "
-        f"all {1e3 * timing['total_seconds']:.1f} ms, moved {timing['resumed']} times"
+        f"total {1e3 * timing['total_seconds']:.1f} ms, resumed {timing['resumed']} times"
     )
     return lines
 

@@ -55,7 +55,7 @@ def command(
     seed: int | None,
     processes: int | None,
 ) -> None:
-    """Simulate the fleet of a TOML file: the real gateway's and engines' decisions, in virtual time.
+    """Simulate the fleet of a TOML file: the production code of gateway and engines decides, in virtual time.
 
     \b
       kvferry simulate docs/examples/fleet.toml
@@ -170,6 +170,10 @@ def _merged(results: "list[PoolResult]") -> "PoolResult":
 
 def read_fleet_file(path: Path, seed: int | None = None) -> "FleetSpec":
     """Read a fleet file, and the files that it names.
+
+    Args:
+        path: the fleet file.
+        seed: replaces the file's seed; `None` keeps it.
 
     Raises:
         UsageError: a file cannot be read, or a field is invalid.

@@ -12,6 +12,9 @@ def die_with_parent(parent_pid: int) -> None:
     """Make the kernel kill this process when its parent exits; exit immediately if the parent has already exited.
 
     Supported on Linux only; elsewhere the supervisor must stop its children.
+
+    Args:
+        parent_pid: process id of the parent; another parent means that it has already exited.
     """
     if sys.platform != "linux":
         return

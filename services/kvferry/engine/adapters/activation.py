@@ -1,4 +1,4 @@
-"""Adapters of an engine in use: changes of the registered ones, and the weights in the runner's slots. Pure."""
+"""Activation of an engine's adapters: changes of the registered ones, and the weights in the runner's slots. Pure."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -49,7 +49,7 @@ class Allocator:
             ValueError: the number of groups and the number of their indexes differ.
         """
         if len(further_indexes) != len(windows) - 1:
-            raise ValueError(f"{len(windows)} layer groups need {len(windows) - 1} further prefix indexes")
+            raise ValueError(f"{len(windows)} layer groups need {len(windows) - 1} additional prefix indexes")
         self.pool = pool
         self.index = index
         self.block_tokens = block_tokens

@@ -147,7 +147,7 @@ class DraftModel:
         values = logits.values[row][: self._vocab_size].astype(np.float64)
         values[[token for token in drawing.excluded if token < len(values)]] = -np.inf
         sampling, tokens = drawing.sampling, one.sequence.tokens
-        assert sampling.seed is not None, "drawn drafts need a seed"
+        assert sampling.seed is not None, "sampled drafts need a seed"
         token, source = drawn(probabilities(values, sampling), sampling.seed, drawing.sample_index, len(tokens))
         tokens.append(token)
         one.draft.append(token)

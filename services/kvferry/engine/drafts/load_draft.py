@@ -43,7 +43,7 @@ class LoadedDraft:
         layout = KvLayout.of(self.config, block_tokens=block_tokens, dtype=self.dtype)
         num_blocks = max(1, -(-num_tokens // block_tokens))
         _log.info(
-            "draft model %s: %d MiB of weights a step, %d MiB for KV of %d tokens",
+            "draft model %s: %d MiB of weights per step, %d MiB for KV of %d tokens",
             self.config.name, self.model.weight_bytes >> 20, num_blocks * layout.block_bytes >> 20,
             num_blocks * block_tokens,
         )  # fmt: skip

@@ -32,7 +32,7 @@ from kvferry.model.grammar.grammar import GrammarState
 INLINE_SECONDS = 0.0002
 """If a sequence's recent masks took less than this, its next mask is computed on the engine's thread."""
 _DECAY = 0.9
-"""Factor per token by which a slow mask counts less."""
+"""Decay factor per token of the maximum duration of a sequence's masks."""
 DRAFT_SECONDS = 0.0005
 """Time in seconds for which step planning waits for a mask that it needs to draft; a step without a draft costs
 more."""
@@ -182,7 +182,7 @@ class GrammarMask:
     def after_each(self, token_ids: Sequence[int]) -> "Sequence[GrammarMask]":
         """See `TokenMask.after_each`."""
         state = self._state
-        assert state is not None, "drafts follow a mask that is ready"
+        assert state is not None, "a draft requires a mask that is already computed"
         masks = [GrammarMask(self._owner) for _ in token_ids]
 
         def compute_all() -> None:

@@ -169,7 +169,7 @@ class KvLoads:
         """Pages held by prefetches, one tuple per prefetch."""
         return self._prefetches.held
 
-    # ------------------------------------------------------------------ inside
+    # ------------------------------------------------------------------ internals
 
     def _tiers_or_fail(self) -> TierLoads:
         if self._tiers is None:

@@ -31,7 +31,7 @@ class GroupPlans:
     """[T] int64 of each group: KV slot of each row."""
 
     def slots_of(self, layer: int) -> tuple[int, torch.Tensor]:
-        """Return the place of a layer in its pages, and the slots of the rows."""
+        """Return the place of a layer in its pages, and the KV slots of the rows, [T] int64."""
         group, place = self.places[layer]
         return place, self.slots[group]
 

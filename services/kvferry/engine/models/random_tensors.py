@@ -44,7 +44,7 @@ class RandomTensors:
         return self._shapes
 
     def draw(self, name: str) -> torch.Tensor:
-        """Generate one tensor on its device.
+        """Generate one tensor on the device and in the dtype of this source, in the model's shape for this name.
 
         Raises:
             KeyError: the model has no tensor with this name.

@@ -212,7 +212,7 @@ class Reader:
         self._device = device
 
     def tensor(self, *names: str) -> torch.Tensor:
-        """Read tensors and concatenate them along the first axis, in newly allocated memory.
+        """Read tensors and concatenate them along the first axis, [sum of their rows, ..], in newly allocated memory.
 
         Raises:
             ModelFileError: a tensor has values that are not finite in this dtype.
@@ -250,7 +250,7 @@ class Reader:
         return stack
 
     def norm(self, name: str, config: ModelConfig) -> torch.Tensor:
-        """Read the weight of a norm, with the model family's offset.
+        """Read the weight [n] of a norm, with the model family's offset.
 
         Args:
             name: name of the tensor in the checkpoint.

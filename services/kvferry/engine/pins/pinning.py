@@ -135,7 +135,7 @@ class Pinning:
             self.pins.expire(self._clock.monotonic())
 
     def forget(self, request_id: RequestId) -> None:
-        """Forget the request of a pin whose caller has gone; it gets no reply."""
+        """Drop the request of a pin whose caller was cancelled; no reply is sent."""
         self._pending.pop(request_id, None)
 
     def clear(self) -> int:
@@ -174,7 +174,7 @@ class Pinning:
         if self.pins.num_pages > self.pins.quota:
             raise InvariantBroken(f"{self.pins.num_pages} pages are pinned; the quota is {self.pins.quota}")
 
-    # ------------------------------------------------------------------ inside
+    # ------------------------------------------------------------------ internals
 
     def _quota(self) -> int:
         num_blocks = self._allocator.pool.num_blocks

@@ -137,7 +137,11 @@ class Pins:
         return pin
 
     def expire(self, now: float) -> None:
-        """End the pins whose deadline has passed."""
+        """End the pins whose deadline has passed.
+
+        Args:
+            now: monotonic seconds.
+        """
         if self.next_deadline is not None and self.next_deadline <= now:
             self.drop(lambda pin: pin.deadline <= now)
 

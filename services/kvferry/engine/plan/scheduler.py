@@ -173,7 +173,7 @@ class Scheduler:
         return one_ahead(plan, self._known, self.allocator)
 
     def take_overdue(self, now: float) -> list[SequenceUpdate]:
-        """End the sequences that have waited too long for their deadline and have computed nothing; return them."""
+        """End the sequences that at `now`, monotonic seconds, have waited too long and have computed nothing."""
         updates: list[SequenceUpdate] = []
         for request_id, arrival in self._deadlines.take_overdue(now):
             sequence = self._known.get(request_id)
@@ -319,7 +319,7 @@ class Scheduler:
         """All sequences."""
         return self._known.values()
 
-    # ------------------------------------------------------------------ inside
+    # ------------------------------------------------------------------ internals
 
     def _displace(self) -> None:
         """Preempt sequences of lower classes until the first waiting sequence fits, if the policy permits it."""

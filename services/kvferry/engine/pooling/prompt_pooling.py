@@ -73,7 +73,7 @@ class PromptPooling:
         self._next = positions.stop
 
     def vector(self) -> npt.NDArray[np.float32]:
-        """Return the vector: the mean, shortened, then normalized.
+        """Return the vector, [dimensions] float32: the mean, shortened, then normalized.
 
         Raises:
             InvariantBroken: rows are missing.

@@ -111,6 +111,9 @@ def sampling_of(request: LoggedRequest) -> SamplingParams:
 def replayed(step: int) -> Iterator[None]:
     """Report an error in an event or a step as an inconsistent log, for example one that was edited.
 
+    Args:
+        step: number of the step in the log, for the message.
+
     Raises:
         UsageError: replaces the error.
     """

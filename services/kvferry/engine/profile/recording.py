@@ -146,7 +146,7 @@ class Recording(StepWatch):
         if not self.is_full:
             self.timeline.kernels(seconds)
 
-    # ------------------------------------------------------------------ inside
+    # ------------------------------------------------------------------ internals
 
     def _now(self) -> float:
         return self._clock.monotonic() - self._start

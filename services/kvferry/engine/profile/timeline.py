@@ -48,7 +48,12 @@ class Timeline:
             self._open[lane] = (name, now)
 
     def end(self, lane: str, now: float) -> None:
-        """End the phase of a lane. Idempotent."""
+        """End the phase of a lane. Idempotent.
+
+        Args:
+            lane: name of the lane.
+            now: seconds since the start of the recording.
+        """
         begun = self._open.pop(lane, None)
         if begun is not None:
             self.spans.append(Span(lane, begun[0], begun[1], now))

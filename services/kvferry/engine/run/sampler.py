@@ -323,7 +323,11 @@ def _with_logprobs(raw: Floats, token: int, num_top: int) -> SampledToken:
 
 
 def log_norm(raw: Floats) -> float:
-    """Return the logarithm of the sum of the exponentials of a row of logits."""
+    """Return the logarithm of the sum of the exponentials of a row of logits.
+
+    Args:
+        raw: logits, [vocabulary] float64, at least one of them finite.
+    """
     highest = raw.max()
     return float(highest + np.log(np.exp(raw - highest).sum()))
 

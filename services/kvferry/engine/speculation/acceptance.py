@@ -50,7 +50,7 @@ def support_of_match(length: int) -> int:
 
 
 def support_of_confidence(probability: float) -> int:
-    """Return the support of a token to which a draft model assigns this probability."""
+    """Return the support of a token to which a draft model assigns this probability, from 0 to 1."""
     return _FIRST_OF_MODEL + bisect_right(_CONFIDENCES, probability)
 
 
@@ -84,7 +84,7 @@ class Acceptance:
         self._of_model = _assumed(_MODEL_PROBABILITY)
 
     def add(self, support: int, is_hit: bool) -> None:
-        """Record whether a draft token with this support was right.
+        """Record the outcome of a draft token with this support.
 
         Args:
             support: support class of the token (module docstring).
@@ -96,11 +96,11 @@ class Acceptance:
 
     @property
     def of_model(self) -> float:
-        """The estimated probability that the next token of a draft model is right, at any confidence."""
+        """The estimated probability that a draft model's next token equals the sampled token, at any confidence."""
         return self._of_model.share
 
     def probability(self, support: int) -> float:
-        """Return the estimated probability that a token with this support is right."""
+        """Return the estimated probability that a draft token with this support equals the sampled token."""
         return self._by_support[support].share
 
 
@@ -114,7 +114,7 @@ class SequenceAcceptance:
         self._own, self._own_of_model = _Share(_DECAY), _Share(_MODEL_DECAY)
 
     def add(self, support: int, is_hit: bool) -> None:
-        """Record whether a draft token was right.
+        """Record the outcome of a verified draft token.
 
         Args:
             support: support class of the token (module docstring).
@@ -128,11 +128,12 @@ class SequenceAcceptance:
 
     @property
     def of_model(self) -> float:
-        """The estimated probability that the next token of a draft model is right, at any confidence."""
+        """The estimated probability that a draft model's next token equals the sampled token, at any confidence."""
         return _combined(self._own_of_model, self._all.of_model)
 
     def probability(self, support: int) -> float:
-        """Return the estimated probability that the next draft token is right, given that all earlier ones are."""
+        """Return the estimated probability that the next draft token equals the sampled token, given that all earlier
+        ones did."""
         common = self._all.probability(support)
         if support == DRAWN:
             return _combined(self._own_of_model, common)

@@ -56,7 +56,11 @@ class DraftDepth:
         return best or (min(_PROBE_DEPTH, self._limit) if self._left <= 0 else 0)
 
     def advance(self, depth: int) -> None:
-        """Record that a step was planned with this number of draft tokens for each sequence."""
+        """Record that a step was planned.
+
+        Args:
+            depth: number of draft tokens of each sequence; 0 for a step without drafts.
+        """
         if depth == 0:
             self._left -= 1
         elif self._left <= 0:

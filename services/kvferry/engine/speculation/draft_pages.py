@@ -33,7 +33,7 @@ class DraftedSequence:
         del self.tokens[same:]
         self.tokens += tokens[same:]
         self.num_known = len(tokens)
-        # The last token is computed again if it is known, since its row gives the first draft token.
+        # The last token is computed again even if its KV is in the pages, since its row gives the first draft token.
         self.num_computed = min(same, self.num_computed, len(tokens) - 1)
 
     def extend(self, tokens: Sequence[int], first: int) -> None:

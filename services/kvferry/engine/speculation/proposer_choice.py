@@ -88,7 +88,7 @@ class ProposerChoice:
         return chosen
 
     def compared(self, number: int, *, is_right: bool) -> None:
-        """Record whether the first token of a proposer's draft was right.
+        """Record the outcome of a proposer's draft by its first token.
 
         Args:
             number: index of the proposer.

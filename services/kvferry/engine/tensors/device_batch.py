@@ -39,7 +39,12 @@ class DeviceBatch:
 
 
 def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy a host tensor to the device asynchronously; torch keeps the pinned memory until the copy is complete."""
+    """Copy a host tensor to the device asynchronously; torch keeps the pinned memory until the copy is complete.
+
+    Args:
+        host: tensor of any shape and dtype in host memory.
+        device: the target; the CPU returns `host` itself.
+    """
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=device.type == "cuda")
 
 

@@ -59,14 +59,14 @@ class FlowGate:
     ) -> None:
         """
         Args:
-            fleet: the workers, whose room decides when a request is dispatched.
+            fleet: the workers, whose free capacity determines when a request is dispatched.
             clock: clock of waits and deadlines.
             config: limits of the queue.
             tenants: the tenants and their policies.
             instruments: metrics of the gateway.
             uncached: predicts the cost of a request that must wait.
-            holding: limits on requests that wait for a pool's first worker; `None` if the workers are listed: without
-                workers, requests then pass, and fail.
+            holding: limits on requests that wait for a pool's first worker; `None` if the workers are listed: requests
+                that arrive while there are no workers are then dispatched, and fail.
             waker: scales the pool up from zero; `None` disables scaling up.
         """
         self._clock = clock
@@ -158,7 +158,7 @@ class FlowGate:
             is_whole: whether the request ended without an error; only then its output and duration enter the averages.
         """
         entry, tenant = slot.entry, slot.work.tenant
-        assert entry is not None, "a slot is left only after it was entered"
+        assert entry is not None, "the slot was freed before it was admitted"
         prompt, cached, output = slot.prompt_tokens(), slot.cached_tokens(), slot.output_tokens()
         self.controller.finish(entry, used=float(prompt - cached + slot.recomputed_tokens + output))
         self.quotas.end(tenant, slot.expected_tokens, used=float(prompt + output))

@@ -86,7 +86,7 @@ class Dispatcher:
             gate: gate in which samples wait while the pool has no workers. If it is `None`, a sample waits while a lost
                 worker may recover, and fails otherwise.
             cache_map: predicts what the workers have cached; `None` predicts from the dispatcher's own history.
-            step_places: function that returns how many steps of beam searches may be on the workers at a time.
+            step_places: function that returns how many steps of beam searches may run on the workers at a time.
             sleep: called to wait between attempts.
             on_end: called with each sample that has ended.
         """

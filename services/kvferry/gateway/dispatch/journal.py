@@ -111,7 +111,7 @@ class Journal:
         if parts:
             more = f" and {len(parts) - _MAX_NAMED} more" if len(parts) > _MAX_NAMED else ""
             named = ", ".join(shortened(part) for part in parts[:_MAX_NAMED])
-            reason = f"has a record for each of its prompts; ask for {named}{more}"
+            reason = f"has a record for each of its prompts; use one of the ids {named}{more}"
         else:
             reason = (
                 "not found: it is still running, was served by another gateway or before this gateway started, or is "

@@ -1,5 +1,5 @@
-"""Limits the steps of beam searches that are on the workers at a time, which leaves room for other requests'
-prompts."""
+"""Limits how many steps of beam searches run on the workers at a time, which leaves capacity for the prompts of other
+requests."""
 
 import asyncio
 import heapq
@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 
 class StepTurns:
-    """A bounded number of steps runs at a time; the others wait by priority and arrival. Used on the event loop's
-    thread only."""
+    """Semaphore for steps of beam searches: at most `places()` steps run at a time, and the others wait in the order of
+    priority and arrival. A turn is the permission to run one step. Used on the event loop's thread only."""
 
     def __init__(self, places: Callable[[], int]) -> None:
         """
@@ -28,7 +28,7 @@ class StepTurns:
         return sum(not turn.done() for _, _, turn in self._waiting)
 
     async def take(self, priority: int) -> None:
-        """Wait for a turn, which `give` ends. If the calling task is cancelled, it gets no turn.
+        """Wait for a turn; the caller must end it with `give`. If the calling task is cancelled, it gets no turn.
 
         Args:
             priority: priority of the request; lower numbers come first.
@@ -47,7 +47,7 @@ class StepTurns:
             raise
 
     def give(self) -> None:
-        """End a turn; steps that are waiting may begin."""
+        """End a turn, and start waiting steps up to the limit."""
         self.num_running -= 1
         places = max(1, self._places())
         while self._waiting and self.num_running < places:

@@ -12,7 +12,7 @@ from kvferry.v1 import decode_pb2
 
 
 class WorkRecords:
-    """The records of one gateway. Used on the event loop's thread only."""
+    """Dispatched work and observed durations of one gateway. Used on the event loop's thread only."""
 
     def __init__(self, fleet: Fleet, estimates: Estimates, commitments: Commitments) -> None:
         self._fleet = fleet
@@ -60,7 +60,7 @@ class WorkRecords:
             seconds: time of the computation in seconds.
         """
         num_tokens = len(run.token_ids)
-        if not run.is_step:  # nearly all of a step's tokens are cached, which says nothing about the prompts of clients
+        if not run.is_step:  # nearly all tokens of a step are cached, unlike those of clients' prompts
             self._estimates.observe_prompt(num_tokens, num_cached)
         process = _process(self._fleet.view(address))
         if process is not None:

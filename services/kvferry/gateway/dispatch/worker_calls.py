@@ -174,7 +174,7 @@ class WorkerCalls:
             try:
                 async for answer in call:
                     held.note_answer()
-                    if answer.HasField("handoff") and run.state is State.DECODING:  # computed, or resumed
+                    if answer.HasField("handoff") and run.state is State.DECODING:  # no ticket: computed here
                         self._note_prompt(run, pick, answer)
                     self._records.arrived(run)
                     self._note_handoff(run, address, answer)

@@ -53,7 +53,11 @@ class FittedLine:
         self._line = None
 
     def predict(self, amount: float) -> float:
-        """Return the expected time for an amount in seconds, at least 0; 0 without observations."""
+        """Return the expected time for an amount in seconds, at least 0; 0 without observations.
+
+        Args:
+            amount: amount of work, in the unit of `add`.
+        """
         intercept, slope = self.line()
         return intercept + slope * amount
 

@@ -241,7 +241,7 @@ class Fleet:
             else:
                 member.saw(status, clears_suspicion=member.num_suspicions == suspicions)
                 if member.is_stalled:
-                    member.lose_calls("its engine makes no steps")
+                    member.lose_calls("its engine makes no progress")
                 delay = self._config.status_interval_seconds
                 backoff, silent_polls = _FIRST_BACKOFF_SECONDS, 0
             self.num_polls += 1

@@ -13,7 +13,8 @@ class FleetRoom:
         Args:
             fleet: the workers, whose loads bound the requests.
             max_streams: maximum number of samples in flight.
-            is_held_when_empty: whether there is no room without workers; otherwise requests pass, and fail.
+            is_held_when_empty: whether requests are held while there are no workers; otherwise they are dispatched, and
+                fail.
         """
         self._fleet = fleet
         self._max_streams = max_streams
@@ -33,7 +34,7 @@ class FleetRoom:
         return self._room
 
     def step_places(self) -> int:
-        """Return how many steps of beam searches may be on the workers at a time; see `capacity.step_places`."""
+        """Return how many steps of beam searches may run on the workers at a time; see `capacity.step_places`."""
         self.now()
         return self._step_places
 

@@ -97,8 +97,9 @@ def room(workers: Iterable[WorkerRoom], max_streams: int) -> Room:
 
 
 def step_places(workers: Iterable[WorkerRoom]) -> int:
-    """Return how many steps of beam searches may be on the workers at a time: half of the sequences of the workers that
-    compute prompts, which compute all steps. The other half stays free for the prompts of other requests."""
+    """Return how many steps of beam searches may run on the workers at a time: half of the sequences of the workers
+    that compute prompts, since these workers compute all steps. The other half remains for the prompts of other
+    requests."""
     _, computing = _by_task(workers)
     return sum(worker.sequences for worker in computing) // 2
 

@@ -157,7 +157,11 @@ class FlowController:
         return running + entry.num_sequences <= room.streams or (not running and room.streams > 0)
 
     def retry_after(self, now: float) -> float:
-        """Estimate the seconds until the present queue is dispatched, from 1 to 60."""
+        """Estimate the seconds until the present queue is dispatched, from 1 to 60.
+
+        Args:
+            now: monotonic seconds.
+        """
         return self._rate.retry_after(self.num_queued + 1, now)
 
     def make_room(self, entry: Entry, own: QueueBounds, now: float) -> Sequence[Entry]:

@@ -24,7 +24,11 @@ class DrainRate:
         self._weight += 1.0
 
     def per_second(self, now: float) -> float:
-        """Return the rate in requests per second; 0 before the first dispatch."""
+        """Return the rate in requests per second; 0 before the first dispatch.
+
+        Args:
+            now: monotonic seconds.
+        """
         if self._started is None:
             return 0.0
         self._decay(now)

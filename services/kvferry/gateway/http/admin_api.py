@@ -46,7 +46,7 @@ _PATHS = (
 _DEFAULT_LISTED = 50
 """Number of requests in a list without `limit`."""
 _PRIVATE = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
-"""Headers of answers that change from second to second and name tenants."""
+"""Headers of responses that must not be cached, since they change continuously and contain names of tenants."""
 
 
 @dataclass(frozen=True, slots=True)

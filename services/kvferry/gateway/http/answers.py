@@ -1,4 +1,4 @@
-"""Answers of the routes about requests and about the gateway itself."""
+"""Response bodies of the routes for ended requests, health and readiness."""
 
 from typing import Literal
 
@@ -26,20 +26,20 @@ class EndedSample(Struct):
 
 
 class EndedRequest(Struct):
-    """Answer of GET /v1/requests/{request_id}."""
+    """Response of GET /v1/requests/{request_id}."""
 
     request_id: RequestId
     samples: list[EndedSample]
 
 
 class Alive(Struct):
-    """Answer of GET /health."""
+    """Response of GET /health."""
 
     status: Literal["alive"] = "alive"
 
 
 class Ready(Struct):
-    """Answer of GET /ready."""
+    """Response of GET /ready."""
 
     ready: bool
     notes: list[str]

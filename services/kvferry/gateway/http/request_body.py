@@ -40,6 +40,10 @@ class BodyBudget:
     """Bytes of all large bodies that are being received or read."""
 
     def __init__(self, limit: int) -> None:
+        """
+        Args:
+            limit: maximum number of bytes.
+        """
         self.limit = limit
         self.num_bytes = 0
 

@@ -113,7 +113,7 @@ class FleetPins:
             if is_new and not pins:
                 self._book.remove(prefix.key)
             address, error = failed[0]
-            rest = "; the others pinned it, and it is tried again on this one" if pins else ""
+            rest = "; the others pinned it, and the gateway retries on this worker" if pins else ""
             error.message = (
                 f"{len(failed)} of {len(ready)} workers did not pin the prefix, {address}: {error.message}{rest}"
             )
@@ -229,7 +229,7 @@ class FleetPins:
                 num_begun += 1
         return num_begun
 
-    # ------------------------------------------------------------------ inside
+    # ------------------------------------------------------------------ internals
 
     def _ended_early(self, deadline: float, ttl_seconds: float) -> KvferryError:
         """Return the error for a prefix that was not registered any more when the workers had computed it."""
@@ -253,7 +253,7 @@ class FleetPins:
         return placed is not None and prefix.key in placed.names
 
     def _note_lost(self, view: WorkerView, placed: _Placed, now: float) -> None:
-        """Forget the pins of a worker that has reported fewer for some time."""
+        """Drop the records of a worker's pins if it has reported fewer for some time, so that they are made again."""
         for key in [key for key in placed.names if key not in self._book]:
             del placed.names[key]
         if view.load.pins >= len(set(placed.names.values())):

@@ -111,7 +111,11 @@ class PinBook:
         return True
 
     def expire(self, now: float) -> None:
-        """Remove the prefixes whose deadline has passed."""
+        """Remove the prefixes whose deadline has passed.
+
+        Args:
+            now: monotonic seconds.
+        """
         for key in [key for key, deadline in self._deadlines.items() if deadline <= now]:
             self.remove(key)
 

@@ -143,5 +143,5 @@ class TraceFile:
                 f"trace_file {str(self._path)!r} is being written by another process; use another file",
                 field="trace_file",
             ) from error
-        os.fchmod(descriptor, 0o600)  # also of a file that existed
+        os.fchmod(descriptor, 0o600)  # also if the file already existed
         return file, found.st_size

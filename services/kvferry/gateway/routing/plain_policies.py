@@ -17,7 +17,7 @@ class PlainPolicy:
     def __init__(self, choose: Callable[[Work], Chooser]) -> None:
         """
         Args:
-            choose: returns the rule for a share of a request; shares may have separate states.
+            choose: returns the rule for a part of a request; each part may have its own state.
         """
         self._choose = choose
 
@@ -41,7 +41,7 @@ class PlainPolicy:
 
 
 def round_robin() -> PlainPolicy:
-    """Return a policy that takes the replicas of each share in turn."""
+    """Return a policy that takes the replicas in turn, separately for each part of a request."""
     turns: dict[Work, int] = {}
 
     def chooser(work: Work) -> Chooser:

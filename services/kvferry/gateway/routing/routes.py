@@ -139,12 +139,12 @@ class Policy(Protocol):
     """Chooses replicas for requests; used by one gateway."""
 
     def one(self, request: RouteRequest, replicas: Sequence[Replica], work: Work) -> Pick | None:
-        """Choose the replica for a share of a request; `None` if `replicas` is empty.
+        """Choose the replica for a part of a request; `None` if `replicas` is empty.
 
         Args:
             request: properties of the request.
             replicas: workers of which one is chosen.
-            work: the share of the request that the worker takes.
+            work: the part of the request that the worker computes.
         """
         ...
 

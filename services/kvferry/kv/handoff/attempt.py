@@ -170,7 +170,11 @@ class Attempt:
     # ------------------------------------------------------------------ events
 
     def begin(self, now: float) -> Effects:
-        """Record that a fetch thread is available."""
+        """Record that a fetch thread is available.
+
+        Args:
+            now: monotonic seconds.
+        """
         if self.state is not TransferState.QUEUED:
             return []
         if now > self._limit:
@@ -187,7 +191,11 @@ class Attempt:
         return [Connect(self._times.control_seconds)]
 
     def connected(self, now: float) -> Effects:
-        """Record that the transport is connected to the peer."""
+        """Record that the transport is connected to the peer.
+
+        Args:
+            now: monotonic seconds.
+        """
         if self.state is not TransferState.CONNECTING:
             return []
         if not self.source.ticket.held:
@@ -232,7 +240,11 @@ class Attempt:
         return []
 
     def arrived(self, now: float) -> Effects:
-        """Record that all data has arrived; the peer's epochs are read next, to verify it."""
+        """Record that all data has arrived; the peer's epochs are read next, to verify it.
+
+        Args:
+            now: monotonic seconds.
+        """
         if self.state is not TransferState.READING:
             return []
         self._move(TransferEvent.READ_DONE)
@@ -286,7 +298,7 @@ class Attempt:
             return self._give_up(f"waited {now - self._begun:.1f} s for other transfers")
         return [Forget(), *self._give_up(f"the peer did not answer in {self._times.control_seconds:.2f} s")]
 
-    # ------------------------------------------------------------------ inside
+    # ------------------------------------------------------------------ internals
 
     def _tick_reading(self, now: float) -> Effects:
         if now >= self._limit:

@@ -260,7 +260,11 @@ class OfferBook(Generic[P]):
         return self._freed(ticket_id, offer)
 
     def expire(self, now: float) -> list[P]:
-        """Apply time-outs; return pages to be freed. Call it at least every second."""
+        """Apply time-outs; return pages to be freed. Call it at least every second.
+
+        Args:
+            now: monotonic time in seconds.
+        """
         freed: list[P] = []
         for ticket_id, offer in list(self._offers.items()):
             for place in offer.places:

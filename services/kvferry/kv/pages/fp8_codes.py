@@ -17,7 +17,11 @@ _STEP_IN_ULPS = np.float32(2.0**14)
 
 
 def decode(codes: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
-    """Convert codes to float32, exactly; the codes 0x7F and 0xFF are NaN."""
+    """Convert codes to float32, exactly; the codes 0x7F and 0xFF are NaN.
+
+    Args:
+        codes: uint8 of any shape; the result has the same shape.
+    """
     return E4M3[codes]
 
 

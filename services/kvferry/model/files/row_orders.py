@@ -33,7 +33,15 @@ def stored_rows(config: ModelConfig, name: str, rows: int) -> Rows | None:
 
 def halves_from_pairs(rows: int, head_dim: int) -> Rows:
     """Return the stored row of each row of a projection whose files have the rows of a head in the order 0, half,
-    1, half + 1, ..., as llama.cpp stores Llama's."""
+    1, half + 1, ..., as llama.cpp stores Llama's.
+
+    Args:
+        rows: number of rows, a multiple of `head_dim`.
+        head_dim: number of rows of a head, even.
+
+    Returns:
+        [rows] int64.
+    """
     half = head_dim // 2
     order: Rows = np.arange(rows, dtype=np.int64).reshape(-1, half, 2).swapaxes(1, 2).reshape(-1)
     return order

@@ -63,7 +63,12 @@ class StoredTensor:
         return math.prod(self.shape[1:]) * _BYTES[self.dtype]
 
     def rows(self, first: int, count: int) -> "StoredTensor":
-        """Return the tensor restricted to a range of indices of the first dimension."""
+        """Return the tensor restricted to a range of indices of the first dimension.
+
+        Args:
+            first: first index.
+            count: number of indices; `first` + `count` is at most the length of the dimension.
+        """
         return replace(self, shape=(count, *self.shape[1:]), start=self.start + first * self.row_bytes)
 
     def raw(self) -> npt.NDArray[np.generic]:

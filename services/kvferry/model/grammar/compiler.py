@@ -123,7 +123,7 @@ def _explained(error: str, constraint: Constraint, tokenizer: Tokenizer) -> str:
             "all members in one object"
         )
     if "coerce_one_of" in error:
-        return "oneOf needs alternatives that exclude each other, as by types or constants; use anyOf"
+        return "oneOf needs mutually exclusive alternatives, for example of different types or constants; use anyOf"
     found = _POSITION.match(error) if constraint.kind is ConstraintKind.GRAMMAR else None
     lines = constraint.source.split("\n")
     if found is None or int(found[1]) > len(lines):

@@ -37,7 +37,7 @@ class GrammarState:
     def __init__(self, matcher: "LLMatcher", vocab_size: int) -> None:
         """
         Args:
-            matcher: matcher of this output alone.
+            matcher: matcher used only for this output.
             vocab_size: number of token ids.
         """
         self._matcher = matcher

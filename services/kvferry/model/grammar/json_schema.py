@@ -161,7 +161,7 @@ def _checked_reference(reference: str) -> str:
     names = iter(unquote(fragment).split("/")[1:])
     for name in names:
         keyword = name.replace("~1", "/").replace("~0", "~")
-        # After a keyword that maps names to schemas comes a name, which may be that of a keyword.
+        # A keyword that maps names to schemas is followed by one of these names, which may equal a keyword.
         is_kept = next(names, None) is not None if keyword in _NAMED else keyword not in _NOT_REFERRED
         if not is_kept:
             raise invalid(f"$ref {shortened(reference)!r} refers to a value of {keyword!r}; refer to a schema in $defs")

@@ -43,7 +43,7 @@ def prepared_lark(text: str, control_ids: Mapping[str, int]) -> str:
         at = found.end()
         if found["temperature"]:
             raise invalid("the temperature of a grammar's rule is not supported; set the request's temperature")
-        if found["literal"] and _JSON in found["literal"]:  # if a lexer disagreed here, a schema would pass unchecked
+        if found["literal"] and _JSON in found["literal"]:  # the compiler's lexer may read it as a schema
             raise invalid(f"{_JSON} in a string, a regex or a comment is not supported; write \\x25json")
         if found["control"] in control_ids:
             made += (text[copied : found.start()], f"<[{control_ids[found['control']]}]>")

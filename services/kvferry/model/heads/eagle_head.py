@@ -106,7 +106,7 @@ def _config(fields: ConfigFields, model: ModelConfig, *, has_bias: bool, is_fuse
     rope = read_rope(fields, head_dim, default_theta=10000.0)
     if rope.rotary_dim != head_dim:
         fields.refuse("partial_rotary_factor")
-    fields.ignore("attention_bias", "qkv_bias")  # the tensors show it
+    fields.ignore("attention_bias", "qkv_bias")  # read from the tensors instead
     found = ModelConfig(
         name="eagle",
         architecture="llama",
@@ -126,8 +126,8 @@ def _config(fields: ConfigFields, model: ModelConfig, *, has_bias: bool, is_fuse
     )
     if found.num_heads % found.num_kv_heads or found.head_dim % 2 or found.head_dim > 1024:
         raise ModelFileError(
-            f"{fields.where}: {found.num_heads} heads over {found.num_kv_heads} KV heads of {found.head_dim} values "
-            "are not supported; correct num_attention_heads, num_key_value_heads or head_dim",
+            f"{fields.where}: {found.num_heads} attention heads with {found.num_kv_heads} KV heads of size "
+            f"{found.head_dim} are not supported; correct num_attention_heads, num_key_value_heads or head_dim",
             field="num_attention_heads",
         )
     return found

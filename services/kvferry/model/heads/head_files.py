@@ -45,7 +45,11 @@ class HeadTensors:
         return {name: tensor.shape for name, tensor in self._found.items()}
 
     def read(self, name: str) -> Floats:
-        """Read a tensor of a float type as float32, in memory of its own."""
+        """Read a tensor of a float type as float32, in memory of its own.
+
+        Raises:
+            KeyError: the head has no tensor with this name.
+        """
         return np.array(self._found[name].values())  # a copy: the mapped file may be changed
 
     def stored(self, name: str) -> Stored:
@@ -54,7 +58,11 @@ class HeadTensors:
         return Stored.plain(_TYPE_IDS[tensor.dtype], tensor.raw().view(np.uint8).reshape(-1), tensor.shape[0])
 
     def whole_numbers(self, name: str) -> npt.NDArray[np.int64]:
-        """Read a tensor of integers or booleans."""
+        """Read a tensor of integers or booleans as int64, in its shape.
+
+        Raises:
+            KeyError: the head has no tensor with this name.
+        """
         return self._found[name].raw().astype(np.int64)
 
     def weights(self) -> list[str]:

@@ -39,7 +39,11 @@ class MedusaHeads:
         return f"{head}.{block}.linear.weight", f"{head}.{block}.linear.bias"
 
     def output(self, head: int) -> str:
-        """Return the name of the output head [vocabulary, hidden] of a head."""
+        """Return the name of the output head [vocabulary, hidden] of a head.
+
+        Args:
+            head: index of the head, from 0.
+        """
         return f"{head}.{self.num_blocks}.weight"
 
 

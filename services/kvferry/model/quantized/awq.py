@@ -49,7 +49,11 @@ def group_size(fields: ConfigFields) -> int | None:
 
 
 def group_title(group: int | None) -> str:
-    """Return a readable description of the group size."""
+    """Return a readable description of the group size.
+
+    Args:
+        group: number of inputs per scale; `None` for one scale per output.
+    """
     return "a scale per output" if group is None else f"groups of {group}"
 
 

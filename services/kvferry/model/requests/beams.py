@@ -102,7 +102,11 @@ class Beam:
     finish_reason: FinishReason | None = None
 
     def score(self, length_penalty: float) -> float:
-        """Return the score by which outputs of different lengths are compared."""
+        """Return the score by which outputs of different lengths are compared.
+
+        Args:
+            length_penalty: exponent of the number of tokens, by which the log-probability is divided.
+        """
         return self.logprob / float(max(1, len(self.tokens)) ** length_penalty)
 
 

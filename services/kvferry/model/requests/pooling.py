@@ -68,7 +68,11 @@ def check_dimensions(dimensions: int | None, hidden_size: int) -> None:
 
 
 def cosine(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]) -> float:
-    """Return the cosine similarity of two vectors, from -1 to 1; 0 if one of them is zero."""
+    """Return the cosine similarity of two vectors, from -1 to 1; 0 if one of them is zero.
+
+    Args:
+        a, b: vectors of equal length, [n] float32.
+    """
     left, right = a.astype(np.float64), b.astype(np.float64)
     norms = float(np.linalg.norm(left) * np.linalg.norm(right))
     return float(np.clip(np.dot(left, right) / norms, -1.0, 1.0)) if norms else 0.0

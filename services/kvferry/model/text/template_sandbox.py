@@ -189,7 +189,7 @@ def _counted(function: Callable[..., Any], cost: costs.Cost) -> Callable[..., An
     return counted
 
 
-# ---------------------------------------------------------------------- what `template_program` inserts
+# ---------------------------------------------------------------------- calls that `template_program` inserts
 
 
 @jinja2.pass_context

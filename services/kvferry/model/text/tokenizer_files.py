@@ -39,6 +39,17 @@ def tokenizer_from_json(path: Path, config: ModelConfig) -> Tokenizer:
 def checked(
     make: Callable[[], tokenizers.Tokenizer], config: ModelConfig, prefix: tuple[int, ...], where: str
 ) -> Tokenizer:
+    """Create a tokenizer, and check that all its token ids are in the model's vocabulary.
+
+    Args:
+        make: creates the library's tokenizer.
+        config: configuration of the model, with the vocabulary size and the ids of control tokens.
+        prefix: token ids that begin a text with special tokens; see `Tokenizer`.
+        where: the file, for error messages.
+
+    Raises:
+        ModelFileError: the tokenizer cannot be created, or has token ids beyond the model's vocabulary.
+    """
     tokenizer = Tokenizer(
         make,
         vocab_size=config.vocab_size,

@@ -150,8 +150,8 @@ class CallVerifier:
             raise Unauthenticated("the call's token is invalid", reason="CALLER_UNKNOWN")
         if not self._is_own(audience, CallerRole(role)):
             raise Unauthenticated(
-                f"the call's token is for {audience}, which is not an address of this worker; its own are port "
-                f"{self._port} on {', '.join(sorted(self._hosts))}. Set --advertise-host to the host that other "
+                f"the call's token is for {audience}, which is not an address of this worker; it listens on port "
+                f"{self._port} of {', '.join(sorted(self._hosts))}. Set --advertise-host to the host that other "
                 "processes dial, and dial the port that the worker listens on",
                 reason="CALLER_AUDIENCE",
             )

@@ -282,7 +282,7 @@ class _Turns:
             first.granted.set_result(None)
 
 
-# ---------------------------------------------------------------------- in the process
+# ---------------------------------------------------------------------- code of the child process
 
 _model: TextModel
 

@@ -127,7 +127,7 @@ def beams_from_wire(request: inference_pb2.GenerateRequest, num_samples: int) ->
     given = request.beams
     if given.early_stopping and given.never_stop_early:
         raise InvalidRequest(
-            "beams.early_stopping and beams.never_stop_early exclude each other; set one of them",
+            "beams.early_stopping and beams.never_stop_early are mutually exclusive; set one of them",
             field="beams.never_stop_early",
         )
     try:

@@ -112,7 +112,7 @@ def leaf_not_after(chain: Path, key: Path) -> float:
     server.load_cert_chain(chain, key, password=lambda: "")
     client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     client.check_hostname = False
-    client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # trusts the certificate itself
+    client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # a trusted certificate need not be a root CA
     client.load_verify_locations(chain)
     _, calling = _shake_hands(server, client)
     return _end_of(calling.getpeercert())

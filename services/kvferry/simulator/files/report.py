@@ -63,9 +63,9 @@ def lines(found: Mapping[str, Any]) -> list[str]:
         f"goodput {found['goodput']:.2f} requests/s"
     )
     for name, title in (
-        ("ttft_ms", "first token"),
-        ("itl_ms", "inter-token"),
-        ("e2e_ms", "whole"),
+        ("ttft_ms", "TTFT"),
+        ("itl_ms", "ITL"),
+        ("e2e_ms", "end to end"),
         ("queue_ms", "queue"),
     ):
         cells = "  ".join(f"{p} {value:10.1f}" for p, value in found[name].items())
@@ -85,12 +85,12 @@ def lines(found: Mapping[str, Any]) -> list[str]:
 
 
 _COMPARED = (
-    ("first token p50, ms", ("ttft_ms", "p50")),
-    ("first token p99, ms", ("ttft_ms", "p99")),
-    ("inter-token p50, ms", ("itl_ms", "p50")),
-    ("inter-token p99, ms", ("itl_ms", "p99")),
-    ("whole p50, ms", ("e2e_ms", "p50")),
-    ("whole p99, ms", ("e2e_ms", "p99")),
+    ("TTFT p50, ms", ("ttft_ms", "p50")),
+    ("TTFT p99, ms", ("ttft_ms", "p99")),
+    ("ITL p50, ms", ("itl_ms", "p50")),
+    ("ITL p99, ms", ("itl_ms", "p99")),
+    ("end to end p50, ms", ("e2e_ms", "p50")),
+    ("end to end p99, ms", ("e2e_ms", "p99")),
     ("goodput, requests/s", ("goodput",)),
     ("prefix hits", ("hit_rate",)),
 )

@@ -54,7 +54,11 @@ class FleetSpec:
         return self.demand.count if self.demand is not None else len(self.trace) * self.repeat // self.pools
 
     def requests(self, pool: int) -> Iterator[SimRequest]:
-        """Return the requests of one pool, in order of arrival; each pool draws its own."""
+        """Return the requests of one pool, in order of arrival; each pool draws its own.
+
+        Args:
+            pool: index of the pool, from 0.
+        """
         tape = Tape(self.seed + pool)
         if self.demand is not None:
             return self.demand.requests(tape, self.seed + pool)

@@ -40,7 +40,12 @@ class Tape:
         return _slice(self._ids, place, count)
 
     def sampled(self, place: int, count: int) -> tuple[SampledToken, ...]:
-        """Return the same tokens as `ids`, as results of sampling."""
+        """Return the same tokens as `ids`, as results of sampling.
+
+        Args:
+            place: position on the tape.
+            count: number of tokens.
+        """
         place %= _TAPE_TOKENS
         if place + count <= _TAPE_TOKENS:
             return tuple(self._sampled[place : place + count])

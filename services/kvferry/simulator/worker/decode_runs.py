@@ -70,7 +70,11 @@ class DecodeRun:
         return self.ends[-1]
 
     def cut(self, now: float) -> bool:
-        """Drop the steps that have not begun; return whether there are any."""
+        """Drop the steps that have not begun; return whether there are any.
+
+        Args:
+            now: virtual time in seconds.
+        """
         kept = next((index + 1 for index, end in enumerate(self.ends) if end >= now), len(self.ends))
         is_cut = kept < len(self.ends)
         del self.ends[kept:]

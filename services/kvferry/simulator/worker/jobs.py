@@ -58,7 +58,12 @@ class Listener(Protocol):
         ...
 
     def answered(self, job: Job, now: float) -> None:
-        """Handle the first token of a job on this replica."""
+        """Handle the first token of a job on this replica.
+
+        Args:
+            job: the job.
+            now: virtual time in seconds.
+        """
         ...
 
     def fetched(self, job: Job, num_blocks: int, seconds: float) -> None:
@@ -85,7 +90,12 @@ class Listener(Protocol):
         ...
 
     def finished(self, job: Job, now: float) -> None:
-        """Handle the end of a job, which has all tokens."""
+        """Handle the end of a job, which has all tokens.
+
+        Args:
+            job: the job.
+            now: virtual time in seconds.
+        """
         ...
 
     def exported(self, job: Job, export: Export, now: float) -> None:

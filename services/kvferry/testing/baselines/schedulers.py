@@ -26,12 +26,20 @@ sequence's true length.
 
 
 def whole_context(context: int) -> Rule:
-    """Return the rule that reserves the model's context length: Orca (Max)."""
+    """Return the rule that reserves the model's context length: Orca (Max).
+
+    Args:
+        context: context length in tokens.
+    """
     return lambda sequence: context
 
 
 def power_of_two(context: int) -> Rule:
-    """Return the rule that reserves the prompt, and the output rounded up to a power of two: Orca (Pow2)."""
+    """Return the rule that reserves the prompt, and the output rounded up to a power of two: Orca (Pow2).
+
+    Args:
+        context: context length in tokens, which bounds the reservation.
+    """
 
     def rule(sequence: EngineSequence) -> int:
         output = sequence.max_tokens_total - sequence.num_prompt

@@ -32,7 +32,7 @@ class OfferDesk:
             context: identity, layout and clock of the worker.
             keyring: seals the tickets.
             times: durations of offers and leases.
-            transport: transport of the pages, which attends to readers while an offer is open.
+            transport: transport of the pages; `Transport.attend` is set while an offer is open.
         """
         self._context = context
         self._keyring = keyring

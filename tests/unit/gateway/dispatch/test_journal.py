@@ -47,7 +47,7 @@ def test_a_request_with_several_prompts_is_referred_to_its_parts() -> None:
     for number in range(2):
         journal.add(a_run(f"r-{number}"))
     journal.add(a_run("r-x"))
-    missing = "request 'r' has a record for each of its prompts; ask for r-0, r-1"
+    missing = "request 'r' has a record for each of its prompts; use one of the ids r-0, r-1"
     assert journal.why_missing(RequestId("r"), "a") == journal.why_missing(RequestId("r")) == missing
     assert "not found: it is still running" in journal.why_missing(RequestId("r"), "b")
     assert "not found" in journal.why_missing(RequestId("other"), "a")

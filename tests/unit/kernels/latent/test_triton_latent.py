@@ -342,7 +342,7 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
     "no heads": (lambda: plan_attention(ONE, PAGES, 0), "q: 0 query heads; at least 1"),
     "a shared prefix": (
         lambda: plan_cascade(ONE, PAGES, 3, [SharedPrefix((0, 1), 4)]),
-        "shared: latent vectors of a shared prefix are not read together",
+        "shared: latent attention does not support shared prefixes",
     ),
     "plain attention": (
         lambda: attend(torch.zeros(2, 3, 8), PAGES, 0, plan_attention(ONE, PAGES, 3), AttentionRules(0.1)),

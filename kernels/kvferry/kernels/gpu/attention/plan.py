@@ -143,7 +143,7 @@ def plan_cascade(
         )
     check.tables(batch.block_tables, contexts, pages)
     if shared and pages.shape[2] == 1:
-        raise check.fault("shared", "SHAPE", "latent vectors of a shared prefix are not read together; plan without it")
+        raise check.fault("shared", "SHAPE", "latent attention does not support shared prefixes; plan without them")
     starts = np.cumsum(queries) - queries
     num_rows = int(queries.sum())
     owner = np.repeat(np.arange(len(queries)), queries)

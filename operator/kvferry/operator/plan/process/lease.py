@@ -33,7 +33,13 @@ class Sighting:
 
 
 def sighted(before: Sighting | None, version: str, now: float) -> Sighting:
-    """Return the sighting to keep after the lease was read at `version`."""
+    """Return the sighting to keep after the lease was read at `version`.
+
+    Args:
+        before: the last observed change of the lease; `None` if it was not read before.
+        version: resourceVersion of the lease that was read.
+        now: time in seconds, by the clock of `before`.
+    """
     return before if before is not None and before.version == version else Sighting(version, now)
 
 

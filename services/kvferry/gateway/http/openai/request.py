@@ -42,7 +42,7 @@ class ReadRequest:
     is_echo_alone: bool = False
     """Whether the response leaves out the output."""
     split: SplitOptions | None = None
-    """Options for splitting the answers; `None` if they are not split."""
+    """Options for splitting answers into reasoning, content and tool calls; `None` if they are not split."""
     beams: BeamParams | None = None
     """Parameters of a beam search, whose best `num_samples` outputs are returned; `None` if outputs are sampled."""
 

@@ -233,7 +233,7 @@ AnyEvent = (
 
 
 class DeletedResponse(Struct):
-    """Answer of DELETE /v1/responses/{response_id}."""
+    """Response of DELETE /v1/responses/{response_id}."""
 
     id: str
     object: str = "response"
@@ -241,7 +241,7 @@ class DeletedResponse(Struct):
 
 
 class ItemList(Struct):
-    """Answer of GET /v1/responses/{response_id}/input_items."""
+    """Response of GET /v1/responses/{response_id}/input_items."""
 
     data: list[dict[str, Any]]
     first_id: str | None

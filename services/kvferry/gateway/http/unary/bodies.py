@@ -42,6 +42,10 @@ class VectorBody(Body):
     def params(self, *, normalize: bool = True, dimensions: int | None = None) -> PoolingParams:
         """Return the parameters of the vectors.
 
+        Args:
+            normalize: whether vectors have an L2 norm of 1.
+            dimensions: number of leading values to keep; `None` for all.
+
         Raises:
             InvalidRequest: the pooling is unknown.
         """

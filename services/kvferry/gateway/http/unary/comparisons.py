@@ -61,7 +61,7 @@ class Score(Struct):
 
 
 class ScoreList(Struct):
-    """Answer of POST /v1/score."""
+    """Response of POST /v1/score."""
 
     id: str
     created: int
@@ -86,7 +86,7 @@ class Ranked(Struct):
 
 
 class Ranking(Struct):
-    """Answer of POST /v1/rerank: documents in descending order of relevance."""
+    """Response of POST /v1/rerank: documents in descending order of relevance."""
 
     id: str
     model: str

@@ -63,7 +63,7 @@ class Embedding(Struct):
 
 
 class EmbeddingList(Struct, Generic[E]):
-    """Answer of POST /v1/embeddings."""
+    """Response of POST /v1/embeddings."""
 
     data: list[E]
     model: str

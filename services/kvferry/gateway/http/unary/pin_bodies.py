@@ -23,7 +23,8 @@ from kvferry.rpc.text.text_model import TextModel
 
 MAX_TENANT_CHARS = 256
 _PROBES = ("a", "b")
-"""Beginnings of a user's message: the tokens before it are those that all conversations with the prefix share."""
+"""Texts of two user messages. The common beginning of the prompts that end with them has only the tokens that precede
+any user message."""
 
 
 def _prompt(value: object) -> str | Ids | None:

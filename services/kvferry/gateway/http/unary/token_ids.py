@@ -26,7 +26,7 @@ def _check_ids(value: object) -> Ids:
 
 
 class TokenIds(Struct):
-    """Answer of POST /tokenize."""
+    """Response of POST /tokenize."""
 
     count: int
     max_model_len: int
@@ -36,7 +36,7 @@ class TokenIds(Struct):
 
 
 class TokenText(Struct):
-    """Answer of POST /detokenize."""
+    """Response of POST /detokenize."""
 
     prompt: str
 

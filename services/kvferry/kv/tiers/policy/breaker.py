@@ -80,7 +80,11 @@ class Breaker:
         return self._state is BreakerState.CLOSED
 
     def probe(self, now: float) -> bool:
-        """Return whether the caller must probe the server now and report the result with `probed`."""
+        """Return whether the caller must probe the server now and report the result with `probed`.
+
+        Args:
+            now: monotonic seconds.
+        """
         if self._state is not BreakerState.OPEN or now < self._open_until:
             return False
         self._state = BREAKER_MACHINE.next(self._state, BreakerEvent.PROBE)

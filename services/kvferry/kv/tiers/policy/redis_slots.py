@@ -96,7 +96,11 @@ class SlotMap:
         self._moved[redirection.slot] = redirection.address
 
     def find(self, slot: int) -> Address | None:
-        """Return the address of the server that has the slot; `None` if unknown."""
+        """Return the address of the server that has the slot; `None` if unknown.
+
+        Args:
+            slot: number of the slot, from 0 to 16383.
+        """
         if slot in self._moved:
             return self._moved[slot]
         i = bisect_right(self._starts, slot) - 1

@@ -45,6 +45,9 @@ class ObjectRead:
 
         Return whether the object is complete.
 
+        Args:
+            deadline: monotonic seconds; `None` to return when no more data is available.
+
         Raises:
             KeyMissing: the server has no such key.
             ServerError: the server answered with an error.

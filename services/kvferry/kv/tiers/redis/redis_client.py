@@ -168,6 +168,9 @@ class Wire:
     def buffered(self, deadline: float | None) -> memoryview | None:
         """Receive more data into the line buffer; return the buffer's unread bytes, or `None` if no data is available.
 
+        Args:
+            deadline: monotonic seconds; `None` to receive only available data.
+
         Raises:
             ConnectionLost: the connection ended, the deadline passed, or a line exceeds `MAX_LINE_BYTES`.
         """
@@ -216,6 +219,9 @@ class Wire:
 
     def line(self, deadline: float) -> bytes:
         """Read the next line.
+
+        Args:
+            deadline: monotonic seconds.
 
         Raises:
             ConnectionLost: see `buffered`.

@@ -155,6 +155,9 @@ class Link:
     def probe(self, deadline: float) -> None:
         """Open a connection and send a PING.
 
+        Args:
+            deadline: monotonic seconds.
+
         Raises:
             ConnectionLost, ServerError: the server does not answer, or answers with an error.
         """

@@ -68,7 +68,7 @@ class Architecture:
 
 
 def _of_class(name: str) -> Read:
-    """Return a function for an architecture with no keys of its own."""
+    """Return the `Read` function of an architecture without architecture-specific keys; `name` is the model class."""
     return lambda fields: {"architectures": [name]}
 
 

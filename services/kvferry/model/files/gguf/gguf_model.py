@@ -100,7 +100,11 @@ class GgufModel:
         return sum(info.num_bytes for info in self._infos.values())
 
     def read(self, name: str) -> npt.NDArray[np.float32]:
-        """Read a tensor, dequantized to float32."""
+        """Read a tensor, dequantized to float32, in the shape of the Hugging Face checkpoint.
+
+        Raises:
+            KeyError: the model has no tensor with this name.
+        """
         view = self._views[name]
         if isinstance(view, LatentUp):
             return self._latent_up(view)

@@ -109,7 +109,7 @@ class Array:
         return f"<array of {self.count} values>"
 
     def numbers(self) -> npt.NDArray[np.generic]:
-        """Return the numbers as a read-only view of the file; empty for an array of strings."""
+        """Return the numbers, [count], as a read-only view of the file; empty for an array of strings."""
         count = 0 if self.code == "s" else self.count
         code = "B" if self.code in "s?" else self.code
         return np.frombuffer(self.data, dtype="<" + code, count=count, offset=self.start)

@@ -99,7 +99,7 @@ class CallParser:
             return ""
         self._search.is_blank = False
         self._reading = self._syntax.read(found.marker, self._calls)
-        next(self._reading)  # to the first `yield`
+        next(self._reading)  # run to the first `yield`
         self._before = found.space
         self._hold(found.space + found.marker)
         return found.rest

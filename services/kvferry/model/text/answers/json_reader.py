@@ -147,7 +147,11 @@ def _string(out: Out) -> Generator[None, str, None]:
 
 
 def read_short_string() -> Generator[None, str, str]:
-    """Read a string after its opening quote and return its value; at most `MAX_SHORT_STRING` characters."""
+    """Read a string after its opening quote and return its value; at most `MAX_SHORT_STRING` characters.
+
+    Raises:
+        NotACall: the string is longer, or is not valid JSON.
+    """
     parts: list[str] = []
     size = 0
 

@@ -45,7 +45,7 @@ class AssembledCalls:
     _arguments: dict[int, list[str]] = field(default_factory=dict)
 
     def add(self, deltas: Iterable[CallDelta]) -> None:
-        """Add the parts of one piece of text."""
+        """Add the parts of calls found in one piece of generated text."""
         for delta in deltas:
             self._heads.setdefault(delta.index, delta)
             self._arguments.setdefault(delta.index, []).append(delta.arguments)
