@@ -147,7 +147,9 @@ def through_the_gate() -> float:
     """Time requests that pass the gate of a gateway and generate 10 tokens each."""
 
     async def run() -> float:
-        gate = FlowGate(Fleet(FleetConfig(), "bench"), SystemClock(), FlowConfig(), _tenants(), Instruments())
+        gate = FlowGate(
+            Fleet(FleetConfig(), "bench", clock=SystemClock()), SystemClock(), FlowConfig(), _tenants(), Instruments()
+        )
         work = Work(
             "", "", 0, gate._clock.monotonic(), None, [range(1000)], num_samples=1, num_running=1, max_tokens=10
         )

@@ -90,7 +90,7 @@ class Gateway:
         self._clock = clock
         self.instruments = Instruments()
         self._history = History()
-        self.fleet = Fleet(config.fleet, model.name, keys, self._pool_tls)
+        self.fleet = Fleet(config.fleet, model.name, keys, self._pool_tls, clock=clock)
         CertificateCollector({"pool": self._pool_tls, "clients": self._certificate}, self.instruments.registry)
         FleetCollector(self.fleet, model.name, self.instruments.registry)
         self.membership = Membership(self.fleet, None if pool is None else EndpointSlices(pool, clock))

@@ -145,7 +145,7 @@ class Gateway:
         for member in self.members:
             if self.settings.exact_status:
                 member.replica.catch_up()
-            self.members.reported(member)
+            self.members.reported(member, self._clock.now)
         self._room = None
         self._is_polling = bool(self._runs)
         if self._is_polling:

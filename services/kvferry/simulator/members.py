@@ -96,13 +96,19 @@ class Members:
         if load != member.candidate.load:
             self._replace(member, replace(member.candidate, load=load))
 
-    def reported(self, member: Member) -> None:
-        """Record the load in a worker's status for routing."""
+    def reported(self, member: Member, now: float) -> None:
+        """Record the load in a worker's status for routing.
+
+        Args:
+            member: the worker.
+            now: time of the status, in virtual seconds.
+        """
         load = member.reported = member.replica.load
         candidate = replace(
             member.candidate,
             load=max(member.in_flight, load.num_requests),
             tokens_to_compute=load.tokens_to_compute,
+            reported_at=now if load.tokens_to_compute else 0.0,
             blocks_total=load.blocks_total,
             blocks_free=load.blocks_free,
             blocks_cached=load.blocks_cached,

@@ -68,7 +68,7 @@ async def scripted_fleet(
 ) -> AsyncIterator[ScriptedFleet]:
     """Start the workers, wait until the fleet has polled all of them, and check for leaks at the end."""
     async with ScriptedWorkers(prefill=prefill, decode=decode, both=both) as workers:
-        fleet = Fleet(fleet_config(workers, status_timeout_seconds), NAME)
+        fleet = Fleet(fleet_config(workers, status_timeout_seconds), NAME, clock=SystemClock())
         instruments = Instruments()
         slept: list[float] = []
 

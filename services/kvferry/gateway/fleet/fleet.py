@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 
 import grpc
 
+from kvferry.core.clock import Clock
 from kvferry.core.errors import Unauthenticated
 from kvferry.gateway.config import FleetConfig
 from kvferry.gateway.fleet.member import Hold, Member, WorkerView
@@ -31,7 +32,13 @@ class Fleet:
     """All workers of one gateway. Call `start` before use and `stop` at the end."""
 
     def __init__(
-        self, config: FleetConfig, model: str, keys: WorkerKeys | None = None, tls: PoolTls | None = None
+        self,
+        config: FleetConfig,
+        model: str,
+        keys: WorkerKeys | None = None,
+        tls: PoolTls | None = None,
+        *,
+        clock: Clock,
     ) -> None:
         """
         Args:
@@ -39,11 +46,13 @@ class Fleet:
             model: name of the model that workers must serve.
             keys: sign the calls to workers; `None` for workers that do not check them, in tests.
             tls: TLS of the pool; `None` for plain connections to workers.
+            clock: gives the time at which a status is received.
         """
         self._tls = tls
         self._config = config
         self._model = model
         self._keys = keys
+        self._clock = clock
         self._members: list[Member] = []
         self._by_address: dict[str, Member] = {}
         self._tasks: dict[Member, asyncio.Task[None]] = {}
@@ -239,7 +248,7 @@ class Fleet:
                 delay = backoff
                 backoff = min(2 * backoff, self._config.max_backoff_seconds)
             else:
-                member.saw(status, clears_suspicion=member.num_suspicions == suspicions)
+                member.saw(status, self._clock.monotonic(), clears_suspicion=member.num_suspicions == suspicions)
                 if member.is_stalled:
                     member.lose_calls("its engine makes no progress")
                 delay = self._config.status_interval_seconds

@@ -68,6 +68,8 @@ class WorkerView:
     max_model_tokens: int = 0
     block_tokens: int = 0
     load: WorkerLoad = WorkerLoad()  # noqa: RUF009  frozen
+    reported_at: float = 0.0
+    """Time at which `load` was received, in monotonic seconds."""
     device: str = ""
     """`cpu`, or the name of the worker's GPU; empty if it is not known."""
     is_staged: bool = False
@@ -104,6 +106,7 @@ class WorkerView:
             adapters=self.adapters,
             retired_adapters=self.retired_adapters,
             tokens_to_compute=self.load.tokens_to_compute,
+            reported_at=self.reported_at if self.load.tokens_to_compute else 0.0,
             blocks_total=self.load.blocks_total,
             blocks_free=self.load.blocks_free,
             blocks_cached=self.load.blocks_cached,
@@ -171,6 +174,7 @@ class Member:
         self._signer = None if keys is None else keys.signers[0]
         """Signer whose key the worker last accepted."""
         self._status: worker_admin_pb2.StatusResponse | None = None
+        self._reported_at = 0.0
         self._room: WorkerRoom | None = None
         """The worker's room as of its last status."""
         self._why_lost = "no status yet"
@@ -266,15 +270,16 @@ class Member:
         for held in tuple(self.held):
             held.lose(why)
 
-    def saw(self, status: worker_admin_pb2.StatusResponse, *, clears_suspicion: bool) -> None:
+    def saw(self, status: worker_admin_pb2.StatusResponse, now: float, *, clears_suspicion: bool) -> None:
         """Record a status response.
 
         Args:
             status: the response.
+            now: time at which it was received, in monotonic seconds.
             clears_suspicion: whether the status was requested after the worker became suspect.
         """
         before = self.view().why_not
-        self._status = status
+        self._status, self._reported_at = status, now
         load = load_from_wire(status.load)
         self._steps.observe(status.identity.incarnation, status.num_steps, load.running)
         self._room = WorkerRoom(
@@ -301,7 +306,7 @@ class Member:
         known, viewed = self._view, self._viewed
         if known is None or viewed is None or viewed[0] is not status or viewed[1] is not listing:
             self._viewed = status, listing
-            known = self._view = self._view_of(status, listing, why_not, in_flight)
+            known = self._view = self._view_of(status, listing, why_not, in_flight, self._reported_at)
         elif known.in_flight != in_flight or known.why_not != why_not:
             known = self._view = replace(known, why_not=why_not, in_flight=in_flight)
         return known
@@ -314,7 +319,9 @@ class Member:
         return self._replica[1]
 
     @staticmethod
-    def _view_of(status: worker_admin_pb2.StatusResponse, listing: Listing, why_not: str, in_flight: int) -> WorkerView:
+    def _view_of(
+        status: worker_admin_pb2.StatusResponse, listing: Listing, why_not: str, in_flight: int, reported_at: float
+    ) -> WorkerView:
         return WorkerView(
             endpoint=listing.endpoint,
             role=listing.role,
@@ -331,6 +338,7 @@ class Member:
             max_model_tokens=status.max_model_tokens,
             block_tokens=status.block_tokens,
             load=load_from_wire(status.load),
+            reported_at=reported_at,
             device=status.device,
             is_staged=status.staged,
             place=listing.place,

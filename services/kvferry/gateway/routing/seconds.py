@@ -122,8 +122,7 @@ class Seconds:
         queue = prefill = transfer = decode = room = 0.0
         output = self._estimates.output_tokens(request.max_output_tokens)
         if work is not Work.GENERATE:
-            own = self._commitments.prompt_tokens(replica.address, prefill_slope)
-            queue = prefill_slope * max(own, replica.tokens_to_compute)
+            queue = prefill_slope * self._commitments.queued_tokens(replica, prefill_slope)
             prefill = prefill_constant + prefill_slope * missing
         if work is not Work.PROMPT:
             running = max(replica.load, 0) + self._commitments.sequences(replica.address)

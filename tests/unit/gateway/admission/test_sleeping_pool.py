@@ -71,7 +71,7 @@ class Pool:
 @asynccontextmanager
 async def a_pool(max_held: int = 8, seconds: float = 20.0) -> AsyncIterator[Pool]:
     async with ScriptedWorkers(decode=1) as workers:
-        fleet = Fleet(replace(fleet_config(workers), decode=()), NAME)
+        fleet = Fleet(replace(fleet_config(workers), decode=()), NAME, clock=SystemClock())
         holding, instruments = Holding(HoldConfig(max_held, seconds), "ns/p"), Instruments()
         gate = FlowGate(fleet, CLOCK, FlowConfig(), Tenants.load(None, None, CLOCK), instruments, holding=holding)
         dispatcher = Dispatcher(fleet, CLOCK, DispatchConfig(), gate=gate)

@@ -95,7 +95,7 @@ async def a_rig(
         worker.events = own
     async with workers:
         clock = SystemClock()
-        fleet = Fleet(fleet_config(workers), workers.both[0].model)
+        fleet = Fleet(fleet_config(workers), workers.both[0].model, clock=SystemClock())
         cache_map = CacheMap(clock, max_blocks)
         config = CacheMapConfig(max_blocks=max_blocks, audit_seconds=audit_seconds, poll_seconds=0.01)
         feeds = CacheFeeds(fleet, cache_map, config, clock, key)

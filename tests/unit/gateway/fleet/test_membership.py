@@ -11,6 +11,7 @@ from harness.fakes.byte_model import NAME
 from harness.fakes.scripted_fleet import ScriptedFleet, fleet_config, scripted_fleet
 from harness.fakes.scripted_worker import ScriptedWorker, ScriptedWorkers
 
+from kvferry.core.clock import SystemClock
 from kvferry.core.load import WorkerLoad
 from kvferry.gateway.config import Endpoint
 from kvferry.gateway.fleet.fleet import Fleet
@@ -50,7 +51,7 @@ async def three() -> AsyncIterator[tuple[ScriptedWorkers, Fleet]]:
     """Workers p0, d0 and d1, and a fleet without members."""
     async with ScriptedWorkers(prefill=1, decode=2) as workers:
         empty = replace(fleet_config(workers), prefill=(), decode=(), both=())
-        fleet = Fleet(empty, NAME)
+        fleet = Fleet(empty, NAME, clock=SystemClock())
         fleet.start()
         yield workers, fleet
         await fleet.stop()
@@ -189,7 +190,7 @@ async def test_no_channel_or_task_stays_open_after_many_changes(three):
 
 async def test_before_the_start_members_are_only_recorded():
     async with ScriptedWorkers(decode=1) as workers:
-        fleet = Fleet(fleet_config(workers), NAME)
+        fleet = Fleet(fleet_config(workers), NAME, clock=SystemClock())
         fleet.follow([])
         assert fleet.views() == ()
 

@@ -72,6 +72,22 @@ def test_a_cached_prefix_decides_until_the_queue_takes_longer_than_computing_it(
     assert (busier.replica, busier.preferred, busier.spilled) == (b, "a", True)
 
 
+def test_a_reported_queue_shrinks_with_the_time_since_the_status():
+    clock = ManualClock()
+    chooser = policy("a", "b", commitments=Commitments(clock))
+    a, b = replica("a"), replica("b")
+    busy = replace(a, tokens_to_compute=1000, reported_at=clock.monotonic())
+
+    def chosen() -> str:
+        pick = chooser.one(route_request(a=800), [busy, b], Work.PROMPT)
+        assert pick is not None
+        return pick.replica.worker_id
+
+    assert chosen() == "b", "1 s of queue is longer than the 0.8 s saved"
+    clock.advance(0.4)
+    assert chosen() == "a", "0.6 s of the queue are left"
+
+
 def test_a_burst_spreads_by_dispatched_work_while_statuses_are_old():
     commitments = Commitments(ManualClock())
     replicas = [replica(f"w{n}") for n in range(4)]
