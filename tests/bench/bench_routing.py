@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from harness.lookahead import Lookahead
+from harness.routing_oracle import Oracle
 
 from kvferry.bench.commit import commit
 from kvferry.bench.rows import append_csv
@@ -102,7 +102,7 @@ def measured(fleet: str, workers: int, workload: str, policy: str, requests: int
     text = fleet_file(fleet, workers, workload, BASE if is_oracle else policy, requests)
     spec = read_fleet(text, lambda name: Path(name).read_text())
     pool = Pool(spec.pool, spec.requests(0))
-    result = Lookahead(pool).run() if is_oracle else pool.run()
+    result = Oracle(pool).run() if is_oracle else pool.run()
     ttft = result.measures.ttft.in_ms()
     date = datetime.fromtimestamp(SystemClock().wall(), UTC).isoformat(timespec="seconds")
     return Row(

@@ -29,7 +29,7 @@ _COST = struct.Struct("<d")
 _Choice = TypeVar("_Choice")
 
 
-class Lookahead:
+class Oracle:
     """The policy `oracle` of one pool. Implements `Policy`."""
 
     def __init__(self, pool: Pool) -> None:
