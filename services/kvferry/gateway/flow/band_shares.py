@@ -6,11 +6,11 @@ next. A band that becomes backlogged starts at the virtual time, the largest cou
 earns no credit, and no band starves.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Mapping
 
 
 class BandShares:
-    """Service counters of the bands of one or several queues."""
+    """Service counters of the bands of one or several queues. Implements `BandOrder`."""
 
     def __init__(self, weights: Mapping[int, int]) -> None:
         """
@@ -52,13 +52,15 @@ class BandShares:
         for band in reached:
             del self._served[band]
 
-    def least(self, priorities: Collection[int]) -> int:
-        """Return the band that is served next: the one with the smallest counter, then the smallest priority number.
+    def first(self, is_backlogged: Callable[[int], bool]) -> int | None:
+        """Return the band that is served next: the backlogged one with the smallest counter, then the smallest priority
+        number; `None` without any.
 
         Args:
-            priorities: the backlogged bands; at least one.
+            is_backlogged: returns whether a band is backlogged.
         """
-        return min(priorities, key=lambda priority: (self._served[priority], priority))
+        backlogged = filter(is_backlogged, self._num_open)
+        return min(backlogged, key=lambda priority: (self._served[priority], priority), default=None)
 
     def begin(self, priority: int, cost: float) -> None:
         """Charge a dispatched request of `cost` tokens to its band.

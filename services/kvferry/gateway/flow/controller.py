@@ -15,6 +15,7 @@ from itertools import chain
 from typing import TypeVar
 
 from kvferry.core.errors import Overloaded
+from kvferry.gateway.flow.band_order import BandOrder, StrictOrder
 from kvferry.gateway.flow.band_shares import BandShares
 from kvferry.gateway.flow.capacity import Room
 from kvferry.gateway.flow.drain_rate import DrainRate
@@ -87,8 +88,10 @@ class FlowController:
                 serve them strictly in order.
         """
         self._bounds = bounds
-        self._shares = None if class_weights is None else BandShares(class_weights)
-        self._queues = tuple(FairQueue(self._shares) for _ in range(2))
+        shares = None if class_weights is None else BandShares(class_weights)
+        # Shared, or an order for each queue.
+        self._band_orders: tuple[BandOrder, ...] = tuple(shares or StrictOrder() for _ in range(2))
+        self._queues = tuple(map(FairQueue, self._band_orders))
         """Queues of requests that are not searches, and of searches, in this order. Each has its own room, so that
         neither waits for the other."""
         self._total = QueueSize()
@@ -267,8 +270,7 @@ class FlowController:
 
     def _order(self, entry: Entry) -> tuple[float, int, int]:
         """Return the key of the order between the queues: the share of its priority, the priority, the arrival."""
-        share = 0.0 if self._shares is None else self._shares.served(entry.priority)
-        return share, entry.priority, entry.number
+        return self._band_orders[0].served(entry.priority), entry.priority, entry.number
 
     def _run(self, entry: Entry, sign: int) -> None:
         """Count the samples or beams of an entry that begins (`sign` 1) or ends (-1)."""

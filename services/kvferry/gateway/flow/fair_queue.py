@@ -14,7 +14,7 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Iterator
 
-from kvferry.gateway.flow.band_shares import BandShares
+from kvferry.gateway.flow.band_order import BandOrder
 from kvferry.gateway.flow.entry import Entry, EntryState
 
 _SLACK = 64
@@ -86,17 +86,13 @@ class _Band:
 class FairQueue:
     """Queued entries, and the service counters of the tenants that have queued or running entries."""
 
-    def __init__(self, shares: BandShares | None = None) -> None:
+    def __init__(self, order: BandOrder) -> None:
         """
         Args:
-            shares: shares of the bands; `None` to serve them strictly by priority.
+            order: order of the bands.
         """
-        self._shares = shares
+        self._order = order
         self._bands: dict[int, _Band] = {}
-        self._priorities: list[int] = []
-        """Heap of priorities, each at most once; those of bands without queued entries are skipped."""
-        self._listed: set[int] = set()
-        """The priorities in the heap."""
         self._num_queued = 0
 
     def __len__(self) -> int:
@@ -124,16 +120,12 @@ class FairQueue:
         band = self._bands.get(entry.priority)
         if band is None:
             band = self._bands[entry.priority] = _Band()
-            if self._shares is not None:
-                self._shares.open(entry.priority)
+            self._order.open(entry.priority)
         flow = band.flows.get(entry.tenant)
         if flow is None:
             flow = band.flows[entry.tenant] = _Flow(entry.tenant, band.virtual_time)
-        if entry.priority not in self._listed:
-            self._listed.add(entry.priority)
-            heapq.heappush(self._priorities, entry.priority)
-        if self._shares is not None and not band.waiting:
-            self._shares.enter(entry.priority)
+        if not band.waiting:
+            self._order.enter(entry.priority)
         if not flow.waiting:
             flow.served = max(flow.served, band.virtual_time)
             band.rank(flow)
@@ -143,15 +135,8 @@ class FairQueue:
 
     def next(self) -> Entry | None:
         """Return the entry that is to be dispatched next, without removing it; `None` if the queue is empty."""
-        if self._shares is not None:
-            waiting = [priority for priority, band in self._bands.items() if band.waiting]
-            return self._bands[self._shares.least(waiting)].least().first() if waiting else None
-        while self._priorities:
-            band = self._bands.get(self._priorities[0])
-            if band is not None and band.waiting:
-                return band.least().first()
-            self._listed.discard(heapq.heappop(self._priorities))
-        return None
+        priority = self._order.first(self._is_backlogged)
+        return None if priority is None else self._bands[priority].least().first()
 
     def begin(self, entry: Entry) -> None:
         """Remove the entry that `next` returned, and charge its cost to its tenant."""
@@ -160,8 +145,7 @@ class FairQueue:
         band.virtual_time = max(band.virtual_time, flow.served)
         flow.num_running += 1
         band.num_running += 1
-        if self._shares is not None:
-            self._shares.begin(entry.priority, entry.cost)
+        self._order.begin(entry.priority, entry.cost)
         self._take(band, flow, entry)
         self._charge(band, flow, entry.cost / entry.weight)
 
@@ -176,8 +160,7 @@ class FairQueue:
         flow = band.flows[entry.tenant]
         flow.num_running -= 1
         band.num_running -= 1
-        if self._shares is not None:
-            self._shares.charge(entry.priority, used - entry.cost)
+        self._order.charge(entry.priority, used - entry.cost)
         self._charge(band, flow, (used - entry.cost) / entry.weight)
         self._tidy(band, flow, entry.priority)
 
@@ -208,6 +191,10 @@ class FairQueue:
         for band in self._bands.values():
             yield from band.waiting.values()
 
+    def _is_backlogged(self, priority: int) -> bool:
+        band = self._bands.get(priority)
+        return band is not None and bool(band.waiting)
+
     def _take(self, band: _Band, flow: _Flow, entry: Entry) -> None:
         del band.waiting[entry.number]
         del flow.waiting[entry.number]
@@ -225,5 +212,4 @@ class FairQueue:
         if not band.waiting and not band.num_running:
             # The end of a busy period: counters matter only relative to each other among tenants that compete.
             del self._bands[priority]
-            if self._shares is not None:
-                self._shares.close(priority)
+            self._order.close(priority)

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvferry.gateway.flow.band_order import StrictOrder
 from kvferry.gateway.flow.band_shares import BandShares
 from kvferry.gateway.flow.entry import Entry, EntryEvent
 from kvferry.gateway.flow.fair_queue import FairQueue
@@ -48,7 +49,7 @@ class Numbered:
 
 @pytest.fixture
 def queue() -> Numbered:
-    return Numbered(FairQueue())
+    return Numbered(FairQueue(StrictOrder()))
 
 
 _COSTS = st.lists(st.integers(1, _MAX_COST), min_size=30, max_size=60)
@@ -56,7 +57,7 @@ _COSTS = st.lists(st.integers(1, _MAX_COST), min_size=30, max_size=60)
 
 @given(_COSTS, _COSTS, st.sampled_from([0.5, 1.0, 2.0, 5.0]), st.sampled_from([0.5, 1.0, 3.0]))
 def test_backlogged_tenants_get_tokens_by_weight_within_one_request(first, second, weight_a, weight_b):
-    queue = Numbered(FairQueue())
+    queue = Numbered(FairQueue(StrictOrder()))
     for cost in first:
         queue.add("a", cost, weight=weight_a)
     for cost in second:
@@ -76,7 +77,7 @@ def test_costs_estimated_too_low_are_corrected(costs, factor):
     """Tenant `a` uses more tokens than its estimated cost. Its share of the tokens used stays one half, up to the
     requests whose cost is not known yet.
     """
-    queue = Numbered(FairQueue())
+    queue = Numbered(FairQueue(StrictOrder()))
     for cost in costs:
         queue.add("a", cost)
     for _ in range(20 * len(costs) * factor):
@@ -104,7 +105,7 @@ _MOVES = st.lists(
 
 @given(_MOVES)
 def test_virtual_time_never_falls_and_no_state_is_left(moves):
-    queue = Numbered(FairQueue())
+    queue = Numbered(FairQueue(StrictOrder()))
     waiting: list[Entry] = []
     running: list[Entry] = []
     times = {-5: 0.0, 0: 0.0, 7: 0.0}
@@ -219,7 +220,7 @@ def test_shares_of_priorities_leave_no_state_that_has_no_effect(moves):
 @given(st.lists(st.sampled_from("abcd"), min_size=1, max_size=60), st.integers(1, 20))
 def test_no_tenant_starves_in_a_band(arrivals, cost):
     """A tenant's request leaves before each other tenant has had more than one request."""
-    queue = Numbered(FairQueue())
+    queue = Numbered(FairQueue(StrictOrder()))
     late = queue.add("late", cost)
     for tenant in arrivals:
         queue.add(tenant, _MAX_COST)
@@ -281,7 +282,7 @@ def test_memory_stays_bounded_while_entries_come_and_go(queue):
         for band in queue.queue._bands.values()
         for heap in (band.ranking, *(flow.order for flow in band.flows.values()))
     ]
-    assert max((*sizes, len(queue.queue._priorities))) < 200
+    assert max((*sizes, len(queue.queue._order._priorities))) < 200
     assert stays in set(queue.queue.queued())
 
 
