@@ -21,6 +21,9 @@ from kvferry.engine.tensors.batch import StepBatch, build_batch
 from kvferry.engine.tensors.paged_kv import PagedKv
 from kvferry.kernels import compiled
 from kvferry.kernels.batch import AttentionRules, Trees
+from kvferry.kernels.gpu.backend import OPS as TRITON
+from kvferry.kernels.gpu.check import BadKernelInput
+from kvferry.kernels.ops import Ops
 from kvferry.kernels.reference import forward as reference
 from kvferry.kernels.torch_family.backend import OPS as TORCH
 from kvferry.kv.pages.layout import KvLayout
@@ -67,10 +70,9 @@ class World:
         batch = build_batch(StepPlan(items), block_tokens=BLOCK)
         return self.model.compute(batch, self.kv).values.copy(), batch
 
-    def expected(self, tokens: list[int]) -> np.ndarray:
-        """Return the logits of the last token of a sequence, without a tree."""
-        self.run(scheduled(9, tokens[:-1], 0, self.spare))
-        return self.run(scheduled(9, tokens, len(tokens) - 1, self.spare))[0][0]
+    def expected(self, tokens: list[int], computed: int) -> np.ndarray:
+        """Return the logits of the last token of a sequence without a tree, whose first tokens are in the spare pages."""
+        return self.run(scheduled(9, tokens, computed, self.spare))[0][0]
 
 
 def path_of(parents: tuple[int, ...], row: int) -> list[int]:
@@ -94,9 +96,10 @@ def check(world: World, *, is_exact: bool, rows_checked: int = 99) -> None:
     drawn: list[SampledToken | None] = []
     first, paths = 0, []
     for index, (tokens, before, parents, _) in enumerate(world.trees):
+        world.run(scheduled(9, tokens[:before], 0, world.spare))
         for row in [*range(1 + len(parents))][-rows_checked:]:
             path = [*tokens[: before + 1], *(tokens[before + i] for i in path_of(parents, row))]
-            assert_alike(logits[first + row], world.expected(path), is_exact=is_exact)
+            assert_alike(logits[first + row], world.expected(path, before), is_exact=is_exact)
         path = path_of(parents, len(parents))  # the path of the last row is accepted
         paths.append(path)
         of_tree: list[SampledToken | None] = [None] * (1 + len(parents))
@@ -110,8 +113,9 @@ def check(world: World, *, is_exact: bool, rows_checked: int = 99) -> None:
     world.kv.move_tokens(tree_moves([items[0], scheduled(7, plain[:11], 9, other), *items[1:]], drawn, batch))
     for path, (tokens, before, _, pages) in zip(paths, world.trees, strict=True):
         accepted = [*tokens[: before + 1], *(tokens[before + i] for i in path), 3]
+        world.run(scheduled(9, tokens[:before], 0, world.spare))
         got, _ = world.run(scheduled(8, accepted, len(accepted) - 1, pages))
-        assert_alike(got[0], world.expected(accepted), is_exact=is_exact)
+        assert_alike(got[0], world.expected(accepted, before), is_exact=is_exact)
 
 
 def assert_alike(got: np.ndarray, expected: np.ndarray, *, is_exact: bool) -> None:
@@ -141,13 +145,9 @@ def test_torch_rows_equal_their_paths(name: str, kernels: str) -> None:
     check(World(of_kernels(CONFIGS[name], "float32", kernels), "float32"), is_exact=False, rows_checked=2)
 
 
-@pytest.mark.parametrize("window", [None, 1, 3, 40])
-@pytest.mark.parametrize("seed", range(4))
-def test_torch_attention_equals_the_reference_for_random_trees(seed: int, window: int | None) -> None:
-    """Trees may begin before the rows of the step, as those of a head do."""
+def random_trees(seed: int, shapes: list[tuple[int, int]]) -> Trees:
+    """Trees of sequences with (rows, earlier tokens), some of which begin before the rows, as those of a head do."""
     rng = np.random.default_rng(seed)
-    shapes = [(int(rng.integers(1, 9)), int(rng.integers(12, 60))) for _ in range(4)]
-    case = make_case(shapes, kv_heads=2, group=3, head_dim=16, block_tokens=4, seed=seed)
     sizes, paths = [], []
     for queries, earlier in shapes:
         size = 0 if rng.random() < 0.3 else queries + int(rng.integers(0, min(earlier, 10)))
@@ -156,17 +156,47 @@ def test_torch_attention_equals_the_reference_for_random_trees(seed: int, window
             bits.append(bits[parent] | 1 << len(bits))
         sizes.append(size)
         paths += bits[-queries:] if size else [0] * queries
-    trees = Trees(np.array(sizes), np.array(paths))
-    batch = replace(case.batch, trees=trees)
-    rules = AttentionRules(0.4, window)
+    return Trees(np.array(sizes), np.array(paths))
 
-    def run(ops: object, dtype: torch.dtype) -> torch.Tensor:
-        pages, q = case.pages.to(dtype), case.q.to(dtype)
-        table = reference.OPS if ops is None else TORCH
-        return table.attend(q, pages, LAYERS - 1, table.plan_attention(batch, pages, q.shape[1]), rules)
 
-    exact, low, got = run(None, torch.float64), run(None, torch.float32), run(TORCH, torch.float32)
+def check_attention(ops: Ops, device: torch.device | str, seed: int, rules: AttentionRules) -> None:
+    shapes = [(1 + seed * 7 % 5, 40), (9, 23), (1, 12), (2 + seed, 70), (30, 33)]
+    case = make_case(shapes, kv_heads=2, group=3, head_dim=16, block_tokens=4, seed=seed)
+    case = replace(case, batch=replace(case.batch, trees=random_trees(seed, shapes)))
+
+    def run(table: object, dtype: torch.dtype) -> torch.Tensor:
+        there = device if table is None else "cpu"
+        pages, q, batch = case.pages.to(there, dtype), case.q.to(there, dtype), case.to(there)
+        if table is None:
+            return ops.attend(q, pages, LAYERS - 1, ops.plan_attention(batch, pages, q.shape[1]), rules).cpu()
+        return reference.attend(q, pages, LAYERS - 1, batch, rules)
+
+    exact, low, got = run(reference, torch.float64), run(reference, torch.float32), run(None, torch.float32)
     assert float((got.double() - exact).abs().max()) <= fair_error(exact, low)
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 40])
+@pytest.mark.parametrize("seed", range(4))
+def test_torch_attention_equals_the_reference_for_random_trees(seed: int, window: int | None) -> None:
+    check_attention(TORCH, "cpu", seed, AttentionRules(0.4, window))
+
+
+@pytest.mark.parametrize("soft_cap", [None, 0.5])
+@pytest.mark.parametrize("seed", range(3))
+def test_triton_attention_equals_the_reference_for_random_trees(
+    device: torch.device, seed: int, soft_cap: float | None
+) -> None:
+    check_attention(TRITON, device, seed, AttentionRules(0.4, None, soft_cap))
+
+
+def test_triton_refuses_trees_that_it_does_not_support_by_name(device: torch.device) -> None:
+    with pytest.raises(BadKernelInput, match="do not support trees of draft tokens with a window"):
+        check_attention(TRITON, device, 0, AttentionRules(0.4, 9))
+    case = make_case([(3, 4)], kv_heads=1, group=2, head_dim=16, block_tokens=4, seed=1)
+    latent = case.pages[:, :, :1].contiguous().to(device)
+    batch = replace(case.to(device), trees=Trees(np.array([3]), np.array([1, 3, 5])))
+    with pytest.raises(BadKernelInput, match="do not support trees of draft tokens in latent vectors"):
+        TRITON.plan_attention(batch, latent, 2)
 
 
 @pytest.mark.parametrize(
