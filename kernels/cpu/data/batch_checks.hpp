@@ -51,7 +51,7 @@ inline void describe_sequences(const int64_t* queries, const int64_t* contexts, 
   check(first == rows, "the sequences' rows do not add up to the batch's rows");
 }
 
-// Checks the paths of the rows of trees: a row's own token is the last one of its path, and the first one is the tree's.
+// Checks the paths of the rows of trees: a row's own token is the last one of its path, and the root is the first.
 inline void check_paths(const Batch& b) {
   for (int i = 0; i < b.num_sequences; ++i) {
     const Sequence& s = b.sequences[i];

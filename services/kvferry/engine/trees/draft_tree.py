@@ -1,4 +1,4 @@
-"""Shape of a tree of draft tokens, and the walk that verifies it (Miao et al., SpecInfer, 2024, section 4; Cai et al.,
+"""Shape of a tree of draft tokens, and the walk that verifies it (Miao et al., SpecInfer, 2023, section 4; Cai et al.,
 Medusa, 2024, section 3.1). Pure.
 
     row        0        1     2     3     4          the root is the last token of the sequence

@@ -2,8 +2,8 @@
 
 The online softmax follows Dao et al., FlashAttention, 2022 (algorithm 1), in powers of two; keys are read through a
 block table as in Kwon et al., PagedAttention, 2023. Keys visible to all rows of the tile come first and need no mask.
-Only keys from `full` to `end` are masked; rows of a tree attend to those of their paths. Unused table entries and unfilled slots of a page, which are beyond `end`,
-are not read, since zero times NaN is NaN.
+Only keys from `full` to `end` are masked; rows of a tree attend to those of their paths. Unused table entries and
+unfilled slots of a page, which are beyond `end`, are not read, since zero times NaN is NaN.
 
 Sums are accumulated in float32. Products of float32 inputs use full float32 precision (`ieee`), not TF32.
 """
