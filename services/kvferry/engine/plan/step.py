@@ -27,7 +27,7 @@ runner moves the KV of the accepted path behind the root before it returns the r
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import chain, islice
 from typing import NamedTuple, overload
 
 import numpy as np
@@ -326,8 +326,8 @@ def rows_of(s: ScheduledSequence) -> Iterator[ScheduledSequence]:
         drafts = draft_tokens(s)
         for row in range(s.num_sampled):
             own = [drafts[above - 1] for above in path_rows(s.parents, row)]
-            tokens = [*s.token_ids[:end], *own] if own else FirstTokens(s.token_ids, end)
-            yield replace(s, token_ids=tokens, num_scheduled=len(tokens) - s.num_computed, num_sampled=1, parents=())
+            tokens, count = FirstTokens(s.token_ids, end, own), end + len(own) - s.num_computed
+            yield replace(s, token_ids=tokens, num_scheduled=count, num_sampled=1, parents=())
         return
     masks: tuple[TokenMask | None, ...] = (s.mask, *s.draft_masks) if s.draft_masks else (None,) * s.num_sampled
     for index, mask in enumerate(masks):
@@ -342,20 +342,21 @@ def rows_of(s: ScheduledSequence) -> Iterator[ScheduledSequence]:
 
 
 class FirstTokens(Sequence[int]):
-    """The first tokens of a sequence, without a copy."""
+    """The first tokens of a sequence without a copy, and the tokens of a path."""
 
-    __slots__ = ("_count", "_tokens")
+    __slots__ = ("_count", "_path", "_tokens")
 
-    def __init__(self, tokens: Sequence[int], count: int) -> None:
+    def __init__(self, tokens: Sequence[int], count: int, path: Sequence[int] = ()) -> None:
         """
         Args:
             tokens: tokens of the sequence, to which more may be appended.
             count: number of leading tokens, at most as many as there are.
+            path: tokens that follow them.
         """
-        self._tokens, self._count = tokens, count
+        self._tokens, self._count, self._path = tokens, count, path
 
     def __len__(self) -> int:
-        return self._count
+        return self._count + len(self._path)
 
     @overload
     def __getitem__(self, index: int, /) -> int: ...
@@ -363,8 +364,9 @@ class FirstTokens(Sequence[int]):
     def __getitem__(self, index: slice, /) -> Sequence[int]: ...
     def __getitem__(self, index: int | slice, /) -> int | Sequence[int]:
         if isinstance(index, slice):
-            return self._tokens[: self._count][index]
-        return self._tokens[range(self._count)[index]]
+            return [*self._tokens[: self._count], *self._path][index]
+        place = range(len(self))[index]
+        return self._tokens[place] if place < self._count else self._path[place - self._count]
 
     def __iter__(self) -> Iterator[int]:
-        return islice(self._tokens, self._count)
+        return chain(islice(self._tokens, self._count), self._path)
