@@ -194,7 +194,7 @@ class Runner {
             uintptr_t pages, int64_t num_pages, int block_tokens, const std::string& kv_type, Array<float> logits,
             Array<int64_t> greedy, Bytes finite, Ints shown, Array<float> hidden, Ints adapter_of_row,
             nb::list adapters, Ints taps, Array<float> tapped, Floats residuals, Floats inputs, Ints places,
-            int page_layers, Ints further_slots, Ints further_tables) {
+            int page_layers, Ints further_slots, Ints further_tables, Ints trees, Ints paths) {
     Batch b;
     b.rows = int(tokens.size());
     b.num_sequences = int(queries.size());
@@ -243,13 +243,19 @@ class Runner {
     b.places = places.size() ? places.data() : nullptr;
     b.page_layers = page_layers;
     const std::vector<int> windows = group_windows(model_, b);
+    require(!trees.size() || (trees.size() == queries.size() && paths.size() == rows), "trees have the wrong size");
     thread_local std::vector<Sequence> sequences;
     describe_sequences(queries.data(), contexts.data(), tables.data(), tables.shape(1), b.rows, model_.max_tokens,
-                       block_tokens, num_pages, queries.size(), windows[0], sequences);
+                       block_tokens, num_pages, queries.size(), windows[0], trees.size() ? trees.data() : nullptr,
+                       sequences);
     b.tokens = tokens.data();
     b.positions = positions.data();
     b.slots = slots.data();
     b.sequences = sequences.data();
+    if (trees.size()) {
+      b.paths = reinterpret_cast<const uint64_t*>(paths.data());
+      check_paths(b);
+    }
     const size_t further = windows.size() - 1;
     require(further_slots.size() == further * rows && further_tables.size() == further * tables.size(),
             "slots or tables of further layer groups have the wrong size");
@@ -377,7 +383,7 @@ NB_MODULE(_cpu, m) {
            "sampled"_a, "pages"_a, "num_pages"_a, "block_tokens"_a, "kv_type"_a, "logits"_a.noconvert(),
            "greedy"_a.noconvert(), "finite"_a.noconvert(), "shown"_a, "hidden"_a.noconvert(), "adapter_of_row"_a,
            "adapters"_a, "taps"_a, "tapped"_a.noconvert(), "residuals"_a, "inputs"_a, "places"_a, "page_layers"_a,
-           "further_slots"_a, "further_tables"_a);
+           "further_slots"_a, "further_tables"_a, "trees"_a, "paths"_a);
   m.def("product", &product, "pool"_a, "level"_a, "matrix"_a, "x"_a, "out"_a.noconvert(), "input_bits"_a = 16,
         "Computes out = x [rows, cols] times the matrix. For quantized matrices, x is rounded to 8 or 16 bits, or read "
         "as float32, according to input_bits.");

@@ -22,7 +22,9 @@
 #include "products/amx_products.hpp"
 #include "products/tiles.hpp"
 #include "attention/item.hpp"
+#include "attention/masks.hpp"
 #include "attention/pages.hpp"
+#include "attention/paths.hpp"
 #include "attention/softmax.hpp"
 
 namespace kvferry::KVFERRY_LEVEL {
@@ -73,42 +75,6 @@ static inline AttentionScratch lay_out_scratch(uint8_t* at, int group, int head_
   return s;
 }
 
-// Mask for a partial group: a load from kTailMask + 16 - n is 0 in the first n lanes and kMaskedScore in the others.
-// The mask is finite, so that no intermediate result is NaN.
-constexpr float kMaskedScore = -1e30f;
-alignas(64) static const float kTailMask[32] = {0,
-                                                0,
-                                                0,
-                                                0,
-                                                0,
-                                                0,
-                                                0,
-                                                0,
-                                                0,
-                                                0,
-                                                0,
-                                                0,
-                                                0,
-                                                0,
-                                                0,
-                                                0,
-                                                kMaskedScore,
-                                                kMaskedScore,
-                                                kMaskedScore,
-                                                kMaskedScore,
-                                                kMaskedScore,
-                                                kMaskedScore,
-                                                kMaskedScore,
-                                                kMaskedScore,
-                                                kMaskedScore,
-                                                kMaskedScore,
-                                                kMaskedScore,
-                                                kMaskedScore,
-                                                kMaskedScore,
-                                                kMaskedScore,
-                                                kMaskedScore,
-                                                kMaskedScore};
-
 // out [R][panels * 16] = x [R][depth] times packed panels. Strides of x and out are in elements, strides of panels in
 // bytes.
 template <KvType K, int R>
@@ -154,13 +120,6 @@ static inline void multiply_amx(const uint16_t* x, int x_stride, const uint8_t* 
 template <KvType K>
 static inline bool uses_amx(int head_dim) {
   return KVFERRY_AMX && packing_of(K) == Packing::pairs && head_dim % 32 == 0;
-}
-
-// Replaces the first `count` scores.
-static inline void hide_first(float* scores, int count, float by) {
-  int i = 0;
-  for (; i + 16 <= count; i += 16) v_store(scores + i, v_set(by));
-  for (; i < count; ++i) scores[i] = by;
 }
 
 // Converts a row's scores to softmax weights in place, for `panels` groups of 16 tokens; the row attends to the first
@@ -319,8 +278,13 @@ static void attend(const Batch& batch, const AttentionGeometry& g, const Attenti
                    const AttentionScratch& s) {
   const Sequence sequence = sequence_of(batch, g.place.group, item.sequence);
   const int D = g.head_dim, N = g.value_dim, rows = item.queries * g.group;
-  // Sequences that share a partition attend to all its tokens, as if the queries directly followed the partition.
-  const int first_position = sharers ? item.end * kPartition : sequence.context - sequence.queries + item.first_query;
+  const bool is_tree = sequence.tree_tokens > 0;
+  // Sequences that share a partition attend to all its tokens, as if the queries directly followed the partition. All
+  // rows of a tree attend to the tokens before it.
+  const int start_of_tree = kvferry::first_position(sequence);
+  const int first_position = sharers   ? item.end * kPartition
+                             : is_tree ? start_of_tree
+                                       : sequence.context - sequence.queries + item.first_query;
   for (int q = 0; q < item.queries; ++q)
     for (int h = 0; h < g.group; ++h) {
       const int at = sharers ? batch.sequences[sharers[q]].first : sequence.first + item.first_query + q;
@@ -331,7 +295,8 @@ static void attend(const Batch& batch, const AttentionGeometry& g, const Attenti
       s.max_score[row] = -__builtin_inff();
       s.sums[row] = 0.0f;
     }
-  const int last = sharers ? first_position : first_position + item.queries;  // tokens that the last row attends to
+  // Tokens that the last row attends to, or that precede a tree.
+  const int last = sharers || is_tree ? first_position : first_position + item.queries;
   const int packed = last < item.end * kPartition ? last : item.end * kPartition, behind = (packed + 15) / 16 * 16;
   const int hidden = hidden_tokens(g.window, first_position);  // hidden from all rows; their pages may be released
   // Returns the key packed kPrefetchGroups groups after the key at t: of this head, of the next head or the next item.
@@ -348,9 +313,47 @@ static void attend(const Batch& batch, const AttentionGeometry& g, const Attenti
     return token < other.context && token >= not_seen ? key_at<K>(batch, g, other, next->kv_begin, token) : Key{};
   };
   TokenGroupCopy copy;
+  // Packs a group of 16 tokens as panel `p` of its partition.
+  const auto pack = [&](const TokenGroup& group, int p, Key ahead) {
+    pack_tokens<K>(g, group, ahead.row, s.keys + p * key_panel_bytes<K>(D),
+                   s.values + size_t(p) * 16 * 16 * kPackedBytes<K>, value_panel_bytes<K>());
+    if constexpr (has_scales(K)) {
+      if (ahead.scale) {
+        prefetch_row(ahead.scale, 1);
+        prefetch_row(ahead.scale + value_offset<K>(g), 1);
+      }
+      v_store(s.key_scales + p * 16, v_mul(v_load((const float*)group.key_scales), v_set(1.0f / kKeyCodeScale<K>)));
+      v_store(s.value_scales + p * 16, v_load((const float*)group.value_scales));
+    }
+  };
+  // Computes rows [begin, finish) for a partition whose tokens from `start` to `end` are packed. The first row of the
+  // item would have position `first`.
+  const auto attend_packed = [&](int begin, int finish, int first, int start, int end) {
+#if KVFERRY_AMX
+    if (uses_amx<K>(D)) {
+      // AMX reads 32 tokens at a time, so zeros follow an odd last group.
+      const int sixteens = (end - start + 15) / 16, count = finish - begin;
+      for (int d = 0; sixteens % 2 && d < N / 16; ++d)
+        std::memset(s.values + d * value_panel_bytes<K>() + size_t(sixteens) * 16 * 32, 0, 16 * 32);
+      const AmxTiles tiles(count < kAmxRows ? count : kAmxRows, kAmxRowBytes);
+      for (int row = begin; row < finish; row += kAmxRows)
+        attend_rows<K, kAmxRows, Widest, true>(g, s, row, first, start,
+                                               finish - row < kAmxRows ? finish - row : kAmxRows);
+      return;
+    }
+#endif
+    const int step = balanced_rows(finish - begin, kTileRows);
+    for (int row = begin; row < finish; row += step) {
+      const int count = finish - row < step ? finish - row : step;
+      with_count<kTileRows>(
+          count, [&](auto number) { attend_rows<K, decltype(number)::value, Widest>(g, s, row, first, start); });
+    }
+  };
   for (int part = item.begin; part < item.end; ++part) {
-    const int start = part * kPartition, end = last < start + kPartition ? last : start + kPartition;
-    if (start + kPartition <= hidden) continue;
+    const int start = part * kPartition, behind_it = start + kPartition;
+    if (behind_it <= hidden) continue;
+    const bool has_paths = is_tree && behind_it > start_of_tree;
+    const int end = has_paths ? start_of_tree / 16 * 16 : last < behind_it ? last : behind_it;
     for (int t = start; t < end; t += 16) {
       const int p = (t - start) / 16;
       if (t + 16 <= hidden) {  // panels of zeros, since a weight of zero times anything finite is zero
@@ -361,37 +364,18 @@ static void attend(const Batch& batch, const AttentionGeometry& g, const Attenti
         continue;
       }
       const TokenGroup group = token_group_at<K>(batch, g, sequence, kv_head, t, hidden, end, copy);
-      const Key ahead = prefetch_target(t);
-      pack_tokens<K>(g, group, ahead.row, s.keys + p * key_panel_bytes<K>(D),
-                     s.values + size_t(p) * 16 * 16 * kPackedBytes<K>, value_panel_bytes<K>());
-      if constexpr (has_scales(K)) {
-        if (ahead.scale) {
-          prefetch_row(ahead.scale, 1);
-          prefetch_row(ahead.scale + value_offset<K>(g), 1);
-        }
-        v_store(s.key_scales + p * 16, v_mul(v_load((const float*)group.key_scales), v_set(1.0f / kKeyCodeScale<K>)));
-        v_store(s.value_scales + p * 16, v_load((const float*)group.value_scales));
-      }
+      pack(group, p, prefetch_target(t));
     }
-#if KVFERRY_AMX
-    if (uses_amx<K>(D)) {
-      // AMX reads 32 tokens at a time, so zeros follow an odd last group.
-      const int sixteens = (end - start + 15) / 16;
-      for (int d = 0; sixteens % 2 && d < N / 16; ++d)
-        std::memset(s.values + d * value_panel_bytes<K>() + size_t(sixteens) * 16 * 32, 0, 16 * 32);
-      const AmxTiles tiles(rows < kAmxRows ? rows : kAmxRows, kAmxRowBytes);
-      for (int row = 0; row < rows; row += kAmxRows)
-        attend_rows<K, kAmxRows, Widest, true>(g, s, row, first_position, start,
-                                               rows - row < kAmxRows ? rows - row : kAmxRows);
+    if (!has_paths) {
+      attend_packed(0, rows, first_position, start, end);
       continue;
     }
-#endif
-    const int step = balanced_rows(rows, kTileRows);
-    for (int row = 0; row < rows; row += step) {
-      const int count = rows - row < step ? rows - row : step;
-      with_count<kTileRows>(count, [&](auto number) {
-        attend_rows<K, decltype(number)::value, Widest>(g, s, row, first_position, start);
-      });
+    for (int q = 0; q < item.queries; ++q) {
+      const Path path = path_of(batch, sequence, item.first_query + q);
+      const int path_end = path.end < behind_it ? path.end : behind_it;
+      for (int t = end > start ? end : start; t < path_end; t += 16)
+        pack(path_group_at<K>(batch, g, sequence, path, kv_head, t, hidden, copy), (t - start) / 16, Key{});
+      if (path_end > start) attend_packed(q * g.group, (q + 1) * g.group, path.end - 1 - q, start, path_end);
     }
   }
 }

@@ -56,6 +56,10 @@ struct TokenGroupCopy {
   alignas(64) uint8_t scales[2][16 * kScaleBytes];
 };
 
+static inline void copy_or_clear(uint8_t* to, const uint8_t* from, size_t bytes) {
+  from ? std::memcpy(to, from, bytes) : std::memset(to, 0, bytes);
+}
+
 // Tokens [first, first + 16), not all of which are hidden: in place if one page holds them, otherwise copied to `copy`.
 // In the copy, the first `hidden` tokens of the sequence, whose pages may be released, and the tokens from `end` on are
 // zeros.
@@ -67,16 +71,13 @@ static inline TokenGroup token_group_at(const Batch& batch, const AttentionGeome
     const Key key = key_at<K>(batch, g, s, kv_head, first);
     return {key.row, key.row + values, key.scale, key.scale + values};
   }
-  const auto take = [](uint8_t* to, const uint8_t* from, size_t bytes) {
-    from ? std::memcpy(to, from, bytes) : std::memset(to, 0, bytes);
-  };
   for (int t = 0; t < 16; ++t) {
     const bool is_there = first + t < end && first + t >= hidden;
     const Key key = is_there ? key_at<K>(batch, g, s, kv_head, first + t) : Key{};
     for (size_t half = 0; half < 2; ++half) {
-      take(copy.rows[half] + t * row, is_there ? key.row + half * values : nullptr, row);
+      copy_or_clear(copy.rows[half] + t * row, is_there ? key.row + half * values : nullptr, row);
       if constexpr (has_scales(K))
-        take(copy.scales[half] + t * kScaleBytes, is_there ? key.scale + half * values : nullptr, kScaleBytes);
+        copy_or_clear(copy.scales[half] + t * kScaleBytes, is_there ? key.scale + half * values : nullptr, kScaleBytes);
     }
   }
   return {copy.rows[0], copy.rows[1], copy.scales[0], copy.scales[1]};

@@ -1,5 +1,6 @@
 // Batch of a step: its rows, sequences and KV pages, and the output arrays.
 #pragma once
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 
@@ -13,7 +14,15 @@ struct Sequence {
   int queries;           // number of rows computed in this step
   int context;           // context length: tokens in the KV cache after this step's writes
   const int64_t* pages;  // block table: page id of each block
+  // Number of tokens at the end of the context that are a tree, including the sequence's rows; 0 without a tree. A row
+  // of a tree attends to the tokens before the tree and to its path, which are its own token and its ancestors.
+  int tree_tokens = 0;
 };
+
+constexpr int kMaxTreeTokens = 64;
+
+// Position of the first token of a sequence's tree, or of its first row without a tree; no row has a lower position.
+inline int first_position(const Sequence& s) { return s.context - (s.tree_tokens ? s.tree_tokens : s.queries); }
 
 struct Batch {
   int rows = 0;
@@ -50,7 +59,15 @@ struct Batch {
   const int64_t* taps = nullptr;     // [num_taps]: layers whose inputs (the residual before them) are returned
   int num_taps = 0;
   float* tapped = nullptr;  // [rows, num_taps, hidden]
+  // [rows]: for rows of a tree, bit i is set if the row's path contains token i of the tree. Null without trees.
+  const uint64_t* paths = nullptr;
 };
+
+// Number of tokens that a row attends to without a window, which is its position plus 1.
+inline int attended_tokens(const Batch& b, const Sequence& s, int query) {
+  if (!s.tree_tokens) return s.context - s.queries + query + 1;
+  return first_position(s) + std::popcount(b.paths[s.first + query]);
+}
 
 // Location of a layer's keys and values.
 struct Place {

@@ -23,16 +23,16 @@ inline void check_indices(const int64_t* indices, size_t count, int64_t least, i
 
 // Checks the pages that a sequence reads or writes; pages before the window of its first row are not read.
 inline void check_pages(const Sequence& s, int window, int block_tokens, int64_t num_pages) {
-  const size_t first = size_t(hidden_tokens(window, s.context - s.queries) / block_tokens);
+  const size_t first = size_t(hidden_tokens(window, first_position(s)) / block_tokens);
   const size_t end = size_t((s.context + block_tokens - 1) / block_tokens);
   check_indices(s.pages + first, end - first, 0, num_pages, "a page does not exist");
 }
 
 // Describes the sequences of a batch of `rows` rows; `width`: blocks per table; `window`: window of the layers in these
-// pages.
+// pages; `trees`: number of tokens of each sequence's tree, null without trees.
 inline void describe_sequences(const int64_t* queries, const int64_t* contexts, const int64_t* tables, size_t width,
                                int rows, int max_tokens, int block_tokens, int64_t num_pages, size_t count, int window,
-                               std::vector<Sequence>& sequences) {
+                               const int64_t* trees, std::vector<Sequence>& sequences) {
   sequences.clear();
   int64_t first = 0;
   for (size_t s = 0; s < count; ++s) {
@@ -41,11 +41,27 @@ inline void describe_sequences(const int64_t* queries, const int64_t* contexts, 
     check(own > 0 && context >= own && context <= max_tokens, "a sequence has rows beyond its context length");
     const size_t blocks = size_t((context + block_tokens - 1) / block_tokens);
     check(blocks <= width, "a sequence's block table is too short");
-    sequences.push_back({int(first), int(own), int(context), table});
+    const int64_t of_tree = trees ? trees[s] : 0;
+    check(of_tree == 0 || (of_tree >= own && of_tree <= context && of_tree <= kMaxTreeTokens),
+          "the size of a tree is not valid");
+    sequences.push_back({int(first), int(own), int(context), table, int(of_tree)});
     check_pages(sequences.back(), window, block_tokens, num_pages);
     first += own;
   }
   check(first == rows, "the sequences' rows do not add up to the batch's rows");
+}
+
+// Checks the paths of the rows of trees: a row's own token is the last one of its path, and the root is the first.
+inline void check_paths(const Batch& b) {
+  for (int i = 0; i < b.num_sequences; ++i) {
+    const Sequence& s = b.sequences[i];
+    for (int row = s.first; s.tree_tokens && row < s.first + s.queries; ++row) {
+      const int own = s.tree_tokens - s.queries + row - s.first;
+      const uint64_t path = b.paths[row];
+      check((path & 1) && path >> own == 1, "the path of a row is not valid");
+      check(first_position(s) + std::popcount(path) - 1 == b.positions[row], "a position differs from the row's path");
+    }
+  }
 }
 
 // Returns the window of each layer group: the largest window of its layers, or 0 if one of them has full attention.

@@ -32,7 +32,7 @@ static inline void attend_item(Step& step, const Layer& layer, int layer_index, 
   const Sequence& sequence = step.batch.sequences[item.sequence];
   const bool is_cut = step.first_partial[size_t(item.sequence)] >= 0;
   // A partition before the windows of all rows has no partial result; `merge_partials` skips it.
-  if (is_cut && item.end * kPartition <= hidden_tokens(layer.window, sequence.context - sequence.queries)) return;
+  if (is_cut && item.end * kPartition <= hidden_tokens(layer.window, first_position(sequence))) return;
   const AttentionGeometry g{place_of(step.batch, layer_index, m.num_layers),
                             m.kv_heads,
                             m.heads / m.kv_heads,
@@ -102,8 +102,8 @@ static inline void merge_partials(Step& step, const Layer& layer, int chunk, con
     const int first = step.first_partial[size_t(s)];
     if (first >= 0) {
       const int parts = (sequence.context + kPartition - 1) / kPartition, query = row - sequence.first;
-      const int first_position = sequence.context - sequence.queries, position = first_position + query;
-      const int first_part = hidden_tokens(layer.window, first_position) / kPartition;
+      const int position = attended_tokens(b, sequence, query) - 1;
+      const int first_part = hidden_tokens(layer.window, first_position(sequence)) / kPartition;
       for (int head = 0; head < m.heads; head += 16) {
         const int heads = m.heads - head < 16 ? m.heads - head : 16;
         alignas(64) float values[16 * Widest], keep[16], take[16];

@@ -69,4 +69,6 @@ class Runner:
         page_layers: int,
         further_slots: Ints,
         further_tables: Ints,
+        trees: Ints,
+        paths: Ints,
     ) -> None: ...

@@ -6,6 +6,8 @@ The rows of all sequences are concatenated without padding:
     queries        3        1      2            rows of each sequence
     contexts       3        9      7            context length of each sequence after this step's writes
     row r of a sequence has position p = context - queries + r  and attends to positions 0 .. p
+
+If the last tokens of a context are a tree (`Trees`), a row attends to the tokens before the tree and to its path.
 """
 
 from dataclasses import dataclass
@@ -13,6 +15,38 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
+
+Attended = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trees:
+    """Sequences whose last tokens are a tree, in topological order. A token's position is that of the tree's first
+    token, the root, plus its depth; its key and value are at its place in the context."""
+
+    sizes: npt.NDArray[np.int64]
+    """[sequences]: number of tokens of the tree, at most 64, including the sequence's rows; 0 without a tree."""
+    paths: npt.NDArray[np.int64]
+    """[rows]: bit i is set if token i of the tree is the row's own token or one of its ancestors; 0 without a tree."""
+
+    def attended(self, index: int, first: int, queries: int, context: int, window: int | None) -> Attended:
+        """Return the tokens to which the rows of a sequence with a tree attend, [queries, context].
+
+        Args:
+            index: index of the sequence.
+            first: index of its first row.
+            queries: number of its rows.
+            context: its context length in tokens.
+            window: sliding window of the layer; `None` for full attention.
+        """
+        root = context - int(self.sizes[index])
+        bits = (self.paths[first : first + queries, None] >> np.arange(int(self.sizes[index]))) & 1
+        depth = np.cumsum(bits, axis=1) - 1  # of the path's tokens
+        of_tree, before = bits == 1, np.ones((queries, root), np.bool_)
+        if window is not None:
+            of_tree &= depth > depth[:, -1:] - window
+            before &= np.arange(root) > root + depth[:, -1:] - window
+        return np.concatenate((before, of_tree), axis=1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,6 +62,8 @@ class AttentionBatch:
     slots: torch.Tensor
     """[rows] int64: KV slot of each row, page * block_tokens + offset in the page. Backends with `DeviceOps` also
     accept -1 for padding rows, whose keys and values are not written."""
+    trees: Trees | None = None
+    """Trees of the sequences; `None` without any."""
 
     @property
     def num_rows(self) -> int:

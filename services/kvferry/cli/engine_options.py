@@ -134,8 +134,8 @@ ENGINE = (
         "Draft tokens that a step verifies after the next token: off; from earlier text of the request: auto, a number "
         "chosen by measurement, suffix?k=16, or ngram?k=5, a fixed number; from a small model with the same "
         "vocabulary: draft=MODEL?k=8; from heads that were trained for the model: eagle=FOLDER?k=6 or "
-        "medusa=FOLDER?k=4. The parameter accept=rejection, available with all of these, accepts more of a draft "
-        "model's tokens at high temperature.",
+        "medusa=FOLDER?k=4, and with &width=3 as a tree with up to three candidates for a token. The parameter "
+        "accept=rejection, available with all of these, accepts more of a draft model's tokens at high temperature.",
         parse=checked_speculation,
     ),
 )

@@ -1,18 +1,23 @@
 """A draft model and Medusa heads without weights, for `ArithmeticRunner`; an EAGLE head is in `harness.fakes.heads`."""
 
+import random
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
 import numpy as np
 
 from harness.fakes.engines import EOS, VOCAB, ArithmeticRunner, next_token, state_after
+from harness.fakes.heads import candidates
 from kvferry.core.ids import RequestId
 from kvferry.engine.drafts.draft_model import DraftModel
 from kvferry.engine.drafts.head_models import Floats, Predicted
 from kvferry.engine.drafts.medusa_drafts import MedusaDrafts
 from kvferry.engine.models.model import Logits
 from kvferry.engine.plan.step import ScheduledSequence, StepPlan
+from kvferry.engine.speculation.acceptance import support_of_confidence
 from kvferry.engine.speculation.model_drafts import DraftRequest, ModelDraft
+from kvferry.engine.speculation.row_prices import RowPrices
+from kvferry.engine.trees.draft_tree import is_chain
 
 BLOCK_TOKENS = 4
 _PEAK = 6.0
@@ -71,13 +76,41 @@ class ArithmeticHeads:
     def __init__(self, is_wrong: Callable[[], bool]) -> None:
         self._is_wrong = is_wrong
 
-    def predict(self, head: int, hidden: Floats) -> Predicted:
-        tokens: list[int] = []
+    def predict(self, head: int, hidden: Floats, width: int) -> Predicted:
+        found: Predicted = []
         for _, _, state in hidden.astype(int).tolist():
             for _ in range(head + 1):
                 state = state_after(state, state % EOS)
-            tokens.append((state % EOS + self._is_wrong()) % EOS)
-        return Predicted(tokens, [0.9] * len(tokens))
+            found.append(candidates(state, width, self._is_wrong()))
+        return found
+
+
+class RandomTrees:
+    """`ModelDrafts` whose trees have random shapes; siblings may have the same token."""
+
+    def __init__(self, chance: random.Random, is_wrong: Callable[[], bool]) -> None:
+        self._chance, self._is_wrong = chance, is_wrong
+        self.prices, self.is_measured, self.is_idle = RowPrices(), False, True
+
+    def propose(self, requests: Sequence[DraftRequest], depth: int) -> dict[RequestId, ModelDraft]:
+        return {one.request_id: self._tree(one, min(depth, one.limit)) for one in requests}
+
+    def _tree(self, one: DraftRequest, limit: int) -> ModelDraft:
+        texts, parents = [list(one.tokens)], list[int]()
+        for _ in range(self._chance.randrange(1, 13)):
+            last = len(texts) - 1
+            parent = last if one.width == 1 else self._chance.randrange(max(0, last - 4), last + 1)
+            if len(texts[parent]) - len(one.tokens) >= limit:
+                continue
+            right = next_token(texts[parent])
+            texts.append([*texts[parent], (right + 1 + self._chance.randrange(3)) % EOS if self._is_wrong() else right])
+            parents.append(parent)
+        supports = tuple(support_of_confidence(self._chance.random()) for _ in parents)
+        tokens = tuple(text[-1] for text in texts[1:])
+        return ModelDraft(tokens, supports, parents=() if is_chain(parents) else tuple(parents))
+
+    def forget(self, request_id: RequestId) -> None:
+        pass
 
 
 def medusa_drafts(is_wrong: Callable[[], bool]) -> MedusaDrafts:

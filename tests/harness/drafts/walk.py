@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from harness.drafts.draft_models import draft_model, medusa_drafts
+from harness.drafts.draft_models import RandomTrees, draft_model, medusa_drafts
 from harness.drafts.proposers import Oracle, Silent, TickingClock
 from harness.fakes.engines import POISON, a_request, an_engine, drawn_token, next_allowed, small_limits
 from harness.fakes.heads import eagle_drafts
@@ -28,7 +28,7 @@ from kvferry.engine.speculation.speculation import Speculation
 
 EOS = 96
 TEXTS = ("oracle", "suffix", "ngram", "none")
-MODELS = ("none", "draft", "eagle", "medusa")
+MODELS = ("none", "draft", "eagle", "medusa", "trees")
 WRONG = {"best": 0.0, "rarely wrong": 0.1, "often wrong": 0.5, "worst": 1.0}
 """Probability that a token of the oracle, or of the model, is wrong."""
 
@@ -49,6 +49,7 @@ class Walk:
             num_drafts=depth,
             draft_model=model,
             depth=DraftDepth(depth, is_fixed=pick((True, False))),
+            width=pick((1, 2, 4)) if self.model != "draft" else 1,
         )
         limits = small_limits(
             scheduling=pick(("fcfs", "priority", "srtf", "two-level", "weighted")),
@@ -84,6 +85,8 @@ class Walk:
         num_blocks = pick((4, 12, 60))
         if self.model == "none":
             return None
+        if self.model == "trees":
+            return RandomTrees(self.random, is_wrong)
         if self.model == "medusa":
             medusa = medusa_drafts(is_wrong)
             medusa._clock = TickingClock(0.0001)
@@ -115,6 +118,8 @@ class Walk:
         self.seen[f"{self.text}, {self.model}: drafted"] += self.speculation.counts.num_draft_tokens
         self.seen[f"{self.quality}: accepted"] += accepted
         self.seen["rejected"] += self.runner.num_poisoned
+        trees = [item for plan in self.runner.steps for item in plan.scheduled if item.parents]
+        self.seen[f"{self.model}: trees"] += len(trees)
         self.seen["preempted"] += self.engine.scheduler.num_preemptions
         return self.seen
 

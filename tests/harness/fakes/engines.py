@@ -22,6 +22,7 @@ from kvferry.engine.plan.step import Sampled, ScheduledSequence, StepPlan, StepR
 from kvferry.engine.plan.step_budget import SchedulerLimits
 from kvferry.engine.plan.token_mask import unpacked
 from kvferry.engine.speculation.speculation import Speculation
+from kvferry.engine.trees.draft_tree import moves, path_rows
 from kvferry.kv.interface.connector import KvLoader
 from kvferry.kv.interface.tiering import KvTiers
 
@@ -70,6 +71,15 @@ def written_slots(item: ScheduledSequence, block_tokens: int) -> Iterator[tuple[
             yield group, position, ids[block], slot
 
 
+def places_of(item: ScheduledSequence, row: int) -> list[int]:
+    """Return the places in the sequence, in order of position, of the tokens to which a scheduled row attends."""
+    place = item.num_computed + row
+    root = len(item.token_ids) - len(item.parents) - 1
+    if not item.parents or place <= root:
+        return list(range(place + 1))
+    return [*range(root + 1), *(root + above for above in path_rows(item.parents, place - root))]
+
+
 class ArithmeticRunner:
     """A runner that stores each computed token in its KV slot and derives the next token from the slots that it reads.
 
@@ -94,12 +104,17 @@ class ArithmeticRunner:
             self.pages[copy.target] = list(self.pages[copy.source])
         for item in plan.scheduled:  # all writes precede the reads, as in a layer
             assert len(item.further_ids) == len(self.further_windows)
-            for group, position, page, slot in written_slots(item, self.block_tokens):
-                token = item.token_ids[position]
+            for group, place, page, slot in written_slots(item, self.block_tokens):
+                token, position = item.token_ids[place], len(places_of(item, place - item.num_computed)) - 1
                 self.pages[page][slot] = mark(group - 1, position, token) if group else token
         for item in plan.scheduled:
             self._check_further(item)
-        sampled = [self._sample(row) for item in plan.scheduled if item.num_sampled for row in rows_of(item)]
+        sampled = [
+            self._sample(row, places_of(item, item.num_scheduled - item.num_sampled + index))
+            for item in plan.scheduled
+            if item.num_sampled
+            for index, row in enumerate(rows_of(item))
+        ]
         scores = {s.request_id: tuple(self._score(s, p) for p in s.scored_positions) for s in plan.scheduled}
         found = {name: made for name, made in scores.items() if made}
         pooled = {s.request_id: self._pool(s) for s in plan.scheduled if s.pooled_positions}
@@ -107,8 +122,17 @@ class ArithmeticRunner:
         result = replace(StepResult.of(plan.scheduled, sampled, found), pooled=pooled, hidden=hidden)
         for item in plan.scheduled:
             if item.num_drafts:
+                self._move(item, result)
                 self._poison(item, result)
         return result
+
+    def _move(self, item: ScheduledSequence, result: StepResult) -> None:
+        """Move the slots of the accepted path of a tree behind its root."""
+        output, root = result.outputs.get(item.request_id), len(item.token_ids) - len(item.parents) - 1
+        for source, target in moves(output.path) if output is not None else ():
+            for ids in (item.block_ids, *item.further_ids):
+                (block, slot), (other, place) = (divmod(root + row, self.block_tokens) for row in (source, target))
+                self.pages[ids[other]][place] = self.pages[ids[block]][slot]
 
     def _poison(self, item: ScheduledSequence, result: StepResult) -> None:
         """Overwrite the slots of a sequence's rejected draft tokens."""
@@ -122,26 +146,30 @@ class ArithmeticRunner:
     def _check_further(self, item: ScheduledSequence) -> None:
         """Check all slots within the windows of the rows: those of the first row, and the rows themselves."""
         for group, (ids, window) in enumerate(zip(item.further_ids, self.further_windows, strict=True)):
-            first = 0 if window is None else max(0, item.num_computed + 1 - window)
-            for position in range(first, item.num_computed + item.num_scheduled):
-                block, slot = divmod(position, self.block_tokens)
-                assert ids[block] >= 0, f"request {item.request_id} reads position {position} after its release"
-                assert self.pages[ids[block]][slot] == mark(group, position, item.token_ids[position])
+            for row in range(item.num_scheduled):
+                places = places_of(item, row)
+                first = 0 if window is None else max(0, len(places) - window)
+                for position, place in enumerate(places[first:], first):
+                    block, slot = divmod(place, self.block_tokens)
+                    assert ids[block] >= 0, f"request {item.request_id} reads position {position} after its release"
+                    assert self.pages[ids[block]][slot] == mark(group, position, item.token_ids[place])
 
     def _hidden(self, item: ScheduledSequence) -> npt.NDArray[np.float32]:
-        state, rows = FIRST_STATE, list[tuple[int, int, int]]()
-        for position in range(item.num_computed + item.num_scheduled):
-            token = self.pages[item.block_ids[position // self.block_tokens]][position % self.block_tokens]
+        rows = list[tuple[int, int, int]]()
+        for row in range(item.num_scheduled):
+            state, token, places = FIRST_STATE, None, places_of(item, row)
+            for place in places:
+                token = self.pages[item.block_ids[place // self.block_tokens]][place % self.block_tokens]
+                assert token is not None
+                state = state_after(state, token)
             assert token is not None
-            state = state_after(state, token)
-            rows.append((position, token, state))
-        return np.array(rows[item.num_computed :], np.float32)
+            rows.append((len(places) - 1, token, state))
+        return np.array(rows, np.float32)
 
-    def _sample(self, row: ScheduledSequence) -> Sampled:
-        """Sample the last row of a sequence from the KV that it reads."""
-        read = [
-            self.pages[row.block_ids[p // self.block_tokens]][p % self.block_tokens] for p in range(len(row.token_ids))
-        ]
+    def _sample(self, row: ScheduledSequence, places: list[int]) -> Sampled:
+        """Sample a row of a sequence from the KV that it reads."""
+        read = [self.pages[row.block_ids[p // self.block_tokens]][p % self.block_tokens] for p in places]
+        assert len(read) == len(row.token_ids)
         assert None not in read, f"request {row.request_id} read a slot that was not computed"
         assert POISON not in read, f"request {row.request_id} read the KV of a rejected draft token"
         token = drawn_token([t for t in read if t is not None], row.sampling, row.sample_index)

@@ -10,6 +10,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 import pytest
+from harness.drafts.draft_models import RandomTrees
 from harness.fakes.delayed import DelayedLoader, DelayedTiers, Offer, QueuedRunner
 from harness.fakes.engines import EOS, a_request, an_engine, next_allowed, next_token, small_limits
 from harness.fakes.heads import eagle_drafts
@@ -74,10 +75,20 @@ class Side:
             speculation = Speculation(Guesses(chance, drafts), WholeDrafts(), num_drafts=pick((1, 3, 8)))
         has_head = drafts is not None and chance.random() < 0.5
         if has_head:
-            head = eagle_drafts(lambda: chance.random() < (drafts or 0.0), pick((4, 14, 60)))
-            depth = pick((1, 3, 8))
+
+            def is_wrong() -> bool:
+                return chance.random() < (drafts or 0.0)
+
+            has_random_trees, depth = chance.random() < 0.3, pick((1, 3, 8))
             speculation = Speculation(
-                NoGuesses(), WholeDrafts(), num_drafts=depth, draft_model=head, depth=DraftDepth(depth, is_fixed=True)
+                NoGuesses(),
+                WholeDrafts(),
+                num_drafts=depth,
+                draft_model=RandomTrees(chance, is_wrong)
+                if has_random_trees
+                else eagle_drafts(is_wrong, pick((4, 14, 60))),
+                depth=DraftDepth(depth, is_fixed=True),
+                width=pick((1, 3)),
             )
         num_blocks = pick((13, 14, 16, 60)) * len(windows)
         self.engine, _ = an_engine(

@@ -84,7 +84,7 @@ def attend(
     q: torch.Tensor, pages: torch.Tensor, layer: int, plan: AttentionPlan, rules: AttentionRules
 ) -> torch.Tensor:
     block_tokens, outputs, first = pages.shape[4], [], 0
-    for queries, context, table in _sequences(plan):
+    for index, (queries, context, table) in enumerate(_sequences(plan)):
         if context == 0:  # padding row
             outputs.append(torch.zeros_like(q[first : first + queries].flatten(1)))
             first += queries
@@ -98,10 +98,7 @@ def attend(
         scores = torch.einsum("qhd,chd->hqc", rows, keys) * rules.scale
         if rules.soft_cap is not None:
             scores = rules.soft_cap * torch.tanh(scores / rules.soft_cap)
-        position = torch.arange(context - queries, context, device=q.device)[:, None]
-        seen = places[None, :] <= position
-        if rules.window is not None:
-            seen &= places[None, :] > position - rules.window
+        seen = _seen(plan, index, first, queries, context, rules.window).to(q.device)
         scores = scores.masked_fill(~seen, -torch.inf)
         if rules.sinks is not None:
             sinks = rules.sinks.to(scores.dtype)[:, None, None].expand(-1, queries, 1)
@@ -111,6 +108,15 @@ def attend(
         outputs.append(torch.einsum("hqc,chd->qhd", weights, values).flatten(1))
         first += queries
     return torch.cat(outputs)
+
+
+def _seen(plan: AttentionPlan, index: int, first: int, queries: int, context: int, window: int | None) -> torch.Tensor:
+    """Return the tokens to which the rows of a sequence attend, [queries, context]."""
+    if isinstance(plan, AttentionBatch) and plan.trees is not None and plan.trees.sizes[index]:
+        return torch.from_numpy(plan.trees.attended(index, first, queries, context, window))
+    places, position = torch.arange(context), torch.arange(context - queries, context)[:, None]
+    seen = places <= position
+    return seen if window is None else seen & (places > position - window)
 
 
 def _sequences(plan: AttentionPlan) -> Iterator[tuple[int, int, list[int]]]:
@@ -125,7 +131,7 @@ def attend_latent(
     q: torch.Tensor, up: LatentUp, pages: torch.Tensor, layer: int, plan: AttentionPlan, scale: float
 ) -> torch.Tensor:
     rank, outputs, first = up.keys.shape[2], [], 0
-    for queries, context, table in _sequences(plan):
+    for index, (queries, context, table) in enumerate(_sequences(plan)):
         if context == 0:  # padding row
             outputs.append(q.new_zeros(queries, q.shape[1] * up.values.shape[1]))
             first += queries
@@ -137,8 +143,8 @@ def attend_latent(
         keys = torch.cat((torch.einsum("cr,hpr->chp", vectors[:, :rank], up.keys), shared), dim=-1)
         values = torch.einsum("cr,hvr->chv", vectors[:, :rank], up.values)
         scores = torch.einsum("qhd,chd->hqc", q[first : first + queries], keys) * scale
-        position = torch.arange(context - queries, context, device=q.device)[:, None]
-        weights = torch.softmax(scores.masked_fill(places[None, :] > position, -torch.inf), dim=-1)
+        seen = _seen(plan, index, first, queries, context, None).to(q.device)
+        weights = torch.softmax(scores.masked_fill(~seen, -torch.inf), dim=-1)
         outputs.append(torch.einsum("hqc,chd->qhd", weights, values).flatten(1))
         first += queries
     return torch.cat(outputs)

@@ -7,19 +7,22 @@ Sequences with one row (decode) and similar lengths share a call. Their pages,
 are gathered by one `index_select` over rows of B * D values, so that keys and values are contiguous. The H / K query
 heads that share a KV head are rows of one small matrix, without repeating keys. Shorter members of a group are masked,
 and gathered values beyond their context lengths are first set to zero, because a weight of zero times NaN is NaN.
-Sequences with more rows (prefill) have separate calls. Sliding windows are masks, planned once per window. Torch's
-fused attention supports neither a soft cap nor sinks; attention with either is computed by separate operations.
+Sequences with more rows (prefill, and trees of draft tokens) have separate calls. Sliding windows are masks, planned
+once per window. Torch's fused attention supports neither a soft cap nor sinks; attention with either is computed by
+separate operations.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from kvferry.kernels.batch import AttentionBatch, AttentionRules
+from kvferry.kernels.batch import Attended, AttentionBatch, AttentionRules
 from kvferry.kernels.ops import AttentionPlan
 
 _MAX_STRETCH = 2
@@ -69,6 +72,8 @@ class Chunk:
     page_rows: torch.Tensor
     mask: torch.Tensor | None
     """[queries, context]; `None` if the rows cover the whole context, so that a plain causal mask suffices."""
+    attended: Callable[[int | None], Attended] | None = None
+    """Tokens to which the rows of a tree attend, [queries, context], by sliding window; `None` without a tree."""
     windowed: dict[int, torch.Tensor] = field(default_factory=dict)
     """Masks by sliding window, computed at first use."""
 
@@ -79,7 +84,10 @@ class Chunk:
             return self.mask
         if window not in self.windowed:
             seen = torch.ones(self.queries, self.context, dtype=torch.bool, device=device)
-            seen.tril_(self.context - self.queries).triu_(self.context - self.queries - window + 1)
+            if self.attended is not None:
+                seen = torch.from_numpy(self.attended(window)).to(device)
+            else:
+                seen.tril_(self.context - self.queries).triu_(self.context - self.queries - window + 1)
             self.windowed[window] = torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, -math.inf)
         return self.windowed[window]
 
@@ -95,7 +103,10 @@ class Plan:
 def plan_attention(batch: AttentionBatch, pages: torch.Tensor, num_heads: int) -> AttentionPlan:
     """See `Ops.plan_attention`. Gathers and masks are planned once for all layers."""
     firsts = np.concatenate(([0], np.cumsum(batch.queries)[:-1]))
-    single = np.flatnonzero(batch.queries == 1)
+    several = batch.queries > 1
+    if batch.trees is not None:
+        several = several | (batch.trees.sizes > 0)
+    single = np.flatnonzero(~several)
     blocks = -(-batch.contexts // pages.shape[4])
     groups = tuple(
         _plan_group(batch, pages, members, firsts, blocks)
@@ -103,7 +114,7 @@ def plan_attention(batch: AttentionBatch, pages: torch.Tensor, num_heads: int) -
     )
     chunks = tuple(
         _plan_chunk(batch, pages, int(index), int(firsts[index]), int(blocks[index]))
-        for index in np.flatnonzero(batch.queries > 1)
+        for index in np.flatnonzero(several)
     )
     return Plan(groups, chunks)
 
@@ -146,11 +157,15 @@ def _plan_group(
 def _plan_chunk(batch: AttentionBatch, pages: torch.Tensor, index: int, first: int, blocks: int) -> Chunk:
     queries, context = int(batch.queries[index]), int(batch.contexts[index])
     rows = _page_rows(batch.block_tables[index : index + 1, :blocks], pages)
-    mask = None
-    if queries < context:
+    mask, attended = None, None
+    if batch.trees is not None and batch.trees.sizes[index]:
+        attended = partial(batch.trees.attended, index, first, queries, context)
+        seen = torch.from_numpy(attended(None)).to(pages.device)
+        mask = torch.zeros(queries, context, dtype=pages.dtype, device=pages.device).masked_fill_(~seen, -math.inf)
+    elif queries < context:
         seen = torch.ones(queries, context, dtype=torch.bool, device=pages.device).tril_(context - queries)
         mask = torch.zeros(queries, context, dtype=pages.dtype, device=pages.device).masked_fill_(~seen, -math.inf)
-    return Chunk(first, queries, context, rows, mask)
+    return Chunk(first, queries, context, rows, mask, attended)
 
 
 def _page_rows(table: npt.NDArray[np.int64], pages: torch.Tensor) -> torch.Tensor:

@@ -96,7 +96,7 @@ class CompiledEagle:
         """See `EagleModel.fuse`."""
         return self._times_fc(hidden) if self._head.is_fused else hidden
 
-    def compute(self, batch: StepBatch, hidden: Floats, kv: PagedKv) -> tuple[Predicted, Floats]:
+    def compute(self, batch: StepBatch, hidden: Floats, kv: PagedKv, width: int) -> tuple[Predicted, Floats]:
         """See `EagleModel.compute`."""
         config, samples = self.config, len(batch.sample_rows)
         embedded = np.empty((len(batch.token_ids), config.hidden_size), np.float32)
@@ -113,7 +113,7 @@ class CompiledEagle:
         outputs = StepOutputs(logits, np.empty(samples, np.int64), np.empty(samples, np.uint8), after)
         rows = VectorRows(np.ascontiguousarray(residuals), inputs)
         run_step(self._runner, replace(batch, hidden_rows=batch.sample_rows), kv, self.dtype, outputs, rows)
-        return predicted(logits, self._head.token_ids), after
+        return predicted(logits, self._head.token_ids, width), after
 
     def _times_fc(self, x: Floats) -> Floats:
         out = np.empty((len(x), self.config.hidden_size), np.float32)
@@ -147,7 +147,7 @@ class CompiledMedusa:
         self.weight_bytes = loader.num_bytes // heads.num_heads
         """Bytes of the weights that a draft token reads."""
 
-    def predict(self, head: int, hidden: Floats) -> Predicted:
+    def predict(self, head: int, hidden: Floats, width: int) -> Predicted:
         """See `MedusaModel.predict`."""
         model, x = self._model, hidden.copy()
         for block in self._blocks[head]:
@@ -158,4 +158,4 @@ class CompiledMedusa:
                 x += out / (1.0 + np.exp(-out))
         logits = np.empty((len(x), model.config.vocab_size), np.float32)
         compiled.product(model.pool, model.level, self._outputs[head], x, logits, model.input_bits)
-        return predicted(logits, None)
+        return predicted(logits, None, width)

@@ -1,8 +1,9 @@
-"""Draft tokens from an EAGLE head (Li et al., EAGLE, 2024, section 4.1), as chains: the most probable token of each
-row.
+"""Draft tokens from an EAGLE head (Li et al., EAGLE, 2024, section 4.1): the most probable token of each row, as a
+chain, or the most probable tokens, as a tree (Li et al., EAGLE-2, 2024, section 4).
 
     step    rows that the target model has computed since the last draft ─► d1     their own hidden states
             then one row each: d1 ─► d2, d2 ─► d3, ..                                 hidden states of the head
+    tree    then the best rows of each level, at most the width; each attends to its path
     pages   of the head only; rows of draft tokens are overwritten by those of the accepted tokens
 
 A row's hidden state comes from the verifying step, so that nothing is computed twice; if it is unknown, the head's
@@ -17,15 +18,17 @@ import numpy as np
 from kvferry.core.clock import Clock, SystemClock
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import SamplingParams
+from kvferry.engine.drafts.candidates import model_draft, worth_verifying
 from kvferry.engine.drafts.head_models import EagleModel, Floats
 from kvferry.engine.plan.step import ScheduledSequence, StepPlan
-from kvferry.engine.speculation.acceptance import MIN_CONFIDENCE, support_of_confidence
 from kvferry.engine.speculation.draft_pages import DraftedSequence, DraftPages
 from kvferry.engine.speculation.head_context import MAX_LAG_ROWS, HeadContext
 from kvferry.engine.speculation.model_drafts import DraftRequest, ModelDraft
 from kvferry.engine.speculation.row_prices import RowPrices
 from kvferry.engine.tensors.batch import build_batch
 from kvferry.engine.tensors.paged_kv import PagedKv
+from kvferry.engine.trees.draft_tree import is_chain
+from kvferry.engine.trees.growing_tree import GrowingTree
 
 MAX_ROWS = 512
 """Maximum rows of hidden states that the head reads before one step, which bounds the delay of other streams."""
@@ -38,8 +41,12 @@ class _Drafting(NamedTuple):
     request: DraftRequest
     sequence: DraftedSequence
     context: HeadContext
-    draft: list[int]
-    supports: list[int]
+    tree: GrowingTree
+    parents: list[int]
+    """Row of the parent of each computed draft token, as rows of the head; its root is the last token of the context.
+    """
+    rows: dict[int, int]
+    """Row of the head by row of `tree`, for the root and the computed draft tokens."""
 
 
 class EagleDrafts:
@@ -80,12 +87,16 @@ class EagleDrafts:
         self._num_pending -= sum(map(len, own))
         counts = [len(rows) for rows in own]
         hidden = self._model.fuse(np.concatenate(own) if len(own) > 1 else own[0])
-        for _ in range(depth):
-            active, hidden = self._step(active, counts, hidden, depth)
+        levels: list[list[int]] = [[0]] * len(active)
+        for level in range(1, depth + 1):
+            after = self._step(active, counts, levels, hidden, level)
+            if level == depth:
+                break
+            active, levels, hidden = _next_rows(active, levels, after, level)
             if not active:
                 break
-            counts = [1] * len(active)
-        return {one.request.request_id: ModelDraft(tuple(one.draft), tuple(one.supports)) for one in ready if one.draft}
+            counts = [len(rows) for rows in levels]
+        return {one.request.request_id: model_draft(one.tree.draft()) for one in ready if one.tree.nodes}
 
     def forget(self, request_id: RequestId) -> None:
         self.pages.forget(request_id)
@@ -103,13 +114,14 @@ class EagleDrafts:
             if context is None or context.end != len(one.tokens) - 1:
                 continue
             sequence = self._followed(one, context)
-            end = context.num_read + context.num_pending + min(depth, one.limit)
+            # The last level is not computed, and the root has a row of the context.
+            end = context.num_read + context.num_pending + one.width * min(depth, one.limit)
             names.add(one.request_id)
             if not 0 < context.num_pending <= budget or end > self._model.config.max_model_tokens:
                 continue
             if self.pages.grow(sequence, end, names):
                 budget -= context.num_pending
-                ready.append(_Drafting(one, sequence, context, [], []))
+                ready.append(_Drafting(one, sequence, context, GrowingTree(), [], {0: 0}))
         return ready
 
     def _followed(self, one: DraftRequest, context: HeadContext) -> DraftedSequence:
@@ -132,46 +144,75 @@ class EagleDrafts:
             self._num_pending += context.num_pending
 
     def _step(
-        self, active: Sequence[_Drafting], counts: Sequence[int], hidden: Floats, depth: int
-    ) -> tuple[list[_Drafting], Floats]:
-        """Propose one more token for each sequence.
+        self,
+        active: Sequence[_Drafting],
+        counts: Sequence[int],
+        levels: Sequence[Sequence[int]],
+        hidden: Floats,
+        level: int,
+    ) -> Floats:
+        """Compute rows, and add their candidates to the trees.
 
         Args:
             active: the sequences.
             counts: number of rows of each sequence.
+            levels: rows of each tree whose candidates are predicted.
             hidden: hidden states of all rows, [rows, hidden].
-            depth: maximum number of draft tokens.
+            level: number of the level that the candidates form, from 1.
 
         Returns:
-            The sequences whose drafts continue, and the hidden states of their next rows.
+            The hidden states of the rows after the predicted ones.
         """
-        plan = StepPlan(tuple(_scheduled(one, count) for one, count in zip(active, counts, strict=True)))
+        plan = StepPlan(
+            tuple(_scheduled(one, count, len(rows)) for one, count, rows in zip(active, counts, levels, strict=True))
+        )
         begun = self._clock.monotonic()
         batch = build_batch(plan, block_tokens=self._kv.layout.block_tokens)
-        found, after = self._model.compute(batch, hidden, self._kv)
-        going: list[int] = []
-        for row, one in enumerate(active):
-            if not one.draft:
-                one.sequence.num_computed += counts[row]
-            if _extend(one, found.tokens[row], found.confidences[row], depth):
-                going.append(row)
-        self.prices.observe(plan.num_tokens, self._clock.monotonic() - begun)
+        found, after = self._model.compute(batch, hidden, self._kv, max(one.request.width for one in active))
+        predicted = iter(found)
+        for one, count, rows in zip(active, counts, levels, strict=True):
+            if level == 1:
+                one.sequence.num_computed += count
+            one.tree.add_level([(row, worth_verifying(next(predicted), one.request.width)) for row in rows])
+        # In a tree, a level has a number of rows that depends on the tokens.
+        has_chains = all(one.request.width == 1 for one in active)
+        self.prices.observe(plan.num_tokens if has_chains else len(active), self._clock.monotonic() - begun)
         self.is_measured = True
-        return [active[row] for row in going], after[going]
+        return after
 
 
-def _extend(one: _Drafting, token: int, confidence: float, depth: int) -> bool:
-    """Add a token to a draft; return whether the draft continues."""
-    if token < 0 or confidence < MIN_CONFIDENCE:
-        return False
-    one.sequence.tokens.append(token)
-    one.draft.append(token)
-    one.supports.append(support_of_confidence(confidence))
-    return len(one.draft) < min(depth, one.request.limit)
+def _next_rows(
+    active: Sequence[_Drafting], levels: Sequence[Sequence[int]], after: Floats, level: int
+) -> tuple[list[_Drafting], list[list[int]], Floats]:
+    """Append the best tokens of the last level to the tokens of the sequences whose drafts continue.
+
+    Args:
+        active: the sequences.
+        levels: rows of each tree whose candidates were predicted.
+        after: hidden states after these rows, [rows, hidden].
+        level: number of the last level.
+
+    Returns:
+        The sequences, the rows of their trees that are computed next, and the hidden states of these rows.
+    """
+    going, computed, indices, first = list[_Drafting](), list[list[int]](), list[int](), 0
+    for one, rows in zip(active, levels, strict=True):
+        best = one.tree.frontier(one.request.width) if level < one.request.limit else []
+        for row in best:
+            node = one.tree.nodes[row - 1]
+            one.sequence.tokens.append(node.token)
+            one.parents.append(one.rows[node.parent])
+            one.rows[row] = len(one.parents)
+            indices.append(first + rows.index(node.parent))
+        if best:
+            going.append(one)
+            computed.append(best)
+        first += len(rows)
+    return going, computed, after[indices]
 
 
-def _scheduled(one: _Drafting, count: int) -> ScheduledSequence:
-    """Schedule the last `count` rows of a sequence."""
+def _scheduled(one: _Drafting, count: int, sampled: int) -> ScheduledSequence:
+    """Schedule the last `count` rows of a sequence, of which the last `sampled` are predicted."""
     tokens = one.sequence.tokens
     return ScheduledSequence(
         request_id=one.request.request_id,
@@ -180,7 +221,8 @@ def _scheduled(one: _Drafting, count: int) -> ScheduledSequence:
         num_computed=len(tokens) - count,
         num_scheduled=count,
         block_ids=one.sequence.blocks,
-        num_sampled=1,
+        num_sampled=sampled,
         sampling=_GREEDY,
         sample_index=0,
+        parents=() if is_chain(one.parents) else tuple(one.parents),
     )

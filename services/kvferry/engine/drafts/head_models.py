@@ -1,26 +1,19 @@
 """Interface between heads and their kernels; the kernels are the target model's."""
 
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from kvferry.engine.tensors.batch import StepBatch
 from kvferry.engine.tensors.paged_kv import PagedKv
+from kvferry.engine.trees.growing_tree import Candidate
 from kvferry.model.config import ModelConfig
 
 Floats = npt.NDArray[np.float32]
-NO_TOKEN = -1
-"""Marks a row whose logits are not finite."""
-
-
-class Predicted(NamedTuple):
-    """The most probable token of each of S rows."""
-
-    tokens: list[int]
-    """[S]: tokens of the target model, or `NO_TOKEN`."""
-    confidences: list[float]
-    """[S]: the head's probability of each token."""
+Predicted = list[list[Candidate]]
+"""[S]: most probable tokens of the target model after each of S rows, with the probability of each, in descending
+order; empty for a row whose logits are not finite."""
 
 
 class EagleModel(Protocol):
@@ -40,13 +33,14 @@ class EagleModel(Protocol):
         """Convert hidden states of the target model to the inputs [N, hidden] of the head's rows."""
         ...
 
-    def compute(self, batch: StepBatch, hidden: Floats, kv: PagedKv) -> tuple[Predicted, Floats]:
+    def compute(self, batch: StepBatch, hidden: Floats, kv: PagedKv, width: int) -> tuple[Predicted, Floats]:
         """Run the head on rows, and write their keys and values.
 
         Args:
             batch: the rows, with the target model's token ids.
             hidden: [T, hidden]: result of `fuse`, or hidden states that the head returned.
             kv: pages of the head.
+            width: number of predicted tokens of each row.
 
         Returns:
             For the rows of `batch.sample_rows`, the predicted tokens and the hidden states [S, hidden] of the next
@@ -63,31 +57,39 @@ class MedusaModel(Protocol):
         """Number of heads."""
         ...
 
-    def predict(self, head: int, hidden: Floats) -> Predicted:
-        """Predict the token of a head from hidden states [S, hidden] after the final norm.
+    def predict(self, head: int, hidden: Floats, width: int) -> Predicted:
+        """Predict the tokens of a head from hidden states [S, hidden] after the final norm.
 
         Args:
             head: index of the head, from 0.
             hidden: hidden states after the final norm, [S, hidden] float32.
+            width: number of predicted tokens of each row.
         """
         ...
 
 
-def predicted(logits: Floats, ids: npt.NDArray[np.int64] | None) -> Predicted:
+def predicted(logits: Floats, ids: npt.NDArray[np.int64] | None, width: int) -> Predicted:
     """Return the most probable tokens.
 
     Args:
-        logits: [S, vocabulary of the head].
+        logits: [S, vocabulary of the head]; overwritten if `width` is above 1.
         ids: token of the target model by token of the head; `None` if they are the same.
+        width: number of tokens of each row.
     """
     best = logits.argmax(axis=1) if len(logits) else np.empty(0, np.int64)
-    tokens, confidences = list[int](), list[float]()
+    found: Predicted = []
     for row, token in zip(logits, best.tolist(), strict=True):
+        peak = float(row[token])
         total = float(np.exp(row - row[token]).sum())
-        is_finite = bool(np.isfinite(total))
-        tokens.append(NO_TOKEN if not is_finite else token if ids is None else int(ids[token]))
-        confidences.append(1.0 / total if is_finite else 0.0)
-    return Predicted(tokens, confidences)
+        candidates: list[Candidate] = []
+        while np.isfinite(total) and len(candidates) < width:
+            share = min(1.0, float(np.exp(row[token] - peak)) / total)
+            candidates.append((token if ids is None else int(ids[token]), share))
+            if len(candidates) < width:
+                row[token] = -np.inf
+                token = int(row.argmax())
+        found.append(candidates)
+    return found
 
 
 def rms_norm(x: Floats, weight: Floats, epsilon: float) -> Floats:

@@ -1,5 +1,5 @@
-"""Draft tokens from Medusa heads (Cai et al., Medusa, 2024, section 3.1), as chains: the most probable token of each
-head.
+"""Draft tokens from Medusa heads (Cai et al., Medusa, 2024, section 3.1): the most probable tokens of each head, as a
+chain or a tree.
 
 The first head predicts the token after the one that the target model samples from the same hidden state, so a draft
 needs only the last hidden state, and no KV.
@@ -11,10 +11,11 @@ import numpy as np
 
 from kvferry.core.clock import Clock, SystemClock
 from kvferry.core.ids import RequestId
+from kvferry.engine.drafts.candidates import model_draft, worth_verifying
 from kvferry.engine.drafts.head_models import Floats, MedusaModel
-from kvferry.engine.speculation.acceptance import MIN_CONFIDENCE, support_of_confidence
 from kvferry.engine.speculation.model_drafts import DraftRequest, ModelDraft
 from kvferry.engine.speculation.row_prices import RowPrices
+from kvferry.engine.trees.growing_tree import Candidate, product_tree
 
 
 class MedusaDrafts:
@@ -43,23 +44,22 @@ class MedusaDrafts:
 
     def propose(self, requests: Sequence[DraftRequest], depth: int) -> dict[RequestId, ModelDraft]:
         active = [one for one in requests if self._is_state_current(one)]
-        found: dict[RequestId, ModelDraft] = {}
+        levels: dict[RequestId, list[list[Candidate]]] = {}
         for head in range(min(depth, self._model.num_heads)):
             active = [one for one in active if head < one.limit]
             if not active:
                 break
             begun = self._clock.monotonic()
-            guesses = self._model.predict(head, np.concatenate([self._last[one.request_id][1] for one in active]))
+            states = np.concatenate([self._last[one.request_id][1] for one in active])
+            guesses = self._model.predict(head, states, max(one.width for one in active))
             going: list[DraftRequest] = []
-            for one, token, confidence in zip(active, *guesses, strict=True):
-                if token >= 0 and confidence >= MIN_CONFIDENCE:
-                    tokens, supports, _ = found.get(one.request_id, ModelDraft((), ()))
-                    support = support_of_confidence(confidence)
-                    found[one.request_id] = ModelDraft((*tokens, token), (*supports, support))
+            for one, candidates in zip(active, guesses, strict=True):
+                if kept := worth_verifying(candidates, one.width):
+                    levels.setdefault(one.request_id, []).append(kept)
                     going.append(one)
             self.prices.observe(len(active), self._clock.monotonic() - begun)
             self.is_measured, active = True, going
-        return found
+        return {name: model_draft(product_tree(own)) for name, own in levels.items()}
 
     def _is_state_current(self, one: DraftRequest) -> bool:
         """Return whether the hidden state before a sequence's last token is known."""

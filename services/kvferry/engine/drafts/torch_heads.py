@@ -64,7 +64,7 @@ class TorchEagle:
         return fused
 
     @torch.inference_mode()
-    def compute(self, batch: StepBatch, hidden: Floats, kv: PagedKv) -> tuple[Predicted, Floats]:
+    def compute(self, batch: StepBatch, hidden: Floats, kv: PagedKv, width: int) -> tuple[Predicted, Floats]:
         """See `EagleModel.compute`."""
         model, layer, there = self._model, self._layer, DeviceBatch.of(batch, self._model.torch_device)
         embedded = model.ops.embedding(there.token_ids, model.weights.embedding)
@@ -87,7 +87,7 @@ class TorchEagle:
         layer.leave(0, layer.attend(0, qkv, kv.pages, plan), passage)
         after = model.ops.gather_rows(passage.residual, there.sample_rows)
         logits = self._output(norm(after, self._norms[2]) if self._norms else after)
-        return predicted(logits.float().numpy(), self._head.token_ids), after.float().numpy()
+        return predicted(logits.float().numpy(), self._head.token_ids, width), after.float().numpy()
 
     def _tensor(self, values: Floats) -> torch.Tensor:
         return torch.tensor(values, dtype=self._model.torch_dtype)
@@ -118,9 +118,9 @@ class TorchMedusa:
         self._outputs = [reader.linear(heads.output(head)) for head in range(heads.num_heads)]
 
     @torch.inference_mode()
-    def predict(self, head: int, hidden: Floats) -> Predicted:
+    def predict(self, head: int, hidden: Floats, width: int) -> Predicted:
         """See `MedusaModel.predict`."""
         x = torch.tensor(hidden, dtype=self._dtype)
         for block in self._blocks[head]:
             x = x + silu(block(x))
-        return predicted(self._outputs[head](x).float().numpy(), None)
+        return predicted(self._outputs[head](x).float().numpy(), None, width)

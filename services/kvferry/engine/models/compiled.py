@@ -217,6 +217,8 @@ def run_step(
         kv.page_layers,
         batch.further_slots,
         batch.further_tables,
+        batch.trees,
+        batch.paths,
     )
 
 

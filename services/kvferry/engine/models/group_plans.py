@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from kvferry.engine.tensors.batch import StepBatch
-from kvferry.engine.tensors.device_batch import to_device
+from kvferry.engine.tensors.device_batch import to_device, trees_of
 from kvferry.kernels.batch import AttentionBatch
 from kvferry.kernels.ops import AttentionPlan
 from kvferry.kv.pages.layout import KvLayout
@@ -57,7 +57,7 @@ def group_plans(
     for window, table, rows in zip(groups.windows, tables, (batch.slots, *batch.further_slots), strict=True):
         slots.append(to_device(torch.from_numpy(rows), device))
         contexts, cut = _within(window, batch, table, layout.block_tokens)
-        plans.append(plan(AttentionBatch(batch.queries, contexts, cut, slots[-1])))
+        plans.append(plan(AttentionBatch(batch.queries, contexts, cut, slots[-1], trees_of(batch))))
     return GroupPlans(groups.places, tuple(plans), tuple(slots))
 
 

@@ -28,7 +28,11 @@ other events, such as the end of a store, free pages too."""
 
 
 def share(
-    sequence: Sequence, count: int, draft: tuple[int, ...] = (), sources: DraftSources | None = None
+    sequence: Sequence,
+    count: int,
+    draft: tuple[int, ...] = (),
+    sources: DraftSources | None = None,
+    parents: tuple[int, ...] = (),
 ) -> ScheduledSequence:
     """Schedule the next tokens of a sequence.
 
@@ -37,6 +41,7 @@ def share(
         count: number of its own tokens to schedule.
         draft: draft tokens, which follow the sequence's last token; empty without a draft.
         sources: distributions of the draft tokens, for the rejection rule; `None` if drafts are accepted by equality.
+        parents: row of each draft token's parent in a tree; empty for a chain.
     """
     pooling = sequence.pooling
     masks: Tokens[TokenMask] = ()
@@ -64,6 +69,7 @@ def share(
         further_ids=sequence.table.further,
         num_passed=sequence.table.passed,
         draft_sources=sources,
+        parents=parents,
     )
 
 

@@ -150,7 +150,7 @@ class Scheduler:
             if made is None:
                 continue
             copies += made
-            planned.append(share(sequence, count, draft, self.drafting.sources(sequence, draft)))
+            planned.append(share(sequence, count, draft, *self.drafting.verification(sequence, draft)))
             room.take(num_due, planned[-1].num_scheduled, planned[-1].num_scored)
         if self.num_preemptions == preempted_before:  # otherwise pages are scarce
             self.admission.admit(room, planned)
@@ -357,7 +357,7 @@ class Scheduler:
         exported_tokens = sequence.num_tokens
         output = check_output(item, given, sequence.num_computed, exported_tokens)
         self.drafting.verified(item, output)
-        drawn, accepted = output
+        drawn, accepted = output.tokens, output.accepted
         sequence.num_computed += accepted
         self.blocks.list_full(sequence)
         scores = sequence.take_scores()

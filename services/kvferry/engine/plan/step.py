@@ -19,11 +19,15 @@ A draft token is accepted if it is the token that is sampled at its position, wi
 probabilities whose draws are coupled with the model's). So drafts change the number of steps but no tokens. With
 `draft_sources`, that algorithm's rejection rule applies instead (`run.rejection`), and drafts change tokens, but not
 their distribution.
+
+With `parents`, the draft tokens are a tree (`trees.draft_tree`): a row's position is that of the root plus the row's
+depth, and its KV slot is that of its place in `token_ids`. A token is accepted if it is drawn at its parent's row. The
+runner moves the KV of the accepted path behind the root before it returns the result.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import chain, islice
 from typing import NamedTuple, overload
 
 import numpy as np
@@ -36,6 +40,7 @@ from kvferry.engine.adapters.adapter_slots import NO_SLOT
 from kvferry.engine.blocks.page_copies import PageCopy
 from kvferry.engine.plan.token_mask import TokenMask
 from kvferry.engine.pooling.prompt_pooling import Sums
+from kvferry.engine.trees.draft_tree import next_row, path_rows
 
 Floats = npt.NDArray[np.float32]
 
@@ -105,6 +110,9 @@ class ScheduledSequence:
     draft_sources: DraftSources | None = None
     """Distributions of the draft tokens, if the rejection rule applies; with `None`, a draft token is accepted if it
     equals the drawn token."""
+    parents: tuple[int, ...] = ()
+    """Row of the parent of each token after the root, the last tokens in `token_ids`, if they are a tree; empty for a
+    chain. The root is the last token before them."""
 
     @property
     def num_drafts(self) -> int:
@@ -154,6 +162,8 @@ class SequenceOutput(NamedTuple):  # a tuple for speed, since one is created per
     """Accepted draft tokens in order of position, then the token sampled after them; not empty."""
     accepted: int
     """Number of leading scheduled tokens that were accepted; the KV of rejected tokens is overwritten later."""
+    path: tuple[int, ...] = ()
+    """Rows of the accepted draft tokens in a tree, without the root; empty for a chain."""
 
 
 def check_output(
@@ -236,7 +246,8 @@ class StepResult:
                     postponed.add(s.request_id)
                 elif s.request_id not in failures:
                     accepted = s.num_scheduled - s.num_drafts + len(tokens) - 1
-                    outputs[s.request_id] = SequenceOutput(tokens, accepted)
+                    path = accepted_path(s, sampled[row : row + s.num_sampled]) if s.parents else ()
+                    outputs[s.request_id] = SequenceOutput(tokens, accepted, path)
                 row += s.num_sampled
         return cls(outputs, failures, frozenset(postponed), scores)
 
@@ -244,6 +255,13 @@ class StepResult:
 def _verified(s: ScheduledSequence, sampled: Sequence[Sampled]) -> tuple[SampledToken, ...] | KvferryError:
     """Return the tokens of the rows that count; none if the mask of the first row was not ready."""
     tokens: list[SampledToken] = []
+    if s.parents:
+        for row in (0, *accepted_path(s, sampled)):
+            last = sampled[row]
+            if not isinstance(last, SampledToken):
+                return tuple(tokens) if last is None else last
+            tokens.append(last)
+        return tuple(tokens)
     for draft, one in zip([*draft_tokens(s), None], sampled, strict=True):
         if isinstance(one, KvferryError):
             return one
@@ -253,6 +271,24 @@ def _verified(s: ScheduledSequence, sampled: Sequence[Sampled]) -> tuple[Sampled
         if one.token_id != draft:
             break
     return tuple(tokens)
+
+
+def accepted_path(s: ScheduledSequence, sampled: Sequence[Sampled]) -> tuple[int, ...]:
+    """Return the accepted rows of a sequence with a tree, without the root: from the root, to the child whose token is
+    the one that was sampled, up to a row without such a child.
+
+    Args:
+        s: the sequence.
+        sampled: results of its sampled rows; rows that are not on the path may have any result.
+    """
+    drafts, path, row = draft_tokens(s), list[int](), 0
+    while isinstance(one := sampled[row], SampledToken):
+        child = next_row(s.parents, drafts, row, one.token_id)
+        if child is None:
+            break
+        path.append(child)
+        row = child
+    return tuple(path)
 
 
 def draft_tokens(s: ScheduledSequence) -> Sequence[int]:
@@ -286,6 +322,13 @@ def rows_of(s: ScheduledSequence) -> Iterator[ScheduledSequence]:
         yield s
         return
     end = s.num_computed + s.num_scheduled - s.num_drafts
+    if s.parents:
+        drafts = draft_tokens(s)
+        for row in range(s.num_sampled):
+            own = [drafts[above - 1] for above in path_rows(s.parents, row)]
+            tokens, count = FirstTokens(s.token_ids, end, own), end + len(own) - s.num_computed
+            yield replace(s, token_ids=tokens, num_scheduled=count, num_sampled=1, parents=())
+        return
     masks: tuple[TokenMask | None, ...] = (s.mask, *s.draft_masks) if s.draft_masks else (None,) * s.num_sampled
     for index, mask in enumerate(masks):
         yield replace(
@@ -299,20 +342,21 @@ def rows_of(s: ScheduledSequence) -> Iterator[ScheduledSequence]:
 
 
 class FirstTokens(Sequence[int]):
-    """The first tokens of a sequence, without a copy."""
+    """The first tokens of a sequence without a copy, and the tokens of a path."""
 
-    __slots__ = ("_count", "_tokens")
+    __slots__ = ("_count", "_path", "_tokens")
 
-    def __init__(self, tokens: Sequence[int], count: int) -> None:
+    def __init__(self, tokens: Sequence[int], count: int, path: Sequence[int] = ()) -> None:
         """
         Args:
             tokens: tokens of the sequence, to which more may be appended.
             count: number of leading tokens, at most as many as there are.
+            path: tokens that follow them.
         """
-        self._tokens, self._count = tokens, count
+        self._tokens, self._count, self._path = tokens, count, path
 
     def __len__(self) -> int:
-        return self._count
+        return self._count + len(self._path)
 
     @overload
     def __getitem__(self, index: int, /) -> int: ...
@@ -320,8 +364,9 @@ class FirstTokens(Sequence[int]):
     def __getitem__(self, index: slice, /) -> Sequence[int]: ...
     def __getitem__(self, index: int | slice, /) -> int | Sequence[int]:
         if isinstance(index, slice):
-            return self._tokens[: self._count][index]
-        return self._tokens[range(self._count)[index]]
+            return [*self._tokens[: self._count], *self._path][index]
+        place = range(len(self))[index]
+        return self._tokens[place] if place < self._count else self._path[place - self._count]
 
     def __iter__(self) -> Iterator[int]:
-        return islice(self._tokens, self._count)
+        return chain(islice(self._tokens, self._count), self._path)

@@ -15,6 +15,7 @@ from kvferry.engine.profile.watch import FORWARD, NO_WATCH, SAMPLE, StepWatch
 from kvferry.engine.run.pooler import with_pooled
 from kvferry.engine.run.sampler import is_greedy, sample
 from kvferry.engine.run.scorer import Scores, score
+from kvferry.engine.run.tree_moves import tree_moves
 from kvferry.engine.tensors.batch import PackedAdapter, ShownStates, StepBatch, build_batch, pooled_rows
 from kvferry.engine.tensors.paged_kv import PagedKv
 from kvferry.kv.pages.layout import KvLayout
@@ -104,7 +105,10 @@ class Runner:
         if step.is_scoring:
             scores = score(logits, plan.scheduled)
             logits = logits.of_rows(sampled_rows(plan.scheduled))
-        sampled = None if step.is_greedy else sample(logits, plan.scheduled)
+        has_trees = len(step.batch.trees) > 0
+        sampled = None if step.is_greedy and not has_trees else sample(logits, plan.scheduled)
+        if has_trees and sampled is not None:
+            self.kv.move_tokens(tree_moves(plan.scheduled, sampled, step.batch))
         phases.runner_phase("")
         return ComputedStep(step, logits, sampled, scores, hidden, tapped, self.shown)
 

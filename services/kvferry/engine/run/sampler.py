@@ -36,6 +36,7 @@ from kvferry.engine.plan.sampling_plan import (
 from kvferry.engine.plan.step import Sampled, ScheduledSequence, draft_tokens, rows_of
 from kvferry.engine.plan.token_mask import Bits, TokenMask, has_token, unpacked
 from kvferry.engine.run.rejection import Proposed, verified
+from kvferry.engine.trees.draft_tree import next_row
 
 Floats = npt.NDArray[np.float64]
 Ids = npt.NDArray[np.int64]
@@ -70,6 +71,8 @@ def _sample_drafted(logits: Logits, first: int, s: ScheduledSequence) -> list[Sa
     """Sample the rows of a sequence with draft tokens, up to the first that differs from its draft token."""
     if sampling_path(s) is SamplingPath.BEST:  # does not depend on earlier tokens
         return [_sample_one(logits, row, s) for row in range(first, first + s.num_sampled)]
+    if s.parents:
+        return _sample_path(logits, first, s)
     sampled: list[Sampled] = []
     sources = (*(s.draft_sources or (None,) * s.num_drafts), None)
     for draft, source, row in zip([*draft_tokens(s), None], sources, rows_of(s), strict=True):
@@ -79,6 +82,17 @@ def _sample_drafted(logits: Logits, first: int, s: ScheduledSequence) -> list[Sa
         if not isinstance(one, SampledToken) or one.token_id != draft:
             break
     return sampled + [None] * (s.num_sampled - len(sampled))
+
+
+def _sample_path(logits: Logits, first: int, s: ScheduledSequence) -> list[Sampled]:
+    """Sample the rows of a tree on the path of the sampled tokens."""
+    drafts, rows = draft_tokens(s), list(rows_of(s))
+    sampled: list[Sampled] = [None] * s.num_sampled
+    row: int | None = 0
+    while row is not None:
+        one = sampled[row] = _sample_one(logits, first + row, rows[row])
+        row = next_row(s.parents, drafts, row, one.token_id) if isinstance(one, SampledToken) else None
+    return sampled
 
 
 def _sample_one(logits: Logits, row: int, s: ScheduledSequence, proposed: Proposed | None = None) -> Sampled:

@@ -26,12 +26,13 @@ FORCED = 0
 """Support class of a token that a constraint forces."""
 _MATCHES = (1, 2, 4, 8, 16)
 """Upper bounds of the classes of match lengths; longer matches form one more class."""
-_CONFIDENCES = (0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98)
-"""Lower bounds of the classes of a draft model's probabilities, except for the first class."""
+_CONFIDENCES = (0.1, 0.2, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98)
+"""Lower bounds of the classes of a draft model's probabilities, except for the first class. Only trees have tokens
+below `MIN_CONFIDENCE`."""
 _FIRST_PROBABILITIES = (
     *(0.95,),  # forced
     *(0.25, 0.4, 0.6, 0.7, 0.8, 0.85),  # by length of the match
-    *(0.2, 0.4, 0.6, 0.75, 0.85, 0.92, 0.96, 0.99),  # by confidence
+    *(0.06, 0.15, 0.2, 0.4, 0.6, 0.75, 0.85, 0.92, 0.96, 0.99),  # by confidence
     *(0.6,),  # drawn
 )
 """Assumed probabilities, by support."""
@@ -94,6 +95,14 @@ class Acceptance:
         if support >= _FIRST_OF_MODEL:
             self._of_model.add(is_hit)
 
+    def add_candidate(self, support: int, is_hit: bool) -> None:
+        """Record whether a candidate of a tree was right; see `add`."""
+        self._by_support[support].add(is_hit)
+
+    def add_level(self, is_hit: bool) -> None:
+        """Record whether one of the candidates of a level of a tree was right."""
+        self._of_model.add(is_hit)
+
     @property
     def of_model(self) -> float:
         """The estimated probability that a draft model's next token equals the sampled token, at any confidence."""
@@ -125,6 +134,16 @@ class SequenceAcceptance:
             self._own.add(is_hit)
         elif support >= _FIRST_OF_MODEL:
             self._own_of_model.add(is_hit)
+
+    def add_candidate(self, support: int, is_hit: bool) -> None:
+        """Record whether a candidate of a tree was right; see `add`."""
+        self._all.add_candidate(support, is_hit)
+
+    def add_level(self, is_hit: bool) -> None:
+        """Record whether one of the candidates of a level of a tree was right. The share of such levels is that of the
+        model's tokens, since it bounds the depth that a tree is worth."""
+        self._all.add_level(is_hit)
+        self._own_of_model.add(is_hit)
 
     @property
     def of_model(self) -> float:

@@ -3,7 +3,8 @@
 A draft token can be accepted only if all earlier ones are, so the gain of a sequence's j-th draft token is the product
 of the probabilities of its first j draft tokens (Leviathan et al., Fast Inference from Transformers via Speculative
 Decoding, 2023, section 3.1). The draft tokens of all sequences are taken in descending order of gain, and the rate is
-computed for each number of rows; the number with the best rate is chosen:
+computed for each number of rows; the number with the best rate is chosen. Tokens of a tree are in descending order of
+gain, so that the first ones are the best tree of their number:
 
     rate(m)  =  (sequences + gains of the first m draft tokens)  /  seconds of a step of (rows + m) rows
 """
@@ -64,12 +65,11 @@ def draft_lengths(gains: Sequence[Sequence[float]], rows: int, seconds: Callable
 class Lengths(Protocol):
     """Chooses how many tokens of each draft a step verifies."""
 
-    def choose(self, probabilities: list[list[float]], rows: int, prices: RowPrices) -> list[int]:
+    def choose(self, gains: list[list[float]], rows: int, prices: RowPrices) -> list[int]:
         """Return the number of draft tokens of each sequence.
 
         Args:
-            probabilities: for each sequence, the estimated probability that each draft token is accepted, given that
-                the earlier ones are.
+            gains: for each sequence, the estimated probability that each draft token is accepted, descending.
             rows: rows of the step without drafts.
             prices: estimated duration of a step by its number of rows.
         """
@@ -79,10 +79,10 @@ class Lengths(Protocol):
 class WholeDrafts:
     """Verifies all draft tokens, at any load."""
 
-    def choose(self, probabilities: list[list[float]], rows: int, prices: RowPrices) -> list[int]:
+    def choose(self, gains: list[list[float]], rows: int, prices: RowPrices) -> list[int]:
         """See `Lengths.choose`."""
         left, lengths = MAX_DRAFT_ROWS, []
-        for own in probabilities:
+        for own in gains:
             lengths.append(min(len(own), left))
             left -= lengths[-1]
         return lengths
@@ -91,6 +91,6 @@ class WholeDrafts:
 class PayingDrafts:
     """Verifies as many draft tokens as increase the expected tokens per second."""
 
-    def choose(self, probabilities: list[list[float]], rows: int, prices: RowPrices) -> list[int]:
+    def choose(self, gains: list[list[float]], rows: int, prices: RowPrices) -> list[int]:
         """See `Lengths.choose`."""
-        return draft_lengths([gains_of(own) for own in probabilities], rows, prices.seconds)
+        return draft_lengths(gains, rows, prices.seconds)

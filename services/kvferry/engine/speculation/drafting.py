@@ -55,11 +55,13 @@ class Drafting:
             return None
         return self._allocator.grow(sequence.table, num_computed=start, num_tokens=end)
 
-    def sources(self, sequence: Sequence, draft: tuple[int, ...]) -> DraftSources | None:
-        """Return the distributions of a draft's tokens, if the rejection rule accepts them; otherwise `None`."""
+    def verification(self, sequence: Sequence, draft: tuple[int, ...]) -> tuple[DraftSources | None, tuple[int, ...]]:
+        """Return the distributions of a draft's tokens, if the rejection rule accepts them, otherwise `None`; and the
+        parents of a tree's tokens, which are empty for a chain."""
         if not draft or self.speculation is None:
-            return None
-        return self.speculation.sources(sequence.request_id, len(draft))
+            return None, ()
+        of_draft = self.speculation
+        return of_draft.sources(sequence.request_id, len(draft)), of_draft.parents(sequence.request_id, len(draft))
 
     def verified(self, item: ScheduledSequence, output: SequenceOutput) -> None:
         """Count the draft of a sequence in a step, if it had one."""

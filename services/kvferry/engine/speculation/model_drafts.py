@@ -33,6 +33,8 @@ class DraftRequest(NamedTuple):
     """Maximum number of draft tokens, at least 1."""
     drawing: Drawing | None = None
     """How a draft model draws the tokens; `None` takes the most probable ones. Heads ignore it."""
+    width: int = 1
+    """Maximum number of candidates for a token: with more than 1, heads propose a tree of at most `limit` levels."""
 
 
 class ModelDraft(NamedTuple):
@@ -42,6 +44,8 @@ class ModelDraft(NamedTuple):
     supports: tuple[int, ...]
     sources: tuple[DraftSource, ...] = ()
     """Distribution of each token, if the tokens were drawn; otherwise empty."""
+    parents: tuple[int, ...] = ()
+    """Row of each token's parent in a tree (`trees.draft_tree`); empty for a chain."""
 
 
 class ModelDrafts(Protocol):

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from urllib.parse import parse_qsl
 
 from kvferry.core.errors import UsageError
+from kvferry.engine.trees.growing_tree import MAX_WIDTH
 
 EXACT, REJECTION = "exact", "rejection"
 OFF, AUTO, NGRAM, SUFFIX, DRAFT = "off", "auto", "ngram", "suffix", "draft"
@@ -18,8 +19,8 @@ _DEFAULTS = {
     NGRAM: {"k": 5, "min": 2, "max": 5},
     OFF: {},
     DRAFT: {"k": 8, "fixed": 0},
-    EAGLE: {"k": 6, "fixed": 0},
-    MEDUSA: {"k": 4, "fixed": 0},
+    EAGLE: {"k": 6, "fixed": 0, "width": 1},
+    MEDUSA: {"k": 4, "fixed": 0, "width": 1},
 }
 
 
@@ -43,13 +44,16 @@ class SpeculationSettings:
     is_rejecting: bool = False
     """Whether the rejection rule accepts drafts of sampled requests (`run.rejection`), instead of accepting draft
     tokens that equal the drawn token."""
+    width: int = 1
+    """Maximum number of candidates of heads for a token; with more than 1, drafts are trees."""
 
 
 def parse_speculation(text: str) -> SpeculationSettings:
     """Parse the setting: `off`, `auto`, `suffix`, `ngram`, `draft=MODEL`, `eagle=FOLDER` or `medusa=FOLDER`. All but
     `off` accept `?k=`, the maximum draft tokens of a sequence in a step; `ngram` also accepts `&min=` and `&max=`, the
-    lengths of matches, and the last three `&fixed=1`, which always proposes k tokens. `accept=rejection` selects the
-    rejection rule.
+    lengths of matches, and the last three `&fixed=1`, which always proposes k tokens. `eagle` and `medusa` accept
+    `&width=`, the candidates for a token of a tree, of which k is the depth. `accept=rejection` selects the rejection
+    rule.
 
     Raises:
         UsageError: the method or a parameter is unknown, not a number, or out of range.
@@ -80,7 +84,7 @@ def parse_speculation(text: str) -> SpeculationSettings:
             raise UsageError(
                 f"unknown parameter {key!r} of speculation {method!r}; known: {known}", field="speculation"
             )
-        low, high = (0, 1) if key == "fixed" else (1, MAX_DRAFT_TOKENS)
+        low, high = {"fixed": (0, 1), "width": (1, MAX_WIDTH)}.get(key, (1, MAX_DRAFT_TOKENS))
         if not (value.isascii() and value.isdigit() and len(value) < 4 and low <= int(value) <= high):
             raise UsageError(
                 f"parameter {key}={value[:20]!r} of speculation {method!r} must be a whole number from {low} to {high}",
@@ -92,7 +96,14 @@ def parse_speculation(text: str) -> SpeculationSettings:
         raise UsageError(f"min={shortest} of speculation {method!r} is above max={longest}", field="speculation")
     is_fixed = values.get("fixed", 0) == 1
     return SpeculationSettings(
-        method, values.get("k", 0), shortest, longest, model, is_fixed, is_rejecting=accept == REJECTION
+        method,
+        values.get("k", 0),
+        shortest,
+        longest,
+        model,
+        is_fixed,
+        is_rejecting=accept == REJECTION,
+        width=values.get("width", 1),
     )
 
 

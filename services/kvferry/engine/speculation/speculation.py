@@ -4,20 +4,21 @@ tokens  ──► proposer, or draft model ──► draft ──► length by g
 tokens  ◄── sampled rows, up to the first that differs from the draft ──► acceptance, prices
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from kvferry.core.ids import RequestId
 from kvferry.engine.plan.sequence import Sequence
-from kvferry.engine.plan.step import DraftSource, DraftSources, ScheduledSequence, StepPlan, StepResult
-from kvferry.engine.speculation.acceptance import FORCED, Acceptance, SequenceAcceptance, support_of_match
+from kvferry.engine.plan.step import DraftSources, ScheduledSequence, StepPlan, StepResult
+from kvferry.engine.speculation.acceptance import FORCED, Acceptance, support_of_match
 from kvferry.engine.speculation.draft_depth import DraftDepth
 from kvferry.engine.speculation.draft_lengths import Lengths, PayingDrafts, WholeDrafts
 from kvferry.engine.speculation.matches import TokenArray
 from kvferry.engine.speculation.model_drafts import DraftRequest, Drawing, HiddenReader, ModelDrafts
-from kvferry.engine.speculation.proposer_choice import ExpectedDraft, ProposerChoice
+from kvferry.engine.speculation.proposer_choice import ExpectedDraft
 from kvferry.engine.speculation.proposers import NO_DRAFT, Draft, NgramProposer, Proposer, SuffixProposer
 from kvferry.engine.speculation.row_prices import RowPrices
+from kvferry.engine.speculation.sequence_drafts import Proposed, SequenceDrafts
 from kvferry.engine.speculation.settings import (
     AUTO,
     MAX_DRAFT_TOKENS,
@@ -26,6 +27,9 @@ from kvferry.engine.speculation.settings import (
     OFF,
     SpeculationSettings,
 )
+from kvferry.engine.trees.chains_only import chain_reason
+from kvferry.engine.trees.draft_tree import is_chain
+from kvferry.engine.trees.growing_tree import MAX_NODES
 
 _TEXT, _MODEL = 0, 1
 """Numbers of the proposers: the sequence's text, and the draft model or heads."""
@@ -48,62 +52,6 @@ class SpeculationCounts:
     """Number of drafts whose token at each position was accepted."""
 
 
-class _State:
-    """Tokens and last draft of a sequence."""
-
-    __slots__ = (
-        "acceptance",
-        "choice",
-        "draft",
-        "drawing",
-        "is_of_model",
-        "is_requested",
-        "limit",
-        "match",
-        "other",
-        "sources",
-        "start",
-        "supports",
-        "tokens",
-    )
-
-    def __init__(self, acceptance: Acceptance) -> None:
-        self.tokens = TokenArray()
-        self.acceptance = SequenceAcceptance(acceptance)
-        self.draft: tuple[int, ...] = ()
-        self.supports: list[int] = []
-        """Support of each token of `draft` (`acceptance`)."""
-        self.start = 0
-        """Number of tokens before `draft`."""
-        self.limit = 0
-        """Maximum number of tokens of `draft`."""
-        self.is_requested = False
-        """Whether a draft of the model has already been requested for these tokens."""
-        self.is_of_model = False
-        """Whether `draft` came from the draft model."""
-        self.match = 0
-        """Length of the match in the sequence's own text on which a draft is based."""
-        self.other: tuple[tuple[int, ...], list[int]] = ((), [])
-        """Draft from the sequence's own text, with the support of each token, if the model's draft was used instead."""
-        self.choice = ProposerChoice()
-        self.drawing: Drawing | None = None
-        """Parameters of draws, if the rejection rule accepts the sequence's drafts."""
-        self.sources: tuple[DraftSource, ...] = ()
-        """Distributions from which the tokens of `draft` were drawn; empty if they were not drawn."""
-
-    @property
-    def is_forced(self) -> bool:
-        """Whether the draft begins with a token that a constraint forces."""
-        return bool(self.supports) and self.supports[0] == FORCED
-
-    def cut_before(self, *ends: Collection[int]) -> None:
-        """Cut the draft before the first token that would end the sequence, since nothing follows it."""
-        for index, token in enumerate(self.draft):
-            if any(token in tokens for tokens in ends):
-                self.draft, self.supports = self.draft[:index], self.supports[:index]
-                return
-
-
 class Speculation:
     """Drafts of one engine's sequences. Used on the engine's thread."""
 
@@ -116,6 +64,7 @@ class Speculation:
         draft_model: ModelDrafts | None = None,
         depth: DraftDepth | None = None,
         is_rejecting: bool = False,
+        width: int = 1,
     ) -> None:
         """
         Args:
@@ -126,14 +75,15 @@ class Speculation:
             depth: chooses how many tokens the model or the heads propose; by default, as many as increase the expected
                 tokens per second.
             is_rejecting: whether drafts of sampled requests are accepted by the rejection rule.
+            width: maximum number of candidates of heads for a token; with more than 1, their drafts are trees.
         """
-        self._is_rejecting = is_rejecting
+        self._is_rejecting, self._width = is_rejecting, width
         self._proposer, self._lengths, self._num_drafts = proposer, lengths, num_drafts
         self._model, self._depth = draft_model, depth or DraftDepth(num_drafts)
         self._reader = draft_model if isinstance(draft_model, HiddenReader) else None
         self._prices = RowPrices()
         self._acceptance = Acceptance()
-        self._states: dict[RequestId, _State] = {}
+        self._states: dict[RequestId, SequenceDrafts] = {}
         self.counts = SpeculationCounts()
 
     def drafts(self, decoding: Iterable[Sequence], rows: int) -> Drafts:
@@ -150,14 +100,14 @@ class Speculation:
         states = [(sequence, state) for sequence in decoding if (state := self._propose(sequence)) is not None]
         if model is not None:
             self._request_drafts(model, states, rows)
-        proposed = [(sequence, state) for sequence, state in states if state.draft]
+        proposed = [(sequence, state) for sequence, state in states if state.draft.tokens]
         if not proposed:
             return {}
         others = max(0, rows - len(proposed))
-        probabilities = [[state.acceptance.probability(support) for support in state.supports] for _, state in proposed]
-        lengths = self._lengths.choose([*probabilities, *([[]] * others)], rows, self._prices)
+        gains = [state.draft.gains(state.acceptance) for _, state in proposed]
+        lengths = self._lengths.choose([*gains, *([[]] * others)], rows, self._prices)
         return {
-            sequence.request_id: state.draft[:length]
+            sequence.request_id: state.draft.tokens[:length]
             for (sequence, state), length in zip(proposed, lengths, strict=False)
             if length
         }
@@ -174,6 +124,17 @@ class Speculation:
         if state is None or state.drawing is None:
             return None
         return state.sources[:count] if state.sources else (None,) * count
+
+    def parents(self, request_id: RequestId, count: int) -> tuple[int, ...]:
+        """Return the parents of the first `count` tokens of a sequence's draft, if they are a tree; empty for a chain.
+
+        Args:
+            request_id: id of the request.
+            count: number of leading draft tokens that the step verifies.
+        """
+        state = self._states.get(request_id)
+        found = state.draft.parents[:count] if state is not None else ()
+        return () if is_chain(found) else found
 
     def may_draft(self, decoding: Iterable[Sequence], rows: int) -> bool:
         """Return whether the next step may have drafts, without running a draft model.
@@ -214,7 +175,7 @@ class Speculation:
         first = 0
         for item in plan.scheduled:
             if item.sampling.speculation and has_sequence(item):
-                hidden = result.hidden[first : first + _num_accepted(item, result)]
+                hidden = result.hidden[_accepted_rows(item, result, first)]
                 self._reader.read(item.request_id, item.num_computed, hidden)
             first += item.num_scheduled
 
@@ -239,34 +200,40 @@ class Speculation:
         """Whether no sequence has a state, or pages of the draft model."""
         return not self._states and (self._model is None or self._model.is_idle)
 
-    def _propose(self, sequence: Sequence) -> _State | None:
+    def _propose(self, sequence: Sequence) -> SequenceDrafts | None:
         """Draft tokens for a sequence; `None` if it cannot be drafted."""
         limit = min(self._num_drafts, sequence.max_tokens_total - sequence.num_tokens - 1, _before_bans_end(sequence))
         if limit < 1 or sequence.exports or not sequence.sampling.speculation:
             return None
         state = self._states.get(sequence.request_id)
         if state is None:
-            state = self._states[sequence.request_id] = _State(self._acceptance)
+            state = self._states[sequence.request_id] = SequenceDrafts(self._acceptance)
+            is_chain_only = chain_reason(sequence.sampling, is_rejecting=self._is_rejecting) is not None
+            state.width = 1 if is_chain_only else self._width
             state.drawing = _drawing(sequence) if self._is_rejecting else None
         if state.start == sequence.num_tokens:
             return state
         state.tokens.extend(sequence.tokens[len(state.tokens) :])
-        self._compare(state)
+        is_right = state.compare()
+        if is_right is not None:
+            state.choice.compared(_MODEL, is_right=is_right)
         draft = self._proposer.propose(state.tokens.view(), limit)
         state.limit, state.match, state.is_requested, state.is_of_model = limit, draft.match, False, False
-        self._take(state, sequence, draft.tokens, _supports(draft))
+        self._take(state, sequence, Proposed(draft.tokens, _supports(draft)))
         return state
 
-    def _take(self, state: _State, sequence: Sequence, draft: tuple[int, ...], supports: list[int]) -> None:
-        """Store a draft for the sequence, cut to what its constraint and stop tokens allow."""
-        state.start, state.draft, state.supports, state.sources = sequence.num_tokens, draft, supports, ()
+    def _take(self, state: SequenceDrafts, sequence: Sequence, draft: Proposed) -> None:
+        """Store a draft for the sequence, cut to what its constraint, its stop tokens and its length allow."""
+        state.start, state.draft, state.sources = sequence.num_tokens, draft, ()
         if sequence.mask is not None:
             self._constrain(state, sequence, state.limit)
-        state.cut_before(sequence.eos_token_ids, sequence.sampling.stop_token_ids)
+        state.draft = state.draft.before(sequence.eos_token_ids, sequence.sampling.stop_token_ids)
+        room = sequence.max_tokens_total - sequence.num_tokens - 1  # each row of a tree needs a KV slot
+        state.draft = state.draft.best_first(state.acceptance, min(MAX_NODES, room))
 
-    def _request_drafts(self, model: ModelDrafts, states: list[tuple[Sequence, _State]], rows: int) -> None:
+    def _request_drafts(self, model: ModelDrafts, states: list[tuple[Sequence, SequenceDrafts]], rows: int) -> None:
         """Let the draft model propose for the sequences whose text has no draft, or a worse one."""
-        able = [(sequence, state) for sequence, state in states if not state.is_requested and not state.is_forced]
+        able = [(sequence, state) for sequence, state in states if not state.is_requested and not state.draft.is_forced]
         if not able:
             return
         depth = self._num_proposed(model, len(able), rows)
@@ -279,18 +246,18 @@ class Speculation:
         if not due or not depth:
             return
         requests = [
-            DraftRequest(sequence.request_id, sequence.tokens, min(depth, state.limit), state.drawing)
+            DraftRequest(sequence.request_id, sequence.tokens, min(depth, state.limit), state.drawing, state.width)
             for sequence, state in due
         ]
         drafts = model.propose(requests, depth)
         for sequence, state in due:
             state.is_requested = True
             if (draft := drafts.get(sequence.request_id)) is not None:
-                state.is_of_model, state.other = True, (state.draft, state.supports)
-                self._take(state, sequence, draft.tokens, list(draft.supports))
+                state.is_of_model, state.other = True, state.draft
+                self._take(state, sequence, Proposed(draft.tokens, draft.supports, draft.parents))
                 state.sources = draft.sources  # drawn tokens are never cut
 
-    def _prefers_model(self, state: _State, depth: int, drafting: float, rows: int) -> bool:
+    def _prefers_model(self, state: SequenceDrafts, depth: int, drafting: float, rows: int) -> bool:
         """Return whether the model drafts for a sequence, rather than its text.
 
         Args:
@@ -299,11 +266,11 @@ class Speculation:
             drafting: time that the model takes for this sequence, in seconds; 0 before it was measured.
             rows: rows of the step without drafts, one per sequence.
         """
-        if not state.draft or not drafting:
+        if not state.draft.tokens or not drafting:
             return True
         if self._depth.is_fixed:
             return state.match < _LONG_MATCH
-        text = ExpectedDraft([state.acceptance.probability(support) for support in state.supports])
+        text = ExpectedDraft(state.draft.probabilities(state.acceptance))
         guessed = ExpectedDraft([state.acceptance.of_model] * min(depth, state.limit), drafting)
         return state.choice.choose({_TEXT: text, _MODEL: guessed}, rows, rows, self._prices.seconds) == _MODEL
 
@@ -311,37 +278,32 @@ class Speculation:
         seconds = model.prices.seconds if model.is_measured else None
         return self._depth.choose(sequences, rows, self._acceptance.of_model, self._prices.seconds, seconds)
 
-    def _compare(self, state: _State) -> None:
-        """Compare the last draft with the tokens sampled since then, and also the draft from the sequence's own text if
-        the draft model's was used."""
-        actual = state.tokens.view()[state.start :].tolist()
-        for draft, supports in ((state.draft, state.supports), state.other):
-            for support, token, drawn in zip(supports, draft, actual, strict=False):
-                state.acceptance.add(support, token == drawn)
-                if token != drawn:
-                    break
-        if state.is_of_model and state.draft and actual:
-            state.choice.compared(_MODEL, is_right=state.draft[0] == actual[0])
-        state.other = ((), [])
-
-    def _constrain(self, state: _State, sequence: Sequence, limit: int) -> None:
+    def _constrain(self, state: SequenceDrafts, sequence: Sequence, limit: int) -> None:
         """Put tokens that the constraint forces first, and cut the draft where the constraint rejects it."""
         assert sequence.mask is not None
         forced = tuple(sequence.mask.forced_tokens()[:limit])
         if forced:
             tail = self._extended(state, forced, limit)
-            state.draft = forced + tail.tokens
-            state.supports = [FORCED] * len(forced) + _supports(tail)
-        count = sequence.mask.num_allowed(state.draft)
-        state.draft, state.supports = state.draft[:count], state.supports[:count]
+            state.draft = Proposed(forced + tail.tokens, (FORCED,) * len(forced) + _supports(tail))
+        count = sequence.mask.num_allowed(state.draft.tokens)
+        state.draft = Proposed(state.draft.tokens[:count], state.draft.supports[:count])
 
-    def _extended(self, state: _State, forced: tuple[int, ...], limit: int) -> Draft:
+    def _extended(self, state: SequenceDrafts, forced: tuple[int, ...], limit: int) -> Draft:
         """Propose tokens that follow the tokens forced by a constraint."""
         if len(forced) == limit:
             return NO_DRAFT
         text = TokenArray()
         text.extend([*state.tokens.view().tolist(), *forced])
         return self._proposer.propose(text.view(), limit - len(forced))
+
+
+def _accepted_rows(item: ScheduledSequence, result: StepResult, first: int) -> slice | list[int]:
+    """Return the rows of the step whose tokens now belong to the sequence, in order of position."""
+    output = result.outputs.get(item.request_id)
+    if output is not None and output.path:
+        root = first + item.num_scheduled - item.num_drafts - 1
+        return [*range(first, root + 1), *(root + row for row in output.path)]
+    return slice(first, first + _num_accepted(item, result))
 
 
 def _num_accepted(item: ScheduledSequence, result: StepResult) -> int:
@@ -352,9 +314,9 @@ def _num_accepted(item: ScheduledSequence, result: StepResult) -> int:
     return item.num_scheduled - item.num_sampled if item.request_id not in result.failures else 0
 
 
-def _supports(draft: Draft) -> list[int]:
+def _supports(draft: Draft) -> tuple[int, ...]:
     """Return the support of each token of a draft from the text."""
-    return [support_of_match(draft.match)] * len(draft.tokens)
+    return (support_of_match(draft.match),) * len(draft.tokens)
 
 
 def _drawing(sequence: Sequence) -> Drawing | None:
@@ -396,4 +358,5 @@ def speculation_of(settings: SpeculationSettings, draft_model: ModelDrafts | Non
         draft_model=draft_model,
         depth=depth,
         is_rejecting=settings.is_rejecting,
+        width=settings.width,
     )

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from kvferry.core.errors import InvariantBroken
 from kvferry.engine.adapters.adapter_slots import NO_SLOT
 from kvferry.engine.plan.step import ScheduledSequence, StepPlan
+from kvferry.engine.trees.draft_tree import depths, paths
 
 Ints = npt.NDArray[np.int64]
 _NO_ROWS = np.empty(0, dtype=np.int64)
@@ -72,6 +73,11 @@ class StepBatch:
     """[groups - 1, T]: KV slot of each row in the pages of each further layer group."""
     further_tables: Ints = field(default_factory=lambda: _NO_TABLES)
     """[groups - 1, sequences, maximum blocks]: page id of each block; 0 for pages behind a window."""
+    trees: Ints = field(default_factory=lambda: _NO_ROWS)
+    """[sequences]: number of tokens at the end of each context that are a tree, its root included; 0 without a tree.
+    Empty if no sequence has one."""
+    paths: Ints = field(default_factory=lambda: _NO_ROWS)
+    """[T]: tokens of the tree to which a row attends, as bits (`trees.draft_tree`); empty if no sequence has a tree."""
 
 
 def build_batch(
@@ -103,7 +109,7 @@ def build_batch(
 def _built(
     scheduled: tuple[ScheduledSequence, ...], block_tokens: int, adapters: Mapping[int, PackedAdapter]
 ) -> StepBatch:
-    if all(s.num_scheduled == 1 for s in scheduled):
+    if all(s.num_scheduled == 1 and not s.parents for s in scheduled):
         return _one_row_each(scheduled, block_tokens, adapters)
     computed = np.array([s.num_computed for s in scheduled], dtype=np.int64)
     queries = np.array([s.num_scheduled for s in scheduled], dtype=np.int64)
@@ -116,9 +122,9 @@ def _built(
     slots = table[owner, positions // block_tokens] * block_tokens + positions % block_tokens
     tokens = [token for s in scheduled for token in s.token_ids[s.num_computed : s.num_computed + s.num_scheduled]]
     sampled = np.array([s.num_sampled for s in scheduled], dtype=np.int64)
+    further = _further(scheduled, needed, owner, positions, block_tokens)
     return StepBatch(
         token_ids=np.array(tokens, dtype=np.int64),
-        positions=positions,
         slots=slots,
         queries=queries,
         contexts=contexts,
@@ -128,8 +134,36 @@ def _built(
         else _last_rows(ends, sampled),
         hidden_rows=_pooled(scheduled, ends.tolist()),
         **_adapted(scheduled, queries, adapters),
-        **_further(scheduled, needed, owner, positions, block_tokens),
+        **further,
+        **_trees(scheduled, positions),
     )
+
+
+class _Trees(TypedDict, total=False):
+    trees: Ints
+    paths: Ints
+    positions: Ints
+
+
+def _trees(scheduled: tuple[ScheduledSequence, ...], places: Ints) -> _Trees:
+    """Return the trees of a plan, and the positions of the rows of all sequences; nothing without trees.
+
+    Args:
+        scheduled: the plan's sequences.
+        places: [T]: place of each row's token in its sequence.
+    """
+    if not any(s.parents for s in scheduled):
+        return {"positions": places}
+    positions, bits, first = places.copy(), np.zeros(len(places), np.int64), 0
+    for s in scheduled:
+        end = first + s.num_scheduled
+        if s.parents:
+            root = len(s.token_ids) - len(s.parents) - 1
+            positions[first:end] = [root + depth for depth in depths(s.parents)[-s.num_scheduled :]]
+            bits[first:end] = paths(s.parents)[-s.num_scheduled :]
+        first = end
+    sizes = [len(s.parents) + 1 if s.parents else 0 for s in scheduled]
+    return {"trees": np.array(sizes, np.int64), "paths": bits, "positions": positions}
 
 
 class _Adapted(TypedDict, total=False):

@@ -9,7 +9,7 @@ import torch
 
 from kvferry.engine.blocks.page_copies import PageCopy
 from kvferry.engine.tensors.batch import StepBatch
-from kvferry.kernels.batch import AttentionBatch
+from kvferry.kernels.batch import AttentionBatch, Trees
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,9 +33,16 @@ class DeviceBatch:
         def moved(values: npt.NDArray[np.int64]) -> torch.Tensor:
             return to_device(torch.from_numpy(values), device)
 
-        attention = AttentionBatch(batch.queries, batch.contexts, batch.block_tables, moved(batch.slots))
+        attention = AttentionBatch(
+            batch.queries, batch.contexts, batch.block_tables, moved(batch.slots), trees_of(batch)
+        )
         hidden_rows = moved(batch.hidden_rows) if len(batch.hidden_rows) else None
         return cls(moved(batch.token_ids), moved(batch.positions), attention, moved(batch.sample_rows), hidden_rows)
+
+
+def trees_of(batch: StepBatch) -> Trees | None:
+    """Return the trees of a batch; `None` without any."""
+    return Trees(batch.trees, batch.paths) if len(batch.trees) else None
 
 
 def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -10,13 +10,14 @@ transfer descriptor. The memory is allocated here, or is a buffer that a connect
 imported only if its kernels are used.
 """
 
+import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.core.dtypes import CODED
+from kvferry.core.dtypes import CODED, ITEM_BYTES, SCALE_BYTES
 from kvferry.core.errors import InvariantBroken, UsageError
 from kvferry.engine.blocks.page_copies import PageCopy, copy_rounds
 from kvferry.engine.tensors.device import CPU
@@ -148,6 +149,23 @@ class PagedKv:
             for group in copy_rounds(copies):
                 sources, targets = sent_copies(group, self.pages.device)
                 self.rows.index_copy_(0, targets, self.rows.index_select(0, sources))
+
+    def move_tokens(self, moves: Sequence[tuple[int, int]]) -> None:
+        """Copy the keys and values of tokens, in all layers of their pages, one after the other.
+
+        Args:
+            moves: source and target KV slot of each token.
+        """
+        layout, dims = self.layout, self.layout.dims
+        tokens, width = layout.block_tokens, layout.head_dim * ITEM_BYTES[layout.dtype]
+        memory: Any = self.rows if self._memory is None else self._memory  # slices of both are assigned alike
+        heads = memory.reshape(self.num_blocks, math.prod(dims[:3]), -1)
+        spans = [(0, width)] if layout.dtype not in CODED else [(0, width), (tokens * width, SCALE_BYTES)]
+        for source, target in moves:
+            (block, own), (other, place) = divmod(source, tokens), divmod(target, tokens)
+            for first, size in spans:
+                kept = heads[block, :, first + own * size : first + (own + 1) * size]
+                heads[other, :, first + place * size : first + (place + 1) * size] = kept
 
     def check_copies(self, copies: Sequence[PageCopy]) -> None:
         """Check that every copy is between two pages of the pool.

@@ -39,6 +39,10 @@ class KnownDrafts(Speculation):
     def sources(self, request_id: RequestId, count: int) -> None:
         """Return nothing: the drafts are not drawn."""
 
+    def parents(self, request_id: RequestId, count: int) -> tuple[int, ...]:
+        """Return no parents: the drafts are chains."""
+        return ()
+
     def verified(self, num_drafts: int, num_accepted: int) -> None:
         """Do nothing, since drafts are not counted."""
 

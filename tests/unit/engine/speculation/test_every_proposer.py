@@ -32,6 +32,8 @@ def check_coverage(seen: Counter[str]) -> None:
             assert seen[f"{text}, {model}: drafted"] > 0, (text, model, seen)
         if text == "oracle" or model != "none":
             assert seen[f"{text}, {model}: accepted"] > 0, (text, model, seen)
+    for model in ("eagle", "medusa", "trees"):
+        assert seen[f"{model}: trees"] > 0, (model, seen)
     for what in (*(f"{quality}: accepted" for quality in WRONG), "rejected", "named", "offered", "preempted"):
         assert seen[what] > 0, (what, seen)
 

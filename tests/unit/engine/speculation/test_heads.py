@@ -210,8 +210,11 @@ def test_medusa_drafts_are_those_of_a_direct_computation(kernels: str, tmp_path:
     ("kernels", "dtype"),
     [("compiled", "float32"), ("compiled", "bfloat16"), ("compiled", "int8"), ("torch", "float32")],
 )
+@pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize("method", ["eagle", "eagle3", "medusa"])
-def test_seeded_outputs_are_those_without_heads(method: str, dtype: str, kernels: str, tmp_path: Path) -> None:
+def test_seeded_outputs_are_those_without_heads(
+    method: str, width: int, dtype: str, kernels: str, tmp_path: Path
+) -> None:
     is_fused = method == "eagle3"
     if method == "medusa":
         folder = write_medusa(tmp_path, CONFIG)
@@ -221,9 +224,12 @@ def test_seeded_outputs_are_those_without_heads(method: str, dtype: str, kernels
     params = [SamplingParams(temperature=0.7, seed=i, max_tokens=20, ignore_eos=True) for i in range(4)]
     prompts = [p * 3 for p in PROMPTS]
     expected = [c.token_ids for c in a_model(dtype=dtype, chunk=16, **chosen).generate(prompts, params)]
-    speculation = f"{method.removesuffix('3')}={folder}?k=3&fixed=1"
+    speculation = f"{method.removesuffix('3')}={folder}?k=3&fixed=1&width={width}"
     llm = a_model(speculation, dtype=dtype, chunk=16, **chosen)
+    steps: list[StepPlan] = []
+    llm.runner.watch = steps.append
     assert [c.token_ids for c in llm.generate(prompts, params)] == expected
+    assert any(item.parents for plan in steps for item in plan.scheduled) == (width > 1)
     assert llm.engine.speculation is not None
     assert llm.engine.speculation.counts.num_draft_tokens > 10
     assert llm.engine.is_idle

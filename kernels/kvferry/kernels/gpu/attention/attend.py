@@ -68,6 +68,8 @@ def _check(q: torch.Tensor, pages: torch.Tensor, plan: Plan, rules: AttentionRul
         raise check.fault("window", "SHAPE", f"the window must be at least 1 position, not {rules.window}")
     if rules.window is not None and plan.has_shared:
         raise check.fault("window", "SHAPE", "a shared prefix cannot have a window; plan this layer separately")
+    if rules.window is not None and plan.trees is not None:
+        raise check.fault("window", "SHAPE", "the Triton kernels do not support trees of draft tokens with a window")
     if rules.sinks is not None:
         check.ready("sinks", rules.sinks, q)
         check.typed("sinks", rules.sinks, torch.float32)
@@ -110,6 +112,8 @@ def _launch(
         members.rows,
         plan.positions,
         plan.positions if rules.sinks is None else rules.sinks,
+        plan.positions if plan.trees is None else plan.trees.roots,
+        plan.positions if plan.trees is None else plan.trees.paths,
         tiles.count,
         plan.num_partitions,
         plan.tables.stride(0),
@@ -133,6 +137,7 @@ def _launch(
         shares=plan.is_open,
         is_capped=rules.soft_cap is not None,
         is_windowed=rules.window is not None,
+        has_trees=plan.trees is not None,
         has_sinks=rules.sinks is not None,
         precision="ieee" if q.dtype == torch.float32 else "tf32",
         widens=INTERPRETED and q.dtype == torch.bfloat16,

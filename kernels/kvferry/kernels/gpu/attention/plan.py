@@ -24,7 +24,7 @@ import numpy.typing as npt
 import torch
 import triton
 
-from kvferry.kernels.batch import AttentionBatch, SharedPrefix, SingleRows
+from kvferry.kernels.batch import AttentionBatch, SharedPrefix, SingleRows, Trees
 from kvferry.kernels.gpu import check
 from kvferry.kernels.gpu.launch import Choice, choose
 from kvferry.kernels.ops import AttentionPlan
@@ -61,6 +61,16 @@ class Members:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class TreeRows:
+    """Trees of draft tokens, by row."""
+
+    roots: torch.Tensor
+    """[T] int32: place of the root of a row's tree in the context; beyond all contexts without a tree."""
+    paths: torch.Tensor
+    """[T] int64: tokens of the tree to which a row attends, as bits."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Plan:
     """Attention plan of a step, shared by the launches of all layers."""
 
@@ -83,6 +93,8 @@ class Plan:
     has_shared: bool
     is_open: bool = False
     """Whether context lengths are only on the device. A launch then has fewer programs than possible partitions."""
+    trees: TreeRows | None = None
+    """Rows of trees; `None` without any."""
 
 
 @dataclass(slots=True)
@@ -144,6 +156,9 @@ def plan_cascade(
     check.tables(batch.block_tables, contexts, pages)
     if shared and pages.shape[2] == 1:
         raise check.fault("shared", "SHAPE", "latent attention does not support shared prefixes; plan without them")
+    if batch.trees is not None and pages.shape[2] == 1:
+        raise check.fault("trees", "SHAPE", "the Triton kernels do not support trees of draft tokens in latent vectors")
+    trees = np.zeros(len(queries), np.int64) if batch.trees is None else batch.trees.sizes
     starts = np.cumsum(queries) - queries
     num_rows = int(queries.sum())
     owner = np.repeat(np.arange(len(queries)), queries)
@@ -161,14 +176,14 @@ def plan_cascade(
         joint = [_joint(batch, prefix, is_small, small_members, owner, partition, pages) for prefix in shared]
         for prefix, (tokens, _) in zip(shared, joint, strict=True):
             begins[list(prefix.members)] = tokens
-        own = _tiles(small, queries, contexts, small_limit, begins)
+        own = _tiles(small, queries, contexts, small_limit, begins, trees)
         cuts.append(_Cut(small_choice, small_rows, partition, own, np.arange(len(small_members))))
         cuts += _shared_cuts([j for j in joint if j[0]], shared, num_heads, pages)
     elif shared:
         raise check.fault("shared", "SHAPE", "no sequences of the batch have few enough rows to share a prefix")
     if len(large):
         choice, rows, limit = _sizes("large", num_heads, pages)
-        numbers = _tiles(large, queries, contexts, limit, np.zeros(len(queries), np.int64))
+        numbers = _tiles(large, queries, contexts, limit, np.zeros(len(queries), np.int64), trees)
         heaviest = np.argsort(-numbers[5], kind="stable")  # largest tiles first, to balance the load
         cuts.append(_Cut(choice, rows, 0, numbers[:, heaviest], np.arange(len(large_members))))
 
@@ -193,7 +208,13 @@ def plan_cascade(
         small_members=Members(len(small_members), sent[at_small]) if len(small) else None,
         num_partitions=-(-int(contexts[small].max(initial=0)) // partition),
         has_shared=any(tokens for tokens, _ in joint) if len(small) else False,
+        trees=None if batch.trees is None else _tree_rows(batch.trees, contexts, owner, pages.device),
     )
+
+
+def _tree_rows(trees: Trees, contexts: Ints, owner: Ints, device: torch.device) -> TreeRows:
+    roots = np.where(trees.sizes > 0, contexts - trees.sizes, np.iinfo(np.int32).max)[owner]
+    return TreeRows(torch.from_numpy(roots.astype(np.int32)).to(device), torch.from_numpy(trees.paths).to(device))
 
 
 def plan_rows(rows: SingleRows, pages: torch.Tensor, num_heads: int) -> AttentionPlan:
@@ -263,16 +284,17 @@ def _sizes(kind: str, num_heads: int, pages: torch.Tensor) -> tuple[Choice, int,
     return choice, rows, rows // group
 
 
-def _tiles(sequences: Ints, queries: Ints, contexts: Ints, limit: int, begins: Ints) -> Ints:
+def _tiles(sequences: Ints, queries: Ints, contexts: Ints, limit: int, begins: Ints, trees: Ints) -> Ints:
     """Split sequences into tiles of at most `limit` rows; return [6, tiles] in order. The tiles' rows are listed in the
-    same order."""
+    same order. All rows of a tree attend to the tokens up to its root."""
     each = -(-queries[sequences] // limit)
     owner = np.repeat(sequences, each)
     index = np.arange(int(each.sum())) - np.repeat(np.cumsum(each) - each, each)
     counts = np.minimum(limit, queries[owner] - index * limit)
     lowest = contexts[owner] - queries[owner] + index * limit
     first = np.cumsum(counts) - counts
-    return np.stack((owner, first, counts, begins[owner], lowest + 1, lowest + counts))
+    full = np.where(trees[owner] > 0, contexts[owner] - trees[owner], lowest) + 1
+    return np.stack((owner, first, counts, begins[owner], full, lowest + counts))
 
 
 def _joint(

@@ -2,8 +2,8 @@
 
 The online softmax follows Dao et al., FlashAttention, 2022 (algorithm 1), in powers of two; keys are read through a
 block table as in Kwon et al., PagedAttention, 2023. Keys visible to all rows of the tile come first and need no mask.
-Only keys from `full` to `end` are masked. Unused table entries and unfilled slots of a page, which are beyond `end`,
-are not read, since zero times NaN is NaN.
+Only keys from `full` to `end` are masked; rows of a tree attend to those of their paths. Unused table entries and
+unfilled slots of a page, which are beyond `end`, are not read, since zero times NaN is NaN.
 
 Sums are accumulated in float32. Products of float32 inputs use full float32 precision (`ieee`), not TF32.
 """
@@ -34,6 +34,8 @@ def _absorb(
     values_sum: tl.tensor,
     queries: tl.tensor,
     position: tl.tensor,
+    root: tl.tensor,
+    path: tl.tensor,
     start: tl.tensor,
     end: tl.tensor,
     pages: tl.tensor,
@@ -52,6 +54,7 @@ def _absorb(
     num_keys: tl.constexpr,
     is_capped: tl.constexpr,
     is_windowed: tl.constexpr,
+    has_trees: tl.constexpr,
     is_masked: tl.constexpr,
     precision: tl.constexpr,
     widens: tl.constexpr,
@@ -97,6 +100,10 @@ def _absorb(
         seen = (token[None, :] <= position[:, None]) & (token < end)[None, :]
         if is_windowed:
             seen = seen & (token[None, :] > position[:, None] - window)
+        if has_trees:
+            place = token[None, :] - root[:, None]
+            bit = tl.minimum(tl.maximum(place, 0), 63).to(tl.int64)
+            seen = seen & ((place < 0) | (((path[:, None] >> bit) & 1) != 0))
         scores = tl.where(seen, scores, float("-inf"))
     higher = tl.maximum(peak, tl.max(scores, axis=1) * factor)
     reached = higher
@@ -115,6 +122,8 @@ def _absorb(
 def _over_keys(
     queries: tl.tensor,
     position: tl.tensor,
+    root: tl.tensor,
+    path: tl.tensor,
     begin: tl.tensor,
     full: tl.tensor,
     end: tl.tensor,
@@ -135,6 +144,7 @@ def _over_keys(
     num_keys: tl.constexpr,
     is_capped: tl.constexpr,
     is_windowed: tl.constexpr,
+    has_trees: tl.constexpr,
     precision: tl.constexpr,
     widens: tl.constexpr,
 ) -> tl.tensor:
@@ -147,15 +157,15 @@ def _over_keys(
         masked_from = begin + tl.maximum(tl.minimum(full, end) - begin, 0) // num_keys * num_keys
     for start in range(begin, masked_from, num_keys):
         total, peak, values_sum = _absorb(
-            total, peak, values_sum, queries, position, start, end, pages, scales_at, tables, page_stride, value_stride,
-            token_stride, scale, soft_cap, window, head_dim, dim, block_tokens, kind, num_keys, is_capped, is_windowed,
-            False, precision, widens,
+            total, peak, values_sum, queries, position, root, path, start, end, pages, scales_at, tables, page_stride,
+            value_stride, token_stride, scale, soft_cap, window, head_dim, dim, block_tokens, kind, num_keys, is_capped,
+            is_windowed, has_trees, False, precision, widens,
         )  # fmt: skip
     for start in range(masked_from, end, num_keys):
         total, peak, values_sum = _absorb(
-            total, peak, values_sum, queries, position, start, end, pages, scales_at, tables, page_stride, value_stride,
-            token_stride, scale, soft_cap, window, head_dim, dim, block_tokens, kind, num_keys, is_capped, is_windowed,
-            True, precision, widens,
+            total, peak, values_sum, queries, position, root, path, start, end, pages, scales_at, tables, page_stride,
+            value_stride, token_stride, scale, soft_cap, window, head_dim, dim, block_tokens, kind, num_keys, is_capped,
+            is_windowed, has_trees, True, precision, widens,
         )  # fmt: skip
     return total, peak, values_sum
 
@@ -173,6 +183,8 @@ def _one_part(
     at: tl.tensor,
     queries: tl.tensor,
     position: tl.tensor,
+    root: tl.tensor,
+    path: tl.tensor,
     begin: tl.tensor,
     full: tl.tensor,
     end: tl.tensor,
@@ -194,14 +206,15 @@ def _one_part(
     num_keys: tl.constexpr,
     is_capped: tl.constexpr,
     is_windowed: tl.constexpr,
+    has_trees: tl.constexpr,
     precision: tl.constexpr,
     widens: tl.constexpr,
 ) -> None:
     """Compute one partition of a tile and store its partial result."""
     total, peak, values_sum = _over_keys(
-        queries, position, begin, full, end, pages, scales_at, tables, page_stride, value_stride, token_stride, scale,
-        soft_cap, window, head_dim, dim, block_tokens, kind, num_rows, num_keys, is_capped, is_windowed, precision,
-        widens,
+        queries, position, root, path, begin, full, end, pages, scales_at, tables, page_stride, value_stride,
+        token_stride, scale, soft_cap, window, head_dim, dim, block_tokens, kind, num_rows, num_keys, is_capped,
+        is_windowed, has_trees, precision, widens,
     )  # fmt: skip
     nothing = total == 0.0  # true if no keys of the partition are in the row's window
     some = tl.where(nothing, 1.0, total)
@@ -224,6 +237,8 @@ def attend_tiles(
     members: tl.tensor,
     positions: tl.tensor,
     sinks: tl.tensor,
+    roots: tl.tensor,
+    paths: tl.tensor,
     num_tiles: tl.tensor,
     num_partitions: tl.tensor,
     table_stride: tl.tensor,
@@ -247,6 +262,7 @@ def attend_tiles(
     shares: tl.constexpr,
     is_capped: tl.constexpr,
     is_windowed: tl.constexpr,
+    has_trees: tl.constexpr,
     has_sinks: tl.constexpr,
     precision: tl.constexpr,
     widens: tl.constexpr,
@@ -271,6 +287,8 @@ def attend_tiles(
         members: [..] int32.
         positions: [T] int32.
         sinks: [H] float32.
+        roots: [T] int32: position of the root of a row's tree; beyond all positions without a tree.
+        paths: [T] int64: tokens of the tree to which a row attends, as bits.
         kind: kind of codes, a value of `codes.KIND_OF`; 0 without codes.
         partition: keys per partition; 0 if not partitioned.
         shares: whether a program computes several partitions of its tile instead of one.
@@ -297,6 +315,11 @@ def attend_tiles(
     member = tl.load(listed + first + row // group, mask=is_row, other=0)
     batch_row = tl.load(members + member, mask=is_row, other=0)
     position = tl.load(positions + batch_row, mask=is_row, other=0)
+    root = position
+    path = position
+    if has_trees:
+        root = tl.load(roots + batch_row, mask=is_row, other=0)
+        path = tl.load(paths + batch_row, mask=is_row, other=0)
     head = kv_head * group + row % group
     at = tl.arange(0, dim)
     source = q + batch_row.to(tl.int64)[:, None] * row_stride + head[:, None] * head_stride + at[None, :]
@@ -313,22 +336,24 @@ def attend_tiles(
             for start in range(begin_here, end, tl.num_programs(2) * partition):
                 _one_part(
                     parts, part_peaks, member, heads, head, num_partitions, is_row, is_value, at, queries, position,
-                    tl.maximum(begin, start), full, tl.minimum(end, start + partition), start // partition, pages,
-                    scales_at, tables, page_stride, value_stride, token_stride, scale, soft_cap, window, head_dim, dim,
-                    block_tokens, kind, num_rows, num_keys, is_capped, is_windowed, precision, widens,
+                    root, path, tl.maximum(begin, start), full, tl.minimum(end, start + partition), start // partition,
+                    pages, scales_at, tables, page_stride, value_stride, token_stride, scale, soft_cap, window,
+                    head_dim, dim, block_tokens, kind, num_rows, num_keys, is_capped, is_windowed, has_trees, precision,
+                    widens,
                 )  # fmt: skip
         else:
             _one_part(
-                parts, part_peaks, member, heads, head, num_partitions, is_row, is_value, at, queries, position,
-                tl.maximum(begin, begin_here), full, tl.minimum(end, begin_here + partition), begin_here // partition,
-                pages, scales_at, tables, page_stride, value_stride, token_stride, scale, soft_cap, window, head_dim,
-                dim, block_tokens, kind, num_rows, num_keys, is_capped, is_windowed, precision, widens,
+                parts, part_peaks, member, heads, head, num_partitions, is_row, is_value, at, queries, position, root,
+                path, tl.maximum(begin, begin_here), full, tl.minimum(end, begin_here + partition),
+                begin_here // partition, pages, scales_at, tables, page_stride, value_stride, token_stride, scale,
+                soft_cap, window, head_dim, dim, block_tokens, kind, num_rows, num_keys, is_capped, is_windowed,
+                has_trees, precision, widens,
             )  # fmt: skip
     else:
         total, peak, values_sum = _over_keys(
-            queries, position, begin, full, end, pages, scales_at, tables, page_stride, value_stride, token_stride,
-            scale, soft_cap, window, head_dim, dim, block_tokens, kind, num_rows, num_keys, is_capped, is_windowed,
-            precision, widens,
+            queries, position, root, path, begin, full, end, pages, scales_at, tables, page_stride, value_stride,
+            token_stride, scale, soft_cap, window, head_dim, dim, block_tokens, kind, num_rows, num_keys, is_capped,
+            is_windowed, has_trees, precision, widens,
         )  # fmt: skip
         if has_sinks:
             sink = tl.load(sinks + head, mask=is_row, other=0.0) * LOG2E
