@@ -10,7 +10,6 @@ from kvferry.engine.speculation.matches import TokenArray
 from kvferry.engine.speculation.model_drafts import Drawing
 from kvferry.engine.speculation.proposer_choice import ProposerChoice
 from kvferry.engine.trees.draft_tree import children
-from kvferry.engine.trees.growing_tree import Draft as Tree
 from kvferry.engine.trees.growing_tree import ranked, values_of, without
 
 
@@ -34,13 +33,15 @@ class Proposed(NamedTuple):
         Args:
             ends: sets of tokens that end the sequence.
         """
-        last = [index for index, token in enumerate(self.tokens) if any(token in tokens for tokens in ends)]
+        last = {index for index, token in enumerate(self.tokens) if any(token in tokens for tokens in ends)}
         if not last:
             return self
         if not self.parents:
-            return Proposed(self.tokens[: last[0]], self.supports[: last[0]])
-        kept = without(Tree(self.tokens, self.parents, tuple(map(float, self.supports))), last)
-        return Proposed(kept.tokens, tuple(map(int, kept.probabilities)), kept.parents)
+            return Proposed(self.tokens[: min(last)], self.supports[: min(last)])
+        kept, parents = without(self.parents, last)
+        return Proposed(
+            tuple(self.tokens[index] for index in kept), tuple(self.supports[index] for index in kept), parents
+        )
 
     def best_first(self, acceptance: SequenceAcceptance, limit: int) -> "Proposed":
         """Return a tree with its tokens in descending order of the probability that they are accepted, at most `limit`.

@@ -6,7 +6,7 @@ best nodes of all levels are the draft. A tree of width 1 is a chain.
 """
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from kvferry.engine.trees.draft_tree import is_chain
@@ -137,22 +137,18 @@ def product_tree(levels: Sequence[Sequence[Candidate]], limit: int = MAX_NODES) 
     return tree.draft(limit)
 
 
-def without(draft: Draft, excluded: Sequence[int]) -> Draft:
-    """Return a tree without the nodes at these indices and their descendants, in the same order.
+def without(parents: Sequence[int], excluded: Collection[int]) -> tuple[list[int], tuple[int, ...]]:
+    """Return the indices of the nodes that remain without some nodes and their descendants, and the parents of the
+    remaining ones; the parents are empty for a chain.
 
     Args:
-        draft: the tree.
+        parents: row of each node's parent.
         excluded: indices of nodes.
     """
-    gone, kept, rows = set(excluded), list[int](), {0: 0}
-    parents = draft.parents or tuple(range(len(draft.tokens)))
+    kept, rows = list[int](), {0: 0}
     for index, parent in enumerate(parents):
-        if index not in gone and parent in rows:
+        if index not in excluded and parent in rows:
             kept.append(index)
             rows[index + 1] = len(kept)
     above = tuple(rows[parents[index]] for index in kept)
-    return Draft(
-        tuple(draft.tokens[index] for index in kept),
-        () if is_chain(above) else above,
-        tuple(draft.probabilities[index] for index in kept),
-    )
+    return kept, () if is_chain(above) else above
