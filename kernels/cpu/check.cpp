@@ -185,6 +185,7 @@ struct World {
 
 struct Piece {
   int sequence, first, rows;
+  bool is_tree = false;  // whether the rows are described as a tree, in which each row is the parent of the next one
 };
 
 // Layer groups of the test's two-layer model, and the pages of each sequence in each group.
@@ -213,6 +214,7 @@ std::vector<float> step(Step& job, Pool& pool, const std::vector<Piece>& pieces,
                         std::vector<uint8_t>& pages, KvType kv_type, int block_tokens) {
   std::vector<int64_t> ids, positions, sampled;
   std::vector<int64_t> slots[2];
+  std::vector<uint64_t> paths;
   size_t width = 0;
   for (const Piece& p : pieces) width = std::max(width, size_t((p.first + p.rows + block_tokens - 1) / block_tokens));
   std::vector<int64_t> tables(groups.tables.size() * pieces.size() * width, -1);
@@ -231,7 +233,8 @@ std::vector<float> step(Step& job, Pool& pool, const std::vector<Piece>& pieces,
           hidden = std::min(hidden, hidden_tokens(job.model.layers[layer].window, p.first));
       for (int i = hidden / block_tokens; i * block_tokens < p.first + p.rows; ++i) to[i] = pages_of[size_t(i)];
     }
-    sequences.push_back({int(ids.size()), p.rows, p.first + p.rows, table});
+    sequences.push_back({int(ids.size()), p.rows, p.first + p.rows, table, p.is_tree ? p.rows : 0});
+    for (int i = 0; i < p.rows; ++i) paths.push_back(p.is_tree ? ~uint64_t(0) >> (63 - i) : 0);
     for (int i = p.first; i < p.first + p.rows; ++i) {
       sampled.push_back(int64_t(ids.size()));
       ids.push_back(tokens[size_t(p.sequence)][size_t(i)]);
@@ -257,6 +260,7 @@ std::vector<float> step(Step& job, Pool& pool, const std::vector<Piece>& pieces,
     b.table_width = width;
   }
   b.sequences = sequences.data();
+  b.paths = paths.data();
   b.num_sequences = int(sequences.size());
   b.sampled = sampled.data();
   b.pages = pages.data();
@@ -308,7 +312,7 @@ bool check(const Level& level, const std::string& wanted, RowType type, KvType k
       const int left = lengths[size_t(s)] - done[size_t(s)];
       if (!left || !draw(0, 3)) continue;
       const int rows = std::min(left, draw(1, draw(0, 1) ? 3 : 200));
-      pieces.push_back({s, done[size_t(s)], rows});
+      pieces.push_back({s, done[size_t(s)], rows, rows > 1 && rows <= kMaxTreeTokens && draw(0, 1)});
       done[size_t(s)] += rows;
     }
     for (size_t s = 0; s < lengths.size(); ++s) more = more || done[s] < lengths[s];
