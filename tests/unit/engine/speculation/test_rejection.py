@@ -2,7 +2,6 @@
 
 import re
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,12 +14,11 @@ from hypothesis import strategies as st
 from kvferry.core.errors import UsageError
 from kvferry.core.philox import uniform
 from kvferry.core.sampling import SamplingParams
-from kvferry.engine.build import load_model
 from kvferry.engine.plan.step import DraftSource
 from kvferry.engine.run import rejection
 from kvferry.engine.run.rejection import MAX_SOURCE_TOKENS, Proposed, drawn, verified
 from kvferry.engine.run.sampler import draw, probabilities
-from kvferry.engine.settings import EngineSettings
+from kvferry.engine.speculation import settings as speculation_settings
 from kvferry.engine.speculation.settings import parse_speculation
 
 Floats = npt.NDArray[np.float64]
@@ -128,40 +126,22 @@ def test_probabilities_are_those_of_a_draw(cuts: dict[str, float], size: int) ->
 # ---------------------------------------------------------------------- the setting
 
 
-@pytest.mark.parametrize("text", ["auto", "suffix?k=4", "ngram?min=3", "draft=tiny?k=2&fixed=1", "eagle=a", "medusa=a"])
-def test_each_method_takes_the_rule(text: str) -> None:
-    assert not parse_speculation(text).is_rejecting
-    joint = "&" if "?" in text else "?"
-    parsed = parse_speculation(f"{text}{joint}accept=rejection")
-    assert parsed == replace(parse_speculation(text), is_rejecting=True)
-    assert parse_speculation(f"{text}{joint}accept=exact") == parse_speculation(text)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("suffix?accept=greedy", "parameter accept='greedy' of speculation 'suffix' must be exact or rejection"),
-        ("off?accept=rejection", "unknown parameter 'accept' of speculation 'off'; known: none"),
-        ("auto?rule=x", "unknown parameter 'rule' of speculation 'auto'; known: k, accept"),
-    ],
-)
-def test_a_wrong_rule_is_refused_by_name(text: str, message: str) -> None:
-    with pytest.raises(UsageError, match=re.escape(message)):
-        parse_speculation(text)
-
-
-def test_the_rule_is_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.engine.build.choose_device", lambda *_, **__: "cuda:0")
-    with pytest.raises(UsageError, match="speculation with accept=rejection needs the CPU sampler") as caught:
-        load_model(EngineSettings("tiny", speculation="suffix?accept=rejection"))
-    assert caught.value.field == "speculation"
-
-
-@pytest.mark.parametrize("text", ["auto", "suffix?k=4", "ngram?k=3&min=3&max=4", "draft=a/b?k=2&fixed=1", "medusa=c"])
-def test_a_pool_takes_the_rule(text: str) -> None:
+@pytest.mark.parametrize("method", [name for name in speculation_settings._DEFAULTS if name != "off"])
+def test_a_pool_takes_every_parameter_of_a_method(method: str) -> None:
     chart = Path(__file__).parents[4] / "charts/kvferry/files/crds/inferencepools.kvferry.dev.yaml"
     found = re.search(r"^ +speculation:\n.*?^ +pattern: '(.*?)'$", chart.read_text(), re.DOTALL | re.MULTILINE)
     assert found is not None
-    joint = "&" if "?" in text else "?"
-    for end, is_valid in (("", True), (f"{joint}accept=rejection", True), (f"{joint}accept=no", False)):
-        assert (re.match(found[1], text + end) is not None) == is_valid, text + end
+    model = "=a/b" if method in speculation_settings.MODEL_METHODS else ""
+    defaults = speculation_settings._DEFAULTS[method]
+    every = "&".join((*(f"{name}={value}" for name, value in defaults.items()), "accept=rejection"))
+    for query, is_valid in (("", True), (f"?{every}", True), (f"?{every}&nothing=1", False), ("?accept=no", False)):
+        assert (re.match(found[1], f"{method}{model}{query}") is not None) == is_valid, query
+        assert is_accepted(f"{method}{model}{query}") == is_valid, query
+
+
+def is_accepted(text: str) -> bool:
+    try:
+        parse_speculation(text)
+    except UsageError:
+        return False
+    return True
