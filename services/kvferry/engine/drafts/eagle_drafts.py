@@ -34,6 +34,8 @@ MAX_ROWS = 512
 """Maximum rows of hidden states that the head reads before one step, which bounds the delay of other streams."""
 MAX_PENDING_BYTES = 256 << 20
 """Maximum bytes of pending hidden states, over all sequences."""
+MAX_TREE_ROWS = 62
+"""Maximum rows that the head computes for a tree after its root: a row's path is a mask in a signed 64-bit integer."""
 _GREEDY = SamplingParams(temperature=0.0)
 
 
@@ -92,7 +94,7 @@ class EagleDrafts:
             after = self._step(active, counts, levels, hidden, level)
             if level == depth:
                 break
-            active, levels, hidden = _next_rows(active, levels, after, level)
+            active, levels, hidden = _next_rows(active, levels, after, level, depth)
             if not active:
                 break
             counts = [len(rows) for rows in levels]
@@ -182,7 +184,7 @@ class EagleDrafts:
 
 
 def _next_rows(
-    active: Sequence[_Drafting], levels: Sequence[Sequence[int]], after: Floats, level: int
+    active: Sequence[_Drafting], levels: Sequence[Sequence[int]], after: Floats, level: int, depth: int
 ) -> tuple[list[_Drafting], list[list[int]], Floats]:
     """Append the best tokens of the last level to the tokens of the sequences whose drafts continue.
 
@@ -191,13 +193,16 @@ def _next_rows(
         levels: rows of each tree whose candidates were predicted.
         after: hidden states after these rows, [rows, hidden].
         level: number of the last level.
+        depth: number of levels of the draft.
 
     Returns:
         The sequences, the rows of their trees that are computed next, and the hidden states of these rows.
     """
     going, computed, indices, first = list[_Drafting](), list[list[int]](), list[int](), 0
     for one, rows in zip(active, levels, strict=True):
-        best = one.tree.frontier(one.request.width) if level < one.request.limit else []
+        # One row is left for each later level but the last one, whose rows are not computed.
+        room = MAX_TREE_ROWS - len(one.parents) - (min(depth, one.request.limit) - level - 1)
+        best = one.tree.frontier(min(one.request.width, room)) if level < one.request.limit else []
         for row in best:
             node = one.tree.nodes[row - 1]
             one.sequence.tokens.append(node.token)

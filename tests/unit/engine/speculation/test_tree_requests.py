@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from harness.kernels.head_files import write_medusa
+from harness.kernels.head_files import write_eagle, write_medusa
 
 from kvferry.core.constraint import Constraint, ConstraintKind
 from kvferry.core.sampling import SamplingParams
@@ -61,3 +61,18 @@ def test_sampled_requests_keep_chains_under_the_rejection_rule(tmp_path: Path) -
     drafted = [item for plan in steps for item in plan.scheduled if item.num_drafts]
     assert drafted
     assert not any(item.parents for item in drafted)
+
+
+@pytest.mark.parametrize("drafted", [2, 7])
+def test_the_largest_width_and_depth_have_the_same_tokens(drafted: int, tmp_path: Path) -> None:
+    """A head of few tokens has several probable candidates at each node, so that its trees are wide at all levels."""
+    config = tiny.config()
+    folder = write_eagle(tmp_path, config, is_fused=True, drafted=drafted)
+    params = replace(DRAWN, max_tokens=60)
+    expected = [c.token_ids for c in a_model("off", "float32").generate(PROMPTS, params)]
+    llm = a_model(f"eagle={folder}?k=32&width=8&fixed=1", "float32")
+    steps: list[StepPlan] = []
+    llm.runner.watch = steps.append
+    assert [c.token_ids for c in llm.generate(PROMPTS, params)] == expected
+    assert max(item.num_drafts for plan in steps for item in plan.scheduled) == 32
+    assert llm.engine.is_idle
