@@ -16,7 +16,9 @@ from kvferry.engine.tensors.device import CPU
 from kvferry.engine.tensors.paged_kv import PagedKv
 from kvferry.kv.pages.layout import KvLayout
 from kvferry.model.config import ModelConfig
+from kvferry.model.files.regular_file import is_present
 from kvferry.model.heads.eagle_head import EagleHead, read_eagle
+from kvferry.model.heads.head_files import CONFIG_FILE
 from kvferry.model.heads.medusa_head import MedusaHeads, read_medusa
 
 _log = logging.getLogger(__name__)
@@ -91,6 +93,12 @@ def load_heads(parsed: SpeculationSettings, model: Model) -> LoadedEagle | Loade
             field="speculation",
         )
     folder = Path(parsed.draft_model)
+    if not is_present(folder / CONFIG_FILE):
+        raise ModelFileError(
+            f"{folder} has no {CONFIG_FILE}; in {parsed.method}=FOLDER, name the checkpoint folder of a speculation "
+            "head",
+            field="speculation",
+        )
     if parsed.method == EAGLE:
         head = read_eagle(folder, model.config)
         return LoadedEagle(_eagle(head, model, folder), ShownStates(head.layers))

@@ -271,8 +271,12 @@ def test_a_head_that_does_not_fit_is_refused_at_start_by_name(kernels: str, tmp_
     folder = write_eagle(tmp_path / "odd", CONFIG, is_fused=True, fields={"vocab_size": 1000})
     with pytest.raises(ModelFileError, match="vocab_size is 1000, but tiny needs 259"):
         a_model(f"eagle={folder}", **KERNELS[kernels])
-    with pytest.raises(ModelFileError, match=r"/none/config\.json"):
-        a_model(f"medusa={tmp_path}/none", **KERNELS[kernels])
+    for name in ("none", "nu\0l"):
+        with pytest.raises(
+            ModelFileError, match=r"has no config\.json; in medusa=FOLDER, name the checkpoint"
+        ) as raised:
+            a_model(f"medusa={tmp_path}/{name}", **KERNELS[kernels])
+        assert raised.value.field == "speculation"
 
 
 def test_head_sizes_that_the_compiled_kernels_lack_are_refused_with_others_that_have_them(tmp_path: Path) -> None:
