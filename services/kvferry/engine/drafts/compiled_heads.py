@@ -153,8 +153,9 @@ class CompiledMedusa:
         for block in self._blocks[head]:
             out = np.empty_like(x)
             compiled.product(model.pool, model.level, block, x, out, model.input_bits)
-            # For a large negative value the exponential overflows to infinity, and SiLU is 0.
-            with np.errstate(over="ignore"):
+            # For a large negative value the exponential overflows to infinity, and SiLU is 0. Values that are not
+            # finite propose no token.
+            with np.errstate(over="ignore", invalid="ignore"):
                 x += out / (1.0 + np.exp(-out))
         logits = np.empty((len(x), model.config.vocab_size), np.float32)
         compiled.product(model.pool, model.level, self._outputs[head], x, logits, model.input_bits)

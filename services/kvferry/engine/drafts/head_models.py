@@ -10,6 +10,8 @@ from kvferry.engine.tensors.paged_kv import PagedKv
 from kvferry.engine.trees.growing_tree import Candidate
 from kvferry.model.config import ModelConfig
 
+_MAY_OVERFLOW = np.errstate(over="ignore", invalid="ignore")
+"""Weights that are finite can have results that are not; these propose no token, so they need no warning."""
 Floats = npt.NDArray[np.float32]
 Predicted = list[list[Candidate]]
 """[S]: most probable tokens of the target model after each of S rows, with the probability of each, in descending
@@ -68,6 +70,7 @@ class MedusaModel(Protocol):
         ...
 
 
+@_MAY_OVERFLOW
 def predicted(logits: Floats, ids: npt.NDArray[np.int64] | None, width: int) -> Predicted:
     """Return the most probable tokens.
 
@@ -92,6 +95,7 @@ def predicted(logits: Floats, ids: npt.NDArray[np.int64] | None, width: int) -> 
     return found
 
 
+@_MAY_OVERFLOW
 def rms_norm(x: Floats, weight: Floats, epsilon: float) -> Floats:
     """Normalize the rows of x, [N, hidden].
 

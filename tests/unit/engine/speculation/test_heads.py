@@ -2,6 +2,7 @@
 without heads.
 """
 
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -277,6 +278,30 @@ def test_a_head_that_does_not_fit_is_refused_at_start_by_name(kernels: str, tmp_
         ) as raised:
             a_model(f"medusa={tmp_path}/{name}", **KERNELS[kernels])
         assert raised.value.field == "speculation"
+
+
+@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("method", ["eagle", "medusa"])
+def test_a_head_with_the_largest_weights_has_the_same_tokens_and_no_warnings(
+    method: str, width: int, tmp_path: Path
+) -> None:
+    size, largest = CONFIG.hidden_size, np.finfo(np.float32).max
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    expected = [c.token_ids for c in a_model().generate(PROMPTS, params)]
+    for index, name in enumerate(
+        ("fc", "norm", "midlayer.hidden_norm") if method == "eagle" else ("0.0.linear", "1.1")
+    ):
+        rows = {"fc": (size, 3 * size), "0.0.linear": (size, size), "1.1": (CONFIG.vocab_size, size)}
+        tensors = {f"{name}.weight": np.full(rows.get(name, (size,)), largest, np.float32)}
+        folder = tmp_path / str(index)
+        if method == "eagle":
+            write_eagle(folder, CONFIG, is_fused=True, tensors=tensors)
+        else:
+            write_medusa(folder, CONFIG, tensors=tensors)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            llm = a_model(f"{method}={folder}?fixed=1&width={width}")
+            assert [c.token_ids for c in llm.generate(PROMPTS, params)] == expected, name
 
 
 def test_head_sizes_that_the_compiled_kernels_lack_are_refused_with_others_that_have_them(tmp_path: Path) -> None:
