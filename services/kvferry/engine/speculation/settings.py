@@ -70,7 +70,10 @@ def parse_speculation(text: str) -> SpeculationSettings:
         )
         raise UsageError(f"speculation {method!r} needs a value: {method}={what}", field="speculation")
     values, accept = dict(_DEFAULTS[method]), EXACT
-    for key, value in parse_qsl(query, keep_blank_values=True):
+    parameters = parse_qsl(query, keep_blank_values=True)
+    if len(dict(parameters)) < len(parameters):
+        raise UsageError(f"speculation {text[:80]!r} has a parameter twice; keep one of them", field="speculation")
+    for key, value in parameters:
         if key == "accept" and method != OFF:
             if value not in (EXACT, REJECTION):
                 raise UsageError(
@@ -82,7 +85,7 @@ def parse_speculation(text: str) -> SpeculationSettings:
         if key not in values:
             known = ", ".join((*values, "accept")) if values else "none"
             raise UsageError(
-                f"unknown parameter {key!r} of speculation {method!r}; known: {known}", field="speculation"
+                f"unknown parameter {key[:20]!r} of speculation {method!r}; known: {known}", field="speculation"
             )
         low, high = {"fixed": (0, 1), "width": (1, MAX_WIDTH)}.get(key, (1, MAX_DRAFT_TOKENS))
         if not (value.isascii() and value.isdigit() and len(value) < 4 and low <= int(value) <= high):

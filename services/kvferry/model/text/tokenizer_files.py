@@ -5,7 +5,7 @@ from pathlib import Path
 
 import tokenizers
 
-from kvferry.core.errors import ModelFileError
+from kvferry.core.errors import InvalidRequest, ModelFileError
 from kvferry.model.config import ModelConfig
 from kvferry.model.files.regular_file import read_file
 from kvferry.model.text.panics import panics_as_exceptions
@@ -48,7 +48,7 @@ def checked(
         where: the file, for error messages.
 
     Raises:
-        ModelFileError: the tokenizer cannot be created, or has token ids beyond the model's vocabulary.
+        ModelFileError: the tokenizer cannot be created or used, or has token ids beyond the model's vocabulary.
     """
     tokenizer = Tokenizer(
         make,
@@ -61,7 +61,13 @@ def checked(
         raise ModelFileError(
             f"{where}: the tokenizer has {tokenizer.num_tokens} tokens, but the model has only {config.vocab_size}"
         )
-    ids = [*tokenizer.vocabulary.values(), *tokenizer.encode("", add_special=True)]
+    try:
+        special = tokenizer.encode("", add_special=True)
+    except InvalidRequest as error:  # its post-processor names a token that it does not define, for example
+        raise ModelFileError(
+            f"{where} is not a usable tokenizer: it cannot encode an empty text; download it again"
+        ) from error
+    ids = [*tokenizer.vocabulary.values(), *special]
     largest = max(ids, default=0)
     if largest >= config.vocab_size:
         raise ModelFileError(

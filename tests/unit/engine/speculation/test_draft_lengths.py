@@ -163,6 +163,7 @@ def test_the_setting_is_parsed(text: str, expected: SpeculationSettings) -> None
         ("ngram?k=²", "must be a whole number"),
         ("ngram?n=3", "unknown parameter 'n' of speculation 'ngram'; known: k, min, max"),
         ("suffix?min=3", "unknown parameter 'min' of speculation 'suffix'; known: k"),
+        ("suffix?k=4&k=8", "'suffix?k=4&k=8' has a parameter twice"),
         ("off?k=1", "unknown parameter 'k' of speculation 'off'; known: none"),
         ("ngram?min=5&max=3", "min=5 of speculation 'ngram' is above max=3"),
         ("draft", "speculation 'draft' is not valid; expected"),

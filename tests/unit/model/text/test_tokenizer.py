@@ -1,6 +1,7 @@
 """Ids equal those of the model's own tokenizer; plain text never gives control tokens."""
 
 import struct
+from pathlib import Path
 
 import pytest
 import tokenizers
@@ -161,14 +162,18 @@ def test_pre_tokenizers_cut_as_the_published_ones(pre: str, text: str) -> None:
 
 @pytest.mark.parametrize("text", TRICKY)
 def test_a_tokenizer_json_gives_the_same_ids_and_text(smollm: ModelSource, text: str, tmp_path: object) -> None:
-    from pathlib import Path
-
     path = Path(str(tmp_path)) / "tokenizer.json"
     path.write_text(smollm.tokenizer._make().to_str())
     reloaded = tokenizer_from_json(path, smollm.config)
     ids = reloaded.encode(text, add_special=True)
     assert ids == smollm.tokenizer.encode(text, add_special=True)
     assert reloaded.decode(ids) == tokenizers.Tokenizer.from_file(str(path)).decode(ids)
+
+
+def test_a_post_processor_with_a_token_that_is_not_defined_is_refused(smollm: ModelSource) -> None:
+    corpus = Path(__file__).parents[3] / "fuzz" / "corpus" / "tokenizer"
+    with pytest.raises(ModelFileError, match="cannot encode an empty text; download it again"):
+        tokenizer_from_json(corpus / "93f7aea03b087e51", smollm.config)
 
 
 def test_begin_of_sequence_is_added_if_the_file_requires_it() -> None:
