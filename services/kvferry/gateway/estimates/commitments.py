@@ -8,7 +8,6 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from kvferry.core.clock import Clock
-from kvferry.gateway.routing.replicas import Replica
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,20 +94,21 @@ class Commitments:
         done = min(float(head), elapsed / seconds_per_token) if seconds_per_token > 0 else 0.0
         return worker.tokens - done
 
-    def queued_tokens(self, replica: Replica, seconds_per_token: float) -> float:
+    def queued_tokens(self, address: str, seconds_per_token: float, *, reported: int, reported_at: float) -> float:
         """Return the number of prompt tokens that a worker has to compute before a new prompt.
 
         The larger of two counts: the prompts that this gateway has dispatched, and the tokens of the last status, which
         include other gateways' prompts, less what the worker has computed since then.
 
         Args:
-            replica: the worker.
+            address: address of the worker.
             seconds_per_token: estimated time to compute one prompt token; 0 if unknown.
+            reported: number of prompt tokens to compute, in the last status.
+            reported_at: time of that status, in seconds of this object's clock.
         """
-        reported = float(replica.tokens_to_compute)
-        if reported and seconds_per_token > 0:
-            reported -= (self._clock.monotonic() - replica.reported_at) / seconds_per_token
-        return max(self.prompt_tokens(replica.address, seconds_per_token), reported)
+        age = self._clock.monotonic() - reported_at
+        computed = age / seconds_per_token if seconds_per_token > 0 else 0.0
+        return max(self.prompt_tokens(address, seconds_per_token), reported - computed)
 
     def sequences(self, address: str) -> int:
         """Return the number of sequences that will arrive at a worker."""

@@ -106,7 +106,7 @@ class WorkerView:
             adapters=self.adapters,
             retired_adapters=self.retired_adapters,
             tokens_to_compute=self.load.tokens_to_compute,
-            reported_at=self.reported_at if self.load.tokens_to_compute else 0.0,
+            reported_at=self.reported_at,
             blocks_total=self.load.blocks_total,
             blocks_free=self.load.blocks_free,
             blocks_cached=self.load.blocks_cached,

@@ -52,7 +52,7 @@ class Replica:
     tokens_to_compute: int = 0
     """Number of prompt tokens on the worker that are not computed yet, at its last status."""
     reported_at: float = 0.0
-    """Time of that status in monotonic seconds; 0 if no tokens were to be computed."""
+    """Time of that status in monotonic seconds; has no effect if there are no such tokens."""
     blocks_total: int = 0
     """Number of KV blocks; 0 if unknown."""
     blocks_free: int = 0

@@ -122,7 +122,9 @@ class Seconds:
         queue = prefill = transfer = decode = room = 0.0
         output = self._estimates.output_tokens(request.max_output_tokens)
         if work is not Work.GENERATE:
-            queue = prefill_slope * self._commitments.queued_tokens(replica, prefill_slope)
+            queue = prefill_slope * self._commitments.queued_tokens(
+                replica.address, prefill_slope, reported=replica.tokens_to_compute, reported_at=replica.reported_at
+            )
             prefill = prefill_constant + prefill_slope * missing
         if work is not Work.PROMPT:
             running = max(replica.load, 0) + self._commitments.sequences(replica.address)

@@ -205,10 +205,9 @@ class TcpTransport:
     def read_epochs(self, peer: Peer, remote: Sequence[int], timeout: float) -> list[int]:
         owner = self._find(peer)
         check_page_ids(remote, owner.where.num_blocks, "the peer")
-        size = 8 * len(remote)
-        landing = memoryview(bytearray(wire.padded(size)))
         if not remote:
             return []
+        landing = memoryview(bytearray(wire.padded(8 * len(remote))))
         patience = min(timeout, _CONNECT_SECONDS)
         try:
             read = TcpRead(
@@ -225,7 +224,7 @@ class TcpTransport:
                 read.wait(patience)
         except ReadError as error:
             raise ReadError(f"the epochs of worker {peer.worker_id} did not arrive ({error})") from error
-        return [int.from_bytes(landing[i : i + 8], "little") for i in range(0, size, 8)]
+        return wire.epochs_of(landing, len(remote))
 
     def forget(self, peer: Peer) -> None:
         owner = self._owners.pop(peer.incarnation, None)

@@ -227,6 +227,16 @@ def send_epochs(link: socket.socket, epochs: Sequence[int]) -> None:
     send_reply(link, [memoryview(_padded(struct.pack(f"<{len(epochs)}Q", *epochs)))])
 
 
+def epochs_of(content: memoryview, count: int) -> list[int]:
+    """Return the epochs in the content of a reply.
+
+    Args:
+        content: the content, at least 8 bytes per epoch.
+        count: number of epochs.
+    """
+    return list(struct.unpack_from(f"<{count}Q", content))
+
+
 def send_reply(link: socket.socket, content: Sequence[memoryview]) -> None:
     """Send a reply with the buffers as content, without copying them.
 

@@ -5,9 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.core.clock import ManualClock
-from kvferry.core.ids import WorkerId
 from kvferry.gateway.estimates.commitments import Commitment, Commitments
-from kvferry.gateway.routing.replicas import Replica
 
 
 @given(
@@ -59,16 +57,20 @@ def test_the_oldest_prompt_progresses_with_time_and_the_others_wait():
 def test_the_queue_is_the_larger_of_what_was_dispatched_and_what_is_left_of_the_report():
     clock = ManualClock()
     commitments = Commitments(clock)
-    worker = Replica("p", WorkerId("p"), b"f", 0, tokens_to_compute=300, reported_at=clock.monotonic())
-    commitments.add(Commitment(worker.address, 200))
-    assert commitments.queued_tokens(worker, 0.01) == pytest.approx(300)
+    begun = clock.monotonic()
+
+    def queued(seconds_per_token: float) -> float:
+        return commitments.queued_tokens("p", seconds_per_token, reported=300, reported_at=begun)
+
+    commitments.add(Commitment("p", 200))
+    assert queued(0.01) == pytest.approx(300)
     clock.advance(0.5)
-    assert commitments.queued_tokens(worker, 0.01) == pytest.approx(250)
+    assert queued(0.01) == pytest.approx(250)
     clock.advance(1.0)
-    assert commitments.queued_tokens(worker, 0.01) == pytest.approx(150)
-    commitments.add(Commitment(worker.address, 400))
-    assert commitments.queued_tokens(worker, 0.01) == pytest.approx(450), "the report has 150 left"
-    assert commitments.queued_tokens(worker, 0.0) == 600, "no progress without an estimate"
+    assert queued(0.01) == pytest.approx(150)
+    commitments.add(Commitment("p", 400))
+    assert queued(0.01) == pytest.approx(450), "the report has 150 left"
+    assert queued(0.0) == 600, "no progress without an estimate"
 
 
 def test_a_commitment_that_is_not_counted_cannot_be_released():
