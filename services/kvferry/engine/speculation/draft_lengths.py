@@ -22,17 +22,6 @@ MIN_ADVANTAGE = 1.08
 estimates."""
 
 
-def gains_of(probabilities: Sequence[float]) -> list[float]:
-    """Return the probability that each draft token is accepted, from the conditional probabilities given that the
-    earlier ones are."""
-    gains: list[float] = []
-    gain = 1.0
-    for probability in probabilities:
-        gain *= probability
-        gains.append(gain)
-    return gains
-
-
 def draft_lengths(gains: Sequence[Sequence[float]], rows: int, seconds: Callable[[int], float]) -> list[int]:
     """Choose the number of draft tokens of each sequence.
 

@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 from kvferry.engine.plan.step import DraftSource
 from kvferry.engine.speculation.acceptance import FORCED, Acceptance, SequenceAcceptance
-from kvferry.engine.speculation.draft_lengths import gains_of
 from kvferry.engine.speculation.matches import TokenArray
 from kvferry.engine.speculation.model_drafts import Drawing
 from kvferry.engine.speculation.proposer_choice import ProposerChoice
@@ -65,8 +64,7 @@ class Proposed(NamedTuple):
 
     def gains(self, acceptance: SequenceAcceptance) -> list[float]:
         """Return the estimated probability that each token is accepted."""
-        found = self.probabilities(acceptance)
-        return values_of(self.parents, found) if self.parents else gains_of(found)
+        return values_of(self.parents, self.probabilities(acceptance))
 
     def compare(self, actual: Sequence[int], acceptance: SequenceAcceptance) -> None:
         """Compare the draft with the tokens that were sampled since, up to the first that is not in the draft.

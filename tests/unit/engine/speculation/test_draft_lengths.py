@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from kvferry.core.errors import UsageError
 from kvferry.engine.speculation.acceptance import FORCED, Acceptance, SequenceAcceptance, support_of_match
-from kvferry.engine.speculation.draft_lengths import MAX_DRAFT_ROWS, MIN_ADVANTAGE, draft_lengths, gains_of
+from kvferry.engine.speculation.draft_lengths import MAX_DRAFT_ROWS, MIN_ADVANTAGE, draft_lengths
 from kvferry.engine.speculation.row_prices import RowPrices
 from kvferry.engine.speculation.settings import SpeculationSettings, parse_speculation
+from kvferry.engine.trees.growing_tree import values_of
 
 _PROBABILITIES = st.lists(st.lists(st.floats(0.01, 1.0), max_size=4), min_size=1, max_size=3)
 
@@ -19,7 +20,7 @@ _PROBABILITIES = st.lists(st.lists(st.floats(0.01, 1.0), max_size=4), min_size=1
 @given(_PROBABILITIES, st.integers(1, 4), st.floats(0.0, 1.0))
 def test_the_lengths_have_the_best_expected_rate(own: list[list[float]], more: int, slope: float) -> None:
     rows = len(own) + more
-    gains = [gains_of(each) for each in own]
+    gains = [values_of((), each) for each in own]
 
     def seconds(count: int) -> float:
         return 1.0 + slope * (count - rows)
@@ -34,15 +35,15 @@ def test_the_lengths_have_the_best_expected_rate(own: list[list[float]], more: i
 
 
 def test_no_draft_where_each_row_costs_as_much_as_the_first() -> None:
-    assert draft_lengths([gains_of([0.99] * 8)] * 3, 3, lambda rows: float(rows)) == [0, 0, 0]
+    assert draft_lengths([values_of((), [0.99] * 8)] * 3, 3, lambda rows: float(rows)) == [0, 0, 0]
 
 
 def test_rows_of_drafts_are_bounded() -> None:
-    assert sum(draft_lengths([gains_of([1.0] * 32)] * 8, 8, lambda _: 1.0)) == MAX_DRAFT_ROWS
+    assert sum(draft_lengths([values_of((), [1.0] * 32)] * 8, 8, lambda _: 1.0)) == MAX_DRAFT_ROWS
 
 
 def test_the_more_probable_draft_gets_the_rows() -> None:
-    assert draft_lengths([gains_of([0.2, 0.2]), gains_of([0.9, 0.9])], 2, lambda rows: 10.0 + rows) == [0, 2]
+    assert draft_lengths([values_of((), [0.2, 0.2]), values_of((), [0.9, 0.9])], 2, lambda rows: 10.0 + rows) == [0, 2]
 
 
 def test_a_further_row_is_assumed_to_cost_less_than_the_first() -> None:

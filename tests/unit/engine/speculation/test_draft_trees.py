@@ -18,7 +18,7 @@ from kvferry.core.ids import RequestId
 from kvferry.core.sampling import SampledToken, SamplingParams
 from kvferry.engine.plan.step import ScheduledSequence, StepResult, accepted_path, rows_of
 from kvferry.engine.speculation.acceptance import Acceptance, SequenceAcceptance, support_of_confidence
-from kvferry.engine.speculation.draft_lengths import PayingDrafts, WholeDrafts, gains_of
+from kvferry.engine.speculation.draft_lengths import PayingDrafts, WholeDrafts
 from kvferry.engine.speculation.model_drafts import DraftRequest, ModelDraft
 from kvferry.engine.speculation.row_prices import RowPrices
 from kvferry.engine.speculation.sequence_drafts import Proposed
@@ -200,7 +200,7 @@ def test_an_end_token_is_not_drafted() -> None:
     assert draft.before({2}) == Proposed((1, 4), (5, 8), ())
     assert draft.before({9}, {4}) == Proposed((1, 2, 3), (5, 6, 7), (0, 0, 2))
     assert Proposed((1, 2, 3), (5, 6, 7)).before({2}) == Proposed((1,), (5,))
-    assert gains_of([]) == Proposed().gains(SequenceAcceptance(Acceptance()))
+    assert values_of((), []) == Proposed().gains(SequenceAcceptance(Acceptance()))
 
 
 def test_requests_that_keep_chains_are_those_that_the_page_lists() -> None:
