@@ -205,7 +205,9 @@ def load_model(settings: EngineSettings, *, device: str | None = None, releases_
         raise UsageError(f"the weights of {config.name} do not fit into GPU memory: {error}", field="model") from error
     if settings.adapters and model.why_no_adapters is not None:
         raise UsageError(f"adapters cannot be served: {model.why_no_adapters}", field="adapters")
-    draft = load_draft(settings, config, source, dtype, where) or load_heads(speculation, model)
+    draft = load_draft(
+        speculation, config, source, dtype=dtype, device=where, kernels=settings.kernels, threads=settings.threads
+    ) or load_heads(speculation, model)
     kv_bytes = kv_memory(settings, config, where)
     if draft is not None and not settings.kv_bytes and where != CPU:
         kv_bytes = int(kv_bytes / (1.0 + draft.kv_share(config)))

@@ -14,7 +14,7 @@ from kvferry.core.hashing import BlockNamer, BlockNamers, is_scope_of
 from kvferry.core.ids import AdapterId, BlockId, RequestId
 from kvferry.core.load import WorkerLoad
 from kvferry.engine.adapters.activation import AdapterActivation
-from kvferry.engine.adapters.adapter_slots import AdapterSlots
+from kvferry.engine.adapters.adapter_slots import AdapterSlots, PackedAdapter
 from kvferry.engine.adapters.adapter_store import AdapterInfo, AdapterStore, LoadedAdapter
 from kvferry.engine.blocks.allocation import Allocator
 from kvferry.engine.engine_load import engine_load
@@ -32,9 +32,8 @@ from kvferry.engine.plan.step import StepPlan
 from kvferry.engine.plan.step_budget import SchedulerLimits
 from kvferry.engine.pooling.prompt_pooling import PromptPooling
 from kvferry.engine.profile.watch import COMPUTE, MESSAGES, NO_WATCH, PLAN, RECORD, StepWatch
-from kvferry.engine.prompts import check_length
+from kvferry.engine.plan.prompt_length import check_length
 from kvferry.engine.speculation.speculation import Speculation
-from kvferry.engine.tensors.batch import PackedAdapter
 from kvferry.kv.interface.connector import KvLoader
 from kvferry.kv.interface.tiering import KvMessage, KvTiers
 from kvferry.kv.pages.layer_groups import FULL_ATTENTION

@@ -1,4 +1,4 @@
-"""Prompts of the offline API, which takes one or several, and the check of a prompt's length."""
+"""Prompts of the offline API, which takes one or several."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -89,29 +89,3 @@ def _items(value: object, field: str, expected: str) -> list[Any]:
 
 def _top(field: str) -> str:
     return field.partition(".")[0]
-
-
-def check_length(count: int, context: int, *, has_output: bool) -> None:
-    """Check that a prompt, with the tokens generated so far, fits into the context.
-
-    Args:
-        count: number of tokens.
-        context: context length in tokens.
-        has_output: whether there must be room for at least one more token; a vector needs none.
-
-    Raises:
-        InvalidRequest: the prompt does not fit.
-    """
-    if has_output and count >= context:
-        raise InvalidRequest(
-            f"the prompt has {count} tokens, but the context length is {context} and the output needs at least one "
-            "token; shorten the prompt",
-            field="prompt",
-            reason="PROMPT_TOO_LONG",
-        )
-    if count > context:
-        raise InvalidRequest(
-            f"the prompt has {count} tokens, but the context length is {context}; shorten the prompt",
-            field="prompt",
-            reason="PROMPT_TOO_LONG",
-        )

@@ -2,10 +2,8 @@
 
 import grpc
 
+from kvferry.core.limits import MAX_MESSAGE_BYTES
 from kvferry.rpc.tls.pool_tls import CHANNEL_OPTIONS, PoolTls
-
-MAX_MESSAGE_BYTES = 16 << 20
-"""Message size limit; a million token ids take at most 5 MiB, and KV pages are not sent over gRPC."""
 
 MAX_CLIENT_MESSAGE_BYTES = 4 << 20
 """Message size limit for client requests; prompts are shorter, and larger messages take long to parse."""

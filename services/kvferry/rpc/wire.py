@@ -9,6 +9,7 @@ from kvferry.core.constraint import Constraint, ConstraintKind
 from kvferry.core.errors import InvalidRequest
 from kvferry.core.hashing import MAX_CACHE_SALT_CHARS
 from kvferry.core.ids import ADAPTER_DIGEST_BYTES, MAX_ADAPTER_NAME_CHARS, AdapterId
+from kvferry.core.limits import MAX_TOKEN_IDS
 from kvferry.core.load import WorkerLoad
 from kvferry.core.sampling import (
     MAX_ALLOWED_TOKEN_IDS,
@@ -27,8 +28,6 @@ from kvferry.core.sampling import (
 from kvferry.rpc.text.token_source import KvReport
 from kvferry.v1 import common_pb2, decode_pb2, prefill_pb2, worker_admin_pb2
 
-MAX_TOKEN_IDS = 1 << 20
-"""Maximum number of token ids per message; far above any served context length."""
 MAX_SAMPLES = 64
 """Maximum number of samples (`n`) per prompt."""
 MAX_REQUEST_ID_CHARS = 128

@@ -4,6 +4,7 @@ from hypothesis import strategies as st
 
 from kvferry.core.constraint import Constraint, ConstraintKind
 from kvferry.core.errors import InvalidRequest
+from kvferry.core.limits import MAX_TOKEN_IDS
 from kvferry.core.philox import uniform
 from kvferry.core.sampling import FinishReason, SampledToken, SamplingParams, ScoredToken
 from kvferry.rpc import wire
@@ -113,7 +114,7 @@ def test_a_cancelled_stream_has_no_finish_reason_on_the_wire():
 
 def test_sizes_are_bounded():
     with pytest.raises(InvalidRequest, match="1048577 token ids"):
-        wire.token_ids_from_wire(range(wire.MAX_TOKEN_IDS + 1), "tokens")
+        wire.token_ids_from_wire(range(MAX_TOKEN_IDS + 1), "tokens")
     with pytest.raises(InvalidRequest, match="n must be"):
         wire.num_samples_from_wire(wire.MAX_SAMPLES + 1)
     assert wire.num_samples_from_wire(0) == 1

@@ -6,12 +6,11 @@ from dataclasses import replace
 from kvferry.core.clock import Clock
 from kvferry.core.errors import InvalidRequest, KvferryError
 from kvferry.core.ids import AdapterId, RequestId
-from kvferry.engine.adapters.adapter_slots import NO_SLOT
+from kvferry.engine.adapters.adapter_slots import NO_SLOT, PackedAdapter
 from kvferry.engine.adapters.adapter_store import AdapterStore, LoadedAdapter
 from kvferry.engine.plan.kv_jobs import SequenceUpdate
 from kvferry.engine.plan.scheduler import Scheduler
 from kvferry.engine.plan.step import StepPlan
-from kvferry.engine.tensors.batch import PackedAdapter
 
 
 class AdapterActivation:

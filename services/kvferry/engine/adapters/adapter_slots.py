@@ -6,6 +6,7 @@ adapter, and keeps the adapter afterwards, until another adapter needs the slot:
 """
 
 from collections import OrderedDict
+from typing import Protocol
 
 from kvferry.core.errors import InvariantBroken
 from kvferry.core.ids import AdapterId
@@ -14,6 +15,15 @@ NO_SLOT = -1
 """Slot of a sequence that has no adapter or is not admitted."""
 MAX_SLOTS = 1024
 """Largest number of slots."""
+
+
+class PackedAdapter(Protocol):
+    """An adapter in the form that a model's kernels read (`Model.pack_adapter`)."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its weights."""
+        ...
 
 
 class AdapterSlots:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from kvferry.core.errors import InvalidRequest, ModelFileError, UnknownModel, shortened
 from kvferry.core.ids import AdapterId
-from kvferry.engine.tensors.batch import PackedAdapter
+from kvferry.engine.adapters.adapter_slots import PackedAdapter
 
 MAX_ADAPTERS = 4096
 """Largest number of registered adapters."""

@@ -9,8 +9,7 @@ from kvferry.engine.drafts.draft_model import DraftModel
 from kvferry.engine.models.build import build_model
 from kvferry.engine.models.model import Model
 from kvferry.engine.run.runner import Runner
-from kvferry.engine.settings import EngineSettings
-from kvferry.engine.speculation.settings import DRAFT, parse_speculation
+from kvferry.engine.speculation.settings import DRAFT, SpeculationSettings
 from kvferry.engine.tensors.batch import ShownStates
 from kvferry.engine.tensors.paged_kv import PagedKv
 from kvferry.kv.pages.layout import KvLayout
@@ -57,40 +56,46 @@ class LoadedDraft:
 
 
 def load_draft(
-    settings: EngineSettings, config: ModelConfig, source: ModelSource | None, dtype: str, device: str
+    speculation: SpeculationSettings,
+    config: ModelConfig,
+    source: ModelSource | None,
+    *,
+    dtype: str,
+    device: str,
+    kernels: str,
+    threads: int,
 ) -> LoadedDraft | None:
     """Load the draft model named in the settings; `None` if there is none.
 
     Args:
-        settings: the engine's settings.
+        speculation: the parsed setting `speculation`.
         config: the model that verifies.
         source: its files; `None` if its weights are random.
         dtype: data type of its KV.
         device: the device of both.
+        kernels: kernels of the draft model; see `EngineSettings`.
+        threads: its compute threads.
 
     Raises:
         UsageError: the vocabularies differ, or the model that verifies has no tokenizer.
         KvferryError: the draft model is unknown or damaged, or is not supported on the device.
     """
-    parsed = parse_speculation(settings.speculation)
-    if parsed.method != DRAFT:
+    if speculation.method != DRAFT:
         return None
     if source is None:
         raise UsageError(
             "a model with random weights cannot have a draft model; leave speculation out", field="speculation"
         )
-    found = open_model(parsed.draft_model)
+    found = open_model(speculation.draft_model)
     if (difference := _difference(source.tokenizer, found.tokenizer)) is not None:
         raise UsageError(
-            f"{parsed.draft_model} cannot draft for {config.name}, since {difference}; use a draft model of the same "
+            f"{speculation.draft_model} cannot draft for {config.name}, since {difference}; use a draft model of the same "
             "model family",
             field="speculation",
         )
     own = found.config.served(0)
     used = activation_dtype(dtype)
-    model = build_model(
-        own, found.tensors, dtype=used, device=device, kernels=settings.kernels, threads=settings.threads
-    )
+    model = build_model(own, found.tensors, dtype=used, device=device, kernels=kernels, threads=threads)
     return LoadedDraft(own, model, used)
 
 

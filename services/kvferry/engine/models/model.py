@@ -7,7 +7,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.engine.tensors.batch import PackedAdapter, StepBatch
+from kvferry.engine.adapters.adapter_slots import PackedAdapter
+from kvferry.engine.tensors.batch import StepBatch
 from kvferry.engine.tensors.paged_kv import PagedKv
 from kvferry.model.adapters.adapter_folder import Adapter
 from kvferry.model.config import ModelConfig

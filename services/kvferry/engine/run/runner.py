@@ -16,7 +16,8 @@ from kvferry.engine.run.pooler import with_pooled
 from kvferry.engine.run.sampler import is_greedy, sample
 from kvferry.engine.run.scorer import Scores, score
 from kvferry.engine.run.tree_moves import tree_moves
-from kvferry.engine.tensors.batch import PackedAdapter, ShownStates, StepBatch, build_batch, pooled_rows
+from kvferry.engine.adapters.adapter_slots import PackedAdapter
+from kvferry.engine.tensors.batch import ShownStates, StepBatch, build_batch, pooled_rows
 from kvferry.engine.tensors.paged_kv import PagedKv
 from kvferry.kv.pages.layout import KvLayout
 

@@ -9,13 +9,13 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Protocol, TypedDict
+from typing import TypedDict
 
 import numpy as np
 import numpy.typing as npt
 
 from kvferry.core.errors import InvariantBroken
-from kvferry.engine.adapters.adapter_slots import NO_SLOT
+from kvferry.engine.adapters.adapter_slots import NO_SLOT, PackedAdapter
 from kvferry.engine.plan.step import ScheduledSequence, StepPlan
 from kvferry.engine.trees.draft_tree import depths, paths
 
@@ -31,15 +31,6 @@ class ShownStates:
 
     layers: tuple[int, ...] = ()
     """Layers whose inputs are read, concatenated; empty for the last hidden states, after the final norm."""
-
-
-class PackedAdapter(Protocol):
-    """An adapter in the form that a model's kernels read (`Model.pack_adapter`)."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of its weights."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)

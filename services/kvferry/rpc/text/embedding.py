@@ -10,12 +10,11 @@ from kvferry.core.ids import RequestId
 from kvferry.core.sampling import SamplingParams
 from kvferry.model.requests.pooling import PoolingParams, check_dimensions
 from kvferry.rpc.admission import Slot, Work
-from kvferry.rpc.channel import MAX_MESSAGE_BYTES
+from kvferry.core.limits import MAX_MESSAGE_BYTES, MAX_TOKEN_IDS
 from kvferry.rpc.text import prompts
 from kvferry.rpc.text.text_model import TextModel
 from kvferry.rpc.text.text_service import TextService
 from kvferry.rpc.text.token_source import TokenRequest, Vector, VectorSource
-from kvferry.rpc.wire import MAX_TOKEN_IDS
 
 MAX_INPUTS = 1024
 """Maximum number of inputs of one request."""
