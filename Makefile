@@ -72,13 +72,14 @@ format: $(READY) ## rewrite the code in the house format
 
 lint: $(READY)
 	@$(BIN)/ruff format --check . && $(BIN)/ruff check .
+	@$(BIN)/python -m harness.house.sizes
 	@$(BIN)/clang-format --dry-run --Werror $(CPP)
 
 types: $(READY)
 	@$(BIN)/mypy
 
-layers: $(READY) ## the import contracts of pyproject.toml
-	@$(BIN)/lint-imports
+layers: $(READY) ## the import contracts of imports.toml
+	@$(BIN)/lint-imports --config imports.toml
 
 proto: $(READY) ## regenerate the gRPC code
 	@$(BIN)/python -m grpc_tools.protoc -I proto --plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy \

@@ -28,7 +28,7 @@ from kvferry.core.hashing import cache_scope
 from kvferry.core.ids import AdapterId, RequestId
 from kvferry.core.sampling import SamplingParams
 from kvferry.engine import LLM
-from kvferry.engine.messages import EngineRequest
+from kvferry.engine.schedule.messages import EngineRequest
 
 RESULTS = Path(__file__).parent / "results" / "adapters.csv"
 MODEL = "smollm2-135m-instruct"

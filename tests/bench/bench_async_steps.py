@@ -29,7 +29,7 @@ from kvferry.cli.profile_call import profile_worker
 from kvferry.client import AsyncClient
 from kvferry.core.clock import SystemClock
 from kvferry.core.sampling import SamplingParams
-from kvferry.engine.profile.timeline import LANES, RUNNER
+from kvferry.engine.observe.timeline import LANES, RUNNER
 from kvferry.stack.local_stack import LocalStack
 from kvferry.stack.plan.processes import StackConfig
 

@@ -29,10 +29,10 @@ from kvferry.bench.commit import commit
 from kvferry.bench.rows import append_csv
 from kvferry.core.clock import SystemClock
 from kvferry.core.hashing import BlockNamers
-from kvferry.gateway.cache_feeds.event_reader import event_from_wire
-from kvferry.gateway.cache_map.cache_map import CacheMap
-from kvferry.gateway.cache_map.feed_events import xor_of
-from kvferry.gateway.cache_map.map_states import MapState
+from kvferry.gateway.decide.cache_map.cache_map import CacheMap
+from kvferry.gateway.decide.cache_map.feed_events import xor_of
+from kvferry.gateway.decide.cache_map.map_states import MapState
+from kvferry.gateway.fleet.cache_feeds.event_reader import event_from_wire
 from kvferry.v1 import kv_events_pb2
 
 RESULTS = Path(__file__).parent / "results" / "cache_map.csv"

@@ -34,15 +34,15 @@ from kvferry.bench.workload.measures import Answer
 from kvferry.bench.workload.requests import BenchRequest, Workload
 from kvferry.cli.profile_call import profile_worker
 from kvferry.core.clock import SystemClock
-from kvferry.engine.profile.log_file import read_log
-from kvferry.engine.profile.step_log import LoggedStep, StepLog
-from kvferry.gateway.config import RoutingConfig
+from kvferry.engine.observe.log_file import read_log
+from kvferry.engine.observe.step_log import LoggedStep, StepLog
+from kvferry.gateway.decide.config import RoutingConfig
 from kvferry.kv.pricing.price import LoadPolicy
 from kvferry.rpc.channel import open_channel
-from kvferry.simulator.fleet import Pool, PoolSpec, RoleSpec
+from kvferry.simulator.fleet.fleet import Pool, PoolSpec, RoleSpec
+from kvferry.simulator.fleet.runs import GatewaySettings
 from kvferry.simulator.requests.demand import of_trace
 from kvferry.simulator.requests.tokens import Tape
-from kvferry.simulator.runs import GatewaySettings
 from kvferry.simulator.worker.device import LinkProfile, StepWork
 from kvferry.simulator.worker.fitting import Measured, fit, residuals
 from kvferry.simulator.worker.jobs import ReplicaSettings

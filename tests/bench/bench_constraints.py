@@ -25,8 +25,8 @@ from kvferry.core.constraint import Constraint, ConstraintKind
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import SamplingParams
 from kvferry.engine import LLM
-from kvferry.engine.messages import EngineRequest
-from kvferry.model.grammar.compiler import GrammarCompiler
+from kvferry.engine.schedule.messages import EngineRequest
+from kvferry.text.grammar.compiler import GrammarCompiler
 
 RESULTS = Path(__file__).parent / "results" / "constraints.csv"
 MODEL = "smollm2-135m-instruct"

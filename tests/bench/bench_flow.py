@@ -29,15 +29,15 @@ from kvferry.core.clock import SystemClock
 from kvferry.core.errors import Overloaded
 from kvferry.gateway.admission.flow_gate import FlowGate
 from kvferry.gateway.admission.tenants import Tenants
-from kvferry.gateway.config import FleetConfig, FlowConfig
+from kvferry.gateway.decide.config import FleetConfig, FlowConfig
+from kvferry.gateway.decide.flow.capacity import Room
+from kvferry.gateway.decide.flow.controller import FlowController, QueueBounds
+from kvferry.gateway.decide.flow.entry import Entry
+from kvferry.gateway.decide.flow.policy import TenantPolicy
+from kvferry.gateway.decide.flow.quotas import Quotas
 from kvferry.gateway.fleet.fleet import Fleet
-from kvferry.gateway.flow.capacity import Room
-from kvferry.gateway.flow.controller import FlowController, QueueBounds
-from kvferry.gateway.flow.entry import Entry
-from kvferry.gateway.flow.policy import TenantPolicy
-from kvferry.gateway.flow.quotas import Quotas
-from kvferry.gateway.instruments import Instruments
-from kvferry.rpc.admission import Work
+from kvferry.gateway.observe.instruments import Instruments
+from kvferry.serving.admission import Work
 
 RESULTS = Path(__file__).parent / "results" / "flow.csv"
 _REQUESTS = 20_000

@@ -18,13 +18,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from harness.device.gpu_steps import decode_rows
+from harness.device.gpu_targets import verdicts
 from harness.kernels.random_parity import differing_tokens
 
-from kvferry.bench.formulas.gpu_targets import verdicts
 from kvferry.bench.formulas.gpu_work import Row
 from kvferry.bench.gpu import kernels
 from kvferry.bench.gpu.session import Session, on_gpu
-from kvferry.bench.gpu.steps import decode_rows
 from kvferry.bench.rows import append_csv
 from kvferry.core.clock import SystemClock
 from kvferry.core.errors import KvferryError

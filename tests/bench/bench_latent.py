@@ -21,8 +21,8 @@ from kvferry.bench.roofline import measure_machine
 from kvferry.core.clock import SystemClock
 from kvferry.core.process.cores import usable_cores
 from kvferry.core.sampling import SamplingParams
-from kvferry.engine.llm import LLM
-from kvferry.engine.models.build import level_of
+from kvferry.engine.execute.models.build import level_of
+from kvferry.engine.offline.llm import LLM
 from kvferry.model import tiny
 
 VOCABULARY = 8192

@@ -39,10 +39,10 @@ from kvferry.client import AsyncClient
 from kvferry.core.clock import SystemClock
 from kvferry.core.sampling import SamplingParams
 from kvferry.model.source import open_model
-from kvferry.model.tensors import expected_shapes
-from kvferry.rpc.text.token_source import Timing
+from kvferry.serving.token_source import Timing
 from kvferry.stack.local_stack import LocalStack
 from kvferry.stack.plan.processes import StackConfig
+from kvferry.weights.tensors import expected_shapes
 
 RESULTS = Path(__file__).parent / "results" / "line.csv"
 AGGREGATED = "none"

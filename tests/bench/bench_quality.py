@@ -16,10 +16,10 @@ from kvferry.bench.rows import append_csv
 from kvferry.core.dtypes import CODED
 from kvferry.core.ids import BlockId, RequestId
 from kvferry.core.sampling import SamplingParams
-from kvferry.engine.models.build import build_model
-from kvferry.engine.plan.step import ScheduledSequence, StepPlan
-from kvferry.engine.tensors.batch import build_batch
-from kvferry.engine.tensors.paged_kv import PagedKv
+from kvferry.engine.execute.models.build import build_model
+from kvferry.engine.execute.tensors.batch import build_batch
+from kvferry.engine.execute.tensors.paged_kv import PagedKv
+from kvferry.engine.schedule.step.step import ScheduledSequence, StepPlan
 from kvferry.kernels import compiled
 from kvferry.kv.pages.layout import KvLayout
 from kvferry.model.source import ModelSource, open_model

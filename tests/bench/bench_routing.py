@@ -28,7 +28,7 @@ from kvferry.bench.commit import commit
 from kvferry.bench.rows import append_csv
 from kvferry.core.clock import SystemClock
 from kvferry.simulator.files.spec import read_fleet
-from kvferry.simulator.fleet import Pool
+from kvferry.simulator.fleet.fleet import Pool
 
 RESULTS = Path(__file__).parent / "results" / "routing.csv"
 POLICIES = ("seconds", "prefix-hash", "least-loaded", "round-robin")

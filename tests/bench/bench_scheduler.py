@@ -22,14 +22,14 @@ from kvferry.core.clock import SystemClock
 from kvferry.core.hashing import BlockNamers
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import SampledToken, SamplingParams
-from kvferry.engine.blocks.allocation import Allocator
-from kvferry.engine.blocks.block_pool import BlockPool
-from kvferry.engine.blocks.prefix_index import PrefixIndex
-from kvferry.engine.plan.scheduler import Scheduler
-from kvferry.engine.plan.sequence import Sequence
-from kvferry.engine.plan.step import SequenceOutput, StepPlan, StepResult
-from kvferry.engine.plan.step_budget import SchedulerLimits
-from kvferry.engine.policies.policy import POLICIES
+from kvferry.engine.schedule.blocks.allocation import Allocator
+from kvferry.engine.schedule.blocks.block_pool import BlockPool
+from kvferry.engine.schedule.blocks.prefix_index import PrefixIndex
+from kvferry.engine.schedule.plan.scheduler import Scheduler
+from kvferry.engine.schedule.plan.step_budget import SchedulerLimits
+from kvferry.engine.schedule.policies.policy import POLICIES
+from kvferry.engine.schedule.step.sequence import Sequence
+from kvferry.engine.schedule.step.step import SequenceOutput, StepPlan, StepResult
 
 RESULTS = Path(__file__).parent / "results" / "scheduler.csv"
 BLOCK_TOKENS = 16

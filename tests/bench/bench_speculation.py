@@ -27,7 +27,7 @@ from kvferry.core.constraint import Constraint, ConstraintKind
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import SamplingParams
 from kvferry.engine import LLM
-from kvferry.engine.messages import EngineRequest
+from kvferry.engine.schedule.messages import EngineRequest
 
 RESULTS = Path(__file__).parent / "results" / "speculation.csv"
 MODEL = "smollm2-135m-instruct"

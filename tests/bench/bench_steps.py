@@ -26,9 +26,9 @@ from kvferry.core.clock import SystemClock
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import SamplingParams
 from kvferry.engine import LLM
-from kvferry.engine.messages import EngineRequest
-from kvferry.engine.plan.pipeline import StepRunner
-from kvferry.engine.plan.step import StepPlan, StepResult
+from kvferry.engine.schedule.messages import EngineRequest
+from kvferry.engine.schedule.plan.pipeline import StepRunner
+from kvferry.engine.schedule.step.step import StepPlan, StepResult
 from kvferry.simulator.worker.device import StepWork, work_of
 from kvferry.simulator.worker.fitting import Fit, fit
 

@@ -26,11 +26,11 @@ from peers.models import Models
 from safetensors.torch import load_file, save_file
 
 from kvferry.core.sampling import SamplingParams
-from kvferry.engine.llm import LLM
+from kvferry.engine.offline.llm import LLM
 from kvferry.model import tiny
-from kvferry.model.files.catalog import DEFAULT_MODEL
-from kvferry.model.files.safetensors_dir import SafetensorsModel
+from kvferry.model.catalog import DEFAULT_MODEL
 from kvferry.model.source import open_model
+from kvferry.weights.checkpoints.safetensors_dir import SafetensorsModel
 
 PROMPT = 512
 SHAPE: dict[str, Any] = {

@@ -30,14 +30,14 @@ from kvferry.core.hashing import BlockNamers
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import SamplingParams
 from kvferry.engine.build import LoadedModel, build_engine, load_model, runner_for
-from kvferry.engine.messages import EngineRequest
-from kvferry.engine.plan.step import StepPlan
-from kvferry.engine.plan.step_budget import SchedulerLimits
-from kvferry.engine.run.runner import ComputedStep, PreparedStep, Runner
+from kvferry.engine.execute.run.runner import ComputedStep, PreparedStep, Runner
+from kvferry.engine.execute.tensors.paged_kv import PagedKv
+from kvferry.engine.schedule.messages import EngineRequest
+from kvferry.engine.schedule.plan.step_budget import SchedulerLimits
+from kvferry.engine.schedule.step.step import StepPlan
 from kvferry.engine.settings import EngineSettings
-from kvferry.engine.tensors.paged_kv import PagedKv
-from kvferry.model.config import ModelConfig
-from kvferry.model.tensors import EMBEDDING, FINAL_NORM, layer_prefix
+from kvferry.weights.config import ModelConfig
+from kvferry.weights.tensors import EMBEDDING, FINAL_NORM, layer_prefix
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = "smollm2-135m-instruct"

@@ -17,13 +17,13 @@ from harness.fakes.scripted_worker import ScriptedWorkers
 from harness.servers.processes import a_worker, running
 
 from kvferry.core.clock import SystemClock
-from kvferry.gateway.config import FleetConfig, GatewayConfig, HoldConfig, HttpConfig, PoolName
+from kvferry.gateway.decide.config import FleetConfig, GatewayConfig, HoldConfig, HttpConfig, PoolName
+from kvferry.gateway.decide.routing.discovery import Update
+from kvferry.gateway.decide.routing.holding import Holding
 from kvferry.gateway.fleet.endpoint_slices import EndpointSlices
 from kvferry.gateway.fleet.pool_api import ApiError, PoolApi, Watch
 from kvferry.gateway.fleet.waking import Waker
 from kvferry.gateway.gateway import Gateway
-from kvferry.gateway.routing.discovery import Update
-from kvferry.gateway.routing.holding import Holding
 
 pytestmark = pytest.mark.cluster
 

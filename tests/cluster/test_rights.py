@@ -27,7 +27,7 @@ from cluster.operators import (
 from harness.kube.control_plane import PlaneOptions
 
 from kvferry.core.errors import Unavailable
-from kvferry.gateway.config import PoolName
+from kvferry.gateway.decide.config import PoolName
 from kvferry.gateway.fleet.pool_api import ApiError, PoolApi
 from kvferry.operator.api import ApiRefusal, KubeApi
 from kvferry.operator.objects.support_objects import EXTENSION_POOL, POD_MONITOR

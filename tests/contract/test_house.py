@@ -14,10 +14,6 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCE_ROOTS = ("services", "operator", "kernels", "proto")
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
 MODULES = [p for root in SOURCE_ROOTS for p in sorted((ROOT / root).rglob("*.py")) if "_pb2" not in p.name]
-MAX_LINES = 400
-MAX_MODULES = 14
-MAX_CHAIN = 6
-"""Largest number of modules in a chain of imports within a package."""
 ROOMS = sorted({p.parent for p in MODULES})
 
 
@@ -43,22 +39,19 @@ def test_every_package_is_packaged_and_under_contract() -> None:
         if (p / "__init__.py").exists()
     }
     assert SETTINGS["tool"]["scikit-build"]["wheel"]["packages"] == packages
-    assert sorted(SETTINGS["tool"]["importlinter"]["root_packages"]) == sorted(p.replace("/", ".") for p in packages)
+    contracts = tomllib.loads((ROOT / "imports.toml").read_text())["tool"]["importlinter"]
+    assert sorted(contracts["root_packages"]) == sorted(p.replace("/", ".") for p in packages)
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_a_module_has_a_docstring_and_is_short(module: Path) -> None:
-    text = module.read_text("utf-8")
-    assert ast.get_docstring(ast.parse(text)), "a module begins with a docstring"
-    assert text.count("\n") <= MAX_LINES, "too many lines: split the module"
+def test_a_module_has_a_docstring(module: Path) -> None:
+    assert ast.get_docstring(ast.parse(module.read_text("utf-8"))), "a module begins with a docstring"
     assert module.stem not in sys.stdlib_module_names - {"__init__"} or module.stem == "operator"
 
 
 @pytest.mark.parametrize("folder", ROOMS, ids=lambda p: str(p.relative_to(ROOT)))
-def test_a_folder_has_a_docstring_and_is_small(folder: Path) -> None:
+def test_a_folder_has_a_docstring(folder: Path) -> None:
     assert (folder / "__init__.py").exists() or folder.name in {"kvferry", *SOURCE_ROOTS}
-    modules = [p for p in folder.glob("*.py") if p.name != "__init__.py" and "_pb2" not in p.name]
-    assert len(modules) <= MAX_MODULES, "too many modules: split the folder by topic"
 
 
 def test_package_files_hold_no_logic() -> None:
@@ -115,21 +108,6 @@ def test_lines_of_the_docs_fit_the_screen() -> None:
     assert long == []
 
 
-@pytest.mark.parametrize("folder", ROOMS, ids=lambda p: str(p.relative_to(ROOT)))
-def test_chains_of_imports_inside_a_folder_stay_short(folder: Path) -> None:
-    modules = {_dotted(p): p for p in folder.glob("*.py") if p.name != "__init__.py" and "_pb2" not in p.name}
-    imports = {name: _imports(path) & modules.keys() for name, path in modules.items()}
-    depth: dict[str, int] = {}
-
-    def chain(module: str) -> int:
-        if module not in depth:
-            depth[module] = 0  # ends the recursion at a cycle, which an import would reject
-            depth[module] = 1 + max((chain(other) for other in imports[module]), default=0)
-        return depth[module]
-
-    assert max((chain(module) for module in imports), default=0) <= MAX_CHAIN
-
-
 def test_tests_are_not_packages() -> None:
     packages = [p.relative_to(ROOT).parts for p in (ROOT / "tests").rglob("__init__.py")]
     assert all(p[1] == "harness" for p in packages), "tests/operator/__init__.py would hide Python's own `operator`"
@@ -149,19 +127,6 @@ def test_generated_code_accepts_the_locked_runtime() -> None:
     assert needs is not None
     assert lock["protobuf"].split(".")[0] == needs[1]
     assert lock["grpcio"] == lock["grpcio-tools"]
-
-
-def _dotted(path: Path) -> str:
-    return ".".join(path.relative_to(ROOT).with_suffix("").parts[1:])
-
-
-def _imports(path: Path) -> set[str]:
-    """Return the modules that a file imports at its top level."""
-    found: set[str] = set()
-    for node in ast.parse(path.read_text("utf-8")).body:
-        if isinstance(node, ast.ImportFrom) and node.module:
-            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return found
 
 
 def _without_docstrings(tree: ast.Module) -> ast.Module:

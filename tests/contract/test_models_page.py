@@ -3,10 +3,10 @@
 import re
 from pathlib import Path
 
-from kvferry.engine.models.build import COMPILED_FEATURES
-from kvferry.model.families.registry import FAMILIES
-from kvferry.model.features import FEATURES
-from kvferry.model.files.gguf.architectures import ARCHITECTURES
+from kvferry.engine.execute.models.build import COMPILED_FEATURES
+from kvferry.weights.checkpoints.gguf.architectures import ARCHITECTURES
+from kvferry.weights.families.registry import FAMILIES
+from kvferry.weights.features import FEATURES
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs/models.md").read_text("utf-8")
 ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for line in re.findall(r"^\| `.*$", PAGE, re.MULTILINE)]

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.engine.blocks.allocation import Allocator
-from kvferry.engine.blocks.block_table import BlockTable
-from kvferry.engine.plan.step_budget import SchedulerLimits
+from kvferry.engine.schedule.blocks.allocation import Allocator
+from kvferry.engine.schedule.blocks.block_table import BlockTable
+from kvferry.engine.schedule.plan.step_budget import SchedulerLimits
 from kvferry.engine.settings import EngineSettings
 from kvferry.kv.pages.layer_groups import LayerGroups, choose_groups
 from kvferry.kv.pages.layout import KvLayout
 from kvferry.model import tiny
-from kvferry.model.config import ModelConfig
+from kvferry.weights.config import ModelConfig
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs/models.md").read_text("utf-8")
 TOKENS, MEMORY = 32_768, 16 << 30

@@ -14,10 +14,10 @@ from functools import partial
 from typing import NoReturn, TypeVar
 
 from kvferry.core.errors import InvariantBroken
-from kvferry.gateway.routing.replicas import Replica
-from kvferry.gateway.routing.routes import Pick, RouteRequest, Work
-from kvferry.simulator.fleet import Pool, PoolResult
-from kvferry.simulator.gateway import Gateway
+from kvferry.gateway.decide.routing.replicas import Replica
+from kvferry.gateway.decide.routing.routes import Pick, RouteRequest, Work
+from kvferry.simulator.fleet.fleet import Pool, PoolResult
+from kvferry.simulator.fleet.gateway import Gateway
 
 HORIZON = 1.0
 """Virtual time for which a choice is simulated, in seconds."""

@@ -15,12 +15,12 @@ from harness.kernels.family_checkpoints import CHECKPOINTS
 from harness.kernels.lora import train
 from integration.test_families import KERNELS, TOLERANCE, Recorder
 
-from kvferry.engine.models.build import build_model
-from kvferry.engine.run.runner import Runner
-from kvferry.engine.tensors.paged_kv import PagedKv
+from kvferry.engine.execute.models.build import build_model
+from kvferry.engine.execute.run.runner import Runner
+from kvferry.engine.execute.tensors.paged_kv import PagedKv
 from kvferry.kv.pages.layout import KvLayout
-from kvferry.model.adapters.adapter_folder import read_adapter
 from kvferry.model.source import open_model
+from kvferry.weights.adapters.adapter_folder import read_adapter
 
 NEW_TOKENS = 16
 PROMPTS = [[5], [7 * i % 250 for i in range(23)], [(11 * i + i * i) % 250 for i in range(110)]]

@@ -13,12 +13,12 @@ from harness.servers.worker_channel import TEST_KEYS
 from kvferry.client import AsyncClient
 from kvferry.core.hashing import BlockNamers
 from kvferry.core.sampling import SamplingParams
-from kvferry.gateway.cache_map.map_states import MapState
-from kvferry.gateway.config import CacheMapConfig, Endpoint, FleetConfig, GatewayConfig, HttpConfig
+from kvferry.gateway.decide.cache_map.map_states import MapState
+from kvferry.gateway.decide.config import CacheMapConfig, Endpoint, FleetConfig, GatewayConfig, HttpConfig
+from kvferry.gateway.decide.routing.prefix_hash import PrefixHash
+from kvferry.gateway.decide.routing.prompt_names import prefix_key
+from kvferry.gateway.decide.routing.routes import RouteRequest
 from kvferry.gateway.gateway import Gateway
-from kvferry.gateway.routing.prefix_hash import PrefixHash
-from kvferry.gateway.routing.prompt_names import prefix_key
-from kvferry.gateway.routing.routes import RouteRequest
 
 SECONDS = 60.0
 TENANT_KEY = TEST_KEYS["KVFERRY_TENANT_KEY"].encode()

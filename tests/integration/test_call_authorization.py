@@ -12,8 +12,8 @@ from harness.servers.processes import RunningProcess, a_worker
 from harness.servers.worker_channel import TEST_KEYS, signer_of, worker_channel
 
 from kvferry.core.hashing import BlockNamers
-from kvferry.kv.handoff.seals import BlocksSeal
-from kvferry.kv.handoff.ticket import Keyring
+from kvferry.kv.interface.seals import BlocksSeal
+from kvferry.kv.interface.ticket import Keyring
 from kvferry.rpc.access.call_keys import CallSigner, role_key
 from kvferry.rpc.access.table import ALLOWED, CallerRole
 from kvferry.v1 import (

@@ -15,10 +15,10 @@ from integration.test_layouts import GREEDY, Fetched, a_pair, assert_workers_idl
 from kvferry.client import Client
 from kvferry.core.errors import UsageError
 from kvferry.engine import LLM
-from kvferry.engine.models.build import resolve_kernels
+from kvferry.engine.execute.models.build import resolve_kernels
 from kvferry.kv.pages.layout import KvLayout
-from kvferry.model.config import ModelConfig
 from kvferry.model.source import open_model
+from kvferry.weights.config import ModelConfig
 
 MADE = {
     "v2": Checkpoint("DeepseekV2", DEEPSEEK_V2 | {"max_position_embeddings": 1024}),

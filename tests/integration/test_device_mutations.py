@@ -8,7 +8,7 @@ from harness.device.late_device import LateRunner, LateStream
 from harness.device.scenarios import evicted, hand_off, lost_copies, overlap, prefetch, prior_turn
 
 from kvferry.engine import LLM
-from kvferry.engine.gpu.host_mirror import HostMirror
+from kvferry.engine.execute.gpu.host_mirror import HostMirror
 from kvferry.kernels.host_copies import HostCopies
 from kvferry.kv.fetcher import Fetcher
 from kvferry.kv.pages.digests import page_digests

@@ -7,7 +7,7 @@ from harness.idle import assert_idle
 from harness.kernels.transformers_twin import twin_of
 
 from kvferry.engine import LLM
-from kvferry.engine.plan.step_budget import SchedulerLimits
+from kvferry.engine.schedule.plan.step_budget import SchedulerLimits
 from kvferry.model.source import ModelSource
 
 TEXTS = [

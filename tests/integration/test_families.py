@@ -14,15 +14,15 @@ from harness.fakes.stepping import generate
 from harness.kernels.family_checkpoints import CHECKPOINTS
 
 from kvferry.engine import LLM, SamplingParams
-from kvferry.engine.models.build import build_model
-from kvferry.engine.models.model import Logits, Model
-from kvferry.engine.run.runner import Runner
-from kvferry.engine.tensors.batch import StepBatch
-from kvferry.engine.tensors.paged_kv import PagedKv
+from kvferry.engine.execute.models.build import build_model
+from kvferry.engine.execute.models.model import Logits, Model
+from kvferry.engine.execute.run.runner import Runner
+from kvferry.engine.execute.tensors.batch import StepBatch
+from kvferry.engine.execute.tensors.paged_kv import PagedKv
 from kvferry.kv.pages.layout import KvLayout
-from kvferry.model.config import ModelConfig
-from kvferry.model.features import features_in_use
 from kvferry.model.source import open_model
+from kvferry.weights.config import ModelConfig
+from kvferry.weights.features import features_in_use
 
 TOLERANCE = 2e-4
 """Largest difference of a logit in float32; logits have a magnitude of several units."""

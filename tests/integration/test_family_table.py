@@ -24,9 +24,9 @@ from integration.test_layouts import Fetched, a_pair
 
 from kvferry.core.errors import KvferryError
 from kvferry.engine import LLM, SamplingParams
-from kvferry.engine.models.build import build_model
-from kvferry.engine.run.runner import Runner
-from kvferry.engine.tensors.paged_kv import PagedKv
+from kvferry.engine.execute.models.build import build_model
+from kvferry.engine.execute.run.runner import Runner
+from kvferry.engine.execute.tensors.paged_kv import PagedKv
 from kvferry.kv.pages.layout import KvLayout
 from kvferry.model.source import open_model
 

@@ -16,11 +16,11 @@ from harness.servers.real_gateway import real_gateway
 from kvferry.client import AsyncClient, FinishReason
 from kvferry.core.hashing import BlockNamers
 from kvferry.engine import LLM, SamplingParams
-from kvferry.gateway.config import Endpoint, FleetConfig, GatewayConfig, HttpConfig
+from kvferry.gateway.decide.config import Endpoint, FleetConfig, GatewayConfig, HttpConfig
+from kvferry.gateway.decide.routing.prefix_hash import PrefixHash
+from kvferry.gateway.decide.routing.prompt_names import prefix_key
+from kvferry.gateway.decide.routing.routes import RouteRequest
 from kvferry.gateway.gateway import Gateway
-from kvferry.gateway.routing.prefix_hash import PrefixHash
-from kvferry.gateway.routing.prompt_names import prefix_key
-from kvferry.gateway.routing.routes import RouteRequest
 
 _PROMPT = [(11 * i) % 200 for i in range(70)]
 _DRAWN = SamplingParams(temperature=1.0, top_p=0.9, seed=77, max_tokens=300, ignore_eos=True)

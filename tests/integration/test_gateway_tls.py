@@ -15,7 +15,7 @@ from harness.waiting import until
 
 from kvferry.client import AsyncClient, Client, ClientTls
 from kvferry.core.errors import Unavailable, UsageError
-from kvferry.gateway.http.tls import Certificate
+from kvferry.gateway.http.server.tls import Certificate
 from kvferry.rpc.tls.authority import Authority
 
 

@@ -18,16 +18,16 @@ from hypothesis import strategies as st
 from integration.test_families import PROMPTS, check, is_long, runner_for
 
 from kvferry.core.errors import ModelFileError
-from kvferry.engine.models.build import build_model
-from kvferry.engine.tensors.batch import StepBatch
-from kvferry.engine.tensors.paged_kv import PagedKv
+from kvferry.engine.execute.models.build import build_model
+from kvferry.engine.execute.tensors.batch import StepBatch
+from kvferry.engine.execute.tensors.paged_kv import PagedKv
 from kvferry.kv.pages.layout import KvLayout
-from kvferry.model.config import ModelConfig
-from kvferry.model.files.gguf.architectures import ARCHITECTURES
-from kvferry.model.files.gguf.gguf_model import GgufModel
-from kvferry.model.files.gguf.header import read_header
-from kvferry.model.files.safetensors_dir import SafetensorsModel
 from kvferry.model.source import open_model
+from kvferry.weights.checkpoints.gguf.architectures import ARCHITECTURES
+from kvferry.weights.checkpoints.gguf.gguf_model import GgufModel
+from kvferry.weights.checkpoints.gguf.header import read_header
+from kvferry.weights.checkpoints.safetensors_dir import SafetensorsModel
+from kvferry.weights.config import ModelConfig
 
 SCALED = YARN | {"mscale": 1.1, "mscale_all_dim": 1.1}
 FULL = {"use_sliding_window": False, "sliding_window": None}

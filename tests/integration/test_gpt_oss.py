@@ -17,13 +17,13 @@ from integration.test_layouts import GREEDY, Fetched, a_pair, assert_workers_idl
 from safetensors.torch import load_file, save_file
 
 from kvferry.engine import LLM
-from kvferry.engine.models.build import build_model
-from kvferry.engine.run.runner import Runner
-from kvferry.engine.tensors.paged_kv import PagedKv
+from kvferry.engine.execute.models.build import build_model
+from kvferry.engine.execute.run.runner import Runner
+from kvferry.engine.execute.tensors.paged_kv import PagedKv
 from kvferry.kv.pages.layout import KvLayout
-from kvferry.model.files.safetensors_dir import SafetensorsModel
-from kvferry.model.quantized.representation import Kept
 from kvferry.model.source import open_model
+from kvferry.weights.checkpoints.safetensors_dir import SafetensorsModel
+from kvferry.weights.quantized.representation import Kept
 
 MADE = Checkpoint("GptOss", GPT_OSS | {"max_position_embeddings": 1024})
 LONG = [[(13 * i + i * i + length) % 250 for i in range(length)] for length in (600, 257, 40)]

@@ -16,7 +16,7 @@ from harness.servers.worker_channel import TEST_KEYS, worker_channel
 
 from kvferry.core.constraint import Constraint, ConstraintKind
 from kvferry.engine import LLM, SamplingParams
-from kvferry.kv.handoff.ticket import Keyring
+from kvferry.kv.interface.ticket import Keyring
 from kvferry.model import tiny
 from kvferry.rpc.wire import sampling_to_wire, scores_from_wire
 from kvferry.v1 import (

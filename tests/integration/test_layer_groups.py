@@ -20,7 +20,7 @@ from integration.test_layouts import Fetched, a_pair
 from kvferry.client import Client
 from kvferry.core.errors import UsageError
 from kvferry.engine import LLM, SamplingParams
-from kvferry.engine.plan.step_budget import SchedulerLimits
+from kvferry.engine.schedule.plan.step_budget import SchedulerLimits
 from kvferry.v1 import prefill_pb2
 
 NAMES = ["mistral", "gemma2", "gemma3", "gpt_oss", "qwen2-window"]

@@ -9,8 +9,8 @@ import pytest
 from harness.servers.processes import RunningProcess, a_worker
 from harness.servers.real_gateway import real_gateway
 
-from kvferry.gateway.config import Endpoint, FleetConfig, GatewayConfig, HttpConfig
-from kvferry.gateway.http import key_guesses
+from kvferry.gateway.admission import key_guesses
+from kvferry.gateway.decide.config import Endpoint, FleetConfig, GatewayConfig, HttpConfig
 
 KEY = "key-of-the-tests"
 # A body that the schema accepts may still be refused for a combination of fields: a tool that was not offered, a
@@ -30,7 +30,7 @@ def worker() -> Iterator[RunningProcess]:
 @pytest.fixture
 async def url(worker: RunningProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[str]:
     # The check of wrong keys sends more of them than are allowed per address.
-    monkeypatch.setattr("kvferry.gateway.http.key_guesses.MAX_WRONG_KEYS", 1 << 20)
+    monkeypatch.setattr("kvferry.gateway.admission.key_guesses.MAX_WRONG_KEYS", 1 << 20)
     assert key_guesses.MAX_WRONG_KEYS == 1 << 20
     keys = tmp_path / "keys"
     keys.write_text(f"{KEY} tests\n")

@@ -16,12 +16,12 @@ from harness.fakes.stepping import Generation, generate
 from harness.kernels.transformers_twin import twin_of
 from transformers import LlamaForCausalLM
 
-from kvferry.engine.models.model import Logits
-from kvferry.engine.run.runner import Runner
-from kvferry.engine.tensors.batch import StepBatch
-from kvferry.engine.tensors.paged_kv import PagedKv
+from kvferry.engine.execute.models.model import Logits
+from kvferry.engine.execute.run.runner import Runner
+from kvferry.engine.execute.tensors.batch import StepBatch
+from kvferry.engine.execute.tensors.paged_kv import PagedKv
 from kvferry.model.source import ModelSource
-from kvferry.model.text.chat import encode_chat
+from kvferry.text.tools.chat import encode_chat
 
 NEW_TOKENS = 64
 MAX_LOGIT_ERROR = 1e-3

@@ -9,15 +9,15 @@ import torch
 from harness.fakes.stepping import generate
 from harness.kernels.transformers_twin import twin_of
 
-from kvferry.engine.models.build import build_model
-from kvferry.engine.models.model import Logits
-from kvferry.engine.run.runner import Runner
-from kvferry.engine.tensors.batch import StepBatch
-from kvferry.engine.tensors.paged_kv import PagedKv
+from kvferry.engine.execute.models.build import build_model
+from kvferry.engine.execute.models.model import Logits
+from kvferry.engine.execute.run.runner import Runner
+from kvferry.engine.execute.tensors.batch import StepBatch
+from kvferry.engine.execute.tensors.paged_kv import PagedKv
 from kvferry.kv.pages.layout import KvLayout
 from kvferry.model import tiny
-from kvferry.model.config import ModelConfig
-from kvferry.model.rope import Llama3RopeScaling
+from kvferry.weights.config import ModelConfig
+from kvferry.weights.rope import Llama3RopeScaling
 
 SCALED = replace(
     tiny.config(),

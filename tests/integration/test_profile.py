@@ -6,7 +6,7 @@ from pathlib import Path
 from harness.servers.processes import a_worker, running
 from harness.servers.worker_channel import worker_channel
 
-from kvferry.engine.profile.log_file import read_log
+from kvferry.engine.observe.log_file import read_log
 from kvferry.simulator.worker.step_replay import StepReplay
 from kvferry.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 

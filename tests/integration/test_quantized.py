@@ -12,12 +12,12 @@ from harness.kernels.family_checkpoints import CHECKPOINTS, LLAMA3, Checkpoint
 from harness.kernels.quantized_checkpoints import FORMS, quantize_folder, write_quantized
 from integration.test_families import Recorder
 
-from kvferry.engine.models.build import build_model
-from kvferry.engine.run.runner import Runner
-from kvferry.engine.tensors.paged_kv import PagedKv
+from kvferry.engine.execute.models.build import build_model
+from kvferry.engine.execute.run.runner import Runner
+from kvferry.engine.execute.tensors.paged_kv import PagedKv
 from kvferry.kv.pages.layout import KvLayout
-from kvferry.model.files.safetensors_dir import SafetensorsModel
 from kvferry.model.source import open_model
+from kvferry.weights.checkpoints.safetensors_dir import SafetensorsModel
 
 SMALL = {"intermediate_size": 96, "num_hidden_layers": 2}
 LLAMA = Checkpoint("Llama", {"rope_parameters": LLAMA3} | SMALL)

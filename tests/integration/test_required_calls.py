@@ -9,11 +9,11 @@ import pytest
 from kvferry.core.sampling import FinishReason
 from kvferry.engine import LLM, SamplingParams
 from kvferry.model.source import open_model
-from kvferry.model.text.answers.answer import AnswerSplitter
-from kvferry.model.text.answers.pieces import AssembledCalls
-from kvferry.model.text.tools.definitions import Choice, Tool, ToolUse
-from kvferry.rpc.text.chats import prepare_chat
-from kvferry.rpc.text.model_text import text_model_of
+from kvferry.serving.chats import prepare_chat
+from kvferry.serving.model_text import text_model_of
+from kvferry.text.answers.answer import AnswerSplitter
+from kvferry.text.answers.pieces import AssembledCalls
+from kvferry.text.tools.definitions import Choice, Tool, ToolUse
 
 WEATHER: dict[str, Any] = {
     "type": "object",

@@ -19,7 +19,7 @@ from kvferry.client import Client
 from kvferry.core.errors import InvalidRequest, UnknownModel
 from kvferry.core.sampling import FinishReason, SamplingParams
 from kvferry.engine import LLM, BeamParams
-from kvferry.engine.plan.step_budget import SchedulerLimits
+from kvferry.engine.schedule.plan.step_budget import SchedulerLimits
 from kvferry.v1 import inference_pb2, inference_pb2_grpc
 
 MODEL = "smollm2-135m-instruct"

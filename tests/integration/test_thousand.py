@@ -22,7 +22,7 @@ from kvferry.client import AsyncClient
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import SamplingParams
 from kvferry.engine import LLM
-from kvferry.engine.messages import EngineRequest
+from kvferry.engine.schedule.messages import EngineRequest
 
 pytestmark = pytest.mark.long
 

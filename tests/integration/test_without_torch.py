@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(not compiled.levels(), reason="the compiled kern
 ENGINE = """
 import sys
 from kvferry.core.sampling import SamplingParams
-from kvferry.engine.llm import LLM
+from kvferry.engine.offline.llm import LLM
 llm = LLM("tiny", kv_bytes=8 << 20, threads=1)
 drawn = llm.generate(["one", "another"], SamplingParams(temperature=0.7, max_tokens=8, logprobs=2))
 assert [len(c.token_ids) for c in drawn] == [8, 8]

@@ -2,7 +2,7 @@
 
 `Ops` contains the operations of models; every backend implements all of them. `DeviceOps` contains additional
 operations for a runner without host synchronization; the torch backend does not implement them, since on a CPU the
-host's sampler is used (`engine/run/sampler.py`).
+host's sampler is used (`engine/execute/run/sampler.py`).
 
     backend     Ops   DeviceOps   runs on
     reference   yes   yes         any device; defines the results, written for clarity
@@ -162,7 +162,7 @@ class DeviceOps:
 
     sample: Callable[[torch.Tensor, Draws], torch.Tensor]
     """Sample tokens: (logits [R, V] float32 or float64, draws) -> ids [R] int64, equal to the result of
-    `engine.run.sampler.draw`."""
+    `engine.execute.run.sampler.draw`."""
 
     log_probabilities: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     """Compute natural log-probabilities of tokens: (logits [R, V] float32, token ids [R]) -> [R] float64."""

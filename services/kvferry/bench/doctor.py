@@ -20,8 +20,8 @@ from kvferry.core.clock import Clock
 from kvferry.core.errors import KvferryError
 from kvferry.core.ids import BlockHash, RequestId
 from kvferry.core.sampling import SamplingParams
-from kvferry.engine.llm import LLM
-from kvferry.engine.messages import EngineRequest
+from kvferry.engine.offline.llm import LLM
+from kvferry.engine.schedule.messages import EngineRequest
 from kvferry.kernels import compiled
 from kvferry.kv import registry
 from kvferry.kv.interface.connector import ReadError

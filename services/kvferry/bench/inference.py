@@ -15,11 +15,11 @@ from kvferry.core.clock import Clock
 from kvferry.core.errors import UsageError
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import SamplingParams
-from kvferry.engine.llm import LLM
-from kvferry.engine.messages import EngineRequest
-from kvferry.engine.models.build import level_of
-from kvferry.engine.models.compiled import CompiledTransformer
-from kvferry.engine.plan.step import StepPlan
+from kvferry.engine.execute.models.build import level_of
+from kvferry.engine.execute.models.compiled import CompiledTransformer
+from kvferry.engine.offline.llm import LLM
+from kvferry.engine.schedule.messages import EngineRequest
+from kvferry.engine.schedule.step.step import StepPlan
 
 
 @dataclass(frozen=True, slots=True)

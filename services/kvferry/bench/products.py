@@ -10,7 +10,7 @@ from kvferry.bench.roofline import measure_machine
 from kvferry.bench.sampling import alternate
 from kvferry.core.clock import Clock
 from kvferry.kernels import compiled
-from kvferry.model.config import ModelConfig
+from kvferry.weights.config import ModelConfig
 
 FORMS = {
     "float32": ("f32", 0, False),

@@ -8,11 +8,11 @@ from kvferry.bench.roofline import random_tokens
 from kvferry.core.clock import Clock
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import SamplingParams
-from kvferry.engine.llm import LLM
-from kvferry.engine.messages import EngineRequest
-from kvferry.engine.profile.begin import begin_recording, end_recording
-from kvferry.engine.profile.recording import Recording
-from kvferry.engine.profile.timeline import GAP, LANES, Span
+from kvferry.engine.loop.record_steps import begin_recording, end_recording
+from kvferry.engine.observe.recording import Recording
+from kvferry.engine.observe.timeline import GAP, LANES, Span
+from kvferry.engine.offline.llm import LLM
+from kvferry.engine.schedule.messages import EngineRequest
 
 _WARM_UP = (32, 3)
 """Tokens of prompt and output of a first request, whose steps allocate memory."""
@@ -55,7 +55,7 @@ def _add(llm: LLM, name: str, shape: Shape) -> None:
 
 
 def spans_of(trace: dict[str, Any]) -> list[Span]:
-    """Return the phases of a Chrome trace that `engine.profile.timeline.chrome_trace` made, without gaps."""
+    """Return the phases of a Chrome trace that `engine.observe.timeline.chrome_trace` made, without gaps."""
     return [
         Span(LANES[event["tid"] - 1], event["name"], event["ts"] * 1e-6, (event["ts"] + event["dur"]) * 1e-6)
         for event in trace["traceEvents"]

@@ -16,8 +16,8 @@ from kvferry.bench.gpu.timing import CudaTimer, rates_of
 from kvferry.core.clock import Clock
 from kvferry.kernels import compiled
 from kvferry.kernels.backends import device_kind
-from kvferry.model.config import ModelConfig
-from kvferry.model.tensors import linear_weights
+from kvferry.weights.config import ModelConfig
+from kvferry.weights.tensors import linear_weights
 
 _READ_BYTES = 512 << 20
 _ROUNDS = 3

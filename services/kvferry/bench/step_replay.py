@@ -8,12 +8,12 @@ from kvferry.core.ids import RequestId
 from kvferry.core.process.memory import usable_memory
 from kvferry.engine.build import build_engine, load_model, runner_for
 from kvferry.engine.engine import Engine
-from kvferry.engine.messages import EngineRequest
-from kvferry.engine.plan.kv_jobs import SequenceUpdate
-from kvferry.engine.plan.step import StepPlan
-from kvferry.engine.profile.log_file import replayed, sampling_of
-from kvferry.engine.profile.step_log import ABORT, ADD, RELEASE, LoggedRequest, Planned, StepLog, planned
-from kvferry.engine.profile.watch import NO_WATCH, StepWatch
+from kvferry.engine.observe.log_file import replayed, sampling_of
+from kvferry.engine.observe.step_log import ABORT, ADD, RELEASE, LoggedRequest, Planned, StepLog, planned
+from kvferry.engine.observe.watch import NO_WATCH, StepWatch
+from kvferry.engine.schedule.messages import EngineRequest
+from kvferry.engine.schedule.step.kv_jobs import SequenceUpdate
+from kvferry.engine.schedule.step.step import StepPlan
 from kvferry.engine.settings import OFF, ON, EngineSettings
 
 Tokens = list[tuple[int, list[int]]]

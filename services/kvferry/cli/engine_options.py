@@ -2,8 +2,8 @@
 
 from kvferry.core.dtypes import DTYPES
 from kvferry.core.settings import Setting, device_name, share, size_bytes, size_or_auto, whole
-from kvferry.engine.policies.class_weights import checked_weights
-from kvferry.engine.speculation.settings import checked_speculation
+from kvferry.engine.schedule.policies.class_weights import checked_weights
+from kvferry.engine.schedule.speculation.settings import checked_speculation
 
 SCHEDULING = Setting(
     "scheduling",

@@ -19,7 +19,7 @@ def engine_settings(values: Values, **changes: object) -> "EngineSettings":
     Settings and fields have the same names. A field without a setting in this command keeps its default.
     """
     # Imported here: these load the engine, which would delay `--help` and errors in flags.
-    from kvferry.engine.plan.step_budget import SchedulerLimits
+    from kvferry.engine.schedule.plan.step_budget import SchedulerLimits
     from kvferry.engine.settings import EngineSettings
     from kvferry.kv.pricing.price import LoadPolicy
 

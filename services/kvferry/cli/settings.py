@@ -7,8 +7,8 @@ from kvferry.cli.engine_options import SCHEDULING as SCHEDULING
 from kvferry.cli.engine_options import TIERS as TIERS
 from kvferry.cli.engine_options import VERIFY_KV as VERIFY_KV
 from kvferry.core.settings import Setting, boolean, seconds, share, size_bytes, whole
-from kvferry.gateway.config import POLICIES
-from kvferry.model.text.answers.registry import AUTO, CALL_PARSERS, REASONING_PARSERS
+from kvferry.gateway.decide.config import POLICIES
+from kvferry.text.answers.registry import AUTO, CALL_PARSERS, REASONING_PARSERS
 
 MODEL = Setting(
     "model", "smollm2-135m-instruct", "A known name, a .gguf file, or a folder with safetensors and config.json."

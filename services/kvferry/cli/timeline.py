@@ -1,7 +1,7 @@
 """Draws the timing of a request as a text timeline."""
 
-from kvferry.rpc.text.text_stream import Usage
-from kvferry.rpc.text.token_source import Timing
+from kvferry.serving.text_stream import Usage
+from kvferry.serving.token_source import Timing
 
 _WIDTH = 40
 

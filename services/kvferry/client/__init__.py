@@ -14,11 +14,11 @@ from kvferry.client.messages import Completion, ModelInfo, Prompt
 from kvferry.core.constraint import Constraint, ConstraintKind
 from kvferry.core.errors import KvferryError
 from kvferry.core.sampling import FinishReason, SamplingParams
-from kvferry.model.requests.beams import BeamParams
-from kvferry.model.text.answers.pieces import CallDelta, ToolCall
-from kvferry.model.text.tools.definitions import Tool
-from kvferry.rpc.text.text_stream import TextChunk
-from kvferry.rpc.text.token_source import Vector
+from kvferry.serving.text_stream import TextChunk
+from kvferry.serving.token_source import Vector
+from kvferry.text.answers.pieces import CallDelta, ToolCall
+from kvferry.text.requests.beams import BeamParams
+from kvferry.text.tools.definitions import Tool
 
 __all__ = [
     "AsyncClient",

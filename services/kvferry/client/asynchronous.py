@@ -11,16 +11,16 @@ from kvferry.client import messages
 from kvferry.client.client_tls import ClientTls
 from kvferry.client.messages import ChatMessage, Completion, ModelInfo, Prompt
 from kvferry.core.sampling import SamplingParams
-from kvferry.model.requests.beams import BeamParams
-from kvferry.model.requests.pooling import PoolingParams, pooling_named
-from kvferry.model.text.tools.definitions import Tool
-from kvferry.model.text.tools.inputs import ToolInput
 from kvferry.rpc.channel import open_channel
 from kvferry.rpc.errors import error_from_rpc
-from kvferry.rpc.text.text_stream import TextChunk
-from kvferry.rpc.text.text_wire import chunk_from_wire
-from kvferry.rpc.text.token_source import Vector
-from kvferry.rpc.text.vector_wire import vectors_from_wire
+from kvferry.rpc.inference.text_wire import chunk_from_wire
+from kvferry.rpc.inference.vector_wire import vectors_from_wire
+from kvferry.serving.text_stream import TextChunk
+from kvferry.serving.token_source import Vector
+from kvferry.text.requests.beams import BeamParams
+from kvferry.text.requests.pooling import PoolingParams, pooling_named
+from kvferry.text.tools.definitions import Tool
+from kvferry.text.tools.inputs import ToolInput
 from kvferry.v1 import inference_pb2, inference_pb2_grpc
 
 T = TypeVar("T")
@@ -174,7 +174,7 @@ class AsyncClient:
 
         Args:
             inputs: 1 to 1024 inputs, each a string or a list of token ids.
-            pooling: `last`, `mean` or `cls`; see `model.requests.pooling.Pooling`.
+            pooling: `last`, `mean` or `cls`; see `text.requests.pooling.Pooling`.
             normalize: whether vectors have an L2 norm of 1.
             dimensions: number of leading values to keep, before a vector is normalized; `None` for all.
             model: name of the model; empty selects the served model.

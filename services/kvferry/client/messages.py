@@ -7,16 +7,16 @@ from typing import cast
 
 from kvferry.core.errors import InvalidRequest, InvariantBroken
 from kvferry.core.sampling import FinishReason, Range, SampledToken, SamplingParams, ScoredToken
-from kvferry.model.requests.beams import BeamParams
-from kvferry.model.requests.output_text import StopReason
-from kvferry.model.requests.pooling import PoolingParams
-from kvferry.model.text.answers.pieces import AssembledCalls, ToolCall
-from kvferry.model.text.tools.definitions import Choice, Tool, ToolUse
-from kvferry.model.text.tools.inputs import ToolInput, calls_from_input, content_from_input, use_from_input
 from kvferry.rpc import wire
-from kvferry.rpc.text.text_stream import TextChunk, Usage
-from kvferry.rpc.text.token_source import Timing
-from kvferry.rpc.text.vector_wire import pooling_to_wire
+from kvferry.rpc.inference.vector_wire import pooling_to_wire
+from kvferry.serving.text_stream import TextChunk, Usage
+from kvferry.serving.token_source import Timing
+from kvferry.text.answers.pieces import AssembledCalls, ToolCall
+from kvferry.text.requests.beams import BeamParams
+from kvferry.text.requests.output_text import StopReason
+from kvferry.text.requests.pooling import PoolingParams
+from kvferry.text.tools.definitions import Choice, Tool, ToolUse
+from kvferry.text.tools.inputs import ToolInput, calls_from_input, content_from_input, use_from_input
 from kvferry.v1 import common_pb2, inference_pb2
 
 ChatMessage = Mapping[str, object]

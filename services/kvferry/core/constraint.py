@@ -38,7 +38,7 @@ class Constraint:
     apply it from the first token."""
 
     def __post_init__(self) -> None:
-        """Check the sizes; the content is checked by `kvferry.model.grammar`.
+        """Check the sizes; the content is checked by `kvferry.text.grammar`.
 
         Raises:
             InvalidRequest: the source or `after` is too long, or a `JSON_OBJECT` has a source.

@@ -4,7 +4,8 @@ from typing import Protocol
 
 
 class EpochTable(Protocol):
-    """Table with an unsigned 64-bit epoch per page, indexed by page. Written only by `engine.blocks.block_pool`."""
+    """Table with an unsigned 64-bit epoch per page, indexed by page. Written only by
+    `engine.schedule.blocks.block_pool`."""
 
     def __len__(self) -> int: ...
 

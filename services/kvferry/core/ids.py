@@ -32,7 +32,7 @@ class AdapterId(NamedTuple):
     name: str
     """Name by which requests choose the adapter."""
     digest: bytes
-    """32-byte digest of its content (`model.adapters`); it changes when the adapter is replaced."""
+    """32-byte digest of its content (`weights.adapters`); it changes when the adapter is replaced."""
 
 
 def new_incarnation() -> Incarnation:

@@ -1,8 +1,8 @@
 """Inference engine with a paged KV cache and continuous batching: token ids in, token ids out.
 
-Decisions (`blocks`, `plan`) are pure and do not import torch; `tensors`, `run`, `gpu` and `models` hold the tensors;
-`loads` moves KV to and from peers and tiers; `engine` combines them; `llm` is the offline API. The engine depends on
-`kvferry.kv.interface.connector`, never on a transport.
+`schedule` decides and is pure; `execute` holds the tensors; `observe` reports; `engine` combines them, `build` puts an
+engine together from its settings, `loop` runs it on a thread, and `offline` is the API for Python programs. The engine
+depends on `kvferry.kv.interface.connector`, never on a transport.
 
 `LLM` and `AsyncLLM` are imported on first use, so that importing the pure parts does not import torch.
 """
@@ -13,22 +13,22 @@ from typing import TYPE_CHECKING
 from kvferry.core.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from kvferry.engine.async_llm import AsyncLLM
-    from kvferry.engine.beams.beam_search import BeamOutput
-    from kvferry.engine.completion import Completion, CompletionPart
-    from kvferry.engine.embedding import Embedding
-    from kvferry.engine.llm import LLM
-    from kvferry.model.requests.beams import BeamParams
+    from kvferry.engine.offline.async_llm import AsyncLLM
+    from kvferry.engine.offline.beam_search import BeamOutput
+    from kvferry.engine.offline.completion import Completion, CompletionPart
+    from kvferry.engine.offline.embedding import Embedding
+    from kvferry.engine.offline.llm import LLM
+    from kvferry.text.requests.beams import BeamParams
 
 __all__ = ["LLM", "AsyncLLM", "BeamOutput", "BeamParams", "Completion", "CompletionPart", "Embedding", "SamplingParams"]
 _MODULES = {
-    "LLM": "kvferry.engine.llm",
-    "AsyncLLM": "kvferry.engine.async_llm",
-    "BeamOutput": "kvferry.engine.beams.beam_search",
-    "BeamParams": "kvferry.model.requests.beams",
-    "Completion": "kvferry.engine.completion",
-    "CompletionPart": "kvferry.engine.completion",
-    "Embedding": "kvferry.engine.embedding",
+    "LLM": "kvferry.engine.offline.llm",
+    "AsyncLLM": "kvferry.engine.offline.async_llm",
+    "BeamOutput": "kvferry.engine.offline.beam_search",
+    "BeamParams": "kvferry.text.requests.beams",
+    "Completion": "kvferry.engine.offline.completion",
+    "CompletionPart": "kvferry.engine.offline.completion",
+    "Embedding": "kvferry.engine.offline.embedding",
 }
 
 

@@ -14,37 +14,37 @@ from kvferry.core.dtypes import activation_dtype
 from kvferry.core.epochs import EpochTable
 from kvferry.core.errors import UsageError
 from kvferry.core.hashing import BlockNamers
-from kvferry.engine.adapters.adapter_settings import check_adapter_settings
-from kvferry.engine.adapters.adapter_store import AdapterStore, LoadedAdapter
-from kvferry.engine.drafts.load_draft import LoadedDraft, load_draft
-from kvferry.engine.drafts.load_heads import LoadedEagle, LoadedMedusa, load_heads
+from kvferry.engine.adapter_settings import check_adapter_settings
 from kvferry.engine.engine import Engine
-from kvferry.engine.grammar.grammar_masks import OFFLINE_SECONDS, GrammarMasks
+from kvferry.engine.execute.build_runner import build_runner
+from kvferry.engine.execute.drafts.load_draft import LoadedDraft, load_draft
+from kvferry.engine.execute.drafts.load_heads import LoadedEagle, LoadedMedusa, load_heads
+from kvferry.engine.execute.dtypes.compute_dtype import choose_dtype
+from kvferry.engine.execute.dtypes.dtype_record import recorded_dtype
+from kvferry.engine.execute.grammar.grammar_masks import OFFLINE_SECONDS, GrammarMasks
+from kvferry.engine.execute.models.build import build_model
+from kvferry.engine.execute.models.model import Model
+from kvferry.engine.execute.run.runner import Runner
+from kvferry.engine.execute.tensors.device import CPU, choose_device
+from kvferry.engine.execute.tensors.paged_kv import PagedKv
 from kvferry.engine.kv_memory import kv_memory, releases_window_pages
-from kvferry.engine.models.build import build_model
-from kvferry.engine.models.model import Model
-from kvferry.engine.run.build_runner import build_runner
-from kvferry.engine.run.runner import Runner
+from kvferry.engine.schedule.adapters.adapter_store import AdapterStore, LoadedAdapter
+from kvferry.engine.schedule.speculation.settings import parse_speculation
+from kvferry.engine.schedule.speculation.speculation import Speculation, speculation_of
 from kvferry.engine.settings import ASYNC_STEPS, LOAD_FORMATS, ON, EngineSettings
-from kvferry.engine.speculation.settings import parse_speculation
-from kvferry.engine.speculation.speculation import Speculation, speculation_of
-from kvferry.engine.tensors.compute_dtype import choose_dtype
-from kvferry.engine.tensors.device import CPU, choose_device
-from kvferry.engine.tensors.dtype_record import recorded_dtype
-from kvferry.engine.tensors.paged_kv import PagedKv
 from kvferry.kernels.backends import device_kind
 from kvferry.kv.interface.connector import KvLoader, PageMemory
 from kvferry.kv.interface.mirror import SAME_PAGES, PageMirror
 from kvferry.kv.interface.tiering import KvTiers
 from kvferry.kv.pages.layout import KvLayout
 from kvferry.kv.pricing.price import PriceBook
-from kvferry.model.adapters.adapter_folder import read_adapter
-from kvferry.model.config import ModelConfig
-from kvferry.model.features import model_digest
-from kvferry.model.grammar.compiler import GrammarCompiler
 from kvferry.model.shapes import shape_of
 from kvferry.model.source import ModelSource, open_model
-from kvferry.model.tensors import TensorSource
+from kvferry.text.grammar.compiler import GrammarCompiler
+from kvferry.weights.adapters.adapter_folder import read_adapter
+from kvferry.weights.config import ModelConfig
+from kvferry.weights.features import model_digest
+from kvferry.weights.tensors import TensorSource
 
 _log = logging.getLogger(__name__)
 _MIN_BLOCKS = 2
@@ -239,7 +239,7 @@ def engine_pages(loaded: LoadedModel, memory: PageMemory) -> EnginePages:
     """
     if device_kind(loaded.model.device) == CPU:
         return EnginePages(runner_for(loaded, memory), SAME_PAGES)
-    from kvferry.engine.gpu.host_mirror import HostMirror  # imports torch
+    from kvferry.engine.execute.gpu.host_mirror import HostMirror  # imports torch
     from kvferry.kernels.host_copies import CudaCopyStream, HostCopies, pin
 
     runner = runner_for(loaded)
@@ -394,7 +394,7 @@ def _dtype(settings: EngineSettings, config: ModelConfig, device: str) -> str:
 def _random_tensors(config: ModelConfig, dtype: str, device: str, seed: int) -> TensorSource:
     import torch  # importing torch takes a second
 
-    from kvferry.engine.models.random_tensors import RandomTensors
+    from kvferry.engine.execute.models.random_tensors import RandomTensors
 
     drawn = activation_dtype(dtype)
     return RandomTensors(config, dtype=getattr(torch, drawn), device=device, seed=seed)

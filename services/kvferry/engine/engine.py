@@ -13,32 +13,32 @@ from kvferry.core.errors import InvalidRequest, Overloaded, UnknownModel, shorte
 from kvferry.core.hashing import BlockNamer, BlockNamers, is_scope_of
 from kvferry.core.ids import AdapterId, BlockId, RequestId
 from kvferry.core.load import WorkerLoad
-from kvferry.engine.adapters.activation import AdapterActivation
-from kvferry.engine.adapters.adapter_slots import AdapterSlots, PackedAdapter
-from kvferry.engine.adapters.adapter_store import AdapterInfo, AdapterStore, LoadedAdapter
-from kvferry.engine.blocks.allocation import Allocator
-from kvferry.engine.engine_load import engine_load
-from kvferry.engine.engine_statistics import EngineStatistics
-from kvferry.engine.grammar.grammar_masks import GrammarMasks
-from kvferry.engine.loads.kv_loads import KvLoads
-from kvferry.engine.loads.kv_prefetch import KvPrefetchRequest
-from kvferry.engine.messages import EngineRequest, StepOutput
-from kvferry.engine.pins.pinning import Pinning
-from kvferry.engine.plan.kv_jobs import Export, SequenceUpdate
-from kvferry.engine.plan.pipeline import Pipeline, StepRunner
-from kvferry.engine.plan.scheduler import Scheduler
-from kvferry.engine.plan.sequence import Sequence
-from kvferry.engine.plan.step import StepPlan
-from kvferry.engine.plan.step_budget import SchedulerLimits
-from kvferry.engine.pooling.prompt_pooling import PromptPooling
-from kvferry.engine.profile.watch import COMPUTE, MESSAGES, NO_WATCH, PLAN, RECORD, StepWatch
-from kvferry.engine.plan.prompt_length import check_length
-from kvferry.engine.speculation.speculation import Speculation
+from kvferry.engine.execute.grammar.grammar_masks import GrammarMasks
+from kvferry.engine.observe.engine_load import engine_load
+from kvferry.engine.observe.engine_statistics import EngineStatistics
+from kvferry.engine.observe.watch import COMPUTE, MESSAGES, NO_WATCH, PLAN, RECORD, StepWatch
+from kvferry.engine.schedule.adapters.activation import AdapterActivation
+from kvferry.engine.schedule.adapters.adapter_store import AdapterInfo, AdapterStore, LoadedAdapter
+from kvferry.engine.schedule.blocks.allocation import Allocator
+from kvferry.engine.schedule.loads.kv_loads import KvLoads
+from kvferry.engine.schedule.loads.kv_prefetch import KvPrefetchRequest
+from kvferry.engine.schedule.messages import EngineRequest, StepOutput
+from kvferry.engine.schedule.pins.pinning import Pinning
+from kvferry.engine.schedule.plan.pipeline import Pipeline, StepRunner
+from kvferry.engine.schedule.plan.prompt_length import check_length
+from kvferry.engine.schedule.plan.scheduler import Scheduler
+from kvferry.engine.schedule.plan.step_budget import SchedulerLimits
+from kvferry.engine.schedule.speculation.speculation import Speculation
+from kvferry.engine.schedule.step.adapter_slots import AdapterSlots, PackedAdapter
+from kvferry.engine.schedule.step.kv_jobs import Export, SequenceUpdate
+from kvferry.engine.schedule.step.prompt_pooling import PromptPooling
+from kvferry.engine.schedule.step.sequence import Sequence
+from kvferry.engine.schedule.step.step import StepPlan
 from kvferry.kv.interface.connector import KvLoader
 from kvferry.kv.interface.tiering import KvMessage, KvTiers
 from kvferry.kv.pages.layer_groups import FULL_ATTENTION
 from kvferry.kv.pricing.price import LoadPolicy, PriceBook
-from kvferry.model.requests.prompt_parameters import check_prompt_logprobs
+from kvferry.text.requests.prompt_parameters import check_prompt_logprobs
 
 
 class Engine:

@@ -2,11 +2,11 @@
 
 from kvferry.core.errors import UsageError
 from kvferry.core.process.memory import usable_memory
-from kvferry.engine.models.model import Model
+from kvferry.engine.execute.models.model import Model
+from kvferry.engine.execute.tensors.device import CPU
 from kvferry.engine.settings import AUTO, DEFAULT_KV_BYTES, KEEP, RELEASE, WINDOW_PAGES, EngineSettings
-from kvferry.engine.tensors.device import CPU
 from kvferry.kv.pages.layer_groups import FULL_ATTENTION, choose_groups
-from kvferry.model.config import ModelConfig
+from kvferry.weights.config import ModelConfig
 
 
 def kv_memory(settings: EngineSettings, config: ModelConfig, device: str) -> int:
@@ -32,7 +32,7 @@ def kv_memory(settings: EngineSettings, config: ModelConfig, device: str) -> int
         return settings.kv_bytes
     import torch
 
-    from kvferry.engine.gpu.memory import GpuMemory, activation_bytes, kv_budget
+    from kvferry.engine.execute.gpu.memory import GpuMemory, activation_bytes, kv_budget
 
     free, total = torch.cuda.mem_get_info()
     limits = settings.limits

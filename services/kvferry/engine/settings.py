@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from kvferry.engine.plan.step_budget import SchedulerLimits
-from kvferry.engine.ranges import check_ranges, check_share
+from kvferry.engine.schedule.plan.step_budget import SchedulerLimits
+from kvferry.engine.schedule.ranges import check_ranges, check_share
 from kvferry.kv.pricing.price import LoadPolicy
 
 LOAD_FORMATS = ("auto", "dummy")
@@ -43,7 +43,7 @@ class EngineSettings:
     kernels: str = "auto"
     """Kernels, one of `models.build.KERNELS`."""
     cuda_graphs: str = "auto"
-    """CUDA graph capture of steps on a GPU, one of `run.build_runner.CUDA_GRAPHS`."""
+    """CUDA graph capture of steps on a GPU, one of `execute.build_runner.CUDA_GRAPHS`."""
     async_steps: str = ON
     """Whether the next step is launched before the tokens of the current one are recorded, one of `ASYNC_STEPS`."""
     stream_interval: int = 1
@@ -77,7 +77,7 @@ class EngineSettings:
     adapter_slots: int = 8
     """Maximum number of adapters in one step; 0 refuses adapters."""
     max_adapter_rank: int = 64
-    """Largest accepted rank of an adapter, at most `model.adapters.adapter_config.MAX_RANK`."""
+    """Largest accepted rank of an adapter, at most `weights.adapters.adapter_config.MAX_RANK`."""
     adapter_bytes: int = 1 << 30
     """Host memory for adapter weights in bytes; beyond it, adapters that are not in a slot are evicted and loaded again
     when needed."""

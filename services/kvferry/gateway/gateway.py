@@ -10,43 +10,43 @@ from kvferry.core.ids import new_incarnation
 from kvferry.core.process.open_files import max_connections
 from kvferry.gateway.admission.flow_gate import FlowGate
 from kvferry.gateway.admission.tenants import Tenants
-from kvferry.gateway.cache_feeds.cache_feeds import CacheFeeds
-from kvferry.gateway.cache_feeds.map_metrics import CacheMapCollector
-from kvferry.gateway.cache_map.cache_map import CacheMap
-from kvferry.gateway.certificate_metrics import CertificateCollector
-from kvferry.gateway.config import DispatchConfig, FlowConfig, GatewayConfig
-from kvferry.gateway.dashboard.history import INTERVAL_SECONDS, History
+from kvferry.gateway.decide.cache_map.cache_map import CacheMap
+from kvferry.gateway.decide.config import DispatchConfig, FlowConfig, GatewayConfig
+from kvferry.gateway.decide.lifecycle.sample_run import SampleRun
+from kvferry.gateway.decide.routing.holding import Holding
 from kvferry.gateway.dispatch.dispatcher import Dispatcher
 from kvferry.gateway.fleet.adapter_changes import AdapterChanges
+from kvferry.gateway.fleet.cache_feeds.cache_feeds import CacheFeeds
+from kvferry.gateway.fleet.cache_feeds.map_metrics import CacheMapCollector
 from kvferry.gateway.fleet.cache_reset import CacheReset
 from kvferry.gateway.fleet.endpoint_slices import EndpointSlices
 from kvferry.gateway.fleet.fleet import Fleet
 from kvferry.gateway.fleet.fleet_report import fleet_report
 from kvferry.gateway.fleet.membership import Knowledge, Membership
+from kvferry.gateway.fleet.pins.fleet_pins import FleetPins
 from kvferry.gateway.fleet.pool_api import PoolApi
 from kvferry.gateway.fleet.readiness import FleetCollector, PoolCollector, can_serve, notes
 from kvferry.gateway.fleet.waking import Waker
 from kvferry.gateway.fleet.worker_keys import WorkerKeys
 from kvferry.gateway.http.admin_api import AdminApi
 from kvferry.gateway.http.client_api import ClientApi
-from kvferry.gateway.http.http_server import HttpServer
 from kvferry.gateway.http.pin_routes import PinRoutes
-from kvferry.gateway.http.tls import Certificate
-from kvferry.gateway.instruments import Instruments
-from kvferry.gateway.lifecycle.sample_run import SampleRun
-from kvferry.gateway.pins.fleet_pins import FleetPins
-from kvferry.gateway.request_trace.trace_file import TraceFile
-from kvferry.gateway.request_trace.trace_line import TracedSample
-from kvferry.gateway.routing.holding import Holding
+from kvferry.gateway.http.server.http_server import HttpServer
+from kvferry.gateway.http.server.tls import Certificate
+from kvferry.gateway.observe.certificate_metrics import CertificateCollector
+from kvferry.gateway.observe.dashboard.history import INTERVAL_SECONDS, History
+from kvferry.gateway.observe.instruments import Instruments
+from kvferry.gateway.observe.request_trace.trace_file import TraceFile
+from kvferry.gateway.observe.request_trace.trace_line import TracedSample
 from kvferry.rpc.channel import MAX_CLIENT_MESSAGE_BYTES
+from kvferry.rpc.inference.inference import inference_service
 from kvferry.rpc.otlp import open_tracer
 from kvferry.rpc.server import MAX_CONNECTIONS, RpcServer, start_server
-from kvferry.rpc.text.constraint_check import ConstraintCheck
-from kvferry.rpc.text.inference import inference_service
-from kvferry.rpc.text.text_model import TextModel
-from kvferry.rpc.text.text_process import TextProcess
-from kvferry.rpc.text.text_service import TextService
 from kvferry.rpc.tls.pool_tls import PoolTls
+from kvferry.serving.constraint_check import ConstraintCheck
+from kvferry.serving.text_model import TextModel
+from kvferry.serving.text_process import TextProcess
+from kvferry.serving.text_service import TextService
 
 _log = logging.getLogger(__name__)
 _SHARE_OF_FILES = 0.25

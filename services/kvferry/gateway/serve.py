@@ -8,12 +8,12 @@ from contextlib import nullcontext
 from kvferry.core.clock import Clock, SystemClock
 from kvferry.core.process.memory import MemoryGrowth, free_memory, resident_memory
 from kvferry.core.process.stop_signals import stop_signals
-from kvferry.gateway.config import GatewayConfig
+from kvferry.gateway.decide.config import GatewayConfig
 from kvferry.gateway.fleet.worker_keys import WorkerKeys
 from kvferry.gateway.gateway import Gateway, Listening
-from kvferry.rpc.text.constraint_check import ConstraintCheck
-from kvferry.rpc.text.text_model import TextModel
-from kvferry.rpc.text.text_process import TextProcess
+from kvferry.serving.constraint_check import ConstraintCheck
+from kvferry.serving.text_model import TextModel
+from kvferry.serving.text_process import TextProcess
 
 _log = logging.getLogger(__name__)
 _MEMORY_SECONDS = 5.0

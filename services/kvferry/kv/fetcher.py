@@ -21,7 +21,6 @@ from kvferry.core.ids import BlockId, RequestId
 from kvferry.core.process.exit_threads import start_thread
 from kvferry.kv.handoff import attempt as effects
 from kvferry.kv.handoff.attempt import Attempt, Effect, Effects
-from kvferry.kv.handoff.ticket import plan_for
 from kvferry.kv.handoff.transfers import TransferState, TransferTimes
 from kvferry.kv.interface.connector import (
     FetchSource,
@@ -36,6 +35,7 @@ from kvferry.kv.interface.connector import (
     Transport,
 )
 from kvferry.kv.interface.mirror import SAME_PAGES, CopyError, PageMirror
+from kvferry.kv.interface.ticket import plan_for
 from kvferry.kv.pages.digests import page_digests
 from kvferry.kv.pages.layout import KvLayout
 from kvferry.kv.pages.relayout import Relayout

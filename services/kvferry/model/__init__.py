@@ -1,5 +1,4 @@
-"""Model files and text processing: finds and reads model files, converts between text and tokens.
+"""A model by name: opens its weights and its text together.
 
-Uses numpy but not torch: the gateway uses this package for tokenization and must start without torch. The forward pass
-is in `kvferry.engine`.
+The forward pass is in `kvferry.engine.execute`.
 """

@@ -9,9 +9,9 @@ from types import MappingProxyType
 
 from kvferry.core.errors import UnknownModel
 from kvferry.model import tiny
-from kvferry.model.config import ModelConfig
-from kvferry.model.files.catalog import DEFAULT_MODEL
-from kvferry.model.rope import Llama3RopeScaling
+from kvferry.model.catalog import DEFAULT_MODEL
+from kvferry.weights.config import ModelConfig
+from kvferry.weights.rope import Llama3RopeScaling
 
 _LLAMA_8B = ModelConfig(
     name="llama-3.1-8b",

@@ -8,18 +8,18 @@ from pathlib import Path
 
 from kvferry.core.errors import ModelFileError, UnknownModel, shortened
 from kvferry.model import tiny
-from kvferry.model.config import ModelConfig
-from kvferry.model.files.catalog import CATALOG, embedded
-from kvferry.model.files.fetch import Progress, fetch, file_sha256
-from kvferry.model.files.gguf.gguf_model import GgufModel
-from kvferry.model.files.gguf.parts import part_paths
-from kvferry.model.files.regular_file import is_present, read_file
-from kvferry.model.files.safetensors_dir import SafetensorsModel, read_json
-from kvferry.model.tensors import TensorSource
-from kvferry.model.text.chat_template import ChatTemplate
-from kvferry.model.text.gguf.header_tokenizer import tokenizer_from_gguf
-from kvferry.model.text.tokenizer import Tokenizer
-from kvferry.model.text.tokenizer_files import tokenizer_from_json
+from kvferry.model.catalog import CATALOG, embedded
+from kvferry.model.fetch import Progress, fetch, file_sha256
+from kvferry.text.templates.chat_template import ChatTemplate
+from kvferry.text.tokenizing.gguf.header_tokenizer import tokenizer_from_gguf
+from kvferry.text.tokenizing.tokenizer import Tokenizer
+from kvferry.text.tokenizing.tokenizer_files import tokenizer_from_json
+from kvferry.weights.checkpoints.gguf.gguf_model import GgufModel
+from kvferry.weights.checkpoints.gguf.parts import part_paths
+from kvferry.weights.checkpoints.safetensors_dir import SafetensorsModel, read_json
+from kvferry.weights.config import ModelConfig
+from kvferry.weights.files.regular_file import is_present, read_file
+from kvferry.weights.tensors import TensorSource
 
 _TEMPLATE = "chat_template"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", f"{_TEMPLATE}.jinja", f"{_TEMPLATE}.json")

@@ -14,10 +14,10 @@ import numpy.typing as npt
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-from kvferry.model.config import ModelConfig
-from kvferry.model.tensors import EMBEDDING, F32, HEAD, Shape, Stored, expected_shapes
-from kvferry.model.text.byte_level import CHARACTER_OF
-from kvferry.model.text.tokenizer import Tokenizer
+from kvferry.text.tokenizing.byte_level import CHARACTER_OF
+from kvferry.text.tokenizing.tokenizer import Tokenizer
+from kvferry.weights.config import ModelConfig
+from kvferry.weights.tensors import EMBEDDING, F32, HEAD, Shape, Stored, expected_shapes
 
 NAME = "tiny"
 BOS, END_OF_TURN, END_OF_TEXT = "<|im_start|>", "<|im_end|>", "<|endoftext|>"

@@ -1,6 +1,6 @@
-"""gRPC code shared by all processes: errors, servers, channels, message conversion, and text generation over token
-streams.
+"""gRPC code shared by all processes: errors, servers, channels, authentication, message conversion, and the
+`Inference` service.
 
-May import core, model, the generated messages and grpc; never torch, an engine or a connector, so that a gateway
-starts fast and stays small.
+May import core, text, serving, the generated messages and grpc; never torch, an engine or a connector, so that a
+gateway starts fast and stays small.
 """

@@ -25,7 +25,7 @@ from kvferry.core.sampling import (
     SamplingParams,
     ScoredToken,
 )
-from kvferry.rpc.text.token_source import KvReport
+from kvferry.serving.token_source import KvReport
 from kvferry.v1 import common_pb2, decode_pb2, prefill_pb2, worker_admin_pb2
 
 MAX_SAMPLES = 64

@@ -6,9 +6,9 @@ from kvferry.core.errors import UsageError
 from kvferry.core.traces.spans import TraceSettings
 from kvferry.engine.settings import EngineSettings
 from kvferry.kv.handoff.offers import OfferTimes
-from kvferry.model.requests.answer_forms import AnswerParsers
 from kvferry.rpc.access.hosts import is_host
 from kvferry.rpc.tls.certificate_files import CertificateFiles
+from kvferry.text.requests.answer_forms import AnswerParsers
 
 ROLES = ("prefill", "decode", "both", "split")
 EPOCHS, DIGEST = "epochs", "digest"

@@ -2,11 +2,11 @@
 
 from collections.abc import AsyncGenerator
 
-from kvferry.engine.embedding import pooling_request
-from kvferry.engine.messages import EngineRequest
-from kvferry.model.requests.pooling import PoolingParams
-from kvferry.rpc.text.token_source import Timing, TokenEvent, TokenRequest, Vector
-from kvferry.workers.context import WorkerContext, sequence_id
+from kvferry.engine.offline.embedding import pooling_request
+from kvferry.engine.schedule.messages import EngineRequest
+from kvferry.serving.token_source import Timing, TokenEvent, TokenRequest, Vector
+from kvferry.text.requests.pooling import PoolingParams
+from kvferry.workers.calls.context import WorkerContext, sequence_id
 from kvferry.workers.handoff.kv_report import KvReportBuilder
 from kvferry.workers.services.pooling import compute_vector
 

@@ -22,8 +22,8 @@ from kvferry.core.ids import new_incarnation
 from kvferry.core.process.stop_signals import stop_signals
 from kvferry.core.traces.spans import Tracer
 from kvferry.engine.build import LoadedModel, load_model
-from kvferry.engine.speculation.settings import OFF
-from kvferry.engine.tensors.device import CPU
+from kvferry.engine.execute.tensors.device import CPU
+from kvferry.engine.schedule.speculation.settings import OFF
 from kvferry.rpc.otlp import open_tracer
 from kvferry.rpc.server import RpcServer
 from kvferry.rpc.tls.pool_tls import PoolTls

@@ -19,7 +19,7 @@ from kvferry.core.errors import UsageError
 from kvferry.core.histogram import Histogram
 from kvferry.core.metrics import Metric
 from kvferry.engine.engine import Engine
-from kvferry.engine.speculation.speculation import SpeculationCounts
+from kvferry.engine.schedule.speculation.speculation import SpeculationCounts
 from kvferry.rpc.tls.pool_tls import PoolTls
 from kvferry.v1.worker_admin_pb2 import StatusResponse
 from kvferry.workers.unit import WorkerUnit

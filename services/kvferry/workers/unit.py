@@ -14,25 +14,25 @@ from kvferry.core.ids import Incarnation, WorkerId
 from kvferry.core.sampling import SamplingParams
 from kvferry.engine.build import EnginePages, LoadedModel, build_engine, engine_pages
 from kvferry.engine.engine import Engine
+from kvferry.engine.execute.tensors.device import device_title
 from kvferry.engine.loop.engine_loop import CommandQueue, EngineLoop
-from kvferry.engine.messages import EngineRequest, MaskReady
-from kvferry.engine.tensors.device import device_title
+from kvferry.engine.schedule.messages import EngineRequest, MaskReady
 from kvferry.kv.fetcher import Fetcher
-from kvferry.kv.handoff.ticket import Keyring
 from kvferry.kv.interface.connector import PageMemory, TransportSetup
 from kvferry.kv.interface.mirror import SAME_PAGES
+from kvferry.kv.interface.ticket import Keyring
 from kvferry.kv.populate import populate_in_background
 from kvferry.kv.registry import open_transport
 from kvferry.model.source import ModelSource
 from kvferry.rpc.access.call_keys import CallSigner, CallVerifier, role_key
 from kvferry.rpc.access.table import CallerRole
+from kvferry.rpc.inference.inference import inference_service
 from kvferry.rpc.server import RpcServer, Service, start_server
-from kvferry.rpc.text.constraint_check import ConstraintCheck
-from kvferry.rpc.text.inference import inference_service
-from kvferry.rpc.text.model_text import open_text_model, text_model_of
-from kvferry.rpc.text.text_process import TextProcess
-from kvferry.rpc.text.text_service import TextService
 from kvferry.rpc.tls.pool_tls import PoolTls
+from kvferry.serving.constraint_check import ConstraintCheck
+from kvferry.serving.model_text import open_text_model, text_model_of
+from kvferry.serving.text_process import TextProcess
+from kvferry.serving.text_service import TextService
 from kvferry.v1 import (
     common_pb2,
     decode_pb2_grpc,
@@ -44,8 +44,8 @@ from kvferry.v1 import (
 from kvferry.v1.worker_admin_pb2 import StatusResponse
 from kvferry.workers.adapters.adapter_loader import AdapterLoader
 from kvferry.workers.adapters.listed_adapters import ListedAdapters
+from kvferry.workers.calls.context import WorkerContext, sequence_id
 from kvferry.workers.config import DIGEST, WorkerConfig
-from kvferry.workers.context import WorkerContext, sequence_id
 from kvferry.workers.handoff.kv_prefetch import KvPrefetcher
 from kvferry.workers.handoff.offer_desk import OfferDesk
 from kvferry.workers.handoff.page_publisher import PagePublisher

@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from kvferry.model.config import ModelConfig
-from kvferry.model.files.catalog import DEFAULT_MODEL
-from kvferry.model.files.gguf.gguf_model import GgufModel
+from kvferry.model.catalog import DEFAULT_MODEL
 from kvferry.model.source import open_model
-from kvferry.model.tensors import linear_weights
+from kvferry.weights.checkpoints.gguf.gguf_model import GgufModel
+from kvferry.weights.config import ModelConfig
+from kvferry.weights.tensors import linear_weights
 
 _GGUF_TYPES = {"f16": gguf.GGMLQuantizationType.F16, "bf16": gguf.GGMLQuantizationType.BF16}
 _FILE_TYPES = {"f16": gguf.LlamaFileType.MOSTLY_F16, "bf16": gguf.LlamaFileType.MOSTLY_BF16}

@@ -14,12 +14,12 @@ import torch
 
 from harness.device.device_trace import DeviceTrace
 from kvferry.engine.build import EnginePages, LoadedModel
-from kvferry.engine.gpu.host_mirror import HostMirror
-from kvferry.engine.models.model import Model
-from kvferry.engine.plan.step import StepPlan, StepResult
-from kvferry.engine.run.runner import ComputedStep, PreparedStep
-from kvferry.engine.run.threaded_runner import LaunchedStep, ThreadedRunner
-from kvferry.engine.tensors.paged_kv import PagedKv
+from kvferry.engine.execute.gpu.host_mirror import HostMirror
+from kvferry.engine.execute.models.model import Model
+from kvferry.engine.execute.run.runner import ComputedStep, PreparedStep
+from kvferry.engine.execute.run.threaded_runner import LaunchedStep, ThreadedRunner
+from kvferry.engine.execute.tensors.paged_kv import PagedKv
+from kvferry.engine.schedule.step.step import StepPlan, StepResult
 from kvferry.kernels.host_copies import HostCopies
 from kvferry.kv.interface.connector import PageMemory
 from kvferry.kv.pages.layout import KvLayout

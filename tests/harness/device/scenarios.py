@@ -13,8 +13,8 @@ from harness.servers.worker_channel import worker_channel
 from kvferry.core.hashing import cache_scope
 from kvferry.core.ids import AdapterId
 from kvferry.engine import LLM, SamplingParams
-from kvferry.engine.gpu.host_mirror import HostMirror
-from kvferry.engine.plan.step_budget import SchedulerLimits
+from kvferry.engine.execute.gpu.host_mirror import HostMirror
+from kvferry.engine.schedule.plan.step_budget import SchedulerLimits
 from kvferry.rpc.wire import sampling_to_wire
 from kvferry.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 

@@ -11,7 +11,7 @@ from harness.servers.worker_channel import TEST_KEYS
 from kvferry.core.clock import SystemClock
 from kvferry.core.ids import new_incarnation
 from kvferry.engine.build import EnginePages, LoadedModel, load_model
-from kvferry.engine.run.runner import Runner
+from kvferry.engine.execute.run.runner import Runner
 from kvferry.engine.settings import EngineSettings
 from kvferry.kv.interface.connector import PageMemory
 from kvferry.kv.interface.mirror import PageMirror

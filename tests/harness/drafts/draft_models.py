@@ -9,15 +9,15 @@ import numpy as np
 from harness.fakes.engines import EOS, VOCAB, ArithmeticRunner, next_token, state_after
 from harness.fakes.heads import candidates
 from kvferry.core.ids import RequestId
-from kvferry.engine.drafts.draft_model import DraftModel
-from kvferry.engine.drafts.head_models import Floats, Predicted
-from kvferry.engine.drafts.medusa_drafts import MedusaDrafts
-from kvferry.engine.models.model import Logits
-from kvferry.engine.plan.step import ScheduledSequence, StepPlan
-from kvferry.engine.speculation.acceptance import support_of_confidence
-from kvferry.engine.speculation.model_drafts import DraftRequest, ModelDraft
-from kvferry.engine.speculation.row_prices import RowPrices
-from kvferry.engine.trees.draft_tree import is_chain
+from kvferry.engine.execute.drafts.draft_model import DraftModel
+from kvferry.engine.execute.drafts.head_models import Floats, Predicted
+from kvferry.engine.execute.drafts.medusa_drafts import MedusaDrafts
+from kvferry.engine.execute.models.model import Logits
+from kvferry.engine.schedule.speculation.acceptance import support_of_confidence
+from kvferry.engine.schedule.speculation.model_drafts import DraftRequest, ModelDraft
+from kvferry.engine.schedule.speculation.row_prices import RowPrices
+from kvferry.engine.schedule.step.draft_tree import is_chain
+from kvferry.engine.schedule.step.step import ScheduledSequence, StepPlan
 
 BLOCK_TOKENS = 4
 _PEAK = 6.0

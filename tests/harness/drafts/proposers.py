@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 from harness.fakes.engines import next_token
 from kvferry.core.clock import SystemClock
-from kvferry.engine.speculation.matches import Tokens
-from kvferry.engine.speculation.proposers import NO_DRAFT, Draft
+from kvferry.engine.schedule.speculation.matches import Tokens
+from kvferry.engine.schedule.speculation.proposers import NO_DRAFT, Draft
 
 
 class Oracle:

@@ -19,12 +19,12 @@ from harness.fakes.engines import POISON, a_request, an_engine, drawn_token, nex
 from harness.fakes.heads import eagle_drafts
 from harness.fakes.masks import FakeMasks, allowed_after, constrained, with_constraint
 from kvferry.core.ids import RequestId
-from kvferry.engine.messages import EngineRequest
-from kvferry.engine.speculation.draft_depth import DraftDepth
-from kvferry.engine.speculation.draft_lengths import PayingDrafts, WholeDrafts
-from kvferry.engine.speculation.model_drafts import HiddenReader, ModelDrafts
-from kvferry.engine.speculation.proposers import NgramProposer, Proposer, SuffixProposer
-from kvferry.engine.speculation.speculation import Speculation
+from kvferry.engine.schedule.messages import EngineRequest
+from kvferry.engine.schedule.speculation.draft_depth import DraftDepth
+from kvferry.engine.schedule.speculation.draft_lengths import PayingDrafts, WholeDrafts
+from kvferry.engine.schedule.speculation.model_drafts import HiddenReader, ModelDrafts
+from kvferry.engine.schedule.speculation.proposers import NgramProposer, Proposer, SuffixProposer
+from kvferry.engine.schedule.speculation.speculation import Speculation
 
 EOS = 96
 TEXTS = ("oracle", "suffix", "ngram", "none")

@@ -7,8 +7,8 @@ from random import Random
 
 from kvferry.core.constraint import Constraint, ConstraintKind
 from kvferry.core.sampling import SamplingParams
-from kvferry.model.requests.beams import BeamParams
-from kvferry.model.text.tools.definitions import Tool
+from kvferry.text.requests.beams import BeamParams
+from kvferry.text.tools.definitions import Tool
 
 SCHEMA = {
     "type": "object",

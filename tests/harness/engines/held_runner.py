@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable
 
 from harness.fakes.engines import ArithmeticRunner
-from kvferry.engine.plan.step import StepPlan, StepResult
+from kvferry.engine.schedule.step.step import StepPlan, StepResult
 
 SECONDS = 30.0
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from harness.fakes.engines import a_request, run_until_idle
 from kvferry.core.errors import KvferryError
 from kvferry.engine.engine import Engine
-from kvferry.engine.messages import PinnedPrefix
+from kvferry.engine.schedule.messages import PinnedPrefix
 
 
 @dataclass

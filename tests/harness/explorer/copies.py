@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import TypeVar
 
 from kvferry.core.ids import BlockId
-from kvferry.engine.blocks.block_pool import BlockPool
-from kvferry.gateway.lifecycle.sample_run import SampleRun
+from kvferry.engine.schedule.blocks.block_pool import BlockPool
+from kvferry.gateway.decide.lifecycle.sample_run import SampleRun
 from kvferry.kv.handoff.attempt import Attempt
 from kvferry.kv.handoff.offers import OfferBook, _Offer, _Reader
 

@@ -10,7 +10,7 @@ from harness.explorer.scenario import FINGERPRINT, TRANSFER_TIMES, page_digest
 from harness.explorer.violation import Violation
 from kvferry.core.errors import KvferryError, TicketRejected, Unavailable
 from kvferry.core.ids import BlockId
-from kvferry.engine.blocks.block_pool import BlockPool
+from kvferry.engine.schedule.blocks.block_pool import BlockPool
 from kvferry.kv.handoff import attempt as effects
 from kvferry.kv.handoff.attempt import Effect, Effects
 from kvferry.kv.handoff.transfers import TransferState

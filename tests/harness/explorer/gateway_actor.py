@@ -10,11 +10,11 @@ from harness.explorer.violation import Violation
 from kvferry.core.errors import KvferryError, TicketRejected, Unavailable
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import SampledToken, SamplingParams
-from kvferry.gateway.lifecycle.obligations import MACHINE, Duty, Event, State
-from kvferry.gateway.lifecycle.retry_decision import RetryDecision, retry_decision
-from kvferry.gateway.lifecycle.sample_run import SampleRun, SealedTicket
-from kvferry.kv.handoff import ticket as kv_ticket
-from kvferry.rpc.text.token_source import TokenRequest
+from kvferry.gateway.decide.lifecycle.obligations import MACHINE, Duty, Event, State
+from kvferry.gateway.decide.lifecycle.retry_decision import RetryDecision, retry_decision
+from kvferry.gateway.decide.lifecycle.sample_run import SampleRun, SealedTicket
+from kvferry.kv.interface import ticket as kv_ticket
+from kvferry.serving.token_source import TokenRequest
 
 if TYPE_CHECKING:
     from harness.explorer.parts import Parts

@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from harness.explorer.decode_actor import DecodeActor
 from harness.explorer.gateway_actor import GatewayActor
 from harness.explorer.prefill_actor import PrefillActor
-from kvferry.engine.blocks.block_pool import BlockPool
-from kvferry.gateway.lifecycle.obligations import DUTIES, Duty, State
+from kvferry.engine.schedule.blocks.block_pool import BlockPool
+from kvferry.gateway.decide.lifecycle.obligations import DUTIES, Duty, State
 from kvferry.kv.handoff.attempt import Attempt
 from kvferry.kv.handoff.offers import OfferBook, check_incarnation
 from kvferry.kv.handoff.quarantine import accepts_fetch
-from kvferry.kv.handoff.ticket import check_ticket
+from kvferry.kv.interface.ticket import check_ticket
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ from harness.explorer.scenario import FINGERPRINT, OFFER_TIMES, digest_of, page_
 from harness.explorer.violation import Violation
 from kvferry.core.errors import TicketRejected
 from kvferry.core.ids import BlockId, TicketId
-from kvferry.engine.blocks.block_pool import BlockPool
+from kvferry.engine.schedule.blocks.block_pool import BlockPool
 from kvferry.kv.handoff.offers import OfferBook, OfferState
-from kvferry.kv.handoff.ticket import Ticket
+from kvferry.kv.interface.ticket import Ticket
 
 if TYPE_CHECKING:
     from harness.explorer.parts import Parts

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from kvferry.kv.handoff.offers import OfferTimes
-from kvferry.kv.handoff.ticket import digest_tokens
 from kvferry.kv.handoff.transfers import TransferTimes
+from kvferry.kv.interface.ticket import digest_tokens
 
 OFFER_TIMES = OfferTimes(offer_seconds=2.5, lease_seconds=3.0, quiesce_seconds=1.0, max_failures=3)
 TRANSFER_TIMES = TransferTimes(control_seconds=2.0, min_seconds=8.0, stall_seconds=2.5, queue_seconds=5.0)

@@ -5,9 +5,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
 from typing import Any
 
-from kvferry.model.text.answers.answer import AnswerForm, AnswerSplitter, SplitOptions
-from kvferry.model.text.answers.marks import Marks
-from kvferry.model.text.answers.registry import CallFormat
+from kvferry.text.answers.answer import AnswerForm, AnswerSplitter, SplitOptions
+from kvferry.text.answers.marks import Marks
+from kvferry.text.answers.registry import CallFormat
 
 NAMES = ("f", "g", "get_weather")
 

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 
 from kvferry.core.constraint import Constraint
 from kvferry.core.errors import InvalidRequest
-from kvferry.model.text.answers.answer import AnswerForm
-from kvferry.model.text.answers.registry import CallFormat
-from kvferry.model.text.tools.definitions import Tool
-from kvferry.model.text.tools.prompt import as_text
-from kvferry.rpc.text.text_model import ChatMessages, TextModel
+from kvferry.serving.text_model import ChatMessages, TextModel
+from kvferry.text.answers.answer import AnswerForm
+from kvferry.text.answers.registry import CallFormat
+from kvferry.text.tools.definitions import Tool
+from kvferry.text.tools.prompt import as_text
 
 EOS = 256
 BOS = 257

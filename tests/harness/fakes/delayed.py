@@ -13,8 +13,8 @@ from harness.fakes.engines import ArithmeticRunner, attach
 from harness.fakes.masks import FakeMask
 from kvferry.core.ids import BlockId, RequestId
 from kvferry.engine.engine import Engine
-from kvferry.engine.plan.sampling_plan import needs_host
-from kvferry.engine.plan.step import ScheduledSequence, StepPlan, StepResult
+from kvferry.engine.schedule.step.sampling_plan import needs_host
+from kvferry.engine.schedule.step.step import ScheduledSequence, StepPlan, StepResult
 from kvferry.kv.interface.connector import LoadOutcome, PagesQuiet
 from kvferry.kv.interface.tiering import ObjectKey, StoreDone, TierAnswer, TierSource
 

@@ -15,14 +15,14 @@ from kvferry.core.ids import BlockId, RequestId
 from kvferry.core.philox import uniform
 from kvferry.core.sampling import SampledToken, SamplingParams, ScoredToken
 from kvferry.engine.engine import Engine
-from kvferry.engine.loads.kv_loads import KvLoads
-from kvferry.engine.messages import EngineRequest
-from kvferry.engine.plan.sequence import RemoteKv
-from kvferry.engine.plan.step import Sampled, ScheduledSequence, StepPlan, StepResult, rows_of
-from kvferry.engine.plan.step_budget import SchedulerLimits
-from kvferry.engine.plan.token_mask import unpacked
-from kvferry.engine.speculation.speculation import Speculation
-from kvferry.engine.trees.draft_tree import moves, path_rows
+from kvferry.engine.schedule.loads.kv_loads import KvLoads
+from kvferry.engine.schedule.messages import EngineRequest
+from kvferry.engine.schedule.plan.step_budget import SchedulerLimits
+from kvferry.engine.schedule.speculation.speculation import Speculation
+from kvferry.engine.schedule.step.draft_tree import moves, path_rows
+from kvferry.engine.schedule.step.sequence import RemoteKv
+from kvferry.engine.schedule.step.step import Sampled, ScheduledSequence, StepPlan, StepResult, rows_of
+from kvferry.engine.schedule.step.token_mask import unpacked
 from kvferry.kv.interface.connector import KvLoader
 from kvferry.kv.interface.tiering import KvTiers
 

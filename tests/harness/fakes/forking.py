@@ -10,13 +10,13 @@ from itertools import count
 
 from harness.fakes.stepping import GREEDY
 from kvferry.core.ids import RequestId
-from kvferry.engine.blocks.allocation import Allocator
-from kvferry.engine.blocks.block_pool import BlockPool
-from kvferry.engine.blocks.block_table import BlockTable
-from kvferry.engine.blocks.page_copies import PageCopy
-from kvferry.engine.blocks.prefix_index import PrefixIndex
-from kvferry.engine.plan.step import ScheduledSequence, StepPlan
-from kvferry.engine.run.runner import Runner
+from kvferry.engine.execute.run.runner import Runner
+from kvferry.engine.schedule.blocks.allocation import Allocator
+from kvferry.engine.schedule.blocks.block_pool import BlockPool
+from kvferry.engine.schedule.blocks.block_table import BlockTable
+from kvferry.engine.schedule.blocks.page_copies import PageCopy
+from kvferry.engine.schedule.blocks.prefix_index import PrefixIndex
+from kvferry.engine.schedule.step.step import ScheduledSequence, StepPlan
 
 _numbers = count()
 """Counter for names of branches, unique in the process; versions of block tables are unique only per allocator."""

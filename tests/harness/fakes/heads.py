@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from harness.fakes.engines import EOS, state_after
-from kvferry.engine.drafts.eagle_drafts import EagleDrafts
-from kvferry.engine.drafts.head_models import Floats, Predicted
-from kvferry.engine.tensors.batch import StepBatch
-from kvferry.engine.tensors.paged_kv import PagedKv
-from kvferry.engine.trees.growing_tree import Candidate
+from kvferry.engine.execute.drafts.eagle_drafts import EagleDrafts
+from kvferry.engine.execute.drafts.head_models import Floats, Predicted
+from kvferry.engine.execute.tensors.batch import StepBatch
+from kvferry.engine.execute.tensors.paged_kv import PagedKv
+from kvferry.engine.schedule.speculation.trees.growing_tree import Candidate
 from kvferry.kv.pages.layout import KvLayout
 from kvferry.model import tiny
 

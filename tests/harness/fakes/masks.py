@@ -10,8 +10,8 @@ import numpy.typing as npt
 from harness.fakes.engines import VOCAB
 from kvferry.core.constraint import Constraint, ConstraintKind
 from kvferry.engine.engine import Engine
-from kvferry.engine.messages import EngineRequest
-from kvferry.engine.plan.token_mask import Bits
+from kvferry.engine.schedule.messages import EngineRequest
+from kvferry.engine.schedule.step.token_mask import Bits
 
 SECONDS = 30.0
 ANY = Constraint(ConstraintKind.JSON_OBJECT, "")

@@ -7,16 +7,16 @@ from dataclasses import dataclass, field
 
 from harness.fakes.byte_model import byte_model
 from kvferry.core.sampling import FinishReason, SampledToken
-from kvferry.gateway.config import HttpConfig
+from kvferry.gateway.decide.config import HttpConfig
 from kvferry.gateway.dispatch.journal import Journal
 from kvferry.gateway.http.client_api import ClientApi
-from kvferry.gateway.http.http_server import HttpServer
-from kvferry.gateway.instruments import Instruments
-from kvferry.model.text.answers.registry import CallFormat
+from kvferry.gateway.http.server.http_server import HttpServer
+from kvferry.gateway.observe.instruments import Instruments
+from kvferry.rpc.inference.inference import inference_service
 from kvferry.rpc.server import start_server
-from kvferry.rpc.text.inference import inference_service
-from kvferry.rpc.text.text_service import TextService
-from kvferry.rpc.text.token_source import TokenEvent, TokenRequest
+from kvferry.serving.text_service import TextService
+from kvferry.serving.token_source import TokenEvent, TokenRequest
+from kvferry.text.answers.registry import CallFormat
 
 
 @dataclass

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from harness.fakes.byte_model import NAME
 from harness.fakes.scripted_worker import ScriptedWorker, ScriptedWorkers
 from kvferry.core.clock import SystemClock
-from kvferry.gateway.config import DispatchConfig, Endpoint, FleetConfig
+from kvferry.gateway.decide.config import DispatchConfig, Endpoint, FleetConfig
 from kvferry.gateway.dispatch.dispatcher import Dispatcher
 from kvferry.gateway.fleet.fleet import Fleet
-from kvferry.gateway.instruments import Instruments
+from kvferry.gateway.observe.instruments import Instruments
 
 
 def fleet_config(workers: ScriptedWorkers, status_timeout_seconds: float = 2.0) -> FleetConfig:

@@ -10,9 +10,9 @@ from harness.fakes.byte_model import byte_model
 from harness.fakes.scripted_fleet import fleet_config
 from harness.fakes.scripted_worker import ScriptedWorkers
 from kvferry.core.clock import SystemClock
-from kvferry.gateway.config import GatewayConfig, HttpConfig
+from kvferry.gateway.decide.config import GatewayConfig, HttpConfig
 from kvferry.gateway.gateway import Gateway
-from kvferry.rpc.text.text_process import TextProcess
+from kvferry.serving.text_process import TextProcess
 
 
 @dataclass

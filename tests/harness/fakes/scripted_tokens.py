@@ -10,8 +10,8 @@ import numpy.typing as npt
 
 from harness.fakes.byte_model import HIDDEN_SIZE
 from kvferry.core.sampling import FinishReason, SampledToken, SamplingParams, ScoredToken
-from kvferry.model.requests.pooling import Pooling, PoolingParams
-from kvferry.rpc.text.token_source import Timing, TokenEvent, TokenRequest, Vector
+from kvferry.serving.token_source import Timing, TokenEvent, TokenRequest, Vector
+from kvferry.text.requests.pooling import Pooling, PoolingParams
 
 
 def next_token(tokens: Sequence[int], sampling: SamplingParams, sample_index: int) -> SampledToken:

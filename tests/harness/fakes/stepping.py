@@ -6,9 +6,9 @@ from itertools import count
 
 from kvferry.core.ids import BlockId, RequestId
 from kvferry.core.sampling import SampledToken, SamplingParams
-from kvferry.engine.adapters.adapter_slots import NO_SLOT
-from kvferry.engine.plan.step import ScheduledSequence, StepPlan
-from kvferry.engine.run.runner import Runner
+from kvferry.engine.execute.run.runner import Runner
+from kvferry.engine.schedule.step.adapter_slots import NO_SLOT
+from kvferry.engine.schedule.step.step import ScheduledSequence, StepPlan
 
 GREEDY = SamplingParams(temperature=0)
 ChunkSize = Callable[[int], int]

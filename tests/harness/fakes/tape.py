@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from kvferry.engine.gpu.graphs import Launch
+from kvferry.engine.execute.gpu.graphs import Launch
 from kvferry.kernels.gpu.launch import Choice
 
 _HOST_READS = ("aten._local_scalar_dense", "aten.nonzero", "aten.masked_select", "aten.unique", "aten.is_nonzero")
@@ -25,7 +25,7 @@ class Asked(AssertionError):
 
 
 class TapeGraphs:
-    """Implements `engine.gpu.graphs.Graphs` with recorded tapes."""
+    """Implements `engine.execute.gpu.graphs.Graphs` with recorded tapes."""
 
     def __init__(self) -> None:
         self.captured = 0

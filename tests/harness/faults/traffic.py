@@ -14,7 +14,7 @@ from kvferry.core.clock import SystemClock
 from kvferry.core.errors import KvferryError
 from kvferry.core.sampling import SamplingParams
 from kvferry.engine import LLM
-from kvferry.rpc.text.token_source import Timing
+from kvferry.serving.token_source import Timing
 
 LANES = 4
 HANG_SECONDS = 150.0

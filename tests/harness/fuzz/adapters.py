@@ -13,7 +13,7 @@ from harness.fuzz.target import Run, Target
 from harness.kernels.lora_files import write
 from kvferry.core.errors import ModelFileError
 from kvferry.model import tiny
-from kvferry.model.adapters.adapter_folder import CONFIG_FILE, TENSORS_FILE, read_adapter
+from kvferry.weights.adapters.adapter_folder import CONFIG_FILE, TENSORS_FILE, read_adapter
 
 _PATTERNS: dict[str, object] = {
     "use_rslora": True,

@@ -16,13 +16,13 @@ from harness.fuzz.mutation import bytes_at_random, json_at_random
 from harness.fuzz.target import Run, Target
 from kvferry.core.errors import InvalidRequest, ModelFileError
 from kvferry.model import tiny
-from kvferry.model.config import ModelConfig
 from kvferry.model.source import ModelSource, open_model
-from kvferry.model.tensors import expected_shapes
-from kvferry.model.text.chat import encode_chat
-from kvferry.model.text.chat_template import ChatTemplate
-from kvferry.model.text.template_costs import FILTERS, TESTS, TEXT_METHODS
-from kvferry.model.text.tokenizer_files import tokenizer_from_json
+from kvferry.text.templates.chat_template import ChatTemplate
+from kvferry.text.templates.template_costs import FILTERS, TESTS, TEXT_METHODS
+from kvferry.text.tokenizing.tokenizer_files import tokenizer_from_json
+from kvferry.text.tools.chat import encode_chat
+from kvferry.weights.config import ModelConfig
+from kvferry.weights.tensors import expected_shapes
 
 CONFIG: dict[str, object] = {
     "architectures": ["LlamaForCausalLM"],

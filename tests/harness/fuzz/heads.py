@@ -13,8 +13,8 @@ from harness.fuzz.target import Run, Target
 from harness.kernels.head_files import write_eagle, write_medusa
 from kvferry.core.errors import ModelFileError
 from kvferry.model import tiny
-from kvferry.model.heads.eagle_head import read_eagle
-from kvferry.model.heads.medusa_head import read_medusa
+from kvferry.weights.heads.eagle_head import read_eagle
+from kvferry.weights.heads.medusa_head import read_medusa
 
 CONFIG, EAGLE, MEDUSA = "config.json", "model.safetensors", "medusa_lm_head.safetensors"
 _MODEL = tiny.config()

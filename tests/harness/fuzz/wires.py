@@ -14,8 +14,8 @@ from kvferry.core.clock import ManualClock, SystemClock
 from kvferry.core.errors import TicketRejected
 from kvferry.core.ids import BlockHash, Incarnation, WorkerId
 from kvferry.kv.connectors import nixl, shm, tcp, tcp_wire
-from kvferry.kv.handoff.ticket import Keyring, Ticket, check_ticket, digest_tokens
 from kvferry.kv.interface.connector import Peer, ReadError, Transport, TransportSetup
+from kvferry.kv.interface.ticket import Keyring, Ticket, check_ticket, digest_tokens
 from kvferry.kv.pages.layout import KvLayout
 from kvferry.kv.tiers.interface.frame import FrameDamaged, Frames
 from kvferry.kv.tiers.interface.tier import ObjectKey

@@ -19,13 +19,13 @@ from kvferry.core.hashing import BlockNamer
 from kvferry.core.ids import BlockHash
 from kvferry.core.philox import uniform
 from kvferry.core.states import Machine
-from kvferry.engine.plan.sequence import SEQUENCE_MACHINE
-from kvferry.gateway.cache_map.map_states import MAP_MACHINE
-from kvferry.gateway.lifecycle.obligations import MACHINE as RELEASE_MACHINE
+from kvferry.engine.schedule.step.sequence import SEQUENCE_MACHINE
+from kvferry.gateway.decide.cache_map.map_states import MAP_MACHINE
+from kvferry.gateway.decide.lifecycle.obligations import MACHINE as RELEASE_MACHINE
 from kvferry.kv.handoff.offers import OFFER_MACHINE
-from kvferry.kv.handoff.seals import AddressSeal, BlocksSeal, sealed_bytes
-from kvferry.kv.handoff.ticket import Keyring, Ticket, digest_tokens
 from kvferry.kv.handoff.transfers import TRANSFER_MACHINE
+from kvferry.kv.interface.seals import AddressSeal, BlocksSeal, sealed_bytes
+from kvferry.kv.interface.ticket import Keyring, Ticket, digest_tokens
 from kvferry.kv.pages.layout import KvLayout
 from kvferry.kv.tiers.interface.frame import Frames
 from kvferry.kv.tiers.interface.tier import ObjectKey

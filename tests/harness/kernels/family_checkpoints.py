@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from kvferry.model import tiny
-from kvferry.model.config import Activation, NormPlacement
+from kvferry.weights.config import Activation, NormPlacement
 
 CONTEXT = 512
 WINDOW = 8

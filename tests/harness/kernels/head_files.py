@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save
 
-from kvferry.model.config import ModelConfig
+from kvferry.weights.config import ModelConfig
 
 HEADS, KV_HEADS, INNER = 2, 1, 64
 Arrays = dict[str, np.ndarray]

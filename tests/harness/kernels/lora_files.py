@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from kvferry.model.config import ModelConfig
-from kvferry.model.tensors import expected_shapes
+from kvferry.weights.config import ModelConfig
+from kvferry.weights.tensors import expected_shapes
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 

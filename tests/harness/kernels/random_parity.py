@@ -11,12 +11,12 @@ from harness.fakes.stepping import generate
 from harness.kernels.transformers_twin import twin_of
 from kvferry.bench.roofline import random_tokens
 from kvferry.core.dtypes import FLOAT32
-from kvferry.engine.models.build import build_model
-from kvferry.engine.models.random_tensors import RandomTensors
-from kvferry.engine.run.runner import Runner
-from kvferry.engine.tensors.paged_kv import PagedKv
+from kvferry.engine.execute.models.build import build_model
+from kvferry.engine.execute.models.random_tensors import RandomTensors
+from kvferry.engine.execute.run.runner import Runner
+from kvferry.engine.execute.tensors.paged_kv import PagedKv
 from kvferry.kv.pages.layout import KvLayout
-from kvferry.model.config import ModelConfig
+from kvferry.weights.config import ModelConfig
 
 _BLOCK_TOKENS = 16
 

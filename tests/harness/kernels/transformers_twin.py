@@ -5,9 +5,9 @@ from typing import Any
 import torch
 import transformers
 
-from kvferry.model.config import ModelConfig
-from kvferry.model.rope import Llama3RopeScaling
-from kvferry.model.tensors import HEAD, TensorSource
+from kvferry.weights.config import ModelConfig
+from kvferry.weights.rope import Llama3RopeScaling
+from kvferry.weights.tensors import HEAD, TensorSource
 
 _CLASSES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 

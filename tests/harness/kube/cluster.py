@@ -16,8 +16,8 @@ from harness.kube.control_plane import PlaneOptions
 from harness.kube.runtime import Runtime
 from kvferry.core.clock import Clock, SystemClock
 from kvferry.core.errors import KvferryError, Unavailable, UsageError
-from kvferry.model.files.catalog import embedded
-from kvferry.model.files.fetch import fetch
+from kvferry.model.catalog import embedded
+from kvferry.model.fetch import fetch
 
 _CALL_SECONDS = 120.0
 

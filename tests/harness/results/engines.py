@@ -14,10 +14,10 @@ from kvferry.core.ids import RequestId
 from kvferry.core.sampling import SamplingParams
 from kvferry.engine import LLM
 from kvferry.engine.engine import Engine
-from kvferry.engine.messages import EngineRequest
-from kvferry.engine.plan.step_budget import SchedulerLimits
-from kvferry.engine.policies.policy import POLICIES
-from kvferry.engine.speculation.settings import parse_speculation
+from kvferry.engine.schedule.messages import EngineRequest
+from kvferry.engine.schedule.plan.step_budget import SchedulerLimits
+from kvferry.engine.schedule.policies.policy import POLICIES
+from kvferry.engine.schedule.speculation.settings import parse_speculation
 
 _CASES = 300
 _SCHEMA = {

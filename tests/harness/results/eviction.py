@@ -13,7 +13,7 @@ from kvferry.bench.workload.lengths import ALPACA, SHAREGPT
 from kvferry.core.clock import SystemClock
 from kvferry.core.sampling import SamplingParams
 from kvferry.engine import LLM
-from kvferry.engine.plan.step import StepPlan
+from kvferry.engine.schedule.step.step import StepPlan
 from kvferry.simulator.worker.replica import Replica
 
 _CLOCK = SystemClock()

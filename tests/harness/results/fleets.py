@@ -5,13 +5,13 @@ from collections.abc import Mapping
 from harness.results.rows import Outcome
 from kvferry.bench.workload.arrivals import BURST, Arrivals
 from kvferry.bench.workload.lengths import SHAREGPT, UNIFORM, LengthMix
-from kvferry.engine.plan.step_budget import SchedulerLimits
-from kvferry.gateway.config import PolicyName, RoutingConfig
+from kvferry.engine.schedule.plan.step_budget import SchedulerLimits
+from kvferry.gateway.decide.config import PolicyName, RoutingConfig
 from kvferry.kv.pricing.price import LoadPolicy
-from kvferry.simulator.fleet import Pool, PoolResult, PoolSpec, RoleSpec
+from kvferry.simulator.fleet.fleet import Pool, PoolResult, PoolSpec, RoleSpec
+from kvferry.simulator.fleet.runs import GatewaySettings
 from kvferry.simulator.requests.demand import Demand
 from kvferry.simulator.requests.tokens import Tape
-from kvferry.simulator.runs import GatewaySettings
 from kvferry.simulator.worker.device import DeviceProfile, LinkProfile
 from kvferry.simulator.worker.jobs import ReplicaSettings
 

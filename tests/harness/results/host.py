@@ -17,10 +17,10 @@ from kvferry.core.hashing import BlockNamers
 from kvferry.core.ids import BlockId, RequestId
 from kvferry.core.sampling import SampledToken, SamplingParams
 from kvferry.engine.engine import Engine
-from kvferry.engine.messages import EngineRequest
-from kvferry.engine.plan.batch_slots import BatchSlots
-from kvferry.engine.plan.step import ScheduledSequence, SequenceOutput, StepPlan, StepResult
-from kvferry.engine.plan.step_budget import SchedulerLimits
+from kvferry.engine.schedule.messages import EngineRequest
+from kvferry.engine.schedule.plan.step_budget import SchedulerLimits
+from kvferry.engine.schedule.step.batch_slots import BatchSlots
+from kvferry.engine.schedule.step.step import ScheduledSequence, SequenceOutput, StepPlan, StepResult
 
 _CLOCK = SystemClock()
 _DELTAS = 8

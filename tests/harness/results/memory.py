@@ -17,7 +17,7 @@ from harness.results.one_worker import (
 from harness.results.rows import Outcome
 from kvferry.bench.workload.arrivals import Arrivals
 from kvferry.bench.workload.lengths import ALPACA, SHAREGPT, LengthMix
-from kvferry.engine.plan.step import StepPlan
+from kvferry.engine.schedule.step.step import StepPlan
 from kvferry.simulator.requests.demand import Demand, SimRequest
 from kvferry.simulator.requests.tokens import Tape
 from kvferry.simulator.worker.replica import MakeScheduler, Replica

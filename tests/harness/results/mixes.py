@@ -5,12 +5,12 @@ from harness.results.rows import Outcome
 from kvferry.bench.workload.arrivals import Arrivals
 from kvferry.bench.workload.lengths import UNIFORM, LengthMix
 from kvferry.cli.commands.bench import latency
-from kvferry.engine.plan.step_budget import SchedulerLimits
-from kvferry.gateway.config import RoutingConfig
+from kvferry.engine.schedule.plan.step_budget import SchedulerLimits
+from kvferry.gateway.decide.config import RoutingConfig
 from kvferry.kv.pricing.price import LoadPolicy
-from kvferry.simulator.fleet import Pool, PoolSpec, RoleSpec
+from kvferry.simulator.fleet.fleet import Pool, PoolSpec, RoleSpec
+from kvferry.simulator.fleet.runs import GatewaySettings
 from kvferry.simulator.requests.demand import Demand
-from kvferry.simulator.runs import GatewaySettings
 from kvferry.simulator.worker.jobs import ReplicaSettings
 
 _WORKERS = 8

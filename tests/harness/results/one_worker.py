@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 
 from kvferry.core.hashing import BlockNamers
 from kvferry.core.ids import RequestId
-from kvferry.engine.plan.kv_jobs import Export
-from kvferry.engine.plan.scheduler import Scheduler
-from kvferry.engine.plan.step_budget import SchedulerLimits
-from kvferry.engine.speculation.speculation import Speculation
+from kvferry.engine.schedule.plan.scheduler import Scheduler
+from kvferry.engine.schedule.plan.step_budget import SchedulerLimits
+from kvferry.engine.schedule.speculation.speculation import Speculation
+from kvferry.engine.schedule.step.kv_jobs import Export
 from kvferry.simulator.clock import VirtualClock
-from kvferry.simulator.measures import Histogram
+from kvferry.simulator.fleet.measures import Histogram
 from kvferry.simulator.requests.demand import SimRequest
 from kvferry.simulator.requests.tokens import Output
 from kvferry.simulator.worker.device import DeviceProfile

@@ -9,8 +9,8 @@ from harness.results.one_worker import Served, serve, settings_of
 from harness.results.rows import Outcome
 from kvferry.bench.workload.arrivals import BURST, Arrivals
 from kvferry.bench.workload.lengths import SHAREGPT, UNIFORM, LengthMix
-from kvferry.engine.plan.step import StepPlan
-from kvferry.engine.plan.step_budget import SchedulerLimits
+from kvferry.engine.schedule.plan.step_budget import SchedulerLimits
+from kvferry.engine.schedule.step.step import StepPlan
 from kvferry.simulator.requests.demand import Demand, SimRequest
 from kvferry.simulator.requests.tokens import Output, Tape
 from kvferry.simulator.worker.device import DeviceProfile

@@ -7,7 +7,7 @@ from harness.results.memory import requests
 from harness.results.one_worker import serve, settings_of
 from harness.results.rows import Outcome
 from kvferry.bench.workload.lengths import ALPACA, SHAREGPT
-from kvferry.engine.plan.step import StepPlan
+from kvferry.engine.schedule.step.step import StepPlan
 from kvferry.simulator.worker.replica import Replica
 
 SAMPLES = (2, 4, 6)

@@ -6,11 +6,11 @@ from contextlib import asynccontextmanager
 
 from harness.servers.worker_channel import TEST_KEYS
 from kvferry.core.clock import SystemClock
-from kvferry.gateway.config import GatewayConfig
+from kvferry.gateway.decide.config import GatewayConfig
 from kvferry.gateway.fleet.worker_keys import WorkerKeys
 from kvferry.gateway.gateway import Gateway
 from kvferry.model.source import open_model
-from kvferry.rpc.text.model_text import text_model_of
+from kvferry.serving.model_text import text_model_of
 
 _READY_SECONDS = 30
 

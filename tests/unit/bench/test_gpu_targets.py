@@ -7,20 +7,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from harness.device.gpu_steps import decode_rows
+from harness.device.gpu_targets import verdicts
 from harness.fakes.tape import TapeGraphs
 
-from kvferry.bench.formulas.gpu_targets import verdicts
 from kvferry.bench.formulas.gpu_work import About, Rates, Row, Spec, Timing, row
 from kvferry.bench.formulas.work import Work
 from kvferry.bench.gpu.session import Session, about_now
-from kvferry.bench.gpu.steps import decode_rows
 from kvferry.bench.gpu.timing import HostTimer
 from kvferry.core.clock import ManualClock, SystemClock
 from kvferry.core.errors import UnknownModel
 from kvferry.engine import build as engine_build
-from kvferry.engine.gpu.runner import DeviceRunner
-from kvferry.engine.models.transformer import Transformer
-from kvferry.engine.tensors.paged_kv import PagedKv
+from kvferry.engine.execute.gpu.runner import DeviceRunner
+from kvferry.engine.execute.models.transformer import Transformer
+from kvferry.engine.execute.tensors.paged_kv import PagedKv
 from kvferry.kernels.ops import device_ops_for
 
 SCRIPT = Path(__file__).parents[2] / "bench" / "bench_gpu.py"

@@ -13,8 +13,8 @@ from kvferry.bench.roofline import Machine, step_work
 from kvferry.cli.main import main
 from kvferry.core.clock import SystemClock
 from kvferry.core.errors import UsageError
-from kvferry.engine.llm import LLM
-from kvferry.engine.models.build import level_of
+from kvferry.engine.execute.models.build import level_of
+from kvferry.engine.offline.llm import LLM
 from kvferry.model import tiny
 
 TINY = ("--model", "tiny", "--threads", "1", "--kv-memory", "8MiB")

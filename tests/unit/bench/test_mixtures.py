@@ -13,7 +13,7 @@ sys.path.insert(0, str(BENCH))
 
 from peers import mixtures  # noqa: E402
 
-from kvferry.model.files.safetensors_dir import SafetensorsModel  # noqa: E402
+from kvferry.weights.checkpoints.safetensors_dir import SafetensorsModel  # noqa: E402
 
 SMALL = {
     "hidden_size": 64,

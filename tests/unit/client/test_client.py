@@ -16,8 +16,8 @@ from harness.fakes.scripted_worker import Act, Fault
 from kvferry.client import AsyncClient, BeamParams, Client, FinishReason, SamplingParams, Vector
 from kvferry.core.errors import DeadlinePassed, InvalidRequest, Unauthenticated, Unavailable, UnknownModel
 from kvferry.core.hashing import MAX_CACHE_SALT_CHARS
-from kvferry.gateway.config import HttpConfig
-from kvferry.model.requests.pooling import Pooling, PoolingParams
+from kvferry.gateway.decide.config import HttpConfig
+from kvferry.text.requests.pooling import Pooling, PoolingParams
 from kvferry.v1 import common_pb2, inference_pb2
 
 _WISHES = SamplingParams(max_tokens=8, seed=3)

@@ -8,8 +8,8 @@ from harness.idle import assert_idle
 
 from kvferry.core.errors import GenerationFailed, InvalidRequest, KvferryError
 from kvferry.core.ids import RequestId
-from kvferry.engine.plan.sampling_plan import none_left, not_finite
-from kvferry.engine.plan.step import ScheduledSequence, StepPlan, StepResult
+from kvferry.engine.schedule.step.sampling_plan import none_left, not_finite
+from kvferry.engine.schedule.step.step import ScheduledSequence, StepPlan, StepResult
 
 BAD = RequestId("bad")
 

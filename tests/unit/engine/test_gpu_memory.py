@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.core.errors import UsageError
-from kvferry.engine.gpu.memory import GpuMemory, activation_bytes, kv_budget
+from kvferry.engine.execute.gpu.memory import GpuMemory, activation_bytes, kv_budget
 from kvferry.model import tiny
 
 GIB = 1 << 30

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from kvferry.engine.gpu.host_mirror import HostMirror
+from kvferry.engine.execute.gpu.host_mirror import HostMirror
 from kvferry.kv.interface.mirror import CopyError
 
 

@@ -17,15 +17,15 @@ from harness.fakes.heads import eagle_drafts
 from harness.fakes.masks import allowed_after, constrained, with_constraint
 
 from kvferry.core.ids import RequestId
-from kvferry.engine.loads.kv_prefetch import KvPrefetchRequest
-from kvferry.engine.messages import EngineRequest
-from kvferry.engine.plan.pipeline import Pipeline
-from kvferry.engine.plan.sequence import RemoteKv
-from kvferry.engine.speculation.draft_depth import DraftDepth
-from kvferry.engine.speculation.draft_lengths import WholeDrafts
-from kvferry.engine.speculation.matches import Tokens
-from kvferry.engine.speculation.proposers import NO_DRAFT, Draft
-from kvferry.engine.speculation.speculation import Speculation
+from kvferry.engine.schedule.loads.kv_prefetch import KvPrefetchRequest
+from kvferry.engine.schedule.messages import EngineRequest
+from kvferry.engine.schedule.plan.pipeline import Pipeline
+from kvferry.engine.schedule.speculation.draft_depth import DraftDepth
+from kvferry.engine.schedule.speculation.draft_lengths import WholeDrafts
+from kvferry.engine.schedule.speculation.matches import Tokens
+from kvferry.engine.schedule.speculation.proposers import NO_DRAFT, Draft
+from kvferry.engine.schedule.speculation.speculation import Speculation
+from kvferry.engine.schedule.step.sequence import RemoteKv
 
 Windows = tuple[int | None, ...]
 WHOLE: Windows = (None,)

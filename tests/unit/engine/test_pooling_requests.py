@@ -17,20 +17,20 @@ from kvferry.core.errors import GenerationFailed, InvalidRequest
 from kvferry.core.hashing import BlockNamers
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import FinishReason
-from kvferry.engine.embedding import pooling_request
 from kvferry.engine.engine import Engine
-from kvferry.engine.gpu.runner import DeviceRunner
-from kvferry.engine.models.build import build_model
-from kvferry.engine.models.transformer import Transformer
-from kvferry.engine.plan.sequence import RemoteKv
-from kvferry.engine.plan.step_budget import SchedulerLimits
-from kvferry.engine.run.runner import Runner
-from kvferry.engine.run.threaded_runner import ThreadedRunner
-from kvferry.engine.tensors.paged_kv import PagedKv
+from kvferry.engine.execute.gpu.runner import DeviceRunner
+from kvferry.engine.execute.models.build import build_model
+from kvferry.engine.execute.models.transformer import Transformer
+from kvferry.engine.execute.run.runner import Runner
+from kvferry.engine.execute.run.threaded_runner import ThreadedRunner
+from kvferry.engine.execute.tensors.paged_kv import PagedKv
+from kvferry.engine.offline.embedding import pooling_request
+from kvferry.engine.schedule.plan.step_budget import SchedulerLimits
+from kvferry.engine.schedule.step.sequence import RemoteKv
 from kvferry.kernels.ops import device_ops_for
 from kvferry.kv.pages.layout import KvLayout
 from kvferry.model import tiny
-from kvferry.model.requests.pooling import Pooling, PoolingParams
+from kvferry.text.requests.pooling import Pooling, PoolingParams
 
 CONFIG = tiny.config()
 CONTEXT = 64

@@ -13,13 +13,13 @@ from kvferry.cli.main import main
 from kvferry.core.errors import UnknownModel, UsageError
 from kvferry.core.sampling import SamplingParams
 from kvferry.engine import build
-from kvferry.engine.llm import LLM
-from kvferry.engine.models.random_tensors import RandomTensors
+from kvferry.engine.execute.models.random_tensors import RandomTensors
+from kvferry.engine.offline.llm import LLM
 from kvferry.model import tiny
-from kvferry.model.files.catalog import DEFAULT_MODEL
+from kvferry.model.catalog import DEFAULT_MODEL
 from kvferry.model.shapes import SHAPES, shape_of
 from kvferry.model.source import open_model
-from kvferry.model.tensors import EMBEDDING, HEAD, expected_shapes
+from kvferry.weights.tensors import EMBEDDING, HEAD, expected_shapes
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 PROMPTS = [[5], list(range(40, 77)), [1, 2, 3]]

@@ -17,9 +17,9 @@ from kvferry.core.errors import InvalidRequest
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import FinishReason, SamplingParams
 from kvferry.engine import LLM
-from kvferry.engine.llm import Completion
-from kvferry.engine.messages import EngineRequest
-from kvferry.engine.plan.step_budget import SchedulerLimits
+from kvferry.engine.offline.llm import Completion
+from kvferry.engine.schedule.messages import EngineRequest
+from kvferry.engine.schedule.plan.step_budget import SchedulerLimits
 from kvferry.gateway.http.fields.constraint_fields import ConstraintFields
 from kvferry.gateway.http.openai.schema import ChatRequest, CompletionRequest
 from kvferry.v1 import common_pb2

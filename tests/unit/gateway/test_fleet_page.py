@@ -7,7 +7,7 @@ import pytest
 from harness.fakes.scripted_gateway import scripted_gateway
 
 from kvferry.core.errors import UsageError
-from kvferry.gateway.config import PoolName
+from kvferry.gateway.decide.config import PoolName
 
 
 async def test_the_fleet_page_lists_the_workers():

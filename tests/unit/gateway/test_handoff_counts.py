@@ -1,6 +1,6 @@
 """The numbers of hand-offs that a gateway reports to the operator."""
 
-from kvferry.gateway.instruments import Instruments
+from kvferry.gateway.observe.instruments import Instruments
 
 
 def test_rejected_tickets_are_hand_offs_and_those_with_an_unknown_key_are_counted_apart() -> None:

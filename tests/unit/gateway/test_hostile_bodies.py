@@ -12,7 +12,7 @@ from harness.fakes.scripted_gateway import ScriptedGateway, scripted_gateway
 from harness.loop_lag import watch_lag
 
 from kvferry.core.clock import SystemClock
-from kvferry.rpc.text.text_process import TextLimits, TextProcess
+from kvferry.serving.text_process import TextLimits, TextProcess
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

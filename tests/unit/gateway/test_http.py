@@ -9,7 +9,7 @@ import httpx
 import pytest
 from harness.fakes.scripted_gateway import ScriptedGateway, scripted_gateway
 
-from kvferry.gateway.config import HttpConfig
+from kvferry.gateway.decide.config import HttpConfig
 
 _CHAT = "/v1/chat/completions"
 _GOOD: dict[str, Any] = {"model": "bytes", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}

@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 from harness.fakes.scripted_gateway import scripted_gateway
 
-from kvferry.gateway.config import HttpConfig
+from kvferry.gateway.decide.config import HttpConfig
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -14,7 +14,7 @@ from langchain_openai import ChatOpenAI, OpenAI, OpenAIEmbeddings
 from pydantic import BaseModel, SecretStr
 
 from kvferry.core.constraint import ConstraintKind
-from kvferry.model.text.answers.registry import CallFormat
+from kvferry.text.answers.registry import CallFormat
 
 KEY = SecretStr("any")
 MESSAGES = [SystemMessage("Be brief."), HumanMessage("hello")]

@@ -13,7 +13,7 @@ from harness.fakes.byte_model import byte_model
 from harness.fakes.scripted_gateway import scripted_gateway
 
 from kvferry.core.errors import UsageError
-from kvferry.gateway.config import FleetConfig, GatewayConfig, HttpConfig
+from kvferry.gateway.decide.config import FleetConfig, GatewayConfig, HttpConfig
 from kvferry.gateway.serve import Listening, run_gateway
 from kvferry.rpc.channel import open_channel
 

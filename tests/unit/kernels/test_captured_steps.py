@@ -18,25 +18,25 @@ from kvferry.core.errors import InvariantBroken, UsageError
 from kvferry.core.hashing import BlockNamers
 from kvferry.core.ids import BlockId, RequestId
 from kvferry.core.sampling import SamplingParams
-from kvferry.engine.adapters.adapter_slots import NO_SLOT
 from kvferry.engine.engine import Engine
-from kvferry.engine.gpu.graphs import CudaGraphs, Graphs, Launch
-from kvferry.engine.gpu.runner import DeviceRunner, LaunchedStep
-from kvferry.engine.llm import LLM
-from kvferry.engine.messages import EngineRequest
-from kvferry.engine.models.build import build_model
-from kvferry.engine.models.transformer import Transformer
-from kvferry.engine.plan import graph_sizes
-from kvferry.engine.plan.step import ScheduledSequence, StepPlan
-from kvferry.engine.plan.step_budget import SchedulerLimits
-from kvferry.engine.run.build_runner import CUDA_GRAPHS, build_runner
-from kvferry.engine.run.runner import Runner
-from kvferry.engine.tensors.paged_kv import PagedKv
+from kvferry.engine.execute.build_runner import CUDA_GRAPHS, build_runner
+from kvferry.engine.execute.gpu.graphs import CudaGraphs, Graphs, Launch
+from kvferry.engine.execute.gpu.runner import DeviceRunner, LaunchedStep
+from kvferry.engine.execute.models.build import build_model
+from kvferry.engine.execute.models.transformer import Transformer
+from kvferry.engine.execute.run.runner import Runner
+from kvferry.engine.execute.tensors.paged_kv import PagedKv
+from kvferry.engine.offline.llm import LLM
+from kvferry.engine.schedule.messages import EngineRequest
+from kvferry.engine.schedule.plan.step_budget import SchedulerLimits
+from kvferry.engine.schedule.step import graph_sizes
+from kvferry.engine.schedule.step.adapter_slots import NO_SLOT
+from kvferry.engine.schedule.step.step import ScheduledSequence, StepPlan
 from kvferry.kernels.ops import device_ops_for
 from kvferry.kv.pages.layout import KvLayout
 from kvferry.model import tiny
-from kvferry.model.adapters.adapter_folder import read_adapter
-from kvferry.model.config import ModelConfig
+from kvferry.weights.adapters.adapter_folder import read_adapter
+from kvferry.weights.config import ModelConfig
 
 CONFIG = tiny.config()
 PROMPTS = [[5], list(range(100, 111)), [257, *b"hello", 258], list(b"a prompt that is longer ")]

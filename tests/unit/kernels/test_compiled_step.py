@@ -15,16 +15,16 @@ from harness.kernels.family_checkpoints import FEATURED
 from kvferry.cli.settings import ENGINE
 from kvferry.core import dtypes
 from kvferry.core.errors import ModelFileError, UsageError
-from kvferry.engine.models.build import KERNELS, NUMERICS, WEIGHTS, build_model
-from kvferry.engine.models.model import Model
-from kvferry.engine.tensors.batch import StepBatch
-from kvferry.engine.tensors.paged_kv import PagedKv
+from kvferry.engine.execute.models.build import KERNELS, NUMERICS, WEIGHTS, build_model
+from kvferry.engine.execute.models.model import Model
+from kvferry.engine.execute.tensors.batch import StepBatch
+from kvferry.engine.execute.tensors.paged_kv import PagedKv
 from kvferry.kernels import compiled
 from kvferry.kv.pages.layout import KvLayout
 from kvferry.kv.pages.relayout import plan
 from kvferry.model import tiny
-from kvferry.model.config import Experts, Latent, ModelConfig, Scoring
-from kvferry.model.tensors import HEAD, Stored
+from kvferry.weights.config import Experts, Latent, ModelConfig, Scoring
+from kvferry.weights.tensors import HEAD, Stored
 
 LEVELS = compiled.levels()
 DTYPES = ["float32", "bfloat16", "int8", "fp8"]

@@ -12,12 +12,12 @@ from harness.kernels.kernel_cases import LAYERS, fair_error, make_case
 
 from kvferry.core.ids import BlockId, RequestId
 from kvferry.core.sampling import SampledToken, SamplingParams
-from kvferry.engine.models.build import build_model
-from kvferry.engine.models.model import Model
-from kvferry.engine.plan.step import ScheduledSequence, StepPlan
-from kvferry.engine.run.tree_moves import tree_moves
-from kvferry.engine.tensors.batch import StepBatch, build_batch
-from kvferry.engine.tensors.paged_kv import PagedKv
+from kvferry.engine.execute.models.build import build_model
+from kvferry.engine.execute.models.model import Model
+from kvferry.engine.execute.run.tree_moves import tree_moves
+from kvferry.engine.execute.tensors.batch import StepBatch, build_batch
+from kvferry.engine.execute.tensors.paged_kv import PagedKv
+from kvferry.engine.schedule.step.step import ScheduledSequence, StepPlan
 from kvferry.kernels import compiled
 from kvferry.kernels.batch import AttentionRules, Trees
 from kvferry.kernels.gpu.backend import OPS as TRITON
@@ -27,7 +27,7 @@ from kvferry.kernels.reference import forward as reference
 from kvferry.kernels.torch_family.backend import OPS as TORCH
 from kvferry.kv.pages.layout import KvLayout
 from kvferry.model import tiny
-from kvferry.model.config import Latent, ModelConfig
+from kvferry.weights.config import Latent, ModelConfig
 
 LATENT = replace(tiny.config(), num_heads=5, num_kv_heads=1, head_dim=96, latent=Latent(96, 32, 64, 16, 48))
 CONFIGS = {"plain": replace(tiny.config(), num_heads=6, num_kv_heads=2, head_dim=48), "latent": LATENT, **FEATURED}

@@ -11,13 +11,13 @@ from harness.fakes.stepping import generate
 from harness.kernels.family_checkpoints import FEATURED
 
 from kvferry.core.errors import UsageError
-from kvferry.engine.models.build import build_model, resolve_kernels
-from kvferry.engine.run.runner import Runner
-from kvferry.engine.tensors.paged_kv import PagedKv
+from kvferry.engine.execute.models.build import build_model, resolve_kernels
+from kvferry.engine.execute.run.runner import Runner
+from kvferry.engine.execute.tensors.paged_kv import PagedKv
 from kvferry.kernels.ops import device_ops_for, ops_for
 from kvferry.kv.pages.layout import KvLayout
 from kvferry.model import tiny
-from kvferry.model.config import ModelConfig
+from kvferry.weights.config import ModelConfig
 
 PROMPTS = [[5], list(range(100, 117)), [257, *b"user\nhello", 258], list(b"a longer prompt " * 3)]
 VARIANTS = {
@@ -70,8 +70,8 @@ def test_the_family_is_chosen_on_gpus_only() -> None:
 def test_without_interpreter_or_gpu_the_family_is_refused_and_triton_is_not_imported(code: str) -> None:
     program = f"""
 import sys
-from kvferry.engine.models.build import resolve_kernels
-from kvferry.engine.run.runner import Runner
+from kvferry.engine.execute.models.build import resolve_kernels
+from kvferry.engine.execute.run.runner import Runner
 from kvferry.kernels.ops import ops_for
 from kvferry.model import tiny
 assert "triton" not in sys.modules, "imported without a request"

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from kvferry.core.ids import RequestId
 from kvferry.core.philox import uniform
 from kvferry.core.sampling import SamplingParams
-from kvferry.engine.plan.step import ScheduledSequence
-from kvferry.engine.run import sampler
+from kvferry.engine.execute.run import sampler
+from kvferry.engine.schedule.step.step import ScheduledSequence
 from kvferry.kernels.gpu.backend import DEVICE_OPS
 from kvferry.kernels.gpu.check import BadKernelInput
 from kvferry.kernels.gpu.sampling.bins import MAX_VOCABULARY

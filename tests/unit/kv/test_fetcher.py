@@ -12,9 +12,9 @@ from kvferry.core.clock import ManualClock
 from kvferry.core.errors import TicketRejected, Unavailable
 from kvferry.core.ids import BlockId, Incarnation, RequestId, TicketId
 from kvferry.kv.fetcher import Fetcher
-from kvferry.kv.handoff.ticket import Ticket
 from kvferry.kv.handoff.transfers import TRANSFER_MACHINE, TransferState, TransferTimes
 from kvferry.kv.interface.connector import FetchSource, LoadOutcome, PagesQuiet, Peer, Read, ReadError
+from kvferry.kv.interface.ticket import Ticket
 from kvferry.kv.pages.digests import page_digests
 from kvferry.kv.pages.layout import KvLayout
 

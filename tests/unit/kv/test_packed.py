@@ -9,9 +9,9 @@ from kvferry.core.errors import TicketRejected
 from kvferry.core.ids import Incarnation, WorkerId
 from kvferry.kv.connectors import shm, tcp
 from kvferry.kv.connectors.address_proof import checked, proved
-from kvferry.kv.handoff.ticket import Keyring, Ticket
 from kvferry.kv.interface.connector import Peer, ReadError, TransportSetup
 from kvferry.kv.interface.packed import unpacked
+from kvferry.kv.interface.ticket import Keyring, Ticket
 
 SECRET = b"a secret of 16 bytes"
 NOT_TEXT = b"\x95\xa2\xff\xfe"

@@ -5,13 +5,13 @@ from dataclasses import replace
 
 from kvferry.bench.workload.arrivals import Arrivals
 from kvferry.bench.workload.lengths import LengthMix
-from kvferry.engine.plan.step_budget import SchedulerLimits
+from kvferry.engine.schedule.plan.step_budget import SchedulerLimits
 from kvferry.kv.pricing.price import LoadPolicy
-from kvferry.simulator.fleet import Failure, Pool, PoolSpec, RoleSpec
-from kvferry.simulator.members import Member
+from kvferry.simulator.fleet.fleet import Failure, Pool, PoolSpec, RoleSpec
+from kvferry.simulator.fleet.members import Member
+from kvferry.simulator.fleet.runs import GatewaySettings
 from kvferry.simulator.requests.demand import Demand
 from kvferry.simulator.requests.tokens import Tape
-from kvferry.simulator.runs import GatewaySettings
 from kvferry.simulator.worker.device import DeviceProfile, LinkProfile
 from kvferry.simulator.worker.jobs import ReplicaSettings
 

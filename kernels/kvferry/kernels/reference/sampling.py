@@ -1,7 +1,7 @@
 """Reference sampling in plain torch: logit adjustments, draws and log-probabilities.
 
-The definition is the same as in `engine/run/sampler.py`, over tensors: all computations in float64, kept tokens ordered
-by weight with the lowest id first on ties, and one uniform number per row, keyed by (seed, stream, position).
+The definition is the same as in `engine/execute/run/sampler.py`, over tensors: all computations in float64, kept tokens
+ordered by weight with the lowest id first on ties, and one uniform number per row, keyed by (seed, stream, position).
 """
 
 import torch

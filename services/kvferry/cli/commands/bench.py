@@ -151,7 +151,7 @@ def kernels(
     operation of the Triton kernels in the shapes of Llama 3.1 8B, compared with torch and, if installed, flash-attn,
     flashinfer and liger-kernel.
     """
-    from kvferry.engine.tensors.device import choose_device
+    from kvferry.engine.execute.tensors.device import choose_device
 
     device = choose_device(values["device"], kernels=values["kernels"])
     if device == "cuda":
@@ -177,8 +177,8 @@ def kernels(
 def _products(values: Values, rounds: int, json_file: Path | None) -> None:
     from kvferry.bench import products
     from kvferry.bench.rows import as_row
-    from kvferry.engine.models.build import level_of, resolve_kernels
-    from kvferry.engine.tensors.compute_dtype import choose_dtype
+    from kvferry.engine.execute.dtypes.compute_dtype import choose_dtype
+    from kvferry.engine.execute.models.build import level_of, resolve_kernels
     from kvferry.model.shapes import shape_of
     from kvferry.model.source import open_model
 
@@ -200,7 +200,7 @@ def _products(values: Values, rounds: int, json_file: Path | None) -> None:
 
 def _bench(values: Values) -> "Bench":
     from kvferry.bench.inference import Bench
-    from kvferry.engine.llm import LLM
+    from kvferry.engine.offline.llm import LLM
 
     if sys.stderr.isatty():
         click.echo("  loading the model ...", err=True)

@@ -17,8 +17,8 @@ from kvferry.core.clock import Clock, SystemClock
 from kvferry.core.errors import InvariantBroken
 from kvferry.core.process.cores import usable_cores
 from kvferry.core.sampling import SamplingParams
-from kvferry.rpc.text.text_stream import Usage
-from kvferry.rpc.text.token_source import Timing
+from kvferry.serving.text_stream import Usage
+from kvferry.serving.token_source import Timing
 from kvferry.stack.local_stack import LocalStack
 from kvferry.stack.plan.processes import StackConfig
 

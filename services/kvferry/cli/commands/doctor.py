@@ -38,7 +38,7 @@ def command(values: Values, *, as_json: bool, cluster: bool) -> None:
         _cluster(values, as_json)
         return
     from kvferry.bench import doctor
-    from kvferry.engine.llm import LLM
+    from kvferry.engine.offline.llm import LLM
     from kvferry.kv.pricing.price import PriceBook
     from kvferry.kv.tiers.registry import check_tiers
 

@@ -14,10 +14,10 @@ from kvferry.cli.supervised import announce, follow_parent, leave_on_signals
 from kvferry.core.errors import UsageError
 from kvferry.core.process.memory import return_freed_memory
 from kvferry.core.process.open_files import raise_open_files
-from kvferry.engine.policies.class_weights import weights_in_use
+from kvferry.engine.schedule.policies.class_weights import weights_in_use
 
 if TYPE_CHECKING:
-    from kvferry.gateway.config import GatewayConfig
+    from kvferry.gateway.decide.config import GatewayConfig
 
 _ROLES = ("prefill", "decode", "both")
 
@@ -47,10 +47,10 @@ def command(values: Values) -> None:
     from kvferry.gateway.fleet.worker_keys import WorkerKeys
     from kvferry.gateway.gateway import Listening
     from kvferry.gateway.serve import run_gateway
-    from kvferry.model.requests.answer_forms import AnswerParsers
-    from kvferry.rpc.text.constraint_check import ConstraintCheck
-    from kvferry.rpc.text.model_text import open_text_model
-    from kvferry.rpc.text.text_process import TextProcess
+    from kvferry.serving.constraint_check import ConstraintCheck
+    from kvferry.serving.model_text import open_text_model
+    from kvferry.serving.text_process import TextProcess
+    from kvferry.text.requests.answer_forms import AnswerParsers
 
     config = _config(values)
     has_workers = config.fleet.pool is not None or any(values[role] for role in _ROLES)
@@ -82,7 +82,7 @@ def _config(values: Values) -> "GatewayConfig":
     Raises:
         UsageError: settings contradict each other, or a value is not valid.
     """
-    from kvferry.gateway.config import (
+    from kvferry.gateway.decide.config import (
         CacheMapConfig,
         Endpoint,
         FleetConfig,

@@ -10,8 +10,8 @@ from kvferry.cli import settings
 from kvferry.cli.options import NumberRange, Values, read_key, reported, with_settings
 from kvferry.core.clock import SystemClock
 from kvferry.core.errors import UsageError
-from kvferry.gateway.flow.tenant_table import KEY_PREFIX
-from kvferry.gateway.http.api_keys import key_digest
+from kvferry.gateway.admission.api_keys import key_digest
+from kvferry.gateway.decide.flow.tenant_table import KEY_PREFIX
 from kvferry.rpc.access.call_keys import role_key
 from kvferry.rpc.access.table import CallerRole
 from kvferry.rpc.tls.authority import MAX_DAYS, NAMES, Authority

@@ -9,9 +9,9 @@ import click
 from kvferry.cli.options import print_json, reported
 from kvferry.core.dtypes import DTYPES
 from kvferry.kv.pages.layout import KvLayout
-from kvferry.model.features import model_digest
-from kvferry.model.files.catalog import CATALOG, DEFAULT_MODEL
+from kvferry.model.catalog import CATALOG, DEFAULT_MODEL
 from kvferry.model.source import ModelSource, open_model
+from kvferry.weights.features import model_digest
 
 _MIB = 1 << 20
 

@@ -17,9 +17,9 @@ from kvferry.core.process.config import check_regular
 from kvferry.core.process.cores import usable_cores
 
 if TYPE_CHECKING:
-    from kvferry.engine.llm import LLM
-    from kvferry.engine.profile.step_log import StepLog
-    from kvferry.engine.profile.timeline import Span
+    from kvferry.engine.observe.step_log import StepLog
+    from kvferry.engine.observe.timeline import Span
+    from kvferry.engine.offline.llm import LLM
 
 _STEPS = click.option(
     "--steps", default=200, show_default=True, type=click.IntRange(1, 10_000), help="Number of steps to record."
@@ -102,7 +102,7 @@ def of_worker(
     """Record a running worker; ADDRESS is HOST:PORT of its --admin."""
     from kvferry.bench.profiling import spans_of
     from kvferry.cli.profile_call import profile_worker
-    from kvferry.engine.profile.log_file import read_log
+    from kvferry.engine.observe.log_file import read_log
 
     check_distinct(*files.values())
     keys = read_key(values, "ticket_key")
@@ -135,7 +135,7 @@ def of_worker(
 @with_settings(_ENGINE)
 def replay(values: Values, *, log: Path, against: str, json_file: Path | None) -> None:
     """Replay a step log, and compare step by step; the exit status is 1 if a step differs."""
-    from kvferry.engine.profile.log_file import read_log
+    from kvferry.engine.observe.log_file import read_log
 
     check_distinct(log, json_file)
     check_regular(log, "log", most_bytes=_MAX_LOG_BYTES, expected=f"a log of at most {_MAX_LOG_BYTES >> 20} MiB")
@@ -185,7 +185,7 @@ def _against_engine(values: Values, log: "StepLog") -> dict[str, object]:
 
 
 def _llm(values: Values) -> "LLM":
-    from kvferry.engine.llm import LLM
+    from kvferry.engine.offline.llm import LLM
 
     return LLM.of(engine_settings(values, threads=values["threads"] or usable_cores()))
 
@@ -200,8 +200,8 @@ def _write(
     trace: object = None,
     log_text: str = "",
 ) -> None:
-    from kvferry.engine.profile.log_file import write_log
-    from kvferry.engine.profile.timeline import chrome_trace, statistics, with_gaps
+    from kvferry.engine.observe.log_file import write_log
+    from kvferry.engine.observe.timeline import chrome_trace, statistics, with_gaps
 
     known = with_gaps(spans)
     rows = statistics(known)

@@ -14,9 +14,9 @@ from kvferry.core.clock import SystemClock
 from kvferry.core.errors import UsageError
 from kvferry.core.process.cores import usable_cores
 from kvferry.core.process.stop_signals import STOP_SIGNALS, stop_signals
-from kvferry.engine.tensors.device import check_driver
+from kvferry.engine.execute.tensors.device import check_driver
+from kvferry.gateway.admission.api_keys import read_keys
 from kvferry.gateway.admission.tenants import Tenants
-from kvferry.gateway.http.api_keys import read_keys
 from kvferry.kv.tiers.registry import check_tiers
 from kvferry.stack.local_stack import LocalStack
 from kvferry.stack.plan.processes import StackConfig

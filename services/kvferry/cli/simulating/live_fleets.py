@@ -12,7 +12,7 @@ from kvferry.core.clock import Clock
 from kvferry.core.errors import Unavailable, UsageError
 from kvferry.core.process.cores import usable_cores
 from kvferry.simulator.files.spec import FleetSpec
-from kvferry.simulator.members import BOTH, DECODE, PREFILL
+from kvferry.simulator.fleet.members import BOTH, DECODE, PREFILL
 from kvferry.stack.local_stack import LocalStack
 from kvferry.stack.plan.processes import StackConfig
 

@@ -45,8 +45,8 @@ def command(fleet: Path, *, rates: str, attain: float, simulations: int, json_fi
     needs more workers than were tried.
     """
     with reported():
-        from kvferry.simulator.planning import PoolPlanner, attained_share, named
-        from kvferry.simulator.run import simulate_pool
+        from kvferry.simulator.studies.planning import PoolPlanner, attained_share, named
+        from kvferry.simulator.studies.run import simulate_pool
 
         check_distinct(fleet, json_file)
         spec = read_fleet_with_slo(fleet)

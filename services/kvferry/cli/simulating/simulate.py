@@ -23,8 +23,8 @@ from kvferry.core.process.parent import die_with_parent
 
 if TYPE_CHECKING:
     from kvferry.simulator.files.spec import FleetSpec
-    from kvferry.simulator.fleet import PoolResult
-    from kvferry.simulator.measures import Measures
+    from kvferry.simulator.fleet.fleet import PoolResult
+    from kvferry.simulator.fleet.measures import Measures
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -101,7 +101,7 @@ def command(
 
 
 def _simulate(path: Path, seed: int | None, processes: int | None) -> "tuple[FleetSpec, PoolResult]":
-    from kvferry.simulator.run import simulate_pool
+    from kvferry.simulator.studies.run import simulate_pool
 
     spec = read_fleet_file(path, seed)
     count = min(spec.pools, processes or usable_cores())
@@ -155,7 +155,7 @@ def _in_processes(function: "Callable[[T], R]", requests: "list[T]", count: int)
 
 def _one_pool(request: tuple[str, int | None, int]) -> "PoolResult":
     """Simulate one pool in a separate process."""
-    from kvferry.simulator.run import simulate_pool
+    from kvferry.simulator.studies.run import simulate_pool
 
     path, seed, index = request
     return simulate_pool(read_fleet_file(Path(path), seed), index)

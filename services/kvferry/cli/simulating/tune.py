@@ -13,7 +13,7 @@ from kvferry.cli.simulating.simulate import read_fleet_with_slo
 
 if TYPE_CHECKING:
     from kvferry.simulator.files.spec import FleetSpec
-    from kvferry.simulator.tuning import Tuned
+    from kvferry.simulator.studies.tuning import Tuned
 
 
 @click.command("tune")
@@ -76,8 +76,8 @@ def command(
     has more.
     """
     with reported():
-        from kvferry.simulator.run import simulate_pool
-        from kvferry.simulator.tuning import Score, fields_of, tune
+        from kvferry.simulator.studies.run import simulate_pool
+        from kvferry.simulator.studies.tuning import Score, fields_of, tune
 
         check_distinct(fleet, json_file, out)
         spec = read_fleet_with_slo(fleet)
@@ -119,7 +119,7 @@ def _run_live(
     """Run the best fleets; return the chosen one, and the results of each."""
     from kvferry.cli.simulating.live_fleets import choose, compare, goodput, live_requests, serve, stack_of
     from kvferry.core.clock import SystemClock
-    from kvferry.simulator.tuning import MIN_GAIN, differences
+    from kvferry.simulator.studies.tuning import MIN_GAIN, differences
 
     fleets = found.best(best)
     base, slo, clock = fleets[0][0], fleets[0][0].pool.gateway.slo, SystemClock()

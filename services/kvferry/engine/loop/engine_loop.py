@@ -17,13 +17,13 @@ from kvferry.core.errors import STEP_FAILED, InvariantBroken, KvferryError, Unav
 from kvferry.core.ids import AdapterId, RequestId
 from kvferry.core.load import WorkerLoad
 from kvferry.core.process.exit_threads import start_thread
-from kvferry.engine.adapters.adapter_store import LoadedAdapter
-from kvferry.engine.blocks.prefix_index import CacheChange
 from kvferry.engine.engine import Engine
-from kvferry.engine.loads.kv_prefetch import KvPrefetchRequest
 from kvferry.engine.loop.engine_stream import EngineStream, StreamItem
 from kvferry.engine.loop.stream_interval import Delivery, StreamInterval
-from kvferry.engine.messages import (
+from kvferry.engine.schedule.adapters.adapter_store import LoadedAdapter
+from kvferry.engine.schedule.blocks.prefix_index import CacheChange
+from kvferry.engine.schedule.loads.kv_prefetch import KvPrefetchRequest
+from kvferry.engine.schedule.messages import (
     Abort,
     ChangeAdapter,
     Command,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kvferry.core.errors import KvferryError
 from kvferry.core.ids import RequestId
-from kvferry.engine.plan.kv_jobs import Progress, SequenceUpdate
+from kvferry.engine.schedule.step.kv_jobs import Progress, SequenceUpdate
 from kvferry.kv.interface.connector import LoadOutcome
 from kvferry.kv.pricing.price import Decision
 

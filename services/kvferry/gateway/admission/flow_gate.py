@@ -15,17 +15,17 @@ from kvferry.gateway.admission.flow_metrics import FlowMetrics, QueueCollector
 from kvferry.gateway.admission.flow_report import flow_report
 from kvferry.gateway.admission.slot import RequestSlot
 from kvferry.gateway.admission.tenants import Tenants
-from kvferry.gateway.config import FlowConfig
+from kvferry.gateway.decide.config import FlowConfig
+from kvferry.gateway.decide.flow.controller import QUEUE_FULL, FlowController, QueueBounds
+from kvferry.gateway.decide.flow.entry import Entry, EntryState
+from kvferry.gateway.decide.flow.quotas import QuotaExceeded, Quotas
+from kvferry.gateway.decide.flow.tenant_table import TenantTable
+from kvferry.gateway.decide.routing.holding import Holding
 from kvferry.gateway.fleet.fleet import Fleet
 from kvferry.gateway.fleet.fleet_room import FleetRoom
 from kvferry.gateway.fleet.waking import Waker
-from kvferry.gateway.flow.controller import QUEUE_FULL, FlowController, QueueBounds
-from kvferry.gateway.flow.entry import Entry, EntryState
-from kvferry.gateway.flow.quotas import QuotaExceeded, Quotas
-from kvferry.gateway.flow.tenant_table import TenantTable
-from kvferry.gateway.instruments import Instruments
-from kvferry.gateway.routing.holding import Holding
-from kvferry.rpc.admission import Work
+from kvferry.gateway.observe.instruments import Instruments
+from kvferry.serving.admission import Work
 
 _BYTES_PER_TOKEN = 40
 """Memory of one queued token: a reference and a Python integer."""
@@ -43,7 +43,7 @@ def all_uncached(_scope: str, token_ids: Sequence[int]) -> int:
 
 
 class FlowGate:
-    """Implements `rpc.admission.Admission`. Used on the event loop's thread only."""
+    """Implements `serving.admission.Admission`. Used on the event loop's thread only."""
 
     def __init__(
         self,
@@ -91,11 +91,11 @@ class FlowGate:
     # -- interface to text serving -----------------------------------------------------------------------------
 
     def enter(self, work: Work) -> RequestSlot:
-        """Return the slot of a request; see `rpc.admission.Admission.enter`."""
+        """Return the slot of a request; see `serving.admission.Admission.enter`."""
         return RequestSlot(self, work)
 
     def count(self, tenant: str) -> None:
-        """Count a request that computes no tokens; see `rpc.admission.Admission.count`."""
+        """Count a request that computes no tokens; see `serving.admission.Admission.count`."""
         try:
             self.quotas.count(tenant, self._tenants.policy(tenant), self._clock.monotonic())
         except KvferryError as error:
@@ -103,7 +103,7 @@ class FlowGate:
             raise
 
     def check_model(self, tenant: str, model: str) -> None:
-        """Check that the tenant may use a model; see `rpc.admission.Admission.check_model`."""
+        """Check that the tenant may use a model; see `serving.admission.Admission.check_model`."""
         try:
             self._tenants.policy(tenant).check_model(model)
         except UnknownModel:
@@ -113,7 +113,8 @@ class FlowGate:
     # -- interface to slots ------------------------------------------------------------------------------------
 
     async def admit(self, slot: RequestSlot) -> None:
-        """Wait until the request may start, and charge it to the tenant's quotas; see `rpc.admission.Slot.__aenter__`.
+        """Wait until the request may start, and charge it to the tenant's quotas; see
+        `serving.admission.Slot.__aenter__`.
 
         Args:
             slot: slot of the request; its queue entry and times are set.

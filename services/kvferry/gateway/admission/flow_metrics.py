@@ -7,8 +7,8 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from kvferry.core import metrics
-from kvferry.gateway.flow.controller import FlowController, QueueSize
-from kvferry.gateway.instruments import Instruments
+from kvferry.gateway.decide.flow.controller import FlowController, QueueSize
+from kvferry.gateway.observe.instruments import Instruments
 
 MAX_TENANT_LABELS = 100
 """Number of tenants that get their own label, in order of their first requests; further ones share the label

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from kvferry.gateway.flow.capacity import UNBOUNDED, Room
-from kvferry.gateway.flow.controller import FlowController, QueueSize
-from kvferry.gateway.flow.quotas import Account, Quotas
+from kvferry.gateway.decide.flow.capacity import UNBOUNDED, Room
+from kvferry.gateway.decide.flow.controller import FlowController, QueueSize
+from kvferry.gateway.decide.flow.quotas import Account, Quotas
 
 MAX_TENANTS = 1024
 """Maximum number of tenants in a report: the ones with the most queued requests."""

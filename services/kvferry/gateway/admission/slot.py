@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Protocol
 
-from kvferry.gateway.flow.entry import Entry
-from kvferry.rpc.admission import Work
+from kvferry.gateway.decide.flow.entry import Entry
+from kvferry.serving.admission import Work
 
 
 class Gate(Protocol):
@@ -45,7 +45,7 @@ class _Sample:
 
 
 class RequestSlot:
-    """Implements `rpc.admission.Slot`."""
+    """Implements `serving.admission.Slot`."""
 
     __slots__ = (
         "_gate", "_samples", "entered", "entry", "expected_tokens", "priority", "queued_seconds", "recomputed_tokens",
@@ -77,7 +77,7 @@ class RequestSlot:
         self._gate.leave(self, is_whole=kind is None)
 
     def record_tokens(self, sample: int, count: int) -> None:
-        """See `rpc.admission.Slot.record_tokens`."""
+        """See `serving.admission.Slot.record_tokens`."""
         found = self._samples.get(sample)
         if found is None:
             found = self._samples[sample] = _Sample()
@@ -86,11 +86,11 @@ class RequestSlot:
         found.output += count
 
     def record_usage(self, sample: int, cached_tokens: int) -> None:
-        """See `rpc.admission.Slot.record_usage`."""
+        """See `serving.admission.Slot.record_usage`."""
         self._samples[sample].cached = cached_tokens
 
     def record_recomputed(self, count: int) -> None:
-        """See `rpc.admission.Slot.record_recomputed`."""
+        """See `serving.admission.Slot.record_recomputed`."""
         self.recomputed_tokens += count
 
     @property

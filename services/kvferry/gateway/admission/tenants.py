@@ -6,9 +6,9 @@ from pathlib import Path
 
 from kvferry.core.clock import Clock
 from kvferry.core.errors import UsageError
-from kvferry.gateway.flow.policy import TenantPolicy
-from kvferry.gateway.flow.tenant_table import MAX_FILE_BYTES, TenantTable, read_table
-from kvferry.gateway.http.api_keys import ApiKeys, read_keys
+from kvferry.gateway.admission.api_keys import ApiKeys, read_keys
+from kvferry.gateway.decide.flow.policy import TenantPolicy
+from kvferry.gateway.decide.flow.tenant_table import MAX_FILE_BYTES, TenantTable, read_table
 
 _log = logging.getLogger(__name__)
 _FIELD = "tenants"

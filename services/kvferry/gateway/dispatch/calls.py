@@ -3,10 +3,10 @@
 from dataclasses import replace
 
 from kvferry.core.ids import new_ticket_id
-from kvferry.gateway.lifecycle.sample_run import SampleRun
-from kvferry.model.requests.pooling import PoolingParams
+from kvferry.gateway.decide.lifecycle.sample_run import SampleRun
 from kvferry.rpc import wire
-from kvferry.rpc.text.vector_wire import pooling_to_wire
+from kvferry.rpc.inference.vector_wire import pooling_to_wire
+from kvferry.text.requests.pooling import PoolingParams
 from kvferry.v1 import decode_pb2, prefill_pb2
 
 

@@ -29,8 +29,17 @@ from kvferry.core.hashing import BlockNamers
 from kvferry.core.sampling import FinishReason
 from kvferry.core.traces.spans import current_span
 from kvferry.gateway.admission.flow_gate import FlowGate
-from kvferry.gateway.cache_map.cache_map import CacheMap
-from kvferry.gateway.config import DispatchConfig
+from kvferry.gateway.decide.cache_map.cache_map import CacheMap
+from kvferry.gateway.decide.config import DispatchConfig
+from kvferry.gateway.decide.estimates.commitments import Commitments
+from kvferry.gateway.decide.estimates.estimates import Estimates
+from kvferry.gateway.decide.flow.capacity import UNBOUNDED
+from kvferry.gateway.decide.lifecycle.obligations import MACHINE, Event, State
+from kvferry.gateway.decide.lifecycle.retry_decision import RetryDecision, retry_decision
+from kvferry.gateway.decide.lifecycle.sample_run import SampleRun
+from kvferry.gateway.decide.lifecycle.sample_trace import NO_TRACE, NoTrace, SampleTrace
+from kvferry.gateway.decide.routing.policies import RoutingPolicies
+from kvferry.gateway.decide.routing.routes import Route
 from kvferry.gateway.dispatch.ending import Ending
 from kvferry.gateway.dispatch.journal import Journal
 from kvferry.gateway.dispatch.kv_prefetch import KvPrefetches
@@ -42,19 +51,10 @@ from kvferry.gateway.dispatch.search_steps import SearchSteps
 from kvferry.gateway.dispatch.step_turns import StepTurns
 from kvferry.gateway.dispatch.work_records import WorkRecords
 from kvferry.gateway.dispatch.worker_calls import WorkerCalls
-from kvferry.gateway.estimates.commitments import Commitments
-from kvferry.gateway.estimates.estimates import Estimates
 from kvferry.gateway.fleet.fleet import Fleet
-from kvferry.gateway.flow.capacity import UNBOUNDED
-from kvferry.gateway.instruments import Instruments
-from kvferry.gateway.lifecycle.obligations import MACHINE, Event, State
-from kvferry.gateway.lifecycle.retry_decision import RetryDecision, retry_decision
-from kvferry.gateway.lifecycle.sample_run import SampleRun
-from kvferry.gateway.routing.policies import RoutingPolicies
-from kvferry.gateway.routing.routes import Route
-from kvferry.gateway.tracing.sample_trace import NO_TRACE, NoTrace, SampleTrace
-from kvferry.model.requests.pooling import PoolingParams
-from kvferry.rpc.text.token_source import TokenEvent, TokenRequest, Vector
+from kvferry.gateway.observe.instruments import Instruments
+from kvferry.serving.token_source import TokenEvent, TokenRequest, Vector
+from kvferry.text.requests.pooling import PoolingParams
 
 _MAX_TICKET_LOSSES = 2
 """Number of decode workers lost with the same ticket after which the ticket is dropped and the prompt recomputed,
@@ -131,7 +131,7 @@ class Dispatcher:
         self._no_streams.set()
 
     async def stream(self, request: TokenRequest) -> AsyncGenerator[TokenEvent, None]:
-        """Generate one sample's tokens; see `rpc.text.token_source.TokenSource.stream`."""
+        """Generate one sample's tokens; see `serving.token_source.TokenSource.stream`."""
         run = SampleRun(request, trace=self._trace(request))
         with self._open(run):
             async with aclosing(self._serve(run)) as events:
@@ -140,14 +140,14 @@ class Dispatcher:
 
     @contextmanager
     def search(self, request: TokenRequest, width: int) -> Iterator[SearchSteps]:
-        """Open a beam search; see `rpc.text.token_source.SearchSource.search`."""
+        """Open a beam search; see `serving.token_source.SearchSource.search`."""
         run = SampleRun(request, trace=self._trace(request, "beam_search"), num_beams=width)
         with self._open(run):
             yield SearchSteps(run, self._serve_step, self._lifetime)
             self._ending.end(run, Event.FINISH)
 
     async def pool(self, request: TokenRequest, params: PoolingParams) -> Vector:
-        """Compute the vector of a prompt; see `rpc.text.token_source.VectorSource.pool`. If the worker of a call is
+        """Compute the vector of a prompt; see `serving.token_source.VectorSource.pool`. If the worker of a call is
         lost, the call is repeated on another worker."""
         run = SampleRun(request, pooling=params, trace=self._trace(request))
         with self._open(run):

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 
 import grpc
 
+from kvferry.gateway.decide.lifecycle.sample_run import SampleRun
+from kvferry.gateway.decide.routing.routes import Route, RouteReason
 from kvferry.gateway.fleet.fleet import Fleet
-from kvferry.gateway.lifecycle.sample_run import SampleRun
-from kvferry.gateway.routing.routes import Route, RouteReason
 from kvferry.v1 import common_pb2, decode_pb2
 
 _log = logging.getLogger(__name__)

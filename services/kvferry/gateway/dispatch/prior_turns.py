@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from kvferry.core.hashing import BlockNamers
 from kvferry.core.ids import BlockHash, Incarnation
+from kvferry.gateway.decide.lifecycle.sample_run import SampleRun
+from kvferry.gateway.decide.routing.prompt_names import block_names
+from kvferry.gateway.decide.routing.routes import Pick
 from kvferry.gateway.fleet.fleet import Fleet
-from kvferry.gateway.lifecycle.sample_run import SampleRun
-from kvferry.gateway.routing.prompt_names import block_names
-from kvferry.gateway.routing.routes import Pick
 
 _MAX_TURNS = 4096
 

@@ -12,9 +12,9 @@ from typing import Any
 import grpc
 
 from kvferry.core.ids import RequestId
+from kvferry.gateway.decide.lifecycle.sample_run import SampleRun, SealedTicket
 from kvferry.gateway.fleet.fleet import Fleet
-from kvferry.gateway.instruments import Instruments
-from kvferry.gateway.lifecycle.sample_run import SampleRun, SealedTicket
+from kvferry.gateway.observe.instruments import Instruments
 from kvferry.v1 import prefill_pb2
 
 _log = logging.getLogger(__name__)

@@ -6,20 +6,15 @@ from collections.abc import Sequence
 from kvferry.core.errors import Overloaded, Unavailable
 from kvferry.core.hashing import BlockNamers
 from kvferry.core.ids import WorkerId
-from kvferry.gateway.cache_map.cache_map import CacheMap
-from kvferry.gateway.config import RoutingConfig
-from kvferry.gateway.dispatch.lost_call import WorkerLost
-from kvferry.gateway.dispatch.releases import TicketDrop
-from kvferry.gateway.dispatch.work_records import WorkRecords
-from kvferry.gateway.fleet.fleet import Fleet
-from kvferry.gateway.instruments import Instruments
-from kvferry.gateway.lifecycle.sample_run import SampleRun
-from kvferry.gateway.routing.cached_prefix import PromptCaches
-from kvferry.gateway.routing.policies import RoutingPolicies
-from kvferry.gateway.routing.prefix_hash import PrefixHash
-from kvferry.gateway.routing.prompt_names import PromptNames, prefix_key
-from kvferry.gateway.routing.replica_choice import choose, choose_pooling
-from kvferry.gateway.routing.replicas import (
+from kvferry.gateway.decide.cache_map.cache_map import CacheMap
+from kvferry.gateway.decide.config import RoutingConfig
+from kvferry.gateway.decide.lifecycle.sample_run import SampleRun
+from kvferry.gateway.decide.routing.cached_prefix import PromptCaches
+from kvferry.gateway.decide.routing.policies import RoutingPolicies
+from kvferry.gateway.decide.routing.prefix_hash import PrefixHash
+from kvferry.gateway.decide.routing.prompt_names import PromptNames, prefix_key
+from kvferry.gateway.decide.routing.replica_choice import choose, choose_pooling
+from kvferry.gateway.decide.routing.replicas import (
     CachedTokens,
     Candidates,
     Replica,
@@ -27,8 +22,13 @@ from kvferry.gateway.routing.replicas import (
     readers,
     with_adapter,
 )
-from kvferry.gateway.routing.route_notes import RouteNote, route_notes
-from kvferry.gateway.routing.routes import Policy, Route, RouteReason, RouteRequest
+from kvferry.gateway.decide.routing.route_notes import RouteNote, route_notes
+from kvferry.gateway.decide.routing.routes import Policy, Route, RouteReason, RouteRequest
+from kvferry.gateway.dispatch.lost_call import WorkerLost
+from kvferry.gateway.dispatch.releases import TicketDrop
+from kvferry.gateway.dispatch.work_records import WorkRecords
+from kvferry.gateway.fleet.fleet import Fleet
+from kvferry.gateway.observe.instruments import Instruments
 
 RETRY_AFTER_SECONDS = 1.0
 _MAX_ROUTES = 16

@@ -5,9 +5,9 @@ from contextlib import AbstractContextManager, aclosing
 from dataclasses import replace
 
 from kvferry.core.errors import DeadlinePassed
-from kvferry.gateway.lifecycle.sample_run import SampleRun
-from kvferry.gateway.tracing.sample_trace import NO_TRACE
-from kvferry.rpc.text.token_source import TokenEvent, TokenRequest
+from kvferry.gateway.decide.lifecycle.sample_run import SampleRun
+from kvferry.gateway.decide.lifecycle.sample_trace import NO_TRACE
+from kvferry.serving.token_source import TokenEvent, TokenRequest
 
 _MAX_ROUTES = 16
 """Maximum number of routing decisions in the record of a search: those of its first step, and of repeated steps."""
@@ -36,7 +36,7 @@ class SearchSteps:
         self._rank = (0, 0)
 
     async def stream(self, request: TokenRequest) -> AsyncGenerator[TokenEvent, None]:
-        """Compute a step; see `rpc.text.token_source.TokenSource.stream`.
+        """Compute a step; see `serving.token_source.TokenSource.stream`.
 
         Raises:
             DeadlinePassed: the deadline passed before the search ended; the message says after how many tokens.

@@ -2,12 +2,12 @@
 
 import math
 
-from kvferry.gateway.estimates.commitments import Commitment, Commitments
-from kvferry.gateway.estimates.estimates import Estimates, Process
+from kvferry.gateway.decide.estimates.commitments import Commitment, Commitments
+from kvferry.gateway.decide.estimates.estimates import Estimates, Process
+from kvferry.gateway.decide.lifecycle.sample_run import SampleRun
+from kvferry.gateway.decide.routing.routes import Route
 from kvferry.gateway.fleet.fleet import Fleet
 from kvferry.gateway.fleet.member import WorkerView
-from kvferry.gateway.lifecycle.sample_run import SampleRun
-from kvferry.gateway.routing.routes import Route
 from kvferry.v1 import decode_pb2
 
 

@@ -9,6 +9,9 @@ import grpc
 from kvferry.core.clock import Clock
 from kvferry.core.errors import Unavailable
 from kvferry.core.sampling import ScoredToken
+from kvferry.gateway.decide.lifecycle.obligations import MACHINE, Event, State
+from kvferry.gateway.decide.lifecycle.sample_run import SampleRun, SealedTicket
+from kvferry.gateway.decide.routing.routes import Pick, Route
 from kvferry.gateway.dispatch import calls
 from kvferry.gateway.dispatch.ending import Ending
 from kvferry.gateway.dispatch.kv_prefetch import KvPrefetches
@@ -17,14 +20,11 @@ from kvferry.gateway.dispatch.prior_turns import Turns
 from kvferry.gateway.dispatch.releases import Releases
 from kvferry.gateway.dispatch.work_records import WorkRecords
 from kvferry.gateway.fleet.fleet import Fleet
-from kvferry.gateway.instruments import Instruments
-from kvferry.gateway.lifecycle.obligations import MACHINE, Event, State
-from kvferry.gateway.lifecycle.sample_run import SampleRun, SealedTicket
-from kvferry.gateway.routing.routes import Pick, Route
-from kvferry.model.requests.pooling import PoolingParams
+from kvferry.gateway.observe.instruments import Instruments
 from kvferry.rpc import wire
-from kvferry.rpc.text.token_source import TokenEvent, Vector
-from kvferry.rpc.text.vector_wire import vector_from_wire
+from kvferry.rpc.inference.vector_wire import vector_from_wire
+from kvferry.serving.token_source import TokenEvent, Vector
+from kvferry.text.requests.pooling import PoolingParams
 from kvferry.v1 import decode_pb2, prefill_pb2
 
 

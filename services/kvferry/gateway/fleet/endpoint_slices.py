@@ -11,8 +11,8 @@ from collections.abc import AsyncIterator
 from contextlib import suppress
 
 from kvferry.core.clock import Clock
+from kvferry.gateway.decide.routing.discovery import SliceCache, Update, WatchEnded
 from kvferry.gateway.fleet.pool_api import ApiError, PoolApi, Watch
-from kvferry.gateway.routing.discovery import SliceCache, Update, WatchEnded
 
 _log = logging.getLogger(__name__)
 

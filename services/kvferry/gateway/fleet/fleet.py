@@ -15,12 +15,12 @@ import grpc
 
 from kvferry.core.clock import Clock
 from kvferry.core.errors import Unauthenticated
-from kvferry.gateway.config import FleetConfig
+from kvferry.gateway.decide.config import FleetConfig
+from kvferry.gateway.decide.flow.capacity import WorkerRoom
+from kvferry.gateway.decide.routing.discovery import Listing
+from kvferry.gateway.decide.routing.replicas import Candidates, Replica
 from kvferry.gateway.fleet.member import Hold, Member, WorkerView
 from kvferry.gateway.fleet.worker_keys import WorkerKeys
-from kvferry.gateway.flow.capacity import WorkerRoom
-from kvferry.gateway.routing.discovery import Listing
-from kvferry.gateway.routing.replicas import Candidates, Replica
 from kvferry.rpc.tls.pool_tls import PoolTls
 from kvferry.v1 import decode_pb2_grpc, kv_events_pb2_grpc, prefill_pb2_grpc, worker_admin_pb2_grpc
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from kvferry.gateway.cache_map.cache_map import CacheMap
+from kvferry.gateway.decide.cache_map.cache_map import CacheMap
 from kvferry.gateway.fleet.member import WorkerView
 from kvferry.gateway.fleet.membership import SourceState
 

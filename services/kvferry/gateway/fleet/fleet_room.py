@@ -1,8 +1,8 @@
 """The room of the fleet for further requests, computed once for each change of the fleet."""
 
+from kvferry.gateway.decide.flow.capacity import CLOSED, UNBOUNDED, Room, room, step_places
 from kvferry.gateway.fleet.fleet import Fleet
 from kvferry.gateway.fleet.readiness import can_serve
-from kvferry.gateway.flow.capacity import CLOSED, UNBOUNDED, Room, room, step_places
 
 
 class FleetRoom:

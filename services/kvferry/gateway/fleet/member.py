@@ -17,13 +17,13 @@ import grpc
 from kvferry.core.errors import Unauthenticated
 from kvferry.core.ids import AdapterId, Incarnation, WorkerId
 from kvferry.core.load import WorkerLoad
-from kvferry.gateway.config import Endpoint
+from kvferry.gateway.decide.config import Endpoint
+from kvferry.gateway.decide.flow.capacity import WorkerRoom
+from kvferry.gateway.decide.routing.discovery import Listing
+from kvferry.gateway.decide.routing.replicas import Place, Replica
 from kvferry.gateway.fleet.step_watch import StepWatch
 from kvferry.gateway.fleet.worker_channels import WorkerChannels
 from kvferry.gateway.fleet.worker_keys import WorkerKeys
-from kvferry.gateway.flow.capacity import WorkerRoom
-from kvferry.gateway.routing.discovery import Listing
-from kvferry.gateway.routing.replicas import Place, Replica
 from kvferry.rpc.access.call_keys import CallSigner
 from kvferry.rpc.access.signed_channel import signed
 from kvferry.rpc.errors import error_from_rpc

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import cast
 
+from kvferry.gateway.decide.routing.discovery import Source, Update
 from kvferry.gateway.fleet.fleet import Fleet
-from kvferry.gateway.routing.discovery import Source, Update
 
 _log = logging.getLogger(__name__)
 _AGAIN_SECONDS = 1.0

@@ -11,8 +11,8 @@ from typing import Any
 
 from kvferry.core.errors import UsageError
 from kvferry.core.process.config import environment
-from kvferry.gateway.config import PoolName
-from kvferry.gateway.routing.discovery import POOL_LABEL
+from kvferry.gateway.decide.config import PoolName
+from kvferry.gateway.decide.routing.discovery import POOL_LABEL
 
 SCALER_GROUP = "kvferry.dev"
 SCALER_VERSION = "v1alpha1"

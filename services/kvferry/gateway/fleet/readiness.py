@@ -8,14 +8,14 @@ from prometheus_client.registry import Collector
 
 from kvferry.core import metrics
 from kvferry.core.metrics import Kind, Metric
+from kvferry.gateway.decide.routing.holding import Holding
+from kvferry.gateway.decide.routing.prefix_hash import PrefixHash
+from kvferry.gateway.decide.routing.replica_choice import choose
+from kvferry.gateway.decide.routing.routes import RouteRequest
 from kvferry.gateway.fleet.fleet import Fleet
 from kvferry.gateway.fleet.member import WorkerView
 from kvferry.gateway.fleet.membership import Knowledge, Membership
 from kvferry.gateway.fleet.waking import Waker
-from kvferry.gateway.routing.holding import Holding
-from kvferry.gateway.routing.prefix_hash import PrefixHash
-from kvferry.gateway.routing.replica_choice import choose
-from kvferry.gateway.routing.routes import RouteRequest
 
 MetricFamily = CounterMetricFamily | GaugeMetricFamily
 

@@ -1,12 +1,12 @@
-"""Scales a pool up from zero while requests wait for it; the decision is in `gateway.routing.holding`."""
+"""Scales a pool up from zero while requests wait for it; the decision is in `gateway.decide.routing.holding`."""
 
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
 from kvferry.core.clock import Clock
+from kvferry.gateway.decide.routing.holding import ROLES, Holding, Scaler, WakePolicy
 from kvferry.gateway.fleet.pool_api import ApiError, PoolApi
-from kvferry.gateway.routing.holding import ROLES, Holding, Scaler, WakePolicy
 
 _log = logging.getLogger(__name__)
 _LOOK_SECONDS = 1.0

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from kvferry.gateway.config import Endpoint
+from kvferry.gateway.decide.config import Endpoint
 from kvferry.rpc.channel import open_channel
 from kvferry.rpc.tls.pool_tls import PoolTls
 from kvferry.rpc.tls.refusal_cause import may_be_tls, refusal_cause

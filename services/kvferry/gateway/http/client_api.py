@@ -24,10 +24,11 @@ from kvferry.core.errors import (
 )
 from kvferry.core.ids import RequestId, new_request_id
 from kvferry.core.traces.spans import TRACEPARENT, TRACESTATE, Span, TraceContext, Tracer, use_span
-from kvferry.gateway.config import HttpConfig
+from kvferry.gateway.decide.config import HttpConfig
 from kvferry.gateway.dispatch.journal import Journal
 from kvferry.gateway.http.answers import Alive, Ready
 from kvferry.gateway.http.body_route import BodyRoute, prepared, while_connected
+from kvferry.gateway.http.encoding.routes import ANSWERS, UnaryRoute
 from kvferry.gateway.http.event_stream import send_events
 from kvferry.gateway.http.openai import completions
 from kvferry.gateway.http.openai import reply as openai_reply
@@ -38,10 +39,9 @@ from kvferry.gateway.http.request_body import JSON, BodyBudget
 from kvferry.gateway.http.responses.routes import ResponseRoutes
 from kvferry.gateway.http.responses.store import ResponseStore
 from kvferry.gateway.http.route_errors import MethodNotAllowed, NoSuchRoute, no_such_request
-from kvferry.gateway.http.unary.routes import ANSWERS, UnaryRoute
-from kvferry.gateway.instruments import Instruments
-from kvferry.rpc.text.text_service import TextService
+from kvferry.gateway.observe.instruments import Instruments
 from kvferry.rpc.wire import check_request_id
+from kvferry.serving.text_service import TextService
 
 _log = logging.getLogger(__name__)
 _DEBUG_HEADER = "x-kvferry-kv"

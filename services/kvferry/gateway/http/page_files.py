@@ -10,7 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvferry.gateway import dashboard
+from kvferry.gateway.observe import dashboard
 
 FOLDER = Path(dashboard.__file__).with_name("page")
 _INDEX = "index.html"

@@ -6,7 +6,7 @@ import contextlib
 from starlette.requests import ClientDisconnect, Request
 
 from kvferry.core.errors import InvalidRequest, Overloaded, RequestCancelled, shortened
-from kvferry.gateway.config import HttpConfig
+from kvferry.gateway.decide.config import HttpConfig
 
 JSON = "application/json"
 _DISCARD_SECONDS = 2.0

@@ -25,7 +25,7 @@ from typing import Protocol, runtime_checkable
 
 from kvferry.core.epochs import EpochTable
 from kvferry.core.ids import BlockId, Incarnation, RequestId, TicketId, WorkerId
-from kvferry.kv.handoff.ticket import Ticket
+from kvferry.kv.interface.ticket import Ticket
 from kvferry.kv.pages.layout import KvLayout
 
 

@@ -4,7 +4,7 @@ infinities (Micikevicius et al., FP8 formats for deep learning, 2022)."""
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.model.quantized.float8_matrix import E4M3
+from kvferry.weights.quantized.float8_matrix import E4M3
 
 MAX_FP8 = np.float32(448)
 """Largest number with a code."""

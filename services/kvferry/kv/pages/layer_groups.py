@@ -15,7 +15,7 @@ The last group of a window may have fewer layers than its pages have places; the
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvferry.model.config import ModelConfig
+from kvferry.weights.config import ModelConfig
 
 FULL_ATTENTION: tuple[int | None, ...] = (None,)
 """Windows of a single group of all layers, whose pages are kept for the whole context."""

@@ -27,7 +27,7 @@ from blake3 import blake3
 from kvferry.core.dtypes import DTYPES, row_bytes
 from kvferry.core.errors import UsageError
 from kvferry.kv.pages.layer_groups import LayerGroups
-from kvferry.model.config import ModelConfig
+from kvferry.weights.config import ModelConfig
 
 VERSION = 1
 _MAX_DIGEST_CHARS = 256

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from kvferry.bench.serving.charts import Panel, Points, page
-from kvferry.simulator.measures import Histogram, Measures
+from kvferry.simulator.fleet.measures import Histogram, Measures
 
 _MAX_POINTS = 400
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvferry.simulator.files.spec import FleetSpec
-from kvferry.simulator.fleet import PoolResult, RoleTotals
+from kvferry.simulator.fleet.fleet import PoolResult, RoleTotals
 
 
 def as_json(spec: FleetSpec, result: PoolResult) -> dict[str, Any]:

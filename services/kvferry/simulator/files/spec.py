@@ -11,17 +11,17 @@ from kvferry.bench.workload.requests import BenchRequest
 from kvferry.bench.workload.traces import read_trace
 from kvferry.core.errors import UsageError
 from kvferry.core.process.toml_text import parse_toml
-from kvferry.engine.plan.step_budget import SchedulerLimits
-from kvferry.engine.policies.class_weights import weights_in_use
-from kvferry.engine.policies.policy import POLICIES as SCHEDULING
-from kvferry.gateway.config import POLICIES, PolicyName, RoutingConfig
+from kvferry.engine.schedule.plan.step_budget import SchedulerLimits
+from kvferry.engine.schedule.policies.class_weights import weights_in_use
+from kvferry.engine.schedule.policies.policy import POLICIES as SCHEDULING
+from kvferry.gateway.decide.config import POLICIES, PolicyName, RoutingConfig
 from kvferry.kv.pricing.price import LoadPolicy
 from kvferry.simulator.files.tables import Table, wrong
-from kvferry.simulator.fleet import Failure, PoolSpec, RoleSpec
-from kvferry.simulator.members import BOTH, ROLES
+from kvferry.simulator.fleet.fleet import Failure, PoolSpec, RoleSpec
+from kvferry.simulator.fleet.members import BOTH, ROLES
+from kvferry.simulator.fleet.runs import GatewaySettings
 from kvferry.simulator.requests.demand import MAX_REQUESTS, Demand, SimRequest, Tenant, of_trace
 from kvferry.simulator.requests.tokens import Tape
-from kvferry.simulator.runs import GatewaySettings
 from kvferry.simulator.worker.device import DeviceProfile, LinkProfile
 from kvferry.simulator.worker.jobs import ReplicaSettings
 

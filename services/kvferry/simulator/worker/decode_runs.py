@@ -11,10 +11,10 @@ from itertools import accumulate, repeat
 
 from kvferry.core.errors import InvariantBroken
 from kvferry.core.ids import RequestId
-from kvferry.engine.plan.scheduler import Scheduler
-from kvferry.engine.plan.sequence import Sequence
-from kvferry.engine.plan.step import StepPlan
-from kvferry.engine.speculation.speculation import Drafts, Speculation
+from kvferry.engine.schedule.plan.scheduler import Scheduler
+from kvferry.engine.schedule.speculation.speculation import Drafts, Speculation
+from kvferry.engine.schedule.step.sequence import Sequence
+from kvferry.engine.schedule.step.step import StepPlan
 from kvferry.simulator.worker.device import DeviceProfile
 
 MAX_STEPS = 1024

@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 from kvferry.core.errors import UsageError
-from kvferry.engine.plan.step import ScheduledSequence
+from kvferry.engine.schedule.step.step import ScheduledSequence
 
 _MAX_SECONDS = 3600.0
 

@@ -12,8 +12,8 @@ from functools import partial
 
 from kvferry.core.errors import TicketRejected, Unavailable
 from kvferry.core.ids import BlockId, RequestId, TicketId
-from kvferry.engine.plan.kv_jobs import Export
-from kvferry.engine.plan.sequence import RemoteKv
+from kvferry.engine.schedule.step.kv_jobs import Export
+from kvferry.engine.schedule.step.sequence import RemoteKv
 from kvferry.kv.handoff.attempt import (
     Attempt,
     Claim,
@@ -27,9 +27,9 @@ from kvferry.kv.handoff.attempt import (
     StartRead,
 )
 from kvferry.kv.handoff.offers import OfferBook, OfferTimes
-from kvferry.kv.handoff.ticket import Ticket
 from kvferry.kv.handoff.transfers import TransferState, TransferTimes
 from kvferry.kv.interface.connector import FetchSource, LoadOutcome, PagesQuiet
+from kvferry.kv.interface.ticket import Ticket
 from kvferry.simulator.clock import VirtualClock
 from kvferry.simulator.worker.device import LinkProfile
 from kvferry.simulator.worker.replica import Replica

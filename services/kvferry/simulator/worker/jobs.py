@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvferry.core.ids import BlockHash, RequestId
-from kvferry.engine.plan.kv_jobs import Export
-from kvferry.engine.plan.sequence import RemoteKv
-from kvferry.engine.plan.sequence import Sequence as EngineSequence
-from kvferry.engine.plan.step_budget import SchedulerLimits
+from kvferry.engine.schedule.plan.step_budget import SchedulerLimits
+from kvferry.engine.schedule.step.kv_jobs import Export
+from kvferry.engine.schedule.step.sequence import RemoteKv
+from kvferry.engine.schedule.step.sequence import Sequence as EngineSequence
 from kvferry.kv.pricing.price import LoadPolicy
 from kvferry.simulator.requests.tokens import Output
 

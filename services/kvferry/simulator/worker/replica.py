@@ -14,17 +14,17 @@ from kvferry.core.hashing import BlockNamer
 from kvferry.core.ids import BlockId, RequestId
 from kvferry.core.load import WorkerLoad
 from kvferry.core.sampling import SamplingParams
-from kvferry.engine.blocks.allocation import Allocator
-from kvferry.engine.blocks.block_pool import BlockPool
-from kvferry.engine.blocks.prefix_index import CacheChange, PrefixIndex
-from kvferry.engine.engine_load import engine_load
-from kvferry.engine.loads.kv_loads import KvLoads
-from kvferry.engine.plan.kv_jobs import SequenceUpdate
-from kvferry.engine.plan.scheduler import Scheduler
-from kvferry.engine.plan.sequence import Sequence as EngineSequence
-from kvferry.engine.plan.sequence import SequenceState
-from kvferry.engine.plan.step import SequenceOutput, StepPlan, StepResult
-from kvferry.engine.speculation.speculation import Speculation
+from kvferry.engine.observe.engine_load import engine_load
+from kvferry.engine.schedule.blocks.allocation import Allocator
+from kvferry.engine.schedule.blocks.block_pool import BlockPool
+from kvferry.engine.schedule.blocks.prefix_index import CacheChange, PrefixIndex
+from kvferry.engine.schedule.loads.kv_loads import KvLoads
+from kvferry.engine.schedule.plan.scheduler import Scheduler
+from kvferry.engine.schedule.speculation.speculation import Speculation
+from kvferry.engine.schedule.step.kv_jobs import SequenceUpdate
+from kvferry.engine.schedule.step.sequence import Sequence as EngineSequence
+from kvferry.engine.schedule.step.sequence import SequenceState
+from kvferry.engine.schedule.step.step import SequenceOutput, StepPlan, StepResult
 from kvferry.kv.interface.connector import KvLoader, LoadOutcome
 from kvferry.kv.interface.tiering import KvMessage
 from kvferry.kv.pricing.price import PriceBook

@@ -11,12 +11,12 @@ from kvferry.core.errors import UsageError
 from kvferry.core.hashing import BlockNamers
 from kvferry.core.ids import BlockId, RequestId
 from kvferry.core.sampling import SampledToken, SamplingParams
-from kvferry.engine.loads.kv_loads import KvLoads
-from kvferry.engine.plan.pipeline import Launched, Pipeline
-from kvferry.engine.plan.sequence import Sequence
-from kvferry.engine.plan.step import SequenceOutput, StepPlan, StepResult
-from kvferry.engine.profile.log_file import END_TOKEN, replayed
-from kvferry.engine.profile.step_log import ABORT, ADD, RELEASE, LoggedRequest, LoggedStep, Planned, StepLog, planned
+from kvferry.engine.observe.log_file import END_TOKEN, replayed
+from kvferry.engine.observe.step_log import ABORT, ADD, RELEASE, LoggedRequest, LoggedStep, Planned, StepLog, planned
+from kvferry.engine.schedule.loads.kv_loads import KvLoads
+from kvferry.engine.schedule.plan.pipeline import Launched, Pipeline
+from kvferry.engine.schedule.step.sequence import Sequence
+from kvferry.engine.schedule.step.step import SequenceOutput, StepPlan, StepResult
 from kvferry.kv.pricing.price import LoadPolicy, PriceBook
 from kvferry.simulator.worker.device import StepWork, work_of
 from kvferry.simulator.worker.jobs import ReplicaSettings

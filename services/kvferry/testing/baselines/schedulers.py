@@ -7,16 +7,16 @@ admission depends on the reservations alone.
 from collections.abc import Callable, Sequence
 
 from kvferry.core.ids import BlockHash, RequestId
-from kvferry.engine.blocks.allocation import Allocator
-from kvferry.engine.blocks.block_pool import BlockPool
-from kvferry.engine.blocks.cached_prefix import CachedPrefix
-from kvferry.engine.blocks.prefix_index import PrefixIndex
-from kvferry.engine.plan.admission import Admission, Headroom
-from kvferry.engine.plan.scheduler import Scheduler
-from kvferry.engine.plan.sequence import Sequence as EngineSequence
-from kvferry.engine.plan.step import ScheduledSequence
-from kvferry.engine.plan.step_budget import SchedulerLimits, StepBudget
-from kvferry.engine.speculation.speculation import Speculation
+from kvferry.engine.schedule.blocks.allocation import Allocator
+from kvferry.engine.schedule.blocks.block_pool import BlockPool
+from kvferry.engine.schedule.blocks.cached_prefix import CachedPrefix
+from kvferry.engine.schedule.blocks.prefix_index import PrefixIndex
+from kvferry.engine.schedule.plan.admission import Admission, Headroom
+from kvferry.engine.schedule.plan.scheduler import Scheduler
+from kvferry.engine.schedule.plan.step_budget import SchedulerLimits, StepBudget
+from kvferry.engine.schedule.speculation.speculation import Speculation
+from kvferry.engine.schedule.step.sequence import Sequence as EngineSequence
+from kvferry.engine.schedule.step.step import ScheduledSequence
 from kvferry.testing.baselines.buddy import BuddyMemory
 
 Rule = Callable[[EngineSequence], int]

@@ -17,7 +17,7 @@ from kvferry.core.errors import UsageError
 from kvferry.core.ids import MAX_ADAPTER_NAME_CHARS
 from kvferry.core.process.struct_types import describe
 from kvferry.core.process.toml_text import parse_toml
-from kvferry.engine.adapters.adapter_store import MAX_ADAPTERS
+from kvferry.engine.schedule.adapters.adapter_store import MAX_ADAPTERS
 
 MAX_LIST_BYTES = 4 << 20
 

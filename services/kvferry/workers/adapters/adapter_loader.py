@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kvferry.core.errors import Forbidden, InvalidRequest, ModelFileError, UsageError, shortened
 from kvferry.core.ids import AdapterId
-from kvferry.engine.adapters.adapter_settings import check_adapter_name
+from kvferry.engine.adapter_settings import check_adapter_name
 from kvferry.engine.build import LoadedModel, load_adapter
 from kvferry.engine.loop.engine_loop import EngineLoop
 

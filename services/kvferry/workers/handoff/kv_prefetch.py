@@ -18,16 +18,16 @@ import grpc
 from kvferry.core.errors import TicketRejected
 from kvferry.core.hashing import BlockNamer
 from kvferry.core.ids import BlockHash, RequestId
-from kvferry.engine.loads.kv_prefetch import KvPrefetchRequest
-from kvferry.kv.handoff.seals import BlocksSeal
-from kvferry.kv.handoff.ticket import Keyring, Ticket
+from kvferry.engine.schedule.loads.kv_prefetch import KvPrefetchRequest
 from kvferry.kv.interface.connector import FetchSource
+from kvferry.kv.interface.seals import BlocksSeal
+from kvferry.kv.interface.ticket import Keyring, Ticket
 from kvferry.rpc.access.call_keys import CallSigner
 from kvferry.rpc.access.signed_channel import signed
 from kvferry.rpc.channel import open_channel
 from kvferry.rpc.tls.pool_tls import PoolTls
 from kvferry.v1 import decode_pb2, kv_transfer_pb2, kv_transfer_pb2_grpc
-from kvferry.workers.context import WorkerContext
+from kvferry.workers.calls.context import WorkerContext
 
 _log = logging.getLogger(__name__)
 

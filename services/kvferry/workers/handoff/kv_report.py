@@ -6,7 +6,7 @@ from kvferry.core.ids import WorkerId
 from kvferry.engine.loop.engine_stream import StreamItem
 from kvferry.kv.interface.connector import LoadOutcome
 from kvferry.kv.pricing.price import Decision
-from kvferry.rpc.text.token_source import KvReport
+from kvferry.serving.token_source import KvReport
 
 PEER = "peer"
 

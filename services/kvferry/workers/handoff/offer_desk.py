@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 from kvferry.core.clock import Clock
 from kvferry.core.ids import TicketId, new_ticket_id
-from kvferry.engine.plan.kv_jobs import Export
+from kvferry.engine.schedule.step.kv_jobs import Export
 from kvferry.kv.handoff.offers import OfferBook, OfferState, OfferTimes
-from kvferry.kv.handoff.ticket import Keyring, Ticket, digest_tokens
 from kvferry.kv.interface.connector import Transport
-from kvferry.workers.context import WorkerContext
+from kvferry.kv.interface.ticket import Keyring, Ticket, digest_tokens
+from kvferry.workers.calls.context import WorkerContext
 
 _TICK_SECONDS = 0.25
 

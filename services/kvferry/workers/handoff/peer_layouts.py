@@ -1,7 +1,7 @@
 """Converts KV layouts to messages, and checks whether a peer's layout is compatible with this worker's layout."""
 
 from kvferry.core.errors import TicketRejected
-from kvferry.kv.handoff.ticket import layout_of, plan_for
+from kvferry.kv.interface.ticket import layout_of, plan_for
 from kvferry.kv.pages.layout import VERSION, Description, KvLayout
 from kvferry.kv.pages.relayout import plan
 from kvferry.v1 import common_pb2

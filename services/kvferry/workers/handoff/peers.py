@@ -9,9 +9,9 @@ from typing import Any
 import grpc
 
 from kvferry.core.ids import TicketId
-from kvferry.kv.handoff.seals import AddressSeal
-from kvferry.kv.handoff.ticket import Keyring
 from kvferry.kv.interface.connector import Peer
+from kvferry.kv.interface.seals import AddressSeal
+from kvferry.kv.interface.ticket import Keyring
 from kvferry.kv.pages.layout import KvLayout
 from kvferry.rpc.access.call_keys import CallSigner
 from kvferry.rpc.access.signed_channel import signed_blocking

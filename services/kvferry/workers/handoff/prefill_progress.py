@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
-from kvferry.engine.plan.kv_jobs import Progress
+from kvferry.engine.schedule.step.kv_jobs import Progress
 
 _MAX_FOLLOWERS = 4
 _BEGIN_SECONDS = 0.5

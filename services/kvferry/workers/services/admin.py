@@ -10,7 +10,7 @@ import grpc
 
 from kvferry.core.errors import InvalidRequest, Unavailable
 from kvferry.core.load import WorkerLoad
-from kvferry.engine.adapters.adapter_store import AdapterInfo
+from kvferry.engine.schedule.adapters.adapter_store import AdapterInfo
 from kvferry.kv.handoff.offers import OfferState
 from kvferry.kv.tiers.stack import TierStack
 from kvferry.rpc.access.call_keys import MAX_NONCE_BYTES, CallVerifier
@@ -20,7 +20,7 @@ from kvferry.rpc.wire import adapter_to_wire, load_to_wire
 from kvferry.v1 import common_pb2, worker_admin_pb2, worker_admin_pb2_grpc
 from kvferry.workers.adapters.adapter_loader import AdapterLoader
 from kvferry.workers.adapters.listed_adapters import ListedAdapters
-from kvferry.workers.context import WorkerContext
+from kvferry.workers.calls.context import WorkerContext
 from kvferry.workers.handoff.offer_desk import OfferDesk
 from kvferry.workers.services.pinning import PrefixPinning
 from kvferry.workers.services.profiling import Profiling

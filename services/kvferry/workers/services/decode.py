@@ -11,17 +11,17 @@ import grpc
 from kvferry.core.errors import InvalidRequest, KvferryError, TicketRejected, shortened
 from kvferry.core.ids import new_ticket_id
 from kvferry.engine.loop.engine_stream import EngineStream, StreamItem
-from kvferry.engine.messages import EngineRequest
-from kvferry.engine.plan.kv_jobs import Export
-from kvferry.engine.plan.sequence import RemoteKv
-from kvferry.kv.handoff.ticket import Keyring, Ticket, check_ticket, digest_tokens
+from kvferry.engine.schedule.messages import EngineRequest
+from kvferry.engine.schedule.step.kv_jobs import Export
+from kvferry.engine.schedule.step.sequence import RemoteKv
 from kvferry.kv.interface.connector import FetchSource, Peer, PeerControl
+from kvferry.kv.interface.ticket import Keyring, Ticket, check_ticket, digest_tokens
 from kvferry.rpc import wire
 from kvferry.rpc.access.hosts import is_host
 from kvferry.rpc.calls import STARTED_METADATA
 from kvferry.v1 import decode_pb2, decode_pb2_grpc
-from kvferry.workers.call_trace import call_trace
-from kvferry.workers.context import WorkerContext, sequence_id
+from kvferry.workers.calls.call_trace import call_trace
+from kvferry.workers.calls.context import WorkerContext, sequence_id
 from kvferry.workers.handoff.kv_prefetch import KvPrefetcher
 from kvferry.workers.handoff.kv_report import PEER, KvReportBuilder
 from kvferry.workers.handoff.page_publisher import PagePublisher

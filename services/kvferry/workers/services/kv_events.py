@@ -16,7 +16,7 @@ import grpc
 
 from kvferry.core.errors import InvalidRequest, Overloaded, Unavailable
 from kvferry.core.ids import BlockHash, Incarnation
-from kvferry.engine.blocks.prefix_index import CacheChange, CachedBlock
+from kvferry.engine.schedule.blocks.prefix_index import CacheChange, CachedBlock
 from kvferry.v1 import kv_events_pb2, kv_events_pb2_grpc
 
 Context = grpc.aio.ServicerContext[Any, Any]

@@ -4,10 +4,10 @@ from uuid import uuid4
 
 from kvferry.core.errors import InvalidRequest
 from kvferry.core.sampling import SamplingParams
-from kvferry.engine.messages import EngineRequest, PinnedPrefix
+from kvferry.engine.schedule.messages import EngineRequest, PinnedPrefix
 from kvferry.rpc import wire
 from kvferry.v1 import worker_admin_pb2
-from kvferry.workers.context import WorkerContext, sequence_id
+from kvferry.workers.calls.context import WorkerContext, sequence_id
 
 
 class PrefixPinning:
@@ -27,7 +27,7 @@ class PrefixPinning:
 
         Raises:
             KvferryError: a field is invalid, or the worker is draining; also the errors of
-                `engine.pins.pinning.Pinning.pin`.
+                `engine.schedule.pins.pinning.Pinning.pin`.
         """
         self._context.admit(request.model, request.tenant)
         pin = await self._context.loop.pin_prefix(

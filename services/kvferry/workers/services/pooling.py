@@ -3,9 +3,9 @@
 from collections.abc import Awaitable, Callable
 
 from kvferry.core.errors import Unavailable
-from kvferry.engine.messages import EngineRequest
-from kvferry.engine.plan.kv_jobs import SequenceUpdate
-from kvferry.workers.context import WorkerContext
+from kvferry.engine.schedule.messages import EngineRequest
+from kvferry.engine.schedule.step.kv_jobs import SequenceUpdate
+from kvferry.workers.calls.context import WorkerContext
 from kvferry.workers.handoff.kv_report import KvReportBuilder
 
 

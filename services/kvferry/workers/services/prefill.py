@@ -8,18 +8,18 @@ import grpc
 
 from kvferry.core.errors import InvalidRequest, TicketRejected, Unavailable, shortened
 from kvferry.core.ids import TicketId
-from kvferry.engine.embedding import pooling_request
 from kvferry.engine.loop.engine_stream import StreamItem
-from kvferry.engine.messages import EngineRequest
-from kvferry.engine.plan.sequence import RemoteKv
-from kvferry.kv.handoff.ticket import Keyring, check_ticket
+from kvferry.engine.offline.embedding import pooling_request
+from kvferry.engine.schedule.messages import EngineRequest
+from kvferry.engine.schedule.step.sequence import RemoteKv
 from kvferry.kv.interface.connector import FetchSource
+from kvferry.kv.interface.ticket import Keyring, check_ticket
 from kvferry.rpc import wire
 from kvferry.rpc.calls import STARTED_METADATA
-from kvferry.rpc.text.vector_wire import pooling_from_wire
+from kvferry.rpc.inference.vector_wire import pooling_from_wire
 from kvferry.v1 import prefill_pb2, prefill_pb2_grpc
-from kvferry.workers.call_trace import call_trace
-from kvferry.workers.context import WorkerContext, sequence_id
+from kvferry.workers.calls.call_trace import call_trace
+from kvferry.workers.calls.context import WorkerContext, sequence_id
 from kvferry.workers.handoff.kv_report import PEER, KvReportBuilder
 from kvferry.workers.handoff.offer_desk import OfferDesk
 from kvferry.workers.handoff.page_publisher import PagePublisher

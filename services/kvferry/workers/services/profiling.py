@@ -7,12 +7,12 @@ from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import suppress
 
 from kvferry.core.errors import InvalidRequest, Overloaded
-from kvferry.engine.profile.begin import begin_recording, end_recording
-from kvferry.engine.profile.log_file import write_log
-from kvferry.engine.profile.recording import MAX_STEPS, Recording
-from kvferry.engine.profile.timeline import chrome_trace, with_gaps
+from kvferry.engine.loop.record_steps import begin_recording, end_recording
+from kvferry.engine.observe.log_file import write_log
+from kvferry.engine.observe.recording import MAX_STEPS, Recording
+from kvferry.engine.observe.timeline import chrome_trace, with_gaps
 from kvferry.v1 import worker_admin_pb2
-from kvferry.workers.context import WorkerContext
+from kvferry.workers.calls.context import WorkerContext
 
 _MAX_SECONDS = 600.0
 _PART_BYTES = 1 << 18

@@ -8,11 +8,11 @@ import grpc
 from kvferry.core.errors import TicketRejected
 from kvferry.core.ids import TicketId
 from kvferry.kv.handoff.offers import check_incarnation
-from kvferry.kv.handoff.seals import AddressSeal, BlocksSeal
-from kvferry.kv.handoff.ticket import Keyring
 from kvferry.kv.interface.connector import Transport
+from kvferry.kv.interface.seals import AddressSeal, BlocksSeal
+from kvferry.kv.interface.ticket import Keyring
 from kvferry.v1 import kv_transfer_pb2, kv_transfer_pb2_grpc
-from kvferry.workers.context import WorkerContext
+from kvferry.workers.calls.context import WorkerContext
 from kvferry.workers.handoff.offer_desk import OfferDesk
 from kvferry.workers.handoff.page_publisher import PagePublisher
 from kvferry.workers.handoff.peer_layouts import check_equal, check_reader, layout_to_wire

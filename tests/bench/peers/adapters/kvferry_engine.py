@@ -7,8 +7,8 @@ from arrivals import Arrivals
 
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import SamplingParams
-from kvferry.engine.llm import LLM
-from kvferry.engine.messages import EngineRequest
+from kvferry.engine.offline.llm import LLM
+from kvferry.engine.schedule.messages import EngineRequest
 
 
 def start(settings):

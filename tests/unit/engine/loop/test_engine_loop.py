@@ -12,11 +12,11 @@ from harness.waiting import eventually
 
 from kvferry.core.errors import STEP_FAILED, InvalidRequest, InvariantBroken, KvferryError, Overloaded, Unavailable
 from kvferry.core.sampling import FinishReason
-from kvferry.engine.blocks.prefix_index import CacheChange
 from kvferry.engine.engine import Engine
 from kvferry.engine.loop.engine_loop import CommandQueue, EngineLoop
 from kvferry.engine.loop.engine_stream import EngineStream, StreamItem
-from kvferry.engine.plan.step import StepPlan, StepResult
+from kvferry.engine.schedule.blocks.prefix_index import CacheChange
+from kvferry.engine.schedule.step.step import StepPlan, StepResult
 
 SECONDS = 30.0
 

@@ -7,7 +7,7 @@ from kvferry.core.ids import RequestId
 from kvferry.core.sampling import FinishReason, SampledToken
 from kvferry.engine.loop.engine_stream import StreamItem
 from kvferry.engine.loop.stream_interval import Delivery, StreamInterval
-from kvferry.engine.plan.kv_jobs import SequenceUpdate
+from kvferry.engine.schedule.step.kv_jobs import SequenceUpdate
 
 
 def tokens(name: str, *ids: int, ends: bool = False) -> Delivery:

@@ -14,7 +14,7 @@ from harness.fakes.scripted_worker import Act, Fault
 from harness.waiting import eventually
 
 from kvferry.cli.commands.explain import report_lines
-from kvferry.gateway.config import RetryConfig
+from kvferry.gateway.decide.config import RetryConfig
 
 _PROMPT = "four"
 _NUM_PROMPT = 5

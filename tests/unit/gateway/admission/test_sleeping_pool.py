@@ -17,17 +17,17 @@ from kvferry.core.ids import RequestId
 from kvferry.core.sampling import SamplingParams
 from kvferry.gateway.admission.flow_gate import FlowGate
 from kvferry.gateway.admission.tenants import Tenants
-from kvferry.gateway.config import DispatchConfig, Endpoint, FlowConfig, HoldConfig
+from kvferry.gateway.decide.config import DispatchConfig, Endpoint, FlowConfig, HoldConfig
+from kvferry.gateway.decide.lifecycle.sample_run import SampleRun
+from kvferry.gateway.decide.routing.discovery import Listing
+from kvferry.gateway.decide.routing.holding import Holding
 from kvferry.gateway.dispatch import calls
 from kvferry.gateway.dispatch.dispatcher import Dispatcher
 from kvferry.gateway.fleet.fleet import Fleet
-from kvferry.gateway.instruments import Instruments
-from kvferry.gateway.lifecycle.sample_run import SampleRun
-from kvferry.gateway.routing.discovery import Listing
-from kvferry.gateway.routing.holding import Holding
-from kvferry.rpc.text.text_service import TextService
-from kvferry.rpc.text.text_stream import TextRequest
-from kvferry.rpc.text.token_source import TokenRequest
+from kvferry.gateway.observe.instruments import Instruments
+from kvferry.serving.text_service import TextService
+from kvferry.serving.text_stream import TextRequest
+from kvferry.serving.token_source import TokenRequest
 from kvferry.v1 import decode_pb2
 
 CLOCK = SystemClock()

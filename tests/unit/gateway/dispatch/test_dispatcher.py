@@ -23,8 +23,8 @@ from kvferry.core.errors import (
 )
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import FinishReason, SamplingParams
-from kvferry.gateway.config import DispatchConfig, RetryConfig, RoutingConfig
-from kvferry.rpc.text.token_source import TokenEvent, TokenRequest
+from kvferry.gateway.decide.config import DispatchConfig, RetryConfig, RoutingConfig
+from kvferry.serving.token_source import TokenEvent, TokenRequest
 
 _PROMPT = list(b"tell me a story of a ferry")
 _NUM_TOKENS = 12

@@ -3,18 +3,18 @@
 from kvferry.cli.commands.explain import report_lines
 from kvferry.core.ids import RequestId, WorkerId
 from kvferry.core.sampling import SamplingParams
+from kvferry.gateway.decide.lifecycle.obligations import Event
+from kvferry.gateway.decide.lifecycle.sample_run import SampleRun
+from kvferry.gateway.decide.routing.policies import OtherChoice
+from kvferry.gateway.decide.routing.prefix_hash import PrefixHash
+from kvferry.gateway.decide.routing.replica_choice import choose
+from kvferry.gateway.decide.routing.replicas import Candidates, Replica
+from kvferry.gateway.decide.routing.route_notes import route_notes
+from kvferry.gateway.decide.routing.routes import RouteRequest
 from kvferry.gateway.dispatch import journal as module
 from kvferry.gateway.dispatch.journal import Journal
 from kvferry.gateway.http.openai.reply import kv_line
-from kvferry.gateway.lifecycle.obligations import Event
-from kvferry.gateway.lifecycle.sample_run import SampleRun
-from kvferry.gateway.routing.policies import OtherChoice
-from kvferry.gateway.routing.prefix_hash import PrefixHash
-from kvferry.gateway.routing.replica_choice import choose
-from kvferry.gateway.routing.replicas import Candidates, Replica
-from kvferry.gateway.routing.route_notes import route_notes
-from kvferry.gateway.routing.routes import RouteRequest
-from kvferry.rpc.text.token_source import KvReport, Timing, TokenRequest
+from kvferry.serving.token_source import KvReport, Timing, TokenRequest
 
 LOADED = KvReport("p", "dram", 0, 128, 64, 1_000_000, 0.001, 0.05, False, 4, 1_000_000, 0.002, "disk: flipped bits")
 COMPUTED = KvReport("d", "peer", 0, 32, 0, 500_000, 0.02, 0.001)

@@ -12,9 +12,9 @@ from kvferry.core.clock import SystemClock
 from kvferry.core.errors import STEP_FAILED, DeadlinePassed, InvalidRequest, InvariantBroken, Overloaded, RequestRefused
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import SamplingParams
-from kvferry.gateway.config import DispatchConfig
-from kvferry.model.requests.pooling import Pooling, PoolingParams
-from kvferry.rpc.text.token_source import TokenRequest, Vector
+from kvferry.gateway.decide.config import DispatchConfig
+from kvferry.serving.token_source import TokenRequest, Vector
+from kvferry.text.requests.pooling import Pooling, PoolingParams
 
 PROMPT = list(b"tell me a story of a ferry")
 MEAN = PoolingParams(Pooling.MEAN, dimensions=5)

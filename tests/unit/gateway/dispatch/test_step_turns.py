@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvferry.gateway.decide.flow.capacity import UNBOUNDED, WorkerRoom, step_places
 from kvferry.gateway.dispatch.step_turns import StepTurns
-from kvferry.gateway.flow.capacity import UNBOUNDED, WorkerRoom, step_places
 
 
 def worker(role: str, most: int = 64, used: int = 0) -> WorkerRoom:

@@ -5,7 +5,7 @@ import pytest
 from harness.fakes.scripted_fleet import ScriptedFleet, scripted_fleet
 
 from kvferry.core.errors import UsageError
-from kvferry.gateway.config import Endpoint
+from kvferry.gateway.decide.config import Endpoint
 from kvferry.gateway.fleet.readiness import can_serve, notes
 
 

@@ -13,11 +13,11 @@ from harness.fakes.scripted_worker import ScriptedWorker, ScriptedWorkers
 
 from kvferry.core.clock import SystemClock
 from kvferry.core.load import WorkerLoad
-from kvferry.gateway.config import Endpoint
+from kvferry.gateway.decide.config import Endpoint
+from kvferry.gateway.decide.routing.discovery import Listing, Update
 from kvferry.gateway.fleet.fleet import Fleet
 from kvferry.gateway.fleet.fleet_report import fleet_report
 from kvferry.gateway.fleet.membership import Knowledge, Membership
-from kvferry.gateway.routing.discovery import Listing, Update
 from kvferry.v1 import decode_pb2
 
 

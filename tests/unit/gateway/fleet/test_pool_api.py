@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from kvferry.cli.commands.gateway import command
 from kvferry.core.errors import UsageError
-from kvferry.gateway.config import PoolName
+from kvferry.gateway.decide.config import PoolName
 from kvferry.gateway.fleet.pool_api import ApiError, PoolApi, Watch
 
 

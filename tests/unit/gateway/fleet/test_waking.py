@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from kvferry.core.clock import SystemClock
-from kvferry.gateway.config import HoldConfig, PoolName
+from kvferry.gateway.decide.config import HoldConfig, PoolName
+from kvferry.gateway.decide.routing.holding import Holding
 from kvferry.gateway.fleet.pool_api import ApiError
 from kvferry.gateway.fleet.waking import Waker
-from kvferry.gateway.routing.holding import Holding
 
 CLOCK = SystemClock()
 

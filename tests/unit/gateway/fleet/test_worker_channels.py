@@ -7,7 +7,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from harness.servers.pool_certificates import PoolFolder, an_authority
 
-from kvferry.gateway.config import Endpoint
+from kvferry.gateway.decide.config import Endpoint
 from kvferry.gateway.fleet import worker_channels
 from kvferry.gateway.fleet.worker_channels import WorkerChannels
 from kvferry.rpc.server import start_server

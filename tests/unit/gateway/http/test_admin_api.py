@@ -7,7 +7,7 @@ import httpx
 import pytest
 from harness.fakes.scripted_gateway import ScriptedGateway, scripted_gateway
 
-from kvferry.gateway.config import HttpConfig
+from kvferry.gateway.decide.config import HttpConfig
 
 _BODY = {"model": "bytes", "prompt": "hi", "max_tokens": 3}
 

@@ -15,9 +15,9 @@ from kvferry.core.ids import RequestId
 from kvferry.core.sampling import FinishReason, SampledToken
 from kvferry.gateway.http.openai.completions import answer
 from kvferry.gateway.http.openai.generation import Caller, prepare_chat, prepare_completion
-from kvferry.model.requests.beams import Beam, BeamParams, Beams
-from kvferry.rpc.text.text_service import TextService
-from kvferry.rpc.text.token_source import TokenEvent, TokenRequest
+from kvferry.serving.text_service import TextService
+from kvferry.serving.token_source import TokenEvent, TokenRequest
+from kvferry.text.requests.beams import Beam, BeamParams, Beams
 
 CALLER = Caller(RequestId("r"), "", 0.0)
 MODEL = byte_model(64)

@@ -15,8 +15,8 @@ from kvferry.core.sampling import FinishReason, SampledToken, ScoredToken
 from kvferry.gateway.http.openai import reply
 from kvferry.gateway.http.openai.completions import answer, events
 from kvferry.gateway.http.openai.generation import Caller, prepare_chat, prepare_completion
-from kvferry.rpc.text.text_service import TextService
-from kvferry.rpc.text.token_source import TokenEvent, TokenRequest, TokenSource
+from kvferry.serving.text_service import TextService
+from kvferry.serving.token_source import TokenEvent, TokenRequest, TokenSource
 
 CALLER = Caller(RequestId("r"), "", 0.0)
 

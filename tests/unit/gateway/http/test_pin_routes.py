@@ -10,8 +10,8 @@ from harness.fakes.byte_model import byte_model
 from harness.fakes.scripted_gateway import ScriptedGateway, scripted_gateway
 
 from kvferry.core.errors import InvalidRequest
-from kvferry.gateway.http.unary.pin_bodies import read_prefix
-from kvferry.rpc.text import prompts
+from kvferry.gateway.http.encoding.pin_bodies import read_prefix
+from kvferry.serving import prompts
 
 MODEL = replace(byte_model(), max_model_tokens=4096)
 SYSTEM = {"role": "system", "content": "You are brief."}

@@ -10,8 +10,8 @@ from harness.fakes.scripted_gateway import ScriptedGateway, scripted_gateway
 
 from kvferry.client import AsyncClient
 from kvferry.core.errors import InvalidRequest
-from kvferry.gateway.http.unary.pin_bodies import read_prefix
-from kvferry.gateway.http.unary.token_ids import read_tokenize
+from kvferry.gateway.http.encoding.pin_bodies import read_prefix
+from kvferry.gateway.http.encoding.token_ids import read_tokenize
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 VARIABLES = {"enable_thinking": False}

@@ -14,7 +14,7 @@ from harness.fakes.scripted_answers import AnsweringApi, answering_api
 
 from kvferry.core.constraint import ConstraintKind
 from kvferry.core.sampling import FinishReason
-from kvferry.model.text.answers.registry import CallFormat
+from kvferry.text.answers.registry import CallFormat
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -16,9 +16,9 @@ from harness.fakes.scripted_tokens import vector_of
 from harness.fakes.scripted_worker import Act, Fault
 
 from kvferry.core.errors import InvalidRequest
-from kvferry.gateway.config import HttpConfig
-from kvferry.model.requests.pooling import Pooling, PoolingParams, cosine
-from kvferry.rpc.text.embedding import MAX_RUNNING_INPUTS
+from kvferry.gateway.decide.config import HttpConfig
+from kvferry.serving.embedding import MAX_RUNNING_INPUTS
+from kvferry.text.requests.pooling import Pooling, PoolingParams, cosine
 
 PLAIN = PoolingParams()
 

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.core.errors import UsageError
-from kvferry.engine.models.build import build_model
-from kvferry.engine.run.runner import Runner
-from kvferry.engine.tensors.paged_kv import PagedKv
+from kvferry.engine.execute.models.build import build_model
+from kvferry.engine.execute.run.runner import Runner
+from kvferry.engine.execute.tensors.paged_kv import PagedKv
 from kvferry.kernels.batch import AttentionRules, HeadNorms, SharedPrefix
 from kvferry.kernels.coded_pages import CODES, coded_pages, page_bytes, scales_of
 from kvferry.kernels.gpu.attention.attend import attend
@@ -24,7 +24,7 @@ from kvferry.kernels.reference import forward as reference
 from kvferry.kv.pages.layout import KvLayout
 from kvferry.kv.pages.relayout import plan as plan_relayout
 from kvferry.model import tiny
-from kvferry.model.config import Latent
+from kvferry.weights.config import Latent
 
 CODED = sorted(CODES)
 BF16 = torch.bfloat16

@@ -23,16 +23,16 @@ from unit.kernels.test_captured_steps import (
     runner_on,
 )
 
-from kvferry.engine.models.build import resolve_kernels
-from kvferry.engine.models.mixture import choose_experts
-from kvferry.engine.run.runner import Runner
+from kvferry.engine.execute.models.build import resolve_kernels
+from kvferry.engine.execute.models.mixture import choose_experts
+from kvferry.engine.execute.run.runner import Runner
 from kvferry.kernels.batch import ExpertWeights
 from kvferry.kernels.gpu.backend import OPS
 from kvferry.kernels.gpu.check import BadKernelInput
 from kvferry.kernels.ops import Ops
 from kvferry.kernels.unfused import clamped_swiglu
 from kvferry.model import tiny
-from kvferry.model.config import Activation, Experts, ModelConfig
+from kvferry.weights.config import Activation, Experts, ModelConfig
 
 DTYPES = st.sampled_from([torch.float32, torch.float16, torch.bfloat16])
 FEW = settings(max_examples=15, deadline=None)

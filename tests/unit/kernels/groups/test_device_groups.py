@@ -12,18 +12,18 @@ from kvferry.core.hashing import BlockNamers
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import SamplingParams
 from kvferry.engine.engine import Engine
-from kvferry.engine.gpu.graphs import CudaGraphs
-from kvferry.engine.gpu.runner import DeviceRunner
-from kvferry.engine.messages import EngineRequest
-from kvferry.engine.models.build import build_model
-from kvferry.engine.models.transformer import Transformer
-from kvferry.engine.plan.step_budget import SchedulerLimits
-from kvferry.engine.run.runner import Runner
-from kvferry.engine.tensors.paged_kv import PagedKv
+from kvferry.engine.execute.gpu.graphs import CudaGraphs
+from kvferry.engine.execute.gpu.runner import DeviceRunner
+from kvferry.engine.execute.models.build import build_model
+from kvferry.engine.execute.models.transformer import Transformer
+from kvferry.engine.execute.run.runner import Runner
+from kvferry.engine.execute.tensors.paged_kv import PagedKv
+from kvferry.engine.schedule.messages import EngineRequest
+from kvferry.engine.schedule.plan.step_budget import SchedulerLimits
 from kvferry.kernels.ops import device_ops_for
 from kvferry.kv.pages.layout import KvLayout
 from kvferry.model import tiny
-from kvferry.model.config import ModelConfig
+from kvferry.weights.config import ModelConfig
 
 BLOCK, PLACES = 4, 4
 LIMITS = SchedulerLimits(token_budget=64, max_chunk_tokens=8, max_sequences=PLACES, reserve_share=0.0)

@@ -8,14 +8,14 @@ import pytest
 from harness.kernels.family_checkpoints import FEATURED
 from unit.kernels.test_compiled_step import BLOCK, DTYPES, LEVELS, Piece, World, model_of, random_steps
 
-from kvferry.engine.models.compiled import CompiledTransformer
-from kvferry.engine.models.model import Model
-from kvferry.engine.tensors.batch import StepBatch
-from kvferry.engine.tensors.paged_kv import PagedKv
+from kvferry.engine.execute.models.compiled import CompiledTransformer
+from kvferry.engine.execute.models.model import Model
+from kvferry.engine.execute.tensors.batch import StepBatch
+from kvferry.engine.execute.tensors.paged_kv import PagedKv
 from kvferry.kv.pages.layer_groups import LayerGroups, first_block_read
 from kvferry.kv.pages.layout import KvLayout
 from kvferry.model import tiny
-from kvferry.model.config import ModelConfig
+from kvferry.weights.config import ModelConfig
 
 NEVER_READ = -1
 

@@ -5,9 +5,9 @@ import pytest
 from unit.kernels.groups.test_layer_groups import CONFIGS, GroupedWorld
 from unit.kernels.test_compiled_step import World, random_steps
 
-from kvferry.engine.models.build import build_model
+from kvferry.engine.execute.models.build import build_model
 from kvferry.model import tiny
-from kvferry.model.config import ModelConfig
+from kvferry.weights.config import ModelConfig
 
 
 @pytest.mark.parametrize("kernels", ["torch", "reference"])

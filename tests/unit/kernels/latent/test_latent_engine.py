@@ -11,15 +11,15 @@ from unit.kernels.test_captured_steps import GREEDY, Quiet, generated, model_on,
 from unit.kernels.test_triton_engine import PROMPTS, tokens
 
 from kvferry.core.errors import UsageError
-from kvferry.engine.gpu.memory import activation_bytes
-from kvferry.engine.models.build import resolve_kernels
-from kvferry.engine.plan import graph_sizes
-from kvferry.engine.run.runner import Runner
+from kvferry.engine.execute.gpu.memory import activation_bytes
+from kvferry.engine.execute.models.build import resolve_kernels
+from kvferry.engine.execute.run.runner import Runner
+from kvferry.engine.schedule.step import graph_sizes
 from kvferry.kernels.batch import AttentionBatch, LatentUp
 from kvferry.kernels.gpu.backend import OPS
 from kvferry.kernels.reference import forward as reference
 from kvferry.model import tiny
-from kvferry.model.config import Experts, Latent, ModelConfig, Scoring
+from kvferry.weights.config import Experts, Latent, ModelConfig, Scoring
 
 LATENT = replace(
     tiny.config(),

@@ -22,9 +22,9 @@ from kvferry.kv.handoff.attempt import (
     Report,
     StartRead,
 )
-from kvferry.kv.handoff.ticket import Ticket
 from kvferry.kv.handoff.transfers import TRANSFER_MACHINE, TransferState, TransferTimes
 from kvferry.kv.interface.connector import FetchSource
+from kvferry.kv.interface.ticket import Ticket
 
 TICKET = Ticket("t", "w", "i", "peer:1", "memory", b"f", "", b"", 12, (5, 6, 7), (50, 60, 70), 0.0)
 TIMES = TransferTimes(control_seconds=2, min_seconds=40, stall_seconds=3, queue_seconds=5)

@@ -13,8 +13,8 @@ from kvferry.core.clock import SystemClock
 from kvferry.core.errors import InvariantBroken
 from kvferry.core.ids import BlockHash, BlockId, RequestId
 from kvferry.engine.engine import Engine
-from kvferry.engine.plan.pipeline import Pipeline
-from kvferry.engine.plan.step import StepPlan, StepResult
+from kvferry.engine.schedule.plan.pipeline import Pipeline
+from kvferry.engine.schedule.step.step import StepPlan, StepResult
 from kvferry.kv.interface.connector import LoadOutcome, PagesQuiet
 from kvferry.kv.interface.tiering import TierAnswer, TierSource
 from kvferry.kv.tiers.dram import DramTier
@@ -423,7 +423,7 @@ def test_lookups_that_hang_delay_no_request_beyond_the_bound(slow: ScriptedTier)
 
 
 def test_a_slow_object_is_given_up_at_the_deadline(slow: ScriptedTier, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.engine.loads.tier_loads._FORCED_SECONDS", 0.05)
+    monkeypatch.setattr("kvferry.engine.schedule.loads.tier_loads._FORCED_SECONDS", 0.05)
     bench = Bench(slow)
     bench.run("first", PROMPT)
     bench.forget_pages()

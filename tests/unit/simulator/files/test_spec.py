@@ -9,10 +9,10 @@ from click.testing import CliRunner
 
 from kvferry.cli.main import main
 from kvferry.core.errors import UsageError
-from kvferry.gateway.config import POLICIES
+from kvferry.gateway.decide.config import POLICIES
 from kvferry.simulator.files.report import as_json
 from kvferry.simulator.files.spec import read_fleet
-from kvferry.simulator.run import simulate_pool
+from kvferry.simulator.studies.run import simulate_pool
 
 EXAMPLES = Path(__file__).resolve().parents[4] / "docs" / "examples"
 SMALL = """

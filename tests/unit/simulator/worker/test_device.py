@@ -7,7 +7,7 @@ import pytest
 from kvferry.core.errors import UsageError
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import SamplingParams
-from kvferry.engine.plan.step import ScheduledSequence
+from kvferry.engine.schedule.step.step import ScheduledSequence
 from kvferry.simulator.worker.decode_runs import DecodeRun
 from kvferry.simulator.worker.device import DeviceProfile, LinkProfile, StepWork, work_of
 from kvferry.simulator.worker.fitting import fit

@@ -8,10 +8,10 @@ import pytest
 from kvferry.core.hashing import BlockNamers
 from kvferry.core.ids import RequestId
 from kvferry.engine.engine import Engine
-from kvferry.engine.messages import EngineRequest
-from kvferry.engine.plan.step import SequenceOutput, StepPlan, StepResult
-from kvferry.engine.plan.step_budget import SchedulerLimits
-from kvferry.engine.policies.policy import POLICIES
+from kvferry.engine.schedule.messages import EngineRequest
+from kvferry.engine.schedule.plan.step_budget import SchedulerLimits
+from kvferry.engine.schedule.policies.policy import POLICIES
+from kvferry.engine.schedule.step.step import SequenceOutput, StepPlan, StepResult
 from kvferry.simulator.clock import VirtualClock
 from kvferry.simulator.requests.tokens import Output, Tape
 from kvferry.simulator.worker.device import DeviceProfile

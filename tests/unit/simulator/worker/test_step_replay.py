@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.core.errors import UsageError
-from kvferry.engine.plan.step_budget import SchedulerLimits
-from kvferry.engine.policies.policy import POLICIES
-from kvferry.engine.profile.log_file import read_log, write_log
-from kvferry.engine.profile.step_log import StepLog
+from kvferry.engine.observe.log_file import read_log, write_log
+from kvferry.engine.observe.step_log import StepLog
+from kvferry.engine.schedule.plan.step_budget import SchedulerLimits
+from kvferry.engine.schedule.policies.policy import POLICIES
 from kvferry.simulator.worker.step_replay import StepReplay
 
 ARRIVALS = st.lists(

@@ -15,11 +15,11 @@ from kvferry.core.errors import InvariantBroken
 from kvferry.core.hashing import BlockNamer
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import SamplingParams
-from kvferry.engine.blocks.allocation import Allocator
-from kvferry.engine.blocks.block_pool import BlockPool
-from kvferry.engine.blocks.prefix_index import PrefixIndex
-from kvferry.engine.plan.sequence import Sequence
-from kvferry.engine.plan.step_budget import SchedulerLimits
+from kvferry.engine.schedule.blocks.allocation import Allocator
+from kvferry.engine.schedule.blocks.block_pool import BlockPool
+from kvferry.engine.schedule.blocks.prefix_index import PrefixIndex
+from kvferry.engine.schedule.plan.step_budget import SchedulerLimits
+from kvferry.engine.schedule.step.sequence import Sequence
 from kvferry.simulator.requests.demand import Demand
 from kvferry.simulator.requests.tokens import Tape
 from kvferry.testing.baselines.buddy import MIN_CHUNK, BuddyMemory

@@ -9,12 +9,12 @@ from kvferry.core.clock import ManualClock
 from kvferry.core.errors import TicketRejected
 from kvferry.core.ids import BlockId, Incarnation, TicketId, WorkerId, new_incarnation, new_ticket_id
 from kvferry.engine.loop.engine_loop import CommandQueue, EngineLoop
-from kvferry.engine.plan.kv_jobs import Export
+from kvferry.engine.schedule.step.kv_jobs import Export
 from kvferry.kv.handoff.offers import OfferState, OfferTimes
-from kvferry.kv.handoff.ticket import Keyring, digest_tokens
+from kvferry.kv.interface.ticket import Keyring, digest_tokens
 from kvferry.kv.pages.layout import KvLayout
 from kvferry.kv.registry import open_transport
-from kvferry.workers.context import WorkerContext
+from kvferry.workers.calls.context import WorkerContext
 from kvferry.workers.handoff import offer_desk
 from kvferry.workers.handoff.offer_desk import OfferDesk
 

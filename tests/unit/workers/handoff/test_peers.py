@@ -11,8 +11,8 @@ from harness.servers.pool_certificates import PoolFolder, an_authority
 from harness.servers.worker_channel import signer_of
 
 from kvferry.core.ids import Incarnation, TicketId, WorkerId
-from kvferry.kv.handoff.ticket import Keyring
 from kvferry.kv.interface.connector import Peer
+from kvferry.kv.interface.ticket import Keyring
 from kvferry.rpc.access.table import CallerRole
 from kvferry.rpc.tls.pool_tls import PoolTls
 from kvferry.v1 import common_pb2, kv_transfer_pb2, kv_transfer_pb2_grpc

@@ -3,7 +3,7 @@
 import asyncio
 
 from kvferry.core.ids import BlockHash, BlockId, RequestId
-from kvferry.engine.plan.kv_jobs import Progress
+from kvferry.engine.schedule.step.kv_jobs import Progress
 from kvferry.workers.handoff import prefill_progress as module
 from kvferry.workers.handoff.prefill_progress import PrefillProgress
 

@@ -16,7 +16,7 @@ from kvferry.core.ids import new_incarnation
 from kvferry.engine.engine import Engine
 from kvferry.engine.loop.engine_loop import CommandQueue, EngineLoop
 from kvferry.kv.handoff.offers import OfferTimes
-from kvferry.kv.handoff.ticket import Keyring
+from kvferry.kv.interface.ticket import Keyring
 from kvferry.kv.pages.layout import KvLayout
 from kvferry.kv.registry import open_transport
 from kvferry.rpc.access.call_keys import CallVerifier
@@ -25,7 +25,7 @@ from kvferry.rpc.channel import open_channel
 from kvferry.rpc.errors import error_from_rpc
 from kvferry.rpc.server import Service, start_server
 from kvferry.v1 import common_pb2, worker_admin_pb2, worker_admin_pb2_grpc
-from kvferry.workers.context import MAX_TENANT_CHARS, WorkerContext
+from kvferry.workers.calls.context import MAX_TENANT_CHARS, WorkerContext
 from kvferry.workers.handoff.offer_desk import OfferDesk
 from kvferry.workers.services.admin import AdminService
 

@@ -15,7 +15,7 @@ from kvferry.core.sampling import SamplingParams
 from kvferry.engine.engine import Engine
 from kvferry.engine.loop.engine_loop import CommandQueue, EngineLoop
 from kvferry.kv.handoff.offers import OfferState, OfferTimes
-from kvferry.kv.handoff.ticket import Keyring
+from kvferry.kv.interface.ticket import Keyring
 from kvferry.kv.pages.layout import KvLayout
 from kvferry.kv.registry import open_transport
 from kvferry.rpc import wire
@@ -23,7 +23,7 @@ from kvferry.rpc.channel import open_channel
 from kvferry.rpc.errors import error_from_rpc
 from kvferry.rpc.server import Service, start_server
 from kvferry.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
-from kvferry.workers.context import WorkerContext
+from kvferry.workers.calls.context import WorkerContext
 from kvferry.workers.handoff.offer_desk import OfferDesk
 from kvferry.workers.handoff.page_publisher import PagePublisher
 from kvferry.workers.handoff.prefill_progress import PrefillProgress

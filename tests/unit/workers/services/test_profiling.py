@@ -16,13 +16,13 @@ from kvferry.core.ids import Incarnation, RequestId
 from kvferry.core.sampling import SamplingParams
 from kvferry.engine import LLM
 from kvferry.engine.loop.engine_loop import CommandQueue, EngineLoop
-from kvferry.engine.messages import EngineRequest
-from kvferry.engine.profile.log_file import read_log
-from kvferry.engine.profile.watch import NO_WATCH
+from kvferry.engine.observe.log_file import read_log
+from kvferry.engine.observe.watch import NO_WATCH
+from kvferry.engine.schedule.messages import EngineRequest
 from kvferry.engine.settings import EngineSettings
 from kvferry.simulator.worker.step_replay import StepReplay
 from kvferry.v1 import worker_admin_pb2
-from kvferry.workers.context import WorkerContext
+from kvferry.workers.calls.context import WorkerContext
 from kvferry.workers.services.profiling import Profiling
 
 SETTINGS = EngineSettings("tiny", dtype="float32", kv_bytes=4 << 20, threads=1)

@@ -1,8 +1,8 @@
 """Logit kernels: bias, penalties, bans and grammar masks on the device, and log-probabilities of sampled tokens.
 
-All computations are in float64, as in the host's sampler (`engine/run/sampler.py`), so that a token does not depend on
-the device that samples it. Adjustments are lists of tokens, not tables over the vocabulary, so that rows without
-adjustments cost nothing.
+All computations are in float64, as in the host's sampler (`engine/execute/run/sampler.py`), so that a token does not
+depend on the device that samples it. Adjustments are lists of tokens, not tables over the vocabulary, so that rows
+without adjustments cost nothing.
 """
 
 import torch

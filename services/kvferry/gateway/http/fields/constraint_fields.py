@@ -15,10 +15,10 @@ from pydantic import Field
 from kvferry.core.constraint import Constraint, ConstraintKind
 from kvferry.core.errors import InvalidRequest
 from kvferry.gateway.http.fields.strict import Strict
-from kvferry.model.grammar.grammar_text import MAX_CHOICES
+from kvferry.text.grammar.grammar_text import MAX_CHOICES
 
 _TOOL_RULE = re.compile(r"\(rule (?:arguments|call)_(\d+)")
-"""Rule of a tool's arguments in the error of a grammar of calls; see `kvferry.model.text.tools.grammars`."""
+"""Rule of a tool's arguments in the error of a grammar of calls; see `kvferry.text.tools.grammars`."""
 
 Schema = dict[str, Any] | str
 """A JSON Schema, as an object or as its JSON text."""

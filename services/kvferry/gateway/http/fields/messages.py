@@ -6,7 +6,7 @@ from pydantic import Field
 
 from kvferry.core.errors import InvalidRequest
 from kvferry.gateway.http.fields.strict import Accepted, Strict
-from kvferry.model.text.tools.history import MAX_CALLS, MAX_ID_CHARS, call_input
+from kvferry.text.tools.history import MAX_CALLS, MAX_ID_CHARS, call_input
 
 
 class TextPart(Strict):

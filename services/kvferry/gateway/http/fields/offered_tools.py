@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from kvferry.core.errors import InvalidRequest, shortened
 from kvferry.gateway.http.fields.strict import Strict
-from kvferry.model.text.tools.definitions import Choice, Tool, ToolUse
+from kvferry.text.tools.definitions import Choice, Tool, ToolUse
 
 
 class FunctionDefinition(Strict):

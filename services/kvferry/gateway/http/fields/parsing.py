@@ -10,8 +10,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, from_json
 
 from kvferry.core.errors import InvalidRequest, shortened
+from kvferry.gateway.http.fields.bounds import shown
 from kvferry.gateway.http.fields.strict import Accepted, Strict, is_no_op
-from kvferry.gateway.http.openai.bounds import shown
 
 S = TypeVar("S", bound=Strict)
 _NUMBER = re.compile(r"\d+")

@@ -12,10 +12,10 @@ from msgspec import UNSET, UnsetType
 from kvferry.core.sampling import FinishReason
 from kvferry.gateway.http.openai import reply
 from kvferry.gateway.http.openai.generation import Generation
-from kvferry.model.requests.output_text import StopReason
-from kvferry.model.text.answers.pieces import AssembledCalls
-from kvferry.rpc.text.text_stream import TextChunk
-from kvferry.rpc.text.token_source import Timing
+from kvferry.serving.text_stream import TextChunk
+from kvferry.serving.token_source import Timing
+from kvferry.text.answers.pieces import AssembledCalls
+from kvferry.text.requests.output_text import StopReason
 
 P = ParamSpec("P")
 R = TypeVar("R")

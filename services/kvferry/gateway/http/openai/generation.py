@@ -13,10 +13,10 @@ from kvferry.core.sampling import FinishReason
 from kvferry.gateway.http.fields.constraint_fields import in_field
 from kvferry.gateway.http.openai import reply
 from kvferry.gateway.http.openai.request import ReadRequest, read_chat, read_completion
-from kvferry.model.requests.prompt_parameters import check_prompt_logprobs
-from kvferry.rpc.text.merging import merge
-from kvferry.rpc.text.text_service import TextService
-from kvferry.rpc.text.text_stream import MAX_RUNNING_SAMPLES, TextChunk, TextRequest
+from kvferry.serving.merging import merge
+from kvferry.serving.text_service import TextService
+from kvferry.serving.text_stream import MAX_RUNNING_SAMPLES, TextChunk, TextRequest
+from kvferry.text.requests.prompt_parameters import check_prompt_logprobs
 
 
 @dataclass(frozen=True, slots=True)

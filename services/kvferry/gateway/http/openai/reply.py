@@ -9,11 +9,11 @@ from msgspec import UNSET, Struct, UnsetType
 
 from kvferry.core.errors import KvferryError
 from kvferry.core.sampling import SampledToken, ScoredToken
-from kvferry.model.requests.output_text import StopReason
-from kvferry.model.text.answers.pieces import CallDelta
 from kvferry.rpc.errors import MAX_MESSAGE_CHARS
-from kvferry.rpc.text.text_stream import TextChunk
-from kvferry.rpc.text.token_source import Timing
+from kvferry.serving.text_stream import TextChunk
+from kvferry.serving.token_source import Timing
+from kvferry.text.answers.pieces import CallDelta
+from kvferry.text.requests.output_text import StopReason
 
 _ERROR_TYPES: Mapping[int, str] = {
     400: "invalid_request_error",

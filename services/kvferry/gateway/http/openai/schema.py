@@ -14,15 +14,15 @@ from pydantic import Field, PlainValidator, WithJsonSchema
 from kvferry.core.errors import InvalidRequest
 from kvferry.core.hashing import MAX_CACHE_SALT_CHARS
 from kvferry.core.sampling import MAX_OUTPUT_TOKENS, RANGES, Range, SamplingParams
+from kvferry.gateway.http.fields.bounds import MAX_FIELDS, Prompt, check_prompt, check_sizes
 from kvferry.gateway.http.fields.constraint_fields import ConstraintFields
 from kvferry.gateway.http.fields.messages import Message
 from kvferry.gateway.http.fields.offered_tools import NamedChoice, ToolDefinition, tool_use
 from kvferry.gateway.http.fields.parsing import json_object, parse_fields
 from kvferry.gateway.http.fields.strict import Accepted, Priority, SamplingFields, Strict
-from kvferry.gateway.http.openai.bounds import MAX_FIELDS, Prompt, check_prompt, check_sizes
-from kvferry.model.requests.beams import MAX_WIDTH, BeamParams
-from kvferry.model.text.tools.definitions import ToolUse
 from kvferry.rpc.wire import MAX_SAMPLES
+from kvferry.text.requests.beams import MAX_WIDTH, BeamParams
+from kvferry.text.tools.definitions import ToolUse
 
 _COMPLETION_TOKENS = 16
 """OpenAI's default of `max_tokens` for /v1/completions; chat has no default."""

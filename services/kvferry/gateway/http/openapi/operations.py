@@ -27,6 +27,9 @@ from kvferry.core.errors import (
     UnknownModel,
 )
 from kvferry.gateway.http.answers import Alive, EndedRequest, Ready
+from kvferry.gateway.http.encoding.comparisons import Ranking, RerankBody, ScoreBody, ScoreList
+from kvferry.gateway.http.encoding.embeddings import Embedding, EmbeddingList, EmbeddingsBody
+from kvferry.gateway.http.encoding.token_ids import DetokenizeBody, TokenIds, TokenizeBody, TokenText
 from kvferry.gateway.http.fields.strict import Strict
 from kvferry.gateway.http.openai import reply
 from kvferry.gateway.http.openai.schema import ChatRequest, CompletionRequest
@@ -36,9 +39,6 @@ from kvferry.gateway.http.responses.output import AnyEvent, DeletedResponse, Ite
 from kvferry.gateway.http.responses.routes import ItemsQuery
 from kvferry.gateway.http.responses.store import ResponseNotFound
 from kvferry.gateway.http.route_errors import MethodNotAllowed, NoSuchRoute
-from kvferry.gateway.http.unary.comparisons import Ranking, RerankBody, ScoreBody, ScoreList
-from kvferry.gateway.http.unary.embeddings import Embedding, EmbeddingList, EmbeddingsBody
-from kvferry.gateway.http.unary.token_ids import DetokenizeBody, TokenIds, TokenizeBody, TokenText
 
 Errors = tuple[type[KvferryError], ...]
 EDGE: Errors = (InvalidRequest, InvariantBroken)

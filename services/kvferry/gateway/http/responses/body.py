@@ -12,6 +12,7 @@ from pydantic import Field, TypeAdapter
 from kvferry.core.errors import InvalidRequest, shortened
 from kvferry.core.hashing import MAX_CACHE_SALT_CHARS
 from kvferry.core.sampling import RANGES, Range
+from kvferry.gateway.http.fields.bounds import MAX_FIELDS, check_sizes
 from kvferry.gateway.http.fields.offered_tools import (
     FunctionDefinition,
     FunctionName,
@@ -21,12 +22,11 @@ from kvferry.gateway.http.fields.offered_tools import (
 )
 from kvferry.gateway.http.fields.parsing import json_object, parse_fields
 from kvferry.gateway.http.fields.strict import Accepted, Priority, SamplingFields, Strict
-from kvferry.gateway.http.openai.bounds import MAX_FIELDS, check_sizes
 from kvferry.gateway.http.openai.request import ReadRequest, read_conversation
 from kvferry.gateway.http.openai.schema import ChatRequest, renamed
 from kvferry.gateway.http.responses.items import KINDS, Item, check_kinds, in_items, messages_of
-from kvferry.model.text.tools.definitions import ToolUse
-from kvferry.rpc.text.text_model import TextModel
+from kvferry.serving.text_model import TextModel
+from kvferry.text.tools.definitions import ToolUse
 
 MAX_METADATA = 16
 _LOGPROBS = "message.output_text.logprobs"

@@ -15,7 +15,7 @@ from kvferry.gateway.http.responses import output as out
 from kvferry.gateway.http.responses.body import ReadResponse, read_response
 from kvferry.gateway.http.responses.progress import ResponseProgress
 from kvferry.gateway.http.responses.store import KeptResponse, ResponseStore, history, transcript
-from kvferry.rpc.text.text_service import TextService
+from kvferry.serving.text_service import TextService
 
 
 class _Peek(msgspec.Struct):

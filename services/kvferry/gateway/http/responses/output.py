@@ -6,7 +6,7 @@ from typing import Any, Literal
 from msgspec import UNSET, Struct, UnsetType
 
 from kvferry.gateway.http.openai.reply import TokenLogprob
-from kvferry.rpc.text.token_source import Timing
+from kvferry.serving.token_source import Timing
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
 

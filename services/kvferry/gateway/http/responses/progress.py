@@ -12,8 +12,8 @@ from kvferry.core.errors import KvferryError
 from kvferry.core.sampling import FinishReason
 from kvferry.gateway.http.openai import reply
 from kvferry.gateway.http.responses import output as out
-from kvferry.model.text.answers.pieces import CallDelta
-from kvferry.rpc.text.text_stream import TextChunk, Usage
+from kvferry.serving.text_stream import TextChunk, Usage
+from kvferry.text.answers.pieces import CallDelta
 
 _FAILURES = {429: "rate_limit_exceeded", 400: "invalid_prompt"}
 

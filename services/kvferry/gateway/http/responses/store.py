@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from kvferry.core.clock import Clock
 from kvferry.core.errors import InvalidRequest, shortened
-from kvferry.gateway.config import StoreLimits
+from kvferry.gateway.decide.config import StoreLimits
 
 _ENTRY_BYTES = 1024
 """Approximate memory of an entry in addition to its JSON, in bytes."""

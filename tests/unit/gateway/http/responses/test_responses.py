@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from kvferry.core.constraint import ConstraintKind
 from kvferry.core.errors import Unavailable
 from kvferry.core.sampling import FinishReason
-from kvferry.model.text.answers.registry import CallFormat
+from kvferry.text.answers.registry import CallFormat
 
 WEATHER: Any = {
     "type": "function",

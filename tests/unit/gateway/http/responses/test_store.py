@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.core.clock import ManualClock
-from kvferry.gateway.config import StoreLimits
+from kvferry.gateway.decide.config import StoreLimits
 from kvferry.gateway.http.responses.store import KeptResponse, ResponseNotFound, ResponseStore, history, transcript
 
 LIMITS = StoreLimits(tenant_bytes=8000, total_bytes=20000, seconds=60.0)

@@ -1,0 +1,397 @@
+"""Offline inference API: the class `LLM` completes prompts with one engine in this process."""
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+
+from rich.console import Console
+from rich.progress import Progress
+
+from kvferry.core.errors import InvalidRequest, UnknownModel, shortened
+from kvferry.core.hashing import BlockNamers
+from kvferry.core.ids import AdapterId, RequestId
+from kvferry.core.sampling import SamplingParams
+from kvferry.engine.adapter_settings import check_adapter_name
+from kvferry.engine.build import build_engine, load_adapter, load_model, runner_for
+from kvferry.engine.offline.beam_search import BeamOutput, checked_beam_params, search
+from kvferry.engine.offline.completion import Completion, CompletionStream
+from kvferry.engine.offline.embedding import Embedding, embedding_of, pairs, pooling_params, prompt_key
+from kvferry.engine.offline.prompts import Prompt, conversation_list, prompt_list
+from kvferry.engine.offline.request_builder import RequestBuilder
+from kvferry.engine.schedule.messages import EngineRequest
+from kvferry.engine.schedule.plan.step_budget import SchedulerLimits
+from kvferry.engine.schedule.step.kv_jobs import SequenceUpdate
+from kvferry.engine.settings import EngineSettings
+from kvferry.text.requests.beams import BeamParams
+from kvferry.text.requests.pooling import cosine
+from kvferry.text.templates.chat_template import Message
+from kvferry.text.tokenizing.tokenizer import Tokenizer
+from kvferry.text.tools.definitions import Tool
+from kvferry.text.tools.inputs import ToolInput, use_from_input
+
+__all__ = ["LLM", "Completion", "Embedding"]
+
+_MAX_WAITING = 512
+"""Requests are added while fewer than this number are waiting; the engine rejects more than 1024."""
+
+
+class LLM:
+    """A loaded model with an engine.
+
+        llm = LLM("smollm2-135m-instruct")
+        for out in llm.generate(["The capital of France is"], SamplingParams(temperature=0, max_tokens=16)):
+            print(out.text)
+
+    Not thread-safe.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        device: str = "auto",
+        load_format: str = "auto",
+        dtype: str = "auto",
+        weights: str = "shipped",
+        numerics: str = "exact",
+        kernels: str = "auto",
+        cuda_graphs: str = "auto",
+        kv_bytes: int = 0,
+        gpu_memory_share: float = 0.9,
+        block_tokens: int = 16,
+        window_pages: str = "auto",
+        limits: SchedulerLimits | None = None,
+        async_steps: str = "on",
+        speculation: str = "off",
+        threads: int = 0,
+        seed: int = 0,
+        adapters: Mapping[str, str] = MappingProxyType({}),
+        adapter_slots: int = 8,
+        max_adapter_rank: int = 64,
+        adapter_bytes: int = 1 << 30,
+    ) -> None:
+        """
+        Args:
+            model: a catalog name, a `.gguf` file or a folder with safetensors files; a key of `model.shapes.SHAPES` if
+                `load_format` is "dummy".
+            seed: seed of random weights, and of requests without a seed.
+            adapters: folders of LoRA adapters by name.
+
+        The other arguments are fields of `EngineSettings`.
+
+        Raises:
+            KvferryError: the model is unknown or damaged, or a setting does not fit it.
+        """
+        self._load(
+            EngineSettings(
+                model,
+                load_format=load_format,
+                device=device,
+                dtype=dtype,
+                weights=weights,
+                numerics=numerics,
+                kernels=kernels,
+                cuda_graphs=cuda_graphs,
+                async_steps=async_steps,
+                speculation=speculation,
+                threads=threads,
+                kv_bytes=kv_bytes,
+                gpu_memory_share=gpu_memory_share,
+                block_tokens=block_tokens,
+                window_pages=window_pages,
+                limits=limits or SchedulerLimits(),
+                seed=seed,
+                adapters=tuple(adapters.items()),
+                adapter_slots=adapter_slots,
+                max_adapter_rank=max_adapter_rank,
+                adapter_bytes=adapter_bytes,
+            )
+        )
+
+    @classmethod
+    def of(cls, settings: EngineSettings) -> "LLM":
+        """Build an LLM from engine settings.
+
+        Raises:
+            KvferryError: the model is unknown or damaged, or a setting does not fit it.
+        """
+        made = cls.__new__(cls)
+        made._load(settings)
+        return made
+
+    def _load(self, settings: EngineSettings) -> None:
+        self._loaded = loaded = load_model(settings, releases_windows=True)
+        self.config = loaded.config
+        """Configuration of the model."""
+        self.runner = runner_for(loaded)
+        """Runner that computes the engine's steps."""
+        self.engine = build_engine(loaded, self.runner, namers=BlockNamers(b"offline"))
+        self._requests = RequestBuilder(loaded, max_model_tokens=self.engine.max_model_tokens)
+        self.model = loaded.model
+        """The model, loaded for its kernels."""
+        self.block_bytes = loaded.layout.block_bytes
+        """Bytes of one page."""
+        self.token_bytes = loaded.layout.token_bytes
+        """Bytes of the KV of one token, all layers."""
+        self.dtype = loaded.dtype
+        """Data type of the KV."""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Tokenizer of the model.
+
+        Raises:
+            UsageError: the weights are random.
+        """
+        return self._requests.tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        model: str | Sequence[str] = "",
+        progress: bool = False,
+    ) -> list[Completion]:
+        """Complete prompts, each a string or a list of token ids, in one batch; return one completion per prompt, in
+        order.
+
+        Args:
+            prompts: one or several prompts.
+            sampling: parameters of all prompts, or one for each.
+            model: name of an adapter, for all prompts or one for each; empty, or the model's own name, for none.
+            progress: whether to show a progress bar on standard error.
+
+        Raises:
+            InvalidRequest: the numbers of prompts and parameters differ, a prompt is empty or too long, parameters do
+                not fit the model, or every token is banned; no prompt was completed.
+            UnknownModel: no adapter has this name.
+            GenerationFailed: a logit is not finite.
+            UsageError: the weights are random, but a prompt is a string, or stop strings or bad words are set.
+        """
+        prompts = prompt_list(prompts)
+        params = _for_each(sampling, len(prompts))
+        adapters = self._adapters(model, len(prompts))
+        streams = [self._requests.start(*each) for each in zip(prompts, params, adapters, strict=True)]
+        return self._complete(streams, "completions" if progress else None)
+
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling: str = "last",
+        normalize: bool = True,
+        dimensions: int | None = None,
+        progress: bool = False,
+    ) -> list[Embedding]:
+        """Compute a vector for each prompt, a string or a list of token ids, in one batch; return them in order.
+
+        The vector is pooled from the model's hidden states after the final norm. Vectors of a model that was trained to
+        generate text rather than to compare it are all similar, so compare them only with each other.
+
+        Args:
+            prompts: one or several prompts.
+            pooling: `last`, `mean` or `cls`; see `text.requests.pooling.Pooling`.
+            normalize: whether vectors have an L2 norm of 1.
+            dimensions: number of leading values to keep, before a vector is normalized; `None` for all.
+            progress: whether to show a progress bar on standard error.
+
+        Raises:
+            InvalidRequest: a prompt is empty or too long, or a parameter is out of range; no vector is returned.
+            GenerationFailed: a hidden state is not finite.
+            UsageError: the weights are random, but a prompt is a string.
+        """
+        params = pooling_params(pooling, normalize, dimensions, self.config.hidden_size)
+        requests = [self._requests.start_pooling(prompt, params) for prompt in prompt_list(prompts)]
+        found: dict[RequestId, SequenceUpdate] = {}
+
+        def take(update: SequenceUpdate) -> bool:
+            found[update.request_id] = update
+            return True
+
+        self._run(requests, take, "vectors" if progress else None)
+        return [embedding_of(request, found[request.request_id]) for request in requests]
+
+    embed = encode
+
+    def score(
+        self, a: Prompt | Sequence[Prompt], b: Prompt | Sequence[Prompt], *, pooling: str = "last"
+    ) -> list[float]:
+        """Compute the cosine similarity of pairs of prompts by their vectors; see `encode` for its limits.
+
+        Args:
+            a: one prompt, or as many as `b` has.
+            b: one or several prompts.
+            pooling: see `encode`.
+
+        Returns:
+            A number from -1 to 1 for each pair, in order.
+
+        Raises:
+            InvalidRequest: see `encode`; the numbers of prompts do not match.
+        """
+        compared = pairs(a, b)
+        distinct = list(dict.fromkeys(prompt_key(prompt) for pair in compared for prompt in pair))
+        vectors = dict(zip(distinct, self.encode(distinct, pooling=pooling), strict=True))
+        return [
+            cosine(vectors[prompt_key(left)].embedding, vectors[prompt_key(right)].embedding)
+            for left, right in compared
+        ]
+
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamParams | None = None, *, progress: bool = False
+    ) -> list[list[BeamOutput]]:
+        """Search for the most probable outputs of prompts; return at most `width` outputs per prompt, the best first.
+
+        Args:
+            prompts: one or several prompts, each a string or a list of token ids.
+            params: width and limits of the search.
+            progress: whether to show a progress bar on standard error.
+
+        Raises:
+            InvalidRequest: a prompt is empty or too long.
+            GenerationFailed: a logit is not finite.
+            UsageError: the weights are random, but a prompt is a string.
+        """
+        params = checked_beam_params(params)
+        ids = [self._requests.tokens(prompt) for prompt in prompt_list(prompts)]
+        with Progress(console=Console(stderr=True), disable=not progress) as bar:
+            task = bar.add_task("searches", total=len(ids))
+            found = search(self.engine, ids, params, self.config.eos_token_ids, lambda: bar.advance(task))
+        return [[self._requests.beam_output(beam, params) for beam in own] for own in found]
+
+    def chat(
+        self,
+        conversations: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Tool | ToolInput] = (),
+        tool_choice: str | Mapping[str, object] = "auto",
+        parallel_tool_calls: bool = True,
+        chat_template_kwargs: Mapping[str, object] | None = None,
+        model: str | Sequence[str] = "",
+        progress: bool = False,
+    ) -> list[Completion]:
+        """Answer conversations in one batch; return one completion per conversation, in order. Reasoning and tool calls
+        are not part of an answer's text.
+
+        Args:
+            conversations: one or several, each a list of messages with `role` and `content`.
+            sampling: parameters of all answers, or one for each.
+            tools: tools that the model may call.
+            tool_choice: `auto`, `none`, `required`, or the name of the tool to call.
+            parallel_tool_calls: whether an answer may have several calls.
+            chat_template_kwargs: further variables of the chat template, such as `enable_thinking`.
+            model: see `generate`.
+            progress: whether to show a progress bar on standard error.
+
+        Raises:
+            InvalidRequest: see `generate`; or the chat template rejects a conversation, or a call is required together
+                with another constraint.
+            UnknownModel: see `generate`.
+            GenerationFailed: a logit is not finite.
+            UsageError: the model has no chat template.
+        """
+        several = conversation_list(conversations)
+        params, adapters = _for_each(sampling, len(several)), self._adapters(model, len(several))
+        use = use_from_input(tools, tool_choice, is_parallel=parallel_tool_calls)
+        streams = [
+            self._requests.start_chat(messages, each, use, adapter, chat_template_kwargs)
+            for messages, each, adapter in zip(several, params, adapters, strict=True)
+        ]
+        return self._complete(streams, "answers" if progress else None)
+
+    def load_adapter(self, name: str, path: str) -> None:
+        """Load an adapter, or replace the one of the same name.
+
+        Args:
+            name: name by which requests select the adapter; must differ from the model's name.
+            path: the adapter's folder.
+
+        Raises:
+            UsageError: the name is not valid, or the model's kernels do not support adapters.
+            ModelFileError: the folder is missing or damaged, or the adapter does not fit the model.
+        """
+        check_adapter_name(name, self.config.name)
+        self.engine.change_adapter(name, load_adapter(self._loaded, Path(path)))
+
+    def unload_adapter(self, name: str) -> None:
+        """Remove an adapter.
+
+        Raises:
+            UnknownModel: no adapter has this name.
+        """
+        self.engine.change_adapter(name, None)
+
+    def _adapters(self, model: str | Sequence[str], count: int) -> list[AdapterId | None]:
+        """Return the adapter of each prompt, by the model names of the requests."""
+        names = [model] * count if isinstance(model, str) else list(model)
+        if len(names) != count:
+            raise InvalidRequest(
+                f"model has {len(names)} names for {count} prompts; pass one name, or one per prompt", field="model"
+            )
+        return [self._adapter(name) for name in names]
+
+    def _adapter(self, name: str) -> AdapterId | None:
+        if name in ("", self.config.name):
+            return None
+        if self.engine.adapters is None:
+            raise UnknownModel(
+                f"model {shortened(name)!r} is not served here, and this LLM has no adapters; use {self.config.name!r}",
+                field="model",
+            )
+        return self.engine.adapters.resolve(name)
+
+    def _complete(self, streams: Sequence[CompletionStream], shown: str | None) -> list[Completion]:
+        by_id = {stream.request.request_id: stream for stream in streams}
+
+        def take(update: SequenceUpdate) -> bool:
+            return by_id[update.request_id].add(update).completion is not None
+
+        self._run([stream.request for stream in streams], take, shown)
+        return [stream.completion() for stream in streams]
+
+    def _run(
+        self, requests: Sequence[EngineRequest], take: Callable[[SequenceUpdate], bool], shown: str | None
+    ) -> None:
+        """Step until all requests have ended; abort all if one is rejected or fails.
+
+        Args:
+            requests: the requests; they are added while the engine's queue has room.
+            take: receives an update and returns whether the request has ended; if so, and the engine would continue it,
+                it is aborted.
+            shown: label of the progress bar; `None` for no bar.
+        """
+        waiting = deque(requests)
+        with Progress(console=Console(stderr=True), disable=shown is None) as bar:
+            task = bar.add_task(shown or "", total=len(requests))
+            try:
+                while waiting or self.engine.has_work:
+                    while waiting and self.engine.scheduler.num_waiting < _MAX_WAITING:
+                        self.engine.add(waiting.popleft())
+                    for update in self.engine.step().updates:
+                        if update.error is not None:
+                            raise update.error
+                        if take(update):
+                            bar.advance(task)
+                            if update.finish_reason is None:
+                                self.engine.abort(update.request_id)
+            except BaseException:
+                for request in requests:
+                    self.engine.abort(request.request_id)
+                raise
+
+
+def _for_each(sampling: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
+    if sampling is None or isinstance(sampling, SamplingParams):
+        return [sampling or SamplingParams()] * count
+    if not isinstance(sampling, Sequence) or not all(isinstance(one, SamplingParams) for one in sampling):
+        raise InvalidRequest(
+            f"sampling must be SamplingParams or a list of them, not {shortened(repr(sampling))}", field="sampling"
+        )
+    if len(sampling) != count:
+        raise InvalidRequest(
+            f"sampling has {len(sampling)} items for {count} prompts; pass one, or one per prompt", field="sampling"
+        )
+    return sampling

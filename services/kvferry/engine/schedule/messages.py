@@ -1,0 +1,152 @@
+"""Messages of the engine: commands to it, and the output of each step."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from kvferry.core.errors import KvferryError
+from kvferry.core.ids import AdapterId, BlockHash, RequestId
+from kvferry.core.sampling import SamplingParams
+from kvferry.engine.schedule.adapters.adapter_store import LoadedAdapter
+from kvferry.engine.schedule.blocks.prefix_index import CacheChange
+from kvferry.engine.schedule.loads.kv_prefetch import KvPrefetchRequest
+from kvferry.engine.schedule.step.kv_jobs import Progress, SequenceUpdate
+from kvferry.engine.schedule.step.sequence import RemoteKv
+from kvferry.kv.interface.connector import LoadOutcome
+from kvferry.kv.interface.tiering import KvMessage
+from kvferry.kv.pricing.price import Decision
+from kvferry.text.requests.pooling import PoolingParams
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """Command: run one sequence."""
+
+    request_id: RequestId
+    token_ids: list[int]
+    """Prompt, followed by the tokens generated earlier if the request is resumed."""
+    sampling: SamplingParams
+    num_generated: int = 0
+    sample_index: int = 0
+    priority: int = 0
+    """Priority of the request, used if the scheduling policy compares priorities; lower numbers come first."""
+    deadline: float | None = None
+    """Monotonic seconds by which the first token is needed; `None` for no deadline."""
+    tenant: str = ""
+    """Scope of the request's KV (`core.hashing.cache_scope`)."""
+    adapter: AdapterId | None = None
+    """Version of the adapter to use, to which the scope must then belong; `None` for the base model."""
+    exports: bool = False
+    """Whether to sample one token and then export the pages to an offer."""
+    keeps: bool = False
+    """Whether to report the pages of the full blocks when the sequence ends, without holding references to them."""
+    remote: RemoteKv | None = None
+    pooling: PoolingParams | None = None
+    """Set for a pooling request: it returns a vector of its prompt and samples no tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Command: abort a request or a KV prefetch."""
+
+    request_id: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseExport:
+    """Command: free the pages of an export."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class MaskReady:
+    """Command without an action: wakes the engine's thread, since a sequence that waited for its mask can run."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResetPrefixCache:
+    """Command: empty the prefix cache."""
+
+    reply: Callable[[int], None]
+    """Called on the engine's thread with the number of dropped blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedPrefix:
+    """A pinned prefix, as reported to the caller of `PinPrefix`."""
+
+    name: BlockHash
+    """Name of its last block, which identifies its tokens and its scope."""
+    num_tokens: int
+    """Number of tokens in its full blocks."""
+    num_blocks: int
+    """Number of its full blocks."""
+    seconds_left: float
+    """Seconds until the pin ends."""
+
+
+PinReply = Callable[[PinnedPrefix | KvferryError], None]
+"""Called on the engine's thread with the result of `PinPrefix`."""
+
+
+@dataclass(frozen=True, slots=True)
+class PinPrefix:
+    """Command: compute a prefix and pin its full blocks; see `pins.pinning`."""
+
+    request: EngineRequest
+    ttl_seconds: float
+    reply: PinReply
+
+
+@dataclass(frozen=True, slots=True)
+class ChangeAdapter:
+    """Command: register an adapter, replace the one with the same name, or remove it."""
+
+    name: str
+    loaded: LoadedAdapter | None
+    """The adapter; `None` to remove the adapter with this name."""
+    reply: Callable[[AdapterId | KvferryError], None]
+    """Called on the engine's thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class Observe:
+    """Command: call a function with the engine between two steps, which may begin or end a recording."""
+
+    apply: Callable[[Any], None]
+    """Called on the engine's thread with the `Engine`."""
+
+
+Command = (
+    EngineRequest
+    | KvPrefetchRequest
+    | Abort
+    | ReleaseExport
+    | MaskReady
+    | ResetPrefixCache
+    | PinPrefix
+    | ChangeAdapter
+    | Observe
+    | KvMessage
+)
+"""Any command to an engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """Output of one step."""
+
+    updates: list[SequenceUpdate]
+    exports: dict[RequestId, int]
+    """Numbers of the exports made in this step, by request. The receiver owns the exports and must release them
+    (`release_export`)."""
+    loads: list[LoadOutcome]
+    decisions: list[tuple[RequestId, Decision]]
+    """Load-or-recompute decisions since the previous step."""
+    progress: list[Progress]
+    """Newly full blocks of prompts whose prefill is running and whose KV will be handed off."""
+    cache_changes: list[CacheChange]
+    """Named blocks added to the prefix cache or removed from it, in order."""
+    ran: bool
+    """Whether a step was computed; if not, no sequence can run until a message arrives or a page is freed."""

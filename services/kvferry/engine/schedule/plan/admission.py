@@ -1,0 +1,327 @@
+"""Admission of waiting sequences to a step: in the order of the policy, until the budget, the sequence limit or the
+pages are exhausted.
+
+A sequence is admitted if it fits into the free pages that admitted sequences do not need:
+
+    pages   [ held by tables, exports, stores | free, including cached content ]
+    free    [ needed by admitted prompts | reserve | for new sequences ]
+
+A prompt that is computed in chunks allocates its pages chunk by chunk, so the pages of later chunks are still free. Two
+long prompts that fit one after the other but not together would both be admitted, and would then preempt each other
+repeatedly. Therefore all pages for the tokens of an admitted prompt are counted from the start. Pages for tokens to be
+generated are not counted: their number is unknown, and preemption handles them (Kwon et al., PagedAttention, section
+4.5).
+
+A sequence whose next missing block is just being computed or loaded for another sequence waits for that block instead
+of computing it a second time. Thus the `n` samples of a request, and requests that arrive together with a common
+prefix, compute or fetch that prefix only once (Kwon et al., PagedAttention, section 4.4); each sequence itself computes
+only its last, partly filled block, so that no page is written by two sequences.
+
+A sequence whose adapter has no free slot is passed over. After `_MAX_OVERTAKEN` later sequences with adapters were
+admitted instead, none is admitted until the first sequence has a slot. Running sequences end and free one, so no
+sequence starves.
+"""
+
+from collections.abc import Iterable
+
+from kvferry.core.errors import InvariantBroken
+from kvferry.core.ids import BlockHash, RequestId
+from kvferry.engine.schedule.blocks.allocation import Allocator
+from kvferry.engine.schedule.blocks.cached_prefix import CachedPrefix
+from kvferry.engine.schedule.plan.loading import LoadingSequences
+from kvferry.engine.schedule.plan.lookahead import share
+from kvferry.engine.schedule.plan.step_budget import SchedulerLimits, StepBudget
+from kvferry.engine.schedule.policies.policy import Policy
+from kvferry.engine.schedule.policies.waiting_queue import WaitingQueue
+from kvferry.engine.schedule.step.adapter_slots import NO_SLOT, AdapterSlots
+from kvferry.engine.schedule.step.sequence import Sequence, SequenceEvent
+from kvferry.engine.schedule.step.step import ScheduledSequence
+
+_MAX_FOLLOWERS = 32
+"""Maximum number of sequences per step that may be found waiting for another sequence's block; bounds the step's
+time."""
+_MAX_PASSED = 256
+"""Maximum number of sequences without a slot that one step passes over; bounds the step's time."""
+_MAX_OVERTAKEN = 32
+"""Number of later sequences with adapters that may be admitted before the first one that waits for a slot."""
+
+
+def num_lacking(allocator: Allocator, admitted: Iterable[Sequence]) -> int:
+    """Return the number of pages that admitted sequences may still have to allocate for their current tokens.
+
+    Args:
+        allocator: the allocator of pages.
+        admitted: running sequences, and those whose KV is being loaded.
+    """
+    return sum(allocator.missing(s.table, s.num_tokens) for s in admitted)
+
+
+def cached_prefix(allocator: Allocator, sequence: Sequence) -> CachedPrefix:
+    """Return the pages of the longest cached prefix that a sequence can use, without taking references. The cache is
+    searched again only if it has changed, since a waiting sequence is ranked repeatedly before it is admitted."""
+    version, limit, last = allocator.cache_version, sequence.num_reusable, sequence.last_lookup
+    if last is not None and last[0] == version and last[1] == limit:
+        return last[2]
+    found = allocator.peek(sequence.name_blocks(), sequence.tokens, max_tokens=limit)
+    sequence.last_lookup = (version, limit, found)
+    return found
+
+
+def num_remaining(allocator: Allocator, sequence: Sequence) -> int:
+    """Return the number of tokens of a waiting sequence that are not cached."""
+    return sequence.num_tokens - len(cached_prefix(allocator, sequence)) * allocator.block_tokens
+
+
+class Headroom:
+    """Pages available to new sequences during the admissions of one step. Reads the allocator without changing it."""
+
+    def __init__(self, allocator: Allocator, admitted: Iterable[Sequence], *, reserve: int) -> None:
+        """
+        Args:
+            allocator: the allocator of pages.
+            admitted: running sequences, and those whose KV is being loaded.
+            reserve: number of pages that must stay free while other sequences are admitted.
+        """
+        self._allocator = allocator
+        self._reserve = reserve
+        known = tuple(admitted)
+        self._has_others = bool(known)
+        self._promised = num_lacking(allocator, known)
+
+    def fits(self, hit: CachedPrefix, num_tokens: int) -> bool:
+        """Return whether all tokens of a new sequence fit into the free pages that are not reserved for admitted
+        sequences.
+
+        Args:
+            hit: its longest cached prefix.
+            num_tokens: number of current tokens, prompt and generated.
+        """
+        reserve = self._reserve if self._has_others else 0
+        return self._allocator.needed(hit, num_tokens) <= self._allocator.pool.num_free - self._promised - reserve
+
+    def fits_whole(self, hit: CachedPrefix, num_tokens: int) -> bool:
+        """Return whether the pages for all blocks after a hit fit in all groups, before windows release any.
+
+        Args:
+            hit: longest cached prefix of a new sequence.
+            num_tokens: number of current tokens, prompt and generated.
+        """
+        if not self._allocator.has_windows:
+            return True
+        whole = (self._allocator.blocks_for(num_tokens) - len(hit)) * len(self._allocator.windows)
+        return whole + self._allocator.num_free(hit) <= self._allocator.pool.num_free - self._promised
+
+    def admit(self, newcomer: Sequence) -> None:
+        """Admit a sequence whose table has the pages of its first chunk; its remaining pages are reserved for it."""
+        self._has_others = True
+        self._promised += self._allocator.missing(newcomer.table, newcomer.num_tokens)
+
+
+def next_block(sequence: Sequence) -> BlockHash | None:
+    """Return the name of the block that an admitted sequence computes or loads next; `None` if it is not full yet."""
+    names = sequence.names
+    return names[sequence.num_listed] if sequence.num_listed < len(names) else None
+
+
+class Admission:
+    """Admits sequences of one scheduler from its queue to its running or loading sequences, which it shares."""
+
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        allocator: Allocator,
+        policy: Policy,
+        *,
+        waiting: WaitingQueue,
+        running: list[Sequence],
+        loading: LoadingSequences,
+        slots: AdapterSlots,
+    ) -> None:
+        """
+        Args:
+            limits: limits of a step.
+            allocator: allocator of KV pages.
+            policy: scheduling policy.
+            waiting: queue of the scheduler.
+            running: running sequences of the scheduler; admitted ones are appended.
+            loading: sequences that wait for their KV.
+            slots: adapter slots of the engine.
+        """
+        self._limits = limits
+        self._allocator = allocator
+        self._policy = policy
+        self._waiting = waiting
+        self._running = running
+        self._loading = loading
+        self._slots = slots
+        self._reserve = int(allocator.pool.num_blocks * limits.reserve_share)
+        self._started: list[RequestId] = []
+        self.num_queried_tokens = self.num_hit_tokens = 0
+        """Number of tokens looked up in the prefix cache at the first admission of each sequence, and number of tokens
+        found."""
+
+    def admit(self, room: StepBudget, planned: list[ScheduledSequence], *, before: Sequence | None = None) -> None:
+        """Admit waiting sequences while they fit.
+
+        Args:
+            room: remaining budget of the step; reduced by the tokens of the admitted sequences.
+            planned: the step's sequences so far; admitted ones are appended.
+            before: if set, only sequences that precede this running sequence are admitted.
+        """
+        if not len(self._waiting) or not self.has_place:
+            return
+        skipped: list[Sequence] = []
+        num_followers = 0
+        passed: list[Sequence] = []
+        pages = self._headroom()
+        # A prompt whose rows are scored is computed slowly; others do not wait for its blocks.
+        pending = {next_block(s) for s in self._admitted if not s.is_scoring}
+        while room.tokens > 0 and (sequence := self._waiting.first()) is not None:
+            if sequence.is_lookup_pending:
+                self._waiting.set_aside(sequence)
+                skipped.append(sequence)
+                continue
+            if self._lacks_slot(sequence, passed):
+                if len(passed) == _MAX_PASSED:
+                    break
+                self._waiting.set_aside(sequence)
+                passed.append(sequence)
+                continue
+            if before is not None:
+                remaining = num_remaining(self._allocator, sequence)
+                if not self._policy.precedes(sequence, remaining, before):
+                    break
+            if not self.has_place:
+                break
+            hit = cached_prefix(self._allocator, sequence)
+            if self._awaits(sequence, len(hit), pending):
+                num_followers += 1
+                if num_followers > _MAX_FOLLOWERS:
+                    break
+                self._waiting.set_aside(sequence)
+                skipped.append(sequence)
+                continue
+            if not self._admit_one(sequence, hit, room, pages, planned):
+                break
+            if not sequence.is_scoring:
+                pending.add(next_block(sequence))
+            if passed and sequence.adapter is not None:
+                passed[0].num_overtaken += 1
+        for sequence in (*skipped, *passed):
+            self._waiting.add(sequence)
+        self._running.sort(key=self._policy.order)
+
+    def has_place_for(self, sequence: Sequence) -> bool:
+        """Return whether a waiting sequence fits now."""
+        if self._lacks_slot(sequence, []):
+            return False
+        hit = cached_prefix(self._allocator, sequence)
+        return self.has_place and self._headroom().fits(hit, sequence.num_tokens)
+
+    def give_back_slot(self, sequence: Sequence) -> None:
+        """Free the adapter slot of a sequence that ends or waits again; no effect if it has none."""
+        if sequence.adapter is not None and sequence.adapter_slot != NO_SLOT:
+            self._slots.give_back(sequence.adapter)
+            sequence.adapter_slot = NO_SLOT
+
+    def start(self, sequence: Sequence) -> None:
+        """Add a sequence whose KV was loaded to the running sequences."""
+        self._running.append(sequence)
+        self._running.sort(key=self._policy.order)
+        self._started.append(sequence.request_id)
+
+    def take_started(self) -> list[RequestId]:
+        """Return the requests that were admitted or loaded since the last call."""
+        started, self._started = self._started, []
+        return started
+
+    @property
+    def _admitted(self) -> tuple[Sequence, ...]:
+        return (*self._running, *self._loading.sequences)
+
+    def _headroom(self) -> Headroom:
+        return Headroom(self._allocator, self._admitted, reserve=self._reserve)
+
+    @property
+    def has_place(self) -> bool:
+        """Whether another sequence may hold pages."""
+        return len(self._running) + len(self._loading) < self._limits.max_sequences
+
+    def _lacks_slot(self, sequence: Sequence, passed: list[Sequence]) -> bool:
+        """Return whether a sequence is passed over: its adapter has no slot, or the first sequence passed over takes
+        precedence."""
+        if sequence.adapter is None:
+            return False
+        is_reserved = bool(passed) and passed[0].num_overtaken >= _MAX_OVERTAKEN
+        return is_reserved or not self._slots.can_take(sequence.adapter)
+
+    def _awaits(self, sequence: Sequence, num_hit: int, pending: set[BlockHash | None]) -> bool:
+        """Return whether another sequence is computing or loading the block after the cached prefix, so that this
+        sequence can use it."""
+        is_usable = (num_hit + 1) * self._allocator.block_tokens <= sequence.num_reusable
+        return is_usable and sequence.names[num_hit] in pending
+
+    def _admit_one(
+        self,
+        sequence: Sequence,
+        hit: CachedPrefix,
+        room: StepBudget,
+        pages: Headroom,
+        planned: list[ScheduledSequence],
+    ) -> bool:
+        """Admit a sequence that starts from a cached prefix; return whether it fits."""
+        hit_tokens = len(hit) * self._allocator.block_tokens
+        remote = sequence.remote
+        # Blocks that were cached at the time of the lookup may have been evicted since, which leaves a gap.
+        fetches = remote is not None and remote.first_token <= hit_tokens < remote.num_tokens
+        if remote is not None and fetches and self._allocator.has_windows and not remote.has_all_pages:
+            limit = min(sequence.num_reusable, remote.num_tokens)
+            names, tokens = sequence.name_blocks(), sequence.tokens
+            hit = self._allocator.peek(names, tokens, max_tokens=limit, for_load=True)
+            hit_tokens = len(hit) * self._allocator.block_tokens
+        num_uncomputed = sequence.num_tokens - hit_tokens
+        count = room.fit_scored(sequence, hit_tokens, room.fit(num_uncomputed))
+        if count == 0 and not fetches:
+            return False
+        upto = sequence.num_tokens if fetches else hit_tokens + count
+        if not pages.fits(hit, sequence.num_tokens):  # counts all its tokens, not only the first chunk
+            return False
+        if remote is not None and fetches and remote.has_all_pages and not pages.fits_whole(hit, upto):
+            sequence.remote = None  # computing needs fewer pages at once
+            return self._admit_one(sequence, hit, room, pages, planned)
+        self._allocator.hold(sequence.table, hit)
+        table = sequence.table
+        if remote is not None and fetches and not remote.has_all_pages:
+            is_held = self._allocator.reserve_load(table, num_loaded=remote.num_tokens, num_tokens=upto)
+        else:
+            is_held = self._allocator.grow(table, num_computed=hit_tokens, num_tokens=upto, may_copy=False) is not None
+        if not is_held:
+            raise InvariantBroken("the pages of an admitted sequence could not be allocated")
+        if sequence.adapter is not None:
+            sequence.adapter_slot, sequence.num_overtaken = self._slots.take(sequence.adapter), 0
+        pages.admit(sequence)
+        self._waiting.remove(sequence)
+        sequence.last_lookup = None
+        sequence.num_computed = hit_tokens
+        sequence.num_listed = len(hit)
+        sequence.num_stored = max(sequence.num_stored, len(hit))
+        if not sequence.num_preemptions:
+            sequence.num_cached = hit_tokens
+            self.num_queried_tokens += sequence.num_tokens
+            self.num_hit_tokens += hit_tokens
+        if remote is not None and fetches:
+            if remote.has_all_pages:
+                blocks = range(len(hit), self._allocator.blocks_for(remote.num_tokens))
+                targets = table.whole_blocks(blocks)
+            else:
+                size, windows = self._allocator.block_tokens, self._allocator.windows
+                targets = table.handed_over(windows, remote.num_tokens, size)[len(hit) :]
+            self._loading.start(sequence, len(hit), targets)
+            return True
+        sequence.remote = None
+        sequence.move(SequenceEvent.ADMIT)
+        self._running.append(sequence)
+        self._started.append(sequence.request_id)
+        planned.append(share(sequence, count))
+        room.take(num_uncomputed, count, planned[-1].num_scored)
+        return True

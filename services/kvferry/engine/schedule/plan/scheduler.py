@@ -1,0 +1,400 @@
+"""Scheduler with continuous batching, chunked prefill and preemption: plans the next step over a token budget. Pure.
+
+One step, in order:
+
+1. *Running* sequences, in the order of the policy (`engine.schedule.policies`; by default the oldest first), each get
+   min(N - C, chunk limit, remaining budget) tokens; if any of them decodes, all prompts together get at most
+   `max_mixed_tokens`, which bounds the inter-token latency. If pages run short, the last running sequence in that order
+   is preempted: its pages are freed, C is reset to 0, its tokens are kept, and it waits in the queue to be recomputed,
+   or loaded if a tier has its KV (Kwon et al., PagedAttention, section 4.5).
+2. *Waiting* sequences, in the order of the policy, start from their longest cached prefix (C = hit, at most N - 1)
+   until the budget, the sequence limit or the pages are exhausted; admission stops at the first sequence that does not
+   fit, so that none starves. Pages that admitted prompts still need, and a small reserve, are left to running sequences
+   (`admission`). A sequence whose KV is at a peer or in a tier gets its pages and a `LoadJob`; it runs when its KV is
+   loaded. A sequence whose tier lookup is pending is skipped, and one whose adapter has no free slot is passed over
+   (`admission`).
+
+Prefill and decode are not separate phases; both are given by N - C (see `sequence`). `schedule` changes tables and
+queues; `update` must be called with its result before the next `schedule`.
+"""
+
+import itertools
+from collections.abc import Collection
+from functools import partial
+
+from kvferry.core.errors import InvariantBroken, KvferryError
+from kvferry.core.ids import RequestId
+from kvferry.core.sampling import FinishReason
+from kvferry.engine.schedule.blocks.allocation import Allocator
+from kvferry.engine.schedule.blocks.page_copies import PageCopy
+from kvferry.engine.schedule.plan.admission import Admission, num_lacking, num_remaining
+from kvferry.engine.schedule.plan.full_blocks import FullBlocks
+from kvferry.engine.schedule.plan.loading import LoadingSequences
+from kvferry.engine.schedule.plan.lookahead import MAX_AHEAD, is_same, one_ahead, share
+from kvferry.engine.schedule.plan.step_budget import SchedulerLimits, StepBudget
+from kvferry.engine.schedule.policies.deadlines import Deadlines, is_overdue, overdue
+from kvferry.engine.schedule.policies.policy import policy_of
+from kvferry.engine.schedule.speculation.drafting import Drafting
+from kvferry.engine.schedule.speculation.speculation import Speculation
+from kvferry.engine.schedule.step.adapter_slots import AdapterSlots
+from kvferry.engine.schedule.step.kv_jobs import LoadJob, SequenceUpdate
+from kvferry.engine.schedule.step.prompt_pooling import PromptPooling
+from kvferry.engine.schedule.step.sequence import RemoteKv, Sequence, SequenceEvent, SequenceState
+from kvferry.engine.schedule.step.step import ScheduledSequence, SequenceOutput, StepPlan, StepResult, check_output
+
+Planned = list[ScheduledSequence]
+
+
+class Scheduler:
+    """Scheduler of one engine; owns every sequence from `add` to its end. Not thread-safe."""
+
+    def __init__(
+        self, limits: SchedulerLimits, allocator: Allocator, speculation: Speculation | None = None,
+        slots: AdapterSlots | None = None,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            limits: limits in tokens, sequences and pages, and the name of the scheduling policy.
+            allocator: allocates the engine's pages, with the prefix cache.
+            speculation: proposes draft tokens; `None` for one token per sequence and step.
+            slots: adapter slots; `None` for an engine without adapters.
+        """
+        self.limits = limits
+        self.allocator = allocator
+        self.slots = slots or AdapterSlots(0)
+        self.blocks = FullBlocks(allocator)
+        """Processing of full blocks: prefix index, stores and reports."""
+        self.drafting = Drafting(speculation, allocator)
+        """Draft tokens of the running sequences."""
+        self._policy = policy_of(limits.scheduling)
+        self._waiting = self._policy.queue(partial(num_remaining, allocator), limits.weights)
+        self._deadlines = Deadlines()
+        self._running: list[Sequence] = []
+        self._loading = LoadingSequences()
+        self._known: dict[RequestId, Sequence] = {}
+        self.admission = Admission(
+            limits, allocator, self._policy, waiting=self._waiting, running=self._running, loading=self._loading,
+            slots=self.slots,
+        )  # fmt: skip
+        """Admission of waiting sequences, with its statistics."""
+        self._preempted: list[Sequence] = []
+        self._arrivals = itertools.count()
+        self._may_admit = False
+        self._num_ahead = 0
+        self.num_preemptions = 0
+
+    def add(self, sequence: Sequence) -> None:
+        """Add a new sequence.
+
+        Raises:
+            InvariantBroken: the request id is in use, or the sequence can never fit; callers check both.
+        """
+        if sequence.request_id in self._known:
+            raise InvariantBroken(f"request {sequence.request_id} was added twice")
+        if self.allocator.needs.pages_for(sequence.max_tokens_total) > self.allocator.pool.num_blocks:
+            raise InvariantBroken(f"request {sequence.request_id} needs more pages than the pool has")
+        sequence.name_blocks()  # here, and not in the step that admits it, because that step may admit many
+        sequence.arrival = next(self._arrivals)
+        self._known[sequence.request_id] = sequence
+        self._may_admit = True
+        self._waiting.add(sequence)
+        self._deadlines.add(sequence)
+
+    def abort(self, request_id: RequestId) -> bool:
+        """Abort a sequence and free its pages; return whether it existed. Idempotent."""
+        sequence = self._known.pop(request_id, None)
+        if sequence is None:
+            return False
+        if sequence.state is SequenceState.WAITING:
+            self._waiting.remove(sequence)
+        elif sequence.state is SequenceState.RUNNING:
+            self._running.remove(sequence)
+        self._loading.abort(request_id)
+        self._may_admit = True
+        self.drafting.forget(request_id)
+        sequence.move(SequenceEvent.ABORT)
+        sequence.finish_reason = FinishReason.CANCELLED
+        self.allocator.free(sequence.table)
+        self.admission.give_back_slot(sequence)
+        return True
+
+    # ------------------------------------------------------------------ the step
+
+    def schedule(self) -> StepPlan:
+        """Plan the next step; the plan is empty if no sequence can run now."""
+        self._may_admit, self._num_ahead = False, 0
+        self._displace()
+        room = StepBudget(self.limits, self._running, len(self._waiting))
+        planned: Planned = []
+        copies: list[PageCopy] = []
+        preempted_before = self.num_preemptions
+        may_precede = len(self._waiting) > 0 and self._policy.mixes
+        drafts = self.drafting.plan(self._running, may_admit=len(self._waiting) > 0 and self.admission.has_place)
+        for sequence in self._policy.by_turn(self._running):
+            if room.tokens == 0:
+                break
+            if sequence.state is not SequenceState.RUNNING:
+                continue  # preempted earlier in this loop
+            num_due = len(sequence.tokens) - sequence.num_computed
+            if may_precede and num_due > 1 and self.num_preemptions == preempted_before:
+                self.admission.admit(room, planned, before=sequence)
+            if sequence.is_postponed and sequence.waits_for_mask:
+                continue
+            count = 1 if num_due == 1 else room.fit_scored(sequence, sequence.num_computed, room.fit(num_due))
+            if count == 0:
+                continue  # no budget for this prompt; decoding sequences still fit
+            draft = drafts.get(sequence.request_id, ())[: room.tokens - count]
+            made = self.drafting.grow(sequence, draft, len(self._running))
+            if made is None:
+                draft, made = (), self._grow_or_preempt(sequence, count, planned)
+            if made is None:
+                continue
+            copies += made
+            planned.append(share(sequence, count, draft, *self.drafting.verification(sequence, draft)))
+            room.take(num_due, planned[-1].num_scheduled, planned[-1].num_scored)
+        if self.num_preemptions == preempted_before:  # otherwise pages are scarce
+            self.admission.admit(room, planned)
+        planned.sort(key=lambda item: item.adapter_slot)  # kernels read an adapter's weights once for adjacent rows
+        return StepPlan(tuple(planned), tuple(copies))
+
+    def follow(self, plan: StepPlan) -> StepPlan | None:
+        """Plan the step after a launched one that was not passed to `update`; `None` if `update` must be called first.
+
+        If the caller launches the plan, it must be the next plan passed to `update`, before any `schedule`. While
+        sequences wait that the last `schedule` could not admit, at most `MAX_AHEAD` steps are planned in this way.
+        """
+        if sum(map(self.has_sequence, plan.scheduled)) != len(self._running):
+            return None
+        if len(self._waiting) and (self._may_admit or self._num_ahead >= MAX_AHEAD):
+            return None
+        if self.drafting.has_drafts(self._running):
+            return None
+        self._num_ahead += 1
+        return one_ahead(plan, self._known, self.allocator)
+
+    def take_overdue(self, now: float) -> list[SequenceUpdate]:
+        """End the sequences that at `now`, monotonic seconds, have waited too long and have computed nothing."""
+        updates: list[SequenceUpdate] = []
+        for request_id, arrival in self._deadlines.take_overdue(now):
+            sequence = self._known.get(request_id)
+            if sequence is not None and sequence.arrival == arrival and is_overdue(sequence):
+                self.abort(request_id)
+                updates.append(SequenceUpdate(request_id, (), None, 0, error=overdue(request_id)))
+        return updates
+
+    def has_sequence(self, item: ScheduledSequence) -> bool:
+        """Return whether the sequence of a scheduled item still exists."""
+        sequence = self._known.get(item.request_id)
+        return sequence is not None and is_same(sequence, item)
+
+    def is_waiting(self, request_id: RequestId) -> bool:
+        """Return whether a sequence is waiting for admission and holds no pages."""
+        sequence = self._known.get(request_id)
+        return sequence is not None and sequence.state is SequenceState.WAITING
+
+    def take_loads(self) -> list[LoadJob]:
+        """Return the loads planned by `schedule` since the last call."""
+        return self._loading.take_jobs()
+
+    def take_preempted(self) -> list[Sequence]:
+        """Return the waiting sequences that were preempted since the last call, for tier lookups. Their admission does
+        not wait for the lookup (`answered`)."""
+        preempted, self._preempted = self._preempted, []
+        return [s for s in preempted if s.state is SequenceState.WAITING and s.may_load]
+
+    def take_started(self) -> list[RequestId]:
+        """Return the requests that were admitted or loaded since the last call; the next step is their first."""
+        return self.admission.take_started()
+
+    def update(self, plan: StepPlan, result: StepResult) -> list[SequenceUpdate]:
+        """Record the results of a step. Sequences that ended after its launch are skipped; failed sequences end now.
+
+        Raises:
+            InvariantBroken: tokens are missing, belong to a sequence without sampled rows, or do not match the number
+                of accepted tokens.
+        """
+        updates: list[SequenceUpdate] = []
+        for item in plan.scheduled:
+            sequence = self._known.get(item.request_id)
+            if sequence is None or not is_same(sequence, item):
+                continue
+            error = result.failures.get(item.request_id)
+            if error is not None:
+                updates.append(self._fail(sequence, error))
+                continue
+            if item.num_scored:
+                sequence.add_scores(result.scores.get(item.request_id, ()), item.num_scored)
+            if sequence.pooling is not None and item.pooled_positions:
+                sequence.pooling.add(result.pooled.get(item.request_id), item.pooled_positions)
+            output = result.outputs.get(item.request_id)
+            sequence.is_postponed = False
+            if item.request_id in result.postponed:
+                sequence.postpone()  # the next step computes and samples the first sampled row again
+                sequence.num_computed += item.num_scheduled - item.num_sampled
+                self.blocks.list_full(sequence)
+            elif output is None and not item.num_sampled:
+                sequence.num_computed += item.num_scheduled
+                self.blocks.list_full(sequence)
+                if sequence.pooling is not None and sequence.num_computed == sequence.num_tokens:
+                    updates.append(self._pooled(sequence, sequence.pooling))
+            else:
+                updates.append(self._append(sequence, item, output))
+        return updates
+
+    # ------------------------------------------------------------------ loads
+
+    def answered(self, request_id: RequestId, remote: RemoteKv | None) -> bool:
+        """Record the result of a tier lookup; return whether the sequence is still waiting."""
+        if not self.is_waiting(request_id):
+            return False
+        sequence = self._known[request_id]
+        sequence.is_lookup_pending = False
+        sequence.remote = remote
+        return True
+
+    def loaded(self, request_id: RequestId, num_tokens: int, *, is_stored: bool = False) -> bool:
+        """Record that KV is loaded and verified up to `num_tokens`; return whether the sequence is still waiting. If
+        `is_stored`, the KV came from a tier and need not be stored."""
+        sequence = self._loading.take(request_id)
+        if sequence is None:
+            return False
+        sequence.num_computed = max(sequence.num_computed, num_tokens)
+        if is_stored:
+            sequence.num_stored = max(sequence.num_stored, num_tokens // self.allocator.block_tokens)
+        sequence.remote = None
+        sequence.move(SequenceEvent.LOADED)
+        self.blocks.list_loaded(sequence)
+        self.admission.start(sequence)
+        return True
+
+    def load_failed(self, request_id: RequestId) -> Sequence | None:
+        """Move the sequence of a failed load back to the queue and free its pages; those that a transport may still
+        write to are quarantined. Return the sequence, or `None` if it has ended."""
+        sequence = self._loading.take(request_id)
+        if sequence is None:
+            return None
+        self.allocator.free(sequence.table)
+        sequence.num_computed = sequence.num_listed = 0
+        sequence.remote = None
+        sequence.move(SequenceEvent.LOAD_FAILED)
+        self.admission.give_back_slot(sequence)
+        self._waiting.add(sequence)
+        return sequence
+
+    # ------------------------------------------------------------------ views
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of sequences that wait for admission."""
+        return len(self._waiting)
+
+    @property
+    def num_tokens_to_compute(self) -> int:
+        """Number of tokens whose KV is not computed, of waiting sequences and of prompts in progress."""
+        under_way = sum(s.num_prompt - s.num_computed for s in self._running if s.num_computed < s.num_prompt)
+        return self._waiting.num_tokens + under_way
+
+    @property
+    def num_running(self) -> int:
+        """Number of sequences that take part in steps."""
+        return len(self._running)
+
+    @property
+    def num_loading(self) -> int:
+        """Number of sequences whose KV is being loaded."""
+        return len(self._loading)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the scheduler has no sequence; exports may still hold pages."""
+        return not self._known
+
+    @property
+    def num_promised(self) -> int:
+        """Number of free pages that are reserved for the current tokens of admitted sequences."""
+        return num_lacking(self.allocator, (*self._running, *self._loading.sequences))
+
+    @property
+    def sequences(self) -> Collection[Sequence]:
+        """All sequences."""
+        return self._known.values()
+
+    # ------------------------------------------------------------------ internals
+
+    def _displace(self) -> None:
+        """Preempt sequences of lower classes until the first waiting sequence fits, if the policy permits it."""
+        first = self._waiting.first() if self._policy.displaces else None
+        while first is not None and self._running and self._policy.displaced(first, self._running[-1]):
+            if self.admission.has_place_for(first):
+                return
+            self._preempt(self._running[-1])
+
+    def _grow_or_preempt(self, sequence: Sequence, count: int, planned: Planned) -> list[PageCopy] | None:
+        """Allocate pages for `count` tokens, preempting sequences while pages are short; `None` if the sequence itself
+        was preempted."""
+        while True:
+            start = sequence.num_computed
+            copies = self.allocator.grow(sequence.table, num_computed=start, num_tokens=start + count)
+            if copies is not None:
+                return copies
+            victim = self._policy.victim(self._running, planned)
+            self._preempt(victim)
+            if victim is sequence:
+                return None
+
+    def _preempt(self, victim: Sequence) -> None:
+        self._running.remove(victim)
+        self.allocator.free(victim.table)
+        victim.num_computed = victim.num_listed = victim.num_reported = 0
+        victim.num_preemptions += 1
+        victim.move(SequenceEvent.PREEMPT)
+        self.admission.give_back_slot(victim)
+        self._preempted.append(victim)
+        self._waiting.add(victim)
+        self.num_preemptions += 1
+
+    def _append(self, sequence: Sequence, item: ScheduledSequence, given: SequenceOutput | None) -> SequenceUpdate:
+        exported_tokens = sequence.num_tokens
+        output = check_output(item, given, sequence.num_computed, exported_tokens)
+        self.drafting.verified(item, output)
+        drawn, accepted = output.tokens, output.accepted
+        sequence.num_computed += accepted
+        self.blocks.list_full(sequence)
+        scores = sequence.take_scores()
+        drawn, reason = sequence.extend(drawn)
+        if sequence.mask is not None and reason is None and not sequence.exports:
+            sequence.mask = sequence.mask.after([token.token_id for token in drawn])
+        if accepted > item.num_scheduled - item.num_sampled + 1:  # several rows: accepted draft tokens can now be named
+            sequence.num_computed = sequence.num_tokens - 1  # fewer than accepted if the sequence ended earlier
+            self.blocks.list_full(sequence)
+        if reason is None and not sequence.exports:
+            return SequenceUpdate(sequence.request_id, drawn, None, sequence.num_cached, scores=scores)
+        self._finish(sequence, reason)
+        if reason is None:  # the sequence continues on another worker: its pages go to the export and are not freed
+            export = self.blocks.export(sequence, exported_tokens)
+            return SequenceUpdate(sequence.request_id, drawn, None, sequence.num_cached, export, scores=scores)
+        kept = self.blocks.export_full(sequence) if sequence.keeps else None
+        self.allocator.free(sequence.table)
+        return SequenceUpdate(sequence.request_id, drawn, reason, sequence.num_cached, kept=kept, scores=scores)
+
+    def _pooled(self, sequence: Sequence, pooling: PromptPooling) -> SequenceUpdate:
+        self._finish(sequence, FinishReason.STOP)
+        self.allocator.free(sequence.table)
+        cached, vector = sequence.num_cached, pooling.vector()
+        return SequenceUpdate(sequence.request_id, (), FinishReason.STOP, cached, embedding=vector)
+
+    def _finish(self, sequence: Sequence, reason: FinishReason | None) -> None:
+        self._running.remove(sequence)
+        del self._known[sequence.request_id]
+        self._may_admit = True
+        self.drafting.forget(sequence.request_id)
+        sequence.move(SequenceEvent.FINISH)
+        self.admission.give_back_slot(sequence)
+        sequence.finish_reason = reason
+
+    def _fail(self, sequence: Sequence, error: KvferryError) -> SequenceUpdate:
+        """End a failed sequence and remove its blocks from the prefix cache, since one of them may be damaged."""
+        self.blocks.forget(sequence)
+        num_cached = sequence.num_cached
+        self.abort(sequence.request_id)
+        return SequenceUpdate(sequence.request_id, (), None, num_cached, error=error)

@@ -1,0 +1,154 @@
+"""Scheduling policies by name.
+
+| policy    | admits next                                     | preempts first             | use it for             |
+| --------- | ----------------------------------------------- | -------------------------- | ---------------------- |
+| fcfs      | the earliest arrival                            | the latest arrival         | a predictable order    |
+| priority  | the lowest number, then the earliest arrival    | the highest number, latest | classes of requests    |
+| srtf      | the fewest remaining tokens                     | the latest arrival         | the lowest mean TTFT   |
+| two-level | the fewest remaining tokens of eight arrivals   | the latest arrival         | short waits, no        |
+|           |                                                 |                            | starvation             |
+| weighted  | a class by its share, then the earliest arrival | the latest arrival         | shares of classes      |
+
+With `priority`, a waiting request takes the place of a running one with a higher number. `srtf` (shortest remaining
+time first) lets a steady stream of short prompts delay a long one without a bound. `srtf` and `two-level` compare
+priorities before remaining tokens (Kwon, "vLLM: an efficient inference engine for large language models", 2025,
+section 4.5). With `weighted`, priorities that have waiting sequences share admitted tokens in proportion to
+`class_weights`.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from kvferry.core.errors import UsageError
+from kvferry.engine.schedule.policies.class_weights import Weights
+from kvferry.engine.schedule.policies.scored_prompts import ScoredPromptsQueue
+from kvferry.engine.schedule.policies.waiting_queue import (
+    RankQueue,
+    ShortestFirstQueue,
+    TwoLevelQueue,
+    WaitingQueue,
+    WeightedQueue,
+)
+from kvferry.engine.schedule.step.sequence import Sequence
+from kvferry.engine.schedule.step.step import ScheduledSequence
+
+Remaining = Callable[[Sequence], int]
+"""Function that returns the number of tokens of a sequence that are neither computed nor cached."""
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """A scheduling policy: a queue of waiting sequences, and decisions about running ones."""
+
+    name: str
+    make_queue: Callable[[Remaining, Weights], WaitingQueue]
+    """Creates the queue that orders waiting sequences."""
+    has_classes: bool = False
+    """Whether priorities are compared before anything else."""
+    is_shortest_first: bool = False
+    """Whether sequences with fewer remaining tokens are computed first, waiting or running."""
+    displaces: bool = False
+    """Whether a waiting sequence displaces a running one of lower priority."""
+
+    def queue(self, remaining: Remaining, weights: Weights) -> WaitingQueue:
+        """Return the queue of one scheduler.
+
+        Args:
+            remaining: function that counts the tokens of a waiting sequence that are neither computed nor cached.
+            weights: weights by priority.
+        """
+        return ScoredPromptsQueue(self.make_queue(remaining, weights), self.order)
+
+    @property
+    def mixes(self) -> bool:
+        """Whether a waiting sequence may get tokens of a step before a running prompt."""
+        return self.has_classes or self.is_shortest_first
+
+    def order(self, sequence: Sequence) -> tuple[int, int]:
+        """Return the sort key of running sequences; the last one is preempted first."""
+        return (sequence.priority if self.has_classes else 0, sequence.arrival)
+
+    def by_turn(self, running: Iterable[Sequence]) -> list[Sequence]:
+        """Return the running sequences in the order in which a step's token budget is given to them.
+
+        Args:
+            running: the running sequences, sorted by `order`.
+        """
+        if not self.is_shortest_first:
+            return list(running)
+        return sorted(running, key=lambda s: s.num_tokens - s.num_computed)
+
+    def victim(self, running: list[Sequence], planned: Iterable[ScheduledSequence]) -> Sequence:
+        """Return the sequence to preempt: the last one by `order` that is not planned in this step.
+
+        Args:
+            running: running sequences by `order`; at least one is not planned.
+            planned: sequences that the step has planned so far.
+        """
+        scheduled = {item.request_id for item in planned}
+        return next(s for s in reversed(running) if s.request_id not in scheduled)
+
+    def precedes(self, waiting: Sequence, num_remaining: int, running: Sequence) -> bool:
+        """Return whether a waiting sequence gets tokens of a step before a running prompt.
+
+        Args:
+            waiting: the first sequence in the queue.
+            num_remaining: number of its tokens that are neither computed nor cached.
+            running: a running sequence.
+        """
+        left = running.num_tokens - running.num_computed
+        if left <= 1:  # decodes are never delayed
+            return False
+        if self.has_classes and waiting.priority != running.priority:
+            return waiting.priority < running.priority
+        return self.is_shortest_first and num_remaining < left
+
+    def displaced(self, waiting: Sequence, running: Sequence) -> bool:
+        """Return whether a waiting sequence displaces a running one."""
+        return self.displaces and waiting.priority < running.priority
+
+
+def _arrival(sequence: Sequence) -> tuple[int, ...]:
+    return (sequence.arrival,)
+
+
+def _class(sequence: Sequence) -> tuple[int, ...]:
+    return (sequence.priority, sequence.arrival)
+
+
+def _shortest(remaining: Remaining) -> Callable[[Sequence], tuple[int, ...]]:
+    return lambda sequence: (sequence.priority, remaining(sequence), sequence.arrival)
+
+
+POLICIES: Mapping[str, Policy] = {
+    policy.name: policy
+    for policy in (
+        Policy("fcfs", lambda *_: RankQueue(_arrival)),
+        Policy("priority", lambda *_: RankQueue(_class), has_classes=True, displaces=True),
+        Policy(
+            "srtf",
+            lambda remaining, _: ShortestFirstQueue(_shortest(remaining)),
+            has_classes=True,
+            is_shortest_first=True,
+        ),
+        Policy(
+            "two-level",
+            lambda remaining, _: TwoLevelQueue(_class, _shortest(remaining)),
+            has_classes=True,
+            is_shortest_first=True,
+        ),
+        Policy("weighted", lambda _, weights: WeightedQueue(weights)),
+    )
+}
+"""All policies by name."""
+
+
+def policy_of(name: str) -> Policy:
+    """Return a policy.
+
+    Raises:
+        UsageError: the name is unknown.
+    """
+    if name not in POLICIES:
+        raise UsageError(f"unknown scheduling {name!r}; expected one of {', '.join(POLICIES)}", field="scheduling")
+    return POLICIES[name]

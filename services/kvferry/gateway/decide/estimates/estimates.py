@@ -1,0 +1,181 @@
+"""Durations of prompts, hand-offs and output tokens by worker, estimated from the gateway's own requests.
+
+Observations of a kind are fitted for the whole fleet and for each worker. A worker's own fit is used only if it differs
+clearly from the fleet's, as on different hardware; smaller differences are noise, which would scatter equal prefixes
+over equal workers. Until the fleet has observations, defaults apply. The first observation of each process is dropped:
+it contains compilation, page faults and connection set-up.
+"""
+
+from collections import OrderedDict
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from kvferry.core.ids import WorkerId
+from kvferry.gateway.decide.estimates.fits import FittedLine
+
+DEFAULT_PREFILL = (0.005, 5e-4)
+"""Time to compute a prompt without any observation, in seconds: constant, per token."""
+DEFAULT_STEP = (0.02, 6e-4)
+"""Time per output token without any observation, in seconds: constant, per running sequence."""
+DEFAULT_TRANSFER = (0.002, 1e-5)
+"""Time of a hand-off without any observation, in seconds: constant, per token."""
+DEFAULT_OUTPUT_TOKENS = 128.0
+
+_NUM_OWN = 3
+"""Minimum number of observations of a worker before its own fit may be used."""
+_DIFFERENT = 0.15
+"""Relative difference from the fleet's fit, at the mean of a worker's amounts, above which the worker's own fit is
+used."""
+_MAX_WORKERS = 4096
+_MAX_PAIRS = 16384
+_STEP_SLOPE = 0.05
+"""Assumed share of the time per output token that is proportional to the running sequences, until loads differ."""
+_EWMA = 0.02
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A run of a worker: durations of different incarnations are not compared."""
+
+    worker: WorkerId
+    incarnation: str
+
+
+class _Fits(Generic[Key]):
+    """Lines by key, with the line of all observations as a fallback; the least recently observed keys are dropped."""
+
+    def __init__(self, slope_share: float, default: tuple[float, float], max_keys: int) -> None:
+        self._slope_share = slope_share
+        self._default = default
+        self._max_keys = max_keys
+        self._lines: OrderedDict[Key, FittedLine] = OrderedDict()
+        self._all = FittedLine(slope_share)
+
+    def add(self, key: Key, amount: float, seconds: float) -> None:
+        line = self._lines.setdefault(key, FittedLine(self._slope_share))
+        self._lines.move_to_end(key)
+        line.add(amount, seconds)
+        self._all.add(amount, seconds)
+        if len(self._lines) > self._max_keys:
+            self._lines.popitem(last=False)
+
+    def line(self, *keys: Key) -> tuple[float, float]:
+        """Return the line of the first key that has enough observations, or else of all observations, or else the
+        default."""
+        for key in keys:
+            own = self._lines.get(key)
+            if own is not None and own.count >= _NUM_OWN:
+                return own.line() if self._differs(own) else self._all.line()
+        return self._all.line() if self._all.count else self._default
+
+    def _differs(self, own: FittedLine) -> bool:
+        expected = self._all.predict(own.mean_amount)
+        return abs(own.predict(own.mean_amount) - expected) > _DIFFERENT * expected
+
+
+class Estimates:
+    """The estimates of one gateway. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._prefills = _Fits[WorkerId](1.0, DEFAULT_PREFILL, _MAX_WORKERS)
+        self._steps = _Fits[WorkerId](_STEP_SLOPE, DEFAULT_STEP, _MAX_WORKERS)
+        self._transfers = _Fits[tuple[str, str]](1.0, DEFAULT_TRANSFER, _MAX_PAIRS)
+        self._warm: OrderedDict[Hashable, None] = OrderedDict()
+        self._output_tokens: float | None = None
+        self._hit_share = 0.0
+
+    # -- observations ------------------------------------------------------------------------------------------------
+
+    def observe_prefill(self, process: Process, num_tokens: int, seconds: float) -> None:
+        """Add the time in which a worker computed `num_tokens` tokens of a prompt, without its queue.
+
+        Args:
+            process: the run of the worker; its first observation is ignored.
+            num_tokens: number of tokens that were computed.
+            seconds: duration of the computation.
+        """
+        if self._is_warm(("prefill", process)):
+            self._prefills.add(process.worker, num_tokens, seconds)
+
+    def observe_prompt(self, num_tokens: int, num_cached: int) -> None:
+        """Add a prompt and the number of its tokens that were cached.
+
+        Args:
+            num_tokens: number of tokens of the prompt.
+            num_cached: number of leading tokens that were cached.
+        """
+        if num_tokens > 0:
+            self._hit_share += _EWMA * (min(1.0, num_cached / num_tokens) - self._hit_share)
+
+    def observe_output(self, process: Process, running: float, num_tokens: int, seconds: float) -> None:
+        """Add the mean step time of a finished output.
+
+        Args:
+            process: the worker's process that generated it.
+            running: mean number of sequences that ran on the worker meanwhile.
+            num_tokens: number of tokens after the first one; an output without any is not counted.
+            seconds: time from the first to the last token, in seconds.
+        """
+        if self._is_warm(("output", process)) and num_tokens > 0:
+            self._steps.add(process.worker, max(1.0, running), seconds / num_tokens)
+
+    def observe_length(self, num_tokens: int) -> None:
+        """Add the number of tokens of a finished output."""
+        if self._output_tokens is None:
+            self._output_tokens = float(num_tokens)
+        self._output_tokens += _EWMA * (num_tokens - self._output_tokens)
+
+    def observe_transfer(
+        self, source: Process, target: Process, distance: str, num_tokens: int, seconds: float
+    ) -> None:
+        """Add a hand-off of KV between two workers.
+
+        Args:
+            source: the worker that has the KV.
+            target: the worker that read it.
+            distance: relation between the places of the two workers, for pairs without observations; see
+                `replicas.Place`.
+            num_tokens: number of tokens whose KV was read.
+            seconds: duration of the hand-off, in seconds.
+        """
+        if self._is_warm(("transfer", source, target)):
+            self._transfers.add((source.worker, target.worker), num_tokens, seconds)
+            self._transfers.add(("distance", distance), num_tokens, seconds)
+
+    def _is_warm(self, what: Hashable) -> bool:
+        """Return whether this kind was observed before, and record that it has now been observed."""
+        was_warm = what in self._warm
+        self._warm[what] = None
+        self._warm.move_to_end(what)
+        if len(self._warm) > 2 * _MAX_WORKERS + _MAX_PAIRS:
+            self._warm.popitem(last=False)
+        return was_warm
+
+    # -- predictions -------------------------------------------------------------------------------------------------
+
+    def prefill_line(self, worker: WorkerId) -> tuple[float, float]:
+        """Return the estimated time of a prompt on a worker in seconds: (constant, per computed token)."""
+        return self._prefills.line(worker)
+
+    def step_line(self, worker: WorkerId) -> tuple[float, float]:
+        """Return the estimated time per output token of a sequence on a worker in seconds: (constant, per running
+        sequence)."""
+        return self._steps.line(worker)
+
+    def transfer_line(self, source: WorkerId, target: WorkerId, distance: str) -> tuple[float, float]:
+        """Return the estimated time of a hand-off between two workers in seconds: (constant, per token)."""
+        return self._transfers.line((source, target), ("distance", distance))
+
+    def output_tokens(self, max_tokens: int) -> float:
+        """Return the expected number of output tokens of a request that allows `max_tokens`."""
+        mean = DEFAULT_OUTPUT_TOKENS if self._output_tokens is None else self._output_tokens
+        return min(float(max_tokens), mean) if max_tokens > 0 else mean
+
+    @property
+    def hit_share(self) -> float:
+        """Fraction of prompt tokens that were recently found in caches, 0 to 1: the probability that a cached block is
+        used again before it leaves the cache."""
+        return self._hit_share

@@ -1,0 +1,168 @@
+"""The state of one sample across attempts: emitted tokens, ticket, failures. No I/O."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from kvferry.core.errors import KvferryError
+from kvferry.core.philox import uniform
+from kvferry.core.sampling import FinishReason, SampledToken, ScoredToken
+from kvferry.gateway.decide.config import RetryConfig
+from kvferry.gateway.decide.estimates.commitments import Commitment
+from kvferry.gateway.decide.lifecycle.obligations import MACHINE, Event, State
+from kvferry.gateway.decide.lifecycle.sample_trace import NO_TRACE, NoTrace
+from kvferry.gateway.decide.routing.prompt_names import PromptNames
+from kvferry.gateway.decide.routing.route_notes import RouteNote
+from kvferry.serving.token_source import KvReport, Timing, TokenEvent, TokenRequest
+from kvferry.text.requests.pooling import PoolingParams
+
+_MAX_REPORTS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class SealedTicket:
+    """The ticket of a prefill worker's offer for this sample; only workers can open it."""
+
+    ticket_id: str
+    sealed: bytes
+    address: str
+    """Address of the prefill worker."""
+    fingerprint: bytes
+    """Layout fingerprint of the blocks; decode workers with the same fingerprint read them without conversion."""
+    family: bytes = b""
+    """Layout family of the blocks; decode workers of the same family can convert them. Empty if conversion is not
+    possible."""
+    deliveries: int = 0
+    """Number of times that the ticket was sent to a decode worker; also the attempt number."""
+    losses: int = 0
+    """Number of decode workers that were lost while using the ticket."""
+
+
+@dataclass(slots=True)
+class SampleRun:
+    """A sample and the progress of its attempts."""
+
+    request: TokenRequest
+    state: State = MACHINE.initial
+    emitted: list[int] = field(default_factory=list)
+    """Tokens sent to the client, or about to be sent."""
+    ticket: SealedTicket | None = None
+    excluded: set[str] = field(default_factory=set)
+    """Addresses of workers that failed this sample since its last new token."""
+    failures: int = 0
+    """Consecutive failures without a new token."""
+    failed_steps: int = 0
+    """Consecutive failed steps that contained the sample."""
+    last_error: KvferryError | None = None
+    num_cached_tokens: int = 0
+    timing: Timing = field(default_factory=Timing)
+    routes: list[RouteNote] = field(default_factory=list)
+    """Routing decisions, in order."""
+    pooling: PoolingParams | None = None
+    """Set if a vector of the prompt is computed instead of tokens."""
+    names: PromptNames = field(default_factory=PromptNames)
+    """Hashes of the blocks of `token_ids`."""
+    trace: NoTrace = NO_TRACE
+    """Records the sample's phases, if its request is traced."""
+    commitment: Commitment | None = None
+    """Dispatched work that its workers' statuses do not show yet; `None` if there is none."""
+    num_beams: int = 0
+    """Width of the beam search of which this is the record, with the tokens of one beam in `emitted`; 0 for a
+    sample."""
+    is_step: bool = False
+    """Whether this is a step of a beam search, which has a record of its own."""
+
+    def __post_init__(self) -> None:
+        if self.request.queued_seconds:
+            self.time(queue_seconds=self.request.queued_seconds)
+
+    def on(self, event: Event) -> None:
+        """Apply `event`: change the state according to `obligations.MACHINE`.
+
+        Raises:
+            InvariantBroken: `event` is illegal in the current state.
+        """
+        self.state = MACHINE.next(self.state, event)
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """The prompt's tokens and the tokens generated so far."""
+        return [*self.request.token_ids, *self.emitted] if self.emitted else self.request.token_ids
+
+    @property
+    def max_new_tokens(self) -> int:
+        """Maximum number of tokens that the sample may still generate; 0 for a vector."""
+        return 0 if self.pooling is not None else max(0, (self.request.sampling.max_tokens or 0) - len(self.emitted))
+
+    @property
+    def num_output(self) -> int:
+        """Number of output tokens; over all beams of a beam search."""
+        return len(self.emitted) * max(1, self.num_beams)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether `max_tokens` tokens were generated, even if the stream was lost before its finish reason."""
+        return len(self.emitted) >= (self.request.sampling.max_tokens or 0)
+
+    def time(self, **changes: float | int | str) -> None:
+        """Update fields of `timing`."""
+        self.timing = replace(self.timing, **changes)  # type: ignore[arg-type]  # dataclasses.replace is untyped
+
+    def report_kv(self, reports: tuple[KvReport, ...]) -> None:
+        """Add a worker's reports on the source of the KV to `timing`."""
+        if reports:
+            self.timing = replace(self.timing, kv=(*self.timing.kv, *reports)[-_MAX_REPORTS:])
+
+    def emit(
+        self,
+        tokens: tuple[SampledToken, ...],
+        finish: FinishReason | None,
+        now: float,
+        scores: tuple[ScoredToken, ...] | None = None,
+    ) -> TokenEvent:
+        """Record new tokens, reset the failure count and return the tokens' event.
+
+        Args:
+            tokens: the new tokens; empty if only the stream's end is reported.
+            finish: finish reason; `None` while the sample continues.
+            now: monotonic time in seconds.
+            scores: log-probabilities of the prompt's tokens; `None` if they are not reported with these tokens.
+        """
+        if tokens:
+            if not self.emitted:
+                self.time(first_token_seconds=now - self.request.arrived)
+            elif self.failures:
+                self.time(resumed=self.timing.resumed + 1)
+                self.trace.resumed(len(self.emitted))
+            self.emitted.extend(token.token_id for token in tokens)
+            self.failures = self.failed_steps = 0
+            self.excluded.clear()
+        return TokenEvent(tokens, finish, self.num_cached_tokens, self.timing, scores)
+
+    def failed(self, error: KvferryError, address: str | None, *, in_failed_step: bool = False) -> None:
+        """Record a failed call, or a failed search for a worker if `address` is `None`.
+
+        Args:
+            error: the failure.
+            address: worker of the call, which the sample avoids; `None` if no worker was found.
+            in_failed_step: whether the sample was part of a step that failed.
+        """
+        self.failures += 1
+        self.failed_steps += in_failed_step
+        self.last_error = error
+        if address is not None:
+            self.excluded.add(address)
+
+    def backoff_seconds(self, config: RetryConfig, *, elsewhere: bool) -> float:
+        """Return the delay before the next attempt in seconds: exponential with a jitter factor in [0.5, 1), so that
+        the streams of a lost worker do not retry simultaneously; 0 for the first retry if `elsewhere`.
+
+        Args:
+            config: delays of retries.
+            elsewhere: whether a different worker is available.
+        """
+        if elsewhere and self.failures <= 1:
+            return 0.0
+        # The bound on the exponent only prevents float overflow.
+        doubled = config.first_backoff_seconds * 2.0 ** min(self.failures - 1, 30)
+        share = uniform(self.request.sampling.seed or 0, self.request.sample_index, self.failures)
+        return min(config.max_backoff_seconds, doubled) * (0.5 + 0.5 * share)

@@ -1,0 +1,63 @@
+"""Metrics of the cache map, read at each scrape."""
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from kvferry.core import metrics
+from kvferry.core.metrics import Kind, Metric
+from kvferry.gateway.decide.cache_map.cache_map import CacheMap
+from kvferry.gateway.decide.cache_map.map_states import MapState
+from kvferry.gateway.fleet.cache_feeds.cache_feeds import CacheFeeds
+
+MetricFamily = CounterMetricFamily | GaugeMetricFamily
+
+
+class CacheMapCollector(Collector):
+    """State, size and totals of one gateway's cache map."""
+
+    def __init__(self, cache_map: CacheMap, feeds: CacheFeeds, registry: CollectorRegistry) -> None:
+        self._map = cache_map
+        self._feeds = feeds
+        registry.register(self)
+
+    def collect(self) -> Iterator[MetricFamily]:
+        replicas = self._map.replicas
+        state, blocks = _family(metrics.GATEWAY_MAP_STATE), _family(metrics.GATEWAY_MAP_BLOCKS)
+        for address, replica in replicas.items():
+            for each in (MapState.EXACT, MapState.CATCHING_UP, MapState.BLIND):
+                state.add_metric([address, each.value], float(replica.state is each))
+            blocks.add_metric([address], replica.num_indexed)
+        yield from (state, blocks)
+        yield _single(metrics.GATEWAY_MAP_BYTES, self._map.index.num_bytes)
+        counts = self._map.counts
+        events = _family(metrics.GATEWAY_MAP_EVENTS)
+        for kind, number in (
+            ("snapshot", counts.snapshot_blocks),
+            ("stored", counts.stored_blocks),
+            ("removed", counts.removed_blocks),
+        ):
+            events.add_metric([kind], number)
+        yield events
+        losses = _family(metrics.GATEWAY_MAP_LOSSES)
+        for event, number in self._map.losses.items():
+            losses.add_metric([event.value], number)
+        yield losses
+        yield _single(metrics.GATEWAY_MAP_COLLISIONS, self._map.index.num_collisions)
+        audits = _family(metrics.GATEWAY_MAP_AUDITS)
+        for outcome, number in self._feeds.audits.items():
+            audits.add_metric([outcome], number)
+        yield audits
+
+
+def _family(metric: Metric) -> MetricFamily:
+    make = CounterMetricFamily if metric.kind is Kind.COUNTER else GaugeMetricFamily
+    return make(metric.name, metric.help, labels=metric.labels)
+
+
+def _single(metric: Metric, value: float) -> MetricFamily:
+    family = _family(metric)
+    family.add_metric((), value)
+    return family

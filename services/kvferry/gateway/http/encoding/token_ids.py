@@ -1,0 +1,138 @@
+"""Token ids of text and conversations, and the text of token ids, in vLLM's format."""
+
+from typing import Annotated, Any, ClassVar
+
+from msgspec import Struct
+from pydantic import PlainValidator
+
+from kvferry.core.errors import InvalidRequest
+from kvferry.gateway.http.encoding.bodies import Body, Ids, is_ids, parse
+from kvferry.gateway.http.encoding.conversations import anything, chat_of, check_prompt_or_messages, encoded
+from kvferry.gateway.http.fields.bounds import shown
+from kvferry.gateway.http.fields.messages import Message
+from kvferry.gateway.http.fields.offered_tools import ToolDefinition
+from kvferry.gateway.http.fields.strict import Accepted
+from kvferry.gateway.http.openai.generation import Caller
+from kvferry.gateway.http.openai.reply import encode
+from kvferry.serving import prompts
+from kvferry.serving.text_model import TextModel
+from kvferry.serving.text_service import TextService
+
+
+def _check_ids(value: object) -> Ids:
+    if not isinstance(value, list) or not is_ids(value):
+        raise InvalidRequest(f"tokens must be a list of token ids, not {shown(value)}", field="tokens")
+    return value
+
+
+class TokenIds(Struct):
+    """Response of POST /tokenize."""
+
+    count: int
+    max_model_len: int
+    tokens: Ids
+    token_strs: list[str] | None
+    """The text of each token, if it was requested."""
+
+
+class TokenText(Struct):
+    """Response of POST /detokenize."""
+
+    prompt: str
+
+
+class TokenizeBody(Body):
+    """Body of POST /tokenize: text or a conversation."""
+
+    NO_OPS: ClassVar[Accepted] = {
+        "add_generation_prompt": (None, True),
+        "continue_final_message": (None, False),
+        "chat_template": (None,),
+        "mm_processor_kwargs": (None, {}),
+    }
+
+    prompt: str | None = None
+    messages: Annotated[Any, PlainValidator(anything, json_schema_input_type=list[Message] | None)] = None
+    """Checked by the schema of chat requests."""
+    tools: Annotated[Any, PlainValidator(anything, json_schema_input_type=list[ToolDefinition] | None)] = None
+    """Checked by the schema of chat requests."""
+    chat_template_kwargs: Annotated[Any, PlainValidator(anything, json_schema_input_type=dict[str, Any] | None)] = None
+    """Checked by the schema of chat requests."""
+    add_special_tokens: bool | None = None
+    """Whether the begin-of-sequence token is added to text, true by default; a conversation has its template's special
+    tokens."""
+    return_token_strs: bool = False
+
+
+class DetokenizeBody(Body):
+    """Body of POST /detokenize."""
+
+    tokens: Annotated[Ids, PlainValidator(_check_ids, json_schema_input_type=Ids)]
+
+
+def read_tokenize(model: TextModel, body: bytes) -> tuple[list[int], bool]:
+    """Parse a body and tokenize its text or conversation; return the ids, and whether each token's text is requested.
+
+    Args:
+        model: the served model.
+        body: JSON body of the request.
+
+    Raises:
+        InvalidRequest, UnknownModel: the request is invalid or cannot be served by this gateway.
+    """
+    request = parse(TokenizeBody, model, body)
+    check_prompt_or_messages(request)
+    if request.prompt is not None:
+        prompts.check_num_chars(model, len(request.prompt))
+        special = request.add_special_tokens is not False
+        return model.tokenizer.encode(request.prompt, add_special=special), request.return_token_strs
+    if request.add_special_tokens:
+        raise InvalidRequest(
+            "add_special_tokens has no effect on messages, whose template adds them; leave it out",
+            field="add_special_tokens",
+        )
+    return encoded(model, chat_of(request, request.messages)), request.return_token_strs
+
+
+def read_detokenize(model: TextModel, body: bytes) -> str:
+    """Parse a body and return the text of its token ids.
+
+    Args:
+        model: the served model.
+        body: JSON body of the request.
+
+    Raises:
+        InvalidRequest, UnknownModel: the request is invalid or cannot be served by this gateway.
+    """
+    request = parse(DetokenizeBody, model, body)
+    prompts.check_num_tokens(model, len(request.tokens) - 1)  # a whole context may be detokenized
+    prompts.check_token_ids(model, request.tokens, "tokens")
+    return model.tokenizer.decode(request.tokens)
+
+
+async def answer_tokenize(service: TextService, caller: Caller, body: bytes) -> bytes:
+    """Answer POST /tokenize.
+
+    Raises:
+        KvferryError: the request is invalid.
+    """
+    _count(service, caller)
+    ids, wants_texts = await service.read(read_tokenize, len(body), body)
+    spell = service.model.tokenizer.token_bytes
+    texts = [spell(token).decode("utf-8", "replace") for token in ids] if wants_texts else None
+    return encode(TokenIds(len(ids), service.served_tokens, ids, texts))
+
+
+async def answer_detokenize(service: TextService, caller: Caller, body: bytes) -> bytes:
+    """Answer POST /detokenize.
+
+    Raises:
+        KvferryError: the request is invalid.
+    """
+    _count(service, caller)
+    return encode(TokenText(await service.read(read_detokenize, len(body), body)))
+
+
+def _count(service: TextService, caller: Caller) -> None:
+    service.check_access(caller.tenant, service.model.name)
+    service.count(caller.tenant)

@@ -1,1 +1,0 @@
-"""Routes that answer a request with one JSON object: embeddings, scores, rerankings, token ids."""

@@ -1,0 +1,100 @@
+"""The last minutes of a gateway: percentiles of latency and token rates at regular intervals, in bounded memory."""
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvferry.gateway.observe.dashboard.quantiles import Buckets, quantiles
+
+INTERVAL_SECONDS = 2.0
+"""Interval in seconds between two readings."""
+WINDOW_SECONDS = 30.0
+"""A point covers the observations of this many seconds before it; single intervals have too few for a percentile."""
+MAX_POINTS = 300
+"""Number of points: 10 minutes."""
+_WINDOW_READINGS = round(WINDOW_SECONDS / INTERVAL_SECONDS) + 1
+_SHARES = (0.5, 0.95)
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Reading of a gateway's histograms and counters, cumulative since its start."""
+
+    first_token: Buckets
+    token_gap: Buckets
+    output_tokens: float
+    streams: Mapping[str, int]
+    """Number of ended samples by outcome."""
+    sources: Mapping[str, int]
+    """Number of prompt tokens by the source of their KV; see `gateway.decide.lifecycle.prompt_sources`."""
+    handoff_tokens: int
+    """Number of prompt tokens whose KV a decode worker fetched from the prefill worker."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """State of the window that ends at `at`."""
+
+    at: float
+    """Monotonic seconds."""
+    first_token: tuple[float | None, ...]
+    """Median and 95th percentile of the time to first token in seconds; `None` without observations."""
+    token_gap: tuple[float | None, ...]
+    """Median and 95th percentile of the time between messages with tokens in seconds."""
+    output_tokens_per_second: float
+
+
+@dataclass(slots=True)
+class History:
+    """Points of the last minutes. Memory is bounded by `MAX_POINTS` points and the readings of one window."""
+
+    _points: deque[Point] = field(default_factory=lambda: deque(maxlen=MAX_POINTS))
+    _readings: deque[tuple[float, Totals]] = field(default_factory=lambda: deque(maxlen=_WINDOW_READINGS))
+
+    def add(self, now: float, totals: Totals) -> None:
+        """Add a reading, taken at `now` (monotonic seconds). The first one makes no point. A reading less than half an
+        interval after the last one is left out: rates over very short times are meaningless."""
+        if self._readings:
+            if now - self._readings[-1][0] < INTERVAL_SECONDS / 2:
+                return
+            while len(self._readings) > 1 and now - self._readings[0][0] > WINDOW_SECONDS + INTERVAL_SECONDS:
+                self._readings.popleft()  # too old, for example after a pause of the process
+            begun, earlier = self._readings[0]
+            self._points.append(
+                Point(
+                    now,
+                    tuple(quantiles(earlier.first_token, totals.first_token, _SHARES)),
+                    tuple(quantiles(earlier.token_gap, totals.token_gap, _SHARES)),
+                    max(0.0, totals.output_tokens - earlier.output_tokens) / (now - begun),
+                )
+            )
+        self._readings.append((now, totals))
+
+    def overview(self, now: float, totals: Totals) -> dict[str, Any]:
+        """Build the body of `GET /debug/overview`: the points, oldest first, and totals since the start.
+
+        Args:
+            now: monotonic seconds, by which the age of the points is computed.
+            totals: the current totals.
+        """
+        points = self._points
+        return {
+            "interval_seconds": INTERVAL_SECONDS,
+            "window_seconds": WINDOW_SECONDS,
+            "max_points": MAX_POINTS,
+            "series": {
+                "seconds_ago": [round(now - point.at, 3) for point in points],
+                "first_token_p50": [point.first_token[0] for point in points],
+                "first_token_p95": [point.first_token[1] for point in points],
+                "token_gap_p50": [point.token_gap[0] for point in points],
+                "token_gap_p95": [point.token_gap[1] for point in points],
+                "output_tokens_per_second": [round(point.output_tokens_per_second, 3) for point in points],
+            },
+            "totals": {
+                "output_tokens": int(totals.output_tokens),
+                "streams": dict(totals.streams),
+                "prompt_tokens_by_source": dict(totals.sources),
+                "handoff_tokens": totals.handoff_tokens,
+            },
+        }

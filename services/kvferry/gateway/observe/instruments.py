@@ -1,0 +1,144 @@
+"""The gateway's metrics, created from the table in `core.metrics`; each gateway has its own registry."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from kvferry.core import metrics
+from kvferry.core.metrics import Metric
+from kvferry.gateway.decide.lifecycle.obligations import State
+from kvferry.gateway.decide.lifecycle.prompt_sources import prompt_sources
+from kvferry.gateway.decide.routing.replicas import CachedPrefix
+from kvferry.gateway.observe.dashboard.history import Totals
+from kvferry.gateway.observe.dashboard.quantiles import Buckets
+from kvferry.serving.text_stream import Usage
+from kvferry.serving.token_source import KvReport, Timing
+
+SOURCES = ("computed", "cached", "peer", "tier")
+"""Sources of the KV of prompt tokens, as in `PromptSources`."""
+
+
+class Instruments:
+    """Counters, gauges and histograms of one gateway."""
+
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        self.registry = CollectorRegistry() if registry is None else registry
+        self.requests = self._counter(metrics.GATEWAY_REQUESTS)
+        self.streams = self._counter(metrics.GATEWAY_STREAMS)
+        self.streams_open = self._gauge(metrics.GATEWAY_STREAMS_OPEN)
+        self.routes = self._counter(metrics.GATEWAY_ROUTES)
+        self.retries = self._counter(metrics.GATEWAY_RETRIES)
+        self.resumes = self._counter(metrics.GATEWAY_RESUMES)
+        self.releases = self._counter(metrics.GATEWAY_RELEASES)
+        self.handoffs = self._counter(metrics.GATEWAY_HANDOFFS)
+        self.kv_decisions = self._counter(metrics.GATEWAY_KV_DECISIONS)
+        self.peer_loads = self._counter(metrics.GATEWAY_PEER_LOADS)
+        self.predictions = self._counter(metrics.GATEWAY_CACHE_PREDICTIONS)
+        self.predicted_tokens = self._counter(metrics.GATEWAY_CACHE_PREDICTED)
+        self.overpredicted_tokens = self._counter(metrics.GATEWAY_CACHE_OVERPREDICTED)
+        self.underpredicted_tokens = self._counter(metrics.GATEWAY_CACHE_UNDERPREDICTED)
+        self.prompt_tokens = self._counter(metrics.GATEWAY_PROMPT_TOKENS)
+        self.cached_tokens = self._counter(metrics.GATEWAY_CACHED_TOKENS)
+        self.prompt_source_tokens = self._counter(metrics.GATEWAY_PROMPT_SOURCES)
+        self.handoff_tokens = self._counter(metrics.GATEWAY_HANDOFF_TOKENS)
+        self.output_tokens = self._counter(metrics.GATEWAY_OUTPUT_TOKENS)
+        self.first_token_seconds = self._histogram(metrics.GATEWAY_FIRST_TOKEN_SECONDS)
+        self.token_gap_seconds = self._histogram(metrics.GATEWAY_INTER_TOKEN_SECONDS)
+        self.stream_seconds = self._histogram(metrics.GATEWAY_STREAM_SECONDS)
+        self.handoff_seconds = self._histogram(metrics.GATEWAY_HANDOFF_SECONDS)
+        self.queue_seconds = self._histogram(metrics.GATEWAY_QUEUE_SECONDS)
+        self.refusals = self._counter(metrics.GATEWAY_REFUSALS)
+        self.tenant_requests = self._counter(metrics.GATEWAY_TENANT_REQUESTS)
+        self.tenant_tokens = self._counter(metrics.GATEWAY_TENANT_TOKENS)
+
+    def stream_ended(self, outcome: str, usage: Usage, timing: Timing) -> None:
+        """Record the outcome, usage and timing of an ended sample.
+
+        Args:
+            outcome: final state of the sample, a value of `State`.
+            usage: its tokens.
+            timing: its durations and sources of KV.
+        """
+        self.streams.labels(outcome).inc()
+        self.prompt_tokens.inc(usage.prompt_tokens)
+        self.cached_tokens.inc(usage.cached_tokens)
+        self.output_tokens.inc(usage.output_tokens)
+        if usage.output_tokens or outcome == State.DONE:
+            sources = prompt_sources(usage.prompt_tokens, usage.cached_tokens, timing)
+            for source in SOURCES:
+                self.prompt_source_tokens.labels(source).inc(getattr(sources, source))
+            self.handoff_tokens.inc(sources.handed_off)
+        self.stream_seconds.observe(timing.total_seconds)
+        if usage.output_tokens:
+            self.first_token_seconds.observe(timing.first_token_seconds)
+
+    def kv_reported(self, reports: Sequence[KvReport]) -> None:
+        """Record the decisions whether to load KV, and their outcomes."""
+        for report in reports:
+            self.kv_decisions.labels(report.source, "load" if report.num_chosen else "compute").inc()
+            if report.source == "peer" and report.num_chosen:
+                self.peer_loads.labels("failed" if report.failure else "fetched").inc()
+
+    def prefix_predicted(self, predicted: CachedPrefix, actual_tokens: int) -> None:
+        """Compare the prediction of a prompt's cached tokens with the number that the worker reports.
+
+        Args:
+            predicted: the prediction at the time of routing.
+            actual_tokens: number of cached tokens that the worker reports.
+        """
+        error = predicted.tokens - actual_tokens
+        outcome = "equal" if not error else "over" if error > 0 else "under"
+        self.predictions.labels(predicted.basis.value, outcome).inc()
+        self.predicted_tokens.labels(predicted.basis.value).inc(predicted.tokens)
+        self.overpredicted_tokens.labels(predicted.basis.value).inc(max(0, error))
+        self.underpredicted_tokens.labels(predicted.basis.value).inc(max(0, -error))
+
+    def handoff_counts(self) -> dict[str, int]:
+        """Return the number of KV fetches from peers by outcome: `fetched`; `failed`; `key_unknown` and `rejected`,
+        the latter two for tickets that a decode worker did not accept, because of their key or for another reason.
+        Prompts that were cheaper to recompute are not counted."""
+        counts = {labels["outcome"]: n for labels, n in _totals(self.peer_loads)}
+        for labels, n in _totals(self.retries):
+            if labels["reason"].startswith("TICKET_"):
+                outcome = "key_unknown" if labels["reason"] == "TICKET_KEY_UNKNOWN" else "rejected"
+                counts[outcome] = counts.get(outcome, 0) + n
+        return counts
+
+    def totals(self) -> Totals:
+        """Return a reading of the histograms and counters that the dashboard shows over time."""
+        sources = {labels["source"]: n for labels, n in _totals(self.prompt_source_tokens)}
+        return Totals(
+            first_token=_buckets(self.first_token_seconds),
+            token_gap=_buckets(self.token_gap_seconds),
+            output_tokens=_total(self.output_tokens),
+            streams={labels["outcome"]: n for labels, n in _totals(self.streams)},
+            sources={source: sources.get(source, 0) for source in SOURCES},
+            handoff_tokens=_total(self.handoff_tokens),
+        )
+
+    def _counter(self, metric: Metric) -> Counter:
+        return Counter(metric.name, metric.help, metric.labels, registry=self.registry)
+
+    def _gauge(self, metric: Metric) -> Gauge:
+        return Gauge(metric.name, metric.help, metric.labels, registry=self.registry)
+
+    def _histogram(self, metric: Metric) -> Histogram:
+        return Histogram(metric.name, metric.help, metric.labels, registry=self.registry, buckets=metric.buckets)
+
+
+def _totals(counter: Counter) -> Iterator[tuple[Mapping[str, str], int]]:
+    for family in counter.collect():
+        for sample in family.samples:
+            if sample.name.endswith("_total"):
+                yield sample.labels, int(sample.value)
+
+
+def _total(counter: Counter) -> int:
+    """Return the value of a counter without labels."""
+    return sum(n for _, n in _totals(counter))
+
+
+def _buckets(histogram: Histogram) -> Buckets:
+    """Return a reading of a histogram without labels."""
+    samples = [sample for family in histogram.collect() for sample in family.samples if sample.name.endswith("_bucket")]
+    return Buckets(tuple(float(s.labels["le"]) for s in samples), tuple(s.value for s in samples))

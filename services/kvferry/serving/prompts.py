@@ -1,0 +1,194 @@
+"""Tokenizes prompts, and validates requests as far as this is possible without a worker."""
+
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from kvferry.core.errors import InvalidRequest, UnknownModel, shortened
+from kvferry.core.sampling import SamplingParams
+from kvferry.serving.text_model import ChatMessages, TextModel
+from kvferry.text.requests.prompt_parameters import check_output_length, token_fields, with_bad_word_tokens
+from kvferry.text.tools.definitions import Tool
+
+MAX_MESSAGES = 4096
+"""Maximum number of messages in a conversation."""
+
+DrawSeed = Callable[[], int]
+
+
+def draw_seed() -> int:
+    """Generate a seed for a request without a seed: 63 random bits."""
+    return secrets.randbits(63)
+
+
+def check_model(model: TextModel, name: str) -> None:
+    """Check that `name` is the served model's name or empty.
+
+    Raises:
+        UnknownModel: a different model is requested.
+    """
+    if name not in ("", model.name):
+        raise UnknownModel(f"model {shortened(name)!r} is not served here; use {model.name!r}", field="model")
+
+
+def check_num_chars(model: TextModel, num_chars: int) -> None:
+    """Reject text that exceeds the context length however it is tokenized.
+
+    Args:
+        model: the served model.
+        num_chars: number of characters of the text.
+
+    Raises:
+        InvalidRequest: the text has more characters than a full context of tokens can encode.
+    """
+    if num_chars > model.max_prompt_chars:
+        raise InvalidRequest(
+            f"the prompt has {num_chars} characters; a context of {model.max_model_tokens} tokens holds at most "
+            f"{model.max_prompt_chars}",
+            field="prompt",
+            reason="CONTEXT_LENGTH_EXCEEDED",
+        )
+
+
+def encode_text(model: TextModel, text: str) -> list[int]:
+    """Tokenize plain text.
+
+    Args:
+        model: the served model.
+        text: the text; special tokens are added to it.
+
+    Raises:
+        InvalidRequest: the text is too long, or cannot be encoded.
+    """
+    check_num_chars(model, len(text))
+    return model.tokenizer.encode(text, add_special=True)
+
+
+def check_num_messages(count: int) -> None:
+    """Reject a conversation with too many messages.
+
+    Raises:
+        InvalidRequest: the conversation has more than `MAX_MESSAGES` messages.
+    """
+    if count > MAX_MESSAGES:
+        raise InvalidRequest(f"messages has {count} messages; at most {MAX_MESSAGES} are accepted", field="messages")
+
+
+def encode_chat(
+    model: TextModel,
+    messages: ChatMessages,
+    tools: Sequence[Tool] = (),
+    variables: Mapping[str, object] | None = None,
+) -> list[int]:
+    """Tokenize a conversation up to the start of the assistant's answer.
+
+    Args:
+        model: tokenizer and chat template.
+        messages: messages of the conversation, oldest first.
+        tools: tools that may be called.
+        variables: further variables of the chat template.
+
+    Raises:
+        InvalidRequest: the number or length of messages is out of range, the model has no chat template, or the
+            template rejects the messages.
+    """
+    if not messages:
+        raise InvalidRequest("messages is empty; send at least one message", field="messages")
+    check_num_messages(len(messages))
+    if model.encode_chat is None:
+        raise InvalidRequest(
+            f"model {model.name!r} has no chat template; use the completions API with plain text",
+            field="messages",
+        )
+    check_num_chars(model, num_chars([*messages, *(tool.as_template_input() for tool in tools), variables]))
+    return model.encode_chat(messages, tools, variables or {})
+
+
+def num_chars(value: object) -> int:
+    """Return the number of characters of all values in messages and tools."""
+    total, left = 0, [value]
+    while left:
+        part = left.pop()
+        if isinstance(part, str):
+            total += len(part)
+        elif isinstance(part, Mapping):
+            left += part.values()
+        elif isinstance(part, list | tuple):
+            left += part
+    return total
+
+
+def check_token_ids(model: TextModel, token_ids: Sequence[int], field: str) -> None:
+    """Check that all token ids are in the vocabulary.
+
+    Args:
+        model: the served model.
+        token_ids: the ids.
+        field: name of the request's field, for error messages.
+
+    Raises:
+        InvalidRequest: an id is out of range; the message contains the first such id.
+    """
+    if token_ids and not 0 <= min(token_ids) <= max(token_ids) < model.vocab_size:
+        wrong = next(token for token in token_ids if not 0 <= token < model.vocab_size)
+        named = str(wrong) if wrong.bit_length() <= 64 else "of more than 64 bits"
+        raise InvalidRequest(
+            f"{field} holds token id {named}; the vocabulary of {model.name!r} has ids 0 to {model.vocab_size - 1}",
+            field=field,
+        )
+
+
+def check_num_tokens(model: TextModel, num_prompt: int, context_tokens: int | None = None) -> None:
+    """Reject a prompt that fills the whole context.
+
+    Args:
+        model: its context length applies if `context_tokens` is `None`.
+        num_prompt: number of prompt tokens.
+        context_tokens: context length of the workers; `None` for the model's.
+
+    Raises:
+        InvalidRequest: the context has no tokens left for the output.
+    """
+    context = model.max_model_tokens if context_tokens is None else context_tokens
+    if num_prompt >= context:
+        raise InvalidRequest(
+            f"the prompt has {num_prompt} tokens, but the context length for prompt and output is {context}; "
+            f"shorten the prompt by at least {num_prompt - context + 1} tokens",
+            field="prompt",
+            reason="CONTEXT_LENGTH_EXCEEDED",
+        )
+
+
+def fit(
+    model: TextModel, token_ids: Sequence[int], sampling: SamplingParams, context_tokens: int, new_seed: DrawSeed
+) -> SamplingParams:
+    """Complete the sampling parameters for this prompt: limit `max_tokens` to the context, set `seed`, convert
+    `bad_words` to token ids.
+
+    Args:
+        model: the served model, for its vocabulary.
+        token_ids: the prompt, truncated if the request enables it.
+        sampling: the client's parameters.
+        context_tokens: the workers' context length, prompt and output.
+        new_seed: function that generates a seed, called if the request has no seed.
+
+    Raises:
+        InvalidRequest: the prompt is empty or fills the context, a token id is not in the vocabulary, or fields
+            contradict each other.
+    """
+    num_prompt = len(token_ids)
+    if num_prompt == 0:
+        raise InvalidRequest("the prompt is empty; send at least one token", field="prompt")
+    check_num_tokens(model, num_prompt, context_tokens)
+    check_token_ids(model, token_ids, "prompt")
+    sampling = with_bad_word_tokens(sampling, model.tokenizer)
+    for field, ids in token_fields(sampling).items():
+        check_token_ids(model, ids, field)
+    check_output_length(sampling)
+    room = context_tokens - num_prompt
+    return replace(
+        sampling,
+        max_tokens=room if sampling.max_tokens is None else min(room, sampling.max_tokens),
+        truncate_prompt_tokens=None,
+        seed=new_seed() if sampling.seed is None else sampling.seed,
+    )

@@ -1,0 +1,67 @@
+"""The parts of a model that text serving needs: limits, tokenizer and chat template, without weights."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kvferry.core.constraint import Constraint
+from kvferry.text.answers.answer import AnswerForm
+from kvferry.text.requests.output_text import Detokenizer, StopMatcher
+from kvferry.text.tools.definitions import Tool
+
+ChatMessages = Sequence[Mapping[str, object]]
+"""A conversation in the form that chat templates expect: messages with `role` and `content`; assistant messages may
+have `tool_calls`, and messages of role `tool` have `tool_call_id`."""
+
+
+class Tokenizer(Protocol):
+    """Converts between text and token ids. Stateless and thread-safe."""
+
+    def encode(self, text: str, *, add_special: bool) -> list[int]:
+        """Convert text to token ids.
+
+        Args:
+            text: the text.
+            add_special: whether to prepend the begin-of-sequence token, if the model uses one.
+        """
+        ...
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Convert a complete sequence of token ids to text."""
+        ...
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes of one token, which may be an incomplete UTF-8 sequence."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TextModel:
+    """The served model's names, limits, tokenizer and chat template."""
+
+    name: str
+    """Model name for clients."""
+    digest: str
+    """Digest of the model's files, hexadecimal; empty if unknown."""
+    max_model_tokens: int
+    """Context length in tokens, prompt and output."""
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    tokenizer: Tokenizer
+    new_detokenizer: Callable[[bool, Mapping[int, str]], Detokenizer]
+    """Function that creates a detokenizer. Its arguments are whether control tokens are shown, and the strings that
+    stand for an answer's markers, by token id."""
+    new_stop_matcher: Callable[[Sequence[str]], StopMatcher]
+    max_prompt_chars: int
+    """Maximum number of characters that `max_model_tokens` tokens can encode."""
+    encode_chat: Callable[[ChatMessages, Sequence[Tool], Mapping[str, object]], list[int]] | None
+    """Function that tokenizes a conversation, with the tools that may be called and further variables of the template,
+    up to the start of the assistant's answer; `None` if the model has no chat template. Raises InvalidRequest for a
+    conversation that the template rejects."""
+    check_constraint: Callable[[Constraint], None]
+    """Function that compiles a constraint for the model's vocabulary. Raises InvalidRequest for a constraint that
+    workers cannot compile. A hostile constraint may take minutes to compile; use `constraint_check`."""
+    answer_form: AnswerForm = field(default_factory=AnswerForm)
+    """How reasoning and tool calls are written in the model's answers."""
+    hidden_size: int = 0
+    """Number of values of a pooled vector; 0 if vectors are not served."""

@@ -1,0 +1,325 @@
+"""A separate process for large requests, because parsing, rendering and encoding text hold the GIL.
+
+    event loop   submits a job ──────────────► awaits it, other streams continue
+    text process           one job at a time   exits if a job takes too long or too much memory
+
+If a job kills the process, only that job fails: the next job gets another process. From the first such job on, a spare
+process is kept, so that no job waits for the start of a process that another one has killed.
+"""
+
+import asyncio
+import itertools
+import logging
+import multiprocessing
+import os
+import resource
+import signal
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from kvferry.core.errors import InvalidRequest, KvferryError, Overloaded, Unavailable
+from kvferry.core.process.parent import die_with_parent
+from kvferry.core.process.priority import lower_priority
+from kvferry.serving.text_model import TextModel
+
+_log = logging.getLogger(__name__)
+_EXIT_TRIES, _EXIT_SECONDS = 100, 0.05
+_Pool = tuple[ProcessPoolExecutor, set[BaseProcess]]
+P = ParamSpec("P")
+R = TypeVar("R")
+_START_SECONDS = 30.0
+"""Seconds allowed for starting the process, in addition to the time of the job."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextLimits:
+    """Limits of the text process, and the error for a job that exceeds them."""
+
+    job_seconds: float = 10.0
+    """Maximum processor time of a job, which does not depend on other processes."""
+    wall_seconds: float = 40.0
+    """Maximum duration of a job. It is longer than `job_seconds`, since the process has a low priority."""
+    memory_bytes: int = 2 << 30
+    """Maximum writable memory of the process in bytes."""
+    max_waiting: int = 16
+    """Maximum number of waiting and running jobs; additional jobs are rejected."""
+    niceness: int = 5
+    """Niceness of the process, which gives it a lower priority than the event loop and the engines."""
+    field: str = "prompt"
+    """Request field in the error for a job that exceeds the limits."""
+    reason: str = "PROMPT_TOO_COSTLY"
+    """Reason in that error."""
+    remedy: str = "send a shorter prompt"
+    """Remedy in that error."""
+
+
+class TextProcess:
+    """Runs jobs that use a text model in a separate process. Used on one event loop."""
+
+    def __init__(
+        self,
+        open_model: Callable[[], TextModel],
+        limits: TextLimits | None = None,
+        *,
+        prepare: Callable[[TextModel], None] | None = None,
+    ) -> None:
+        """
+        Args:
+            open_model: creates the model in the process; a module-level function, or a `functools.partial` of one.
+            limits: limits of the process; `TextLimits()` by default.
+            prepare: module-level function called in the process before its first job; its time does not count towards
+                that job.
+        """
+        self._open_model = open_model
+        self._limits = limits or TextLimits()
+        self._prepare = prepare
+        self._executor: ProcessPoolExecutor | None = None
+        self._spare: _Pool | None = None
+        self._turns = _Turns()
+        self._running: set[asyncio.Task[Any]] = set()
+        self._children: set[BaseProcess] = set()
+
+    def start(self) -> None:
+        """Start the process in the background, so that the first job does not wait for it."""
+        self._process()
+
+    async def run(self, job: Callable[Concatenate[TextModel, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run `job(model, ...)` in the process; `job` must be a module-level function with picklable arguments.
+
+        Raises:
+            KvferryError: raised by the job.
+            InvalidRequest: the job exceeds the limits of time or memory.
+            Overloaded: too many jobs are waiting, or the machine is too busy for the job.
+            Unavailable: the process does not respond.
+        """
+        return await self.run_as(None, 0, job, *args, **kwargs)
+
+    async def run_as(
+        self,
+        owner: str | None,
+        size: int,
+        job: Callable[Concatenate[TextModel, P], R],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> R:
+        """Run a job like `run`. Owners take turns by the time that their jobs have used, and among the jobs of one
+        owner the smallest is first. An owner may have half of the waiting jobs.
+
+        Args:
+            owner: tenant of the request; `None` for jobs that have no owner.
+            size: estimated cost of the job, for example its bytes.
+            job: module-level function, called as `job(model, *args, **kwargs)`.
+            *args, **kwargs: picklable arguments of the job.
+
+        Raises:
+            KvferryError: see `run`; `Overloaded` also if the owner has half of the waiting jobs.
+        """
+        limit = self._limits.max_waiting
+        has_share = owner is None or self._turns.num_jobs(owner) < max(1, limit // 2)
+        if self._turns.num_jobs() >= limit or not has_share:
+            raise Overloaded(
+                f"too many requests are already waiting for their {self._limits.field} to be checked; retry later",
+                retry_after_seconds=1.0,
+            )
+        turn = await self._turns.enter(owner, size)  # a caller that is cancelled here leaves no job
+        task = asyncio.create_task(self._execute(lambda: self._process().submit(_run, self._limits, job, args, kwargs)))
+        self._running.add(task)
+        task.add_done_callback(lambda done: self._discard(done, turn))
+        result: R = await asyncio.shield(task)  # a running job occupies its turn even if its caller is cancelled
+        return result
+
+    def _discard(self, task: "asyncio.Task[Any]", turn: "_Turn") -> None:
+        self._running.discard(task)
+        self._turns.leave(turn)
+        if not task.cancelled():
+            task.exception()  # mark the exception as retrieved, in case the caller was cancelled
+
+    async def _execute(self, submit: Callable[[], Any]) -> Any:
+        """Run a job. If the process exits, run it once more in a new process: the old one may have been killed between
+        two jobs."""
+        begun = asyncio.get_running_loop().time()
+        for is_last in (False, True):
+            try:
+                async with asyncio.timeout(self._limits.wall_seconds + _START_SECONDS):
+                    return await asyncio.wrap_future(submit())
+            except TimeoutError:
+                self._abandon()
+                raise Unavailable("the text process did not respond; it is restarted") from None
+            except BrokenProcessPool:
+                was_slow = -signal.SIGALRM in [await _exit_code(child) for child in self._children]
+                self._replace()
+                if was_slow:
+                    raise Overloaded(
+                        f"the machine is too busy to check the {self._limits.field}; retry later",
+                        retry_after_seconds=5.0,
+                    ) from None
+                took_all = asyncio.get_running_loop().time() - begun >= self._limits.job_seconds
+                if is_last or took_all:
+                    break
+        _log.warning("the text process exited during a job; the next job starts a new process")
+        raise InvalidRequest(
+            f"reading the {self._limits.field} took more than {self._limits.job_seconds:g} s of processor time or "
+            f"{self._limits.memory_bytes >> 20} MiB; {self._limits.remedy}",
+            field=self._limits.field,
+            reason=self._limits.reason,
+        )
+
+    def _abandon(self) -> None:
+        """Kill a process that does not respond, for example because it is stopped."""
+        _log.warning("the text process does not respond and is killed")
+        for child in self._children:
+            child.kill()
+        self._replace()
+
+    def _replace(self) -> None:
+        """Continue with the spare process, if there is one, after the process has ended; start another spare."""
+        self._executor, self._children = self._spare or (None, set())
+        self._spare = self._started()
+
+    def _process(self) -> ProcessPoolExecutor:
+        if self._executor is None:
+            self._executor, self._children = self._started()
+        return self._executor
+
+    def _started(self) -> "_Pool":
+        others = set(multiprocessing.active_children())
+        executor = ProcessPoolExecutor(
+            max_workers=1,
+            mp_context=multiprocessing.get_context("spawn"),
+            initializer=_begin,
+            initargs=(os.getpid(), self._open_model, self._limits, self._prepare),
+        )
+        executor.submit(_ready)  # starts the process
+        return executor, set(multiprocessing.active_children()) - others
+
+    async def stop(self) -> None:
+        """Stop the process after the job in progress."""
+        for task in list(self._running):
+            task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+        executors = [self._executor, None if self._spare is None else self._spare[0]]
+        self._executor = self._spare = None
+        for executor in executors:
+            if executor is not None:
+                await asyncio.to_thread(executor.shutdown, cancel_futures=True)
+
+
+async def _exit_code(child: BaseProcess) -> int | None:
+    """Return the exit code of a process that has ended. The executor's thread may wait for it at the same time, and
+    sets the code then."""
+    for _ in range(_EXIT_TRIES):
+        await asyncio.to_thread(child.join, _EXIT_SECONDS)
+        if child.exitcode is not None:
+            return child.exitcode
+    return None
+
+
+@dataclass(eq=False, slots=True)
+class _Turn:
+    """A waiting or running job."""
+
+    owner: str | None
+    size: int
+    number: int
+    """Order of arrival."""
+    granted: "asyncio.Future[None]"
+    begun: float = 0.0
+
+
+class _Turns:
+    """Grants turns to one job at a time: to the owner whose jobs have taken the least time since jobs began to wait,
+    and to the smallest job of that owner."""
+
+    def __init__(self) -> None:
+        self._running: _Turn | None = None
+        self._waiting: list[_Turn] = []
+        self._seconds: dict[str | None, float] = {}
+        """Time that the jobs of each owner have taken; forgotten when no job waits."""
+        self._numbers = itertools.count()
+
+    def num_jobs(self, owner: str | None = None) -> int:
+        """Return the number of waiting and running jobs: of an owner, or of all."""
+        jobs = [*self._waiting, *([] if self._running is None else [self._running])]
+        return sum(owner is None or job.owner == owner for job in jobs)
+
+    async def enter(self, owner: str | None, size: int) -> _Turn:
+        """Return when it is the job's turn; the caller must then pass the turn to `leave`."""
+        loop = asyncio.get_running_loop()
+        turn = _Turn(owner, size, next(self._numbers), loop.create_future())
+        self._waiting.append(turn)
+        self._grant()
+        try:
+            await turn.granted
+        except BaseException:
+            if turn is self._running:
+                self.leave(turn)
+            else:
+                self._waiting.remove(turn)
+            raise
+        turn.begun = loop.time()
+        return turn
+
+    def leave(self, turn: _Turn) -> None:
+        """End a turn."""
+        assert turn is self._running
+        self._running = None
+        if turn.begun:
+            took = asyncio.get_running_loop().time() - turn.begun
+            self._seconds[turn.owner] = self._seconds.get(turn.owner, 0.0) + took
+        if not self._waiting:
+            self._seconds.clear()
+        self._grant()
+
+    def _grant(self) -> None:
+        if self._running is None and self._waiting:
+            first = min(self._waiting, key=lambda one: (self._seconds.get(one.owner, 0.0), one.size, one.number))
+            self._waiting.remove(first)
+            self._running = first
+            first.granted.set_result(None)
+
+
+# ---------------------------------------------------------------------- code of the child process
+
+_model: TextModel
+
+
+def _begin(
+    parent_pid: int,
+    open_model: Callable[[], TextModel],
+    limits: TextLimits,
+    prepare: Callable[[TextModel], None] | None,
+) -> None:
+    global _model  # each process has one model
+    die_with_parent(parent_pid)
+    # The terminal signals the whole process group, but the parent stops this process.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    lower_priority(limits.niceness)
+    _model = open_model()
+    if prepare is not None:
+        prepare(_model)
+    resource.setrlimit(resource.RLIMIT_DATA, (limits.memory_bytes, limits.memory_bytes))
+
+
+def _ready() -> None:
+    """Do nothing; used as the first job of a process, to start it."""
+
+
+def _run(limits: TextLimits, job: Callable[..., R], args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
+    # The signals kill the process, even while it runs library code.
+    signal.setitimer(signal.ITIMER_PROF, limits.job_seconds)
+    signal.setitimer(signal.ITIMER_REAL, limits.wall_seconds)
+    try:
+        return job(_model, *args, **kwargs)
+    except KvferryError:
+        raise
+    except MemoryError:
+        os._exit(1)
+    except Exception as error:
+        raise InvalidRequest(f"the request cannot be processed: {type(error).__name__}", reason="UNREADABLE") from None
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.setitimer(signal.ITIMER_REAL, 0)

@@ -1,0 +1,255 @@
+"""Converts a token stream to text chunks: detokenization, stop strings, several samples, usage.
+
+TokenSource --TokenEvent--> detokenizer --text--> stop strings --text--> answer splitter --TextChunk--> gRPC, HTTP
+                 ^                                    |                        |
+                 +------- closed on a match, or after the last call to report
+
+Only answers that may contain reasoning or tool calls have a splitter.
+"""
+
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing, nullcontext
+from dataclasses import dataclass, replace
+
+from kvferry.core.clock import Clock
+from kvferry.core.errors import InvariantBroken
+from kvferry.core.ids import AdapterId, RequestId
+from kvferry.core.sampling import FinishReason, SampledToken, SamplingParams, ScoredToken
+from kvferry.serving import beam_search
+from kvferry.serving.merging import merge
+from kvferry.serving.text_model import TextModel
+from kvferry.serving.token_source import SearchSource, Timing, TokenEvent, TokenRequest, TokenSource
+from kvferry.text.answers.answer import AnswerSplitter, SplitOptions
+from kvferry.text.answers.pieces import CallDelta, Parts
+from kvferry.text.requests.beams import BeamParams
+from kvferry.text.requests.output_text import OutputText, StopReason
+
+MAX_RUNNING_SAMPLES = 16
+"""Maximum number of concurrent samples of a request, so that the request does not delay others."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextRequest:
+    """A request that `serving.prompts` has validated."""
+
+    request_id: RequestId
+    token_ids: Sequence[int]
+    sampling: SamplingParams
+    """Sampling parameters with `max_tokens` and `seed` set."""
+    num_samples: int = 1
+    tenant: str = ""
+    cache_salt: str = ""
+    """Requests of the tenant with unequal salts share no KV."""
+    adapter: AdapterId | None = None
+    """Version of the adapter to compute with; `None` for the base model."""
+    priority: int = 0
+    """Priority of the request, used if workers schedule by priority; lower numbers come first."""
+    arrived: float = 0.0
+    """Arrival time, monotonic seconds."""
+    deadline: float | None = None
+    """Deadline, monotonic seconds; `None` for no deadline."""
+    split: SplitOptions | None = None
+    """Options for splitting the answers; `None` returns all of their text unchanged."""
+    queued_seconds: float = 0.0
+    """Seconds that the request has waited for its admission."""
+    beams: BeamParams | None = None
+    """Parameters of a beam search, whose best `num_samples` outputs are returned; `None` for sampling."""
+    held_bytes: int = 0
+    """Memory that the request holds while it waits for its admission, besides its tokens, in bytes."""
+    on_round: Callable[[beam_search.Round], None] = lambda _: None
+    """Called after each round of a beam search."""
+
+    @property
+    def num_sequences(self) -> int:
+        """Number of sequences that are computed: samples, or beams."""
+        return self.num_samples if self.beams is None else self.beams.width
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of a sample."""
+
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int = 0
+    """Number of prompt tokens whose KV was cached."""
+    unreturned_tokens: int = 0
+    """Number of tokens of beams that are not among the outputs; in the first output of a beam search."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextChunk:
+    """Text and tokens that a step added to a sample."""
+
+    index: int
+    """Index of the sample, from 0."""
+    text: str
+    """Text of complete characters; lags behind `tokens` while its end may be the start of a stop string or of a tool
+    call."""
+    tokens: tuple[SampledToken, ...]
+    finish_reason: FinishReason | None = None
+    """Reason why the sample ended; set in its last chunk, together with `usage` and `timing`."""
+    usage: Usage | None = None
+    timing: Timing | None = None
+    stop_reason: StopReason = None
+    """The stop string or stop token id that ended the sample; set only in its last chunk."""
+    prompt_logprobs: tuple[ScoredToken, ...] | None = None
+    """Log-probabilities of the prompt's tokens from the second one on; in a sample's first chunk, if requested."""
+    reasoning: str = ""
+    """Reasoning before the answer, if it is split off."""
+    tool_calls: tuple[CallDelta, ...] = ()
+    """Parts of tool calls, in the order of the calls."""
+
+
+async def generate_text(
+    source: TokenSource, model: TextModel, request: TextRequest, clock: Clock, searches: SearchSource | None = None
+) -> AsyncGenerator[TextChunk, None]:
+    """Generate all samples of `request`; their chunks are interleaved, each sample's chunks are in order.
+
+    Close the generator (`contextlib.aclosing`) to stop early; this also stops the generation of every sample.
+
+    Args:
+        source: generates the tokens of a sample.
+        model: tokenizer and limits.
+        request: the request: prompt, sampling parameters and number of samples.
+        clock: clock of the timing.
+        searches: computes the steps of beam searches; with `None`, each step is a stream of `source`.
+
+    Raises:
+        KvferryError: the source failed; the other samples are stopped.
+    """
+    if request.beams is not None:
+        whole = _token_request(request, 0)
+        with nullcontext(source) if searches is None else searches.search(whole, request.beams.width) as steps:
+            outputs = await _beams(steps, model, request, request.beams, clock)
+        for chunk in outputs:
+            yield chunk
+        return
+    if request.num_samples == 1:
+        async with aclosing(_sample(source, model, request, 0, clock)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+        return
+    samples = [_sample(source, model, request, index, clock) for index in range(request.num_samples)]
+    async with aclosing(merge(samples, at_once=MAX_RUNNING_SAMPLES)) as chunks:
+        async for chunk in chunks:
+            yield chunk
+
+
+async def _beams(
+    source: TokenSource, model: TextModel, request: TextRequest, params: BeamParams, clock: Clock
+) -> list[TextChunk]:
+    """Return the best outputs of a beam search, each as one chunk; the sample's index is its rank."""
+    sampling = request.sampling
+    found = await beam_search.search(source, _token_request(request, 0), params, model.eos_token_ids, request.on_round)
+    timing = replace(found.timing, total_seconds=clock.monotonic() - request.arrived)
+    marks = {} if request.split is None else model.answer_form.marks.by_token
+    chunks: list[TextChunk] = []
+    num_returned = 0
+    for index, beam in enumerate(found.beams[: request.num_samples]):
+        writer = OutputText(sampling, model.new_detokenizer(not sampling.skip_special_tokens, marks), None)
+        splitter = None if request.split is None else AnswerSplitter(model.answer_form, request.split)
+        event = TokenEvent(tuple(map(SampledToken, beam.tokens)), beam.finish_reason)
+        parts, kept, finish, _ = _added(event, writer, splitter, request.split)
+        usage = Usage(len(request.token_ids), len(kept), found.num_cached_tokens)
+        num_returned += len(kept)
+        chunks.append(
+            TextChunk(
+                index, parts.content, kept, finish, usage, timing, reasoning=parts.reasoning, tool_calls=parts.calls
+            )
+        )
+    best = chunks[0]
+    assert best.usage is not None, "an output has its usage"
+    chunks[0] = replace(best, usage=replace(best.usage, unreturned_tokens=found.num_tokens - num_returned))
+    return chunks
+
+
+def _token_request(request: TextRequest, index: int) -> TokenRequest:
+    return TokenRequest(
+        request_id=request.request_id,
+        token_ids=request.token_ids,
+        sampling=request.sampling,
+        sample_index=index,
+        tenant=request.tenant,
+        cache_salt=request.cache_salt,
+        adapter=request.adapter,
+        priority=request.priority,
+        arrived=request.arrived,
+        deadline=request.deadline,
+        queued_seconds=request.queued_seconds,
+    )
+
+
+async def _sample(
+    source: TokenSource, model: TextModel, request: TextRequest, index: int, clock: Clock
+) -> AsyncGenerator[TextChunk, None]:
+    tokens = _token_request(request, index)
+    sampling, form = request.sampling, model.answer_form
+    stops = model.new_stop_matcher(sampling.stop) if sampling.stop else None
+    marks = {} if request.split is None else form.marks.by_token
+    writer = OutputText(sampling, model.new_detokenizer(not sampling.skip_special_tokens, marks), stops)
+    splitter = None if request.split is None else AnswerSplitter(form, request.split)
+    num_output = 0
+    async with aclosing(source.stream(tokens)) as events:
+        async for event in events:
+            parts, kept, finish, stop_reason = _added(event, writer, splitter, request.split)
+            num_output += len(kept)
+            chunk = TextChunk(
+                index,
+                parts.content,
+                kept,
+                finish,
+                prompt_logprobs=event.prompt_logprobs,
+                reasoning=parts.reasoning,
+                tool_calls=parts.calls,
+            )
+            if finish is None:
+                yield chunk
+                continue
+            usage = Usage(len(request.token_ids), num_output, event.num_cached_tokens)
+            timing = replace(event.timing, total_seconds=clock.monotonic() - request.arrived)
+            yield replace(chunk, usage=usage, timing=timing, stop_reason=stop_reason)
+            return
+    raise InvariantBroken(f"a token stream of {request.request_id} ended after {num_output} tokens without a reason")
+
+
+def _added(
+    event: TokenEvent, writer: OutputText, splitter: AnswerSplitter | None, split: SplitOptions | None
+) -> tuple[Parts, tuple[SampledToken, ...], FinishReason | None, StopReason]:
+    """Return the parts of the text that an event adds, its tokens up to the end of the sample, and the reasons if the
+    sample has ended."""
+    parts, kept, stop_reason = Parts(""), tuple[SampledToken, ...](), None
+    finish: FinishReason | None = None
+    for group in _groups(event.tokens, split):
+        is_last = len(kept) + len(group) == len(event.tokens)
+        text, added, finish, stop_reason = writer.add(group, event.finish_reason if is_last else None)
+        kept += added
+        more = Parts(text)
+        if splitter is not None:
+            more, finish = _split(splitter, text, finish)
+        parts = _joined(parts, more)
+        if finish is not None:
+            break
+    return parts, kept, finish, stop_reason
+
+
+def _split(splitter: AnswerSplitter, text: str, finish: FinishReason | None) -> tuple[Parts, FinishReason | None]:
+    """Return the parts of a step's text, and the finish reason if the sample has ended."""
+    parts = splitter.feed(text)
+    if finish is None and splitter.is_complete:
+        finish = FinishReason.STOP
+    elif finish is not None:
+        parts = _joined(parts, splitter.finish())
+    return parts, finish
+
+
+def _groups(tokens: tuple[SampledToken, ...], split: SplitOptions | None) -> list[tuple[SampledToken, ...]]:
+    """Return the tokens of a message in the groups that are split together. If the sample ends with its last call, each
+    token is a group, so that the number of its tokens does not depend on how the worker grouped them."""
+    if split is None or split.max_calls is None or len(tokens) < 2:
+        return [tokens]
+    return [tokens[number : number + 1] for number in range(len(tokens))]
+
+
+def _joined(first: Parts, second: Parts) -> Parts:
+    return Parts(first.content + second.content, first.reasoning + second.reasoning, (*first.calls, *second.calls))

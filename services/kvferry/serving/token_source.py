@@ -1,0 +1,169 @@
+"""The interface between text serving and generation: takes a prompt's token ids, yields generated tokens.
+
+A gateway's source calls prefill and decode workers; the source of a worker of role `both` uses its own engine. Chat
+templates, stop strings and the text APIs depend only on this interface.
+"""
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.core.hashing import cache_scope
+from kvferry.core.ids import AdapterId, RequestId
+from kvferry.core.sampling import FinishReason, SampledToken, SamplingParams, ScoredToken
+from kvferry.text.requests.pooling import PoolingParams
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRequest:
+    """A request for one sample."""
+
+    request_id: RequestId
+    """Request id, shared by all samples of a request."""
+    token_ids: Sequence[int]
+    """Token ids of the prompt, at least one; never modified."""
+    sampling: SamplingParams
+    """Sampling parameters with `max_tokens` and `seed` set."""
+    sample_index: int = 0
+    tenant: str = ""
+    """Owner of the KV blocks; empty for the default tenant."""
+    cache_salt: str = ""
+    """Requests of the tenant with unequal salts share no KV; empty for the tenant's own cache."""
+    adapter: AdapterId | None = None
+    """Version of the adapter to compute with; `None` for the base model."""
+    priority: int = 0
+    """Priority of the request, used if workers schedule by priority; lower numbers come first."""
+    arrived: float = 0.0
+    """Arrival time, monotonic seconds; timings are relative to it."""
+    deadline: float | None = None
+    """Deadline, monotonic seconds; `None` selects the source's default limit."""
+    queued_seconds: float = 0.0
+    """Seconds that the request has waited for its admission."""
+
+    @property
+    def scope(self) -> str:
+        """Scope of the request's block names: tenant, salt and adapter."""
+        return cache_scope(self.tenant, self.cache_salt, self.adapter)
+
+
+@dataclass(frozen=True, slots=True)
+class KvReport:
+    """A decision whether to load or compute KV, and its outcome; see `KvReport` in common.proto."""
+
+    worker_id: str
+    source: str
+    first_token: int = 0
+    num_tokens: int = 0
+    num_chosen: int = 0
+    num_bytes: int = 0
+    expected_load_seconds: float = 0.0
+    expected_compute_seconds: float = 0.0
+    is_forced: bool = False
+    blocks_loaded: int = 0
+    bytes_loaded: int = 0
+    load_seconds: float = 0.0
+    failure: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Timing of a sample; see `Timing` in inference.proto. Fields for phases that did not occur are zero or empty."""
+
+    queue_seconds: float = 0.0
+    """Seconds in queues before the prompt's computation: in the gateway, and in the worker that computes the prompt."""
+    prefill_seconds: float = 0.0
+    first_token_seconds: float = 0.0
+    """Seconds from the request's arrival to the first token."""
+    handoff_seconds: float = 0.0
+    connector: str = ""
+    handoff_blocks: int = 0
+    handoff_bytes: int = 0
+    handoff_outcome: str = ""
+    """Source of the prompt's KV: `none`, `fetched`, `local`, `recomputed` or `tier`."""
+    total_seconds: float = 0.0
+    prefill_worker: str = ""
+    decode_worker: str = ""
+    resumed: int = 0
+    """Number of times that the stream resumed on a different worker."""
+    kv: tuple[KvReport, ...] = ()
+    """Reports on the source of the KV, in the order of the workers involved."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """The tokens of a step. `timing` and `num_cached_tokens` have the values known so far, for streams that are stopped
+    early by a stop string."""
+
+    tokens: tuple[SampledToken, ...]
+    finish_reason: FinishReason | None = None
+    """Reason why the sample ended; set on the last event, which may have no tokens."""
+    num_cached_tokens: int = 0
+    """Number of prompt tokens whose KV was cached."""
+    timing: Timing = field(default_factory=Timing)
+    """Timing so far; `total_seconds` is set on the last event."""
+    prompt_logprobs: tuple[ScoredToken, ...] | None = None
+    """Log-probabilities of the prompt's tokens from the second one on; on the first event, if they were requested."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Vector:
+    """Pooled vector of one prompt."""
+
+    values: npt.NDArray[np.float32]
+    num_prompt_tokens: int
+    num_cached_tokens: int = 0
+    """Number of prompt tokens whose KV was cached."""
+
+
+class VectorSource(Protocol):
+    """Computes pooled vectors; supports concurrent calls."""
+
+    async def pool(self, request: TokenRequest, params: PoolingParams) -> Vector:
+        """Compute the vector of a prompt. Cancelling the calling task releases all resources of the call.
+
+        Args:
+            request: the prompt; its sampling parameters have no effect.
+            params: parameters of the vector.
+
+        Raises:
+            KvferryError: see `TokenSource.stream`.
+        """
+        ...
+
+
+class TokenSource(Protocol):
+    """Generates tokens; supports concurrent streams."""
+
+    def stream(self, request: TokenRequest) -> AsyncGenerator[TokenEvent, None]:
+        """Yield tokens in order; the last event has a finish reason.
+
+        Closing the generator, or cancelling the task that iterates over it, releases all local and remote resources of
+        the stream, at the latest shortly after closing returns.
+
+        Raises:
+            InvalidRequest: while iterating: the request cannot be served with this model.
+            Overloaded: while iterating: the source is at capacity.
+            Unavailable: while iterating: no worker can serve the request, after all retries.
+            DeadlinePassed: while iterating: the deadline passed.
+        """
+        ...
+
+
+class SearchSource(Protocol):
+    """Computes the steps of beam searches as parts of one request."""
+
+    def search(self, request: TokenRequest, width: int) -> AbstractContextManager[TokenSource]:
+        """Open a beam search for the length of a `with` block, which yields the source of its steps.
+
+        Args:
+            request: the prompt; `max_tokens` is the limit of the search.
+            width: number of beams, and so of steps at a time.
+
+        Raises:
+            Overloaded: the source is at capacity. The steps are not refused for this reason.
+        """
+        ...

@@ -1,0 +1,1 @@
+"""The simulated fleet: gateway, members, the records of their requests, and what is measured."""

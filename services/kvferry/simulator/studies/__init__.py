@@ -1,0 +1,1 @@
+"""Studies on simulated fleets: one run, the smallest fleet for a goal, the best settings."""

@@ -1,0 +1,106 @@
+"""Splits whole answers: the format of a model's answers, the options of a request, and the splitter."""
+
+import secrets
+import string
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvferry.text.answers.call_parser import CallParser
+from kvferry.text.answers.calls import Calls
+from kvferry.text.answers.harmony import HarmonySplitter
+from kvferry.text.answers.marks import Marks, without_marks
+from kvferry.text.answers.pieces import Parts
+from kvferry.text.answers.reasoning import ReasoningSplitter
+from kvferry.text.answers.registry import CallFormat, new_id_of, syntax_of
+
+_LETTERS = string.ascii_letters + string.digits
+
+
+def random_letters(count: int) -> str:
+    """Return `count` random letters and digits."""
+    return "".join(secrets.choice(_LETTERS) for _ in range(count))
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerForm:
+    """The format of a model's answers."""
+
+    call_format: CallFormat = CallFormat.HERMES
+    has_reasoning: bool = False
+    """Whether answers may begin with reasoning."""
+    marks: Marks = field(default_factory=Marks)
+
+
+@dataclass(frozen=True, slots=True)
+class SplitOptions:
+    """Options for splitting the answers of one request."""
+
+    tool_names: tuple[str, ...] = ()
+    """Names of the tools that may be called; if empty, calls are not searched for."""
+    max_calls: int | None = None
+    """Number of calls to report; further ones are dropped. `None` for no limit."""
+    is_reasoning_open: bool = False
+    """Whether the prompt has opened the reasoning."""
+    has_only_calls: bool = False
+    """Whether the answer has nothing but calls after the reasoning: text is then a part of a call that was cut off, and
+    is dropped."""
+
+
+class AnswerSplitter:
+    """Splits the answer of one sample."""
+
+    def __init__(self, form: AnswerForm, split: SplitOptions, letters: Callable[[int], str] = random_letters) -> None:
+        """
+        Args:
+            form: format of the model's answers.
+            split: options for splitting.
+            letters: function that returns random letters and digits for the ids of calls.
+        """
+        self._has_only_calls = split.has_only_calls
+        self._whole: HarmonySplitter | None = None
+        self._reasoning: ReasoningSplitter | None = None
+        self._calls: CallParser | None = None
+        if form.call_format is CallFormat.HARMONY:
+            new_id = new_id_of(form.call_format, letters)
+            self._whole = HarmonySplitter(form.marks, Calls(frozenset(split.tool_names), new_id, split.max_calls))
+            return
+        if form.has_reasoning:
+            self._reasoning = ReasoningSplitter(form.marks, is_open=split.is_reasoning_open)
+        if split.tool_names:
+            calls = Calls(frozenset(split.tool_names), new_id_of(form.call_format, letters), split.max_calls)
+            self._calls = CallParser(syntax_of(form.call_format, form.marks), calls)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all calls to report have ended, so that the text after them is not needed."""
+        parser = self._whole or self._calls
+        return parser is not None and parser.is_complete
+
+    def feed(self, text: str) -> Parts:
+        """Add text and return the parts that it completes."""
+        return self._shown(self._feed(text))
+
+    def finish(self) -> Parts:
+        """End the text and return what was held back."""
+        return self._shown(self._finish())
+
+    def _shown(self, parts: Parts) -> Parts:
+        return Parts("", parts.reasoning, parts.calls) if self._has_only_calls else parts
+
+    def _feed(self, text: str) -> Parts:
+        if self._whole is not None:
+            return self._whole.feed(text)
+        outer = Parts(text) if self._reasoning is None else self._reasoning.feed(text)
+        if self._calls is None:
+            return Parts(without_marks(outer.content), outer.reasoning)
+        inner = self._calls.feed(outer.content)
+        return Parts(inner.content, outer.reasoning, inner.calls)
+
+    def _finish(self) -> Parts:
+        if self._whole is not None:
+            return self._whole.finish()
+        outer = Parts() if self._reasoning is None else self._reasoning.finish()
+        if self._calls is None:
+            return Parts(without_marks(outer.content), outer.reasoning)
+        fed, last = self._calls.feed(outer.content), self._calls.finish()
+        return Parts(fed.content + last.content, outer.reasoning, fed.calls + last.calls)

@@ -1,0 +1,98 @@
+"""Calls as a list of Python calls with keyword arguments: `[f(a=1), g(b="x")]`."""
+
+from collections.abc import Generator
+
+from kvferry.text.answers.calls import Calls
+from kvferry.text.answers.json_reader import SPACE, skip_space
+from kvferry.text.answers.marks import Marks
+from kvferry.text.answers.pieces import NotACall
+from kvferry.text.answers.python_reader import read_literal
+
+_MAX_KEYWORD = 256
+_MAX_KEYWORDS = 1024
+
+
+class Pythonic:
+    """Reads calls of the pythonic format."""
+
+    at_start: tuple[str, ...] = ()
+
+    def __init__(self, _marks: Marks) -> None:
+        self.openers = ("[",)
+
+    def read(self, _opener: str, calls: Calls) -> Generator[None, str, None]:
+        """Read calls after the opening bracket.
+
+        Raises:
+            NotACall: the text is not a call of this format.
+        """
+        character = yield from skip_space()
+        while True:
+            yield from _call(character, calls)
+            character = yield from skip_space()
+            if character == ",":
+                character = yield from skip_space()
+                if character != "]":
+                    continue
+            if character == "]":
+                return
+            raise NotACall
+
+
+def _call(first: str, calls: Calls) -> Generator[None, str, None]:
+    name = yield from _name(first, calls)
+    character = yield from skip_space()
+    keywords: set[str] = set()
+    while character != ")":
+        keyword, character = yield from _keyword(character)
+        if (yield from skip_space(character)) != "=" or keyword in keywords or len(keywords) >= _MAX_KEYWORDS:
+            raise NotACall
+        if keywords:
+            calls.arguments(f', "{keyword}": ')
+        else:
+            calls.begin(name)
+            calls.arguments(f'{{"{keyword}": ')
+        keywords.add(keyword)
+        character = yield from skip_space()
+        after = yield from read_literal(character, calls.arguments)
+        character = yield from skip_space(after)
+        if character == ",":
+            character = yield from skip_space()
+        elif character != ")":
+            raise NotACall
+    if keywords:
+        calls.arguments("}")
+    else:
+        calls.begin(name)
+        calls.arguments("{}")
+    calls.end()
+
+
+def _name(first: str, calls: Calls) -> Generator[None, str, str]:
+    """Read the name of an offered tool and the parenthesis after it; fail as soon as no name matches."""
+    name, possible = "", list(calls.names)
+    character = first
+    while character != "(":
+        name += character
+        possible = [other for other in possible if other.startswith(name)]
+        if not possible:
+            raise NotACall
+        character = yield
+        if character in SPACE and (character := (yield from skip_space())) != "(":
+            raise NotACall
+    if name not in possible:
+        raise NotACall
+    return name
+
+
+def _keyword(first: str) -> Generator[None, str, tuple[str, str]]:
+    """Read an identifier; return it and the character after it."""
+    keyword, character = "", first
+    while character == "_" or character.isalnum():
+        keyword += character
+        if len(keyword) > _MAX_KEYWORD:
+            raise NotACall
+        character = yield
+    if not keyword.isidentifier():
+        raise NotACall
+    return keyword, character

@@ -1,0 +1,79 @@
+"""The supported formats of tool calls, and recognition of a model's format."""
+
+from collections.abc import Callable, Mapping
+from enum import StrEnum
+
+from kvferry.text.answers import harmony, json_calls, mistral
+from kvferry.text.answers.call_parser import CallSyntax
+from kvferry.text.answers.marks import Marks
+from kvferry.text.answers.pythonic import Pythonic
+
+
+class CallFormat(StrEnum):
+    """A format of tool calls. The values are those of the setting `tool_call_parser`."""
+
+    HERMES = "hermes"
+    HARMONY = "harmony"
+    LLAMA3_JSON = "llama3-json"
+    MISTRAL = "mistral"
+    PYTHONIC = "pythonic"
+
+
+AUTO = "auto"
+CALL_PARSERS = (AUTO, *CallFormat)
+"""Values of the setting `tool_call_parser`."""
+REASONING_PARSERS = (AUTO, "think", "off")
+"""Values of the setting `reasoning_parser`."""
+
+_SYNTAXES: Mapping[CallFormat, Callable[[Marks], CallSyntax]] = {
+    CallFormat.HERMES: json_calls.Hermes,
+    CallFormat.LLAMA3_JSON: json_calls.Llama3Json,
+    CallFormat.MISTRAL: mistral.Mistral,
+    CallFormat.PYTHONIC: Pythonic,
+}
+_SIGNS = (
+    (CallFormat.HERMES, json_calls.OPENER),
+    (CallFormat.MISTRAL, mistral.OPENER),
+    (CallFormat.PYTHONIC, "[func_name1("),
+    (CallFormat.LLAMA3_JSON, json_calls.LLAMA3_TAG),
+    (CallFormat.HARMONY, harmony.CHANNEL),
+)
+"""Strings in a template, or tokens of a vocabulary, by which a format is recognized; the first match decides. The third
+string is in the instructions for calls in Python in Llama 3.2's and Llama 4's templates."""
+
+
+def recognized(template: str, has_token: Callable[[str], bool]) -> CallFormat:
+    """Return a model's format: recognized by its chat template, or else by its vocabulary, or else Hermes.
+
+    Args:
+        template: source of the chat template.
+        has_token: function that returns whether a string is a single token of the vocabulary.
+    """
+    for known, sign in _SIGNS:
+        if sign in template:
+            return known
+    return next((known for known, sign in _SIGNS if has_token(sign)), CallFormat.HERMES)
+
+
+def syntax_of(call_format: CallFormat, marks: Marks) -> CallSyntax:
+    """Return the reader of a format, for a model with these marks.
+
+    Args:
+        call_format: the format; not Harmony, whose calls are messages.
+        marks: marks of the model's markers.
+    """
+    return _SYNTAXES[call_format](marks)
+
+
+def new_id_of(call_format: CallFormat, letters: Callable[[int], str]) -> Callable[[], str]:
+    """Return a function that generates ids of calls.
+
+    Mistral's templates require 9 letters and digits; all other formats get ids in OpenAI's form.
+
+    Args:
+        call_format: the model's format.
+        letters: function that returns this number of random letters and digits.
+    """
+    if call_format is CallFormat.MISTRAL:
+        return lambda: letters(9)
+    return lambda: f"call_{letters(24)}"

@@ -1,0 +1,148 @@
+"""Grammar compiler: compiles constraints for the vocabulary of a model, and caches the grammars."""
+
+import re
+import threading
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+from kvferry.core.constraint import Constraint, ConstraintKind
+from kvferry.core.errors import InvalidRequest, shortened
+from kvferry.text.grammar.grammar import Grammar, first_line, is_limit, too_complex
+from kvferry.text.grammar.grammar_text import grammar_text
+from kvferry.text.grammar.library_tokenizer import library_tokenizer
+from kvferry.text.tokenizing.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLParserLimits, LLTokenizer
+
+MAX_CACHED = 128
+MAX_CACHED_BYTES = 4 << 20
+"""Limits of the cache of compiled grammars: their number, and the total size of their sources in bytes. A compiled
+grammar takes memory in proportion to its source and to the states that outputs have visited."""
+
+_CHECKED_TOKENS = 16
+_POSITION = re.compile(r"at (\d+)\(\d+\): ")
+"""Line and column of an error in a grammar."""
+_UNKNOWN_TOKEN = re.compile('unknown special token: "(<.*?>)";')
+_BAD_ID = re.compile("Token range end too large|number too large to fit in target type")
+
+
+class GrammarCompiler:
+    """Compiles constraints for the vocabulary of a model. Thread-safe."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._lock = threading.Lock()
+        self._library_tokenizer: LLTokenizer | None = None
+        self._cache: OrderedDict[Constraint, Grammar] = OrderedDict()
+        self._cached_bytes = 0
+
+    def check(self, constraint: Constraint) -> None:
+        """Check that a constraint can be compiled, and that the masks of its first tokens can be computed, since the
+        work per mask is limited too.
+
+        Raises:
+            InvalidRequest: see `compile`.
+        """
+        state = self.compile(constraint).start()
+        for _ in range(_CHECKED_TOKENS):
+            token = int(state.allowed().argmax())
+            if token in self._tokenizer.eos_token_ids:
+                break
+            state.advance([token])
+
+    def compile(self, constraint: Constraint) -> Grammar:
+        """Compile a constraint, or return its grammar from the cache. Most schemas take a few milliseconds; the first
+        call also prepares the vocabulary, which takes half a second.
+
+        Raises:
+            InvalidRequest: the constraint is invalid, uses an unsupported feature, or is too complex.
+        """
+        with self._lock:
+            known = self._cache.get(constraint)
+            if known is not None:
+                self._cache.move_to_end(constraint)
+                return known
+        made = self._compile(constraint)
+        with self._lock:
+            if constraint not in self._cache:
+                self._cache[constraint] = made
+                self._cached_bytes += len(constraint.source)
+            while len(self._cache) > MAX_CACHED or (self._cached_bytes > MAX_CACHED_BYTES and len(self._cache) > 1):
+                oldest, _ = self._cache.popitem(last=False)
+                self._cached_bytes -= len(oldest.source)
+        return made
+
+    def _compile(self, constraint: Constraint) -> Grammar:
+        from llguidance import LLMatcher
+
+        control_ids = {text: token.token_id for text, token in self._tokenizer.control_tokens.items()}
+        text = grammar_text(constraint, control_ids)
+        matcher = LLMatcher(self._prepared(), text, log_level=0, limits=_limits())
+        if matcher.is_error():
+            error = matcher.get_error()
+            if is_limit(error) and not _BAD_ID.search(error):
+                raise too_complex(error)
+            raise InvalidRequest(
+                f"{constraint.kind} cannot be used: {_explained(error, constraint, self._tokenizer)}",
+                field="constraint",
+                reason="CONSTRAINT_INVALID",
+            )
+        return Grammar(matcher, self._tokenizer.vocab_size)
+
+    def _prepared(self) -> "LLTokenizer":
+        with self._lock:
+            if self._library_tokenizer is None:
+                tokenizer = self._tokenizer
+                if not tokenizer.eos_token_ids:
+                    raise InvalidRequest(
+                        "constrained outputs need a model with an end-of-sequence token; this model has none",
+                        field="constraint",
+                    )
+                try:
+                    self._library_tokenizer = library_tokenizer(tokenizer)
+                except Exception as error:  # the library raises several types for tokenizers that it cannot read
+                    raise InvalidRequest(
+                        f"constrained outputs are not available with this model's tokenizer: {first_line(str(error))}",
+                        field="constraint",
+                    ) from None
+            return self._library_tokenizer
+
+
+def _explained(error: str, constraint: Constraint, tokenizer: Tokenizer) -> str:
+    """Return the parser's error, with kvferry's own remedy where the parser names one that a request cannot use, and
+    with the name of the grammar's rule."""
+    if unknown := _UNKNOWN_TOKEN.search(error):
+        names = ", ".join(tokenizer.control_tokens)
+        return f"{shortened(unknown[1])} is not a control token of the model; its control tokens are {shortened(names)}"
+    if _BAD_ID.search(error):
+        return f"a token id is too large: the ids of the vocabulary are 0 to {tokenizer.vocab_size - 1}"
+    if "are not disjoint" in error:
+        return (
+            "allOf combines objects that allow members besides those in `properties`, which cannot be enforced; list "
+            "all members in one object"
+        )
+    if "coerce_one_of" in error:
+        return "oneOf needs mutually exclusive alternatives, for example of different types or constants; use anyOf"
+    found = _POSITION.match(error) if constraint.kind is ConstraintKind.GRAMMAR else None
+    lines = constraint.source.split("\n")
+    if found is None or int(found[1]) > len(lines):
+        return first_line(error)
+    rule = lines[int(found[1]) - 1].partition(":")[0].strip()
+    return f"{first_line(error)} (rule {shortened(rule)})"
+
+
+def _limits() -> "LLParserLimits":
+    """Return the limits of the parser's work, in the library's units. They do not depend on the machine's speed, so a
+    constraint is accepted or rejected alike everywhere; a token takes less than 50 ms."""
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(
+        initial_lexer_fuel=1_000_000,
+        max_grammar_size=200_000,
+        max_lexer_states=50_000,  # 1 to 2 KiB each
+        max_items_in_row=2_000,
+        step_lexer_fuel=100_000,  # about 7 ms
+        step_max_items=20_000,  # about 20 ms
+        verbose_errors=False,
+    )

@@ -1,0 +1,254 @@
+"""Prepares JSON Schemas for the compiler, which enforces some patterns (see `patterns`) and some numbers imprecisely.
+
+- A bound of more than 53 bits is rounded or clamped, and so is a constant that is not an exact double or has too many
+  digits; both are rejected here.
+- A reference into a constant or an annotation is rejected, since it would use a value as a schema that was not
+  prepared; so is one into `additionalProperties`, which is replaced.
+- Known names of members can also be spelled with escapes, so other names get a pattern that excludes the known ones.
+- An exclusive bound that is a whole number is itself accepted if the range is narrow: `0` satisfies its grammar of
+  `{"exclusiveMinimum": 0, "maximum": 0.1}`. Such a bound becomes an inclusive one, moved inwards by `_STEP` of its
+  value, so that every output satisfies the schema; values between the two bounds cannot be generated.
+"""
+
+import json
+import math
+import re
+from collections.abc import Collection, Mapping
+from decimal import Decimal
+from typing import Any, NoReturn, TypeGuard
+from urllib.parse import unquote
+
+from kvferry.core.errors import InvalidRequest, shortened
+from kvferry.text.grammar.errors import invalid
+from kvferry.text.grammar.patterns import MAX_NAME, enforceable_pattern, other_names
+
+_MAX_EXACT = 1 << 53
+_MAX_EXACT_POWER = 22
+"""Largest power of ten that is exact as a double."""
+_STEP = 1e-9
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_INWARDS = {"exclusiveMinimum": ("minimum", 1), "exclusiveMaximum": ("maximum", -1)}
+_PATTERNS = "patternProperties"
+_NAMED = frozenset({"properties", _PATTERNS, "$defs", "definitions", "dependentSchemas"})
+"""Keywords whose value maps names to schemas."""
+_CONSTANTS = frozenset({"const", "enum"})
+_ANNOTATIONS = frozenset({"default", "examples"})
+"""Keywords whose value is neither a schema nor enforced."""
+_NOT_REFERRED = _ANNOTATIONS | _CONSTANTS | {"additionalProperties"}
+_ANY_NAME = "^(?s:.*)$"
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+OPTIONS = "x-guidance"
+"""Keyword with options of the compiler."""
+MAX_WHITESPACE = 32
+"""Maximum length of a run of whitespace between two JSON tokens. Without a limit, a model that prefers whitespace
+would generate it until `max_tokens`."""
+WHITESPACE = rf"[ \t\r\n]{{1,{MAX_WHITESPACE}}}"
+_MAX_PLACES = 60
+"""Maximum number of decimal places of a bound; the compiler's expressions for more are nested too deeply."""
+
+
+def parsed_schema(source: str) -> Any:
+    """Parse a schema and prepare it.
+
+    Raises:
+        InvalidRequest: the source is not JSON, or a part of the schema cannot be enforced.
+    """
+    try:
+        schema = json.loads(source, parse_constant=_no_constant)
+    except ValueError as error:
+        raise invalid(f"json_schema is not valid JSON: {shortened(str(error))}") from None
+    except RecursionError:
+        raise _nested() from None
+    return enforced(schema)
+
+
+def enforced(schema: Any, options: Collection[str] = ()) -> Any:
+    """Return a schema that the compiler enforces exactly.
+
+    Args:
+        schema: a JSON Schema.
+        options: options of the compiler that the schema may set.
+
+    Raises:
+        InvalidRequest: a bound, a constant or a pattern cannot be enforced, or the schema sets another option.
+    """
+    if isinstance(schema, dict) and OPTIONS in schema:
+        _check_options(schema[OPTIONS], options)
+    try:
+        return _enforceable(schema)
+    except RecursionError:
+        raise _nested() from None
+
+
+def _check_options(value: Any, options: Collection[str]) -> None:
+    if not options:
+        raise invalid(f"{OPTIONS} is not accepted; leave it out")
+    if not isinstance(value, dict) or not value.keys() <= set(options):
+        raise invalid(f"{OPTIONS} must be an object with {', '.join(options)}, not {shortened(repr(value))}")
+
+
+def _enforceable(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [_enforceable(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    made: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in _NAMED and isinstance(value, dict):
+            named = enforceable_pattern if key == _PATTERNS else str
+            made[key] = {named(name): _enforceable(each) for name, each in value.items()}
+        elif key == "pattern" and isinstance(value, str):
+            made[key] = enforceable_pattern(value)
+        elif key in _CONSTANTS:
+            made[key] = _exact_constant(key, value)
+        elif key == "$ref" and isinstance(value, str):
+            made[key] = _checked_reference(value)
+        elif key == "uniqueItems" and value is False:  # the default; the compiler refuses the keyword
+            continue
+        else:
+            made[key] = value if key in _ANNOTATIONS else _enforceable(value)
+    _read_flags(made)
+    _check_bounds(made)
+    _name_members(made)
+    if made.get("type") != "integer":
+        was_empty = _is_empty(made)
+        for key, (inclusive, sign) in _INWARDS.items():
+            _move_inwards(made, key, inclusive, sign)
+        if _is_empty(made) and not was_empty:
+            shown = ", ".join(f"{key} {schema[key]}" for key in _BOUNDS[:4] if key in schema)
+            raise invalid(f"the range of {shown} is too narrow to be enforced")
+    return made
+
+
+def _name_members(schema: dict[str, Any]) -> None:
+    """Give the other members of an object with known ones a pattern of names, whose spelling the compiler fixes.
+
+    Otherwise the compiler accepts escapes in their names, such as `\\u0061` for a known member `a`, which parsers then
+    take for that member. A name may appear twice, so a minimum number of members cannot be enforced.
+
+    Raises:
+        InvalidRequest: names cannot be distinguished, or counted.
+    """
+    least, required = schema.get("minProperties"), schema.get("required")
+    if _is_number(least) and least > max(1, len(set(map(str, required))) if isinstance(required, list) else 0):
+        raise invalid(
+            f"minProperties is {least}; more members than `required` names cannot be enforced, since a name may appear "
+            "twice; add names to `required`"
+        )
+    others = schema.get("additionalProperties", True)
+    known, patterns = schema.get("properties") or {}, schema.get(_PATTERNS)
+    if others is False or not (known or patterns) or not isinstance(known, dict):
+        return
+    if patterns:
+        raise invalid(
+            f"{_PATTERNS} with other members cannot be enforced; set additionalProperties to false in the same object"
+        )
+    # Other names need a pattern of their own if their members have a schema, which known members need not match, or if
+    # a known name has a control character, which can be spelled in several ways.
+    is_distinct = others not in (True, {}) or any(_CONTROL.search(name) for name in known)
+    if is_distinct and any(len(name) > MAX_NAME or "\x1f" in name for name in known):
+        raise invalid(
+            f"other members beside names of more than {MAX_NAME} characters, or with the control character U+001F, "
+            "cannot be enforced; set additionalProperties to false in the same object"
+        )
+    name = enforceable_pattern(other_names(known)) if is_distinct else _ANY_NAME
+    schema |= {_PATTERNS: {name: others}, "additionalProperties": False}
+
+
+def _checked_reference(reference: str) -> str:
+    """Check that a JSON pointer (RFC 6901) does not lead into a value that is not a schema, or that is replaced."""
+    _, _, fragment = reference.partition("#")
+    names = iter(unquote(fragment).split("/")[1:])
+    for name in names:
+        keyword = name.replace("~1", "/").replace("~0", "~")
+        # A keyword that maps names to schemas is followed by one of these names, which may equal a keyword.
+        is_kept = next(names, None) is not None if keyword in _NAMED else keyword not in _NOT_REFERRED
+        if not is_kept:
+            raise invalid(f"$ref {shortened(reference)!r} refers to a value of {keyword!r}; refer to a schema in $defs")
+    return reference
+
+
+def _read_flags(schema: dict[str, Any]) -> None:
+    """Replace exclusive bounds of JSON Schema draft 4, which are flags of `minimum` and `maximum`."""
+    for key, (inclusive, _) in _INWARDS.items():
+        flag = schema.get(key)
+        if isinstance(flag, bool):
+            del schema[key]
+            if flag and _is_number(schema.get(inclusive)):
+                schema[key] = schema.pop(inclusive)
+
+
+def _exact_constant(key: str, value: Any) -> Any:
+    """Return a constant that the compiler reads exactly; whole numbers are written as integers."""
+    if isinstance(value, list):
+        return [_exact_constant(key, each) for each in value]
+    if isinstance(value, dict):
+        return {name: _exact_constant(key, each) for name, each in value.items()}
+    if not _is_number(value):
+        return value
+    if not _is_exact(value):
+        raise invalid(
+            f"{key} has {shortened(repr(value))}; only numbers of at most 15 digits, and whole numbers between -2^53 "
+            "and 2^53, can be enforced; use a string"
+        )
+    return int(value) if value == int(value) else value
+
+
+def _is_exact(number: int | float) -> bool:
+    """Return whether the compiler's JSON parser reads the number as it is: it multiplies the digits, as a double, by a
+    power of ten, which is exact only if both are exact doubles. The compiler writes whole numbers without exponent."""
+    if not math.isfinite(number) or number == int(number):
+        return abs(number) <= _MAX_EXACT
+    digits, exponent = Decimal(repr(number)).normalize().as_tuple()[1:]
+    whole = int("".join(map(str, digits)))
+    return whole <= _MAX_EXACT and isinstance(exponent, int) and abs(exponent) <= _MAX_EXACT_POWER
+
+
+def _check_bounds(schema: Mapping[str, Any]) -> None:
+    for key in _BOUNDS:
+        value = schema.get(key)
+        if not _is_number(value):
+            continue
+        if abs(value) > _MAX_EXACT:
+            raise invalid(f"{key} is {shortened(str(value))}; only bounds between -2^53 and 2^53 can be enforced")
+        exponent = Decimal(repr(value)).as_tuple().exponent
+        if isinstance(exponent, int) and exponent < -_MAX_PLACES:
+            raise invalid(f"{key} is {value}; at most {_MAX_PLACES} decimal places can be enforced")
+    step = schema.get("multipleOf")
+    if _is_number(step) and step <= 0:
+        raise invalid(f"multipleOf must be greater than 0, not {step}")
+
+
+def _is_empty(schema: Mapping[str, Any]) -> bool:
+    """Return whether no number is within the bounds."""
+    lower, upper = schema.get("minimum"), schema.get("maximum")
+    above, below = schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum")
+    return (
+        (_is_number(lower) and _is_number(upper) and lower > upper)
+        or (_is_number(lower) and _is_number(below) and lower >= below)
+        or (_is_number(above) and _is_number(upper) and above >= upper)
+        or (_is_number(above) and _is_number(below) and above >= below)
+    )
+
+
+def _move_inwards(schema: dict[str, Any], key: str, inclusive: str, sign: int) -> None:
+    bound = schema.get(key)
+    if not _is_number(bound) or bound != math.floor(bound):
+        return
+    moved = bound + sign * _STEP * max(1.0, abs(bound))
+    other = schema.get(inclusive)
+    del schema[key]
+    if not _is_number(other) or sign * (moved - other) > 0:  # the tighter one of two bounds
+        schema[inclusive] = moved
+
+
+def _is_number(value: object) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _nested() -> InvalidRequest:
+    return invalid("json_schema is nested too deeply")
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not valid JSON")

@@ -1,0 +1,110 @@
+r"""Prepares the patterns of JSON strings for the compiler, which quotes some character classes wrongly.
+
+llguidance 1.9 writes a class that contains all control characters, such as `[^"]` or `\W`, as `\` followed by any
+escape. So `"` and `\` are accepted for a class that excludes them. Therefore one control character, U+001F, is removed
+from every class: every output still matches the pattern, but no output contains this character.
+"""
+
+import itertools
+import re
+from collections.abc import Collection, Iterable
+
+from kvferry.core.errors import shortened
+from kvferry.text.grammar.errors import invalid
+
+MAX_NAME = 61
+"""Maximum length of a name in `other_names`; each character nests the pattern four levels deeper, of 250."""
+_REMOVED = r"\x1f"
+_SYNTAX = re.compile(
+    r"""
+    \\ (?: [DWS] | [pP] (?: \{ [^}]* \} | . ) )      (?# a class without brackets)
+    | \\ (?: x [0-9A-Fa-f]{2} | [xuU] \{ [0-9A-Fa-f]+ \} | u [0-9A-Fa-f]{4} | U [0-9A-Fa-f]{8} )
+    | \\ .
+    | [^\\]
+    """,
+    re.VERBOSE | re.DOTALL,
+)
+_CLASS = re.compile(r"\\[DWSpP]")
+_CODE = re.compile(r"\\[xuU]\{?([0-9A-Fa-f]+)\}?")
+
+
+def enforceable_pattern(pattern: str) -> str:
+    r"""Return a pattern, in the syntax of Rust's `regex` crate, whose classes do not contain U+001F.
+
+    Raises:
+        InvalidRequest: the pattern has U+001F itself outside of a class, or the flag x.
+    """
+    parts = [found.group() for found in _SYNTAX.finditer(pattern)]
+    made: list[str] = []
+    at = 0
+    while at < len(parts):
+        part = parts[at]
+        end = at + 1
+        if part == "(" and _sets_extended(parts[at + 1 :]):
+            raise invalid(f"pattern {shortened(pattern)!r} sets the flag x, which is not supported; remove it")
+        if part == "[":
+            end = _class_end(parts, at)
+            made.append(f"[{_literal_class(parts[at:end])}&&[^{_REMOVED}]]")
+        elif _CLASS.match(part):
+            made.append(f"[{part}&&[^{_REMOVED}]]")
+        elif _is_removed(part):
+            raise invalid(
+                f"pattern {shortened(pattern)!r} has the control character U+001F, which is not supported; remove it"
+            )
+        else:
+            made.append(part)
+        at = end
+    return "".join(made)
+
+
+def other_names(names: Collection[str]) -> str:
+    """Return a pattern that matches every string except the given ones.
+
+    Args:
+        names: the strings to exclude, each of at most `MAX_NAME` characters.
+    """
+    return f"^{_after(sorted(names))}$"
+
+
+def _after(names: list[str]) -> str:
+    """Return a pattern that matches every string except `names`, which are sorted."""
+    is_name = names[:1] == [""]
+    ways: list[str] = []
+    begun: list[str] = []
+    for first, group in itertools.groupby(names[is_name:], key=lambda name: name[0]):
+        begun.append(f"\\u{{{ord(first):x}}}")
+        ways.append(begun[-1] + _after([name[1:] for name in group]))
+    ways.append(f"[^{''.join(begun)}](?s:.*)" if begun else "(?s:.+)")
+    return f"(?:{'|'.join(ways)}){'' if is_name else '?'}"
+
+
+def _class_end(parts: list[str], start: int) -> int:
+    """Return the index after the bracket that closes the class at `start`. As in ECMA-262, the dialect of JSON Schema,
+    an opening bracket in a class is literal; so is a closing one that is the first character, as in Python and Rust."""
+    at = start + 1 + (parts[start + 1 : start + 2] == ["^"])
+    at += parts[at : at + 1] == ["]"]
+    while at < len(parts):
+        if parts[at] == "]":
+            return at + 1
+        at += 1
+    return len(parts)  # not closed; the compiler reports it
+
+
+def _literal_class(parts: list[str]) -> str:
+    """Return a class, from bracket to bracket, in which the operators of Rust's classes are literal: nested classes,
+    intersection, difference and symmetric difference."""
+    inner = [f"\\{part}" if part in ("[", "&", "~") else part for part in parts[1:]]
+    places = zip(["", *inner[:-1]], inner, [*inner[1:], ""], strict=True)
+    return "[" + "".join("\\-" if part == "-" and "-" in (before, after) else part for before, part, after in places)
+
+
+def _sets_extended(parts: Iterable[str]) -> bool:
+    """Return whether a group has the flag with which white space and comments are ignored. JSON Schema's dialect lacks
+    it."""
+    flags = itertools.takewhile(lambda part: part.isalpha() or part == "-", itertools.islice(parts, 1, None))
+    return next(iter(parts), "") == "?" and "x" in flags
+
+
+def _is_removed(part: str) -> bool:
+    code = _CODE.fullmatch(part)
+    return part == "\x1f" or (code is not None and int(code[1], 16) == 0x1F)

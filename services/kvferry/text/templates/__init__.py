@@ -1,0 +1,1 @@
+"""Chat templates: a sandbox with budgets, since a template comes with the model's files."""

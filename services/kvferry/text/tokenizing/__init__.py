@@ -1,0 +1,1 @@
+"""Tokenizers and detokenizers, from tokenizer.json and from the header of a GGUF file."""

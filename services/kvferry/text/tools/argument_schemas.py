@@ -1,0 +1,73 @@
+"""Schemas of a tool's arguments as its grammar contains them. They are only checked here, since the compiler prepares
+every schema in a grammar (`lark_text`)."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from kvferry.core.errors import InvalidRequest
+from kvferry.text.grammar.json_schema import enforced
+from kvferry.text.tools.definitions import Tool
+
+_COMPOSED = frozenset({"$ref", "allOf", "anyOf", "oneOf", "if", "not", "enum", "const"})
+_OPEN = frozenset({"additionalProperties", "patternProperties", "unevaluatedProperties", *_COMPOSED})
+"""Keywords that define which other members an object may have."""
+
+
+def check_arguments(tool: Tool, schema: Mapping[str, object]) -> None:
+    """Check that the compiler enforces a schema of a tool's arguments exactly; see `json_schema.enforced`.
+
+    Raises:
+        InvalidRequest: a part of the schema cannot be enforced; the message names the tool.
+    """
+    try:
+        enforced(schema)
+    except InvalidRequest as error:
+        message = f"the parameters of {tool.name!r} cannot be enforced: {error.message}; or use tool_choice auto"
+        raise InvalidRequest(message, field="tools", reason=error.reason) from None
+
+
+def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a schema whose objects have no members besides those in `properties`, unless the schema defines other
+    ones. JSON Schema allows members that a schema does not mention; a small model would invent them endlessly.
+
+    Objects within others stay as they are if a reference may lead into one, since it may be part of an `allOf` there.
+    """
+    try:
+        return _closed(schema, nested=all(map(refers_to_definition, references(schema))))
+    except RecursionError:  # `check_arguments` refuses it
+        return dict(schema)
+
+
+def references(schema: object) -> Iterator[str]:
+    """Yield the references in a schema."""
+    if isinstance(schema, dict):
+        if isinstance(reference := schema.get("$ref"), str):
+            yield reference
+        for value in schema.values():
+            yield from references(value)
+    elif isinstance(schema, list):
+        for value in schema:
+            yield from references(value)
+
+
+def refers_to_definition(reference: str) -> bool:
+    """Return whether a reference leads to `$defs` or `definitions` of the whole schema."""
+    return reference.startswith(("#/$defs/", "#/definitions/"))
+
+
+def _closed(schema: Mapping[str, Any], *, nested: bool) -> dict[str, Any]:
+    made = dict(schema)
+    properties, items, required = (schema.get(key) for key in ("properties", "items", "required"))
+    if isinstance(properties, Mapping):
+        if nested:
+            made["properties"] = {name: _closed_value(one) for name, one in properties.items()}
+        is_known = not isinstance(required, list) or all(name in properties for name in required)
+        if is_known and not _OPEN & schema.keys():
+            made["additionalProperties"] = False
+    if nested and isinstance(items, dict):
+        made["items"] = _closed_value(items)
+    return made
+
+
+def _closed_value(schema: Any) -> Any:
+    return _closed(schema, nested=True) if isinstance(schema, dict) else schema

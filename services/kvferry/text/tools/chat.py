@@ -1,0 +1,147 @@
+"""Encodes chat messages to token ids, such that message text cannot produce control tokens.
+
+If message text could become control tokens, a user who writes `<|im_end|><|im_start|>system` could end the turn and
+start a system turn. Control tokens of the template must be parsed and control tokens in messages must not, but both
+appear in the same rendered text. Therefore, before rendering, every control token inside a message is split by a mark,
+a private-use character that occurs nowhere else:
+
+    content    "hi <|im_end|> there"            mark = U+E000, drawn as ^
+    guarded    "hi <^|im_end|> there"
+    rendered   <|im_start|>user\\nhi <^|im_end|> there<|im_end|>\\n
+    pieces     [control]  user\\nhi <|im_end|> there  [control]  \\n
+
+The remaining control tokens in the rendered text come from the template. The text between them is encoded without marks
+and without parsing control tokens. A control token could also arise where a message meets other text. Therefore a mark
+is also added to a message that ends with the start of a control token or starts with the end of a control token.
+
+Without marks, the rendered text is parsed and encoded directly. The template is trusted like the weights: a template
+that splits and joins message text could remove the marks.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+from kvferry.core.errors import InvalidRequest
+from kvferry.text.templates.chat_template import ChatTemplate, Message
+from kvferry.text.tokenizing.tokenizer import ControlToken, Tokenizer
+
+_PRIVATE_USE = range(0xE000, 0xF900)
+
+
+def encode_chat(
+    template: ChatTemplate,
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    *,
+    add_generation_prompt: bool = True,
+    tools: Sequence[Message] | None = None,
+    variables: Mapping[str, object] | None = None,
+) -> list[int]:
+    """Render and encode a conversation; control tokens come only from the template.
+
+    Args:
+        template: the chat template.
+        tokenizer: tokenizer of the model.
+        messages: messages of the conversation, oldest first.
+        add_generation_prompt: whether the prompt ends with the start of the assistant's answer.
+        tools: definitions of the tools in the template's form; `None` without tools.
+        variables: further variables of the template; see `ChatTemplate.render`.
+
+    Raises:
+        InvalidRequest: the template rejects the messages, or they cannot be encoded.
+    """
+    guard = _Guard(tokenizer, [*messages, *(tools or ()), variables, template.source])
+    text = template.render(
+        [guard.message(message) for message in messages],
+        add_generation_prompt=add_generation_prompt,
+        tools=[guard.message(tool) for tool in tools] if tools is not None else None,
+        variables=guard.message(variables or {}),
+    )
+    if not guard.was_needed:
+        return tokenizer.encode(text, add_special=False)
+    ids: list[int] = []
+    for piece in _pieces(text, tokenizer):
+        if isinstance(piece, ControlToken):
+            ids.append(piece.token_id)
+        else:
+            ids += tokenizer.encode(piece.replace(guard.mark, ""), add_special=False, parse_control=False)
+    return ids
+
+
+class _Guard:
+    """Inserts marks into the messages of a request, so that their text cannot be parsed as control tokens."""
+
+    def __init__(self, tokenizer: Tokenizer, texts_seen: Sequence[object]) -> None:
+        seen = set[str]().union(*(_strings(texts_seen)))
+        mark = next((chr(code) for code in _PRIVATE_USE if chr(code) not in seen), None)
+        if mark is None:
+            raise InvalidRequest("the messages contain every private-use character", field="messages")
+        self.mark = mark
+        self.was_needed = False
+        texts = [text for text in tokenizer.control_tokens if len(text) > 1]  # a single character cannot be split
+        # The match consumes only one character, so that a single pass also splits overlapping tokens.
+        self._whole = re.compile(f"(?=(?:{'|'.join(map(re.escape, texts))}))(.)", re.DOTALL) if texts else None
+        self._beginnings = {text[:n] for text in texts for n in range(1, len(text))}
+        self._endings = {text[n:] for text in texts for n in range(1, len(text))}
+        self._longest = max(map(len, texts), default=0)
+
+    def message(self, message: Message) -> Message:
+        """Return the message with marks in all of its strings, including keys."""
+        guarded = self._any(message)
+        assert isinstance(guarded, dict)
+        return guarded
+
+    def _any(self, value: object) -> object:
+        if isinstance(value, str):
+            return self._text(value)
+        if isinstance(value, Mapping):
+            return {self._any(key): self._any(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._any(item) for item in value]
+        return value
+
+    def _text(self, text: str) -> str:
+        if self._whole is None:
+            return text
+        guarded = self._whole.sub(rf"\1{self.mark}", text)
+        # Templates strip whitespace, so compare the stripped ends.
+        bare = guarded.rstrip()
+        if any(bare[-n:] in self._beginnings for n in range(1, min(self._longest, len(bare) + 1))):
+            guarded = bare + self.mark + guarded[len(bare) :]
+        bare = guarded.lstrip()
+        if any(bare[:n] in self._endings for n in range(1, min(self._longest, len(bare) + 1))):
+            guarded = guarded[: len(guarded) - len(bare)] + self.mark + bare
+        self.was_needed |= guarded != text
+        return guarded
+
+
+def _pieces(text: str, tokenizer: Tokenizer) -> Iterator[str | ControlToken]:
+    """Split text at control tokens, like the tokenizer: the leftmost match first; of several at one position, the
+    longest."""
+    controls = tokenizer.control_tokens
+    pattern = re.compile("|".join(map(re.escape, sorted(controls, key=len, reverse=True))))
+    at, swallow = 0, False
+    for match in pattern.finditer(text):
+        control = controls[match[0]]
+        between = text[at : match.start()]
+        between = between.lstrip() if swallow else between
+        between = between.rstrip() if control.strips_left else between
+        if between:
+            yield between
+        yield control
+        at, swallow = match.end(), control.strips_right
+    rest = text[at:].lstrip() if swallow else text[at:]
+    if rest:
+        yield rest
+
+
+def _strings(value: object) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _strings(key)
+            yield from _strings(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _strings(item)

@@ -1,0 +1,133 @@
+"""Grammars of answers that consist of tool calls, for constrained decoding: one for each format of calls.
+
+A grammar is text in llguidance's dialect of Lark, with the schemas of the arguments inline. The parser of the same
+format reads every output that the grammar accepts, with arguments that match their schemas. Separators follow the
+models' training data (one space after a comma or colon), and no whitespace is optional, since small models repeat it
+endlessly.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+
+from kvferry.text.answers.marks import HARMONY, Marks
+from kvferry.text.answers.registry import CallFormat
+from kvferry.text.tools.argument_schemas import check_arguments, closed
+from kvferry.text.tools.definitions import Tool
+from kvferry.text.tools.pythonic_grammar import pythonic_call
+
+MAX_CALLS = 16
+"""Maximum number of calls in an answer that must have calls, since a small model may never stop."""
+_SPACING: Mapping[str, object] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+def calls_grammar(
+    call_format: CallFormat, tools: Sequence[Tool], marks: Marks, *, is_single: bool = False, thought: str = ""
+) -> str:
+    """Return the grammar of an answer with at least one call.
+
+    Args:
+        call_format: the model's format of calls.
+        tools: tools that may be called, at least one.
+        marks: markers that are control tokens of the model.
+        is_single: whether the answer has exactly one call.
+        thought: rules for text before the calls, from `thought_rules`; empty if no text may come before them.
+
+    Raises:
+        InvalidRequest: a schema cannot be expressed in the format.
+    """
+    more = 0 if is_single else MAX_CALLS - 1
+    rules = _FORMATS[call_format](tools, marks, more)
+    start = "start: thought? answer" if thought else "start: answer"
+    return "\n".join([start, *([thought] if thought else []), *rules]) + "\n"
+
+
+def thought_rules(marks: Marks, *, is_open: bool, call_format: CallFormat = CallFormat.HERMES) -> str:
+    """Return the rules of reasoning before the calls.
+
+    Args:
+        call_format: the model's format of calls; harmony's reasoning is a separate message.
+        marks: markers that are control tokens of the model.
+        is_open: whether the prompt has opened the reasoning.
+    """
+    if call_format is CallFormat.HARMONY:
+        return _harmony_thought(marks)
+    closer = marks.token_ids.get("</think>")
+    body = f"thought_text <[{closer}]>" if closer is not None else "thought_text"
+    ending = "" if closer is not None else '[suffix="</think>"]'
+    opener = "" if is_open else f"{_terminal('<think>', marks)} "
+    return f'thought: {opener}{body} "\\n"{{0,2}}\nthought_text{ending}: /(?s:.*)/'
+
+
+def _harmony_thought(marks: Marks) -> str:
+    channel, message, _, start, end, *_ = (_terminal(marker, marks) for marker in HARMONY)
+    is_token = HARMONY[4] in marks.token_ids
+    ending = "" if is_token else f"[suffix={end}]"
+    body = f"thought_text {end}" if is_token else "thought_text"
+    opening = f'thought: {channel} "analysis" {message} {body} {start} "assistant"'
+    return f"{opening}\nthought_text{ending}: /(?s:.*)/"
+
+
+def _terminal(marker: str, marks: Marks) -> str:
+    """Return a marker as it is written in a rule: as a control token, or as its text."""
+    token_id = marks.token_ids.get(marker)
+    return json.dumps(marker) if token_id is None else f"<[{token_id}]>"
+
+
+def _schema(tool: Tool) -> str:
+    arguments = closed(tool.schema)
+    check_arguments(tool, arguments)
+    whole = {**arguments, "type": "object", "x-guidance": _SPACING}
+    return f"%json {json.dumps(whole, ensure_ascii=False)}"
+
+
+def _json_calls(tools: Sequence[Tool], arguments: str) -> list[str]:
+    """Return the rule `call` of a call as a JSON object, and the rules that it refers to."""
+    rules = ["call: " + " | ".join(f"call_{number}" for number in range(len(tools)))]
+    for number, tool in enumerate(tools):
+        head = json.dumps(f'{{"name": {json.dumps(tool.name)}, "{arguments}": ')
+        rules += [f'call_{number}: {head} arguments_{number} "}}"', f"arguments_{number}: {_schema(tool)}"]
+    return rules
+
+
+def _hermes(tools: Sequence[Tool], marks: Marks, more: int) -> list[str]:
+    tagged = f'{_terminal("<tool_call>", marks)} "\\n" call "\\n" {_terminal("</tool_call>", marks)}'
+    rules = [f'answer: tagged ("\\n" tagged){{0,{more}}}' if more else "answer: tagged", f"tagged: {tagged}"]
+    return rules + _json_calls(tools, "arguments")
+
+
+def _llama3_json(tools: Sequence[Tool], _marks: Marks, more: int) -> list[str]:
+    rules = [f'answer: call ("; " call){{0,{more}}}' if more else "answer: call"]
+    return rules + _json_calls(tools, "parameters")
+
+
+def _mistral(tools: Sequence[Tool], marks: Marks, more: int) -> list[str]:
+    several = f' (", " call){{0,{more}}}' if more else ""
+    rules = [f'answer: {_terminal("[TOOL_CALLS]", marks)} "[" call{several} "]"']
+    return rules + _json_calls(tools, "arguments")
+
+
+def _pythonic(tools: Sequence[Tool], _marks: Marks, more: int) -> list[str]:
+    several = f' (", " call){{0,{more}}}' if more else ""
+    rules = [f'answer: "[" call{several} "]"', "call: " + " | ".join(f"call_{n}" for n in range(len(tools)))]
+    for number, tool in enumerate(tools):
+        rules += pythonic_call(tool, f"call_{number}", _SPACING)
+    return rules
+
+
+def _harmony(tools: Sequence[Tool], marks: Marks, more: int) -> list[str]:
+    channel, message, constrain, start, _, _, call = (_terminal(marker, marks) for marker in HARMONY)
+    several = f' ({call} {start} "assistant" call){{0,{more}}}' if more else ""
+    rules = [f"answer: call{several}", "call: " + " | ".join(f"call_{number}" for number in range(len(tools)))]
+    for number, tool in enumerate(tools):
+        head = f'{channel} {json.dumps(f"commentary to=functions.{tool.name} ")} {constrain} "json" {message}'
+        rules += [f"call_{number}: {head} arguments_{number}", f"arguments_{number}: {_schema(tool)}"]
+    return rules
+
+
+_FORMATS: Mapping[CallFormat, Callable[[Sequence[Tool], Marks, int], list[str]]] = {
+    CallFormat.HERMES: _hermes,
+    CallFormat.HARMONY: _harmony,
+    CallFormat.LLAMA3_JSON: _llama3_json,
+    CallFormat.MISTRAL: _mistral,
+    CallFormat.PYTHONIC: _pythonic,
+}

@@ -1,0 +1,1 @@
+"""What all gRPC services of a worker share: its context, and the trace of a call."""

@@ -1,0 +1,104 @@
+"""The history of a gateway's latency and rates: windows, bounds, pauses."""
+
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.gateway.observe.dashboard.history import INTERVAL_SECONDS, MAX_POINTS, WINDOW_SECONDS, History, Totals
+from kvferry.gateway.observe.dashboard.quantiles import Buckets
+from kvferry.gateway.observe.instruments import Instruments
+from kvferry.serving.text_stream import Usage
+from kvferry.serving.token_source import KvReport, Timing
+
+
+def totals(fast: int = 0, slow: int = 0, tokens: int = 0) -> Totals:
+    """Return a reading with `fast` observations below 1 s and `slow` ones below 2 s in both histograms."""
+    buckets = Buckets((1.0, 2.0, math.inf), (fast, fast + slow, fast + slow))
+    return Totals(buckets, buckets, tokens, {"done": fast}, {"computed": 1, "cached": 0, "peer": 0, "tier": 0}, 0)
+
+
+def test_the_first_reading_makes_no_point() -> None:
+    history = History()
+    history.add(10.0, totals(fast=100, tokens=1000))
+    assert history.overview(10.0, totals())["series"]["seconds_ago"] == []
+
+
+def test_a_point_covers_the_window_before_it() -> None:
+    history = History()
+    for number in range(40):  # fast requests up to reading 20, slow ones later; 5 tokens per second
+        history.add(number * INTERVAL_SECONDS, totals(min(number, 20) * 4, max(0, number - 20) * 4, number * 10))
+    series = history.overview(80.0, totals())["series"]
+    assert series["output_tokens_per_second"] == [pytest.approx(5.0)] * 39
+    assert series["first_token_p50"][10] == pytest.approx(0.5)
+    assert series["first_token_p50"][-1] == pytest.approx(1.5), "the window contains no fast request"
+    assert series["first_token_p95"][-1] == pytest.approx(1.95)
+    assert series["token_gap_p50"] == series["first_token_p50"]
+    assert series["seconds_ago"][-1] == pytest.approx(2.0)
+
+
+def test_observations_before_a_pause_are_not_counted_after_it() -> None:
+    history = History()
+    for number in range(5):
+        history.add(number * 2.0, totals(fast=number))
+    history.add(1000.0, totals(fast=4, slow=6))
+    history.add(1002.0, totals(fast=4, slow=8))
+    series = history.overview(1002.0, totals())["series"]
+    assert series["first_token_p50"][-1] == pytest.approx(1.5)
+    assert series["seconds_ago"] == sorted(series["seconds_ago"], reverse=True)
+
+
+def test_a_reading_just_after_the_last_one_is_left_out() -> None:
+    history = History()
+    history.add(1.0, totals())
+    for now in (1.0, 0.5, 1.0 + 1e-300, 1.9):
+        history.add(now, totals(fast=5, tokens=5))
+    assert history.overview(2.0, totals())["series"]["seconds_ago"] == []
+
+
+@given(steps=st.lists(st.floats(0, 100), max_size=400))
+def test_memory_is_bounded_and_the_overview_is_json(steps: list[float]) -> None:
+    history, now = History(), 0.0
+    for number, step in enumerate(steps):
+        now += step
+        history.add(now, totals(fast=number, tokens=number))
+    overview = history.overview(now, totals())
+    lengths = {len(values) for values in overview["series"].values()}
+    assert len(lengths) == 1
+    assert lengths.pop() <= MAX_POINTS
+    assert len(history._readings) <= WINDOW_SECONDS / INTERVAL_SECONDS + 1
+    json.dumps(overview, allow_nan=False)
+
+
+def test_many_readings_keep_the_newest_points() -> None:
+    history = History()
+    for number in range(MAX_POINTS + 50):
+        history.add(number * 2.0, totals())
+    ages = history.overview((MAX_POINTS + 49) * 2.0, totals())["series"]["seconds_ago"]
+    assert (len(ages), ages[0], ages[-1]) == (MAX_POINTS, (MAX_POINTS - 1) * 2.0, 0.0)
+
+
+def test_the_instruments_of_a_gateway_are_read() -> None:
+    instruments = Instruments()
+    empty = instruments.totals()
+    assert (empty.output_tokens, empty.streams) == (0, {})
+    assert empty.sources == {"computed": 0, "cached": 0, "peer": 0, "tier": 0}
+    report = KvReport("d", "peer", num_tokens=90, num_chosen=90, blocks_loaded=6)
+    timing = Timing(prefill_worker="p", decode_worker="d", first_token_seconds=0.03, total_seconds=1.0, kv=(report,))
+    instruments.stream_ended("done", Usage(100, 7, 40), timing)
+    instruments.stream_ended("failed", Usage(100, 0, 0), Timing())
+    instruments.token_gap_seconds.observe(0.004)
+    found = instruments.totals()
+    assert (found.output_tokens, found.handoff_tokens) == (7, 90)
+    assert found.streams == {"done": 1, "failed": 1}
+    assert found.sources == {"computed": 60, "cached": 40, "peer": 0, "tier": 0}
+    assert found.first_token.bounds[-1] == math.inf
+    assert found.first_token.counts[-1] == found.token_gap.counts[-1] == 1
+    history = History()
+    history.add(0.0, empty)
+    history.add(2.0, found)
+    series = history.overview(2.0, found)["series"]
+    assert 0.02 < series["first_token_p50"][0] <= 0.05
+    assert 0.002 < series["token_gap_p95"][0] <= 0.005

@@ -1,0 +1,110 @@
+"""Constraints are checked in another process; a schema that never compiles ends only that process."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from functools import partial
+
+import pytest
+
+from kvferry.core.constraint import Constraint, ConstraintKind
+from kvferry.core.errors import InvalidRequest
+from kvferry.serving import constraint_check
+from kvferry.serving.constraint_check import CHECK_SECONDS, ConstraintCheck
+from kvferry.serving.model_text import open_text_model
+
+GOOD = Constraint(ConstraintKind.JSON_SCHEMA, '{"type": "integer"}')
+ENDLESS = Constraint(ConstraintKind.JSON_SCHEMA, '{"type": "integer", "multipleOf": 99999999}')
+"""The automaton of this schema has a state for each remainder."""
+
+
+@pytest.fixture
+async def check() -> AsyncIterator[ConstraintCheck]:
+    opened = ConstraintCheck(partial(open_text_model, "tiny"))
+    async with asyncio.timeout(120):
+        yield opened
+        await opened.stop()
+
+
+async def test_a_good_constraint_passes_and_a_bad_one_is_rejected(check: ConstraintCheck) -> None:
+    await check.check(GOOD)
+    for _ in range(2):  # computed first, and cached afterwards
+        with pytest.raises(InvalidRequest, match="frob") as caught:
+            await check.check(Constraint(ConstraintKind.JSON_SCHEMA, '{"type": "frob"}'))
+        assert (caught.value.field, caught.value.reason) == ("constraint", "CONSTRAINT_INVALID")
+
+
+async def test_a_constraint_that_never_compiles_is_rejected_in_time_and_remembered(check: ConstraintCheck) -> None:
+    await check.check(GOOD)  # starts the process
+    begun = time.monotonic()
+    with pytest.raises(InvalidRequest, match="simplify") as caught:
+        await check.check(ENDLESS)
+    assert (caught.value.field, caught.value.reason) == ("constraint", "CONSTRAINT_TOO_COSTLY")
+    assert time.monotonic() - begun >= CHECK_SECONDS / 2, "the constraint was not compiled"
+    begun = time.monotonic()
+    with pytest.raises(InvalidRequest):
+        await check.check(ENDLESS)
+    assert time.monotonic() - begun < CHECK_SECONDS / 2, "the constraint was compiled again"
+    await check.check(Constraint(ConstraintKind.CHOICE, '["another"]'))
+
+
+async def test_verdicts_are_bounded(check: ConstraintCheck, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constraint_check, "MAX_VERDICTS", 2)
+    for number in range(4):
+        await check.check(Constraint(ConstraintKind.CHOICE, f'["{number}"]'))
+    assert len(check._verdicts) == 2
+
+
+class Held:
+    """Stands for the process: a check ends when it is released."""
+
+    def __init__(self) -> None:
+        self.begun = self.cancelled = 0
+        self.go = asyncio.Event()
+        self.error: InvalidRequest | None = None
+
+    async def run_as(self, *_: object) -> None:
+        self.begun += 1
+        try:
+            await self.go.wait()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        if self.error is not None:
+            raise self.error
+
+
+async def test_requests_with_the_same_constraint_wait_for_one_check(
+    check: ConstraintCheck, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = Held()
+    monkeypatch.setattr(check, "_process", held)
+    held.error = InvalidRequest("no")
+    waiting = [asyncio.create_task(check.check(GOOD)) for _ in range(200)]
+    waiting.append(asyncio.create_task(check.check(GOOD, "another tenant")))
+    await asyncio.sleep(0)
+    waiting[0].cancel()  # the first request, which began the check
+    await asyncio.sleep(0)
+    held.go.set()
+    results = await asyncio.gather(*waiting, return_exceptions=True)
+    assert isinstance(results[0], asyncio.CancelledError)
+    assert {type(result) for result in results[1:]} == {InvalidRequest}
+    assert (held.begun, held.cancelled, check._running) == (2, 0, {}), "one for each tenant"
+
+
+async def test_a_check_that_no_request_waits_for_is_cancelled(
+    check: ConstraintCheck, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = Held()
+    monkeypatch.setattr(check, "_process", held)
+    waiting = [asyncio.create_task(check.check(GOOD)) for _ in range(2)]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    await asyncio.sleep(0)
+    assert (held.begun, held.cancelled, check._running) == (1, 1, {})
+    held.go.set()
+    await check.check(GOOD)
+    assert held.begun == 2
