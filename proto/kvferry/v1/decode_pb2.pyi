@@ -224,9 +224,11 @@ class Handoff(_message.Message):
         OUTCOME_LOCAL: Handoff._Outcome.ValueType  # 3
         """all blocks were cached on this worker already"""
         OUTCOME_RECOMPUTED: Handoff._Outcome.ValueType  # 4
-        """not fetched, or the fetch failed; `reason` is the cause"""
+        """not fetched, since computing was faster"""
         OUTCOME_TIER: Handoff._Outcome.ValueType  # 5
         """not fetched; the blocks, or the first of them, came from a tier"""
+        OUTCOME_FAILED: Handoff._Outcome.ValueType  # 6
+        """the fetch failed or the offer had expired; `reason` is the cause"""
 
     class Outcome(_Outcome, metaclass=_OutcomeEnumTypeWrapper): ...
     OUTCOME_UNSPECIFIED: Handoff.Outcome.ValueType  # 0
@@ -237,9 +239,11 @@ class Handoff(_message.Message):
     OUTCOME_LOCAL: Handoff.Outcome.ValueType  # 3
     """all blocks were cached on this worker already"""
     OUTCOME_RECOMPUTED: Handoff.Outcome.ValueType  # 4
-    """not fetched, or the fetch failed; `reason` is the cause"""
+    """not fetched, since computing was faster"""
     OUTCOME_TIER: Handoff.Outcome.ValueType  # 5
     """not fetched; the blocks, or the first of them, came from a tier"""
+    OUTCOME_FAILED: Handoff.Outcome.ValueType  # 6
+    """the fetch failed or the offer had expired; `reason` is the cause"""
 
     OUTCOME_FIELD_NUMBER: _builtins.int
     CONNECTOR_FIELD_NUMBER: _builtins.int

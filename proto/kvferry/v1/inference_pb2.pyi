@@ -463,7 +463,7 @@ class Timing(_message.Message):
     handoff_blocks: _builtins.int
     handoff_bytes: _builtins.int
     handoff_outcome: _builtins.str
-    """none, fetched, local, recomputed, tier"""
+    """none, fetched, local, tier, recomputed, failed"""
     total_seconds: _builtins.float
     prefill_worker: _builtins.str
     decode_worker: _builtins.str

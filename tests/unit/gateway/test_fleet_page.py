@@ -23,7 +23,7 @@ async def test_the_fleet_page_lists_the_workers():
     ]
     assert "kvferry_gateway_held_requests 0.0" in page
     assert "kvferry_gateway_fleet_stale 0.0" in page
-    assert "kvferry_gateway_wakes_total 0.0" in page
+    assert "kvferry_gateway_scale_from_zero_total 0.0" in page
 
 
 async def test_a_lingering_gateway_serves_and_is_not_ready():

@@ -23,6 +23,7 @@ from kvferry.core.errors import (
     Overloaded,
     RequestCancelled,
     RequestRefused,
+    TicketRejected,
     Unavailable,
 )
 from kvferry.core.hashing import BlockNamers
@@ -290,6 +291,8 @@ class Dispatcher:
         run.trace.lost(error, address, len(run.emitted))
         if run.state in (State.PREFILLING, State.FETCHING, State.DECODING):
             run.on(Event.LOSE)
+        if isinstance(error, TicketRejected):
+            self._instruments.ticket_rejected(error)
         decision = retry_decision(error)
         if decision is RetryDecision.FATAL:
             self._refuse(run, error)

@@ -59,14 +59,13 @@ class _Handoff:
         if load is not None and load.failure is None:
             message.outcome = Outcome.OUTCOME_FETCHED
             message.num_blocks, message.num_bytes = load.num_blocks, load.num_bytes
+        elif load is not None or self.refused:
+            message.outcome = Outcome.OUTCOME_FAILED
+            message.reason = self.refused if load is None else load.failure or ""
         elif self.kv_report.from_tiers:
             message.outcome = Outcome.OUTCOME_TIER
-            message.reason = self.refused if load is None else load.failure or ""
-        elif load is not None:
-            message.outcome, message.reason = Outcome.OUTCOME_RECOMPUTED, load.failure or ""
-        elif self.refused or self.kv_report.is_declined:
-            message.outcome = Outcome.OUTCOME_RECOMPUTED
-            message.reason = self.refused or "computing was faster than fetching"
+        elif self.kv_report.is_declined:
+            message.outcome, message.reason = Outcome.OUTCOME_RECOMPUTED, "computing was faster than fetching"
         else:
             message.outcome = Outcome.OUTCOME_NONE if self.ticket is None else Outcome.OUTCOME_LOCAL
         return message
@@ -153,9 +152,9 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
                         if is_first and started is not None:
                             message.queue_seconds = started - arrived
                             message.prefill_seconds = clock.monotonic() - started
-                        if message.handoff.outcome == Outcome.OUTCOME_RECOMPUTED:
+                        if message.handoff.outcome in (Outcome.OUTCOME_RECOMPUTED, Outcome.OUTCOME_FAILED):
                             why = message.handoff.reason
-                            _log.info("computed the offered KV: %s", why, extra={"request_id": stream.request_id})
+                            _log.info("did not read the offered KV: %s", why, extra={"request_id": stream.request_id})
                         await self._add_kept(message, request, tokens, handoff)
                         yield message
         finally:
