@@ -39,6 +39,8 @@ def queries_of(value: Any) -> Iterator[str]:
 QUERIES = [(path.name, query) for path in DASHBOARDS for query in queries_of(json.loads(path.read_text("utf-8")))]
 for alerts in sorted((CHART / "files/alerts").glob("*.yaml")):
     QUERIES += [(alerts.name, query) for query in queries_of(yaml.safe_load(alerts.read_text("utf-8")))]
+keda = yaml.safe_load((ROOT / "docs/examples/keda.yaml").read_text("utf-8"))
+QUERIES += [("keda.yaml", trigger["metadata"]["query"]) for trigger in keda["spec"]["triggers"]]
 
 
 def problems(query: str) -> list[str]:
