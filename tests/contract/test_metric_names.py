@@ -13,12 +13,15 @@ from kvferry.core.metrics import Kind
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("docs", "charts", "tests/cluster", "tests/harness/kube", "tests/harness/pools", "operator")
 SUFFIXES = {".md", ".yaml", ".json", ".py", ".txt", ".tpl"}
-PAGES = sorted(
-    path
-    for folder in FOLDERS
-    for path in (ROOT / folder).rglob("*")
-    if path.suffix in SUFFIXES and ROOT / "docs/changes" not in path.parents
-) + [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+PAGES = [
+    *(
+        path
+        for folder in FOLDERS
+        for path in sorted((ROOT / folder).rglob("*"))
+        if path.suffix in SUFFIXES and ROOT / "docs/changes" not in path.parents
+    ),
+    *(ROOT / "README.md", ROOT / "CONTRIBUTING.md"),
+]
 TABLE = {metric.name: metric for metric in metrics.ALL}
 TARGET_LABELS = {"kvferry_dev_pool", "kvferry_dev_role"}
 """Labels that Prometheus adds from the labels of pods."""
