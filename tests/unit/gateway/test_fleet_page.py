@@ -11,6 +11,8 @@ from harness.fakes.scripted_gateway import scripted_gateway
 from kvferry.core.errors import UsageError
 from kvferry.gateway.decide.config import PoolName
 
+OPERATIONS = (Path(__file__).resolve().parents[3] / "docs/operations.md").read_text("utf-8")
+
 
 async def test_the_fleet_page_lists_the_workers():
     async with scripted_gateway() as gateway, httpx.AsyncClient(base_url=gateway.admin_url, timeout=20) as client:
@@ -31,8 +33,7 @@ async def test_the_fleet_page_lists_the_workers():
 async def test_the_documented_fields_are_those_of_the_page():
     async with scripted_gateway() as gateway, httpx.AsyncClient(base_url=gateway.admin_url, timeout=20) as client:
         fleet = (await client.get("/fleet")).json()
-    text = (Path(__file__).resolve().parents[3] / "docs/operations.md").read_text("utf-8")
-    table = text[text.index("### `GET /fleet`") :].split("\n\n")[2]
+    table = OPERATIONS[OPERATIONS.index("### `GET /fleet`") :].split("\n\n")[2]
     names = [name for line in table.splitlines()[2:] for name in re.findall(r"`([a-z_.\[\]]+)`", line.split("|")[1])]
     at = names.index("workers[]")
     assert {name.partition(".")[0] for name in names[:at]} == fleet.keys() - {"workers"}
