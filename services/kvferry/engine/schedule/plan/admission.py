@@ -294,7 +294,7 @@ class Admission:
         if remote is not None and fetches and not remote.has_all_pages:
             is_held = self._allocator.reserve_load(table, num_loaded=remote.num_tokens, num_tokens=upto)
         else:
-            is_held = self._allocator.grow(table, num_computed=hit_tokens, num_tokens=upto, may_copy=False) is not None
+            is_held = self._allocator.grow(table, num_tokens=upto)
         if not is_held:
             raise InvariantBroken("the pages of an admitted sequence could not be allocated")
         if sequence.adapter is not None:
