@@ -328,8 +328,8 @@ class Gateway:
         """Add an ended sample to the request trace, unless it got no tokens: such a request had no effect."""
         if self._request_trace is not None and run.emitted:
             request = run.request
-            at = self._clock.wall() - (self._clock.monotonic() - request.arrived)
-            self._request_trace.add(TracedSample(at, request.token_ids, tuple(run.emitted), request.scope))
+            at = self._clock.wall() - (self._clock.monotonic() - request.caller.arrived)
+            self._request_trace.add(TracedSample(at, request.token_ids, tuple(run.emitted), request.caller.scope))
 
     def _overview(self) -> Mapping[str, object]:
         return self._history.overview(self._clock.monotonic(), self.instruments.totals())

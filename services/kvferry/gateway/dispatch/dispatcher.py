@@ -53,7 +53,8 @@ from kvferry.gateway.dispatch.work_records import WorkRecords
 from kvferry.gateway.dispatch.worker_calls import WorkerCalls
 from kvferry.gateway.fleet.fleet import Fleet
 from kvferry.gateway.observe.instruments import Instruments
-from kvferry.serving.token_source import TokenEvent, TokenRequest, Vector
+from kvferry.serving.request import Request
+from kvferry.serving.token_source import TokenEvent, Vector
 from kvferry.text.requests.pooling import PoolingParams
 
 _MAX_TICKET_LOSSES = 2
@@ -80,7 +81,7 @@ class Dispatcher:
         """
         Args:
             fleet: the workers; the caller starts and stops the fleet.
-            clock: for deadlines and timings; the time base of `TokenRequest.arrived` and `TokenRequest.deadline`.
+            clock: for deadlines and timings; the time base of `Request.arrived` and `Request.deadline`.
             config: routing, retries and limits.
             instruments: metrics; `None` creates them in a new registry.
             gate: gate in which samples wait while the pool has no workers. If it is `None`, a sample waits while a lost
@@ -130,7 +131,7 @@ class Dispatcher:
         self._no_streams = asyncio.Event()
         self._no_streams.set()
 
-    async def stream(self, request: TokenRequest) -> AsyncGenerator[TokenEvent, None]:
+    async def stream(self, request: Request) -> AsyncGenerator[TokenEvent, None]:
         """Generate one sample's tokens; see `serving.token_source.TokenSource.stream`."""
         run = SampleRun(request, trace=self._trace(request))
         with self._open(run):
@@ -139,14 +140,14 @@ class Dispatcher:
                     yield event
 
     @contextmanager
-    def search(self, request: TokenRequest, width: int) -> Iterator[SearchSteps]:
+    def search(self, request: Request, width: int) -> Iterator[SearchSteps]:
         """Open a beam search; see `serving.token_source.SearchSource.search`."""
         run = SampleRun(request, trace=self._trace(request, "beam_search"), num_beams=width)
         with self._open(run):
             yield SearchSteps(run, self._serve_step, self._lifetime)
             self._ending.end(run, Event.FINISH)
 
-    async def pool(self, request: TokenRequest, params: PoolingParams) -> Vector:
+    async def pool(self, request: Request, params: PoolingParams) -> Vector:
         """Compute the vector of a prompt; see `serving.token_source.VectorSource.pool`. If the worker of a call is
         lost, the call is repeated on another worker."""
         run = SampleRun(request, pooling=params, trace=self._trace(request))
@@ -158,7 +159,7 @@ class Dispatcher:
                 except WorkerLost as lost:
                     await self._recover(run, lost)
 
-    def _trace(self, request: TokenRequest, name: str = "sample") -> NoTrace:
+    def _trace(self, request: Request, name: str = "sample") -> NoTrace:
         span = current_span()
         if span is None:
             return NO_TRACE
@@ -256,7 +257,7 @@ class Dispatcher:
     async def _serve_step(self, run: SampleRun) -> AsyncGenerator[TokenEvent, None]:
         try:
             async with asyncio.timeout(self._remaining(run)):
-                await self._step_turns.take(run.request.priority)
+                await self._step_turns.take(run.request.caller.priority)
         except TimeoutError:
             raise self._deadline_passed(run) from None
         try:
@@ -353,8 +354,8 @@ class Dispatcher:
         Raises:
             DeadlinePassed: the deadline has passed.
         """
-        limit = run.request.arrived + self._retry.request_timeout_seconds
-        deadline = limit if run.request.deadline is None else min(limit, run.request.deadline)
+        limit = run.request.caller.arrived + self._retry.request_timeout_seconds
+        deadline = limit if run.request.caller.deadline is None else min(limit, run.request.caller.deadline)
         remaining = deadline - self._clock.monotonic()
         if remaining <= 0:
             raise self._deadline_passed(run)
