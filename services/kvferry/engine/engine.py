@@ -158,14 +158,14 @@ class Engine:
             tokens=list(request.token_ids),
             num_prompt=num_prompt,
             sampling=request.sampling,
-            namer=self.namer(request.tenant),
+            namer=self.namer(request.scope),
             adapter=request.adapter,
             max_tokens_total=total,
             eos_token_ids=self._eos,
             sample_index=request.sample_index,
             priority=request.priority,
             latest_start=self._latest_start(request),
-            tenant=request.tenant,
+            scope=request.scope,
             exports=request.exports,
             keeps=request.keeps,
             remote=request.remote if self._loads.can_fetch else None,
@@ -197,9 +197,9 @@ class Engine:
         """Fetch blocks into the prefix cache; the outcome is reported with a later step's loads."""
         self._loads.prefetch(request)
 
-    def namer(self, tenant: str) -> BlockNamer:
-        """Return the block namer of a tenant, for the engine's KV layout."""
-        return self._namers.of(tenant, fingerprint=self._fingerprint, block_tokens=self.allocator.block_tokens)
+    def namer(self, scope: str) -> BlockNamer:
+        """Return the block namer of a cache scope, for the engine's KV layout."""
+        return self._namers.of(scope, fingerprint=self._fingerprint, block_tokens=self.allocator.block_tokens)
 
     # ------------------------------------------------------------------ the step
 
@@ -340,12 +340,12 @@ class Engine:
             raise UnknownModel("this engine does not support adapters; set adapter_slots", field="model")
         if request.adapter is not None and self.adapters is not None:
             self.adapters.check(request.adapter, self._clock.monotonic())
-        if not is_scope_of(request.tenant, request.adapter):
+        if not is_scope_of(request.scope, request.adapter):
             named = "a request without an adapter"
             if request.adapter is not None:
                 named = f"this version of adapter {shortened(request.adapter.name)!r}"
             raise InvalidRequest(
-                f"tenant must be a cache scope of {named}; the gateway sets both from the same adapter", field="tenant"
+                f"scope must be a cache scope of {named}; the gateway sets both from the same adapter", field="scope"
             )
         count = len(request.token_ids)
         if count - request.num_generated < 1:

@@ -1,6 +1,6 @@
 """Messages of the engine: commands to it, and the output of each step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,8 @@ from kvferry.kv.interface.tiering import KvMessage
 from kvferry.kv.pricing.price import Decision
 from kvferry.text.requests.pooling import PoolingParams
 
+_NO_SAMPLING = SamplingParams(temperature=0.0, max_tokens=1)
+
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
@@ -32,7 +34,7 @@ class EngineRequest:
     """Priority of the request, used if the scheduling policy compares priorities; lower numbers come first."""
     deadline: float | None = None
     """Monotonic seconds by which the first token is needed; `None` for no deadline."""
-    tenant: str = ""
+    scope: str = ""
     """Scope of the request's KV (`core.hashing.cache_scope`)."""
     adapter: AdapterId | None = None
     """Version of the adapter to use, to which the scope must then belong; `None` for the base model."""
@@ -43,6 +45,31 @@ class EngineRequest:
     remote: RemoteKv | None = None
     pooling: PoolingParams | None = None
     """Set for a pooling request: it returns a vector of its prompt and samples no tokens."""
+
+    @classmethod
+    def for_vector(
+        cls,
+        request_id: RequestId,
+        token_ids: Sequence[int],
+        params: PoolingParams,
+        *,
+        scope: str = "",
+        priority: int = 0,
+        deadline: float | None = None,
+    ) -> "EngineRequest":
+        """Create a pooling request; it samples no tokens, so its sampling parameters have no effect.
+
+        Args:
+            request_id: id of the request.
+            token_ids: token ids of the prompt.
+            params: parameters of the vector.
+            scope: cache scope of the prompt.
+            priority: priority of the request; lower numbers come first.
+            deadline: monotonic time in seconds at which the request is aborted; `None` for no deadline.
+        """
+        return cls(
+            request_id, list(token_ids), _NO_SAMPLING, priority=priority, deadline=deadline, scope=scope, pooling=params
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,7 @@ async def test_a_prefix_is_pinned_on_the_workers_that_compute_prompts(gateway: S
     assert not workers["decode"].pins
     (request,) = workers["prefill"].pins.values()
     assert list(request.token_ids) == IDS
-    assert request.tenant == cache_scope("t", "s")
+    assert request.scope == cache_scope("t", "s")
     (pin,) = (await listed(gateway))["pins"]
     assert (pin["tenant"], pin["has_cache_salt"], pin["num_tokens"], len(pin["workers"])) == ("t", True, 41, 2)  # type: ignore[arg-type]
     other = await post(gateway, "/unpin_prefix", {"prompt": "x" * 40, "tenant": "t"})
@@ -211,7 +211,7 @@ async def test_an_adapter_is_pinned_in_the_version_of_each_worker(gateway: Scrip
     (request,) = worker.pins.values()
     adapter = AdapterId("a", worker.adapters["a"])
     assert (request.adapter.name, request.adapter.digest) == ("a", adapter.digest)
-    assert request.tenant == cache_scope("", "", adapter)
+    assert request.scope == cache_scope("", "", adapter)
     assert (await post(gateway, "/pin_prefix", {**BODY, "model": "other"})).status_code == 404
 
 
