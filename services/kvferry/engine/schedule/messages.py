@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from kvferry.core.errors import KvferryError
 from kvferry.core.ids import AdapterId, BlockHash, RequestId
@@ -127,6 +126,24 @@ class PinPrefix:
 
 
 @dataclass(frozen=True, slots=True)
+class UnpinPrefix:
+    """Command: end the pin of a prefix; see `Pinning.unpin`."""
+
+    scope: str
+    token_ids: list[int]
+    reply: Callable[[PinnedPrefix | None], None]
+    """Called on the engine's thread with the pin as it was; `None` if there was none."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClosePins:
+    """Command: end all pins and refuse new ones."""
+
+    reply: Callable[[None], None]
+    """Called on the engine's thread."""
+
+
+@dataclass(frozen=True, slots=True)
 class ChangeAdapter:
     """Command: register an adapter, replace the one with the same name, or remove it."""
 
@@ -137,14 +154,6 @@ class ChangeAdapter:
     """Called on the engine's thread."""
 
 
-@dataclass(frozen=True, slots=True)
-class Observe:
-    """Command: call a function with the engine between two steps, which may begin or end a recording."""
-
-    apply: Callable[[Any], None]
-    """Called on the engine's thread with the `Engine`."""
-
-
 Command = (
     EngineRequest
     | KvPrefetchRequest
@@ -153,8 +162,9 @@ Command = (
     | MaskReady
     | ResetPrefixCache
     | PinPrefix
+    | UnpinPrefix
+    | ClosePins
     | ChangeAdapter
-    | Observe
     | KvMessage
 )
 """Any command to an engine."""

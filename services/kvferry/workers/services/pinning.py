@@ -52,7 +52,7 @@ class PrefixPinning:
         """
         self._context.check_scope(request.scope)
         tokens = _token_ids(request)
-        pin = await self._context.loop.observe(lambda engine: engine.pinning.unpin(request.scope, tokens))
+        pin = await self._context.loop.unpin_prefix(request.scope, tokens)
         return worker_admin_pb2.UnpinPrefixResponse(pin=None if pin is None else _to_wire(pin))
 
 
