@@ -33,6 +33,7 @@ from kvferry.engine.schedule.blocks.prefix_index import CacheChange
 from kvferry.engine.schedule.loads.kv_prefetch import KvPrefetchRequest
 from kvferry.engine.schedule.messages import (
     Abort,
+    AdapterLoaded,
     ChangeAdapter,
     ClosePins,
     Command,
@@ -334,6 +335,8 @@ class EngineLoop:
             case EndRecording(recording, ended):
                 end_recording(self._engine, recording)
                 ended(None)
+            case AdapterLoaded(adapter, loaded):
+                self._engine.adapter_loaded(adapter, loaded)
             case MaskReady():
                 pass  # the next step finds the mask
             case message:

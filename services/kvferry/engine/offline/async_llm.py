@@ -15,7 +15,6 @@ from kvferry.engine.offline.completion import BeamOutput, CompletionPart, Embedd
 from kvferry.engine.offline.loop_source import LoopSource
 from kvferry.engine.offline.prompts import Prompt, checked_prompt, message_list
 from kvferry.engine.offline.requests import OfflineRequests, checked_beam_params, pooling_params
-from kvferry.engine.schedule.messages import MaskReady
 from kvferry.engine.settings import EngineSettings
 from kvferry.serving.request import Request
 from kvferry.text.requests.beams import BeamParams
@@ -54,7 +53,7 @@ class AsyncLLM:
             loaded,
             runner_for(loaded),
             namers=BlockNamers(b"offline"),
-            on_mask=lambda: commands.put(MaskReady()),
+            post=commands.put,
         )
         """The engine; only its thread may use it before `aclose`."""
         owner = EngineLoop(

@@ -91,6 +91,14 @@ class MaskReady:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterLoaded:
+    """Command: take an adapter that was loaded again for sequences that wait for it."""
+
+    adapter: AdapterId
+    outcome: LoadedAdapter | KvferryError
+
+
+@dataclass(frozen=True, slots=True)
 class ResetPrefixCache:
     """Command: empty the prefix cache."""
 
@@ -160,6 +168,7 @@ Command = (
     | Abort
     | ReleaseExport
     | MaskReady
+    | AdapterLoaded
     | ResetPrefixCache
     | PinPrefix
     | UnpinPrefix
