@@ -27,6 +27,7 @@ from kvferry.bench.commit import commit
 from kvferry.bench.rows import append_csv
 from kvferry.core.clock import SystemClock
 from kvferry.core.errors import Overloaded
+from kvferry.core.ids import RequestId
 from kvferry.gateway.admission.flow_gate import FlowGate
 from kvferry.gateway.admission.tenants import Tenants
 from kvferry.gateway.decide.config import FleetConfig, FlowConfig
@@ -38,6 +39,7 @@ from kvferry.gateway.decide.flow.quotas import Quotas
 from kvferry.gateway.fleet.fleet import Fleet
 from kvferry.gateway.observe.instruments import Instruments
 from kvferry.serving.admission import Work
+from kvferry.serving.request import Caller
 
 RESULTS = Path(__file__).parent / "results" / "flow.csv"
 _REQUESTS = 20_000
@@ -150,9 +152,8 @@ def through_the_gate() -> float:
         gate = FlowGate(
             Fleet(FleetConfig(), "bench", clock=SystemClock()), SystemClock(), FlowConfig(), _tenants(), Instruments()
         )
-        work = Work(
-            "", "", 0, gate._clock.monotonic(), None, [range(1000)], num_samples=1, num_running=1, max_tokens=10
-        )
+        caller = Caller(RequestId("bench"), arrived=gate._clock.monotonic())
+        work = Work(caller, [range(1000)], num_samples=1, num_running=1, max_tokens=10)
         started = time.thread_time()
         for _ in range(_REQUESTS):
             async with gate.enter(work) as slot:

@@ -61,7 +61,7 @@ def most_held(allocator: Allocator) -> int | None:
     pages do not suffice."""
     table, before, most = BlockTable(), allocator.pool.num_held, 0
     for computed in range(0, TOKENS, CHUNK):
-        if allocator.grow(table, num_computed=computed, num_tokens=computed + CHUNK) is None:
+        if not allocator.grow(table, num_tokens=computed + CHUNK):
             allocator.free(table)
             return None
         most = max(most, allocator.pool.num_held - before)

@@ -167,10 +167,6 @@ class DeviceOps:
     log_probabilities: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     """Compute natural log-probabilities of tokens: (logits [R, V] float32, token ids [R]) -> [R] float64."""
 
-    copy_blocks: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
-    """Copy pages in the pool: (pages, sources [N] int64, targets [N]) -> `None`. Targets must be distinct and must not
-    overlap the sources."""
-
     gather_blocks: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     """Copy pages to contiguous memory: (pages, blocks [N] int64) -> [N, layers, 2, K, B, D]."""
 

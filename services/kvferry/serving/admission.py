@@ -5,19 +5,14 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol
 
+from kvferry.serving.request import Caller
+
 
 @dataclass(frozen=True, slots=True)
 class Work:
     """Size and limits of a request, over all of its prompts and samples."""
 
-    tenant: str
-    scope: str
-    """Scope of the request's block names."""
-    priority: int
-    arrived: float
-    """Arrival time, monotonic seconds."""
-    deadline: float | None
-    """Deadline, monotonic seconds; `None` if the client set none."""
+    caller: Caller
     prompts: Sequence[Sequence[int]]
     """Token ids of each prompt."""
     num_samples: int
@@ -35,10 +30,9 @@ class Work:
 class Slot(Protocol):
     """Admission of one request: entering waits until the request may start, and leaving frees what it holds."""
 
-    queued_seconds: float
-    """Time that the request has waited in seconds."""
-    priority: int
-    """Priority of the request, within its tenant's range."""
+    def admitted(self, caller: Caller) -> Caller:
+        """Return the caller with the time that the request has waited, and with its priority in its tenant's range."""
+        ...
 
     async def __aenter__(self) -> "Slot":
         """Wait until the request may start. Cancelling the calling task leaves the queue at once.

@@ -5,11 +5,12 @@ and decode workers, a step is a prompt that ends with its first token, and is ne
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
-from kvferry.serving.token_source import Timing, TokenEvent, TokenRequest, TokenSource
+from kvferry.serving.request import BeamRound, Request
+from kvferry.serving.token_source import Timing, TokenEvent, TokenSource
 from kvferry.text.requests.beams import Beam, BeamParams, Beams
 
 
@@ -27,22 +28,11 @@ class Found:
     """Number of tokens of all beams: `width` for each round."""
 
 
-@dataclass(frozen=True, slots=True)
-class Round:
-    """Results of a round, besides a token of each beam."""
-
-    num_cached: int
-    """Number of tokens of the prompt whose KV was cached in the first round."""
-    num_recomputed: int
-    """Number of tokens of beams whose KV was computed again, since their block was not full; 0 in the first round."""
-
-
 async def search(
     source: TokenSource,
-    request: TokenRequest,
+    request: Request,
     params: BeamParams,
     eos_token_ids: Sequence[int],
-    on_round: Callable[[Round], None] = lambda _: None,
 ) -> Found:
     """Search for the best outputs of a prompt. Cancelling the calling task cancels all requests.
 
@@ -51,7 +41,6 @@ async def search(
         request: the prompt; of its sampling parameters, only `max_tokens` has an effect.
         params: parameters of the search.
         eos_token_ids: the model's end-of-sequence tokens.
-        on_round: called after each round.
 
     Raises:
         KvferryError: see `TokenSource.stream`.
@@ -79,14 +68,14 @@ async def search(
         )
         recomputed = 0 if first is None else computed - len(requests)
         first = first or events[0]
-        on_round(Round(first.num_cached_tokens, recomputed))
+        request.on_round(BeamRound(first.num_cached_tokens, recomputed))
         beams.advance([event.tokens[0].top for event in events])
     assert first is not None, "a search has at least one round"
     num_tokens = params.width * num_rounds
     return Found(beams.best(params.width), first.num_cached_tokens, first.timing, num_tokens)
 
 
-async def _all(source: TokenSource, requests: Sequence[TokenRequest]) -> list[TokenEvent]:
+async def _all(source: TokenSource, requests: Sequence[Request]) -> list[TokenEvent]:
     """Return the first token of each request. If one fails, the others are cancelled."""
     tasks = [asyncio.create_task(_first(source, request)) for request in requests]
     try:
@@ -97,7 +86,7 @@ async def _all(source: TokenSource, requests: Sequence[TokenRequest]) -> list[To
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _first(source: TokenSource, request: TokenRequest) -> TokenEvent:
+async def _first(source: TokenSource, request: Request) -> TokenEvent:
     found: TokenEvent | None = None
     async with aclosing(source.stream(request)) as events:
         async for event in events:

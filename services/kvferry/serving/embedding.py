@@ -5,15 +5,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvferry.core.errors import InvalidRequest
-from kvferry.core.hashing import cache_scope
-from kvferry.core.ids import RequestId
 from kvferry.core.limits import MAX_MESSAGE_BYTES, MAX_TOKEN_IDS
 from kvferry.core.sampling import SamplingParams
 from kvferry.serving import prompts
 from kvferry.serving.admission import Slot, Work
+from kvferry.serving.request import Caller, Request
 from kvferry.serving.text_model import TextModel
 from kvferry.serving.text_service import TextService
-from kvferry.serving.token_source import TokenRequest, Vector, VectorSource
+from kvferry.serving.token_source import Vector, VectorSource
 from kvferry.text.requests.pooling import PoolingParams, check_dimensions
 
 MAX_INPUTS = 1024
@@ -29,17 +28,12 @@ Input = str | Sequence[int]
 
 @dataclass(frozen=True, slots=True)
 class VectorRequest:
-    """A validated request for the vectors of several inputs; see `TokenRequest` for fields without a description."""
+    """A validated request for the vectors of several inputs."""
 
-    request_id: RequestId
+    caller: Caller
     inputs: Sequence[Sequence[int]]
     """Token ids of each input, from `read_inputs`."""
     params: PoolingParams
-    tenant: str = ""
-    cache_salt: str = ""
-    priority: int = 0
-    arrived: float = 0.0
-    deadline: float | None = None
     held_bytes: int = 0
     """Memory that the request holds while it waits for its admission, besides its tokens, in bytes."""
 
@@ -155,11 +149,7 @@ async def embed(service: TextService, request: VectorRequest) -> list[Vector]:
     if service.admission is None:
         return await _embed(source, request, None)
     work = Work(
-        tenant=request.tenant,
-        scope=cache_scope(request.tenant, request.cache_salt),
-        priority=request.priority,
-        arrived=request.arrived,
-        deadline=request.deadline,
+        caller=request.caller,
         prompts=request.inputs,
         num_samples=1,
         num_running=min(MAX_RUNNING_INPUTS, len(request.inputs)),
@@ -172,21 +162,11 @@ async def embed(service: TextService, request: VectorRequest) -> list[Vector]:
 
 async def _embed(source: VectorSource, request: VectorRequest, slot: Slot | None) -> list[Vector]:
     turns = asyncio.Semaphore(MAX_RUNNING_INPUTS)
+    caller = request.caller if slot is None else slot.admitted(request.caller)
 
     async def one(index: int, ids: Sequence[int]) -> Vector:
         async with turns:
-            tokens = TokenRequest(
-                request_id=request.request_id,
-                token_ids=ids,
-                sampling=_NO_SAMPLING,
-                sample_index=index,
-                tenant=request.tenant,
-                cache_salt=request.cache_salt,
-                priority=request.priority if slot is None else slot.priority,
-                arrived=request.arrived,
-                deadline=request.deadline,
-                queued_seconds=0.0 if slot is None else slot.queued_seconds,
-            )
+            tokens = Request(caller, ids, _NO_SAMPLING, sample_index=index)
             vector = await source.pool(tokens, request.params)
             if slot is not None:
                 slot.record_tokens(index, 0)

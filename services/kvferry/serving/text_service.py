@@ -8,16 +8,15 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from kvferry.core.clock import Clock, SystemClock
 from kvferry.core.constraint import Constraint
-from kvferry.core.hashing import cache_scope
 from kvferry.core.ids import AdapterId
 from kvferry.core.traces.spans import Tracer, current_span
 from kvferry.serving import prompts
 from kvferry.serving.admission import Admission, Slot, Work
-from kvferry.serving.beam_search import Round
 from kvferry.serving.constraint_check import ConstraintCheck
+from kvferry.serving.request import BeamRound, Request
 from kvferry.serving.text_model import TextModel
 from kvferry.serving.text_process import TextProcess
-from kvferry.serving.text_stream import MAX_RUNNING_SAMPLES, TextChunk, TextRequest, generate_text
+from kvferry.serving.text_stream import MAX_RUNNING_SAMPLES, TextChunk, generate_text
 from kvferry.serving.token_source import SearchSource, TokenSource, VectorSource
 from kvferry.text.requests.beams import check_beam_sampling
 from kvferry.text.requests.prompt_parameters import check_prompt_logprobs, kept_prompt
@@ -134,7 +133,7 @@ class TextService:
         limit = self.context_tokens()
         return self.model.max_model_tokens if limit is None else min(limit, self.model.max_model_tokens)
 
-    def fit(self, request: TextRequest) -> TextRequest:
+    def fit(self, request: Request) -> Request:
         """Truncate the prompt of `request` if it enables that, and complete its sampling parameters; see
         `prompts.fit`.
 
@@ -148,18 +147,18 @@ class TextService:
         check_prompt_logprobs(sampling, len(kept) * request.num_samples)
         return replace(request, token_ids=kept, sampling=sampling)
 
-    def generate(self, request: TextRequest) -> AsyncGenerator[TextChunk, None]:
+    def generate(self, request: Request) -> AsyncGenerator[TextChunk, None]:
         """Generate text chunks for a request that `fit` returned, as soon as it is admitted; see `admitted`."""
         return self.admitted((request,), lambda requests: self.generate_now(requests[0]))
 
-    def generate_now(self, request: TextRequest) -> AsyncGenerator[TextChunk, None]:
+    def generate_now(self, request: Request) -> AsyncGenerator[TextChunk, None]:
         """Generate text chunks for a request that was admitted; see `serving.text_stream.generate_text`."""
         return generate_text(self.source, self.model, request, self.clock, self.searches)
 
     def admitted(
         self,
-        requests: Sequence[TextRequest],
-        make: Callable[[Sequence[TextRequest]], AsyncGenerator[TextChunk, None]],
+        requests: Sequence[Request],
+        make: Callable[[Sequence[Request]], AsyncGenerator[TextChunk, None]],
     ) -> AsyncGenerator[TextChunk, None]:
         """Yield the chunks of `make(requests)` as soon as the requests are admitted, all together.
 
@@ -176,16 +175,12 @@ class TextService:
     async def _admitted(
         self,
         admission: Admission,
-        requests: Sequence[TextRequest],
-        make: Callable[[Sequence[TextRequest]], AsyncGenerator[TextChunk, None]],
+        requests: Sequence[Request],
+        make: Callable[[Sequence[Request]], AsyncGenerator[TextChunk, None]],
     ) -> AsyncGenerator[TextChunk, None]:
         first = requests[0]
         work = Work(
-            tenant=first.tenant,
-            scope=cache_scope(first.tenant, first.cache_salt, first.adapter),
-            priority=first.priority,
-            arrived=first.arrived,
-            deadline=first.deadline,
+            caller=first.caller,
             prompts=[request.token_ids for request in requests],
             num_samples=first.num_sequences,
             num_running=min(MAX_RUNNING_SAMPLES, len(requests) * first.num_sequences),
@@ -196,11 +191,13 @@ class TextService:
         span = current_span()
         begun = 0.0 if span is None else self.clock.monotonic()
         async with admission.enter(work) as slot:
+            caller = slot.admitted(first.caller)
             if span is not None:
-                span.phase("queue", begun, attributes={"kvferry.priority": slot.priority})
-            if slot.queued_seconds or slot.priority != first.priority:
-                changes: dict[str, Any] = {"queued_seconds": slot.queued_seconds, "priority": slot.priority}
-                requests = [replace(request, **changes) for request in requests]
+                span.phase("queue", begun, attributes={"kvferry.priority": caller.priority})
+            if caller is not first.caller:
+                # The requests of several prompts have ids of their own.
+                changed: dict[str, Any] = {"queued_seconds": caller.queued_seconds, "priority": caller.priority}
+                requests = [replace(each, caller=replace(each.caller, **changed)) for each in requests]
             if first.beams is not None:
                 requests = [
                     replace(request, on_round=_charge(slot, number, request)) for number, request in enumerate(requests)
@@ -214,13 +211,13 @@ class TextService:
                     yield chunk
 
 
-def _charge(slot: Slot, number: int, request: TextRequest) -> Callable[[Round], None]:
+def _charge(slot: Slot, number: int, request: Request) -> Callable[[BeamRound], None]:
     """Return a function that charges the rounds of the search of prompt `number`: a token of each beam. The prompt is
     computed for the first beam, and cached for the others."""
     width = request.num_sequences
     beams = range(number * width, (number + 1) * width)
 
-    def charge(done: Round) -> None:
+    def charge(done: BeamRound) -> None:
         for beam in beams:
             slot.record_tokens(beam, 1)
             slot.record_usage(beam, done.num_cached if beam == beams[0] else len(request.token_ids))

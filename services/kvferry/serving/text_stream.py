@@ -7,18 +7,18 @@ TokenSource --TokenEvent--> detokenizer --text--> stop strings --text--> answer 
 Only answers that may contain reasoning or tool calls have a splitter.
 """
 
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import aclosing, nullcontext
 from dataclasses import dataclass, replace
 
 from kvferry.core.clock import Clock
 from kvferry.core.errors import InvariantBroken
-from kvferry.core.ids import AdapterId, RequestId
-from kvferry.core.sampling import FinishReason, SampledToken, SamplingParams, ScoredToken
+from kvferry.core.sampling import FinishReason, SampledToken, ScoredToken
 from kvferry.serving import beam_search
 from kvferry.serving.merging import merge
+from kvferry.serving.request import Request
 from kvferry.serving.text_model import TextModel
-from kvferry.serving.token_source import SearchSource, Timing, TokenEvent, TokenRequest, TokenSource
+from kvferry.serving.token_source import SearchSource, Timing, TokenEvent, TokenSource
 from kvferry.text.answers.answer import AnswerSplitter, SplitOptions
 from kvferry.text.answers.pieces import CallDelta, Parts
 from kvferry.text.requests.beams import BeamParams
@@ -26,43 +26,6 @@ from kvferry.text.requests.output_text import OutputText, StopReason
 
 MAX_RUNNING_SAMPLES = 16
 """Maximum number of concurrent samples of a request, so that the request does not delay others."""
-
-
-@dataclass(frozen=True, slots=True)
-class TextRequest:
-    """A request that `serving.prompts` has validated."""
-
-    request_id: RequestId
-    token_ids: Sequence[int]
-    sampling: SamplingParams
-    """Sampling parameters with `max_tokens` and `seed` set."""
-    num_samples: int = 1
-    tenant: str = ""
-    cache_salt: str = ""
-    """Requests of the tenant with unequal salts share no KV."""
-    adapter: AdapterId | None = None
-    """Version of the adapter to compute with; `None` for the base model."""
-    priority: int = 0
-    """Priority of the request, used if workers schedule by priority; lower numbers come first."""
-    arrived: float = 0.0
-    """Arrival time, monotonic seconds."""
-    deadline: float | None = None
-    """Deadline, monotonic seconds; `None` for no deadline."""
-    split: SplitOptions | None = None
-    """Options for splitting the answers; `None` returns all of their text unchanged."""
-    queued_seconds: float = 0.0
-    """Seconds that the request has waited for its admission."""
-    beams: BeamParams | None = None
-    """Parameters of a beam search, whose best `num_samples` outputs are returned; `None` for sampling."""
-    held_bytes: int = 0
-    """Memory that the request holds while it waits for its admission, besides its tokens, in bytes."""
-    on_round: Callable[[beam_search.Round], None] = lambda _: None
-    """Called after each round of a beam search."""
-
-    @property
-    def num_sequences(self) -> int:
-        """Number of sequences that are computed: samples, or beams."""
-        return self.num_samples if self.beams is None else self.beams.width
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +65,7 @@ class TextChunk:
 
 
 async def generate_text(
-    source: TokenSource, model: TextModel, request: TextRequest, clock: Clock, searches: SearchSource | None = None
+    source: TokenSource, model: TextModel, request: Request, clock: Clock, searches: SearchSource | None = None
 ) -> AsyncGenerator[TextChunk, None]:
     """Generate all samples of `request`; their chunks are interleaved, each sample's chunks are in order.
 
@@ -119,8 +82,7 @@ async def generate_text(
         KvferryError: the source failed; the other samples are stopped.
     """
     if request.beams is not None:
-        whole = _token_request(request, 0)
-        with nullcontext(source) if searches is None else searches.search(whole, request.beams.width) as steps:
+        with nullcontext(source) if searches is None else searches.search(request, request.beams.width) as steps:
             outputs = await _beams(steps, model, request, request.beams, clock)
         for chunk in outputs:
             yield chunk
@@ -137,12 +99,12 @@ async def generate_text(
 
 
 async def _beams(
-    source: TokenSource, model: TextModel, request: TextRequest, params: BeamParams, clock: Clock
+    source: TokenSource, model: TextModel, request: Request, params: BeamParams, clock: Clock
 ) -> list[TextChunk]:
     """Return the best outputs of a beam search, each as one chunk; the sample's index is its rank."""
     sampling = request.sampling
-    found = await beam_search.search(source, _token_request(request, 0), params, model.eos_token_ids, request.on_round)
-    timing = replace(found.timing, total_seconds=clock.monotonic() - request.arrived)
+    found = await beam_search.search(source, request, params, model.eos_token_ids)
+    timing = replace(found.timing, total_seconds=clock.monotonic() - request.caller.arrived)
     marks = {} if request.split is None else model.answer_form.marks.by_token
     chunks: list[TextChunk] = []
     num_returned = 0
@@ -164,33 +126,17 @@ async def _beams(
     return chunks
 
 
-def _token_request(request: TextRequest, index: int) -> TokenRequest:
-    return TokenRequest(
-        request_id=request.request_id,
-        token_ids=request.token_ids,
-        sampling=request.sampling,
-        sample_index=index,
-        tenant=request.tenant,
-        cache_salt=request.cache_salt,
-        adapter=request.adapter,
-        priority=request.priority,
-        arrived=request.arrived,
-        deadline=request.deadline,
-        queued_seconds=request.queued_seconds,
-    )
-
-
 async def _sample(
-    source: TokenSource, model: TextModel, request: TextRequest, index: int, clock: Clock
+    source: TokenSource, model: TextModel, request: Request, index: int, clock: Clock
 ) -> AsyncGenerator[TextChunk, None]:
-    tokens = _token_request(request, index)
+    one = request if index == request.sample_index else replace(request, sample_index=index)
     sampling, form = request.sampling, model.answer_form
     stops = model.new_stop_matcher(sampling.stop) if sampling.stop else None
     marks = {} if request.split is None else form.marks.by_token
     writer = OutputText(sampling, model.new_detokenizer(not sampling.skip_special_tokens, marks), stops)
     splitter = None if request.split is None else AnswerSplitter(form, request.split)
     num_output = 0
-    async with aclosing(source.stream(tokens)) as events:
+    async with aclosing(source.stream(one)) as events:
         async for event in events:
             parts, kept, finish, stop_reason = _added(event, writer, splitter, request.split)
             num_output += len(kept)
@@ -207,10 +153,12 @@ async def _sample(
                 yield chunk
                 continue
             usage = Usage(len(request.token_ids), num_output, event.num_cached_tokens)
-            timing = replace(event.timing, total_seconds=clock.monotonic() - request.arrived)
+            timing = replace(event.timing, total_seconds=clock.monotonic() - request.caller.arrived)
             yield replace(chunk, usage=usage, timing=timing, stop_reason=stop_reason)
             return
-    raise InvariantBroken(f"a token stream of {request.request_id} ended after {num_output} tokens without a reason")
+    raise InvariantBroken(
+        f"a token stream of {request.caller.request_id} ended after {num_output} tokens without a reason"
+    )
 
 
 def _added(

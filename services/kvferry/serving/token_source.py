@@ -4,7 +4,7 @@ A gateway's source calls prefill and decode workers; the source of a worker of r
 templates, stop strings and the text APIs depend only on this interface.
 """
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -12,42 +12,9 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.core.hashing import cache_scope
-from kvferry.core.ids import AdapterId, RequestId
-from kvferry.core.sampling import FinishReason, SampledToken, SamplingParams, ScoredToken
+from kvferry.core.sampling import FinishReason, SampledToken, ScoredToken
+from kvferry.serving.request import Request
 from kvferry.text.requests.pooling import PoolingParams
-
-
-@dataclass(frozen=True, slots=True)
-class TokenRequest:
-    """A request for one sample."""
-
-    request_id: RequestId
-    """Request id, shared by all samples of a request."""
-    token_ids: Sequence[int]
-    """Token ids of the prompt, at least one; never modified."""
-    sampling: SamplingParams
-    """Sampling parameters with `max_tokens` and `seed` set."""
-    sample_index: int = 0
-    tenant: str = ""
-    """Owner of the KV blocks; empty for the default tenant."""
-    cache_salt: str = ""
-    """Requests of the tenant with unequal salts share no KV; empty for the tenant's own cache."""
-    adapter: AdapterId | None = None
-    """Version of the adapter to compute with; `None` for the base model."""
-    priority: int = 0
-    """Priority of the request, used if workers schedule by priority; lower numbers come first."""
-    arrived: float = 0.0
-    """Arrival time, monotonic seconds; timings are relative to it."""
-    deadline: float | None = None
-    """Deadline, monotonic seconds; `None` selects the source's default limit."""
-    queued_seconds: float = 0.0
-    """Seconds that the request has waited for its admission."""
-
-    @property
-    def scope(self) -> str:
-        """Scope of the request's block names: tenant, salt and adapter."""
-        return cache_scope(self.tenant, self.cache_salt, self.adapter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +89,7 @@ class Vector:
 class VectorSource(Protocol):
     """Computes pooled vectors; supports concurrent calls."""
 
-    async def pool(self, request: TokenRequest, params: PoolingParams) -> Vector:
+    async def pool(self, request: Request, params: PoolingParams) -> Vector:
         """Compute the vector of a prompt. Cancelling the calling task releases all resources of the call.
 
         Args:
@@ -138,7 +105,7 @@ class VectorSource(Protocol):
 class TokenSource(Protocol):
     """Generates tokens; supports concurrent streams."""
 
-    def stream(self, request: TokenRequest) -> AsyncGenerator[TokenEvent, None]:
+    def stream(self, request: Request) -> AsyncGenerator[TokenEvent, None]:
         """Yield tokens in order; the last event has a finish reason.
 
         Closing the generator, or cancelling the task that iterates over it, releases all local and remote resources of
@@ -156,7 +123,7 @@ class TokenSource(Protocol):
 class SearchSource(Protocol):
     """Computes the steps of beam searches as parts of one request."""
 
-    def search(self, request: TokenRequest, width: int) -> AbstractContextManager[TokenSource]:
+    def search(self, request: Request, width: int) -> AbstractContextManager[TokenSource]:
         """Open a beam search for the length of a `with` block, which yields the source of its steps.
 
         Args:

@@ -203,7 +203,7 @@ def features(one_engine: LLM, adapters: Mapping[str, str]) -> None:
                 token_ids=prompt_of(150, seed=number % 6),
                 sampling=sampling_to_wire(sampling),
                 adapter=known.get(name),
-                tenant=scopes.get(name, ""),
+                scope=scopes.get(name, ""),
             )
             return [token.id for message in stub.Run(request, timeout=SECONDS) for token in message.tokens]
 

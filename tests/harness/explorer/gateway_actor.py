@@ -14,7 +14,7 @@ from kvferry.gateway.decide.lifecycle.obligations import MACHINE, Duty, Event, S
 from kvferry.gateway.decide.lifecycle.retry_decision import RetryDecision, retry_decision
 from kvferry.gateway.decide.lifecycle.sample_run import SampleRun, SealedTicket
 from kvferry.kv.interface import ticket as kv_ticket
-from kvferry.serving.token_source import TokenRequest
+from kvferry.serving.request import Caller, Request
 
 if TYPE_CHECKING:
     from harness.explorer.parts import Parts
@@ -88,7 +88,7 @@ class GatewayActor:
     def start(self, world: "World", key: int) -> None:
         """Start request `key`, as sent by a client."""
         plan = world.plan(key)
-        request = TokenRequest(RequestId(f"r{key}"), plan.tokens, _SAMPLING, tenant=plan.tenant)
+        request = Request(Caller(RequestId(f"r{key}"), plan.tenant), plan.tokens, _SAMPLING)
         self.runs[key] = SampleRun(request)
         self.deadlines[key] = world.now + REQUEST_SECONDS
         self._go_on(world, key)

@@ -100,8 +100,6 @@ class ArithmeticRunner:
 
     def run(self, plan: StepPlan) -> StepResult:
         self.steps.append(plan)
-        for copy in plan.copies:
-            self.pages[copy.target] = list(self.pages[copy.source])
         for item in plan.scheduled:  # all writes precede the reads, as in a layer
             assert len(item.further_ids) == len(self.further_windows)
             for group, place, page, slot in written_slots(item, self.block_tokens):
@@ -206,8 +204,6 @@ class WindowedRunner:
 
     def run(self, plan: StepPlan) -> StepResult:
         self.steps.append(plan)
-        for copy in plan.copies:
-            self.pages[copy.target] = list(self.pages[copy.source])
         for item in plan.scheduled:  # all writes precede the reads, as in a layer
             for group, position, page, slot in written_slots(item, self.block_tokens):
                 self.pages[page][slot] = (group, position, item.token_ids[position])
@@ -325,7 +321,7 @@ def a_request(
     exports: bool = False,
     num_generated: int = 0,
     remote: RemoteKv | None = None,
-    tenant: str = "",
+    scope: str = "",
     priority: int = 0,
     prompt_logprobs: int | None = None,
 ) -> EngineRequest:
@@ -338,7 +334,7 @@ def a_request(
         priority=priority,
         exports=exports,
         remote=remote,
-        tenant=tenant,
+        scope=scope,
     )
 
 

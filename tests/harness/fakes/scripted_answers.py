@@ -14,8 +14,9 @@ from kvferry.gateway.http.server.http_server import HttpServer
 from kvferry.gateway.observe.instruments import Instruments
 from kvferry.rpc.inference.inference import inference_service
 from kvferry.rpc.server import start_server
+from kvferry.serving.request import Request
 from kvferry.serving.text_service import TextService
-from kvferry.serving.token_source import TokenEvent, TokenRequest
+from kvferry.serving.token_source import TokenEvent
 from kvferry.text.answers.registry import CallFormat
 
 
@@ -27,14 +28,14 @@ class AnswerSource:
     """Answers by sample."""
     bytes_per_step: int = 3
     finish: FinishReason = FinishReason.STOP
-    requests: list[TokenRequest] = field(default_factory=list)
+    requests: list[Request] = field(default_factory=list)
 
     @property
     def prompt(self) -> str:
         """Text of the latest prompt."""
         return bytes(self.requests[-1].token_ids).decode()
 
-    async def stream(self, request: TokenRequest) -> AsyncGenerator[TokenEvent, None]:
+    async def stream(self, request: Request) -> AsyncGenerator[TokenEvent, None]:
         self.requests.append(request)
         left = self.answers[request.sample_index].encode()
         wants_logprobs = request.sampling.logprobs is not None

@@ -10,7 +10,8 @@ import numpy.typing as npt
 
 from harness.fakes.byte_model import HIDDEN_SIZE
 from kvferry.core.sampling import FinishReason, SampledToken, SamplingParams, ScoredToken
-from kvferry.serving.token_source import Timing, TokenEvent, TokenRequest, Vector
+from kvferry.serving.request import Request
+from kvferry.serving.token_source import Timing, TokenEvent, Vector
 from kvferry.text.requests.pooling import Pooling, PoolingParams
 
 
@@ -60,7 +61,7 @@ class ScriptedSource:
         self.open_streams = 0
         self.num_yielded = 0
 
-    async def pool(self, request: TokenRequest, params: PoolingParams) -> Vector:
+    async def pool(self, request: Request, params: PoolingParams) -> Vector:
         self.open_streams += 1
         try:
             await asyncio.sleep(0)
@@ -68,7 +69,7 @@ class ScriptedSource:
         finally:
             self.open_streams -= 1
 
-    async def stream(self, request: TokenRequest) -> AsyncGenerator[TokenEvent, None]:
+    async def stream(self, request: Request) -> AsyncGenerator[TokenEvent, None]:
         self.open_streams += 1
         try:
             limit = request.sampling.max_tokens

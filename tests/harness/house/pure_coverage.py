@@ -1,4 +1,4 @@
-"""Reports the branch coverage of the pure modules, which the contract "Decisions are pure" in pyproject.toml lists.
+"""Reports the branch coverage of the pure modules, which the contract "Decisions are pure" in imports.toml lists.
 
 python -m harness.house.pure_coverage build/coverage.json        prints a table; status 1 below the floor
 """
@@ -24,13 +24,13 @@ class Covered:
     """Line numbers of statements that no test runs; branches not taken are not included."""
 
 
-def pure_modules(pyproject: Path) -> list[str]:
+def pure_modules(contracts_file: Path) -> list[str]:
     """Return the modules and packages listed in the contract.
 
     Raises:
-        KeyError: pyproject.toml has no such contract.
+        KeyError: the file has no such contract.
     """
-    contracts = tomllib.loads(pyproject.read_text("utf-8"))["tool"]["importlinter"]["contracts"]
+    contracts = tomllib.loads(contracts_file.read_text("utf-8"))["tool"]["importlinter"]["contracts"]
     found = {contract["name"]: contract for contract in contracts}
     return list(found[CONTRACT]["source_modules"])
 
@@ -68,7 +68,7 @@ def _module(path: str) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Print the table; return 1 if a module is below the required coverage, otherwise 0."""
-    rows = covered(json.loads(Path(arguments[0]).read_text("utf-8")), pure_modules(Path("pyproject.toml")))
+    rows = covered(json.loads(Path(arguments[0]).read_text("utf-8")), pure_modules(Path("imports.toml")))
     for row in rows:
         low = "" if row.percent >= FLOOR_PERCENT else f"  below {FLOOR_PERCENT:g} %"
         lines = f"  lines {', '.join(map(str, row.missing))}" if row.missing else ""

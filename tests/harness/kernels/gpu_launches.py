@@ -148,7 +148,6 @@ def _sampling() -> None:
 
 def _blocks() -> None:
     pages, some = torch.zeros(3, 2, 2, 8, 16, 128, dtype=BF16), torch.zeros(2, dtype=torch.int64)
-    blocks.copy_blocks(pages, some, some)
     blocks.scatter_blocks(blocks.gather_blocks(pages, some), pages, some)
     digest.digest_blocks(pages, some)
     for dtype, tokens in ((torch.float16, 16), (BF16, 24)):

@@ -28,7 +28,7 @@ LATENT_BYTES = 2 * (300 * 576 + 3 * 8 * (192 + 128) + 8 * 512 * 256)
         (Spec.of("place_qkv", rows=10, **HEADS), 10 * (2 * 12 * 64 * 2 + 8 * 64 + 8), 0),
         (Spec.of("embedding", rows=10, columns=32, vocabulary=99), 10 * (2 * 32 * 2 + 8), 0),
         (Spec.of("sample", rows=10, vocabulary=99, top_k=0, top_p_percent=100), 10 * 99 * 4, 0),
-        (Spec.of("copy_blocks", **PAGES), 2 * 3 * 5 * 2 * 2 * 16 * 64 * 2, 0),
+        (Spec.of("scatter_blocks", **PAGES), 2 * 3 * 5 * 2 * 2 * 16 * 64 * 2, 0),
         (Spec.of("digest_blocks", **PAGES), 3 * 5 * 2 * 2 * 16 * 64 * 2, 0),
     ],
     ids=lambda value: value.op if isinstance(value, Spec) else "",

@@ -36,7 +36,7 @@ def test_one_module_below_the_floor_fails_the_run(
 ) -> None:
     monkeypatch.chdir(ROOT)
     path = tmp_path / "coverage.json"
-    good = dict.fromkeys([f"{m}.x" if m == "kvferry.core" else m for m in pure_modules(ROOT / "pyproject.toml")], 95.0)
+    good = dict.fromkeys([f"{m}.x" if m == "kvferry.core" else m for m in pure_modules(ROOT / "imports.toml")], 95.0)
     path.write_text(json.dumps(a_report(**good)))
     assert main([str(path)]) == 0
     path.write_text(json.dumps(a_report(**{**good, "kvferry.kv.handoff.offers": 94.9})))

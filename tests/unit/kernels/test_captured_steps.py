@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness.fakes.forking import check_forks
 from harness.fakes.stepping import Generation, generate, step
 from harness.fakes.tape import Asked, NothingAsked, TapeGraphs
 from harness.kernels.lora_files import write
@@ -183,18 +182,6 @@ def test_steps_with_prompts_in_captured_pieces_give_the_same_tokens_and_write_no
     assert sizes == [8, 16, None]
     written = ~runner.kv.pages.isnan().cpu()
     assert int(written[:, 0, 0, 0, :, 0].sum()) == sum(g.computed for g in made)
-
-
-@pytest.mark.parametrize("is_captured", [True, pytest.param(False, marks=pytest.mark.long)])
-def test_siblings_of_a_fork_stay_apart_and_copies_do_not_synchronize(device: torch.device, is_captured: bool) -> None:
-    """Block copies of a step are not part of its graph, so they run before the graph is replayed."""
-    runner = runner_on(device, is_captured=is_captured)
-    runner.capture_all()
-    check_forks(runner, PROMPTS[1][:6], num_more=3)
-    assert isinstance(runner, Quiet)
-    assert runner.num_quiet > 4
-    if is_captured and device.type == "cpu":
-        assert runner._captured._graphs.replayed > 4  # type: ignore[union-attr,attr-defined]
 
 
 WISHES = [

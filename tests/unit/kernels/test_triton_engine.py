@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from harness.fakes.forking import check_forks
 from harness.fakes.stepping import generate
 from harness.kernels.family_checkpoints import FEATURED
 
@@ -45,13 +44,6 @@ def tokens(config: ModelConfig, kernels: str, device: torch.device | str, chunks
 def test_tokens_are_the_torch_family_s(device: torch.device, name: str) -> None:
     config = VARIANTS[name]
     assert tokens(config, "triton", device, [1, 5, 3, 7, 2]) == tokens(config, "torch", "cpu", ())
-
-
-def test_siblings_of_a_fork_stay_apart(device: torch.device) -> None:
-    config = tiny.config()
-    model = build_model(config, tiny.TinyTensors(config), dtype="float32", kernels="triton", device=device)
-    kv = PagedKv.allocate(KvLayout.of(config, block_tokens=4, dtype="float32"), 32, device)
-    check_forks(Runner(model, kv), PROMPTS[1][:6], num_more=3)
 
 
 def test_the_family_is_chosen_on_gpus_only() -> None:

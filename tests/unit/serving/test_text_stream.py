@@ -15,8 +15,9 @@ from kvferry.core.constraint import Constraint, ConstraintKind
 from kvferry.core.errors import InvalidRequest, InvariantBroken, Unavailable
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import FinishReason, SampledToken, SamplingParams
+from kvferry.serving.request import Caller, Request
 from kvferry.serving.text_service import TextService
-from kvferry.serving.text_stream import TextChunk, TextRequest, Usage, generate_text
+from kvferry.serving.text_stream import TextChunk, Usage, generate_text
 from kvferry.serving.token_source import TokenEvent
 from kvferry.text.answers.answer import SplitOptions
 from kvferry.text.requests.beams import BeamParams
@@ -24,12 +25,12 @@ from kvferry.text.requests.beams import BeamParams
 _PROMPT = [104, 105]
 
 
-def request(n: int = 1, **sampling: Any) -> TextRequest:
+def request(n: int = 1, **sampling: Any) -> Request:
     params = SamplingParams(**{"max_tokens": 20, "seed": 1, **sampling})
-    return TextRequest(RequestId("r"), _PROMPT, params, num_samples=n)
+    return Request(Caller(RequestId("r")), _PROMPT, params, num_samples=n)
 
 
-async def collect(source: Any, text_request: TextRequest) -> list[TextChunk]:
+async def collect(source: Any, text_request: Request) -> list[TextChunk]:
     async with aclosing(generate_text(source, byte_model(), text_request, ManualClock(now=4.0))) as chunks:
         return [chunk async for chunk in chunks]
 

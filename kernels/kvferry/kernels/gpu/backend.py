@@ -47,7 +47,6 @@ DEVICE_OPS = DeviceOps(
     adjust_logits=logits.adjust_logits,
     sample=draw.sample,
     log_probabilities=logits.log_probabilities,
-    copy_blocks=blocks.copy_blocks,
     gather_blocks=blocks.gather_blocks,
     scatter_blocks=blocks.scatter_blocks,
     relayout_blocks=blocks.relayout_blocks,

@@ -1,4 +1,4 @@
-"""Block copy kernels: page copies in the pool, gather and scatter with staging memory, layout conversion.
+"""Block copy kernels: gather and scatter with staging memory, layout conversion.
 
 Pages are copied as 32-bit words, independent of the dtype. A page contains all layers in one contiguous range, so a
 copy accesses whole cache lines (the third kernel of Kwon et al., PagedAttention, 2023, section 5.1, over block-major
@@ -37,17 +37,6 @@ def _move(
     at = tl.program_id(1) * block + tl.arange(0, block)
     values = tl.load(given + source * given_stride + at, mask=at < words)
     tl.store(wanted + target * wanted_stride + at, values, mask=at < words)
-
-
-def copy_blocks(pages: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
-    """See `DeviceOps.copy_blocks`. Each page's bytes are read and written once.
-
-    Raises:
-        BadKernelInput: unsupported dtype, shape, stride or device.
-    """
-    _check_blocks(pages, sources, targets)
-    check.shaped("targets", targets, len(sources))
-    _run(pages, pages, sources, targets)
 
 
 def gather_blocks(pages: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:

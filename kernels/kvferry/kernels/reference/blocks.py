@@ -1,4 +1,4 @@
-"""Reference block operations: copies, gather and scatter, layout conversion, page digests.
+"""Reference block operations: gather and scatter, layout conversion, page digests.
 
 Digest of a page, where word i is the i-th group of 32 bits of the page (little endian), and sums are modulo 2^64:
 
@@ -17,10 +17,6 @@ from kvferry.kernels.block_moves import Overlay
 SALTS = (0x243F6A8885A308D3, 0x13198A2E03707344)
 """Salts of the two lanes: leading hexadecimal digits of the fraction of pi."""
 MIX_1, MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-
-
-def copy_blocks(pages: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
-    pages[targets] = pages[sources]
 
 
 def gather_blocks(pages: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:

@@ -226,7 +226,6 @@ DEVICE_OPS = DeviceOps(
     adjust_logits=sampling.adjust_logits,
     sample=sampling.sample,
     log_probabilities=sampling.log_probabilities,
-    copy_blocks=blocks.copy_blocks,
     gather_blocks=blocks.gather_blocks,
     scatter_blocks=blocks.scatter_blocks,
     relayout_blocks=blocks.relayout_blocks,

@@ -234,14 +234,13 @@ _WORK: Mapping[str, Callable[[Spec, int], Work]] = MappingProxyType(
         "gather_rows": _take_rows,
         "sample": _logits,
         "log_probabilities": _logits,
-        "copy_blocks": _copy_blocks,
         "gather_blocks": _copy_blocks,
         "scatter_blocks": _copy_blocks,
         "digest_blocks": _digest_blocks,
     }
 )
 OPERATIONS = tuple(_WORK)
-_BLOCK_OPERATIONS = OPERATIONS[-4:]
+_BLOCK_OPERATIONS = OPERATIONS[-3:]
 
 
 def _specs(

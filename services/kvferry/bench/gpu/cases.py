@@ -237,22 +237,16 @@ def _blocks(s: Spec, here: _Setup) -> Case:
     sources, targets = order[:count].contiguous(), order[count:].contiguous()
     staged = pages.index_select(0, sources)
 
-    def copied() -> torch.Tensor:
-        more.copy_blocks(pages, sources, targets)
-        return pages
-
     def scattered() -> torch.Tensor:
         more.scatter_blocks(staged, pages, targets)
         return pages
 
     ours: dict[str, Action] = {
-        "copy_blocks": copied,
         "gather_blocks": lambda: more.gather_blocks(pages, sources),
         "scatter_blocks": scattered,
         "digest_blocks": lambda: more.digest_blocks(pages, sources),
     }
     theirs: dict[str, Action] = {
-        "copy_blocks": lambda: pages.index_copy_(0, targets, pages.index_select(0, sources)),
         "gather_blocks": lambda: pages.index_select(0, sources),
         "scatter_blocks": lambda: pages.index_copy_(0, targets, staged),
     }
@@ -274,7 +268,6 @@ _CASES: Mapping[str, Callable[[Spec, _Setup], Case]] = MappingProxyType(
         "gather_rows": _embedding,
         "sample": _sample,
         "log_probabilities": _log_probabilities,
-        "copy_blocks": _blocks,
         "gather_blocks": _blocks,
         "scatter_blocks": _blocks,
         "digest_blocks": _blocks,

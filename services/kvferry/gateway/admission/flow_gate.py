@@ -126,7 +126,7 @@ class FlowGate:
             DeadlinePassed: the deadline passed in the queue.
             Unavailable: the pool had no workers for too long.
         """
-        tenant = slot.work.tenant
+        tenant = slot.work.caller.tenant
         try:
             entry = slot.entry = self._submit(slot)
         except KvferryError as error:
@@ -158,7 +158,7 @@ class FlowGate:
             slot: slot of the request, after `admit`.
             is_whole: whether the request ended without an error; only then its output and duration enter the averages.
         """
-        entry, tenant = slot.entry, slot.work.tenant
+        entry, tenant = slot.entry, slot.work.caller.tenant
         assert entry is not None, "the slot was freed before it was admitted"
         prompt, cached, output = slot.prompt_tokens(), slot.cached_tokens(), slot.output_tokens()
         self.controller.finish(entry, used=float(prompt - cached + slot.recomputed_tokens + output))
@@ -236,15 +236,15 @@ class FlowGate:
             KvferryError: the request is not accepted.
         """
         work, now = slot.work, self._clock.monotonic()
-        policy = self._tenants.policy(work.tenant)
-        slot.priority = policy.priority_of(work.priority)
+        policy = self._tenants.policy(work.caller.tenant)
+        slot.priority = policy.priority_of(work.caller.priority)
         prompt = sum(map(len, work.prompts))
-        output = self.quotas.expected_output(work.tenant, work.max_tokens) * len(work.prompts) * work.num_samples
+        output = self.quotas.expected_output(work.caller.tenant, work.max_tokens) * len(work.prompts) * work.num_samples
         slot.expected_tokens = prompt * work.num_samples + output
-        self.quotas.check(work.tenant, policy, slot.expected_tokens, now)
-        limit = work.arrived + self._config.request_timeout_seconds
+        self.quotas.check(work.caller.tenant, policy, slot.expected_tokens, now)
+        limit = work.caller.arrived + self._config.request_timeout_seconds
         entry = Entry(
-            tenant=work.tenant,
+            tenant=work.caller.tenant,
             priority=slot.priority,
             cost=slot.expected_tokens,
             num_sequences=work.num_running,
@@ -252,7 +252,7 @@ class FlowGate:
             prefill_tokens=prompt,
             num_bytes=_BYTES_PER_REQUEST + _BYTES_PER_TOKEN * prompt + work.held_bytes,
             weight=policy.weight,
-            deadline=limit if work.deadline is None else min(limit, work.deadline),
+            deadline=limit if work.caller.deadline is None else min(limit, work.caller.deadline),
         )
         room = self.room.now()
         if self.controller.num_queued or not self.controller.is_open(room, entry):
@@ -272,7 +272,7 @@ class FlowGate:
 
     def _estimate(self, work: Work) -> int:
         known, rest = work.prompts[:_MAX_ESTIMATED_PROMPTS], work.prompts[_MAX_ESTIMATED_PROMPTS:]
-        return sum(self._uncached(work.scope, prompt) for prompt in known) + sum(map(len, rest))
+        return sum(self._uncached(work.caller.scope, prompt) for prompt in known) + sum(map(len, rest))
 
     def _pump(self) -> None:
         """Dispatch the queued entries that may be dispatched now."""

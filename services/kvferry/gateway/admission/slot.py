@@ -1,11 +1,13 @@
 """The slot of one request: counts the tokens that the request uses, to free its capacity and correct its charge."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Protocol
 
 from kvferry.gateway.decide.flow.entry import Entry
 from kvferry.serving.admission import Work
+from kvferry.serving.request import Caller
 
 
 class Gate(Protocol):
@@ -57,7 +59,7 @@ class RequestSlot:
         self._samples: dict[int, _Sample] = {}
         self.work = work
         self.queued_seconds = 0.0
-        self.priority = work.priority
+        self.priority = work.caller.priority
         self.entry: Entry | None = None
         """The request in the flow controller; `None` before it is entered."""
         self.expected_tokens = 0.0
@@ -66,6 +68,12 @@ class RequestSlot:
         """Tokens of beams whose KV was computed again."""
         self.entered = 0.0
         """Time of the admission, monotonic seconds."""
+
+    def admitted(self, caller: Caller) -> Caller:
+        """See `serving.admission.Slot.admitted`."""
+        if not self.queued_seconds and self.priority == caller.priority:
+            return caller
+        return replace(caller, queued_seconds=self.queued_seconds, priority=self.priority)
 
     async def __aenter__(self) -> "RequestSlot":
         await self._gate.admit(self)

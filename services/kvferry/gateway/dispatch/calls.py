@@ -20,16 +20,16 @@ def prefill_request(run: SampleRun, prior_turn_ticket: bytes) -> prefill_pb2.Pre
     """
     request = run.request
     return prefill_pb2.PrefillRequest(
-        request_id=request.request_id,
+        request_id=request.caller.request_id,
         token_ids=request.token_ids,
         sampling=wire.sampling_to_wire(request.sampling),
         sample_index=request.sample_index,
-        tenant=request.scope,
+        scope=request.caller.scope,
         offer=True,
         ticket_id=new_ticket_id(),
         prior_turn_ticket=prior_turn_ticket,
-        priority=request.priority,
-        adapter=wire.adapter_to_wire(request.adapter),
+        priority=request.caller.priority,
+        adapter=wire.adapter_to_wire(request.caller.adapter),
     )
 
 
@@ -42,11 +42,11 @@ def pool_request(run: SampleRun, params: PoolingParams) -> prefill_pb2.PoolReque
     """
     request = run.request
     return prefill_pb2.PoolRequest(
-        request_id=request.request_id,
+        request_id=request.caller.request_id,
         token_ids=request.token_ids,
         pooling=pooling_to_wire(params),
-        tenant=request.scope,
-        priority=request.priority,
+        scope=request.caller.scope,
+        priority=request.caller.priority,
         input_index=request.sample_index,
     )
 
@@ -58,13 +58,13 @@ def decode_request(run: SampleRun) -> decode_pb2.DecodeRequest:
     # The log-probabilities of the prompt arrive with the first token.
     sampling = replace(request.sampling, prompt_logprobs=None) if run.emitted else request.sampling
     return decode_pb2.DecodeRequest(
-        request_id=request.request_id,
+        request_id=request.caller.request_id,
         token_ids=run.token_ids,
         num_generated=len(run.emitted),
         sampling=wire.sampling_to_wire(sampling),
         sample_index=request.sample_index,
-        tenant=request.scope,
+        scope=request.caller.scope,
         want_cached_ticket=True,
-        priority=request.priority,
-        adapter=wire.adapter_to_wire(request.adapter),
+        priority=request.caller.priority,
+        adapter=wire.adapter_to_wire(request.caller.adapter),
     )

@@ -24,7 +24,7 @@ class Ending:
             reason: reason that the prefill worker records.
         """
         if run.ticket is not None:
-            self._releases.release(run.ticket, run.request.request_id, reason)
+            self._releases.release(run.ticket, run.request.caller.request_id, reason)
             run.ticket = None
             run.on(Event.DROP)
 
@@ -43,10 +43,10 @@ class Ending:
             # `WorkerCalls` has already cancelled the sample's calls.
             if duty is Duty.RELEASE_TICKET and run.ticket is not None:
                 reason = "client_gone" if event is Event.CANCEL else event.value
-                self._releases.release(run.ticket, run.request.request_id, reason)
+                self._releases.release(run.ticket, run.request.caller.request_id, reason)
                 run.ticket = None
         usage = Usage(len(run.request.token_ids), run.num_output, run.num_cached_tokens)
-        run.time(total_seconds=self._clock.monotonic() - run.request.arrived)
+        run.time(total_seconds=self._clock.monotonic() - run.request.caller.arrived)
         if not run.num_beams:  # those of a search are counted with its steps
             self._instruments.kv_reported(run.timing.kv)
         if not run.is_step:

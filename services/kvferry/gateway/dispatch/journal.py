@@ -54,7 +54,7 @@ class Journal:
     def add(self, run: SampleRun) -> None:
         """Add an entry for an ended sample."""
         request = run.request
-        key = (request.tenant, request.request_id)
+        key = (request.caller.tenant, request.caller.request_id)
         samples = self._entries.setdefault(key, [])
         self._entries.move_to_end(key)
         if len(samples) < _MAX_SAMPLES:

@@ -46,7 +46,7 @@ class KvPrefetches:
             return
         stub = self._fleet.decode(route.decode.replica.address)
         call = stub.PrefetchKv(request)
-        task = asyncio.ensure_future(_ended(call, run.request.request_id))
+        task = asyncio.ensure_future(_ended(call, run.request.caller.request_id))
         try:
             yield
         finally:
@@ -65,9 +65,9 @@ class KvPrefetches:
         if view is None or view.incarnation is None or view.worker_id is None:
             return None
         return decode_pb2.PrefetchKvRequest(
-            request_id=request.request_id,
+            request_id=request.caller.request_id,
             token_ids=request.token_ids,
-            tenant=request.scope,
+            scope=request.caller.scope,
             ticket_id=ticket_id,
             prefill=common_pb2.WorkerIdentity(worker_id=view.worker_id, incarnation=view.incarnation),
             prefill_address=view.endpoint.address,

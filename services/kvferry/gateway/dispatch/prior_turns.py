@@ -47,7 +47,7 @@ class Turns:
         view = self._fleet.view(address)
         if view is None or view.incarnation is None:
             return
-        names = block_names(self._namers, run.request.scope, view.as_replica(), run.token_ids[:num_tokens])
+        names = block_names(self._namers, run.request.caller.scope, view.as_replica(), run.token_ids[:num_tokens])
         if not names:
             return
         self._turns[names[-1]] = _Turn(address, view.incarnation, sealed)
@@ -70,7 +70,9 @@ class Turns:
         if not self._turns:
             return b""
         request = run.request
-        names = run.names.of(self._namers, request.scope, pick.replica, request.token_ids[:-1], len(request.token_ids))
+        names = run.names.of(
+            self._namers, request.caller.scope, pick.replica, request.token_ids[:-1], len(request.token_ids)
+        )
         for name in reversed(names):
             turn = self._turns.get(name)
             if turn is None:

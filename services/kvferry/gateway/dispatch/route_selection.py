@@ -13,17 +13,16 @@ from kvferry.gateway.decide.routing.cached_prefix import PromptCaches
 from kvferry.gateway.decide.routing.policies import RoutingPolicies
 from kvferry.gateway.decide.routing.prefix_hash import PrefixHash
 from kvferry.gateway.decide.routing.prompt_names import PromptNames, prefix_key
-from kvferry.gateway.decide.routing.replica_choice import choose, choose_pooling
+from kvferry.gateway.decide.routing.replica_choice import Layout, Progress, choose_pooling, choose_route
 from kvferry.gateway.decide.routing.replicas import (
     CachedTokens,
     Candidates,
     Replica,
     nothing_cached,
-    readers,
     with_adapter,
 )
 from kvferry.gateway.decide.routing.route_notes import RouteNote, route_notes
-from kvferry.gateway.decide.routing.routes import Policy, Route, RouteReason, RouteRequest
+from kvferry.gateway.decide.routing.routes import Policy, Route, RouteRequest
 from kvferry.gateway.dispatch.lost_call import WorkerLost
 from kvferry.gateway.dispatch.releases import TicketDrop
 from kvferry.gateway.dispatch.work_records import WorkRecords
@@ -83,7 +82,7 @@ class RouteSelection:
         """
         self._records.arrived(run)  # its earlier choice does not count as load on the workers
         caches = PromptCaches(
-            self._map, self._namers, run.names, run.request.scope, run.token_ids, self._config.prefix_blocks
+            self._map, self._namers, run.names, run.request.caller.scope, run.token_ids, self._config.prefix_blocks
         )
         route = self._choose(run, frozenset(run.excluded), caches)
         if route is None and isinstance(run.last_error, Overloaded) and not run.emitted:
@@ -109,7 +108,7 @@ class RouteSelection:
                 caches.chose(chosen)
         notes = route_notes(route, self._config.policy)
         run.routes = [*run.routes, *notes][-_MAX_ROUTES:]
-        if run.ticket is None:  # otherwise the comparison was made when the pair was chosen
+        if run.request.caller.is_explained and run.ticket is None:  # with a ticket, the pair was compared before
             # Runs after the call to the worker is sent, so that the comparison does not delay the request.
             asyncio.get_running_loop().call_soon(self._compare, run, route, notes[0], caches)
         return route
@@ -157,31 +156,21 @@ class RouteSelection:
         return self._route(run, request, candidates, _ANY if cached is None else self._policies.chosen)
 
     def _candidates(self, run: SampleRun, excluded: frozenset[str] = frozenset()) -> Candidates:
-        return with_adapter(self._fleet.candidates(excluded), run.request.adapter)
+        return with_adapter(self._fleet.candidates(excluded), run.request.caller.adapter)
 
     def _request(self, run: SampleRun, candidates: Candidates, cached: CachedTokens) -> RouteRequest:
         request = run.request
-        key = prefix_key(self._namers, request.scope, request.token_ids, self._config.prefix_blocks)
+        key = prefix_key(self._namers, request.caller.scope, request.token_ids, self._config.prefix_blocks)
         return RouteRequest(key, cached, len(run.token_ids), run.max_new_tokens, _source(run, candidates))
 
     def _route(self, run: SampleRun, request: RouteRequest, candidates: Candidates, policy: Policy) -> Route | None:
-        num_prompt = len(run.request.token_ids)
         if run.pooling is not None:
             return choose_pooling(request, candidates, policy)
-        skip: RouteReason | None = None
-        enough_tokens: int | None = None
-        if run.ticket is not None:
-            fitting = readers(candidates.decode, run.ticket.fingerprint, run.ticket.family)
-            candidates, skip = Candidates(decode=fitting), RouteReason.PAIR
-            if fitting and fitting[0].fingerprint != run.ticket.fingerprint:
-                skip = RouteReason.CONVERTED
-        elif run.emitted:
-            skip = RouteReason.RESUME
-        elif num_prompt < self._config.skip_prefill_below_tokens:
-            skip = RouteReason.SHORT_PROMPT
-        elif self._config.skip_prefill_below_tokens:
-            enough_tokens = num_prompt - self._config.skip_prefill_below_tokens + 1
-        return choose(request, candidates, policy, skip_prefill=skip, enough_tokens=enough_tokens)
+        ticket = run.ticket
+        offered = None if ticket is None else Layout(ticket.fingerprint, ticket.family)
+        progress = Progress(len(run.request.token_ids), bool(run.emitted), offered)
+        skip_below = self._config.skip_prefill_below_tokens
+        return choose_route(request, candidates, policy, progress, skip_prefill_below=skip_below)
 
 
 def _source(run: SampleRun, candidates: Candidates) -> Replica | None:

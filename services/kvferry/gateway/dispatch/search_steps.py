@@ -7,7 +7,8 @@ from dataclasses import replace
 from kvferry.core.errors import DeadlinePassed
 from kvferry.gateway.decide.lifecycle.sample_run import SampleRun
 from kvferry.gateway.decide.lifecycle.sample_trace import NO_TRACE
-from kvferry.serving.token_source import TokenEvent, TokenRequest
+from kvferry.serving.request import Request
+from kvferry.serving.token_source import TokenEvent
 
 _MAX_ROUTES = 16
 """Maximum number of routing decisions in the record of a search: those of its first step, and of repeated steps."""
@@ -35,7 +36,7 @@ class SearchSteps:
         self._is_begun = False
         self._rank = (0, 0)
 
-    async def stream(self, request: TokenRequest) -> AsyncGenerator[TokenEvent, None]:
+    async def stream(self, request: Request) -> AsyncGenerator[TokenEvent, None]:
         """Compute a step; see `serving.token_source.TokenSource.stream`.
 
         Raises:

@@ -92,17 +92,17 @@ class WorkerCalls:
                 answer = await call
             except grpc.aio.AioRpcError as error:
                 if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                    self._releases.reap(call, requested, run.request.request_id)
+                    self._releases.reap(call, requested, run.request.caller.request_id)
                 raise await worker_lost(call, error, address) from error
             except asyncio.CancelledError:
-                self._releases.reap(call, requested, run.request.request_id)
+                self._releases.reap(call, requested, run.request.caller.request_id)
                 raise_if_lost(held, address)
                 raise
         finish = wire.finish_from_wire(answer.finish_reason)
         run.num_cached_tokens = answer.num_cached_tokens
         self._instruments.prefix_predicted(pick.cached, answer.num_cached_tokens)
         self._records.prefilled(run, address, answer.num_cached_tokens, answer.prefill_seconds)
-        queued = run.request.queued_seconds + answer.queue_seconds
+        queued = run.request.caller.queued_seconds + answer.queue_seconds
         run.time(queue_seconds=queued, prefill_seconds=answer.prefill_seconds)
         reports = wire.kv_reports_from_wire(answer.kv)
         run.report_kv(reports)
@@ -211,7 +211,7 @@ class WorkerCalls:
         self._instruments.prefix_predicted(pick.cached, num_cached)
         self._records.prefilled(run, pick.replica.address, num_cached, answer.prefill_seconds)
         if not run.emitted:
-            queued = run.request.queued_seconds + answer.queue_seconds
+            queued = run.request.caller.queued_seconds + answer.queue_seconds
             run.time(queue_seconds=queued, prefill_seconds=answer.prefill_seconds)
 
     def _note_handoff(self, run: SampleRun, address: str, answer: decode_pb2.DecodeResponse) -> None:

@@ -11,8 +11,8 @@ from starlette.types import Receive, Scope, Send
 
 from kvferry.core.errors import RequestCancelled
 from kvferry.gateway.decide.config import HttpConfig
-from kvferry.gateway.http.openai.generation import Caller
 from kvferry.gateway.http.request_body import BodyBudget, BufferedBody, check_media, read_body
+from kvferry.serving.request import Caller
 from kvferry.serving.text_service import LARGE_CHARS, TextService
 
 _log = logging.getLogger(__name__)

@@ -32,7 +32,7 @@ from kvferry.gateway.http.encoding.routes import ANSWERS, UnaryRoute
 from kvferry.gateway.http.event_stream import send_events
 from kvferry.gateway.http.openai import completions
 from kvferry.gateway.http.openai import reply as openai_reply
-from kvferry.gateway.http.openai.generation import Caller, prepare_chat, prepare_completion
+from kvferry.gateway.http.openai.generation import prepare_chat, prepare_completion
 from kvferry.gateway.http.openapi.document import openapi_document
 from kvferry.gateway.http.openapi.operations import OPERATIONS
 from kvferry.gateway.http.request_body import JSON, BodyBudget
@@ -41,6 +41,7 @@ from kvferry.gateway.http.responses.store import ResponseStore
 from kvferry.gateway.http.route_errors import MethodNotAllowed, NoSuchRoute, no_such_request
 from kvferry.gateway.observe.instruments import Instruments
 from kvferry.rpc.wire import check_request_id
+from kvferry.serving.request import EXPLAIN_HEADER, Caller
 from kvferry.serving.text_service import TextService
 
 _log = logging.getLogger(__name__)
@@ -112,7 +113,12 @@ class ClientApi:
         """
         address = request.client.host if request.client is not None else ""
         tenant = self.service.tenant_of(request.headers.get("authorization"), address)
-        return Caller(request.scope["kvferry.request_id"], tenant, self.service.clock.monotonic())
+        return Caller(
+            request.scope["kvferry.request_id"],
+            tenant,
+            arrived=self.service.clock.monotonic(),
+            is_explained=EXPLAIN_HEADER in request.headers,
+        )
 
     async def _models(self, request: Request) -> Response:
         tenant = self.caller(request).tenant

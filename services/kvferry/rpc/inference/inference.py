@@ -7,7 +7,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import grpc
 
 from kvferry.core.errors import InvalidRequest, KvferryError
-from kvferry.core.ids import RequestId, new_request_id
+from kvferry.core.ids import AdapterId, RequestId, new_request_id
 from kvferry.core.sampling import SamplingParams
 from kvferry.core.traces.spans import context_of, use_span
 from kvferry.rpc import wire
@@ -24,9 +24,9 @@ from kvferry.rpc.server import Service
 from kvferry.serving import chats, embedding, prompts
 from kvferry.serving.chats import PreparedChat
 from kvferry.serving.embedding import VectorRequest
+from kvferry.serving.request import EXPLAIN_HEADER, Caller, Request
 from kvferry.serving.text_model import TextModel
 from kvferry.serving.text_service import TextService
-from kvferry.serving.text_stream import TextRequest
 from kvferry.v1 import inference_pb2, inference_pb2_grpc
 
 _MESSAGE_CHARS = 64
@@ -49,33 +49,26 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         tenant = self._tenant(context)
         adapter = self._text.adapter_of(request.model)
         self._text.check_access(tenant, request.model or self._text.model.name)
-        named = request_id_of(request, context)
-        remaining = context.time_remaining()
         num_samples = wire.num_samples_from_wire(request.n)
         prepared = await self._prepared(request, wire.sampling_from_wire(request.sampling))
+        caller = self._caller(request, context, tenant, arrived, adapter)
         checked = self._text.fit(
-            TextRequest(
-                request_id=RequestId(wire.check_request_id(named)) if named else new_request_id(),
-                token_ids=prepared.token_ids,
-                sampling=prepared.sampling,
+            Request(
+                caller,
+                prepared.token_ids,
+                prepared.sampling,
                 num_samples=num_samples,
-                beams=beams_from_wire(request, num_samples),
-                tenant=tenant,
-                cache_salt=wire.check_cache_salt(request.cache_salt),
-                adapter=adapter,
-                priority=wire.check_priority(request.priority),
-                arrived=arrived,
-                deadline=None if remaining is None else arrived + remaining,
                 split=prepared.split,
+                beams=beams_from_wire(request, num_samples),
                 held_bytes=request.ByteSize(),
             )
         )
         if checked.sampling.constraint is not None:
             await self._text.check(checked.sampling.constraint, tenant)
-        with self._traced("Generate", checked.request_id, arrived, context):
+        with self._traced("Generate", caller.request_id, arrived, context):
             async with aclosing(self._text.generate(checked)) as chunks:
                 async for chunk in chunks:
-                    yield chunk_to_wire(checked.request_id, chunk)
+                    yield chunk_to_wire(caller.request_id, chunk)
 
     async def Tokenize(  # noqa: N802
         self, request: inference_pb2.TokenizeRequest, context: Context
@@ -114,26 +107,37 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     ) -> inference_pb2.EmbedResponse:
         arrived = self._text.clock.monotonic()
         tenant = self._admit(request.model, context)
-        named = request_id_of(request, context)
-        remaining = context.time_remaining()
-        request_id = RequestId(wire.check_request_id(named)) if named else new_request_id()
+        caller = self._caller(request, context, tenant, arrived, None)
         params = pooling_from_wire(request.pooling)
         embedding.check_vectors(self._text, params, len(request.inputs), "inputs")
         names = [f"inputs.{number}" for number in range(len(request.inputs))]
         given = [_input(item, name) for item, name in zip(request.inputs, names, strict=True)]
         vectors = VectorRequest(
-            request_id=request_id,
-            inputs=await embedding.read_inputs(self._text, given, names),
-            params=params,
-            tenant=tenant,
-            cache_salt=wire.check_cache_salt(request.cache_salt),
-            priority=wire.check_priority(request.priority),
-            arrived=arrived,
-            deadline=None if remaining is None else arrived + remaining,
-            held_bytes=request.ByteSize(),
+            caller, await embedding.read_inputs(self._text, given, names), params, held_bytes=request.ByteSize()
         )
-        with self._traced("Embed", request_id, arrived, context):
-            return vectors_to_wire(request_id, await embedding.embed(self._text, vectors))
+        with self._traced("Embed", caller.request_id, arrived, context):
+            return vectors_to_wire(caller.request_id, await embedding.embed(self._text, vectors))
+
+    def _caller(
+        self,
+        request: inference_pb2.GenerateRequest | inference_pb2.EmbedRequest,
+        context: Context,
+        tenant: str,
+        arrived: float,
+        adapter: AdapterId | None,
+    ) -> Caller:
+        named = request_id_of(request, context)
+        remaining = context.time_remaining()
+        return Caller(
+            RequestId(wire.check_request_id(named)) if named else new_request_id(),
+            tenant,
+            wire.check_cache_salt(request.cache_salt),
+            adapter,
+            wire.check_priority(request.priority),
+            arrived,
+            None if remaining is None else arrived + remaining,
+            is_explained=any(key == EXPLAIN_HEADER for key, _ in context.invocation_metadata() or ()),
+        )
 
     @contextmanager
     def _traced(self, method: str, request_id: RequestId, arrived: float, context: Context) -> Iterator[None]:

@@ -22,8 +22,8 @@ from kvferry.gateway.decide.flow.entry import Entry
 from kvferry.gateway.decide.routing.cached_prefix import MAX_BLOCKS, PromptCaches
 from kvferry.gateway.decide.routing.policies import make_policy
 from kvferry.gateway.decide.routing.prompt_names import PromptNames, prefix_key
-from kvferry.gateway.decide.routing.replica_choice import choose
-from kvferry.gateway.decide.routing.routes import Policy, Route, RouteReason, RouteRequest
+from kvferry.gateway.decide.routing.replica_choice import Layout, Progress, choose_route
+from kvferry.gateway.decide.routing.routes import Policy, Route, RouteRequest
 from kvferry.kv.interface.ticket import Ticket
 from kvferry.simulator.clock import VirtualClock
 from kvferry.simulator.fleet.measures import Measures
@@ -186,16 +186,9 @@ class Gateway:
     def _route(self, run: Run, ticket: Ticket | None) -> tuple[Route | None, PromptCaches]:
         config, tokens = self.settings.routing, run.tokens or run.request.prompt
         candidates = self.members.candidates(run.excluded)
-        skip: RouteReason | None = None
-        enough: int | None = None
-        if ticket is not None:
-            skip = RouteReason.PAIR
-        elif run.tokens is not None:
-            skip = RouteReason.RESUME
-        elif len(tokens) < config.skip_prefill_below_tokens:
-            skip = RouteReason.SHORT_PROMPT
-        elif config.skip_prefill_below_tokens:
-            enough = len(tokens) - config.skip_prefill_below_tokens + 1
+        source = None if ticket is None or run.source is None else run.source.candidate
+        offered = None if source is None else Layout(source.fingerprint, source.family)
+        progress = Progress(len(tokens), run.tokens is not None, offered)
         tenant = run.request.tenant
         caches = PromptCaches(self.cache_map, self._namers, run.names, tenant, tokens, config.prefix_blocks)
         request = RouteRequest(
@@ -203,9 +196,10 @@ class Gateway:
             caches,
             len(tokens),
             run.request.output.count,
-            None if ticket is None or run.source is None else run.source.candidate,
+            source,
         )
-        return choose(request, candidates, self.policy, skip_prefill=skip, enough_tokens=enough), caches
+        skip_below = config.skip_prefill_below_tokens
+        return choose_route(request, candidates, self.policy, progress, skip_prefill_below=skip_below), caches
 
     def _arrived(self, run: Run) -> None:
         self._records.arrived(run.commitment)

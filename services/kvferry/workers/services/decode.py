@@ -100,7 +100,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
     async def Run(
         self, request: decode_pb2.DecodeRequest, context: Context
     ) -> AsyncIterator[decode_pb2.DecodeResponse]:
-        self._context.admit(request.model, request.tenant)
+        self._context.admit(request.model, request.scope)
         tokens = list(wire.token_ids_from_wire(request.token_ids, "token_ids"))
         sampling = wire.sampling_from_wire(request.sampling)
         handoff = self._open(request, tokens)
@@ -119,7 +119,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
                 sampling=sampling,
                 num_generated=request.num_generated,
                 sample_index=request.sample_index,
-                tenant=request.tenant,
+                scope=request.scope,
                 adapter=wire.adapter_from_wire(request),
                 priority=wire.check_priority(request.priority),
                 deadline=self._context.deadline_in(context.time_remaining()),
@@ -164,7 +164,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
     async def PrefetchKv(
         self, request: decode_pb2.PrefetchKvRequest, context: Context
     ) -> decode_pb2.PrefetchKvResponse:
-        self._context.admit("", request.tenant)
+        self._context.admit("", request.scope)
         tokens = wire.token_ids_from_wire(request.token_ids, "token_ids")
         host, _, port = request.prefill_address.rpartition(":")
         if not is_host(host) or not port.isdecimal():  # gRPC would accept other schemes, too
@@ -189,7 +189,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
                 ticket,
                 fingerprint=self._context.layout.fingerprint,
                 block_tokens=self._context.layout.block_tokens,
-                tenant=request.tenant,
+                scope=request.scope,
                 tokens=tokens,
                 now_wall=self._context.clock.wall(),
                 windows=self._context.layout.groups.windows,
@@ -223,7 +223,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             control_address=own.address,
             connector=own.connector,
             fingerprint=own.layout.fingerprint,
-            tenant=request.tenant,
+            scope=request.scope,
             tokens_digest=digest_tokens(tokens[: kept.num_tokens]),
             num_tokens=kept.num_tokens,
             block_ids=kept.blocks,

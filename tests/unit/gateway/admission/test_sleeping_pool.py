@@ -23,11 +23,11 @@ from kvferry.gateway.decide.routing.discovery import Listing
 from kvferry.gateway.decide.routing.holding import Holding
 from kvferry.gateway.dispatch import calls
 from kvferry.gateway.dispatch.dispatcher import Dispatcher
+from kvferry.gateway.dispatch.routing import build_routing
 from kvferry.gateway.fleet.fleet import Fleet
 from kvferry.gateway.observe.instruments import Instruments
+from kvferry.serving.request import Caller, Request
 from kvferry.serving.text_service import TextService
-from kvferry.serving.text_stream import TextRequest
-from kvferry.serving.token_source import TokenRequest
 from kvferry.v1 import decode_pb2
 
 CLOCK = SystemClock()
@@ -49,15 +49,8 @@ class Pool:
 
     async def ask(self, name: str = "r", deadline: float | None = None, priority: int = 0, samples: int = 1) -> int:
         sampling = SamplingParams(max_tokens=4, ignore_eos=True, seed=1)
-        request = TextRequest(
-            RequestId(name),
-            token_ids=(1, 2, 3),
-            sampling=sampling,
-            num_samples=samples,
-            priority=priority,
-            arrived=CLOCK.monotonic(),
-            deadline=deadline,
-        )
+        caller = Caller(RequestId(name), priority=priority, arrived=CLOCK.monotonic(), deadline=deadline)
+        request = Request(caller, (1, 2, 3), sampling, num_samples=samples)
         count = 0
         async with aclosing(self.service.generate(request)) as chunks:
             async for chunk in chunks:
@@ -74,7 +67,8 @@ async def a_pool(max_held: int = 8, seconds: float = 20.0) -> AsyncIterator[Pool
         fleet = Fleet(replace(fleet_config(workers), decode=()), NAME, clock=SystemClock())
         holding, instruments = Holding(HoldConfig(max_held, seconds), "ns/p"), Instruments()
         gate = FlowGate(fleet, CLOCK, FlowConfig(), Tenants.load(None, None, CLOCK), instruments, holding=holding)
-        dispatcher = Dispatcher(fleet, CLOCK, DispatchConfig(), gate=gate)
+        routing = build_routing(fleet, CLOCK, DispatchConfig(), instruments)
+        dispatcher = Dispatcher(fleet, CLOCK, DispatchConfig(), routing=routing, gate=gate)
         fleet.start()
         try:
             yield Pool(workers, fleet, holding, dispatcher, gate, TextService(dispatcher, byte_model(), admission=gate))
@@ -90,7 +84,7 @@ async def test_requests_wait_for_the_first_worker_and_are_served_in_order(monkey
     sent: list[str] = []
 
     def decode_request(run: SampleRun) -> decode_pb2.DecodeRequest:
-        sent.append(run.request.request_id)
+        sent.append(run.request.caller.request_id)
         return make(run)
 
     make = calls.decode_request
@@ -169,7 +163,7 @@ async def test_an_admitted_sample_whose_pool_is_empty_is_held_too():
     """The last worker may leave after the admission of a request and before its dispatch."""
     async with a_pool() as pool:
         sampling = SamplingParams(max_tokens=2, ignore_eos=True, seed=1)
-        request = TokenRequest(RequestId("r"), (1, 2), sampling, arrived=CLOCK.monotonic())
+        request = Request(Caller(RequestId("r"), arrived=CLOCK.monotonic()), (1, 2), sampling)
 
         async def tokens() -> int:
             async with aclosing(pool.dispatcher.stream(request)) as events:

@@ -23,22 +23,24 @@ from kvferry.core.errors import (
 )
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import FinishReason, SamplingParams
-from kvferry.gateway.decide.config import DispatchConfig, RetryConfig, RoutingConfig
-from kvferry.serving.token_source import TokenEvent, TokenRequest
+from kvferry.gateway.decide.config import POLICIES, DispatchConfig, RetryConfig, RoutingConfig
+from kvferry.serving.request import Caller, Request
+from kvferry.serving.token_source import TokenEvent
 
 _PROMPT = list(b"tell me a story of a ferry")
 _NUM_TOKENS = 12
 
 
-def ask(num_tokens: int = _NUM_TOKENS, *, seconds: float | None = None, **fields: Any) -> TokenRequest:
+def ask(num_tokens: int = _NUM_TOKENS, *, seconds: float | None = None, **fields: Any) -> Request:
     now = SystemClock().monotonic()
     deadline = None if seconds is None else now + seconds
     params = SamplingParams(max_tokens=num_tokens, seed=7)
-    fields = {"request_id": RequestId("r"), "token_ids": _PROMPT, "sampling": params, **fields}
-    return TokenRequest(arrived=now, deadline=deadline, **fields)
+    of_caller = {key: fields.pop(key) for key in Caller.__dataclass_fields__ if key in fields}
+    caller = Caller(**{"request_id": RequestId("r"), "arrived": now, "deadline": deadline, **of_caller})
+    return Request(caller, **{"token_ids": _PROMPT, "sampling": params, **fields})
 
 
-async def collect(fleet: ScriptedFleet, request: TokenRequest) -> list[TokenEvent]:
+async def collect(fleet: ScriptedFleet, request: Request) -> list[TokenEvent]:
     async with asyncio.timeout(20), aclosing(fleet.dispatcher.stream(request)) as events:
         return [event async for event in events]
 
@@ -47,7 +49,7 @@ def tokens_of(events: list[TokenEvent]) -> list[int]:
     return [token.token_id for event in events for token in event.tokens]
 
 
-def check(events: list[TokenEvent], request: TokenRequest) -> None:
+def check(events: list[TokenEvent], request: Request) -> None:
     limit = request.sampling.max_tokens
     assert limit is not None
     assert tokens_of(events) == expected_tokens(request.token_ids, request.sampling, limit, request.sample_index)
@@ -103,6 +105,14 @@ async def test_timing_has_the_duration_of_each_phase(pair):
     assert (timing.handoff_blocks, timing.handoff_bytes, timing.resumed) == (2, 1024, 0)
     assert timing.first_token_seconds > 0
     assert events[-1].num_cached_tokens == 1
+
+
+async def test_other_policies_route_only_requests_that_ask_for_an_explanation(two_pairs):
+    for name, is_explained in (("plain", False), ("explained", True)):
+        await collect(two_pairs, ask(request_id=RequestId(name), is_explained=is_explained))
+        (sample,) = two_pairs.dispatcher.journal.find("", RequestId(name))
+        compared = {other["policy"] for note in sample["routes"] for other in note["others"]}
+        assert compared == ({*POLICIES} - {sample["routes"][0]["policy"]} if is_explained else set())
 
 
 async def test_one_token_needs_no_decode_worker(pair):

@@ -14,14 +14,15 @@ from kvferry.gateway.decide.routing.routes import RouteRequest
 from kvferry.gateway.dispatch import journal as module
 from kvferry.gateway.dispatch.journal import Journal
 from kvferry.gateway.http.openai.reply import kv_line
-from kvferry.serving.token_source import KvReport, Timing, TokenRequest
+from kvferry.serving.request import Caller, Request
+from kvferry.serving.token_source import KvReport, Timing
 
 LOADED = KvReport("p", "dram", 0, 128, 64, 1_000_000, 0.001, 0.05, False, 4, 1_000_000, 0.002, "disk: flipped bits")
 COMPUTED = KvReport("d", "peer", 0, 32, 0, 500_000, 0.02, 0.001)
 
 
 def a_run(name: str, tenant: str = "a", sample: int = 0) -> SampleRun:
-    run = SampleRun(TokenRequest(RequestId(name), [1, 2, 3], SamplingParams(max_tokens=4), sample, tenant))
+    run = SampleRun(Request(Caller(RequestId(name), tenant), [1, 2, 3], SamplingParams(max_tokens=4), sample))
     replicas = [Replica(f"h:{i}", WorkerId(f"w{i}"), b"f", i) for i in range(2)]
     route = choose(RouteRequest(lambda _: b"key"), Candidates(tuple(replicas), tuple(replicas)), PrefixHash(1.25))
     assert route is not None

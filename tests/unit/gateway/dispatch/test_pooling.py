@@ -13,29 +13,28 @@ from kvferry.core.errors import STEP_FAILED, DeadlinePassed, InvalidRequest, Inv
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import SamplingParams
 from kvferry.gateway.decide.config import DispatchConfig
-from kvferry.serving.token_source import TokenRequest, Vector
+from kvferry.serving.request import Caller, Request
+from kvferry.serving.token_source import Vector
 from kvferry.text.requests.pooling import Pooling, PoolingParams
 
 PROMPT = list(b"tell me a story of a ferry")
 MEAN = PoolingParams(Pooling.MEAN, dimensions=5)
 
 
-def ask(seconds: float | None = None, index: int = 0, priority: int = 0) -> TokenRequest:
+def ask(seconds: float | None = None, index: int = 0, priority: int = 0) -> Request:
     now = SystemClock().monotonic()
-    return TokenRequest(
-        request_id=RequestId("r"),
-        token_ids=PROMPT,
-        sampling=SamplingParams(max_tokens=1, temperature=0.0, seed=0),
-        sample_index=index,
-        tenant="t",
-        cache_salt="s",
+    caller = Caller(
+        RequestId("r"),
+        "t",
+        "s",
         priority=priority,
         arrived=now,
         deadline=None if seconds is None else now + seconds,
     )
+    return Request(caller, PROMPT, SamplingParams(max_tokens=1, temperature=0.0, seed=0), index)
 
 
-async def pool(fleet: ScriptedFleet, request: TokenRequest) -> Vector:
+async def pool(fleet: ScriptedFleet, request: Request) -> Vector:
     async with asyncio.timeout(20):
         return await fleet.dispatcher.pool(request, MEAN)
 
@@ -59,7 +58,7 @@ async def test_a_worker_that_computes_prompts_computes_the_vector(prefill, decod
             PROMPT,
             3,
         )
-        assert pooling_request.tenant == ask().scope != "t"
+        assert pooling_request.scope == ask().caller.scope != "t"
         (sample,) = fleet.dispatcher.journal.find("t", RequestId("r"))
         assert (sample["outcome"], sample["prompt_tokens"], sample["output_tokens"]) == ("done", len(PROMPT), 0)
         assert sample["routes"][0]["reason"] == "pooling"

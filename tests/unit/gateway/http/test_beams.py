@@ -14,12 +14,13 @@ from kvferry.core.errors import InvalidRequest, KvferryError, Unavailable
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import FinishReason, SampledToken
 from kvferry.gateway.http.openai.completions import answer
-from kvferry.gateway.http.openai.generation import Caller, prepare_chat, prepare_completion
+from kvferry.gateway.http.openai.generation import prepare_chat, prepare_completion
+from kvferry.serving.request import Caller, Request
 from kvferry.serving.text_service import TextService
-from kvferry.serving.token_source import TokenEvent, TokenRequest
+from kvferry.serving.token_source import TokenEvent
 from kvferry.text.requests.beams import Beam, BeamParams, Beams
 
-CALLER = Caller(RequestId("r"), "", 0.0)
+CALLER = Caller(RequestId("r"))
 MODEL = byte_model(64)
 
 
@@ -36,11 +37,11 @@ class Table:
     """A source of single tokens; requests fail from number `fails_at` on."""
 
     def __init__(self, fails_at: int = 1 << 30) -> None:
-        self.requests: list[TokenRequest] = []
+        self.requests: list[Request] = []
         self.num_open = 0
         self.fails_at = fails_at
 
-    async def stream(self, request: TokenRequest) -> AsyncGenerator[TokenEvent, None]:
+    async def stream(self, request: Request) -> AsyncGenerator[TokenEvent, None]:
         self.requests.append(request)
         self.num_open += 1
         try:

@@ -14,11 +14,12 @@ from kvferry.core.ids import RequestId
 from kvferry.core.sampling import FinishReason, SampledToken, ScoredToken
 from kvferry.gateway.http.openai import reply
 from kvferry.gateway.http.openai.completions import answer, events
-from kvferry.gateway.http.openai.generation import Caller, prepare_chat, prepare_completion
+from kvferry.gateway.http.openai.generation import prepare_chat, prepare_completion
+from kvferry.serving.request import Caller, Request
 from kvferry.serving.text_service import TextService
-from kvferry.serving.token_source import TokenEvent, TokenRequest, TokenSource
+from kvferry.serving.token_source import TokenEvent, TokenSource
 
-CALLER = Caller(RequestId("r"), "", 0.0)
+CALLER = Caller(RequestId("r"))
 
 
 class Rated:
@@ -26,9 +27,9 @@ class Rated:
 
     def __init__(self, *logprobs: tuple[float, float]) -> None:
         self.logprobs = logprobs
-        self.asked: list[TokenRequest] = []
+        self.asked: list[Request] = []
 
-    async def stream(self, request: TokenRequest) -> AsyncGenerator[TokenEvent, None]:
+    async def stream(self, request: Request) -> AsyncGenerator[TokenEvent, None]:
         self.asked.append(request)
         first, second = self.logprobs[request.sample_index]
         letter = ord("a") + request.sample_index
@@ -119,7 +120,7 @@ async def test_the_stop_reason_is_the_stop_string(fields: dict[str, Any], finish
 
 async def test_the_stop_reason_is_the_stop_token() -> None:
     class Stopped(ScriptedSource):
-        async def stream(self, request: TokenRequest) -> AsyncGenerator[TokenEvent, None]:
+        async def stream(self, request: Request) -> AsyncGenerator[TokenEvent, None]:
             yield TokenEvent((SampledToken(65), SampledToken(66)), FinishReason.STOP)
 
     (choice,) = (await complete(Stopped(), stop_token_ids=[66, 70]))["choices"]
@@ -142,7 +143,7 @@ async def test_the_stop_string_is_included_and_min_tokens_apply_to_it() -> None:
 class Scored:
     """A source with two tokens after the prompt; the log-probability of a prompt token is minus its position."""
 
-    async def stream(self, request: TokenRequest) -> AsyncGenerator[TokenEvent, None]:
+    async def stream(self, request: Request) -> AsyncGenerator[TokenEvent, None]:
         asked = request.sampling
         scores = None
         if asked.prompt_logprobs is not None:
@@ -236,7 +237,7 @@ class Ending:
     def __init__(self, error: KvferryError) -> None:
         self.error = error
 
-    async def stream(self, request: TokenRequest) -> AsyncGenerator[TokenEvent, None]:
+    async def stream(self, request: Request) -> AsyncGenerator[TokenEvent, None]:
         yield TokenEvent((SampledToken(ord("a"), None, ()),))
         raise self.error
 

@@ -173,11 +173,9 @@ def test_partitions_and_shared_prefixes_over_codes(device: torch.device, dtype: 
 
 
 @pytest.mark.parametrize("dtype", CODED)
-def test_pages_are_copied_and_digested_with_their_scales(device: torch.device, dtype: str) -> None:
+def test_pages_are_digested_with_their_scales(device: torch.device, dtype: str) -> None:
     pages = coded(torch.randn(4, LAYERS, 2, 2, 4, 16), dtype, device)
-    before = page_bytes(pages).clone()
-    DEVICE_OPS.copy_blocks(pages, *(torch.tensor([i], device=device) for i in (1, 3)))
-    assert torch.equal(page_bytes(pages), before[[0, 1, 2, 1]])
+    page_bytes(pages)[3] = page_bytes(pages)[1]
     blocks = torch.tensor([1, 3], device=device)
     equal = DEVICE_OPS.digest_blocks(pages, blocks)
     scales_of(pages)[3, 0, 0, 0, 0] += 1.0

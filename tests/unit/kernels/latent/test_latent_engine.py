@@ -5,15 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from harness.fakes.forking import check_forks
 from harness.kernels.kernel_cases import fair_error
-from unit.kernels.test_captured_steps import GREEDY, Quiet, generated, model_on, pages_for, plain_runner, runner_on
-from unit.kernels.test_triton_engine import PROMPTS, tokens
+from unit.kernels.test_captured_steps import GREEDY, Quiet, generated, plain_runner, runner_on
+from unit.kernels.test_triton_engine import tokens
 
 from kvferry.core.errors import UsageError
 from kvferry.engine.execute.gpu.memory import activation_bytes
 from kvferry.engine.execute.models.build import resolve_kernels
-from kvferry.engine.execute.run.runner import Runner
 from kvferry.engine.schedule.step import graph_sizes
 from kvferry.kernels.batch import AttentionBatch, LatentUp
 from kvferry.kernels.gpu.backend import OPS
@@ -59,13 +57,6 @@ def test_captured_steps_give_the_torch_family_s_tokens(device: torch.device, nam
     assert runner.num_quiet > 4
     assert runner._pieces is not None
     assert runner._pieces.ready == (16,)
-
-
-@pytest.mark.long
-def test_siblings_of_a_fork_stay_apart(device: torch.device) -> None:
-    model = model_on(device, LATENT)
-    check_forks(Runner(model, pages_for(model, 32)), PROMPTS[1][:6], num_more=3)
-    check_forks(runner_on(device, LATENT), PROMPTS[1][:6], num_more=3)
 
 
 @pytest.mark.parametrize("heads", [16, pytest.param(128, marks=pytest.mark.long)])

@@ -76,7 +76,7 @@ def test_pages_are_copied_digested_and_converted(device: torch.device, dtype: to
     def run(ops: DeviceOps, where: torch.device) -> tuple[torch.Tensor, ...]:
         here = pages.to(where, copy=True)
         some, others = sources.to(where), targets.to(where)
-        ops.copy_blocks(here, some, others)
+        ops.scatter_blocks(ops.gather_blocks(here, some), here, others)
         staged = ops.gather_blocks(here, others)
         ops.scatter_blocks(staged, here, torch.tensor([2, 3], device=where))
         # Values of 7 tokens go to the first page; writes beyond it would change the second.

@@ -10,8 +10,8 @@ from kvferry.core.errors import UsageError
 from kvferry.engine.schedule.plan.step_budget import SchedulerLimits
 from kvferry.gateway.decide.cache_map.cache_map import CacheMap
 from kvferry.gateway.decide.cache_map.map_states import MapState
+from kvferry.simulator.fleet import gateway as simulated_gateway
 from kvferry.simulator.fleet.fleet import Failure, Pool
-from kvferry.simulator.fleet.fleet import gateway as simulated_gateway
 from kvferry.simulator.requests.tokens import Tape
 
 ROLES = [{"both": 3}, {"prefill": 1, "decode": 2}]

@@ -1,6 +1,6 @@
 """The GPU runner: launches steps without host synchronization, samples on the device, copies tokens asynchronously.
 
-    begin   page copies ─► arrays ─► model ─► argmax of each row ─► sampling of other rows ─► copy of tokens
+    begin   arrays ─► model ─► argmax of each row ─► sampling of other rows ─► copy of tokens
     result  waits for that copy; raises the step's errors
 
 Pure decode steps are replayed from captured graphs (`steps`), small steps with prefill piecewise (`piecewise_graphs`).
@@ -26,9 +26,8 @@ from kvferry.engine.execute.run.runner import Runner
 from kvferry.engine.execute.run.sampler import sample
 from kvferry.engine.execute.run.scorer import Scores, score
 from kvferry.engine.execute.tensors.batch import build_batch
-from kvferry.engine.execute.tensors.device_batch import DeviceBatch, sent_copies, to_device
+from kvferry.engine.execute.tensors.device_batch import DeviceBatch, to_device
 from kvferry.engine.execute.tensors.paged_kv import PagedKv
-from kvferry.engine.schedule.blocks.page_copies import PageCopy, copy_rounds
 from kvferry.engine.schedule.step.batch_slots import BatchSlots
 from kvferry.engine.schedule.step.sampling_plan import SamplingPath, needs_host, none_left, not_finite, sampling_path
 from kvferry.engine.schedule.step.step import Sampled, ScheduledSequence, StepPlan, StepResult, drawn_rows, sampled_rows
@@ -123,18 +122,6 @@ class DeviceRunner(Runner):
         self._places = BatchSlots(max_sequences, width, len(kv.layout.groups.windows))
         self._outbox = Outbox(model.torch_device, max_sequences)
 
-    @torch.inference_mode()
-    def copy_pages(self, copies: Sequence[PageCopy]) -> None:
-        """Launch the copies (see `Runner.copy_pages`) on the stream on which the step is launched next, replayed or
-        not. The host does not wait.
-
-        Raises:
-            InvariantBroken: the source or target of a copy is not a page of the pool.
-        """
-        self.kv.check_copies(copies)
-        for group in copy_rounds(copies):
-            self._ops.copy_blocks(self.kv.pages, *sent_copies(group, self._transformer.torch_device))
-
     def run(self, plan: StepPlan) -> StepResult:
         """Compute one step and wait for its tokens.
 
@@ -182,8 +169,6 @@ class DeviceRunner(Runner):
 
     def _launch(self, plan: StepPlan) -> LaunchedStep:
         self._outbox.before_next_step()
-        if plan.copies:  # not captured: each step has different copies
-            self.copy_pages(plan.copies)
         numbers = self._places.assign(plan.scheduled)
         scores: Scores = {}
         hidden: torch.Tensor | None = None

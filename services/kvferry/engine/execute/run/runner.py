@@ -1,4 +1,4 @@
-"""The host-driven runner: executes a step's page copies and forward pass, and samples on the host."""
+"""The host-driven runner: computes the forward pass of a step and samples on the host."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +16,6 @@ from kvferry.engine.execute.run.tree_moves import tree_moves
 from kvferry.engine.execute.tensors.batch import ShownStates, StepBatch, build_batch, pooled_rows
 from kvferry.engine.execute.tensors.paged_kv import PagedKv
 from kvferry.engine.observe.watch import FORWARD, NO_WATCH, SAMPLE, StepWatch
-from kvferry.engine.schedule.blocks.page_copies import PageCopy
 from kvferry.engine.schedule.step.adapter_slots import PackedAdapter
 from kvferry.engine.schedule.step.step import Sampled, StepPlan, StepResult, sampled_rows
 from kvferry.kv.pages.layout import KvLayout
@@ -58,16 +57,8 @@ class Runner:
         """
         self._slots[slot] = adapter
 
-    def copy_pages(self, copies: Sequence[PageCopy]) -> None:
-        """Make a step's page copies before the step writes any KV (invariant I10).
-
-        Raises:
-            InvariantBroken: the source or target of a copy is not a page of the pool.
-        """
-        self.kv.copy_pages(copies)
-
     def run(self, plan: StepPlan) -> StepResult:
-        """Compute one step: page copies, then the KV of every scheduled token and a token for each sampled row.
+        """Compute one step: the KV of every scheduled token and a token for each sampled row.
         Non-finite logits or hidden states fail only their own sequence (`StepResult.failures`).
 
         Raises:
@@ -93,8 +84,6 @@ class Runner:
     def compute(self, step: "PreparedStep") -> "ComputedStep":
         """Compute a step."""
         plan = step.plan
-        if plan.copies:
-            self.copy_pages(plan.copies)
         phases = self.phases
         phases.runner_phase(FORWARD)
         logits = self.model.compute(step.batch, self.kv)

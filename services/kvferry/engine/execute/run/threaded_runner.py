@@ -72,7 +72,7 @@ class LaunchedStep:
             rows = {item.request_id: row for row, item in enumerate(previous._prepared.plan.scheduled)}
             self._given = [(rows[s.request_id], TokensAhead(s.token_ids)) for s in plan.scheduled]
             items = zip(plan.scheduled, self._given, strict=True)
-            plan = StepPlan(tuple(replace(s, token_ids=tokens) for s, (_, tokens) in items), plan.copies)
+            plan = StepPlan(tuple(replace(s, token_ids=tokens) for s, (_, tokens) in items))
         self._prepared: PreparedStep = runner.prepare(plan)
         self._runner: Runner | None = runner
         self._previous = previous

@@ -1,6 +1,5 @@
 """Batch arrays on a torch device, copied without synchronization."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,7 +7,6 @@ import numpy.typing as npt
 import torch
 
 from kvferry.engine.execute.tensors.batch import StepBatch
-from kvferry.engine.schedule.blocks.page_copies import PageCopy
 from kvferry.kernels.batch import AttentionBatch, Trees
 
 
@@ -53,19 +51,3 @@ def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
         device: the target; the CPU returns `host` itself.
     """
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=device.type == "cuda")
-
-
-def sent_copies(copies: Sequence[PageCopy], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Copy the source and target page numbers of page copies to the device, asynchronously; return [N] int64 each.
-
-    Args:
-        copies: N page copies within the device's pages.
-        device: the device.
-    """
-    count = len(copies)
-    # The row length is even, since Triton recompiles a kernel for pointers that are not 16-byte aligned.
-    numbers = np.zeros((2, count + count % 2), np.int64)
-    numbers[0, :count] = [copy.source for copy in copies]
-    numbers[1, :count] = [copy.target for copy in copies]
-    sources, targets = to_device(torch.from_numpy(numbers), device)[:, :count].unbind()
-    return sources, targets

@@ -18,9 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.core.dtypes import CODED, ITEM_BYTES, SCALE_BYTES
-from kvferry.core.errors import InvariantBroken, UsageError
+from kvferry.core.errors import UsageError
 from kvferry.engine.execute.tensors.device import CPU
-from kvferry.engine.schedule.blocks.page_copies import PageCopy, copy_rounds
 from kvferry.kv.pages.layout import KvLayout
 
 if TYPE_CHECKING:
@@ -126,30 +125,6 @@ class PagedKv:
 
         return page_bytes(self.pages)
 
-    def copy_pages(self, copies: Sequence[PageCopy]) -> None:
-        """Make a step's page copies, with the same result as copying the pages in list order.
-
-        In host memory the copies are complete on return. On a GPU they are launched on the current stream, and the host
-        does not wait.
-
-        Raises:
-            InvariantBroken: the source or target of a copy is not a page of the pool; no page was copied.
-        """
-        self.check_copies(copies)
-        if self._memory is not None:
-            rows = self._memory.reshape(self.num_blocks, -1)
-            for copy in copies:
-                rows[copy.target] = rows[copy.source]
-            return
-        import torch
-
-        from kvferry.engine.execute.tensors.device_batch import sent_copies
-
-        with torch.inference_mode():
-            for group in copy_rounds(copies):
-                sources, targets = sent_copies(group, self.pages.device)
-                self.rows.index_copy_(0, targets, self.rows.index_select(0, sources))
-
     def move_tokens(self, moves: Sequence[tuple[int, int]]) -> None:
         """Copy the keys and values of tokens, in all layers of their pages, one after the other.
 
@@ -166,18 +141,6 @@ class PagedKv:
             for first, size in spans:
                 kept = heads[block, :, first + own * size : first + (own + 1) * size]
                 heads[other, :, first + place * size : first + (place + 1) * size] = kept
-
-    def check_copies(self, copies: Sequence[PageCopy]) -> None:
-        """Check that every copy is between two pages of the pool.
-
-        Raises:
-            InvariantBroken: a page does not exist.
-        """
-        for copy in copies:
-            if not (0 <= copy.source < self.num_blocks and 0 <= copy.target < self.num_blocks):
-                raise InvariantBroken(
-                    f"cannot copy page {copy.source} to page {copy.target} of {self.num_blocks} pages"
-                )
 
 
 def _pages_of(memory: "torch.Tensor", num_blocks: int, layout: KvLayout) -> "torch.Tensor":

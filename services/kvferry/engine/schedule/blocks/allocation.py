@@ -1,4 +1,4 @@
-"""Block tables and their allocator, with prefix hits, copy-on-write and layer groups.
+"""Block tables and their allocator, with prefix hits and layer groups.
 
 Tables are in `block_table`. They grow in order of position and only as far as the next step needs; with layer groups
 (`kv.pages.layer_groups`), a block has a page in each group, and groups with a sliding window release the pages that no
@@ -14,7 +14,6 @@ from kvferry.core.ids import BlockHash, BlockId
 from kvferry.engine.schedule.blocks.block_pool import BlockPool
 from kvferry.engine.schedule.blocks.block_table import BlockTable
 from kvferry.engine.schedule.blocks.cached_prefix import NO_PAGE, CachedPrefix, longest_prefix
-from kvferry.engine.schedule.blocks.page_copies import PageCopy
 from kvferry.engine.schedule.blocks.page_needs import PageNeeds
 from kvferry.engine.schedule.blocks.prefix_index import PrefixIndex
 from kvferry.kv.pages.layer_groups import FULL_ATTENTION, first_block_read, handed_over
@@ -172,8 +171,8 @@ class Allocator:
         return self.needs.blocks_for(num_tokens)
 
     def missing(self, table: BlockTable, num_tokens: int) -> int:
-        """Return the number of free pages that the table may need until it has slots for `num_tokens` tokens, without
-        copy-on-write. With windows, this is the largest number at any time, since pages are released meanwhile.
+        """Return the number of free pages that the table may need until it has slots for `num_tokens` tokens. With
+        windows, this is the largest number at any time, since pages are released meanwhile.
 
         Args:
             table: table of the sequence.
@@ -196,7 +195,7 @@ class Allocator:
         return sum(self.pool.refs(block) == 0 for block in hit.pages) if hit.blocks else 0
 
     def growth(self, table: BlockTable, num_tokens: int) -> int:
-        """Return the number of pages that `grow` allocates for `num_tokens` tokens, without copy-on-write.
+        """Return the number of pages that `grow` allocates for `num_tokens` tokens.
 
         Args:
             table: table of the sequence.
@@ -204,49 +203,22 @@ class Allocator:
         """
         return max(0, self.blocks_for(num_tokens) - len(table.blocks)) * len(self.windows)
 
-    def grow(
-        self, table: BlockTable, *, num_computed: int, num_tokens: int, may_copy: bool = True
-    ) -> list[PageCopy] | None:
-        """Allocate pages to write positions num_computed .. num_tokens-1; change nothing and return `None` if too few
-        are free.
+    def grow(self, table: BlockTable, *, num_tokens: int) -> bool:
+        """Allocate the pages that a table lacks for its first `num_tokens` tokens; change nothing and return `False` if
+        too few are free.
 
-        Args:
-            table: the table to extend.
-            num_computed: number of leading tokens whose KV is in the table's pages.
-            num_tokens: number of tokens for which the table has slots afterwards.
-            may_copy: whether the caller can copy pages; if not, the result is `None` when a shared page would be
-                written.
-
-        Returns:
-            The page copies to make before the write: at most one in each group, of a partly filled shared page.
+        Pages that several tables share are full and computed, so that no table writes to a shared page.
         """
-        first_written = num_computed // self.block_tokens
-        fits_page = num_tokens <= (first_written + 1) * self.block_tokens and first_written < len(table.blocks)
-        is_own = fits_page and self.pool.refs(table.blocks[first_written]) <= 1
-        if is_own and table.further:
-            is_own = all(self.pool.refs(pages[first_written]) <= 1 for pages in table.further)
-        if is_own:
-            return []  # the most frequent case: decoding writes to pages that only this sequence uses
+        size = self.blocks_for(num_tokens) - len(table.blocks)
+        if size <= 0:
+            return True  # the most frequent case: decoding within a page
         groups = self._groups(table)
-        written = range(first_written, min(len(table.blocks), self.blocks_for(num_tokens)))
-        shared = [(pages, i) for i in written for pages in groups if self.pool.refs(pages[i]) > 1]
-        if shared and not may_copy:
-            return None
-        size = self.growth(table, num_tokens) // len(groups)
-        fresh = self.pool.allocate(size * len(groups) + len(shared))
+        fresh = self.pool.allocate(size * len(groups))
         if fresh is None:
-            return None
-        copies: list[PageCopy] = []
-        for pages, i in shared:
-            target = fresh.pop(0)
-            if i * self.block_tokens < num_computed:  # a page without computed tokens needs no copy
-                copies.append(PageCopy(pages[i], target))
-            self.pool.release([pages[i]])
-            pages[i] = target
-            table.version = next(self._versions)
+            return False
         for group, pages in enumerate(groups):
             pages.extend(fresh[group * size : (group + 1) * size])
-        return copies
+        return True
 
     def reserve_load(self, table: BlockTable, *, num_loaded: int, num_tokens: int) -> bool:
         """Allocate the pages of a sequence whose KV is loaded; change nothing and return `False` if too few are free.
@@ -257,7 +229,7 @@ class Allocator:
             num_tokens: number of tokens for which the table has slots afterwards.
         """
         if not self.has_windows:
-            return self.grow(table, num_computed=num_loaded, num_tokens=num_tokens, may_copy=False) is not None
+            return self.grow(table, num_tokens=num_tokens)
         groups, end = self._groups(table), self.blocks_for(num_tokens)
         firsts = [blocks.start for blocks in handed_over(num_loaded, self.windows, self.block_tokens)]
         lacking = [
@@ -333,16 +305,6 @@ class Allocator:
             for name in names:
                 for index in self._indexes:
                     index.forget_name(name)
-
-    def fork(self, table: BlockTable) -> BlockTable:
-        """Create a second table over the same pages without copying KV.
-
-        The first table that writes to the partly filled page gets a copy of it from `grow`, and the runner makes
-        the copy before the step's writes (Kwon et al., PagedAttention, section 4.4).
-        """
-        self.pool.hold(table.pages)
-        further = tuple(list(pages) for pages in table.further)
-        return BlockTable(list(table.blocks), next(self._versions), further, list(table.passed))
 
     def free(self, table: BlockTable) -> None:
         """Free all pages of a table; cached content stays readable until the pages are reused. Idempotent."""

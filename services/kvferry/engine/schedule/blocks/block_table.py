@@ -7,8 +7,8 @@ One sequence's table, block size B = 4, after 7 prompt tokens and one generated:
     filled      4 of 4       4 of 4        the next token needs a third block
 
 Tables grow in order of position and only as far as the next step needs, so each sequence has fewer than B unused slots
-(Kwon et al., PagedAttention, sections 4.2 and 4.3). Several tables may share one page; a shared page is copied before a
-table writes to it (section 4.4, copy-on-write).
+(Kwon et al., PagedAttention, sections 4.2 and 4.3). Several tables may share full pages, which none of
+them writes to.
 
 With layer groups (`kv.pages.layer_groups`), a block has a page in each group. A group with a sliding window releases
 the pages that no later row reads:

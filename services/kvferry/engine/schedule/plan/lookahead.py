@@ -94,7 +94,7 @@ def one_ahead(plan: StepPlan, known: Mapping[RequestId, Sequence], allocator: Al
             return None
         if sequence.exports or end + 1 >= sequence.max_tokens_total:
             continue  # it ends with the step in flight
-        if allocator.grow(sequence.table, num_computed=end, num_tokens=end + 1, may_copy=False) is None:
+        if not allocator.grow(sequence.table, num_tokens=end + 1):
             return None
         mask = None if sequence.mask is None else sequence.mask.following()
         banned = sequence.banned_after(1)

@@ -26,7 +26,6 @@ from kvferry.core.errors import InvariantBroken, KvferryError
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import FinishReason
 from kvferry.engine.schedule.blocks.allocation import Allocator
-from kvferry.engine.schedule.blocks.page_copies import PageCopy
 from kvferry.engine.schedule.plan.admission import Admission, num_lacking, num_remaining
 from kvferry.engine.schedule.plan.full_blocks import FullBlocks
 from kvferry.engine.schedule.plan.loading import LoadingSequences
@@ -126,7 +125,6 @@ class Scheduler:
         self._displace()
         room = StepBudget(self.limits, self._running, len(self._waiting))
         planned: Planned = []
-        copies: list[PageCopy] = []
         preempted_before = self.num_preemptions
         may_precede = len(self._waiting) > 0 and self._policy.mixes
         drafts = self.drafting.plan(self._running, may_admit=len(self._waiting) > 0 and self.admission.has_place)
@@ -144,18 +142,16 @@ class Scheduler:
             if count == 0:
                 continue  # no budget for this prompt; decoding sequences still fit
             draft = drafts.get(sequence.request_id, ())[: room.tokens - count]
-            made = self.drafting.grow(sequence, draft, len(self._running))
-            if made is None:
-                draft, made = (), self._grow_or_preempt(sequence, count, planned)
-            if made is None:
-                continue
-            copies += made
+            if not self.drafting.grow(sequence, draft, len(self._running)):
+                draft = ()
+                if not self._grow_or_preempt(sequence, count, planned):
+                    continue
             planned.append(share(sequence, count, draft, *self.drafting.verification(sequence, draft)))
             room.take(num_due, planned[-1].num_scheduled, planned[-1].num_scored)
         if self.num_preemptions == preempted_before:  # otherwise pages are scarce
             self.admission.admit(room, planned)
         planned.sort(key=lambda item: item.adapter_slot)  # kernels read an adapter's weights once for adjacent rows
-        return StepPlan(tuple(planned), tuple(copies))
+        return StepPlan(tuple(planned))
 
     def follow(self, plan: StepPlan) -> StepPlan | None:
         """Plan the step after a launched one that was not passed to `update`; `None` if `update` must be called first.
@@ -329,18 +325,15 @@ class Scheduler:
                 return
             self._preempt(self._running[-1])
 
-    def _grow_or_preempt(self, sequence: Sequence, count: int, planned: Planned) -> list[PageCopy] | None:
-        """Allocate pages for `count` tokens, preempting sequences while pages are short; `None` if the sequence itself
+    def _grow_or_preempt(self, sequence: Sequence, count: int, planned: Planned) -> bool:
+        """Allocate pages for `count` tokens, preempting sequences while pages are short; `False` if the sequence itself
         was preempted."""
-        while True:
-            start = sequence.num_computed
-            copies = self.allocator.grow(sequence.table, num_computed=start, num_tokens=start + count)
-            if copies is not None:
-                return copies
+        while not self.allocator.grow(sequence.table, num_tokens=sequence.num_computed + count):
             victim = self._policy.victim(self._running, planned)
             self._preempt(victim)
             if victim is sequence:
-                return None
+                return False
+        return True
 
     def _preempt(self, victim: Sequence) -> None:
         self._running.remove(victim)

@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 from kvferry.core.ids import RequestId
 from kvferry.engine.schedule.blocks.allocation import Allocator
-from kvferry.engine.schedule.blocks.page_copies import PageCopy
 from kvferry.engine.schedule.speculation.speculation import Drafts, Speculation
 from kvferry.engine.schedule.step.sequence import Sequence
 from kvferry.engine.schedule.step.step import (
@@ -45,8 +44,8 @@ class Drafting:
         are worth it, the next step is therefore not launched ahead."""
         return self.speculation is not None and self.speculation.may_draft(running, len(running))
 
-    def grow(self, sequence: Sequence, draft: tuple[int, ...], num_running: int) -> list[PageCopy] | None:
-        """Allocate pages for the next token and a draft; `None` if there is no draft, or if running sequences may need
+    def grow(self, sequence: Sequence, draft: tuple[int, ...], num_running: int) -> bool:
+        """Allocate pages for the next token and a draft; `False` if there is no draft, or if running sequences may need
         the pages.
 
         Args:
@@ -55,12 +54,12 @@ class Drafting:
             num_running: number of running sequences that may each need one more page per layer group.
         """
         if not draft:
-            return None
-        start, end = sequence.num_computed, sequence.num_computed + 1 + len(draft)
+            return False
+        end = sequence.num_computed + 1 + len(draft)
         needed = self._allocator.growth(sequence.table, end)
         if needed and self._allocator.pool.num_free < needed + num_running * len(self._allocator.windows):
-            return None
-        return self._allocator.grow(sequence.table, num_computed=start, num_tokens=end)
+            return False
+        return self._allocator.grow(sequence.table, num_tokens=end)
 
     def verification(self, sequence: Sequence, draft: tuple[int, ...]) -> tuple[DraftSources | None, tuple[int, ...]]:
         """Return the distributions of a draft's tokens, if the rejection rule accepts them, otherwise `None`; and the

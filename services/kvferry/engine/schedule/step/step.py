@@ -36,7 +36,6 @@ import numpy.typing as npt
 from kvferry.core.errors import InvariantBroken, KvferryError
 from kvferry.core.ids import BlockId, RequestId
 from kvferry.core.sampling import SampledToken, SamplingParams, ScoredToken
-from kvferry.engine.schedule.blocks.page_copies import PageCopy
 from kvferry.engine.schedule.step.adapter_slots import NO_SLOT
 from kvferry.engine.schedule.step.draft_tree import next_row, path_rows
 from kvferry.engine.schedule.step.prompt_pooling import Sums
@@ -141,8 +140,6 @@ class StepPlan:
     """Plan of one step; empty if no sequence can run."""
 
     scheduled: tuple[ScheduledSequence, ...]
-    copies: tuple[PageCopy, ...] = ()
-    """Pages to copy, in this order, before the step writes any KV."""
 
     @property
     def num_tokens(self) -> int:

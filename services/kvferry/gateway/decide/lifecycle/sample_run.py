@@ -12,7 +12,8 @@ from kvferry.gateway.decide.lifecycle.obligations import MACHINE, Event, State
 from kvferry.gateway.decide.lifecycle.sample_trace import NO_TRACE, NoTrace
 from kvferry.gateway.decide.routing.prompt_names import PromptNames
 from kvferry.gateway.decide.routing.route_notes import RouteNote
-from kvferry.serving.token_source import KvReport, Timing, TokenEvent, TokenRequest
+from kvferry.serving.request import Request
+from kvferry.serving.token_source import KvReport, Timing, TokenEvent
 from kvferry.text.requests.pooling import PoolingParams
 
 _MAX_REPORTS = 16
@@ -41,7 +42,7 @@ class SealedTicket:
 class SampleRun:
     """A sample and the progress of its attempts."""
 
-    request: TokenRequest
+    request: Request
     state: State = MACHINE.initial
     emitted: list[int] = field(default_factory=list)
     """Tokens sent to the client, or about to be sent."""
@@ -72,8 +73,8 @@ class SampleRun:
     """Whether this is a step of a beam search, which has a record of its own."""
 
     def __post_init__(self) -> None:
-        if self.request.queued_seconds:
-            self.time(queue_seconds=self.request.queued_seconds)
+        if self.request.caller.queued_seconds:
+            self.time(queue_seconds=self.request.caller.queued_seconds)
 
     def on(self, event: Event) -> None:
         """Apply `event`: change the state according to `obligations.MACHINE`.
@@ -129,7 +130,7 @@ class SampleRun:
         """
         if tokens:
             if not self.emitted:
-                self.time(first_token_seconds=now - self.request.arrived)
+                self.time(first_token_seconds=now - self.request.caller.arrived)
             elif self.failures:
                 self.time(resumed=self.timing.resumed + 1)
                 self.trace.resumed(len(self.emitted))

@@ -1,8 +1,59 @@
 """Chooses the workers of a request: first the roles that it needs, then the replicas by a policy of
 `gateway.decide.routing`."""
 
+from dataclasses import dataclass
+from typing import NamedTuple
+
 from kvferry.gateway.decide.routing.replicas import Candidates, readers
 from kvferry.gateway.decide.routing.routes import Policy, Route, RouteReason, RouteRequest, Work
+
+
+class Layout(NamedTuple):
+    """Layout of KV blocks, by which their readers are found."""
+
+    fingerprint: bytes
+    """Workers with the same fingerprint read the blocks without conversion."""
+    family: bytes = b""
+    """Workers of the same family can convert them; empty if conversion is not possible."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Progress of a sample, on which the roles that it needs depend."""
+
+    num_prompt: int
+    """Number of tokens of its prompt."""
+    has_output: bool = False
+    """Whether it has emitted tokens, and continues after a lost worker."""
+    offered: Layout | None = None
+    """Layout of the blocks that a prefill worker offers for it; `None` without an offer."""
+
+
+def choose_route(
+    request: RouteRequest, candidates: Candidates, policy: Policy, progress: Progress, *, skip_prefill_below: int
+) -> Route | None:
+    """Choose the route of a sample's next attempt; `None` if no replica can serve it.
+
+    Args:
+        request: the request.
+        candidates: replicas that accept requests.
+        policy: chooses among the replicas of a role.
+        progress: progress of the sample.
+        skip_prefill_below: number of uncached prompt tokens below which a decode worker computes them itself; 0 always
+            uses a prefill worker.
+    """
+    offered = progress.offered
+    if offered is not None:
+        fitting = readers(candidates.decode, offered.fingerprint, offered.family)
+        is_equal = not fitting or fitting[0].fingerprint == offered.fingerprint
+        reason = RouteReason.PAIR if is_equal else RouteReason.CONVERTED
+        return choose(request, Candidates(decode=fitting), policy, skip_prefill=reason)
+    if progress.has_output:
+        return choose(request, candidates, policy, skip_prefill=RouteReason.RESUME)
+    if progress.num_prompt < skip_prefill_below:
+        return choose(request, candidates, policy, skip_prefill=RouteReason.SHORT_PROMPT)
+    enough = progress.num_prompt - skip_prefill_below + 1 if skip_prefill_below else None
+    return choose(request, candidates, policy, enough_tokens=enough)
 
 
 def choose(

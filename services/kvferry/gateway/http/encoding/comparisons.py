@@ -23,9 +23,9 @@ from kvferry.gateway.http.encoding.vectors import (
 )
 from kvferry.gateway.http.fields.bounds import shown
 from kvferry.gateway.http.fields.strict import Accepted, Strict
-from kvferry.gateway.http.openai.generation import Caller
 from kvferry.gateway.http.openai.reply import encode
 from kvferry.serving.embedding import MAX_INPUTS
+from kvferry.serving.request import Caller
 from kvferry.serving.text_model import TextModel
 from kvferry.serving.text_service import TextService
 from kvferry.serving.token_source import Vector

@@ -11,8 +11,8 @@ from kvferry.gateway.http.body_route import BodyRoute, Side, while_connected
 from kvferry.gateway.http.encoding.comparisons import answer_rerank, answer_score
 from kvferry.gateway.http.encoding.embeddings import answer_embeddings
 from kvferry.gateway.http.encoding.token_ids import answer_detokenize, answer_tokenize
-from kvferry.gateway.http.openai.generation import Caller
 from kvferry.gateway.http.request_body import JSON
+from kvferry.serving.request import Caller
 from kvferry.serving.text_service import TextService
 
 Answer = Callable[[TextService, Caller, bytes], Coroutine[Any, Any, bytes]]

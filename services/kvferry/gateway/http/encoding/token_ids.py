@@ -12,9 +12,9 @@ from kvferry.gateway.http.fields.bounds import shown
 from kvferry.gateway.http.fields.messages import Message
 from kvferry.gateway.http.fields.offered_tools import ToolDefinition
 from kvferry.gateway.http.fields.strict import Accepted
-from kvferry.gateway.http.openai.generation import Caller
 from kvferry.gateway.http.openai.reply import encode
 from kvferry.serving import prompts
+from kvferry.serving.request import Caller
 from kvferry.serving.text_model import TextModel
 from kvferry.serving.text_service import TextService
 

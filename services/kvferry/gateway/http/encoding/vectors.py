@@ -1,14 +1,14 @@
 """Vectors of the inputs of one HTTP request, for embeddings and for comparisons."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from msgspec import Struct
 
 from kvferry.gateway.http.encoding.bodies import VectorBody
-from kvferry.gateway.http.openai.generation import Caller
 from kvferry.serving import embedding
 from kvferry.serving.embedding import Input, VectorRequest
+from kvferry.serving.request import Caller
 from kvferry.serving.text_model import TextModel
 from kvferry.serving.text_service import TextService
 from kvferry.serving.token_source import Vector
@@ -78,15 +78,8 @@ async def compute_vectors(service: TextService, caller: Caller, inputs: VectorIn
     """
     service.check_access(caller.tenant, service.model.name)
     embedding.check_vectors(service, inputs.params, len(inputs.token_ids), field)
-    request = VectorRequest(
-        request_id=caller.request_id,
-        inputs=inputs.token_ids,
-        params=inputs.params,
-        tenant=caller.tenant,
-        cache_salt=inputs.cache_salt,
-        priority=inputs.priority,
-        arrived=caller.arrived,
-    )
+    caller = replace(caller, cache_salt=inputs.cache_salt, priority=inputs.priority)
+    request = VectorRequest(caller, inputs.token_ids, inputs.params)
     return await embedding.embed(service, request)
 
 

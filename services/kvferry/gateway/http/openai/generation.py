@@ -14,19 +14,10 @@ from kvferry.gateway.http.fields.constraint_fields import in_field
 from kvferry.gateway.http.openai import reply
 from kvferry.gateway.http.openai.request import ReadRequest, read_chat, read_completion
 from kvferry.serving.merging import merge
+from kvferry.serving.request import Caller, Request
 from kvferry.serving.text_service import TextService
-from kvferry.serving.text_stream import MAX_RUNNING_SAMPLES, TextChunk, TextRequest
+from kvferry.serving.text_stream import MAX_RUNNING_SAMPLES, TextChunk
 from kvferry.text.requests.prompt_parameters import check_prompt_logprobs
-
-
-@dataclass(frozen=True, slots=True)
-class Caller:
-    """Request id, tenant and arrival time of one HTTP request."""
-
-    request_id: RequestId
-    tenant: str
-    arrived: float
-    """Arrival time, monotonic seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +25,7 @@ class Generation:
     """A validated request and the form of its response."""
 
     service: TextService
-    requests: tuple[TextRequest, ...]
+    requests: tuple[Request, ...]
     """A request per prompt."""
     is_chat: bool
     stream: bool
@@ -58,14 +49,14 @@ class Generation:
     @property
     def reply_id(self) -> str:
         """The response's `id` in OpenAI's form."""
-        return f"{'chatcmpl' if self.is_chat else 'cmpl'}-{self.requests[0].request_id}"
+        return f"{'chatcmpl' if self.is_chat else 'cmpl'}-{self.requests[0].caller.request_id}"
 
     def reply(self, choices: Sequence[reply.Choice | msgspec.Raw]) -> reply.Reply[reply.Choice | msgspec.Raw]:
         """Build a response, or a stream chunk, with these choices."""
         kind = "text_completion"
         if self.is_chat:
             kind = "chat.completion.chunk" if self.stream else "chat.completion"
-        adapter = self.requests[0].adapter
+        adapter = self.requests[0].caller.adapter
         model = self.service.model.name if adapter is None else adapter.name
         return reply.Reply(self.reply_id, kind, self.created, model, choices)
 
@@ -78,7 +69,7 @@ class Generation:
         """
         return self.service.admitted(self.requests, self._chunks_now)
 
-    def _chunks_now(self, requests: Sequence[TextRequest]) -> AsyncGenerator[TextChunk, None]:
+    def _chunks_now(self, requests: Sequence[Request]) -> AsyncGenerator[TextChunk, None]:
         cut = _without_output if self.is_echo_alone else None
         sources = [
             self._changed(self.service.generate_now(request), number * request.num_samples, cut)
@@ -154,20 +145,16 @@ async def prepared(service: TextService, caller: Caller, read: ReadRequest, *, i
     sampling = read.sampling
     if read.num_choices is not None and sampling.logprobs is None:
         sampling = replace(sampling, logprobs=0)  # the samples are compared by their log-probabilities
+    caller = replace(caller, cache_salt=read.cache_salt, adapter=adapter, priority=read.priority)
     requests = tuple(
         _fitted(
             service,
             read.constraint_field,
-            TextRequest(
-                request_id=caller.request_id if len(read.prompts) == 1 else RequestId(f"{caller.request_id}-{number}"),
-                token_ids=ids,
-                sampling=sampling,
+            Request(
+                caller if len(read.prompts) == 1 else _of_prompt(caller, number),
+                ids,
+                sampling,
                 num_samples=read.num_samples,
-                tenant=caller.tenant,
-                cache_salt=read.cache_salt,
-                adapter=adapter,
-                priority=read.priority,
-                arrived=caller.arrived,
                 split=read.split,
                 beams=read.beams,
             ),
@@ -201,7 +188,11 @@ async def prepared(service: TextService, caller: Caller, read: ReadRequest, *, i
     )
 
 
-def _fitted(service: TextService, constraint_field: str, request: TextRequest) -> TextRequest:
+def _of_prompt(caller: Caller, number: int) -> Caller:
+    return replace(caller, request_id=RequestId(f"{caller.request_id}-{number}"))
+
+
+def _fitted(service: TextService, constraint_field: str, request: Request) -> Request:
     try:
         return service.fit(request)
     except InvalidRequest as error:

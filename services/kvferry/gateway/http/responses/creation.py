@@ -9,12 +9,13 @@ import msgspec
 from kvferry.core.errors import InvalidRequest, KvferryError
 from kvferry.core.ids import new_request_id
 from kvferry.core.process.struct_types import describe
-from kvferry.gateway.http.openai.generation import Caller, Generation, prepared
+from kvferry.gateway.http.openai.generation import Generation, prepared
 from kvferry.gateway.http.openai.reply import encode
 from kvferry.gateway.http.responses import output as out
 from kvferry.gateway.http.responses.body import ReadResponse, read_response
 from kvferry.gateway.http.responses.progress import ResponseProgress
 from kvferry.gateway.http.responses.store import KeptResponse, ResponseStore, history, transcript
+from kvferry.serving.request import Caller
 from kvferry.serving.text_service import TextService
 
 
@@ -139,7 +140,7 @@ def _earlier(caller: Caller, body: bytes, store: ResponseStore | None) -> KeptRe
 
 def _begun(read: ReadResponse, generation: Generation, *, is_kept: bool) -> out.Response:
     body, request = read.body, generation.requests[0]
-    adapter, sampling = request.adapter, request.sampling
+    adapter, sampling = request.caller.adapter, request.sampling
     shown = body.model_dump(mode="json", by_alias=True, exclude_none=True, include={"tools", "tool_choice", "text"})
     return out.Response(
         id=f"resp_{new_request_id()}",

@@ -1,4 +1,4 @@
-"""Block tables: worked examples of the PagedAttention paper and of vLLM's design, then copy-on-write."""
+"""Block tables: worked examples of the PagedAttention paper and of vLLM's design."""
 
 import pytest
 
@@ -9,7 +9,6 @@ from kvferry.engine.schedule.blocks.allocation import Allocator
 from kvferry.engine.schedule.blocks.block_pool import BlockPool
 from kvferry.engine.schedule.blocks.block_table import BlockTable
 from kvferry.engine.schedule.blocks.cached_prefix import CachedPrefix
-from kvferry.engine.schedule.blocks.page_copies import PageCopy
 from kvferry.engine.schedule.blocks.prefix_index import PrefixIndex
 
 
@@ -28,11 +27,11 @@ def test_a_table_grows_block_by_block_as_in_the_papers_figure() -> None:
     # Kwon et al., PagedAttention, figure 6: seven prompt tokens, then two decode steps, B = 4.
     alloc = allocator(9, 4, free_order=[7, 1, 3, 5, 2, 0, 4, 6, 8])
     table = BlockTable()
-    assert alloc.grow(table, num_computed=0, num_tokens=7) == []
+    assert alloc.grow(table, num_tokens=7)
     assert filled(table, 7, 4) == [(7, 4), (1, 3)]
-    assert alloc.grow(table, num_computed=7, num_tokens=8) == []
+    assert alloc.grow(table, num_tokens=8)
     assert filled(table, 8, 4) == [(7, 4), (1, 4)]
-    assert alloc.grow(table, num_computed=8, num_tokens=9) == []
+    assert alloc.grow(table, num_tokens=9)
     assert filled(table, 9, 4) == [(7, 4), (1, 4), (3, 1)]
 
 
@@ -40,61 +39,10 @@ def test_two_requests_share_a_pool_without_sharing_blocks() -> None:
     # The same paper, figure 7.
     alloc = allocator(9, 4, free_order=[7, 1, 5, 2, 3, 0, 4, 6, 8])
     a, b = BlockTable(), BlockTable()
-    alloc.grow(a, num_computed=0, num_tokens=7)
-    alloc.grow(b, num_computed=0, num_tokens=6)
+    alloc.grow(a, num_tokens=7)
+    alloc.grow(b, num_tokens=6)
     assert filled(b, 6, 4) == [(5, 4), (2, 2)]
     assert not set(a.blocks) & set(b.blocks)
-
-
-def test_parallel_samples_copy_the_shared_last_block_once() -> None:
-    # The same paper, figure 8: A1 writes first and gets a copy, A2 then writes in place.
-    alloc = allocator(9, 4, free_order=[7, 1, 3, 0, 2, 4, 5, 6, 8])
-    a1 = BlockTable()
-    alloc.grow(a1, num_computed=0, num_tokens=7)
-    a2 = alloc.fork(a1)
-    assert (a1.blocks, a2.blocks) == ([7, 1], [7, 1])
-    assert (alloc.pool.refs(BlockId(7)), alloc.pool.refs(BlockId(1))) == (2, 2)
-    assert alloc.grow(a1, num_computed=7, num_tokens=8) == [PageCopy(BlockId(1), BlockId(3))]
-    assert a1.blocks == [7, 3]
-    assert [alloc.pool.refs(BlockId(b)) for b in (7, 1, 3)] == [2, 1, 1]
-    assert alloc.grow(a2, num_computed=7, num_tokens=8) == []
-    assert a2.blocks == [7, 1]
-    alloc.free(a1)
-    alloc.free(a2)
-    assert alloc.pool.is_idle
-
-
-def test_beams_that_descend_from_others_share_their_blocks_without_copies() -> None:
-    # The same paper, figure 9: four beams of full blocks, of which 1 and 2 have two descendants each.
-    alloc = allocator(16, 1, free_order=list(range(16)))
-    root = BlockTable()
-    alloc.grow(root, num_computed=0, num_tokens=1)
-    left, right = alloc.fork(root), alloc.fork(root)
-    alloc.grow(left, num_computed=1, num_tokens=2)
-    alloc.grow(right, num_computed=1, num_tokens=2)
-    trunk = alloc.fork(left)
-    alloc.grow(trunk, num_computed=2, num_tokens=3)
-    beams = [alloc.fork(trunk), alloc.fork(trunk), alloc.fork(trunk), alloc.fork(right)]
-    alloc.grow(beams[3], num_computed=2, num_tokens=3)
-    for beam in beams:
-        alloc.grow(beam, num_computed=3, num_tokens=4)
-    for table in (root, left, right, trunk):
-        alloc.free(table)
-    assert [beam.blocks for beam in beams] == [[0, 1, 3, 5], [0, 1, 3, 6], [0, 1, 3, 7], [0, 2, 4, 8]]
-    assert [alloc.pool.refs(BlockId(b)) for b in range(9)] == [4, 3, 1, 3, 1, 1, 1, 1, 1]
-    survivors = [alloc.fork(beams[parent]) for parent in (1, 1, 2, 2)]
-    for beam in beams:
-        alloc.free(beam)
-    assert {b for b in range(9) if not alloc.pool.refs(BlockId(b))} == {2, 4, 5, 8}, "freed"
-    copies = [alloc.grow(survivor, num_computed=4, num_tokens=5) for survivor in survivors]
-    assert copies == [[], [], [], []], "all blocks were full"
-    assert [survivor.blocks for survivor in survivors] == [
-        [0, 1, 3, 6, 9], [0, 1, 3, 6, 10], [0, 1, 3, 7, 11], [0, 1, 3, 7, 12]
-    ]  # fmt: skip
-    assert [alloc.pool.refs(BlockId(b)) for b in (0, 1, 3, 6, 7, 9, 10, 11, 12)] == [4, 4, 4, 2, 2, 1, 1, 1, 1]
-    for survivor in survivors:
-        alloc.free(survivor)
-    assert alloc.pool.is_idle
 
 
 @pytest.mark.parametrize(("num_tokens", "block_tokens", "blocks"), [(17, 16, 2), (10, 4, 3), (16, 16, 1), (0, 4, 0)])
@@ -105,7 +53,7 @@ def test_blocks_needed_round_up(num_tokens: int, block_tokens: int, blocks: int)
 def test_growth_that_does_not_fit_changes_nothing() -> None:
     alloc = allocator(2, 4)
     table = BlockTable()
-    assert alloc.grow(table, num_computed=0, num_tokens=9) is None
+    assert not alloc.grow(table, num_tokens=9)
     assert table.blocks == []
     assert alloc.pool.is_idle
 
@@ -113,7 +61,7 @@ def test_growth_that_does_not_fit_changes_nothing() -> None:
 def test_freeing_a_table_twice_is_harmless() -> None:
     alloc = allocator(2, 4)
     table = BlockTable()
-    alloc.grow(table, num_computed=0, num_tokens=4)
+    alloc.grow(table, num_tokens=4)
     alloc.free(table)
     alloc.free(table)
     assert alloc.pool.is_idle
@@ -124,7 +72,7 @@ def test_a_full_prompt_hit_leaves_at_least_one_token_to_compute() -> None:
     namer = BlockNamer(tenant=b"t", fingerprint=b"f", block_tokens=4)
     tokens = list(range(8))
     table = BlockTable()
-    alloc.grow(table, num_computed=0, num_tokens=8)
+    alloc.grow(table, num_tokens=8)
     for i, name in enumerate(namer.chain(tokens)):
         alloc.index.add(name, tokens[i * 4 : i * 4 + 4], table.blocks[i])
     assert alloc.peek(namer.chain(tokens), tokens, max_tokens=7).blocks == table.blocks[:1]
@@ -135,7 +83,7 @@ def test_a_block_name_with_other_tokens_is_no_hit() -> None:
     alloc = allocator(8, 4)
     namer = BlockNamer(tenant=b"t", fingerprint=b"f", block_tokens=4)
     table = BlockTable()
-    alloc.grow(table, num_computed=0, num_tokens=4)
+    alloc.grow(table, num_tokens=4)
     name = namer.name(None, [1, 2, 3, 4])
     alloc.index.add(name, [1, 2, 3, 4], table.blocks[0])
     assert alloc.peek([name], [1, 2, 3, 5, 9], max_tokens=4).blocks == []
@@ -144,7 +92,7 @@ def test_a_block_name_with_other_tokens_is_no_hit() -> None:
 def test_a_prefix_is_held_only_by_an_empty_table() -> None:
     alloc = allocator(4, 4)
     table = BlockTable()
-    alloc.grow(table, num_computed=0, num_tokens=4)
+    alloc.grow(table, num_tokens=4)
     with pytest.raises(InvariantBroken, match="prefix"):
         alloc.hold(table, CachedPrefix([BlockId(1)]))
 
@@ -165,7 +113,7 @@ def test_a_page_is_named_once_in_each_life() -> None:
 def test_integrity_notices_a_cached_block_in_quarantine() -> None:
     alloc = allocator(2, 2)
     table = BlockTable()
-    alloc.grow(table, num_computed=0, num_tokens=2)
+    alloc.grow(table, num_tokens=2)
     alloc.index.add(BlockNamer(tenant=b"", fingerprint=b"", block_tokens=2).name(None, [1, 2]), [1, 2], table.blocks[0])
     alloc.pool.begin_write(table.blocks)
     alloc.free(table)

@@ -21,7 +21,7 @@ def a_sequence(tokens: list[int]) -> Sequence:
 def compute(allocator: Allocator, sequence: Sequence) -> None:
     """Put the sequence's full blocks into the cache, as if they had been computed, and free their pages."""
     table = BlockTable()
-    if allocator.grow(table, num_computed=0, num_tokens=sequence.num_tokens) is None:
+    if not allocator.grow(table, num_tokens=sequence.num_tokens):
         return
     parent = None
     for i, name in enumerate(sequence.name_blocks()):

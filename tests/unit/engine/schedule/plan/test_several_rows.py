@@ -181,7 +181,7 @@ def test_several_tokens_per_step_give_the_tokens_of_single_ones(right: list[int]
         # This scheduler plans one token per sequence; the test adds the proposed tokens to the plan before it applies
         # the results.
         result = guessing.run(plan)
-        wide = StepPlan(tuple(_widened(s, result) for s in plan.scheduled), plan.copies)
+        wide = StepPlan(tuple(_widened(s, result) for s in plan.scheduled))
         for update in scheduler.update(wide, result):
             tokens[update.request_id] += [t.token_id for t in update.tokens]
             assert update.tokens

@@ -6,12 +6,12 @@ from kvferry.core.ids import RequestId
 from kvferry.core.sampling import SampledToken, SamplingParams
 from kvferry.gateway.decide.config import RetryConfig
 from kvferry.gateway.decide.lifecycle.sample_run import SampleRun
-from kvferry.serving.token_source import TokenRequest
+from kvferry.serving.request import Caller, Request
 
 
 def run(seed: int = 1, max_tokens: int = 5) -> SampleRun:
     params = SamplingParams(max_tokens=max_tokens, seed=seed)
-    return SampleRun(TokenRequest(RequestId("r"), (1, 2), params, arrived=10.0))
+    return SampleRun(Request(Caller(RequestId("r"), arrived=10.0), (1, 2), params))
 
 
 def test_a_token_clears_failures_and_counts_a_resumption():

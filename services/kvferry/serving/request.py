@@ -1,0 +1,85 @@
+"""A request from the edge to the workers: who sent it and under which limits, its prompt, and how it is sampled.
+
+An edge (HTTP, gRPC, the offline API) creates one `Caller` and one `Request` for each prompt. All layers below pass them
+on unchanged: text serving, admission, routing, and the source of the tokens.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from kvferry.core.hashing import cache_scope
+from kvferry.core.ids import AdapterId, RequestId
+from kvferry.core.sampling import SamplingParams
+from kvferry.text.answers.answer import SplitOptions
+from kvferry.text.requests.beams import BeamParams
+
+EXPLAIN_HEADER = "x-kvferry-explain"
+"""Header or gRPC metadata, any value, that asks for the choices of the routing policies that are not in use; see
+`kvferry explain`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Identity of a request, and its limits."""
+
+    request_id: RequestId
+    """Request id, shared by all samples of a request."""
+    tenant: str = ""
+    """Tenant that sent the request; empty for the default tenant."""
+    cache_salt: str = ""
+    """Requests of the tenant with unequal salts share no KV; empty for the tenant's own cache."""
+    adapter: AdapterId | None = None
+    """Version of the adapter to compute with; `None` for the base model."""
+    priority: int = 0
+    """Priority of the request, used if workers schedule by priority; lower numbers come first."""
+    arrived: float = 0.0
+    """Arrival time, monotonic seconds; timings are relative to it."""
+    deadline: float | None = None
+    """Deadline, monotonic seconds; `None` selects the source's default limit."""
+    queued_seconds: float = 0.0
+    """Seconds that the request has waited for its admission."""
+    is_explained: bool = False
+    """Whether the choices of the routing policies that are not in use are recorded too."""
+    scope: str = field(init=False)
+    """Scope of the request's block names: tenant, salt and adapter."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "scope", cache_scope(self.tenant, self.cache_salt, self.adapter))
+
+
+@dataclass(frozen=True, slots=True)
+class BeamRound:
+    """Results of one round of a beam search, besides a token of each beam."""
+
+    num_cached: int
+    """Number of tokens of the prompt whose KV was cached in the first round."""
+    num_recomputed: int
+    """Number of tokens of beams whose KV was computed again, since their block was not full; 0 in the first round."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A validated request for the samples of one prompt (`serving.prompts`)."""
+
+    caller: Caller
+    token_ids: Sequence[int]
+    """Token ids of the prompt, at least one; never modified."""
+    sampling: SamplingParams
+    """Sampling parameters with `max_tokens` and `seed` set."""
+    sample_index: int = 0
+    """Index of the sample, for sources, which generate one sample at a time."""
+    num_samples: int = 1
+    """Number of samples, or of outputs of a beam search."""
+    split: SplitOptions | None = None
+    """Options for splitting the answers; `None` returns all of their text unchanged."""
+    beams: BeamParams | None = None
+    """Parameters of a beam search, whose best `num_samples` outputs are returned; `None` for sampling."""
+    held_bytes: int = 0
+    """Memory that the request holds while it waits for its admission, besides its tokens, in bytes."""
+    on_round: Callable[[BeamRound], None] = lambda _: None
+    """Called after each round of a beam search."""
+
+    @property
+    def num_sequences(self) -> int:
+        """Number of sequences that are computed: samples, or beams."""
+        return self.num_samples if self.beams is None else self.beams.width
