@@ -42,15 +42,16 @@ def power_of_two(context: int) -> Rule:
     """
 
     def rule(sequence: EngineSequence) -> int:
-        output = sequence.max_tokens_total - sequence.num_prompt
-        return min(context, sequence.num_prompt + (1 << (output - 1).bit_length()))
+        num_prompt = sequence.request.num_prompt
+        output = sequence.request.max_tokens_total - num_prompt
+        return min(context, num_prompt + (1 << (output - 1).bit_length()))
 
     return rule
 
 
 def true_length(sequence: EngineSequence) -> int:
     """Reserve the prompt and the true output: Orca (Oracle), which cannot be built in practice."""
-    return sequence.max_tokens_total
+    return sequence.request.max_tokens_total
 
 
 class PrivatePages(Allocator):
@@ -128,7 +129,7 @@ class _StaticAdmission(Admission):
     @property
     def has_place(self) -> bool:
         """Whether no batch is running, or the batch being filled has room."""
-        is_filling = all(sequence.num_generated == 0 and not sequence.num_computed for sequence in self._running)
+        is_filling = all(s.sampling.num_generated == 0 and not s.kv.num_computed for s in self._running)
         return (not self._running or is_filling) and len(self._running) < self.batch
 
 

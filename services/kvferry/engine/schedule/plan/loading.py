@@ -26,7 +26,7 @@ class LoadingSequences:
         Raises:
             InvariantBroken: the sequence has nothing to load.
         """
-        remote = sequence.remote
+        remote = sequence.kv.remote
         if remote is None:
             raise InvariantBroken(f"request {sequence.request_id} has nothing to load")
         sequence.move(SequenceEvent.LOAD)

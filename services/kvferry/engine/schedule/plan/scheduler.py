@@ -37,8 +37,9 @@ from kvferry.engine.schedule.speculation.drafting import Drafting
 from kvferry.engine.schedule.speculation.speculation import Speculation
 from kvferry.engine.schedule.step.adapter_slots import AdapterSlots
 from kvferry.engine.schedule.step.kv_jobs import LoadJob, SequenceUpdate
+from kvferry.engine.schedule.step.kv_progress import RemoteKv
 from kvferry.engine.schedule.step.prompt_pooling import PromptPooling
-from kvferry.engine.schedule.step.sequence import RemoteKv, Sequence, SequenceEvent, SequenceState
+from kvferry.engine.schedule.step.sequence import Sequence, SequenceEvent, SequenceState
 from kvferry.engine.schedule.step.step import ScheduledSequence, SequenceOutput, StepPlan, StepResult, check_output
 
 Planned = list[ScheduledSequence]
@@ -90,10 +91,10 @@ class Scheduler:
         """
         if sequence.request_id in self._known:
             raise InvariantBroken(f"request {sequence.request_id} was added twice")
-        if self.allocator.needs.pages_for(sequence.max_tokens_total) > self.allocator.pool.num_blocks:
+        if self.allocator.needs.pages_for(sequence.request.max_tokens_total) > self.allocator.pool.num_blocks:
             raise InvariantBroken(f"request {sequence.request_id} needs more pages than the pool has")
         sequence.name_blocks()  # here, and not in the step that admits it, because that step may admit many
-        sequence.arrival = next(self._arrivals)
+        sequence.arrive(next(self._arrivals))
         self._known[sequence.request_id] = sequence
         self._may_admit = True
         self._waiting.add(sequence)
@@ -112,8 +113,7 @@ class Scheduler:
         self._may_admit = True
         self.drafting.forget(request_id)
         sequence.move(SequenceEvent.ABORT)
-        sequence.finish_reason = FinishReason.CANCELLED
-        self.allocator.free(sequence.table)
+        self.allocator.free(sequence.kv.table)
         self.admission.give_back_slot(sequence)
         return True
 
@@ -133,12 +133,13 @@ class Scheduler:
                 break
             if sequence.state is not SequenceState.RUNNING:
                 continue  # preempted earlier in this loop
-            num_due = len(sequence.tokens) - sequence.num_computed
+            kv, sampling = sequence.kv, sequence.sampling
+            num_due = len(sampling.tokens) - kv.num_computed
             if may_precede and num_due > 1 and self.num_preemptions == preempted_before:
                 self.admission.admit(room, planned, before=sequence)
-            if sequence.is_postponed and sequence.waits_for_mask:
+            if sampling.is_postponed and sampling.waits_for_mask:
                 continue
-            count = 1 if num_due == 1 else room.fit_scored(sequence, sequence.num_computed, room.fit(num_due))
+            count = 1 if num_due == 1 else room.fit_scored(sampling, kv.num_computed, room.fit(num_due))
             if count == 0:
                 continue  # no budget for this prompt; decoding sequences still fit
             draft = drafts.get(sequence.request_id, ())[: room.tokens - count]
@@ -196,7 +197,7 @@ class Scheduler:
         """Return the waiting sequences that were preempted since the last call, for tier lookups. Their admission does
         not wait for the lookup (`answered`)."""
         preempted, self._preempted = self._preempted, []
-        return [s for s in preempted if s.state is SequenceState.WAITING and s.may_load]
+        return [s for s in preempted if s.state is SequenceState.WAITING and s.sampling.may_load]
 
     def take_started(self) -> list[RequestId]:
         """Return the requests that were admitted or loaded since the last call; the next step is their first."""
@@ -218,21 +219,24 @@ class Scheduler:
             if error is not None:
                 updates.append(self._fail(sequence, error))
                 continue
+            kv, sampling = sequence.kv, sequence.sampling
             if item.num_scored:
-                sequence.add_scores(result.scores.get(item.request_id, ()), item.num_scored)
-            if sequence.pooling is not None and item.pooled_positions:
-                sequence.pooling.add(result.pooled.get(item.request_id), item.pooled_positions)
+                sampling.add_scores(result.scores.get(item.request_id, ()), item.num_scored)
+            if sampling.pooling is not None and item.pooled_positions:
+                sampling.pooling.add(result.pooled.get(item.request_id), item.pooled_positions)
             output = result.outputs.get(item.request_id)
-            sequence.is_postponed = False
             if item.request_id in result.postponed:
-                sequence.postpone()  # the next step computes and samples the first sampled row again
-                sequence.num_computed += item.num_scheduled - item.num_sampled
+                sampling.postpone()  # the next step computes and samples the first sampled row again
+                kv.advance(item.num_scheduled - item.num_sampled)
                 self.blocks.list_full(sequence)
-            elif output is None and not item.num_sampled:
-                sequence.num_computed += item.num_scheduled
+                continue
+            if sampling.is_postponed:
+                sampling.resume()
+            if output is None and not item.num_sampled:
+                kv.advance(item.num_scheduled)
                 self.blocks.list_full(sequence)
-                if sequence.pooling is not None and sequence.num_computed == sequence.num_tokens:
-                    updates.append(self._pooled(sequence, sequence.pooling))
+                if sampling.pooling is not None and kv.num_computed == len(sampling.tokens):
+                    updates.append(self._pooled(sequence, sampling.pooling))
             else:
                 updates.append(self._append(sequence, item, output))
         return updates
@@ -244,8 +248,7 @@ class Scheduler:
         if not self.is_waiting(request_id):
             return False
         sequence = self._known[request_id]
-        sequence.is_lookup_pending = False
-        sequence.remote = remote
+        sequence.kv.end_lookup(remote)
         return True
 
     def loaded(self, request_id: RequestId, num_tokens: int, *, is_stored: bool = False) -> bool:
@@ -254,10 +257,7 @@ class Scheduler:
         sequence = self._loading.take(request_id)
         if sequence is None:
             return False
-        sequence.num_computed = max(sequence.num_computed, num_tokens)
-        if is_stored:
-            sequence.num_stored = max(sequence.num_stored, num_tokens // self.allocator.block_tokens)
-        sequence.remote = None
+        sequence.kv.loaded_to(num_tokens, num_stored=num_tokens // self.allocator.block_tokens if is_stored else 0)
         sequence.move(SequenceEvent.LOADED)
         self.blocks.list_loaded(sequence)
         self.admission.start(sequence)
@@ -269,9 +269,9 @@ class Scheduler:
         sequence = self._loading.take(request_id)
         if sequence is None:
             return None
-        self.allocator.free(sequence.table)
-        sequence.num_computed = sequence.num_listed = 0
-        sequence.remote = None
+        self.allocator.free(sequence.kv.table)
+        sequence.kv.lost_pages()
+        sequence.kv.drop_remote()
         sequence.move(SequenceEvent.LOAD_FAILED)
         self.admission.give_back_slot(sequence)
         self._waiting.add(sequence)
@@ -287,7 +287,7 @@ class Scheduler:
     @property
     def num_tokens_to_compute(self) -> int:
         """Number of tokens whose KV is not computed, of waiting sequences and of prompts in progress."""
-        under_way = sum(s.num_prompt - s.num_computed for s in self._running if s.num_computed < s.num_prompt)
+        under_way = sum(max(0, s.request.num_prompt - s.kv.num_computed) for s in self._running)
         return self._waiting.num_tokens + under_way
 
     @property
@@ -328,7 +328,7 @@ class Scheduler:
     def _grow_or_preempt(self, sequence: Sequence, count: int, planned: Planned) -> bool:
         """Allocate pages for `count` tokens, preempting sequences while pages are short; `False` if the sequence itself
         was preempted."""
-        while not self.allocator.grow(sequence.table, num_tokens=sequence.num_computed + count):
+        while not self.allocator.grow(sequence.kv.table, num_tokens=sequence.kv.num_computed + count):
             victim = self._policy.victim(self._running, planned)
             self._preempt(victim)
             if victim is sequence:
@@ -337,9 +337,8 @@ class Scheduler:
 
     def _preempt(self, victim: Sequence) -> None:
         self._running.remove(victim)
-        self.allocator.free(victim.table)
-        victim.num_computed = victim.num_listed = victim.num_reported = 0
-        victim.num_preemptions += 1
+        self.allocator.free(victim.kv.table)
+        victim.kv.lost_pages()
         victim.move(SequenceEvent.PREEMPT)
         self.admission.give_back_slot(victim)
         self._preempted.append(victim)
@@ -347,47 +346,47 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _append(self, sequence: Sequence, item: ScheduledSequence, given: SequenceOutput | None) -> SequenceUpdate:
-        exported_tokens = sequence.num_tokens
-        output = check_output(item, given, sequence.num_computed, exported_tokens)
+        kv, sampling, exports = sequence.kv, sequence.sampling, sequence.request.exports
+        exported_tokens = len(sampling.tokens)
+        output = check_output(item, given, kv.num_computed, exported_tokens)
         self.drafting.verified(item, output)
         drawn, accepted = output.tokens, output.accepted
-        sequence.num_computed += accepted
+        kv.advance(accepted)
         self.blocks.list_full(sequence)
-        scores = sequence.take_scores()
-        drawn, reason = sequence.extend(drawn)
-        if sequence.mask is not None and reason is None and not sequence.exports:
-            sequence.mask = sequence.mask.after([token.token_id for token in drawn])
+        scores = sampling.take_scores()
+        drawn, reason = sampling.extend(drawn)
+        if sampling.mask is not None and reason is None and not exports:
+            sampling.advance_mask(drawn)
         if accepted > item.num_scheduled - item.num_sampled + 1:  # several rows: accepted draft tokens can now be named
-            sequence.num_computed = sequence.num_tokens - 1  # fewer than accepted if the sequence ended earlier
+            kv.advance_to(sequence.num_tokens - 1)  # fewer than accepted if the sequence ended earlier
             self.blocks.list_full(sequence)
-        if reason is None and not sequence.exports:
-            return SequenceUpdate(sequence.request_id, drawn, None, sequence.num_cached, scores=scores)
-        self._finish(sequence, reason)
+        if reason is None and not exports:
+            return SequenceUpdate(sequence.request_id, drawn, None, kv.num_cached, scores=scores)
+        self._finish(sequence)
         if reason is None:  # the sequence continues on another worker: its pages go to the export and are not freed
             export = self.blocks.export(sequence, exported_tokens)
-            return SequenceUpdate(sequence.request_id, drawn, None, sequence.num_cached, export, scores=scores)
-        kept = self.blocks.export_full(sequence) if sequence.keeps else None
-        self.allocator.free(sequence.table)
-        return SequenceUpdate(sequence.request_id, drawn, reason, sequence.num_cached, kept=kept, scores=scores)
+            return SequenceUpdate(sequence.request_id, drawn, None, kv.num_cached, export, scores=scores)
+        kept = self.blocks.export_full(sequence) if sequence.request.keeps else None
+        self.allocator.free(kv.table)
+        return SequenceUpdate(sequence.request_id, drawn, reason, kv.num_cached, kept=kept, scores=scores)
 
     def _pooled(self, sequence: Sequence, pooling: PromptPooling) -> SequenceUpdate:
-        self._finish(sequence, FinishReason.STOP)
-        self.allocator.free(sequence.table)
-        cached, vector = sequence.num_cached, pooling.vector()
+        self._finish(sequence)
+        self.allocator.free(sequence.kv.table)
+        cached, vector = sequence.kv.num_cached, pooling.vector()
         return SequenceUpdate(sequence.request_id, (), FinishReason.STOP, cached, embedding=vector)
 
-    def _finish(self, sequence: Sequence, reason: FinishReason | None) -> None:
+    def _finish(self, sequence: Sequence) -> None:
         self._running.remove(sequence)
         del self._known[sequence.request_id]
         self._may_admit = True
         self.drafting.forget(sequence.request_id)
         sequence.move(SequenceEvent.FINISH)
         self.admission.give_back_slot(sequence)
-        sequence.finish_reason = reason
 
     def _fail(self, sequence: Sequence, error: KvferryError) -> SequenceUpdate:
         """End a failed sequence and remove its blocks from the prefix cache, since one of them may be damaged."""
         self.blocks.forget(sequence)
-        num_cached = sequence.num_cached
+        num_cached = sequence.kv.num_cached
         self.abort(sequence.request_id)
         return SequenceUpdate(sequence.request_id, (), None, num_cached, error=error)

@@ -55,11 +55,11 @@ class Drafting:
         """
         if not draft:
             return False
-        end = sequence.num_computed + 1 + len(draft)
-        needed = self._allocator.growth(sequence.table, end)
+        end = sequence.kv.num_computed + 1 + len(draft)
+        needed = self._allocator.growth(sequence.kv.table, end)
         if needed and self._allocator.pool.num_free < needed + num_running * len(self._allocator.windows):
             return False
-        return self._allocator.grow(sequence.table, num_tokens=end)
+        return self._allocator.grow(sequence.kv.table, num_tokens=end)
 
     def verification(self, sequence: Sequence, draft: tuple[int, ...]) -> tuple[DraftSources | None, tuple[int, ...]]:
         """Return the distributions of a draft's tokens, if the rejection rule accepts them, otherwise `None`; and the
@@ -91,4 +91,4 @@ class Drafting:
 
 
 def _decodes(sequence: Sequence) -> bool:
-    return is_decode(sequence.num_tokens - sequence.num_computed)
+    return is_decode(sequence.num_uncomputed)
