@@ -195,7 +195,7 @@ def test_a_hidden_state_that_is_not_finite_fails_its_own_request() -> None:
     ask(engine, "bad", PROMPTS[1], replace(RAW, pooling=Pooling.MEAN))
     ask(engine, "good", PROMPTS[2], RAW)
     engine.step()
-    page = engine.scheduler._running[0].kv.table.blocks[0]
+    page = engine.scheduler._admitted.running[0].kv.table.blocks[0]
     COMPILED.kv.pages[page].fill_(torch.nan)
     failed: list[str] = []
     while engine.has_work:

@@ -23,16 +23,17 @@ sequence starves.
 """
 
 from collections.abc import Iterable
+from functools import partial
 
 from kvferry.core.errors import InvariantBroken
 from kvferry.core.ids import BlockHash, RequestId
 from kvferry.engine.schedule.blocks.allocation import Allocator
 from kvferry.engine.schedule.blocks.cached_prefix import CachedPrefix
-from kvferry.engine.schedule.plan.loading import LoadingSequences
+from kvferry.engine.schedule.plan.admitted import AdmittedSequences
 from kvferry.engine.schedule.plan.lookahead import share
 from kvferry.engine.schedule.plan.step_budget import SchedulerLimits, StepBudget
 from kvferry.engine.schedule.policies.policy import Policy
-from kvferry.engine.schedule.policies.waiting_queue import WaitingQueue
+from kvferry.engine.schedule.policies.scored_prompts import ScoredPromptsQueue
 from kvferry.engine.schedule.step.adapter_slots import NO_SLOT, AdapterSlots
 from kvferry.engine.schedule.step.sequence import Sequence, SequenceEvent
 from kvferry.engine.schedule.step.step import ScheduledSequence
@@ -126,7 +127,7 @@ def next_block(sequence: Sequence) -> BlockHash | None:
 
 
 class Admission:
-    """Admits sequences of one scheduler from its queue to its running or loading sequences, which it shares."""
+    """Queue of the waiting sequences of one scheduler, from which sequences are admitted."""
 
     def __init__(
         self,
@@ -134,9 +135,7 @@ class Admission:
         allocator: Allocator,
         policy: Policy,
         *,
-        waiting: WaitingQueue,
-        running: list[Sequence],
-        loading: LoadingSequences,
+        admitted: AdmittedSequences,
         slots: AdapterSlots,
     ) -> None:
         """
@@ -144,23 +143,52 @@ class Admission:
             limits: limits of a step.
             allocator: allocator of KV pages.
             policy: scheduling policy.
-            waiting: queue of the scheduler.
-            running: running sequences of the scheduler; admitted ones are appended.
-            loading: sequences that wait for their KV.
+            admitted: running and loading sequences of the scheduler.
             slots: adapter slots of the engine.
         """
         self._limits = limits
         self._allocator = allocator
         self._policy = policy
-        self._waiting = waiting
-        self._running = running
-        self._loading = loading
+        self._waiting = policy.make_queue(partial(num_remaining, allocator), limits.weights)
+        self._has_turns = False
+        """Whether the queue admits prompts with log-probabilities one at a time, once there are any."""
+        self._admitted = admitted
         self._slots = slots
         self._reserve = int(allocator.pool.num_blocks * limits.reserve_share)
         self._started: list[RequestId] = []
         self.num_queried_tokens = self.num_hit_tokens = 0
         """Number of tokens looked up in the prefix cache at the first admission of each sequence, and number of tokens
         found."""
+
+    # ------------------------------------------------------------------ the queue
+
+    def wait(self, sequence: Sequence) -> None:
+        """Add a sequence to the queue, new, preempted, or with a failed load."""
+        if sequence.sampling.is_scoring and not self._has_turns:
+            self._waiting, self._has_turns = ScoredPromptsQueue(self._waiting, self._policy.order), True
+        self._waiting.add(sequence)
+
+    def withdraw(self, sequence: Sequence, event: SequenceEvent) -> None:
+        """Remove a sequence that ends from the queue."""
+        self._waiting.remove(sequence)
+        sequence.move(event)
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of sequences in the queue."""
+        return len(self._waiting)
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Number of uncomputed tokens of the sequences in the queue, including cached tokens."""
+        return self._waiting.num_tokens
+
+    @property
+    def first_waiting(self) -> Sequence | None:
+        """The sequence to admit next; `None` if the queue is empty."""
+        return self._waiting.first()
+
+    # ------------------------------------------------------------------ admission
 
     def admit(self, room: StepBudget, planned: list[ScheduledSequence], *, before: Sequence | None = None) -> None:
         """Admit waiting sequences while they fit.
@@ -218,7 +246,6 @@ class Admission:
                 passed[0].overtaken()
         for sequence in (*skipped, *passed):
             self._waiting.add(sequence)
-        self._running.sort(key=self._policy.order)
 
     def has_place_for(self, sequence: Sequence) -> bool:
         """Return whether a waiting sequence fits now."""
@@ -237,8 +264,7 @@ class Admission:
 
     def start(self, sequence: Sequence) -> None:
         """Add a sequence whose KV was loaded to the running sequences."""
-        self._running.append(sequence)
-        self._running.sort(key=self._policy.order)
+        self._admitted.run(sequence, SequenceEvent.LOADED)
         self._started.append(sequence.request_id)
 
     def take_started(self) -> list[RequestId]:
@@ -246,17 +272,13 @@ class Admission:
         started, self._started = self._started, []
         return started
 
-    @property
-    def _admitted(self) -> tuple[Sequence, ...]:
-        return (*self._running, *self._loading.sequences)
-
     def _headroom(self) -> Headroom:
         return Headroom(self._allocator, self._admitted, reserve=self._reserve)
 
     @property
     def has_place(self) -> bool:
         """Whether another sequence may hold pages."""
-        return len(self._running) + len(self._loading) < self._limits.max_sequences
+        return len(self._admitted) < self._limits.max_sequences
 
     def _is_loaded(self, sequence: Sequence) -> bool:
         """Return whether the weights of a sequence's adapter are in memory; if not, they are being loaded."""
@@ -327,11 +349,10 @@ class Admission:
             else:
                 size, windows = self._allocator.block_tokens, self._allocator.windows
                 targets = table.handed_over(windows, remote.num_tokens, size)[len(hit) :]
-            self._loading.start(sequence, len(hit), targets)
+            self._admitted.load(sequence, len(hit), targets)
             return True
         sequence.kv.drop_remote()
-        sequence.move(SequenceEvent.ADMIT)
-        self._running.append(sequence)
+        self._admitted.run(sequence, SequenceEvent.ADMIT)
         self._started.append(sequence.request_id)
         planned.append(share(sequence, count))
         room.take(num_uncomputed, count, planned[-1].num_scored)

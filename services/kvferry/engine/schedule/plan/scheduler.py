@@ -20,15 +20,14 @@ queues; `update` must be called with its result before the next `schedule`.
 
 import itertools
 from collections.abc import Collection
-from functools import partial
 
 from kvferry.core.errors import InvariantBroken, KvferryError
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import FinishReason
 from kvferry.engine.schedule.blocks.allocation import Allocator
-from kvferry.engine.schedule.plan.admission import Admission, num_lacking, num_remaining
+from kvferry.engine.schedule.plan.admission import Admission, num_lacking
+from kvferry.engine.schedule.plan.admitted import AdmittedSequences
 from kvferry.engine.schedule.plan.full_blocks import FullBlocks
-from kvferry.engine.schedule.plan.loading import LoadingSequences
 from kvferry.engine.schedule.plan.lookahead import MAX_AHEAD, is_same, one_ahead, share
 from kvferry.engine.schedule.plan.step_budget import SchedulerLimits, StepBudget
 from kvferry.engine.schedule.policies.deadlines import Deadlines, is_overdue, overdue
@@ -67,16 +66,11 @@ class Scheduler:
         self.drafting = Drafting(speculation, allocator)
         """Draft tokens of the running sequences."""
         self._policy = policy_of(limits.scheduling)
-        self._waiting = self._policy.queue(partial(num_remaining, allocator), limits.weights)
         self._deadlines = Deadlines()
-        self._running: list[Sequence] = []
-        self._loading = LoadingSequences()
+        self._admitted = AdmittedSequences(self._policy.order)
         self._known: dict[RequestId, Sequence] = {}
-        self.admission = Admission(
-            limits, allocator, self._policy, waiting=self._waiting, running=self._running, loading=self._loading,
-            slots=self.slots,
-        )  # fmt: skip
-        """Admission of waiting sequences, with its statistics."""
+        self.admission = Admission(limits, allocator, self._policy, admitted=self._admitted, slots=self.slots)
+        """Admission of waiting sequences, with their queue and its statistics."""
         self._preempted: list[Sequence] = []
         self._arrivals = itertools.count()
         self._may_admit = False
@@ -97,7 +91,7 @@ class Scheduler:
         sequence.arrive(next(self._arrivals))
         self._known[sequence.request_id] = sequence
         self._may_admit = True
-        self._waiting.add(sequence)
+        self.admission.wait(sequence)
         self._deadlines.add(sequence)
 
     def abort(self, request_id: RequestId) -> bool:
@@ -106,13 +100,11 @@ class Scheduler:
         if sequence is None:
             return False
         if sequence.state is SequenceState.WAITING:
-            self._waiting.remove(sequence)
-        elif sequence.state is SequenceState.RUNNING:
-            self._running.remove(sequence)
-        self._loading.abort(request_id)
+            self.admission.withdraw(sequence, SequenceEvent.ABORT)
+        else:
+            self._admitted.remove(sequence, SequenceEvent.ABORT)
         self._may_admit = True
         self.drafting.forget(request_id)
-        sequence.move(SequenceEvent.ABORT)
         self.allocator.free(sequence.kv.table)
         self.admission.give_back_slot(sequence)
         return True
@@ -123,12 +115,13 @@ class Scheduler:
         """Plan the next step; the plan is empty if no sequence can run now."""
         self._may_admit, self._num_ahead = False, 0
         self._displace()
-        room = StepBudget(self.limits, self._running, len(self._waiting))
+        running, num_waiting = self._admitted.running, self.admission.num_waiting
+        room = StepBudget(self.limits, running, num_waiting)
         planned: Planned = []
         preempted_before = self.num_preemptions
-        may_precede = len(self._waiting) > 0 and self._policy.mixes
-        drafts = self.drafting.plan(self._running, may_admit=len(self._waiting) > 0 and self.admission.has_place)
-        for sequence in self._policy.by_turn(self._running):
+        may_precede = num_waiting > 0 and self._policy.mixes
+        drafts = self.drafting.plan(running, may_admit=num_waiting > 0 and self.admission.has_place)
+        for sequence in self._policy.by_turn(running):
             if room.tokens == 0:
                 break
             if sequence.state is not SequenceState.RUNNING:
@@ -143,7 +136,7 @@ class Scheduler:
             if count == 0:
                 continue  # no budget for this prompt; decoding sequences still fit
             draft = drafts.get(sequence.request_id, ())[: room.tokens - count]
-            if not self.drafting.grow(sequence, draft, len(self._running)):
+            if not self.drafting.grow(sequence, draft, len(running)):
                 draft = ()
                 if not self._grow_or_preempt(sequence, count, planned):
                     continue
@@ -160,11 +153,12 @@ class Scheduler:
         If the caller launches the plan, it must be the next plan passed to `update`, before any `schedule`. While
         sequences wait that the last `schedule` could not admit, at most `MAX_AHEAD` steps are planned in this way.
         """
-        if sum(map(self.has_sequence, plan.scheduled)) != len(self._running):
+        running = self._admitted.running
+        if sum(map(self.has_sequence, plan.scheduled)) != len(running):
             return None
-        if len(self._waiting) and (self._may_admit or self._num_ahead >= MAX_AHEAD):
+        if self.admission.num_waiting and (self._may_admit or self._num_ahead >= MAX_AHEAD):
             return None
-        if self.drafting.has_drafts(self._running):
+        if self.drafting.has_drafts(running):
             return None
         self._num_ahead += 1
         return one_ahead(plan, self._known, self.allocator)
@@ -191,7 +185,7 @@ class Scheduler:
 
     def take_loads(self) -> list[LoadJob]:
         """Return the loads planned by `schedule` since the last call."""
-        return self._loading.take_jobs()
+        return self._admitted.take_jobs()
 
     def take_preempted(self) -> list[Sequence]:
         """Return the waiting sequences that were preempted since the last call, for tier lookups. Their admission does
@@ -254,11 +248,10 @@ class Scheduler:
     def loaded(self, request_id: RequestId, num_tokens: int, *, is_stored: bool = False) -> bool:
         """Record that KV is loaded and verified up to `num_tokens`; return whether the sequence is still waiting. If
         `is_stored`, the KV came from a tier and need not be stored."""
-        sequence = self._loading.take(request_id)
+        sequence = self._admitted.take_loaded(request_id)
         if sequence is None:
             return False
         sequence.kv.loaded_to(num_tokens, num_stored=num_tokens // self.allocator.block_tokens if is_stored else 0)
-        sequence.move(SequenceEvent.LOADED)
         self.blocks.list_loaded(sequence)
         self.admission.start(sequence)
         return True
@@ -266,7 +259,7 @@ class Scheduler:
     def load_failed(self, request_id: RequestId) -> Sequence | None:
         """Move the sequence of a failed load back to the queue and free its pages; those that a transport may still
         write to are quarantined. Return the sequence, or `None` if it has ended."""
-        sequence = self._loading.take(request_id)
+        sequence = self._admitted.take_loaded(request_id)
         if sequence is None:
             return None
         self.allocator.free(sequence.kv.table)
@@ -274,7 +267,7 @@ class Scheduler:
         sequence.kv.drop_remote()
         sequence.move(SequenceEvent.LOAD_FAILED)
         self.admission.give_back_slot(sequence)
-        self._waiting.add(sequence)
+        self.admission.wait(sequence)
         return sequence
 
     # ------------------------------------------------------------------ views
@@ -282,23 +275,23 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Number of sequences that wait for admission."""
-        return len(self._waiting)
+        return self.admission.num_waiting
 
     @property
     def num_tokens_to_compute(self) -> int:
         """Number of tokens whose KV is not computed, of waiting sequences and of prompts in progress."""
-        under_way = sum(max(0, s.request.num_prompt - s.kv.num_computed) for s in self._running)
-        return self._waiting.num_tokens + under_way
+        under_way = sum(max(0, s.request.num_prompt - s.kv.num_computed) for s in self._admitted.running)
+        return self.admission.num_waiting_tokens + under_way
 
     @property
     def num_running(self) -> int:
         """Number of sequences that take part in steps."""
-        return len(self._running)
+        return len(self._admitted.running)
 
     @property
     def num_loading(self) -> int:
         """Number of sequences whose KV is being loaded."""
-        return len(self._loading)
+        return self._admitted.num_loading
 
     @property
     def is_idle(self) -> bool:
@@ -308,7 +301,7 @@ class Scheduler:
     @property
     def num_promised(self) -> int:
         """Number of free pages that are reserved for the current tokens of admitted sequences."""
-        return num_lacking(self.allocator, (*self._running, *self._loading.sequences))
+        return num_lacking(self.allocator, self._admitted)
 
     @property
     def sequences(self) -> Collection[Sequence]:
@@ -319,30 +312,30 @@ class Scheduler:
 
     def _displace(self) -> None:
         """Preempt sequences of lower classes until the first waiting sequence fits, if the policy permits it."""
-        first = self._waiting.first() if self._policy.displaces else None
-        while first is not None and self._running and self._policy.displaced(first, self._running[-1]):
+        first = self.admission.first_waiting if self._policy.displaces else None
+        running = self._admitted.running
+        while first is not None and running and self._policy.displaced(first, running[-1]):
             if self.admission.has_place_for(first):
                 return
-            self._preempt(self._running[-1])
+            self._preempt(running[-1])
 
     def _grow_or_preempt(self, sequence: Sequence, count: int, planned: Planned) -> bool:
         """Allocate pages for `count` tokens, preempting sequences while pages are short; `False` if the sequence itself
         was preempted."""
         while not self.allocator.grow(sequence.kv.table, num_tokens=sequence.kv.num_computed + count):
-            victim = self._policy.victim(self._running, planned)
+            victim = self._policy.victim(self._admitted.running, planned)
             self._preempt(victim)
             if victim is sequence:
                 return False
         return True
 
     def _preempt(self, victim: Sequence) -> None:
-        self._running.remove(victim)
+        self._admitted.remove(victim, SequenceEvent.PREEMPT)
         self.allocator.free(victim.kv.table)
         victim.kv.lost_pages()
-        victim.move(SequenceEvent.PREEMPT)
         self.admission.give_back_slot(victim)
         self._preempted.append(victim)
-        self._waiting.add(victim)
+        self.admission.wait(victim)
         self.num_preemptions += 1
 
     def _append(self, sequence: Sequence, item: ScheduledSequence, given: SequenceOutput | None) -> SequenceUpdate:
@@ -377,11 +370,10 @@ class Scheduler:
         return SequenceUpdate(sequence.request_id, (), FinishReason.STOP, cached, embedding=vector)
 
     def _finish(self, sequence: Sequence) -> None:
-        self._running.remove(sequence)
+        self._admitted.remove(sequence, SequenceEvent.FINISH)
         del self._known[sequence.request_id]
         self._may_admit = True
         self.drafting.forget(sequence.request_id)
-        sequence.move(SequenceEvent.FINISH)
         self.admission.give_back_slot(sequence)
 
     def _fail(self, sequence: Sequence, error: KvferryError) -> SequenceUpdate:

@@ -17,11 +17,11 @@ section 4.5). With `weighted`, priorities that have waiting sequences share admi
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as OrderedView
 from dataclasses import dataclass
 
 from kvferry.core.errors import UsageError
 from kvferry.engine.schedule.policies.class_weights import Weights
-from kvferry.engine.schedule.policies.scored_prompts import ScoredPromptsQueue
 from kvferry.engine.schedule.policies.waiting_queue import (
     RankQueue,
     ShortestFirstQueue,
@@ -42,22 +42,14 @@ class Policy:
 
     name: str
     make_queue: Callable[[Remaining, Weights], WaitingQueue]
-    """Creates the queue that orders waiting sequences."""
+    """Creates the queue of one scheduler from a function that counts the tokens of a waiting sequence that are neither
+    computed nor cached, and the weights by priority."""
     has_classes: bool = False
     """Whether priorities are compared before anything else."""
     is_shortest_first: bool = False
     """Whether sequences with fewer remaining tokens are computed first, waiting or running."""
     displaces: bool = False
     """Whether a waiting sequence displaces a running one of lower priority."""
-
-    def queue(self, remaining: Remaining, weights: Weights) -> WaitingQueue:
-        """Return the queue of one scheduler.
-
-        Args:
-            remaining: function that counts the tokens of a waiting sequence that are neither computed nor cached.
-            weights: weights by priority.
-        """
-        return ScoredPromptsQueue(self.make_queue(remaining, weights), self.order)
 
     @property
     def mixes(self) -> bool:
@@ -78,7 +70,7 @@ class Policy:
             return list(running)
         return sorted(running, key=lambda s: s.num_uncomputed)
 
-    def victim(self, running: list[Sequence], planned: Iterable[ScheduledSequence]) -> Sequence:
+    def victim(self, running: OrderedView[Sequence], planned: Iterable[ScheduledSequence]) -> Sequence:
         """Return the sequence to preempt: the last one by `order` that is not planned in this step.
 
         Args:

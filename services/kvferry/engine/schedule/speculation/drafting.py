@@ -4,7 +4,7 @@ A draft never displaces required work: a step with prompts has no drafts, and a 
 to the pages of one block for each running sequence.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from kvferry.core.ids import RequestId
 from kvferry.engine.schedule.blocks.allocation import Allocator
@@ -27,7 +27,7 @@ class Drafting:
         self.speculation = speculation
         self._allocator = allocator
 
-    def plan(self, running: list[Sequence], *, may_admit: bool) -> Drafts:
+    def plan(self, running: Collection[Sequence], *, may_admit: bool) -> Drafts:
         """Return the draft tokens of a step.
 
         Args:
@@ -38,7 +38,7 @@ class Drafting:
             return {}
         return self.speculation.drafts(running, len(running))
 
-    def has_drafts(self, running: list[Sequence]) -> bool:
+    def has_drafts(self, running: Collection[Sequence]) -> bool:
         """Return whether drafts would be worth their rows after the step in flight, whose plan has none. A draft
         proposed now, before that step's tokens are known, is probably the beginning of the next step's draft; if drafts
         are worth it, the next step is therefore not launched ahead."""
