@@ -81,7 +81,7 @@ def test_back_to_an_earlier_revision_and_forward_again(world):
     world.apply(**changed, rollout={"rollbackTo": first})
     assert world.settled()["revision"] == first
     args = world.get("deployment", f"chat-decode-{first}")["spec"]["template"]["spec"]["containers"][0]["args"]
-    assert "--max-model-tokens=0" in args
+    assert "--max-model-len=0" in args
     world.apply(**changed)
     assert world.settled()["revision"] == second
 

@@ -149,7 +149,7 @@ class WorkerUnit:
             connector=self._config.connector,
             domain=parts.transport.domain,
             max_model_tokens=parts.engine.max_model_tokens,
-            max_sequences=self._config.engine.limits.max_sequences,
+            max_sequences=self._config.engine.limits.max_num_seqs,
             device=device_title(self._model.model.device),
             is_staged=parts.pages.mirror is not SAME_PAGES,
             loop=self._loop,

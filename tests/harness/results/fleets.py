@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from harness.results.rows import Outcome
 from kvferry.bench.workload.arrivals import BURST, Arrivals
 from kvferry.bench.workload.lengths import SHAREGPT, UNIFORM, LengthMix
-from kvferry.engine.schedule.plan.step_budget import SchedulerLimits
+from kvferry.core.settings.engine import SchedulerLimits
 from kvferry.gateway.decide.config import PolicyName, RoutingConfig
 from kvferry.kv.pricing.price import LoadPolicy
 from kvferry.simulator.fleet.fleet import Pool, PoolResult, PoolSpec, RoleSpec

@@ -12,11 +12,12 @@ from harness.fakes.stepping import Generation, generate, step
 from harness.fakes.tape import Asked, NothingAsked, TapeGraphs
 from harness.kernels.lora_files import write
 
-from kvferry.cli import settings
 from kvferry.core.errors import InvariantBroken, UsageError
 from kvferry.core.hashing import BlockNamers
 from kvferry.core.ids import BlockId, RequestId
 from kvferry.core.sampling import SamplingParams
+from kvferry.core.settings import processes as settings
+from kvferry.core.settings.engine import SchedulerLimits
 from kvferry.engine.engine import Engine
 from kvferry.engine.execute.build_runner import CUDA_GRAPHS, build_runner
 from kvferry.engine.execute.gpu.graphs import CudaGraphs, Graphs, Launch
@@ -27,7 +28,6 @@ from kvferry.engine.execute.run.runner import Runner
 from kvferry.engine.execute.tensors.paged_kv import PagedKv
 from kvferry.engine.offline.llm import LLM
 from kvferry.engine.schedule.messages import EngineRequest
-from kvferry.engine.schedule.plan.step_budget import SchedulerLimits
 from kvferry.engine.schedule.step import graph_sizes
 from kvferry.engine.schedule.step.adapter_slots import NO_SLOT
 from kvferry.engine.schedule.step.step import ScheduledSequence, StepPlan
@@ -40,7 +40,7 @@ from kvferry.weights.config import ModelConfig
 CONFIG = tiny.config()
 PROMPTS = [[5], list(range(100, 111)), [257, *b"hello", 258], list(b"a prompt that is longer ")]
 PLACES = 5
-LIMITS = SchedulerLimits(token_budget=64, max_chunk_tokens=16, max_sequences=PLACES, reserve_share=0.0)
+LIMITS = SchedulerLimits(token_budget=64, max_chunk_tokens=16, max_num_seqs=PLACES, reserve_share=0.0)
 
 
 @contextmanager
@@ -431,7 +431,7 @@ def test_only_a_gpu_with_its_own_kernels_gets_such_a_runner() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_engines_on_a_gpu_give_the_same_tokens_with_graphs_and_without(dtype: str) -> None:
     made = [
-        LLM("tiny", device="cuda", dtype=dtype, kv_bytes=8 << 20, cuda_graphs=way).generate(
+        LLM("tiny", device="cuda", dtype=dtype, kv_memory=8 << 20, cuda_graphs=way).generate(
             ["hello", "a longer one", "x"], SamplingParams(temperature=0.7, seed=4, max_tokens=24)
         )
         for way in CUDA_GRAPHS

@@ -12,9 +12,9 @@ from gguf.constants import GGMLQuantizationType
 from gguf.quants import quantize
 from harness.kernels.family_checkpoints import FEATURED
 
-from kvferry.cli.settings import ENGINE
 from kvferry.core import dtypes
 from kvferry.core.errors import ModelFileError, UsageError
+from kvferry.core.settings.processes import ENGINE
 from kvferry.engine.execute.models.build import KERNELS, NUMERICS, WEIGHTS, build_model
 from kvferry.engine.execute.models.model import Model
 from kvferry.engine.execute.tensors.batch import StepBatch

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 from blake3 import blake3
 
-from kvferry.core.settings import size_or_auto
+from kvferry.core.settings.parsers import size_or_auto
 from kvferry.operator.objects.adapter_list import ADAPTERS_FILE
 from kvferry.operator.objects.pods import (
     KEYS_FOLDER,

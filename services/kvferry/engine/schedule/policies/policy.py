@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from kvferry.core.errors import UsageError
-from kvferry.engine.schedule.policies.class_weights import Weights
+from kvferry.core.settings.class_weights import Weights
 from kvferry.engine.schedule.policies.scored_prompts import ScoredPromptsQueue
 from kvferry.engine.schedule.policies.waiting_queue import (
     RankQueue,
