@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from unit.operator.definitions import leaves, schema, with_defaults
+from unit.operator.definitions import leaves, schema
 from unit.operator.pools import body, made_of, pool
 
 from kvferry.core.load import WorkerLoad
@@ -14,6 +14,7 @@ from kvferry.operator.plan.rollout import Bounds, Count, RoleState, next_step
 from kvferry.operator.plan.status import Observed, status_of
 from kvferry.operator.pool.facts import FleetReport, WorkerReport
 from kvferry.operator.pool.spec import Pool, Role, parse_pool
+from kvferry.operator.preview.definition import with_defaults
 
 SPEC = schema()["properties"]["spec"]
 WORKER = "Deployment/chat-prefill-REV"

@@ -20,7 +20,7 @@ from kvferry.operator.pool import names
 from kvferry.operator.pool.facts import Key, Store, WorkerReport
 from kvferry.operator.pool.ownership import version_of
 from kvferry.operator.pool.spec import parse_pool, pods_of
-from kvferry.operator.preview.preview import preview, read_pool
+from kvferry.operator.preview.preview import preview
 from kvferry.operator.process.checkup import judge_definitions, judge_nodes, judge_pool, judge_version
 
 
@@ -241,18 +241,6 @@ def test_a_preview_of_scaling_replaces_no_pod():
     found = preview(pool(), pool(roles=[{"name": "prefill", "replicas": 3}, {"name": "decode"}]), IMAGE)
     assert not found.restarts
     assert len(found.steps) == 1
-
-
-def test_a_file_must_hold_one_pool(tmp_path):
-    path = tmp_path / "pool.yaml"
-    path.write_text("kind: Deployment\n")
-    with pytest.raises(UsageError, match="exactly one object of kind InferencePool, not 0"):
-        read_pool(path)
-    path.write_text("{")
-    with pytest.raises(UsageError):
-        read_pool(path)
-    path.write_text(json.dumps(body()))
-    assert read_pool(path).name == "chat"
 
 
 # -- the store ---------------------------------------------------------------------------------------------------------
