@@ -188,7 +188,9 @@ def test_the_pools_of_the_documentation_are_accepted():
     example = yaml.safe_load((ROOT / "docs/examples/pool.yaml").read_text())
     overlay = yaml.safe_load((ROOT / "tests/cluster/overlay/pool.yaml").read_text())
     assert refusals(example) == []
-    assert refusals(example | {"spec": example["spec"] | overlay["spec"]}) == []
+    merged = example["spec"] | overlay["spec"]
+    merged["model"] = example["spec"]["model"] | overlay["spec"]["model"]
+    assert refusals(example | {"spec": merged}) == []
 
 
 def test_the_command_refuses_with_the_status_of_a_usage_error(tmp_path):

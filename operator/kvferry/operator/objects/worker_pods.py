@@ -28,6 +28,7 @@ from kvferry.operator.objects.pods import (
 from kvferry.operator.objects.pods import child as pool_child
 from kvferry.operator.objects.pool_tls import WORKER, tls_flags, tls_volume
 from kvferry.operator.pool import names
+from kvferry.operator.pool.quantities import canonical
 from kvferry.operator.pool.spec import Engine, Json, Pool, Role, Tier
 
 _DISK_TIER = "/var/cache/tier"
@@ -45,8 +46,10 @@ _START_SECONDS = 1800
 
 
 def revision_of(pool: Pool, default_image: str) -> str:
-    """Compute the revision of the worker pods: a digest of their inputs, eight hexadecimal digits."""
-    return blake3(msgspec.json.encode(_inputs(pool, default_image), order="sorted")).hexdigest(4)
+    """Compute the revision of the worker pods: a digest of their inputs, eight hexadecimal digits. It depends on the
+    values of the inputs, not on their notation."""
+    inputs = canonical(msgspec.to_builtins(_inputs(pool, default_image)))
+    return blake3(msgspec.json.encode(inputs, order="sorted")).hexdigest(4)
 
 
 def _inputs(pool: Pool, default_image: str) -> dict[str, Any]:
@@ -59,7 +62,7 @@ def _inputs(pool: Pool, default_image: str) -> dict[str, Any]:
         **({"traces": trace_flags(pool)} if spec.observability.otlp else {}),
         "model": spec.model,
         "connector": spec.connector,
-        "tiers": spec.tiers,
+        "tiers": [msgspec.structs.replace(tier, size=_bytes(tier.size)) for tier in spec.tiers],
         "block_tokens": spec.routing.block_tokens,
         "drain": spec.drain.seconds,
         "tenancy": spec.tenancy,
@@ -72,13 +75,17 @@ def _inputs(pool: Pool, default_image: str) -> dict[str, Any]:
 
 
 def _role_inputs(role: Role) -> list[Any]:
-    inputs = [role.name, _engine(role), role.resources, role.template]
+    inputs = [role.name, _engine(role), {"resources": role.resources}, role.template]
     return [*inputs, role.speculation] if role.speculation else inputs
 
 
 def _engine(role: Role) -> Engine:
-    """Return a role's engine settings with sizes in one notation, so that 1Gi and 1GiB give the same revision."""
-    return msgspec.structs.replace(role.engine, kv_memory=size(role.engine.kv_memory))
+    """Return a role's engine settings with sizes in bytes, so that 0.5Gi and 512MiB give the same revision."""
+    return msgspec.structs.replace(role.engine, kv_memory=_bytes(role.engine.kv_memory))
+
+
+def _bytes(quantity: str) -> str:
+    return str(size_or_auto(size(quantity))) if quantity else ""
 
 
 def deployments(pool: Pool, revision: str, default_image: str) -> dict[str, Json]:
