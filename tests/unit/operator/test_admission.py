@@ -112,10 +112,11 @@ def test_metadata_is_checked(metadata, expected_message):
     ("spec", "expected_message"),
     [
         (prefill(replica=2), 'unknown field "spec.roles[0].replica": did you mean "spec.roles[0].replicas"?'),
-        (prefill(engine={"dtype": "int8"}), 'did you mean "spec.model.dtype"?'),
+        (prefill(engine={"windowPages": "keep"}), 'did you mean "spec.model.windowPages"?'),
         (prefill(replicas=-2), "spec.roles[0].replicas: Invalid value: -2: must be greater than or equal to 0"),
         (prefill(resources={"limits": {"cpu": "512MB"}}), 'spec.roles[0].resources.limits.cpu: Invalid value: "512MB"'),
         (prefill(engine={"kvMemory": "512X"}), 'spec.roles[0].engine.kvMemory: Invalid value: "512X": must be auto or'),
+        ({"model": {"name": "m", "reasoningParser": False}}, "must be of type string; put it in quotes"),
         ({"model": {}}, "spec.model.name: Required value: Model name in API requests"),
     ],
 )

@@ -80,6 +80,7 @@ def test_another_value_is_another_revision(one, other, data):
         (spec(2, "1e3"), spec(2.0, "1k")),
         (spec(1, 1, kvMemory="512Mi"), spec(1, 1, kvMemory="0.5Gi")),
         (spec(1, 1, kvMemory="1Gi"), spec(1, 1, kvMemory="1024MiB")),
+        (spec(1, 1, adapterMemory="2Gi"), spec(1, 1, adapterMemory="2048Mi")),
         ({"tiers": [{"type": "dram", "size": "1024Mi"}]}, {"tiers": [{"type": "dram", "size": "1Gi"}]}),
     ],
 )

@@ -218,7 +218,7 @@ def test_a_volume_that_cannot_be_mounted_is_reported_from_the_event_of_the_kubel
 
 
 def test_a_preview_lists_the_steps_and_what_remains():
-    found = preview(pool(), pool(model={"name": "m", "maxTokens": 9}), IMAGE)
+    found = preview(pool(), pool(model={"name": "m", "maxModelLen": 9}), IMAGE)
     assert found.restarts
     assert [step.pods for step in found.steps][-1] == {"prefill": {found.new: 1}, "decode": {found.new: 1}}
     assert min(step.capacity for step in found.steps) == 1

@@ -30,7 +30,6 @@ _METADATA = frozenset(
 """Fields of every object's metadata."""
 _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 _INTEGERS = {"int32": 1 << 31, "int64": 1 << 63}
-_TYPES = {"object": "object", "array": "array", "string": "string", "integer": "integer", "number": "number"}
 _MAX_SHOWN = 80
 _MISSING = object()
 
@@ -213,7 +212,9 @@ def _described(error: ValidationError) -> str:
         case "enum":
             return f"{_dotted(path)}: Unsupported value: {value}: supported values: {', '.join(map(json.dumps, limit))}"
         case "type":
-            remedy = f"must be of type {_TYPES.get(limit, limit)}"
+            remedy = f"must be of type {limit}"
+            if limit == "string" and not isinstance(instance, dict | list):
+                remedy += "; put it in quotes, since YAML reads 1 as a number and off as a boolean"
         case "anyOf":
             remedy = "must be an integer or text"
         case "minLength" | "maxLength":
