@@ -32,7 +32,7 @@ def cost(operator: AnOperator, change: Callable[[], None]) -> dict[str, float]:
     def still() -> bool:
         nonlocal after, since
         now = calls(operator)
-        if now != after or operator.numbers()["kvferry_operator_queue"]:
+        if now != after or operator.numbers()["kvferry_operator_queued_pools"]:
             after, since = now, CLOCK.monotonic()
         return CLOCK.monotonic() - since > 2
 

@@ -151,9 +151,9 @@ ASKED = {"model": "bytes", "prompt": "hello", "max_tokens": 4}
 async def test_requests_are_held_until_workers_join_and_are_routed_by_the_slices(slices, workers):
     p0, d0, d1 = workers.all
     async with a_gateway(slices.namespace) as (gateway, client):
-        await until(lambda: gateway.membership.state.detail == "")
+        await until(lambda: gateway.parts.membership.state.detail == "")
         held = asyncio.create_task(client.post("/v1/completions", json=ASKED))
-        await until(lambda: gateway._holding.num_held == 1)
+        await until(lambda: gateway.parts.status.holding.num_held == 1)
         assert (await client.get("/ready")).status_code == 200, (
             "a gateway of a sleeping pool is ready, because requests wake the pool"
         )
@@ -182,7 +182,7 @@ async def test_requests_are_held_until_workers_join_and_are_routed_by_the_slices
 async def test_a_request_without_a_worker_gets_a_retry_time(slices):
     async with a_gateway(slices.namespace, hold=HoldConfig(max_held=1, seconds=1.0)) as (gateway, client):
         first = asyncio.create_task(client.post("/v1/completions", json=ASKED))
-        await until(lambda: gateway._holding.num_held == 1)
+        await until(lambda: gateway.parts.status.holding.num_held == 1)
         second = await client.post("/v1/completions", json=ASKED)
         assert (second.status_code, second.headers["retry-after"]) == (429, "5")
         answer = await first
@@ -336,8 +336,8 @@ def scalers(slices: Slices) -> Callable[[str], int]:
 async def test_a_held_request_wakes_the_roles_that_may_be_woken(slices, scalers):
     async with a_gateway(slices.namespace, hold=HoldConfig(seconds=3.0)) as (gateway, client):
         assert (await client.post("/v1/completions", json=ASKED)).status_code == 503
-        assert gateway._waker is not None
-        assert gateway._waker.num_wakes == 2
+        assert gateway.parts.waker is not None
+        assert gateway.parts.waker.num_wakes == 2
         assert (await client.get(f"http://{gateway.listening.admin}/fleet")).json()["waking"] == {"detail": ""}
     counts = [await asyncio.to_thread(scalers, role) for role in ("prefill", "decode", "both")]
     assert counts == [1, 1, 0]

@@ -63,7 +63,7 @@ def test_a_killed_leader_is_replaced_once_its_lease_is_over(kube: Kube, namespac
         took = CLOCK.monotonic() - begun
         print(f"reconciled {took:.1f} s after the leader was killed, with a lease of {LEASE_SECONDS} s")
         assert second.process.wait_for("leading", 1)["identity"] == "two"
-        assert second.numbers()["kvferry_operator_leads"] == 1
+        assert second.numbers()["kvferry_operator_is_leader"] == 1
 
 
 def test_a_leader_that_is_stopped_hands_over_at_once(kube: Kube, namespace: str) -> None:

@@ -100,7 +100,7 @@ def still(operator: AnOperator, seconds: float = 5.0) -> None:
 
     def found() -> bool:
         nonlocal since
-        if operator.numbers()["kvferry_operator_queue"]:
+        if operator.numbers()["kvferry_operator_queued_pools"]:
             since = CLOCK.monotonic()
         return CLOCK.monotonic() - since > seconds
 

@@ -1,4 +1,4 @@
-"""Each query of the chart's dashboards names metrics of the table, with labels that they have."""
+"""Each query of the chart's dashboards and alerts names metrics of the table, with labels and values that they have."""
 
 import json
 import re
@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from kvferry.core import metrics
-from kvferry.core.metrics import Kind
+from kvferry.core.metrics import Kind, Metric
 
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "charts/kvferry"
@@ -21,7 +21,8 @@ TARGET_LABELS = {"kvferry_dev_pool", "kvferry_dev_role", "namespace", "pod"}
 SUFFIXES = {"_bucket": {"le"}, "_sum": set(), "_count": set()}
 _NAME = re.compile(r"\b(?:kvferry_(?!dev_)|vllm:)[a-z0-9_]+")
 _GROUPS = re.compile(r"\b(?:by|without) *\(([^)]*)\)")
-_SELECTORS = re.compile(r"{([^}]*)}")
+_SELECTORS = re.compile(r"\b([a-z_:0-9]*){([^}]*)}")
+_MATCHER = re.compile(r'\s*([a-z_]+)\s*(=~|!~|!=|=)\s*"((?:[^"\\]|\\.)*)"\s*')
 
 
 def queries_of(value: Any) -> Iterator[str]:
@@ -38,6 +39,8 @@ def queries_of(value: Any) -> Iterator[str]:
 QUERIES = [(path.name, query) for path in DASHBOARDS for query in queries_of(json.loads(path.read_text("utf-8")))]
 for alerts in sorted((CHART / "files/alerts").glob("*.yaml")):
     QUERIES += [(alerts.name, query) for query in queries_of(yaml.safe_load(alerts.read_text("utf-8")))]
+keda = yaml.safe_load((ROOT / "docs/examples/keda.yaml").read_text("utf-8"))
+QUERIES += [("keda.yaml", trigger["metadata"]["query"]) for trigger in keda["spec"]["triggers"]]
 
 
 def problems(query: str) -> list[str]:
@@ -59,8 +62,27 @@ def problems(query: str) -> list[str]:
             found.append(f"rate of the gauge {name}")
         labels |= {*metric.labels, *SUFFIXES.get(suffix, ())}
     used = {label.strip() for group in _GROUPS.findall(query) for label in group.split(",")}
-    used |= {re.split(r"[=!]", part)[0].strip() for group in _SELECTORS.findall(query) for part in group.split(",")}
+    for name, selector in _SELECTORS.findall(query):
+        matchers = _MATCHER.findall(selector)
+        used |= {label for label, _, _ in matchers}
+        metric = TABLE.get(name) or TABLE.get(re.sub(r"_(bucket|sum|count)$", "", name))
+        if metric is not None:
+            found += [problem for matcher in matchers for problem in problems_of_matcher(metric, *matcher)]
     return found + [f"unknown label {label}" for label in sorted(used - labels)]
+
+
+def problems_of_matcher(metric: Metric, label: str, operator: str, text: str) -> list[str]:
+    """Return the values of a matcher that the metric never has. An alternation is checked part by part."""
+    if label not in metric.labels:
+        return []
+    if label not in metric.values:
+        return [f"label {label} of {metric.name} has no closed set of values; add it to the table"]
+    parts = text.split("|") if "~" in operator else [re.escape(text)]
+    return [
+        f"{metric.name} never has {label} {part}"
+        for part in parts
+        if not any(re.fullmatch(part, value) for value in metric.values[label])
+    ]
 
 
 def test_the_dashboards_have_queries() -> None:
@@ -82,6 +104,10 @@ def test_a_query_names_metrics_and_labels_that_exist(file: str, query: str) -> N
         ("rate(kvferry_gateway_streams_open[5m])", "rate of the gauge"),
         ("rate(kvferry_gateway_requests_total_bucket[5m])", "unknown metric"),
         ("kvferry_gateway_handoff_seconds", "histogram"),
+        ('rate(kvferry_gateway_handoffs_total{outcome="lost"}[5m])', "never has outcome lost"),
+        ('rate(kvferry_gateway_handoffs_total{outcome=~"failed|lost"}[5m])', "never has outcome lost"),
+        ('rate(kvferry_gateway_requests_total{status=~"6.."}[5m])', "never has status 6.."),
+        ('rate(kvferry_gateway_tenant_requests_total{tenant="a"}[5m])', "no closed set of values"),
         ("up", "no metric"),
     ],
 )

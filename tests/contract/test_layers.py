@@ -37,7 +37,7 @@ VIOLATIONS = [
         "services/kvferry/engine/build.py",
         "import kvferry.serving.token_source",
     ),
-    ("Only the edges speak gRPC", "services/kvferry/engine/offline/llm.py", "import grpc.aio"),
+    ("Only the edges speak gRPC", "services/kvferry/engine/offline/run.py", "import grpc.aio"),
     ("Only the edges speak gRPC", "services/kvferry/kv/registry.py", "from google.protobuf import message"),
     (
         "Only the exporter of traces imports OpenTelemetry",

@@ -1,8 +1,9 @@
 """Every command in README and docs is run against a real stack.
 
-Fences marked `sh` and `python` are run unchanged, with the addresses of the test's own stack. A fence after `<!--
-test: serve -->` is the command that starts that stack. `make` commands run this test suite or set up its environment,
-so only the existence of their targets is checked; `make run` is run.
+Fences marked `sh` and `python` are run unchanged, with the addresses of the test's own stack, and their output has the
+effect that a comment before the fence states: `<!-- test: expect "PATTERN" -->`. A fence after `<!-- test: serve -->`
+is the command that starts that stack. `make` commands run this test suite or set up its environment, so only the
+existence of their targets is checked; `make run` is run.
 """
 
 import os
@@ -43,6 +44,20 @@ def run(fence: Fence, addresses: dict[str, str]) -> None:
     assert done.returncode == 0, f"{fence.document}:{fence.line}\n{done.stdout}\n{done.stderr}"
     assert "Traceback" not in done.stderr
     assert '"error"' not in done.stdout, done.stdout
+    for pattern in fence.expected:
+        assert re.search(pattern, done.stdout, re.MULTILINE), (
+            f"{fence.document}:{fence.line}: no {pattern!r} in\n{done.stdout}"
+        )
+
+
+def targets_of(fence: Fence) -> list[str]:
+    """Return the targets of a fence of `make` commands."""
+    return re.findall(r"^make (\S+)", fence.code, re.MULTILINE)
+
+
+def is_run(fence: Fence) -> bool:
+    """Return whether a fence is run here: neither started by the fixture, nor in a cluster, nor this test suite."""
+    return not fence.mark and (not targets_of(fence) or fence.code.strip() == "make run")
 
 
 @pytest.mark.timeout(SECONDS + 60)
@@ -53,11 +68,15 @@ def test_a_documented_command_works(fence: Fence, stack: dict[str, str]) -> None
     if fence.mark == "serve":
         assert fence.code.strip() == "kvferry up", "the fixture runs this command with other ports"
         return
-    targets = re.findall(r"^make (\S+)", fence.code, re.MULTILINE)
-    for target in targets:
+    for target in targets_of(fence):
         subprocess.run(["make", "-n", target], cwd=ROOT, check=True, capture_output=True, timeout=60)
-    if not targets or fence.code.strip() == "make run":
+    if is_run(fence):
         run(fence, stack)
+
+
+@pytest.mark.parametrize("fence", list(filter(is_run, fences())), ids=lambda f: f"{f.document}:{f.line}")
+def test_the_effect_of_a_documented_command_is_stated(fence: Fence) -> None:
+    assert fence.expected, 'put <!-- test: expect "PATTERN" --> before the fence'
 
 
 def test_every_document_was_looked_at_and_the_readme_has_its_first_requests() -> None:

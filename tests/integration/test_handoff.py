@@ -258,7 +258,7 @@ def test_a_released_offer_is_computed_instead(pair: Pair, one_engine: LLM) -> No
     pair.prefill.Release(prefill_pb2.ReleaseRequest(ticket_id=answer.ticket_id), timeout=CALL_SECONDS)
     tokens, handoff, _ = pair.run_decode(prompt, answer.first_token.id, answer.ticket, GREEDY)
     assert [answer.first_token.id, *tokens] == list(one_engine.generate([prompt], GREEDY)[0].token_ids)
-    assert handoff.outcome == decode_pb2.Handoff.OUTCOME_RECOMPUTED
+    assert handoff.outcome == decode_pb2.Handoff.OUTCOME_FAILED
     assert "TICKET_GONE" in handoff.reason
     assert_workers_idle(pair.admin)
 
@@ -271,7 +271,7 @@ def test_a_ticket_serves_once(pair: Pair, one_engine: LLM) -> None:
     assert (tokens, handoff.outcome) == (expected, decode_pb2.Handoff.OUTCOME_FETCHED)
     tokens, handoff, _ = pair.run_decode(prompt, answer.first_token.id, answer.ticket, GREEDY)
     assert tokens == expected
-    assert (handoff.outcome, handoff.num_blocks) == (decode_pb2.Handoff.OUTCOME_RECOMPUTED, 0)
+    assert (handoff.outcome, handoff.num_blocks) == (decode_pb2.Handoff.OUTCOME_FAILED, 0)
     assert "TICKET_GONE" in handoff.reason
     assert_workers_idle(pair.admin)
 
@@ -324,7 +324,7 @@ def test_a_prefill_worker_killed_before_the_read_costs_only_time(connector: str,
         killed.process.wait(30)
         tokens, handoff, _ = pair.run_decode(prompt, answer.first_token.id, answer.ticket, GREEDY)
         assert [answer.first_token.id, *tokens] == list(one_engine.generate([prompt], GREEDY)[0].token_ids)
-        assert handoff.outcome == decode_pb2.Handoff.OUTCOME_RECOMPUTED
+        assert handoff.outcome == decode_pb2.Handoff.OUTCOME_FAILED
         assert_workers_idle(pair.admin[1:])
 
 

@@ -63,7 +63,7 @@ class Pair:
             sampling=sampling_to_wire(sampling),
             ticket=ticket,
             attempt=1,
-            tenant=tenant,
+            scope=tenant,
         )
         messages = list(self.decode.Run(request, timeout=CALL_SECONDS))
         return [token for message in messages for token in message.tokens], messages[0].handoff

@@ -30,7 +30,7 @@ class DecodeRequest(_message.Message):
     NUM_GENERATED_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     SAMPLE_INDEX_FIELD_NUMBER: _builtins.int
-    TENANT_FIELD_NUMBER: _builtins.int
+    SCOPE_FIELD_NUMBER: _builtins.int
     TICKET_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     WANT_CACHED_TICKET_FIELD_NUMBER: _builtins.int
@@ -41,8 +41,8 @@ class DecodeRequest(_message.Message):
     num_generated: _builtins.int
     """tokens at the end of token_ids that were generated"""
     sample_index: _builtins.int
-    tenant: _builtins.str
-    """scope of the blocks; see PrefillRequest.tenant"""
+    scope: _builtins.str
+    """scope of the blocks; see PrefillRequest.scope"""
     ticket: _builtins.bytes
     """empty: nothing to fetch, compute the prompt here"""
     attempt: _builtins.int
@@ -61,7 +61,7 @@ class DecodeRequest(_message.Message):
     def sampling(self) -> _common_pb2.SamplingParams: ...
     @_builtins.property
     def adapter(self) -> _common_pb2.Adapter:
-        """unset: the base model; if set, `tenant` includes the adapter's digest"""
+        """unset: the base model; if set, `scope` includes the adapter's digest"""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class DecodeRequest(_message.Message):
         num_generated: _builtins.int = ...,
         sampling: _common_pb2.SamplingParams | None = ...,
         sample_index: _builtins.int = ...,
-        tenant: _builtins.str = ...,
+        scope: _builtins.str = ...,
         ticket: _builtins.bytes = ...,
         attempt: _builtins.int = ...,
         want_cached_ticket: _builtins.bool = ...,
@@ -81,7 +81,7 @@ class DecodeRequest(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "attempt", b"attempt", "model", b"model", "num_generated", b"num_generated", "priority", b"priority", "request_id", b"request_id", "sample_index", b"sample_index", "sampling", b"sampling", "tenant", b"tenant", "ticket", b"ticket", "token_ids", b"token_ids", "want_cached_ticket", b"want_cached_ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "attempt", b"attempt", "model", b"model", "num_generated", b"num_generated", "priority", b"priority", "request_id", b"request_id", "sample_index", b"sample_index", "sampling", b"sampling", "scope", b"scope", "ticket", b"ticket", "token_ids", b"token_ids", "want_cached_ticket", b"want_cached_ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -93,13 +93,13 @@ class PrefetchKvRequest(_message.Message):
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
-    TENANT_FIELD_NUMBER: _builtins.int
+    SCOPE_FIELD_NUMBER: _builtins.int
     TICKET_ID_FIELD_NUMBER: _builtins.int
     PREFILL_FIELD_NUMBER: _builtins.int
     PREFILL_ADDRESS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    tenant: _builtins.str
-    """scope of the blocks; see PrefillRequest.tenant"""
+    scope: _builtins.str
+    """scope of the blocks; see PrefillRequest.scope"""
     ticket_id: _builtins.str
     """id of the ticket for the offer that the prefill worker will make"""
     prefill_address: _builtins.str
@@ -113,14 +113,14 @@ class PrefetchKvRequest(_message.Message):
         *,
         request_id: _builtins.str = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
-        tenant: _builtins.str = ...,
+        scope: _builtins.str = ...,
         ticket_id: _builtins.str = ...,
         prefill: _common_pb2.WorkerIdentity | None = ...,
         prefill_address: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prefill", b"prefill"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["prefill", b"prefill", "prefill_address", b"prefill_address", "request_id", b"request_id", "tenant", b"tenant", "ticket_id", b"ticket_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prefill", b"prefill", "prefill_address", b"prefill_address", "request_id", b"request_id", "scope", b"scope", "ticket_id", b"ticket_id", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -224,9 +224,11 @@ class Handoff(_message.Message):
         OUTCOME_LOCAL: Handoff._Outcome.ValueType  # 3
         """all blocks were cached on this worker already"""
         OUTCOME_RECOMPUTED: Handoff._Outcome.ValueType  # 4
-        """not fetched, or the fetch failed; `reason` is the cause"""
+        """not fetched, since computing was faster"""
         OUTCOME_TIER: Handoff._Outcome.ValueType  # 5
         """not fetched; the blocks, or the first of them, came from a tier"""
+        OUTCOME_FAILED: Handoff._Outcome.ValueType  # 6
+        """the fetch failed or the offer had expired; `reason` is the cause"""
 
     class Outcome(_Outcome, metaclass=_OutcomeEnumTypeWrapper): ...
     OUTCOME_UNSPECIFIED: Handoff.Outcome.ValueType  # 0
@@ -237,9 +239,11 @@ class Handoff(_message.Message):
     OUTCOME_LOCAL: Handoff.Outcome.ValueType  # 3
     """all blocks were cached on this worker already"""
     OUTCOME_RECOMPUTED: Handoff.Outcome.ValueType  # 4
-    """not fetched, or the fetch failed; `reason` is the cause"""
+    """not fetched, since computing was faster"""
     OUTCOME_TIER: Handoff.Outcome.ValueType  # 5
     """not fetched; the blocks, or the first of them, came from a tier"""
+    OUTCOME_FAILED: Handoff.Outcome.ValueType  # 6
+    """the fetch failed or the offer had expired; `reason` is the cause"""
 
     OUTCOME_FIELD_NUMBER: _builtins.int
     CONNECTOR_FIELD_NUMBER: _builtins.int

@@ -304,29 +304,49 @@ class BeamSearch(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    class _Stopping:
+        ValueType = _typing.NewType("ValueType", _builtins.int)
+        V: _TypeAlias = ValueType  # noqa: Y015
+
+    class _StoppingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[BeamSearch._Stopping.ValueType], _builtins.type):
+        DESCRIPTOR: _descriptor.EnumDescriptor
+        STOPPING_UNSPECIFIED: BeamSearch._Stopping.ValueType  # 0
+        """BEST"""
+        STOPPING_BEST: BeamSearch._Stopping.ValueType  # 1
+        """stop when no beam can reach a better score at its present length"""
+        STOPPING_FIRST: BeamSearch._Stopping.ValueType  # 2
+        """stop as soon as `width` outputs have ended"""
+        STOPPING_NEVER: BeamSearch._Stopping.ValueType  # 3
+        """stop only if no beam can reach a better score at max_tokens"""
+
+    class Stopping(_Stopping, metaclass=_StoppingEnumTypeWrapper): ...
+    STOPPING_UNSPECIFIED: BeamSearch.Stopping.ValueType  # 0
+    """BEST"""
+    STOPPING_BEST: BeamSearch.Stopping.ValueType  # 1
+    """stop when no beam can reach a better score at its present length"""
+    STOPPING_FIRST: BeamSearch.Stopping.ValueType  # 2
+    """stop as soon as `width` outputs have ended"""
+    STOPPING_NEVER: BeamSearch.Stopping.ValueType  # 3
+    """stop only if no beam can reach a better score at max_tokens"""
+
     WIDTH_FIELD_NUMBER: _builtins.int
     LENGTH_PENALTY_FIELD_NUMBER: _builtins.int
-    EARLY_STOPPING_FIELD_NUMBER: _builtins.int
-    NEVER_STOP_EARLY_FIELD_NUMBER: _builtins.int
+    STOPPING_FIELD_NUMBER: _builtins.int
     width: _builtins.int
     """beams, 1 to 8; at least `n`"""
     length_penalty: _builtins.float
     """the log-probability is divided by length ^ length_penalty; default 1"""
-    early_stopping: _builtins.bool
-    """stop as soon as `width` outputs have ended"""
-    never_stop_early: _builtins.bool
-    """stop only if no beam can reach a better score at max_tokens"""
+    stopping: Global___BeamSearch.Stopping.ValueType
     def __init__(
         self,
         *,
         width: _builtins.int = ...,
         length_penalty: _builtins.float | None = ...,
-        early_stopping: _builtins.bool = ...,
-        never_stop_early: _builtins.bool = ...,
+        stopping: Global___BeamSearch.Stopping.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_length_penalty", b"_length_penalty", "length_penalty", b"length_penalty"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_length_penalty", b"_length_penalty", "early_stopping", b"early_stopping", "length_penalty", b"length_penalty", "never_stop_early", b"never_stop_early", "width", b"width"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_length_penalty", b"_length_penalty", "length_penalty", b"length_penalty", "stopping", b"stopping", "width", b"width"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__length_penalty: _TypeAlias = _typing.Literal["length_penalty"]  # noqa: Y015
     _WhichOneofArgType__length_penalty: _TypeAlias = _typing.Literal["_length_penalty", b"_length_penalty"]  # noqa: Y015
@@ -463,7 +483,7 @@ class Timing(_message.Message):
     handoff_blocks: _builtins.int
     handoff_bytes: _builtins.int
     handoff_outcome: _builtins.str
-    """none, fetched, local, recomputed, tier"""
+    """none, fetched, local, tier, recomputed, failed"""
     total_seconds: _builtins.float
     prefill_worker: _builtins.str
     decode_worker: _builtins.str

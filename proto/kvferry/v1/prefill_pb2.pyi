@@ -28,7 +28,7 @@ class PrefillRequest(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     SAMPLE_INDEX_FIELD_NUMBER: _builtins.int
-    TENANT_FIELD_NUMBER: _builtins.int
+    SCOPE_FIELD_NUMBER: _builtins.int
     NUM_GENERATED_FIELD_NUMBER: _builtins.int
     OFFER_FIELD_NUMBER: _builtins.int
     TICKET_ID_FIELD_NUMBER: _builtins.int
@@ -39,7 +39,7 @@ class PrefillRequest(_message.Message):
     model: _builtins.str
     sample_index: _builtins.int
     """index of the sample in the request, 0 to n - 1"""
-    tenant: _builtins.str
+    scope: _builtins.str
     """Scope of the blocks: the tenant, with digests of the cache salt and of the adapter's version if there are any; empty:
     the default tenant.
     """
@@ -61,7 +61,7 @@ class PrefillRequest(_message.Message):
     def sampling(self) -> _common_pb2.SamplingParams: ...
     @_builtins.property
     def adapter(self) -> _common_pb2.Adapter:
-        """unset: the base model; if set, `tenant` includes the adapter's digest"""
+        """unset: the base model; if set, `scope` includes the adapter's digest"""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class PrefillRequest(_message.Message):
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         sampling: _common_pb2.SamplingParams | None = ...,
         sample_index: _builtins.int = ...,
-        tenant: _builtins.str = ...,
+        scope: _builtins.str = ...,
         num_generated: _builtins.int = ...,
         offer: _builtins.bool = ...,
         ticket_id: _builtins.str = ...,
@@ -81,7 +81,7 @@ class PrefillRequest(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "model", b"model", "num_generated", b"num_generated", "offer", b"offer", "prior_turn_ticket", b"prior_turn_ticket", "priority", b"priority", "request_id", b"request_id", "sample_index", b"sample_index", "sampling", b"sampling", "tenant", b"tenant", "ticket_id", b"ticket_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "model", b"model", "num_generated", b"num_generated", "offer", b"offer", "prior_turn_ticket", b"prior_turn_ticket", "priority", b"priority", "request_id", b"request_id", "sample_index", b"sample_index", "sampling", b"sampling", "scope", b"scope", "ticket_id", b"ticket_id", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -148,13 +148,13 @@ class PoolRequest(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     POOLING_FIELD_NUMBER: _builtins.int
-    TENANT_FIELD_NUMBER: _builtins.int
+    SCOPE_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     INPUT_INDEX_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     model: _builtins.str
-    tenant: _builtins.str
-    """scope of the blocks; see PrefillRequest.tenant"""
+    scope: _builtins.str
+    """scope of the blocks; see PrefillRequest.scope"""
     priority: _builtins.int
     """priority of the request; lower numbers first"""
     input_index: _builtins.int
@@ -170,13 +170,13 @@ class PoolRequest(_message.Message):
         model: _builtins.str = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         pooling: _common_pb2.PoolingParams | None = ...,
-        tenant: _builtins.str = ...,
+        scope: _builtins.str = ...,
         priority: _builtins.int = ...,
         input_index: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["pooling", b"pooling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["input_index", b"input_index", "model", b"model", "pooling", b"pooling", "priority", b"priority", "request_id", b"request_id", "tenant", b"tenant", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["input_index", b"input_index", "model", b"model", "pooling", b"pooling", "priority", b"priority", "request_id", b"request_id", "scope", b"scope", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -512,12 +512,12 @@ class PinPrefixRequest(_message.Message):
 
     MODEL_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
-    TENANT_FIELD_NUMBER: _builtins.int
+    SCOPE_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
     TTL_SECONDS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """empty: any"""
-    tenant: _builtins.str
+    scope: _builtins.str
     """scope of the blocks, as in PrefillRequest"""
     ttl_seconds: _builtins.float
     """time to live, above 0, at most 604,800 (7 days)"""
@@ -534,13 +534,13 @@ class PinPrefixRequest(_message.Message):
         *,
         model: _builtins.str = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
-        tenant: _builtins.str = ...,
+        scope: _builtins.str = ...,
         adapter: _common_pb2.Adapter | None = ...,
         ttl_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "model", b"model", "tenant", b"tenant", "token_ids", b"token_ids", "ttl_seconds", b"ttl_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "model", b"model", "scope", b"scope", "token_ids", b"token_ids", "ttl_seconds", b"ttl_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -602,8 +602,8 @@ class UnpinPrefixRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
-    TENANT_FIELD_NUMBER: _builtins.int
-    tenant: _builtins.str
+    SCOPE_FIELD_NUMBER: _builtins.int
+    scope: _builtins.str
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """the same tokens as in PinPrefixRequest"""
@@ -612,11 +612,11 @@ class UnpinPrefixRequest(_message.Message):
         self,
         *,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
-        tenant: _builtins.str = ...,
+        scope: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["tenant", b"tenant", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["scope", b"scope", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

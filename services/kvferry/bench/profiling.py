@@ -8,7 +8,7 @@ from kvferry.bench.roofline import random_tokens
 from kvferry.core.clock import Clock
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import SamplingParams
-from kvferry.engine.loop.record_steps import begin_recording, end_recording
+from kvferry.engine.loop.record_steps import RecordingSettings, begin_recording, end_recording
 from kvferry.engine.observe.recording import Recording
 from kvferry.engine.observe.timeline import GAP, LANES, Span
 from kvferry.engine.offline.llm import LLM
@@ -34,9 +34,8 @@ def profile_engine(
     _add(llm, "warm-up", _WARM_UP)
     while engine.has_work:
         engine.step()
-    recording = begin_recording(
-        engine, clock, steps=steps, model=llm.config.name, has_tokens=has_tokens, resets_cache=True
-    )
+    settings = RecordingSettings(clock, steps, llm.config.name, has_tokens=has_tokens, resets_cache=True)
+    recording = begin_recording(engine, settings)
     pending = list(enumerate(shapes))
     while pending or engine.has_work:
         if pending:

@@ -149,7 +149,7 @@ def _request(logged: LoggedRequest) -> EngineRequest:
         num_generated=logged.num_generated,
         sample_index=logged.sample_index,
         priority=logged.priority,
-        tenant=str(logged.scope),
+        scope=str(logged.scope),
         exports=logged.exports,
         keeps=logged.keeps,
     )

@@ -147,10 +147,14 @@ def _add_beams(request: inference_pb2.GenerateRequest, beams: BeamParams, sampli
         raise InvalidRequest("ignore_eos is true in sampling and false in beams; set it in beams", field="ignore_eos")
     request.sampling.max_tokens, request.sampling.ignore_eos = beams.max_tokens, beams.ignore_eos
     request.beams.width, request.beams.length_penalty = beams.width, beams.length_penalty
-    request.beams.early_stopping = beams.early_stopping is True
-    request.beams.never_stop_early = beams.early_stopping == "never"
+    request.beams.stopping = _STOPPING[beams.early_stopping]
 
 
+_STOPPING = {
+    False: inference_pb2.BeamSearch.STOPPING_BEST,
+    True: inference_pb2.BeamSearch.STOPPING_FIRST,
+    "never": inference_pb2.BeamSearch.STOPPING_NEVER,
+}
 _NUM_SAMPLES = Range(1, wire.MAX_SAMPLES)
 _MODES = {
     Choice.AUTO: inference_pb2.ToolChoice.MODE_AUTO,

@@ -4,8 +4,12 @@ Names include the unit. In addition to kvferry's own metrics, a few metrics have
 protocol of the Gateway API Inference Extension and common dashboards read these.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
+from http import HTTPStatus
+
+from kvferry.core.handoffs import HandoffOutcome
 
 
 class Kind(StrEnum):
@@ -26,18 +30,50 @@ class Metric:
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
     """Upper bounds of a histogram's buckets; empty for other kinds."""
+    values: Mapping[str, tuple[str, ...]] = field(default_factory=dict, compare=False)
+    """All values of each label whose values are known in advance; other labels, such as `worker`, can have any."""
+
+    def checked(self, *values: str) -> Sequence[str]:
+        """Return the values of the labels, in order.
+
+        Raises:
+            ValueError: a value is not in the label's set.
+        """
+        for label, value in zip(self.labels, values, strict=True):
+            if value not in self.values.get(label, (value,)):
+                raise ValueError(
+                    f"label {label} of {self.name} has no value {value!r}; add it to `values` in core/metrics.py"
+                )
+        return values
 
 
 _LATENCY_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 _STEP_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 
-GATEWAY_REQUESTS = Metric("kvferry_gateway_requests_total", Kind.COUNTER, "HTTP requests answered.", ("path", "status"))
+GATEWAY_REQUESTS = Metric(
+    "kvferry_gateway_requests_total",
+    Kind.COUNTER,
+    "HTTP requests answered, by path and status; 0 if the client disconnected before the answer.",
+    ("path", "status"),
+    values={"status": ("0", "499", *(str(status.value) for status in HTTPStatus))},
+)
 GATEWAY_STREAMS = Metric(
-    "kvferry_gateway_streams_total", Kind.COUNTER, "Samples ended, by outcome (done, failed, cancelled).", ("outcome",)
+    "kvferry_gateway_streams_total",
+    Kind.COUNTER,
+    "Samples ended, by outcome (done, failed, cancelled).",
+    ("outcome",),
+    values={"outcome": ("done", "failed", "cancelled")},
 )
 GATEWAY_STREAMS_OPEN = Metric("kvferry_gateway_streams_open", Kind.GAUGE, "Samples in flight.")
 GATEWAY_ROUTES = Metric(
-    "kvferry_gateway_routes_total", Kind.COUNTER, "Routing decisions, by reason.", ("reason", "spilled")
+    "kvferry_gateway_routes_total",
+    Kind.COUNTER,
+    "Routing decisions, by reason.",
+    ("reason", "spilled"),
+    values={
+        "reason": ("pair", "converted", "short_prompt", "short_tail", "resume", "both", "pooling", "no_prefill"),
+        "spilled": ("true", "false"),
+    },
 )
 GATEWAY_RETRIES = Metric(
     "kvferry_gateway_retries_total", Kind.COUNTER, "Calls to workers that failed and were retried.", ("reason",)
@@ -48,10 +84,17 @@ GATEWAY_RESUMES = Metric(
 GATEWAY_RELEASES = Metric(
     "kvferry_gateway_releases_total",
     Kind.COUNTER,
-    "Offers released by the gateway because no decode worker reads them.",
+    "Offers released by the gateway because no decode worker reads them, by outcome (released, lost).",
     ("outcome",),
+    values={"outcome": ("released", "lost")},
 )
-GATEWAY_HANDOFFS = Metric("kvferry_gateway_handoffs_total", Kind.COUNTER, "Hand-offs by outcome.", ("outcome",))
+GATEWAY_HANDOFFS = Metric(
+    "kvferry_gateway_handoffs_total",
+    Kind.COUNTER,
+    f"Hand-offs by outcome ({', '.join(HandoffOutcome)}).",
+    ("outcome",),
+    values={"outcome": tuple(HandoffOutcome)},
+)
 GATEWAY_PROMPT_TOKENS = Metric("kvferry_gateway_prompt_tokens_total", Kind.COUNTER, "Prompt tokens accepted.")
 GATEWAY_CACHED_TOKENS = Metric(
     "kvferry_gateway_cached_tokens_total", Kind.COUNTER, "Prompt tokens served from a prefix cache."
@@ -61,6 +104,7 @@ GATEWAY_PROMPT_SOURCES = Metric(
     Kind.COUNTER,
     "Tokens of computed prompts by the source of their KV (computed, cached, peer, tier).",
     ("source",),
+    values={"source": ("computed", "cached", "peer", "tier")},
 )
 GATEWAY_HANDOFF_TOKENS = Metric(
     "kvferry_gateway_handoff_tokens_total",
@@ -93,39 +137,49 @@ GATEWAY_HANDOFF_SECONDS = Metric(
     buckets=_STEP_BUCKETS,
 )
 GATEWAY_WORKERS = Metric(
-    "kvferry_gateway_workers", Kind.GAUGE, "Workers of the fleet, by role and readiness.", ("role", "state")
+    "kvferry_gateway_workers",
+    Kind.GAUGE,
+    "Workers of the fleet, by role and readiness (ready, out).",
+    ("role", "state"),
+    values={"role": ("prefill", "decode", "both"), "state": ("ready", "out")},
 )
 
 _BASIS = ("basis",)
+_BASIS_VALUES = {"basis": ("exact", "pending", "history")}
 GATEWAY_CACHE_PREDICTIONS = Metric(
     "kvferry_gateway_cache_predictions_total",
     Kind.COUNTER,
     "Predictions of cached tokens by basis (exact, pending, history) and outcome (equal, over, under).",
     ("basis", "outcome"),
+    values={**_BASIS_VALUES, "outcome": ("equal", "over", "under")},
 )
 GATEWAY_CACHE_PREDICTED = Metric(
     "kvferry_gateway_cache_predicted_tokens_total",
     Kind.COUNTER,
     "Prompt tokens predicted to be cached on the worker that computes the prompt.",
     _BASIS,
+    values=_BASIS_VALUES,
 )
 GATEWAY_CACHE_OVERPREDICTED = Metric(
     "kvferry_gateway_cache_overpredicted_tokens_total",
     Kind.COUNTER,
     "Prompt tokens predicted to be cached that were not.",
     _BASIS,
+    values=_BASIS_VALUES,
 )
 GATEWAY_CACHE_UNDERPREDICTED = Metric(
     "kvferry_gateway_cache_underpredicted_tokens_total",
     Kind.COUNTER,
     "Prompt tokens that were cached beyond the prediction.",
     _BASIS,
+    values=_BASIS_VALUES,
 )
 GATEWAY_MAP_STATE = Metric(
     "kvferry_gateway_cache_map_state",
     Kind.GAUGE,
     "1 for the state of a worker's cache map (exact, catching_up, blind).",
     ("worker", "state"),
+    values={"state": ("exact", "catching_up", "blind")},
 )
 GATEWAY_MAP_BLOCKS = Metric(
     "kvferry_gateway_cache_map_blocks", Kind.GAUGE, "Blocks in a worker's cache map.", ("worker",)
@@ -136,12 +190,19 @@ GATEWAY_MAP_EVENTS = Metric(
     Kind.COUNTER,
     "Blocks in events of cache feeds, by kind (snapshot, stored, removed).",
     ("kind",),
+    values={"kind": ("snapshot", "stored", "removed")},
 )
 GATEWAY_MAP_LOSSES = Metric(
     "kvferry_gateway_cache_map_losses_total",
     Kind.COUNTER,
     "Cache maps dropped, by reason (gap, mismatch, other_incarnation, feed_lost, ...).",
     ("reason",),
+    values={
+        "reason": (
+            *("mismatch", "gap", "other_incarnation", "malformed", "other_names", "full", "audit_failed"),
+            "feed_lost",
+        )
+    },
 )
 GATEWAY_MAP_COLLISIONS = Metric(
     "kvferry_gateway_cache_map_collisions_total",
@@ -153,6 +214,7 @@ GATEWAY_MAP_AUDITS = Metric(
     Kind.COUNTER,
     "Comparisons of a cache map with its worker, by outcome (match, mismatch, stalled, skipped, failed).",
     ("outcome",),
+    values={"outcome": ("match", "mismatch", "stalled", "skipped", "failed")},
 )
 
 GATEWAY_STALE = Metric(
@@ -162,14 +224,20 @@ GATEWAY_STALE = Metric(
 )
 _QUEUE_BUCKETS = (0.001, 0.002, 0.005, *_LATENCY_BUCKETS[1:])
 _BAND = ("band",)
+_BAND_VALUES = {"band": ("high", "normal", "low")}
 GATEWAY_QUEUE = Metric(
     "kvferry_gateway_queued_requests",
     Kind.GAUGE,
     "Requests waiting for room on the fleet, by priority: high (below 0), normal (0), low (above 0).",
     _BAND,
+    values=_BAND_VALUES,
 )
 GATEWAY_QUEUE_BYTES = Metric(
-    "kvferry_gateway_queued_bytes", Kind.GAUGE, "Memory of the queued requests in bytes, by priority.", _BAND
+    "kvferry_gateway_queued_bytes",
+    Kind.GAUGE,
+    "Memory of the queued requests in bytes, by priority.",
+    _BAND,
+    values=_BAND_VALUES,
 )
 GATEWAY_DISPATCHED = Metric(
     "kvferry_gateway_dispatched_requests", Kind.GAUGE, "Requests that have left the queue and have not ended."
@@ -180,6 +248,7 @@ GATEWAY_QUEUE_SECONDS = Metric(
     "Seconds that admitted requests have waited in the gateway's queue, by priority.",
     _BAND,
     _QUEUE_BUCKETS,
+    _BAND_VALUES,
 )
 GATEWAY_REFUSALS = Metric(
     "kvferry_gateway_refusals_total",
@@ -187,22 +256,32 @@ GATEWAY_REFUSALS = Metric(
     "Requests not admitted, by reason: queue_full, displaced, deadline, cancelled, pool_empty, priority, model, or the "
     "name of a quota.",
     ("reason",),
+    values={
+        "reason": (
+            *("queue_full", "displaced", "deadline", "cancelled", "pool_empty", "priority", "model"),
+            *("concurrent_requests", "requests_per_minute", "tokens_per_minute"),
+        )
+    },
 )
 GATEWAY_TENANT_REQUESTS = Metric(
     "kvferry_gateway_tenant_requests_total",
     Kind.COUNTER,
     "Requests by tenant and outcome (admitted, refused); after 100 tenants, further ones are `other`.",
     ("tenant", "outcome"),
+    values={"outcome": ("admitted", "refused")},
 )
 GATEWAY_TENANT_TOKENS = Metric(
     "kvferry_gateway_tenant_tokens_total",
     Kind.COUNTER,
     "Tokens by tenant and kind (prompt, cached, output); cached ones are among those of the prompt.",
     ("tenant", "kind"),
+    values={"kind": ("prompt", "cached", "output")},
 )
 
 GATEWAY_HELD = Metric("kvferry_gateway_held_requests", Kind.GAUGE, "Samples held until the pool has a worker.")
-GATEWAY_WAKES = Metric("kvferry_gateway_wakes_total", Kind.COUNTER, "Roles of the pool scaled from 0 replicas to 1.")
+GATEWAY_WAKES = Metric(
+    "kvferry_gateway_scale_from_zero_total", Kind.COUNTER, "Roles of the pool scaled from 0 replicas to 1."
+)
 
 _WORKER = ("worker",)
 WORKER_READY = Metric("kvferry_worker_ready", Kind.GAUGE, "1 while the worker takes new requests.", _WORKER)
@@ -244,7 +323,9 @@ WORKER_PROMPT_TOKENS = Metric(
     "kvferry_worker_prompt_tokens_total", Kind.COUNTER, "Prompt tokens of requests that started.", _WORKER
 )
 WORKER_OUTPUT_TOKENS = Metric("kvferry_worker_output_tokens_total", Kind.COUNTER, "Tokens sampled.", _WORKER)
-WORKER_FINISHED = Metric("kvferry_worker_finished_total", Kind.COUNTER, "Sequences finished or handed off.", _WORKER)
+WORKER_FINISHED = Metric(
+    "kvferry_worker_sequences_finished_total", Kind.COUNTER, "Sequences finished or handed off.", _WORKER
+)
 WORKER_QUEUE_SECONDS = Metric(
     "kvferry_worker_queue_seconds", Kind.HISTOGRAM, "Seconds from arrival to the first step.", _WORKER, _LATENCY_BUCKETS
 )
@@ -316,6 +397,7 @@ GATEWAY_KV_DECISIONS = Metric(
     Kind.COUNTER,
     "Decisions whether to load or compute KV, by source and choice.",
     ("source", "choice"),
+    values={"choice": ("load", "compute")},
 )
 
 OPERATOR_RECONCILE = Metric(
@@ -327,18 +409,11 @@ OPERATOR_RECONCILE = Metric(
 OPERATOR_FAILURES = Metric(
     "kvferry_operator_failures_total", Kind.COUNTER, "Reconciles that failed and are retried.", ("reason",)
 )
-OPERATOR_LEADS = Metric("kvferry_operator_leads", Kind.GAUGE, "1 while this operator holds the lease.")
+OPERATOR_LEADS = Metric("kvferry_operator_is_leader", Kind.GAUGE, "1 while this operator holds the lease.")
 OPERATOR_CALLS = Metric(
     "kvferry_operator_api_calls_total", Kind.COUNTER, "Calls to the API server.", ("method", "kind")
 )
-OPERATOR_QUEUE = Metric("kvferry_operator_queue", Kind.GAUGE, "Pools waiting for a reconcile.")
-
-GATEWAY_PEER_LOADS = Metric(
-    "kvferry_gateway_peer_loads_total",
-    Kind.COUNTER,
-    "KV fetches for hand-offs, by outcome (fetched, failed).",
-    ("outcome",),
-)
+OPERATOR_QUEUE = Metric("kvferry_operator_queued_pools", Kind.GAUGE, "Pools waiting for a reconcile.")
 
 VLLM_WAITING = Metric("vllm:num_requests_waiting", Kind.GAUGE, "Requests waiting on the workers.", ("model_name",))
 VLLM_RUNNING = Metric("vllm:num_requests_running", Kind.GAUGE, "Requests running on the workers.", ("model_name",))
@@ -394,6 +469,7 @@ TLS_NOT_AFTER = Metric(
     Kind.GAUGE,
     "Expiry of the process's certificate in seconds since the epoch, by use (pool, clients).",
     ("use",),
+    values={"use": ("pool", "clients")},
 )
 
 ALL: tuple[Metric, ...] = tuple(value for value in list(globals().values()) if isinstance(value, Metric))

@@ -14,9 +14,7 @@ from kvferry.core.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from kvferry.engine.offline.async_llm import AsyncLLM
-    from kvferry.engine.offline.beam_search import BeamOutput
-    from kvferry.engine.offline.completion import Completion, CompletionPart
-    from kvferry.engine.offline.embedding import Embedding
+    from kvferry.engine.offline.completion import BeamOutput, Completion, CompletionPart, Embedding
     from kvferry.engine.offline.llm import LLM
     from kvferry.text.requests.beams import BeamParams
 
@@ -24,11 +22,11 @@ __all__ = ["LLM", "AsyncLLM", "BeamOutput", "BeamParams", "Completion", "Complet
 _MODULES = {
     "LLM": "kvferry.engine.offline.llm",
     "AsyncLLM": "kvferry.engine.offline.async_llm",
-    "BeamOutput": "kvferry.engine.offline.beam_search",
+    "BeamOutput": "kvferry.engine.offline.completion",
     "BeamParams": "kvferry.text.requests.beams",
     "Completion": "kvferry.engine.offline.completion",
     "CompletionPart": "kvferry.engine.offline.completion",
-    "Embedding": "kvferry.engine.offline.embedding",
+    "Embedding": "kvferry.engine.offline.completion",
 }
 
 

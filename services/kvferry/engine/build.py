@@ -15,7 +15,8 @@ from kvferry.core.epochs import EpochTable
 from kvferry.core.errors import UsageError
 from kvferry.core.hashing import BlockNamers
 from kvferry.engine.adapter_settings import check_adapter_settings
-from kvferry.engine.engine import Engine
+from kvferry.engine.engine import Engine, LoadAdapter
+from kvferry.engine.execute.adapter_loads import AdapterLoads, outcome_of
 from kvferry.engine.execute.build_runner import build_runner
 from kvferry.engine.execute.drafts.load_draft import LoadedDraft, load_draft
 from kvferry.engine.execute.drafts.load_heads import LoadedEagle, LoadedMedusa, load_heads
@@ -29,6 +30,7 @@ from kvferry.engine.execute.tensors.device import CPU, choose_device
 from kvferry.engine.execute.tensors.paged_kv import PagedKv
 from kvferry.engine.kv_memory import kv_memory, releases_window_pages
 from kvferry.engine.schedule.adapters.adapter_store import AdapterStore, LoadedAdapter
+from kvferry.engine.schedule.messages import AdapterLoaded, MaskReady
 from kvferry.engine.schedule.speculation.settings import parse_speculation
 from kvferry.engine.schedule.speculation.speculation import Speculation, speculation_of
 from kvferry.engine.settings import ASYNC_STEPS, LOAD_FORMATS, ON, EngineSettings
@@ -283,7 +285,7 @@ def build_engine(
     epochs: EpochTable | None = None,
     loader: KvLoader | None = None,
     tiers: KvTiers | None = None,
-    on_mask: Callable[[], None] | None = None,
+    post: Callable[[MaskReady | AdapterLoaded], None] | None = None,
     clock: Clock | None = None,
 ) -> Engine:
     """Build an engine for a loaded model.
@@ -295,8 +297,8 @@ def build_engine(
         epochs: the transport's epoch table; default: a private table.
         loader: fetches KV from peers; `None` if this engine does not fetch from peers.
         tiers: KV tiers to load from and store to; `None` without tiers.
-        on_mask: called on another thread when the mask of a postponed sequence is ready; must make the owner of the
-            engine call `step`. `None` if steps wait for masks, because the engine has no other callers.
+        post: puts a command into the queue of the engine's owner, from another thread: the mask of a postponed sequence
+            is ready, or an adapter is loaded. `None` if steps wait for both, because the engine has no other callers.
         clock: measures the steps; default: the system's clock.
 
     Raises:
@@ -319,12 +321,13 @@ def build_engine(
         block_bytes=layout.block_bytes,
         windows=layout.groups.windows,
         prices=PriceBook(settings.load_policy),
-        masks=_masks(loaded, on_mask),
+        masks=_masks(loaded, post),
         speculation=_speculation(loaded, runner),
         runs_ahead=settings.async_steps == ON,
         adapters=_adapters(loaded),
         adapter_slots=settings.adapter_slots,
         activate=runner.activate,
+        load_adapter=_adapter_loads(loaded, post),
         pin_share=settings.pin_share,
         clock=clock,
     )
@@ -357,11 +360,17 @@ def _adapters(loaded: LoadedModel) -> AdapterStore | None:
     settings = loaded.settings
     if not settings.adapter_slots or loaded.model.why_no_adapters is not None:
         return None
-    store = AdapterStore(partial(load_adapter, loaded), max_bytes=settings.adapter_bytes)
+    store = AdapterStore(max_bytes=settings.adapter_bytes)
     for name, path in settings.adapters:
         store.add(name, load_adapter(loaded, Path(path)))
         store.trim((), lambda _: False)
     return store
+
+
+def _adapter_loads(loaded: LoadedModel, post: Callable[[AdapterLoaded], None] | None) -> LoadAdapter:
+    """Return the function that loads adapters again: on a thread, or at once if the engine has no other callers."""
+    load = partial(load_adapter, loaded)
+    return AdapterLoads(load, post).begin if post is not None else lambda _, folder: outcome_of(load, folder)
 
 
 def _speculation(loaded: LoadedModel, runner: Runner) -> Speculation | None:
@@ -375,13 +384,13 @@ def _speculation(loaded: LoadedModel, runner: Runner) -> Speculation | None:
     return speculation_of(parsed, loaded.draft.build(settings.block_tokens, tokens, loaded.config.vocab_size))
 
 
-def _masks(loaded: LoadedModel, on_mask: Callable[[], None] | None) -> GrammarMasks | None:
+def _masks(loaded: LoadedModel, post: Callable[[MaskReady], None] | None) -> GrammarMasks | None:
     if loaded.source is None:
         return None
     compiler = GrammarCompiler(loaded.source.tokenizer)
-    if on_mask is None:
+    if post is None:
         return GrammarMasks(compiler, late_seconds=OFFLINE_SECONDS, late_share=1.0)
-    return GrammarMasks(compiler, notify=on_mask)
+    return GrammarMasks(compiler, notify=lambda: post(MaskReady()))
 
 
 def _dtype(settings: EngineSettings, config: ModelConfig, device: str) -> str:

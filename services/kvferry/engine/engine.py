@@ -6,10 +6,11 @@ enqueue a message for the next step.
 
 from collections.abc import Callable
 from itertools import chain
+from pathlib import Path
 
 from kvferry.core.clock import Clock, SystemClock
 from kvferry.core.epochs import EpochTable
-from kvferry.core.errors import InvalidRequest, Overloaded, UnknownModel, shortened
+from kvferry.core.errors import InvalidRequest, KvferryError, Overloaded, UnknownModel, shortened
 from kvferry.core.hashing import BlockNamer, BlockNamers, is_scope_of
 from kvferry.core.ids import AdapterId, BlockId, RequestId
 from kvferry.core.load import WorkerLoad
@@ -40,6 +41,14 @@ from kvferry.kv.pages.layer_groups import FULL_ATTENTION
 from kvferry.kv.pricing.price import LoadPolicy, PriceBook
 from kvferry.text.requests.prompt_parameters import check_prompt_logprobs
 
+LoadAdapter = Callable[[AdapterId, Path], LoadedAdapter | KvferryError | None]
+"""Loads an adapter from its folder. Returns the outcome, or `None` if it begins to load the adapter and
+`Engine.adapter_loaded` is called with the outcome later."""
+
+
+def _loads_nothing(_adapter: AdapterId, _folder: Path) -> None:
+    """Load no adapter, in an engine without adapters."""
+
 
 class Engine:
     """Inference engine with a paged KV cache for one model."""
@@ -69,6 +78,7 @@ class Engine:
         adapters: AdapterStore | None = None,
         adapter_slots: int = 0,
         activate: Callable[[int, PackedAdapter], None] | None = None,
+        load_adapter: LoadAdapter = _loads_nothing,
         pin_share: float = 0.25,
         clock: Clock | None = None,
     ) -> None:
@@ -96,6 +106,7 @@ class Engine:
             adapters: the registered adapters; without it, requests with an adapter are rejected.
             adapter_slots: maximum number of adapters in one step.
             activate: puts an adapter into a slot of the runner.
+            load_adapter: loads an adapter again for sequences that wait for it.
             pin_share: maximum share of the pages that pinned prefixes hold; 0 refuses pins.
             clock: measures the steps, and the time to live of pins.
         """
@@ -106,7 +117,8 @@ class Engine:
             step_tokens=limits.step_tokens,
             epochs=epochs,
         )
-        self.scheduler = Scheduler(limits, self.allocator, speculation, AdapterSlots(adapter_slots))
+        slots = AdapterSlots(adapter_slots) if adapters is None else AdapterSlots(adapter_slots, adapters.is_ready)
+        self.scheduler = Scheduler(limits, self.allocator, speculation, slots)
         self.adapters = adapters
         """The registered adapters; `None` if the engine does not support adapters."""
         self._vocab_size = vocab_size
@@ -128,6 +140,7 @@ class Engine:
         """Number of exports so far, which is also the number of the next export."""
         self.on_started: Callable[[list[RequestId]], None] | None = None
         """Callback before each step, called with the requests that take part in a step for the first time."""
+        self._load_adapter = load_adapter
         self._activation = AdapterActivation(self.scheduler, adapters, activate, self._clock, self._end)
         self.pinning = Pinning(
             self.allocator, share=pin_share, max_model_tokens=self.max_model_tokens, clock=self._clock, add=self.add,
@@ -158,14 +171,14 @@ class Engine:
             tokens=list(request.token_ids),
             num_prompt=num_prompt,
             sampling=request.sampling,
-            namer=self.namer(request.tenant),
+            namer=self.namer(request.scope),
             adapter=request.adapter,
             max_tokens_total=total,
             eos_token_ids=self._eos,
             sample_index=request.sample_index,
             priority=request.priority,
             latest_start=self._latest_start(request),
-            tenant=request.tenant,
+            scope=request.scope,
             exports=request.exports,
             keeps=request.keeps,
             remote=request.remote if self._loads.can_fetch else None,
@@ -197,9 +210,9 @@ class Engine:
         """Fetch blocks into the prefix cache; the outcome is reported with a later step's loads."""
         self._loads.prefetch(request)
 
-    def namer(self, tenant: str) -> BlockNamer:
-        """Return the block namer of a tenant, for the engine's KV layout."""
-        return self._namers.of(tenant, fingerprint=self._fingerprint, block_tokens=self.allocator.block_tokens)
+    def namer(self, scope: str) -> BlockNamer:
+        """Return the block namer of a cache scope, for the engine's KV layout."""
+        return self._namers.of(scope, fingerprint=self._fingerprint, block_tokens=self.allocator.block_tokens)
 
     # ------------------------------------------------------------------ the step
 
@@ -213,7 +226,11 @@ class Engine:
         self.pinning.expire()
         plan = self._pipeline.take(self.scheduler.has_sequence) or self.scheduler.schedule()
         self._loads.start_planned()
-        plan, failed = self._activation.apply(plan)
+        self._activation.apply()
+        for adapter, folder in self._activation.take_wanted():
+            if (loaded := self._load_adapter(adapter, folder)) is not None:
+                self.adapter_loaded(adapter, loaded)
+        failed = self._activation.take_failed()
         started = self.scheduler.take_started()
         if started and self.on_started is not None:
             self.on_started(started)
@@ -236,6 +253,7 @@ class Engine:
         """Whether `step` has work now; sequences that wait for a load do not count."""
         has_sequences = self.scheduler.num_running or self.scheduler.num_waiting
         has_results = self._loads.has_messages or self._pipeline.is_ahead or self.allocator.index.has_changes
+        has_results = has_results or self._activation.has_failed
         return has_results or bool(has_sequences) or self.pinning.seconds_left == 0.0
 
     def post(self, message: KvMessage) -> None:
@@ -258,6 +276,11 @@ class Engine:
         adapter = self._activation.change(name, loaded)
         self.pinning.keep_version(name, None if loaded is None else adapter)
         return adapter
+
+    def adapter_loaded(self, adapter: AdapterId, outcome: LoadedAdapter | KvferryError) -> None:
+        """Take an adapter that `load_adapter` has loaded, or the error. Its sequences are admitted, or end, in the next
+        step."""
+        self._activation.loaded(adapter, outcome)
 
     # ------------------------------------------------------------------ the prefix cache
 
@@ -340,12 +363,12 @@ class Engine:
             raise UnknownModel("this engine does not support adapters; set adapter_slots", field="model")
         if request.adapter is not None and self.adapters is not None:
             self.adapters.check(request.adapter, self._clock.monotonic())
-        if not is_scope_of(request.tenant, request.adapter):
+        if not is_scope_of(request.scope, request.adapter):
             named = "a request without an adapter"
             if request.adapter is not None:
                 named = f"this version of adapter {shortened(request.adapter.name)!r}"
             raise InvalidRequest(
-                f"tenant must be a cache scope of {named}; the gateway sets both from the same adapter", field="tenant"
+                f"scope must be a cache scope of {named}; the gateway sets both from the same adapter", field="scope"
             )
         count = len(request.token_ids)
         if count - request.num_generated < 1:

@@ -3,10 +3,10 @@
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, fields
-from typing import cast
 
 from kvferry.core.constraint import Constraint, ConstraintKind
 from kvferry.core.errors import InvalidRequest
+from kvferry.core.handoffs import HandoffOutcome
 from kvferry.core.hashing import MAX_CACHE_SALT_CHARS
 from kvferry.core.ids import ADAPTER_DIGEST_BYTES, MAX_ADAPTER_NAME_CHARS, AdapterId
 from kvferry.core.limits import MAX_TOKEN_IDS
@@ -38,6 +38,14 @@ _FINISH_TO_WIRE = {
     FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
 }
 _FINISH_FROM_WIRE = {wire: reason for reason, wire in _FINISH_TO_WIRE.items()}
+_HANDOFF_OUTCOMES: dict[int, HandoffOutcome] = {
+    decode_pb2.Handoff.OUTCOME_NONE: HandoffOutcome.NONE,
+    decode_pb2.Handoff.OUTCOME_FETCHED: HandoffOutcome.FETCHED,
+    decode_pb2.Handoff.OUTCOME_LOCAL: HandoffOutcome.LOCAL,
+    decode_pb2.Handoff.OUTCOME_TIER: HandoffOutcome.TIER,
+    decode_pb2.Handoff.OUTCOME_RECOMPUTED: HandoffOutcome.RECOMPUTED,
+    decode_pb2.Handoff.OUTCOME_FAILED: HandoffOutcome.FAILED,
+}
 
 
 def adapter_to_wire(adapter: AdapterId | None) -> common_pb2.Adapter | None:
@@ -245,12 +253,9 @@ def finish_from_wire(value: "common_pb2.FinishReason.ValueType") -> FinishReason
     return _FINISH_FROM_WIRE.get(value)
 
 
-def handoff_outcome_from_wire(value: int) -> str:
-    """Convert the outcome of a hand-off to `none`, `fetched`, `local`, `recomputed` or `tier`; unknown values become
-    `none`."""
-    names = decode_pb2.Handoff.Outcome
-    known = value in names.values() and value != decode_pb2.Handoff.OUTCOME_UNSPECIFIED
-    return names.Name(cast("decode_pb2.Handoff.Outcome.ValueType", value)).lower()[8:] if known else "none"
+def handoff_outcome_from_wire(value: int) -> HandoffOutcome:
+    """Convert the outcome of a hand-off; unknown values become `NONE`."""
+    return _HANDOFF_OUTCOMES.get(value, HandoffOutcome.NONE)
 
 
 def kv_reports_to_wire(reports: Iterable[KvReport]) -> list[common_pb2.KvReport]:

@@ -178,7 +178,7 @@ def fit(
     """
     num_prompt = len(token_ids)
     if num_prompt == 0:
-        raise InvalidRequest("the prompt is empty; send at least one token", field="prompt")
+        raise InvalidRequest("the prompt is empty; send at least one token", field="prompt", reason="PROMPT_EMPTY")
     check_num_tokens(model, num_prompt, context_tokens)
     check_token_ids(model, token_ids, "prompt")
     sampling = with_bad_word_tokens(sampling, model.tokenizer)

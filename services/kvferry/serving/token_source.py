@@ -50,7 +50,7 @@ class Timing:
     handoff_blocks: int = 0
     handoff_bytes: int = 0
     handoff_outcome: str = ""
-    """Source of the prompt's KV: `none`, `fetched`, `local`, `recomputed` or `tier`."""
+    """Outcome of the hand-off, a value of `HandoffOutcome`; empty if the request has none."""
     total_seconds: float = 0.0
     prefill_worker: str = ""
     decode_worker: str = ""

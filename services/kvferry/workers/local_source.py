@@ -2,8 +2,7 @@
 
 from collections.abc import AsyncGenerator
 
-from kvferry.engine.offline.embedding import pooling_request
-from kvferry.engine.schedule.messages import EngineRequest
+from kvferry.engine.offline.engine_requests import engine_request, token_event
 from kvferry.serving.request import Request
 from kvferry.serving.token_source import Timing, TokenEvent, Vector
 from kvferry.text.requests.pooling import PoolingParams
@@ -23,18 +22,8 @@ class LocalSource:
         clock = self._context.clock
         begun = clock.monotonic()
         first: float | None = None
-        stream = self._context.loop.submit(
-            EngineRequest(
-                request_id=sequence_id(request.caller.request_id, request.sample_index),
-                token_ids=list(request.token_ids),
-                sampling=request.sampling,
-                sample_index=request.sample_index,
-                priority=request.caller.priority,
-                deadline=request.caller.deadline,
-                tenant=request.caller.scope,
-                adapter=request.caller.adapter,
-            )
-        )
+        name = sequence_id(request.caller.request_id, request.sample_index)
+        stream = self._context.loop.submit(engine_request(request, name))
         kv_report = KvReportBuilder(self._context.worker_id)
         with stream:
             async for item in stream:
@@ -52,24 +41,12 @@ class LocalSource:
                     decode_worker=self._context.worker_id,
                     kv=tuple(kv_report.reports),
                 )
-                yield TokenEvent(
-                    tokens=tuple(token for u in updates for token in u.tokens),
-                    finish_reason=updates[-1].finish_reason,
-                    num_cached_tokens=updates[-1].num_cached,
-                    timing=timing,
-                    prompt_logprobs=updates[0].scores,
-                )
+                yield token_event(updates, timing)
 
     async def pool(self, request: Request, params: PoolingParams) -> Vector:
         self._context.admit("")
-        pooling = pooling_request(
-            sequence_id(request.caller.request_id, request.sample_index),
-            request.token_ids,
-            params,
-            tenant=request.caller.scope,
-            priority=request.caller.priority,
-            deadline=request.caller.deadline,
-        )
+        name = sequence_id(request.caller.request_id, request.sample_index)
+        pooling = engine_request(request, name, params)
         update = await compute_vector(self._context, pooling, KvReportBuilder(self._context.worker_id))
         assert update.embedding is not None
         return Vector(update.embedding, len(request.token_ids), update.num_cached)

@@ -215,5 +215,5 @@ def _histogram(metric: Metric, values: Sequence[tuple[str, Histogram]]) -> Histo
 
 def _gauge(metric: Metric, labels: Sequence[str], value: float) -> GaugeMetricFamily:
     family = GaugeMetricFamily(metric.name, metric.help, labels=metric.labels)
-    family.add_metric(labels, value)
+    family.add_metric(metric.checked(*labels), value)
     return family

@@ -16,7 +16,7 @@ from kvferry.engine.build import EnginePages, LoadedModel, build_engine, engine_
 from kvferry.engine.engine import Engine
 from kvferry.engine.execute.tensors.device import device_title
 from kvferry.engine.loop.engine_loop import CommandQueue, EngineLoop
-from kvferry.engine.schedule.messages import EngineRequest, MaskReady
+from kvferry.engine.schedule.messages import EngineRequest
 from kvferry.kv.fetcher import Fetcher
 from kvferry.kv.interface.connector import PageMemory, TransportSetup
 from kvferry.kv.interface.mirror import SAME_PAGES
@@ -242,7 +242,7 @@ class WorkerUnit:
             epochs=memory.epochs,
             loader=fetcher,
             tiers=tiers,
-            on_mask=lambda: commands.put(MaskReady()),
+            post=commands.put,
         )
         return UnitParts(engine, commands, memory, pages, transport, control, fetcher, tiers)
 

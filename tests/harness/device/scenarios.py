@@ -173,7 +173,7 @@ def lost_copies(one_engine: LLM) -> None:
         prompt = prompt_of(90)
         tokens, first, _ = generate(prefill, decode, "r", prompt, GREEDY)
         assert tokens == list(one_engine.generate([prompt], GREEDY)[0].token_ids)
-        assert first.handoff.outcome == decode_pb2.Handoff.OUTCOME_RECOMPUTED
+        assert first.handoff.outcome == decode_pb2.Handoff.OUTCOME_FAILED
         assert "illegal memory access" in first.handoff.reason
         assert_workers_idle([prefill.admin, decode.admin])
 
@@ -203,7 +203,7 @@ def features(one_engine: LLM, adapters: Mapping[str, str]) -> None:
                 token_ids=prompt_of(150, seed=number % 6),
                 sampling=sampling_to_wire(sampling),
                 adapter=known.get(name),
-                tenant=scopes.get(name, ""),
+                scope=scopes.get(name, ""),
             )
             return [token.id for message in stub.Run(request, timeout=SECONDS) for token in message.tokens]
 

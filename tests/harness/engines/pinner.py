@@ -21,7 +21,7 @@ class Pinner:
         """Send a pin; return its request id."""
         name = f"pin{self.num_sent}"
         self.num_sent += 1
-        request = a_request(name, tokens, max_tokens=9, tenant=tenant)
+        request = a_request(name, tokens, max_tokens=9, scope=tenant)
         self.engine.pinning.pin(request, ttl, lambda reply: self._keep(name, reply))
         return name
 
@@ -45,7 +45,7 @@ class Pinner:
 
 def cached_tokens(engine: Engine, tokens: list[int], *, tenant: str = "") -> int:
     """Run a request and return how many tokens of its prompt were cached."""
-    engine.add(a_request("probe", tokens, max_tokens=1, tenant=tenant))
+    engine.add(a_request("probe", tokens, max_tokens=1, scope=tenant))
     found = 0
     while engine.has_work:
         for update in engine.step().updates:
@@ -62,5 +62,5 @@ def flood(engine: Engine, *, rounds: int = 3) -> None:
     pages = engine.allocator.needs.pages_for(length)
     for number in range(rounds * -(-engine.allocator.pool.num_blocks // pages)):
         tokens = [(number + i) % 90 for i in range(length)]
-        engine.add(a_request(f"flood{number}", tokens, max_tokens=1, tenant=f"flood{number}"))
+        engine.add(a_request(f"flood{number}", tokens, max_tokens=1, scope=f"flood{number}"))
         run_until_idle(engine)

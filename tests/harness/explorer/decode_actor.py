@@ -83,7 +83,7 @@ class DecodeActor:
                     ticket,
                     fingerprint=FINGERPRINT,
                     block_tokens=1,
-                    tenant=plan.tenant,
+                    scope=plan.tenant,
                     tokens=(*plan.tokens, 0),
                     now_wall=world.now,
                 )

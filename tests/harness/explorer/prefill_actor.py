@@ -222,7 +222,7 @@ class PrefillActor:
             control_address=self.name,
             connector="memory",
             fingerprint=FINGERPRINT,
-            tenant=plan.tenant,
+            scope=plan.tenant,
             tokens_digest=digest_of(plan.tokens),
             num_tokens=plan.num_pages,
             block_ids=job.pages,

@@ -321,7 +321,7 @@ def a_request(
     exports: bool = False,
     num_generated: int = 0,
     remote: RemoteKv | None = None,
-    tenant: str = "",
+    scope: str = "",
     priority: int = 0,
     prompt_logprobs: int | None = None,
 ) -> EngineRequest:
@@ -334,7 +334,7 @@ def a_request(
         priority=priority,
         exports=exports,
         remote=remote,
-        tenant=tenant,
+        scope=scope,
     )
 
 

@@ -8,7 +8,7 @@ from kvferry.core.hashing import BlockNamers
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import SampledToken, SamplingParams
 from kvferry.engine.engine import Engine
-from kvferry.engine.loop.record_steps import begin_recording, end_recording
+from kvferry.engine.loop.record_steps import RecordingSettings, begin_recording, end_recording
 from kvferry.engine.observe.step_log import StepLog
 from kvferry.engine.schedule.messages import EngineRequest
 from kvferry.engine.schedule.plan.step_budget import SchedulerLimits
@@ -91,7 +91,7 @@ def record(
 ) -> StepLog:
     """Run requests that arrive before given steps on a new engine, and return the log of its steps."""
     engine = an_engine(limits=limits, blocks=blocks, eos=eos, ahead=ahead)
-    recording = begin_recording(engine, ManualClock(), steps=5000, model="counting", has_tokens=has_tokens)
+    recording = begin_recording(engine, RecordingSettings(ManualClock(), 5000, "counting", has_tokens=has_tokens))
     pending, ending = sorted(arrivals, key=lambda one: one[0]), sorted(aborts)
     number = 0
     while pending or engine.has_work:

@@ -10,6 +10,7 @@ from harness.fakes.scripted_worker import ScriptedWorker, ScriptedWorkers
 from kvferry.core.clock import SystemClock
 from kvferry.gateway.decide.config import DispatchConfig, Endpoint, FleetConfig
 from kvferry.gateway.dispatch.dispatcher import Dispatcher
+from kvferry.gateway.dispatch.routing import Routing, build_routing
 from kvferry.gateway.fleet.fleet import Fleet
 from kvferry.gateway.observe.instruments import Instruments
 
@@ -39,6 +40,7 @@ class ScriptedFleet:
     workers: ScriptedWorkers
     fleet: Fleet
     dispatcher: Dispatcher
+    routing: Routing
     instruments: Instruments
     slept: list[float] = field(default_factory=list)
     """Duration in seconds of each wait between attempts."""
@@ -53,7 +55,7 @@ class ScriptedFleet:
         async with asyncio.timeout(10):
             await self.dispatcher.wait_idle()
         await self.workers.idle()
-        assert self.dispatcher.num_committed == 0
+        assert self.routing.commitments.count == 0
         assert [view.in_flight for view in self.fleet.views()] == [0] * len(self.workers.all)
 
 
@@ -78,17 +80,19 @@ async def scripted_fleet(
             seen = fleet.num_polls
             await fleet.wait_until(lambda f: f.num_polls > seen + len(workers.all))
 
+        dispatching = config or DispatchConfig()
+        routing = build_routing(fleet, SystemClock(), dispatching, instruments)
         dispatcher = Dispatcher(
             fleet,
             SystemClock(),
-            config or DispatchConfig(),
-            instruments=instruments,
+            dispatching,
+            routing=routing,
             sleep=sleep,
         )
         fleet.start()
         try:
             await fleet.wait_until(lambda f: all(view.takes_work for view in f.views()))
-            scripted = ScriptedFleet(workers, fleet, dispatcher, instruments, slept)
+            scripted = ScriptedFleet(workers, fleet, dispatcher, routing, instruments, slept)
             yield scripted
             await scripted.idle()
         finally:

@@ -302,7 +302,7 @@ class ScriptedWorker(prefill_pb2_grpc.PrefillServicer, ScriptedPins):
         if fault is not None and fault.act is Act.LOCAL:
             return Handoff(outcome=Handoff.OUTCOME_LOCAL)
         if not self.offers.take(ticket):
-            return Handoff(outcome=Handoff.OUTCOME_RECOMPUTED, reason="the offer is gone")
+            return Handoff(outcome=Handoff.OUTCOME_FAILED, reason="the offer is gone")
         return Handoff(
             outcome=Handoff.OUTCOME_FETCHED, connector="scripted", num_blocks=2, num_bytes=1024, seconds=0.125
         )

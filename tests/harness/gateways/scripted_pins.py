@@ -44,4 +44,4 @@ class ScriptedPins(WorkerAdminServicer):
 
 
 def _pin_name(request: worker_admin_pb2.PinPrefixRequest | worker_admin_pb2.UnpinPrefixRequest) -> bytes:
-    return blake3(repr((request.tenant, list(request.token_ids))).encode()).digest()
+    return blake3(repr((request.scope, list(request.token_ids))).encode()).digest()

@@ -85,7 +85,7 @@ def tickets() -> dict[str, object]:
         control_address="10.0.0.5:9100",
         connector="nixl",
         fingerprint=bytes(range(16)),
-        tenant="tenant-a",
+        scope="tenant-a",
         tokens_digest=digest_tokens([1, 2, 3]),
         num_tokens=17,
         block_ids=(3, 1 << 20),

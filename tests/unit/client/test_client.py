@@ -106,7 +106,7 @@ async def test_a_key_is_sent(tmp_path: Path):
                 await stranger.complete("hello", _WISHES)
         async with AsyncClient(address, api_key="sk-one") as friend:
             assert await friend.complete("hello", _WISHES)
-        assert gateway.workers.prefill[0].prefills[0].tenant == "acme"
+        assert gateway.workers.prefill[0].prefills[0].scope == "acme"
 
 
 async def test_the_blocking_client_has_the_same_results(gateway):

@@ -251,7 +251,7 @@ class Walk:
         """Prefetch full blocks of a prompt on the decode side, concurrently with the request."""
         engine = self.decode.engine
         size = engine.allocator.block_tokens
-        names = engine.namer(request.tenant).chain(request.token_ids[: len(request.token_ids) - request.num_generated])
+        names = engine.namer(request.scope).chain(request.token_ids[: len(request.token_ids) - request.num_generated])
         if not names:
             return
         first = self.chance.randrange(len(names))

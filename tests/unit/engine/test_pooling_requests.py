@@ -24,7 +24,7 @@ from kvferry.engine.execute.models.transformer import Transformer
 from kvferry.engine.execute.run.runner import Runner
 from kvferry.engine.execute.run.threaded_runner import ThreadedRunner
 from kvferry.engine.execute.tensors.paged_kv import PagedKv
-from kvferry.engine.offline.embedding import pooling_request
+from kvferry.engine.schedule.messages import EngineRequest
 from kvferry.engine.schedule.plan.step_budget import SchedulerLimits
 from kvferry.engine.schedule.step.sequence import RemoteKv
 from kvferry.kernels.ops import device_ops_for
@@ -84,7 +84,7 @@ COMPILED = runner_for("auto")
 
 
 def ask(engine: Engine, name: str, prompt: list[int], params: PoolingParams) -> None:
-    engine.add(pooling_request(RequestId(name), prompt, params))
+    engine.add(EngineRequest.for_vector(RequestId(name), prompt, params))
 
 
 def run(engine: Engine) -> dict[str, np.ndarray]:
@@ -181,7 +181,7 @@ def test_kv_of_peers_is_not_loaded_for_rows_that_are_pooled() -> None:
 
     engine = engine_on(COMPILED)
     attach(engine, loader=NoLoader())  # type: ignore[arg-type]
-    request = pooling_request(RequestId("a"), PROMPTS[3], replace(RAW, pooling=Pooling.MEAN))
+    request = EngineRequest.for_vector(RequestId("a"), PROMPTS[3], replace(RAW, pooling=Pooling.MEAN))
     engine.add(replace(request, remote=RemoteKv(40, object())))
     near(run(engine)["a"], expected(PROMPTS[3], Pooling.MEAN))
 

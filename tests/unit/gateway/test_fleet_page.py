@@ -1,6 +1,8 @@
 """Reports of a gateway to operators and load balancers while it serves, lingers and drains."""
 
 import asyncio
+import re
+from pathlib import Path
 
 import httpx
 import pytest
@@ -8,6 +10,8 @@ from harness.fakes.scripted_gateway import scripted_gateway
 
 from kvferry.core.errors import UsageError
 from kvferry.gateway.decide.config import PoolName
+
+OPERATIONS = (Path(__file__).resolve().parents[3] / "docs/operations.md").read_text("utf-8")
 
 
 async def test_the_fleet_page_lists_the_workers():
@@ -23,7 +27,18 @@ async def test_the_fleet_page_lists_the_workers():
     ]
     assert "kvferry_gateway_held_requests 0.0" in page
     assert "kvferry_gateway_fleet_stale 0.0" in page
-    assert "kvferry_gateway_wakes_total 0.0" in page
+    assert "kvferry_gateway_scale_from_zero_total 0.0" in page
+
+
+async def test_the_documented_fields_are_those_of_the_page():
+    async with scripted_gateway() as gateway, httpx.AsyncClient(base_url=gateway.admin_url, timeout=20) as client:
+        fleet = (await client.get("/fleet")).json()
+    table = OPERATIONS[OPERATIONS.index("### `GET /fleet`") :].split("\n\n")[2]
+    names = [name for line in table.splitlines()[2:] for name in re.findall(r"`([a-z_.\[\]]+)`", line.split("|")[1])]
+    at = names.index("workers[]")
+    assert {name.partition(".")[0] for name in names[:at]} == fleet.keys() - {"workers"}
+    for worker in fleet["workers"]:
+        assert set(names[at + 1 :]) == worker.keys()
 
 
 async def test_a_lingering_gateway_serves_and_is_not_ready():

@@ -90,7 +90,7 @@ async def test_each_key_selects_its_tenant(tmp_path: Path, caplog):
         assert (await client.get("/health")).status_code == 200
         good = await client.post(_CHAT, json=_GOOD, headers={"authorization": "Bearer sk-two"})
         assert good.status_code == 200
-        assert gateway.workers.prefill[0].prefills[0].tenant == "beta"
+        assert gateway.workers.prefill[0].prefills[0].scope == "beta"
         await gateway.idle()
     assert "sk-" not in caplog.text
 

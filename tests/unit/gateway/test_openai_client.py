@@ -270,11 +270,11 @@ async def test_requests_with_unequal_salts_share_no_blocks(client, gateway):
     for salt in ("a", "b", "a", None):
         await client.chat.completions.create(**fields, extra_body={"cache_salt": salt})
     workers = gateway.workers
-    first, other, again, plain = [call.tenant for call in workers.prefill[0].prefills]
+    first, other, again, plain = [call.scope for call in workers.prefill[0].prefills]
     assert first == again
     assert len({first, other, plain}) == 3
     assert plain == ""
-    assert [call.tenant for call in workers.decode[0].decodes] == [first, other, again, plain]
+    assert [call.scope for call in workers.decode[0].decodes] == [first, other, again, plain]
     with pytest.raises(openai.BadRequestError) as caught:
         await client.chat.completions.create(**fields, extra_body={"cache_salt": "x" * 2000})
     assert caught.value.body["param"] == "cache_salt"

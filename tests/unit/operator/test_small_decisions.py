@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from unit.operator.pools import IMAGE, body, pool
 
+from kvferry.core.clock import ManualClock
 from kvferry.core.errors import UsageError
 from kvferry.core.load import WorkerLoad
 from kvferry.operator.objects.overlay import overlay
@@ -22,6 +23,7 @@ from kvferry.operator.pool.ownership import version_of
 from kvferry.operator.pool.spec import parse_pool, pods_of
 from kvferry.operator.preview.preview import preview
 from kvferry.operator.process.checkup import judge_definitions, judge_nodes, judge_pool, judge_version
+from kvferry.operator.process.keys_probe import KeysProbe
 
 
 def lease(holder: str, duration: int = 15) -> dict:
@@ -284,6 +286,18 @@ def test_a_store_distinguishes_changes_from_repetitions():
     assert facts.services["chat"].address == "10.0.0.9"
     status = {**body(), "status": {"operatorObservedAt": "x"}}
     assert store.take("InferencePool", status, gone=False) == (KEY, False)
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [({}, ["chat-keys"]), ({"internalKeys": {"secretName": "mine"}}, []), ({"internalKeys": 5}, [])],
+)
+def test_only_generated_keys_are_probed(spec, expected):
+    store = Store()
+    store.take("InferencePool", body(**spec), gone=False)
+    store.take("Service", service(), gone=False)
+    probe = KeysProbe(None, store, ManualClock(), lambda key: None)
+    assert [name for name, _ in probe._secrets(KEY)] == expected
 
 
 def at(order: int, thing: dict) -> dict:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvferry.core.handoffs import LOST, TRIED, HandoffOutcome
 from kvferry.operator.objects.pods import keys_secret_of
 from kvferry.operator.plan.actions import Problem
 from kvferry.operator.plan.conditions.certificates import TlsSeen, certificates_condition
@@ -331,8 +332,8 @@ def _adapters(seen: Observed) -> ConditionState | None:
 
 
 def _transport(seen: Observed) -> ConditionState:
-    total = sum(seen.handoffs.values())
-    unknown = seen.handoffs.get("key_unknown", 0)
+    total = sum(seen.handoffs.get(outcome, 0) for outcome in TRIED)
+    unknown = seen.handoffs.get(HandoffOutcome.KEY_UNKNOWN, 0)
     if unknown >= _MIN_UNKNOWN_KEYS and unknown / total > _MAX_UNKNOWN_KEYS:
         return (
             "True",
@@ -345,7 +346,7 @@ def _transport(seen: Observed) -> ConditionState:
         )
     if total < _MIN_HANDOFFS:
         return "Unknown", "InsufficientSamples", f"{total} recent hand-offs are too few for an assessment"
-    lost = total - seen.handoffs.get("fetched", 0)
+    lost = sum(seen.handoffs.get(outcome, 0) for outcome in LOST)
     summary = f"{lost} of the last {total} hand-offs failed and were recomputed"
     if lost / total > _MAX_RECOMPUTED:
         return (

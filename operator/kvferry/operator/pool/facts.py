@@ -181,7 +181,7 @@ class FleetReport:
     held: int = 0
     """Number of requests that wait at the gateway for the pool's first worker."""
     handoffs: Mapping[str, int] = field(default_factory=dict)
-    """Number of hand-offs by outcome (`fetched`, `failed`, `rejected`, `key_unknown`)."""
+    """Number of hand-offs by outcome, a value of `HandoffOutcome`."""
     gateway: str = ""
     """Name of the gateway process."""
     model_tokens: int = 0

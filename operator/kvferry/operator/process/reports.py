@@ -8,6 +8,7 @@ from dataclasses import replace
 import aiohttp
 
 from kvferry.core.clock import Clock
+from kvferry.core.handoffs import TRIED, HandoffOutcome
 from kvferry.operator.plan.process.fleet_page import MAX_BYTES, read_fleet
 from kvferry.operator.plan.process.handoff_counts import RecentHandoffs
 from kvferry.operator.pool import names
@@ -127,7 +128,8 @@ def _state(report: FleetReport | None) -> object:
     if report is None:
         return None
     # The first tickets with an unknown key are significant; for the other outcomes, only large changes are.
-    lost = {outcome: min(n, 3) if outcome == "key_unknown" else n // 10 for outcome, n in report.handoffs.items()}
+    tried = {outcome: report.handoffs.get(outcome, 0) for outcome in TRIED}
+    rough = {outcome: min(n, 3) if outcome == HandoffOutcome.KEY_UNKNOWN else n // 10 for outcome, n in tried.items()}
     workers = frozenset(
         (
             *(w.name, w.role, w.takes_work, w.fingerprint, w.model_digest, w.context_tokens, w.device, w.is_staged),
@@ -135,4 +137,4 @@ def _state(report: FleetReport | None) -> object:
         )
         for w in report.workers
     )
-    return workers, lost
+    return workers, rough

@@ -19,22 +19,32 @@ from kvferry.core.load import WorkerLoad
 from kvferry.core.process.exit_threads import start_thread
 from kvferry.engine.engine import Engine
 from kvferry.engine.loop.engine_stream import EngineStream, StreamItem
+from kvferry.engine.loop.record_steps import (
+    BeginRecording,
+    EndRecording,
+    RecordingSettings,
+    begin_recording,
+    end_recording,
+)
 from kvferry.engine.loop.stream_interval import Delivery, StreamInterval
+from kvferry.engine.observe.recording import Recording
 from kvferry.engine.schedule.adapters.adapter_store import LoadedAdapter
 from kvferry.engine.schedule.blocks.prefix_index import CacheChange
 from kvferry.engine.schedule.loads.kv_prefetch import KvPrefetchRequest
 from kvferry.engine.schedule.messages import (
     Abort,
+    AdapterLoaded,
     ChangeAdapter,
+    ClosePins,
     Command,
     EngineRequest,
     MaskReady,
-    Observe,
     PinnedPrefix,
     PinPrefix,
     ReleaseExport,
     ResetPrefixCache,
     StepOutput,
+    UnpinPrefix,
 )
 from kvferry.kv.interface.connector import LoadOutcome
 
@@ -57,7 +67,7 @@ class _Stop:
     """Command that ends the engine's thread."""
 
 
-CommandQueue = queue.SimpleQueue[Command | _Stop]
+CommandQueue = queue.SimpleQueue[Command | BeginRecording | EndRecording | _Stop]
 """Queue of commands to an engine. Loaders and tiers are created before the engine and put messages into it from their
 threads.
 """
@@ -209,7 +219,7 @@ class EngineLoop:
             raise outcome
         return outcome
 
-    async def _ask(self, command: Callable[[Callable[[T], None]], Command]) -> T:
+    async def _ask(self, command: Callable[[Callable[[T], None]], Command | BeginRecording | EndRecording]) -> T:
         """Queue a command and return its reply."""
         self._check_runs()
         reply: asyncio.Future[T] = asyncio.get_running_loop().create_future()
@@ -225,13 +235,37 @@ class EngineLoop:
         finally:
             self._replies.discard(reply)
 
-    async def observe(self, apply: Callable[[Engine], T]) -> T:
-        """Call a function that does not raise with the engine, on its thread.
+    async def unpin_prefix(self, scope: str, token_ids: list[int]) -> PinnedPrefix | None:
+        """End the pin of a prefix; see `Pinning.unpin`.
 
         Raises:
             Unavailable: the engine has stopped.
         """
-        return await self._ask(lambda give: Observe(lambda engine: give(apply(engine))))
+        return await self._ask(partial(UnpinPrefix, scope, token_ids))
+
+    async def close_pins(self) -> None:
+        """End all pins and refuse new ones.
+
+        Raises:
+            Unavailable: the engine has stopped.
+        """
+        await self._ask(ClosePins)
+
+    async def begin_recording(self, settings: RecordingSettings) -> Recording:
+        """Begin recording the engine's steps.
+
+        Raises:
+            Unavailable: the engine has stopped.
+        """
+        return await self._ask(partial(BeginRecording, settings))
+
+    async def end_recording(self, recording: Recording) -> None:
+        """End a recording, full or not.
+
+        Raises:
+            Unavailable: the engine has stopped.
+        """
+        await self._ask(partial(EndRecording, recording))
 
     def release_export(self, number: int) -> None:
         """Free the pages of export `number`."""
@@ -260,7 +294,6 @@ class EngineLoop:
     def _take_commands(self, *, wait: bool) -> bool:
         """Execute queued commands; return whether to continue. If the engine is idle, wait for a command, at most until
         a pin expires."""
-        self.load = self._engine.load()
         try:
             command = self._commands.get(block=wait, timeout=self._engine.pinning.seconds_left if wait else None)
             while not isinstance(command, _Stop):
@@ -270,7 +303,7 @@ class EngineLoop:
             return True
         return False
 
-    def _carry_out(self, command: Command) -> None:
+    def _carry_out(self, command: Command | BeginRecording | EndRecording) -> None:
         match command:
             case EngineRequest():
                 try:
@@ -292,8 +325,18 @@ class EngineLoop:
                 self._engine.pinning.pin(request, ttl_seconds, reply)
             case ChangeAdapter():
                 self._change_adapter(command)
-            case Observe(apply):
-                apply(self._engine)
+            case UnpinPrefix(scope, token_ids, unpinned):
+                unpinned(self._engine.pinning.unpin(scope, token_ids))
+            case ClosePins(closed):
+                self._engine.pinning.close()
+                closed(None)
+            case BeginRecording(settings, begun):
+                begun(begin_recording(self._engine, settings))
+            case EndRecording(recording, ended):
+                end_recording(self._engine, recording)
+                ended(None)
+            case AdapterLoaded(adapter, loaded):
+                self._engine.adapter_loaded(adapter, loaded)
             case MaskReady():
                 pass  # the next step finds the mask
             case message:

@@ -83,7 +83,7 @@ class Recording(StepWatch):
         num_prompt = len(request.token_ids) - request.num_generated
         logged = LoggedRequest(
             number,
-            self._scopes.setdefault(request.tenant, len(self._scopes)),
+            self._scopes.setdefault(request.scope, len(self._scopes)),
             num_prompt,
             request.num_generated,
             max_tokens_total,

@@ -6,21 +6,18 @@ from contextlib import aclosing
 from types import TracebackType
 from typing import Any, Self
 
-from kvferry.core.errors import DeadlinePassed, InvariantBroken, Unavailable, UsageError
+from kvferry.core.errors import Unavailable
 from kvferry.core.hashing import BlockNamers
 from kvferry.core.sampling import SamplingParams
 from kvferry.engine.build import build_engine, load_model, runner_for
 from kvferry.engine.loop.engine_loop import CommandQueue, EngineLoop
-from kvferry.engine.loop.engine_stream import EngineStream
-from kvferry.engine.offline.beam_search import BeamOutput, checked_beam_params, new_beams, step_request
-from kvferry.engine.offline.completion import CompletionPart, CompletionStream
-from kvferry.engine.offline.embedding import Embedding, embedding_of, pooling_params
+from kvferry.engine.offline.completion import BeamOutput, CompletionPart, Embedding, parts
+from kvferry.engine.offline.loop_source import LoopSource
 from kvferry.engine.offline.prompts import Prompt, checked_prompt, message_list
-from kvferry.engine.offline.request_builder import RequestBuilder
-from kvferry.engine.schedule.messages import EngineRequest, MaskReady
-from kvferry.engine.schedule.step.kv_jobs import SequenceUpdate
+from kvferry.engine.offline.requests import OfflineRequests, checked_beam_params, pooling_params
 from kvferry.engine.settings import EngineSettings
-from kvferry.text.requests.beams import Alternatives, BeamParams
+from kvferry.serving.request import Request
+from kvferry.text.requests.beams import BeamParams
 from kvferry.text.templates.chat_template import Message
 from kvferry.text.tools.definitions import Tool
 from kvferry.text.tools.inputs import ToolInput, use_from_input
@@ -56,21 +53,18 @@ class AsyncLLM:
             loaded,
             runner_for(loaded),
             namers=BlockNamers(b"offline"),
-            on_mask=lambda: commands.put(MaskReady()),
+            post=commands.put,
         )
         """The engine; only its thread may use it before `aclose`."""
-        self._requests = RequestBuilder(loaded, max_model_tokens=self.engine.max_model_tokens)
-        self._owner = EngineLoop(
+        owner = EngineLoop(
             self.engine,
             commands,
             name="engine",
             on_failure=lambda _: None,
             stream_interval=loaded.settings.stream_interval,
         )
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._open: set[EngineStream] = set()
-        self._wait_seconds = wait_seconds
-        self._is_closed = False
+        self._source = LoopSource(owner, wait_seconds=wait_seconds)
+        self._requests = OfflineRequests(loaded, self.engine, self._source)
 
     @classmethod
     async def open(cls, model: str, *, wait_seconds: float = 600.0, **settings: Any) -> Self:
@@ -88,15 +82,10 @@ class AsyncLLM:
     async def aclose(self) -> None:
         """Stop the engine after its step in progress, which takes at most 10 s; open iterators raise `Unavailable`.
         Idempotent."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        if self._loop is not None:
-            await self._owner.stop()
-            if self._owner.is_running:
-                raise Unavailable("the engine's step did not end in time; its thread ends with the process")
-        for stream in self._open:  # the thread has ended, so it cannot execute their aborts
-            self.engine.abort(stream.request_id)
+        if not await self._source.aclose():
+            raise Unavailable("the engine's step did not end in time; its thread ends with the process")
+        for name in self._source.open:  # the thread has ended, so it cannot execute their aborts
+            self.engine.abort(name)
         if self.engine.has_work:  # a step that was launched ahead
             await asyncio.to_thread(self.engine.step)
 
@@ -117,9 +106,9 @@ class AsyncLLM:
             Unavailable: the engine has stopped.
         """
         prompt = checked_prompt(prompt)
-        made = await asyncio.to_thread(self._requests.start, prompt, sampling or SamplingParams())
-        async with aclosing(self._parts(made)) as parts:
-            async for part in parts:
+        request = await asyncio.to_thread(self._requests.completion, prompt, sampling or SamplingParams())
+        async with aclosing(self._parts(request)) as found:
+            async for part in found:
                 yield part
 
     async def chat(
@@ -148,9 +137,9 @@ class AsyncLLM:
         messages = message_list(messages)
         params, variables = sampling or SamplingParams(), chat_template_kwargs
         use = use_from_input(tools, tool_choice, is_parallel=parallel_tool_calls)
-        made = await asyncio.to_thread(self._requests.start_chat, messages, params, use, None, variables)
-        async with aclosing(self._parts(made)) as parts:
-            async for part in parts:
+        request = await asyncio.to_thread(self._requests.answer, messages, params, use, None, variables)
+        async with aclosing(self._parts(request)) as found:
+            async for part in found:
                 yield part
 
     async def encode(
@@ -166,15 +155,11 @@ class AsyncLLM:
 
         Raises:
             KvferryError: see `generate` and `LLM.encode`.
-            InvariantBroken: the request ended without a vector.
         """
         params = pooling_params(pooling, normalize, dimensions, self.config.hidden_size)
-        request = await asyncio.to_thread(self._requests.start_pooling, checked_prompt(prompt), params)
-        async with aclosing(self._updates(request)) as updates:
-            async for update in updates:
-                if update.embedding is not None:
-                    return embedding_of(request, update)
-        raise InvariantBroken(f"request {request.request_id} ended without a vector")
+        request = await asyncio.to_thread(self._requests.vector, checked_prompt(prompt))
+        vector = await self._source.pool(request, params)
+        return Embedding(tuple(request.token_ids), vector.values, vector.num_cached_tokens)
 
     async def beam_search(self, prompt: Prompt, params: BeamParams | None = None) -> list[BeamOutput]:
         """Search for the most probable outputs of a prompt; return at most `width` outputs, the best first. Cancelling
@@ -188,65 +173,8 @@ class AsyncLLM:
             KvferryError: see `generate` and `LLM.beam_search`.
         """
         params = checked_beam_params(params)
-        ids = await asyncio.to_thread(self._requests.tokens, checked_prompt(prompt))
-        beams = new_beams(ids, params, self.engine.max_model_tokens, self.config.eos_token_ids)
-        while not beams.is_done:
-            requests = [step_request(ids, beam, params) for beam in beams.live]
-            steps = [asyncio.create_task(self._alternatives(request)) for request in requests]
-            try:
-                beams.advance(await asyncio.gather(*steps))
-            finally:
-                for step in steps:
-                    step.cancel()
-                await asyncio.gather(*steps, return_exceptions=True)
-        return [self._requests.beam_output(beam, params) for beam in beams.best(params.width)]
+        request = await asyncio.to_thread(self._requests.search, checked_prompt(prompt), params)
+        return await self._requests.beams(request, params)
 
-    async def _alternatives(self, request: EngineRequest) -> Alternatives:
-        """Return the most likely first tokens of a request."""
-        async with aclosing(self._updates(request)) as updates:
-            async for update in updates:
-                if update.tokens:
-                    return update.tokens[0].top
-        raise InvariantBroken(f"request {request.request_id} ended without a token")
-
-    async def _parts(self, made: CompletionStream) -> AsyncGenerator[CompletionPart, None]:
-        async with aclosing(self._updates(made.request)) as updates:
-            async for update in updates:
-                part = made.add(update)
-                yield part
-                if part.completion is not None:
-                    return
-
-    async def _updates(self, request: EngineRequest) -> AsyncGenerator[SequenceUpdate, None]:
-        self._start()
-        stream = self._owner.submit(request)
-        self._open.add(stream)
-        try:
-            with stream:
-                while (update := await self._next(stream)) is not None:
-                    yield update
-        finally:
-            if not self._is_closed:
-                self._open.discard(stream)
-
-    async def _next(self, stream: EngineStream) -> SequenceUpdate | None:
-        """Return the next update; `None` after the last one."""
-        try:
-            async with asyncio.timeout(self._wait_seconds):
-                async for item in stream:
-                    if item.update is not None:
-                        return item.update
-        except TimeoutError:
-            raise DeadlinePassed(f"there was no output for {self._wait_seconds:g} s") from None
-        return None
-
-    def _start(self) -> None:
-        """Start the engine's thread with the first request."""
-        running = asyncio.get_running_loop()
-        if self._is_closed:
-            raise Unavailable("this AsyncLLM is closed")
-        if self._loop is None:
-            self._loop = running
-            self._owner.start()
-        elif self._loop is not running:
-            raise UsageError("an AsyncLLM serves one event loop; create another one for this loop")
+    def _parts(self, request: Request) -> AsyncGenerator[CompletionPart, None]:
+        return parts(request, self._requests.service.generate(request))

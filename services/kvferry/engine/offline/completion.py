@@ -1,14 +1,18 @@
-"""Output of one prompt while it is generated: its text, reasoning and calls, in parts and as a whole."""
+"""Outputs of the offline API: completions as a whole or in parts, vectors and outputs of beam searches."""
 
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
 
 from kvferry.core.errors import InvariantBroken
 from kvferry.core.sampling import FinishReason, SampledToken, ScoredToken
-from kvferry.engine.schedule.messages import EngineRequest
-from kvferry.engine.schedule.step.kv_jobs import SequenceUpdate
-from kvferry.text.answers.answer import AnswerSplitter
-from kvferry.text.answers.pieces import AssembledCalls, CallDelta, Parts, ToolCall
-from kvferry.text.requests.output_text import OutputText, StopReason
+from kvferry.serving.request import Request
+from kvferry.serving.text_stream import TextChunk
+from kvferry.text.answers.pieces import AssembledCalls, CallDelta, ToolCall
+from kvferry.text.requests.output_text import StopReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,74 +55,80 @@ class CompletionPart:
         return None if self.completion is None else self.completion.finish_reason
 
 
-class CompletionStream:
-    """Output of one prompt."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Embedding:
+    """Pooled vector of one prompt."""
 
-    def __init__(
-        self, request: EngineRequest, writer: OutputText | None, splitter: AnswerSplitter | None = None
-    ) -> None:
-        """
-        Args:
-            request: the request.
-            writer: converts tokens to text; `None` if the model has no tokenizer.
-            splitter: splits the text of an answer; `None` if all generated text belongs to `text`.
-        """
-        self.request = request
-        self._writer = writer
-        self._splitter = splitter
-        self._scores: tuple[ScoredToken, ...] | None = None
-        self._text: list[str] = []
-        self._reasoning: list[str] = []
-        self._calls = AssembledCalls()
-        self._tokens: list[SampledToken] = []
-        self._reason: FinishReason | None = None
-        self._stop_reason: StopReason = None
-        self._num_cached = 0
+    prompt_token_ids: tuple[int, ...]
+    embedding: npt.NDArray[np.float32]
+    """[dimensions] values of the vector."""
+    num_cached_tokens: int
+    """Prompt tokens found in the prefix cache."""
 
-    def add(self, update: SequenceUpdate) -> CompletionPart:
-        """Add the tokens of a step. The last part has the completion. If the engine would continue the request after
-        it, the caller must abort the request."""
-        self._num_cached = update.num_cached
-        if update.scores is not None:
-            self._scores = update.scores
-        text, kept, reason = "", update.tokens, update.finish_reason
-        if self._writer is not None:
-            text, kept, reason, self._stop_reason = self._writer.add(update.tokens, update.finish_reason)
-        parts = self._split(text, is_last=reason is not None)
-        self._reason = reason
-        self._tokens += kept
-        self._text.append(parts.content)
-        self._reasoning.append(parts.reasoning)
-        self._calls.add(parts.calls)
-        whole = None if reason is None else self.completion()
-        return CompletionPart(parts.content, tuple(t.token_id for t in kept), parts.reasoning, parts.calls, whole)
 
-    def completion(self) -> Completion:
-        """Return the whole completion.
+@dataclass(frozen=True, slots=True)
+class BeamOutput:
+    """One output of a beam search."""
 
-        Raises:
-            InvariantBroken: the output has not ended.
-        """
-        if self._reason is None:
-            raise InvariantBroken(f"request {self.request.request_id} has not ended")
-        return Completion(
-            prompt_token_ids=tuple(self.request.token_ids),
-            text="".join(self._text),
-            token_ids=tuple(t.token_id for t in self._tokens),
-            finish_reason=self._reason,
-            num_cached_tokens=self._num_cached,
-            logprobs=tuple(self._tokens) if self.request.sampling.logprobs is not None else (),
-            stop_reason=self._stop_reason,
-            prompt_logprobs=self._scores,
-            reasoning_content="".join(self._reasoning),
-            tool_calls=self._calls.whole(),
-        )
+    text: str
+    """Text of the output; empty if the model has no tokenizer."""
+    token_ids: tuple[int, ...]
+    cumulative_logprob: float
+    """Sum of the log-probabilities of the tokens."""
+    score: float
+    """The sum divided by the length to the power of the length penalty; outputs are ordered by this score."""
+    finish_reason: FinishReason
 
-    def _split(self, text: str, *, is_last: bool) -> Parts:
-        if self._splitter is None:
-            return Parts(text)
-        parts = self._splitter.feed(text)
-        if not is_last:
-            return parts
-        rest = self._splitter.finish()
-        return Parts(parts.content + rest.content, parts.reasoning + rest.reasoning, (*parts.calls, *rest.calls))
+
+async def parts(request: Request, chunks: AsyncGenerator[TextChunk, None]) -> AsyncGenerator[CompletionPart, None]:
+    """Yield the parts of a completion; the last one has the whole.
+
+    Args:
+        request: the request, with one sample.
+        chunks: its text.
+
+    Raises:
+        KvferryError: the generation failed.
+        InvariantBroken: the text ended without a reason.
+    """
+    text: list[str] = []
+    reasoning: list[str] = []
+    tokens: list[SampledToken] = []
+    calls = AssembledCalls()
+    scores: tuple[ScoredToken, ...] | None = None
+    async with aclosing(chunks):
+        async for chunk in chunks:
+            text.append(chunk.text)
+            reasoning.append(chunk.reasoning)
+            tokens += chunk.tokens
+            calls.add(chunk.tool_calls)
+            scores = chunk.prompt_logprobs or scores
+            whole = None
+            if chunk.finish_reason is not None:
+                assert chunk.usage is not None, "the last chunk has its usage"
+                whole = Completion(
+                    prompt_token_ids=tuple(request.token_ids),
+                    text="".join(text),
+                    token_ids=tuple(token.token_id for token in tokens),
+                    finish_reason=chunk.finish_reason,
+                    num_cached_tokens=chunk.usage.cached_tokens,
+                    logprobs=tuple(tokens) if request.sampling.logprobs is not None else (),
+                    stop_reason=chunk.stop_reason,
+                    prompt_logprobs=scores,
+                    reasoning_content="".join(reasoning),
+                    tool_calls=calls.whole(),
+                )
+            ids = tuple(token.token_id for token in chunk.tokens)
+            yield CompletionPart(chunk.text, ids, chunk.reasoning, chunk.tool_calls, whole)
+            if whole is not None:
+                return
+    raise InvariantBroken(f"request {request.caller.request_id} has not ended")
+
+
+async def completed(request: Request, chunks: AsyncGenerator[TextChunk, None]) -> Completion:
+    """Return the whole completion; see `parts`."""
+    async with aclosing(parts(request, chunks)) as found:
+        async for part in found:
+            if part.completion is not None:
+                return part.completion
+    raise InvariantBroken(f"request {request.caller.request_id} has not ended")

@@ -1,28 +1,28 @@
 """Offline inference API: the class `LLM` completes prompts with one engine in this process."""
 
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+import asyncio
+from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.progress import Progress
 
-from kvferry.core.errors import InvalidRequest, UnknownModel, shortened
+from kvferry.core.errors import InvalidRequest, shortened
 from kvferry.core.hashing import BlockNamers
-from kvferry.core.ids import AdapterId, RequestId
+from kvferry.core.ids import AdapterId
 from kvferry.core.sampling import SamplingParams
 from kvferry.engine.adapter_settings import check_adapter_name
 from kvferry.engine.build import build_engine, load_adapter, load_model, runner_for
-from kvferry.engine.offline.beam_search import BeamOutput, checked_beam_params, search
-from kvferry.engine.offline.completion import Completion, CompletionStream
-from kvferry.engine.offline.embedding import Embedding, embedding_of, pairs, pooling_params, prompt_key
-from kvferry.engine.offline.prompts import Prompt, conversation_list, prompt_list
-from kvferry.engine.offline.request_builder import RequestBuilder
-from kvferry.engine.schedule.messages import EngineRequest
+from kvferry.engine.offline.completion import BeamOutput, Completion, Embedding, completed
+from kvferry.engine.offline.prompts import Prompt, conversation_list, pairs, prompt_key, prompt_list
+from kvferry.engine.offline.requests import OfflineRequests, adapter_named, checked_beam_params, pooling_params
+from kvferry.engine.offline.run import run
+from kvferry.engine.offline.step_source import StepSource
 from kvferry.engine.schedule.plan.step_budget import SchedulerLimits
-from kvferry.engine.schedule.step.kv_jobs import SequenceUpdate
 from kvferry.engine.settings import EngineSettings
+from kvferry.serving.request import Request
 from kvferry.text.requests.beams import BeamParams
 from kvferry.text.requests.pooling import cosine
 from kvferry.text.templates.chat_template import Message
@@ -32,8 +32,9 @@ from kvferry.text.tools.inputs import ToolInput, use_from_input
 
 __all__ = ["LLM", "Completion", "Embedding"]
 
-_MAX_WAITING = 512
-"""Requests are added while fewer than this number are waiting; the engine rejects more than 1024."""
+_MAX_LIVE = 512
+"""Maximum number of beams at a time; an engine rejects more than 1024 waiting requests."""
+T = TypeVar("T")
 
 
 class LLM:
@@ -127,7 +128,8 @@ class LLM:
         self.runner = runner_for(loaded)
         """Runner that computes the engine's steps."""
         self.engine = build_engine(loaded, self.runner, namers=BlockNamers(b"offline"))
-        self._requests = RequestBuilder(loaded, max_model_tokens=self.engine.max_model_tokens)
+        self._source = StepSource(self.engine)
+        self._requests = OfflineRequests(loaded, self.engine, self._source)
         self.model = loaded.model
         """The model, loaded for its kernels."""
         self.block_bytes = loaded.layout.block_bytes
@@ -173,8 +175,8 @@ class LLM:
         prompts = prompt_list(prompts)
         params = _for_each(sampling, len(prompts))
         adapters = self._adapters(model, len(prompts))
-        streams = [self._requests.start(*each) for each in zip(prompts, params, adapters, strict=True)]
-        return self._complete(streams, "completions" if progress else None)
+        requests = [self._requests.completion(*each) for each in zip(prompts, params, adapters, strict=True)]
+        return self._complete(requests, "completions" if progress else None)
 
     def encode(
         self,
@@ -203,15 +205,12 @@ class LLM:
             UsageError: the weights are random, but a prompt is a string.
         """
         params = pooling_params(pooling, normalize, dimensions, self.config.hidden_size)
-        requests = [self._requests.start_pooling(prompt, params) for prompt in prompt_list(prompts)]
-        found: dict[RequestId, SequenceUpdate] = {}
-
-        def take(update: SequenceUpdate) -> bool:
-            found[update.request_id] = update
-            return True
-
-        self._run(requests, take, "vectors" if progress else None)
-        return [embedding_of(request, found[request.request_id]) for request in requests]
+        requests = [self._requests.vector(prompt) for prompt in prompt_list(prompts)]
+        vectors = self._all([self._source.pool(request, params) for request in requests], progress, "vectors")
+        return [
+            Embedding(tuple(request.token_ids), vector.values, vector.num_cached_tokens)
+            for request, vector in zip(requests, vectors, strict=True)
+        ]
 
     embed = encode
 
@@ -255,11 +254,14 @@ class LLM:
             UsageError: the weights are random, but a prompt is a string.
         """
         params = checked_beam_params(params)
-        ids = [self._requests.tokens(prompt) for prompt in prompt_list(prompts)]
-        with Progress(console=Console(stderr=True), disable=not progress) as bar:
-            task = bar.add_task("searches", total=len(ids))
-            found = search(self.engine, ids, params, self.config.eos_token_ids, lambda: bar.advance(task))
-        return [[self._requests.beam_output(beam, params) for beam in own] for own in found]
+        requests = [self._requests.search(prompt, params) for prompt in prompt_list(prompts)]
+        together = asyncio.Semaphore(max(1, _MAX_LIVE // params.width))
+
+        async def found(request: Request) -> list[BeamOutput]:
+            async with together:
+                return await self._requests.beams(request, params)
+
+        return self._all([found(request) for request in requests], progress, "searches")
 
     def chat(
         self,
@@ -296,11 +298,11 @@ class LLM:
         several = conversation_list(conversations)
         params, adapters = _for_each(sampling, len(several)), self._adapters(model, len(several))
         use = use_from_input(tools, tool_choice, is_parallel=parallel_tool_calls)
-        streams = [
-            self._requests.start_chat(messages, each, use, adapter, chat_template_kwargs)
+        requests = [
+            self._requests.answer(messages, each, use, adapter, chat_template_kwargs)
             for messages, each, adapter in zip(several, params, adapters, strict=True)
         ]
-        return self._complete(streams, "answers" if progress else None)
+        return self._complete(requests, "answers" if progress else None)
 
     def load_adapter(self, name: str, path: str) -> None:
         """Load an adapter, or replace the one of the same name.
@@ -331,56 +333,37 @@ class LLM:
             raise InvalidRequest(
                 f"model has {len(names)} names for {count} prompts; pass one name, or one per prompt", field="model"
             )
-        return [self._adapter(name) for name in names]
+        return [adapter_named(self.engine, self.config.name, name) for name in names]
 
-    def _adapter(self, name: str) -> AdapterId | None:
-        if name in ("", self.config.name):
-            return None
-        if self.engine.adapters is None:
-            raise UnknownModel(
-                f"model {shortened(name)!r} is not served here, and this LLM has no adapters; use {self.config.name!r}",
-                field="model",
-            )
-        return self.engine.adapters.resolve(name)
+    def _complete(self, requests: Sequence[Request], shown: str | None) -> list[Completion]:
+        service = self._requests.service
+        work = [completed(request, service.generate(request)) for request in requests]
+        return self._all(work, shown is not None, shown or "")
 
-    def _complete(self, streams: Sequence[CompletionStream], shown: str | None) -> list[Completion]:
-        by_id = {stream.request.request_id: stream for stream in streams}
-
-        def take(update: SequenceUpdate) -> bool:
-            return by_id[update.request_id].add(update).completion is not None
-
-        self._run([stream.request for stream in streams], take, shown)
-        return [stream.completion() for stream in streams]
-
-    def _run(
-        self, requests: Sequence[EngineRequest], take: Callable[[SequenceUpdate], bool], shown: str | None
-    ) -> None:
-        """Step until all requests have ended; abort all if one is rejected or fails.
+    def _all(self, work: Sequence[Coroutine[Any, Any, T]], progress: bool, label: str) -> list[T]:
+        """Do all work at the same time, and return the results in order. If a part fails, all others are cancelled.
 
         Args:
-            requests: the requests; they are added while the engine's queue has room.
-            take: receives an update and returns whether the request has ended; if so, and the engine would continue it,
-                it is aborted.
-            shown: label of the progress bar; `None` for no bar.
+            work: the parts.
+            progress: whether to show a progress bar on standard error.
+            label: what the bar counts.
         """
-        waiting = deque(requests)
-        with Progress(console=Console(stderr=True), disable=shown is None) as bar:
-            task = bar.add_task(shown or "", total=len(requests))
-            try:
-                while waiting or self.engine.has_work:
-                    while waiting and self.engine.scheduler.num_waiting < _MAX_WAITING:
-                        self.engine.add(waiting.popleft())
-                    for update in self.engine.step().updates:
-                        if update.error is not None:
-                            raise update.error
-                        if take(update):
-                            bar.advance(task)
-                            if update.finish_reason is None:
-                                self.engine.abort(update.request_id)
-            except BaseException:
-                for request in requests:
-                    self.engine.abort(request.request_id)
-                raise
+
+        async def together() -> list[T]:
+            with Progress(console=Console(stderr=True), disable=not progress) as bar:
+                shown = bar.add_task(label, total=len(work))
+                tasks = [asyncio.create_task(part) for part in work]
+                for task in tasks:
+                    task.add_done_callback(lambda _: bar.advance(shown))
+                try:
+                    return list(await asyncio.gather(*tasks))
+                finally:
+                    for task in tasks:
+                        task.cancel()
+                    await asyncio.gather(*tasks, return_exceptions=True)
+                    self._source.drain()
+
+        return run(together())
 
 
 def _for_each(sampling: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:

@@ -89,3 +89,26 @@ def _items(value: object, field: str, expected: str) -> list[Any]:
 
 def _top(field: str) -> str:
     return field.partition(".")[0]
+
+
+def prompt_key(prompt: Prompt) -> str | tuple[int, ...]:
+    """Return a key for a prompt, so that equal prompts are computed once."""
+    return prompt if isinstance(prompt, str) else tuple(prompt)
+
+
+def pairs(a: Prompt | Sequence[Prompt], b: Prompt | Sequence[Prompt]) -> list[tuple[Prompt, Prompt]]:
+    """Return the pairs to compare: one with one, one with each of several, or the items of two equally long lists.
+
+    Raises:
+        InvalidRequest: the numbers of prompts do not match, or a list is empty.
+    """
+    left, right = prompt_list(a, "a"), prompt_list(b, "b")
+    if len(left) == 1:
+        left = left * len(right)
+    if not right or len(left) != len(right):
+        raise InvalidRequest(
+            f"{len(left)} prompts in a cannot be compared with {len(right)} in b; pass one prompt in a, or as many as "
+            "in b",
+            field="prompts",
+        )
+    return list(zip(left, right, strict=True))

@@ -1,8 +1,7 @@
 """Messages of the engine: commands to it, and the output of each step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from kvferry.core.errors import KvferryError
 from kvferry.core.ids import AdapterId, BlockHash, RequestId
@@ -16,6 +15,8 @@ from kvferry.kv.interface.connector import LoadOutcome
 from kvferry.kv.interface.tiering import KvMessage
 from kvferry.kv.pricing.price import Decision
 from kvferry.text.requests.pooling import PoolingParams
+
+_NO_SAMPLING = SamplingParams(temperature=0.0, max_tokens=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ class EngineRequest:
     """Priority of the request, used if the scheduling policy compares priorities; lower numbers come first."""
     deadline: float | None = None
     """Monotonic seconds by which the first token is needed; `None` for no deadline."""
-    tenant: str = ""
+    scope: str = ""
     """Scope of the request's KV (`core.hashing.cache_scope`)."""
     adapter: AdapterId | None = None
     """Version of the adapter to use, to which the scope must then belong; `None` for the base model."""
@@ -43,6 +44,31 @@ class EngineRequest:
     remote: RemoteKv | None = None
     pooling: PoolingParams | None = None
     """Set for a pooling request: it returns a vector of its prompt and samples no tokens."""
+
+    @classmethod
+    def for_vector(
+        cls,
+        request_id: RequestId,
+        token_ids: Sequence[int],
+        params: PoolingParams,
+        *,
+        scope: str = "",
+        priority: int = 0,
+        deadline: float | None = None,
+    ) -> "EngineRequest":
+        """Create a pooling request; it samples no tokens, so its sampling parameters have no effect.
+
+        Args:
+            request_id: id of the request.
+            token_ids: token ids of the prompt.
+            params: parameters of the vector.
+            scope: cache scope of the prompt.
+            priority: priority of the request; lower numbers come first.
+            deadline: monotonic time in seconds at which the request is aborted; `None` for no deadline.
+        """
+        return cls(
+            request_id, list(token_ids), _NO_SAMPLING, priority=priority, deadline=deadline, scope=scope, pooling=params
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +88,14 @@ class ReleaseExport:
 @dataclass(frozen=True, slots=True)
 class MaskReady:
     """Command without an action: wakes the engine's thread, since a sequence that waited for its mask can run."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterLoaded:
+    """Command: take an adapter that was loaded again for sequences that wait for it."""
+
+    adapter: AdapterId
+    outcome: LoadedAdapter | KvferryError
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +134,24 @@ class PinPrefix:
 
 
 @dataclass(frozen=True, slots=True)
+class UnpinPrefix:
+    """Command: end the pin of a prefix; see `Pinning.unpin`."""
+
+    scope: str
+    token_ids: list[int]
+    reply: Callable[[PinnedPrefix | None], None]
+    """Called on the engine's thread with the pin as it was; `None` if there was none."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClosePins:
+    """Command: end all pins and refuse new ones."""
+
+    reply: Callable[[None], None]
+    """Called on the engine's thread."""
+
+
+@dataclass(frozen=True, slots=True)
 class ChangeAdapter:
     """Command: register an adapter, replace the one with the same name, or remove it."""
 
@@ -110,24 +162,18 @@ class ChangeAdapter:
     """Called on the engine's thread."""
 
 
-@dataclass(frozen=True, slots=True)
-class Observe:
-    """Command: call a function with the engine between two steps, which may begin or end a recording."""
-
-    apply: Callable[[Any], None]
-    """Called on the engine's thread with the `Engine`."""
-
-
 Command = (
     EngineRequest
     | KvPrefetchRequest
     | Abort
     | ReleaseExport
     | MaskReady
+    | AdapterLoaded
     | ResetPrefixCache
     | PinPrefix
+    | UnpinPrefix
+    | ClosePins
     | ChangeAdapter
-    | Observe
     | KvMessage
 )
 """Any command to an engine."""

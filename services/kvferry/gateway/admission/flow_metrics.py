@@ -90,7 +90,7 @@ class QueueCollector(Collector):
         for metric, field in ((metrics.GATEWAY_QUEUE, "requests"), (metrics.GATEWAY_QUEUE_BYTES, "num_bytes")):
             family = GaugeMetricFamily(metric.name, metric.help, labels=metric.labels)
             for label, size in sizes.items():
-                family.add_metric([label], getattr(size, field))
+                family.add_metric(metric.checked(label), getattr(size, field))
             yield family
         running = GaugeMetricFamily(metrics.GATEWAY_DISPATCHED.name, metrics.GATEWAY_DISPATCHED.help)
         running.add_metric((), self._controller.num_dispatched)

@@ -9,7 +9,7 @@ depends only on seed and position, so the output is the same. `obligations.DUTIE
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from typing import Never
@@ -23,22 +23,18 @@ from kvferry.core.errors import (
     Overloaded,
     RequestCancelled,
     RequestRefused,
+    TicketRejected,
     Unavailable,
 )
-from kvferry.core.hashing import BlockNamers
 from kvferry.core.sampling import FinishReason
 from kvferry.core.traces.spans import current_span
 from kvferry.gateway.admission.flow_gate import FlowGate
-from kvferry.gateway.decide.cache_map.cache_map import CacheMap
 from kvferry.gateway.decide.config import DispatchConfig
-from kvferry.gateway.decide.estimates.commitments import Commitments
-from kvferry.gateway.decide.estimates.estimates import Estimates
 from kvferry.gateway.decide.flow.capacity import UNBOUNDED
 from kvferry.gateway.decide.lifecycle.obligations import MACHINE, Event, State
 from kvferry.gateway.decide.lifecycle.retry_decision import RetryDecision, retry_decision
 from kvferry.gateway.decide.lifecycle.sample_run import SampleRun
 from kvferry.gateway.decide.lifecycle.sample_trace import NO_TRACE, NoTrace, SampleTrace
-from kvferry.gateway.decide.routing.policies import RoutingPolicies
 from kvferry.gateway.decide.routing.routes import Route
 from kvferry.gateway.dispatch.ending import Ending
 from kvferry.gateway.dispatch.journal import Journal
@@ -46,13 +42,12 @@ from kvferry.gateway.dispatch.kv_prefetch import KvPrefetches
 from kvferry.gateway.dispatch.lost_call import WorkerLost
 from kvferry.gateway.dispatch.prior_turns import Turns
 from kvferry.gateway.dispatch.releases import Releases, Sleep
-from kvferry.gateway.dispatch.route_selection import RETRY_AFTER_SECONDS, RouteSelection
+from kvferry.gateway.dispatch.route_selection import RETRY_AFTER_SECONDS
+from kvferry.gateway.dispatch.routing import Routing
 from kvferry.gateway.dispatch.search_steps import SearchSteps
 from kvferry.gateway.dispatch.step_turns import StepTurns
-from kvferry.gateway.dispatch.work_records import WorkRecords
 from kvferry.gateway.dispatch.worker_calls import WorkerCalls
 from kvferry.gateway.fleet.fleet import Fleet
-from kvferry.gateway.observe.instruments import Instruments
 from kvferry.serving.request import Request
 from kvferry.serving.token_source import TokenEvent, Vector
 from kvferry.text.requests.pooling import PoolingParams
@@ -71,9 +66,8 @@ class Dispatcher:
         clock: Clock,
         config: DispatchConfig,
         *,
-        instruments: Instruments | None = None,
+        routing: Routing,
         gate: FlowGate | None = None,
-        cache_map: CacheMap | None = None,
         step_places: Callable[[], int] = lambda: UNBOUNDED,
         sleep: Sleep = asyncio.sleep,
         on_end: Callable[[SampleRun], None] | None = None,
@@ -83,10 +77,9 @@ class Dispatcher:
             fleet: the workers; the caller starts and stops the fleet.
             clock: for deadlines and timings; the time base of `Request.arrived` and `Request.deadline`.
             config: routing, retries and limits.
-            instruments: metrics; `None` creates them in a new registry.
+            routing: chooses the workers, and counts what is dispatched to them.
             gate: gate in which samples wait while the pool has no workers. If it is `None`, a sample waits while a lost
                 worker may recover, and fails otherwise.
-            cache_map: predicts what the workers have cached; `None` predicts from the dispatcher's own history.
             step_places: function that returns how many steps of beam searches may run on the workers at a time.
             sleep: called to wait between attempts.
             on_end: called with each sample that has ended.
@@ -95,27 +88,15 @@ class Dispatcher:
         self._clock = clock
         self._retry = config.retry
         self._max_streams = config.max_streams
-        self._instruments = instruments or Instruments()
+        self._instruments = routing.instruments
         self._gate = gate
         self._sleep = sleep
         self._on_end = on_end
         self.journal = Journal()
-        namers = BlockNamers(config.tenant_key)
         self._releases = Releases(fleet, self._instruments, self._retry.release_timeout_seconds, sleep)
         self._ending = Ending(self._releases, clock, self._instruments)
-        estimates, commitments = Estimates(), Commitments(clock)
-        self._commitments = commitments
-        self._records = WorkRecords(fleet, estimates, commitments)
-        self._routes = RouteSelection(
-            fleet,
-            config.routing,
-            namers,
-            cache_map or CacheMap(clock, max_blocks=0),
-            RoutingPolicies(config.routing.policy, estimates, commitments, load_factor=config.routing.load_factor),
-            self._records,
-            self._instruments,
-        )
-        self.turns = Turns(fleet, namers)
+        self._records, self._routes = routing.records, routing.routes
+        self.turns = Turns(fleet, routing.namers)
         self._calls = WorkerCalls(
             fleet,
             clock,
@@ -215,15 +196,6 @@ class Dispatcher:
             self._ending.end(run, Event.CANCEL)
             self._records.arrived(run)
 
-    def uncached_tokens(self, scope: str, token_ids: Sequence[int]) -> int:
-        """Return the number of tokens of a prompt that would be computed now; see `RouteSelection.uncached_tokens`."""
-        return self._routes.uncached_tokens(scope, token_ids)
-
-    @property
-    def num_committed(self) -> int:
-        """Number of samples whose dispatched work is counted; 0 if no streams are open."""
-        return self._commitments.count
-
     async def wait_idle(self) -> None:
         """Return when no streams are open and no clean-up is in flight."""
         while self.open_streams or self._releases.count:
@@ -291,6 +263,8 @@ class Dispatcher:
         run.trace.lost(error, address, len(run.emitted))
         if run.state in (State.PREFILLING, State.FETCHING, State.DECODING):
             run.on(Event.LOSE)
+        if isinstance(error, TicketRejected):
+            self._instruments.ticket_rejected(error)
         decision = retry_decision(error)
         if decision is RetryDecision.FATAL:
             self._refuse(run, error)

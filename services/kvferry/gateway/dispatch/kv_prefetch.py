@@ -67,7 +67,7 @@ class KvPrefetches:
         return decode_pb2.PrefetchKvRequest(
             request_id=request.caller.request_id,
             token_ids=request.token_ids,
-            tenant=request.caller.scope,
+            scope=request.caller.scope,
             ticket_id=ticket_id,
             prefill=common_pb2.WorkerIdentity(worker_id=view.worker_id, incarnation=view.incarnation),
             prefill_address=view.endpoint.address,

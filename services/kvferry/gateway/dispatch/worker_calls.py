@@ -104,7 +104,9 @@ class WorkerCalls:
         self._records.prefilled(run, address, answer.num_cached_tokens, answer.prefill_seconds)
         queued = run.request.caller.queued_seconds + answer.queue_seconds
         run.time(queue_seconds=queued, prefill_seconds=answer.prefill_seconds)
-        run.report_kv(wire.kv_reports_from_wire(answer.kv))
+        reports = wire.kv_reports_from_wire(answer.kv)
+        run.report_kv(reports)
+        self._instruments.prior_turn_reported(reports)
         if answer.ticket_id:
             run.on(Event.OFFER)
             run.ticket = replace(requested, ticket_id=answer.ticket_id, sealed=answer.ticket)

@@ -45,8 +45,9 @@ class FleetCollector(Collector):
         workers = _gauge(metrics.GATEWAY_WORKERS)
         for role in ("prefill", "decode", "both"):
             of_role = [view for view in views if view.role == role]
-            workers.add_metric([role, "ready"], sum(view.takes_work for view in of_role))
-            workers.add_metric([role, "out"], sum(not view.takes_work for view in of_role))
+            num_ready = sum(view.takes_work for view in of_role)
+            workers.add_metric(metrics.GATEWAY_WORKERS.checked(role, "ready"), num_ready)
+            workers.add_metric(metrics.GATEWAY_WORKERS.checked(role, "out"), len(of_role) - num_ready)
         yield workers
         total = sum(view.load.blocks_total for view in views)
         free = sum(view.load.blocks_free for view in views)

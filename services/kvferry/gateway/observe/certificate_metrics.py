@@ -36,5 +36,5 @@ class CertificateCollector(Collector):
             metric = metrics.TLS_NOT_AFTER
             gauge = GaugeMetricFamily(metric.name, metric.help, labels=metric.labels)
             for use, certificate in self._certificates.items():
-                gauge.add_metric([use], certificate.not_after)
+                gauge.add_metric(metric.checked(use), certificate.not_after)
             yield gauge

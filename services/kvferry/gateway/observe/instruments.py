@@ -1,10 +1,13 @@
 """The gateway's metrics, created from the table in `core.metrics`; each gateway has its own registry."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Self
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from kvferry.core import metrics
+from kvferry.core.errors import TicketRejected
+from kvferry.core.handoffs import HandoffOutcome
 from kvferry.core.metrics import Metric
 from kvferry.gateway.decide.lifecycle.obligations import State
 from kvferry.gateway.decide.lifecycle.prompt_sources import prompt_sources
@@ -16,6 +19,23 @@ from kvferry.serving.token_source import KvReport, Timing
 
 SOURCES = ("computed", "cached", "peer", "tier")
 """Sources of the KV of prompt tokens, as in `PromptSources`."""
+
+
+class CheckedCounter(Counter):
+    """A counter whose labels have the values of the table only."""
+
+    metric: Metric | None = None
+    """Definition of the counter; `None` in the counters of single label values, which the library creates."""
+
+    def labels(self, *labelvalues: Any, **labelkwargs: Any) -> Self:
+        """Return the counter of label values, which are given in order.
+
+        Raises:
+            ValueError: a value is not in the label's set.
+        """
+        if self.metric is not None:
+            self.metric.checked(*labelvalues)
+        return super().labels(*labelvalues, **labelkwargs)
 
 
 class Instruments:
@@ -32,7 +52,6 @@ class Instruments:
         self.releases = self._counter(metrics.GATEWAY_RELEASES)
         self.handoffs = self._counter(metrics.GATEWAY_HANDOFFS)
         self.kv_decisions = self._counter(metrics.GATEWAY_KV_DECISIONS)
-        self.peer_loads = self._counter(metrics.GATEWAY_PEER_LOADS)
         self.predictions = self._counter(metrics.GATEWAY_CACHE_PREDICTIONS)
         self.predicted_tokens = self._counter(metrics.GATEWAY_CACHE_PREDICTED)
         self.overpredicted_tokens = self._counter(metrics.GATEWAY_CACHE_OVERPREDICTED)
@@ -73,11 +92,21 @@ class Instruments:
             self.first_token_seconds.observe(timing.first_token_seconds)
 
     def kv_reported(self, reports: Sequence[KvReport]) -> None:
-        """Record the decisions whether to load KV, and their outcomes."""
+        """Record the decisions whether to load KV."""
         for report in reports:
             self.kv_decisions.labels(report.source, "load" if report.num_chosen else "compute").inc()
-            if report.source == "peer" and report.num_chosen:
-                self.peer_loads.labels("failed" if report.failure else "fetched").inc()
+
+    def prior_turn_reported(self, reports: Sequence[KvReport]) -> None:
+        """Record the hand-offs of a prior turn's KV from a decode worker to a prefill worker."""
+        for report in reports:
+            if report.source == "peer":
+                outcome = HandoffOutcome.FETCHED if report.num_chosen else HandoffOutcome.RECOMPUTED
+                self.handoffs.labels(HandoffOutcome.FAILED if report.failure else outcome).inc()
+
+    def ticket_rejected(self, error: TicketRejected) -> None:
+        """Record a hand-off whose ticket the decode worker did not accept."""
+        is_unknown = error.reason == "TICKET_KEY_UNKNOWN"
+        self.handoffs.labels(HandoffOutcome.KEY_UNKNOWN if is_unknown else HandoffOutcome.REJECTED).inc()
 
     def prefix_predicted(self, predicted: CachedPrefix, actual_tokens: int) -> None:
         """Compare the prediction of a prompt's cached tokens with the number that the worker reports.
@@ -94,15 +123,9 @@ class Instruments:
         self.underpredicted_tokens.labels(predicted.basis.value).inc(max(0, -error))
 
     def handoff_counts(self) -> dict[str, int]:
-        """Return the number of KV fetches from peers by outcome: `fetched`; `failed`; `key_unknown` and `rejected`,
-        the latter two for tickets that a decode worker did not accept, because of their key or for another reason.
-        Prompts that were cheaper to recompute are not counted."""
-        counts = {labels["outcome"]: n for labels, n in _totals(self.peer_loads)}
-        for labels, n in _totals(self.retries):
-            if labels["reason"].startswith("TICKET_"):
-                outcome = "key_unknown" if labels["reason"] == "TICKET_KEY_UNKNOWN" else "rejected"
-                counts[outcome] = counts.get(outcome, 0) + n
-        return counts
+        """Return the number of hand-offs by outcome, a value of `HandoffOutcome`; outcomes that have not occurred are
+        absent."""
+        return {labels["outcome"]: n for labels, n in _totals(self.handoffs)}
 
     def totals(self) -> Totals:
         """Return a reading of the histograms and counters that the dashboard shows over time."""
@@ -117,7 +140,9 @@ class Instruments:
         )
 
     def _counter(self, metric: Metric) -> Counter:
-        return Counter(metric.name, metric.help, metric.labels, registry=self.registry)
+        counter = CheckedCounter(metric.name, metric.help, metric.labels, registry=self.registry)
+        counter.metric = metric
+        return counter
 
     def _gauge(self, metric: Metric) -> Gauge:
         return Gauge(metric.name, metric.help, metric.labels, registry=self.registry)

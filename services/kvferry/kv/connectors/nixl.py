@@ -8,7 +8,8 @@ The design follows from the observed behavior of NIXL 1.5:
 - NIXL never reports a stalled peer; the fetcher enforces deadlines.
 - An agent's name cannot be reused after a restart, so agents are named by incarnation.
 - Serialized descriptor lists can run code when they are read, so peers exchange plain numbers and build their own
-lists. - Descriptors are built once per peer; a transfer is two index arrays.
+  lists.
+- Descriptors are built once per peer; a transfer is two index arrays.
 - NIXL's progress thread polls without pause and takes a whole core, even when idle. The thread in this module polls
   often while this worker reads or peers may be reading from it, and rarely otherwise.
 """

@@ -43,7 +43,8 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     connector: str
     fingerprint: bytes
     """Fingerprint of the layout, 16 bytes."""
-    tenant: str
+    scope: str
+    """Cache scope of the prompt: tenant, salt and adapter."""
     tokens_digest: bytes
     """`digest_tokens` of the tokens whose KV is in the pages."""
     num_tokens: int
@@ -226,7 +227,7 @@ def check_ticket(
     *,
     fingerprint: bytes,
     block_tokens: int,
-    tenant: str,
+    scope: str,
     tokens: Sequence[int],
     now_wall: float,
     layout: KvLayout | None = None,
@@ -238,14 +239,14 @@ def check_ticket(
         ticket: the opened ticket.
         fingerprint: fingerprint of this worker's layout.
         block_tokens: tokens per page of this worker.
-        tenant: cache scope of the request.
+        scope: cache scope of the request.
         tokens: tokens of the request.
         now_wall: wall-clock time in seconds, which is compared with the ticket's expiry.
         layout: this worker's layout; if given, a ticket for held pages may have a different, convertible layout.
         windows: sliding windows of this worker's layer groups.
 
     Raises:
-        TicketRejected: the ticket is not valid; `reason` is one of TICKET_LAYOUT, TICKET_TENANT, TICKET_TOKENS,
+        TicketRejected: the ticket is not valid; `reason` is one of TICKET_LAYOUT, TICKET_SCOPE, TICKET_TOKENS,
             TICKET_EXTENT, TICKET_EXPIRED.
     """
 
@@ -258,8 +259,8 @@ def check_ticket(
         made = plan_for(ticket.fingerprint, ticket.layout, layout)
         block_tokens = block_tokens if made is None else made.source.block_tokens
     num_pages = sum(map(len, handed_over(ticket.num_tokens, windows, block_tokens)))
-    if ticket.tenant != tenant:
-        raise reject("TICKET_TENANT", "the ticket belongs to another tenant")
+    if ticket.scope != scope:
+        raise reject("TICKET_SCOPE", "the ticket belongs to another cache scope")
     if not ticket.num_tokens < len(tokens) or len(ticket.block_ids) != num_pages:
         raise reject(
             "TICKET_EXTENT",

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import fields
+from typing import Literal
 
 from pydantic_core import from_json
 
@@ -116,6 +117,14 @@ def _message_from_wire(message: inference_pb2.ChatMessage, where: str) -> dict[s
     return found
 
 
+_EARLY_STOPPING: dict[int, bool | Literal["never"]] = {
+    inference_pb2.BeamSearch.STOPPING_UNSPECIFIED: False,
+    inference_pb2.BeamSearch.STOPPING_BEST: False,
+    inference_pb2.BeamSearch.STOPPING_FIRST: True,
+    inference_pb2.BeamSearch.STOPPING_NEVER: "never",
+}
+
+
 def beams_from_wire(request: inference_pb2.GenerateRequest, num_samples: int) -> BeamParams | None:
     """Return the parameters of a request's beam search; `None` if it samples.
 
@@ -125,17 +134,14 @@ def beams_from_wire(request: inference_pb2.GenerateRequest, num_samples: int) ->
     if not request.HasField("beams"):
         return None
     given = request.beams
-    if given.early_stopping and given.never_stop_early:
-        raise InvalidRequest(
-            "beams.early_stopping and beams.never_stop_early are mutually exclusive; set one of them",
-            field="beams.never_stop_early",
-        )
+    if given.stopping not in _EARLY_STOPPING:
+        raise InvalidRequest(f"beams.stopping has the unknown value {given.stopping}", field="beams.stopping")
     try:
         params = BeamParams(
             given.width,
             max_tokens=request.sampling.max_tokens or MAX_OUTPUT_TOKENS,
             length_penalty=given.length_penalty if given.HasField("length_penalty") else 1.0,
-            early_stopping="never" if given.never_stop_early else given.early_stopping,
+            early_stopping=_EARLY_STOPPING[given.stopping],
             ignore_eos=request.sampling.ignore_eos,
         )
     except InvalidRequest as error:

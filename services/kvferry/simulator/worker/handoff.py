@@ -108,7 +108,7 @@ class OfferDesk:
             control_address=self.name,
             connector=CONNECTOR,
             fingerprint=_FINGERPRINT,
-            tenant="",
+            scope="",
             tokens_digest=b"",
             num_tokens=tokens,
             block_ids=tuple(export.blocks),

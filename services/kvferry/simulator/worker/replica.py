@@ -241,7 +241,7 @@ class Replica:
             namer=self._namer(job.tenant),
             max_tokens_total=job.num_prompt + job.output.count,
             eos_token_ids=_NO_EOS,
-            tenant=job.tenant,
+            scope=job.tenant,
             priority=job.priority,
             exports=job.exports,
             remote=job.remote if self._loads.can_fetch else None,

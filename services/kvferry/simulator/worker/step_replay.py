@@ -116,7 +116,7 @@ class StepReplay:
             namer=self._namers.of(scope, fingerprint=b"replay", block_tokens=self._allocator.block_tokens),
             max_tokens_total=request.max_tokens_total,
             eos_token_ids=_ENDS,
-            tenant=scope,
+            scope=scope,
             priority=request.priority,
             exports=request.exports,
             keeps=request.keeps,

@@ -13,8 +13,8 @@ from kvferry.kv.pages.layout import KvLayout
 from kvferry.v1 import common_pb2
 
 _UNBOUND = WorkerId("")
-MAX_TENANT_CHARS = 256 + SALT_DIGEST_CHARS + ADAPTER_DIGEST_CHARS
-"""Maximum length of a tenant together with the digests of salt and adapter (`core.hashing.cache_scope`)."""
+MAX_SCOPE_CHARS = 256 + SALT_DIGEST_CHARS + ADAPTER_DIGEST_CHARS
+"""Maximum length of a scope: a tenant with the digests of salt and adapter (`core.hashing.cache_scope`)."""
 
 
 @dataclass(slots=True)
@@ -58,19 +58,19 @@ class WorkerContext:
         """Return the deadline of a call that ends in `seconds`, in monotonic seconds; `None` without a deadline."""
         return None if seconds is None else self.clock.monotonic() + seconds
 
-    def admit(self, model: str, tenant: str = "") -> None:
-        """Check that a call with this model and tenant may start.
+    def admit(self, model: str, scope: str = "") -> None:
+        """Check that a call with this model and scope may start.
 
         Args:
             model: name of the model; empty matches every model.
-            tenant: tenant of the call; empty if the call has none.
+            scope: cache scope of the call; empty if the call has none.
 
         Raises:
-            InvalidRequest: the tenant's name is too long.
+            InvalidRequest: the scope is too long.
             Unavailable: the worker is draining.
             UnknownModel: the worker serves a different model; an empty name matches every model.
         """
-        self.check_tenant(tenant)
+        self.check_scope(scope)
         if self.draining:
             raise Unavailable(
                 "this worker is draining; retry on a different worker", reason="DRAINING", retry_after_seconds=0.1
@@ -78,15 +78,15 @@ class WorkerContext:
         if model not in {"", self.model}:
             raise UnknownModel(f"model {shortened(model)!r} is not served here; use {self.model!r}", field="model")
 
-    def check_tenant(self, tenant: str) -> None:
-        """Check the length of a tenant's name.
+    def check_scope(self, scope: str) -> None:
+        """Check the length of a cache scope.
 
         Raises:
             InvalidRequest: the name is too long.
         """
-        if len(tenant) > MAX_TENANT_CHARS:
+        if len(scope) > MAX_SCOPE_CHARS:
             raise InvalidRequest(
-                f"tenant has {len(tenant)} characters; at most {MAX_TENANT_CHARS} are accepted", field="tenant"
+                f"scope has {len(scope)} characters; at most {MAX_SCOPE_CHARS} are accepted", field="scope"
             )
 
 

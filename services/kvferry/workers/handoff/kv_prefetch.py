@@ -68,7 +68,7 @@ class KvPrefetcher:
             request: names the prefill worker and the ticket.
             tokens: tokens of the prompt.
         """
-        names = self._namer(request.tenant).chain(tokens[:-1])
+        names = self._namer(request.scope).chain(tokens[:-1])
         watched = kv_transfer_pb2.WatchBlocksRequest(
             ticket_id=request.ticket_id,
             incarnation=request.prefill.incarnation,
@@ -117,7 +117,7 @@ class KvPrefetcher:
             control_address=request.prefill_address,
             connector=own.connector,
             fingerprint=own.layout.fingerprint,
-            tenant=request.tenant,
+            scope=request.scope,
             tokens_digest=b"",
             num_tokens=len(report.block_ids) * size,
             block_ids=tuple(report.block_ids),

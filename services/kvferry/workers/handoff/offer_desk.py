@@ -46,7 +46,7 @@ class OfferDesk:
         number: int,
         export: Export,
         tokens: list[int],
-        tenant: str,
+        scope: str,
         ticket_id: TicketId | None = None,
         *,
         readers: int = 1,
@@ -58,7 +58,7 @@ class OfferDesk:
             number: number of the export in the engine.
             export: pages and epochs.
             tokens: token ids of the prompt, whose digest is in the ticket.
-            tenant: cache scope of the prompt.
+            scope: cache scope of the prompt.
             ticket_id: id chosen by the gateway; a new one is chosen if it is `None`, or if an open offer has it.
             readers: number of readers, numbered from 0.
             digests: digest of each page; empty if readers do not verify contents.
@@ -72,7 +72,7 @@ class OfferDesk:
             control_address=self._context.address,
             connector=self._context.connector,
             fingerprint=self._context.layout.fingerprint,
-            tenant=tenant,
+            scope=scope,
             tokens_digest=digest_tokens(tokens),
             num_tokens=export.num_tokens,
             block_ids=export.blocks,

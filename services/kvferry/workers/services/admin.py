@@ -169,7 +169,7 @@ class AdminService(worker_admin_pb2_grpc.WorkerAdminServicer):
         if not self._context.draining:
             self._context.draining = True
             with suppress(Unavailable):  # the engine has stopped
-                await self._context.loop.observe(lambda engine: engine.pinning.close())
+                await self._context.loop.close_pins()
             await self._on_drain()
         deadline = self._context.clock.monotonic() + timeout_seconds
         while not self._is_idle():

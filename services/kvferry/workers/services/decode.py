@@ -59,14 +59,13 @@ class _Handoff:
         if load is not None and load.failure is None:
             message.outcome = Outcome.OUTCOME_FETCHED
             message.num_blocks, message.num_bytes = load.num_blocks, load.num_bytes
+        elif load is not None or self.refused:
+            message.outcome = Outcome.OUTCOME_FAILED
+            message.reason = self.refused if load is None else load.failure or ""
         elif self.kv_report.from_tiers:
             message.outcome = Outcome.OUTCOME_TIER
-            message.reason = self.refused if load is None else load.failure or ""
-        elif load is not None:
-            message.outcome, message.reason = Outcome.OUTCOME_RECOMPUTED, load.failure or ""
-        elif self.refused or self.kv_report.is_declined:
-            message.outcome = Outcome.OUTCOME_RECOMPUTED
-            message.reason = self.refused or "computing was faster than fetching"
+        elif self.kv_report.is_declined:
+            message.outcome, message.reason = Outcome.OUTCOME_RECOMPUTED, "computing was faster than fetching"
         else:
             message.outcome = Outcome.OUTCOME_NONE if self.ticket is None else Outcome.OUTCOME_LOCAL
         return message
@@ -101,7 +100,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
     async def Run(
         self, request: decode_pb2.DecodeRequest, context: Context
     ) -> AsyncIterator[decode_pb2.DecodeResponse]:
-        self._context.admit(request.model, request.tenant)
+        self._context.admit(request.model, request.scope)
         tokens = list(wire.token_ids_from_wire(request.token_ids, "token_ids"))
         sampling = wire.sampling_from_wire(request.sampling)
         handoff = self._open(request, tokens)
@@ -120,7 +119,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
                 sampling=sampling,
                 num_generated=request.num_generated,
                 sample_index=request.sample_index,
-                tenant=request.tenant,
+                scope=request.scope,
                 adapter=wire.adapter_from_wire(request),
                 priority=wire.check_priority(request.priority),
                 deadline=self._context.deadline_in(context.time_remaining()),
@@ -153,9 +152,9 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
                         if is_first and started is not None:
                             message.queue_seconds = started - arrived
                             message.prefill_seconds = clock.monotonic() - started
-                        if message.handoff.outcome == Outcome.OUTCOME_RECOMPUTED:
+                        if message.handoff.outcome in (Outcome.OUTCOME_RECOMPUTED, Outcome.OUTCOME_FAILED):
                             why = message.handoff.reason
-                            _log.info("computed the offered KV: %s", why, extra={"request_id": stream.request_id})
+                            _log.info("did not read the offered KV: %s", why, extra={"request_id": stream.request_id})
                         await self._add_kept(message, request, tokens, handoff)
                         yield message
         finally:
@@ -165,7 +164,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
     async def PrefetchKv(
         self, request: decode_pb2.PrefetchKvRequest, context: Context
     ) -> decode_pb2.PrefetchKvResponse:
-        self._context.admit("", request.tenant)
+        self._context.admit("", request.scope)
         tokens = wire.token_ids_from_wire(request.token_ids, "token_ids")
         host, _, port = request.prefill_address.rpartition(":")
         if not is_host(host) or not port.isdecimal():  # gRPC would accept other schemes, too
@@ -190,7 +189,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
                 ticket,
                 fingerprint=self._context.layout.fingerprint,
                 block_tokens=self._context.layout.block_tokens,
-                tenant=request.tenant,
+                scope=request.scope,
                 tokens=tokens,
                 now_wall=self._context.clock.wall(),
                 windows=self._context.layout.groups.windows,
@@ -224,7 +223,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             control_address=own.address,
             connector=own.connector,
             fingerprint=own.layout.fingerprint,
-            tenant=request.tenant,
+            scope=request.scope,
             tokens_digest=digest_tokens(tokens[: kept.num_tokens]),
             num_tokens=kept.num_tokens,
             block_ids=kept.blocks,

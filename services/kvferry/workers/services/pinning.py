@@ -29,13 +29,13 @@ class PrefixPinning:
             KvferryError: a field is invalid, or the worker is draining; also the errors of
                 `engine.schedule.pins.pinning.Pinning.pin`.
         """
-        self._context.admit(request.model, request.tenant)
+        self._context.admit(request.model, request.scope)
         pin = await self._context.loop.pin_prefix(
             EngineRequest(
                 request_id=sequence_id(f"pin-{uuid4().hex[:8]}", 0),
                 token_ids=_token_ids(request),
                 sampling=SamplingParams(temperature=0.0, max_tokens=1),
-                tenant=request.tenant,
+                scope=request.scope,
                 adapter=wire.adapter_from_wire(request),
                 deadline=self._context.deadline_in(seconds),
             ),
@@ -50,9 +50,9 @@ class PrefixPinning:
             InvalidRequest: a field is invalid.
             Unavailable: the engine has stopped.
         """
-        self._context.check_tenant(request.tenant)
+        self._context.check_scope(request.scope)
         tokens = _token_ids(request)
-        pin = await self._context.loop.observe(lambda engine: engine.pinning.unpin(request.tenant, tokens))
+        pin = await self._context.loop.unpin_prefix(request.scope, tokens)
         return worker_admin_pb2.UnpinPrefixResponse(pin=None if pin is None else _to_wire(pin))
 
 

@@ -9,7 +9,6 @@ import grpc
 from kvferry.core.errors import InvalidRequest, TicketRejected, Unavailable, shortened
 from kvferry.core.ids import TicketId
 from kvferry.engine.loop.engine_stream import StreamItem
-from kvferry.engine.offline.embedding import pooling_request
 from kvferry.engine.schedule.messages import EngineRequest
 from kvferry.engine.schedule.step.sequence import RemoteKv
 from kvferry.kv.interface.connector import FetchSource
@@ -58,7 +57,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         self._desk = desk
 
     async def Run(self, request: prefill_pb2.PrefillRequest, context: Context) -> prefill_pb2.PrefillResponse:
-        self._context.admit(request.model, request.tenant)
+        self._context.admit(request.model, request.scope)
         if request.ticket_id and not _TICKET_ID.fullmatch(request.ticket_id):
             raise InvalidRequest(
                 f"ticket_id must be 32 hexadecimal digits, or empty, not {shortened(repr(request.ticket_id))}",
@@ -73,7 +72,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
                 sampling=wire.sampling_from_wire(request.sampling),
                 num_generated=request.num_generated,
                 sample_index=request.sample_index,
-                tenant=request.tenant,
+                scope=request.scope,
                 adapter=wire.adapter_from_wire(request),
                 priority=wire.check_priority(request.priority),
                 deadline=self._context.deadline_in(context.time_remaining()),
@@ -105,12 +104,12 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         raise Unavailable("the request ended without a sampled token")
 
     async def Pool(self, request: prefill_pb2.PoolRequest, context: Context) -> prefill_pb2.PoolResponse:
-        self._context.admit(request.model, request.tenant)
-        pooling = pooling_request(
+        self._context.admit(request.model, request.scope)
+        pooling = EngineRequest.for_vector(
             sequence_id(request.request_id, request.input_index),
             wire.token_ids_from_wire(request.token_ids, "token_ids"),
             pooling_from_wire(request.pooling),
-            tenant=request.tenant,
+            scope=request.scope,
             priority=wire.check_priority(request.priority),
             deadline=self._context.deadline_in(context.time_remaining()),
         )
@@ -143,7 +142,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
                 ticket,
                 fingerprint=layout.fingerprint,
                 block_tokens=layout.block_tokens,
-                tenant=request.tenant,
+                scope=request.scope,
                 tokens=tokens,
                 now_wall=self._context.clock.wall(),
                 windows=self._context.layout.groups.windows,
@@ -194,7 +193,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             self._context.loop.release_export(item.export)
             return answer
         requested_id = TicketId(request.ticket_id) if request.ticket_id else None
-        offered = self._desk.offer(item.export, update.export, tokens, request.tenant, requested_id, digests=digests)
+        offered = self._desk.offer(item.export, update.export, tokens, request.scope, requested_id, digests=digests)
         answer.ticket, answer.ticket_id = offered.sealed, offered.ticket_id
 
         def release_if_undelivered(call: Context) -> None:

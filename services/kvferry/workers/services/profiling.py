@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import suppress
 
 from kvferry.core.errors import InvalidRequest, Overloaded
-from kvferry.engine.loop.record_steps import begin_recording, end_recording
+from kvferry.engine.loop.record_steps import RecordingSettings
 from kvferry.engine.observe.log_file import write_log
 from kvferry.engine.observe.recording import MAX_STEPS, Recording
 from kvferry.engine.observe.timeline import chrome_trace, with_gaps
@@ -53,12 +53,11 @@ class Profiling:
 
     async def _record(self, request: worker_admin_pb2.ProfileRequest) -> Recording:
         own, here, full = self._context, asyncio.get_running_loop(), asyncio.Event()
-        recording = await own.loop.observe(
-            lambda engine: begin_recording(
-                engine,
+        recording = await own.loop.begin_recording(
+            RecordingSettings(
                 own.clock,
-                steps=request.steps,
-                model=own.model,
+                request.steps,
+                own.model,
                 has_tokens=request.tokens,
                 resets_cache=request.reset_prefix_cache,
                 on_full=lambda: here.call_soon_threadsafe(full.set),
@@ -69,7 +68,7 @@ class Profiling:
                 async with asyncio.timeout(request.timeout_seconds):
                     await full.wait()
         finally:
-            await asyncio.shield(own.loop.observe(lambda engine: end_recording(engine, recording)))
+            await asyncio.shield(own.loop.end_recording(recording))
         return recording
 
 

@@ -8,7 +8,7 @@ from harness.fakes.recorded import a_request, an_engine, record, run_all
 from kvferry.core.clock import ManualClock
 from kvferry.core.errors import UsageError
 from kvferry.core.ids import RequestId
-from kvferry.engine.loop.record_steps import begin_recording, end_recording
+from kvferry.engine.loop.record_steps import RecordingSettings, begin_recording, end_recording
 from kvferry.engine.observe.log_file import END_TOKEN, read_log, sampling_of, write_log
 from kvferry.engine.observe.step_log import ABORT, ADD, RESET
 from kvferry.engine.observe.timeline import (
@@ -28,7 +28,7 @@ from kvferry.engine.schedule.plan.step_budget import SchedulerLimits
 
 def test_a_log_has_events_plans_and_tokens() -> None:
     engine = an_engine()
-    recording = begin_recording(engine, ManualClock(), steps=100, model="m", has_tokens=True)
+    recording = begin_recording(engine, RecordingSettings(ManualClock(), 100, "m", has_tokens=True))
     engine.add(a_request("a", 40, 3))
     engine.step()
     engine.add(a_request("b", 5, 9))
@@ -54,13 +54,13 @@ def test_a_log_has_events_plans_and_tokens() -> None:
 
 def test_a_recording_ends_itself() -> None:
     engine, ended = an_engine(), []
-    recording = begin_recording(engine, ManualClock(), steps=3, model="m", on_full=lambda: ended.append(1))
+    recording = begin_recording(engine, RecordingSettings(ManualClock(), 3, "m", on_full=lambda: ended.append(1)))
     engine.add(a_request("a", 4, 9))
     run_all(engine)
     assert (len(recording.log.steps), recording.is_full, ended) == (3, True, [1])
     end_recording(engine, recording)
     assert ended == [1]
-    idle = begin_recording(engine, ManualClock(), steps=1, model="m")
+    idle = begin_recording(engine, RecordingSettings(ManualClock(), 1, "m"))
     for _ in range(10):
         engine.step()
     assert idle.is_full
@@ -99,13 +99,13 @@ def test_runs_that_cannot_be_replayed_are_refused_with_the_reason() -> None:
     engine = an_engine()
     engine.add(a_request("a", 40, 3))
     engine.step()
-    running = begin_recording(engine, ManualClock(), steps=5, model="m")
+    running = begin_recording(engine, RecordingSettings(ManualClock(), 5, "m"))
     assert "were running" in running.log.obstacle
     run_all(engine)
     assert "were running" in running.log.obstacle
-    cached = begin_recording(engine, ManualClock(), steps=5, model="m")
+    cached = begin_recording(engine, RecordingSettings(ManualClock(), 5, "m"))
     assert "not empty" in cached.log.obstacle
-    emptied = begin_recording(engine, ManualClock(), steps=5, model="m", resets_cache=True)
+    emptied = begin_recording(engine, RecordingSettings(ManualClock(), 5, "m", resets_cache=True))
     assert emptied.log.obstacle == ""
     late = a_request("b", 5, 2)
     engine.add(replace(late, deadline=1e9))

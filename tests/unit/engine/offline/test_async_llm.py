@@ -161,7 +161,7 @@ async def test_a_bad_request_fails_alone() -> None:
 
 async def test_waits_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     async with await AsyncLLM.open("tiny", wait_seconds=0.05, **SETTINGS) as llm:
-        monkeypatch.setattr(llm._owner, "_hand_out", lambda _: None)  # the engine never answers
+        monkeypatch.setattr(llm._source._owner, "_hand_out", lambda _: None)  # the engine never answers
         with pytest.raises(DeadlinePassed, match=r"0\.05 s"):
             await llm.encode("hello")
     assert_idle(llm.engine)

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from kvferry.core.errors import InvalidRequest
 from kvferry.core.sampling import FinishReason
 from kvferry.engine import LLM, BeamParams
-from kvferry.engine.offline.beam_search import search
+from kvferry.engine.offline.run import run
 from kvferry.model import tiny
+from kvferry.serving import beam_search
 from kvferry.text.requests.beams import Beam, Beams
 
 PROMPTS = [[*b"a tale of two cities"], [*b"abc"], [*b"the quick brown fox jumps over"], [7]]
@@ -30,9 +31,22 @@ def reference() -> Any:
     return twin_of(config, tiny.TinyTensors(config))
 
 
+def search(llm: LLM, params: BeamParams, eos_token_ids: tuple[int, ...]) -> list[list[Beam]]:
+    """Return the outputs of all prompts, with these end tokens instead of the model's."""
+
+    async def found(prompt: list[int]) -> list[Beam]:
+        request = llm._requests.search(prompt, params)
+        try:
+            return (await beam_search.search(llm._source, request, params, eos_token_ids)).beams
+        finally:
+            llm._source.drain()
+
+    return [run(found(prompt)) for prompt in PROMPTS]
+
+
 def common_tokens(llm: LLM, params: BeamParams) -> tuple[int, ...]:
     """Return tokens that appear in outputs, to serve as end tokens."""
-    outputs = search(llm.engine, PROMPTS, params, ())
+    outputs = search(llm, params, ())
     return tuple(sorted({own[0].tokens[len(own[0].tokens) // 2] for own in outputs}))[:1]
 
 
@@ -54,7 +68,7 @@ def test_outputs_and_scores_are_those_of_transformers(
 ) -> None:
     params = BeamParams(width, max_tokens=8, length_penalty=penalty, early_stopping=early)
     for ends in ((), common_tokens(llm, params)):
-        ours = search(llm.engine, PROMPTS, params, ends)
+        ours = search(llm, params, ends)
         for prompt, own in zip(PROMPTS[:2], ours, strict=False):
             theirs = reference.generate(
                 torch.tensor([prompt]),

@@ -135,7 +135,7 @@ def test_vectors_of_prompts(llm: LLM) -> None:
         (["a"], {"pooling": "max"}, "pooling"),
         (["a", []], {}, "prompt"),
         ([[1] * 100_000], {}, "prompt"),
-        ([[10**6]], {}, "token_ids"),
+        ([[10**6]], {}, "prompt"),
     ):
         with pytest.raises(InvalidRequest) as caught:
             llm.encode(prompts, **options)  # type: ignore[arg-type]

@@ -407,7 +407,7 @@ async def test_a_changed_file_counts_without_a_restart(tenants):
         assert (await edge.post(key="key-of-b")).status_code == 401
         tenants(tenant("b"))
         gateway = edge.scripted.gateway
-        await eventually(lambda: "b" in gateway._tenants.table.policies)
+        await eventually(lambda: "b" in gateway.parts.tenants.table.policies)
         assert (await edge.post(key="key-of-b")).status_code == 200
         assert (await edge.post(key="key-of-a")).status_code == 401
 

@@ -23,6 +23,7 @@ from kvferry.gateway.decide.routing.discovery import Listing
 from kvferry.gateway.decide.routing.holding import Holding
 from kvferry.gateway.dispatch import calls
 from kvferry.gateway.dispatch.dispatcher import Dispatcher
+from kvferry.gateway.dispatch.routing import build_routing
 from kvferry.gateway.fleet.fleet import Fleet
 from kvferry.gateway.observe.instruments import Instruments
 from kvferry.serving.request import Caller, Request
@@ -66,7 +67,8 @@ async def a_pool(max_held: int = 8, seconds: float = 20.0) -> AsyncIterator[Pool
         fleet = Fleet(replace(fleet_config(workers), decode=()), NAME, clock=SystemClock())
         holding, instruments = Holding(HoldConfig(max_held, seconds), "ns/p"), Instruments()
         gate = FlowGate(fleet, CLOCK, FlowConfig(), Tenants.load(None, None, CLOCK), instruments, holding=holding)
-        dispatcher = Dispatcher(fleet, CLOCK, DispatchConfig(), gate=gate)
+        routing = build_routing(fleet, CLOCK, DispatchConfig(), instruments)
+        dispatcher = Dispatcher(fleet, CLOCK, DispatchConfig(), routing=routing, gate=gate)
         fleet.start()
         try:
             yield Pool(workers, fleet, holding, dispatcher, gate, TextService(dispatcher, byte_model(), admission=gate))

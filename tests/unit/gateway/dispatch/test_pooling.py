@@ -58,7 +58,7 @@ async def test_a_worker_that_computes_prompts_computes_the_vector(prefill, decod
             PROMPT,
             3,
         )
-        assert pooling_request.tenant == ask().caller.scope != "t"
+        assert pooling_request.scope == ask().caller.scope != "t"
         (sample,) = fleet.dispatcher.journal.find("t", RequestId("r"))
         assert (sample["outcome"], sample["prompt_tokens"], sample["output_tokens"]) == ("done", len(PROMPT), 0)
         assert sample["routes"][0]["reason"] == "pooling"

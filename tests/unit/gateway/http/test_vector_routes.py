@@ -83,7 +83,7 @@ async def test_the_extensions_reach_the_worker(http, gateway):
     assert np.array_equal(np.array(answer["data"][0]["embedding"], np.float32), wanted)
     (pooling_request,) = gateway.workers.prefill[0].pools
     assert pooling_request.priority == -2
-    assert pooling_request.tenant != ""
+    assert pooling_request.scope != ""
 
 
 @pytest.mark.parametrize(
@@ -262,7 +262,7 @@ async def test_keys_are_checked_and_tenants_kept_apart(tmp_path: Path):
             assert (await http.post(path, json=body)).status_code == 401
             headers = {"authorization": "Bearer second-secret"}
             assert (await http.post(path, json=body, headers=headers)).status_code == 200
-        assert [pooling_request.tenant for pooling_request in gateway.workers.prefill[0].pools] == ["two"]
+        assert [pooling_request.scope for pooling_request in gateway.workers.prefill[0].pools] == ["two"]
 
 
 async def test_a_large_body_is_refused():

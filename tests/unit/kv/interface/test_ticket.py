@@ -22,7 +22,7 @@ def a_ticket(**changes: object) -> Ticket:
         control_address="127.0.0.1:1",
         connector="shm",
         fingerprint=LAYOUT.fingerprint,
-        tenant="t",
+        scope="t",
         tokens_digest=digest_tokens(TOKENS[:39]),
         num_tokens=39,
         block_ids=(4, 7, 9),
@@ -36,7 +36,7 @@ def check(ticket: Ticket, **changes: object) -> None:
     arguments = {
         "fingerprint": LAYOUT.fingerprint,
         "block_tokens": 16,
-        "tenant": "t",
+        "scope": "t",
         "tokens": TOKENS,
         "now_wall": 999.0,
     }
@@ -112,7 +112,7 @@ def test_a_fitting_ticket_passes() -> None:
     ("changes", "reason"),
     [
         ({"fingerprint": KvLayout("digest", "bfloat16", 2, 3, 4, 16).fingerprint}, "TICKET_LAYOUT"),
-        ({"tenant": "u"}, "TICKET_TENANT"),
+        ({"scope": "u"}, "TICKET_SCOPE"),
         ({"tokens": TOKENS[:39]}, "TICKET_EXTENT"),
         ({"block_tokens": 8}, "TICKET_EXTENT"),
         ({"tokens": [9, *TOKENS[1:]]}, "TICKET_TOKENS"),

@@ -376,7 +376,7 @@ def test_a_tier_gets_a_whole_object_whatever_part_of_it_is_cached() -> None:
 def test_another_tenants_blocks_are_not_found(bench: Bench) -> None:
     bench.run("first", PROMPT)
     bench.forget_pages()
-    bench.engine.add(a_request("theirs", PROMPT, tenant="other"))
+    bench.engine.add(a_request("theirs", PROMPT, scope="other"))
     tokens, loads = bench.until_idle("theirs")
     assert tokens == expected_tokens(PROMPT, 4)
     assert loads == []

@@ -223,7 +223,7 @@ async def test_parameters_have_the_same_bounds_as_over_http(stub, sampling, fiel
         ({"width": 0}, {}, "beams.width"),
         ({"width": 9}, {}, "beams.width"),
         ({"width": 2, "length_penalty": 11.0}, {}, "beams.length_penalty"),
-        ({"width": 2, "early_stopping": True, "never_stop_early": True}, {}, "beams.never_stop_early"),
+        ({"width": 2, "stopping": 9}, {}, "beams.stopping"),
     ],
 )
 async def test_what_a_beam_search_does_not_apply_is_refused_by_name(stub, source, beams, more, field):
@@ -235,7 +235,7 @@ async def test_what_a_beam_search_does_not_apply_is_refused_by_name(stub, source
 
 
 async def test_outputs_of_a_beam_search_count_their_tokens_and_the_best_one_the_others(stub):
-    beams = inference_pb2.BeamSearch(width=4, never_stop_early=True)
+    beams = inference_pb2.BeamSearch(width=4, stopping=inference_pb2.BeamSearch.STOPPING_NEVER)
     sampling = common_pb2.SamplingParams(max_tokens=3, temperature=0.0, seed=3, ignore_eos=True)
     asked = GenerateRequest(text="hi", n=2, beams=beams, sampling=sampling)
     first, second = [reply async for reply in stub.Generate(asked)]

@@ -75,7 +75,7 @@ async def test_the_ticket_names_the_owner_the_epochs_and_the_expiry_of_the_pages
     assert ticket.id == offered.ticket_id
     assert ticket.peer == ("p-0", "life-1")
     assert (ticket.control_address, ticket.connector) == ("127.0.0.1:7", "memory")
-    assert (ticket.fingerprint, ticket.tenant) == (LAYOUT.fingerprint, "tenant")
+    assert (ticket.fingerprint, ticket.scope) == (LAYOUT.fingerprint, "tenant")
     assert ticket.tokens_digest == digest_tokens(TOKENS)
     assert (ticket.block_ids, ticket.epochs, ticket.num_tokens) == ((3, 5), (7, 8), 6)
     assert ticket.expires_wall == at.clock.wall() + TIMES.offer_seconds

@@ -25,7 +25,7 @@ from kvferry.rpc.channel import open_channel
 from kvferry.rpc.errors import error_from_rpc
 from kvferry.rpc.server import Service, start_server
 from kvferry.v1 import common_pb2, worker_admin_pb2, worker_admin_pb2_grpc
-from kvferry.workers.calls.context import MAX_TENANT_CHARS, WorkerContext
+from kvferry.workers.calls.context import MAX_SCOPE_CHARS, WorkerContext
 from kvferry.workers.handoff.offer_desk import OfferDesk
 from kvferry.workers.services.admin import AdminService
 
@@ -139,8 +139,8 @@ ADAPTER = common_pb2.Adapter(name="a", digest=b"1" * 32)
         ({"ttl_seconds": 604801.0}, InvalidRequest, "ttl_seconds"),
         ({"ttl_seconds": float("nan")}, InvalidRequest, "ttl_seconds"),
         ({"ttl_seconds": float("inf")}, InvalidRequest, "ttl_seconds"),
-        ({"tenant": "t" * (MAX_TENANT_CHARS + 1)}, InvalidRequest, "tenant"),
-        ({"tenant": "t\x1e" + "0" * 32}, InvalidRequest, "tenant"),
+        ({"scope": "t" * (MAX_SCOPE_CHARS + 1)}, InvalidRequest, "scope"),
+        ({"scope": "t\x1e" + "0" * 32}, InvalidRequest, "scope"),
         ({"model": "other"}, UnknownModel, "model"),
         ({"adapter": ADAPTER}, UnknownModel, "model"),
         ({"adapter": common_pb2.Adapter(name="", digest=b"1" * 32)}, InvalidRequest, "adapter"),
@@ -157,7 +157,7 @@ async def test_an_invalid_pin_is_refused_by_field(
 
 
 async def test_an_invalid_unpin_is_refused_by_field(worker: Worker) -> None:
-    for fields, field in (({"token_ids": []}, "token_ids"), ({"token_ids": PREFIX, "tenant": "t" * 999}, "tenant")):
+    for fields, field in (({"token_ids": []}, "token_ids"), ({"token_ids": PREFIX, "scope": "t" * 999}, "scope")):
         with pytest.raises(InvalidRequest) as caught:
             await worker.unpin(**fields)
         assert caught.value.field == field

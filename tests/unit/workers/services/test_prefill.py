@@ -137,7 +137,7 @@ async def test_a_vector_of_a_prompt(worker: Worker) -> None:
         ({"token_ids": [1] * 129}, "prompt"),
         ({"token_ids": [1], "pooling": common_pb2.PoolingParams(pooling=9)}, "pooling"),  # type: ignore[arg-type]
         ({"token_ids": [1], "priority": 5000}, "priority"),
-        ({"token_ids": [1], "tenant": "x" * 2000}, "tenant"),
+        ({"token_ids": [1], "scope": "x" * 2000}, "scope"),
     ],
 )
 async def test_a_refused_vector_names_the_field(worker: Worker, fields: dict[str, object], field: str) -> None:

@@ -17,7 +17,7 @@ from kvferry.core.sampling import SamplingParams
 from kvferry.engine import LLM
 from kvferry.engine.loop.engine_loop import CommandQueue, EngineLoop
 from kvferry.engine.observe.log_file import read_log
-from kvferry.engine.observe.watch import NO_WATCH
+from kvferry.engine.observe.watch import NO_WATCH, StepWatch
 from kvferry.engine.schedule.messages import EngineRequest
 from kvferry.engine.settings import EngineSettings
 from kvferry.simulator.worker.step_replay import StepReplay
@@ -76,13 +76,19 @@ async def serve(loop: EngineLoop, count: int) -> None:
                 await asyncio.sleep(0)
 
 
+async def watch_of(loop: EngineLoop) -> StepWatch:
+    """Return the engine's watch after all commands so far."""
+    await loop.unpin_prefix("", [])
+    return loop._engine.watch
+
+
 async def test_the_log_of_a_live_run_is_its_schedule_and_has_its_tokens() -> None:
     async with profiled() as (profiling, loop, _):
         recording = asyncio.create_task(record(profiling, a_call(seconds=600.0, tokens=True)))
-        while (await loop.observe(lambda engine: engine.watch)) is NO_WATCH:
+        while (await watch_of(loop)) is NO_WATCH:
             pass
         await serve(loop, 20)
-        await loop.observe(lambda engine: engine.watch.finish())
+        loop._engine.watch.finish()
         trace, text = await recording
     log = read_log(text.decode().splitlines())
     assert log.obstacle == ""
@@ -104,7 +110,7 @@ async def test_the_log_of_a_live_run_is_its_schedule_and_has_its_tokens() -> Non
 async def test_a_call_ends_after_its_steps_or_its_time() -> None:
     async with profiled() as (profiling, loop, _):
         recording = asyncio.create_task(record(profiling, a_call(steps=3)))
-        while (await loop.observe(lambda engine: engine.watch)) is NO_WATCH:
+        while (await watch_of(loop)) is NO_WATCH:
             pass
         with pytest.raises(Overloaded, match="another call"):
             await record(profiling, a_call())
@@ -113,7 +119,7 @@ async def test_a_call_ends_after_its_steps_or_its_time() -> None:
         log = read_log(text.decode().splitlines())
         assert sum(bool(step.plan) for step in log.steps) == 3
         assert not log.has_tokens
-        assert (await loop.observe(lambda engine: engine.watch)) is NO_WATCH
+        assert (await watch_of(loop)) is NO_WATCH
         _, text = await record(profiling, a_call(seconds=0.01, reset_prefix_cache=True))
         idle = read_log(text.decode().splitlines())
         assert idle.obstacle == ""
@@ -123,12 +129,12 @@ async def test_a_call_ends_after_its_steps_or_its_time() -> None:
 async def test_a_cancelled_call_ends_its_recording() -> None:
     async with profiled() as (profiling, loop, _):
         recording = asyncio.create_task(record(profiling, a_call()))
-        while (await loop.observe(lambda engine: engine.watch)) is NO_WATCH:
+        while (await watch_of(loop)) is NO_WATCH:
             pass
         recording.cancel()
         with pytest.raises(asyncio.CancelledError):
             await recording
-        assert (await loop.observe(lambda engine: engine.watch)) is NO_WATCH
+        assert (await watch_of(loop)) is NO_WATCH
         await record(profiling, a_call(seconds=0.01))
 
 

@@ -5,13 +5,12 @@ from typing import Annotated
 
 import msgspec
 
+from kvferry.core.handoffs import HandoffOutcome
 from kvferry.core.load import WorkerLoad
 from kvferry.operator.pool.facts import FleetReport, WorkerReport
 
 MAX_BYTES = 4 << 20
 _MAX_WORKERS = 5000
-_OUTCOMES = ("fetched", "failed", "rejected", "key_unknown")
-
 _MAX_ADAPTERS = 5000
 _Text = Annotated[str, msgspec.Meta(max_length=512)]
 _Reason = Annotated[str, msgspec.Meta(max_length=4096)]
@@ -73,7 +72,7 @@ def read_fleet(raw: bytes, at: float) -> FleetReport:
         page = _DECODER.decode(raw)
     except (msgspec.DecodeError, RecursionError) as error:
         raise ValueError(f"not a fleet report: {error}") from error
-    handoffs = {outcome: page.handoffs[outcome] for outcome in _OUTCOMES if outcome in page.handoffs}
+    handoffs = {outcome.value: page.handoffs[outcome] for outcome in HandoffOutcome if outcome in page.handoffs}
     workers = tuple(_report(worker) for worker in page.workers)
     return FleetReport(
         at, workers, page.held, handoffs, page.gateway, page.model_tokens, page.pool_certificate_not_after

@@ -1,7 +1,7 @@
 """Activation of an engine's adapters: changes of the registered ones, and the weights in the runner's slots. Pure."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from pathlib import Path
 
 from kvferry.core.clock import Clock
 from kvferry.core.errors import InvalidRequest, KvferryError
@@ -10,7 +10,6 @@ from kvferry.engine.schedule.adapters.adapter_store import AdapterStore, LoadedA
 from kvferry.engine.schedule.plan.scheduler import Scheduler
 from kvferry.engine.schedule.step.adapter_slots import NO_SLOT, PackedAdapter
 from kvferry.engine.schedule.step.kv_jobs import SequenceUpdate
-from kvferry.engine.schedule.step.step import StepPlan
 
 
 class AdapterActivation:
@@ -37,6 +36,7 @@ class AdapterActivation:
         self._activate = activate
         self._clock = clock
         self._abort = abort
+        self._failed: list[SequenceUpdate] = []
 
     def change(self, name: str, loaded: LoadedAdapter | None) -> AdapterId:
         """Register an adapter, replace the one of the same name, or remove it; running requests keep their version.
@@ -56,30 +56,49 @@ class AdapterActivation:
         self._trim(self._store)
         return adapter
 
-    def apply(self, plan: StepPlan) -> tuple[StepPlan, list[SequenceUpdate]]:
-        """Put the adapters of newly admitted sequences into their slots. Sequences whose adapter cannot be loaded end;
-        they are not in the returned plan."""
+    def apply(self) -> None:
+        """Put the adapters of newly admitted sequences into their slots."""
         activations = self._scheduler.slots.take_activations()
         if not activations or self._store is None or self._activate is None:
-            return plan, []
-        failed: list[SequenceUpdate] = []
+            return
         for slot, adapter in activations:
-            try:
-                self._activate(slot, self._store.weights(adapter))
-            except KvferryError as error:
-                failed += self._fail(adapter, error)
+            self._activate(slot, self._store.weights(adapter))
         self._trim(self._store)
-        if failed:
-            plan = replace(plan, scheduled=tuple(filter(self._scheduler.has_sequence, plan.scheduled)))
-        return plan, failed
 
-    def _fail(self, adapter: AdapterId, error: KvferryError) -> list[SequenceUpdate]:
-        """End the admitted sequences of an adapter whose weights cannot be loaded."""
-        failed = [s for s in self._scheduler.sequences if s.adapter == adapter and s.adapter_slot != NO_SLOT]
-        for sequence in failed:
-            self._abort(sequence.request_id)
-        self._scheduler.slots.forget(adapter)
-        return [SequenceUpdate(s.request_id, (), None, s.num_cached, error=error) for s in failed]
+    def take_wanted(self) -> list[tuple[AdapterId, Path]]:
+        """Return the adapters to load since the last call, with their folders."""
+        return [] if self._store is None else self._store.take_wanted()
+
+    def loaded(self, adapter: AdapterId, outcome: LoadedAdapter | KvferryError) -> None:
+        """Take an adapter that was loaded again. If it could not be, the sequences that wait for it end
+        (`take_failed`).
+
+        Args:
+            adapter: the adapter.
+            outcome: its weights, or the error.
+        """
+        if self._store is None:
+            return
+        try:
+            if isinstance(outcome, KvferryError):
+                self._store.failed(adapter)
+                raise outcome
+            self._store.loaded(adapter, outcome)
+        except KvferryError as error:
+            waiting = [s for s in self._scheduler.sequences if s.adapter == adapter and s.adapter_slot == NO_SLOT]
+            for sequence in waiting:
+                self._abort(sequence.request_id)
+                self._failed.append(SequenceUpdate(sequence.request_id, (), None, sequence.num_cached, error=error))
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether `take_failed` returns sequences."""
+        return bool(self._failed)
+
+    def take_failed(self) -> list[SequenceUpdate]:
+        """Return the sequences that ended since the last call, because their adapter could not be loaded."""
+        failed, self._failed = self._failed, []
+        return failed
 
     def _trim(self, store: AdapterStore) -> None:
         for adapter in store.trim(

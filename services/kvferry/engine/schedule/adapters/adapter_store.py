@@ -2,17 +2,17 @@
 
     folder ──load──► host copy (bounded by `max_bytes`) ──activate──► slot (`engine.schedule.step.adapter_slots`)
 
-An evicted copy is loaded again from its folder when a sequence needs it; if the folder has changed meanwhile, its
-digest differs and it is refused. A replaced or removed adapter is *retired*: it serves the sequences that started with
-it and, for `RETIRED_SECONDS`, also new ones, since a request may have started with it on another worker; then it is
-dropped.
+An evicted copy is loaded again from its folder when a sequence needs it, on a thread while steps go on; the sequence
+waits. If the folder has changed meanwhile, its digest differs and it is refused. A replaced or removed adapter is
+*retired*: it serves the sequences that started with it and, for `RETIRED_SECONDS`, also new ones, since a request may
+have started with it on another worker; then it is dropped.
 """
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvferry.core.errors import InvalidRequest, ModelFileError, UnknownModel, shortened
+from kvferry.core.errors import InvalidRequest, InvariantBroken, ModelFileError, UnknownModel, shortened
 from kvferry.core.ids import AdapterId
 from kvferry.engine.schedule.step.adapter_slots import PackedAdapter
 
@@ -22,6 +22,9 @@ RETIRED_SECONDS = 60.0
 """Time for which a replaced or removed adapter serves requests that started with it on another worker."""
 _MAX_RETIRED = 64
 """Largest number of retired adapters without sequences; more are dropped, oldest first."""
+
+_MAX_LOADS = 2
+"""Largest number of adapters that are loaded again at a time, for sequences that wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +62,16 @@ class AdapterInfo:
 class AdapterStore:
     """Adapters of one engine. Used by the engine's thread only."""
 
-    def __init__(self, load: Callable[[Path], LoadedAdapter], *, max_bytes: int) -> None:
+    def __init__(self, *, max_bytes: int) -> None:
         """
         Args:
-            load: reads an adapter from its folder; raises ModelFileError.
             max_bytes: memory for weights of adapters that have no slot.
         """
-        self._load = load
         self._max_bytes = max_bytes
+        self._loading: set[AdapterId] = set()
+        self._wanted: list[tuple[AdapterId, Path]] = []
+        self._fresh: set[AdapterId] = set()
+        """Adapters that were loaded for a sequence and have no slot yet; their copies are not evicted."""
         self._current: dict[str, AdapterId] = {}
         self._known: dict[AdapterId, _Registered] = {}
         self._uses = 0
@@ -142,23 +147,56 @@ class AdapterStore:
                 field="model",
             )
 
-    def weights(self, adapter: AdapterId) -> PackedAdapter:
-        """Return the weights of an adapter, loading them again if their copy was evicted.
+    def is_ready(self, adapter: AdapterId) -> bool:
+        """Return whether an adapter's weights are in memory. If not, they are loaded (`take_wanted`), unless too many
+        others are being loaded."""
+        known = self._known[adapter]
+        if known.packed is not None:
+            return True
+        if adapter not in self._loading and len(self._loading) < _MAX_LOADS:
+            self._loading.add(adapter)
+            self._wanted.append((adapter, known.path))
+        return False
+
+    def take_wanted(self) -> list[tuple[AdapterId, Path]]:
+        """Return the adapters to load since the last call, with their folders; each ends with `loaded` or `failed`."""
+        wanted, self._wanted = self._wanted, []
+        return wanted
+
+    def loaded(self, adapter: AdapterId, loaded: LoadedAdapter) -> None:
+        """Take the weights of an adapter that was loaded again; no effect if it was dropped meanwhile.
 
         Raises:
-            ModelFileError: the folder is missing, damaged, or its content has changed since it was registered.
+            ModelFileError: the folder's content has changed since the adapter was registered.
+        """
+        self._loading.discard(adapter)
+        known = self._known.get(adapter)
+        if known is None:
+            return
+        if loaded.digest != adapter.digest:
+            raise ModelFileError(
+                f"{known.path} has changed since adapter {adapter.name!r} was loaded; load it again",
+                reason="ADAPTER_CHANGED",
+            )
+        known.packed, known.used = loaded.packed, self._next_use()
+        self._fresh.add(adapter)
+        self.num_loads += 1
+
+    def failed(self, adapter: AdapterId) -> None:
+        """Record that an adapter could not be loaded; the next sequence that needs it tries again."""
+        self._loading.discard(adapter)
+
+    def weights(self, adapter: AdapterId) -> PackedAdapter:
+        """Return the weights of an adapter that is ready.
+
+        Raises:
+            InvariantBroken: they are not in memory.
         """
         known = self._known[adapter]
         known.used = self._next_use()
+        self._fresh.discard(adapter)
         if known.packed is None:
-            loaded = self._load(known.path)
-            if loaded.digest != adapter.digest:
-                raise ModelFileError(
-                    f"{known.path} has changed since adapter {adapter.name!r} was loaded; load it again",
-                    reason="ADAPTER_CHANGED",
-                )
-            known.packed = loaded.packed
-            self.num_loads += 1
+            raise InvariantBroken(f"adapter {adapter.name!r} was put into a slot before it was loaded")
         return known.packed
 
     def trim(
@@ -184,6 +222,7 @@ class AdapterStore:
         dropped = [a for index, (until, a) in enumerate(retired) if until <= now or index < excess]
         for adapter in dropped:
             del self._known[adapter]
+        self._fresh.intersection_update(used)
         held = [(known.used, a) for a, known in self._known.items() if known.packed is not None]
         total = sum(known.packed.num_bytes for known in self._known.values() if known.packed is not None)
         for _, adapter in sorted(held):
@@ -191,7 +230,7 @@ class AdapterStore:
                 break
             known = self._known[adapter]
             # A retired adapter cannot be loaded again: its folder may have new content.
-            if known.packed is None or active(adapter) or known.retired_until is not None:
+            if known.packed is None or active(adapter) or known.retired_until is not None or adapter in self._fresh:
                 continue
             total -= known.packed.num_bytes
             known.packed = None

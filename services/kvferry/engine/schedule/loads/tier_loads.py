@@ -98,7 +98,7 @@ class TierLoads:
 
     def _keys(self, sequence: Sequence, first: int, end: int) -> tuple[ObjectKey, ...]:
         size, names = self.tiers.object_blocks, sequence.name_blocks()
-        return tuple(ObjectKey(names[(i + 1) * size - 1], sequence.tenant) for i in range(first, end))
+        return tuple(ObjectKey(names[(i + 1) * size - 1], sequence.scope) for i in range(first, end))
 
     def _ask(self, sequence: Sequence, lookup: _Lookup) -> None:
         self._lookups[sequence.request_id] = lookup

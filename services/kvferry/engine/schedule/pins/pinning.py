@@ -198,7 +198,7 @@ class Pinning:
                 field="token_ids",
             )
         self._check_open()
-        names = self._namer(request.tenant).chain(request.token_ids)
+        names = self._namer(request.scope).chain(request.token_ids)
         deadline = self._clock.monotonic() + ttl_seconds
         self.expire()
         pin = self.pins.renew(names[-1], deadline)

@@ -40,6 +40,8 @@ from kvferry.engine.schedule.step.step import ScheduledSequence
 _MAX_FOLLOWERS = 32
 """Maximum number of sequences per step that may be found waiting for another sequence's block; bounds the step's
 time."""
+_MAX_UNLOADED = 256
+"""Maximum number of sequences set aside in one step because their adapter is being loaded."""
 _MAX_PASSED = 256
 """Maximum number of sequences without a slot that one step passes over; bounds the step's time."""
 _MAX_OVERTAKEN = 32
@@ -171,13 +173,20 @@ class Admission:
         if not len(self._waiting) or not self.has_place:
             return
         skipped: list[Sequence] = []
-        num_followers = 0
+        num_followers = num_unloaded = 0
         passed: list[Sequence] = []
         pages = self._headroom()
         # A prompt whose rows are scored is computed slowly; others do not wait for its blocks.
         pending = {next_block(s) for s in self._admitted if not s.is_scoring}
         while room.tokens > 0 and (sequence := self._waiting.first()) is not None:
             if sequence.is_lookup_pending:
+                self._waiting.set_aside(sequence)
+                skipped.append(sequence)
+                continue
+            if not self._is_loaded(sequence):
+                num_unloaded += 1
+                if num_unloaded > _MAX_UNLOADED:
+                    break
                 self._waiting.set_aside(sequence)
                 skipped.append(sequence)
                 continue
@@ -213,6 +222,8 @@ class Admission:
 
     def has_place_for(self, sequence: Sequence) -> bool:
         """Return whether a waiting sequence fits now."""
+        if not self._is_loaded(sequence):
+            return True  # more pages would not start it
         if self._lacks_slot(sequence, []):
             return False
         hit = cached_prefix(self._allocator, sequence)
@@ -246,6 +257,10 @@ class Admission:
     def has_place(self) -> bool:
         """Whether another sequence may hold pages."""
         return len(self._running) + len(self._loading) < self._limits.max_sequences
+
+    def _is_loaded(self, sequence: Sequence) -> bool:
+        """Return whether the weights of a sequence's adapter are in memory; if not, they are being loaded."""
+        return sequence.adapter is None or self._slots.is_ready(sequence.adapter)
 
     def _lacks_slot(self, sequence: Sequence, passed: list[Sequence]) -> bool:
         """Return whether a sequence is passed over: its adapter has no slot, or the first sequence passed over takes

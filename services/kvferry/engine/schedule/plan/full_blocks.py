@@ -69,7 +69,7 @@ class FullBlocks:
         if not size:
             return
         for end in range((sequence.num_stored // size + 1) * size, full + 1, size):
-            key = ObjectKey(sequence.names[end - 1], sequence.tenant)
+            key = ObjectKey(sequence.names[end - 1], sequence.scope)
             pages = tuple(sequence.table.whole_blocks(range(end - size, end)))
             if NO_PAGE not in pages:  # otherwise the sequence began after the object's first block
                 self._stores.append(StoreJob(key, pages))

@@ -19,11 +19,11 @@ def check_length(count: int, context: int, *, has_output: bool) -> None:
             f"the prompt has {count} tokens, but the context length is {context} and the output needs at least one "
             "token; shorten the prompt",
             field="prompt",
-            reason="PROMPT_TOO_LONG",
+            reason="CONTEXT_LENGTH_EXCEEDED",
         )
     if count > context:
         raise InvalidRequest(
             f"the prompt has {count} tokens, but the context length is {context}; shorten the prompt",
             field="prompt",
-            reason="PROMPT_TOO_LONG",
+            reason="CONTEXT_LENGTH_EXCEEDED",
         )

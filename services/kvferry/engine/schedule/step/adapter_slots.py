@@ -6,6 +6,7 @@ adapter, and keeps the adapter afterwards, until another adapter needs the slot:
 """
 
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Protocol
 
 from kvferry.core.errors import InvariantBroken
@@ -29,7 +30,14 @@ class PackedAdapter(Protocol):
 class AdapterSlots:
     """The adapter slots of one engine. Not thread-safe."""
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, is_in_memory: Callable[[AdapterId], bool] = lambda _: True) -> None:
+        """
+        Args:
+            num_slots: number of slots.
+            is_in_memory: function that returns whether an adapter's weights are in memory, and has them loaded
+                otherwise.
+        """
+        self._is_in_memory = is_in_memory
         self._free = list(range(num_slots - 1, -1, -1))
         self._slots: dict[AdapterId, int] = {}
         self._users: dict[AdapterId, int] = {}
@@ -38,6 +46,10 @@ class AdapterSlots:
         self.num_slots = num_slots
         self.num_activations = self.num_evictions = 0
         """Number of times that an adapter was put into a slot, and of times that it replaced another one."""
+
+    def is_ready(self, adapter: AdapterId) -> bool:
+        """Return whether an adapter's weights are in its slot or in memory; if not, they are being loaded."""
+        return adapter in self._slots or self._is_in_memory(adapter)
 
     def can_take(self, adapter: AdapterId) -> bool:
         """Return whether a sequence with this adapter can be admitted."""

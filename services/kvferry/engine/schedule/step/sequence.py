@@ -106,7 +106,7 @@ class Sequence:
     latest_start: float | None = None
     """Time after which the deadline can no longer be met, monotonic seconds; a sequence that waits longer is
     refused. `None` without a deadline."""
-    tenant: str = ""
+    scope: str = ""
     adapter: AdapterId | None = None
     adapter_slot: int = NO_SLOT
     """Slot of the adapter while the sequence is admitted."""

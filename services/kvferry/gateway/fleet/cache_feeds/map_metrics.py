@@ -28,7 +28,8 @@ class CacheMapCollector(Collector):
         state, blocks = _family(metrics.GATEWAY_MAP_STATE), _family(metrics.GATEWAY_MAP_BLOCKS)
         for address, replica in replicas.items():
             for each in (MapState.EXACT, MapState.CATCHING_UP, MapState.BLIND):
-                state.add_metric([address, each.value], float(replica.state is each))
+                labels = metrics.GATEWAY_MAP_STATE.checked(address, each.value)
+                state.add_metric(labels, float(replica.state is each))
             blocks.add_metric([address], replica.num_indexed)
         yield from (state, blocks)
         yield _single(metrics.GATEWAY_MAP_BYTES, self._map.index.num_bytes)
@@ -39,16 +40,16 @@ class CacheMapCollector(Collector):
             ("stored", counts.stored_blocks),
             ("removed", counts.removed_blocks),
         ):
-            events.add_metric([kind], number)
+            events.add_metric(metrics.GATEWAY_MAP_EVENTS.checked(kind), number)
         yield events
         losses = _family(metrics.GATEWAY_MAP_LOSSES)
         for event, number in self._map.losses.items():
-            losses.add_metric([event.value], number)
+            losses.add_metric(metrics.GATEWAY_MAP_LOSSES.checked(event.value), number)
         yield losses
         yield _single(metrics.GATEWAY_MAP_COLLISIONS, self._map.index.num_collisions)
         audits = _family(metrics.GATEWAY_MAP_AUDITS)
         for outcome, number in self._feeds.audits.items():
-            audits.add_metric([outcome], number)
+            audits.add_metric(metrics.GATEWAY_MAP_AUDITS.checked(outcome), number)
         yield audits
 
 

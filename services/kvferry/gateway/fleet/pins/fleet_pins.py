@@ -304,7 +304,7 @@ class FleetPins:
         adapter = _adapter_of(view, prefix)
         request = wire.PinPrefixRequest(
             token_ids=prefix.token_ids,
-            tenant=cache_scope(prefix.tenant, prefix.cache_salt, adapter),
+            scope=cache_scope(prefix.tenant, prefix.cache_salt, adapter),
             adapter=adapter_to_wire(adapter),
             ttl_seconds=seconds,
         )
@@ -328,7 +328,7 @@ class FleetPins:
         try:
             adapter = _adapter_of(view, prefix)
             request = wire.UnpinPrefixRequest(
-                token_ids=prefix.token_ids, tenant=cache_scope(prefix.tenant, prefix.cache_salt, adapter)
+                token_ids=prefix.token_ids, scope=cache_scope(prefix.tenant, prefix.cache_salt, adapter)
             )
             pin = (await self._fleet.admin(address).UnpinPrefix(request, timeout=_UNPIN_SECONDS)).pin
         except grpc.aio.AioRpcError as error:

@@ -145,7 +145,7 @@ def test_samples_of_one_prompt_share_its_adapters_blocks(folders: dict[str, str]
         params = SamplingParams(temperature=1.0, seed=9, max_tokens=6, ignore_eos=True)
         scope = cache_scope("", "", adapter)
         llm.engine.add(
-            EngineRequest(RequestId(f"s{index}"), prompt, params, sample_index=index, tenant=scope, adapter=adapter)
+            EngineRequest(RequestId(f"s{index}"), prompt, params, sample_index=index, scope=scope, adapter=adapter)
         )
     while llm.engine.has_work:
         for update in llm.engine.step().updates:
@@ -184,7 +184,7 @@ def test_a_prefix_is_pinned_with_its_adapter_until_the_version_is_replaced(folde
     adapter = llm.engine.adapters.resolve("x")
     replies: list[PinnedPrefix | KvferryError] = []
     request = EngineRequest(
-        RequestId("p"), list(range(100)), GREEDY, tenant=cache_scope("", "", adapter), adapter=adapter
+        RequestId("p"), list(range(100)), GREEDY, scope=cache_scope("", "", adapter), adapter=adapter
     )
     llm.engine.pinning.pin(request, 60.0, replies.append)
     while llm.engine.has_work:
@@ -206,7 +206,7 @@ def test_running_requests_keep_the_version_they_began_with(folders: dict[str, st
     llm.engine.reset_prefix_cache()
     assert llm.engine.adapters is not None
     old = llm.engine.adapters.resolve("x")
-    llm.engine.add(EngineRequest(RequestId("r"), PROMPTS[0], GREEDY, tenant=cache_scope("", "", old), adapter=old))
+    llm.engine.add(EngineRequest(RequestId("r"), PROMPTS[0], GREEDY, scope=cache_scope("", "", old), adapter=old))
     found: list[int] = []
     for step in range(100):
         if step == 3:
@@ -217,7 +217,7 @@ def test_running_requests_keep_the_version_they_began_with(folders: dict[str, st
         if not llm.engine.has_work:
             break
     assert found == list(expected)
-    late = EngineRequest(RequestId("s"), PROMPTS[0], GREEDY, tenant=cache_scope("", "", old), adapter=old)
+    late = EngineRequest(RequestId("s"), PROMPTS[0], GREEDY, scope=cache_scope("", "", old), adapter=old)
     llm.engine.add(late)  # a request may have begun on another worker before the adapter was unloaded
     while llm.engine.has_work:
         llm.engine.step()
@@ -255,7 +255,7 @@ def test_an_adapter_that_cannot_be_loaded_again_fails_only_its_requests(
     for name in ("gone", "good"):
         adapter = llm.engine.adapters.resolve(name)
         scope = cache_scope("", "", adapter)
-        llm.engine.add(EngineRequest(RequestId(name), PROMPTS[0], GREEDY, tenant=scope, adapter=adapter))
+        llm.engine.add(EngineRequest(RequestId(name), PROMPTS[0], GREEDY, scope=scope, adapter=adapter))
     while llm.engine.has_work:
         for update in llm.engine.step().updates:
             errors[update.request_id] = update.error
@@ -276,7 +276,7 @@ def test_the_scope_must_be_one_of_the_adapter(folders: dict[str, str]) -> None:
         (cache_scope("t", "", other), adapter),
     ):
         with pytest.raises(InvalidRequest, match="scope"):
-            llm.engine.add(EngineRequest(RequestId("r"), [1], GREEDY, tenant=tenant, adapter=given))
+            llm.engine.add(EngineRequest(RequestId("r"), [1], GREEDY, scope=tenant, adapter=given))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvferry.core.ids import BlockId, RequestId
 from kvferry.engine.engine import Engine
-from kvferry.engine.offline.embedding import pooling_request
+from kvferry.engine.schedule.messages import EngineRequest
 from kvferry.kv.interface.connector import LoadOutcome, PagesQuiet
 from kvferry.kv.interface.tiering import ObjectKey, TierAnswer, TierSource
 from kvferry.kv.pricing.price import LoadPolicy, PriceBook
@@ -251,7 +251,7 @@ def test_rows_that_are_pooled_are_not_loaded_after_a_preemption(pooling: Pooling
     while len(tiers.kept) < 3:
         engine.step()
     params = PoolingParams(pooling, normalize=False)
-    engine.add(pooling_request(RequestId("pooled"), prompt, params))
+    engine.add(EngineRequest.for_vector(RequestId("pooled"), prompt, params))
     found = [u for _ in range(300) if engine.has_work for u in engine.step().updates if u.embedding is not None]
     assert engine.is_idle
     (update,) = found

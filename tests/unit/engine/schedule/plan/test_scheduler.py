@@ -97,9 +97,9 @@ def test_a_shared_prefix_is_computed_once() -> None:
 def test_tenants_do_not_share_blocks() -> None:
     engine, runner = an_engine()
     tokens = list(range(9))
-    engine.add(a_request("mine", tokens, max_tokens=1, tenant="a"))
+    engine.add(a_request("mine", tokens, max_tokens=1, scope="a"))
     run_until_idle(engine)
-    engine.add(a_request("yours", tokens, max_tokens=1, tenant="b"))
+    engine.add(a_request("yours", tokens, max_tokens=1, scope="b"))
     run_until_idle(engine)
     assert runner.steps[-1].scheduled[0].num_computed == 0
 
@@ -267,7 +267,7 @@ def test_a_request_with_a_ticket_computes_when_there_is_no_loader() -> None:
     [
         ([], 0, "PROMPT_EMPTY"),
         ([1], 1, "PROMPT_EMPTY"),
-        ([1] * 128, 0, "PROMPT_TOO_LONG"),
+        ([1] * 128, 0, "CONTEXT_LENGTH_EXCEEDED"),
         ([97], 0, "INVALID_REQUEST"),
         ([-1], 0, "INVALID_REQUEST"),
     ],

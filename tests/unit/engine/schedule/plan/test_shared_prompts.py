@@ -36,7 +36,7 @@ def test_a_sequence_that_shares_no_full_block_does_not_wait() -> None:
     engine, runner = an_engine()
     engine.add(a_request("a", _PROMPT, max_tokens=1))
     engine.add(a_request("b", [1, 2, 3, 90], max_tokens=1))
-    engine.add(a_request("c", _PROMPT, max_tokens=1, tenant="another"))
+    engine.add(a_request("c", _PROMPT, max_tokens=1, scope="another"))
     engine.step()
     assert shares(runner) == [[("a", 18), ("b", 4), ("c", 18)]]
 

@@ -53,7 +53,7 @@ async def test_a_prefix_is_pinned_on_the_workers_that_compute_prompts(gateway: S
     assert not workers["decode"].pins
     (request,) = workers["prefill"].pins.values()
     assert list(request.token_ids) == IDS
-    assert request.tenant == cache_scope("t", "s")
+    assert request.scope == cache_scope("t", "s")
     (pin,) = (await listed(gateway))["pins"]
     assert (pin["tenant"], pin["has_cache_salt"], pin["num_tokens"], len(pin["workers"])) == ("t", True, 41, 2)  # type: ignore[arg-type]
     other = await post(gateway, "/unpin_prefix", {"prompt": "x" * 40, "tenant": "t"})
@@ -77,7 +77,7 @@ async def test_a_restarted_worker_gets_the_registered_pins_with_their_remaining_
     await worker.stop()
     await worker.start()
     await gateway.gateway.fleet.wait_until(lambda fleet: all(view.takes_work for view in fleet.views()))
-    assert gateway.gateway.pins.begin_round(gateway.gateway._clock.monotonic()) == 0, (
+    assert gateway.gateway.pins.begin_round(gateway.gateway.parts.clock.monotonic()) == 0, (
         "an unpinned prefix is not pinned again"
     )
 
@@ -166,7 +166,7 @@ async def test_a_worker_that_refuses_is_named_and_tried_again(gateway: ScriptedG
     assert "the others pinned it" in error["message"]
     assert len(workers["prefill"].pins) == 1
     workers["both"].pin_error = None
-    assert pins.begin_round(gateway.gateway._clock.monotonic() + 31) == 1
+    assert pins.begin_round(gateway.gateway.parts.clock.monotonic() + 31) == 1
     await eventually(lambda: len(workers["both"].pins) == 1)
     workers["prefill"].pin_error = Overloaded("no")
     incomplete = await post(gateway, "/unpin_prefix", {"prompt": BODY["prompt"]})
@@ -200,7 +200,7 @@ async def test_a_reset_of_the_caches_ends_all_pins(gateway: ScriptedGateway) -> 
     await post(gateway, "/pin_prefix", BODY)
     assert (await post(gateway, "/reset_prefix_cache", {})).status_code == 200
     assert (await listed(gateway))["pins"] == []
-    assert gateway.gateway.pins.begin_round(gateway.gateway._clock.monotonic() + 60) == 0
+    assert gateway.gateway.pins.begin_round(gateway.gateway.parts.clock.monotonic() + 60) == 0
 
 
 async def test_an_adapter_is_pinned_in_the_version_of_each_worker(gateway: ScriptedGateway) -> None:
@@ -211,7 +211,7 @@ async def test_an_adapter_is_pinned_in_the_version_of_each_worker(gateway: Scrip
     (request,) = worker.pins.values()
     adapter = AdapterId("a", worker.adapters["a"])
     assert (request.adapter.name, request.adapter.digest) == ("a", adapter.digest)
-    assert request.tenant == cache_scope("", "", adapter)
+    assert request.scope == cache_scope("", "", adapter)
     assert (await post(gateway, "/pin_prefix", {**BODY, "model": "other"})).status_code == 404
 
 

@@ -1,0 +1,82 @@
+"""What a gateway says of itself: readiness, the state of its fleet, and the overview of the dashboard."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from kvferry.core.clock import Clock
+from kvferry.core.ids import Incarnation
+from kvferry.gateway.admission.flow_gate import FlowGate
+from kvferry.gateway.decide.cache_map.cache_map import CacheMap
+from kvferry.gateway.decide.routing.holding import Holding
+from kvferry.gateway.fleet.fleet import Fleet
+from kvferry.gateway.fleet.fleet_report import fleet_report
+from kvferry.gateway.fleet.membership import Knowledge, Membership
+from kvferry.gateway.fleet.pool_api import PoolApi
+from kvferry.gateway.fleet.readiness import can_serve, notes
+from kvferry.gateway.fleet.waking import Waker
+from kvferry.gateway.observe.dashboard.history import History
+from kvferry.gateway.observe.instruments import Instruments
+from kvferry.rpc.tls.pool_tls import PoolTls
+
+
+@dataclass(slots=True)
+class GatewayStatus:
+    """Reports of one gateway."""
+
+    incarnation: Incarnation
+    clock: Clock
+    max_model_tokens: int
+    fleet: Fleet
+    membership: Membership
+    pool: PoolApi | None
+    holding: Holding
+    waker: Waker | None
+    gate: FlowGate
+    cache_map: CacheMap
+    instruments: Instruments
+    history: History
+    pool_tls: PoolTls | None
+    is_draining: bool = False
+
+    @property
+    def would_take(self) -> bool:
+        """Whether a new request is accepted; true even for a pool scaled to zero, since a held request scales it up."""
+        if self.pool is not None:
+            return self.membership.state.state is not Knowledge.UNKNOWN
+        return can_serve(self.fleet)
+
+    def readiness(self) -> tuple[bool, Sequence[str]]:
+        """Return whether a request would be served, and a note for each worker that accepts no requests."""
+        if self.is_draining:
+            return False, ["this gateway is draining"]
+        found = [*self.membership.notes(), *notes(self.fleet)]
+        if self.pool is not None and not can_serve(self.fleet):
+            found.append(
+                f"pool {self.pool.pool} has no workers that accept requests; {self.holding.num_held} requests are "
+                "waiting"
+            )
+        return self.would_take, found
+
+    def report(self) -> Mapping[str, object]:
+        """Return the JSON object of `/fleet`."""
+        return fleet_report(
+            self.fleet.views(),
+            gateway=self.incarnation,
+            pool="" if self.pool is None else str(self.pool.pool),
+            held=self.holding.num_held,
+            source=self.membership.state,
+            wake_failure="" if self.waker is None else self.waker.failure,
+            handoffs=self.instruments.handoff_counts(),
+            model_tokens=self.max_model_tokens,
+            cache_map=self.cache_map,
+            flow=self.gate.report(),
+            certificate_not_after=0.0 if self.pool_tls is None else self.pool_tls.not_after,
+        )
+
+    def note_totals(self) -> None:
+        """Add a reading of the instruments to the history."""
+        self.history.add(self.clock.monotonic(), self.instruments.totals())
+
+    def overview(self) -> Mapping[str, object]:
+        """Return the JSON object of the dashboard."""
+        return self.history.overview(self.clock.monotonic(), self.instruments.totals())
