@@ -70,7 +70,9 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         "minReplicas must not exceed scaling.maxReplicas",
     ),
     "max 0": (prefill(scaling={"mode": "Auto", "maxReplicas": 0}), "greater than or equal to 1"),
-    "kv target of 1": (prefill(scaling={"mode": "Auto", "targetKvUsage": 1}), "less than or equal to 0.99"),
+    "kv target of 1": (prefill(scaling={"mode": "Auto", "targetKvUsage": 1}), "less than 1"),
+    "kv target of 0": (prefill(scaling={"mode": "Auto", "targetKvUsage": 0}), "greater than 0"),
+    "offers of no time": ({"connector": {"offerSeconds": 0}}, "spec.connector.offerSeconds"),
     "kv target in percent": (prefill(scaling={"mode": "Auto", "targetKvUsage": 70}), "targetKvUsage"),
     "target without Auto": (prefill(scaling={"mode": "External", "targetRequests": 3}), "require scaling.mode Auto"),
     "endless window": (

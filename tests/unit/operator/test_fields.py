@@ -225,7 +225,7 @@ EFFECTS: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "roles[].engine.maxChunkTokens": (prefill(engine={"maxChunkTokens": 64}), flag("max-chunk-tokens"), "64"),
     "roles[].engine.maxMixedTokens": (prefill(engine={"maxMixedTokens": 32}), flag("max-mixed-tokens"), "32"),
     "roles[].engine.adapterMemory": (prefill(engine={"adapterMemory": "2Gi"}), flag("adapter-memory"), "2GiB"),
-    "connector.offerSeconds": ({"connector": {"offerSeconds": 2.5}}, flag("offer-seconds"), "2.5"),
+    "connector.offerSeconds": ({"connector": {"offerSeconds": 2}}, flag("offer-seconds"), "2"),
     "routing.cacheMapBlocks": ({"routing": {"cacheMapBlocks": 0}}, flag("cache-map-blocks", GATEWAY), "0"),
     "flowControl.maxQueued": ({"flowControl": {"maxQueued": 9}}, flag("max-queued", GATEWAY), "9"),
     "flowControl.maxQueuedBytes": (

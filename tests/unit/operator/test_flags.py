@@ -129,6 +129,7 @@ OTHER_CHOICES = {
     "device": "a container sees its own GPUs only, so that cuda:N is not needed",
     "tier": "schemes of the URLs",
 }
+OTHER_MINIMUM = {"offer_seconds": "whole seconds"}
 SIZES = (size_bytes, size_or_auto)
 
 
@@ -168,9 +169,15 @@ def test_a_field_has_the_range_of_its_flag(flag, path):
         return
     step = 1 if field["type"] == "integer" else 0.001
     assert is_accepted(setting, field["minimum"]) is not field.get("exclusiveMinimum", False)
-    assert not is_accepted(setting, field["minimum"] - step)
+    assert not is_accepted(setting, field["minimum"] - step) or flag in OTHER_MINIMUM
     assert is_accepted(setting, field["maximum"])
     assert not is_accepted(setting, field["maximum"] + step)
+
+
+def test_bounds_are_whole_numbers():
+    """For a whole value of a number, such as 0, the API server truncates the bounds: 0 would be at least 0.01."""
+    bounds = [field[end] for field in FIELDS.values() for end in ("minimum", "maximum") if end in field]
+    assert all(isinstance(bound, int) for bound in bounds)
 
 
 @pytest.mark.parametrize(("flag", "path"), with_fields())

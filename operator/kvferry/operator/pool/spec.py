@@ -145,7 +145,7 @@ class Connector(_Struct, frozen=True):
     """Settings of KV transfers between pods."""
 
     type: Literal["nixl", "tcp", "shm"] = "nixl"
-    offer_seconds: float = 10.0
+    offer_seconds: int = 10
 
 
 class SecretKey(_Struct, frozen=True):
