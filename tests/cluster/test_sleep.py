@@ -17,9 +17,9 @@ ROLE = {
         "mode": "Auto",
         "minReplicas": 0,
         "maxReplicas": 2,
-        "requestsTarget": 3,
-        "idleSeconds": 8,
-        "downSeconds": 8,
+        "targetRequests": 3,
+        "scaleToZero": {"idleSeconds": 8},
+        "scaleDown": {"stabilizationWindowSeconds": 8},
     },
     "template": {"spec": {"runtimeClassName": "host"}},
 }

@@ -156,8 +156,8 @@ TENANTS = Setting(
 )
 POLICY = Setting(
     "policy",
-    "seconds",
-    "How workers are chosen. seconds: lowest estimated latency; prefix-hash: cached prefix within a load bound; "
+    "latency",
+    "How workers are chosen. latency: the lowest estimate; prefix-hash: cached prefix within a load bound; "
     "round-robin, least-loaded, random: ignoring caches.",
     registry="routing policies",
 )
