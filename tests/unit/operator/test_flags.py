@@ -8,7 +8,7 @@ from unit.operator.definitions import leaves, schema
 from unit.operator.pools import made_of, pool
 
 from kvferry.cli.options import LOGGING
-from kvferry.cli.settings import GATEWAY, WORKER
+from kvferry.core.settings.processes import GATEWAY, WORKER
 from kvferry.core.settings import Setting, boolean, size_bytes, size_or_auto
 
 SETTINGS: dict[str, Setting] = {setting.name: setting for setting in (*WORKER, *GATEWAY, *LOGGING)}
@@ -27,15 +27,15 @@ FIELD_OF = {
     "numerics": "engine.numerics",
     "threads": "roles[].engine.threads",
     "kv_memory": "roles[].engine.kvMemory",
-    "gpu_memory_share": "roles[].engine.gpuMemoryUtilization",
+    "gpu_memory_utilization": "roles[].engine.gpuMemoryUtilization",
     "pin_share": "roles[].engine.pinShare",
     "block_tokens": "model.blockTokens",
     "window_pages": "model.windowPages",
-    "max_model_tokens": "model.maxModelLen",
+    "max_model_len": "model.maxModelLen",
     "token_budget": "roles[].engine.tokenBudget",
     "max_chunk_tokens": "roles[].engine.maxChunkTokens",
     "max_mixed_tokens": "roles[].engine.maxMixedTokens",
-    "max_sequences": "roles[].engine.maxSequences",
+    "max_num_seqs": "roles[].engine.maxSequences",
     "scheduling": "engine.requestPolicy",
     "class_weights": "engine.classWeights[].weight",
     "stream_interval": "engine.streamInterval",
