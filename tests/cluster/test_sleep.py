@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.node, pytest.mark.timeout(400)]
 
 ROLE = {
     "name": "both",
-    "engine": {"kvMemory": "256MiB", "threads": 1, "maxSequences": 8},
+    "engine": {"kvMemory": "256MiB", "threads": 1, "maxNumSeqs": 8},
     "scaling": {
         "mode": "Auto",
         "minReplicas": 0,

@@ -123,7 +123,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no name of a Secret": ({"internalKeys": {"secretName": "My_Keys"}}, "spec.internalKeys.secretName"),
     "negative threads": (prefill(engine={"threads": -2}), "spec.roles[0].engine.threads"),
     "no token budget": (prefill(engine={"tokenBudget": 0}), "spec.roles[0].engine.tokenBudget"),
-    "no sequences": (prefill(engine={"maxSequences": 0}), "spec.roles[0].engine.maxSequences"),
+    "no sequences": (prefill(engine={"maxNumSeqs": 0}), "spec.roles[0].engine.maxNumSeqs"),
     "restart policy": (prefill(template={"spec": {"restartPolicy": "Never"}}), "worker pods use Always"),
     "our own label": (
         prefill(template={"metadata": {"labels": {"kvferry.dev/pool": "x"}}}),

@@ -139,7 +139,7 @@ EFFECTS: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "model.source": ({"model": {"name": "m", "source": "/models/x"}}, flag("model"), "/models/x"),
     "model.digest": ({"model": {"name": "m", "digest": "cd" * 16}}, reported, "DigestMismatch"),
     "model.dtype": ({"model": {"name": "m", "dtype": "float32"}}, flag("dtype"), "float32"),
-    "model.maxModelLen": ({"model": {"name": "m", "maxModelLen": 512}}, flag("max-model-tokens"), "512"),
+    "model.maxModelLen": ({"model": {"name": "m", "maxModelLen": 512}}, flag("max-model-len"), "512"),
     "model.windowPages": ({"model": {"name": "m", "windowPages": "release"}}, flag("window-pages"), "release"),
     "model.cache.mountPath": (
         {"model": {"name": "m", "cache": {"mountPath": "/big"}}},
@@ -186,7 +186,7 @@ EFFECTS: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "roles[].engine.kvMemory": (prefill(engine={"kvMemory": "2Gi"}), flag("kv-memory"), "2GiB"),
     "roles[].engine.threads": (prefill(engine={"threads": 3}), flag("threads"), "3"),
     "roles[].engine.tokenBudget": (prefill(engine={"tokenBudget": 64}), flag("token-budget"), "64"),
-    "roles[].engine.maxSequences": (prefill(engine={"maxSequences": 7}), flag("max-sequences"), "7"),
+    "roles[].engine.maxNumSeqs": (prefill(engine={"maxNumSeqs": 7}), flag("max-num-seqs"), "7"),
     "roles[].engine.speculation": (prefill(engine={"speculation": "suffix?k=8"}), flag("speculation"), "suffix?k=8"),
     **{
         f"roles[].resources.{part}": (
@@ -291,7 +291,7 @@ EFFECTS: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "roles[].engine.device": (prefill(engine={"device": "cuda"}), flag("device"), "cuda"),
     "roles[].engine.gpuMemoryUtilization": (
         prefill(engine={"gpuMemoryUtilization": 0.45}),
-        flag("gpu-memory-share"),
+        flag("gpu-memory-utilization"),
         "0.45",
     ),
     "roles[].engine.adapterSlots": (prefill(engine={"adapterSlots": 0}), flag("adapter-slots"), "0"),

@@ -7,11 +7,12 @@ import pytest
 from unit.operator.definitions import leaves, schema
 from unit.operator.pools import made_of, pool
 
-from kvferry.cli.options import LOGGING
-from kvferry.core.settings.processes import GATEWAY, WORKER
-from kvferry.core.settings import Setting, boolean, size_bytes, size_or_auto
+from kvferry.cli.options import bound
+from kvferry.core.settings.parsers import boolean, size_bytes, size_or_auto
+from kvferry.core.settings.processes import GATEWAY, LOGGING, WORKER
+from kvferry.core.settings.setting import Setting
 
-SETTINGS: dict[str, Setting] = {setting.name: setting for setting in (*WORKER, *GATEWAY, *LOGGING)}
+SETTINGS: dict[str, Setting] = {setting.name: bound(setting) for setting in (*WORKER, *GATEWAY, *LOGGING)}
 FIELDS = dict(leaves(schema()["properties"]["spec"]))
 
 FIELD_OF = {
@@ -35,7 +36,7 @@ FIELD_OF = {
     "token_budget": "roles[].engine.tokenBudget",
     "max_chunk_tokens": "roles[].engine.maxChunkTokens",
     "max_mixed_tokens": "roles[].engine.maxMixedTokens",
-    "max_num_seqs": "roles[].engine.maxSequences",
+    "max_num_seqs": "roles[].engine.maxNumSeqs",
     "scheduling": "engine.requestPolicy",
     "class_weights": "engine.classWeights[].weight",
     "stream_interval": "engine.streamInterval",

@@ -1,6 +1,7 @@
 """Spec of an InferencePool as frozen values, with the defaults of the schema.
 
-The CustomResourceDefinition documents the fields; a test checks that both agree.
+The CustomResourceDefinition documents the fields and lists the valid names; a test checks that both agree, and that
+they agree with the flags of the processes.
 """
 
 from collections.abc import Mapping
@@ -89,7 +90,7 @@ class RoleEngine(_Struct, frozen=True):
     token_budget: int = 2048
     max_chunk_tokens: int = 512
     max_mixed_tokens: int = 256
-    max_sequences: int = 64
+    max_num_seqs: int = 64
     adapter_slots: int = 8
     max_adapter_rank: int = 64
     adapter_memory: str = "1Gi"
@@ -132,7 +133,7 @@ class ClassWeight(_Struct, frozen=True):
 class Engine(_Struct, frozen=True):
     """Engine settings of all workers."""
 
-    request_policy: Literal["fcfs", "priority", "srtf", "two-level", "weighted"] = "fcfs"
+    request_policy: str = "fcfs"
     class_weights: tuple[ClassWeight, ...] = ()
     numerics: str = "exact"
     stream_interval: int = 1
@@ -144,7 +145,7 @@ class Engine(_Struct, frozen=True):
 class Connector(_Struct, frozen=True):
     """Settings of KV transfers between pods."""
 
-    type: Literal["nixl", "tcp", "shm"] = "nixl"
+    type: str = "nixl"
     offer_seconds: int = 10
 
 
@@ -158,7 +159,7 @@ class SecretKey(_Struct, frozen=True):
 class Tier(_Struct, frozen=True):
     """One storage tier for KV."""
 
-    type: Literal["dram", "disk", "redis"]
+    type: str
     size: str = ""
     url: str = ""
     url_secret: SecretKey | None = None
@@ -167,7 +168,7 @@ class Tier(_Struct, frozen=True):
 class Routing(_Struct, frozen=True):
     """Settings for routing requests from the gateway to worker pods."""
 
-    policy: Literal["latency", "prefix-hash", "round-robin", "least-loaded", "random"] = "latency"
+    policy: str = "latency"
     prefix_blocks: int = 4
     cache_map_blocks: int = 1 << 22
     skip_prefill_below_tokens: int = 0
