@@ -216,6 +216,7 @@ GOOD: dict[str, dict[str, Any]] = {
             "claims": [{"name": "gpu"}],
         }
     ),
+    "no amount": prefill(resources={"limits": {"cpu": None, "memory": 1.0}}),
     "sizes": {**prefill(engine={"kvMemory": "0.5Gi"}), **tiers({"type": "disk", "size": "1Ti"})},
     "a GPU": prefill(engine={"device": "cuda", "kvMemory": "auto"}, resources={"limits": {"nvidia.com/gpu": 1}}),
     "a GPU by a claim": prefill(engine={"device": "cuda"}, resources={"claims": [{"name": "gpu"}]}),

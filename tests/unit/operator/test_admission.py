@@ -139,6 +139,12 @@ def test_a_change_is_read(tmp_path):
     assert (old.spec.image, new.spec.image) == ("", "kvferry:2")
 
 
+def test_a_pool_is_read_as_the_api_server_stores_it(tmp_path):
+    plain = pool(**prefill(scaling={"scaleUp": {}}, resources={"limits": {"cpu": None}, "requests": {"cpu": 1.0}}))
+    _, new = read_change(*files(tmp_path, pool(), plain))
+    assert new.spec.roles[0].resources == {"limits": {}, "requests": {"cpu": 1}}
+
+
 def test_an_error_of_the_old_pool_is_its_own(tmp_path):
     with pytest.raises(UsageError, match=r"OLD \(.*old.yaml\) is not a valid pool.*:\n  spec.image"):
         read_change(*files(tmp_path, pool(image="A"), pool()))

@@ -25,14 +25,18 @@ def pool_schema() -> Json:
 
 
 def with_defaults(value: Any, schema: Json) -> Any:
-    """Return `value` as the API server stores it: without nulls, which no field accepts, and with the defaults of the
-    schema."""
+    """Return `value` as the API server stores it: without nulls, which no field accepts, with the defaults of the
+    schema, and with whole numbers as integers, except in fields for other numbers."""
     if isinstance(value, dict):
         known = schema.get("properties", {})
         more = schema.get("additionalProperties")
-        filled = {name: part for name, part in value.items() if part is not None or name not in known}
+        filled = {
+            name: part for name, part in value.items() if part is not None or (name not in known and more is None)
+        }
         filled |= {name: part["default"] for name, part in known.items() if "default" in part and name not in filled}
         return {name: with_defaults(part, known.get(name, more or {})) for name, part in filled.items()}
     if isinstance(value, list):
         return [with_defaults(entry, schema.get("items", {})) for entry in value]
-    return float(value) if schema.get("type") == "number" and type(value) is int else value
+    if schema.get("type") == "number" and type(value) is int:
+        return float(value)
+    return int(value) if isinstance(value, float) and value.is_integer() and schema.get("type") != "number" else value

@@ -16,6 +16,7 @@ from kvferry.operator.plan.pool_plan import Plan
 from kvferry.operator.plan.rollout import PAIRED, Count, capacity
 from kvferry.operator.pool.spec import Json, Pool, parse_pool
 from kvferry.operator.preview.admission import refusals
+from kvferry.operator.preview.definition import pool_schema, with_defaults
 from kvferry.operator.preview.simulation import SimulatedCluster
 
 _MAX_BYTES = 4 << 20
@@ -99,7 +100,8 @@ def read_change(old: Path, new: Path) -> tuple[Pool, Pool]:
             f"{'/'.join(_identity(after))}; pass two versions of the same pool",
             field="new",
         )
-    return parse_pool(before), parse_pool(after)
+    old_pool, new_pool = (parse_pool(with_defaults(body, pool_schema())) for body in (before, after))
+    return old_pool, new_pool
 
 
 def _identity(body: Json) -> tuple[str, str]:
