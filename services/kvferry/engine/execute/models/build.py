@@ -51,10 +51,9 @@ def build_model(
         tensors: the model's weights (`ModelSource.tensors`).
         dtype: data type of the KV. With float32, activations are not rounded either; int8 and fp8 need the
             compiled or the Triton kernels.
-        weights: key of `WEIGHTS`; torch backends keep weights in `dtype` and support no other format. numerics:
-        `exact`, or `fast`: inputs of products are rounded to 8 bits; `fast` needs compiled kernels, quantized weights,
-        and KV in a dtype other than
-            float32.
+        weights: key of `WEIGHTS`; torch backends keep weights in `dtype` and support no other format.
+        numerics: `exact`, or `fast`: inputs of products are rounded to 8 bits; `fast` needs compiled kernels,
+            quantized weights, and KV in a dtype other than float32.
         device: device of the model, as a torch device string.
         kernels: see `EngineSettings.kernels`.
         threads: number of compute threads; 0: the number of cores available to this process.
