@@ -65,7 +65,7 @@ def begin(llm: LLM, adapters: Sequence[AdapterId | None], name: str) -> None:
 
 def timed_step(llm: LLM) -> tuple[float, bool]:
     """Run a step; return its duration in seconds, and whether all of its sequences were decoding."""
-    is_decode = all(s.num_computed >= PROMPT_TOKENS for s in llm.engine.scheduler._running) and not (
+    is_decode = all(s.kv.num_computed >= PROMPT_TOKENS for s in llm.engine.scheduler._admitted.running) and not (
         llm.engine.scheduler.num_waiting
     )
     begun = CLOCK.monotonic()

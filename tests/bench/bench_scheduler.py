@@ -29,6 +29,7 @@ from kvferry.engine.schedule.blocks.prefix_index import PrefixIndex
 from kvferry.engine.schedule.plan.scheduler import Scheduler
 from kvferry.engine.schedule.policies.policy import POLICIES
 from kvferry.engine.schedule.step.sequence import Sequence
+from kvferry.engine.schedule.step.sequence_request import SequenceRequest
 from kvferry.engine.schedule.step.step import SequenceOutput, StepPlan, StepResult
 
 RESULTS = Path(__file__).parent / "results" / "scheduler.csv"
@@ -70,9 +71,8 @@ class Rig:
         for number in range(running + waiting):
             tokens = [number, *range(1, PROMPT_TOKENS + number % 32)]
             sampling = SamplingParams(temperature=0.0)
-            self.scheduler.add(
-                Sequence(RequestId(f"r{number}"), tokens, len(tokens), sampling, namer, 800, frozenset())
-            )
+            request = SequenceRequest(RequestId(f"r{number}"), len(tokens), sampling, namer, 800, frozenset())
+            self.scheduler.add(Sequence(request, tokens))
 
     def record(self, plan: StepPlan) -> None:
         tokens = (SampledToken(7),)

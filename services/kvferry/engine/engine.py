@@ -34,7 +34,9 @@ from kvferry.engine.schedule.step.adapter_slots import AdapterSlots, PackedAdapt
 from kvferry.engine.schedule.step.kv_jobs import Export, SequenceUpdate
 from kvferry.engine.schedule.step.prompt_pooling import PromptPooling
 from kvferry.engine.schedule.step.sequence import Sequence
+from kvferry.engine.schedule.step.sequence_request import SequenceRequest
 from kvferry.engine.schedule.step.step import StepPlan
+from kvferry.engine.schedule.step.token_mask import TokenMask
 from kvferry.kv.interface.connector import KvLoader
 from kvferry.kv.interface.tiering import KvMessage, KvTiers
 from kvferry.kv.pages.layer_groups import FULL_ATTENTION
@@ -166,12 +168,11 @@ class Engine:
         num_prompt = len(request.token_ids) - request.num_generated
         limit = request.sampling.max_tokens
         total = self.max_model_tokens if limit is None else min(self.max_model_tokens, num_prompt + limit)
-        sequence = Sequence(
-            request_id=request.request_id,
-            tokens=list(request.token_ids),
-            num_prompt=num_prompt,
-            sampling=request.sampling,
-            namer=self.namer(request.scope),
+        asked = SequenceRequest(
+            request.request_id,
+            num_prompt,
+            request.sampling,
+            self.namer(request.scope),
             adapter=request.adapter,
             max_tokens_total=total,
             eos_token_ids=self._eos,
@@ -181,18 +182,20 @@ class Engine:
             scope=request.scope,
             exports=request.exports,
             keeps=request.keeps,
-            remote=request.remote if self._loads.can_fetch else None,
         )
-        if request.pooling is not None:
-            sequence.pooling = PromptPooling(request.pooling, num_prompt)
-        if not sequence.may_load:
-            sequence.remote = None
+        sequence = Sequence(
+            asked,
+            list(request.token_ids),
+            remote=request.remote if self._loads.can_fetch else None,
+            mask=self._first_mask(request, num_prompt),
+            pooling=None if request.pooling is None else PromptPooling(request.pooling, num_prompt),
+        )
+        if not sequence.sampling.may_load:
+            sequence.kv.drop_remote()
         self.scheduler.add(sequence)
         self.statistics.arrive(request.request_id, num_prompt, self._clock.monotonic())
         self.watch.added(request, total)
-        if self._masks is not None and request.sampling.constraint is not None:
-            sequence.mask = self._masks.begin(request.sampling.constraint, sequence.tokens[num_prompt:])
-        if sequence.may_load:
+        if sequence.sampling.may_load:
             self._loads.arrive(sequence)
 
     def abort(self, request_id: RequestId) -> bool:
@@ -337,13 +340,19 @@ class Engine:
             InvariantBroken: an invariant is violated; the message has the numbers.
         """
         self.allocator.check_integrity()
-        tables = (s.table.pages for s in self.scheduler.sequences)
+        tables = (s.kv.table.pages for s in self.scheduler.sequences)
         held = [*self._exports.values(), *self._loads.stores_held, *self._loads.prefetches_held]
         held += self.pinning.pins.held
         self.allocator.pool.check_references(chain(tables, held))
         self.pinning.check_integrity()
 
     # ------------------------------------------------------------------ internals
+
+    def _first_mask(self, request: EngineRequest, num_prompt: int) -> TokenMask | None:
+        constraint = request.sampling.constraint
+        if self._masks is None or constraint is None:
+            return None
+        return self._masks.begin(constraint, request.token_ids[num_prompt:])
 
     def _keep_export(self, export: Export) -> int:
         number = self.num_exports

@@ -20,7 +20,7 @@ from kvferry.engine.schedule.loads.kv_loads import KvLoads
 from kvferry.engine.schedule.messages import EngineRequest
 from kvferry.engine.schedule.speculation.speculation import Speculation
 from kvferry.engine.schedule.step.draft_tree import moves, path_rows
-from kvferry.engine.schedule.step.sequence import RemoteKv
+from kvferry.engine.schedule.step.kv_progress import RemoteKv
 from kvferry.engine.schedule.step.step import Sampled, ScheduledSequence, StepPlan, StepResult, rows_of
 from kvferry.engine.schedule.step.token_mask import unpacked
 from kvferry.kv.interface.connector import KvLoader

@@ -102,7 +102,7 @@ def _evicted_blocks(kind: str, slots: int) -> Sequence[tuple[int, int, int]]:
         evicted = 0
         for request_id, sequence in replica.scheduler._known.items():
             counts[request_id] = sequence.num_preemptions
-            if sequence.num_preemptions and not sequence.table.blocks:
+            if sequence.num_preemptions and not sequence.kv.table.blocks:
                 evicted += -(-sequence.num_tokens // allocator.block_tokens)
         found.append((evicted, allocator.pool.num_blocks, sum(counts.values())))
 

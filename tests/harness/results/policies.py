@@ -125,11 +125,11 @@ def recovery() -> Outcome:
     def observe(replica: Replica, plan: StepPlan, seconds: float) -> None:
         for item in plan.scheduled:
             sequence = replica.scheduler._known[item.request_id]
-            if sequence.num_preemptions and sequence.num_generated:
+            if sequence.num_preemptions and sequence.sampling.num_generated:
                 key = f"{item.request_id}/{sequence.num_preemptions}"
                 started[key] = started.get(key, 0) + (0 if key in started and started[key] < 0 else 1)
                 if item.num_sampled and started[key] > 0:
-                    found.append((started[key], sequence.num_generated))
+                    found.append((started[key], sequence.sampling.num_generated))
                     started[key] = -1
 
     for seed in range(3):

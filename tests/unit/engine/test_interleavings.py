@@ -25,7 +25,7 @@ from kvferry.engine.schedule.speculation.draft_lengths import WholeDrafts
 from kvferry.engine.schedule.speculation.matches import Tokens
 from kvferry.engine.schedule.speculation.proposers import NO_DRAFT, Draft
 from kvferry.engine.schedule.speculation.speculation import Speculation
-from kvferry.engine.schedule.step.sequence import RemoteKv
+from kvferry.engine.schedule.step.kv_progress import RemoteKv
 
 Windows = tuple[int | None, ...]
 WHOLE: Windows = (None,)

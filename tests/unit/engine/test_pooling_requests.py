@@ -26,7 +26,7 @@ from kvferry.engine.execute.run.runner import Runner
 from kvferry.engine.execute.run.threaded_runner import ThreadedRunner
 from kvferry.engine.execute.tensors.paged_kv import PagedKv
 from kvferry.engine.schedule.messages import EngineRequest
-from kvferry.engine.schedule.step.sequence import RemoteKv
+from kvferry.engine.schedule.step.kv_progress import RemoteKv
 from kvferry.kernels.ops import device_ops_for
 from kvferry.kv.pages.layout import KvLayout
 from kvferry.model import tiny
@@ -195,7 +195,7 @@ def test_a_hidden_state_that_is_not_finite_fails_its_own_request() -> None:
     ask(engine, "bad", PROMPTS[1], replace(RAW, pooling=Pooling.MEAN))
     ask(engine, "good", PROMPTS[2], RAW)
     engine.step()
-    page = engine.scheduler._running[0].table.blocks[0]
+    page = engine.scheduler._admitted.running[0].kv.table.blocks[0]
     COMPILED.kv.pages[page].fill_(torch.nan)
     failed: list[str] = []
     while engine.has_work:

@@ -13,7 +13,7 @@ from kvferry.core.errors import InvalidRequest
 from kvferry.core.sampling import MAX_PROMPT_LOGPROBS, SamplingParams, ScoredToken
 from kvferry.engine.engine import Engine
 from kvferry.engine.schedule.messages import EngineRequest
-from kvferry.engine.schedule.step.sequence import RemoteKv
+from kvferry.engine.schedule.step.kv_progress import RemoteKv
 
 PROMPT = [(7 * i) % 90 for i in range(21)]
 

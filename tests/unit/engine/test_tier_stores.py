@@ -7,7 +7,7 @@ from harness.idle import assert_idle
 
 from kvferry.core.hashing import BlockNamer
 from kvferry.core.ids import BlockHash, BlockId, RequestId
-from kvferry.engine.schedule.step.sequence import RemoteKv
+from kvferry.engine.schedule.step.kv_progress import RemoteKv
 from kvferry.kv.interface.connector import LoadOutcome, PagesQuiet
 from kvferry.kv.interface.tiering import ObjectKey, StoreDone, TierAnswer, TierSource
 

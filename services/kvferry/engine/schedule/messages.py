@@ -10,7 +10,7 @@ from kvferry.engine.schedule.adapters.adapter_store import LoadedAdapter
 from kvferry.engine.schedule.blocks.prefix_index import CacheChange
 from kvferry.engine.schedule.loads.kv_prefetch import KvPrefetchRequest
 from kvferry.engine.schedule.step.kv_jobs import Progress, SequenceUpdate
-from kvferry.engine.schedule.step.sequence import RemoteKv
+from kvferry.engine.schedule.step.kv_progress import RemoteKv
 from kvferry.kv.interface.connector import LoadOutcome
 from kvferry.kv.interface.tiering import KvMessage
 from kvferry.kv.pricing.price import Decision

@@ -95,8 +95,8 @@ class Gateway:
             self.measures.resumed += 1
             run.last = job.last
             self._dismiss(run)
-            if job.sequence is not None and job.sequence.num_generated:
-                run.tokens = list(job.sequence.tokens)
+            if job.sequence is not None and job.sequence.sampling.num_generated:
+                run.tokens = list(job.sequence.sampling.tokens)
             self._send(run, ticket=None)
 
     # ------------------------------------------------------------------ requests
@@ -283,7 +283,7 @@ class Gateway:
         if sequence is None:
             raise InvariantBroken("a job exported pages before it was added")
         ticket = member.desk.offer(export, export.num_tokens)
-        run.tokens, run.last = list(sequence.tokens), job.last
+        run.tokens, run.last = list(sequence.sampling.tokens), job.last
         run.offer, run.source = (member.desk, ticket.id), member
         self._clock.after(self.settings.latency, partial(self._hand_off, run, ticket))
 

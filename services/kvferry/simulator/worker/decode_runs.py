@@ -103,9 +103,9 @@ def num_steps(scheduler: Scheduler, running: Iterable[Sequence]) -> int:
         return 1
     steps, count = MAX_STEPS, 0
     for sequence in running:
-        if len(sequence.tokens) - sequence.num_computed != 1 or sequence.exports:
+        if sequence.num_uncomputed != 1 or sequence.request.exports:
             return 1
-        steps = min(steps, sequence.max_tokens_total - len(sequence.tokens))
+        steps = min(steps, sequence.request.max_tokens_total - sequence.num_tokens)
         count += 1
     if not count:
         return 1

@@ -13,7 +13,7 @@ from functools import partial
 from kvferry.core.errors import TicketRejected, Unavailable
 from kvferry.core.ids import BlockId, RequestId, TicketId
 from kvferry.engine.schedule.step.kv_jobs import Export
-from kvferry.engine.schedule.step.sequence import RemoteKv
+from kvferry.engine.schedule.step.kv_progress import RemoteKv
 from kvferry.kv.handoff.attempt import (
     Attempt,
     Claim,

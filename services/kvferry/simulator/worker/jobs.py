@@ -8,7 +8,7 @@ from typing import Protocol
 from kvferry.core.ids import BlockHash, RequestId
 from kvferry.core.settings.engine import SchedulerLimits
 from kvferry.engine.schedule.step.kv_jobs import Export
-from kvferry.engine.schedule.step.sequence import RemoteKv
+from kvferry.engine.schedule.step.kv_progress import RemoteKv
 from kvferry.engine.schedule.step.sequence import Sequence as EngineSequence
 from kvferry.kv.pricing.price import LoadPolicy
 from kvferry.simulator.requests.tokens import Output

@@ -24,6 +24,7 @@ from kvferry.engine.schedule.speculation.speculation import Speculation
 from kvferry.engine.schedule.step.kv_jobs import SequenceUpdate
 from kvferry.engine.schedule.step.sequence import Sequence as EngineSequence
 from kvferry.engine.schedule.step.sequence import SequenceState
+from kvferry.engine.schedule.step.sequence_request import SequenceRequest
 from kvferry.engine.schedule.step.step import SequenceOutput, StepPlan, StepResult
 from kvferry.kv.interface.connector import KvLoader, LoadOutcome
 from kvferry.kv.interface.tiering import KvMessage
@@ -212,7 +213,7 @@ class Replica:
             has_begun = all(self._jobs[s.request_id].first is not None for s in running)
             steps = num_steps(scheduler, running) if has_begun else 1
             if steps > 1:
-                kv_tokens = sum(s.num_computed for s in running) + len(running)
+                kv_tokens = sum(s.kv.num_computed for s in running) + len(running)
                 self._is_busy = True
                 self._run = DecodeRun(self._clock.now, len(running), kv_tokens, steps, self._profile)
                 self._end_run_at(self._run)
@@ -233,24 +234,23 @@ class Replica:
             self._cores.run(seconds, partial(self._end, plan))
 
     def _add(self, job: Job) -> None:
-        sequence = EngineSequence(
-            request_id=job.request_id,
-            tokens=list(job.tokens),
-            num_prompt=job.num_prompt,
-            sampling=SAMPLING,
-            namer=self._namer(job.tenant),
+        request = SequenceRequest(
+            job.request_id,
+            job.num_prompt,
+            SAMPLING,
+            self._namer(job.tenant),
             max_tokens_total=job.num_prompt + job.output.count,
             eos_token_ids=_NO_EOS,
             scope=job.tenant,
             priority=job.priority,
             exports=job.exports,
-            remote=job.remote if self._loads.can_fetch else None,
-            names=list(job.names),
         )
+        remote = job.remote if self._loads.can_fetch else None
+        sequence = EngineSequence(request, list(job.tokens), names=list(job.names), remote=remote)
         job.sequence = sequence
         self.scheduler.add(sequence)
         self._loads.arrive(sequence)
-        if job.remote is not None and sequence.remote is None:
+        if job.remote is not None and sequence.kv.remote is None:
             self._listener.declined(job)
 
     def _end(self, plan: StepPlan, seconds: float) -> None:

@@ -16,6 +16,7 @@ from kvferry.engine.observe.step_log import ABORT, ADD, RELEASE, LoggedRequest, 
 from kvferry.engine.schedule.loads.kv_loads import KvLoads
 from kvferry.engine.schedule.plan.pipeline import Launched, Pipeline
 from kvferry.engine.schedule.step.sequence import Sequence
+from kvferry.engine.schedule.step.sequence_request import SequenceRequest
 from kvferry.engine.schedule.step.step import SequenceOutput, StepPlan, StepResult
 from kvferry.kv.pricing.price import LoadPolicy, PriceBook
 from kvferry.simulator.worker.device import StepWork, work_of
@@ -108,12 +109,11 @@ class StepReplay:
 
     def _sequence(self, request: LoggedRequest) -> Sequence:
         scope = str(request.scope)
-        return Sequence(
-            request_id=RequestId(str(request.number)),
-            tokens=request.tokens[: request.num_given],
-            num_prompt=request.num_prompt,
-            sampling=_SAMPLING,
-            namer=self._namers.of(scope, fingerprint=b"replay", block_tokens=self._allocator.block_tokens),
+        given = SequenceRequest(
+            RequestId(str(request.number)),
+            request.num_prompt,
+            _SAMPLING,
+            self._namers.of(scope, fingerprint=b"replay", block_tokens=self._allocator.block_tokens),
             max_tokens_total=request.max_tokens_total,
             eos_token_ids=_ENDS,
             scope=scope,
@@ -121,6 +121,7 @@ class StepReplay:
             exports=request.exports,
             keeps=request.keeps,
         )
+        return Sequence(given, request.tokens[: request.num_given])
 
     def _plan(self) -> StepPlan:
         """Plan a step, as `Engine.step` does."""

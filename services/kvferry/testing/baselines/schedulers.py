@@ -43,15 +43,16 @@ def power_of_two(context: int) -> Rule:
     """
 
     def rule(sequence: EngineSequence) -> int:
-        output = sequence.max_tokens_total - sequence.num_prompt
-        return min(context, sequence.num_prompt + (1 << (output - 1).bit_length()))
+        num_prompt = sequence.request.num_prompt
+        output = sequence.request.max_tokens_total - num_prompt
+        return min(context, num_prompt + (1 << (output - 1).bit_length()))
 
     return rule
 
 
 def true_length(sequence: EngineSequence) -> int:
     """Reserve the prompt and the true output: Orca (Oracle), which cannot be built in practice."""
-    return sequence.max_tokens_total
+    return sequence.request.max_tokens_total
 
 
 class PrivatePages(Allocator):
@@ -117,9 +118,8 @@ class ReservingScheduler(Scheduler):
         self.memory, self.rule = memory, rule
         self.chunks: dict[RequestId, tuple[int, int]] = {}
         admission = self.admission = _ReservingAdmission(
-            limits, allocator, self._policy, waiting=self._waiting, running=self._running, loading=self._loading,
-            slots=self.slots,
-        )  # fmt: skip
+            limits, allocator, self._policy, admitted=self._admitted, slots=self.slots
+        )
         admission.memory, admission.rule, admission.chunks = memory, rule, self.chunks
 
 
@@ -129,8 +129,9 @@ class _StaticAdmission(Admission):
     @property
     def has_place(self) -> bool:
         """Whether no batch is running, or the batch being filled has room."""
-        is_filling = all(sequence.num_generated == 0 and not sequence.num_computed for sequence in self._running)
-        return (not self._running or is_filling) and len(self._running) < self.batch
+        running = self._admitted.running
+        is_filling = all(s.sampling.num_generated == 0 and not s.kv.num_computed for s in running)
+        return (not running or is_filling) and len(running) < self.batch
 
 
 class StaticScheduler(Scheduler):
@@ -148,9 +149,8 @@ class StaticScheduler(Scheduler):
         """
         super().__init__(limits, allocator, speculation)
         admission = self.admission = _StaticAdmission(
-            limits, allocator, self._policy, waiting=self._waiting, running=self._running, loading=self._loading,
-            slots=self.slots,
-        )  # fmt: skip
+            limits, allocator, self._policy, admitted=self._admitted, slots=self.slots
+        )
         admission.batch = batch
 
 

@@ -10,7 +10,7 @@ from kvferry.core.errors import InvalidRequest, TicketRejected, Unavailable, sho
 from kvferry.core.ids import TicketId
 from kvferry.engine.loop.engine_stream import StreamItem
 from kvferry.engine.schedule.messages import EngineRequest
-from kvferry.engine.schedule.step.sequence import RemoteKv
+from kvferry.engine.schedule.step.kv_progress import RemoteKv
 from kvferry.kv.interface.connector import FetchSource
 from kvferry.kv.interface.ticket import Keyring, check_ticket
 from kvferry.rpc import wire

@@ -20,6 +20,7 @@ from kvferry.engine.schedule.blocks.allocation import Allocator
 from kvferry.engine.schedule.blocks.block_pool import BlockPool
 from kvferry.engine.schedule.blocks.prefix_index import PrefixIndex
 from kvferry.engine.schedule.step.sequence import Sequence
+from kvferry.engine.schedule.step.sequence_request import SequenceRequest
 from kvferry.simulator.requests.demand import Demand
 from kvferry.simulator.requests.tokens import Tape
 from kvferry.testing.baselines.buddy import MIN_CHUNK, BuddyMemory
@@ -30,7 +31,8 @@ NAMER = BlockNamer(tenant=b"", fingerprint=b"", block_tokens=16)
 
 def a_sequence(num_prompt: int, num_output: int) -> Sequence:
     return Sequence(
-        RequestId("r"), [1] * num_prompt, num_prompt, SamplingParams(), NAMER, num_prompt + num_output, frozenset()
+        SequenceRequest(RequestId("r"), num_prompt, SamplingParams(), NAMER, num_prompt + num_output, frozenset()),
+        [1] * num_prompt,
     )
 
 

@@ -85,10 +85,12 @@ class AdapterActivation:
                 raise outcome
             self._store.loaded(adapter, outcome)
         except KvferryError as error:
-            waiting = [s for s in self._scheduler.sequences if s.adapter == adapter and s.adapter_slot == NO_SLOT]
+            waiting = [
+                s for s in self._scheduler.sequences if s.request.adapter == adapter and s.adapter_slot == NO_SLOT
+            ]
             for sequence in waiting:
                 self._abort(sequence.request_id)
-                self._failed.append(SequenceUpdate(sequence.request_id, (), None, sequence.num_cached, error=error))
+                self._failed.append(SequenceUpdate(sequence.request_id, (), None, sequence.kv.num_cached, error=error))
 
     @property
     def has_failed(self) -> bool:
@@ -102,7 +104,7 @@ class AdapterActivation:
 
     def _trim(self, store: AdapterStore) -> None:
         for adapter in store.trim(
-            {s.adapter for s in self._scheduler.sequences if s.adapter is not None},
+            {s.request.adapter for s in self._scheduler.sequences if s.request.adapter is not None},
             self._scheduler.slots.holds,
             self._clock.monotonic(),
         ):

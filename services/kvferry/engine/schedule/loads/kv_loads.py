@@ -17,7 +17,8 @@ from kvferry.engine.schedule.loads.kv_prefetch import KvPrefetch, KvPrefetchRequ
 from kvferry.engine.schedule.loads.tier_loads import TierLoads
 from kvferry.engine.schedule.plan.scheduler import Scheduler
 from kvferry.engine.schedule.step.kv_jobs import LoadJob
-from kvferry.engine.schedule.step.sequence import RemoteKv, Sequence
+from kvferry.engine.schedule.step.kv_progress import RemoteKv
+from kvferry.engine.schedule.step.sequence import Sequence
 from kvferry.kv.handoff.quarantine import accepts_fetch
 from kvferry.kv.interface.connector import KvLoader, LoadOutcome, PagesQuiet
 from kvferry.kv.interface.tiering import KvMessage, KvTiers, StoreDone, TierAnswer, TierSource
@@ -83,9 +84,9 @@ class KvLoads:
 
     def arrive(self, sequence: Sequence) -> None:
         """Decide whether a new sequence loads its KV from a peer's offer; otherwise look up its KV in the tiers."""
-        if sequence.remote is not None and not self._is_worth_fetching(sequence, sequence.remote):
-            sequence.remote = None
-        if sequence.remote is None and self._tiers is not None:
+        if sequence.kv.remote is not None and not self._is_worth_fetching(sequence, sequence.kv.remote):
+            sequence.kv.drop_remote()
+        if sequence.kv.remote is None and self._tiers is not None:
             self._tiers.arrive(sequence)
 
     def cancel(self, request_id: RequestId) -> None:
@@ -243,7 +244,7 @@ class KvLoads:
         prefix hit."""
         size = self._allocator.block_tokens
         names, limit = sequence.name_blocks(), sequence.num_tokens - 1
-        hit = len(self._allocator.peek(names, sequence.tokens, max_tokens=limit, for_load=True))
+        hit = len(self._allocator.peek(names, sequence.sampling.tokens, max_tokens=limit, for_load=True))
         tokens = remote.num_tokens - hit * size
         if tokens <= 0:
             return True  # no pages are fetched, but the load ends the offer at the peer

@@ -20,7 +20,8 @@ from dataclasses import dataclass, replace
 from kvferry.core.ids import BlockId, RequestId
 from kvferry.engine.schedule.blocks.allocation import Allocator
 from kvferry.engine.schedule.step.kv_jobs import LoadJob, StoreJob
-from kvferry.engine.schedule.step.sequence import RemoteKv, Sequence
+from kvferry.engine.schedule.step.kv_progress import RemoteKv
+from kvferry.engine.schedule.step.sequence import Sequence
 from kvferry.kv.interface.tiering import KvTiers, ObjectKey, TierAnswer, TierSource
 from kvferry.kv.pricing.price import Decision, LoadPolicy, Piece, PriceBook
 
@@ -82,11 +83,11 @@ class TierLoads:
         """Look up the storage objects of a waiting sequence beyond its local prefix hit, if there are any."""
         size = self.tiers.object_blocks
         names = sequence.name_blocks()
-        hit = len(self._allocator.peek(names, sequence.tokens, max_tokens=sequence.num_tokens - 1))
+        hit = len(self._allocator.peek(names, sequence.sampling.tokens, max_tokens=sequence.num_tokens - 1))
         first, end = hit // size, (sequence.num_tokens - 1) // self._object_tokens
         if first >= end:
             return
-        sequence.is_lookup_pending = True
+        sequence.kv.begin_lookup()
         self._ask(sequence, _Lookup(first, hit * self._allocator.block_tokens, self._keys(sequence, first, end)))
 
     def ask_again(self, preempted: Iterable[Sequence]) -> None:
@@ -98,7 +99,7 @@ class TierLoads:
 
     def _keys(self, sequence: Sequence, first: int, end: int) -> tuple[ObjectKey, ...]:
         size, names = self.tiers.object_blocks, sequence.name_blocks()
-        return tuple(ObjectKey(names[(i + 1) * size - 1], sequence.scope) for i in range(first, end))
+        return tuple(ObjectKey(names[(i + 1) * size - 1], sequence.request.scope) for i in range(first, end))
 
     def _ask(self, sequence: Sequence, lookup: _Lookup) -> None:
         self._lookups[sequence.request_id] = lookup

@@ -23,17 +23,18 @@ sequence starves.
 """
 
 from collections.abc import Iterable
+from functools import partial
 
 from kvferry.core.errors import InvariantBroken
 from kvferry.core.ids import BlockHash, RequestId
 from kvferry.core.settings.engine import SchedulerLimits
 from kvferry.engine.schedule.blocks.allocation import Allocator
 from kvferry.engine.schedule.blocks.cached_prefix import CachedPrefix
-from kvferry.engine.schedule.plan.loading import LoadingSequences
+from kvferry.engine.schedule.plan.admitted import AdmittedSequences
 from kvferry.engine.schedule.plan.lookahead import share
 from kvferry.engine.schedule.plan.step_budget import StepBudget
 from kvferry.engine.schedule.policies.policy import Policy
-from kvferry.engine.schedule.policies.waiting_queue import WaitingQueue
+from kvferry.engine.schedule.policies.scored_prompts import ScoredPromptsQueue
 from kvferry.engine.schedule.step.adapter_slots import NO_SLOT, AdapterSlots
 from kvferry.engine.schedule.step.sequence import Sequence, SequenceEvent
 from kvferry.engine.schedule.step.step import ScheduledSequence
@@ -56,17 +57,17 @@ def num_lacking(allocator: Allocator, admitted: Iterable[Sequence]) -> int:
         allocator: the allocator of pages.
         admitted: running sequences, and those whose KV is being loaded.
     """
-    return sum(allocator.missing(s.table, s.num_tokens) for s in admitted)
+    return sum(allocator.missing(s.kv.table, s.num_tokens) for s in admitted)
 
 
 def cached_prefix(allocator: Allocator, sequence: Sequence) -> CachedPrefix:
     """Return the pages of the longest cached prefix that a sequence can use, without taking references. The cache is
     searched again only if it has changed, since a waiting sequence is ranked repeatedly before it is admitted."""
-    version, limit, last = allocator.cache_version, sequence.num_reusable, sequence.last_lookup
+    version, limit, last = allocator.cache_version, sequence.sampling.num_reusable, sequence.kv.last_lookup
     if last is not None and last[0] == version and last[1] == limit:
         return last[2]
-    found = allocator.peek(sequence.name_blocks(), sequence.tokens, max_tokens=limit)
-    sequence.last_lookup = (version, limit, found)
+    found = allocator.peek(sequence.name_blocks(), sequence.sampling.tokens, max_tokens=limit)
+    sequence.kv.remember_lookup(version, limit, found)
     return found
 
 
@@ -117,17 +118,17 @@ class Headroom:
     def admit(self, newcomer: Sequence) -> None:
         """Admit a sequence whose table has the pages of its first chunk; its remaining pages are reserved for it."""
         self._has_others = True
-        self._promised += self._allocator.missing(newcomer.table, newcomer.num_tokens)
+        self._promised += self._allocator.missing(newcomer.kv.table, newcomer.num_tokens)
 
 
 def next_block(sequence: Sequence) -> BlockHash | None:
     """Return the name of the block that an admitted sequence computes or loads next; `None` if it is not full yet."""
-    names = sequence.names
-    return names[sequence.num_listed] if sequence.num_listed < len(names) else None
+    kv = sequence.kv
+    return kv.names[kv.num_listed] if kv.num_listed < len(kv.names) else None
 
 
 class Admission:
-    """Admits sequences of one scheduler from its queue to its running or loading sequences, which it shares."""
+    """Queue of the waiting sequences of one scheduler, from which sequences are admitted."""
 
     def __init__(
         self,
@@ -135,9 +136,7 @@ class Admission:
         allocator: Allocator,
         policy: Policy,
         *,
-        waiting: WaitingQueue,
-        running: list[Sequence],
-        loading: LoadingSequences,
+        admitted: AdmittedSequences,
         slots: AdapterSlots,
     ) -> None:
         """
@@ -145,23 +144,52 @@ class Admission:
             limits: limits of a step.
             allocator: allocator of KV pages.
             policy: scheduling policy.
-            waiting: queue of the scheduler.
-            running: running sequences of the scheduler; admitted ones are appended.
-            loading: sequences that wait for their KV.
+            admitted: running and loading sequences of the scheduler.
             slots: adapter slots of the engine.
         """
         self._limits = limits
         self._allocator = allocator
         self._policy = policy
-        self._waiting = waiting
-        self._running = running
-        self._loading = loading
+        self._waiting = policy.make_queue(partial(num_remaining, allocator), limits.weights)
+        self._has_turns = False
+        """Whether the queue admits prompts with log-probabilities one at a time, once there are any."""
+        self._admitted = admitted
         self._slots = slots
         self._reserve = int(allocator.pool.num_blocks * limits.reserve_share)
         self._started: list[RequestId] = []
         self.num_queried_tokens = self.num_hit_tokens = 0
         """Number of tokens looked up in the prefix cache at the first admission of each sequence, and number of tokens
         found."""
+
+    # ------------------------------------------------------------------ the queue
+
+    def wait(self, sequence: Sequence) -> None:
+        """Add a sequence to the queue, new, preempted, or with a failed load."""
+        if sequence.sampling.is_scoring and not self._has_turns:
+            self._waiting, self._has_turns = ScoredPromptsQueue(self._waiting, self._policy.order), True
+        self._waiting.add(sequence)
+
+    def withdraw(self, sequence: Sequence, event: SequenceEvent) -> None:
+        """Remove a sequence that ends from the queue."""
+        self._waiting.remove(sequence)
+        sequence.move(event)
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of sequences in the queue."""
+        return len(self._waiting)
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Number of uncomputed tokens of the sequences in the queue, including cached tokens."""
+        return self._waiting.num_tokens
+
+    @property
+    def first_waiting(self) -> Sequence | None:
+        """The sequence to admit next; `None` if the queue is empty."""
+        return self._waiting.first()
+
+    # ------------------------------------------------------------------ admission
 
     def admit(self, room: StepBudget, planned: list[ScheduledSequence], *, before: Sequence | None = None) -> None:
         """Admit waiting sequences while they fit.
@@ -178,9 +206,9 @@ class Admission:
         passed: list[Sequence] = []
         pages = self._headroom()
         # A prompt whose rows are scored is computed slowly; others do not wait for its blocks.
-        pending = {next_block(s) for s in self._admitted if not s.is_scoring}
+        pending = {next_block(s) for s in self._admitted if not s.sampling.is_scoring}
         while room.tokens > 0 and (sequence := self._waiting.first()) is not None:
-            if sequence.is_lookup_pending:
+            if sequence.kv.is_lookup_pending:
                 self._waiting.set_aside(sequence)
                 skipped.append(sequence)
                 continue
@@ -213,13 +241,12 @@ class Admission:
                 continue
             if not self._admit_one(sequence, hit, room, pages, planned):
                 break
-            if not sequence.is_scoring:
+            if not sequence.sampling.is_scoring:
                 pending.add(next_block(sequence))
-            if passed and sequence.adapter is not None:
-                passed[0].num_overtaken += 1
+            if passed and sequence.request.adapter is not None:
+                passed[0].overtaken()
         for sequence in (*skipped, *passed):
             self._waiting.add(sequence)
-        self._running.sort(key=self._policy.order)
 
     def has_place_for(self, sequence: Sequence) -> bool:
         """Return whether a waiting sequence fits now."""
@@ -232,14 +259,13 @@ class Admission:
 
     def give_back_slot(self, sequence: Sequence) -> None:
         """Free the adapter slot of a sequence that ends or waits again; no effect if it has none."""
-        if sequence.adapter is not None and sequence.adapter_slot != NO_SLOT:
-            self._slots.give_back(sequence.adapter)
-            sequence.adapter_slot = NO_SLOT
+        if sequence.request.adapter is not None and sequence.adapter_slot != NO_SLOT:
+            self._slots.give_back(sequence.request.adapter)
+            sequence.give_back_slot()
 
     def start(self, sequence: Sequence) -> None:
         """Add a sequence whose KV was loaded to the running sequences."""
-        self._running.append(sequence)
-        self._running.sort(key=self._policy.order)
+        self._admitted.run(sequence, SequenceEvent.LOADED)
         self._started.append(sequence.request_id)
 
     def take_started(self) -> list[RequestId]:
@@ -247,35 +273,31 @@ class Admission:
         started, self._started = self._started, []
         return started
 
-    @property
-    def _admitted(self) -> tuple[Sequence, ...]:
-        return (*self._running, *self._loading.sequences)
-
     def _headroom(self) -> Headroom:
         return Headroom(self._allocator, self._admitted, reserve=self._reserve)
 
     @property
     def has_place(self) -> bool:
         """Whether another sequence may hold pages."""
-        return len(self._running) + len(self._loading) < self._limits.max_num_seqs
+        return len(self._admitted) < self._limits.max_num_seqs
 
     def _is_loaded(self, sequence: Sequence) -> bool:
         """Return whether the weights of a sequence's adapter are in memory; if not, they are being loaded."""
-        return sequence.adapter is None or self._slots.is_ready(sequence.adapter)
+        return sequence.request.adapter is None or self._slots.is_ready(sequence.request.adapter)
 
     def _lacks_slot(self, sequence: Sequence, passed: list[Sequence]) -> bool:
         """Return whether a sequence is passed over: its adapter has no slot, or the first sequence passed over takes
         precedence."""
-        if sequence.adapter is None:
+        if sequence.request.adapter is None:
             return False
         is_reserved = bool(passed) and passed[0].num_overtaken >= _MAX_OVERTAKEN
-        return is_reserved or not self._slots.can_take(sequence.adapter)
+        return is_reserved or not self._slots.can_take(sequence.request.adapter)
 
     def _awaits(self, sequence: Sequence, num_hit: int, pending: set[BlockHash | None]) -> bool:
         """Return whether another sequence is computing or loading the block after the cached prefix, so that this
         sequence can use it."""
-        is_usable = (num_hit + 1) * self._allocator.block_tokens <= sequence.num_reusable
-        return is_usable and sequence.names[num_hit] in pending
+        is_usable = (num_hit + 1) * self._allocator.block_tokens <= sequence.sampling.num_reusable
+        return is_usable and sequence.kv.names[num_hit] in pending
 
     def _admit_one(
         self,
@@ -287,42 +309,38 @@ class Admission:
     ) -> bool:
         """Admit a sequence that starts from a cached prefix; return whether it fits."""
         hit_tokens = len(hit) * self._allocator.block_tokens
-        remote = sequence.remote
+        remote = sequence.kv.remote
         # Blocks that were cached at the time of the lookup may have been evicted since, which leaves a gap.
         fetches = remote is not None and remote.first_token <= hit_tokens < remote.num_tokens
         if remote is not None and fetches and self._allocator.has_windows and not remote.has_all_pages:
-            limit = min(sequence.num_reusable, remote.num_tokens)
-            names, tokens = sequence.name_blocks(), sequence.tokens
+            limit = min(sequence.sampling.num_reusable, remote.num_tokens)
+            names, tokens = sequence.name_blocks(), sequence.sampling.tokens
             hit = self._allocator.peek(names, tokens, max_tokens=limit, for_load=True)
             hit_tokens = len(hit) * self._allocator.block_tokens
         num_uncomputed = sequence.num_tokens - hit_tokens
-        count = room.fit_scored(sequence, hit_tokens, room.fit(num_uncomputed))
+        count = room.fit_scored(sequence.sampling, hit_tokens, room.fit(num_uncomputed))
         if count == 0 and not fetches:
             return False
         upto = sequence.num_tokens if fetches else hit_tokens + count
         if not pages.fits(hit, sequence.num_tokens):  # counts all its tokens, not only the first chunk
             return False
         if remote is not None and fetches and remote.has_all_pages and not pages.fits_whole(hit, upto):
-            sequence.remote = None  # computing needs fewer pages at once
+            sequence.kv.drop_remote()  # computing needs fewer pages at once
             return self._admit_one(sequence, hit, room, pages, planned)
-        self._allocator.hold(sequence.table, hit)
-        table = sequence.table
+        self._allocator.hold(sequence.kv.table, hit)
+        table = sequence.kv.table
         if remote is not None and fetches and not remote.has_all_pages:
             is_held = self._allocator.reserve_load(table, num_loaded=remote.num_tokens, num_tokens=upto)
         else:
             is_held = self._allocator.grow(table, num_tokens=upto)
         if not is_held:
             raise InvariantBroken("the pages of an admitted sequence could not be allocated")
-        if sequence.adapter is not None:
-            sequence.adapter_slot, sequence.num_overtaken = self._slots.take(sequence.adapter), 0
+        if sequence.request.adapter is not None:
+            sequence.take_slot(self._slots.take(sequence.request.adapter))
         pages.admit(sequence)
         self._waiting.remove(sequence)
-        sequence.last_lookup = None
-        sequence.num_computed = hit_tokens
-        sequence.num_listed = len(hit)
-        sequence.num_stored = max(sequence.num_stored, len(hit))
+        sequence.kv.start_from(len(hit), self._allocator.block_tokens, is_first=not sequence.num_preemptions)
         if not sequence.num_preemptions:
-            sequence.num_cached = hit_tokens
             self.num_queried_tokens += sequence.num_tokens
             self.num_hit_tokens += hit_tokens
         if remote is not None and fetches:
@@ -332,11 +350,10 @@ class Admission:
             else:
                 size, windows = self._allocator.block_tokens, self._allocator.windows
                 targets = table.handed_over(windows, remote.num_tokens, size)[len(hit) :]
-            self._loading.start(sequence, len(hit), targets)
+            self._admitted.load(sequence, len(hit), targets)
             return True
-        sequence.remote = None
-        sequence.move(SequenceEvent.ADMIT)
-        self._running.append(sequence)
+        sequence.kv.drop_remote()
+        self._admitted.run(sequence, SequenceEvent.ADMIT)
         self._started.append(sequence.request_id)
         planned.append(share(sequence, count))
         room.take(num_uncomputed, count, planned[-1].num_scored)

@@ -32,35 +32,36 @@ class FullBlocks:
 
     def forget(self, sequence: Sequence) -> None:
         """Remove the blocks of a sequence from the prefix index."""
-        self.allocator.forget(sequence.table, sequence.names)
+        self.allocator.forget(sequence.kv.table, sequence.kv.names)
 
     def list_full(self, sequence: Sequence) -> None:
         """Add all newly full and computed blocks to the prefix index, plan their stores, and report those that will be
         handed off."""
         size = self.allocator.block_tokens
-        full = sequence.num_computed // size
-        if full <= sequence.num_listed:
+        kv = sequence.kv
+        full = kv.num_computed // size
+        if full <= kv.num_listed:
             return
         full = min(full, sequence.num_tokens // size)  # blocks with draft tokens are named once the tokens are accepted
         names = sequence.name_blocks()
-        for i in range(sequence.num_listed, full):
-            tokens, parent = tuple(sequence.tokens[i * size : (i + 1) * size]), names[i - 1] if i else None
-            self.allocator.name_block(sequence.table, i, names[i], tokens, parent)
-        sequence.num_listed = full
+        for i in range(kv.num_listed, full):
+            tokens, parent = tuple(sequence.sampling.tokens[i * size : (i + 1) * size]), names[i - 1] if i else None
+            self.allocator.name_block(kv.table, i, names[i], tokens, parent)
+        kv.listed_to(full)
         self._plan_stores(sequence, full)
-        is_followed = sequence.exports and sequence.num_computed < sequence.num_tokens
+        is_followed = sequence.request.exports and kv.num_computed < sequence.num_tokens
         if is_followed and self.allocator.windows[0] is None:
-            new = slice(sequence.num_reported, full)
-            pages = tuple(sequence.table.blocks[new])
+            new = slice(kv.num_reported, full)
+            pages = tuple(kv.table.blocks[new])
             epochs = tuple(self.allocator.pool.epochs[b] for b in pages)
             self._progress.append(Progress(sequence.request_id, pages, epochs, tuple(names[new])))
-            sequence.num_reported = full
-        self.allocator.release_passed(sequence.table, full * size)
+            kv.reported_to(full)
+        self.allocator.release_passed(kv.table, full * size)
 
     def list_loaded(self, sequence: Sequence) -> None:
         """Add the full blocks of a sequence whose KV was loaded to the prefix index; see `list_full`."""
         # Blocks cached only in groups with full attention now have loaded pages in the groups with sliding windows too.
-        sequence.num_listed = min([sequence.num_listed, *sequence.table.passed[1:]])
+        sequence.kv.listed_to(min([sequence.kv.num_listed, *sequence.kv.table.passed[1:]]))
         self.list_full(sequence)
 
     def _plan_stores(self, sequence: Sequence, full: int) -> None:
@@ -68,12 +69,12 @@ class FullBlocks:
         size = self.object_blocks
         if not size:
             return
-        for end in range((sequence.num_stored // size + 1) * size, full + 1, size):
-            key = ObjectKey(sequence.names[end - 1], sequence.scope)
-            pages = tuple(sequence.table.whole_blocks(range(end - size, end)))
+        for end in range((sequence.kv.num_stored // size + 1) * size, full + 1, size):
+            key = ObjectKey(sequence.kv.names[end - 1], sequence.request.scope)
+            pages = tuple(sequence.kv.table.whole_blocks(range(end - size, end)))
             if NO_PAGE not in pages:  # otherwise the sequence began after the object's first block
                 self._stores.append(StoreJob(key, pages))
-            sequence.num_stored = end
+            sequence.kv.stored_to(end)
 
     def export(self, sequence: Sequence, num_tokens: int) -> Export:
         """Move the pages of a finished prefill, which hold the KV of `num_tokens` tokens, from its table to an
@@ -83,7 +84,7 @@ class FullBlocks:
             sequence: a sequence whose prompt is computed; its table is freed.
             num_tokens: number of leading tokens whose KV the pages hold.
         """
-        table = sequence.table
+        table = sequence.kv.table
         self.allocator.release_passed(table, num_tokens, boundary_blocks=1)
         pages = tuple(table.handed_over(self.allocator.windows, num_tokens, self.allocator.block_tokens))
         self.allocator.pool.hold(pages)
@@ -93,8 +94,8 @@ class FullBlocks:
     def export_full(self, sequence: Sequence) -> Export | None:
         """Return the pages of the full blocks, without references; `None` if no blocks are full."""
         size = self.allocator.block_tokens
-        num_tokens = sequence.num_computed // size * size
+        num_tokens = sequence.kv.num_computed // size * size
         if not num_tokens:
             return None
-        pages = tuple(sequence.table.handed_over(self.allocator.windows, num_tokens, size))
+        pages = tuple(sequence.kv.table.handed_over(self.allocator.windows, num_tokens, size))
         return Export(pages, tuple(self.allocator.pool.epochs[b] for b in pages), num_tokens)

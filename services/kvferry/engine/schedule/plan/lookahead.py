@@ -43,31 +43,33 @@ def share(
         sources: distributions of the draft tokens, for the rejection rule; `None` if drafts are accepted by equality.
         parents: row of each draft token's parent in a tree; empty for a chain.
     """
-    pooling = sequence.pooling
+    request, kv, sampling = sequence.request, sequence.kv, sequence.sampling
+    table, num_computed = kv.table, kv.num_computed
+    tokens, mask, pooling = sampling.tokens, sampling.mask, sampling.pooling
     masks: Tokens[TokenMask] = ()
-    num_sampled = 1 if pooling is None and sequence.num_computed + count == len(sequence.tokens) else 0
+    num_sampled = 1 if pooling is None and num_computed + count == len(tokens) else 0
     if draft:
-        masks = sequence.mask.after_each(draft) if sequence.mask is not None else ()
+        masks = mask.after_each(draft) if mask is not None else ()
         num_sampled = 1 + len(draft)
     return ScheduledSequence(
         request_id=sequence.request_id,
-        token_ids=[*sequence.tokens, *draft] if draft else sequence.tokens,
-        num_prompt=sequence.num_prompt,
-        num_computed=sequence.num_computed,
+        token_ids=[*tokens, *draft] if draft else tokens,
+        num_prompt=request.num_prompt,
+        num_computed=num_computed,
         num_scheduled=count + len(draft),
-        block_ids=sequence.table.blocks,
+        block_ids=table.blocks,
         num_sampled=num_sampled,
-        sampling=sequence.sampling,
-        sample_index=sequence.sample_index,
-        banned_token_ids=sequence.banned_now(),
-        table_version=sequence.table.version,
-        mask=sequence.mask,
+        sampling=request.sampling,
+        sample_index=request.sample_index,
+        banned_token_ids=sampling.banned_after(0),
+        table_version=table.version,
+        mask=mask,
         draft_masks=masks,
-        num_scored=sequence.scored_in(sequence.num_computed, count) if sequence.is_scoring else 0,
-        pooled_positions=NO_ROWS if pooling is None else pooling.positions(sequence.num_computed, count),
+        num_scored=sampling.scored_in(num_computed, count),
+        pooled_positions=NO_ROWS if pooling is None else pooling.positions(num_computed, count),
         adapter_slot=sequence.adapter_slot,
-        further_ids=sequence.table.further,
-        num_passed=sequence.table.passed,
+        further_ids=table.further,
+        num_passed=table.passed,
         draft_sources=sources,
         parents=parents,
     )
@@ -92,12 +94,13 @@ def one_ahead(plan: StepPlan, known: Mapping[RequestId, Sequence], allocator: Al
         end = item.num_computed + item.num_scheduled
         if item.num_sampled != 1 or end != sequence.num_tokens:
             return None
-        if sequence.exports or end + 1 >= sequence.max_tokens_total:
+        if sequence.request.exports or end + 1 >= sequence.request.max_tokens_total:
             continue  # it ends with the step in flight
-        if not allocator.grow(sequence.table, num_tokens=end + 1):
+        if not allocator.grow(sequence.kv.table, num_tokens=end + 1):
             return None
-        mask = None if sequence.mask is None else sequence.mask.following()
-        banned = sequence.banned_after(1)
+        mask = sequence.sampling.mask
+        mask = None if mask is None else mask.following()
+        banned = sequence.sampling.banned_after(1)
         shares.append(
             replace(
                 share(sequence, 1), num_computed=end, num_sampled=1, banned_token_ids=banned, mask=mask, num_scored=0
@@ -109,5 +112,5 @@ def one_ahead(plan: StepPlan, known: Mapping[RequestId, Sequence], allocator: Al
 def is_same(sequence: Sequence, item: ScheduledSequence) -> bool:
     """Return whether a scheduled item belongs to this sequence. It does not if it belongs to an earlier one with the
     same request id, or if it was planned ahead of a token that was not sampled because its mask was late."""
-    is_stale = sequence.is_postponed and item.num_computed > sequence.num_computed
-    return sequence.table.version == item.table_version and not is_stale
+    is_stale = sequence.sampling.is_postponed and item.num_computed > sequence.kv.num_computed
+    return sequence.kv.table.version == item.table_version and not is_stale

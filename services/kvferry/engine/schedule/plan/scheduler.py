@@ -20,16 +20,15 @@ queues; `update` must be called with its result before the next `schedule`.
 
 import itertools
 from collections.abc import Collection
-from functools import partial
 
 from kvferry.core.errors import InvariantBroken, KvferryError
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import FinishReason
 from kvferry.core.settings.engine import SchedulerLimits
 from kvferry.engine.schedule.blocks.allocation import Allocator
-from kvferry.engine.schedule.plan.admission import Admission, num_lacking, num_remaining
+from kvferry.engine.schedule.plan.admission import Admission, num_lacking
+from kvferry.engine.schedule.plan.admitted import AdmittedSequences
 from kvferry.engine.schedule.plan.full_blocks import FullBlocks
-from kvferry.engine.schedule.plan.loading import LoadingSequences
 from kvferry.engine.schedule.plan.lookahead import MAX_AHEAD, is_same, one_ahead, share
 from kvferry.engine.schedule.plan.step_budget import StepBudget
 from kvferry.engine.schedule.policies.deadlines import Deadlines, is_overdue, overdue
@@ -38,8 +37,9 @@ from kvferry.engine.schedule.speculation.drafting import Drafting
 from kvferry.engine.schedule.speculation.speculation import Speculation
 from kvferry.engine.schedule.step.adapter_slots import AdapterSlots
 from kvferry.engine.schedule.step.kv_jobs import LoadJob, SequenceUpdate
+from kvferry.engine.schedule.step.kv_progress import RemoteKv
 from kvferry.engine.schedule.step.prompt_pooling import PromptPooling
-from kvferry.engine.schedule.step.sequence import RemoteKv, Sequence, SequenceEvent, SequenceState
+from kvferry.engine.schedule.step.sequence import Sequence, SequenceEvent, SequenceState
 from kvferry.engine.schedule.step.step import ScheduledSequence, SequenceOutput, StepPlan, StepResult, check_output
 
 Planned = list[ScheduledSequence]
@@ -67,16 +67,11 @@ class Scheduler:
         self.drafting = Drafting(speculation, allocator)
         """Draft tokens of the running sequences."""
         self._policy = policy_of(limits.scheduling)
-        self._waiting = self._policy.queue(partial(num_remaining, allocator), limits.weights)
         self._deadlines = Deadlines()
-        self._running: list[Sequence] = []
-        self._loading = LoadingSequences()
+        self._admitted = AdmittedSequences(self._policy.order)
         self._known: dict[RequestId, Sequence] = {}
-        self.admission = Admission(
-            limits, allocator, self._policy, waiting=self._waiting, running=self._running, loading=self._loading,
-            slots=self.slots,
-        )  # fmt: skip
-        """Admission of waiting sequences, with its statistics."""
+        self.admission = Admission(limits, allocator, self._policy, admitted=self._admitted, slots=self.slots)
+        """Admission of waiting sequences, with their queue and its statistics."""
         self._preempted: list[Sequence] = []
         self._arrivals = itertools.count()
         self._may_admit = False
@@ -91,13 +86,13 @@ class Scheduler:
         """
         if sequence.request_id in self._known:
             raise InvariantBroken(f"request {sequence.request_id} was added twice")
-        if self.allocator.needs.pages_for(sequence.max_tokens_total) > self.allocator.pool.num_blocks:
+        if self.allocator.needs.pages_for(sequence.request.max_tokens_total) > self.allocator.pool.num_blocks:
             raise InvariantBroken(f"request {sequence.request_id} needs more pages than the pool has")
         sequence.name_blocks()  # here, and not in the step that admits it, because that step may admit many
-        sequence.arrival = next(self._arrivals)
+        sequence.arrive(next(self._arrivals))
         self._known[sequence.request_id] = sequence
         self._may_admit = True
-        self._waiting.add(sequence)
+        self.admission.wait(sequence)
         self._deadlines.add(sequence)
 
     def abort(self, request_id: RequestId) -> bool:
@@ -106,15 +101,12 @@ class Scheduler:
         if sequence is None:
             return False
         if sequence.state is SequenceState.WAITING:
-            self._waiting.remove(sequence)
-        elif sequence.state is SequenceState.RUNNING:
-            self._running.remove(sequence)
-        self._loading.abort(request_id)
+            self.admission.withdraw(sequence, SequenceEvent.ABORT)
+        else:
+            self._admitted.remove(sequence, SequenceEvent.ABORT)
         self._may_admit = True
         self.drafting.forget(request_id)
-        sequence.move(SequenceEvent.ABORT)
-        sequence.finish_reason = FinishReason.CANCELLED
-        self.allocator.free(sequence.table)
+        self.allocator.free(sequence.kv.table)
         self.admission.give_back_slot(sequence)
         return True
 
@@ -124,26 +116,28 @@ class Scheduler:
         """Plan the next step; the plan is empty if no sequence can run now."""
         self._may_admit, self._num_ahead = False, 0
         self._displace()
-        room = StepBudget(self.limits, self._running, len(self._waiting))
+        running, num_waiting = self._admitted.running, self.admission.num_waiting
+        room = StepBudget(self.limits, running, num_waiting)
         planned: Planned = []
         preempted_before = self.num_preemptions
-        may_precede = len(self._waiting) > 0 and self._policy.mixes
-        drafts = self.drafting.plan(self._running, may_admit=len(self._waiting) > 0 and self.admission.has_place)
-        for sequence in self._policy.by_turn(self._running):
+        may_precede = num_waiting > 0 and self._policy.mixes
+        drafts = self.drafting.plan(running, may_admit=num_waiting > 0 and self.admission.has_place)
+        for sequence in self._policy.by_turn(running):
             if room.tokens == 0:
                 break
             if sequence.state is not SequenceState.RUNNING:
                 continue  # preempted earlier in this loop
-            num_due = len(sequence.tokens) - sequence.num_computed
+            kv, sampling = sequence.kv, sequence.sampling
+            num_due = len(sampling.tokens) - kv.num_computed
             if may_precede and num_due > 1 and self.num_preemptions == preempted_before:
                 self.admission.admit(room, planned, before=sequence)
-            if sequence.is_postponed and sequence.waits_for_mask:
+            if sampling.is_postponed and sampling.waits_for_mask:
                 continue
-            count = 1 if num_due == 1 else room.fit_scored(sequence, sequence.num_computed, room.fit(num_due))
+            count = 1 if num_due == 1 else room.fit_scored(sampling, kv.num_computed, room.fit(num_due))
             if count == 0:
                 continue  # no budget for this prompt; decoding sequences still fit
             draft = drafts.get(sequence.request_id, ())[: room.tokens - count]
-            if not self.drafting.grow(sequence, draft, len(self._running)):
+            if not self.drafting.grow(sequence, draft, len(running)):
                 draft = ()
                 if not self._grow_or_preempt(sequence, count, planned):
                     continue
@@ -160,11 +154,12 @@ class Scheduler:
         If the caller launches the plan, it must be the next plan passed to `update`, before any `schedule`. While
         sequences wait that the last `schedule` could not admit, at most `MAX_AHEAD` steps are planned in this way.
         """
-        if sum(map(self.has_sequence, plan.scheduled)) != len(self._running):
+        running = self._admitted.running
+        if sum(map(self.has_sequence, plan.scheduled)) != len(running):
             return None
-        if len(self._waiting) and (self._may_admit or self._num_ahead >= MAX_AHEAD):
+        if self.admission.num_waiting and (self._may_admit or self._num_ahead >= MAX_AHEAD):
             return None
-        if self.drafting.has_drafts(self._running):
+        if self.drafting.has_drafts(running):
             return None
         self._num_ahead += 1
         return one_ahead(plan, self._known, self.allocator)
@@ -191,13 +186,13 @@ class Scheduler:
 
     def take_loads(self) -> list[LoadJob]:
         """Return the loads planned by `schedule` since the last call."""
-        return self._loading.take_jobs()
+        return self._admitted.take_jobs()
 
     def take_preempted(self) -> list[Sequence]:
         """Return the waiting sequences that were preempted since the last call, for tier lookups. Their admission does
         not wait for the lookup (`answered`)."""
         preempted, self._preempted = self._preempted, []
-        return [s for s in preempted if s.state is SequenceState.WAITING and s.may_load]
+        return [s for s in preempted if s.state is SequenceState.WAITING and s.sampling.may_load]
 
     def take_started(self) -> list[RequestId]:
         """Return the requests that were admitted or loaded since the last call; the next step is their first."""
@@ -219,21 +214,24 @@ class Scheduler:
             if error is not None:
                 updates.append(self._fail(sequence, error))
                 continue
+            kv, sampling = sequence.kv, sequence.sampling
             if item.num_scored:
-                sequence.add_scores(result.scores.get(item.request_id, ()), item.num_scored)
-            if sequence.pooling is not None and item.pooled_positions:
-                sequence.pooling.add(result.pooled.get(item.request_id), item.pooled_positions)
+                sampling.add_scores(result.scores.get(item.request_id, ()), item.num_scored)
+            if sampling.pooling is not None and item.pooled_positions:
+                sampling.pooling.add(result.pooled.get(item.request_id), item.pooled_positions)
             output = result.outputs.get(item.request_id)
-            sequence.is_postponed = False
             if item.request_id in result.postponed:
-                sequence.postpone()  # the next step computes and samples the first sampled row again
-                sequence.num_computed += item.num_scheduled - item.num_sampled
+                sampling.postpone()  # the next step computes and samples the first sampled row again
+                kv.advance(item.num_scheduled - item.num_sampled)
                 self.blocks.list_full(sequence)
-            elif output is None and not item.num_sampled:
-                sequence.num_computed += item.num_scheduled
+                continue
+            if sampling.is_postponed:
+                sampling.resume()
+            if output is None and not item.num_sampled:
+                kv.advance(item.num_scheduled)
                 self.blocks.list_full(sequence)
-                if sequence.pooling is not None and sequence.num_computed == sequence.num_tokens:
-                    updates.append(self._pooled(sequence, sequence.pooling))
+                if sampling.pooling is not None and kv.num_computed == len(sampling.tokens):
+                    updates.append(self._pooled(sequence, sampling.pooling))
             else:
                 updates.append(self._append(sequence, item, output))
         return updates
@@ -245,21 +243,16 @@ class Scheduler:
         if not self.is_waiting(request_id):
             return False
         sequence = self._known[request_id]
-        sequence.is_lookup_pending = False
-        sequence.remote = remote
+        sequence.kv.end_lookup(remote)
         return True
 
     def loaded(self, request_id: RequestId, num_tokens: int, *, is_stored: bool = False) -> bool:
         """Record that KV is loaded and verified up to `num_tokens`; return whether the sequence is still waiting. If
         `is_stored`, the KV came from a tier and need not be stored."""
-        sequence = self._loading.take(request_id)
+        sequence = self._admitted.take_loaded(request_id)
         if sequence is None:
             return False
-        sequence.num_computed = max(sequence.num_computed, num_tokens)
-        if is_stored:
-            sequence.num_stored = max(sequence.num_stored, num_tokens // self.allocator.block_tokens)
-        sequence.remote = None
-        sequence.move(SequenceEvent.LOADED)
+        sequence.kv.loaded_to(num_tokens, num_stored=num_tokens // self.allocator.block_tokens if is_stored else 0)
         self.blocks.list_loaded(sequence)
         self.admission.start(sequence)
         return True
@@ -267,15 +260,15 @@ class Scheduler:
     def load_failed(self, request_id: RequestId) -> Sequence | None:
         """Move the sequence of a failed load back to the queue and free its pages; those that a transport may still
         write to are quarantined. Return the sequence, or `None` if it has ended."""
-        sequence = self._loading.take(request_id)
+        sequence = self._admitted.take_loaded(request_id)
         if sequence is None:
             return None
-        self.allocator.free(sequence.table)
-        sequence.num_computed = sequence.num_listed = 0
-        sequence.remote = None
+        self.allocator.free(sequence.kv.table)
+        sequence.kv.lost_pages()
+        sequence.kv.drop_remote()
         sequence.move(SequenceEvent.LOAD_FAILED)
         self.admission.give_back_slot(sequence)
-        self._waiting.add(sequence)
+        self.admission.wait(sequence)
         return sequence
 
     # ------------------------------------------------------------------ views
@@ -283,23 +276,23 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Number of sequences that wait for admission."""
-        return len(self._waiting)
+        return self.admission.num_waiting
 
     @property
     def num_tokens_to_compute(self) -> int:
         """Number of tokens whose KV is not computed, of waiting sequences and of prompts in progress."""
-        under_way = sum(s.num_prompt - s.num_computed for s in self._running if s.num_computed < s.num_prompt)
-        return self._waiting.num_tokens + under_way
+        under_way = sum(max(0, s.request.num_prompt - s.kv.num_computed) for s in self._admitted.running)
+        return self.admission.num_waiting_tokens + under_way
 
     @property
     def num_running(self) -> int:
         """Number of sequences that take part in steps."""
-        return len(self._running)
+        return len(self._admitted.running)
 
     @property
     def num_loading(self) -> int:
         """Number of sequences whose KV is being loaded."""
-        return len(self._loading)
+        return self._admitted.num_loading
 
     @property
     def is_idle(self) -> bool:
@@ -309,7 +302,7 @@ class Scheduler:
     @property
     def num_promised(self) -> int:
         """Number of free pages that are reserved for the current tokens of admitted sequences."""
-        return num_lacking(self.allocator, (*self._running, *self._loading.sequences))
+        return num_lacking(self.allocator, self._admitted)
 
     @property
     def sequences(self) -> Collection[Sequence]:
@@ -320,75 +313,73 @@ class Scheduler:
 
     def _displace(self) -> None:
         """Preempt sequences of lower classes until the first waiting sequence fits, if the policy permits it."""
-        first = self._waiting.first() if self._policy.displaces else None
-        while first is not None and self._running and self._policy.displaced(first, self._running[-1]):
+        first = self.admission.first_waiting if self._policy.displaces else None
+        running = self._admitted.running
+        while first is not None and running and self._policy.displaced(first, running[-1]):
             if self.admission.has_place_for(first):
                 return
-            self._preempt(self._running[-1])
+            self._preempt(running[-1])
 
     def _grow_or_preempt(self, sequence: Sequence, count: int, planned: Planned) -> bool:
         """Allocate pages for `count` tokens, preempting sequences while pages are short; `False` if the sequence itself
         was preempted."""
-        while not self.allocator.grow(sequence.table, num_tokens=sequence.num_computed + count):
-            victim = self._policy.victim(self._running, planned)
+        while not self.allocator.grow(sequence.kv.table, num_tokens=sequence.kv.num_computed + count):
+            victim = self._policy.victim(self._admitted.running, planned)
             self._preempt(victim)
             if victim is sequence:
                 return False
         return True
 
     def _preempt(self, victim: Sequence) -> None:
-        self._running.remove(victim)
-        self.allocator.free(victim.table)
-        victim.num_computed = victim.num_listed = victim.num_reported = 0
-        victim.num_preemptions += 1
-        victim.move(SequenceEvent.PREEMPT)
+        self._admitted.remove(victim, SequenceEvent.PREEMPT)
+        self.allocator.free(victim.kv.table)
+        victim.kv.lost_pages()
         self.admission.give_back_slot(victim)
         self._preempted.append(victim)
-        self._waiting.add(victim)
+        self.admission.wait(victim)
         self.num_preemptions += 1
 
     def _append(self, sequence: Sequence, item: ScheduledSequence, given: SequenceOutput | None) -> SequenceUpdate:
-        exported_tokens = sequence.num_tokens
-        output = check_output(item, given, sequence.num_computed, exported_tokens)
+        kv, sampling, exports = sequence.kv, sequence.sampling, sequence.request.exports
+        exported_tokens = len(sampling.tokens)
+        output = check_output(item, given, kv.num_computed, exported_tokens)
         self.drafting.verified(item, output)
         drawn, accepted = output.tokens, output.accepted
-        sequence.num_computed += accepted
+        kv.advance(accepted)
         self.blocks.list_full(sequence)
-        scores = sequence.take_scores()
-        drawn, reason = sequence.extend(drawn)
-        if sequence.mask is not None and reason is None and not sequence.exports:
-            sequence.mask = sequence.mask.after([token.token_id for token in drawn])
+        scores = sampling.take_scores()
+        drawn, reason = sampling.extend(drawn)
+        if sampling.mask is not None and reason is None and not exports:
+            sampling.advance_mask(drawn)
         if accepted > item.num_scheduled - item.num_sampled + 1:  # several rows: accepted draft tokens can now be named
-            sequence.num_computed = sequence.num_tokens - 1  # fewer than accepted if the sequence ended earlier
+            kv.advance_to(sequence.num_tokens - 1)  # fewer than accepted if the sequence ended earlier
             self.blocks.list_full(sequence)
-        if reason is None and not sequence.exports:
-            return SequenceUpdate(sequence.request_id, drawn, None, sequence.num_cached, scores=scores)
-        self._finish(sequence, reason)
+        if reason is None and not exports:
+            return SequenceUpdate(sequence.request_id, drawn, None, kv.num_cached, scores=scores)
+        self._finish(sequence)
         if reason is None:  # the sequence continues on another worker: its pages go to the export and are not freed
             export = self.blocks.export(sequence, exported_tokens)
-            return SequenceUpdate(sequence.request_id, drawn, None, sequence.num_cached, export, scores=scores)
-        kept = self.blocks.export_full(sequence) if sequence.keeps else None
-        self.allocator.free(sequence.table)
-        return SequenceUpdate(sequence.request_id, drawn, reason, sequence.num_cached, kept=kept, scores=scores)
+            return SequenceUpdate(sequence.request_id, drawn, None, kv.num_cached, export, scores=scores)
+        kept = self.blocks.export_full(sequence) if sequence.request.keeps else None
+        self.allocator.free(kv.table)
+        return SequenceUpdate(sequence.request_id, drawn, reason, kv.num_cached, kept=kept, scores=scores)
 
     def _pooled(self, sequence: Sequence, pooling: PromptPooling) -> SequenceUpdate:
-        self._finish(sequence, FinishReason.STOP)
-        self.allocator.free(sequence.table)
-        cached, vector = sequence.num_cached, pooling.vector()
+        self._finish(sequence)
+        self.allocator.free(sequence.kv.table)
+        cached, vector = sequence.kv.num_cached, pooling.vector()
         return SequenceUpdate(sequence.request_id, (), FinishReason.STOP, cached, embedding=vector)
 
-    def _finish(self, sequence: Sequence, reason: FinishReason | None) -> None:
-        self._running.remove(sequence)
+    def _finish(self, sequence: Sequence) -> None:
+        self._admitted.remove(sequence, SequenceEvent.FINISH)
         del self._known[sequence.request_id]
         self._may_admit = True
         self.drafting.forget(sequence.request_id)
-        sequence.move(SequenceEvent.FINISH)
         self.admission.give_back_slot(sequence)
-        sequence.finish_reason = reason
 
     def _fail(self, sequence: Sequence, error: KvferryError) -> SequenceUpdate:
         """End a failed sequence and remove its blocks from the prefix cache, since one of them may be damaged."""
         self.blocks.forget(sequence)
-        num_cached = sequence.num_cached
+        num_cached = sequence.kv.num_cached
         self.abort(sequence.request_id)
         return SequenceUpdate(sequence.request_id, (), None, num_cached, error=error)

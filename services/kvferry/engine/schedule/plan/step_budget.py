@@ -3,6 +3,7 @@
 from collections.abc import Collection
 
 from kvferry.core.settings.engine import SchedulerLimits
+from kvferry.engine.schedule.step.sampling_state import SamplingState
 from kvferry.engine.schedule.step.sequence import Sequence
 from kvferry.engine.schedule.step.step import is_decode
 
@@ -11,7 +12,7 @@ class StepBudget:
     """Remaining budget of a step while it is being planned."""
 
     def __init__(self, limits: SchedulerLimits, running: Collection[Sequence], num_waiting: int) -> None:
-        prompts = sum(not is_decode(s.num_tokens - s.num_computed) for s in running)
+        prompts = sum(not is_decode(s.num_uncomputed) for s in running)
         self._chunk = limits.max_chunk_tokens
         self.tokens = limits.token_budget
         self._scored_rows = limits.max_scored_rows
@@ -29,18 +30,18 @@ class StepBudget:
         share = -(-self._of_prompts // 2) if self._is_mixed and self._in_line > 1 else self._of_prompts
         return min(max_tokens, share)
 
-    def fit_scored(self, sequence: Sequence, start: int, count: int) -> int:
+    def fit_scored(self, sampling: SamplingState, start: int, count: int) -> int:
         """Return how many of `count` tokens from position `start` fit if the rows of the prompt are scored.
 
         Args:
-            sequence: the sequence.
+            sampling: sampling state of the sequence.
             start: position of the first token to compute.
             count: number of tokens to compute.
         """
-        excess = sequence.scored_in(start, count) - self._scored_rows
+        excess = sampling.scored_in(start, count) - self._scored_rows
         if excess <= 0:
             return count
-        return max(start, sequence.num_scored) + self._scored_rows - start
+        return max(start, sampling.num_scored) + self._scored_rows - start
 
     def take(self, num_uncomputed: int, count: int, num_scored: int = 0) -> None:
         """Consume budget for `count` of a sequence's uncomputed tokens, of which `num_scored` have scored rows.

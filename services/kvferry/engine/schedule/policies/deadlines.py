@@ -16,8 +16,8 @@ class Deadlines:
 
     def add(self, sequence: Sequence) -> None:
         """Add a waiting sequence, if it has a deadline."""
-        if sequence.latest_start is not None:
-            heapq.heappush(self._starts, (sequence.latest_start, sequence.arrival, sequence.request_id))
+        if sequence.request.latest_start is not None:
+            heapq.heappush(self._starts, (sequence.request.latest_start, sequence.arrival, sequence.request_id))
 
     def take_overdue(self, now: float) -> list[tuple[RequestId, int]]:
         """Return request and arrival of the sequences that must have started before `now`; they may have ended."""
@@ -31,7 +31,7 @@ class Deadlines:
 def is_overdue(sequence: Sequence) -> bool:
     """Return whether a sequence past its latest start is refused, which is the case if nothing has been computed or
     sampled for it."""
-    is_new = sequence.num_preemptions == 0 and sequence.num_generated == 0
+    is_new = sequence.num_preemptions == 0 and sequence.sampling.num_generated == 0
     return sequence.state is SequenceState.WAITING and is_new
 
 

@@ -17,11 +17,11 @@ section 4.5). With `weighted`, priorities that have waiting sequences share admi
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as OrderedView
 from dataclasses import dataclass
 
 from kvferry.core.errors import UsageError
 from kvferry.core.settings.class_weights import Weights
-from kvferry.engine.schedule.policies.scored_prompts import ScoredPromptsQueue
 from kvferry.engine.schedule.policies.waiting_queue import (
     RankQueue,
     ShortestFirstQueue,
@@ -42,22 +42,14 @@ class Policy:
 
     name: str
     make_queue: Callable[[Remaining, Weights], WaitingQueue]
-    """Creates the queue that orders waiting sequences."""
+    """Creates the queue of one scheduler from a function that counts the tokens of a waiting sequence that are neither
+    computed nor cached, and the weights by priority."""
     has_classes: bool = False
     """Whether priorities are compared before anything else."""
     is_shortest_first: bool = False
     """Whether sequences with fewer remaining tokens are computed first, waiting or running."""
     displaces: bool = False
     """Whether a waiting sequence displaces a running one of lower priority."""
-
-    def queue(self, remaining: Remaining, weights: Weights) -> WaitingQueue:
-        """Return the queue of one scheduler.
-
-        Args:
-            remaining: function that counts the tokens of a waiting sequence that are neither computed nor cached.
-            weights: weights by priority.
-        """
-        return ScoredPromptsQueue(self.make_queue(remaining, weights), self.order)
 
     @property
     def mixes(self) -> bool:
@@ -66,7 +58,7 @@ class Policy:
 
     def order(self, sequence: Sequence) -> tuple[int, int]:
         """Return the sort key of running sequences; the last one is preempted first."""
-        return (sequence.priority if self.has_classes else 0, sequence.arrival)
+        return (sequence.request.priority if self.has_classes else 0, sequence.arrival)
 
     def by_turn(self, running: Iterable[Sequence]) -> list[Sequence]:
         """Return the running sequences in the order in which a step's token budget is given to them.
@@ -76,9 +68,9 @@ class Policy:
         """
         if not self.is_shortest_first:
             return list(running)
-        return sorted(running, key=lambda s: s.num_tokens - s.num_computed)
+        return sorted(running, key=lambda s: s.num_uncomputed)
 
-    def victim(self, running: list[Sequence], planned: Iterable[ScheduledSequence]) -> Sequence:
+    def victim(self, running: OrderedView[Sequence], planned: Iterable[ScheduledSequence]) -> Sequence:
         """Return the sequence to preempt: the last one by `order` that is not planned in this step.
 
         Args:
@@ -96,16 +88,16 @@ class Policy:
             num_remaining: number of its tokens that are neither computed nor cached.
             running: a running sequence.
         """
-        left = running.num_tokens - running.num_computed
+        left = running.num_uncomputed
         if left <= 1:  # decodes are never delayed
             return False
-        if self.has_classes and waiting.priority != running.priority:
-            return waiting.priority < running.priority
+        if self.has_classes and waiting.request.priority != running.request.priority:
+            return waiting.request.priority < running.request.priority
         return self.is_shortest_first and num_remaining < left
 
     def displaced(self, waiting: Sequence, running: Sequence) -> bool:
         """Return whether a waiting sequence displaces a running one."""
-        return self.displaces and waiting.priority < running.priority
+        return self.displaces and waiting.request.priority < running.request.priority
 
 
 def _arrival(sequence: Sequence) -> tuple[int, ...]:
@@ -113,11 +105,11 @@ def _arrival(sequence: Sequence) -> tuple[int, ...]:
 
 
 def _class(sequence: Sequence) -> tuple[int, ...]:
-    return (sequence.priority, sequence.arrival)
+    return (sequence.request.priority, sequence.arrival)
 
 
 def _shortest(remaining: Remaining) -> Callable[[Sequence], tuple[int, ...]]:
-    return lambda sequence: (sequence.priority, remaining(sequence), sequence.arrival)
+    return lambda sequence: (sequence.request.priority, remaining(sequence), sequence.arrival)
 
 
 POLICIES: Mapping[str, Policy] = {

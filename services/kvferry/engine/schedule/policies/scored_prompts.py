@@ -28,7 +28,7 @@ class ScoredPromptsQueue:
 
     def add(self, sequence: Sequence) -> None:
         """Add a sequence."""
-        if sequence.is_scoring and self._is_taken and sequence is not self._current:
+        if sequence.sampling.is_scoring and self._is_taken and sequence is not self._current:
             self._outside[sequence.request_id] = sequence
         else:
             self._enter(sequence)
@@ -53,7 +53,7 @@ class ScoredPromptsQueue:
     @property
     def num_tokens(self) -> int:
         """Number of uncomputed tokens of all sequences, including cached tokens."""
-        outside = sum(sequence.num_tokens - sequence.num_computed for sequence in self._outside.values())
+        outside = sum(sequence.num_uncomputed for sequence in self._outside.values())
         return self._queue.num_tokens + outside
 
     def __len__(self) -> int:
@@ -66,9 +66,9 @@ class ScoredPromptsQueue:
     @property
     def _is_taken(self) -> bool:
         current = self._current
-        return current is not None and current.is_scoring and current.state is not SequenceState.FINISHED
+        return current is not None and current.sampling.is_scoring and current.state is not SequenceState.FINISHED
 
     def _enter(self, sequence: Sequence) -> None:
-        if sequence.is_scoring:
+        if sequence.sampling.is_scoring:
             self._current = sequence
         self._queue.add(sequence)

@@ -75,7 +75,7 @@ class RankQueue:
     def add(self, sequence: Sequence) -> None:
         """Add a sequence."""
         self._count += 1
-        num_tokens = sequence.num_tokens - sequence.num_computed
+        num_tokens = sequence.num_uncomputed
         self.num_tokens += num_tokens
         self._entries[sequence.request_id] = (self._count, sequence, num_tokens)
         heapq.heappush(self._heap, (self._rank(sequence), self._count, sequence))
@@ -148,9 +148,9 @@ class WeightedQueue(RankQueue):
         elif sequence.num_preemptions:
             start = self._virtual
         else:
-            start = max(self._virtual, self._ends.get(sequence.priority, 0))
-            cost = sequence.max_tokens_total
-            self._ends[sequence.priority] = start + _UNITS * cost // self._weights.get(sequence.priority, 1)
+            priority, cost = sequence.request.priority, sequence.request.max_tokens_total
+            start = max(self._virtual, self._ends.get(priority, 0))
+            self._ends[priority] = start + _UNITS * cost // self._weights.get(priority, 1)
         self._starts[sequence.request_id] = start
         return (start, 0 if sequence.num_preemptions else 1, sequence.arrival)
 

@@ -4,7 +4,7 @@ A draft never displaces required work: a step with prompts has no drafts, and a 
 to the pages of one block for each running sequence.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from kvferry.core.ids import RequestId
 from kvferry.engine.schedule.blocks.allocation import Allocator
@@ -27,7 +27,7 @@ class Drafting:
         self.speculation = speculation
         self._allocator = allocator
 
-    def plan(self, running: list[Sequence], *, may_admit: bool) -> Drafts:
+    def plan(self, running: Collection[Sequence], *, may_admit: bool) -> Drafts:
         """Return the draft tokens of a step.
 
         Args:
@@ -38,7 +38,7 @@ class Drafting:
             return {}
         return self.speculation.drafts(running, len(running))
 
-    def has_drafts(self, running: list[Sequence]) -> bool:
+    def has_drafts(self, running: Collection[Sequence]) -> bool:
         """Return whether drafts would be worth their rows after the step in flight, whose plan has none. A draft
         proposed now, before that step's tokens are known, is probably the beginning of the next step's draft; if drafts
         are worth it, the next step is therefore not launched ahead."""
@@ -55,11 +55,11 @@ class Drafting:
         """
         if not draft:
             return False
-        end = sequence.num_computed + 1 + len(draft)
-        needed = self._allocator.growth(sequence.table, end)
+        end = sequence.kv.num_computed + 1 + len(draft)
+        needed = self._allocator.growth(sequence.kv.table, end)
         if needed and self._allocator.pool.num_free < needed + num_running * len(self._allocator.windows):
             return False
-        return self._allocator.grow(sequence.table, num_tokens=end)
+        return self._allocator.grow(sequence.kv.table, num_tokens=end)
 
     def verification(self, sequence: Sequence, draft: tuple[int, ...]) -> tuple[DraftSources | None, tuple[int, ...]]:
         """Return the distributions of a draft's tokens, if the rejection rule accepts them, otherwise `None`; and the
@@ -91,4 +91,4 @@ class Drafting:
 
 
 def _decodes(sequence: Sequence) -> bool:
-    return is_decode(sequence.num_tokens - sequence.num_computed)
+    return is_decode(sequence.num_uncomputed)

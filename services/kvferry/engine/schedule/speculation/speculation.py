@@ -202,18 +202,19 @@ class Speculation:
 
     def _propose(self, sequence: Sequence) -> SequenceDrafts | None:
         """Draft tokens for a sequence; `None` if it cannot be drafted."""
-        limit = min(self._num_drafts, sequence.max_tokens_total - sequence.num_tokens - 1, _before_bans_end(sequence))
-        if limit < 1 or sequence.exports or not sequence.sampling.speculation:
+        request = sequence.request
+        limit = min(self._num_drafts, request.max_tokens_total - sequence.num_tokens - 1, _before_bans_end(sequence))
+        if limit < 1 or request.exports or not request.sampling.speculation:
             return None
         state = self._states.get(sequence.request_id)
         if state is None:
             state = self._states[sequence.request_id] = SequenceDrafts(self._acceptance)
-            is_chain_only = chain_reason(sequence.sampling, is_rejecting=self._is_rejecting) is not None
+            is_chain_only = chain_reason(request.sampling, is_rejecting=self._is_rejecting) is not None
             state.width = 1 if is_chain_only else self._width
             state.drawing = _drawing(sequence) if self._is_rejecting else None
         if state.start == sequence.num_tokens:
             return state
-        state.tokens.extend(sequence.tokens[len(state.tokens) :])
+        state.tokens.extend(sequence.sampling.tokens[len(state.tokens) :])
         is_right = state.compare()
         if is_right is not None:
             state.choice.compared(_MODEL, is_right=is_right)
@@ -225,10 +226,10 @@ class Speculation:
     def _take(self, state: SequenceDrafts, sequence: Sequence, draft: Proposed) -> None:
         """Store a draft for the sequence, cut to what its constraint, its stop tokens and its length allow."""
         state.start, state.draft, state.sources = sequence.num_tokens, draft, ()
-        if sequence.mask is not None:
+        if sequence.sampling.mask is not None:
             self._constrain(state, sequence, state.limit)
-        state.draft = state.draft.before(sequence.eos_token_ids, sequence.sampling.stop_token_ids)
-        room = sequence.max_tokens_total - sequence.num_tokens - 1  # each row of a tree needs a KV slot
+        state.draft = state.draft.before(sequence.request.eos_token_ids, sequence.request.sampling.stop_token_ids)
+        room = sequence.request.max_tokens_total - sequence.num_tokens - 1  # each row of a tree needs a KV slot
         state.draft = state.draft.best_first(state.acceptance, min(MAX_NODES, room))
 
     def _request_drafts(self, model: ModelDrafts, states: list[tuple[Sequence, SequenceDrafts]], rows: int) -> None:
@@ -246,7 +247,9 @@ class Speculation:
         if not due or not depth:
             return
         requests = [
-            DraftRequest(sequence.request_id, sequence.tokens, min(depth, state.limit), state.drawing, state.width)
+            DraftRequest(
+                sequence.request_id, sequence.sampling.tokens, min(depth, state.limit), state.drawing, state.width
+            )
             for sequence, state in due
         ]
         drafts = model.propose(requests, depth)
@@ -280,12 +283,12 @@ class Speculation:
 
     def _constrain(self, state: SequenceDrafts, sequence: Sequence, limit: int) -> None:
         """Put tokens that the constraint forces first, and cut the draft where the constraint rejects it."""
-        assert sequence.mask is not None
-        forced = tuple(sequence.mask.forced_tokens()[:limit])
+        assert sequence.sampling.mask is not None
+        forced = tuple(sequence.sampling.mask.forced_tokens()[:limit])
         if forced:
             tail = self._extended(state, forced, limit)
             state.draft = Proposed(forced + tail.tokens, (FORCED,) * len(forced) + _supports(tail))
-        count = sequence.mask.num_allowed(state.draft.tokens)
+        count = sequence.sampling.mask.num_allowed(state.draft.tokens)
         state.draft = Proposed(state.draft.tokens[:count], state.draft.supports[:count])
 
     def _extended(self, state: SequenceDrafts, forced: tuple[int, ...], limit: int) -> Draft:
@@ -323,17 +326,18 @@ def _drawing(sequence: Sequence) -> Drawing | None:
     """Return the parameters of a sequence's draws for the rejection rule; `None` if its drafts are accepted by
     comparison with the drawn token. The rejection rule would be wrong for a draft that a constraint cuts at a drawn
     token; for a greedy request, both rules are the same."""
-    sampling = sequence.sampling
+    sampling = sequence.request.sampling
     if sampling.is_greedy or sampling.seed is None or sampling.constraint is not None:
         return None
-    return Drawing(sampling, sequence.sample_index, frozenset((*sequence.eos_token_ids, *sampling.stop_token_ids)))
+    request = sequence.request
+    return Drawing(sampling, request.sample_index, frozenset((*request.eos_token_ids, *sampling.stop_token_ids)))
 
 
 def _before_bans_end(sequence: Sequence) -> int:
     """Return the maximum number of draft tokens. While end tokens are banned, they must be banned in all rows."""
-    if not sequence.banned_now():
+    if not sequence.sampling.banned_after(0):
         return MAX_DRAFT_TOKENS
-    return sequence.sampling.min_tokens - sequence.num_generated - 1
+    return sequence.request.sampling.min_tokens - sequence.sampling.num_generated - 1
 
 
 def speculation_of(settings: SpeculationSettings, draft_model: ModelDrafts | None = None) -> Speculation | None:

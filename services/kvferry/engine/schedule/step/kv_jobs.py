@@ -9,7 +9,7 @@ import numpy.typing as npt
 from kvferry.core.errors import KvferryError
 from kvferry.core.ids import BlockHash, BlockId, RequestId
 from kvferry.core.sampling import FinishReason, SampledToken, ScoredToken
-from kvferry.engine.schedule.step.sequence import RemoteKv
+from kvferry.engine.schedule.step.kv_progress import RemoteKv
 from kvferry.kv.interface.tiering import ObjectKey
 
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from kvferry.core.ids import BlockId, RequestId
 from kvferry.engine.engine import Engine
 from kvferry.engine.schedule.step.kv_jobs import Export
-from kvferry.engine.schedule.step.sequence import RemoteKv
+from kvferry.engine.schedule.step.kv_progress import RemoteKv
 from kvferry.kv.interface.connector import LoadOutcome
 from kvferry.kv.pages.layer_groups import handed_over
 

@@ -16,8 +16,8 @@ from kvferry.core.settings.engine import SchedulerLimits
 from kvferry.engine.engine import Engine
 from kvferry.engine.schedule.messages import EngineRequest
 from kvferry.engine.schedule.plan.pipeline import Pipeline
+from kvferry.engine.schedule.step.kv_progress import RemoteKv
 from kvferry.engine.schedule.step.sampling_plan import needs_host
-from kvferry.engine.schedule.step.sequence import RemoteKv
 from kvferry.engine.schedule.step.step import SequenceOutput, StepPlan, StepResult
 
 
@@ -227,7 +227,7 @@ def test_a_page_that_a_running_step_writes_to_is_no_target_of_a_load() -> None:
     engine.add(engine_request("a", [1, 2, 3]))
     for _ in range(3):
         engine.step()
-    (written,) = (sequence.table for sequence in engine.scheduler.sequences)
+    (written,) = (sequence.kv.table for sequence in engine.scheduler.sequences)
     page = written.blocks[-1]
     engine.abort(RequestId("a"))
     engine.add(replace(engine_request("b", [1] * 9, max_tokens=1), num_generated=1, remote=RemoteKv(8, "ticket")))

@@ -10,12 +10,13 @@ from kvferry.engine.schedule.blocks.allocation import Allocator
 from kvferry.engine.schedule.blocks.block_table import BlockTable
 from kvferry.engine.schedule.plan.admission import cached_prefix
 from kvferry.engine.schedule.step.sequence import Sequence
+from kvferry.engine.schedule.step.sequence_request import SequenceRequest
 
 NAMER = BlockNamers(b"seed").of("", fingerprint=b"layout", block_tokens=4)
 
 
 def a_sequence(tokens: list[int]) -> Sequence:
-    return Sequence(RequestId("r"), tokens, len(tokens), SamplingParams(), NAMER, 100, frozenset())
+    return Sequence(SequenceRequest(RequestId("r"), len(tokens), SamplingParams(), NAMER, 100, frozenset()), tokens)
 
 
 def compute(allocator: Allocator, sequence: Sequence) -> None:
@@ -25,7 +26,7 @@ def compute(allocator: Allocator, sequence: Sequence) -> None:
         return
     parent = None
     for i, name in enumerate(sequence.name_blocks()):
-        allocator.name_block(table, i, name, sequence.tokens[4 * i : 4 * i + 4], parent)
+        allocator.name_block(table, i, name, sequence.sampling.tokens[4 * i : 4 * i + 4], parent)
         parent = name
     allocator.free(table)
 
@@ -49,5 +50,5 @@ def test_the_cache_is_searched_once_while_it_stays_the_same() -> None:
     assert cached_prefix(allocator, waiting) is first
     compute(allocator, a_sequence([0] * 8))
     assert len(cached_prefix(allocator, waiting)) == 2
-    waiting.tokens.append(1)  # it was preempted after a token
+    waiting.sampling.tokens.append(1)  # it was preempted after a token
     assert cached_prefix(allocator, waiting) is not first

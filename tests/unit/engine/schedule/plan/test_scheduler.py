@@ -19,7 +19,9 @@ from kvferry.core.ids import RequestId
 from kvferry.core.sampling import FinishReason, SampledToken, SamplingParams
 from kvferry.core.settings.engine import SchedulerLimits
 from kvferry.engine.schedule.messages import EngineRequest
-from kvferry.engine.schedule.step.sequence import RemoteKv, Sequence
+from kvferry.engine.schedule.step.kv_progress import RemoteKv
+from kvferry.engine.schedule.step.sequence import Sequence
+from kvferry.engine.schedule.step.sequence_request import SequenceRequest
 from kvferry.engine.schedule.step.step import StepResult
 from kvferry.kv.interface.connector import LoadOutcome, PagesQuiet
 
@@ -338,7 +340,7 @@ def test_invalid_results_of_a_runner_stop_the_engine() -> None:
 def test_the_scheduler_refuses_requests_larger_than_the_pool() -> None:
     engine, _ = an_engine(num_blocks=4, block_tokens=4, max_model_tokens=1000)
     assert engine.max_model_tokens == 16, "the engine does not admit more tokens than its pages hold"
-    sequence = Sequence(RequestId("a"), [1], 1, SamplingParams(), engine.namer(""), 17, frozenset())
+    sequence = Sequence(SequenceRequest(RequestId("a"), 1, SamplingParams(), engine.namer(""), 17, frozenset()), [1])
     with pytest.raises(InvariantBroken, match="more pages than the pool has"):
         engine.scheduler.add(sequence)
     assert engine.is_idle

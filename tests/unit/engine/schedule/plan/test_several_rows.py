@@ -185,8 +185,8 @@ def test_several_tokens_per_step_give_the_tokens_of_single_ones(right: list[int]
         for update in scheduler.update(wide, result):
             tokens[update.request_id] += [t.token_id for t in update.tokens]
             assert update.tokens
-        for sequence in scheduler._running:
-            assert 0 <= sequence.num_computed == sequence.num_tokens - 1
+        for sequence in scheduler._admitted.running:
+            assert 0 <= sequence.kv.num_computed == sequence.num_tokens - 1
         engine.check_integrity()
     assert tokens == {name: expected_tokens(prompt, most) for name, prompt in prompts.items()}
     assert engine.is_idle

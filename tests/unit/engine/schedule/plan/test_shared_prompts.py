@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.core.ids import RequestId
-from kvferry.engine.schedule.step.sequence import RemoteKv
+from kvferry.engine.schedule.step.kv_progress import RemoteKv
 
 _PROMPT = list(range(1, 19))
 """18 tokens: four full blocks of 4, and a block with two tokens."""

@@ -93,7 +93,7 @@ def test_a_failed_sequence_leaves_no_pages_in_the_index() -> None:
     engine.add(a_request("one", list(range(40)), max_tokens=5))
     engine.step()
     sequence = next(iter(engine.scheduler.sequences))
-    assert sequence.table.passed == [0, 8], "40 tokens: the window begins with token 35, in block 8"
+    assert sequence.kv.table.passed == [0, 8], "40 tokens: the window begins with token 35, in block 8"
     assert engine.allocator.further_indexes[0].blocks()
     engine.scheduler.blocks.forget(sequence)
     assert not engine.allocator.index.blocks()
@@ -155,7 +155,7 @@ def test_in_any_mixture_rows_read_what_was_computed_for_them(case: Case) -> None
         for sequence in engine.scheduler.sequences:
             num_drafted = 4  # draft tokens hold pages only if other sequences do not need them
             bound = engine.allocator.needs.pages_for(sequence.num_tokens + num_drafted)
-            assert len(sequence.table.pages) <= bound + num_drafted * len(engine.allocator.windows)
+            assert len(sequence.kv.table.pages) <= bound + num_drafted * len(engine.allocator.windows)
     assert engine.is_idle
     inputs = zip(case.prompts, case.counts, strict=True)
     assert tokens == {str(i): expected_tokens(p, n) for i, (p, n) in enumerate(inputs)}

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from kvferry.core.hashing import BlockNamers
 from kvferry.core.ids import RequestId
-from kvferry.core.sampling import SamplingParams
+from kvferry.core.sampling import SamplingParams, ScoredToken
 from kvferry.engine.schedule.policies.scored_prompts import ScoredPromptsQueue
 from kvferry.engine.schedule.policies.waiting_queue import (
     BATCH_SIZE,
@@ -18,14 +18,15 @@ from kvferry.engine.schedule.policies.waiting_queue import (
     WeightedQueue,
 )
 from kvferry.engine.schedule.step.sequence import Sequence, SequenceEvent, SequenceState
+from kvferry.engine.schedule.step.sequence_request import SequenceRequest
 
 NAMER = BlockNamers(b"k").of("", fingerprint=b"f", block_tokens=4)
 
 
-def a_sequence(number: int, *, priority: int = 0) -> Sequence:
-    return Sequence(
-        RequestId(f"r{number}"), [0], 1, SamplingParams(), NAMER, 10, frozenset(), arrival=number, priority=priority
-    )
+def a_sequence(number: int, *, priority: int = 0, max_tokens_total: int = 10) -> Sequence:
+    name = RequestId(f"r{number}")
+    request = SequenceRequest(name, 1, SamplingParams(), NAMER, max_tokens_total, frozenset(), priority=priority)
+    return Sequence(request, [0], arrival=number)
 
 
 def drain(queue: WaitingQueue) -> list[int]:
@@ -39,7 +40,7 @@ def drain(queue: WaitingQueue) -> list[int]:
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=40))
 def test_a_rank_queue_is_a_sorted_list(entries: list[tuple[int, bool]]) -> None:
-    queue = RankQueue(lambda s: (s.priority, s.arrival))
+    queue = RankQueue(lambda s: (s.request.priority, s.arrival))
     sequences = [a_sequence(number, priority=priority) for number, (priority, _) in enumerate(entries)]
     for sequence in sequences:
         queue.add(sequence)
@@ -48,7 +49,7 @@ def test_a_rank_queue_is_a_sorted_list(entries: list[tuple[int, bool]]) -> None:
         if removed:
             queue.remove(sequence)
     assert {s.arrival for s in queue} == {s.arrival for s in kept}
-    assert drain(queue) == [s.arrival for s in sorted(kept, key=lambda s: (s.priority, s.arrival))]
+    assert drain(queue) == [s.arrival for s in sorted(kept, key=lambda s: (s.request.priority, s.arrival))]
 
 
 def test_a_sequence_that_returns_is_ranked_once() -> None:
@@ -110,9 +111,7 @@ def test_a_sequence_that_is_set_aside_keeps_its_share(entries: list[tuple[int, i
     def queue_of() -> WeightedQueue:
         queue = WeightedQueue({0: 4, 1: 2})
         for number, (priority, length, _) in enumerate(entries):
-            sequence = a_sequence(number, priority=priority)
-            sequence.max_tokens_total = length
-            queue.add(sequence)
+            queue.add(a_sequence(number, priority=priority, max_tokens_total=length))
         return queue
 
     plain, disturbed = queue_of(), queue_of()
@@ -135,13 +134,14 @@ def test_a_sequence_that_is_set_aside_keeps_its_share(entries: list[tuple[int, i
 @given(st.lists(st.sampled_from(["scored", "plain", "admit", "score", "abort"]), max_size=60))
 def test_one_prompt_to_be_scored_is_among_the_others(moves: list[str]) -> None:
     inner = RankQueue(lambda s: (s.arrival,))
-    queue = ScoredPromptsQueue(inner, lambda s: (s.priority, s.arrival))
+    queue = ScoredPromptsQueue(inner, lambda s: (s.request.priority, s.arrival))
     waiting: list[Sequence] = []
     running: list[Sequence] = []
     for number, move in enumerate(moves):
         if move in ("scored", "plain"):
             wanted = SamplingParams(prompt_logprobs=0 if move == "scored" else None)
-            waiting.append(Sequence(RequestId(f"r{number}"), [0, 1], 2, wanted, NAMER, 10, frozenset(), arrival=number))
+            request = SequenceRequest(RequestId(f"r{number}"), 2, wanted, NAMER, 10, frozenset())
+            waiting.append(Sequence(request, [0, 1], arrival=number))
             queue.add(waiting[-1])
         elif move == "admit" and (first := queue.first()) is not None:
             queue.remove(first)
@@ -149,7 +149,7 @@ def test_one_prompt_to_be_scored_is_among_the_others(moves: list[str]) -> None:
             first.move(SequenceEvent.ADMIT)
             running.append(first)
         elif move == "score" and running:
-            running.pop(0).num_scored = 1
+            running.pop(0).sampling.add_scores((ScoredToken(1, 0.0, 1),), 1)
         elif move == "abort" and (waiting or running):
             last = (waiting or running).pop()
             if last.state is SequenceState.WAITING:
@@ -157,11 +157,11 @@ def test_one_prompt_to_be_scored_is_among_the_others(moves: list[str]) -> None:
             last.move(SequenceEvent.ABORT)
         assert sorted(s.arrival for s in queue) == [s.arrival for s in waiting]
         assert (len(queue), queue.num_tokens) == (len(waiting), 2 * len(waiting))
-        assert sum(s.is_scoring for s in (*inner, *running)) <= 1
+        assert sum(s.sampling.is_scoring for s in (*inner, *running)) <= 1
     while waiting:
         first = queue.first()
-        if first is None or (first.is_scoring and any(s.is_scoring for s in running)):
-            running.pop(0).num_scored = 1
+        if first is None or (first.sampling.is_scoring and any(s.sampling.is_scoring for s in running)):
+            running.pop(0).sampling.add_scores((ScoredToken(1, 0.0, 1),), 1)
             continue
         queue.remove(first)
         waiting.remove(first)

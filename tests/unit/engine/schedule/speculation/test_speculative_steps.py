@@ -62,10 +62,10 @@ def test_rejected_drafts_are_in_no_named_block() -> None:
     engine.add(a_request("a", [1, 2, 3], max_tokens=12))
     while engine.has_work:
         engine.step()
-        sequences = list(engine.scheduler._running)
+        sequences = list(engine.scheduler._admitted.running)
         for sequence in sequences:
-            assert sequence.num_listed <= sequence.num_computed // 4
-            assert sequence.num_computed <= sequence.num_tokens - 1
+            assert sequence.kv.num_listed <= sequence.kv.num_computed // 4
+            assert sequence.kv.num_computed <= sequence.num_tokens - 1
     engine.add(a_request("b", [1, 2, 3, *expected_tokens([1, 2, 3], 10)], max_tokens=6))  # hits blocks of request a
     prompt = [1, 2, 3, *expected_tokens([1, 2, 3], 10)]
     assert run_until_idle(engine)["b"] == expected_tokens(prompt, 6)
@@ -97,7 +97,7 @@ def test_a_postponed_sequence_computes_its_drafts_again() -> None:
     plan = engine.scheduler.schedule()
     assert plan.scheduled[0].num_drafts == 4
     engine.scheduler.update(plan, StepResult({}, postponed=frozenset({RequestId("a")})))
-    assert engine.scheduler._running[0].num_computed == 3
+    assert engine.scheduler._admitted.running[0].kv.num_computed == 3
     assert run_until_idle(engine) == {"a": expected_tokens([1, 2, 3], 9)[1:]}
 
 
@@ -157,7 +157,7 @@ def test_drafts_come_from_the_text_where_a_head_does_not_pay() -> None:
     runner.has_head = True
     engine.add(a_request("a", [1, 2, 3], max_tokens=40))
     engine.step()
-    assert speculation.may_draft(engine.scheduler._running, 1), (
+    assert speculation.may_draft(engine.scheduler._admitted.running, 1), (
         "the next step is not launched ahead, so that it can have a draft"
     )
     assert run_until_idle(engine)["a"] == expected_tokens([1, 2, 3], 40)[1:]

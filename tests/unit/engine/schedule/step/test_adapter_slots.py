@@ -15,6 +15,7 @@ from kvferry.engine.schedule.blocks.prefix_index import PrefixIndex
 from kvferry.engine.schedule.plan.scheduler import Scheduler
 from kvferry.engine.schedule.step.adapter_slots import NO_SLOT, AdapterSlots
 from kvferry.engine.schedule.step.sequence import Sequence
+from kvferry.engine.schedule.step.sequence_request import SequenceRequest
 from kvferry.engine.schedule.step.step import SequenceOutput, StepPlan, StepResult
 
 BLOCK = 4
@@ -84,7 +85,9 @@ def a_sequence(name: str, number: int | None, *, tokens: int = 3, outputs: int =
     namer = BlockNamers(b"k").of(cache_scope("", "", own), fingerprint=b"f", block_tokens=BLOCK)
     params = SamplingParams(temperature=0.0, max_tokens=outputs)
     prompt = [hash(name) % 90 + i for i in range(tokens)]
-    return Sequence(RequestId(name), prompt, tokens, params, namer, tokens + outputs, frozenset(), adapter=own)
+    return Sequence(
+        SequenceRequest(RequestId(name), tokens, params, namer, tokens + outputs, frozenset(), adapter=own), prompt
+    )
 
 
 def run_step(scheduler: Scheduler) -> list[str]:
