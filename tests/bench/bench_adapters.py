@@ -100,7 +100,7 @@ def main() -> None:
         made = [
             LLM(
                 MODEL,
-                kv_bytes=128 << 20,
+                kv_memory=128 << 20,
                 async_steps="off",  # otherwise a step of one engine would overlap with one of the other
                 max_adapter_rank=max(arguments.ranks),
                 adapter_slots=ADAPTERS,

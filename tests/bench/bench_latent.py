@@ -106,7 +106,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         write(folder, given.layers)
-        llm = LLM(str(folder), dtype="bfloat16", kernels=given.kernels, kv_bytes=256 << 20)
+        llm = LLM(str(folder), dtype="bfloat16", kernels=given.kernels, kv_memory=256 << 20)
         other: Any = transformers.DeepseekV2ForCausalLM.from_pretrained(
             folder, dtype=torch.bfloat16, experts_implementation=given.experts
         ).train(False)

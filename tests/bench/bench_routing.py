@@ -31,8 +31,8 @@ from kvferry.simulator.files.spec import read_fleet
 from kvferry.simulator.fleet.fleet import Pool
 
 RESULTS = Path(__file__).parent / "results" / "routing.csv"
-POLICIES = ("seconds", "prefix-hash", "least-loaded", "round-robin")
-BASE, ORACLE = "seconds", "oracle"
+POLICIES = ("latency", "prefix-hash", "least-loaded", "round-robin")
+BASE, ORACLE = "latency", "oracle"
 FLEET = """
 seed = 3
 [device]

@@ -22,11 +22,11 @@ from kvferry.core.clock import SystemClock
 from kvferry.core.hashing import BlockNamers
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import SampledToken, SamplingParams
+from kvferry.core.settings.engine import SchedulerLimits
 from kvferry.engine.schedule.blocks.allocation import Allocator
 from kvferry.engine.schedule.blocks.block_pool import BlockPool
 from kvferry.engine.schedule.blocks.prefix_index import PrefixIndex
 from kvferry.engine.schedule.plan.scheduler import Scheduler
-from kvferry.engine.schedule.plan.step_budget import SchedulerLimits
 from kvferry.engine.schedule.policies.policy import POLICIES
 from kvferry.engine.schedule.step.sequence import Sequence
 from kvferry.engine.schedule.step.sequence_request import SequenceRequest
@@ -64,7 +64,7 @@ class Rig:
         index = PrefixIndex()
         pool = BlockPool((running + 8) * 64, on_reuse=index.forget)
         limits = SchedulerLimits(
-            token_budget=1 << 20, max_chunk_tokens=1 << 20, max_sequences=running, scheduling=scheduling
+            token_budget=1 << 20, max_chunk_tokens=1 << 20, max_num_seqs=running, scheduling=scheduling
         )
         self.scheduler = Scheduler(limits, Allocator(pool, index, block_tokens=BLOCK_TOKENS))
         namer = BlockNamers(b"bench").of("", fingerprint=b"layout", block_tokens=BLOCK_TOKENS)

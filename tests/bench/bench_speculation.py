@@ -194,7 +194,7 @@ def main() -> None:
     rows: list[Row] = []
     for weights in arguments.weights:
         engines = {
-            method: LLM(MODEL, weights=weights, speculation=method, kv_bytes=1 << 28)
+            method: LLM(MODEL, weights=weights, speculation=method, kv_memory=1 << 28)
             for method in ("off", *arguments.methods)
         }
         for name, workload in workloads(max(arguments.batches)).items():

@@ -71,9 +71,9 @@ def speeds(place: Path, layers: int, rounds: int) -> None:
     (wide / "tokenizer.json").write_text(tiny.tokenizer(tiny.config())._make().to_str())
     coded, _ = quantized(wide, place)
     ways = {
-        "bfloat16": LLM(str(wide), dtype="bfloat16", kv_bytes=64 << 20),
-        "int8, exact": LLM(str(coded), dtype="bfloat16", kv_bytes=64 << 20),
-        "int8, fast": LLM(str(coded), dtype="bfloat16", numerics="fast", kv_bytes=64 << 20),
+        "bfloat16": LLM(str(wide), dtype="bfloat16", kv_memory=64 << 20),
+        "int8, exact": LLM(str(coded), dtype="bfloat16", kv_memory=64 << 20),
+        "int8, fast": LLM(str(coded), dtype="bfloat16", numerics="fast", kv_memory=64 << 20),
     }
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(rounds + 1):

@@ -29,13 +29,12 @@ from kvferry.core.clock import SystemClock
 from kvferry.core.hashing import BlockNamers
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import SamplingParams
+from kvferry.core.settings.engine import EngineSettings, SchedulerLimits
 from kvferry.engine.build import LoadedModel, build_engine, load_model, runner_for
 from kvferry.engine.execute.run.runner import ComputedStep, PreparedStep, Runner
 from kvferry.engine.execute.tensors.paged_kv import PagedKv
 from kvferry.engine.schedule.messages import EngineRequest
-from kvferry.engine.schedule.plan.step_budget import SchedulerLimits
 from kvferry.engine.schedule.step.step import StepPlan
-from kvferry.engine.settings import EngineSettings
 from kvferry.weights.config import ModelConfig
 from kvferry.weights.tensors import EMBEDDING, FINAL_NORM, layer_prefix
 
@@ -330,8 +329,8 @@ def main() -> None:
     parser.add_argument("--recorded", type=Path, help="file that keeps the texts, so that they are written once")
     asked = parser.parse_args()
     torch.set_num_threads(asked.threads)
-    limits = SchedulerLimits(token_budget=256, max_chunk_tokens=256, max_sequences=32)
-    settings = EngineSettings(MODEL, kv_bytes=1 << 28, limits=limits, threads=asked.threads, async_steps="off")
+    limits = SchedulerLimits(token_budget=256, max_chunk_tokens=256, max_num_seqs=32)
+    settings = EngineSettings(MODEL, kv_memory=1 << 28, limits=limits, threads=asked.threads, async_steps="off")
     loaded, clock = load_model(settings), SystemClock()
     texts: list[Text] = []
     if asked.recorded and asked.recorded.is_file():

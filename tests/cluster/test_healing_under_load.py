@@ -116,7 +116,7 @@ def pool(kube_node: Any, namespace: str, say: Callable[[str], None]) -> Iterator
 
 
 def test_children_are_restored_while_requests_flow(pool: PoolOnNode, say: Callable[[str], None]) -> None:
-    question_list: list[Question] = questions(LLM(MODEL, dtype="float32", kv_bytes=128 << 20))
+    question_list: list[Question] = questions(LLM(MODEL, dtype="float32", kv_memory=128 << 20))
     healing = Healing(KubeApi.connect(str(pool.cluster.kubeconfig)), pool.namespace)
     reader = threading.Thread(target=healing.read_status, daemon=True)
     rng = random.Random(7)

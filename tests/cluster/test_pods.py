@@ -26,7 +26,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 @pytest.fixture(scope="module")
 def alone(operated: Any) -> Callable[[list[int]], list[int]]:
     """A function that returns the answer of one engine that prefills and decodes."""
-    engine = LLM(MODEL, dtype="float32", kv_bytes=64 << 20)
+    engine = LLM(MODEL, dtype="float32", kv_memory=64 << 20)
     return lambda prompt: list(engine.generate([prompt], GREEDY)[0].token_ids)
 
 
@@ -125,7 +125,7 @@ def check_answers(pool: PoolOnNode, alone: Callable[[list[int]], list[int]], con
 def check_adapters(pool: PoolOnNode, say: Callable[[str], None]) -> None:
     """Check that adapters of the spec are served, changed and removed without a restart of the workers."""
     folder = pool.cluster.folder / "models" / "adapters" / "support"
-    engine = LLM(MODEL, dtype="float32", kv_bytes=64 << 20)
+    engine = LLM(MODEL, dtype="float32", kv_memory=64 << 20)
     write(folder, engine.config)
     for file in folder.iterdir():
         file.chmod(0o644)  # pods run as another user

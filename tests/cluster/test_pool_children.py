@@ -60,7 +60,7 @@ def test_the_keys_are_drawn_once(world):
 
 
 def test_a_pool_with_keys_of_its_own_gets_none(world):
-    world.apply(tenancy={"keysSecret": "mine"})
+    world.apply(internalKeys={"secretName": "mine"})
     world.settled()
     assert "chat-keys" not in world.all("secret")
 

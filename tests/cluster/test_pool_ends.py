@@ -27,7 +27,7 @@ def test_a_pool_deleted_in_mid_rollout_is_gone(world):
     world.apply()
     old = world.settled()["revision"]
     world.kubelet.verdict = lambda pod: ready(pod) if old in pod["metadata"]["name"] else None
-    world.apply(model={"name": "m", "maxTokens": 95})
+    world.apply(model={"name": "m", "maxModelLen": 95})
     world.until(lambda: len(world.deployments()) == 4)
     world.kubectl("delete", "kvpool", "chat", "--timeout=20s")
     world.until(lambda: not world.all("deployment"), COLLECTED)

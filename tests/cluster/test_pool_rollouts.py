@@ -21,7 +21,7 @@ def test_three_edits_in_a_row_never_pass_the_bounds(world):
     world.apply(roles=roles)
     world.settled()
     for tokens in (128, 256, 512):
-        world.apply(roles=roles, model={"name": "m", "maxTokens": tokens})
+        world.apply(roles=roles, model={"name": "m", "maxModelLen": tokens})
         for _ in range(5):
             found = world.all("deployment")
             for role, wanted in (("prefill", 2), ("decode", 4)):
@@ -37,7 +37,7 @@ def test_a_change_and_its_reversal_keep_the_serving_pods(world):
     old = world.settled()["revision"]
     uid = world.get("deployment", f"chat-decode-{old}")["metadata"]["uid"]
     world.kubelet.verdict = lambda pod: ready(pod) if old in pod["metadata"]["name"] else None
-    world.apply(model={"name": "m", "maxTokens": 99})
+    world.apply(model={"name": "m", "maxModelLen": 99})
     world.until(lambda: len(world.deployments()) == 4)
     world.apply()
     assert world.settled()["revision"] == old
@@ -52,7 +52,7 @@ def test_a_broken_revision_removes_no_serving_pod(world):
     world.kubelet.verdict = lambda pod: (
         ready(pod) if old in pod["metadata"]["name"] else waiting("CrashLoopBackOff", exit_code=1)
     )
-    world.apply(model={"name": "m", "maxTokens": 98}, rollout={"progressDeadlineSeconds": 11})
+    world.apply(model={"name": "m", "maxModelLen": 98}, rollout={"progressDeadlineSeconds": 11})
     world.until(lambda: world.condition("Progressing")[1] == "DeadlineExceeded", 40)
     assert world.get("deployment", f"chat-decode-{old}")["status"]["readyReplicas"] == 2
     assert world.condition("Ready")[0] == "False"
@@ -61,7 +61,7 @@ def test_a_broken_revision_removes_no_serving_pod(world):
 def test_a_rollout_can_be_paused_and_resumed(world):
     world.apply()
     old = world.settled()["revision"]
-    changed = {"model": {"name": "m", "maxTokens": 97}}
+    changed = {"model": {"name": "m", "maxModelLen": 97}}
     world.apply(**changed, rollout={"paused": True})
     world.until(lambda: world.condition("Progressing")[1] == "Paused")
     assert set(world.deployments()) == {f"chat-prefill-{old}", f"chat-decode-{old}"}
@@ -74,14 +74,14 @@ def test_a_rollout_can_be_paused_and_resumed(world):
 def test_back_to_an_earlier_revision_and_forward_again(world):
     world.apply()
     first = world.settled()["revision"]
-    changed = {"model": {"name": "m", "maxTokens": 96}}
+    changed = {"model": {"name": "m", "maxModelLen": 96}}
     world.apply(**changed)
     second = world.settled()["revision"]
     world.until(lambda: len(world.deployments()) == 2)
     world.apply(**changed, rollout={"rollbackTo": first})
     assert world.settled()["revision"] == first
     args = world.get("deployment", f"chat-decode-{first}")["spec"]["template"]["spec"]["containers"][0]["args"]
-    assert "--max-model-tokens=0" in args
+    assert "--max-model-len=0" in args
     world.apply(**changed)
     assert world.settled()["revision"] == second
 
@@ -97,7 +97,7 @@ def test_a_rollback_to_an_unrecorded_revision_is_refused_and_changes_nothing(wor
 
 def test_the_number_of_records_is_limited(world):
     for tokens in (11, 12, 13, 14):
-        world.apply(model={"name": "m", "maxTokens": tokens}, rollout={"historyLimit": 1})
+        world.apply(model={"name": "m", "maxModelLen": tokens}, rollout={"historyLimit": 1})
         revision = world.settled()["revision"]
         world.until(lambda: len(world.deployments()) == 2)
     records = world.until(lambda: len(found := set(world.all("controllerrevision.apps"))) == 2 and found)

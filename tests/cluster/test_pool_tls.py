@@ -110,7 +110,7 @@ def test_certificates_are_renewed_under_load_without_a_restart(pool: PoolOnNode,
     """A whole renewal with kubelet's own delays: no request is lost, and no pod is replaced or restarted."""
     pool.apply({"spec": {"connector": {"type": "tcp"}, "tls": {"mode": "Managed"}}})
     pool.wait_ready()
-    question_list = questions(LLM(MODEL, dtype="float32", kv_bytes=128 << 20))
+    question_list = questions(LLM(MODEL, dtype="float32", kv_memory=128 << 20))
     before, shown = processes(pool), expiries(pool)
     operator = ("-n", OPERATORS, "deployment", "-l", "app.kubernetes.io/name=kvferry-operator")
     with Load(pool.http, MODEL, question_list) as load:

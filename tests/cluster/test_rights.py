@@ -173,7 +173,7 @@ class Life:
     def _scaling(self) -> None:
         self.roll(roles=[{"name": "prefill"}, {"name": "decode", "replicas": 3}])
         self.roll(roles=[{"name": "prefill"}, {"name": "decode", "replicas": 1}])  # marks the pods to be removed first
-        auto = {"mode": "Auto", "minReplicas": 0, "maxReplicas": 3, "requestsTarget": 1}
+        auto = {"mode": "Auto", "minReplicas": 0, "maxReplicas": 3, "targetRequests": 1}
         self.load = 9
         self.kube.change(self.namespace, roles=[{"name": "prefill"}, {"name": "decode", "scaling": auto}])
         eventually(lambda: (self.kube.pool(self.namespace)["status"].get("scaling") or [{}])[0].get("role") == "decode")

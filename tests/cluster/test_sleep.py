@@ -12,14 +12,14 @@ pytestmark = [pytest.mark.cluster, pytest.mark.node, pytest.mark.timeout(400)]
 
 ROLE = {
     "name": "both",
-    "engine": {"kvMemory": "256MiB", "threads": 1, "maxSequences": 8},
+    "engine": {"kvMemory": "256MiB", "threads": 1, "maxNumSeqs": 8},
     "scaling": {
         "mode": "Auto",
         "minReplicas": 0,
         "maxReplicas": 2,
-        "requestsTarget": 3,
-        "idleSeconds": 8,
-        "downSeconds": 8,
+        "targetRequests": 3,
+        "scaleToZero": {"idleSeconds": 8},
+        "scaleDown": {"stabilizationWindowSeconds": 8},
     },
     "template": {"spec": {"runtimeClassName": "host"}},
 }

@@ -28,7 +28,7 @@ SMALL = {
 
 @pytest.fixture(scope="module")
 def question_list() -> list[Question]:
-    return questions(LLM(MODEL, dtype="float32", kv_bytes=128 << 20))
+    return questions(LLM(MODEL, dtype="float32", kv_memory=128 << 20))
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from kvferry.core import sampling
 from kvferry.core.sampling import SamplingParams
-from kvferry.engine.schedule.plan.step_budget import SchedulerLimits
+from kvferry.core.settings.engine import SchedulerLimits
 from kvferry.gateway.http.openai.request import MAX_REQUEST_SAMPLES
 from kvferry.rpc.wire import MAX_SAMPLES
 

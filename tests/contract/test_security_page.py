@@ -54,7 +54,7 @@ def test_the_page_has_proofs() -> None:
 @pytest.mark.parametrize(("promise", "files"), PROOFS, ids=[promise[:50] for promise, _ in PROOFS])
 def test_each_named_test_exists_and_is_about_the_promise(promise: str, files: str) -> None:
     """The test's file has the words of the promise that are subjects of this project."""
-    subjects = ("tenant", "ticket", "certificate", "Secret", "API key", "adapter")
+    subjects = ("tenant", "scope", "ticket", "certificate", "Secret", "API key", "adapter")
     text = ""
     for name in re.findall(r"`([^`]+)`", files):
         assert (ROOT / name).is_file(), f"{name} does not exist"

@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from kvferry.core.settings.engine import EngineSettings, SchedulerLimits
 from kvferry.engine.schedule.blocks.allocation import Allocator
 from kvferry.engine.schedule.blocks.block_table import BlockTable
-from kvferry.engine.schedule.plan.step_budget import SchedulerLimits
-from kvferry.engine.settings import EngineSettings
 from kvferry.kv.pages.layer_groups import LayerGroups, choose_groups
 from kvferry.kv.pages.layout import KvLayout
 from kvferry.model import tiny

@@ -13,7 +13,7 @@ from kvferry.engine import LLM
 
 @pytest.fixture(scope="session")
 def one_engine() -> LLM:
-    return LLM("tiny", dtype="float32", kv_bytes=16 << 20)
+    return LLM("tiny", dtype="float32", kv_memory=16 << 20)
 
 
 @pytest.fixture(scope="session")

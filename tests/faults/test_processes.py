@@ -52,7 +52,7 @@ def shared_memory() -> set[str]:
 @pytest.fixture(scope="module")
 def expected() -> list[int]:
     """The tokens of LONG after the prompt, from one engine."""
-    return list(LLM("tiny", dtype="float32", kv_bytes=16 << 20).generate([PROMPT], LONG)[0].token_ids)
+    return list(LLM("tiny", dtype="float32", kv_memory=16 << 20).generate([PROMPT], LONG)[0].token_ids)
 
 
 PROMPT = [(13 * i) % 200 for i in range(50)]

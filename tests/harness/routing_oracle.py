@@ -1,7 +1,7 @@
 """Oracle for routing in the simulator: tries every worker for each request, and knows all later arrivals.
 
 At each decision, the process forks once per choice. A child sends the request to that choice and continues the
-simulation for `HORIZON` seconds of virtual time, in which policy `seconds` routes the later requests; its cost is the
+simulation for `HORIZON` seconds of virtual time, in which policy `latency` routes the later requests; its cost is the
 time that all requests wait for their first tokens until then. The parent takes the choice with the lowest cost. No
 policy can know later arrivals and exact durations, so the difference from this oracle bounds what routing can gain
 within the horizon (a rollout, Bertsekas, Dynamic Programming and Optimal Control, volume I, section 6.4).

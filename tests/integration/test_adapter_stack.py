@@ -75,7 +75,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 def expected(stack: Stack, path: str, prompt: list[int] | None = None) -> list[int]:
     """Return the tokens of one aggregated engine."""
-    llm = LLM("tiny", dtype="float32", kv_bytes=8 << 20, adapters={"x": str(stack.folder / path)})
+    llm = LLM("tiny", dtype="float32", kv_memory=8 << 20, adapters={"x": str(stack.folder / path)})
     return list(llm.generate([prompt or PROMPT], GREEDY, model="x")[0].token_ids)
 
 
@@ -103,7 +103,7 @@ def test_blocks_of_one_adapter_are_used_by_no_other_through_caches_tiers_and_han
     engine = LLM(
         "tiny",
         dtype="float32",
-        kv_bytes=8 << 20,
+        kv_memory=8 << 20,
         adapters={"first": str(stack.folder / "a0"), "second": str(stack.folder / "a1")},
     )
     cases = [(name, index) for name in ("tiny", "first", "second") for index in range(2)]

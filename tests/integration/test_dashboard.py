@@ -17,7 +17,7 @@ from harness.servers.processes import running
 SECONDS = 120.0
 ADDRESSES = ("--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--admin", "127.0.0.1:0", "--log-level", "error")
 ENGINE = ("--model", "tiny", "--dtype", "float32", "--kv-memory", "16MiB", "--load-policy", "always")
-SEQUENCES = ("--max-sequences", "2")
+SEQUENCES = ("--max-num-seqs", "2")
 
 pytestmark = [
     pytest.mark.long,

@@ -58,7 +58,7 @@ def test_latent_pages_are_handed_over_between_block_sizes(folders: Any) -> None:
     folder, _ = folders("v3")
     config = open_model(str(folder)).config
     assert KvLayout.of(config, block_tokens=16, dtype="float32").token_bytes == 4 * (32 + 16) * 4
-    one = LLM(str(folder), dtype="float32", kv_bytes=8 << 20)
+    one = LLM(str(folder), dtype="float32", kv_memory=8 << 20)
     prompts = [[(7 * i + length) % 200 for i in range(length)] for length in (33, 290)]
     sizes = ["--dtype", "float32", "--block-tokens"]
     with a_pair("shm", [*sizes, "16"], [*sizes, "32"], (str(folder),) * 2) as pair:
@@ -75,9 +75,9 @@ def test_latent_pages_are_handed_over_between_block_sizes(folders: Any) -> None:
 @pytest.mark.long
 def test_latent_pages_are_loaded_from_a_tier(folders: Any) -> None:
     folder, _ = folders("v3")
-    one = LLM(str(folder), dtype="float32", kv_bytes=8 << 20)
+    one = LLM(str(folder), dtype="float32", kv_memory=8 << 20)
     prompts = [[(number * 31 + 7 * i) % 199 for i in range(320)] for number in range(4)]
-    flags = ("--dtype", "float32", "--threads", "1", "--kv-memory", "384KiB", "--max-model-tokens", "512")
+    flags = ("--dtype", "float32", "--threads", "1", "--kv-memory", "384KiB", "--max-model-len", "512")
     where = ("--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--json", "--load-policy", "always")
     with running("up", "--model", str(folder), *flags, *where, "--tier", "dram://?size=64MiB") as process:
         ready = dict(process.wait_for("ready"))

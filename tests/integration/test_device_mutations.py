@@ -17,7 +17,7 @@ from kvferry.workers.handoff.page_publisher import PagePublisher
 
 @pytest.fixture(scope="module")
 def one_engine() -> LLM:
-    return LLM("tiny", dtype="float32", kernels="torch", kv_bytes=16 << 20)
+    return LLM("tiny", dtype="float32", kernels="torch", kv_memory=16 << 20)
 
 
 def nothing(*_, **__) -> None:

@@ -39,7 +39,7 @@ from kvferry.v1 import decode_pb2, decode_pb2_grpc
 
 @pytest.fixture(scope="module")
 def one_engine() -> LLM:
-    return LLM("tiny", dtype="float32", kernels="torch", kv_bytes=16 << 20)
+    return LLM("tiny", dtype="float32", kernels="torch", kv_memory=16 << 20)
 
 
 @pytest.mark.parametrize("connector", ["shm", "tcp", "nixl"])
@@ -88,7 +88,7 @@ def test_a_prompt_whose_copies_fail_is_computed(one_engine: LLM) -> None:
 
 def test_drafts_adapters_and_preemptions_on_a_device(tmp_path: Path) -> None:
     adapters = {f"a{n}": str(write(tmp_path / f"a{n}", tiny.config(), seed=n)) for n in range(2)}
-    features(LLM("tiny", dtype="float32", kernels="torch", kv_bytes=16 << 20, adapters=adapters), adapters)
+    features(LLM("tiny", dtype="float32", kernels="torch", kv_memory=16 << 20, adapters=adapters), adapters)
 
 
 def test_a_lost_device_ends_the_worker_with_the_cause_and_its_streams_at_once() -> None:

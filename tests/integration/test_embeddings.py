@@ -6,8 +6,8 @@ import torch
 from harness.idle import assert_idle
 from harness.kernels.transformers_twin import twin_of
 
+from kvferry.core.settings.engine import SchedulerLimits
 from kvferry.engine import LLM
-from kvferry.engine.schedule.plan.step_budget import SchedulerLimits
 from kvferry.model.source import ModelSource
 
 TEXTS = [
@@ -21,7 +21,7 @@ TEXTS = [
 @pytest.mark.timeout(240)
 def test_vectors_of_the_embedded_model_are_those_of_transformers(smollm: ModelSource) -> None:
     limits = SchedulerLimits(max_chunk_tokens=100)
-    llm = LLM("smollm2-135m-instruct", dtype="float32", kv_bytes=256 << 20, limits=limits)
+    llm = LLM("smollm2-135m-instruct", dtype="float32", kv_memory=256 << 20, limits=limits)
     twin = twin_of(smollm.config, smollm.tensors)
     found = {pooling: llm.encode(TEXTS, pooling=pooling) for pooling in ("cls", "mean", "last")}
     assert_idle(llm.engine)

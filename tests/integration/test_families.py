@@ -116,7 +116,7 @@ def test_chunks_cached_prefixes_and_batches_change_nothing(name: str, kernels: s
     alone = [generate(runner, [prompt], 8)[0].tokens for prompt in PROMPTS]
     sizes = itertools.cycle((5, 1, 17, 3))
     assert [g.tokens for g in generate(runner, PROMPTS, 8, chunk=lambda _: next(sizes))] == alone
-    llm = LLM(str(folder), dtype="float32", kernels=kernels, kv_bytes=4 << 20)
+    llm = LLM(str(folder), dtype="float32", kernels=kernels, kv_memory=4 << 20)
     cold = [out.token_ids for out in llm.generate(PROMPTS, GREEDY)]
     assert [[*p, *tokens] for p, tokens in zip(PROMPTS, cold, strict=True)] == alone
     warm = llm.generate(PROMPTS, GREEDY)

@@ -85,7 +85,7 @@ def test_triton(family: str, cell: str, folders: Folders) -> None:
 def test_prefill_and_decode(family: str, cell: str, folders: Folders) -> None:
     assert cell == "works"
     folder = str(folders(family)[0])
-    llm = LLM(folder, dtype="float32", block_tokens=BLOCK, kv_bytes=4 << 20)
+    llm = LLM(folder, dtype="float32", block_tokens=BLOCK, kv_memory=4 << 20)
     expected = [list(out.token_ids) for out in llm.generate(PROMPTS, GREEDY)]
     flags = ["--dtype", "float32", "--block-tokens", str(BLOCK)]
     with a_pair("shm", flags, flags, models=(folder, folder)) as pair:
@@ -117,7 +117,7 @@ def test_adapters(family: str, cell: str, folders: Folders, tmp_path: Path) -> N
     for kernels in ("torch", "compiled"):
         if cell == "refused":
             with pytest.raises(KvferryError, match="not supported for models with latent attention"):
-                LLM(str(folder), kernels=kernels, kv_bytes=1 << 20, adapters={"one": str(paths[0])})
+                LLM(str(folder), kernels=kernels, kv_memory=1 << 20, adapters={"one": str(paths[0])})
         else:
             check_adapters(family, kernels, folder, paths, theirs, merged)
 

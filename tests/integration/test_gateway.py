@@ -58,7 +58,7 @@ async def a_stack(prefill: list[RunningProcess], decode: list[RunningProcess]) -
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM("tiny", dtype="float32", kv_bytes=16 << 20)
+    return LLM("tiny", dtype="float32", kv_memory=16 << 20)
 
 
 @pytest.fixture(scope="module")

@@ -107,7 +107,7 @@ def test_limit_and_factor_of_the_activation_change_the_logits(folders: Any) -> N
 def test_kv_is_handed_over_and_prefixes_are_used_again(folders: Any) -> None:
     """Prompts are several times longer than the window, so layers with a window no longer need most of their KV."""
     folder, _ = folders("mxfp4")
-    one = LLM(str(folder), dtype="float32", kv_bytes=8 << 20)
+    one = LLM(str(folder), dtype="float32", kv_memory=8 << 20)
     prompts = [[(7 * i + length) % 200 for i in range(length)] for length in (5 * WINDOW, 290)]
     with a_pair("shm", *(["--dtype", "float32"],) * 2, models=(str(folder),) * 2) as pair:
         for prompt in prompts:

@@ -36,7 +36,7 @@ DRAWN = SamplingParams(temperature=1.0, top_p=0.9, seed=77, max_tokens=12, ignor
 
 @pytest.fixture(scope="module")
 def one_engine() -> LLM:
-    return LLM("tiny", dtype="float32", kv_bytes=16 << 20)
+    return LLM("tiny", dtype="float32", kv_memory=16 << 20)
 
 
 class Pair:

@@ -32,7 +32,7 @@ def stack(request: pytest.FixtureRequest) -> Iterator[RunningProcess]:
 
 
 def test_most_blocks_are_transferred_before_the_prompt_is_computed(stack: RunningProcess) -> None:
-    engine = LLM("tiny", dtype="float32", kv_bytes=16 << 20)
+    engine = LLM("tiny", dtype="float32", kv_memory=16 << 20)
     with Client(str(stack.events["ready"]["grpc"]), timeout=SECONDS) as client:
         early = 0
         for number in range(12):

@@ -19,8 +19,8 @@ from integration.test_layouts import Fetched, a_pair
 
 from kvferry.client import Client
 from kvferry.core.errors import UsageError
+from kvferry.core.settings.engine import SchedulerLimits
 from kvferry.engine import LLM, SamplingParams
-from kvferry.engine.schedule.plan.step_budget import SchedulerLimits
 from kvferry.v1 import prefill_pb2
 
 NAMES = ["mistral", "gemma2", "gemma3", "gpt_oss", "qwen2-window"]
@@ -30,7 +30,7 @@ SHARED = [(3 * i + i * i) % 250 for i in range(40)]
 PROMPTS = [[*SHARED, *((11 * i + i * i + length) % 250 for i in range(length))] for length in LENGTHS]
 NEW_TOKENS = 12
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
-LIMITS = SchedulerLimits(max_chunk_tokens=CHUNK, max_mixed_tokens=CHUNK, max_sequences=4)
+LIMITS = SchedulerLimits(max_chunk_tokens=CHUNK, max_mixed_tokens=CHUNK, max_num_seqs=4)
 
 KERNELS = ["compiled", "torch"]
 Folders = Callable[[str], Path]
@@ -66,8 +66,8 @@ def expected(folders: Folders) -> Expected:
 def an_llm(folder: Path, num_blocks: int, **settings: str) -> LLM:
     """Create an LLM with `num_blocks` pages of one group, of any size."""
     options = {"dtype": "float32", "kernels": "compiled", "block_tokens": BLOCK, "limits": LIMITS, **settings}
-    size = LLM(str(folder), kv_bytes=1 << 20, **options).block_bytes
-    return LLM(str(folder), kv_bytes=num_blocks * size, **options)
+    size = LLM(str(folder), kv_memory=1 << 20, **options).block_bytes
+    return LLM(str(folder), kv_memory=num_blocks * size, **options)
 
 
 def answers(llm: LLM, prompts: Sequence[list[int]], sampling: SamplingParams = GREEDY) -> list[list[int]]:
@@ -165,7 +165,7 @@ def test_evicted_blocks_are_loaded_from_a_tier_with_the_pages_of_all_groups(
     folders: Folders, expected: Expected
 ) -> None:
     address = ("--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--json")
-    small = ("--kv-memory", "160KiB", "--max-model-tokens", "300", "--load-policy", "always", "--threads", "1")
+    small = ("--kv-memory", "160KiB", "--max-model-len", "300", "--load-policy", "always", "--threads", "1")
     flags = ("--model", str(folders("gemma3")), *FLAGS, "release", *small, "--tier", "dram://?size=64MiB")
     from_dram = 0
     with running("up", *flags, *address) as process:

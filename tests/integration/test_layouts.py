@@ -95,7 +95,7 @@ def a_pair(
 @pytest.fixture(scope="module")
 def one_engine() -> Callable[[str], LLM]:
     """A function from the type of KV to an engine."""
-    return cache(lambda dtype: LLM("tiny", dtype=dtype, kv_bytes=16 << 20))
+    return cache(lambda dtype: LLM("tiny", dtype=dtype, kv_memory=16 << 20))
 
 
 @pytest.mark.parametrize("connector", ["shm", "tcp", "nixl"])
@@ -245,7 +245,7 @@ def test_a_model_with_sliding_windows_is_handed_over(tmp_path: Path) -> None:
     """Prompts are several times longer than the window, so layers with a window no longer need most of their KV."""
     folder = tmp_path / "gemma"
     CHECKPOINTS["gemma3"].write(folder)
-    one = LLM(str(folder), dtype="float32", kv_bytes=8 << 20)
+    one = LLM(str(folder), dtype="float32", kv_memory=8 << 20)
     with a_pair("shm", *(["--dtype", "float32"],) * 2, models=(str(folder),) * 2) as pair:
         for length in (5 * WINDOW, 290):
             prompt = [(7 * i + length) % 200 for i in range(length)]
@@ -258,7 +258,7 @@ def test_a_model_with_sliding_windows_is_handed_over(tmp_path: Path) -> None:
 def test_workers_with_other_rotary_frequencies_refuse_each_other(tmp_path: Path) -> None:
     folder = tmp_path / "phi"
     CHECKPOINTS["phi3"].write(folder)
-    short = ["--dtype", "float32", "--max-model-tokens", "64"]
+    short = ["--dtype", "float32", "--max-model-len", "64"]
     with a_pair("shm", short, ["--dtype", "float32"], (str(folder),) * 2) as pair:
         prompt = [5] * 20
         answer = pair.compute(prompt)

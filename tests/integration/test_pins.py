@@ -25,7 +25,7 @@ PROMPT = [*PREFIX, 7, 8, 9]
 def stack() -> Iterator[RunningProcess]:
     # 48 pages, of which at most 12 are pinned: eight other prompts evict everything else.
     flags = ("--model", "tiny", "--dtype", "float32", "--threads", "1", "--kv-memory", "384KiB")
-    more = ("--max-model-tokens", "256", "--connector", "tcp", "--load-policy", "always", "--log-level", "error")
+    more = ("--max-model-len", "256", "--connector", "tcp", "--load-policy", "always", "--log-level", "error")
     addresses = ("--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--json")
     with running("up", *flags, *more, *addresses) as process:
         process.wait_for("ready")
@@ -67,7 +67,7 @@ def flood(client: Client, first: int) -> None:
 
 
 def test_a_pinned_prefix_survives_a_flood_and_a_restart_and_is_evictable_afterwards(stack: RunningProcess) -> None:
-    right = list(LLM("tiny", dtype="float32", kv_bytes=16 << 20).generate([PROMPT], GREEDY)[0].token_ids)
+    right = list(LLM("tiny", dtype="float32", kv_memory=16 << 20).generate([PROMPT], GREEDY)[0].token_ids)
     other = [*reversed(PREFIX)]
     with Client(str(stack.events["ready"]["grpc"]), timeout=SECONDS) as client:
         made = admin(stack, "/pin_prefix", prompt=PREFIX, ttl_seconds=3600)

@@ -41,7 +41,7 @@ SCHEMAS = {"get_weather": WEATHER, "find": CLOSED_FIND, "now": {}}
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM("tiny", dtype="float32", kv_bytes=16 << 20)
+    return LLM("tiny", dtype="float32", kv_memory=16 << 20)
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ from harness.servers.processes import running
 from kvferry.client import Client
 from kvferry.core.errors import InvalidRequest, UnknownModel
 from kvferry.core.sampling import FinishReason, SamplingParams
+from kvferry.core.settings.engine import SchedulerLimits
 from kvferry.engine import LLM, BeamParams
-from kvferry.engine.schedule.plan.step_budget import SchedulerLimits
 from kvferry.v1 import inference_pb2, inference_pb2_grpc
 
 MODEL = "smollm2-135m-instruct"
@@ -163,7 +163,7 @@ def test_prefill_and_decode_give_the_tokens_of_one_engine(stack: Stack, chunk: i
         *texts,
     ]
     sampling = SamplingParams(temperature=0.0, max_tokens=32, logprobs=1)
-    alone = LLM(MODEL, dtype="float32", kv_bytes=256 << 20, limits=SchedulerLimits(max_chunk_tokens=chunk))
+    alone = LLM(MODEL, dtype="float32", kv_memory=256 << 20, limits=SchedulerLimits(max_chunk_tokens=chunk))
     expected = alone.generate(prompts, sampling)
     with Client(stack.grpc, timeout=SECONDS) as client:
         for prompt, reference in zip(prompts, expected, strict=True):
@@ -304,7 +304,7 @@ def test_a_schema_that_never_compiles_is_refused_by_its_field(stack: Stack) -> N
 
 
 def test_a_beam_search_over_prefill_and_decode_workers_equals_one_engine(stack: Stack) -> None:
-    one_engine = LLM(MODEL, dtype="float32", kv_bytes=128 << 20)
+    one_engine = LLM(MODEL, dtype="float32", kv_memory=128 << 20)
     prompt, params = "The capital of France is", BeamParams(width=3, max_tokens=12)
     (expected,) = one_engine.beam_search([prompt], params)
     fields = {"prompt": prompt, "max_tokens": 12, "n": 2, "best_of": 3, "use_beam_search": True}

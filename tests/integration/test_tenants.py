@@ -17,7 +17,7 @@ from kvferry.core.sampling import SamplingParams
 
 SECONDS = 120.0
 ADDRESSES = ("--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--admin", "127.0.0.1:0", "--log-level", "error")
-ENGINE = ("--model", "tiny", "--dtype", "float32", "--kv-memory", "16MiB", "--max-sequences", "2")
+ENGINE = ("--model", "tiny", "--dtype", "float32", "--kv-memory", "16MiB", "--max-num-seqs", "2")
 
 
 def hashed(key: str) -> str:

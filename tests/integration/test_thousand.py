@@ -72,7 +72,7 @@ def asked() -> list[Asked]:
 @pytest.fixture(scope="module")
 def expected(asked: list[Asked]) -> dict[tuple[int, int], list[int]]:
     """Tokens by (request, sample), from one engine without hand-offs."""
-    engine = LLM("tiny", dtype="float32", kv_bytes=64 << 20).engine
+    engine = LLM("tiny", dtype="float32", kv_memory=64 << 20).engine
     found: dict[tuple[int, int], list[int]] = {}
     for number, request in enumerate(asked):
         for sample in range(request.n):

@@ -24,7 +24,7 @@ FLAGS = (
     "1",
     "--kv-memory",
     "384KiB",
-    "--max-model-tokens",
+    "--max-model-len",
     "768",
     "--load-policy",
     "always",
@@ -38,7 +38,7 @@ def a_prompt(number: int) -> list[int]:
 
 @pytest.fixture(scope="module")
 def expected() -> list[list[int]]:
-    engine = LLM("tiny", dtype="float32", kv_bytes=16 << 20)
+    engine = LLM("tiny", dtype="float32", kv_memory=16 << 20)
     return [list(engine.generate([a_prompt(n)], GREEDY)[0].token_ids) for n in range(4)]
 
 

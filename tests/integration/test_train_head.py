@@ -24,8 +24,8 @@ def test_a_short_training_is_repeatable_and_its_head_serves(tmp_path: Path) -> N
     first, second = ((tmp_path / name / "model.safetensors").read_bytes() for name in "ab")
     assert first == second
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-    expected = LLM(MODEL, kv_bytes=1 << 26).generate(["Water is"], params)[0].token_ids
-    llm = LLM(MODEL, kv_bytes=1 << 26, speculation=f"eagle={tmp_path / 'a'}?k=2&fixed=1")
+    expected = LLM(MODEL, kv_memory=1 << 26).generate(["Water is"], params)[0].token_ids
+    llm = LLM(MODEL, kv_memory=1 << 26, speculation=f"eagle={tmp_path / 'a'}?k=2&fixed=1")
     assert llm.generate(["Water is"], params)[0].token_ids == expected
     assert llm.engine.speculation is not None
     assert llm.engine.speculation.counts.num_draft_tokens

@@ -12,7 +12,7 @@ SECONDS = 120.0
 
 
 def test_tokens_are_those_of_one_engine_of_torch() -> None:
-    one = LLM("tiny", dtype="float32", kernels="torch", kv_bytes=16 << 20)
+    one = LLM("tiny", dtype="float32", kernels="torch", kv_memory=16 << 20)
     with a_worker("split", "--connector", "memory", "--kernels", "triton") as worker:
         addresses = worker.events["listening"]
         with (

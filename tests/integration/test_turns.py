@@ -22,14 +22,14 @@ ADDRESSES = ("--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--json")
 
 @pytest.fixture(scope="module")
 def one_engine() -> LLM:
-    return LLM("tiny", dtype="float32", kv_bytes=16 << 20)
+    return LLM("tiny", dtype="float32", kv_memory=16 << 20)
 
 
 @pytest.fixture(params=["shm", "nixl", "tcp", "memory"])
 def stack(request: pytest.FixtureRequest) -> Iterator[RunningProcess]:
     # 48 pages: a few other prompts evict a conversation.
     with running(
-        "up", *FLAGS, *ADDRESSES, "--kv-memory", "384KiB", "--max-model-tokens", "768", "--connector", request.param
+        "up", *FLAGS, *ADDRESSES, "--kv-memory", "384KiB", "--max-model-len", "768", "--connector", request.param
     ) as process:
         process.wait_for("ready")
         yield process
@@ -84,7 +84,7 @@ def test_blocks_that_were_reused_are_computed_again(stack: RunningProcess, one_e
 
 def test_a_worker_that_was_killed_between_turns_is_not_waited_for(one_engine: LLM) -> None:
     with running(
-        "up", *FLAGS, *ADDRESSES, "--kv-memory", "384KiB", "--max-model-tokens", "768", "--decode", "2"
+        "up", *FLAGS, *ADDRESSES, "--kv-memory", "384KiB", "--max-model-len", "768", "--decode", "2"
     ) as process:
         with Client(str(process.wait_for("ready")["grpc"]), timeout=SECONDS) as client:
             prompt = opening(3)

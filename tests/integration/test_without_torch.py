@@ -15,7 +15,7 @@ ENGINE = """
 import sys
 from kvferry.core.sampling import SamplingParams
 from kvferry.engine.offline.llm import LLM
-llm = LLM("tiny", kv_bytes=8 << 20, threads=1)
+llm = LLM("tiny", kv_memory=8 << 20, threads=1)
 drawn = llm.generate(["one", "another"], SamplingParams(temperature=0.7, max_tokens=8, logprobs=2))
 assert [len(c.token_ids) for c in drawn] == [8, 8]
 print(sorted(m for m in sys.modules if m.partition(".")[0] in ("torch", "triton", "transformers")))

@@ -163,13 +163,3 @@ class SingleRows:
     """[rows] int64: context length of each row, at most `max_tokens`."""
     max_tokens: int
     """Maximum context length in tokens; bounds the memory for partial results."""
-
-
-@dataclass(frozen=True, slots=True)
-class SharedPrefix:
-    """Sequences whose block tables begin with the same pages."""
-
-    members: tuple[int, ...]
-    """Indices of the sequences in the batch; each sequence has one row or a few."""
-    tokens: int
-    """Length of the common prefix in tokens, all of which were computed in earlier steps."""

@@ -31,7 +31,6 @@ from kvferry.kernels.batch import (
     HeadNorms,
     LatentUp,
     LowRankGroup,
-    SharedPrefix,
     SingleRows,
 )
 from kvferry.kernels.block_moves import Overlay
@@ -146,11 +145,8 @@ class DeviceOps:
     """Operations for a runner without host synchronization between steps."""
 
     attend: Callable[[torch.Tensor, torch.Tensor, int, AttentionPlan, AttentionRules], torch.Tensor]
-    """`Ops.attend`, which also accepts plans of `plan_cascade` and `plan_rows`. `Ops.attend_latent` of a backend with
+    """`Ops.attend`, which also accepts plans of `plan_rows`. `Ops.attend_latent` of a backend with
     `DeviceOps` accepts plans of `plan_rows`."""
-
-    plan_cascade: Callable[[AttentionBatch, torch.Tensor, int, Sequence[SharedPrefix]], AttentionPlan]
-    """Like `Ops.plan_attention`, but common prefixes of pages are read only once. The results are equal."""
 
     plan_rows: Callable[[SingleRows, torch.Tensor, int], AttentionPlan]
     """Plan attention for rows that are described on the device: (rows, pages, H) -> plan that reads block tables and

@@ -6,6 +6,7 @@ from kvferry.core.errors import UsageError, shortened
 from kvferry.core.hashing import BlockNamers
 from kvferry.core.ids import RequestId
 from kvferry.core.process.memory import usable_memory
+from kvferry.core.settings.engine import OFF, ON, EngineSettings
 from kvferry.engine.build import build_engine, load_model, runner_for
 from kvferry.engine.engine import Engine
 from kvferry.engine.observe.log_file import replayed, sampling_of
@@ -14,7 +15,6 @@ from kvferry.engine.observe.watch import NO_WATCH, StepWatch
 from kvferry.engine.schedule.messages import EngineRequest
 from kvferry.engine.schedule.step.kv_jobs import SequenceUpdate
 from kvferry.engine.schedule.step.step import StepPlan
-from kvferry.engine.settings import OFF, ON, EngineSettings
 
 Tokens = list[tuple[int, list[int]]]
 

@@ -1,7 +1,8 @@
 """Settings of the operator and of commands that access a cluster. Their names, units and defaults are a public
 interface."""
 
-from kvferry.core.settings import Setting, seconds, whole
+from kvferry.core.settings.parsers import seconds, whole
+from kvferry.core.settings.setting import Setting
 
 OPERATOR = (
     Setting(

@@ -4,7 +4,8 @@ import functools
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -12,17 +13,28 @@ import click
 
 from kvferry.core.errors import KvferryError, UsageError
 from kvferry.core.process import config, logs
-from kvferry.core.settings import Resolved, Setting, boolean, resolve
+from kvferry.core.settings.class_weights import checked_weights
+from kvferry.core.settings.processes import LOGGING
+from kvferry.core.settings.resolve import Resolved, resolve
+from kvferry.core.settings.setting import Setting
 from kvferry.core.traces.spans import TraceSettings
+from kvferry.engine.schedule.speculation.settings import checked_speculation
+from kvferry.gateway.decide.config import POLICIES
+from kvferry.kv import registry as connectors
+from kvferry.text.answers.registry import CALL_PARSERS, REASONING_PARSERS
 
 if TYPE_CHECKING:
     from kvferry.rpc.tls.certificate_files import CertificateFiles
 
-LOGGING = (
-    Setting("log_level", "warning", "Minimum level of logged messages.", choices=("debug", "info", "warning", "error")),
-    Setting("log_json", False, "Write log lines as JSON instead of text.", parse=boolean),
-)
-
+REGISTRIES: Mapping[str, tuple[str, ...]] = {
+    "connectors": tuple(connectors.names()),
+    "routing policies": POLICIES,
+    "call parsers": CALL_PARSERS,
+    "reasoning parsers": REASONING_PARSERS,
+}
+"""Choices that are registered outside of the table of settings, by the name that a setting gives."""
+CHECKS: Mapping[str, Callable[[str], object]] = {"speculation": checked_speculation, "class_weights": checked_weights}
+"""Full checks of text settings, by setting."""
 _PASSWORD = re.compile(r"://[^/@\s]*@")
 """Pattern of user and password in a URL, which are hidden when settings are printed."""
 EXIT_FAILED = 1
@@ -50,9 +62,16 @@ class Values:
             click.echo(f"{name:<24} {value!s:<32} {found.source}")
 
 
+def bound(setting: Setting) -> Setting:
+    """Return a setting with the names that other packages register as its choices, and with its full check."""
+    if setting.registry:
+        setting = replace(setting, choices=REGISTRIES[setting.registry])
+    return replace(setting, parse=CHECKS.get(setting.name, setting.parse))
+
+
 def with_settings(settings: Sequence[Setting]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Decorate a command: add a flag per setting and pass the resolved settings as the first argument, a `Values`."""
-    everything = (*settings, *LOGGING)
+    everything = tuple(map(bound, (*settings, *LOGGING)))
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(function)

@@ -2,8 +2,8 @@
 
 from kvferry.core.errors import UsageError, shortened
 from kvferry.core.ids import MAX_ADAPTER_NAME_CHARS
+from kvferry.core.settings.engine import EngineSettings
 from kvferry.engine.schedule.adapters.adapter_store import MAX_ADAPTERS
-from kvferry.engine.settings import EngineSettings
 
 
 def check_adapter_settings(settings: EngineSettings, model: str) -> None:

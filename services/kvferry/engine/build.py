@@ -14,6 +14,7 @@ from kvferry.core.dtypes import activation_dtype
 from kvferry.core.epochs import EpochTable
 from kvferry.core.errors import UsageError
 from kvferry.core.hashing import BlockNamers
+from kvferry.core.settings.engine import ON, EngineSettings
 from kvferry.engine.adapter_settings import check_adapter_settings
 from kvferry.engine.engine import Engine, LoadAdapter
 from kvferry.engine.execute.adapter_loads import AdapterLoads, outcome_of
@@ -33,13 +34,12 @@ from kvferry.engine.schedule.adapters.adapter_store import AdapterStore, LoadedA
 from kvferry.engine.schedule.messages import AdapterLoaded, MaskReady
 from kvferry.engine.schedule.speculation.settings import parse_speculation
 from kvferry.engine.schedule.speculation.speculation import Speculation, speculation_of
-from kvferry.engine.settings import ASYNC_STEPS, LOAD_FORMATS, ON, EngineSettings
 from kvferry.kernels.backends import device_kind
 from kvferry.kv.interface.connector import KvLoader, PageMemory
 from kvferry.kv.interface.mirror import SAME_PAGES, PageMirror
 from kvferry.kv.interface.tiering import KvTiers
 from kvferry.kv.pages.layout import KvLayout
-from kvferry.kv.pricing.price import PriceBook
+from kvferry.kv.pricing.price import LoadPolicy, PriceBook
 from kvferry.model.shapes import shape_of
 from kvferry.model.source import ModelSource, open_model
 from kvferry.text.grammar.compiler import GrammarCompiler
@@ -128,9 +128,9 @@ class LoadedModel:
         """
         if self.context_tokens < _MIN_CONTEXT_TOKENS:
             raise UsageError(
-                f"max_model_tokens must be at least {_MIN_CONTEXT_TOKENS} for a server, or 0 for the model's context "
-                f"length, not {self.settings.max_model_tokens}",
-                field="max_model_tokens",
+                f"max_model_len must be at least {_MIN_CONTEXT_TOKENS} for a server, or 0 for the model's context "
+                f"length, not {self.settings.max_model_len}",
+                field="max_model_len",
             )
         block_bytes, block_tokens = self.layout.block_bytes, self.settings.block_tokens
         min_tokens = min(MIN_KV_TOKENS, self.context_tokens)
@@ -143,14 +143,14 @@ class LoadedModel:
             raise UsageError(
                 f"kv_memory of {self.kv_bytes} bytes holds the KV of only {tokens} tokens, and a server needs "
                 f"{min_tokens:,}; set kv_memory to at least {-(-needed * block_bytes // _MIB)}MiB, or reduce "
-                "max_model_tokens",
+                "max_model_len",
                 field="kv_memory",
             )
 
     @property
     def context_tokens(self) -> int:
         """Context length in tokens as set, at most the model's; the KV memory may hold less."""
-        return min(self.settings.max_model_tokens or self.config.max_model_tokens, self.config.max_model_tokens)
+        return min(self.settings.max_model_len or self.config.max_model_tokens, self.config.max_model_tokens)
 
 
 def load_model(settings: EngineSettings, *, device: str | None = None, releases_windows: bool = False) -> LoadedModel:
@@ -164,16 +164,6 @@ def load_model(settings: EngineSettings, *, device: str | None = None, releases_
     Raises:
         KvferryError: the model is unknown or damaged, or a setting is unknown or not valid for it (`UsageError`).
     """
-    if settings.load_format not in LOAD_FORMATS:
-        raise UsageError(
-            f"unknown load format {settings.load_format!r}; expected one of {', '.join(LOAD_FORMATS)}",
-            field="load_format",
-        )
-    if settings.async_steps not in ASYNC_STEPS:
-        raise UsageError(
-            f"unknown async_steps {settings.async_steps!r}; expected one of {', '.join(ASYNC_STEPS)}",
-            field="async_steps",
-        )
     speculation = parse_speculation(settings.speculation)
     where = choose_device(device or settings.device, kernels=settings.kernels)
     if speculation.is_rejecting and where != CPU:
@@ -184,7 +174,7 @@ def load_model(settings: EngineSettings, *, device: str | None = None, releases_
         )
     source = None if settings.load_format == "dummy" else open_model(settings.model, served_name=settings.served_name)
     config = shape_of(settings.model) if source is None else source.config
-    config = config.served(settings.max_model_tokens)
+    config = config.served(settings.max_model_len)
     check_adapter_settings(settings, config.name)
     dtype = _dtype(settings, config, where)
     tensors = _random_tensors(config, dtype, where, settings.seed) if source is None else source.tensors
@@ -211,7 +201,7 @@ def load_model(settings: EngineSettings, *, device: str | None = None, releases_
         speculation, config, source, dtype=dtype, device=where, kernels=settings.kernels, threads=settings.threads
     ) or load_heads(speculation, model)
     kv_bytes = kv_memory(settings, config, where)
-    if draft is not None and not settings.kv_bytes and where != CPU:
+    if draft is not None and not settings.kv_memory and where != CPU:
         kv_bytes = int(kv_bytes / (1.0 + draft.kv_share(config)))
     loaded = LoadedModel(settings, config, source, model, dtype, kv_bytes, draft)
     released = releases_window_pages(settings, model, loaded.context_tokens, is_default=releases_windows)
@@ -271,7 +261,7 @@ def runner_for(loaded: LoadedModel, memory: PageMemory | None = None) -> Runner:
     return build_runner(
         loaded.model,
         pages,
-        max_sequences=settings.limits.max_sequences,
+        max_sequences=settings.limits.max_num_seqs,
         cuda_graphs=settings.cuda_graphs,
         runs_ahead=settings.async_steps == ON,
     )
@@ -320,7 +310,7 @@ def build_engine(
         epochs=epochs,
         block_bytes=layout.block_bytes,
         windows=layout.groups.windows,
-        prices=PriceBook(settings.load_policy),
+        prices=PriceBook(LoadPolicy(settings.load_policy)),
         masks=_masks(loaded, post),
         speculation=_speculation(loaded, runner),
         runs_ahead=settings.async_steps == ON,
@@ -360,7 +350,7 @@ def _adapters(loaded: LoadedModel) -> AdapterStore | None:
     settings = loaded.settings
     if not settings.adapter_slots or loaded.model.why_no_adapters is not None:
         return None
-    store = AdapterStore(max_bytes=settings.adapter_bytes)
+    store = AdapterStore(max_bytes=settings.adapter_memory)
     for name, path in settings.adapters:
         store.add(name, load_adapter(loaded, Path(path)))
         store.trim((), lambda _: False)
@@ -380,7 +370,7 @@ def _speculation(loaded: LoadedModel, runner: Runner) -> Speculation | None:
         return speculation_of(parsed)
     if loaded.draft.shown is not None:
         runner.shown = loaded.draft.shown
-    tokens = min(runner.kv.num_blocks * settings.block_tokens, settings.limits.max_sequences * loaded.context_tokens)
+    tokens = min(runner.kv.num_blocks * settings.block_tokens, settings.limits.max_num_seqs * loaded.context_tokens)
     return speculation_of(parsed, loaded.draft.build(settings.block_tokens, tokens, loaded.config.vocab_size))
 
 

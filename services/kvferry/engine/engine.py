@@ -14,6 +14,7 @@ from kvferry.core.errors import InvalidRequest, KvferryError, Overloaded, Unknow
 from kvferry.core.hashing import BlockNamer, BlockNamers, is_scope_of
 from kvferry.core.ids import AdapterId, BlockId, RequestId
 from kvferry.core.load import WorkerLoad
+from kvferry.core.settings.engine import SchedulerLimits
 from kvferry.engine.execute.grammar.grammar_masks import GrammarMasks
 from kvferry.engine.observe.engine_load import engine_load
 from kvferry.engine.observe.engine_statistics import EngineStatistics
@@ -28,7 +29,6 @@ from kvferry.engine.schedule.pins.pinning import Pinning
 from kvferry.engine.schedule.plan.pipeline import Pipeline, StepRunner
 from kvferry.engine.schedule.plan.prompt_length import check_length
 from kvferry.engine.schedule.plan.scheduler import Scheduler
-from kvferry.engine.schedule.plan.step_budget import SchedulerLimits
 from kvferry.engine.schedule.speculation.speculation import Speculation
 from kvferry.engine.schedule.step.adapter_slots import AdapterSlots, PackedAdapter
 from kvferry.engine.schedule.step.kv_jobs import Export, SequenceUpdate

@@ -2,9 +2,9 @@
 
 from kvferry.core.errors import UsageError
 from kvferry.core.process.memory import usable_memory
+from kvferry.core.settings.engine import AUTO, DEFAULT_KV_BYTES, KEEP, RELEASE, EngineSettings
 from kvferry.engine.execute.models.model import Model
 from kvferry.engine.execute.tensors.device import CPU
-from kvferry.engine.settings import AUTO, DEFAULT_KV_BYTES, KEEP, RELEASE, WINDOW_PAGES, EngineSettings
 from kvferry.kv.pages.layer_groups import FULL_ATTENTION, choose_groups
 from kvferry.weights.config import ModelConfig
 
@@ -13,7 +13,7 @@ def kv_memory(settings: EngineSettings, config: ModelConfig, device: str) -> int
     """Return the KV memory in bytes, as set or by the device's default.
 
     Args:
-        settings: the engine's settings; `kv_bytes` overrides the default.
+        settings: the engine's settings; `kv_memory` overrides the default.
         config: configuration of the model.
         device: torch device name, for example `cpu` or `cuda:0`.
 
@@ -21,24 +21,24 @@ def kv_memory(settings: EngineSettings, config: ModelConfig, device: str) -> int
         UsageError: the machine does not have that much memory, or the weights leave none on a GPU.
     """
     if device == CPU:
-        num_bytes, limit = settings.kv_bytes or DEFAULT_KV_BYTES, usable_memory()
+        num_bytes, limit = settings.kv_memory or DEFAULT_KV_BYTES, usable_memory()
         if num_bytes > limit:
             raise UsageError(
                 f"kv_memory must be at most this process's memory limit of {limit} bytes, not {num_bytes} bytes",
                 field="kv_memory",
             )
         return num_bytes
-    if settings.kv_bytes:
-        return settings.kv_bytes
+    if settings.kv_memory:
+        return settings.kv_memory
     import torch
 
     from kvferry.engine.execute.gpu.memory import GpuMemory, activation_bytes, kv_budget
 
     free, total = torch.cuda.mem_get_info()
     limits = settings.limits
-    step_bytes = activation_bytes(config, rows=limits.token_budget, max_sequences=limits.max_sequences)
+    step_bytes = activation_bytes(config, rows=limits.token_budget, max_sequences=limits.max_num_seqs)
     found = GpuMemory(total, free, torch.cuda.memory_reserved())
-    return kv_budget(found, settings.gpu_memory_share, step_bytes)
+    return kv_budget(found, settings.gpu_memory_utilization, step_bytes)
 
 
 def releases_window_pages(settings: EngineSettings, model: Model, context_tokens: int, *, is_default: bool) -> bool:
@@ -51,13 +51,9 @@ def releases_window_pages(settings: EngineSettings, model: Model, context_tokens
         is_default: whether `auto` releases pages on CPUs.
 
     Raises:
-        UsageError: the setting is unknown, or the kernels cannot release pages.
+        UsageError: the kernels cannot release pages.
     """
     setting = settings.window_pages
-    if setting not in WINDOW_PAGES:
-        raise UsageError(
-            f"unknown window_pages {setting!r}; expected one of {', '.join(WINDOW_PAGES)}", field="window_pages"
-        )
     if setting == RELEASE and not model.has_layer_groups:
         raise UsageError(
             f"the {model.kernels} kernels need all pages of a sequence of {model.config.name}; set window_pages to "

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from kvferry.core.clock import Clock
 from kvferry.core.errors import UsageError
 from kvferry.core.process.stop_signals import stop_signals
-from kvferry.core.settings import Resolved
+from kvferry.core.settings.resolve import Resolved
 from kvferry.stack.plan.gateway_processes import SharedAddresses, admin_address, gateway_process_specs
 from kvferry.stack.supervisor import SupervisedProcess
 

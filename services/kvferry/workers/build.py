@@ -168,7 +168,7 @@ def build_unit(
         connector=config.connector,
         domain=transport.domain,
         max_model_tokens=engine.max_model_tokens,
-        max_sequences=config.engine.limits.max_sequences,
+        max_sequences=config.engine.limits.max_num_seqs,
         device=device_title(model.model.device),
         is_staged=pages.mirror is not SAME_PAGES,
         loop=loop,

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 
 from kvferry.core.errors import UsageError
+from kvferry.core.settings.engine import EngineSettings
 from kvferry.core.traces.spans import TraceSettings
-from kvferry.engine.settings import EngineSettings
 from kvferry.kv.handoff.offers import OfferTimes
 from kvferry.rpc.access.hosts import is_host
 from kvferry.rpc.tls.certificate_files import CertificateFiles

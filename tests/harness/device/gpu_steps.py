@@ -12,9 +12,9 @@ from kvferry.bench.formulas.work import Work
 from kvferry.bench.gpu.session import Session
 from kvferry.bench.inference import Bench
 from kvferry.core.clock import Clock
+from kvferry.core.settings.engine import SchedulerLimits
 from kvferry.engine.execute.gpu.runner import DeviceRunner
 from kvferry.engine.offline.llm import LLM
-from kvferry.engine.schedule.plan.step_budget import SchedulerLimits
 from kvferry.kv.pages.layout import KvLayout
 from kvferry.model.shapes import shape_of
 
@@ -49,9 +49,9 @@ def decode_rows(
         load_format="dummy",
         dtype=dtype,
         kernels="triton",
-        kv_bytes=blocks * shape.block_bytes,
+        kv_memory=blocks * shape.block_bytes,
         block_tokens=_BLOCK_TOKENS,
-        limits=SchedulerLimits(max_mixed_tokens=2048, max_sequences=max(batches)),  # prefill is not measured
+        limits=SchedulerLimits(max_mixed_tokens=2048, max_num_seqs=max(batches)),  # prefill is not measured
     )
     bench, runner = Bench(llm, 1, clock), llm.runner
     launches: tuple[str, ...] = (PLAIN,)

@@ -12,9 +12,9 @@ from harness.idle import assert_workers_idle
 from harness.servers.worker_channel import worker_channel
 from kvferry.core.hashing import cache_scope
 from kvferry.core.ids import AdapterId
+from kvferry.core.settings.engine import SchedulerLimits
 from kvferry.engine import LLM, SamplingParams
 from kvferry.engine.execute.gpu.host_mirror import HostMirror
-from kvferry.engine.schedule.plan.step_budget import SchedulerLimits
 from kvferry.rpc.wire import sampling_to_wire
 from kvferry.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 
@@ -110,7 +110,7 @@ def prefetch(one_engine: LLM, *, num_followed: int = 1) -> None:
 
 def evicted(one_engine: LLM, url: str) -> None:
     """Send more prompts than the pages hold, twice, to a worker with a tier."""
-    engine = {**CHUNKED, "kv_bytes": 1 << 20}
+    engine = {**CHUNKED, "kv_memory": 1 << 20}
     with worker_units(late_pages, "both", connector="shm", tiers=(url,), engine=engine) as (worker,):
         prompts = [prompt_of(400, seed=n) for n in range(6)]
         sampling = sampling_to_wire(GREEDY)
@@ -130,7 +130,7 @@ def evicted(one_engine: LLM, url: str) -> None:
 def overlap(one_engine: LLM) -> None:
     """Load, store and hand over 1,000 pages of each of three prompts alongside a running stream, and compare the trace
     on the virtual clock with one in which steps follow each other at once."""
-    engine = {**CHUNKED, "block_tokens": 1, "kv_bytes": 16 << 20}
+    engine = {**CHUNKED, "block_tokens": 1, "kv_memory": 16 << 20}
     settings: dict[str, Any] = {"connector": "shm", "engine": engine, "tiers": ("dram://?size=64MiB",)}
     with (
         worker_units(late_pages, "prefill", "decode", **settings) as (prefill, decode),
@@ -183,7 +183,7 @@ def features(one_engine: LLM, adapters: Mapping[str, str]) -> None:
     that sequences are preempted."""
     engine = {
         **CHUNKED,
-        "kv_bytes": 640 << 10,
+        "kv_memory": 640 << 10,
         "speculation": "suffix?k=4",
         "adapters": tuple(adapters.items()),
     }

@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 from harness.servers.worker_channel import TEST_KEYS
 from kvferry.core.clock import SystemClock
 from kvferry.core.ids import new_incarnation
+from kvferry.core.settings.engine import EngineSettings
 from kvferry.engine.build import EnginePages, LoadedModel, load_model
 from kvferry.engine.execute.run.runner import Runner
-from kvferry.engine.settings import EngineSettings
 from kvferry.kv.interface.connector import PageMemory
 from kvferry.kv.interface.mirror import PageMirror
 from kvferry.kv.pricing.price import LoadPolicy
@@ -64,7 +64,7 @@ def worker_units(
         "model": "tiny",
         "dtype": "float32",
         "threads": 1,
-        "kv_bytes": 4 << 20,
+        "kv_memory": 4 << 20,
         "load_policy": LoadPolicy.ALWAYS,
         **(engine or {}),
     }

@@ -55,7 +55,7 @@ class Walk:
             scheduling=pick(("fcfs", "priority", "srtf", "two-level", "weighted")),
             token_budget=pick((6, 16, 64)),
             max_chunk_tokens=pick((3, 8, 64)),
-            max_sequences=pick((1, 2, 4)),
+            max_num_seqs=pick((1, 2, 4)),
         )
         self.engine, self.runner = an_engine(
             num_blocks=pick((12, 16, 40)),

@@ -14,10 +14,10 @@ from kvferry.core.hashing import BlockNamers
 from kvferry.core.ids import BlockId, RequestId
 from kvferry.core.philox import uniform
 from kvferry.core.sampling import SampledToken, SamplingParams, ScoredToken
+from kvferry.core.settings.engine import SchedulerLimits
 from kvferry.engine.engine import Engine
 from kvferry.engine.schedule.loads.kv_loads import KvLoads
 from kvferry.engine.schedule.messages import EngineRequest
-from kvferry.engine.schedule.plan.step_budget import SchedulerLimits
 from kvferry.engine.schedule.speculation.speculation import Speculation
 from kvferry.engine.schedule.step.draft_tree import moves, path_rows
 from kvferry.engine.schedule.step.kv_progress import RemoteKv
@@ -233,7 +233,7 @@ def next_allowed(token: int, allowed: npt.NDArray[np.bool_]) -> int:
 
 def small_limits(*, scheduling: str = "fcfs", class_weights: str = "", **changes: int) -> SchedulerLimits:
     """Return scheduler limits of 64 tokens per step and 8 sequences, updated by `changes`."""
-    base = {"token_budget": 64, "max_chunk_tokens": 64, "max_sequences": 8}
+    base = {"token_budget": 64, "max_chunk_tokens": 64, "max_num_seqs": 8}
     return SchedulerLimits(**{**base, **changes}, scheduling=scheduling, class_weights=class_weights, reserve_share=0.0)
 
 

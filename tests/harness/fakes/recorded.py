@@ -7,11 +7,11 @@ from kvferry.core.clock import ManualClock
 from kvferry.core.hashing import BlockNamers
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import SampledToken, SamplingParams
+from kvferry.core.settings.engine import SchedulerLimits
 from kvferry.engine.engine import Engine
 from kvferry.engine.loop.record_steps import RecordingSettings, begin_recording, end_recording
 from kvferry.engine.observe.step_log import StepLog
 from kvferry.engine.schedule.messages import EngineRequest
-from kvferry.engine.schedule.plan.step_budget import SchedulerLimits
 from kvferry.engine.schedule.step.step import SequenceOutput, StepPlan, StepResult
 
 EOS = 7

@@ -13,7 +13,6 @@ from kvferry.kernels.batch import (
     LatentUp,
     LowRankGroup,
     LowRankWeights,
-    SharedPrefix,
     SingleRows,
 )
 from kvferry.kernels.block_moves import Overlay
@@ -71,8 +70,6 @@ def _attention(head_dim: int, dtype: torch.dtype | str, rules: AttentionRules) -
     contexts_there = torch.tensor([1200, 1100])
     rows_of_one = SingleRows(torch.zeros(2, 75, dtype=torch.int32), torch.arange(2), contexts_there, 1200)
     attend.attend(q[:2], pages, 0, plan.plan_rows(rows_of_one, pages, 8), rules)
-    if rules.window is None:
-        attend.attend(q, pages, 0, plan.plan_cascade(batch, pages, 8, [SharedPrefix((0, 1), 1024)]), rules)
 
 
 def _attention_cases() -> dict[str, Callable[[], None]]:

@@ -12,10 +12,10 @@ from kvferry.core.constraint import Constraint, ConstraintKind
 from kvferry.core.hashing import BlockNamers
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import SamplingParams
+from kvferry.core.settings.engine import SchedulerLimits
 from kvferry.engine import LLM
 from kvferry.engine.engine import Engine
 from kvferry.engine.schedule.messages import EngineRequest
-from kvferry.engine.schedule.plan.step_budget import SchedulerLimits
 from kvferry.engine.schedule.policies.policy import POLICIES
 from kvferry.engine.schedule.speculation.settings import parse_speculation
 
@@ -40,7 +40,7 @@ def any_combination() -> Outcome:
         limits = small_limits(
             scheduling=draw.choice(sorted(POLICIES)), token_budget=draw.choice([8, 32, 64]),
             max_chunk_tokens=draw.choice([3, 16, 64]), max_mixed_tokens=draw.choice([4, 32]),
-            max_sequences=draw.choice([2, 8]),
+            max_num_seqs=draw.choice([2, 8]),
         )  # fmt: skip
         engine, runner = an_engine(num_blocks=draw.choice([14, 40, 200]), limits=limits)
         prompts: dict[str, tuple[list[int], int]] = {}
@@ -79,11 +79,13 @@ def same_outputs() -> Outcome:
     sampling = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
     layout = LLM("tiny", dtype="float32", threads=1, block_tokens=4).block_bytes
     paged = LLM(
-        "tiny", dtype="float32", kv_bytes=60 * layout, threads=1, block_tokens=4, limits=SchedulerLimits(64, 24, 16, 8)
+        "tiny", dtype="float32", kv_memory=60 * layout, threads=1, block_tokens=4, limits=SchedulerLimits(64, 24, 16, 8)
     )
     found = [one.token_ids for one in paged.generate(prompts, sampling)]
     preempted = paged.engine.scheduler.num_preemptions
-    reference = LLM("tiny", dtype="float32", kv_bytes=1 << 22, kernels="reference", block_tokens=512, async_steps="off")
+    reference = LLM(
+        "tiny", dtype="float32", kv_memory=1 << 22, kernels="reference", block_tokens=512, async_steps="off"
+    )
     expected = []
     for prompt in prompts:
         reference.engine.reset_prefix_cache()
@@ -191,7 +193,7 @@ def _first_hit(*, runs_ahead: bool) -> int:
 
 def _tiny(speculation: str) -> LLM:
     parse_speculation(speculation)
-    return LLM("tiny", dtype="float32", kv_bytes=16 << 20, threads=1, speculation=speculation, async_steps="off")
+    return LLM("tiny", dtype="float32", kv_memory=16 << 20, threads=1, speculation=speculation, async_steps="off")
 
 
 def _generate(llm: LLM, prompt: list[int], sampling: SamplingParams) -> tuple[list[int], int]:

@@ -45,7 +45,7 @@ def recompute_or_copy() -> Outcome:
 
 def _recovery_ms(block_tokens: int) -> tuple[float, float]:
     """Return the median milliseconds of computing the KV of a sequence, and of copying its pages one by one."""
-    llm = LLM("smollm2-135m-instruct", device="cpu", block_tokens=block_tokens, kv_bytes=64 << 20)
+    llm = LLM("smollm2-135m-instruct", device="cpu", block_tokens=block_tokens, kv_memory=64 << 20)
     prompt = [(7919 * index) % 40_000 + 500 for index in range(_TOKENS)]
 
     def compute() -> None:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from harness.results.rows import Outcome
 from kvferry.bench.workload.arrivals import BURST, Arrivals
 from kvferry.bench.workload.lengths import SHAREGPT, UNIFORM, LengthMix
-from kvferry.engine.schedule.plan.step_budget import SchedulerLimits
+from kvferry.core.settings.engine import SchedulerLimits
 from kvferry.gateway.decide.config import PolicyName, RoutingConfig
 from kvferry.kv.pricing.price import LoadPolicy
 from kvferry.simulator.fleet.fleet import Pool, PoolResult, PoolSpec, RoleSpec
@@ -64,7 +64,7 @@ def disaggregation() -> Outcome:
 
 def routing() -> Outcome:
     """Compare routing policies for requests of unequal lengths, and for shared prefixes."""
-    policies: tuple[PolicyName, ...] = ("round-robin", "least-loaded", "prefix-hash", "seconds")
+    policies: tuple[PolicyName, ...] = ("round-robin", "least-loaded", "prefix-hash", "latency")
     heavy = Demand(LengthMix(SHAREGPT), 1200, Arrivals(rate=185.0))
     shared = Demand(LengthMix(UNIFORM, 200, 60, spread=0.5), 900, Arrivals(rate=60.0), num_prefix=3000, num_prefixes=24)
     limits = SchedulerLimits(2048, 512, 512, 64)
@@ -81,8 +81,8 @@ def routing() -> Outcome:
         + "; with 24 prefixes of 3,000 tokens: "
         + ", ".join(f"{value:.0f} ms and {hits[name]:.0f} % cached ({name})" for name, value in firsts.items()),
         tails["least-loaded"] < tails["round-robin"]
-        and min(hits["prefix-hash"], hits["seconds"]) > hits["round-robin"]
-        and min(firsts["prefix-hash"], firsts["seconds"]) < firsts["round-robin"],
+        and min(hits["prefix-hash"], hits["latency"]) > hits["round-robin"]
+        and min(firsts["prefix-hash"], firsts["latency"]) < firsts["round-robin"],
         "near saturation and without anything to share, the policies that look at prefixes have a longer tail than "
         "those that do not: this trace is the worst case for them",
     )

@@ -16,9 +16,9 @@ from kvferry.core.clock import SystemClock
 from kvferry.core.hashing import BlockNamers
 from kvferry.core.ids import BlockId, RequestId
 from kvferry.core.sampling import SampledToken, SamplingParams
+from kvferry.core.settings.engine import SchedulerLimits
 from kvferry.engine.engine import Engine
 from kvferry.engine.schedule.messages import EngineRequest
-from kvferry.engine.schedule.plan.step_budget import SchedulerLimits
 from kvferry.engine.schedule.step.batch_slots import BatchSlots
 from kvferry.engine.schedule.step.step import ScheduledSequence, SequenceOutput, StepPlan, StepResult
 

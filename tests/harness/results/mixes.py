@@ -5,7 +5,7 @@ from harness.results.rows import Outcome
 from kvferry.bench.workload.arrivals import Arrivals
 from kvferry.bench.workload.lengths import UNIFORM, LengthMix
 from kvferry.cli.commands.bench import latency
-from kvferry.engine.schedule.plan.step_budget import SchedulerLimits
+from kvferry.core.settings.engine import SchedulerLimits
 from kvferry.gateway.decide.config import RoutingConfig
 from kvferry.kv.pricing.price import LoadPolicy
 from kvferry.simulator.fleet.fleet import Pool, PoolSpec, RoleSpec

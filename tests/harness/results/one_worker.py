@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 from kvferry.core.hashing import BlockNamers
 from kvferry.core.ids import RequestId
+from kvferry.core.settings.engine import SchedulerLimits
 from kvferry.engine.schedule.plan.scheduler import Scheduler
-from kvferry.engine.schedule.plan.step_budget import SchedulerLimits
 from kvferry.engine.schedule.speculation.speculation import Speculation
 from kvferry.engine.schedule.step.kv_jobs import Export
 from kvferry.simulator.clock import VirtualClock
@@ -39,7 +39,7 @@ CONTEXT = 2048
 BLOCK = 16
 A100_OPT_13B = DeviceProfile(step=0.032, token=1.67e-4, kv_token=5.27e-7)
 ITERATION_LEVEL = SchedulerLimits(
-    token_budget=1 << 20, max_chunk_tokens=1 << 20, max_mixed_tokens=1 << 20, max_sequences=256
+    token_budget=1 << 20, max_chunk_tokens=1 << 20, max_mixed_tokens=1 << 20, max_num_seqs=256
 )
 """Whole prompts are computed in one step, as in the paper's system."""
 BASELINES: dict[str, Rule] = {

@@ -9,7 +9,7 @@ from harness.results.one_worker import Served, serve, settings_of
 from harness.results.rows import Outcome
 from kvferry.bench.workload.arrivals import BURST, Arrivals
 from kvferry.bench.workload.lengths import SHAREGPT, UNIFORM, LengthMix
-from kvferry.engine.schedule.plan.step_budget import SchedulerLimits
+from kvferry.core.settings.engine import SchedulerLimits
 from kvferry.engine.schedule.step.step import StepPlan
 from kvferry.simulator.requests.demand import Demand, SimRequest
 from kvferry.simulator.requests.tokens import Output, Tape
@@ -24,7 +24,7 @@ FAST = DeviceProfile(step=0.005, token=2e-5, kv_token=1e-8)
 
 
 def _limits(policy: str = "fcfs", chunk: int = BUDGET, *, budget: int = BUDGET, mixed: int = BUDGET) -> SchedulerLimits:
-    return SchedulerLimits(budget, chunk, mixed, max_sequences=256, scheduling=policy)
+    return SchedulerLimits(budget, chunk, mixed, max_num_seqs=256, scheduling=policy)
 
 
 def _one(number: int, at: float, num_input: int, num_output: int) -> SimRequest:
@@ -78,7 +78,7 @@ def no_starvation() -> Outcome:
         stream = [_one(number + 1, 0.02 * number, 400, 40) for number in range(1200)]
         served = serve(
             sorted([_one(0, 1.0, 6000, 10), *stream], key=lambda r: r.at),
-            settings_of(slots=200_000, limits=replace(_limits(policy, budget=512, chunk=512), max_sequences=12)),
+            settings_of(slots=200_000, limits=replace(_limits(policy, budget=512, chunk=512), max_num_seqs=12)),
             profile=FAST,
         )
         waits[policy] = served.first_at["0"] - 1.0
@@ -99,7 +99,7 @@ def _turns(seed: int) -> Sequence[SimRequest]:
 
 
 def _hit_rate(policy: str, seed: int) -> float:
-    limits = replace(_limits(policy, budget=1024, chunk=512), max_sequences=24)
+    limits = replace(_limits(policy, budget=1024, chunk=512), max_num_seqs=24)
     served = serve(_turns(seed), settings_of(slots=24_000, limits=limits), profile=FAST)
     assert served.replica is not None
     hit, queried = served.replica.hits

@@ -42,7 +42,7 @@ def test_the_level_is_that_of_compiled_kernels_alone() -> None:
 
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 def test_rates_and_bounds_come_out_of_real_steps(kernels: str) -> None:
-    bench = Bench(LLM("tiny", kv_bytes=8 << 20, kernels=kernels, threads=1), 1, SystemClock())
+    bench = Bench(LLM("tiny", kv_memory=8 << 20, kernels=kernels, threads=1), 1, SystemClock())
     seen: list[int] = []
     run = bench.latency(3, (20, 6), 1, lambda: seen.append(1))
     assert len(seen) == 2, "the callback runs for the warm-up and for the measured round"
@@ -57,7 +57,7 @@ def test_rates_and_bounds_come_out_of_real_steps(kernels: str) -> None:
 
 
 def test_the_phases_of_a_step_are_reported() -> None:
-    bench = Bench(LLM("tiny", kv_bytes=8 << 20, kernels="compiled", threads=1), 1, SystemClock())
+    bench = Bench(LLM("tiny", kv_memory=8 << 20, kernels="compiled", threads=1), 1, SystemClock())
     phases = bench.phases((9, 6), 2)
     assert {"qkv", "attend", "gate_up", "down", "head"} <= phases.keys()
     others = {"route", "plan_experts", "gather", "expert_gate_up", "expert_down", "combine"}
@@ -65,7 +65,7 @@ def test_the_phases_of_a_step_are_reported() -> None:
     others |= {name for name in phases if name.startswith("shrink_")}
     assert all(ms > 0 for name, ms in phases.items() if name not in {"embed", *others})
     assert all(phases[name] == 0 for name in others), "the model has no adapters, experts or latent attention"
-    slow = Bench(LLM("tiny", kv_bytes=8 << 20, kernels="torch", threads=1), 1, SystemClock())
+    slow = Bench(LLM("tiny", kv_memory=8 << 20, kernels="torch", threads=1), 1, SystemClock())
     with pytest.raises(UsageError, match="only the compiled kernels report"):
         slow.phases((9, 6), 2)
 

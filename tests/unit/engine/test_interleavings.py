@@ -67,7 +67,7 @@ class Side:
             scheduling=pick(("fcfs", "priority", "srtf", "two-level", "weighted")),
             token_budget=pick((6, 16, 64)),
             max_chunk_tokens=pick((3, 8, 64)),
-            max_sequences=pick((1, 2, 4, 8)),
+            max_num_seqs=pick((1, 2, 4, 8)),
         )
         drafts = pick((None, 0.0, 0.3, 1.0))
         speculation = None

@@ -17,6 +17,7 @@ from kvferry.core.errors import GenerationFailed, InvalidRequest
 from kvferry.core.hashing import BlockNamers
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import FinishReason
+from kvferry.core.settings.engine import SchedulerLimits
 from kvferry.engine.engine import Engine
 from kvferry.engine.execute.gpu.runner import DeviceRunner
 from kvferry.engine.execute.models.build import build_model
@@ -25,7 +26,6 @@ from kvferry.engine.execute.run.runner import Runner
 from kvferry.engine.execute.run.threaded_runner import ThreadedRunner
 from kvferry.engine.execute.tensors.paged_kv import PagedKv
 from kvferry.engine.schedule.messages import EngineRequest
-from kvferry.engine.schedule.plan.step_budget import SchedulerLimits
 from kvferry.engine.schedule.step.kv_progress import RemoteKv
 from kvferry.kernels.ops import device_ops_for
 from kvferry.kv.pages.layout import KvLayout

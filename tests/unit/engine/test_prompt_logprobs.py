@@ -97,7 +97,7 @@ def test_copies_of_a_prompt_to_be_scored_do_not_wait_for_it() -> None:
 
 
 def test_a_prompt_to_be_scored_displaces_nothing_before_its_turn() -> None:
-    limits = small_limits(max_sequences=3, max_scored_rows=2, scheduling="priority")
+    limits = small_limits(max_num_seqs=3, max_scored_rows=2, scheduling="priority")
     engine, _ = an_engine(limits=limits)
     engine.add(scored_request("first", PROMPT, max_tokens=1))
     for name, token in (("low", 70), ("lower", 80)):

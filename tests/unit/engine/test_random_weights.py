@@ -95,7 +95,13 @@ def test_no_file_is_read_and_every_family_computes_the_same(monkeypatch: pytest.
         kernels: [
             c.token_ids
             for c in LLM(
-                "tiny", device="cpu", load_format="dummy", dtype="float32", kernels=kernels, kv_bytes=4 << 20, threads=1
+                "tiny",
+                device="cpu",
+                load_format="dummy",
+                dtype="float32",
+                kernels=kernels,
+                kv_memory=4 << 20,
+                threads=1,
             ).generate(PROMPTS, GREEDY)
         ]
         for kernels in ("torch", "compiled", "reference")
@@ -106,7 +112,7 @@ def test_no_file_is_read_and_every_family_computes_the_same(monkeypatch: pytest.
 
 def test_seeds_make_other_models() -> None:
     made = [
-        LLM("tiny", load_format="dummy", device="cpu", kv_bytes=4 << 20, seed=seed).generate(PROMPTS, GREEDY)
+        LLM("tiny", load_format="dummy", device="cpu", kv_memory=4 << 20, seed=seed).generate(PROMPTS, GREEDY)
         for seed in (0, 0, 1)
     ]
     assert [c.token_ids for c in made[0]] == [c.token_ids for c in made[1]] != [c.token_ids for c in made[2]]
@@ -114,7 +120,7 @@ def test_seeds_make_other_models() -> None:
 
 
 def test_text_is_refused_without_a_tokenizer() -> None:
-    model = LLM("tiny", load_format="dummy", device="cpu", kv_bytes=4 << 20)
+    model = LLM("tiny", load_format="dummy", device="cpu", kv_memory=4 << 20)
     with pytest.raises(UsageError, match="loads no tokenizer; pass token ids instead of text"):
         model.generate(["hello"], GREEDY)
     with pytest.raises(UsageError, match="loads no tokenizer"):
@@ -139,5 +145,5 @@ def test_tokens_are_those_of_transformers(config: object) -> None:
 
 
 def test_weights_drawn_for_kv_in_codes_are_bfloat16() -> None:
-    drawn = LLM("tiny", load_format="dummy", device="cpu", dtype="int8", kernels="compiled", kv_bytes=4 << 20)
+    drawn = LLM("tiny", load_format="dummy", device="cpu", dtype="int8", kernels="compiled", kv_memory=4 << 20)
     assert len(drawn.generate(PROMPTS, GREEDY)) == len(PROMPTS)

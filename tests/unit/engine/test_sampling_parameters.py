@@ -16,10 +16,10 @@ from kvferry.core.constraint import Constraint, ConstraintKind
 from kvferry.core.errors import InvalidRequest
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import FinishReason, SamplingParams
+from kvferry.core.settings.engine import SchedulerLimits
 from kvferry.engine import LLM
 from kvferry.engine.offline.llm import Completion
 from kvferry.engine.schedule.messages import EngineRequest
-from kvferry.engine.schedule.plan.step_budget import SchedulerLimits
 from kvferry.gateway.http.fields.constraint_fields import ConstraintFields
 from kvferry.gateway.http.openai.schema import ChatRequest, CompletionRequest
 from kvferry.v1 import common_pb2
@@ -32,7 +32,7 @@ DRAWN = SamplingParams(seed=5, max_tokens=12, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM("tiny", dtype="float32", kv_bytes=16 << 20)
+    return LLM("tiny", dtype="float32", kv_memory=16 << 20)
 
 
 def one(llm: LLM, base: SamplingParams = GREEDY, prompt: Sequence[int] = PROMPT, **changes: Any) -> Completion:
@@ -262,7 +262,7 @@ def check_truncate_prompt_tokens(llm: LLM) -> None:
 
 
 def check_speculation(_: LLM) -> None:
-    speculative = LLM("tiny", dtype="float32", kv_bytes=16 << 20, speculation="ngram?k=4&min=1")
+    speculative = LLM("tiny", dtype="float32", kv_memory=16 << 20, speculation="ngram?k=4&min=1")
     drafted: list[int] = []
     speculative.runner.watch = lambda plan: drafted.append(sum(s.num_drafts for s in plan.scheduled))
     without = one(speculative, prompt=[9, 9, 9, 9], max_tokens=24, speculation=False)
@@ -367,7 +367,7 @@ def test_results_do_not_depend_on_the_batch(llm: LLM, alone: dict[str, tuple[Any
 
 def test_results_do_not_depend_on_chunks_and_preemption(llm: LLM, alone: dict[str, tuple[Any, ...]]) -> None:
     limits = SchedulerLimits(max_chunk_tokens=7, max_scored_rows=3, reserve_share=0.0)
-    small = LLM("tiny", dtype="float32", kv_bytes=16 * llm.block_bytes // 4, block_tokens=4, limits=limits)
+    small = LLM("tiny", dtype="float32", kv_memory=16 * llm.block_bytes // 4, block_tokens=4, limits=limits)
     assert results(small, requests_of(list(COMPANY))) == alone
     assert small.engine.scheduler.num_preemptions > 0
 

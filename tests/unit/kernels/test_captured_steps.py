@@ -12,13 +12,13 @@ from harness.fakes.stepping import Generation, generate, step
 from harness.fakes.tape import Asked, NothingAsked, TapeGraphs
 from harness.kernels.lora_files import write
 
-from kvferry.cli import settings
 from kvferry.core.errors import InvariantBroken, UsageError
 from kvferry.core.hashing import BlockNamers
 from kvferry.core.ids import BlockId, RequestId
 from kvferry.core.sampling import SamplingParams
+from kvferry.core.settings.engine import SchedulerLimits
 from kvferry.engine.engine import Engine
-from kvferry.engine.execute.build_runner import CUDA_GRAPHS, build_runner
+from kvferry.engine.execute.build_runner import build_runner
 from kvferry.engine.execute.gpu.graphs import CudaGraphs, Graphs, Launch
 from kvferry.engine.execute.gpu.runner import DeviceRunner, LaunchedStep
 from kvferry.engine.execute.models.build import build_model
@@ -27,7 +27,6 @@ from kvferry.engine.execute.run.runner import Runner
 from kvferry.engine.execute.tensors.paged_kv import PagedKv
 from kvferry.engine.offline.llm import LLM
 from kvferry.engine.schedule.messages import EngineRequest
-from kvferry.engine.schedule.plan.step_budget import SchedulerLimits
 from kvferry.engine.schedule.step import graph_sizes
 from kvferry.engine.schedule.step.adapter_slots import NO_SLOT
 from kvferry.engine.schedule.step.step import ScheduledSequence, StepPlan
@@ -40,7 +39,7 @@ from kvferry.weights.config import ModelConfig
 CONFIG = tiny.config()
 PROMPTS = [[5], list(range(100, 111)), [257, *b"hello", 258], list(b"a prompt that is longer ")]
 PLACES = 5
-LIMITS = SchedulerLimits(token_budget=64, max_chunk_tokens=16, max_sequences=PLACES, reserve_share=0.0)
+LIMITS = SchedulerLimits(token_budget=64, max_chunk_tokens=16, max_num_seqs=PLACES, reserve_share=0.0)
 
 
 @contextmanager
@@ -420,10 +419,9 @@ def test_an_empty_step_and_a_step_without_sampled_rows(device: torch.device) -> 
 def test_only_a_gpu_with_its_own_kernels_gets_such_a_runner() -> None:
     model = model_on(torch.device("cpu"))
     assert type(build_runner(model, pages_for(model), max_sequences=2)) is Runner
-    with pytest.raises(UsageError, match="unknown cuda_graphs 'on'; expected one of auto, off") as caught:
+    with pytest.raises(UsageError, match="cuda_graphs must be one of auto, off, not 'on'") as caught:
         LLM("tiny", cuda_graphs="on")
     assert caught.value.field == "cuda_graphs"
-    assert settings.CUDA_GRAPHS.choices == CUDA_GRAPHS
 
 
 @pytest.mark.gpu
@@ -431,10 +429,10 @@ def test_only_a_gpu_with_its_own_kernels_gets_such_a_runner() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_engines_on_a_gpu_give_the_same_tokens_with_graphs_and_without(dtype: str) -> None:
     made = [
-        LLM("tiny", device="cuda", dtype=dtype, kv_bytes=8 << 20, cuda_graphs=way).generate(
+        LLM("tiny", device="cuda", dtype=dtype, kv_memory=8 << 20, cuda_graphs=way).generate(
             ["hello", "a longer one", "x"], SamplingParams(temperature=0.7, seed=4, max_tokens=24)
         )
-        for way in CUDA_GRAPHS
+        for way in ("auto", "off")
     ]
     assert [c.token_ids for c in made[0]] == [c.token_ids for c in made[1]]
 

@@ -10,6 +10,7 @@ from harness.fakes.tape import TapeGraphs
 from kvferry.core.hashing import BlockNamers
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import SamplingParams
+from kvferry.core.settings.engine import SchedulerLimits
 from kvferry.engine.engine import Engine
 from kvferry.engine.execute.gpu.graphs import CudaGraphs
 from kvferry.engine.execute.gpu.runner import DeviceRunner
@@ -18,13 +19,12 @@ from kvferry.engine.execute.models.transformer import Transformer
 from kvferry.engine.execute.run.runner import Runner
 from kvferry.engine.execute.tensors.paged_kv import PagedKv
 from kvferry.engine.schedule.messages import EngineRequest
-from kvferry.engine.schedule.plan.step_budget import SchedulerLimits
 from kvferry.kernels.ops import device_ops_for
 from kvferry.kv.pages.layout import KvLayout
 from kvferry.model import tiny
 
 CONFIG = tiny.config()
-LIMITS = SchedulerLimits(max_sequences=6, max_scored_rows=3, reserve_share=0.0)
+LIMITS = SchedulerLimits(max_num_seqs=6, max_scored_rows=3, reserve_share=0.0)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 DRAWN = SamplingParams(seed=4, max_tokens=6, ignore_eos=True)
 COMPANY = {
@@ -79,7 +79,7 @@ def test_tokens_and_scores_are_the_hosts(device: torch.device, is_captured: bool
     model = model_on(device, "triton")
     graphs = (CudaGraphs(device) if device.type == "cuda" else TapeGraphs()) if is_captured else None
     runner = DeviceRunner(
-        model, pages(model), device_ops_for(device, "triton"), max_sequences=LIMITS.max_sequences, graphs=graphs
+        model, pages(model), device_ops_for(device, "triton"), max_sequences=LIMITS.max_num_seqs, graphs=graphs
     )
     found = run(runner, COMPANY)
     assert {name: tokens for name, (tokens, _) in found.items()} == {name: t for name, (t, _) in expected.items()}

@@ -10,11 +10,10 @@ from harness.kernels.kernel_cases import Case, Cast, assert_as_good_as_reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.kernels.batch import AttentionBatch, AttentionRules, SharedPrefix
+from kvferry.kernels.batch import AttentionBatch, AttentionRules
 from kvferry.kernels.gpu.attention.attend import attend
-from kvferry.kernels.gpu.attention.plan import plan_attention, plan_cascade
+from kvferry.kernels.gpu.attention.plan import plan_attention
 from kvferry.kernels.gpu.backend import OPS
-from kvferry.kernels.gpu.launch import choose
 from kvferry.kernels.ops import Ops
 from kvferry.kernels.reference import forward as reference
 
@@ -156,48 +155,3 @@ def test_pages_beyond_31_bits_are_read(device: torch.device) -> None:
     q, batch = case.q.half().to(device), case.to(device)
     got = [OPS.paged_attention(q, p, 1, OPS.plan_attention(batch, p, 2), 0.3) for p in (wide, few)]
     assert torch.equal(*got)
-
-
-@settings(max_examples=20, deadline=None)
-@given(
-    tokens=st.integers(0, 60),
-    own=st.lists(st.tuples(st.sampled_from([1, 1, 2]), st.integers(0, 30)), min_size=1, max_size=6),
-    others=st.lists(PREFILLING, max_size=2),
-    group=st.integers(1, 3),
-    dtype=DTYPES,
-)
-def test_a_shared_prefix_read_once_gives_the_same(
-    device: torch.device,
-    tokens: int,
-    own: list[tuple[int, int]],
-    others: list[tuple[int, int]],
-    group: int,
-    dtype: torch.dtype,
-) -> None:
-    block_tokens = 4
-    tokens -= tokens % block_tokens
-    shapes = [(q, h + tokens) for q, h in own]
-    case = make_case([*shapes, *others], kv_heads=2, group=group, head_dim=16, block_tokens=block_tokens, seed=7)
-    case.batch.block_tables[: len(own), : tokens // block_tokens] = case.batch.block_tables[0, : tokens // block_tokens]
-    shared = [SharedPrefix(tuple(range(len(own))), tokens)]
-
-    def run(table: object, cast: Cast) -> torch.Tensor:
-        pages, q = cast(case.pages), cast(case.q)
-        if table is reference.DEVICE_OPS:
-            return reference.paged_attention(q, pages, 0, case.batch, 0.4)
-        plan = plan_cascade(case.to(pages.device), pages, q.shape[1], shared)
-        return attend(q, pages, 0, plan, AttentionRules(0.4))
-
-    assert_as_good_as_reference(run, dtype, None, definition=reference.DEVICE_OPS, device=device)
-
-
-def test_a_shared_prefix_costs_one_tile_for_all(device: torch.device) -> None:
-    tokens = choose("attend_small", device).sizes["partition"]  # shorter prefixes are not shared
-    case = make_case([(1, tokens)] * 4, kv_heads=1, group=2, head_dim=16, block_tokens=4, seed=7)
-    case.batch.block_tables[:, : tokens // 4] = case.batch.block_tables[0, : tokens // 4]
-    pages = case.pages.to(device)
-    plan = plan_cascade(case.to(device), pages, 2, [SharedPrefix((0, 1, 2, 3), tokens)])
-    own, joint = plan.small  # type: ignore[attr-defined]
-    assert joint.numbers.tolist() == [[0], [0], [4], [0], [tokens], [tokens]]
-    assert own.numbers[3].tolist() == [tokens] * 4
-    assert np.array_equal(joint.listed.cpu(), np.arange(4))

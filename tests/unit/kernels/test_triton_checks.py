@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvferry.core.errors import InvariantBroken, UsageError
-from kvferry.kernels.batch import AttentionBatch, AttentionRules, HeadNorms, SharedPrefix
+from kvferry.kernels.batch import AttentionBatch, AttentionRules, HeadNorms
 from kvferry.kernels.block_moves import Overlay
 from kvferry.kernels.gpu import blocks, digest, heads, launch, norms, rows
 from kvferry.kernels.gpu.attention import attend, plan
@@ -33,11 +33,8 @@ def batch(queries: list[int], contexts: list[int], columns: int = 2, page: int =
     return AttentionBatch(np.array(queries), np.array(contexts), tables, torch.zeros(sum(queries), dtype=torch.int64))
 
 
-def attended(
-    q: torch.Tensor, rules: AttentionRules, pages: torch.Tensor = PAGES, shared: tuple[SharedPrefix, ...] = ()
-) -> torch.Tensor:
-    made = plan.plan_cascade(batch([1, 1], [20, 20], 5), PAGES, 4, shared)
-    return attend.attend(q, pages, 0, made, rules)
+def attended(q: torch.Tensor, rules: AttentionRules, pages: torch.Tensor = PAGES) -> torch.Tensor:
+    return attend.attend(q, pages, 0, plan.plan_attention(batch([1, 1], [20, 20], 5), PAGES, 4), rules)
 
 
 def draws(**other: torch.Tensor) -> Draws:
@@ -129,28 +126,6 @@ CASES: dict[str, tuple[Callable[[], object], str, str]] = {
     "pages of another plan": (lambda: attended(Q, PLAIN, PAGES[:, :1]), "SHAPE", "the plan is for"),
     "no window": (lambda: attended(Q, AttentionRules(0.1, window=0)), "SHAPE", "must be at least 1"),
     "sinks of another number": (lambda: attended(Q, AttentionRules(0.1, sinks=W)), "SHAPE", "sinks: the shape must be"),
-    "a window over a shared prefix": (
-        lambda: attended(Q, AttentionRules(0.1, window=3), shared=(SharedPrefix((0, 1), 16),)),
-        "SHAPE",
-        "a shared prefix cannot have a window",
-    ),
-    "a prefix longer than computed": (
-        lambda: attended(Q, PLAIN, shared=(SharedPrefix((0, 1), 20),)),
-        "SHAPE",
-        "20 shared tokens, but a member has only 19",
-    ),
-    "a prefix of one sequence twice": (
-        lambda: attended(Q, PLAIN, shared=(SharedPrefix((0, 0), 16),)),
-        "SHAPE",
-        "must be distinct sequences",
-    ),
-    "a prefix on other pages": (
-        lambda: plan.plan_cascade(
-            replace(batch([1, 1], [8, 8]), block_tables=np.array([[0, 1], [1, 0]])), PAGES, 4, [SharedPrefix((0, 1), 4)]
-        ),
-        "TABLE",
-        "not on the same pages",
-    ),
     "draws of float32": (
         lambda: draw.sample(X, draws(top_p=torch.zeros(2))),
         "DTYPE",

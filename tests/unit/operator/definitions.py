@@ -26,18 +26,3 @@ def leaves(node: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str
             yield from leaves(part, f"{path}.{name}" if path else name)
     else:
         yield path, node
-
-
-def with_defaults(value: Any, node: dict[str, Any]) -> Any:
-    """Return `value` with the defaults that the API server would add."""
-    if isinstance(value, dict) and "properties" in node:
-        filled = dict(value)
-        for name, part in node["properties"].items():
-            if name not in filled and "default" in part:
-                filled[name] = part["default"]
-            if name in filled:
-                filled[name] = with_defaults(filled[name], part)
-        return filled
-    if isinstance(value, list) and node.get("type") == "array":
-        return [with_defaults(entry, node["items"]) for entry in value]
-    return value

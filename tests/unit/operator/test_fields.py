@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from unit.operator.definitions import leaves, schema, with_defaults
+from unit.operator.definitions import leaves, schema
 from unit.operator.pools import body, made_of, pool
 
 from kvferry.core.load import WorkerLoad
@@ -14,6 +14,7 @@ from kvferry.operator.plan.rollout import Bounds, Count, RoleState, next_step
 from kvferry.operator.plan.status import Observed, status_of
 from kvferry.operator.pool.facts import FleetReport, WorkerReport
 from kvferry.operator.pool.spec import Pool, Role, parse_pool
+from kvferry.operator.preview.definition import with_defaults
 
 SPEC = schema()["properties"]["spec"]
 WORKER = "Deployment/chat-prefill-REV"
@@ -138,7 +139,7 @@ EFFECTS: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "model.source": ({"model": {"name": "m", "source": "/models/x"}}, flag("model"), "/models/x"),
     "model.digest": ({"model": {"name": "m", "digest": "cd" * 16}}, reported, "DigestMismatch"),
     "model.dtype": ({"model": {"name": "m", "dtype": "float32"}}, flag("dtype"), "float32"),
-    "model.maxTokens": ({"model": {"name": "m", "maxTokens": 512}}, flag("max-model-tokens"), "512"),
+    "model.maxModelLen": ({"model": {"name": "m", "maxModelLen": 512}}, flag("max-model-len"), "512"),
     "model.windowPages": ({"model": {"name": "m", "windowPages": "release"}}, flag("window-pages"), "release"),
     "model.cache.mountPath": (
         {"model": {"name": "m", "cache": {"mountPath": "/big"}}},
@@ -169,20 +170,24 @@ EFFECTS: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "roles[].scaling.mode": (prefill(scaling={"mode": "External"}), bounded(99), 10),
     "roles[].scaling.minReplicas": (prefill(scaling={"mode": "External", "minReplicas": 4}), bounded(2), 4),
     "roles[].scaling.maxReplicas": (prefill(scaling={"mode": "External", "maxReplicas": 5}), bounded(9), 5),
-    "roles[].scaling.kvTarget": (auto(kvTarget=15, requestsTarget=1000), decided(2), 6),
-    "roles[].scaling.requestsTarget": (auto(requestsTarget=5), decided(2), 4),
-    "roles[].scaling.upSeconds": (
-        auto(requestsTarget=5, upSeconds=60),
+    "roles[].scaling.targetKvUsage": (auto(targetKvUsage=0.15, targetRequests=1000), decided(2), 6),
+    "roles[].scaling.targetRequests": (auto(targetRequests=5), decided(2), 4),
+    "roles[].scaling.scaleUp.stabilizationWindowSeconds": (
+        auto(targetRequests=5, scaleUp={"stabilizationWindowSeconds": 60}),
         decided(2, recommendations=((19_950.0, 2),)),
         2,
     ),
-    "roles[].scaling.downSeconds": (auto(downSeconds=0), decided(4, recommendations=((19_950.0, 4),)), 3),
-    "roles[].scaling.idleSeconds": (auto(idleSeconds=800), decided(1, busy=False), 0),
+    "roles[].scaling.scaleDown.stabilizationWindowSeconds": (
+        auto(scaleDown={"stabilizationWindowSeconds": 0}),
+        decided(4, recommendations=((19_950.0, 4),)),
+        3,
+    ),
+    "roles[].scaling.scaleToZero.idleSeconds": (auto(scaleToZero={"idleSeconds": 800}), decided(1, busy=False), 0),
     "roles[].engine.kvMemory": (prefill(engine={"kvMemory": "2Gi"}), flag("kv-memory"), "2GiB"),
     "roles[].engine.threads": (prefill(engine={"threads": 3}), flag("threads"), "3"),
     "roles[].engine.tokenBudget": (prefill(engine={"tokenBudget": 64}), flag("token-budget"), "64"),
-    "roles[].engine.maxSequences": (prefill(engine={"maxSequences": 7}), flag("max-sequences"), "7"),
-    "roles[].speculation": (prefill(speculation="suffix?k=8"), flag("speculation"), "suffix?k=8"),
+    "roles[].engine.maxNumSeqs": (prefill(engine={"maxNumSeqs": 7}), flag("max-num-seqs"), "7"),
+    "roles[].engine.speculation": (prefill(engine={"speculation": "suffix?k=8"}), flag("speculation"), "suffix?k=8"),
     **{
         f"roles[].resources.{part}": (
             prefill(resources={part: value}),
@@ -195,6 +200,61 @@ EFFECTS: dict[str, tuple[dict[str, Any], Any, Any]] = {
         prefill(template={"spec": {"runtimeClassName": "nvidia"}, "metadata": {"labels": {"a": "b"}}}),
         at(WORKER, "spec.template.spec.runtimeClassName"),
         "nvidia",
+    ),
+    "model.weights": ({"model": {"name": "m", "weights": "bfloat16"}}, flag("weights"), "bfloat16"),
+    "model.toolCallParser": (
+        {"model": {"name": "m", "toolCallParser": "hermes"}},
+        lambda pool: [flag("tool-call-parser", where)(pool) for where in (WORKER, GATEWAY)],
+        ["hermes", "hermes"],
+    ),
+    "model.reasoningParser": (
+        {"model": {"name": "m", "reasoningParser": "think"}},
+        lambda pool: [flag("reasoning-parser", where)(pool) for where in (WORKER, GATEWAY)],
+        ["think", "think"],
+    ),
+    "engine.numerics": ({"engine": {"numerics": "fast"}}, flag("numerics"), "fast"),
+    "engine.streamInterval": ({"engine": {"streamInterval": 4}}, flag("stream-interval"), "4"),
+    "engine.loadPolicy": ({"engine": {"loadPolicy": "always"}}, flag("load-policy"), "always"),
+    "engine.verifyKv": ({"engine": {"verifyKv": "digest"}}, flag("verify-kv"), "digest"),
+    "engine.tierObjectTokens": ({"engine": {"tierObjectTokens": 128}}, flag("tier-object-tokens"), "128"),
+    "roles[].engine.dtype": (
+        {"model": {"name": "m", "dtype": "bfloat16"}, **prefill(engine={"dtype": "int8"})},
+        lambda pool: [flag("dtype", f"Deployment/chat-{role}-REV")(pool) for role in ("prefill", "decode")],
+        ["int8", "bfloat16"],
+    ),
+    "roles[].engine.maxChunkTokens": (prefill(engine={"maxChunkTokens": 64}), flag("max-chunk-tokens"), "64"),
+    "roles[].engine.maxMixedTokens": (prefill(engine={"maxMixedTokens": 32}), flag("max-mixed-tokens"), "32"),
+    "roles[].engine.adapterMemory": (prefill(engine={"adapterMemory": "2Gi"}), flag("adapter-memory"), "2GiB"),
+    "connector.offerSeconds": ({"connector": {"offerSeconds": 2}}, flag("offer-seconds"), "2"),
+    "routing.cacheMapBlocks": ({"routing": {"cacheMapBlocks": 0}}, flag("cache-map-blocks", GATEWAY), "0"),
+    "flowControl.maxQueued": ({"flowControl": {"maxQueued": 9}}, flag("max-queued", GATEWAY), "9"),
+    "flowControl.maxQueuedBytes": (
+        {"flowControl": {"maxQueuedBytes": "1Gi"}},
+        flag("max-queued-bytes", GATEWAY),
+        "1GiB",
+    ),
+    "gateway.processes": (
+        {"gateway": {"processes": 3}},
+        lambda pool: (
+            flag("processes", GATEWAY)(pool),
+            {port["name"]: port["containerPort"] for port in container(pool, GATEWAY)["ports"]},
+            [end["port"] for end in made_of(pool)["PodMonitor/chat"]["spec"]["podMetricsEndpoints"]],
+        ),
+        (
+            "3",
+            {"http": 8000, "grpc": 9000, "admin": 8001, "admin-1": 8002, "admin-2": 8003},
+            ["metrics", "admin", "admin-1", "admin-2"],
+        ),
+    ),
+    "observability.logLevel": (
+        {"observability": {"logLevel": "info"}},
+        lambda pool: [flag("log-level", where)(pool) for where in (WORKER, GATEWAY)],
+        ["info", "info"],
+    ),
+    "observability.logJson": (
+        {"observability": {"logJson": True}},
+        lambda pool: [flag("log-json", where)(pool) for where in (WORKER, GATEWAY)],
+        ["true", "true"],
     ),
     "connector.type": ({"connector": {"type": "tcp"}}, flag("connector"), "tcp"),
     "tiers[].type": (
@@ -229,13 +289,17 @@ EFFECTS: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "adapters[].source": ({"adapters": [ADAPTER]}, listed("path"), "/models/s"),
     "adapters[].digest": ({"adapters": [ADAPTER]}, listed("digest"), "ab" * 8),
     "roles[].engine.device": (prefill(engine={"device": "cuda"}), flag("device"), "cuda"),
-    "roles[].engine.gpuMemoryPercent": (prefill(engine={"gpuMemoryPercent": 45}), flag("gpu-memory-share"), "0.45"),
+    "roles[].engine.gpuMemoryUtilization": (
+        prefill(engine={"gpuMemoryUtilization": 0.45}),
+        flag("gpu-memory-utilization"),
+        "0.45",
+    ),
     "roles[].engine.adapterSlots": (prefill(engine={"adapterSlots": 0}), flag("adapter-slots"), "0"),
     "roles[].engine.maxAdapterRank": (prefill(engine={"maxAdapterRank": 8}), flag("max-adapter-rank"), "8"),
-    "roles[].engine.pinPercent": (prefill(engine={"pinPercent": 40}), flag("pin-share"), "0.4"),
+    "roles[].engine.pinShare": (prefill(engine={"pinShare": 0.4}), flag("pin-share"), "0.4"),
     "routing.policy": ({"routing": {"policy": "random"}}, flag("policy", GATEWAY), "random"),
     "routing.prefixBlocks": ({"routing": {"prefixBlocks": 9}}, flag("prefix-blocks", GATEWAY), "9"),
-    "routing.blockTokens": ({"routing": {"blockTokens": 32}}, flag("block-tokens"), "32"),
+    "model.blockTokens": ({"model": {"name": "m", "blockTokens": 32}}, flag("block-tokens"), "32"),
     "routing.skipPrefillBelowTokens": (
         {"routing": {"skipPrefillBelowTokens": 5}},
         flag("skip-prefill-below", GATEWAY),
@@ -257,7 +321,7 @@ EFFECTS: dict[str, tuple[dict[str, Any], Any, Any]] = {
         Bounds(2, 4),
     ),
     "rollout.maxSkew": (
-        {"rollout": {"maxSkew": 1, "maxSurge": "8"}},
+        {"rollout": {"maxSkew": 0.01, "maxSurge": "8"}},
         lambda pool: planned(pool)["prefill", "new"],
         2,  # at most 1 % further than decode; with the default, 3 pods
     ),
@@ -279,21 +343,26 @@ EFFECTS: dict[str, tuple[dict[str, Any], Any, Any]] = {
         at(GATEWAY, "spec.template.spec.terminationGracePeriodSeconds"),
         54,
     ),
-    "scheduling": (
-        {"scheduling": "two-level"},
+    "engine.requestPolicy": (
+        {"engine": {"requestPolicy": "two-level"}},
         lambda pool: [flag("scheduling", where)(pool) for where in (WORKER, GATEWAY)],
         ["two-level", "two-level"],
     ),
     **{
-        f"classWeights[].{part}": (
-            {"scheduling": "weighted", "classWeights": [{"priority": 0, "weight": 4}, {"priority": 2, "weight": 1}]},
+        f"engine.classWeights[].{part}": (
+            {
+                "engine": {
+                    "requestPolicy": "weighted",
+                    "classWeights": [{"priority": 0, "weight": 4}, {"priority": 2, "weight": 1}],
+                }
+            },
             lambda pool: [flag("class-weights", where)(pool) for where in (WORKER, GATEWAY)],
             ["0=4,2=1", "0=4,2=1"],
         )
         for part in ("priority", "weight")
     },
-    "tenancy.keysSecret": (
-        {"tenancy": {"keysSecret": "mine"}},
+    "internalKeys.secretName": (
+        {"internalKeys": {"secretName": "mine"}},
         lambda pool: [
             v["secret"]["secretName"]
             for v in made_of(pool)[WORKER]["spec"]["template"]["spec"]["volumes"]
@@ -301,8 +370,8 @@ EFFECTS: dict[str, tuple[dict[str, Any], Any, Any]] = {
         ],
         ["mine"],
     ),
-    "tenants.secret": (
-        {"tenants": {"secret": "t"}},
+    "tenants.secretName": (
+        {"tenants": {"secretName": "t"}},
         lambda pool: (
             flag("tenants", GATEWAY)(pool),
             [
@@ -406,8 +475,8 @@ EFFECTS: dict[str, tuple[dict[str, Any], Any, Any]] = {
         lambda pool: [flag("otlp")(pool), flag("otlp", GATEWAY)(pool)],
         ["http://c:4318"] * 2,
     ),
-    "observability.traceSamplePercent": (
-        {"observability": {"otlp": "http://c:4318", "traceSamplePercent": 25}},
+    "observability.traceSample": (
+        {"observability": {"otlp": "http://c:4318", "traceSample": 0.25}},
         lambda pool: [flag("trace-sample")(pool), flag("trace-sample", GATEWAY)(pool)],
         ["0.25"] * 2,
     ),
@@ -427,20 +496,20 @@ EFFECTS: dict[str, tuple[dict[str, Any], Any, Any]] = {
 }
 
 OTHERWISE = {
-    "observability.traceSamplePercent": {"observability": {"otlp": "http://c:4318"}},
-    "roles[].scaling.upSeconds": auto(requestsTarget=5),
+    "observability.traceSample": {"observability": {"otlp": "http://c:4318"}},
+    "roles[].scaling.scaleUp.stabilizationWindowSeconds": auto(targetRequests=5),
 }
 """Specs without the field, for fields whose absence has no effect in a pool of defaults."""
 
 CHANGES_WORKERS = {
-    "model.name", "model.source", "model.digest", "model.dtype", "model.maxTokens", "model.windowPages",
-    "connector.type", "routing.blockTokens", "drain.seconds", "tenancy.keysSecret", "scheduling", "image",
-    "classWeights[].priority", "classWeights[].weight",
-    "observability.otlp", "observability.traceSamplePercent",
-    "imagePullPolicy", "imagePullSecrets", "tls.mode", "tls.secretName", "roles[].name", "roles[].speculation",
+    "model.name", "model.source", "model.digest", "model.dtype", "model.maxModelLen", "model.windowPages",
+    "model.blockTokens", "model.weights", "model.toolCallParser", "model.reasoningParser",
+    "connector.type", "connector.offerSeconds", "drain.seconds", "internalKeys.secretName", "image",
+    "observability.otlp", "observability.traceSample", "observability.logLevel", "observability.logJson",
+    "imagePullPolicy", "imagePullSecrets", "tls.mode", "tls.secretName", "roles[].name",
     "roles[].template",
 }  # fmt: skip
-CHANGES_WORKERS_UNDER = ("model.cache.", "roles[].engine.", "roles[].resources.", "tiers[].")
+CHANGES_WORKERS_UNDER = ("model.cache.", "engine.", "roles[].engine.", "roles[].resources.", "tiers[].")
 
 
 def test_the_table_has_every_field_and_no_other():

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from unit.operator.pools import IMAGE, body, pool
 
+from kvferry.core.clock import ManualClock
 from kvferry.core.errors import UsageError
 from kvferry.core.load import WorkerLoad
 from kvferry.operator.objects.overlay import overlay
@@ -20,8 +21,9 @@ from kvferry.operator.pool import names
 from kvferry.operator.pool.facts import Key, Store, WorkerReport
 from kvferry.operator.pool.ownership import version_of
 from kvferry.operator.pool.spec import parse_pool, pods_of
-from kvferry.operator.preview.preview import preview, read_pool
+from kvferry.operator.preview.preview import preview
 from kvferry.operator.process.checkup import judge_definitions, judge_nodes, judge_pool, judge_version
+from kvferry.operator.process.keys_probe import KeysProbe
 
 
 def lease(holder: str, duration: int = 15) -> dict:
@@ -218,7 +220,7 @@ def test_a_volume_that_cannot_be_mounted_is_reported_from_the_event_of_the_kubel
 
 
 def test_a_preview_lists_the_steps_and_what_remains():
-    found = preview(pool(), pool(model={"name": "m", "maxTokens": 9}), IMAGE)
+    found = preview(pool(), pool(model={"name": "m", "maxModelLen": 9}), IMAGE)
     assert found.restarts
     assert [step.pods for step in found.steps][-1] == {"prefill": {found.new: 1}, "decode": {found.new: 1}}
     assert min(step.capacity for step in found.steps) == 1
@@ -241,18 +243,6 @@ def test_a_preview_of_scaling_replaces_no_pod():
     found = preview(pool(), pool(roles=[{"name": "prefill", "replicas": 3}, {"name": "decode"}]), IMAGE)
     assert not found.restarts
     assert len(found.steps) == 1
-
-
-def test_a_file_must_hold_one_pool(tmp_path):
-    path = tmp_path / "pool.yaml"
-    path.write_text("kind: Deployment\n")
-    with pytest.raises(UsageError, match="exactly one object of kind InferencePool, not 0"):
-        read_pool(path)
-    path.write_text("{")
-    with pytest.raises(UsageError):
-        read_pool(path)
-    path.write_text(json.dumps(body()))
-    assert read_pool(path).name == "chat"
 
 
 # -- the store ---------------------------------------------------------------------------------------------------------
@@ -296,6 +286,18 @@ def test_a_store_distinguishes_changes_from_repetitions():
     assert facts.services["chat"].address == "10.0.0.9"
     status = {**body(), "status": {"operatorObservedAt": "x"}}
     assert store.take("InferencePool", status, gone=False) == (KEY, False)
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [({}, ["chat-keys"]), ({"internalKeys": {"secretName": "mine"}}, []), ({"internalKeys": 5}, [])],
+)
+def test_only_generated_keys_are_probed(spec, expected):
+    store = Store()
+    store.take("InferencePool", body(**spec), gone=False)
+    store.take("Service", service(), gone=False)
+    probe = KeysProbe(None, store, ManualClock(), lambda key: None)
+    assert [name for name, _ in probe._secrets(KEY)] == expected
 
 
 def at(order: int, thing: dict) -> dict:

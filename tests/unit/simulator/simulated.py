@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from kvferry.bench.workload.arrivals import Arrivals
 from kvferry.bench.workload.lengths import LengthMix
-from kvferry.engine.schedule.plan.step_budget import SchedulerLimits
+from kvferry.core.settings.engine import SchedulerLimits
 from kvferry.kv.pricing.price import LoadPolicy
 from kvferry.simulator.fleet.fleet import Failure, Pool, PoolSpec, RoleSpec
 from kvferry.simulator.fleet.members import Member

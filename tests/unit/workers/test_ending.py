@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from kvferry.core.errors import KvferryError
-from kvferry.engine.settings import EngineSettings
+from kvferry.core.settings.engine import EngineSettings
 from kvferry.workers.build import UnitEndpoint
 from kvferry.workers.config import WorkerConfig
 from kvferry.workers.main import run_worker

@@ -42,7 +42,6 @@ OPS = Ops(
 
 DEVICE_OPS = DeviceOps(
     attend=attend.attend,
-    plan_cascade=plan.plan_cascade,
     plan_rows=plan.plan_rows,
     adjust_logits=logits.adjust_logits,
     sample=draw.sample,

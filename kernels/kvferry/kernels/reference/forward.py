@@ -15,7 +15,6 @@ from kvferry.kernels.batch import (
     ExpertWeights,
     LatentUp,
     LowRankGroup,
-    SharedPrefix,
     SingleRows,
 )
 from kvferry.kernels.ops import AttentionPlan, DeviceOps, Linear, Ops
@@ -61,12 +60,6 @@ def write_kv(kv: torch.Tensor, pages: torch.Tensor, layer: int, slots: torch.Ten
 
 
 def plan_attention(batch: AttentionBatch, pages: torch.Tensor, num_heads: int) -> AttentionPlan:
-    return batch
-
-
-def plan_cascade(
-    batch: AttentionBatch, pages: torch.Tensor, num_heads: int, shared: Sequence[SharedPrefix]
-) -> AttentionPlan:
     return batch
 
 
@@ -221,7 +214,6 @@ OPS = Ops(
 
 DEVICE_OPS = DeviceOps(
     attend=attend,
-    plan_cascade=plan_cascade,
     plan_rows=plan_rows,
     adjust_logits=sampling.adjust_logits,
     sample=sampling.sample,

@@ -6,12 +6,11 @@ from kvferry.operator.objects.pods import (
     confined,
     environment,
     keys_secret_of,
-    model_of,
     model_volume,
     pod_template,
-    scheduling_flags,
     scratch,
-    trace_flags,
+    shared_flags,
+    size,
 )
 from kvferry.operator.objects.pool_tls import GATEWAY, tls_flags, tls_volume
 from kvferry.operator.pool import names
@@ -65,8 +64,8 @@ def _pod(pool: Pool, default_image: str) -> Json:
     if pool.spec.gateway.api_keys_secret:
         volumes.append({"name": "api-keys", "secret": {"secretName": pool.spec.gateway.api_keys_secret}})
         mounts.append({"name": "api-keys", "mountPath": _API_KEYS_FOLDER, "readOnly": True})
-    if pool.spec.tenants.secret:
-        volumes.append({"name": "tenants", "secret": {"secretName": pool.spec.tenants.secret}})
+    if pool.spec.tenants.secret_name:
+        volumes.append({"name": "tenants", "secret": {"secretName": pool.spec.tenants.secret_name}})
         mounts.append({"name": "tenants", "mountPath": _TENANTS_FOLDER, "readOnly": True})
     if pool.spec.gateway.tls_secret:
         volumes.append({"name": "tls", "secret": {"secretName": pool.spec.gateway.tls_secret}})
@@ -107,7 +106,10 @@ def _pod(pool: Pool, default_image: str) -> Json:
                     "ports": [
                         {"name": "http", "containerPort": names.GATEWAY_HTTP},
                         {"name": "grpc", "containerPort": names.GATEWAY_GRPC},
-                        {"name": "admin", "containerPort": names.GATEWAY_ADMIN},
+                        *(
+                            {"name": name, "containerPort": names.GATEWAY_ADMIN + i}
+                            for i, name in enumerate(names.gateway_admin_ports(pool.spec.gateway.processes))
+                        ),
                     ],
                     "resources": pool.spec.gateway.resources or {"requests": {"cpu": "100m", "memory": "256Mi"}},
                     "volumeMounts": mounts,
@@ -125,8 +127,6 @@ def _arguments(pool: Pool) -> list[str]:
     spec = pool.spec
     flags: dict[str, object] = {
         "pool": f"{pool.namespace}/{pool.name}",
-        "model": model_of(pool),
-        "served-name": spec.model.name,
         "http": f"0.0.0.0:{names.GATEWAY_HTTP}",
         "grpc": f"0.0.0.0:{names.GATEWAY_GRPC}",
         "admin": f"0.0.0.0:{names.GATEWAY_ADMIN}",
@@ -134,24 +134,29 @@ def _arguments(pool: Pool) -> list[str]:
         "gateway-key-file": f"{KEYS_FOLDER}/gateway-key",
         "policy": spec.routing.policy,
         "prefix-blocks": spec.routing.prefix_blocks,
+        "cache-map-blocks": spec.routing.cache_map_blocks,
         "skip-prefill-below": spec.routing.skip_prefill_below_tokens,
         "kv-prefetch-tokens": spec.routing.kv_prefetch_tokens,
         "max-streams": spec.flow_control.max_streams,
+        "max-queued": spec.flow_control.max_queued,
+        "max-queued-bytes": size(spec.flow_control.max_queued_bytes),
         "max-held": spec.flow_control.max_held,
         "hold-seconds": spec.flow_control.hold_seconds,
         "request-timeout": spec.flow_control.request_timeout_seconds,
         "linger-seconds": spec.drain.linger_seconds,
         "drain-seconds": spec.drain.seconds,
+        "processes": spec.gateway.processes,
+        **shared_flags(pool),
     }
     if spec.gateway.api_keys_secret:
         flags["api-keys-file"] = f"{_API_KEYS_FOLDER}/keys"
-    if spec.tenants.secret:
+    if spec.tenants.secret_name:
         flags["tenants"] = f"{_TENANTS_FOLDER}/tenants.toml"
     if spec.gateway.tls_secret:
         flags |= {"tls-cert-file": f"{_TLS_FOLDER}/tls.crt", "tls-key-file": f"{_TLS_FOLDER}/tls.key"}
     if spec.gateway.client_ca_secret:
         flags["tls-client-ca-file"] = f"{_CLIENT_CA_FOLDER}/ca.crt"
-    flags |= scheduling_flags(pool) | tls_flags(pool) | trace_flags(pool)
+    flags |= tls_flags(pool)
     return ["gateway", *(f"--{name}={value}" for name, value in flags.items())]
 
 

@@ -134,7 +134,7 @@ def environment(pool: Pool) -> list[Json]:
 
 def keys_secret_of(pool: Pool) -> str:
     """Return the name of the Secret with the pool's keys: the one in the spec, or the one that the operator creates."""
-    return pool.spec.tenancy.keys_secret or names.keys_secret(pool.name)
+    return pool.spec.internal_keys.secret_name or names.keys_secret(pool.name)
 
 
 def size(quantity: str) -> str:
@@ -142,23 +142,20 @@ def size(quantity: str) -> str:
     return _SUFFIXES.sub(r"\1iB", quantity)
 
 
-def model_of(pool: Pool) -> str:
-    """Return the value of a worker's `--model` flag."""
-    return pool.spec.model.source or pool.spec.model.name
-
-
-def scheduling_flags(pool: Pool) -> dict[str, object]:
-    """Return the flags with the pool's scheduling policy, for gateway and workers; empty for the default."""
-    spec = pool.spec
-    flags: dict[str, object] = {}
-    if spec.scheduling:
-        flags["scheduling"] = spec.scheduling
-    if spec.class_weights:
-        flags["class-weights"] = ",".join(f"{of.priority}={of.weight}" for of in spec.class_weights)
+def shared_flags(pool: Pool) -> dict[str, object]:
+    """Return the flags that gateway and workers have in common: the model, the order of requests, logs and traces."""
+    spec, seen = pool.spec, pool.spec.observability
+    flags: dict[str, object] = {
+        "model": spec.model.source or spec.model.name,
+        "served-name": spec.model.name,
+        "tool-call-parser": spec.model.tool_call_parser,
+        "reasoning-parser": spec.model.reasoning_parser,
+        "scheduling": spec.engine.request_policy,
+        "log-level": seen.log_level,
+        "log-json": str(seen.log_json).lower(),
+    }
+    if spec.engine.class_weights:
+        flags["class-weights"] = ",".join(f"{of.priority}={of.weight}" for of in spec.engine.class_weights)
+    if seen.otlp:
+        flags |= {"otlp": seen.otlp, "trace-sample": seen.trace_sample}
     return flags
-
-
-def trace_flags(pool: Pool) -> dict[str, object]:
-    """Return the flags with which gateway and workers export traces; empty if the pool exports none."""
-    seen = pool.spec.observability
-    return {"otlp": seen.otlp, "trace-sample": seen.trace_sample_percent / 100} if seen.otlp else {}

@@ -195,7 +195,7 @@ def _pod_monitor(pool: Pool) -> Json:
             "podTargetLabels": [names.LABEL_POOL, names.LABEL_ROLE, names.LABEL_REVISION],
             "podMetricsEndpoints": [
                 {"port": "metrics", "interval": "5s"},
-                {"port": "admin", "interval": "5s"},
+                *({"port": port, "interval": "5s"} for port in names.gateway_admin_ports(pool.spec.gateway.processes)),
             ],
         },
     )

@@ -10,25 +10,24 @@ from typing import Any
 import msgspec
 from blake3 import blake3
 
-from kvferry.core.settings import size_or_auto
+from kvferry.core.settings.parsers import size_or_auto
 from kvferry.operator.objects.adapter_list import ADAPTERS_FILE
 from kvferry.operator.objects.pods import (
     KEYS_FOLDER,
     confined,
     environment,
     keys_secret_of,
-    model_of,
     model_volume,
     pod_template,
-    scheduling_flags,
     scratch,
+    shared_flags,
     size,
-    trace_flags,
 )
 from kvferry.operator.objects.pods import child as pool_child
 from kvferry.operator.objects.pool_tls import WORKER, tls_flags, tls_volume
 from kvferry.operator.pool import names
-from kvferry.operator.pool.spec import Engine, Json, Pool, Role, Tier
+from kvferry.operator.pool.quantities import canonical
+from kvferry.operator.pool.spec import Json, Pool, Role, RoleEngine, Tier
 
 _DISK_TIER = "/var/cache/tier"
 _DRAIN_MARGIN_SECONDS = 15
@@ -45,24 +44,24 @@ _START_SECONDS = 1800
 
 
 def revision_of(pool: Pool, default_image: str) -> str:
-    """Compute the revision of the worker pods: a digest of their inputs, eight hexadecimal digits."""
-    return blake3(msgspec.json.encode(_inputs(pool, default_image), order="sorted")).hexdigest(4)
+    """Compute the revision of the worker pods: a digest of their inputs, eight hexadecimal digits. It depends on the
+    values of the inputs, not on their notation."""
+    inputs = canonical(msgspec.to_builtins(_inputs(pool, default_image)))
+    return blake3(msgspec.json.encode(inputs, order="sorted")).hexdigest(4)
 
 
 def _inputs(pool: Pool, default_image: str) -> dict[str, Any]:
     spec = pool.spec
     return {
         **({"keys": pool.keys} if pool.keys else {}),
-        **({"scheduling": spec.scheduling} if spec.scheduling else {}),
-        **({"class_weights": spec.class_weights} if spec.class_weights else {}),
         **({"tls": spec.tls} if spec.tls.mode != "Off" else {}),
-        **({"traces": trace_flags(pool)} if spec.observability.otlp else {}),
+        "flags": shared_flags(pool),
         "model": spec.model,
+        "engine": spec.engine,
         "connector": spec.connector,
-        "tiers": spec.tiers,
-        "block_tokens": spec.routing.block_tokens,
+        "tiers": [msgspec.structs.replace(tier, size=_bytes(tier.size)) for tier in spec.tiers],
         "drain": spec.drain.seconds,
-        "tenancy": spec.tenancy,
+        "keys_secret": spec.internal_keys,
         "image": [spec.image or default_image, spec.image_pull_policy, spec.image_pull_secrets],
         "roles": sorted(
             (_role_inputs(role) for role in spec.roles),
@@ -72,13 +71,17 @@ def _inputs(pool: Pool, default_image: str) -> dict[str, Any]:
 
 
 def _role_inputs(role: Role) -> list[Any]:
-    inputs = [role.name, _engine(role), role.resources, role.template]
-    return [*inputs, role.speculation] if role.speculation else inputs
+    return [role.name, _engine(role), {"resources": role.resources}, role.template]
 
 
-def _engine(role: Role) -> Engine:
-    """Return a role's engine settings with sizes in one notation, so that 1Gi and 1GiB give the same revision."""
-    return msgspec.structs.replace(role.engine, kv_memory=size(role.engine.kv_memory))
+def _engine(role: Role) -> RoleEngine:
+    """Return a role's engine settings with sizes in bytes, so that 0.5Gi and 512MiB give the same revision."""
+    sizes = {"kv_memory": _bytes(role.engine.kv_memory), "adapter_memory": _bytes(role.engine.adapter_memory)}
+    return msgspec.structs.replace(role.engine, **sizes)
+
+
+def _bytes(quantity: str) -> str:
+    return str(size_or_auto(size(quantity))) if quantity else ""
 
 
 def deployments(pool: Pool, revision: str, default_image: str) -> dict[str, Json]:
@@ -169,42 +172,48 @@ def _pod(pool: Pool, role: Role, default_image: str) -> Json:
 
 
 def _arguments(pool: Pool, role: Role) -> list[str]:
-    spec = pool.spec
+    spec, engine = pool.spec, role.engine
     flags = {
         "role": role.name,
-        "model": model_of(pool),
-        "served-name": spec.model.name,
         "connector": spec.connector.type,
         "listen": f"0.0.0.0:{names.PORT_GRPC}",
         "admin": f"0.0.0.0:{names.PORT_ADMIN}",
         "metrics": f"0.0.0.0:{names.PORT_METRICS}",
         "advertise-host": "$(POD_IP)",
         "worker-id": "$(POD_NAME)",
-        "dtype": spec.model.dtype,
-        "max-model-tokens": spec.model.max_tokens,
+        "dtype": engine.dtype or spec.model.dtype,
+        "weights": spec.model.weights,
+        "numerics": spec.engine.numerics,
+        "max-model-len": spec.model.max_model_len,
         "window-pages": spec.model.window_pages,
-        "block-tokens": spec.routing.block_tokens,
-        "device": role.engine.device,
-        "kv-memory": size(role.engine.kv_memory),
-        "gpu-memory-share": role.engine.gpu_memory_percent / 100,
-        "threads": role.engine.threads,
-        "token-budget": role.engine.token_budget,
-        "max-sequences": role.engine.max_sequences,
-        "adapter-slots": role.engine.adapter_slots,
-        "max-adapter-rank": role.engine.max_adapter_rank,
-        "pin-share": role.engine.pin_percent / 100,
+        "block-tokens": spec.model.block_tokens,
+        "device": engine.device,
+        "kv-memory": size(engine.kv_memory),
+        "gpu-memory-utilization": engine.gpu_memory_utilization,
+        "threads": engine.threads,
+        "token-budget": engine.token_budget,
+        "max-chunk-tokens": engine.max_chunk_tokens,
+        "max-mixed-tokens": engine.max_mixed_tokens,
+        "max-num-seqs": engine.max_num_seqs,
+        "stream-interval": spec.engine.stream_interval,
+        "speculation": engine.speculation,
+        "adapter-slots": engine.adapter_slots,
+        "max-adapter-rank": engine.max_adapter_rank,
+        "adapter-memory": size(engine.adapter_memory),
+        "pin-share": engine.pin_share,
         "adapters-file": f"{_ADAPTERS_FOLDER}/{ADAPTERS_FILE}",
+        "tier-object-tokens": spec.engine.tier_object_tokens,
+        "load-policy": spec.engine.load_policy,
+        "verify-kv": spec.engine.verify_kv,
         "ticket-key-file": f"{KEYS_FOLDER}/ticket-key",
         "tenant-key-file": f"{KEYS_FOLDER}/tenant-key",
+        "offer-seconds": spec.connector.offer_seconds,
         "lease-seconds": _LEASE_SECONDS,
         "drain-seconds": spec.drain.seconds,
+        **shared_flags(pool),
     }
-    flags |= scheduling_flags(pool)
-    if role.speculation:
-        flags["speculation"] = role.speculation
     if spec.tls.mode != "Off":
         flags |= {**tls_flags(pool), "health": f"0.0.0.0:{names.PORT_HEALTH}"}
-    flags |= trace_flags(pool)
     return ["worker", *(f"--{name}={value}" for name, value in flags.items())]
 
 

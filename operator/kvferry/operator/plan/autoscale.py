@@ -1,10 +1,10 @@
 """Autoscaler of mode Auto: computes the desired number of replicas of a role from the load of its pods. Pure.
 
-The recommendation is the larger of two numbers: requests divided by `requestsTarget`, and ready pods times the ratio
-of KV use to `kvTarget`. KV use is the 90th percentile over pods, not the mean, because a full pod delays its requests
-even if other pods are idle. Stabilization works as in Kubernetes' HorizontalPodAutoscaler: scale up to the lowest
-recommendation in the last `upSeconds`, down to the highest in the last `downSeconds`. The number changes only if
-metrics of every ready pod are available. A predictive autoscaler would replace only the recommendation.
+The recommendation is the larger of two numbers: requests divided by `targetRequests`, and ready pods times the ratio
+of KV use to `targetKvUsage`. KV use is the 90th percentile over pods, not the mean, because a full pod delays its
+requests even if other pods are idle. Stabilization works as in Kubernetes' HorizontalPodAutoscaler: scale up to the
+lowest recommendation in the window of `scaleUp`, down to the highest in the window of `scaleDown`. The number changes
+only if metrics of every ready pod are available. A predictive autoscaler would replace only the recommendation.
 """
 
 import math
@@ -69,20 +69,20 @@ def decide(
     recommended, reason = _recommend(scaling, workers, load, ready)
     after = replace(before, recommendations=(*_kept(before.recommendations, scaling, now), (now, recommended)))
     number = _settle(scaling, after, current, now)
-    if scaling.min_replicas == 0 and now - after.busy_at >= scaling.idle_seconds:
-        return Decision(0, f"no requests for {scaling.idle_seconds} s", after)
+    if scaling.min_replicas == 0 and now - after.busy_at >= scaling.scale_to_zero.idle_seconds:
+        return Decision(0, f"no requests for {scaling.scale_to_zero.idle_seconds} s", after)
     number = role.bounded(max(1, number))
     return Decision(number, reason if number != current else f"{reason}: unchanged", after)
 
 
 def _recommend(scaling: Scaling, workers: Sequence[WorkerReport], load: int, ready: int) -> tuple[int, str]:
-    replicas_by_load = math.ceil(load / scaling.requests_target)
+    replicas_by_load = math.ceil(load / scaling.target_requests)
     use = _percentile_90([worker.load.kv_usage for worker in workers])
-    ratio = use / (scaling.kv_target / 100)
+    ratio = use / scaling.target_kv_usage
     replicas_by_kv = ready if abs(ratio - 1) <= _TOLERANCE else math.ceil(ready * ratio)
     if replicas_by_kv > replicas_by_load:
-        return replicas_by_kv, f"KV use {use:.0%} at the 90th percentile of pods, target {scaling.kv_target} %"
-    return replicas_by_load, f"{load} requests, target {scaling.requests_target} per pod"
+        return replicas_by_kv, f"KV use {use:.0%} at the 90th percentile of pods, target {scaling.target_kv_usage:.0%}"
+    return replicas_by_load, f"{load} requests, target {scaling.target_requests} per pod"
 
 
 def _percentile_90(uses: Sequence[float]) -> float:
@@ -91,17 +91,18 @@ def _percentile_90(uses: Sequence[float]) -> float:
 
 
 def _kept(entries: tuple[tuple[float, int], ...], scaling: Scaling, now: float) -> tuple[tuple[float, int], ...]:
-    longest = max(scaling.up_seconds, scaling.down_seconds)
+    longest = max(scaling.scale_up.stabilization_window_seconds, scaling.scale_down.stabilization_window_seconds)
     return tuple((at, recommended) for at, recommended in entries if now - at <= longest)
 
 
 def _settle(scaling: Scaling, history: History, current: int, now: float) -> int:
     """Stabilize the number of replicas with the recommendations in both windows. While the history does not cover a
     window, because the operator has just started, that window does not change the number."""
-    up = min(recommended for at, recommended in history.recommendations if now - at <= scaling.up_seconds)
-    down = max(recommended for at, recommended in history.recommendations if now - at <= scaling.down_seconds)
-    if up > current and now - history.began_at >= scaling.up_seconds:
+    windows = scaling.scale_up.stabilization_window_seconds, scaling.scale_down.stabilization_window_seconds
+    up = min(recommended for at, recommended in history.recommendations if now - at <= windows[0])
+    down = max(recommended for at, recommended in history.recommendations if now - at <= windows[1])
+    if up > current and now - history.began_at >= windows[0]:
         return min(up, max(current * _MAX_GROWTH, current + _MIN_STRIDE))
-    if down < current and now - history.began_at >= scaling.down_seconds:
+    if down < current and now - history.began_at >= windows[1]:
         return down
     return current

@@ -30,6 +30,7 @@ from kvferry.operator.plan.revisions import recorded
 from kvferry.operator.pool import names
 from kvferry.operator.pool.facts import Place
 from kvferry.operator.pool.ownership import version_of
+from kvferry.operator.pool.quantities import canonical
 from kvferry.operator.pool.spec import Json, Pool
 from kvferry.operator.pool.tls_state import TlsState, read_state
 
@@ -194,5 +195,5 @@ def place_of(manifest: Mapping[str, Any]) -> Place:
 
 
 def digest_of(manifest: Mapping[str, Any]) -> bytes:
-    """Compute the digest of a manifest; equal manifests have equal digests."""
-    return blake3(msgspec.json.encode(manifest, order="sorted")).digest(16)
+    """Compute the digest of a manifest; manifests with equal values have equal digests."""
+    return blake3(msgspec.json.encode(canonical(manifest), order="sorted")).digest(16)

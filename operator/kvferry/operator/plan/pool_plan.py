@@ -173,7 +173,7 @@ def pool_status(namespace: str, name: str, status: Json) -> Json:
 
 def _surroundings(ctx: PlanContext) -> list[Action]:
     actions: list[Action] = []
-    if not ctx.pool.spec.tenancy.keys_secret and (ctx.facts.is_without_keys or not ctx.memory.has_keys):
+    if not ctx.pool.spec.internal_keys.secret_name and (ctx.facts.is_without_keys or not ctx.memory.has_keys):
         secret = child(ctx.pool, "v1", "Secret", names.keys_secret(ctx.pool.name), type="Opaque")
         actions.append(CreateKeys(secret, KEY_ENTRIES, is_replacement=bool(ctx.facts.deployments)))
     actions += plan_tls(ctx)

@@ -143,7 +143,7 @@ def _advance(group: list[RoleState], revision: str, rollout: Rollout) -> list[Ro
     moving = any(count.desired for role in group for rev, count in role.revisions.items() if rev != revision)
     if not moving:
         return [role.with_desired(revision, role.replicas) for role in group]
-    skew = Fraction(rollout.max_skew, 100)
+    skew = Fraction(str(rollout.max_skew))
     after = _start(_retire(group, revision, bounds), revision, bounds, skew)
     arrived = all(role.of(revision).ready == role.of(revision).desired for role in group)
     if arrived and [role.pods for role in after] == [role.pods for role in group]:

@@ -310,7 +310,7 @@ def _context(seen: Observed) -> ConditionState:
     if seen.report is None:
         return "Unknown", "GatewayReportMissing", "the gateway has not reported its workers yet"
     serving = [worker for worker in seen.report.workers if worker.takes_work and worker.context_tokens]
-    max_tokens = min((n for n in (seen.pool.spec.model.max_tokens, seen.report.model_tokens) if n), default=0)
+    max_tokens = min((n for n in (seen.pool.spec.model.max_model_len, seen.report.model_tokens) if n), default=0)
     if not serving or not max_tokens:
         return "Unknown", "NoWorkerServes", "no workers have reported their context length"
     smallest = min(serving, key=lambda worker: (worker.context_tokens, worker.name))
@@ -322,7 +322,7 @@ def _context(seen: Observed) -> ConditionState:
         (
             f"requests can have only {smallest.context_tokens:,} of {max_tokens:,} tokens, since the KV memory of "
             f"{smallest.name} holds no more. Increase roles[].engine.kvMemory of role {smallest.role} by the factor "
-            f"{max_tokens / smallest.context_tokens:.1f}, or set model.maxTokens to {smallest.context_tokens}"
+            f"{max_tokens / smallest.context_tokens:.1f}, or set model.maxModelLen to {smallest.context_tokens}"
         ),
     )
 

@@ -106,8 +106,13 @@ def deployment_name(pool: str, role: str, revision: str) -> str:
     return f"{pool}-{role}-{revision}"
 
 
+def gateway_admin_ports(processes: int) -> list[str]:
+    """Return the names of the admin ports of a gateway pod, one for each process; their numbers are consecutive."""
+    return ["admin", *(f"admin-{number}" for number in range(1, processes))]
+
+
 def keys_secret(pool: str) -> str:
-    """Return the name of the Secret that the operator creates for a pool without `spec.tenancy.keysSecret`."""
+    """Return the name of the Secret that the operator creates for a pool without `spec.internalKeys.secretName`."""
     return f"{pool}-keys"
 
 

@@ -1,6 +1,7 @@
 """Spec of an InferencePool as frozen values, with the defaults of the schema.
 
-The CustomResourceDefinition documents the fields; a test checks that both agree.
+The CustomResourceDefinition documents the fields and lists the valid names; a test checks that both agree, and that
+they agree with the flags of the processes.
 """
 
 from collections.abc import Mapping
@@ -37,9 +38,31 @@ class Model(_Struct, frozen=True):
     source: str = ""
     digest: str = ""
     dtype: str = "auto"
-    max_tokens: int = 0
+    weights: str = "shipped"
+    max_model_len: int = 0
+    block_tokens: int = 16
     window_pages: Literal["keep", "release"] = "keep"
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
     cache: Cache | None = None
+
+
+class ScaleUp(_Struct, frozen=True):
+    """Settings for scaling up."""
+
+    stabilization_window_seconds: int = 0
+
+
+class ScaleDown(_Struct, frozen=True):
+    """Settings for scaling down."""
+
+    stabilization_window_seconds: int = 300
+
+
+class ScaleToZero(_Struct, frozen=True):
+    """Settings for scaling to zero."""
+
+    idle_seconds: int = 600
 
 
 class Scaling(_Struct, frozen=True):
@@ -48,25 +71,31 @@ class Scaling(_Struct, frozen=True):
     mode: Literal["Static", "External", "Auto"] = "Static"
     min_replicas: int = 1
     max_replicas: int = 10
-    kv_target: int = 70
-    requests_target: int = 16
-    up_seconds: int = 0
-    down_seconds: int = 300
-    idle_seconds: int = 600
+    target_kv_usage: float = 0.7
+    target_requests: int = 16
+    scale_up: ScaleUp = ScaleUp()
+    scale_down: ScaleDown = ScaleDown()
+    scale_to_zero: ScaleToZero = ScaleToZero()
 
 
-class Engine(_Struct, frozen=True):
-    """Engine settings of a worker."""
+class RoleEngine(_Struct, frozen=True):
+    """Engine settings of the workers of one role."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: str = ""
+    """Data type of the role; empty for that of the model."""
     kv_memory: str = "auto"
-    gpu_memory_percent: int = 90
+    gpu_memory_utilization: float = 0.9
     threads: int = 0
     token_budget: int = 2048
-    max_sequences: int = 64
+    max_chunk_tokens: int = 512
+    max_mixed_tokens: int = 256
+    max_num_seqs: int = 64
     adapter_slots: int = 8
     max_adapter_rank: int = 64
-    pin_percent: int = 25
+    adapter_memory: str = "1Gi"
+    pin_share: float = 0.25
+    speculation: str = "off"
 
 
 class Role(_Struct, frozen=True):
@@ -75,9 +104,7 @@ class Role(_Struct, frozen=True):
     name: Literal["prefill", "decode", "both"]
     replicas: int = 1
     scaling: Scaling = Scaling()
-    engine: Engine = Engine()
-    speculation: str = ""
-    """Speculative decoding, as the worker's `--speculation`; empty for its default."""
+    engine: RoleEngine = RoleEngine()
     resources: Json = {}
     template: Json = {}
 
@@ -97,16 +124,29 @@ class Adapter(_Struct, frozen=True):
 
 
 class ClassWeight(_Struct, frozen=True):
-    """The weight of a priority with the scheduling policy `weighted`."""
+    """The weight of a priority with the request policy `weighted`."""
 
     priority: int
     weight: int
 
 
+class Engine(_Struct, frozen=True):
+    """Engine settings of all workers."""
+
+    request_policy: str = "fcfs"
+    class_weights: tuple[ClassWeight, ...] = ()
+    numerics: str = "exact"
+    stream_interval: int = 1
+    load_policy: str = "price"
+    verify_kv: str = "epochs"
+    tier_object_tokens: int = 64
+
+
 class Connector(_Struct, frozen=True):
     """Settings of KV transfers between pods."""
 
-    type: Literal["nixl", "tcp", "shm"] = "nixl"
+    type: str = "nixl"
+    offer_seconds: int = 10
 
 
 class SecretKey(_Struct, frozen=True):
@@ -119,7 +159,7 @@ class SecretKey(_Struct, frozen=True):
 class Tier(_Struct, frozen=True):
     """One storage tier for KV."""
 
-    type: Literal["dram", "disk", "redis"]
+    type: str
     size: str = ""
     url: str = ""
     url_secret: SecretKey | None = None
@@ -128,9 +168,9 @@ class Tier(_Struct, frozen=True):
 class Routing(_Struct, frozen=True):
     """Settings for routing requests from the gateway to worker pods."""
 
-    policy: Literal["seconds", "prefix-hash", "round-robin", "least-loaded", "random"] = "seconds"
+    policy: str = "latency"
     prefix_blocks: int = 4
-    block_tokens: int = 16
+    cache_map_blocks: int = 1 << 22
     skip_prefill_below_tokens: int = 0
     kv_prefetch_tokens: int = 1024
 
@@ -139,6 +179,8 @@ class FlowControl(_Struct, frozen=True):
     """Admission limits and queueing of the gateway."""
 
     max_streams: int = 1024
+    max_queued: int = 4096
+    max_queued_bytes: str = "256Mi"
     max_held: int = 256
     hold_seconds: int = 60
     request_timeout_seconds: int = 600
@@ -149,7 +191,7 @@ class Rollout(_Struct, frozen=True):
 
     max_surge: Percentage = "25%"
     max_unavailable: Percentage = "0"
-    max_skew: int = 25
+    max_skew: float = 0.25
     paused: bool = False
     rollback_to: str = ""
     progress_deadline_seconds: int = 600
@@ -163,16 +205,16 @@ class Drain(_Struct, frozen=True):
     linger_seconds: int = 5
 
 
-class Tenancy(_Struct, frozen=True):
-    """Keys that isolate tenants."""
+class InternalKeys(_Struct, frozen=True):
+    """Keys between the pool's pods."""
 
-    keys_secret: str = ""
+    secret_name: str = ""
 
 
 class Tenants(_Struct, frozen=True):
     """Keys, shares and quotas of the clients' tenants."""
 
-    secret: str = ""
+    secret_name: str = ""
 
 
 class Tls(_Struct, frozen=True):
@@ -196,6 +238,7 @@ class Gateway(_Struct, frozen=True):
     """The gateway pods."""
 
     replicas: int = 1
+    processes: int = 1
     api_keys_secret: str = ""
     tls_secret: str = ""
     client_ca_secret: str = ""
@@ -212,7 +255,9 @@ class Observability(_Struct, frozen=True):
     pod_monitor: Literal["Off", "Auto"] = "Auto"
     pod_monitor_labels: dict[str, str] = {}
     otlp: str = ""
-    trace_sample_percent: int = 1
+    trace_sample: float = 0.01
+    log_level: str = "warning"
+    log_json: bool = False
 
 
 class Disruption(_Struct, frozen=True):
@@ -228,22 +273,20 @@ class PoolSpec(_Struct, frozen=True):
     roles: tuple[Role, ...]
     adapters: tuple[Adapter, ...] = ()
     """Adapters of all roles; changes restart no pods."""
+    engine: Engine = Engine()
     connector: Connector = Connector()
     tiers: tuple[Tier, ...] = ()
     routing: Routing = Routing()
     flow_control: FlowControl = FlowControl()
     rollout: Rollout = Rollout()
     drain: Drain = Drain()
-    tenancy: Tenancy = Tenancy()
+    internal_keys: InternalKeys = InternalKeys()
     tenants: Tenants = Tenants()
     tls: Tls = Tls()
     gateway: Gateway = Gateway()
     observability: Observability = Observability()
     network_policy: Literal["Restricted", "Off"] = "Restricted"
     disruption: Disruption = Disruption()
-    scheduling: Literal["", "fcfs", "priority", "srtf", "two-level", "weighted"] = ""
-    """Scheduling policy of the workers; empty for their default."""
-    class_weights: tuple[ClassWeight, ...] = ()
     image: str = ""
     image_pull_policy: str = "IfNotPresent"
     image_pull_secrets: tuple[str, ...] = ()

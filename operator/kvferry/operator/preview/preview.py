@@ -1,9 +1,10 @@
-"""Preview of a change to a pool, computed with the operator's planner. Pure, except `read_pool`, which reads a file."""
+"""Preview of a change to a pool, computed with the operator's planner. Pure, except that `read_change` reads files."""
 
 import json
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import yaml
@@ -13,7 +14,9 @@ from kvferry.operator.objects.worker_pods import revision_of
 from kvferry.operator.plan.actions import Action, as_json
 from kvferry.operator.plan.pool_plan import Plan
 from kvferry.operator.plan.rollout import PAIRED, Count, capacity
-from kvferry.operator.pool.spec import Pool, parse_pool
+from kvferry.operator.pool.spec import Json, Pool, parse_pool
+from kvferry.operator.preview.admission import refusals
+from kvferry.operator.preview.definition import pool_schema, with_defaults
 from kvferry.operator.preview.simulation import SimulatedCluster
 
 _MAX_BYTES = 4 << 20
@@ -34,7 +37,6 @@ class PlannedStep:
 class Preview:
     """Preview of a change to a pool."""
 
-    name_differs: bool
     old: str
     new: str
     """Revision after the change; `old` is the revision before it."""
@@ -80,22 +82,64 @@ class Preview:
         )
 
 
-def read_pool(path: Path) -> Pool:
-    """Read an InferencePool from a YAML file.
+def read_change(old: Path, new: Path) -> tuple[Pool, Pool]:
+    """Read two versions of a pool from YAML files.
 
     Raises:
-        UsageError: the file does not contain exactly one pool, or the pool's spec does not match the schema.
+        UsageError: a file does not contain exactly one pool, or the API server would refuse the pool or the change.
     """
+    before, after = _read_object(old, "OLD"), _read_object(new, "NEW")
+    if found := refusals(before):
+        raise _refused(f"OLD ({old}) is not a valid pool; pass the pool as the API server stores it", found, "old")
+    is_same = _identity(before) == _identity(after)
+    if found := refusals(after, before if is_same else None):
+        raise _refused(f"NEW ({new}) would be refused by the API server", found, "new")
+    if not is_same:
+        raise UsageError(
+            f"{old} and {new} describe different pools, {'/'.join(_identity(before))} and "
+            f"{'/'.join(_identity(after))}; pass two versions of the same pool",
+            field="new",
+        )
+    old_pool, new_pool = (parse_pool(with_defaults(body, pool_schema())) for body in (before, after))
+    return old_pool, new_pool
+
+
+def _identity(body: Json) -> tuple[str, str]:
+    metadata = body.get("metadata") or {}
+    return str(metadata.get("namespace", "default")), str(metadata.get("name"))
+
+
+def _refused(summary: str, found: list[str], field: str) -> UsageError:
+    return UsageError("\n".join([f"{summary}:", *(f"  {line}" for line in found)]), field=field)
+
+
+def _read_object(path: Path, argument: str) -> Json:
     try:
-        documents = list(yaml.safe_load_all(path.read_bytes()[:_MAX_BYTES]))
+        documents = list(yaml.load_all(path.read_bytes()[:_MAX_BYTES], Loader=_Manifests))
     except (OSError, yaml.YAMLError) as error:
-        raise UsageError(f"{path}: {error}", field="pool") from error
+        raise UsageError(f"{argument} ({path}): {error}", field="pool") from error
     found = [d for d in documents if isinstance(d, dict) and d.get("kind") == "InferencePool"]
     if len(found) != 1:
         raise UsageError(
-            f"{path} must contain exactly one object of kind InferencePool, not {len(found)}", field="pool"
+            f"{argument} ({path}) must contain exactly one object of kind InferencePool, not {len(found)}", field="pool"
         )
-    return parse_pool(found[0])
+    return found[0]
+
+
+class _Manifests(yaml.SafeLoader):
+    """Reads YAML as kubectl does: keys are text and stand once, and dates are text."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
+        for twice in (key for key in keys if keys.count(key) > 1):
+            raise yaml.constructor.ConstructorError(None, None, f"the key {twice!r} stands twice", node.start_mark)
+        return {str(key): value for key, value in super().construct_mapping(node, deep).items()}
+
+
+_Manifests.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in found if tag != "tag:yaml.org,2002:timestamp"]
+    for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
 
 
 def preview(old: Pool, new: Pool, default_image: str) -> Preview:
@@ -114,7 +158,7 @@ def preview(old: Pool, new: Pool, default_image: str) -> Preview:
     cluster.add_record(new, after)
     plans = cluster.settle(new, _MAX_STEPS)
     steps = [step for plan in plans if (step := _planned_step(plan)) is not None]
-    return Preview(old.name != new.name, before, after, tuple(steps), tuple(plan.actions for plan in plans))
+    return Preview(before, after, tuple(steps), tuple(plan.actions for plan in plans))
 
 
 def _planned_step(plan: Plan) -> PlannedStep | None:

@@ -5,15 +5,15 @@ The operator has no permission to read or watch Secrets, so it cannot be used to
 
 import asyncio
 import logging
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 from kvferry.core.clock import Clock
-from kvferry.core.errors import KvferryError
+from kvferry.core.errors import KvferryError, UsageError
 from kvferry.operator.api import KubeApi
 from kvferry.operator.pool import names
 from kvferry.operator.pool.facts import Key, Store
-from kvferry.operator.pool.spec import Json
+from kvferry.operator.pool.spec import Json, parse_pool
 
 _log = logging.getLogger(__name__)
 _PERIOD_SECONDS = 3.0
@@ -62,7 +62,7 @@ class KeysProbe:
         if body is None or "deletionTimestamp" in body["metadata"] or not facts.children:
             return []
         found: list[tuple[str, Take]] = []
-        if not (body["spec"].get("tenancy") or {}).get("keysSecret"):
+        if _has_generated_keys(body):
             found.append((names.keys_secret(key.pool), self._store.take_keys))
         if facts.tls is not None and facts.tls.issuer:
             found.append((names.tls_object(key.pool), self._store.take_tls))
@@ -76,6 +76,13 @@ class KeysProbe:
             return
         if take(key, missing=missing) and missing:
             self._enqueue(key)
+
+
+def _has_generated_keys(body: Mapping[str, Any]) -> bool:
+    try:
+        return not parse_pool(body).spec.internal_keys.secret_name
+    except UsageError:
+        return False  # The reconcile reports it, and creates no Secret.
 
 
 def _probe_of(key: Key, name: str) -> Json:

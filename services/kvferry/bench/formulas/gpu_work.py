@@ -208,7 +208,7 @@ def _logits(s: Spec, item: int) -> Work:
     return Work(4 * s["rows"] * s["vocabulary"])  # logits are float32 for all dtypes of the model
 
 
-def _copy_blocks(s: Spec, item: int) -> Work:
+def _moved_blocks(s: Spec, item: int) -> Work:
     return Work(2 * _pages(s, item))
 
 
@@ -234,8 +234,8 @@ _WORK: Mapping[str, Callable[[Spec, int], Work]] = MappingProxyType(
         "gather_rows": _take_rows,
         "sample": _logits,
         "log_probabilities": _logits,
-        "gather_blocks": _copy_blocks,
-        "scatter_blocks": _copy_blocks,
+        "gather_blocks": _moved_blocks,
+        "scatter_blocks": _moved_blocks,
         "digest_blocks": _digest_blocks,
     }
 )

@@ -61,7 +61,7 @@ TUNABLE: Mapping[str, Tunable] = MappingProxyType(
         "sample": Tunable(("sample",), {"block": (256, 512, 1024), "sweep": (4096, 8192, 16384), "warps": (8, 16, 32)}),
         "sample_chunks": Tunable(("sample",), _CHUNKS),
         "log_probabilities": Tunable(("log_probabilities",), _CHUNKS),
-        "move_blocks": Tunable(("copy_blocks", "gather_blocks", "scatter_blocks"), _BLOCKS),
+        "move_blocks": Tunable(("gather_blocks", "scatter_blocks"), _BLOCKS),
         "digest_blocks": Tunable(
             ("digest_blocks",), {"block": (512, 1024, 2048, 4096), "turns": (2, 4, 8, 16), "warps": (4, 8, 16)}
         ),

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvferry.cli import settings
 from kvferry.cli.commands.bench_serve import command as serve
 from kvferry.cli.engine_settings import engine_settings
 from kvferry.cli.options import Values, print_json, reported, with_settings
@@ -17,7 +16,8 @@ from kvferry.cli.output_files import JSON_FILE, OUTPUT_FILE, write_file
 from kvferry.core.clock import SystemClock
 from kvferry.core.errors import KvferryError, UsageError
 from kvferry.core.process.cores import usable_cores
-from kvferry.core.settings import size_bytes
+from kvferry.core.settings import processes as settings
+from kvferry.core.settings.parsers import size_bytes
 
 if TYPE_CHECKING:
     from kvferry.bench.inference import Bench

@@ -18,7 +18,7 @@ from kvferry.cli.options import NumberRange, Values, print_json, with_settings
 from kvferry.cli.output_files import OUTPUT_FILE, write_file
 from kvferry.core.clock import SystemClock
 from kvferry.core.errors import Unavailable, UsageError
-from kvferry.core.settings import Setting
+from kvferry.core.settings.setting import Setting
 
 if TYPE_CHECKING:
     from kvferry.bench.workload.measures import Answer

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 
 import click
 
-from kvferry.cli import settings
 from kvferry.cli.commands.up import stack_config
 from kvferry.cli.engine_settings import engine_settings
 from kvferry.cli.options import EXIT_FAILED, Values, print_json, with_settings
@@ -17,6 +16,7 @@ from kvferry.core.clock import Clock, SystemClock
 from kvferry.core.errors import InvariantBroken
 from kvferry.core.process.cores import usable_cores
 from kvferry.core.sampling import SamplingParams
+from kvferry.core.settings import processes as settings
 from kvferry.serving.text_stream import Usage
 from kvferry.serving.token_source import Timing
 from kvferry.stack.local_stack import LocalStack
@@ -162,6 +162,6 @@ def _same_on_one_engine(values: Values, dtype: str, result: DemoResult, max_toke
     if not result.token_ids:
         raise InvariantBroken("the stack's response has no tokens")
     # Workers compute on the CPU.
-    llm = LLM.of(engine_settings(values, device="cpu", dtype=dtype, kv_bytes=256 << 20, threads=usable_cores()))
+    llm = LLM.of(engine_settings(values, device="cpu", dtype=dtype, kv_memory=256 << 20, threads=usable_cores()))
     (alone,) = llm.generate([result.prompt_token_ids], SamplingParams(temperature=0.0, max_tokens=max_tokens))
     return list(alone.token_ids) == result.token_ids

@@ -11,8 +11,8 @@ import click
 from kvferry.cli.engine_settings import engine_settings
 from kvferry.cli.operator_settings import CLUSTER
 from kvferry.cli.options import EXIT_FAILED, Values, print_json, with_settings
-from kvferry.cli.settings import DOCTOR
 from kvferry.core.clock import SystemClock
+from kvferry.core.settings.processes import DOCTOR
 
 if TYPE_CHECKING:
     from kvferry.bench.doctor import Source
@@ -52,7 +52,7 @@ def command(values: Values, *, as_json: bool, cluster: bool) -> None:
     say("inspecting this machine")
     findings = [*doctor.machine(), doctor.copy_rate(clock)]
     say("loading the model and computing prompts")
-    llm = LLM.of(engine_settings(values, device="cpu", kv_bytes=256 << 20))  # as workers do
+    llm = LLM.of(engine_settings(values, device="cpu", kv_memory=256 << 20))  # as workers do
     prices = PriceBook()
     findings.append(doctor.teach_compute(llm, prices, clock))
     block_tokens = llm.engine.allocator.block_tokens

@@ -9,8 +9,8 @@ from typing import Any
 import click
 
 from kvferry.cli.options import Values, print_json, with_settings
-from kvferry.cli.settings import EXPLAIN
 from kvferry.core.errors import InvalidRequest, Unavailable
+from kvferry.core.settings.processes import EXPLAIN
 
 _SECONDS = 10.0
 _MAX_BYTES = 1 << 20

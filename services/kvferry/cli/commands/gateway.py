@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvferry.cli import settings
 from kvferry.cli.options import Values, pool_tls_files, read_key, traces_of, with_settings
 from kvferry.cli.supervised import announce, follow_parent, leave_on_signals
 from kvferry.core.errors import UsageError
 from kvferry.core.process.memory import return_freed_memory
 from kvferry.core.process.open_files import raise_open_files
-from kvferry.engine.schedule.policies.class_weights import weights_in_use
+from kvferry.core.settings import processes as settings
+from kvferry.core.settings.class_weights import weights_in_use
 
 if TYPE_CHECKING:
     from kvferry.gateway.decide.config import GatewayConfig

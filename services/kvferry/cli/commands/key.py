@@ -6,10 +6,10 @@ from pathlib import Path
 
 import click
 
-from kvferry.cli import settings
 from kvferry.cli.options import NumberRange, Values, read_key, reported, with_settings
 from kvferry.core.clock import SystemClock
 from kvferry.core.errors import UsageError
+from kvferry.core.settings import processes as settings
 from kvferry.gateway.admission.api_keys import key_digest
 from kvferry.gateway.decide.flow.tenant_table import KEY_PREFIX
 from kvferry.rpc.access.call_keys import role_key

@@ -10,7 +10,6 @@ import click
 from kvferry.cli import operator_settings
 from kvferry.cli.options import Values, with_settings
 from kvferry.cli.supervised import announce, follow_parent
-from kvferry.core.errors import UsageError
 
 
 @click.group("operator")
@@ -82,20 +81,16 @@ def check(values: Values) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 def plan(old: Path, new: Path, image: str, as_json: bool) -> None:
     """Preview the change of a pool from OLD to NEW: rollout steps with serving capacity, and the writes of each
-    reconcile. Assumes that every pod becomes ready and no write fails.
+    reconcile. Assumes that every pod becomes ready and no write fails. A pool or a change that the API server would
+    refuse is an error (exit status 2) that names each field.
 
     \b
       kvferry operator plan pool.yaml pool-new.yaml
       kubectl get kvpool chat -o yaml | kvferry operator plan /dev/stdin pool-new.yaml
     """
     from kvferry.cli.options import reported
-    from kvferry.operator.preview.preview import preview, read_pool
+    from kvferry.operator.preview.preview import preview, read_change
 
     with reported():
-        default = image or f"kvferry:{version('kvferry')}"
-        found = preview(read_pool(old), read_pool(new), default)
-        if found.name_differs:
-            raise UsageError(
-                f"{old} and {new} describe different pools; pass two versions of the same pool", field="new"
-            )
+        found = preview(*read_change(old, new), image or f"kvferry:{version('kvferry')}")
         click.echo(found.as_json() if as_json else found.as_text())

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvferry.cli import settings
 from kvferry.cli.engine_settings import engine_settings
 from kvferry.cli.options import NumberRange, Values, pool_tls_files, read_key, with_settings
 from kvferry.cli.output_files import JSON_FILE, OUTPUT_FILE, check_distinct, write_file, write_json
@@ -15,6 +14,7 @@ from kvferry.core.clock import SystemClock
 from kvferry.core.errors import UsageError
 from kvferry.core.process.config import check_regular
 from kvferry.core.process.cores import usable_cores
+from kvferry.core.settings import processes as settings
 
 if TYPE_CHECKING:
     from kvferry.engine.observe.step_log import StepLog

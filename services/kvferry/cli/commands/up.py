@@ -4,16 +4,18 @@ import asyncio
 import secrets
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
-from kvferry.cli import settings
-from kvferry.cli.options import Values, print_json, read_key, traces_of, with_settings
+from kvferry.cli.options import Values, print_json, read_key, with_settings
 from kvferry.core.clock import SystemClock
 from kvferry.core.errors import UsageError
 from kvferry.core.process.cores import usable_cores
 from kvferry.core.process.stop_signals import STOP_SIGNALS, stop_signals
+from kvferry.core.settings import processes as settings
+from kvferry.core.settings.setting import Setting
 from kvferry.engine.execute.tensors.device import check_driver
 from kvferry.gateway.admission.api_keys import read_keys
 from kvferry.gateway.admission.tenants import Tenants
@@ -29,50 +31,8 @@ def stack_config(values: Values, *, http: str, grpc: str, admin: str) -> StackCo
         UsageError: a setting is not possible on this machine.
     """
     check_driver(values["device"])
-    worker_flags = ["--log-level", values["log_level"]]
-    for setting in (*settings.ENGINE, *settings.TIERS[1:], settings.VERIFY_KV):
-        if values.is_given(setting.name) and setting.name != "threads":
-            worker_flags += [setting.flag, str(values[setting.name])]
-    gateway_flags = ["--log-level", values["log_level"]]
+    api_key, probe_key = _keys(values)
     has = values.resolved
-    for setting in settings.ADAPTERS:
-        if setting.name in has and values.is_given(setting.name):
-            given = values[setting.name] if setting.is_repeated else [values[setting.name]]
-            worker_flags += [part for value in given for part in (setting.flag, str(value))]
-    for setting in settings.ANSWERS:
-        if setting.name in has and values.is_given(setting.name):
-            worker_flags += [setting.flag, values[setting.name]]
-            gateway_flags += [setting.flag, values[setting.name]]
-    if "drain_seconds" in has:
-        worker_flags += ["--drain-seconds", str(values["drain_seconds"])]
-        gateway_flags += ["--drain-seconds", str(values["drain_seconds"])]
-    if "processes" in has and values["processes"] > 1:
-        gateway_flags += ["--processes", str(values["processes"])]
-    if "otlp" in has and traces_of(values) is not None:
-        for setting in settings.TRACES:
-            worker_flags += [setting.flag, str(values[setting.name])]
-            gateway_flags += [setting.flag, str(values[setting.name])]
-    if "trace_file" in has and values["trace_file"]:
-        for setting in settings.REQUEST_TRACE:
-            gateway_flags += [setting.flag, str(values[setting.name])]
-    if "scheduling" in has:
-        for setting in (settings.SCHEDULING, settings.CLASS_WEIGHTS):
-            gateway_flags += [setting.flag, values[setting.name]]
-    if "kv_prefetch_tokens" in has:
-        gateway_flags += ["--kv-prefetch-tokens", str(values["kv_prefetch_tokens"])]
-    if "policy" in has:
-        gateway_flags += ["--policy", values["policy"]]
-    api_key: str | None = None
-    if "api_keys_file" in has and values["api_keys_file"]:
-        gateway_flags += ["--api-keys-file", values["api_keys_file"]]
-        api_key = _first_key(Path(values["api_keys_file"]))
-    probe_key = ""
-    if "tenants" in has and values["tenants"]:
-        gateway_flags += ["--tenants", values["tenants"]]
-        api_keys_file = Path(values["api_keys_file"]) if values["api_keys_file"] else None
-        tenants = Tenants.load(Path(values["tenants"]), api_keys_file, SystemClock())
-        if api_key is None and tenants.table.keys:  # the tenants file has only hashes of the keys
-            api_key = probe_key = secrets.token_hex(32)
     counts = {name: values[name] for name in ("prefill", "decode", "both") if name in has}
     return StackConfig(
         model=values["model"],
@@ -83,14 +43,52 @@ def stack_config(values: Values, *, http: str, grpc: str, admin: str) -> StackCo
         cores=usable_cores(),
         threads=values["threads"],
         tiers=tuple(values["tier"]),
-        worker_flags=tuple(worker_flags),
-        gateway_flags=tuple(gateway_flags),
+        worker_flags=flags_for(settings.WORKER, values),
+        gateway_flags=flags_for(settings.GATEWAY, values),
         api_key=api_key,
         probe_key=probe_key,
         ticket_key=_text_key(values) if "ticket_key" in has else "",
         pool_tls="pool_tls" in has and values["pool_tls"] == "on",
         **counts,
     )
+
+
+_OF_STACK = frozenset(
+    {"model", "connector", "threads", "tier", "http", "grpc", "admin", "prefill", "decode", "both", "ticket_key"}
+)
+"""Settings of the stack itself, which sets those of its processes that have the same names."""
+
+
+def flags_for(process: Sequence[Setting], values: Values) -> tuple[str, ...]:
+    """Return the flags of a process of the stack: each setting of the stack that is given and that the process has.
+
+    Args:
+        process: settings of the process.
+        values: settings of the stack.
+    """
+    flags: list[str] = []
+    for setting in (*process, *settings.LOGGING):
+        name = setting.name
+        if name in values.resolved and name not in _OF_STACK and not setting.is_secret and values.is_given(name):
+            for value in values[name] if setting.is_repeated else [values[name]]:
+                flags += [setting.flag, str(value)]
+    return tuple(flags)
+
+
+def _keys(values: Values) -> tuple[str | None, str]:
+    """Return the API key of the stack's own first request, and the key that its gateway accepts in addition; `None` and
+    empty if there are none."""
+    has = values.resolved
+    api_key: str | None = None
+    if "api_keys_file" in has and values["api_keys_file"]:
+        api_key = _first_key(Path(values["api_keys_file"]))
+    if "tenants" in has and values["tenants"]:
+        api_keys_file = Path(values["api_keys_file"]) if values["api_keys_file"] else None
+        tenants = Tenants.load(Path(values["tenants"]), api_keys_file, SystemClock())
+        if api_key is None and tenants.table.keys:  # the tenants file has only hashes of the keys
+            made = secrets.token_hex(32)
+            return made, made
+    return api_key, ""
 
 
 def _text_key(values: Values) -> str:

@@ -5,11 +5,11 @@ import secrets
 
 import click
 
-from kvferry.cli import settings
 from kvferry.cli.engine_settings import engine_settings
 from kvferry.cli.options import Values, pool_tls_files, read_key, traces_of, with_settings
 from kvferry.cli.supervised import announce, follow_parent, leave_on_signals
 from kvferry.core.process.open_files import raise_open_files
+from kvferry.core.settings import processes as settings
 
 
 @click.command("worker")

@@ -57,7 +57,7 @@ def stack_of(spec: FleetSpec, model: str, threads: int) -> StackConfig:
     limits = engine.limits
     flags = {
         "--token-budget": limits.token_budget, "--max-chunk-tokens": limits.max_chunk_tokens,
-        "--max-mixed-tokens": limits.max_mixed_tokens, "--max-sequences": limits.max_sequences,
+        "--max-mixed-tokens": limits.max_mixed_tokens, "--max-num-seqs": limits.max_num_seqs,
         "--scheduling": limits.scheduling, "--class-weights": limits.class_weights,
         "--block-tokens": engine.block_tokens, "--load-policy": engine.load_policy.value,
     }  # fmt: skip

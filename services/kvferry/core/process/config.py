@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvferry.core.errors import UsageError
 from kvferry.core.process.toml_text import parse_toml
-from kvferry.core.settings import ENVIRONMENT_PREFIX
+from kvferry.core.settings.setting import ENVIRONMENT_PREFIX
 
 _MAX_FILE_BYTES = 1 << 20
 

@@ -1,15 +1,12 @@
 """Runner selection: the device runner on a GPU, otherwise a runner that samples on the host."""
 
-from kvferry.core.errors import UsageError
+from kvferry.core.settings.engine import AUTO
 from kvferry.engine.execute.models.model import Model
 from kvferry.engine.execute.run.runner import Runner
 from kvferry.engine.execute.run.threaded_runner import ThreadedRunner
 from kvferry.engine.execute.tensors.paged_kv import PagedKv
 from kvferry.kernels.backends import device_kind
 
-AUTO, OFF = "auto", "off"
-CUDA_GRAPHS = (AUTO, OFF)
-"""Valid values of `cuda_graphs`: capture where possible, or never."""
 _BACKEND = "triton"
 
 
@@ -22,17 +19,12 @@ def build_runner(
         model: the model.
         kv: the model's KV pages.
         max_sequences: maximum number of sequences in a step.
-        cuda_graphs: one of `CUDA_GRAPHS`; only the GPU kernel backend on a GPU can be captured.
+        cuda_graphs: `auto` to capture where possible, or `off`; only the GPU kernel backend on a GPU can be captured.
         runs_ahead: whether the engine launches steps ahead; a CPU runner then needs a thread.
 
     Raises:
-        UsageError: `cuda_graphs` is unknown.
         InvariantBroken: shape, dtype or device of the pages differ from the model's.
     """
-    if cuda_graphs not in CUDA_GRAPHS:
-        raise UsageError(
-            f"unknown cuda_graphs {cuda_graphs!r}; expected one of {', '.join(CUDA_GRAPHS)}", field="cuda_graphs"
-        )
     if device_kind(model.device) != "cuda" or model.kernels != _BACKEND:
         return ThreadedRunner(model, kv) if runs_ahead else Runner(model, kv)
     # Imported here because they import torch, which the compiled kernels do not need.

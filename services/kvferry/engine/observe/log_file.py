@@ -17,8 +17,8 @@ from typing import Any
 from kvferry.core.errors import KvferryError, UsageError, shortened
 from kvferry.core.hashing import BlockNamers
 from kvferry.core.sampling import SamplingParams
+from kvferry.core.settings.engine import SchedulerLimits
 from kvferry.engine.observe.step_log import ADD, EVENTS, EngineFacts, LoggedRequest, LoggedStep, StepLog
-from kvferry.engine.schedule.plan.step_budget import SchedulerLimits
 from kvferry.engine.schedule.policies.policy import POLICIES
 
 VERSION = 1

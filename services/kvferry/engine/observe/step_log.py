@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvferry.core.ids import RequestId
-from kvferry.engine.schedule.plan.step_budget import SchedulerLimits
+from kvferry.core.settings.engine import SchedulerLimits
 from kvferry.engine.schedule.step.step import StepPlan
 
 Planned = tuple[int, int, int, int]

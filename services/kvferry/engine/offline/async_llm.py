@@ -9,13 +9,13 @@ from typing import Any, Self
 from kvferry.core.errors import Unavailable
 from kvferry.core.hashing import BlockNamers
 from kvferry.core.sampling import SamplingParams
+from kvferry.core.settings.engine import EngineSettings
 from kvferry.engine.build import build_engine, load_model, runner_for
 from kvferry.engine.loop.engine_loop import CommandQueue, EngineLoop
 from kvferry.engine.offline.completion import BeamOutput, CompletionPart, Embedding, parts
 from kvferry.engine.offline.loop_source import LoopSource
 from kvferry.engine.offline.prompts import Prompt, checked_prompt, message_list
 from kvferry.engine.offline.requests import OfflineRequests, checked_beam_params, pooling_params
-from kvferry.engine.settings import EngineSettings
 from kvferry.serving.request import Request
 from kvferry.text.requests.beams import BeamParams
 from kvferry.text.templates.chat_template import Message
@@ -40,12 +40,12 @@ class AsyncLLM:
         Args:
             model: see `LLM`.
             wait_seconds: seconds without an output after which a request fails.
-            settings: fields of `EngineSettings`.
+            settings: see `LLM`.
 
         Raises:
             KvferryError: the model is unknown or damaged, or a setting does not fit it.
         """
-        loaded = load_model(EngineSettings(model, **settings), releases_windows=True)
+        loaded = load_model(EngineSettings.of(model, **settings), releases_windows=True)
         self.config = loaded.config
         """Configuration of the model."""
         commands = CommandQueue()

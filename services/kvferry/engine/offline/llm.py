@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 from rich.console import Console
@@ -13,6 +12,7 @@ from kvferry.core.errors import InvalidRequest, shortened
 from kvferry.core.hashing import BlockNamers
 from kvferry.core.ids import AdapterId
 from kvferry.core.sampling import SamplingParams
+from kvferry.core.settings.engine import EngineSettings
 from kvferry.engine.adapter_settings import check_adapter_name
 from kvferry.engine.build import build_engine, load_adapter, load_model, runner_for
 from kvferry.engine.offline.completion import BeamOutput, Completion, Embedding, completed
@@ -20,8 +20,6 @@ from kvferry.engine.offline.prompts import Prompt, conversation_list, pairs, pro
 from kvferry.engine.offline.requests import OfflineRequests, adapter_named, checked_beam_params, pooling_params
 from kvferry.engine.offline.run import run
 from kvferry.engine.offline.step_source import StepSource
-from kvferry.engine.schedule.plan.step_budget import SchedulerLimits
-from kvferry.engine.settings import EngineSettings
 from kvferry.serving.request import Request
 from kvferry.text.requests.beams import BeamParams
 from kvferry.text.requests.pooling import cosine
@@ -47,68 +45,18 @@ class LLM:
     Not thread-safe.
     """
 
-    def __init__(
-        self,
-        model: str,
-        *,
-        device: str = "auto",
-        load_format: str = "auto",
-        dtype: str = "auto",
-        weights: str = "shipped",
-        numerics: str = "exact",
-        kernels: str = "auto",
-        cuda_graphs: str = "auto",
-        kv_bytes: int = 0,
-        gpu_memory_share: float = 0.9,
-        block_tokens: int = 16,
-        window_pages: str = "auto",
-        limits: SchedulerLimits | None = None,
-        async_steps: str = "on",
-        speculation: str = "off",
-        threads: int = 0,
-        seed: int = 0,
-        adapters: Mapping[str, str] = MappingProxyType({}),
-        adapter_slots: int = 8,
-        max_adapter_rank: int = 64,
-        adapter_bytes: int = 1 << 30,
-    ) -> None:
+    def __init__(self, model: str, **settings: Any) -> None:
         """
         Args:
             model: a catalog name, a `.gguf` file or a folder with safetensors files; a key of `model.shapes.SHAPES` if
                 `load_format` is "dummy".
-            seed: seed of random weights, and of requests without a seed.
-            adapters: folders of LoRA adapters by name.
-
-        The other arguments are fields of `EngineSettings`.
+            settings: fields of `EngineSettings` and `SchedulerLimits`, which have the names of the flags of `kvferry
+                worker`; `adapters` has folders of LoRA adapters by name.
 
         Raises:
-            KvferryError: the model is unknown or damaged, or a setting does not fit it.
+            KvferryError: the model is unknown or damaged, or a setting is unknown, invalid or does not fit the model.
         """
-        self._load(
-            EngineSettings(
-                model,
-                load_format=load_format,
-                device=device,
-                dtype=dtype,
-                weights=weights,
-                numerics=numerics,
-                kernels=kernels,
-                cuda_graphs=cuda_graphs,
-                async_steps=async_steps,
-                speculation=speculation,
-                threads=threads,
-                kv_bytes=kv_bytes,
-                gpu_memory_share=gpu_memory_share,
-                block_tokens=block_tokens,
-                window_pages=window_pages,
-                limits=limits or SchedulerLimits(),
-                seed=seed,
-                adapters=tuple(adapters.items()),
-                adapter_slots=adapter_slots,
-                max_adapter_rank=max_adapter_rank,
-                adapter_bytes=adapter_bytes,
-            )
-        )
+        self._load(EngineSettings.of(model, **settings))
 
     @classmethod
     def of(cls, settings: EngineSettings) -> "LLM":

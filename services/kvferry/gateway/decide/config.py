@@ -65,7 +65,7 @@ class PoolName:
         return f"{self.namespace}/{self.name}"
 
 
-PolicyName = Literal["seconds", "prefix-hash", "round-robin", "least-loaded", "random"]
+PolicyName = Literal["latency", "prefix-hash", "round-robin", "least-loaded", "random"]
 """Name of a routing policy; see `gateway.decide.routing.policies`."""
 POLICIES: tuple[str, ...] = get_args(PolicyName)
 
@@ -74,7 +74,7 @@ POLICIES: tuple[str, ...] = get_args(PolicyName)
 class RoutingConfig:
     """Settings of replica selection."""
 
-    policy: PolicyName = "seconds"
+    policy: PolicyName = "latency"
     prefix_blocks: int = 4
     """Number of leading full blocks that are hashed into a request's prefix key. Requests with equal keys go to the
     same replica: a small number groups conversations by system prompt, a large number separates them."""

@@ -14,7 +14,7 @@ import numpy as np
 from kvferry.core.clock import Clock
 from kvferry.core.errors import UsageError
 from kvferry.core.ids import BlockHash
-from kvferry.core.settings import size_bytes, whole
+from kvferry.core.settings.parsers import size_bytes, whole
 from kvferry.kv.tiers.interface.frame import flat
 from kvferry.kv.tiers.interface.spec import TierSpec
 from kvferry.kv.tiers.interface.tier import ObjectKey, Presence, TierMiss

@@ -11,8 +11,8 @@ from kvferry.bench.workload.requests import BenchRequest
 from kvferry.bench.workload.traces import read_trace
 from kvferry.core.errors import UsageError
 from kvferry.core.process.toml_text import parse_toml
-from kvferry.engine.schedule.plan.step_budget import SchedulerLimits
-from kvferry.engine.schedule.policies.class_weights import weights_in_use
+from kvferry.core.settings.class_weights import weights_in_use
+from kvferry.core.settings.engine import SchedulerLimits
 from kvferry.engine.schedule.policies.policy import POLICIES as SCHEDULING
 from kvferry.gateway.decide.config import POLICIES, PolicyName, RoutingConfig
 from kvferry.kv.pricing.price import LoadPolicy
@@ -152,7 +152,7 @@ def _engine(table: Table) -> ReplicaSettings:
             token_budget=table.whole("token_budget", default.token_budget, 1, 1 << 20),
             max_chunk_tokens=table.whole("max_chunk_tokens", default.max_chunk_tokens, 1, 1 << 20),
             max_mixed_tokens=table.whole("max_mixed_tokens", default.max_mixed_tokens, 1, 1 << 20),
-            max_sequences=table.whole("max_sequences", default.max_sequences, 1, 1 << 16),
+            max_num_seqs=table.whole("max_num_seqs", default.max_num_seqs, 1, 1 << 16),
             scheduling=table.text("scheduling", default.scheduling, SCHEDULING),
             class_weights=table.text("class_weights", default.class_weights),
             reserve_share=table.number("reserve_share", default.reserve_share, 0.0, 0.5),

@@ -52,7 +52,7 @@ class Member:
         """The state of the worker, as its status reports it now."""
         replica = self.replica
         return WorkerRoom(
-            self.role, replica.settings.limits.max_sequences, replica.num_jobs, self.in_flight, replica.kv_usage
+            self.role, replica.settings.limits.max_num_seqs, replica.num_jobs, self.in_flight, replica.kv_usage
         )
 
 

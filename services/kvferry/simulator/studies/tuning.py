@@ -24,7 +24,7 @@ ENGINE_FIELDS: Mapping[str, tuple[int, ...]] = {
     "max_mixed_tokens": (32, 64, 128, 256, 512, 1024, 2048),
     "max_chunk_tokens": (64, 128, 256, 512, 1024, 2048, 4096),
     "token_budget": (256, 512, 1024, 2048, 4096, 8192),
-    "max_sequences": (4, 8, 16, 32, 64, 128, 256),
+    "max_num_seqs": (4, 8, 16, 32, 64, 128, 256),
 }
 """Fields of `SchedulerLimits` with the values to try, ascending."""
 SPLIT = "prefill:decode"

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvferry.core.ids import BlockHash, RequestId
-from kvferry.engine.schedule.plan.step_budget import SchedulerLimits
+from kvferry.core.settings.engine import SchedulerLimits
 from kvferry.engine.schedule.step.kv_jobs import Export
 from kvferry.engine.schedule.step.kv_progress import RemoteKv
 from kvferry.engine.schedule.step.sequence import Sequence as EngineSequence

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvferry.core.errors import UsageError
-from kvferry.core.settings import Resolved
+from kvferry.core.settings.resolve import Resolved
 from kvferry.stack.plan.processes import ProcessSpec
 
 _SHARED = ("max_streams", "max_queued", "max_queued_bytes", "max_held", "trace_file_bytes")

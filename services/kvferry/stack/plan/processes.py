@@ -118,7 +118,7 @@ def worker_specs(config: StackConfig, secrets: Mapping[str, str]) -> list[Proces
         fixed = ("worker", "--role", role, "--model", config.model, "--connector", config.connector)
         addresses = ("--listen", "{grpc}", "--admin", "{admin}")
         threads = ("--threads", str(compute_threads(config, role)))
-        memory = ("--gpu-memory-share", str(gpu_memory_share(config)))
+        memory = ("--gpu-memory-utilization", str(gpu_memory_share(config)))
         return ProcessSpec(name, (*fixed, *addresses, *threads, *memory, *more, *config.worker_flags), environment)
 
     if config.connector == "memory":

@@ -7,13 +7,14 @@ admission depends on the reservations alone.
 from collections.abc import Callable, Sequence
 
 from kvferry.core.ids import BlockHash, RequestId
+from kvferry.core.settings.engine import SchedulerLimits
 from kvferry.engine.schedule.blocks.allocation import Allocator
 from kvferry.engine.schedule.blocks.block_pool import BlockPool
 from kvferry.engine.schedule.blocks.cached_prefix import CachedPrefix
 from kvferry.engine.schedule.blocks.prefix_index import PrefixIndex
 from kvferry.engine.schedule.plan.admission import Admission, Headroom
 from kvferry.engine.schedule.plan.scheduler import Scheduler
-from kvferry.engine.schedule.plan.step_budget import SchedulerLimits, StepBudget
+from kvferry.engine.schedule.plan.step_budget import StepBudget
 from kvferry.engine.schedule.speculation.speculation import Speculation
 from kvferry.engine.schedule.step.sequence import Sequence as EngineSequence
 from kvferry.engine.schedule.step.step import ScheduledSequence

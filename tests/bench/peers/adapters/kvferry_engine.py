@@ -19,7 +19,7 @@ def start(settings):
         numerics=settings.get("numerics", "exact"),
         kernels="auto",
         threads=settings["threads"],
-        kv_bytes=1 << 30,
+        kv_memory=1 << 30,
     )
     engine = llm.engine
     count = 0

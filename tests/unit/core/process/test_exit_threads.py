@@ -8,7 +8,7 @@ import asyncio
 from kvferry.engine import AsyncLLM, SamplingParams
 
 async def main():
-    llm = await AsyncLLM.open("tiny", dtype="float32", kv_bytes=16 << 20, threads=1)
+    llm = await AsyncLLM.open("tiny", dtype="float32", kv_memory=16 << 20, threads=1)
     parts = llm.generate("hello", SamplingParams(max_tokens=1500, ignore_eos=True))
     await anext(parts)
     globals()["kept"] = llm, parts

@@ -11,7 +11,7 @@ from kvferry.core.histogram import Histogram
 
 def test_phases_of_a_request() -> None:
     clock = ManualClock()
-    engine, _ = an_engine(limits=small_limits(max_sequences=1))
+    engine, _ = an_engine(limits=small_limits(max_num_seqs=1))
     engine._clock = clock
     engine.add(a_request("first", [1, 2], max_tokens=3))
     engine.add(a_request("second", [1, 2, 3], max_tokens=1))

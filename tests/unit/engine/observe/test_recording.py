@@ -8,6 +8,7 @@ from harness.fakes.recorded import a_request, an_engine, record, run_all
 from kvferry.core.clock import ManualClock
 from kvferry.core.errors import UsageError
 from kvferry.core.ids import RequestId
+from kvferry.core.settings.engine import SchedulerLimits
 from kvferry.engine.loop.record_steps import RecordingSettings, begin_recording, end_recording
 from kvferry.engine.observe.log_file import END_TOKEN, read_log, sampling_of, write_log
 from kvferry.engine.observe.step_log import ABORT, ADD, RESET
@@ -23,7 +24,6 @@ from kvferry.engine.observe.timeline import (
     with_gaps,
 )
 from kvferry.engine.observe.watch import NO_WATCH
-from kvferry.engine.schedule.plan.step_budget import SchedulerLimits
 
 
 def test_a_log_has_events_plans_and_tokens() -> None:
@@ -118,7 +118,7 @@ def test_runs_that_cannot_be_replayed_are_refused_with_the_reason() -> None:
         (lambda lines: [], "line 1"),
         (lambda lines: ["{}"], "'kvferry_steps' is missing"),
         (lambda lines: [lines[0].replace('"kvferry_steps":1', '"kvferry_steps":2')], "the version must be 1, not 2"),
-        (lambda lines: [lines[0].replace("fcfs", "later")], "policy 'later'"),
+        (lambda lines: [lines[0].replace("fcfs", "later")], "srtf, two-level, weighted, not 'later'"),
         (lambda lines: [lines[0], '{"events":[["jump",0]],"plan":[],"tokens":[],"is_ahead":false,"begun":0,"ended":1}'],
          "line 2 of the step log is invalid: the event 'jump' is unknown"),
         (lambda lines: lines[:-1], "request 0 arrives but is not described"),
@@ -168,5 +168,5 @@ def test_a_chrome_trace_has_microseconds_and_named_lanes() -> None:
 
 
 def test_the_limits_of_a_replay_are_those_of_the_engine() -> None:
-    limits = SchedulerLimits(64, 32, 16, max_sequences=3, scheduling="srtf")
+    limits = SchedulerLimits(64, 32, 16, max_num_seqs=3, scheduling="srtf")
     assert record([(0, a_request("a", 4, 2))], limits=limits).engine.limits == limits

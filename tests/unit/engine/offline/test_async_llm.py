@@ -11,18 +11,18 @@ from harness.idle import assert_idle
 from harness.waiting import eventually
 
 from kvferry.core.errors import DeadlinePassed, InvalidRequest, Unavailable, UsageError
+from kvferry.core.settings.engine import SchedulerLimits
 from kvferry.engine import LLM, AsyncLLM, BeamParams, SamplingParams
 from kvferry.engine.offline.completion import CompletionPart
-from kvferry.engine.schedule.plan.step_budget import SchedulerLimits
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 LONG = SamplingParams(temperature=0.0, max_tokens=1500, ignore_eos=True)
-SETTINGS = {"dtype": "float32", "kv_bytes": 16 << 20}
+SETTINGS = {"dtype": "float32", "kv_memory": 16 << 20}
 
 
 @pytest.fixture(scope="module")
 def blocking() -> LLM:
-    return LLM("tiny", dtype="float32", kv_bytes=16 << 20)
+    return LLM("tiny", dtype="float32", kv_memory=16 << 20)
 
 
 async def parts_of(llm: AsyncLLM, prompt: str, sampling: SamplingParams = GREEDY) -> list[CompletionPart]:

@@ -22,7 +22,7 @@ PROMPTS = [[*b"a tale of two cities"], [*b"abc"], [*b"the quick brown fox jumps 
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM("tiny", dtype="float32", kv_bytes=16 << 20)
+    return LLM("tiny", dtype="float32", kv_memory=16 << 20)
 
 
 @pytest.fixture(scope="module")

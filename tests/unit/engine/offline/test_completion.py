@@ -22,7 +22,7 @@ USER = [{"role": "user", "content": "How is the weather in Rome?"}]
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM("tiny", dtype="float32", kv_bytes=16 << 20)
+    return LLM("tiny", dtype="float32", kv_memory=16 << 20)
 
 
 class Scripted:

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from kvferry.core.errors import InvalidRequest
+from kvferry.core.settings.engine import EngineSettings, SchedulerLimits
 from kvferry.engine import LLM, SamplingParams
-from kvferry.engine.schedule.plan.step_budget import SchedulerLimits
-from kvferry.engine.settings import EngineSettings
 from kvferry.text.requests.beams import BeamParams
 from kvferry.text.tools.chat import encode_chat
 from kvferry.text.tools.definitions import Tool
@@ -20,7 +19,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM("tiny", dtype="float32", kv_bytes=16 << 20)
+    return LLM("tiny", dtype="float32", kv_memory=16 << 20)
 
 
 def test_each_prompt_has_its_parameters(llm: LLM) -> None:
@@ -166,10 +165,10 @@ def test_more_prompts_than_the_engine_s_queue_holds(llm: LLM) -> None:
 
 OTHER = {
     "load_format": "dummy", "device": "cuda:1", "dtype": "int8", "weights": "float32", "numerics": "fast",
-    "kernels": "torch", "cuda_graphs": "off", "kv_bytes": 1 << 20, "gpu_memory_share": 0.25, "block_tokens": 32,
+    "kernels": "torch", "cuda_graphs": "off", "kv_memory": 1 << 20, "gpu_memory_utilization": 0.25, "block_tokens": 32,
     "window_pages": "keep", "limits": SchedulerLimits(token_budget=77), "async_steps": "off", "speculation": "suffix",
     "threads": 3, "seed": 5, "adapters": {"a": "/folder"}, "adapter_slots": 3, "max_adapter_rank": 8,
-    "adapter_bytes": 1 << 20,
+    "adapter_memory": 1 << 20,
 }  # fmt: skip
 """A value other than the default of every argument of `LLM`."""
 

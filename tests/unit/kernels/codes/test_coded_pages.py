@@ -14,10 +14,10 @@ from kvferry.core.errors import UsageError
 from kvferry.engine.execute.models.build import build_model
 from kvferry.engine.execute.run.runner import Runner
 from kvferry.engine.execute.tensors.paged_kv import PagedKv
-from kvferry.kernels.batch import AttentionRules, HeadNorms, SharedPrefix
+from kvferry.kernels.batch import AttentionRules, HeadNorms
 from kvferry.kernels.coded_pages import CODES, coded_pages, page_bytes, scales_of
 from kvferry.kernels.gpu.attention.attend import attend
-from kvferry.kernels.gpu.attention.plan import plan_attention, plan_cascade
+from kvferry.kernels.gpu.attention.plan import plan_attention
 from kvferry.kernels.gpu.backend import DEVICE_OPS, OPS
 from kvferry.kernels.gpu.check import BadKernelInput
 from kvferry.kernels.reference import forward as reference
@@ -115,12 +115,10 @@ def test_a_row_that_is_not_finite_has_the_scale_nan(device: torch.device, dtype:
     assert torch.isnan(scales).tolist() == [[False, True], [False, False]]
 
 
-def assert_attends(case: Case, dtype: str, device: torch.device, rules: AttentionRules, *, shared: int = 0) -> None:
+def assert_attends(case: Case, dtype: str, device: torch.device, rules: AttentionRules) -> None:
     """Check attention over codes against exact attention over their values."""
     pages = coded(case.pages, dtype, device)
     q, batch = case.q.to(BF16), case.to(device)
-    prefixes = [SharedPrefix(tuple(range(len(case.batch.queries))), shared)] if shared else []
-    make = plan_cascade(batch, pages, q.shape[1], prefixes) if shared else plan_attention(batch, pages, q.shape[1])
     values = decoded(pages, dtype)
     exact = reference.attend(q.double(), values.double(), 1, case.batch, rules)
     low = reference.attend(q, values.to(BF16), 1, case.batch, rules)
@@ -129,7 +127,7 @@ def assert_attends(case: Case, dtype: str, device: torch.device, rules: Attentio
     for page, slot in unused:
         pages.view(torch.uint8)[page, :, :, :, slot] = 255
         scales_of(pages)[page, :, :, :, slot] = torch.nan
-    got = attend(q.to(device), pages, 1, make, rules)
+    got = attend(q.to(device), pages, 1, plan_attention(batch, pages, q.shape[1]), rules)
     assert got.dtype == BF16
     assert float((got.cpu().double() - exact).abs().max()) <= fair_error(exact, low)
 
@@ -163,13 +161,9 @@ def test_attention_over_codes(
 
 
 @pytest.mark.parametrize("dtype", CODED)
-def test_partitions_and_shared_prefixes_over_codes(device: torch.device, dtype: str) -> None:
+def test_partitions_over_codes(device: torch.device, dtype: str) -> None:
     case = make_case([(1, 700), (1, 650)], kv_heads=1, group=2, head_dim=64, block_tokens=16, seed=4)
     assert_attends(case, dtype, device, AttentionRules(0.2))
-    tables = case.batch.block_tables.copy()
-    tables[1, :32] = tables[0, :32]
-    assert_attends(replace(case, batch=replace(case.batch, block_tables=tables)), dtype, device, AttentionRules(0.2),
-                   shared=512)  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", CODED)

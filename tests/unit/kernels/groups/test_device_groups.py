@@ -11,6 +11,7 @@ from harness.kernels.family_checkpoints import FEATURED
 from kvferry.core.hashing import BlockNamers
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import SamplingParams
+from kvferry.core.settings.engine import SchedulerLimits
 from kvferry.engine.engine import Engine
 from kvferry.engine.execute.gpu.graphs import CudaGraphs
 from kvferry.engine.execute.gpu.runner import DeviceRunner
@@ -19,14 +20,13 @@ from kvferry.engine.execute.models.transformer import Transformer
 from kvferry.engine.execute.run.runner import Runner
 from kvferry.engine.execute.tensors.paged_kv import PagedKv
 from kvferry.engine.schedule.messages import EngineRequest
-from kvferry.engine.schedule.plan.step_budget import SchedulerLimits
 from kvferry.kernels.ops import device_ops_for
 from kvferry.kv.pages.layout import KvLayout
 from kvferry.model import tiny
 from kvferry.weights.config import ModelConfig
 
 BLOCK, PLACES = 4, 4
-LIMITS = SchedulerLimits(token_budget=64, max_chunk_tokens=8, max_sequences=PLACES, reserve_share=0.0)
+LIMITS = SchedulerLimits(token_budget=64, max_chunk_tokens=8, max_num_seqs=PLACES, reserve_share=0.0)
 PROMPTS = [[5], list(range(100, 141)), [257, *b"hello", 258], list(b"a prompt that is longer than a window of tokens")]
 CONFIGS = {
     "two groups": replace(FEATURED["window, caps, norms around"], windows=(7, None)),

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from unit.kernels.test_triton_rows_of_one import described
 
 from kvferry.kernels import latent_limits
-from kvferry.kernels.batch import AttentionBatch, AttentionRules, LatentUp, SharedPrefix
+from kvferry.kernels.batch import AttentionBatch, AttentionRules, LatentUp
 from kvferry.kernels.gpu.attention.attend import attend
-from kvferry.kernels.gpu.attention.plan import Plan, plan_attention, plan_cascade, plan_rows
+from kvferry.kernels.gpu.attention.plan import Plan, plan_attention, plan_rows
 from kvferry.kernels.gpu.backend import DEVICE_OPS, OPS
 from kvferry.kernels.gpu.check import BadKernelInput
 from kvferry.kernels.gpu.device import device_class
@@ -340,10 +340,6 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
         r"is not \[pages, layers, 1, 1, B, D\] or \[pages, layers, 2, K, B, D\]",
     ),
     "no heads": (lambda: plan_attention(ONE, PAGES, 0), "q: 0 query heads; at least 1"),
-    "a shared prefix": (
-        lambda: plan_cascade(ONE, PAGES, 3, [SharedPrefix((0, 1), 4)]),
-        "shared: latent attention does not support shared prefixes",
-    ),
     "plain attention": (
         lambda: attend(torch.zeros(2, 3, 8), PAGES, 0, plan_attention(ONE, PAGES, 3), AttentionRules(0.1)),
         r"pages: .* is not \[pages, layers, 2, K, B, D\]",

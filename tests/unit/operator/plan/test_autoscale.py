@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from kvferry.core.load import WorkerLoad
 from kvferry.operator.plan.autoscale import History, decide
 from kvferry.operator.pool.facts import FleetReport, WorkerReport
-from kvferry.operator.pool.spec import Role, Scaling
+from kvferry.operator.pool.spec import Role, ScaleDown, Scaling
 
 NOW = 10_000.0
 
@@ -48,7 +48,7 @@ def test_one_full_pod_among_idle_ones_causes_growth():
 
 
 def test_a_small_deviation_from_the_target_changes_nothing():
-    decision = decide(role(down_seconds=0), 2, 2, pods((30, 0.75), (1, 0.1)), watched(), NOW)
+    decision = decide(role(scale_down=ScaleDown(0)), 2, 2, pods((30, 0.75), (1, 0.1)), watched(), NOW)
     assert decision.replicas == 2
     assert decision.reason.endswith("unchanged")
 
@@ -57,7 +57,9 @@ def test_growth_is_by_steps_and_within_bounds():
     assert decide(role(), 1, 1, pods((900, 0.1)), watched(), NOW).replicas == 5
     assert decide(role(max_replicas=50), 10, 10, pods(*[(90, 0.1)] * 10), watched(), NOW).replicas == 20
     assert decide(role(max_replicas=3), 1, 1, pods((900, 0.1)), watched(), NOW).replicas == 3
-    assert decide(role(min_replicas=2, down_seconds=0), 3, 3, pods(*[(1, 0.0)] * 3), watched(), NOW).replicas == 2
+    assert (
+        decide(role(min_replicas=2, scale_down=ScaleDown(0)), 3, 3, pods(*[(1, 0.0)] * 3), watched(), NOW).replicas == 2
+    )
 
 
 def test_the_number_falls_only_when_the_whole_window_agrees():

@@ -41,7 +41,7 @@ def specs() -> st.SearchStrategy[dict[str, Any]]:
     return st.fixed_dictionaries(
         {
             "roles": st.one_of(pair, both),
-            "model": st.builds(lambda n: {"name": "m", "maxTokens": n}, st.integers(0, 3)),
+            "model": st.builds(lambda n: {"name": "m", "maxModelLen": n}, st.integers(0, 3)),
             "networkPolicy": st.sampled_from(["Restricted", "Off"]),
             "observability": st.builds(lambda m: {"podMonitor": m}, st.sampled_from(["Auto", "Off"])),
             "gateway": st.builds(
@@ -125,7 +125,7 @@ def test_objects_of_other_owners_are_neither_deleted_nor_changed(chosen, owners,
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ({}, {"model": {"name": "m", "maxTokens": 9}}),
+        ({}, {"model": {"name": "m", "maxModelLen": 9}}),
         ({}, {"roles": roles_with(replicas=4), "networkPolicy": "Off"}),
         ({"roles": roles_with(replicas=3)}, {"roles": roles_with(scaling={"mode": "External"})}),
         ({}, {"roles": [{"name": "both", "replicas": 2}]}),
@@ -190,7 +190,7 @@ def test_a_new_scaler_belongs_to_the_pool_and_its_number_to_the_seed(mode):
 
 
 def test_the_autoscaler_writes_under_its_own_manager_and_a_refusal_keeps_the_number():
-    auto = {"mode": "Auto", "upSeconds": 0, "requestsTarget": 1, "maxReplicas": 9}
+    auto = {"mode": "Auto", "targetRequests": 1, "maxReplicas": 9}
     cluster = Cluster(roles=roles_with(scaling=auto))
     cluster.settle()
     place = (names.API_VERSION, "PoolRoleScaler", "chat-decode")

@@ -157,7 +157,7 @@ def test_scaling_in_a_paused_rollout_keeps_a_pair():
 
 amounts = st.sampled_from(["0", "1", "2", "25%", "50%", "100%"])
 rollouts = st.builds(
-    Rollout, max_surge=amounts, max_unavailable=amounts, max_skew=st.sampled_from([1, 10, 25, 50, 100])
+    Rollout, max_surge=amounts, max_unavailable=amounts, max_skew=st.sampled_from([0.01, 0.1, 0.25, 0.5, 1.0])
 ).filter(lambda r: not (r.max_surge == "0" and r.max_unavailable == "0"))
 
 
@@ -233,4 +233,4 @@ def test_no_role_gets_ahead_by_more_than_max_skew(replicas, rollout):
         roles = apply(roles, "b", rollout, all_ready)
         for role in roles if any(role.of("a").desired for role in roles) else ():
             ahead = Fraction(role.of("b").desired, role.replicas) - before
-            assert ahead <= Fraction(rollout.max_skew, 100) + Fraction(1, role.replicas)
+            assert ahead <= Fraction(str(rollout.max_skew)) + Fraction(1, role.replicas)

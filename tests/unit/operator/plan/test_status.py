@@ -128,7 +128,7 @@ CASES = [
     (Condition.CONTEXT_AVAILABLE, {"report": context(8192, 4096)}, ("False", "LimitedByKvMemory")),
     (
         Condition.CONTEXT_AVAILABLE,
-        {"report": context(8192, 4096), "spec": {"model": {"name": "m", "maxTokens": 4096}}},
+        {"report": context(8192, 4096), "spec": {"model": {"name": "m", "maxModelLen": 4096}}},
         ("True", "FullContext"),
     ),
     (Condition.ADAPTERS_LOADED, {}, ("", "")),

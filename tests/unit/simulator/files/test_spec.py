@@ -121,7 +121,7 @@ def test_a_role_has_its_own_device_and_engine_on_top_of_the_common_one() -> None
     text = """
     [engine]
     blocks = 100
-    max_sequences = 7
+    max_num_seqs = 7
     [device]
     step_ms = 1
     [[role]]
@@ -133,7 +133,7 @@ def test_a_role_has_its_own_device_and_engine_on_top_of_the_common_one() -> None
     """
     prefill, decode = read_fleet(text, no_files).pool.roles
     assert (prefill.engine.num_blocks, decode.engine.num_blocks) == (50, 100)
-    assert prefill.engine.limits.max_sequences == 7
+    assert prefill.engine.limits.max_num_seqs == 7
     assert (prefill.device.step, decode.device.step) == (0.001, 0.002)
 
 

@@ -7,7 +7,7 @@ from unit.simulator.simulated import ENGINE, GATEWAY, a_demand, a_pool, check_id
 
 from kvferry.bench.workload.lengths import LengthMix
 from kvferry.core.errors import UsageError
-from kvferry.engine.schedule.plan.step_budget import SchedulerLimits
+from kvferry.core.settings.engine import SchedulerLimits
 from kvferry.gateway.decide.cache_map.cache_map import CacheMap
 from kvferry.gateway.decide.cache_map.map_states import MapState
 from kvferry.simulator.fleet import gateway as simulated_gateway
@@ -196,7 +196,7 @@ def test_invariants_hold_after_every_step() -> None:
 
         replica._flush = flush
 
-    limits = SchedulerLimits(token_budget=128, max_chunk_tokens=64, max_mixed_tokens=64, max_sequences=8)
+    limits = SchedulerLimits(token_budget=128, max_chunk_tokens=64, max_mixed_tokens=64, max_num_seqs=8)
     engine = replace(ENGINE, num_blocks=48, limits=limits)
     pool = a_pool(a_demand(count=60), {"prefill": 1, "decode": 1}, engine=engine, on_join=watch)
     pool.run()

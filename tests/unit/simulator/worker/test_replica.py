@@ -7,9 +7,9 @@ import pytest
 
 from kvferry.core.hashing import BlockNamers
 from kvferry.core.ids import RequestId
+from kvferry.core.settings.engine import SchedulerLimits
 from kvferry.engine.engine import Engine
 from kvferry.engine.schedule.messages import EngineRequest
-from kvferry.engine.schedule.plan.step_budget import SchedulerLimits
 from kvferry.engine.schedule.policies.policy import POLICIES
 from kvferry.engine.schedule.step.step import SequenceOutput, StepPlan, StepResult
 from kvferry.simulator.clock import VirtualClock
@@ -109,7 +109,7 @@ def test_the_engine_and_the_simulator_plan_the_same_steps(policy: str, blocks: i
     """Each step takes one second, so a request that arrives before a step of the engine does so in the simulator too.
     With 24 blocks, sequences are preempted.
     """
-    limits = SchedulerLimits(128, 48, 64, max_sequences=6, scheduling=policy)
+    limits = SchedulerLimits(128, 48, 64, max_num_seqs=6, scheduling=policy)
     for seed in range(6):
         made = arrivals(seed)
         made[0] = (0, *made[0][1:])  # the engine and the clock start with the first arrival

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.core.errors import UsageError
+from kvferry.core.settings.engine import SchedulerLimits
 from kvferry.engine.observe.log_file import read_log, write_log
 from kvferry.engine.observe.step_log import StepLog
-from kvferry.engine.schedule.plan.step_budget import SchedulerLimits
 from kvferry.engine.schedule.policies.policy import POLICIES
 from kvferry.simulator.worker.step_replay import StepReplay
 
@@ -63,7 +63,7 @@ def test_the_simulator_plans_the_logged_steps(arrivals, policy, blocks, ahead, h
         )
         for number, (at, num_prompt, num_output, first, kind, priority) in enumerate(arrivals)
     ]  # fmt: skip
-    limits = SchedulerLimits(128, 48, 64, max_sequences=6, scheduling=policy)
+    limits = SchedulerLimits(128, 48, 64, max_num_seqs=6, scheduling=policy)
     log = record(
         requests, limits=limits, blocks=blocks, eos=True, ahead=ahead, has_tokens=has_tokens,
         aborts=[(at, str(number)) for at, number in aborted],

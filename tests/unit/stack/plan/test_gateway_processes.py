@@ -2,9 +2,9 @@
 
 import pytest
 
-from kvferry.cli.settings import GATEWAY
 from kvferry.core.errors import UsageError
-from kvferry.core.settings import resolve
+from kvferry.core.settings.processes import GATEWAY
+from kvferry.core.settings.resolve import resolve
 from kvferry.stack.plan.gateway_processes import SharedAddresses, admin_address, gateway_process_specs
 
 SHARED = SharedAddresses("0.0.0.0:8000", "0.0.0.0:9000")

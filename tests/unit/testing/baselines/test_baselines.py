@@ -15,10 +15,10 @@ from kvferry.core.errors import InvariantBroken
 from kvferry.core.hashing import BlockNamer
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import SamplingParams
+from kvferry.core.settings.engine import SchedulerLimits
 from kvferry.engine.schedule.blocks.allocation import Allocator
 from kvferry.engine.schedule.blocks.block_pool import BlockPool
 from kvferry.engine.schedule.blocks.prefix_index import PrefixIndex
-from kvferry.engine.schedule.plan.step_budget import SchedulerLimits
 from kvferry.engine.schedule.step.sequence import Sequence
 from kvferry.engine.schedule.step.sequence_request import SequenceRequest
 from kvferry.simulator.requests.demand import Demand
@@ -138,7 +138,7 @@ def test_a_static_batch_runs_to_its_end() -> None:
 
 @pytest.mark.parametrize("make", [None, reserving(BASELINES["Orca (Pow2)"], 2048), static(4096)])
 def test_runs_of_steps_while_requests_wait_give_the_times_of_single_steps(make: Callable | None) -> None:
-    limits = SchedulerLimits(4096, 4096, 4096, max_sequences=4)
+    limits = SchedulerLimits(4096, 4096, 4096, max_num_seqs=4)
     found = []
     for takes_runs in (True, False):
         served = serve(

@@ -14,18 +14,18 @@ from kvferry.core.clock import SystemClock
 from kvferry.core.errors import InvalidRequest, Overloaded, UsageError
 from kvferry.core.ids import Incarnation, RequestId
 from kvferry.core.sampling import SamplingParams
+from kvferry.core.settings.engine import EngineSettings
 from kvferry.engine import LLM
 from kvferry.engine.loop.engine_loop import CommandQueue, EngineLoop
 from kvferry.engine.observe.log_file import read_log
 from kvferry.engine.observe.watch import NO_WATCH, StepWatch
 from kvferry.engine.schedule.messages import EngineRequest
-from kvferry.engine.settings import EngineSettings
 from kvferry.simulator.worker.step_replay import StepReplay
 from kvferry.v1 import worker_admin_pb2
 from kvferry.workers.calls.context import UnitIdentity, WorkerContext
 from kvferry.workers.services.profiling import Profiling
 
-SETTINGS = EngineSettings("tiny", dtype="float32", kv_bytes=4 << 20, threads=1)
+SETTINGS = EngineSettings("tiny", dtype="float32", kv_memory=4 << 20, threads=1)
 
 
 def a_call(steps: int = 500, seconds: float = 60.0, **more: bool) -> worker_admin_pb2.ProfileRequest:
@@ -163,7 +163,7 @@ def test_an_engine_that_differs_is_refused() -> None:
     llm = LLM.of(SETTINGS)
     log = profile_engine(llm, SystemClock(), steps=4, shapes=[(4, 2)], has_tokens=True).log
     with pytest.raises(UsageError, match="must equal those of the log"):
-        replay(log, LLM.of(EngineSettings("tiny", dtype="float32", kv_bytes=8 << 20, threads=1)).engine)
+        replay(log, LLM.of(EngineSettings("tiny", dtype="float32", kv_memory=8 << 20, threads=1)).engine)
     log.has_tokens = False
     with pytest.raises(UsageError, match="has no tokens"):
         replay(log, llm.engine)

@@ -1,4 +1,4 @@
-"""Launches of paged attention: one for prefill rows, one or two for decode rows, and one that merges partitions. `plan`
+"""Launches of paged attention: one for prefill rows, one for decode rows, and one that merges partitions. `plan`
 divides the work; `tiles` contains the kernels.
 """
 
@@ -46,11 +46,10 @@ def attend(
     at_layer, scales = values.select(1, layer), scales.select(1, layer)
     if plan.large is not None and plan.large_members is not None:
         _launch(out, None, q, (at_layer, scales, kind), plan, plan.large, plan.large_members, rules)
-    if plan.small_members is not None:
+    if plan.small is not None and plan.small_members is not None:
         parts = _parts(q, plan, plan.small_members)
-        for tiles in plan.small:
-            _launch(out, parts, q, (at_layer, scales, kind), plan, tiles, plan.small_members, rules)
-        _merge(out, parts, q, plan, plan.small_members, rules)
+        _launch(out, parts, q, (at_layer, scales, kind), plan, plan.small, plan.small_members, rules)
+        _merge(out, parts, q, plan, plan.small, plan.small_members, rules)
     return out
 
 
@@ -66,8 +65,6 @@ def _check(q: torch.Tensor, pages: torch.Tensor, plan: Plan, rules: AttentionRul
     check.shaped("q", q, plan.num_rows, plan.num_heads, pages.shape[5])
     if rules.window is not None and rules.window < 1:
         raise check.fault("window", "SHAPE", f"the window must be at least 1 position, not {rules.window}")
-    if rules.window is not None and plan.has_shared:
-        raise check.fault("window", "SHAPE", "a shared prefix cannot have a window; plan this layer separately")
     if rules.window is not None and plan.trees is not None:
         raise check.fault("window", "SHAPE", "the Triton kernels do not support trees of draft tokens with a window")
     if rules.sinks is not None:
@@ -158,6 +155,7 @@ def _merge(
     parts: tuple[torch.Tensor, torch.Tensor],
     q: torch.Tensor,
     plan: Plan,
+    tiles: Tiles,
     members: Members,
     rules: AttentionRules,
 ) -> None:
@@ -175,7 +173,7 @@ def _merge(
         rules.window or 0,
         head_dim=head_dim,
         dim=triton.next_power_of_2(head_dim),
-        partition=plan.small[0].partition,
+        partition=tiles.partition,
         block=choice.sizes["block"],
         is_windowed=rules.window is not None,
         has_sinks=rules.sinks is not None,

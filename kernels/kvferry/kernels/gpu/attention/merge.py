@@ -24,8 +24,8 @@ def merge_parts(
     has_sinks: tl.constexpr,
     skips_whole: tl.constexpr,
 ) -> None:
-    """Merge a row's partitions, weighted by log-sum-exp, in an order that does not depend on the batch; also merge a
-    shared prefix with the rest of a sequence. Grid: (members, H).
+    """Merge a row's partitions, weighted by log-sum-exp, in an order that does not depend on the batch. Grid:
+    (members, H).
 
     (D + 1) * 4 bytes are read per partition, and D values are written. With `skips_whole`, rows whose first part has
     the logarithm infinity are skipped: their results are in `out`.

@@ -9,14 +9,11 @@ A tile has up to `queries` rows of a sequence, each with the H / K heads that sh
 Sequences with few rows (decode) have small tiles, and their keys are split into partitions, which are counted from the
 beginning of the sequence, so that one long context occupies a whole GPU (Dao et al., Flash-Decoding, 2023);
 `merge_parts` combines the partial results in order. The boundaries depend only on the sequence, so a row's result does
-not depend on its batch. The common partitions of sequences with a common prefix of pages can be computed once, in tiles
-with rows of all these sequences: cascade attention (Ye et al., FlashInfer, 2025, section 3; Juravsky et al., Hydragen,
-2024).
+not depend on its batch.
 
 All arrays of a plan are sent to the device in one copy.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,7 +21,7 @@ import numpy.typing as npt
 import torch
 import triton
 
-from kvferry.kernels.batch import AttentionBatch, SharedPrefix, SingleRows, Trees
+from kvferry.kernels.batch import AttentionBatch, SingleRows, Trees
 from kvferry.kernels.gpu import check
 from kvferry.kernels.gpu.launch import Choice, choose
 from kvferry.kernels.ops import AttentionPlan
@@ -45,8 +42,8 @@ class Tiles:
     """Keys per partition; 0 if the tiles are not partitioned."""
     count: int
     numbers: torch.Tensor
-    """[6, count] int32, per tile: row of the block tables, index of the tile's first row in `listed`, number of its
-    rows in `listed`, and the key positions begin, full, end."""
+    """[5, count] int32, per tile: row of the block tables, index of the tile's first row in `listed`, number of its
+    rows in `listed`, and the key positions full, end."""
     listed: torch.Tensor
     """[..] int32: rows of all tiles, as indices into `members`."""
 
@@ -84,13 +81,12 @@ class Plan:
     """Position of each row, [T] int32."""
     large: Tiles | None
     large_members: Members | None
-    small: tuple[Tiles, ...]
-    """Partitioned tiles: first the tiles of single sequences, then the tiles of shared prefixes."""
+    small: Tiles | None
+    """Partitioned tiles."""
     small_members: Members | None
     num_partitions: int
     """Number of partitions of the longest context among the small members; an upper bound if lengths are only on the
     device."""
-    has_shared: bool
     is_open: bool = False
     """Whether context lengths are only on the device. A launch then has fewer programs than possible partitions."""
     trees: TreeRows | None = None
@@ -135,17 +131,6 @@ def plan_attention(batch: AttentionBatch, pages: torch.Tensor, num_heads: int) -
     Raises:
         BadKernelInput: the pages are not supported, or a block table is too short for its context.
     """
-    return plan_cascade(batch, pages, num_heads, ())
-
-
-def plan_cascade(
-    batch: AttentionBatch, pages: torch.Tensor, num_heads: int, shared: Sequence[SharedPrefix]
-) -> AttentionPlan:
-    """See `DeviceOps.plan_cascade`.
-
-    Raises:
-        BadKernelInput: an error of `plan_attention`, or a shared prefix is invalid.
-    """
     check.ready("pages", pages)
     check.pool("pages", pages)
     queries, contexts = batch.queries, batch.contexts
@@ -154,8 +139,6 @@ def plan_cascade(
             "queries", "SHAPE", "every sequence must have at least 1 row and at most as many rows as its context length"
         )
     check.tables(batch.block_tables, contexts, pages)
-    if shared and pages.shape[2] == 1:
-        raise check.fault("shared", "SHAPE", "latent attention does not support shared prefixes; plan without them")
     if batch.trees is not None and pages.shape[2] == 1:
         raise check.fault("trees", "SHAPE", "the Triton kernels do not support trees of draft tokens in latent vectors")
     trees = np.zeros(len(queries), np.int64) if batch.trees is None else batch.trees.sizes
@@ -172,19 +155,12 @@ def plan_cascade(
     cuts: list[_Cut] = []
     partition = small_choice.sizes["partition"]
     if len(small):
-        begins = np.zeros(len(queries), np.int64)
-        joint = [_joint(batch, prefix, is_small, small_members, owner, partition, pages) for prefix in shared]
-        for prefix, (tokens, _) in zip(shared, joint, strict=True):
-            begins[list(prefix.members)] = tokens
-        own = _tiles(small, queries, contexts, small_limit, begins, trees)
-        cuts.append(_Cut(small_choice, small_rows, partition, own, np.arange(len(small_members))))
-        cuts += _shared_cuts([j for j in joint if j[0]], shared, num_heads, pages)
-    elif shared:
-        raise check.fault("shared", "SHAPE", "no sequences of the batch have few enough rows to share a prefix")
+        numbers = _tiles(small, queries, contexts, small_limit, trees)
+        cuts.append(_Cut(small_choice, small_rows, partition, numbers, np.arange(len(small_members))))
     if len(large):
         choice, rows, limit = _sizes("large", num_heads, pages)
-        numbers = _tiles(large, queries, contexts, limit, np.zeros(len(queries), np.int64), trees)
-        heaviest = np.argsort(-numbers[5], kind="stable")  # largest tiles first, to balance the load
+        numbers = _tiles(large, queries, contexts, limit, trees)
+        heaviest = np.argsort(-numbers[4], kind="stable")  # largest tiles first, to balance the load
         cuts.append(_Cut(choice, rows, 0, numbers[:, heaviest], np.arange(len(large_members))))
 
     upload = _Upload()
@@ -193,7 +169,7 @@ def plan_cascade(
     placed = [(cut, upload.add(cut.numbers), upload.add(cut.listed)) for cut in cuts]
     sent = upload.send(pages.device)
     tiles = [
-        Tiles(c.choice, c.rows, c.partition, c.numbers.shape[1], sent[numbers].view(6, -1), sent[listed])
+        Tiles(c.choice, c.rows, c.partition, c.numbers.shape[1], sent[numbers].view(5, -1), sent[listed])
         for c, numbers, listed in placed
     ]
     return Plan(
@@ -204,10 +180,9 @@ def plan_cascade(
         positions=sent[at_positions],
         large=next((t for t in tiles if not t.partition), None),
         large_members=Members(len(large_members), sent[at_large]) if len(large) else None,
-        small=tuple(t for t in tiles if t.partition),
+        small=next((t for t in tiles if t.partition), None),
         small_members=Members(len(small_members), sent[at_small]) if len(small) else None,
         num_partitions=-(-int(contexts[small].max(initial=0)) // partition),
-        has_shared=any(tokens for tokens, _ in joint) if len(small) else False,
         trees=None if batch.trees is None else _tree_rows(batch.trees, contexts, owner, pages.device),
     )
 
@@ -238,9 +213,7 @@ def plan_rows(rows: SingleRows, pages: torch.Tensor, num_heads: int) -> Attentio
     count, partition = len(rows.places), choice.sizes["partition"]
     listed = torch.arange(count, dtype=torch.int32, device=pages.device)
     contexts = rows.contexts.to(torch.int32)
-    numbers = torch.stack(
-        (rows.places.to(torch.int32), listed, torch.ones_like(listed), torch.zeros_like(listed), contexts, contexts)
-    )
+    numbers = torch.stack((rows.places.to(torch.int32), listed, torch.ones_like(listed), contexts, contexts))
     return Plan(
         num_rows=count,
         num_heads=num_heads,
@@ -249,10 +222,9 @@ def plan_rows(rows: SingleRows, pages: torch.Tensor, num_heads: int) -> Attentio
         positions=contexts - 1,
         large=None,
         large_members=None,
-        small=(Tiles(choice, size, partition, count, numbers, listed),),
+        small=Tiles(choice, size, partition, count, numbers, listed),
         small_members=Members(count, listed),
         num_partitions=-(-rows.max_tokens // partition),
-        has_shared=False,
         is_open=True,
     )
 
@@ -268,7 +240,7 @@ def _group(num_heads: int, pages: torch.Tensor) -> int:
 
 
 def _sizes(kind: str, num_heads: int, pages: torch.Tensor) -> tuple[Choice, int, int]:
-    """Return the launch configuration of `small`, `large` or `shared` tiles, the number of rows of a tile's matrix, and
+    """Return the launch configuration of `small` or `large` tiles, the number of rows of a tile's matrix, and
     the maximum number of queries in a tile. With latent vectors, heads that exceed a tile's rows have their own tiles,
     and the shape class is the padded number of heads instead of the head dimension."""
     wide = f"{8 * pages.dtype.itemsize}bit"
@@ -284,8 +256,8 @@ def _sizes(kind: str, num_heads: int, pages: torch.Tensor) -> tuple[Choice, int,
     return choice, rows, rows // group
 
 
-def _tiles(sequences: Ints, queries: Ints, contexts: Ints, limit: int, begins: Ints, trees: Ints) -> Ints:
-    """Split sequences into tiles of at most `limit` rows; return [6, tiles] in order. The tiles' rows are listed in the
+def _tiles(sequences: Ints, queries: Ints, contexts: Ints, limit: int, trees: Ints) -> Ints:
+    """Split sequences into tiles of at most `limit` rows; return [5, tiles] in order. The tiles' rows are listed in the
     same order. All rows of a tree attend to the tokens up to its root."""
     each = -(-queries[sequences] // limit)
     owner = np.repeat(sequences, each)
@@ -294,51 +266,4 @@ def _tiles(sequences: Ints, queries: Ints, contexts: Ints, limit: int, begins: I
     lowest = contexts[owner] - queries[owner] + index * limit
     first = np.cumsum(counts) - counts
     full = np.where(trees[owner] > 0, contexts[owner] - trees[owner], lowest) + 1
-    return np.stack((owner, first, counts, begins[owner], full, lowest + counts))
-
-
-def _joint(
-    batch: AttentionBatch,
-    prefix: SharedPrefix,
-    is_small: npt.NDArray[np.bool_],
-    small_members: Ints,
-    owner: Ints,
-    partition: int,
-    pages: torch.Tensor,
-) -> tuple[int, Ints]:
-    """Return the number of tokens (in whole partitions) that are computed jointly for all sequences of a prefix, and
-    the small members of these sequences."""
-    members = np.array(prefix.members, np.int64)
-    if len(set(prefix.members)) != len(members) or not np.isin(members, np.flatnonzero(is_small)).all():
-        raise check.fault("shared", "SHAPE", f"members={prefix.members} must be distinct sequences with few rows")
-    computed = batch.contexts[members] - batch.queries[members]
-    if prefix.tokens > int(computed.min()):
-        raise check.fault(
-            "shared", "SHAPE", f"{prefix.tokens} shared tokens, but a member has only {computed.min()} computed tokens"
-        )
-    blocks = batch.block_tables[members, : -(-prefix.tokens // pages.shape[4])]
-    if (blocks != blocks[0]).any():
-        raise check.fault(
-            "shared", "TABLE", f"the first {prefix.tokens} tokens are not on the same pages for all members"
-        )
-    return prefix.tokens // partition * partition, np.flatnonzero(np.isin(owner[small_members], members))
-
-
-def _shared_cuts(
-    joint: list[tuple[int, Ints]], shared: Sequence[SharedPrefix], num_heads: int, pages: torch.Tensor
-) -> list[_Cut]:
-    """Build tiles for each prefix where sharing reduces the work."""
-    if not joint:
-        return []
-    choice, rows, most = _sizes("shared", num_heads, pages)
-    partition = _sizes("small", num_heads, pages)[0].sizes["partition"]
-    listed, columns = 0, []
-    tables = [prefix.members[0] for prefix in shared if prefix.tokens >= partition]
-    for (tokens, members), table in zip(joint, tables, strict=True):
-        first = np.arange(0, len(members), most)
-        counts = np.minimum(most, len(members) - first)
-        same = np.full(len(first), tokens)
-        columns.append(np.stack((np.full(len(first), table), listed + first, counts, np.zeros_like(first), same, same)))
-        listed += len(members)
-    numbers, members = np.concatenate(columns, axis=1), np.concatenate([m for _, m in joint])
-    return [_Cut(choice, rows, partition, numbers, members)]
+    return np.stack((owner, first, counts, full, lowest + counts))

@@ -282,7 +282,7 @@ def attend_tiles(
         pages: pages of the layer, [pages, 2, K, B, D], strided.
         scales_at: scales of codes, [pages, 2, K, B] float32, strided like the pages; not read without codes.
         tables: [sequences, blocks] int32.
-        tiles: [6, tiles] int32; see `plan.Tiles.numbers`.
+        tiles: [5, tiles] int32; see `plan.Tiles.numbers`.
         listed: [..] int32.
         members: [..] int32.
         positions: [T] int32.
@@ -299,9 +299,9 @@ def attend_tiles(
     table = tl.load(tiles + tile)
     first = tl.load(tiles + num_tiles + tile)
     count = tl.load(tiles + 2 * num_tiles + tile)
-    begin = tl.load(tiles + 3 * num_tiles + tile)
-    full = tl.load(tiles + 4 * num_tiles + tile)
-    end = tl.load(tiles + 5 * num_tiles + tile)
+    full = tl.load(tiles + 3 * num_tiles + tile)
+    end = tl.load(tiles + 4 * num_tiles + tile)
+    begin = tl.full([], 0, tl.int32)
     if is_windowed:
         begin = tl.maximum(begin, (full - window) // num_keys * num_keys)
     begin_here = begin

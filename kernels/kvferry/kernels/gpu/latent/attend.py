@@ -70,16 +70,15 @@ def attend_vectors(
     out = torch.empty_like(absorbed)
     if plan.large is not None and plan.large_members is not None:
         _launch(out, None, absorbed, turned, pages, plan, plan.large, plan.large_members, scale)
-    if plan.small_members is not None:
+    if plan.small is not None and plan.small_members is not None:
         parts = None
         if plan.is_open or plan.num_partitions > 1:
             shape = (plan.small_members.count, absorbed.shape[1], plan.num_partitions)
             peaks = torch.empty(shape, dtype=torch.float32, device=out.device)
             parts = torch.empty(*shape, absorbed.shape[2], dtype=torch.float32, device=out.device), peaks
-        for tiles in plan.small:
-            _launch(out, parts, absorbed, turned, pages, plan, tiles, plan.small_members, scale)
+        _launch(out, parts, absorbed, turned, pages, plan, plan.small, plan.small_members, scale)
         if parts is not None:
-            _merge(out, parts, plan, plan.small_members)
+            _merge(out, parts, plan, plan.small, plan.small_members)
     return out
 
 
@@ -172,7 +171,9 @@ def _programs(plan: Plan, tiles: int) -> int:
     return min(plan.num_partitions, max(1, _OPEN_PROGRAMS // tiles))
 
 
-def _merge(out: torch.Tensor, parts: tuple[torch.Tensor, torch.Tensor], plan: Plan, members: Members) -> None:
+def _merge(
+    out: torch.Tensor, parts: tuple[torch.Tensor, torch.Tensor], plan: Plan, tiles: Tiles, members: Members
+) -> None:
     _, heads, rank = out.shape
     choice = choose("merge_parts", out.device, "latent")
     choice.run(
@@ -187,7 +188,7 @@ def _merge(out: torch.Tensor, parts: tuple[torch.Tensor, torch.Tensor], plan: Pl
         0,
         head_dim=rank,
         dim=triton.next_power_of_2(rank),
-        partition=plan.small[0].partition,
+        partition=tiles.partition,
         block=choice.sizes["block"],
         is_windowed=False,
         has_sinks=False,

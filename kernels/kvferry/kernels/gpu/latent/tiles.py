@@ -179,7 +179,7 @@ def attend_tiles(
     table = tl.load(tiles + tile)
     first = tl.load(tiles + num_tiles + tile)
     count = tl.load(tiles + 2 * num_tiles + tile)
-    end = tl.load(tiles + 5 * num_tiles + tile)
+    end = tl.load(tiles + 4 * num_tiles + tile)
     begin = tl.program_id(1) * partition
     if begin >= end:
         return

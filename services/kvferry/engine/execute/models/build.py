@@ -5,6 +5,7 @@ import logging
 from kvferry.core.dtypes import BFLOAT16, CODED, FLOAT32
 from kvferry.core.errors import UsageError
 from kvferry.core.process.cores import usable_cores
+from kvferry.core.settings.engine import AUTO, COMPILED, EXACT, FAST, SHIPPED
 from kvferry.engine.execute.models.compiled import CompiledTransformer
 from kvferry.engine.execute.models.model import Model
 from kvferry.kernels import compiled
@@ -16,16 +17,7 @@ from kvferry.weights.tensors import TensorSource
 
 _log = logging.getLogger(__name__)
 
-AUTO, COMPILED = "auto", "compiled"
 _TRITON = "triton"
-KERNELS = (
-    AUTO,
-    COMPILED,
-    *(f"{COMPILED}-{level}" for level in ("portable", "avx2", "avx512_bf16", "amx_bf16")),
-    *BACKENDS,
-)
-"""Valid values of `kernels`: the fastest available, the best compiled level, a given compiled level, or a torch
-backend."""
 COMPILED_FEATURES = frozenset(
     {
         "rope_scaling", "rotary_dim", "local_rope_theta", "unrotated_layers", "windows", "attention_scale",
@@ -37,12 +29,8 @@ COMPILED_FEATURES = frozenset(
 """Features of `ModelConfig` that the compiled kernels implement."""
 _MAX_RANK, _MAX_WIDTH = 512, 640
 """Maximum number of values of a latent vector in the compiled kernels, without and with the rotated ones."""
-SHIPPED = "shipped"
 WEIGHTS = {SHIPPED: "shipped", "float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 """Weight formats, each with its name in the compiled kernels."""
-EXACT, FAST = "exact", "fast"
-NUMERICS = (EXACT, FAST)
-"""Precision of the inputs of matrix products: the KV's dtype, or rounded to 8 bits where weights are quantized."""
 
 
 def build_model(
@@ -64,20 +52,16 @@ def build_model(
         dtype: data type of the KV. With float32, activations are not rounded either; int8 and fp8 need the
             compiled or the Triton kernels.
         weights: key of `WEIGHTS`; torch backends keep weights in `dtype` and support no other format.
-        numerics: one of `NUMERICS`; `fast` needs compiled kernels, quantized weights, and KV in a dtype other than
-            float32.
+        numerics: `exact`, or `fast`: inputs of products are rounded to 8 bits; `fast` needs compiled kernels,
+            quantized weights, and KV in a dtype other than float32.
         device: device of the model, as a torch device string.
-        kernels: one of `KERNELS`.
+        kernels: see `EngineSettings.kernels`.
         threads: number of compute threads; 0: the number of cores available to this process.
 
     Raises:
         ModelFileError: the weights do not match the configuration.
         UsageError: this machine does not support the kernels, weight format or numerics.
     """
-    if weights not in WEIGHTS:
-        raise UsageError(f"unknown weights {weights!r}; expected one of {', '.join(WEIGHTS)}", field="weights")
-    if numerics not in NUMERICS:
-        raise UsageError(f"unknown numerics {numerics!r}; expected one of {', '.join(NUMERICS)}", field="numerics")
     chosen = resolve_kernels(kernels, config, dtype, device)
     level = level_of(chosen)
     if numerics == FAST:
@@ -107,7 +91,7 @@ def resolve_kernels(kernels: str, config: ModelConfig, dtype: str, device: str =
     """Resolve `auto` or `compiled` to a level of the compiled kernels or a torch backend.
 
     Args:
-        kernels: one of `KERNELS`.
+        kernels: see `EngineSettings.kernels`.
         config: configuration of the model.
         dtype: data type of the KV.
         device: torch device string.
@@ -115,8 +99,6 @@ def resolve_kernels(kernels: str, config: ModelConfig, dtype: str, device: str =
     Raises:
         UsageError: the name is unknown, or the kernels cannot run on this machine.
     """
-    if kernels not in KERNELS:
-        raise UsageError(f"unknown kernels {kernels!r}; expected one of {', '.join(KERNELS)}", field="kernels")
     reason = "other kernels were requested" if kernels in BACKENDS else why_not_compiled(config, dtype, device)
     if config.latent is not None and (device_kind(device) != "cpu" or kernels == _TRITON):
         _check_latent_of_triton(kernels, config.latent, config.architecture)

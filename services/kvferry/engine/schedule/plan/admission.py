@@ -27,11 +27,12 @@ from functools import partial
 
 from kvferry.core.errors import InvariantBroken
 from kvferry.core.ids import BlockHash, RequestId
+from kvferry.core.settings.engine import SchedulerLimits
 from kvferry.engine.schedule.blocks.allocation import Allocator
 from kvferry.engine.schedule.blocks.cached_prefix import CachedPrefix
 from kvferry.engine.schedule.plan.admitted import AdmittedSequences
 from kvferry.engine.schedule.plan.lookahead import share
-from kvferry.engine.schedule.plan.step_budget import SchedulerLimits, StepBudget
+from kvferry.engine.schedule.plan.step_budget import StepBudget
 from kvferry.engine.schedule.policies.policy import Policy
 from kvferry.engine.schedule.policies.scored_prompts import ScoredPromptsQueue
 from kvferry.engine.schedule.step.adapter_slots import NO_SLOT, AdapterSlots
@@ -278,7 +279,7 @@ class Admission:
     @property
     def has_place(self) -> bool:
         """Whether another sequence may hold pages."""
-        return len(self._admitted) < self._limits.max_sequences
+        return len(self._admitted) < self._limits.max_num_seqs
 
     def _is_loaded(self, sequence: Sequence) -> bool:
         """Return whether the weights of a sequence's adapter are in memory; if not, they are being loaded."""

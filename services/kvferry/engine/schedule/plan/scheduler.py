@@ -24,12 +24,13 @@ from collections.abc import Collection
 from kvferry.core.errors import InvariantBroken, KvferryError
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import FinishReason
+from kvferry.core.settings.engine import SchedulerLimits
 from kvferry.engine.schedule.blocks.allocation import Allocator
 from kvferry.engine.schedule.plan.admission import Admission, num_lacking
 from kvferry.engine.schedule.plan.admitted import AdmittedSequences
 from kvferry.engine.schedule.plan.full_blocks import FullBlocks
 from kvferry.engine.schedule.plan.lookahead import MAX_AHEAD, is_same, one_ahead, share
-from kvferry.engine.schedule.plan.step_budget import SchedulerLimits, StepBudget
+from kvferry.engine.schedule.plan.step_budget import StepBudget
 from kvferry.engine.schedule.policies.deadlines import Deadlines, is_overdue, overdue
 from kvferry.engine.schedule.policies.policy import policy_of
 from kvferry.engine.schedule.speculation.drafting import Drafting

@@ -1,58 +1,11 @@
-"""Step limits (tokens, sequences, chunks), and the remaining budget while a step is being planned."""
+"""Remaining budget of a step while it is being planned."""
 
 from collections.abc import Collection
-from dataclasses import dataclass
 
-from kvferry.engine.schedule.policies.class_weights import Weights, read_weights, weights_in_use
-from kvferry.engine.schedule.ranges import check_ranges, check_share
+from kvferry.core.settings.engine import SchedulerLimits
 from kvferry.engine.schedule.step.sampling_state import SamplingState
 from kvferry.engine.schedule.step.sequence import Sequence
 from kvferry.engine.schedule.step.step import is_decode
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerLimits:
-    """Limits of one step."""
-
-    token_budget: int = 2048
-    """Maximum number of tokens in a step, over all sequences; bounds the step's time and activation memory."""
-    max_chunk_tokens: int = 512
-    """Maximum number of tokens of one sequence in a step, so that a long prompt does not stall other streams."""
-    max_mixed_tokens: int = 256
-    """Maximum number of prompt tokens, over all prompts, in a step in which other sequences decode; bounds their
-    inter-token latency (Agrawal et al., Sarathi-Serve, 2024, section 4.2)."""
-    max_sequences: int = 64
-    """Maximum number of sequences that hold pages."""
-    scheduling: str = "fcfs"
-    """Scheduling policy, a key of `policies.policy.POLICIES`."""
-    class_weights: str = ""
-    """Weights of priorities for the policy `weighted`, as `PRIORITY=WEIGHT,...`; other priorities have weight 1."""
-    max_scored_rows: int = 64
-    """Maximum number of prompt rows in a step whose logits are computed for `prompt_logprobs`; bounds the memory of
-    logits."""
-    reserve_share: float = 0.01
-    """Share of pages that admission leaves free; without it, new sequences would take the last page and cause
-    preemptions."""
-
-    def __post_init__(self) -> None:
-        """Check the fields.
-
-        Raises:
-            UsageError: a number is out of range, or `class_weights` is invalid or has no effect.
-        """
-        check_ranges(self, "token_budget", "max_chunk_tokens", "max_mixed_tokens", "max_sequences", "max_scored_rows")
-        check_share("reserve_share", self.reserve_share, may_be_zero=True)
-        weights_in_use(self.scheduling, self.class_weights)
-
-    @property
-    def weights(self) -> Weights:
-        """Weights by priority."""
-        return read_weights(self.class_weights)
-
-    @property
-    def step_tokens(self) -> int:
-        """Maximum number of tokens of one sequence in a step, without draft tokens."""
-        return min(self.max_chunk_tokens, self.token_budget)
 
 
 class StepBudget:

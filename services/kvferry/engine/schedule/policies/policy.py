@@ -21,7 +21,7 @@ from collections.abc import Sequence as OrderedView
 from dataclasses import dataclass
 
 from kvferry.core.errors import UsageError
-from kvferry.engine.schedule.policies.class_weights import Weights
+from kvferry.core.settings.class_weights import Weights
 from kvferry.engine.schedule.policies.waiting_queue import (
     RankQueue,
     ShortestFirstQueue,

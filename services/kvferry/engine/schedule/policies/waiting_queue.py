@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from kvferry.core.ids import RequestId
-from kvferry.engine.schedule.policies.class_weights import Weights
+from kvferry.core.settings.class_weights import Weights
 from kvferry.engine.schedule.step.sequence import Sequence
 
 BATCH_SIZE = 8

@@ -10,7 +10,7 @@ from kvferry.gateway.decide.estimates.estimates import Estimates
 from kvferry.gateway.decide.routing.plain_policies import least_loaded, round_robin, uniform
 from kvferry.gateway.decide.routing.prefix_hash import PrefixHash
 from kvferry.gateway.decide.routing.routes import Policy, Route, RouteRequest
-from kvferry.gateway.decide.routing.seconds import Seconds
+from kvferry.gateway.decide.routing.seconds import LatencyPolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class OtherChoice:
     """Name of the prefill worker; empty if the route has none."""
     decode: str
     seconds: float
-    """Latency of this route in seconds, as estimated by the policy `seconds`."""
+    """Latency of this route in seconds, as estimated by the policy `latency`."""
 
 
 class RoutingPolicies:
@@ -32,7 +32,7 @@ class RoutingPolicies:
         """
         Args:
             name: name of the policy that chooses routes.
-            estimates, commitments: inputs of the policy `seconds`, and of the estimates of other policies' routes.
+            estimates, commitments: inputs of the policy `latency`, and of the estimates of other policies' routes.
             load_factor: see `RoutingConfig.load_factor`.
 
         Raises:
@@ -44,7 +44,7 @@ class RoutingPolicies:
             for other in POLICIES
             if other != name
         }
-        self._seconds = Seconds(estimates, commitments)
+        self._latency = LatencyPolicy(estimates, commitments)
 
     def others(self, request: RouteRequest, choose: Callable[[Policy], Route | None]) -> tuple[OtherChoice, ...]:
         """Return the choices of the other policies for a request.
@@ -59,7 +59,7 @@ class RoutingPolicies:
                 name,
                 "" if route.prefill is None else route.prefill.replica.worker_id,
                 route.decode.replica.worker_id,
-                self._seconds.estimate(request, route),
+                self._latency.estimate(request, route),
             )
             for name, route in found
             if route is not None
@@ -73,15 +73,15 @@ def make_policy(
 
     Args:
         name: one of `POLICIES`.
-        estimates, commitments: inputs of the policy `seconds`.
+        estimates, commitments: inputs of the policy `latency`.
         load_factor: load bound of `prefix-hash`; see `RoutingConfig.load_factor`.
         seed: seed of the policy `random`; `None` seeds from the operating system.
 
     Raises:
         UsageError: there is no such policy.
     """
-    if name == "seconds":
-        return Seconds(estimates, commitments)
+    if name == "latency":
+        return LatencyPolicy(estimates, commitments)
     if name == "prefix-hash":
         return PrefixHash(load_factor)
     if name == "round-robin":

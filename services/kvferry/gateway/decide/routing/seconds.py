@@ -42,8 +42,8 @@ class _Pair(NamedTuple):
     decode: Candidate
 
 
-class Seconds:
-    """The policy `seconds`. Deterministic for given estimates and commitments."""
+class LatencyPolicy:
+    """The policy `latency`. Deterministic for given estimates and commitments."""
 
     def __init__(self, estimates: Estimates, commitments: Commitments) -> None:
         self._estimates = estimates

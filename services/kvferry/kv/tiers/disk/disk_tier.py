@@ -23,7 +23,7 @@ from pathlib import Path
 from kvferry.core.clock import Clock
 from kvferry.core.errors import UsageError
 from kvferry.core.ids import BlockHash
-from kvferry.core.settings import boolean, size_bytes
+from kvferry.core.settings.parsers import boolean, size_bytes
 from kvferry.kv.tiers.disk.disk_probe import direct_is_better
 from kvferry.kv.tiers.disk.object_file import TEMPORARY, Reading, aligned_buffer, file_bytes, sweep, write_object
 from kvferry.kv.tiers.interface.frame import FrameDamaged, Frames, flat

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from kvferry.core.errors import UsageError
 from kvferry.core.process.config import read_secret_file
-from kvferry.core.settings import boolean, whole
+from kvferry.core.settings.parsers import boolean, whole
 from kvferry.kv.tiers.interface.spec import TierSpec
 from kvferry.kv.tiers.policy.redis_slots import Address
 

@@ -11,10 +11,10 @@ import pytest
 from kvferry.core.constraint import Constraint, ConstraintKind
 from kvferry.core.errors import InvariantBroken
 from kvferry.core.sampling import FinishReason, SamplingParams
+from kvferry.core.settings.engine import SchedulerLimits
 from kvferry.engine.execute.grammar import grammar_masks
 from kvferry.engine.execute.run.threaded_runner import ThreadedRunner, TokensAhead
 from kvferry.engine.offline.llm import LLM
-from kvferry.engine.schedule.plan.step_budget import SchedulerLimits
 
 LETTERS = Constraint(ConstraintKind.REGEX, "[a-z ]{100}")
 _PARAMETERS = (
@@ -33,8 +33,8 @@ _PROMPTS = [[7 + i, 3, 5 * i + 1, *range(40, 40 + 5 * i)] for i in range(len(_PA
 
 
 def _llm(async_steps: str) -> LLM:
-    limits = SchedulerLimits(token_budget=32, max_chunk_tokens=16, max_sequences=4)
-    return LLM("tiny", kv_bytes=1 << 20, limits=limits, async_steps=async_steps)
+    limits = SchedulerLimits(token_budget=32, max_chunk_tokens=16, max_num_seqs=4)
+    return LLM("tiny", kv_memory=1 << 20, limits=limits, async_steps=async_steps)
 
 
 def test_tokens_and_log_probabilities_equal_those_of_synchronous_steps() -> None:

@@ -11,13 +11,13 @@ from click.testing import CliRunner
 from kvferry.cli.main import main
 from kvferry.core.errors import InvariantBroken, UsageError
 from kvferry.core.sampling import SamplingParams
+from kvferry.core.settings.engine import EngineSettings
 from kvferry.engine.execute.models.build import build_model
 from kvferry.engine.execute.run.runner import Runner
 from kvferry.engine.execute.tensors import device
 from kvferry.engine.execute.tensors.device import choose_device
 from kvferry.engine.execute.tensors.paged_kv import PagedKv
 from kvferry.engine.offline.llm import LLM
-from kvferry.engine.settings import EngineSettings
 from kvferry.kv.pages.layout import KvLayout
 from kvferry.model import tiny
 from kvferry.workers import main as worker_main
@@ -134,7 +134,7 @@ def test_benchmarks_refuse_a_missing_gpu_in_one_line(monkeypatch: pytest.MonkeyP
 def test_an_engine_on_a_gpu_gives_the_tokens_of_the_cpu() -> None:
     greedy = SamplingParams(temperature=0.0, max_tokens=12)
     made = [
-        LLM("tiny", device=where, dtype="float32", kv_bytes=8 << 20).generate(["hello", "a longer one"], greedy)
+        LLM("tiny", device=where, dtype="float32", kv_memory=8 << 20).generate(["hello", "a longer one"], greedy)
         for where in ("cuda", "cpu")
     ]
     assert [c.token_ids for c in made[0]] == [c.token_ids for c in made[1]]

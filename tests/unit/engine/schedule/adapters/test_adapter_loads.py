@@ -12,11 +12,11 @@ from kvferry.core.errors import ModelFileError
 from kvferry.core.hashing import BlockNamers, cache_scope
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import FinishReason, SamplingParams
+from kvferry.core.settings.engine import EngineSettings
 from kvferry.engine import LLM, build
 from kvferry.engine.build import build_engine, load_model, runner_for
 from kvferry.engine.engine import Engine
 from kvferry.engine.schedule.messages import AdapterLoaded, EngineRequest, MaskReady
-from kvferry.engine.settings import EngineSettings
 from kvferry.model import tiny
 
 PROMPT = [3, 1, 4, 1, 5]
@@ -44,7 +44,7 @@ Posted = queue.SimpleQueue[AdapterLoaded | MaskReady]
 def an_engine(folder: Path) -> tuple[Engine, Posted]:
     """Return an engine whose only adapter has been evicted, and the queue of its owner."""
     adapters = (("a", str(folder)),)
-    settings = EngineSettings("tiny", dtype="float32", kv_bytes=8 << 20, adapters=adapters, adapter_bytes=0)
+    settings = EngineSettings("tiny", dtype="float32", kv_memory=8 << 20, adapters=adapters, adapter_memory=0)
     loaded = load_model(settings)
     posted: Posted = queue.SimpleQueue()
     return build_engine(loaded, runner_for(loaded), namers=BlockNamers(b"test"), post=posted.put), posted
@@ -65,7 +65,7 @@ def take(engine: Engine, posted: Posted) -> None:
 
 def test_a_stream_ends_while_the_disk_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write(tmp_path / "a", tiny.config(), seed=1, rank=4)
-    expected = LLM("tiny", dtype="float32", kv_bytes=8 << 20, adapters={"a": str(folder)})
+    expected = LLM("tiny", dtype="float32", kv_memory=8 << 20, adapters={"a": str(folder)})
     engine, posted = an_engine(folder)
     disk = HeldDisk(monkeypatch)
     engine.add(EngineRequest(RequestId("base"), PROMPT, GREEDY))

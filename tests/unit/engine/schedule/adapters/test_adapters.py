@@ -15,12 +15,12 @@ from kvferry.core.errors import InvalidRequest, KvferryError, ModelFileError, Un
 from kvferry.core.hashing import cache_scope
 from kvferry.core.ids import AdapterId, RequestId
 from kvferry.core.sampling import SamplingParams
+from kvferry.core.settings.engine import SchedulerLimits
 from kvferry.engine import LLM
 from kvferry.engine.execute.models.build import build_model
 from kvferry.engine.execute.run.runner import Runner
 from kvferry.engine.execute.tensors.paged_kv import PagedKv
 from kvferry.engine.schedule.messages import EngineRequest, PinnedPrefix
-from kvferry.engine.schedule.plan.step_budget import SchedulerLimits
 from kvferry.kv.pages.layout import KvLayout
 from kvferry.model import tiny
 from kvferry.model.source import open_model
@@ -69,7 +69,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def an_llm(folders: Mapping[str, str], kernels: str = "compiled", **settings: Any) -> LLM:
-    return LLM("tiny", dtype="float32", kernels=kernels, adapters=folders, **({"kv_bytes": 8 << 20} | settings))
+    return LLM("tiny", dtype="float32", kernels=kernels, adapters=folders, **({"kv_memory": 8 << 20} | settings))
 
 
 def merged_tokens(kernels: str, path: str, config: ModelConfig, prompts: list[list[int]]) -> list[list[int]]:
@@ -112,7 +112,7 @@ def test_chunks_preemption_and_cached_prefixes_change_nothing(folders: dict[str,
     again = chunked.generate(PROMPTS, GREEDY, model=names)
     assert [out.token_ids for out in again] == [out.token_ids for out in outs]
     assert all(out.num_cached_tokens >= len(p) - 1 - 16 for out, p in zip(again, PROMPTS, strict=True))
-    scarce = an_llm(folders, kernels, kv_bytes=14 * chunked.block_bytes, limits=SchedulerLimits(max_sequences=16))
+    scarce = an_llm(folders, kernels, kv_memory=14 * chunked.block_bytes, limits=SchedulerLimits(max_num_seqs=16))
     long = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     crowded = scarce.generate(PROMPTS, long, model=names)
     assert scarce.engine.scheduler.num_preemptions > 0
@@ -231,7 +231,7 @@ def test_running_requests_keep_the_version_they_began_with(folders: dict[str, st
 
 def test_two_hundred_adapters_share_eight_slots(folders: dict[str, str]) -> None:
     many = {f"n{i}": folders[f"a{i % NUM_ADAPTERS}"] for i in range(200)}
-    llm = an_llm(many, adapter_slots=8, adapter_bytes=1 << 20, limits=SchedulerLimits(max_sequences=32))
+    llm = an_llm(many, adapter_slots=8, adapter_memory=1 << 20, limits=SchedulerLimits(max_num_seqs=32))
     names = [f"n{i}" for i in range(200)]
     params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
     outs = llm.generate([[i % 250, 1, 2] for i in range(200)], params, model=names)
@@ -248,7 +248,7 @@ def test_an_adapter_that_cannot_be_loaded_again_fails_only_its_requests(
     folders: dict[str, str], tmp_path: Path
 ) -> None:
     shutil.copytree(folders["a1"], tmp_path / "gone")
-    llm = an_llm({"gone": str(tmp_path / "gone"), "good": folders["a2"]}, adapter_bytes=0)
+    llm = an_llm({"gone": str(tmp_path / "gone"), "good": folders["a2"]}, adapter_memory=0)
     shutil.rmtree(tmp_path / "gone")
     errors: dict[str, Exception | None] = {}
     assert llm.engine.adapters is not None

@@ -123,7 +123,7 @@ def test_without_a_loader_there_is_no_prefetch() -> None:
 def test_an_exporting_prompt_reports_its_blocks_chunk_by_chunk() -> None:
     engine, runner = an_engine(num_blocks=16)
     engine.scheduler.limits = type(engine.scheduler.limits)(
-        token_budget=8, max_chunk_tokens=8, max_sequences=4, reserve_share=0.0
+        token_budget=8, max_chunk_tokens=8, max_num_seqs=4, reserve_share=0.0
     )
     engine.add(a_request("r", PROMPT, exports=True))
     progress, export = [], None

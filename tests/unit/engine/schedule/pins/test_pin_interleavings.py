@@ -139,7 +139,7 @@ def test_pinned_blocks_are_always_cached_within_the_quota_and_none_leak(
     engine, _ = an_engine(
         num_blocks=24,
         max_model_tokens=60,
-        limits=small_limits(max_chunk_tokens=12, max_sequences=4),
+        limits=small_limits(max_chunk_tokens=12, max_num_seqs=4),
         pin_share=share,
         clock=clock,
     )
@@ -154,7 +154,7 @@ def test_pinned_blocks_are_always_cached_within_the_quota_and_none_leak(
 def test_pinned_blocks_of_layers_with_windows_are_always_cached(operations: list[Operation]) -> None:
     clock = ManualClock()
     engine, _ = a_windowed_engine(
-        (None, 6), num_blocks=48, max_model_tokens=60, limits=small_limits(max_chunk_tokens=12, max_sequences=4)
+        (None, 6), num_blocks=48, max_model_tokens=60, limits=small_limits(max_chunk_tokens=12, max_num_seqs=4)
     )
     engine._clock = engine.pinning._clock = clock
     model = Model(engine, clock, Pinner(engine))

@@ -58,7 +58,7 @@ def long_prompts(draw: st.DrawFn) -> tuple[Engine, ArithmeticRunner, list[list[i
     prompts = [[*prefix, *[(10 + i + 3 * j) % 96 for j in range(length)]] for i, length in enumerate(tails)]
     chunk = draw(st.integers(1, 12))
     budget = draw(st.integers(chunk, 40))
-    bounds = small_limits(token_budget=budget, max_chunk_tokens=chunk, max_sequences=draw(st.integers(1, 8)))
+    bounds = small_limits(token_budget=budget, max_chunk_tokens=chunk, max_num_seqs=draw(st.integers(1, 8)))
     return *an_engine(num_blocks=num_blocks, limits=bounds), prompts
 
 

@@ -12,10 +12,10 @@ from harness.fakes.loaders import HeldLoader
 from kvferry.core.errors import InvariantBroken
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import SampledToken, SamplingParams
+from kvferry.core.settings.engine import SchedulerLimits
 from kvferry.engine.engine import Engine
 from kvferry.engine.schedule.messages import EngineRequest
 from kvferry.engine.schedule.plan.pipeline import Pipeline
-from kvferry.engine.schedule.plan.step_budget import SchedulerLimits
 from kvferry.engine.schedule.step.kv_progress import RemoteKv
 from kvferry.engine.schedule.step.sampling_plan import needs_host
 from kvferry.engine.schedule.step.step import SequenceOutput, StepPlan, StepResult
@@ -155,7 +155,7 @@ def test_an_abort_of_all_requests_waits_for_the_running_step() -> None:
 
 
 def test_without_free_pages_steps_are_not_launched_ahead() -> None:
-    limits = SchedulerLimits(token_budget=64, max_chunk_tokens=64, max_sequences=8, reserve_share=0.0)
+    limits = SchedulerLimits(token_budget=64, max_chunk_tokens=64, max_num_seqs=8, reserve_share=0.0)
     engine, runner = ahead_engine(num_blocks=9, limits=limits)
     prompts = {"a": [1, 2, 3], "b": [4, 5, 6, 7], "c": [8, 9]}
     for name, prompt in prompts.items():
@@ -181,7 +181,7 @@ def test_end_tokens_are_banned_for_as_long_as_they_must_be() -> None:
 
 
 def test_steps_run_ahead_while_a_request_waits_and_admission_is_tried_at_intervals() -> None:
-    engine, runner = ahead_engine(limits=small_limits(max_sequences=1))
+    engine, runner = ahead_engine(limits=small_limits(max_num_seqs=1))
     engine.add(engine_request("a", [1], max_tokens=25))
     engine.add(engine_request("b", [2], max_tokens=4))
     attempts = 0

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from kvferry.core.errors import InvalidRequest, InvariantBroken, Overloaded
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import FinishReason, SampledToken, SamplingParams
+from kvferry.core.settings.engine import SchedulerLimits
 from kvferry.engine.schedule.messages import EngineRequest
-from kvferry.engine.schedule.plan.step_budget import SchedulerLimits
 from kvferry.engine.schedule.step.kv_progress import RemoteKv
 from kvferry.engine.schedule.step.sequence import Sequence
 from kvferry.engine.schedule.step.sequence_request import SequenceRequest
@@ -391,7 +391,7 @@ def workloads(draw: st.DrawFn) -> tuple[int, SchedulerLimits, list[tuple[list[in
         token_budget=draw(st.integers(1, 40)),
         max_chunk_tokens=draw(st.integers(1, 20)),
         max_mixed_tokens=draw(st.integers(1, 20)),
-        max_sequences=draw(st.integers(1, 6)),
+        max_num_seqs=draw(st.integers(1, 6)),
         reserve_share=draw(st.sampled_from([0.0, 0.1])),
     )
     prefix = draw(st.lists(st.integers(0, 9), max_size=9))

@@ -97,7 +97,7 @@ def test_scored_prompts_do_not_wait_since_they_compute_every_row() -> None:
 
 
 def test_a_burst_of_one_prompt_stays_within_a_bounded_search() -> None:
-    engine, runner = an_engine(num_blocks=256, limits=small_limits(max_sequences=128))
+    engine, runner = an_engine(num_blocks=256, limits=small_limits(max_num_seqs=128))
     for i in range(100):
         engine.add(a_request(str(i), _PROMPT, max_tokens=1))
     tokens = run_until_idle(engine)

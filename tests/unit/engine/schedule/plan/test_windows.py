@@ -117,7 +117,7 @@ def cases(draw: st.DrawFn) -> Case:
     windows = (draw(st.one_of(st.none(), some_window)), *further)
     chunk = draw(st.integers(1, 12))
     bounds = small_limits(
-        token_budget=draw(st.integers(chunk, 24)), max_chunk_tokens=chunk, max_sequences=draw(st.integers(1, 5))
+        token_budget=draw(st.integers(chunk, 24)), max_chunk_tokens=chunk, max_num_seqs=draw(st.integers(1, 5))
     )
     speculation = speculation_of(parse_speculation(draw(st.sampled_from(["off", "ngram?k=3"]))))
     engine, runner = a_windowed_engine(

@@ -3,7 +3,7 @@
 import pytest
 
 from kvferry.core.errors import UsageError
-from kvferry.engine.schedule.policies.class_weights import MAX_CLASSES, checked_weights, read_weights
+from kvferry.core.settings.class_weights import MAX_CLASSES, checked_weights, read_weights
 
 
 def test_weights_are_pairs() -> None:

@@ -58,7 +58,7 @@ def test_srtf_computes_a_newcomer_before_the_rest_of_a_running_prompt() -> None:
 
 
 def test_priority_admits_the_lowest_number_first_and_equals_by_arrival() -> None:
-    engine, runner = an_engine(limits=small_limits(max_sequences=1, scheduling="priority"))
+    engine, runner = an_engine(limits=small_limits(max_num_seqs=1, scheduling="priority"))
     for name, priority in (("a", 2), ("b", 0), ("c", 1), ("d", 0)):
         engine.add(with_priority(a_request(name, [1, 2], max_tokens=1), priority))
     run_until_idle(engine)
@@ -66,7 +66,7 @@ def test_priority_admits_the_lowest_number_first_and_equals_by_arrival() -> None
 
 
 def test_a_higher_class_takes_the_place_of_a_lower_one_and_loses_no_token() -> None:
-    engine, runner = an_engine(limits=small_limits(max_sequences=2, scheduling="priority"))
+    engine, runner = an_engine(limits=small_limits(max_num_seqs=2, scheduling="priority"))
     for name, priority in (("low", 5), ("mid", 1)):
         engine.add(with_priority(a_request(name, [1, 2, 3], max_tokens=6), priority))
     engine.step()
@@ -79,7 +79,7 @@ def test_a_higher_class_takes_the_place_of_a_lower_one_and_loses_no_token() -> N
 
 
 def test_a_request_of_an_equal_class_preempts_none() -> None:
-    engine, _ = an_engine(limits=small_limits(max_sequences=1, scheduling="priority"))
+    engine, _ = an_engine(limits=small_limits(max_num_seqs=1, scheduling="priority"))
     engine.add(with_priority(a_request("a", [1], max_tokens=4), 1))
     engine.step()
     engine.add(with_priority(a_request("b", [2], max_tokens=4), 1))
@@ -88,7 +88,7 @@ def test_a_request_of_an_equal_class_preempts_none() -> None:
 
 
 def test_two_levels_compare_classes_first() -> None:
-    engine, runner = an_engine(limits=small_limits(max_sequences=1, scheduling="two-level"))
+    engine, runner = an_engine(limits=small_limits(max_num_seqs=1, scheduling="two-level"))
     engine.add(with_priority(a_request("short", [1], max_tokens=1), 1))
     engine.add(with_priority(a_request("long", [1] * 9, max_tokens=1), 0))
     run_until_idle(engine)
@@ -96,7 +96,7 @@ def test_two_levels_compare_classes_first() -> None:
 
 
 def test_classes_share_tokens_by_their_weights() -> None:
-    limits = small_limits(max_sequences=1, scheduling="weighted", class_weights="0=3")
+    limits = small_limits(max_num_seqs=1, scheduling="weighted", class_weights="0=3")
     engine, runner = an_engine(limits=limits)
     for number in range(12):
         for priority in (0, 7):
@@ -108,7 +108,7 @@ def test_classes_share_tokens_by_their_weights() -> None:
 
 
 def test_a_class_gains_no_credit_while_it_does_not_wait() -> None:
-    engine, runner = an_engine(limits=small_limits(max_sequences=1, scheduling="weighted"))
+    engine, runner = an_engine(limits=small_limits(max_num_seqs=1, scheduling="weighted"))
     for number in range(10):
         engine.add(with_priority(a_request(f"a{number}", [number + 1], max_tokens=1), 0))
     for _ in range(5):
@@ -128,7 +128,7 @@ def test_weights_without_the_policy_are_refused() -> None:
 
 def test_a_request_whose_deadline_cannot_be_met_is_refused_while_it_waits() -> None:
     clock = ManualClock()
-    engine, _ = an_engine(limits=small_limits(max_sequences=1))
+    engine, _ = an_engine(limits=small_limits(max_num_seqs=1))
     engine._clock = clock
     engine.add(a_request("running", [1], max_tokens=50))
     late = a_request("late", [2] * 8, max_tokens=4)
@@ -167,13 +167,13 @@ def test_an_unknown_policy_is_named() -> None:
     seed=st.integers(0, 1 << 20),
     num_blocks=st.integers(14, 40),
     budget=st.integers(3, 64),
-    max_sequences=st.integers(1, 6),
+    max_num_seqs=st.integers(1, 6),
 )
 def test_tokens_do_not_depend_on_the_policy(
-    scheduling: str, seed: int, num_blocks: int, budget: int, max_sequences: int
+    scheduling: str, seed: int, num_blocks: int, budget: int, max_num_seqs: int
 ) -> None:
     draw = random.Random(seed)
-    limits = small_limits(token_budget=budget, max_sequences=max_sequences, scheduling=scheduling)
+    limits = small_limits(token_budget=budget, max_num_seqs=max_num_seqs, scheduling=scheduling)
     engine, _ = an_engine(num_blocks=num_blocks, limits=limits)
     prompts: dict[str, list[int]] = {}
     tokens: dict[str, list[int]] = {}

@@ -17,9 +17,9 @@ from safetensors.torch import load_file
 from kvferry.core.errors import ModelFileError, UsageError
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import SamplingParams
+from kvferry.core.settings.engine import SchedulerLimits
 from kvferry.engine import LLM
 from kvferry.engine.execute.drafts.load_heads import load_heads
-from kvferry.engine.schedule.plan.step_budget import SchedulerLimits
 from kvferry.engine.schedule.speculation.acceptance import MIN_CONFIDENCE
 from kvferry.engine.schedule.speculation.matches import Tokens
 from kvferry.engine.schedule.speculation.proposers import NO_DRAFT
@@ -45,8 +45,8 @@ class Silent:
 
 
 def a_model(speculation: str = "off", *, dtype: str = "float32", chunk: int = 64, **kernels: str) -> LLM:
-    limits = SchedulerLimits(token_budget=64, max_chunk_tokens=chunk, max_sequences=4)
-    return LLM("tiny", dtype=dtype, kv_bytes=1 << 20, limits=limits, speculation=speculation, **kernels)  # type: ignore[arg-type]
+    limits = SchedulerLimits(token_budget=64, max_chunk_tokens=chunk, max_num_seqs=4)
+    return LLM("tiny", dtype=dtype, kv_memory=1 << 20, limits=limits, speculation=speculation, **kernels)  # type: ignore[arg-type]
 
 
 def drafts_of(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> tuple[list[Draft], list[list[int]]]:

@@ -12,6 +12,7 @@ from harness.chi_square import chi_square
 from kvferry.core.constraint import Constraint, ConstraintKind
 from kvferry.core.ids import BlockId, RequestId
 from kvferry.core.sampling import SamplingParams
+from kvferry.core.settings.engine import SchedulerLimits
 from kvferry.engine import LLM
 from kvferry.engine.execute.drafts.draft_model import DraftModel
 from kvferry.engine.execute.models.build import build_model
@@ -20,7 +21,6 @@ from kvferry.engine.execute.run.runner import Runner
 from kvferry.engine.execute.run.sampler import adjust, probabilities
 from kvferry.engine.execute.tensors.paged_kv import PagedKv
 from kvferry.engine.offline.completion import Completion
-from kvferry.engine.schedule.plan.step_budget import SchedulerLimits
 from kvferry.engine.schedule.speculation.draft_depth import DraftDepth
 from kvferry.engine.schedule.speculation.draft_lengths import WholeDrafts
 from kvferry.engine.schedule.speculation.matches import Tokens
@@ -60,9 +60,9 @@ class Fixed:
         return Draft(self._tokens[len(tokens) : len(tokens) + limit], 3)
 
 
-def a_model(speculation: str = "off", *, kv_bytes: int = 1 << 20, max_sequences: int = 16) -> LLM:
-    limits = SchedulerLimits(token_budget=256, max_chunk_tokens=32, max_sequences=max_sequences)
-    return LLM("tiny", dtype="float32", kv_bytes=kv_bytes, limits=limits, speculation=speculation)
+def a_model(speculation: str = "off", *, kv_memory: int = 1 << 20, max_sequences: int = 16) -> LLM:
+    limits = SchedulerLimits(token_budget=256, max_chunk_tokens=32, max_num_seqs=max_sequences)
+    return LLM("tiny", dtype="float32", kv_memory=kv_memory, limits=limits, speculation=speculation)
 
 
 def near_model() -> DraftModel:
@@ -177,7 +177,7 @@ def test_stop_tokens_preemption_and_logprobs() -> None:
     rows = Exact(SAMPLED)
     stop = int(np.argsort(rows.next_token(prompt, (int(rows.next_token(prompt, ()).argmax()),)))[-2])
     params = replace(SAMPLED, top_k=3, max_tokens=6, stop_token_ids=(stop,), logprobs=1)
-    llm = a_model(kv_bytes=26 * a_model().block_bytes)
+    llm = a_model(kv_memory=26 * a_model().block_bytes)
     speculation = rejecting(llm, *drafts_of("model"))
     found = outputs_of(llm, prompt, params)
     assert llm.engine.scheduler.num_preemptions > 0

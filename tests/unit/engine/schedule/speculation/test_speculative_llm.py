@@ -10,8 +10,8 @@ import pytest
 from kvferry.core.constraint import Constraint, ConstraintKind
 from kvferry.core.errors import KvferryError
 from kvferry.core.sampling import SamplingParams
+from kvferry.core.settings.engine import SchedulerLimits
 from kvferry.engine import LLM
-from kvferry.engine.schedule.plan.step_budget import SchedulerLimits
 from kvferry.engine.schedule.speculation.draft_lengths import WholeDrafts
 from kvferry.engine.schedule.speculation.matches import Tokens
 from kvferry.engine.schedule.speculation.proposers import Draft
@@ -57,8 +57,8 @@ class Known:
 
 
 def a_model(speculation: str = "off", *, async_steps: str = "on", dtype: str = "float32") -> LLM:
-    limits = SchedulerLimits(token_budget=64, max_chunk_tokens=16, max_sequences=4)
-    return LLM("tiny", dtype=dtype, kv_bytes=1 << 20, limits=limits, async_steps=async_steps, speculation=speculation)
+    limits = SchedulerLimits(token_budget=64, max_chunk_tokens=16, max_num_seqs=4)
+    return LLM("tiny", dtype=dtype, kv_memory=1 << 20, limits=limits, async_steps=async_steps, speculation=speculation)
 
 
 def speculate(llm: LLM, known: Sequence[Sequence[int]]) -> Speculation:

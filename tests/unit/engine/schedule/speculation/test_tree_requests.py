@@ -8,8 +8,8 @@ from harness.kernels.head_files import write_eagle, write_medusa
 
 from kvferry.core.constraint import Constraint, ConstraintKind
 from kvferry.core.sampling import SamplingParams
+from kvferry.core.settings.engine import SchedulerLimits
 from kvferry.engine import LLM
-from kvferry.engine.schedule.plan.step_budget import SchedulerLimits
 from kvferry.engine.schedule.step.step import StepPlan
 from kvferry.model import tiny
 
@@ -29,8 +29,8 @@ REQUESTS = {
 
 
 def a_model(speculation: str, dtype: str) -> LLM:
-    limits = SchedulerLimits(token_budget=128, max_chunk_tokens=16, max_sequences=4)
-    return LLM("tiny", dtype=dtype, kv_bytes=1 << 20, limits=limits, speculation=speculation)
+    limits = SchedulerLimits(token_budget=128, max_chunk_tokens=16, max_num_seqs=4)
+    return LLM("tiny", dtype=dtype, kv_memory=1 << 20, limits=limits, speculation=speculation)
 
 
 @pytest.mark.parametrize("accept", ["exact", "rejection"])

@@ -8,11 +8,11 @@ from kvferry.core.errors import InvariantBroken
 from kvferry.core.hashing import BlockNamers, cache_scope
 from kvferry.core.ids import AdapterId, RequestId
 from kvferry.core.sampling import SampledToken, SamplingParams
+from kvferry.core.settings.engine import SchedulerLimits
 from kvferry.engine.schedule.blocks.allocation import Allocator
 from kvferry.engine.schedule.blocks.block_pool import BlockPool
 from kvferry.engine.schedule.blocks.prefix_index import PrefixIndex
 from kvferry.engine.schedule.plan.scheduler import Scheduler
-from kvferry.engine.schedule.plan.step_budget import SchedulerLimits
 from kvferry.engine.schedule.step.adapter_slots import NO_SLOT, AdapterSlots
 from kvferry.engine.schedule.step.sequence import Sequence
 from kvferry.engine.schedule.step.sequence_request import SequenceRequest
@@ -77,7 +77,7 @@ def test_a_slot_has_one_adapter_and_users_keep_theirs(moves: list[tuple[int, boo
 
 def a_scheduler(num_slots: int, limits: SchedulerLimits | None = None) -> Scheduler:
     allocator = Allocator(BlockPool(256), PrefixIndex(), block_tokens=BLOCK)
-    return Scheduler(limits or SchedulerLimits(max_sequences=8), allocator, slots=AdapterSlots(num_slots))
+    return Scheduler(limits or SchedulerLimits(max_num_seqs=8), allocator, slots=AdapterSlots(num_slots))
 
 
 def a_sequence(name: str, number: int | None, *, tokens: int = 3, outputs: int = 2) -> Sequence:

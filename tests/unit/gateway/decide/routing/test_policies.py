@@ -80,10 +80,10 @@ def test_random_draws_each_and_repeats_with_a_seed():
 
 
 def test_notes_contain_the_choices_of_the_other_policies():
-    policies = RoutingPolicies("seconds", Estimates(), Commitments(ManualClock()), load_factor=1.25)
+    policies = RoutingPolicies("latency", Estimates(), Commitments(ManualClock()), load_factor=1.25)
     candidates = Candidates(tuple(THREE), (replica("d"),))
     others = policies.others(ASKED, lambda policy: choose(ASKED, candidates, policy))
-    assert {other.policy for other in others} == set(POLICIES) - {"seconds"}
+    assert {other.policy for other in others} == set(POLICIES) - {"latency"}
     assert {other.decode for other in others} == {"d"}
     assert [other.prefill for other in others if other.policy == "least-loaded"] == ["a"]
     assert all(other.seconds > 0 for other in others)

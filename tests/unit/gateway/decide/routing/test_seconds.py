@@ -1,4 +1,4 @@
-"""Routing by estimated seconds: each term decides if the others are equal."""
+"""Routing by estimated latency: each term decides if the others are equal."""
 
 import random
 from dataclasses import replace
@@ -16,7 +16,7 @@ from kvferry.gateway.decide.estimates.estimates import Estimates, Process
 from kvferry.gateway.decide.routing.replica_choice import choose
 from kvferry.gateway.decide.routing.replicas import CachedPrefix, Candidates, Place, Replica
 from kvferry.gateway.decide.routing.routes import RouteReason, RouteRequest, Work
-from kvferry.gateway.decide.routing.seconds import Seconds
+from kvferry.gateway.decide.routing.seconds import LatencyPolicy
 
 PER_TOKEN, STEP, PER_SEQUENCE = 1e-3, 0.01, 0.001
 
@@ -55,8 +55,8 @@ def route_request(tokens: int = 1000, key: bytes = b"k", **hits: int) -> RouteRe
     return RouteRequest(lambda _: key, cached(**hits), tokens, 64)
 
 
-def policy(*names: str, commitments: Commitments | None = None, estimates: Estimates | None = None) -> Seconds:
-    return Seconds(estimates or estimates_of(*names), commitments or Commitments(ManualClock()))
+def policy(*names: str, commitments: Commitments | None = None, estimates: Estimates | None = None) -> LatencyPolicy:
+    return LatencyPolicy(estimates or estimates_of(*names), commitments or Commitments(ManualClock()))
 
 
 def test_a_cached_prefix_decides_until_the_queue_takes_longer_than_computing_it():
@@ -234,7 +234,7 @@ def test_the_choice_is_within_the_tolerance_of_the_best_and_every_term_is_sane(r
         for n, (load, queue, free, _) in enumerate(rows)
     ]
     hits = {f"w{n}": min(hit, tokens - 1) for n, (*_, hit) in enumerate(rows)}
-    chosen = Seconds(Estimates(), Commitments(ManualClock())).one(route_request(tokens, **hits), replicas, work)
+    chosen = LatencyPolicy(Estimates(), Commitments(ManualClock())).one(route_request(tokens, **hits), replicas, work)
     assert chosen is not None
     assert chosen.terms is not None
     totals = [one.terms.total for one in chosen.ranked]

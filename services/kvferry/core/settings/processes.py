@@ -1,39 +1,83 @@
-"""Settings of all commands. Their names, units and defaults are a public interface."""
+"""Settings of the processes: workers, gateways and the local stack, and of the commands that measure an engine."""
 
-from kvferry.cli.engine_options import ADAPTERS as ADAPTERS
-from kvferry.cli.engine_options import CLASS_WEIGHTS as CLASS_WEIGHTS
-from kvferry.cli.engine_options import ENGINE as ENGINE
-from kvferry.cli.engine_options import SCHEDULING as SCHEDULING
-from kvferry.cli.engine_options import TIERS as TIERS
-from kvferry.cli.engine_options import VERIFY_KV as VERIFY_KV
-from kvferry.core.settings import Setting, boolean, seconds, share, size_bytes, whole
-from kvferry.gateway.decide.config import POLICIES
-from kvferry.text.answers.registry import AUTO, CALL_PARSERS, REASONING_PARSERS
+from kvferry.core.settings.engine import EngineSettings, SchedulerLimits
+from kvferry.core.settings.parsers import boolean, seconds, share, size_bytes, whole
+from kvferry.core.settings.setting import Setting, settings_of
 
+_OFFLINE = {"served_name", "load_format", "cuda_graphs", "max_scored_rows", "reserve_share"}
+"""Settings of engines that workers do not have, or that are listed below."""
+_ENGINE = {setting.name: setting for setting in (*settings_of(EngineSettings), *settings_of(SchedulerLimits))}
+SERVED_NAME, LOAD_FORMAT, CUDA_GRAPHS = (_ENGINE[name] for name in ("served_name", "load_format", "cuda_graphs"))
+SCHEDULING, CLASS_WEIGHTS = _ENGINE["scheduling"], _ENGINE["class_weights"]
+_OF_ADAPTERS = ("adapter_slots", "max_adapter_rank", "adapter_memory")
+ENGINE = tuple(setting for name, setting in _ENGINE.items() if name not in {*_OFFLINE, *_OF_ADAPTERS, "load_policy"})
+"""Settings of the engine of a worker."""
+
+ADAPTERS = (
+    Setting(
+        "adapter",
+        (),
+        "NAME=PATH of a LoRA adapter (a PEFT folder), which requests use as their model; may be repeated.",
+        is_repeated=True,
+    ),
+    *(_ENGINE[name] for name in _OF_ADAPTERS),
+    Setting(
+        "adapters_file",
+        "",
+        "TOML file that lists adapters ([[adapters]] with name, path, digest); read again whenever it changes.",
+    ),
+    Setting(
+        "adapter_folder",
+        "",
+        "Folder below which adapters may be loaded while serving (POST /v1/load_lora_adapter); default: none.",
+    ),
+)
+TIERS = (
+    Setting(
+        "tier",
+        (),
+        "KV tiers beyond the pages, nearest first: dram://?size=2GiB, disk:///FOLDER?size=20GiB, "
+        "redis://HOST:6379/0; may be repeated.",
+        is_repeated=True,
+    ),
+    Setting("tier_object_tokens", 64, "Tokens per storage object of a tier.", parse=whole(1, 1 << 16)),
+    _ENGINE["load_policy"],
+)
+
+VERIFY_KV = Setting(
+    "verify_kv",
+    "epochs",
+    "How fetched KV is verified: by the epochs of its pages, or also by a digest of each block's content. Must be "
+    "the same for all workers.",
+    choices=("epochs", "digest"),
+)
+LOGGING = (
+    Setting("log_level", "warning", "Minimum level of logged messages.", choices=("debug", "info", "warning", "error")),
+    Setting("log_json", False, "Write log lines as JSON instead of text.", parse=boolean),
+)
 MODEL = Setting(
     "model", "smollm2-135m-instruct", "A known name, a .gguf file, or a folder with safetensors and config.json."
 )
-SERVED_NAME = Setting("served_name", "", "Model name for clients; default: the name in the model's files.")
 ANSWERS = (
     Setting(
         "tool_call_parser",
-        AUTO,
+        "auto",
         "Format of tool calls in the model's answers; auto: by its chat template and vocabulary.",
-        choices=CALL_PARSERS,
+        registry="call parsers",
     ),
     Setting(
         "reasoning_parser",
-        AUTO,
+        "auto",
         "Reasoning at the start of answers. think: between <think> and </think>; auto: think if the model has these "
         "markers.",
-        choices=REASONING_PARSERS,
+        registry="reasoning parsers",
     ),
 )
 CONNECTOR = Setting(
     "connector",
     "shm",
     "Transport of KV from prefill to decode: shm (one host), nixl (RDMA, TCP), tcp (plain), memory (one process).",
-    choices=("memory", "nixl", "shm", "tcp"),
+    registry="connectors",
 )
 HTTP = Setting("http", "127.0.0.1:8000", "HOST:PORT of the OpenAI-compatible API; port 0 selects a free port.")
 GRPC = Setting("grpc", "127.0.0.1:9000", "HOST:PORT of the gRPC API; port 0 selects a free port.")
@@ -112,10 +156,10 @@ TENANTS = Setting(
 )
 POLICY = Setting(
     "policy",
-    "seconds",
-    "How workers are chosen. seconds: lowest estimated latency; prefix-hash: cached prefix within a load bound; "
+    "latency",
+    "How workers are chosen. latency: the lowest estimate; prefix-hash: cached prefix within a load bound; "
     "round-robin, least-loaded, random: ignoring caches.",
-    choices=POLICIES,
+    registry="routing policies",
 )
 TRACES = (
     Setting(
@@ -297,20 +341,6 @@ STACK = (
     *ADAPTERS,
     *TIERS,
     VERIFY_KV,
-)
-
-LOAD_FORMAT = Setting(
-    "load_format",
-    "auto",
-    "auto: the model's files. dummy: random weights of the shape named by --model, generated on the device.",
-    choices=("auto", "dummy"),
-)
-
-CUDA_GRAPHS = Setting(
-    "cuda_graphs",
-    "auto",
-    "On a GPU: auto captures decode steps once and replays them; off launches each kernel separately.",
-    choices=("auto", "off"),
 )
 
 _BENCH_ENGINE = {

@@ -5,7 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.core.errors import UsageError
-from kvferry.core.settings import Setting, boolean, resolve, seconds, size_bytes, whole
+from kvferry.core.settings.parsers import boolean, seconds, size_bytes, whole
+from kvferry.core.settings.resolve import resolve
+from kvferry.core.settings.setting import Setting
 
 PORT = Setting("port", 8000, "A port.", parse=whole(0, 65535))
 NAMES = Setting("names", (), "Names.", is_repeated=True)

@@ -1,0 +1,81 @@
+"""Resolves settings from four sources and records the source of each value.
+
+Precedence: flag, environment (`KVFERRY_<NAME>`), TOML file, default. An invalid value is an error that contains the
+setting, the source and the remedy; the default is never used instead.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvferry.core.errors import UsageError
+from kvferry.core.settings.setting import Setting
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """A setting's value and its source."""
+
+    setting: Setting
+    value: Any
+    source: str
+
+
+def resolve(
+    settings: Sequence[Setting],
+    flags: Mapping[str, object],
+    environment: Mapping[str, str],
+    file: Mapping[str, object],
+    file_name: str = "",
+) -> dict[str, Resolved]:
+    """Resolve each setting by precedence: flag, environment variable, settings file, default.
+
+    Args:
+        settings: the settings of the command.
+        flags: values of the command line by setting; `None` or an empty sequence if the flag is not set.
+        environment: environment variables by name.
+        file: values of the settings file by setting.
+        file_name: path of the settings file, for errors.
+
+    Raises:
+        UsageError: a value is invalid, or the file has an unknown setting.
+    """
+    known = {s.name for s in settings}
+    for name in file:
+        if name not in known:
+            raise UsageError(
+                f"{file_name}: unknown setting {name!r}; known settings are {', '.join(sorted(known))}", field=name
+            )
+    found: dict[str, Resolved] = {}
+    for setting in settings:
+        given = flags.get(setting.name)
+        if given is not None and given not in ([], ()):
+            value, source = given, setting.flag
+        elif setting.variable in environment:
+            value, source = environment[setting.variable], setting.variable
+        elif setting.name in file:
+            value, source = file[setting.name], file_name
+        else:
+            found[setting.name] = Resolved(setting, setting.default, "default")
+            continue
+        found[setting.name] = Resolved(setting, _read(setting, value, source), source)
+    return found
+
+
+def _read(setting: Setting, value: object, source: str) -> object:
+    if setting.is_repeated:
+        items = value if isinstance(value, list | tuple) else [v for v in str(value).split(",") if v]
+        return [_read_one(setting, item, source) for item in items]
+    return _read_one(setting, value, source)
+
+
+def _read_one(setting: Setting, value: object, source: str) -> object:
+    try:
+        parsed = setting.parse(value) if isinstance(value, str) else setting.parse(str(value))
+    except ValueError as error:
+        if setting.is_secret:  # do not show the value or an error message that may quote it
+            raise UsageError(f"{source}: the value is invalid; {setting.help}", field=setting.name) from None
+        raise UsageError(f"{source}: {value!r} is invalid ({error}); {setting.help}", field=setting.name) from error
+    if setting.choices and parsed not in setting.choices:
+        raise UsageError(f"{source}: {value!r} is not one of {', '.join(setting.choices)}", field=setting.name)
+    return parsed
