@@ -1,8 +1,7 @@
 """The offline API: parameters for each prompt, conversations, progress; the engine is idle afterwards."""
 
-import inspect
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -168,17 +167,27 @@ OTHER = {
     "kernels": "torch", "cuda_graphs": "off", "kv_memory": 1 << 20, "gpu_memory_utilization": 0.25, "block_tokens": 32,
     "window_pages": "keep", "limits": SchedulerLimits(token_budget=77), "async_steps": "off", "speculation": "suffix",
     "threads": 3, "seed": 5, "adapters": {"a": "/folder"}, "adapter_slots": 3, "max_adapter_rank": 8,
-    "adapter_memory": 1 << 20,
+    "adapter_memory": 1 << 20, "served_name": "another", "pin_share": 0.5, "load_policy": "always",
+    "stream_interval": 3, "max_model_len": 300,
 }  # fmt: skip
-"""A value other than the default of every argument of `LLM`."""
+"""A value other than the default of every setting of an engine."""
+OTHER_LIMITS = {
+    "token_budget": 77, "max_chunk_tokens": 7, "max_mixed_tokens": 9, "max_num_seqs": 5,
+    "scheduling": "srtf", "max_scored_rows": 8, "reserve_share": 0.2,
+}  # fmt: skip
 
 
 def test_every_argument_reaches_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = list(inspect.signature(LLM.__init__).parameters)[2:]
-    assert sorted(OTHER) == sorted(names)
+    assert sorted(OTHER) == sorted(field.name for field in fields(EngineSettings) if field.name != "model")
+    assert sorted([*OTHER_LIMITS, "class_weights"]) == sorted(field.name for field in fields(SchedulerLimits))
     found: list[EngineSettings] = []
     monkeypatch.setattr(LLM, "_load", lambda self, settings: found.append(settings))
     plain = EngineSettings("tiny")
     for name, value in OTHER.items():
         LLM("tiny", **{name: value})
         assert getattr(found[-1], name) != getattr(plain, name), name
+    for name, value in OTHER_LIMITS.items():
+        LLM("tiny", **{name: value})
+        assert getattr(found[-1].limits, name) == value, name
+    LLM("tiny", scheduling="weighted", class_weights="0=4")
+    assert found[-1].limits.class_weights == "0=4"

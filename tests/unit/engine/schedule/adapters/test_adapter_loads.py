@@ -44,7 +44,7 @@ Posted = queue.SimpleQueue[AdapterLoaded | MaskReady]
 def an_engine(folder: Path) -> tuple[Engine, Posted]:
     """Return an engine whose only adapter has been evicted, and the queue of its owner."""
     adapters = (("a", str(folder)),)
-    settings = EngineSettings("tiny", dtype="float32", kv_memory=8 << 20, adapters=adapters, adapter_memory=0)
+    settings = EngineSettings("tiny", dtype="float32", kv_memory=8 << 20, adapters=adapters, adapter_memory=1)
     loaded = load_model(settings)
     posted: Posted = queue.SimpleQueue()
     return build_engine(loaded, runner_for(loaded), namers=BlockNamers(b"test"), post=posted.put), posted

@@ -248,7 +248,7 @@ def test_an_adapter_that_cannot_be_loaded_again_fails_only_its_requests(
     folders: dict[str, str], tmp_path: Path
 ) -> None:
     shutil.copytree(folders["a1"], tmp_path / "gone")
-    llm = an_llm({"gone": str(tmp_path / "gone"), "good": folders["a2"]}, adapter_memory=0)
+    llm = an_llm({"gone": str(tmp_path / "gone"), "good": folders["a2"]}, adapter_memory=1)
     shutil.rmtree(tmp_path / "gone")
     errors: dict[str, Exception | None] = {}
     assert llm.engine.adapters is not None
