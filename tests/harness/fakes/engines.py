@@ -103,7 +103,8 @@ class ArithmeticRunner:
         for item in plan.scheduled:  # all writes precede the reads, as in a layer
             assert len(item.further_ids) == len(self.further_windows)
             for group, place, page, slot in written_slots(item, self.block_tokens):
-                token, position = item.token_ids[place], len(places_of(item, place - item.num_computed)) - 1
+                token = item.token_ids[place]
+                position = len(places_of(item, place - item.num_computed)) - 1 if item.parents else place
                 self.pages[page][slot] = mark(group - 1, position, token) if group else token
         for item in plan.scheduled:
             self._check_further(item)

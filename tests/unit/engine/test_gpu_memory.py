@@ -31,7 +31,7 @@ def test_a_gpu_that_the_weights_fill_is_refused_with_numbers_and_remedies() -> N
     with pytest.raises(UsageError, match=r"81920 MiB, of which 0\.4 for this worker; 40960 MiB are weights") as caught:
         kv_budget(GpuMemory(80 * GIB, 30 * GIB, 40 * GIB), 0.4, GIB)
     assert caught.value.field == "gpu_memory_utilization"
-    assert "Raise gpu_memory_share" in caught.value.message
+    assert "Raise gpu_memory_utilization" in caught.value.message
 
 
 def test_the_memory_of_a_step_grows_with_rows_and_logits() -> None:

@@ -126,7 +126,7 @@ def test_text_is_refused_without_a_tokenizer() -> None:
     with pytest.raises(UsageError, match="loads no tokenizer"):
         model.generate([[1, 2]], replace(GREEDY, stop=("x",)))
     assert not model.engine.has_work
-    with pytest.raises(UsageError, match="unknown load format 'magic'; expected one of auto, dummy"):
+    with pytest.raises(UsageError, match="load_format must be one of auto, dummy, not 'magic'"):
         LLM("tiny", load_format="magic")
 
 
