@@ -57,7 +57,8 @@ def kv_budget(memory: GpuMemory, share: float, step_bytes: int) -> int:
         raise UsageError(
             f"no memory is left for KV on the GPU: {memory.total // _MIB} MiB, of which {share:g} for this worker; "
             f"{memory.own // _MIB} MiB are weights, {reserved // _MIB} MiB are reserved for steps, and "
-            f"{memory.free // _MIB} MiB are free. Raise gpu_memory_utilization, lower token_budget, or use a smaller model",
+            f"{memory.free // _MIB} MiB are free. Raise gpu_memory_utilization, lower token_budget, or use a "
+            "smaller model",
             field="gpu_memory_utilization",
         )
     return budget
