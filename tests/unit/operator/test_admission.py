@@ -152,6 +152,14 @@ def test_an_error_of_the_old_pool_is_its_own(tmp_path):
         read_change(*files(tmp_path, pool(), pool(image="A")))
 
 
+def test_a_manifest_without_a_namespace_is_for_that_of_the_stored_pool(tmp_path):
+    stored = pool()
+    stored = {**stored, "metadata": {**stored["metadata"], "namespace": "team"}}
+    new = pool()
+    new["metadata"].pop("namespace", None)
+    assert [one.namespace for one in read_change(*files(tmp_path, stored, new))] == ["team", "team"]
+
+
 def test_two_pools_are_no_change(tmp_path):
     other = {**pool(model={"name": "other"}), "metadata": {"name": "other"}}
     with pytest.raises(UsageError, match="describe different pools, default/chat and default/other"):

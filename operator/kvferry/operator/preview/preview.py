@@ -91,22 +91,29 @@ def read_change(old: Path, new: Path) -> tuple[Pool, Pool]:
     before, after = _read_object(old, "OLD"), _read_object(new, "NEW")
     if found := refusals(before):
         raise _refused(f"OLD ({old}) is not a valid pool; pass the pool as the API server stores it", found, "old")
-    is_same = _identity(before) == _identity(after)
+    namespace = _namespace(before) or _namespace(after)  # a manifest without one is for any namespace
+    is_same = _identity(before, namespace) == _identity(after, namespace)
     if found := refusals(after, before if is_same else None):
         raise _refused(f"NEW ({new}) would be refused by the API server", found, "new")
     if not is_same:
         raise UsageError(
-            f"{old} and {new} describe different pools, {'/'.join(_identity(before))} and "
-            f"{'/'.join(_identity(after))}; pass two versions of the same pool",
+            f"{old} and {new} describe different pools, {_identity(before, namespace)} and "
+            f"{_identity(after, namespace)}; pass two versions of the same pool",
             field="new",
         )
+    for body in (before, after):
+        body["metadata"] = {**body["metadata"], **({"namespace": namespace} if namespace else {})}
     old_pool, new_pool = (parse_pool(with_defaults(body, pool_schema())) for body in (before, after))
     return old_pool, new_pool
 
 
-def _identity(body: Json) -> tuple[str, str]:
-    metadata = body.get("metadata") or {}
-    return str(metadata.get("namespace", "default")), str(metadata.get("name"))
+def _namespace(body: Json) -> str:
+    return str((body.get("metadata") or {}).get("namespace") or "")
+
+
+def _identity(body: Json, default_namespace: str) -> str:
+    name = (body.get("metadata") or {}).get("name")
+    return f"{_namespace(body) or default_namespace or 'default'}/{name}"
 
 
 def _refused(summary: str, found: list[str], field: str) -> UsageError:
