@@ -157,7 +157,7 @@ def test_latent_vectors_are_kept(folders: Folders) -> None:
     with pytest.raises(UsageError, match="need all pages of a sequence") as caught:
         LLM(path, window_pages="release")
     assert caught.value.field == "window_pages"
-    with pytest.raises(UsageError, match="expected one of auto, keep, release"):
+    with pytest.raises(UsageError, match="must be one of auto, keep, release"):
         LLM("tiny", window_pages="drop")
 
 
