@@ -73,8 +73,8 @@ def test_deleting_a_pool_keeps_another_pool_of_the_namespace(world):
 
 
 def test_the_commands_of_the_manual_work(world, tmp_path):
-    """Commands of docs/kubernetes.md, in a namespace with the pool of that page."""
-    world.apply()
+    """Commands of docs/kubernetes.md, in a namespace with a pool of the name and the model of that page."""
+    world.apply(model={"name": "smollm2-135m-instruct"})
     world.settled()
     mine = tmp_path / "kubeconfig"
     mine.write_bytes(world.kube.kubeconfig.read_bytes())
