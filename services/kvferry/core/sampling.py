@@ -283,3 +283,7 @@ def _real(name: str, value: float | None, low: float, high: float, *, open_below
     if not good or value is None or value > high or value < low or (open_below and value == low):
         bounds = f"greater than {low} and at most {high}" if open_below else f"from {low} to {high}"
         raise InvalidRequest(f"{name} must be a number {bounds}, not {shortened(repr(value))}", field=name)
+
+
+NO_SAMPLING = SamplingParams(max_tokens=1, temperature=0.0, seed=0)
+"""Parameters of a request that samples no tokens, such as one for a vector."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kvferry.core.errors import InvalidRequest
 from kvferry.core.limits import MAX_MESSAGE_BYTES, MAX_TOKEN_IDS
-from kvferry.core.sampling import SamplingParams
+from kvferry.core.sampling import NO_SAMPLING
 from kvferry.serving import prompts
 from kvferry.serving.admission import Slot, Work
 from kvferry.serving.request import Caller, Request
@@ -21,7 +21,6 @@ MAX_RUNNING_INPUTS = 16
 """Maximum number of inputs of one request that are computed at a time, so that the request does not delay others."""
 _VALUE_BYTES = 4
 _RESPONSE_ROOM_BYTES = 1 << 20
-_NO_SAMPLING = SamplingParams(max_tokens=1, temperature=0.0, seed=0)
 
 Input = str | Sequence[int]
 
@@ -166,7 +165,7 @@ async def _embed(source: VectorSource, request: VectorRequest, slot: Slot | None
 
     async def one(index: int, ids: Sequence[int]) -> Vector:
         async with turns:
-            tokens = Request(caller, ids, _NO_SAMPLING, sample_index=index)
+            tokens = Request(caller, ids, NO_SAMPLING, sample_index=index)
             vector = await source.pool(tokens, request.params)
             if slot is not None:
                 slot.record_tokens(index, 0)

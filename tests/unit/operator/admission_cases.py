@@ -204,7 +204,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"engine": {"requestPolicy": "weighted", "classWeights": [{"priority": 1 << 32, "weight": 1}]}},
         "spec.engine.classWeights[0].priority",
     ),
-    "a field of nobody": ({"rolls": []}, 'unknown field "spec.rolls"'),
+    "an unknown field": ({"rolls": []}, 'unknown field "spec.rolls"'),
 }
 
 

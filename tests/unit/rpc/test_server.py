@@ -7,11 +7,11 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from harness.servers.rpc_errors import failure
 
-from kvferry.core.errors import InvalidRequest, KvferryError, Overloaded, UsageError
+from kvferry.core.errors import InvalidRequest, Overloaded, UsageError
 from kvferry.rpc.access.call_keys import CallVerifier
 from kvferry.rpc.channel import open_channel
-from kvferry.rpc.errors import error_from_rpc
 from kvferry.rpc.server import Service, start_server
 from kvferry.v1 import inference_pb2, inference_pb2_grpc
 from kvferry.v1.inference_pb2 import GenerateRequest, GenerateResponse
@@ -76,19 +76,6 @@ async def channel(server):
 @pytest.fixture
 def stub(channel):
     return inference_pb2_grpc.InferenceStub(channel)
-
-
-async def failure(call: Any) -> KvferryError:
-    async def finish() -> None:
-        if isinstance(call, grpc.aio.UnaryStreamCall):
-            async for _ in call:
-                pass
-        else:
-            await call
-
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await finish()
-    return error_from_rpc(caught.value)
 
 
 async def test_an_error_arrives_with_its_class_field_and_reason(stub):

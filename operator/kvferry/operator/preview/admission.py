@@ -98,7 +98,7 @@ def _unknown(value: Any, schema: Json, path: _Path) -> Iterator[str]:
         elif isinstance(more, dict):
             yield from _unknown(part, more, (*path, name))
         elif not is_open:
-            yield _unknown_field((*path, name), list(known), _elsewhere(str(name), pool_schema(), ()))
+            yield _unknown_field((*path, name), list(known), _elsewhere(str(name)))
 
 
 def _unknown_field(path: _Path, known: list[str], elsewhere: _Path) -> str:
@@ -114,9 +114,9 @@ def _unknown_field(path: _Path, known: list[str], elsewhere: _Path) -> str:
     return f'unknown field "{_dotted(path)}": {remedy}'
 
 
-def _elsewhere(name: str, schema: Json, path: _Path) -> _Path:
+def _elsewhere(name: str) -> _Path:
     """Return the path of a field of the spec with this name; empty if there is none, or several."""
-    found = [p for p in _fields(schema["properties"]["spec"], ("spec",)) if p[-1] == name]
+    found = [p for p in _fields(pool_schema()["properties"]["spec"], ("spec",)) if p[-1] == name]
     return found[0] if len(found) == 1 else ()
 
 

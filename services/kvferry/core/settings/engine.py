@@ -228,10 +228,8 @@ class EngineSettings:
         check_names(settings, own + of_limits)
         limits = {name: settings.pop(name) for name in of_limits if name in settings}
         if limits:
-            given = settings.get("limits") or SchedulerLimits()
+            given = settings.get("limits", SchedulerLimits())
             settings["limits"] = SchedulerLimits(**{name: getattr(given, name) for name in of_limits} | limits)
-        if settings.get("limits", ...) is None:
-            del settings["limits"]
         if isinstance(settings.get("adapters"), Mapping):
             settings["adapters"] = tuple(settings["adapters"].items())
         return cls(model, **settings)

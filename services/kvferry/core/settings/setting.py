@@ -1,7 +1,7 @@
 """Definition of a setting, and dataclasses whose fields are settings."""
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
@@ -10,6 +10,8 @@ from kvferry.core.settings.parsers import share, size_bytes, size_or_auto, whole
 
 ENVIRONMENT_PREFIX = "KVFERRY_"
 _METADATA = "setting"
+_MAX_SIZE = 1 << 50
+"""Largest size in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +55,6 @@ class Checked:
     value must be."""
     parse: Callable[[str], object] = str
     choices: tuple[str, ...] = ()
-    flag_name: str = ""
-    """Name of the flag, if it differs from the field's."""
-    is_repeated: bool = False
 
 
 def number(default: int, about: str, *, low: int, high: int) -> Any:
@@ -135,9 +134,6 @@ def _field(default: object, checked: Checked) -> Any:
     return field(default=default, metadata={_METADATA: checked})
 
 
-_MAX_SIZE = 1 << 50
-
-
 def settings_of(kind: type) -> tuple[Setting, ...]:
     """Return the settings that are fields of a dataclass, in order."""
     found = []
@@ -168,14 +164,14 @@ def check_settings(settings: Any) -> None:
             object.__setattr__(settings, one.name, found)
 
 
-def check_names(given: object, known: tuple[str, ...]) -> None:
+def check_names(given: Iterable[str], known: tuple[str, ...]) -> None:
     """Check that all names of settings are known.
 
     Raises:
         UsageError: a name is unknown; the message suggests a similar one.
     """
-    for name in given if isinstance(given, dict) else ():
+    for name in given:
         if name not in known:
-            similar = difflib.get_close_matches(str(name), known, 1)
+            similar = difflib.get_close_matches(name, known, 1)
             hint = f"did you mean {similar[0]}?" if similar else f"known settings are {', '.join(sorted(known))}"
-            raise UsageError(f"unknown setting {shortened(str(name))!r}; {hint}", field=shortened(str(name)))
+            raise UsageError(f"unknown setting {shortened(name)!r}; {hint}", field=shortened(name))

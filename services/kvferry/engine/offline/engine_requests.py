@@ -9,6 +9,13 @@ from kvferry.serving.request import Request
 from kvferry.serving.token_source import Timing, TokenEvent
 from kvferry.text.requests.pooling import PoolingParams
 
+_NO_TIMING = Timing()
+
+
+def sample_id(request: Request) -> RequestId:
+    """Return the id of a sample, which is unique in an engine that has no other callers."""
+    return RequestId(f"{request.caller.request_id}/{request.sample_index}")
+
 
 def engine_request(request: Request, name: RequestId, pooling: PoolingParams | None = None) -> EngineRequest:
     """Return the request for one sample of `request`.
@@ -35,12 +42,12 @@ def engine_request(request: Request, name: RequestId, pooling: PoolingParams | N
     )
 
 
-def token_event(updates: Sequence[SequenceUpdate], timing: Timing) -> TokenEvent:
+def token_event(updates: Sequence[SequenceUpdate], timing: Timing = _NO_TIMING) -> TokenEvent:
     """Return the tokens of successive updates of a sequence as one event.
 
     Args:
         updates: at least one update.
-        timing: timing so far.
+        timing: timing so far; nothing is timed offline.
     """
     return TokenEvent(
         tokens=tuple(token for update in updates for token in update.tokens),

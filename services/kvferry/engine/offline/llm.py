@@ -124,7 +124,7 @@ class LLM:
         params = _for_each(sampling, len(prompts))
         adapters = self._adapters(model, len(prompts))
         requests = [self._requests.completion(*each) for each in zip(prompts, params, adapters, strict=True)]
-        return self._complete(requests, "completions" if progress else None)
+        return self._complete(requests, progress, "completions")
 
     def encode(
         self,
@@ -250,7 +250,7 @@ class LLM:
             self._requests.answer(messages, each, use, adapter, chat_template_kwargs)
             for messages, each, adapter in zip(several, params, adapters, strict=True)
         ]
-        return self._complete(requests, "answers" if progress else None)
+        return self._complete(requests, progress, "answers")
 
     def load_adapter(self, name: str, path: str) -> None:
         """Load an adapter, or replace the one of the same name.
@@ -283,10 +283,10 @@ class LLM:
             )
         return [adapter_named(self.engine, self.config.name, name) for name in names]
 
-    def _complete(self, requests: Sequence[Request], shown: str | None) -> list[Completion]:
+    def _complete(self, requests: Sequence[Request], progress: bool, label: str) -> list[Completion]:
         service = self._requests.service
         work = [completed(request, service.generate(request)) for request in requests]
-        return self._all(work, shown is not None, shown or "")
+        return self._all(work, progress, label)
 
     def _all(self, work: Sequence[Coroutine[Any, Any, T]], progress: bool, label: str) -> list[T]:
         """Do all work at the same time, and return the results in order. If a part fails, all others are cancelled.

@@ -8,14 +8,12 @@ from kvferry.core.errors import DeadlinePassed, InvariantBroken, Unavailable, Us
 from kvferry.core.ids import RequestId
 from kvferry.engine.loop.engine_loop import EngineLoop
 from kvferry.engine.loop.engine_stream import EngineStream
-from kvferry.engine.offline.engine_requests import engine_request, token_event
+from kvferry.engine.offline.engine_requests import engine_request, sample_id, token_event
 from kvferry.engine.schedule.messages import EngineRequest
 from kvferry.engine.schedule.step.kv_jobs import SequenceUpdate
 from kvferry.serving.request import Request
-from kvferry.serving.token_source import Timing, TokenEvent, Vector
+from kvferry.serving.token_source import TokenEvent, Vector
 from kvferry.text.requests.pooling import PoolingParams
-
-_NO_TIMING = Timing()
 
 
 class LoopSource:
@@ -49,14 +47,14 @@ class LoopSource:
 
     async def stream(self, request: Request) -> AsyncGenerator[TokenEvent, None]:
         """Generate the tokens of a sample; see `TokenSource.stream`."""
-        name = RequestId(f"{request.caller.request_id}/{request.sample_index}")
+        name = sample_id(request)
         async with aclosing(self._updates(engine_request(request, name))) as updates:
             async for update in updates:
-                yield token_event((update,), _NO_TIMING)
+                yield token_event((update,))
 
     async def pool(self, request: Request, params: PoolingParams) -> Vector:
         """Compute the vector of a prompt; see `VectorSource.pool`."""
-        name = RequestId(f"{request.caller.request_id}/{request.sample_index}")
+        name = sample_id(request)
         async with aclosing(self._updates(engine_request(request, name, params))) as updates:
             async for update in updates:
                 if update.embedding is not None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from kvferry.core.errors import InvalidRequest, UnknownModel, UsageError, shortened
 from kvferry.core.ids import AdapterId, RequestId
-from kvferry.core.sampling import SamplingParams
+from kvferry.core.sampling import NO_SAMPLING, SamplingParams
 from kvferry.engine.build import LoadedModel
 from kvferry.engine.engine import Engine
 from kvferry.engine.offline.completion import BeamOutput
@@ -27,8 +27,6 @@ from kvferry.text.tokenizing.tokenizer import Tokenizer
 from kvferry.text.tools.definitions import ToolUse
 from kvferry.text.tools.history import call_input
 from kvferry.text.tools.inputs import calls_from_input, content_from_input
-
-_NO_VECTOR_SAMPLING = SamplingParams(temperature=0.0, max_tokens=1, seed=0)
 
 
 class OfflineRequests:
@@ -116,7 +114,7 @@ class OfflineRequests:
             UsageError: the weights are random, but the prompt is a string.
         """
         (ids,) = embedding.encode_inputs(self.service.model, [prompt], ["prompt"], self.service.served_tokens)
-        return Request(self._caller(None), ids, _NO_VECTOR_SAMPLING)
+        return Request(self._caller(None), ids, NO_SAMPLING)
 
     def search(self, prompt: Prompt, params: BeamParams) -> Request:
         """Create the request of a beam search.

@@ -10,17 +10,16 @@ from collections.abc import AsyncGenerator
 from kvferry.core.errors import InvariantBroken
 from kvferry.core.ids import RequestId
 from kvferry.engine.engine import Engine
-from kvferry.engine.offline.engine_requests import engine_request, token_event
+from kvferry.engine.offline.engine_requests import engine_request, sample_id, token_event
 from kvferry.engine.schedule.step.kv_jobs import SequenceUpdate
 from kvferry.serving.request import Request
-from kvferry.serving.token_source import Timing, TokenEvent, Vector
+from kvferry.serving.token_source import TokenEvent, Vector
 from kvferry.text.requests.pooling import PoolingParams
 
 _MAX_WAITING = 512
 """Requests are added while fewer than this number are waiting; an engine rejects more than 1024."""
 _PART_TOKENS = 32
 """Number of tokens in a part of a stream that cannot end before the engine ends it. Larger parts cost less."""
-_NO_TIMING = Timing()
 
 
 class _Stream:
@@ -93,7 +92,7 @@ class StepSource:
             while not is_over:
                 updates = await stream.take()
                 is_over = updates[-1].finish_reason is not None
-                yield token_event(updates, _NO_TIMING)
+                yield token_event(updates)
         finally:
             self._end(name, is_over=is_over)
 
@@ -109,6 +108,11 @@ class StepSource:
         finally:
             self._end(name, is_over=is_over)
 
+    def drain(self) -> None:
+        """Step until the engine has no work: a step that was launched ahead, or the end of aborted requests."""
+        while self._engine.has_work and self._engine.failed_step == frozenset():
+            self._engine.step()
+
     async def _begin(
         self, request: Request, part_tokens: int, pooling: PoolingParams | None = None
     ) -> tuple[_Stream, RequestId]:
@@ -122,7 +126,7 @@ class StepSource:
             self._turns.append(turn)
             self._step_while_needed()
             await turn
-        name = RequestId(f"{request.caller.request_id}/{request.sample_index}")
+        name = sample_id(request)
         self._engine.add(engine_request(request, name, pooling))
         stream = self._streams[name] = _Stream(part_tokens)
         self._step_while_needed()
@@ -155,11 +159,6 @@ class StepSource:
                     raise InvariantBroken("the engine has no work although requests are waiting for tokens")
         except Exception as error:
             self._fail(error)
-
-    def drain(self) -> None:
-        """Step until the engine has no work: a step that was launched ahead, or the end of aborted requests."""
-        while self._engine.has_work and self._engine.failed_step == frozenset():
-            self._engine.step()
 
     def _give_turns(self) -> None:
         room = _MAX_WAITING - self._engine.scheduler.num_waiting

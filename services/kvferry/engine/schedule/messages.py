@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from kvferry.core.errors import KvferryError
 from kvferry.core.ids import AdapterId, BlockHash, RequestId
-from kvferry.core.sampling import SamplingParams
+from kvferry.core.sampling import NO_SAMPLING, SamplingParams
 from kvferry.engine.schedule.adapters.adapter_store import LoadedAdapter
 from kvferry.engine.schedule.blocks.prefix_index import CacheChange
 from kvferry.engine.schedule.loads.kv_prefetch import KvPrefetchRequest
@@ -15,8 +15,6 @@ from kvferry.kv.interface.connector import LoadOutcome
 from kvferry.kv.interface.tiering import KvMessage
 from kvferry.kv.pricing.price import Decision
 from kvferry.text.requests.pooling import PoolingParams
-
-_NO_SAMPLING = SamplingParams(temperature=0.0, max_tokens=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +65,7 @@ class EngineRequest:
             deadline: monotonic time in seconds at which the request is aborted; `None` for no deadline.
         """
         return cls(
-            request_id, list(token_ids), _NO_SAMPLING, priority=priority, deadline=deadline, scope=scope, pooling=params
+            request_id, list(token_ids), NO_SAMPLING, priority=priority, deadline=deadline, scope=scope, pooling=params
         )
 
 

@@ -26,7 +26,7 @@ def test_anything_else_is_refused_without_quoting_it(header):
 
 
 def test_with_an_empty_file_no_key_is_valid(tmp_path):
-    (tmp_path / "keys").write_text("# nobody yet\n")
+    (tmp_path / "keys").write_text("# no keys yet\n")
     with pytest.raises(Unauthenticated):
         ApiKeys.load(tmp_path / "keys", CLOCK).tenant_of("Bearer x", ADDRESS)
 

@@ -1,15 +1,14 @@
 import asyncio
 from typing import Any
 
-import grpc
 import pytest
 from harness.fakes.byte_model import BOS, byte_model
 from harness.fakes.scripted_tokens import ScriptedSource, expected_tokens, scores_of
+from harness.servers.rpc_errors import failure
 
-from kvferry.core.errors import InvalidRequest, KvferryError, Unauthenticated, UnknownModel
+from kvferry.core.errors import InvalidRequest, Unauthenticated, UnknownModel
 from kvferry.core.sampling import SamplingParams
 from kvferry.rpc.channel import open_channel
-from kvferry.rpc.errors import error_from_rpc
 from kvferry.rpc.inference.inference import inference_service
 from kvferry.rpc.inference.text_wire import chunk_from_wire
 from kvferry.rpc.server import start_server
@@ -40,19 +39,6 @@ async def stub(server):
 
 def ask(text: str = "hi", *, max_tokens: int = 8, **fields: Any) -> GenerateRequest:
     return GenerateRequest(text=text, sampling=common_pb2.SamplingParams(max_tokens=max_tokens), **fields)
-
-
-async def failure(call: Any) -> KvferryError:
-    async def finish() -> None:
-        if isinstance(call, grpc.aio.UnaryStreamCall):
-            async for _ in call:
-                pass
-        else:
-            await call
-
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await finish()
-    return error_from_rpc(caught.value)
 
 
 async def test_generate_streams_text_tokens_and_a_final_message(stub):

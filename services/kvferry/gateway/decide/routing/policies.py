@@ -7,10 +7,10 @@ from kvferry.core.errors import UsageError
 from kvferry.gateway.decide.config import POLICIES
 from kvferry.gateway.decide.estimates.commitments import Commitments
 from kvferry.gateway.decide.estimates.estimates import Estimates
+from kvferry.gateway.decide.routing.latency import LatencyPolicy
 from kvferry.gateway.decide.routing.plain_policies import least_loaded, round_robin, uniform
 from kvferry.gateway.decide.routing.prefix_hash import PrefixHash
 from kvferry.gateway.decide.routing.routes import Policy, Route, RouteRequest
-from kvferry.gateway.decide.routing.seconds import LatencyPolicy
 
 
 @dataclass(frozen=True, slots=True)

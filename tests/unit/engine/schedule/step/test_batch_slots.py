@@ -32,7 +32,7 @@ def scheduled(name: str, blocks: list[int], version: int, computed: int = 0, cou
 STEPS = st.lists(
     st.dictionaries(
         st.sampled_from("abcd"),
-        st.tuples(st.sampled_from(["go on", "grow", "anew", "unknown"]), st.integers(1, 3)),
+        st.tuples(st.sampled_from(["go on", "grow", "restart", "unknown"]), st.integers(1, 3)),
         min_size=1,
         max_size=3,
     ),
@@ -50,7 +50,7 @@ def test_tables_follow_any_changes_of_sequences(steps: list[dict[str, tuple[str,
         plan = []
         for name, (what, more) in step.items():
             held, blocks = known.get(name, (0, []))
-            if name not in known or what in {"anew", "unknown"}:
+            if name not in known or what in {"restart", "unknown"}:
                 version += 1
                 held, blocks = version, []
             if not blocks or what == "grow":
