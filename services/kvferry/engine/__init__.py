@@ -23,7 +23,7 @@ _MODULES = {
     "LLM": "kvferry.engine.offline.llm",
     "AsyncLLM": "kvferry.engine.offline.async_llm",
     "BeamOutput": "kvferry.engine.offline.completion",
-    "BeamParams": "kvferry.text.requests.beams",
+    "BeamParams": "kvferry.core.inference.beams",
     "Completion": "kvferry.engine.offline.completion",
     "CompletionPart": "kvferry.engine.offline.completion",
     "Embedding": "kvferry.engine.offline.completion",
