@@ -17,7 +17,8 @@ from kvferry.kernels.block_moves import runs
 
 
 class CopyStream(Protocol):
-    """A stream of copies, separate from the stream of the steps."""
+    """A stream of copies, separate from the stream of the steps. A protocol, because the order of copies and steps is
+    also checked without a GPU, by a stream that delays its copies."""
 
     def after_steps(self) -> None:
         """Order the following copies after all steps launched so far."""

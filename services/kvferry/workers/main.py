@@ -27,9 +27,10 @@ from kvferry.engine.schedule.speculation.settings import OFF
 from kvferry.rpc.otlp import open_tracer
 from kvferry.rpc.server import RpcServer
 from kvferry.rpc.tls.pool_tls import PoolTls
+from kvferry.workers.build import UnitEndpoint, host_of
 from kvferry.workers.config import WorkerConfig
 from kvferry.workers.metrics_page import MetricsPage
-from kvferry.workers.unit import UnitEndpoint, WorkerUnit, host_of
+from kvferry.workers.unit import WorkerUnit
 
 _log = logging.getLogger(__name__)
 Announce = Callable[[Mapping[str, object]], None]
@@ -98,8 +99,16 @@ class _Process:
         tls = None if config.pool_tls is None else PoolTls(config.pool_tls, is_worker=True)
         model = await asyncio.to_thread(_load, config)
         for place in places:
-            unit = await _start_unit(config, place, model, self._clock, self.fail, tls)
-            unit.context.tracer = self._tracer
+            unit = await WorkerUnit.start(
+                _settings_of(config, place),
+                place,
+                model,
+                incarnation=new_incarnation(),
+                clock=self._clock,
+                on_failure=self.fail,
+                tls=tls,
+                tracer=self._tracer,
+            )
             self._units.append(unit)  # one after another, so that units already started are stopped if one fails
         addresses = _addresses(self._units)
         if tls is not None:
@@ -166,22 +175,11 @@ def _check_reach(config: WorkerConfig, place: UnitEndpoint) -> None:
             )
 
 
-async def _start_unit(
-    config: WorkerConfig,
-    place: UnitEndpoint,
-    model: LoadedModel,
-    clock: Clock,
-    fail: Callable[[BaseException], None],
-    tls: PoolTls | None,
-) -> WorkerUnit:
-    own = (
-        replace(config, worker_id=f"{config.worker_id}-{place.role}")
-        if config.role == "split" and config.worker_id
-        else config
-    )
-    unit = WorkerUnit(own, place, model, incarnation=new_incarnation(), clock=clock, on_failure=fail, tls=tls)
-    await unit.start()
-    return unit
+def _settings_of(config: WorkerConfig, place: UnitEndpoint) -> WorkerConfig:
+    """Return the settings of one unit; the units of a split process have ids of their own."""
+    if config.role == "split" and config.worker_id:
+        return replace(config, worker_id=f"{config.worker_id}-{place.role}")
+    return config
 
 
 def _addresses(units: list[WorkerUnit]) -> dict[str, str]:

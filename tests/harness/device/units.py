@@ -16,8 +16,9 @@ from kvferry.engine.execute.run.runner import Runner
 from kvferry.kv.interface.connector import PageMemory
 from kvferry.kv.interface.mirror import PageMirror
 from kvferry.kv.pricing.price import LoadPolicy
+from kvferry.workers.build import UnitEndpoint
 from kvferry.workers.config import WorkerConfig
-from kvferry.workers.unit import UnitEndpoint, WorkerUnit
+from kvferry.workers.unit import WorkerUnit
 
 SECONDS = 60.0
 T = TypeVar("T")
@@ -35,12 +36,12 @@ class RunningUnit:
     @property
     def runner(self) -> Runner:
         """The runner of the engine."""
-        return self.unit._parts.pages.runner
+        return self.unit.parts.pages.runner
 
     @property
     def mirror(self) -> PageMirror:
         """The mirror of the engine's pages."""
-        return self.unit._parts.pages.mirror
+        return self.unit.parts.pages.mirror
 
 
 @contextmanager
@@ -85,7 +86,7 @@ def worker_units(
             **settings,  # type: ignore[arg-type]
         )
         endpoint = UnitEndpoint(role, "127.0.0.1:0", "127.0.0.1:0")
-        unit = WorkerUnit(
+        unit = await WorkerUnit.start(
             config,
             endpoint,
             loaded,
@@ -94,7 +95,6 @@ def worker_units(
             on_failure=failures.append,
             make_pages=make_pages,
         )
-        await unit.start()
         await unit.warm_up()
         return RunningUnit(unit, unit.context.address, unit.admin_address)
 

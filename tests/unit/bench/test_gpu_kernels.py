@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
+from harness.device.host_timer import HostTimer
 
 from kvferry.bench.formulas.gpu_work import OPERATIONS, SMALL, Rates, Spec, Timing
 from kvferry.bench.formulas.launch_choice import TUNABLE, Tunable
 from kvferry.bench.gpu import cases, kernels, tuner
 from kvferry.bench.gpu.cases import differs, make_case
 from kvferry.bench.gpu.session import Session, about_now, on_gpu
-from kvferry.bench.gpu.timing import Action, HostTimer, rates_of
+from kvferry.bench.gpu.timing import Action, rates_of
 from kvferry.bench.rows import append_csv
 from kvferry.cli.main import main
 from kvferry.core.clock import ManualClock, SystemClock

@@ -9,12 +9,12 @@ import pytest
 import torch
 from harness.device.gpu_steps import decode_rows
 from harness.device.gpu_targets import verdicts
+from harness.device.host_timer import HostTimer
 from harness.fakes.tape import TapeGraphs
 
 from kvferry.bench.formulas.gpu_work import About, Rates, Row, Spec, Timing, row
 from kvferry.bench.formulas.work import Work
 from kvferry.bench.gpu.session import Session, about_now
-from kvferry.bench.gpu.timing import HostTimer
 from kvferry.core.clock import ManualClock, SystemClock
 from kvferry.core.errors import UnknownModel
 from kvferry.engine import build as engine_build

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from harness.device.host_timer import HostTimer
 
 from kvferry.bench.formulas.gpu_work import OPERATIONS, SMALL, Timing
 from kvferry.bench.gpu import kernels
 from kvferry.bench.gpu.session import Session, about_now
-from kvferry.bench.gpu.timing import CudaTimer, HostTimer, rates_of
+from kvferry.bench.gpu.timing import CudaTimer, rates_of
 from kvferry.core.clock import ManualClock
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch detects no GPU")

@@ -292,4 +292,4 @@ async def test_bodies_that_are_being_received_are_bounded_together(client):
                 if answer.status_code == 200:
                     break
         assert answer.status_code == 200
-        assert gateway.gateway.client_api.bodies.num_bytes == 0
+        assert gateway.gateway.client_api.context.bodies.num_bytes == 0

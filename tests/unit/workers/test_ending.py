@@ -7,9 +7,9 @@ import pytest
 
 from kvferry.core.errors import KvferryError
 from kvferry.core.settings.engine import EngineSettings
+from kvferry.workers.build import UnitEndpoint
 from kvferry.workers.config import WorkerConfig
 from kvferry.workers.main import run_worker
-from kvferry.workers.unit import UnitEndpoint
 
 
 def test_no_signal_is_written_to_a_loop_that_is_being_closed() -> None:

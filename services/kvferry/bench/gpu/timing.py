@@ -10,7 +10,6 @@ from typing import Protocol
 import torch
 
 from kvferry.bench.formulas.gpu_work import Rates, Timing
-from kvferry.core.clock import Clock
 
 Action = Callable[[], torch.Tensor]
 """A function to be timed, which returns the result of an operation."""
@@ -21,28 +20,12 @@ _WARM_UPS = 3
 
 
 class Timer(Protocol):
-    """Measures the duration of an action."""
+    """Measures the duration of an action. A protocol, because Triton's interpreter has no CUDA events, so that its
+    tests use the host's clock."""
 
     def __call__(self, action: Action) -> Timing:
         """Run `action` repeatedly and return statistics of its durations."""
         ...
-
-
-class HostTimer:
-    """Timer that uses the host's clock, for tests with Triton's interpreter."""
-
-    def __init__(self, clock: Clock, rounds: int) -> None:
-        self._clock, self._rounds = clock, rounds
-
-    def __call__(self, action: Action) -> Timing:
-        """Run `action` repeatedly and return statistics of its durations."""
-        action()
-        seconds: list[float] = []
-        for _ in range(self._rounds):
-            begun = self._clock.monotonic()
-            action()
-            seconds.append(self._clock.monotonic() - begun)
-        return Timing.of(seconds)
 
 
 class CudaTimer:

@@ -11,7 +11,8 @@ from kvferry.serving.request import Caller
 
 
 class Gate(Protocol):
-    """The methods of the flow gate that a slot uses."""
+    """The methods of the flow gate that a slot uses. A protocol, because the gate makes slots and imports this
+    module."""
 
     async def admit(self, slot: "RequestSlot") -> None:
         """Wait until the request may start."""

@@ -4,7 +4,8 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
@@ -12,35 +13,44 @@ from starlette.types import Receive, Scope, Send
 from kvferry.core.errors import RequestCancelled
 from kvferry.gateway.decide.config import HttpConfig
 from kvferry.gateway.http.request_body import BodyBudget, BufferedBody, check_media, read_body
-from kvferry.serving.request import Caller
+from kvferry.serving.request import EXPLAIN_HEADER, Caller
 from kvferry.serving.text_service import LARGE_CHARS, TextService
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class Side(Protocol):
-    """The part of the client API that the handlers use."""
+@dataclass(frozen=True, slots=True)
+class ApiContext:
+    """What the handlers of the client API share."""
 
-    @property
-    def service(self) -> TextService: ...
-
-    @property
-    def config(self) -> HttpConfig: ...
-
-    @property
-    def bodies(self) -> BodyBudget: ...
+    service: TextService
+    config: HttpConfig
+    bodies: BodyBudget
+    """Memory of the bodies that are being read."""
 
     def caller(self, request: Request) -> Caller:
-        """Return the caller of a request, whose API key has been checked."""
-        ...
+        """Return the caller of `request`: request id, tenant, time of arrival.
+
+        Raises:
+            Unauthenticated: the API key is missing or unknown.
+            Overloaded: too many unknown keys came from the client's address.
+        """
+        address = request.client.host if request.client is not None else ""
+        tenant = self.service.tenant_of(request.headers.get("authorization"), address)
+        return Caller(
+            request.scope["kvferry.request_id"],
+            tenant,
+            arrived=self.service.clock.monotonic(),
+            is_explained=EXPLAIN_HEADER in request.headers,
+        )
 
 
 class BodyRoute:
     """ASGI handler of a route whose requests have a body; no middleware runs around it. Subclasses define `serve`."""
 
-    def __init__(self, side: Side) -> None:
-        self.side = side
+    def __init__(self, context: ApiContext) -> None:
+        self.context = context
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -60,10 +70,10 @@ class BodyRoute:
     async def body(self, request: Request) -> AsyncIterator[tuple[Caller, bytes]]:
         """Yield the caller and the body of a request; the body counts as buffered for the length of the `with`
         block."""
-        caller = self.side.caller(request)
+        caller = self.context.caller(request)
         check_media(request)
-        with BufferedBody(self.side.bodies) as buffered:
-            yield caller, await read_body(request, self.side.config, buffered)
+        with BufferedBody(self.context.bodies) as buffered:
+            yield caller, await read_body(request, self.context.config, buffered)
 
 
 async def prepared(receive: Receive, body: bytes, preparing: Coroutine[Any, Any, T]) -> T:

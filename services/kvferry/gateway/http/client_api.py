@@ -27,7 +27,7 @@ from kvferry.core.traces.spans import TRACEPARENT, TRACESTATE, Span, TraceContex
 from kvferry.gateway.decide.config import HttpConfig
 from kvferry.gateway.dispatch.journal import Journal
 from kvferry.gateway.http.answers import Alive, Ready
-from kvferry.gateway.http.body_route import BodyRoute, prepared, while_connected
+from kvferry.gateway.http.body_route import ApiContext, BodyRoute, prepared, while_connected
 from kvferry.gateway.http.encoding.routes import ANSWERS, UnaryRoute
 from kvferry.gateway.http.event_stream import send_events
 from kvferry.gateway.http.openai import completions
@@ -41,7 +41,6 @@ from kvferry.gateway.http.responses.store import ResponseStore
 from kvferry.gateway.http.route_errors import MethodNotAllowed, NoSuchRoute, no_such_request
 from kvferry.gateway.observe.instruments import Instruments
 from kvferry.rpc.wire import check_request_id
-from kvferry.serving.request import EXPLAIN_HEADER, Caller
 from kvferry.serving.text_service import TextService
 
 _log = logging.getLogger(__name__)
@@ -65,12 +64,14 @@ class ClientApi:
     journal: Journal
     needs_key: bool = False
     """Whether requests need an API key."""
-    bodies: BodyBudget = field(init=False)
+    context: ApiContext = field(init=False)
+    """What the handlers share."""
     description: bytes = field(init=False)
     """The OpenAPI document, JSON."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "bodies", BodyBudget(self.config.max_buffered_bytes))
+        bodies = BodyBudget(self.config.max_buffered_bytes)
+        object.__setattr__(self, "context", ApiContext(self.service, self.config, bodies))
         document = openapi_document(version("kvferry"), needs_key=self.needs_key)
         object.__setattr__(self, "description", openai_reply.encode(document))
 
@@ -78,10 +79,10 @@ class ClientApi:
         """Create the ASGI application of the client API."""
         limits = self.config.kept_responses
         store = None if limits is None else ResponseStore(limits, self.service.clock)
-        responses = ResponseRoutes(self, store)
+        responses = ResponseRoutes(self.context, store)
         handlers: dict[str, Any] = {
-            "createChatCompletion": _Generate(self, is_chat=True),
-            "createCompletion": _Generate(self, is_chat=False),
+            "createChatCompletion": _Generate(self.context, is_chat=True),
+            "createCompletion": _Generate(self.context, is_chat=False),
             "createResponse": responses.create,
             "retrieveResponse": responses.retrieve,
             "deleteResponse": responses.delete,
@@ -94,7 +95,7 @@ class ClientApi:
             "getDescription": self._describe,
         }
         routes = [
-            Route(op.path, handlers.get(op.name) or UnaryRoute(self, ANSWERS[op.path]), methods=[op.method])
+            Route(op.path, handlers.get(op.name) or UnaryRoute(self.context, ANSWERS[op.path]), methods=[op.method])
             for op in OPERATIONS
         ]
         failures: dict[Any, Any] = {
@@ -104,29 +105,13 @@ class ClientApi:
         }
         return _Edge(Starlette(routes=routes, exception_handlers=failures), self.instruments, self.service)
 
-    def caller(self, request: Request) -> Caller:
-        """Return the caller of `request`: request id, tenant, time of arrival.
-
-        Raises:
-            Unauthenticated: the API key is missing or unknown.
-            Overloaded: too many unknown keys came from the client's address.
-        """
-        address = request.client.host if request.client is not None else ""
-        tenant = self.service.tenant_of(request.headers.get("authorization"), address)
-        return Caller(
-            request.scope["kvferry.request_id"],
-            tenant,
-            arrived=self.service.clock.monotonic(),
-            is_explained=EXPLAIN_HEADER in request.headers,
-        )
-
     async def _models(self, request: Request) -> Response:
-        tenant = self.caller(request).tenant
+        tenant = self.context.caller(request).tenant
         cards = [card for card in self._cards() if self._may_use(tenant, card.id)]
         return Response(openai_reply.encode(openai_reply.ModelList(cards)), media_type=JSON)
 
     async def _model(self, request: Request) -> Response:
-        tenant = self.caller(request).tenant
+        tenant = self.context.caller(request).tenant
         name = request.path_params["model"]
         for card in self._cards():
             if card.id == name:
@@ -156,7 +141,7 @@ class ClientApi:
         ]
 
     async def _explain(self, request: Request) -> Response:
-        tenant = self.caller(request).tenant
+        tenant = self.context.caller(request).tenant
         request_id = RequestId(request.path_params["request_id"])
         samples = self.journal.find(tenant, request_id)
         if samples is None:
@@ -178,18 +163,18 @@ class ClientApi:
 class _Generate(BodyRoute):
     """ASGI handler of both generating routes."""
 
-    def __init__(self, side: ClientApi, *, is_chat: bool) -> None:
-        super().__init__(side)
+    def __init__(self, context: ApiContext, *, is_chat: bool) -> None:
+        super().__init__(context)
         self._is_chat = is_chat
 
     async def serve(self, request: Request, send: Send) -> None:
         """See `BodyRoute.serve`."""
-        receive, service = request.receive, self.side.service
+        receive, service = request.receive, self.context.service
         async with self.body(request) as (caller, body):
             if self._is_chat:
                 reading = prepare_chat(service, caller, body)
             else:
-                reading = prepare_completion(service, caller, body, self.side.config.max_prompts)
+                reading = prepare_completion(service, caller, body, self.context.config.max_prompts)
             generation = await prepared(receive, body, reading)
             del body, reading  # a request that waits for room holds only its tokens
         if generation.stream:

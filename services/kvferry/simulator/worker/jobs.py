@@ -46,7 +46,8 @@ class Job:
 
 
 class Listener(Protocol):
-    """Receives the events of jobs on replicas."""
+    """Receives the events of jobs on replicas. A protocol, because a replica is below the fleet that listens to it, and
+    also runs without one."""
 
     def first_token(self, job: Job, now: float) -> None:
         """Handle the first token of a request, on any replica.

@@ -18,11 +18,28 @@ MAX_SCOPE_CHARS = 256 + SALT_DIGEST_CHARS + ADAPTER_DIGEST_CHARS
 
 
 @dataclass(slots=True)
-class WorkerContext:
-    """State shared by the services of an engine. `worker_id` and `address` are set when the server binds; `ready` and
-    `draining` change later."""
+class UnitIdentity:
+    """Identity of a worker unit. Its id and address are known once its server is bound."""
 
     incarnation: Incarnation
+    worker_id: WorkerId = _UNBOUND
+    address: str = ""
+    """`host:port` under which peers reach the unit's services."""
+
+    def bind(self, worker_id: WorkerId, address: str) -> None:
+        """Set the id and the address."""
+        self.worker_id, self.address = worker_id, address
+
+    def message(self) -> common_pb2.WorkerIdentity:
+        """Return id and incarnation as a message."""
+        return common_pb2.WorkerIdentity(worker_id=self.worker_id, incarnation=self.incarnation)
+
+
+@dataclass(slots=True)
+class WorkerContext:
+    """State shared by the services of an engine; `ready` and `draining` change later."""
+
+    unit: UnitIdentity
     role: str
     model: str
     model_digest: str
@@ -39,9 +56,6 @@ class WorkerContext:
     """`cpu`, or the name of the GPU; empty if it is not known."""
     is_staged: bool = False
     """Whether peers and tiers access KV through a mirror in host memory."""
-    worker_id: WorkerId = _UNBOUND
-    address: str = ""
-    """`host:port` under which peers reach this worker's services."""
     tracer: Tracer | None = None
     """Traces the calls whose callers trace them; `None` if traces are off."""
     ready: bool = False
@@ -52,7 +66,22 @@ class WorkerContext:
     @property
     def identity(self) -> common_pb2.WorkerIdentity:
         """The worker's id and incarnation as a message."""
-        return common_pb2.WorkerIdentity(worker_id=self.worker_id, incarnation=self.incarnation)
+        return self.unit.message()
+
+    @property
+    def incarnation(self) -> Incarnation:
+        """Incarnation of the worker."""
+        return self.unit.incarnation
+
+    @property
+    def worker_id(self) -> WorkerId:
+        """The worker's id."""
+        return self.unit.worker_id
+
+    @property
+    def address(self) -> str:
+        """`host:port` under which peers reach this worker's services."""
+        return self.unit.address
 
     def deadline_in(self, seconds: float | None) -> float | None:
         """Return the deadline of a call that ends in `seconds`, in monotonic seconds; `None` without a deadline."""

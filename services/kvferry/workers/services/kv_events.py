@@ -91,14 +91,19 @@ class FeedLine:
 class CacheFeed:
     """Copy of the prefix cache's block names for subscribers. Used only on the event loop's thread."""
 
-    def __init__(self, incarnation: Incarnation) -> None:
+    def __init__(self, incarnation: Incarnation, check_name: bytes = b"") -> None:
+        """
+        Args:
+            incarnation: incarnation of the worker.
+            check_name: name of a known block under the worker's tenant key, sent with snapshots; see
+                `core.hashing.check_name`.
+        """
         self._incarnation = incarnation
+        self._check_name = check_name
         self._blocks: dict[BlockHash, CachedBlock] = {}
         self._xor = 0
         self._sequence = 0
         self._lines: set[FeedLine] = set()
-        self.check_name = b""
-        """Name of a known block under the worker's tenant key, sent with snapshots; see `core.hashing.check_name`."""
 
     def apply(self, changes: list[CacheChange]) -> None:
         """Apply the changes of a step and send them to every subscriber as one delta."""
@@ -133,7 +138,7 @@ class CacheFeed:
         if len(self._lines) >= MAX_SUBSCRIBERS:
             raise Overloaded(f"there are already {MAX_SUBSCRIBERS} subscribers; retry later", retry_after_seconds=1.0)
         head = self._event()
-        head.snapshot.check_name = self.check_name
+        head.snapshot.check_name = self._check_name
         line = FeedLine(head, list(self._blocks.values()))
         self._lines.add(line)
         try:

@@ -118,7 +118,7 @@ def test_runs_that_cannot_be_replayed_are_refused_with_the_reason() -> None:
         (lambda lines: [], "line 1"),
         (lambda lines: ["{}"], "'kvferry_steps' is missing"),
         (lambda lines: [lines[0].replace('"kvferry_steps":1', '"kvferry_steps":2')], "the version must be 1, not 2"),
-        (lambda lines: [lines[0].replace("fcfs", "later")], "policy 'later'"),
+        (lambda lines: [lines[0].replace("fcfs", "later")], "srtf, two-level, weighted, not 'later'"),
         (lambda lines: [lines[0], '{"events":[["jump",0]],"plan":[],"tokens":[],"is_ahead":false,"begun":0,"ended":1}'],
          "line 2 of the step log is invalid: the event 'jump' is unknown"),
         (lambda lines: lines[:-1], "request 0 arrives but is not described"),

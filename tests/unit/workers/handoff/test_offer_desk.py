@@ -14,7 +14,7 @@ from kvferry.kv.handoff.offers import OfferState, OfferTimes
 from kvferry.kv.interface.ticket import Keyring, digest_tokens
 from kvferry.kv.pages.layout import KvLayout
 from kvferry.kv.registry import open_transport
-from kvferry.workers.calls.context import WorkerContext
+from kvferry.workers.calls.context import UnitIdentity, WorkerContext
 from kvferry.workers.handoff import offer_desk
 from kvferry.workers.handoff.offer_desk import OfferDesk
 
@@ -44,7 +44,7 @@ class Desk:
     def __init__(self) -> None:
         self.clock, self.loop = ManualClock(), RecordingLoop()
         context = WorkerContext(
-            incarnation=Incarnation("life-1"),
+            unit=UnitIdentity(Incarnation("life-1"), WorkerId("p-0"), "127.0.0.1:7"),
             role="prefill",
             model="m",
             model_digest="digest",
@@ -54,8 +54,6 @@ class Desk:
             max_model_tokens=64,
             loop=self.loop,
             clock=self.clock,
-            worker_id=WorkerId("p-0"),
-            address="127.0.0.1:7",
         )
         self.desk = OfferDesk(context, KEYRING, TIMES, open_transport("memory", new_incarnation()))
 

@@ -25,7 +25,7 @@ from kvferry.rpc.channel import open_channel
 from kvferry.rpc.errors import error_from_rpc
 from kvferry.rpc.server import Service, start_server
 from kvferry.v1 import common_pb2, worker_admin_pb2, worker_admin_pb2_grpc
-from kvferry.workers.calls.context import MAX_SCOPE_CHARS, WorkerContext
+from kvferry.workers.calls.context import MAX_SCOPE_CHARS, UnitIdentity, WorkerContext
 from kvferry.workers.handoff.offer_desk import OfferDesk
 from kvferry.workers.services.admin import AdminService
 
@@ -41,7 +41,7 @@ class Worker:
         self.engine, self.runner = engine, runner
         self.loop = EngineLoop(engine, CommandQueue(), name="engine under test", on_failure=lambda _: None)
         context = WorkerContext(
-            incarnation=new_incarnation(),
+            unit=UnitIdentity(new_incarnation()),
             role="prefill",
             model="m",
             model_digest="digest",

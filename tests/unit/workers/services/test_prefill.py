@@ -23,7 +23,7 @@ from kvferry.rpc.channel import open_channel
 from kvferry.rpc.errors import error_from_rpc
 from kvferry.rpc.server import Service, start_server
 from kvferry.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
-from kvferry.workers.calls.context import WorkerContext
+from kvferry.workers.calls.context import UnitIdentity, WorkerContext
 from kvferry.workers.handoff.offer_desk import OfferDesk
 from kvferry.workers.handoff.page_publisher import PagePublisher
 from kvferry.workers.handoff.prefill_progress import PrefillProgress
@@ -42,7 +42,7 @@ class Worker:
         self.engine = engine
         self.loop = EngineLoop(engine, CommandQueue(), name="engine under test", on_failure=lambda _: None)
         self.context = WorkerContext(
-            incarnation=new_incarnation(),
+            unit=UnitIdentity(new_incarnation()),
             role="prefill",
             model="m",
             model_digest="digest",

@@ -22,7 +22,7 @@ from kvferry.engine.observe.watch import NO_WATCH, StepWatch
 from kvferry.engine.schedule.messages import EngineRequest
 from kvferry.simulator.worker.step_replay import StepReplay
 from kvferry.v1 import worker_admin_pb2
-from kvferry.workers.calls.context import WorkerContext
+from kvferry.workers.calls.context import UnitIdentity, WorkerContext
 from kvferry.workers.services.profiling import Profiling
 
 SETTINGS = EngineSettings("tiny", dtype="float32", kv_memory=4 << 20, threads=1)
@@ -46,7 +46,16 @@ async def profiled() -> AsyncIterator[tuple[Profiling, EngineLoop, LLM]]:
     loop = EngineLoop(llm.engine, CommandQueue(), name="engine under test", on_failure=lambda _: None)
     loop.start()
     context = WorkerContext(
-        Incarnation("0" * 16), "both", "tiny", "", llm.runner.kv.layout, "tcp", "", 512, loop, SystemClock()
+        UnitIdentity(Incarnation("0" * 16)),
+        "both",
+        "tiny",
+        "",
+        llm.runner.kv.layout,
+        "tcp",
+        "",
+        512,
+        loop,
+        SystemClock(),
     )
     try:
         yield Profiling(context), loop, llm

@@ -17,7 +17,7 @@ _WARM_UPS = 2
 
 class Graphs(Protocol):
     """Interface that captures kernel launches. Replays of one instance must not overlap, since they share scratch
-    memory."""
+    memory. A protocol, because captured steps are also checked without a GPU, by a recorder of launches."""
 
     def capture(self, launch: Launch) -> Launch:
         """Run `launch` at least once and capture its kernel launches; return a function that replays them."""

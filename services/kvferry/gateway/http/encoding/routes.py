@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Send
 
-from kvferry.gateway.http.body_route import BodyRoute, Side, while_connected
+from kvferry.gateway.http.body_route import ApiContext, BodyRoute, while_connected
 from kvferry.gateway.http.encoding.comparisons import answer_rerank, answer_score
 from kvferry.gateway.http.encoding.embeddings import answer_embeddings
 from kvferry.gateway.http.encoding.token_ids import answer_detokenize, answer_tokenize
@@ -32,17 +32,17 @@ ANSWERS: Mapping[str, Answer] = {
 class UnaryRoute(BodyRoute):
     """ASGI handler of a route that answers with one JSON body, not with a stream."""
 
-    def __init__(self, side: Side, answer: Answer) -> None:
+    def __init__(self, context: ApiContext, answer: Answer) -> None:
         """
         Args:
-            side: the gateway's objects that all routes use.
+            context: the gateway's objects that all routes use.
             answer: computes the body of the answer.
         """
-        super().__init__(side)
+        super().__init__(context)
         self._answer = answer
 
     async def serve(self, request: Request, send: Send) -> None:
         """See `BodyRoute.serve`."""
         async with self.body(request) as (caller, body):
-            whole = await while_connected(request.receive, self._answer(self.side.service, caller, body))
+            whole = await while_connected(request.receive, self._answer(self.context.service, caller, body))
         await Response(whole, media_type=JSON)(request.scope, request.receive, send)

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.types import Send
 
 from kvferry.core.errors import InvalidRequest, shortened
-from kvferry.gateway.http.body_route import BodyRoute, Side, prepared, while_connected
+from kvferry.gateway.http.body_route import ApiContext, BodyRoute, prepared, while_connected
 from kvferry.gateway.http.event_stream import send_events
 from kvferry.gateway.http.fields.parsing import parse_fields
 from kvferry.gateway.http.fields.strict import Strict
@@ -33,15 +33,15 @@ class ItemsQuery(Strict):
 class ResponseRoutes:
     """Handlers of all routes of responses."""
 
-    def __init__(self, side: Side, store: ResponseStore | None) -> None:
+    def __init__(self, context: ApiContext, store: ResponseStore | None) -> None:
         """
         Args:
-            side: the client API: service, limits and authentication.
+            context: the client API: service, limits and authentication.
             store: keeps responses; `None` if this gateway keeps none.
         """
-        self._side = side
+        self._context = context
         self._store = store
-        self.create = _Create(side, store)
+        self.create = _Create(context, store)
 
     async def retrieve(self, request: Request) -> Response:
         """Answer GET /v1/responses/{response_id}.
@@ -86,7 +86,7 @@ class ResponseRoutes:
         return Response(encode(listed), media_type=JSON)
 
     def _named(self, request: Request) -> tuple[str, str]:
-        return self._side.caller(request).tenant, request.path_params["response_id"]
+        return self._context.caller(request).tenant, request.path_params["response_id"]
 
     def _opened(self, response_id: str) -> ResponseStore:
         if self._store is None:
@@ -105,15 +105,15 @@ class ResponseRoutes:
 class _Create(BodyRoute):
     """ASGI handler of POST /v1/responses."""
 
-    def __init__(self, side: Side, store: ResponseStore | None) -> None:
-        super().__init__(side)
+    def __init__(self, context: ApiContext, store: ResponseStore | None) -> None:
+        super().__init__(context)
         self._store = store
 
     async def serve(self, request: Request, send: Send) -> None:
         """See `BodyRoute.serve`."""
         receive = request.receive
         async with self.body(request) as (caller, body):
-            made = await prepared(receive, body, create(self.side.service, caller, body, self._store))
+            made = await prepared(receive, body, create(self.context.service, caller, body, self._store))
             del body
         if made.is_streamed:
             await while_connected(receive, send_events(made.events(), send, end=b"", failed=made.failed))

@@ -13,7 +13,7 @@ import ssl
 import struct
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from kvferry.core.clock import Clock
 
@@ -56,14 +56,6 @@ class ServerError(Exception):
 def command(*words: bytes) -> bytes:
     """Encode one command with short arguments."""
     return b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in words)
-
-
-class _Socket(Protocol):
-    """Interface shared by plain and TLS sockets."""
-
-    def recv_into(self, buffer: memoryview, nbytes: int = 0, flags: int = 0, /) -> int: ...
-    def fileno(self) -> int: ...
-    def close(self) -> None: ...
 
 
 class Wire:

@@ -41,8 +41,7 @@ class Events(kv_events_pb2_grpc.KvEventsServicer):
         self.may_probe = True
 
     def restart(self, incarnation: Incarnation) -> None:
-        self.feed = CacheFeed(incarnation)
-        self.feed.check_name = check_name(BlockNamers(KEY), fingerprint=b"layout", block_tokens=16)
+        self.feed = CacheFeed(incarnation, check_name(BlockNamers(KEY), fingerprint=b"layout", block_tokens=16))
         self.service = KvEventsService(self.feed)
 
     async def Subscribe(self, request: Any, context: Any) -> AsyncGenerator[kv_events_pb2.KvEvent, None]:
