@@ -16,7 +16,7 @@ from kvferry.core.errors import UsageError
 from kvferry.core.hashing import BlockNamers
 from kvferry.core.settings.engine import ON, EngineSettings
 from kvferry.engine.adapter_settings import check_adapter_settings
-from kvferry.engine.engine import Engine, LoadAdapter
+from kvferry.engine.engine import Engine
 from kvferry.engine.execute.adapter_loads import AdapterLoads, outcome_of
 from kvferry.engine.execute.build_runner import build_runner
 from kvferry.engine.execute.drafts.load_draft import LoadedDraft, load_draft
@@ -30,6 +30,7 @@ from kvferry.engine.execute.run.runner import Runner
 from kvferry.engine.execute.tensors.device import CPU, choose_device
 from kvferry.engine.execute.tensors.paged_kv import PagedKv
 from kvferry.engine.kv_memory import kv_memory, releases_window_pages
+from kvferry.engine.parts import AdapterSupport, KvPages, KvSources, LoadAdapter, ServedModel, assemble
 from kvferry.engine.schedule.adapters.adapter_store import AdapterStore, LoadedAdapter
 from kvferry.engine.schedule.messages import AdapterLoaded, MaskReady
 from kvferry.engine.schedule.speculation.settings import parse_speculation
@@ -295,32 +296,21 @@ def build_engine(
         ModelFileError: an adapter of the settings is missing or damaged, or does not fit the model.
     """
     settings, config, layout = loaded.settings, loaded.config, loaded.layout
-    return Engine(
+    parts = assemble(
         runner,
-        num_blocks=runner.kv.num_blocks,
-        block_tokens=settings.block_tokens,
-        max_model_tokens=loaded.context_tokens,
-        vocab_size=config.vocab_size,
-        eos_token_ids=config.eos_token_ids,
-        fingerprint=layout.fingerprint,
-        limits=settings.limits,
-        namers=namers,
-        loader=loader,
-        tiers=tiers,
-        epochs=epochs,
-        block_bytes=layout.block_bytes,
-        windows=layout.groups.windows,
-        prices=PriceBook(LoadPolicy(settings.load_policy)),
+        ServedModel(loaded.context_tokens, config.vocab_size, config.eos_token_ids, layout.fingerprint),
+        KvPages(runner.kv.num_blocks, settings.block_tokens, layout.groups.windows, layout.block_bytes, epochs),
+        settings.limits,
+        namers,
+        sources=KvSources(loader, tiers, PriceBook(LoadPolicy(settings.load_policy))),
         masks=_masks(loaded, post),
         speculation=_speculation(loaded, runner),
+        adapters=_adapters(loaded, runner, post),
         runs_ahead=settings.async_steps == ON,
-        adapters=_adapters(loaded),
-        adapter_slots=settings.adapter_slots,
-        activate=runner.activate,
-        load_adapter=_adapter_loads(loaded, post),
         pin_share=settings.pin_share,
         clock=clock,
     )
+    return Engine(parts)
 
 
 def load_adapter(loaded: LoadedModel, path: Path) -> LoadedAdapter:
@@ -341,8 +331,10 @@ def load_adapter(loaded: LoadedModel, path: Path) -> LoadedAdapter:
     return LoadedAdapter(path, adapter.digest, adapter.rank, loaded.model.pack_adapter(adapter))
 
 
-def _adapters(loaded: LoadedModel) -> AdapterStore | None:
-    """Return a store with the adapters of the settings; `None` if the model does not support adapters.
+def _adapters(
+    loaded: LoadedModel, runner: Runner, post: Callable[[AdapterLoaded], None] | None
+) -> AdapterSupport | None:
+    """Return the adapters of the settings; `None` if the model does not support adapters.
 
     Raises:
         ModelFileError: a folder is missing or damaged, or its adapter does not fit the model.
@@ -354,7 +346,7 @@ def _adapters(loaded: LoadedModel) -> AdapterStore | None:
     for name, path in settings.adapters:
         store.add(name, load_adapter(loaded, Path(path)))
         store.trim((), lambda _: False)
-    return store
+    return AdapterSupport(store, settings.adapter_slots, runner.activate, _adapter_loads(loaded, post))
 
 
 def _adapter_loads(loaded: LoadedModel, post: Callable[[AdapterLoaded], None] | None) -> LoadAdapter:

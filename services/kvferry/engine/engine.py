@@ -8,145 +8,64 @@ from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 
-from kvferry.core.clock import Clock, SystemClock
-from kvferry.core.epochs import EpochTable
 from kvferry.core.errors import InvalidRequest, KvferryError, Overloaded, UnknownModel, shortened
-from kvferry.core.hashing import BlockNamer, BlockNamers, is_scope_of
+from kvferry.core.hashing import BlockNamer, is_scope_of
 from kvferry.core.ids import AdapterId, BlockId, RequestId
 from kvferry.core.load import WorkerLoad
-from kvferry.core.settings.engine import SchedulerLimits
 from kvferry.engine.execute.grammar.grammar_masks import GrammarMasks
 from kvferry.engine.observe.engine_load import engine_load
 from kvferry.engine.observe.engine_statistics import EngineStatistics
 from kvferry.engine.observe.watch import COMPUTE, MESSAGES, NO_WATCH, PLAN, RECORD, StepWatch
+from kvferry.engine.parts import EngineParts
 from kvferry.engine.schedule.adapters.activation import AdapterActivation
-from kvferry.engine.schedule.adapters.adapter_store import AdapterInfo, AdapterStore, LoadedAdapter
-from kvferry.engine.schedule.blocks.allocation import Allocator
-from kvferry.engine.schedule.loads.kv_loads import KvLoads
+from kvferry.engine.schedule.adapters.adapter_store import AdapterInfo, LoadedAdapter
 from kvferry.engine.schedule.loads.kv_prefetch import KvPrefetchRequest
 from kvferry.engine.schedule.messages import EngineRequest, StepOutput
 from kvferry.engine.schedule.pins.pinning import Pinning
-from kvferry.engine.schedule.plan.pipeline import Pipeline, StepRunner
 from kvferry.engine.schedule.plan.prompt_length import check_length
-from kvferry.engine.schedule.plan.scheduler import Scheduler
 from kvferry.engine.schedule.speculation.speculation import Speculation
-from kvferry.engine.schedule.step.adapter_slots import AdapterSlots, PackedAdapter
 from kvferry.engine.schedule.step.kv_jobs import Export, SequenceUpdate
 from kvferry.engine.schedule.step.prompt_pooling import PromptPooling
 from kvferry.engine.schedule.step.sequence import Sequence
 from kvferry.engine.schedule.step.sequence_request import SequenceRequest
 from kvferry.engine.schedule.step.step import StepPlan
 from kvferry.engine.schedule.step.token_mask import TokenMask
-from kvferry.kv.interface.connector import KvLoader
-from kvferry.kv.interface.tiering import KvMessage, KvTiers
-from kvferry.kv.pages.layer_groups import FULL_ATTENTION
-from kvferry.kv.pricing.price import LoadPolicy, PriceBook
+from kvferry.kv.interface.tiering import KvMessage
 from kvferry.text.requests.prompt_parameters import check_prompt_logprobs
-
-LoadAdapter = Callable[[AdapterId, Path], LoadedAdapter | KvferryError | None]
-"""Loads an adapter from its folder. Returns the outcome, or `None` if it begins to load the adapter and
-`Engine.adapter_loaded` is called with the outcome later."""
-
-
-def _loads_nothing(_adapter: AdapterId, _folder: Path) -> None:
-    """Load no adapter, in an engine without adapters."""
 
 
 class Engine:
     """Inference engine with a paged KV cache for one model."""
 
-    def __init__(
-        self,
-        runner: StepRunner,
-        *,
-        num_blocks: int,
-        block_tokens: int,
-        max_model_tokens: int,
-        vocab_size: int,
-        eos_token_ids: tuple[int, ...],
-        fingerprint: bytes,
-        limits: SchedulerLimits,
-        namers: BlockNamers,
-        loader: KvLoader | None = None,
-        tiers: KvTiers | None = None,
-        epochs: EpochTable | None = None,
-        max_waiting: int = 1024,
-        block_bytes: int = 1,
-        windows: tuple[int | None, ...] = FULL_ATTENTION,
-        prices: PriceBook | None = None,
-        masks: GrammarMasks | None = None,
-        speculation: Speculation | None = None,
-        runs_ahead: bool = True,
-        adapters: AdapterStore | None = None,
-        adapter_slots: int = 0,
-        activate: Callable[[int, PackedAdapter], None] | None = None,
-        load_adapter: LoadAdapter = _loads_nothing,
-        pin_share: float = 0.25,
-        clock: Clock | None = None,
-    ) -> None:
+    def __init__(self, parts: EngineParts) -> None:
         """
         Args:
-            runner: computes the steps.
-            num_blocks: number of pages.
-            block_tokens: tokens per page.
-            max_model_tokens: context length, prompt and output; limited by the size of the pool.
-            vocab_size: vocabulary of the model; larger token ids are rejected.
-            eos_token_ids: the model's end-of-sequence tokens.
-            fingerprint: the KV layout's fingerprint; an input of every block name.
-            limits: limits of one step.
-            namers: factory of block namers, keyed with the pool's tenant key.
-            loader: fetches KV from peers; `None` if this engine does not fetch from peers.
-            tiers: KV tiers to load from and store to; `None` without tiers.
-            epochs: the transport's epoch table.
-            max_waiting: maximum number of waiting requests; further requests are rejected.
-            block_bytes: bytes of one page, for cost estimates.
-            windows: sliding window of each layer group with its own pages; `None` for full attention.
-            prices: estimates how long loading and computing take; updated by each step and load. Default: always load.
-            masks: masks of constrained sequences; without it, constraints are rejected.
-            speculation: drafts tokens for decoding sequences; without it, a step samples one token per sequence.
-            runs_ahead: whether a step may be launched before the previous one's tokens are read, if the runner can.
-            adapters: the registered adapters; without it, requests with an adapter are rejected.
-            adapter_slots: maximum number of adapters in one step.
-            activate: puts an adapter into a slot of the runner.
-            load_adapter: loads an adapter again for sequences that wait for it.
-            pin_share: maximum share of the pages that pinned prefixes hold; 0 refuses pins.
-            clock: measures the steps, and the time to live of pins.
+            parts: the finished parts (`parts.assemble`).
         """
-        self.allocator = Allocator.create(
-            num_blocks,
-            block_tokens=block_tokens,
-            windows=windows,
-            step_tokens=limits.step_tokens,
-            epochs=epochs,
-        )
-        slots = AdapterSlots(adapter_slots) if adapters is None else AdapterSlots(adapter_slots, adapters.is_ready)
-        self.scheduler = Scheduler(limits, self.allocator, speculation, slots)
-        self.adapters = adapters
+        self.allocator, self.scheduler = parts.allocator, parts.scheduler
+        self._model, self._namers, self._masks = parts.model, parts.namers, parts.masks
+        self._eos = frozenset(parts.model.eos_token_ids)
+        self._pipeline, self._loads, self._prices = parts.pipeline, parts.loads, parts.prices
+        self._max_waiting, self._clock = parts.max_waiting, parts.clock
+        adapters = parts.adapters
+        self.adapters = None if adapters is None else adapters.store
         """The registered adapters; `None` if the engine does not support adapters."""
-        self._vocab_size = vocab_size
-        self._eos = frozenset(eos_token_ids)
-        self._pipeline = Pipeline(runner, self.allocator, runs_ahead=runs_ahead)
-        self._fingerprint = fingerprint
-        self._namers = namers
-        self._max_waiting = max_waiting
-        self._prices = prices or PriceBook(LoadPolicy.ALWAYS)
-        self._masks = masks
-        self._clock = clock or SystemClock()
-        self._loads = KvLoads(
-            self.scheduler, self.allocator, loader=loader, tiers=tiers, prices=self._prices, block_bytes=block_bytes
+        self._load_adapter = _loads_nothing if adapters is None else adapters.load
+        self.max_model_tokens = min(
+            parts.model.max_model_tokens, self.allocator.needs.max_tokens(self.allocator.pool.num_blocks)
         )
-        self.max_model_tokens = min(max_model_tokens, self.allocator.needs.max_tokens(num_blocks))
         self.statistics = EngineStatistics()
         self._exports: dict[int, tuple[BlockId, ...]] = {}
         self.num_exports = 0
         """Number of exports so far, which is also the number of the next export."""
         self.on_started: Callable[[list[RequestId]], None] | None = None
         """Callback before each step, called with the requests that take part in a step for the first time."""
-        self._load_adapter = load_adapter
-        self._activation = AdapterActivation(self.scheduler, adapters, activate, self._clock, self._end)
+        self._activation = AdapterActivation(
+            self.scheduler, self.adapters, None if adapters is None else adapters.activate, self._clock, self._end
+        )
         self.pinning = Pinning(
-            self.allocator, share=pin_share, max_model_tokens=self.max_model_tokens, clock=self._clock, add=self.add,
-            check=self._check, namer=self.namer,
+            self.allocator, share=parts.pin_share, max_model_tokens=self.max_model_tokens, clock=self._clock,
+            add=self.add, check=self._check, namer=self.namer,
         )  # fmt: skip
         """Pinned prefixes."""
         self.failed_step: frozenset[RequestId] = frozenset()
@@ -215,7 +134,7 @@ class Engine:
 
     def namer(self, scope: str) -> BlockNamer:
         """Return the block namer of a cache scope, for the engine's KV layout."""
-        return self._namers.of(scope, fingerprint=self._fingerprint, block_tokens=self.allocator.block_tokens)
+        return self._namers.of(scope, fingerprint=self._model.fingerprint, block_tokens=self.allocator.block_tokens)
 
     # ------------------------------------------------------------------ the step
 
@@ -389,9 +308,9 @@ class Engine:
             raise InvalidRequest("seed is missing; set a seed for requests with a temperature above 0", field="seed")
         if request.sampling.constraint is not None and self._masks is None:
             raise InvalidRequest("constraints need a tokenizer, but this engine's model has none", field="constraint")
-        if min(request.token_ids) < 0 or max(request.token_ids) >= self._vocab_size:
+        if min(request.token_ids) < 0 or max(request.token_ids) >= self._model.vocab_size:
             raise InvalidRequest(
-                f"token ids must be from 0 to {self._vocab_size - 1}, not {min(request.token_ids)} to "
+                f"token ids must be from 0 to {self._model.vocab_size - 1}, not {min(request.token_ids)} to "
                 f"{max(request.token_ids)}",
                 field="token_ids",
             )
@@ -415,3 +334,7 @@ class Engine:
         self.scheduler.drafting.observe(plan, ended - begun)
         self.statistics.record(plan, updates, ended)
         return updates
+
+
+def _loads_nothing(_adapter: AdapterId, _folder: Path) -> None:
+    """Load no adapter, in an engine without adapters."""

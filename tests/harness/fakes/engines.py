@@ -9,8 +9,8 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
+from harness.fakes.small_engine import engine_for
 from kvferry.core.clock import Clock
-from kvferry.core.hashing import BlockNamers
 from kvferry.core.ids import BlockId, RequestId
 from kvferry.core.philox import uniform
 from kvferry.core.sampling import SampledToken, SamplingParams, ScoredToken
@@ -255,16 +255,14 @@ def an_engine(
 ) -> tuple[Engine, ArithmeticRunner]:
     """Create a small engine and its runner."""
     runner = ArithmeticRunner(num_blocks, block_tokens, windows)
-    engine = Engine(
+    engine = engine_for(
         runner,
         num_blocks=num_blocks,
         block_tokens=block_tokens,
         max_model_tokens=max_model_tokens,
         vocab_size=VOCAB,
         eos_token_ids=(EOS,),
-        fingerprint=b"test layout",
         limits=limits or small_limits(),
-        namers=BlockNamers(b"secret"),
         speculation=speculation,
         clock=clock,
         windows=windows,
@@ -284,16 +282,14 @@ def a_windowed_engine(
 ) -> tuple[Engine, WindowedRunner]:
     """Create a small engine whose groups of layers have these windows, and its runner."""
     runner = WindowedRunner(num_blocks, block_tokens, windows)
-    engine = Engine(
+    engine = engine_for(
         runner,
         num_blocks=num_blocks,
         block_tokens=block_tokens,
         max_model_tokens=max_model_tokens,
         vocab_size=VOCAB,
         eos_token_ids=(EOS,),
-        fingerprint=b"test layout",
         limits=limits or small_limits(),
-        namers=BlockNamers(b"secret"),
         windows=tuple(windows),
         speculation=speculation,
     )

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+from harness.fakes.small_engine import engine_for
 from kvferry.core.clock import ManualClock
-from kvferry.core.hashing import BlockNamers
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import SampledToken, SamplingParams
 from kvferry.core.settings.engine import SchedulerLimits
@@ -57,10 +57,10 @@ def an_engine(
     *, limits: SchedulerLimits | None = None, blocks: int = 64, eos: bool = False, ahead: bool = False
 ) -> Engine:
     """Create an engine of 16-token blocks."""
-    return Engine(
+    return engine_for(
         LaunchingRunner() if ahead else CountingRunner(), num_blocks=blocks, block_tokens=16, max_model_tokens=512,
-        vocab_size=1 << 20, eos_token_ids=(EOS,) if eos else (), fingerprint=b"f", limits=limits or SchedulerLimits(),
-        namers=BlockNamers(b"k"), runs_ahead=ahead, clock=ManualClock(),
+        vocab_size=1 << 20, eos_token_ids=(EOS,) if eos else (), limits=limits or SchedulerLimits(),
+        runs_ahead=ahead, clock=ManualClock(),
     )  # fmt: skip
 
 

@@ -7,14 +7,13 @@ from random import Random
 from statistics import fmean
 
 from harness.fakes.engines import a_request, an_engine, expected_tokens, run_until_idle, small_limits
+from harness.fakes.small_engine import engine_for
 from harness.results.rows import Outcome
 from kvferry.core.constraint import Constraint, ConstraintKind
-from kvferry.core.hashing import BlockNamers
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import SamplingParams
 from kvferry.core.settings.engine import SchedulerLimits
 from kvferry.engine import LLM
-from kvferry.engine.engine import Engine
 from kvferry.engine.schedule.messages import EngineRequest
 from kvferry.engine.schedule.policies.policy import POLICIES
 from kvferry.engine.schedule.speculation.settings import parse_speculation
@@ -171,10 +170,10 @@ def _first_hit(*, runs_ahead: bool) -> int:
     from harness.fakes.recorded import LaunchingRunner
 
     for tokens_after in range(4):
-        engine = Engine(
+        engine = engine_for(
             LaunchingRunner(), num_blocks=64, block_tokens=4, max_model_tokens=200, vocab_size=1 << 20,
-            eos_token_ids=(), fingerprint=b"f", limits=small_limits(token_budget=64, max_chunk_tokens=64),
-            namers=BlockNamers(b"k"), runs_ahead=runs_ahead,
+            eos_token_ids=(), limits=small_limits(token_budget=64, max_chunk_tokens=64),
+            runs_ahead=runs_ahead,
         )  # fmt: skip
         sampling = SamplingParams(temperature=0.0, max_tokens=12)
         engine.add(EngineRequest(RequestId("X"), list(range(11, 19)), sampling))

@@ -11,13 +11,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+from harness.fakes.small_engine import engine_for
 from harness.results.rows import Outcome
 from kvferry.core.clock import SystemClock
-from kvferry.core.hashing import BlockNamers
 from kvferry.core.ids import BlockId, RequestId
 from kvferry.core.sampling import SampledToken, SamplingParams
 from kvferry.core.settings.engine import SchedulerLimits
-from kvferry.engine.engine import Engine
 from kvferry.engine.schedule.messages import EngineRequest
 from kvferry.engine.schedule.step.batch_slots import BatchSlots
 from kvferry.engine.schedule.step.step import ScheduledSequence, SequenceOutput, StepPlan, StepResult
@@ -88,9 +87,10 @@ class _Launched:
 def _step_ms(device: float, *, ahead: bool, host: float = 0.0) -> float:
     """Return the median milliseconds of a decode step of a batch."""
     runner = _Device(device, host)
-    engine = Engine(
-        runner, num_blocks=_BATCH * 20, block_tokens=16, max_model_tokens=320, vocab_size=1000, eos_token_ids=(),
-        fingerprint=b"f", limits=SchedulerLimits(8192, 8192, 8192, _BATCH), namers=BlockNamers(b"k"), runs_ahead=ahead,
+    engine = engine_for(
+        runner, num_blocks=_BATCH * 20, block_tokens=16, max_model_tokens=320, vocab_size=1000,
+        limits=SchedulerLimits(8192, 8192, 8192, _BATCH),
+        runs_ahead=ahead,
     )  # fmt: skip
     try:
         for number in range(_BATCH):

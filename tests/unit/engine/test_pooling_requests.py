@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from harness.fakes.engines import a_request, attach, small_limits
+from harness.fakes.small_engine import engine_for
 from harness.fakes.tape import TapeGraphs
 from harness.idle import assert_idle
 from harness.kernels.transformers_twin import twin_of
@@ -14,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.core.errors import GenerationFailed, InvalidRequest
-from kvferry.core.hashing import BlockNamers
 from kvferry.core.ids import RequestId
 from kvferry.core.inference.pooling import Pooling, PoolingParams
 from kvferry.core.sampling import FinishReason
@@ -67,16 +67,14 @@ def runner_for(kernels: str, blocks: int = 96) -> Runner:
 
 
 def engine_on(runner: Runner, limits: SchedulerLimits | None = None, blocks: int | None = None) -> Engine:
-    return Engine(
+    return engine_for(
         runner,
         num_blocks=blocks or runner.kv.num_blocks,
         block_tokens=4,
         max_model_tokens=CONTEXT,
         vocab_size=CONFIG.vocab_size,
         eos_token_ids=(),
-        fingerprint=b"test",
         limits=limits or small_limits(),
-        namers=BlockNamers(b"secret"),
     )
 
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from harness.fakes.small_engine import engine_for
 from harness.fakes.stepping import Generation, generate, step
 from harness.fakes.tape import Asked, NothingAsked, TapeGraphs
 from harness.kernels.lora_files import write
 
 from kvferry.core.errors import InvariantBroken, UsageError
-from kvferry.core.hashing import BlockNamers
 from kvferry.core.ids import BlockId, RequestId
 from kvferry.core.sampling import SamplingParams
 from kvferry.core.settings.engine import SchedulerLimits
@@ -238,16 +238,14 @@ def test_decoding_continues_a_prompt_computed_by_another_runner(device: torch.de
 
 
 def an_engine(runner: Runner) -> Engine:
-    return Engine(
+    return engine_for(
         runner,
         num_blocks=runner.kv.num_blocks,
         block_tokens=4,
         max_model_tokens=64,
         vocab_size=CONFIG.vocab_size,
         eos_token_ids=CONFIG.eos_token_ids,
-        fingerprint=b"test",
         limits=LIMITS,
-        namers=BlockNamers(b"secret"),
     )
 
 

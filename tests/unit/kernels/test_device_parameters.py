@@ -5,13 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from harness.fakes.small_engine import engine_for
 from harness.fakes.tape import TapeGraphs
 
-from kvferry.core.hashing import BlockNamers
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import SamplingParams
 from kvferry.core.settings.engine import SchedulerLimits
-from kvferry.engine.engine import Engine
 from kvferry.engine.execute.gpu.graphs import CudaGraphs
 from kvferry.engine.execute.gpu.runner import DeviceRunner
 from kvferry.engine.execute.models.build import build_model
@@ -38,16 +37,14 @@ COMPANY = {
 
 
 def run(runner: Runner, requests: dict[str, SamplingParams]) -> dict[str, tuple[list[int], Any]]:
-    engine = Engine(
+    engine = engine_for(
         runner,
         num_blocks=runner.kv.num_blocks,
         block_tokens=4,
         max_model_tokens=CONFIG.max_model_tokens,
         vocab_size=CONFIG.vocab_size,
         eos_token_ids=CONFIG.eos_token_ids,
-        fingerprint=b"layout",
         limits=LIMITS,
-        namers=BlockNamers(b"key"),
     )
     for name, sampling in requests.items():
         engine.add(EngineRequest(RequestId(name), list(name.encode()), sampling))

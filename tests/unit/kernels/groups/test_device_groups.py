@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from harness.fakes.small_engine import engine_for
 from harness.fakes.tape import TapeGraphs
 from harness.kernels.family_checkpoints import FEATURED
 
-from kvferry.core.hashing import BlockNamers
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import SamplingParams
 from kvferry.core.settings.engine import SchedulerLimits
@@ -35,16 +35,14 @@ CONFIGS = {
 
 
 def an_engine(runner: Runner) -> Engine:
-    return Engine(
+    return engine_for(
         runner,
         num_blocks=runner.kv.num_blocks,
         block_tokens=BLOCK,
         max_model_tokens=96,
         vocab_size=259,
         eos_token_ids=(),
-        fingerprint=b"test",
         limits=LIMITS,
-        namers=BlockNamers(b"secret"),
         windows=runner.kv.layout.groups.windows,
     )
 

@@ -4,11 +4,11 @@ from dataclasses import replace
 from random import Random
 
 import pytest
+from harness.fakes.small_engine import engine_for
 
 from kvferry.core.hashing import BlockNamers
 from kvferry.core.ids import RequestId
 from kvferry.core.settings.engine import SchedulerLimits
-from kvferry.engine.engine import Engine
 from kvferry.engine.schedule.messages import EngineRequest
 from kvferry.engine.schedule.policies.policy import POLICIES
 from kvferry.engine.schedule.step.step import SequenceOutput, StepPlan, StepResult
@@ -66,9 +66,9 @@ class Silent:
 def engine_steps(made: list, limits: SchedulerLimits, blocks: int) -> list[Step]:
     outputs = {str(number): output for number, (_, _, output) in enumerate(made)}
     runner = Known(outputs)
-    engine = Engine(
-        runner, num_blocks=blocks, block_tokens=16, max_model_tokens=4096, vocab_size=1 << 31, eos_token_ids=(),
-        fingerprint=b"f", limits=limits, namers=BlockNamers(b"k"), runs_ahead=False,
+    engine = engine_for(
+        runner, num_blocks=blocks, block_tokens=16, max_model_tokens=4096, vocab_size=1 << 31, limits=limits,
+        runs_ahead=False,
     )  # fmt: skip
     pending = list(enumerate(made))
     step = 0

@@ -58,7 +58,7 @@ def test_the_simulator_plans_the_logged_steps(arrivals, policy, blocks, ahead, h
             at,
             a_request(
                 str(number), num_prompt, num_output, first=first, exports=kind == 0, priority=priority,
-                tenant="other" if kind == 1 else "",
+                scope="other" if kind == 1 else "",
             ),
         )
         for number, (at, num_prompt, num_output, first, kind, priority) in enumerate(arrivals)

@@ -20,6 +20,7 @@ from kvferry.core.sampling import SamplingParams
 from kvferry.core.settings.engine import SchedulerLimits
 from kvferry.engine import LLM
 from kvferry.engine.execute.drafts.load_heads import load_heads
+from kvferry.engine.schedule.messages import EngineRequest
 from kvferry.engine.schedule.speculation.acceptance import MIN_CONFIDENCE
 from kvferry.engine.schedule.speculation.matches import Tokens
 from kvferry.engine.schedule.speculation.proposers import NO_DRAFT
@@ -255,13 +256,12 @@ def test_vectors_of_prompts_are_those_without_a_head(tmp_path: Path) -> None:
 
 def test_an_aborted_request_leaves_no_state(tmp_path: Path) -> None:
     llm = a_model(f"eagle={write_eagle(tmp_path, CONFIG, is_fused=True)}?fixed=1")
-    generated = llm._requests.start([1, 2, 3], SamplingParams(temperature=0, max_tokens=40), None)
-    llm.engine.add(generated.request)
+    llm.engine.add(EngineRequest(RequestId("a"), [1, 2, 3], SamplingParams(temperature=0.0, max_tokens=40)))
     for _ in range(3):
         llm.engine.step()
     assert llm.engine.speculation is not None
     assert not llm.engine.speculation.is_idle
-    llm.engine.abort(RequestId(generated.request.request_id))
+    llm.engine.abort(RequestId("a"))
     while llm.engine.has_work:
         llm.engine.step()
     assert llm.engine.speculation.is_idle
