@@ -44,10 +44,10 @@ $(READY): requirements.lock pyproject.toml CMakeLists.txt $(wildcard kernels/cpu
 	@quiet=--quiet; if test -t 2; then quiet=; fi; \
 	if test -x $(BIN)/uv; then \
 	  VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install $$quiet -r requirements.lock && \
-	  VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install $$quiet --no-deps --no-build-isolation --reinstall-package kvferry -e '.[nixl,redis,encryption,bench,operator,traces]'; \
+	  VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install $$quiet --no-deps --no-build-isolation --reinstall-package kvferry -e '.[serve,nixl,encryption,bench,operator,traces]'; \
 	else \
 	  $(BIN)/python -m pip install $$quiet --disable-pip-version-check --no-deps -r requirements.lock && \
-	  $(BIN)/python -m pip install $$quiet --disable-pip-version-check --no-deps --no-build-isolation -e '.[nixl,redis,encryption,bench,operator,traces]'; \
+	  $(BIN)/python -m pip install $$quiet --disable-pip-version-check --no-deps --no-build-isolation -e '.[serve,nixl,encryption,bench,operator,traces]'; \
 	fi
 	@$(BIN)/python -c 'import pathlib, sysconfig; pathlib.Path(sysconfig.get_path("purelib"), "kvferry-tests.pth").write_text(str(pathlib.Path("tests").resolve()))'
 	@touch $(READY)
@@ -93,7 +93,7 @@ verify: $(READY) ## check that generated files match their sources
 	@$(BIN)/python -m harness.house.golden verify
 
 lock: $(READY) ## resolve the dependencies into requirements.lock (ARGS="--upgrade")
-	@$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --no-header --no-annotate --extra nixl --extra redis --extra encryption --extra bench --extra operator --extra traces --group dev pyproject.toml -o requirements.lock $(ARGS)
+	@$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --no-header --no-annotate --extra serve --extra nixl --extra encryption --extra bench --extra operator --extra traces --group dev pyproject.toml -o requirements.lock $(ARGS)
 
 bench: $(READY) ## the benchmarks; rows appended to tests/bench/results/*.csv
 	@$(BIN)/python tests/bench/bench_line.py $(ARGS)

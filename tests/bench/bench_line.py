@@ -37,9 +37,9 @@ from kvferry.bench.commit import commit
 from kvferry.bench.rows import append_csv
 from kvferry.client import AsyncClient
 from kvferry.core.clock import SystemClock
+from kvferry.core.inference.chunks import Timing
 from kvferry.core.sampling import SamplingParams
 from kvferry.model.source import open_model
-from kvferry.serving.token_source import Timing
 from kvferry.stack.local_stack import LocalStack
 from kvferry.stack.plan.processes import StackConfig
 from kvferry.weights.tensors import expected_shapes

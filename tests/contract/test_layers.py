@@ -49,6 +49,16 @@ VIOLATIONS = [
         "services/kvferry/gateway/http/fields/strict.py",
         "import kvferry.gateway.fleet.fleet",
     ),
+    (
+        "The client loads gRPC and the values that it sends",
+        "services/kvferry/client/responses.py",
+        "def as_array():\n    import numpy",
+    ),
+    (
+        "The client loads gRPC and the values that it sends",
+        "services/kvferry/core/inference/chunks.py",
+        "import kvferry.core.hashing",
+    ),
     ("The control plane carries no tensors", "services/kvferry/gateway/fleet/fleet.py", "import torch.nn"),
     ("Decisions are pure", "services/kvferry/engine/schedule/plan/scheduler.py", "import threading"),
     ("Decisions are pure", "services/kvferry/kv/handoff/offers.py", "def now():\n    import asyncio"),

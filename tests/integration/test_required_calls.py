@@ -6,14 +6,14 @@ from typing import Any
 import jsonschema
 import pytest
 
+from kvferry.core.inference.tool_calls import AssembledCalls
+from kvferry.core.inference.tools import Choice, Tool, ToolUse
 from kvferry.core.sampling import FinishReason
 from kvferry.engine import LLM, SamplingParams
 from kvferry.model.source import open_model
 from kvferry.serving.chats import prepare_chat
 from kvferry.serving.model_text import text_model_of
 from kvferry.text.answers.answer import AnswerSplitter
-from kvferry.text.answers.pieces import AssembledCalls
-from kvferry.text.tools.definitions import Choice, Tool, ToolUse
 
 WEATHER: dict[str, Any] = {
     "type": "object",

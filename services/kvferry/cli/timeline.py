@@ -1,7 +1,6 @@
 """Draws the timing of a request as a text timeline."""
 
-from kvferry.serving.text_stream import Usage
-from kvferry.serving.token_source import Timing
+from kvferry.core.inference.chunks import Timing, Usage
 
 _WIDTH = 40
 

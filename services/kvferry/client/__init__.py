@@ -11,14 +11,14 @@ from kvferry.client.asynchronous import AsyncClient
 from kvferry.client.blocking import Client
 from kvferry.client.client_tls import ClientTls
 from kvferry.client.messages import Completion, ModelInfo, Prompt
+from kvferry.client.responses import Embedding
 from kvferry.core.constraint import Constraint, ConstraintKind
 from kvferry.core.errors import KvferryError
+from kvferry.core.inference.beams import BeamParams
+from kvferry.core.inference.chunks import TextChunk
+from kvferry.core.inference.tool_calls import CallDelta, ToolCall
+from kvferry.core.inference.tools import Tool
 from kvferry.core.sampling import FinishReason, SamplingParams
-from kvferry.serving.text_stream import TextChunk
-from kvferry.serving.token_source import Vector
-from kvferry.text.answers.pieces import CallDelta, ToolCall
-from kvferry.text.requests.beams import BeamParams
-from kvferry.text.tools.definitions import Tool
 
 __all__ = [
     "AsyncClient",
@@ -29,6 +29,7 @@ __all__ = [
     "Completion",
     "Constraint",
     "ConstraintKind",
+    "Embedding",
     "FinishReason",
     "KvferryError",
     "ModelInfo",
@@ -37,5 +38,4 @@ __all__ = [
     "TextChunk",
     "Tool",
     "ToolCall",
-    "Vector",
 ]

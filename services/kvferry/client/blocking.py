@@ -10,17 +10,15 @@ import grpc
 from kvferry.client import messages
 from kvferry.client.client_tls import ClientTls
 from kvferry.client.messages import ChatMessage, Completion, ModelInfo, Prompt
+from kvferry.client.responses import Embedding, chunk_from_wire, embeddings_from_wire
+from kvferry.core.inference.beams import BeamParams
+from kvferry.core.inference.chunks import TextChunk
+from kvferry.core.inference.pooling import PoolingParams, pooling_named
+from kvferry.core.inference.tool_inputs import ToolInput
+from kvferry.core.inference.tools import Tool
 from kvferry.core.sampling import SamplingParams
 from kvferry.rpc.channel import open_blocking_channel
 from kvferry.rpc.errors import error_from_rpc
-from kvferry.rpc.inference.text_wire import chunk_from_wire
-from kvferry.rpc.inference.vector_wire import vectors_from_wire
-from kvferry.serving.text_stream import TextChunk
-from kvferry.serving.token_source import Vector
-from kvferry.text.requests.beams import BeamParams
-from kvferry.text.requests.pooling import PoolingParams, pooling_named
-from kvferry.text.tools.definitions import Tool
-from kvferry.text.tools.inputs import ToolInput
 from kvferry.v1 import inference_pb2, inference_pb2_grpc
 
 
@@ -165,12 +163,12 @@ class Client:
         timeout: float | None = None,
         priority: int = 0,
         cache_salt: str = "",
-    ) -> list[Vector]:
+    ) -> list[Embedding]:
         """Compute a vector for each input, in order.
 
         Args:
             inputs: 1 to 1024 inputs, each a string or a list of token ids.
-            pooling: `last`, `mean` or `cls`; see `text.requests.pooling.Pooling`.
+            pooling: `last`, `mean` or `cls`; see `core.inference.pooling.Pooling`.
             normalize: whether vectors have an L2 norm of 1.
             dimensions: number of leading values to keep, before a vector is normalized; `None` for all.
             model: name of the model; empty selects the served model.
@@ -186,7 +184,7 @@ class Client:
         request = messages.embed_request(inputs, params, model, request_id, priority, cache_salt)
         limit = self._timeout if timeout is None else timeout
         with _own_errors():
-            return vectors_from_wire(self._stub.Embed(request, timeout=limit, metadata=self._metadata))
+            return embeddings_from_wire(self._stub.Embed(request, timeout=limit, metadata=self._metadata))
 
     def tokenize(self, prompt: str | Sequence[ChatMessage], *, model: str = "") -> list[int]:
         """Return the token ids of text, or of a conversation rendered by the chat template.

@@ -6,17 +6,15 @@ from dataclasses import dataclass
 from typing import cast
 
 from kvferry.core.errors import InvalidRequest, InvariantBroken
+from kvferry.core.inference.beams import BeamParams
+from kvferry.core.inference.chunks import StopReason, TextChunk, Timing, Usage
+from kvferry.core.inference.pooling import PoolingParams
+from kvferry.core.inference.tool_calls import AssembledCalls, ToolCall
+from kvferry.core.inference.tool_inputs import ToolInput, calls_from_input, content_from_input, use_from_input
+from kvferry.core.inference.tools import Choice, Tool, ToolUse
 from kvferry.core.sampling import FinishReason, Range, SampledToken, SamplingParams, ScoredToken
 from kvferry.rpc import wire
-from kvferry.rpc.inference.vector_wire import pooling_to_wire
-from kvferry.serving.text_stream import TextChunk, Usage
-from kvferry.serving.token_source import Timing
-from kvferry.text.answers.pieces import AssembledCalls, ToolCall
-from kvferry.text.requests.beams import BeamParams
-from kvferry.text.requests.output_text import StopReason
-from kvferry.text.requests.pooling import PoolingParams
-from kvferry.text.tools.definitions import Choice, Tool, ToolUse
-from kvferry.text.tools.inputs import ToolInput, calls_from_input, content_from_input, use_from_input
+from kvferry.rpc.wire import pooling_to_wire
 from kvferry.v1 import common_pb2, inference_pb2
 
 ChatMessage = Mapping[str, object]

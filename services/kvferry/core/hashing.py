@@ -29,7 +29,6 @@ _NO_PARENT = bytes(32)
 _MAX_EXTRA_BYTES = 0xFFFF
 _MAX_NAMERS = 1024
 _CHECK_TENANT = "\x1fcheck"
-MAX_CACHE_SALT_CHARS = 1024
 SALT_DIGEST_CHARS = 33
 """Number of characters that a salt adds to a tenant: a separator and a digest."""
 ADAPTER_DIGEST_CHARS = 33

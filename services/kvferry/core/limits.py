@@ -5,3 +5,6 @@ MAX_MESSAGE_BYTES = 16 << 20
 
 MAX_TOKEN_IDS = 1 << 20
 """Largest number of token ids in a message; far above any served context length."""
+
+MAX_CACHE_SALT_CHARS = 1024
+"""Largest number of characters of a cache salt."""

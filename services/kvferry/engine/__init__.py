@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING
 from kvferry.core.sampling import SamplingParams
 
 if TYPE_CHECKING:
+    from kvferry.core.inference.beams import BeamParams
     from kvferry.engine.offline.async_llm import AsyncLLM
     from kvferry.engine.offline.completion import BeamOutput, Completion, CompletionPart, Embedding
     from kvferry.engine.offline.llm import LLM
-    from kvferry.text.requests.beams import BeamParams
 
 __all__ = ["LLM", "AsyncLLM", "BeamOutput", "BeamParams", "Completion", "CompletionPart", "Embedding", "SamplingParams"]
 _MODULES = {
     "LLM": "kvferry.engine.offline.llm",
     "AsyncLLM": "kvferry.engine.offline.async_llm",
     "BeamOutput": "kvferry.engine.offline.completion",
-    "BeamParams": "kvferry.text.requests.beams",
+    "BeamParams": "kvferry.core.inference.beams",
     "Completion": "kvferry.engine.offline.completion",
     "CompletionPart": "kvferry.engine.offline.completion",
     "Embedding": "kvferry.engine.offline.completion",

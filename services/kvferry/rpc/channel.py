@@ -1,9 +1,13 @@
 """Client channels with keepalive, fast reconnection and a message size limit."""
 
+from typing import TYPE_CHECKING
+
 import grpc
 
 from kvferry.core.limits import MAX_MESSAGE_BYTES
-from kvferry.rpc.tls.pool_tls import CHANNEL_OPTIONS, PoolTls
+
+if TYPE_CHECKING:
+    from kvferry.rpc.tls.pool_tls import PoolTls  # clients of other services load no code of pools
 
 MAX_CLIENT_MESSAGE_BYTES = 4 << 20
 """Message size limit for client requests; prompts are shorter, and larger messages take long to parse."""
@@ -41,7 +45,7 @@ _CHANNEL_OPTIONS: Options = (
 
 
 def open_channel(
-    address: str, tls: PoolTls | None = None, *, credentials: grpc.ChannelCredentials | None = None
+    address: str, tls: "PoolTls | None" = None, *, credentials: grpc.ChannelCredentials | None = None
 ) -> grpc.aio.Channel:
     """Create an asyncio channel, which connects on the first call. The caller must close it.
 
@@ -57,7 +61,7 @@ def open_channel(
 
 
 def open_blocking_channel(
-    address: str, tls: PoolTls | None = None, *, credentials: grpc.ChannelCredentials | None = None
+    address: str, tls: "PoolTls | None" = None, *, credentials: grpc.ChannelCredentials | None = None
 ) -> grpc.Channel:
     """Like `open_channel`, for a blocking channel."""
     secured, options = _secured(tls, credentials)
@@ -67,9 +71,9 @@ def open_blocking_channel(
 
 
 def _secured(
-    tls: PoolTls | None, credentials: grpc.ChannelCredentials | None
+    tls: "PoolTls | None", credentials: grpc.ChannelCredentials | None
 ) -> tuple[grpc.ChannelCredentials | None, tuple[tuple[str, int | str], ...]]:
     """Return the credentials of a channel, `None` for a plain one, and its options."""
     if tls is None:
         return credentials, _CHANNEL_OPTIONS
-    return tls.channel_credentials(), (*_CHANNEL_OPTIONS, *CHANNEL_OPTIONS)
+    return tls.channel_credentials(), (*_CHANNEL_OPTIONS, *tls.channel_options)

@@ -6,11 +6,9 @@ from dataclasses import asdict, fields
 
 from kvferry.core.constraint import Constraint, ConstraintKind
 from kvferry.core.errors import InvalidRequest
-from kvferry.core.handoffs import HandoffOutcome
-from kvferry.core.hashing import MAX_CACHE_SALT_CHARS
-from kvferry.core.ids import ADAPTER_DIGEST_BYTES, MAX_ADAPTER_NAME_CHARS, AdapterId
-from kvferry.core.limits import MAX_TOKEN_IDS
-from kvferry.core.load import WorkerLoad
+from kvferry.core.inference.chunks import KvReport
+from kvferry.core.inference.pooling import Pooling, PoolingParams
+from kvferry.core.limits import MAX_CACHE_SALT_CHARS, MAX_TOKEN_IDS
 from kvferry.core.sampling import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORD_SEQUENCES,
@@ -25,8 +23,7 @@ from kvferry.core.sampling import (
     SamplingParams,
     ScoredToken,
 )
-from kvferry.serving.token_source import KvReport
-from kvferry.v1 import common_pb2, decode_pb2, prefill_pb2, worker_admin_pb2
+from kvferry.v1 import common_pb2
 
 MAX_SAMPLES = 64
 """Maximum number of samples (`n`) per prompt."""
@@ -38,41 +35,14 @@ _FINISH_TO_WIRE = {
     FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
 }
 _FINISH_FROM_WIRE = {wire: reason for reason, wire in _FINISH_TO_WIRE.items()}
-_HANDOFF_OUTCOMES: dict[int, HandoffOutcome] = {
-    decode_pb2.Handoff.OUTCOME_NONE: HandoffOutcome.NONE,
-    decode_pb2.Handoff.OUTCOME_FETCHED: HandoffOutcome.FETCHED,
-    decode_pb2.Handoff.OUTCOME_LOCAL: HandoffOutcome.LOCAL,
-    decode_pb2.Handoff.OUTCOME_TIER: HandoffOutcome.TIER,
-    decode_pb2.Handoff.OUTCOME_RECOMPUTED: HandoffOutcome.RECOMPUTED,
-    decode_pb2.Handoff.OUTCOME_FAILED: HandoffOutcome.FAILED,
+_POOLING_TO_WIRE = {
+    Pooling.LAST: common_pb2.POOLING_LAST,
+    Pooling.MEAN: common_pb2.POOLING_MEAN,
+    Pooling.CLS: common_pb2.POOLING_CLS,
 }
-
-
-def adapter_to_wire(adapter: AdapterId | None) -> common_pb2.Adapter | None:
-    """Convert the version of an adapter to a message."""
-    return None if adapter is None else common_pb2.Adapter(name=adapter.name, digest=adapter.digest)
-
-
-def adapter_from_wire(
-    message: prefill_pb2.PrefillRequest | decode_pb2.DecodeRequest | worker_admin_pb2.PinPrefixRequest,
-) -> AdapterId | None:
-    """Return the version of the adapter that a request names; `None` if it names no adapter.
-
-    Raises:
-        InvalidRequest: the name or the digest is not valid.
-    """
-    if not message.HasField("adapter"):
-        return None
-    found = message.adapter
-    if not 0 < len(found.name) <= MAX_ADAPTER_NAME_CHARS:
-        raise InvalidRequest(
-            f"adapter.name must have 1 to {MAX_ADAPTER_NAME_CHARS} characters, not {len(found.name)}", field="adapter"
-        )
-    if len(found.digest) != ADAPTER_DIGEST_BYTES:
-        raise InvalidRequest(
-            f"adapter.digest must have {ADAPTER_DIGEST_BYTES} bytes, not {len(found.digest)}", field="adapter"
-        )
-    return AdapterId(found.name, found.digest)
+_POOLING_FROM_WIRE = {common_pb2.POOLING_UNSPECIFIED: Pooling.LAST} | {
+    value: pooling for pooling, value in _POOLING_TO_WIRE.items()
+}
 
 
 def sampling_to_wire(params: SamplingParams) -> common_pb2.SamplingParams:
@@ -193,6 +163,27 @@ def sampling_from_wire(message: common_pb2.SamplingParams) -> SamplingParams:
     )
 
 
+def pooling_to_wire(params: PoolingParams) -> common_pb2.PoolingParams:
+    """Convert the parameters of a vector to a message."""
+    return common_pb2.PoolingParams(
+        pooling=_POOLING_TO_WIRE[params.pooling], normalize=params.normalize, dimensions=params.dimensions or 0
+    )
+
+
+def pooling_from_wire(message: common_pb2.PoolingParams) -> PoolingParams:
+    """Convert a message to the parameters of a vector; unset fields get their defaults.
+
+    Raises:
+        InvalidRequest: the pooling is unknown.
+    """
+    if message.pooling not in _POOLING_FROM_WIRE:
+        raise InvalidRequest(
+            f"pooling {message.pooling} is unknown; use POOLING_LAST, POOLING_MEAN or POOLING_CLS", field="pooling"
+        )
+    normalize = message.normalize if message.HasField("normalize") else True
+    return PoolingParams(_POOLING_FROM_WIRE[message.pooling], normalize, message.dimensions or None)
+
+
 def token_to_wire(token: SampledToken) -> common_pb2.Token:
     """Convert a generated token to a message."""
     message = common_pb2.Token(id=token.token_id)
@@ -251,11 +242,6 @@ def finish_to_wire(reason: FinishReason | None) -> "common_pb2.FinishReason.Valu
 def finish_from_wire(value: "common_pb2.FinishReason.ValueType") -> FinishReason | None:
     """Convert an enum value to a finish reason; UNSPECIFIED (not finished) becomes `None`."""
     return _FINISH_FROM_WIRE.get(value)
-
-
-def handoff_outcome_from_wire(value: int) -> HandoffOutcome:
-    """Convert the outcome of a hand-off; unknown values become `NONE`."""
-    return _HANDOFF_OUTCOMES.get(value, HandoffOutcome.NONE)
 
 
 def kv_reports_to_wire(reports: Iterable[KvReport]) -> list[common_pb2.KvReport]:
@@ -333,16 +319,3 @@ def check_request_id(value: str) -> str:
             field="request_id",
         )
     return value
-
-
-def load_to_wire(load: WorkerLoad) -> worker_admin_pb2.WorkerLoad:
-    """Convert a load to a message; the fields have the same names."""
-    return worker_admin_pb2.WorkerLoad(**asdict(load))
-
-
-def load_from_wire(message: worker_admin_pb2.WorkerLoad) -> WorkerLoad:
-    """Convert a message to a `WorkerLoad`."""
-    return WorkerLoad(*(getattr(message, name) for name in _LOAD_FIELDS))
-
-
-_LOAD_FIELDS = tuple(f.name for f in fields(WorkerLoad))

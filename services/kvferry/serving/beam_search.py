@@ -9,9 +9,11 @@ from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
+from kvferry.core.inference.beams import BeamParams
+from kvferry.core.inference.chunks import Timing
 from kvferry.serving.request import BeamRound, Request
-from kvferry.serving.token_source import Timing, TokenEvent, TokenSource
-from kvferry.text.requests.beams import Beam, BeamParams, Beams
+from kvferry.serving.token_source import TokenEvent, TokenSource
+from kvferry.text.requests.beams import Beam, Beams
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,13 +3,13 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from kvferry.core.inference.tools import ToolUse
 from kvferry.core.sampling import SamplingParams
 from kvferry.serving import prompts
 from kvferry.serving.text_model import ChatMessages, TextModel
 from kvferry.text.answers.answer import SplitOptions
 from kvferry.text.requests.answer_forms import opens_reasoning
 from kvferry.text.requests.answer_rules import answer_rules
-from kvferry.text.tools.definitions import ToolUse
 from kvferry.text.tools.history import check_calls, with_names
 
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvferry.core.errors import InvalidRequest
+from kvferry.core.inference.pooling import PoolingParams
 from kvferry.core.limits import MAX_MESSAGE_BYTES, MAX_TOKEN_IDS
 from kvferry.core.sampling import NO_SAMPLING
 from kvferry.serving import prompts
@@ -13,7 +14,7 @@ from kvferry.serving.request import Caller, Request
 from kvferry.serving.text_model import TextModel
 from kvferry.serving.text_service import TextService
 from kvferry.serving.token_source import Vector, VectorSource
-from kvferry.text.requests.pooling import PoolingParams, check_dimensions
+from kvferry.text.requests.pooling import check_dimensions
 
 MAX_INPUTS = 1024
 """Maximum number of inputs of one request."""

@@ -5,10 +5,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from kvferry.core.errors import InvalidRequest, UnknownModel, shortened
+from kvferry.core.inference.tools import Tool
 from kvferry.core.sampling import SamplingParams
 from kvferry.serving.text_model import ChatMessages, TextModel
 from kvferry.text.requests.prompt_parameters import check_output_length, token_fields, with_bad_word_tokens
-from kvferry.text.tools.definitions import Tool
 
 MAX_MESSAGES = 4096
 """Maximum number of messages in a conversation."""

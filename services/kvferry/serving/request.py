@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 from kvferry.core.hashing import cache_scope
 from kvferry.core.ids import AdapterId, RequestId
+from kvferry.core.inference.beams import BeamParams
 from kvferry.core.sampling import SamplingParams
 from kvferry.text.answers.answer import SplitOptions
-from kvferry.text.requests.beams import BeamParams
 
 EXPLAIN_HEADER = "x-kvferry-explain"
 """Header or gRPC metadata, any value, that asks for the choices of the routing policies that are not in use; see

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvferry.core.constraint import Constraint
+from kvferry.core.inference.tools import Tool
 from kvferry.text.answers.answer import AnswerForm
 from kvferry.text.requests.output_text import Detokenizer, StopMatcher
-from kvferry.text.tools.definitions import Tool
 
 ChatMessages = Sequence[Mapping[str, object]]
 """A conversation in the form that chat templates expect: messages with `role` and `content`; assistant messages may

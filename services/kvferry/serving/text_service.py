@@ -9,6 +9,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from kvferry.core.clock import Clock, SystemClock
 from kvferry.core.constraint import Constraint
 from kvferry.core.ids import AdapterId
+from kvferry.core.inference.chunks import TextChunk
 from kvferry.core.traces.spans import Tracer, current_span
 from kvferry.serving import prompts
 from kvferry.serving.admission import Admission, Slot, Work
@@ -16,7 +17,7 @@ from kvferry.serving.constraint_check import ConstraintCheck
 from kvferry.serving.request import BeamRound, Request
 from kvferry.serving.text_model import TextModel
 from kvferry.serving.text_process import TextProcess
-from kvferry.serving.text_stream import MAX_RUNNING_SAMPLES, TextChunk, generate_text
+from kvferry.serving.text_stream import MAX_RUNNING_SAMPLES, generate_text
 from kvferry.serving.token_source import SearchSource, TokenSource, VectorSource
 from kvferry.text.requests.beams import check_beam_sampling
 from kvferry.text.requests.prompt_parameters import check_prompt_logprobs, kept_prompt

@@ -9,59 +9,24 @@ Only answers that may contain reasoning or tool calls have a splitter.
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from kvferry.core.clock import Clock
 from kvferry.core.errors import InvariantBroken
-from kvferry.core.sampling import FinishReason, SampledToken, ScoredToken
+from kvferry.core.inference.beams import BeamParams
+from kvferry.core.inference.chunks import StopReason, TextChunk, Usage
+from kvferry.core.sampling import FinishReason, SampledToken
 from kvferry.serving import beam_search
 from kvferry.serving.merging import merge
 from kvferry.serving.request import Request
 from kvferry.serving.text_model import TextModel
-from kvferry.serving.token_source import SearchSource, Timing, TokenEvent, TokenSource
+from kvferry.serving.token_source import SearchSource, TokenEvent, TokenSource
 from kvferry.text.answers.answer import AnswerSplitter, SplitOptions
-from kvferry.text.answers.pieces import CallDelta, Parts
-from kvferry.text.requests.beams import BeamParams
-from kvferry.text.requests.output_text import OutputText, StopReason
+from kvferry.text.answers.pieces import Parts
+from kvferry.text.requests.output_text import OutputText
 
 MAX_RUNNING_SAMPLES = 16
 """Maximum number of concurrent samples of a request, so that the request does not delay others."""
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """Token counts of a sample."""
-
-    prompt_tokens: int
-    output_tokens: int
-    cached_tokens: int = 0
-    """Number of prompt tokens whose KV was cached."""
-    unreturned_tokens: int = 0
-    """Number of tokens of beams that are not among the outputs; in the first output of a beam search."""
-
-
-@dataclass(frozen=True, slots=True)
-class TextChunk:
-    """Text and tokens that a step added to a sample."""
-
-    index: int
-    """Index of the sample, from 0."""
-    text: str
-    """Text of complete characters; lags behind `tokens` while its end may be the start of a stop string or of a tool
-    call."""
-    tokens: tuple[SampledToken, ...]
-    finish_reason: FinishReason | None = None
-    """Reason why the sample ended; set in its last chunk, together with `usage` and `timing`."""
-    usage: Usage | None = None
-    timing: Timing | None = None
-    stop_reason: StopReason = None
-    """The stop string or stop token id that ended the sample; set only in its last chunk."""
-    prompt_logprobs: tuple[ScoredToken, ...] | None = None
-    """Log-probabilities of the prompt's tokens from the second one on; in a sample's first chunk, if requested."""
-    reasoning: str = ""
-    """Reasoning before the answer, if it is split off."""
-    tool_calls: tuple[CallDelta, ...] = ()
-    """Parts of tool calls, in the order of the calls."""
 
 
 async def generate_text(

@@ -12,52 +12,10 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.core.inference.chunks import Timing
+from kvferry.core.inference.pooling import PoolingParams
 from kvferry.core.sampling import FinishReason, SampledToken, ScoredToken
 from kvferry.serving.request import Request
-from kvferry.text.requests.pooling import PoolingParams
-
-
-@dataclass(frozen=True, slots=True)
-class KvReport:
-    """A decision whether to load or compute KV, and its outcome; see `KvReport` in common.proto."""
-
-    worker_id: str
-    source: str
-    first_token: int = 0
-    num_tokens: int = 0
-    num_chosen: int = 0
-    num_bytes: int = 0
-    expected_load_seconds: float = 0.0
-    expected_compute_seconds: float = 0.0
-    is_forced: bool = False
-    blocks_loaded: int = 0
-    bytes_loaded: int = 0
-    load_seconds: float = 0.0
-    failure: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """Timing of a sample; see `Timing` in inference.proto. Fields for phases that did not occur are zero or empty."""
-
-    queue_seconds: float = 0.0
-    """Seconds in queues before the prompt's computation: in the gateway, and in the worker that computes the prompt."""
-    prefill_seconds: float = 0.0
-    first_token_seconds: float = 0.0
-    """Seconds from the request's arrival to the first token."""
-    handoff_seconds: float = 0.0
-    connector: str = ""
-    handoff_blocks: int = 0
-    handoff_bytes: int = 0
-    handoff_outcome: str = ""
-    """Outcome of the hand-off, a value of `HandoffOutcome`; empty if the request has none."""
-    total_seconds: float = 0.0
-    prefill_worker: str = ""
-    decode_worker: str = ""
-    resumed: int = 0
-    """Number of times that the stream resumed on a different worker."""
-    kv: tuple[KvReport, ...] = ()
-    """Reports on the source of the KV, in the order of the workers involved."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,10 +2,11 @@
 
 from collections.abc import AsyncGenerator
 
+from kvferry.core.inference.chunks import Timing
+from kvferry.core.inference.pooling import PoolingParams
 from kvferry.engine.offline.engine_requests import engine_request, token_event
 from kvferry.serving.request import Request
-from kvferry.serving.token_source import Timing, TokenEvent, Vector
-from kvferry.text.requests.pooling import PoolingParams
+from kvferry.serving.token_source import TokenEvent, Vector
 from kvferry.workers.calls.context import WorkerContext, sequence_id
 from kvferry.workers.handoff.kv_report import KvReportBuilder
 from kvferry.workers.services.pooling import compute_vector

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from kvferry.core.constraint import Constraint, ConstraintKind
+from kvferry.core.inference.beams import BeamParams
+from kvferry.core.inference.tools import Tool
 from kvferry.core.sampling import SamplingParams
-from kvferry.text.requests.beams import BeamParams
-from kvferry.text.tools.definitions import Tool
 
 SCHEMA = {
     "type": "object",

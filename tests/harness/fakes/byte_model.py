@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 
 from kvferry.core.constraint import Constraint
 from kvferry.core.errors import InvalidRequest
+from kvferry.core.inference.tools import Tool
 from kvferry.serving.text_model import ChatMessages, TextModel
 from kvferry.text.answers.answer import AnswerForm
 from kvferry.text.answers.registry import CallFormat
-from kvferry.text.tools.definitions import Tool
 from kvferry.text.tools.prompt import as_text
 
 EOS = 256

@@ -9,10 +9,11 @@ import numpy as np
 import numpy.typing as npt
 
 from harness.fakes.byte_model import HIDDEN_SIZE
+from kvferry.core.inference.chunks import Timing
+from kvferry.core.inference.pooling import Pooling, PoolingParams
 from kvferry.core.sampling import FinishReason, SampledToken, SamplingParams, ScoredToken
 from kvferry.serving.request import Request
-from kvferry.serving.token_source import Timing, TokenEvent, Vector
-from kvferry.text.requests.pooling import Pooling, PoolingParams
+from kvferry.serving.token_source import TokenEvent, Vector
 
 
 def next_token(tokens: Sequence[int], sampling: SamplingParams, sample_index: int) -> SampledToken:

@@ -21,8 +21,8 @@ from kvferry.core.ids import new_incarnation
 from kvferry.core.sampling import FinishReason
 from kvferry.rpc import wire
 from kvferry.rpc.calls import STARTED_METADATA
-from kvferry.rpc.inference.vector_wire import pooling_from_wire
 from kvferry.rpc.server import RpcServer, Service, start_server
+from kvferry.rpc.wire import pooling_from_wire
 from kvferry.v1 import (
     common_pb2,
     decode_pb2,

@@ -12,9 +12,9 @@ from typing import Self
 from kvferry.client import AsyncClient
 from kvferry.core.clock import SystemClock
 from kvferry.core.errors import KvferryError
+from kvferry.core.inference.chunks import Timing
 from kvferry.core.sampling import SamplingParams
 from kvferry.engine import LLM
-from kvferry.serving.token_source import Timing
 
 LANES = 4
 HANG_SECONDS = 150.0

@@ -29,14 +29,14 @@ from kvferry.core.errors import Unavailable
 
 Say = Callable[[str], None]
 
-EXTRAS = ("encryption", "nixl", "operator", "redis", "traces")
+EXTRAS = ("serve", "encryption", "nixl", "operator", "traces")
 _SITE = f"app/lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
 _GPU = re.compile(r"nvidia-|cuda-|triton$")
 """Pattern of packages of which an image for CPUs has only the libraries that other packages link to; torch does not
 load without these."""
 _UNWANTED = ("__pycache__", "test", "tests", "idlelib", "tkinter", "turtledemo", "ensurepip", "lib2to3")
 _UNWANTED_STANDARD = shutil.ignore_patterns(*_UNWANTED, "config-*", "site-packages", "dist-packages", "*.a")
-_COMMAND = b"#!/app/bin/python\nimport sys\n\nfrom kvferry.cli.main import main\n\nsys.exit(main())\n"
+_COMMAND = b"#!/app/bin/python\nimport sys\n\nfrom kvferry.cli.entry import main\n\nsys.exit(main())\n"
 _SECONDS = 1200.0
 
 

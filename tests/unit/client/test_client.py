@@ -13,11 +13,11 @@ from harness.fakes.scripted_gateway import ScriptedGateway, scripted_gateway
 from harness.fakes.scripted_tokens import expected_tokens, vector_of
 from harness.fakes.scripted_worker import Act, Fault
 
-from kvferry.client import AsyncClient, BeamParams, Client, FinishReason, SamplingParams, Vector
+from kvferry.client import AsyncClient, BeamParams, Client, Embedding, FinishReason, SamplingParams
 from kvferry.core.errors import DeadlinePassed, InvalidRequest, Unauthenticated, Unavailable, UnknownModel
-from kvferry.core.hashing import MAX_CACHE_SALT_CHARS
+from kvferry.core.inference.pooling import Pooling, PoolingParams
+from kvferry.core.limits import MAX_CACHE_SALT_CHARS
 from kvferry.gateway.decide.config import HttpConfig
-from kvferry.text.requests.pooling import Pooling, PoolingParams
 from kvferry.v1 import common_pb2, inference_pb2
 
 _WISHES = SamplingParams(max_tokens=8, seed=3)
@@ -136,7 +136,7 @@ async def test_vectors_of_texts_and_token_ids(client, gateway):
     pooling_requests = gateway.workers.prefill[0].pools
     assert {(each.request_id, each.priority) for each in pooling_requests} == {("mine", 2)}
 
-    def blocking() -> list[Vector]:
+    def blocking() -> list[Embedding]:
         with Client(gateway.gateway.listening.grpc, timeout=20) as opened:
             return opened.embed(["hello"], normalize=False)
 

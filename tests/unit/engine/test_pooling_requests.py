@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from kvferry.core.errors import GenerationFailed, InvalidRequest
 from kvferry.core.ids import RequestId
+from kvferry.core.inference.pooling import Pooling, PoolingParams
 from kvferry.core.sampling import FinishReason
 from kvferry.core.settings.engine import SchedulerLimits
 from kvferry.engine.engine import Engine
@@ -30,7 +31,6 @@ from kvferry.engine.schedule.step.kv_progress import RemoteKv
 from kvferry.kernels.ops import device_ops_for
 from kvferry.kv.pages.layout import KvLayout
 from kvferry.model import tiny
-from kvferry.text.requests.pooling import Pooling, PoolingParams
 
 CONFIG = tiny.config()
 CONTEXT = 64

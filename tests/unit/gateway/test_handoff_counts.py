@@ -4,8 +4,8 @@ import pytest
 
 from kvferry.core.errors import TicketRejected
 from kvferry.core.handoffs import HandoffOutcome
+from kvferry.core.inference.chunks import KvReport
 from kvferry.gateway.observe.instruments import Instruments
-from kvferry.serving.token_source import KvReport
 
 
 def test_rejected_tickets_are_hand_offs_and_those_with_an_unknown_key_are_counted_apart() -> None:

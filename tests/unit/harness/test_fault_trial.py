@@ -5,7 +5,7 @@ from harness.faults.cases import Case
 from harness.faults.traffic import Ended
 from harness.faults.trial import check, first_normal, workers_used
 
-from kvferry.serving.token_source import Timing
+from kvferry.core.inference.chunks import Timing
 
 STRICT = Case("shm", "x", "all right")
 LENIENT = Case("shm", "x", "right, or an error", may_fail=True)

@@ -12,6 +12,7 @@ from harness.fakes.scripted_answers import answering_api
 from kvferry.client import AsyncClient, Client, Tool, ToolCall
 from kvferry.core.constraint import Constraint, ConstraintKind
 from kvferry.core.errors import InvalidRequest, UsageError
+from kvferry.core.inference.tools import Choice, ToolUse
 from kvferry.core.sampling import FinishReason, SamplingParams
 from kvferry.model import tiny
 from kvferry.model.source import ModelSource
@@ -23,7 +24,6 @@ from kvferry.serving.text_model import TextModel
 from kvferry.text.answers.registry import CallFormat
 from kvferry.text.requests.answer_forms import AnswerParsers
 from kvferry.text.templates.chat_template import ChatTemplate
-from kvferry.text.tools.definitions import Choice, ToolUse
 from kvferry.v1 import inference_pb2, inference_pb2_grpc
 
 TOOLS = (

@@ -14,13 +14,14 @@ from kvferry.core.clock import ManualClock
 from kvferry.core.constraint import Constraint, ConstraintKind
 from kvferry.core.errors import InvalidRequest, InvariantBroken, Unavailable
 from kvferry.core.ids import RequestId
+from kvferry.core.inference.beams import BeamParams
+from kvferry.core.inference.chunks import TextChunk, Usage
 from kvferry.core.sampling import FinishReason, SampledToken, SamplingParams
 from kvferry.serving.request import Caller, Request
 from kvferry.serving.text_service import TextService
-from kvferry.serving.text_stream import TextChunk, Usage, generate_text
+from kvferry.serving.text_stream import generate_text
 from kvferry.serving.token_source import TokenEvent
 from kvferry.text.answers.answer import SplitOptions
-from kvferry.text.requests.beams import BeamParams
 
 _PROMPT = [104, 105]
 

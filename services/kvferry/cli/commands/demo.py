@@ -14,11 +14,10 @@ from kvferry.cli.timeline import timeline
 from kvferry.client import AsyncClient
 from kvferry.core.clock import Clock, SystemClock
 from kvferry.core.errors import InvariantBroken
+from kvferry.core.inference.chunks import Timing, Usage
 from kvferry.core.process.cores import usable_cores
 from kvferry.core.sampling import SamplingParams
 from kvferry.core.settings import processes as settings
-from kvferry.serving.text_stream import Usage
-from kvferry.serving.token_source import Timing
 from kvferry.stack.local_stack import LocalStack
 from kvferry.stack.plan.processes import StackConfig
 

@@ -8,6 +8,9 @@ from typing import Any, Self
 
 from kvferry.core.errors import Unavailable
 from kvferry.core.hashing import BlockNamers
+from kvferry.core.inference.beams import BeamParams
+from kvferry.core.inference.tool_inputs import ToolInput, use_from_input
+from kvferry.core.inference.tools import Tool
 from kvferry.core.sampling import SamplingParams
 from kvferry.core.settings.engine import EngineSettings
 from kvferry.engine.build import build_engine, load_model, runner_for
@@ -17,10 +20,7 @@ from kvferry.engine.offline.loop_source import LoopSource
 from kvferry.engine.offline.prompts import Prompt, checked_prompt, message_list
 from kvferry.engine.offline.requests import OfflineRequests, checked_beam_params, pooling_params
 from kvferry.serving.request import Request
-from kvferry.text.requests.beams import BeamParams
 from kvferry.text.templates.chat_template import Message
-from kvferry.text.tools.definitions import Tool
-from kvferry.text.tools.inputs import ToolInput, use_from_input
 
 
 class AsyncLLM:

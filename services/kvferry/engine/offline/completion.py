@@ -8,11 +8,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.core.errors import InvariantBroken
+from kvferry.core.inference.chunks import StopReason, TextChunk
+from kvferry.core.inference.tool_calls import AssembledCalls, CallDelta, ToolCall
 from kvferry.core.sampling import FinishReason, SampledToken, ScoredToken
 from kvferry.serving.request import Request
-from kvferry.serving.text_stream import TextChunk
-from kvferry.text.answers.pieces import AssembledCalls, CallDelta, ToolCall
-from kvferry.text.requests.output_text import StopReason
 
 
 @dataclass(frozen=True, slots=True)

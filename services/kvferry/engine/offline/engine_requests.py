@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 
 from kvferry.core.ids import RequestId
+from kvferry.core.inference.chunks import Timing
+from kvferry.core.inference.pooling import PoolingParams
 from kvferry.engine.schedule.messages import EngineRequest
 from kvferry.engine.schedule.step.kv_jobs import SequenceUpdate
 from kvferry.serving.request import Request
-from kvferry.serving.token_source import Timing, TokenEvent
-from kvferry.text.requests.pooling import PoolingParams
+from kvferry.serving.token_source import TokenEvent
 
 _NO_TIMING = Timing()
 

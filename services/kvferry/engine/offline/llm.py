@@ -11,6 +11,9 @@ from rich.progress import Progress
 from kvferry.core.errors import InvalidRequest, shortened
 from kvferry.core.hashing import BlockNamers
 from kvferry.core.ids import AdapterId
+from kvferry.core.inference.beams import BeamParams
+from kvferry.core.inference.tool_inputs import ToolInput, use_from_input
+from kvferry.core.inference.tools import Tool
 from kvferry.core.sampling import SamplingParams
 from kvferry.core.settings.engine import EngineSettings
 from kvferry.engine.adapter_settings import check_adapter_name
@@ -21,12 +24,9 @@ from kvferry.engine.offline.requests import OfflineRequests, adapter_named, chec
 from kvferry.engine.offline.run import run
 from kvferry.engine.offline.step_source import StepSource
 from kvferry.serving.request import Request
-from kvferry.text.requests.beams import BeamParams
 from kvferry.text.requests.pooling import cosine
 from kvferry.text.templates.chat_template import Message
 from kvferry.text.tokenizing.tokenizer import Tokenizer
-from kvferry.text.tools.definitions import Tool
-from kvferry.text.tools.inputs import ToolInput, use_from_input
 
 __all__ = ["LLM", "Completion", "Embedding"]
 
@@ -142,7 +142,7 @@ class LLM:
 
         Args:
             prompts: one or several prompts.
-            pooling: `last`, `mean` or `cls`; see `text.requests.pooling.Pooling`.
+            pooling: `last`, `mean` or `cls`; see `core.inference.pooling.Pooling`.
             normalize: whether vectors have an L2 norm of 1.
             dimensions: number of leading values to keep, before a vector is normalized; `None` for all.
             progress: whether to show a progress bar on standard error.

@@ -6,6 +6,7 @@ from contextlib import aclosing
 
 from kvferry.core.errors import DeadlinePassed, InvariantBroken, Unavailable, UsageError
 from kvferry.core.ids import RequestId
+from kvferry.core.inference.pooling import PoolingParams
 from kvferry.engine.loop.engine_loop import EngineLoop
 from kvferry.engine.loop.engine_stream import EngineStream
 from kvferry.engine.offline.engine_requests import engine_request, sample_id, token_event
@@ -13,7 +14,6 @@ from kvferry.engine.schedule.messages import EngineRequest
 from kvferry.engine.schedule.step.kv_jobs import SequenceUpdate
 from kvferry.serving.request import Request
 from kvferry.serving.token_source import TokenEvent, Vector
-from kvferry.text.requests.pooling import PoolingParams
 
 
 class LoopSource:

@@ -6,6 +6,10 @@ from dataclasses import replace
 
 from kvferry.core.errors import InvalidRequest, UnknownModel, UsageError, shortened
 from kvferry.core.ids import AdapterId, RequestId
+from kvferry.core.inference.beams import BeamParams
+from kvferry.core.inference.pooling import PoolingParams, pooling_named
+from kvferry.core.inference.tool_inputs import calls_from_input, content_from_input
+from kvferry.core.inference.tools import ToolUse
 from kvferry.core.sampling import NO_SAMPLING, SamplingParams
 from kvferry.engine.build import LoadedModel
 from kvferry.engine.engine import Engine
@@ -19,14 +23,11 @@ from kvferry.serving.text_model import TextModel
 from kvferry.serving.text_service import TextService
 from kvferry.serving.token_source import TokenSource
 from kvferry.text.answers.answer import SplitOptions
-from kvferry.text.requests.beams import BeamParams
 from kvferry.text.requests.output_text import StopMatcher
-from kvferry.text.requests.pooling import PoolingParams, check_dimensions, pooling_named
+from kvferry.text.requests.pooling import check_dimensions
 from kvferry.text.templates.chat_template import Message
 from kvferry.text.tokenizing.tokenizer import Tokenizer
-from kvferry.text.tools.definitions import ToolUse
 from kvferry.text.tools.history import call_input
-from kvferry.text.tools.inputs import calls_from_input, content_from_input
 
 
 class OfflineRequests:

@@ -9,12 +9,12 @@ from collections.abc import AsyncGenerator
 
 from kvferry.core.errors import InvariantBroken
 from kvferry.core.ids import RequestId
+from kvferry.core.inference.pooling import PoolingParams
 from kvferry.engine.engine import Engine
 from kvferry.engine.offline.engine_requests import engine_request, sample_id, token_event
 from kvferry.engine.schedule.step.kv_jobs import SequenceUpdate
 from kvferry.serving.request import Request
 from kvferry.serving.token_source import TokenEvent, Vector
-from kvferry.text.requests.pooling import PoolingParams
 
 _MAX_WAITING = 512
 """Requests are added while fewer than this number are waiting; an engine rejects more than 1024."""

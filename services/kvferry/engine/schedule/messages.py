@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from kvferry.core.errors import KvferryError
 from kvferry.core.ids import AdapterId, BlockHash, RequestId
+from kvferry.core.inference.pooling import PoolingParams
 from kvferry.core.sampling import NO_SAMPLING, SamplingParams
 from kvferry.engine.schedule.adapters.adapter_store import LoadedAdapter
 from kvferry.engine.schedule.blocks.prefix_index import CacheChange
@@ -14,7 +15,6 @@ from kvferry.engine.schedule.step.kv_progress import RemoteKv
 from kvferry.kv.interface.connector import LoadOutcome
 from kvferry.kv.interface.tiering import KvMessage
 from kvferry.kv.pricing.price import Decision
-from kvferry.text.requests.pooling import PoolingParams
 
 
 @dataclass(frozen=True, slots=True)

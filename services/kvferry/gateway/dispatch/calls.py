@@ -3,10 +3,10 @@
 from dataclasses import replace
 
 from kvferry.core.ids import new_ticket_id
+from kvferry.core.inference.pooling import PoolingParams
 from kvferry.gateway.decide.lifecycle.sample_run import SampleRun
-from kvferry.rpc import wire
-from kvferry.rpc.inference.vector_wire import pooling_to_wire
-from kvferry.text.requests.pooling import PoolingParams
+from kvferry.rpc import wire, worker_wire
+from kvferry.rpc.wire import pooling_to_wire
 from kvferry.v1 import decode_pb2, prefill_pb2
 
 
@@ -29,7 +29,7 @@ def prefill_request(run: SampleRun, prior_turn_ticket: bytes) -> prefill_pb2.Pre
         ticket_id=new_ticket_id(),
         prior_turn_ticket=prior_turn_ticket,
         priority=request.caller.priority,
-        adapter=wire.adapter_to_wire(request.caller.adapter),
+        adapter=worker_wire.adapter_to_wire(request.caller.adapter),
     )
 
 
@@ -66,5 +66,5 @@ def decode_request(run: SampleRun) -> decode_pb2.DecodeRequest:
         scope=request.caller.scope,
         want_cached_ticket=True,
         priority=request.caller.priority,
-        adapter=wire.adapter_to_wire(request.caller.adapter),
+        adapter=worker_wire.adapter_to_wire(request.caller.adapter),
     )

@@ -26,6 +26,7 @@ from kvferry.core.errors import (
     TicketRejected,
     Unavailable,
 )
+from kvferry.core.inference.pooling import PoolingParams
 from kvferry.core.sampling import FinishReason
 from kvferry.core.traces.spans import current_span
 from kvferry.gateway.admission.flow_gate import FlowGate
@@ -50,7 +51,6 @@ from kvferry.gateway.dispatch.worker_calls import WorkerCalls
 from kvferry.gateway.fleet.fleet import Fleet
 from kvferry.serving.request import Request
 from kvferry.serving.token_source import TokenEvent, Vector
-from kvferry.text.requests.pooling import PoolingParams
 
 _MAX_TICKET_LOSSES = 2
 """Number of decode workers lost with the same ticket after which the ticket is dropped and the prompt recomputed,

@@ -1,11 +1,11 @@
 """Ends a sample on every path: releases its ticket, records its timing and usage."""
 
 from kvferry.core.clock import Clock
+from kvferry.core.inference.chunks import Usage
 from kvferry.gateway.decide.lifecycle.obligations import DUTIES, MACHINE, Duty, Event
 from kvferry.gateway.decide.lifecycle.sample_run import SampleRun
 from kvferry.gateway.dispatch.releases import Releases
 from kvferry.gateway.observe.instruments import Instruments
-from kvferry.serving.text_stream import Usage
 
 
 class Ending:

@@ -11,10 +11,10 @@ from itertools import islice
 
 from kvferry.core.errors import shortened
 from kvferry.core.ids import RequestId
+from kvferry.core.inference.chunks import Timing
 from kvferry.gateway.decide.lifecycle.sample_run import SampleRun
 from kvferry.gateway.decide.routing.route_notes import RouteNote
 from kvferry.gateway.observe.dashboard.phases import Phase, phases
-from kvferry.serving.token_source import Timing
 
 _MAX_REQUESTS = 1024
 _MAX_SAMPLES = 16

@@ -8,6 +8,7 @@ import grpc
 
 from kvferry.core.clock import Clock
 from kvferry.core.errors import Unavailable
+from kvferry.core.inference.pooling import PoolingParams
 from kvferry.core.sampling import ScoredToken
 from kvferry.gateway.decide.lifecycle.obligations import MACHINE, Event, State
 from kvferry.gateway.decide.lifecycle.sample_run import SampleRun, SealedTicket
@@ -21,10 +22,9 @@ from kvferry.gateway.dispatch.releases import Releases
 from kvferry.gateway.dispatch.work_records import WorkRecords
 from kvferry.gateway.fleet.fleet import Fleet
 from kvferry.gateway.observe.instruments import Instruments
-from kvferry.rpc import wire
+from kvferry.rpc import wire, worker_wire
 from kvferry.rpc.inference.vector_wire import vector_from_wire
 from kvferry.serving.token_source import TokenEvent, Vector
-from kvferry.text.requests.pooling import PoolingParams
 from kvferry.v1 import decode_pb2, prefill_pb2
 
 
@@ -223,7 +223,7 @@ class WorkerCalls:
             return
         handoff = answer.handoff
         run.report_kv(wire.kv_reports_from_wire(answer.kv))
-        outcome = wire.handoff_outcome_from_wire(handoff.outcome)
+        outcome = worker_wire.handoff_outcome_from_wire(handoff.outcome)
         self._instruments.handoffs.labels(outcome).inc()
         run.num_cached_tokens = max(run.num_cached_tokens, handoff.num_cached_tokens if not run.emitted else 0)
         if run.state is not State.FETCHING:

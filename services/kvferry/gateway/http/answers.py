@@ -5,9 +5,9 @@ from typing import Literal
 from msgspec import Struct
 
 from kvferry.core.ids import RequestId
+from kvferry.core.inference.chunks import Timing
 from kvferry.gateway.decide.routing.route_notes import RouteNote
 from kvferry.gateway.observe.dashboard.phases import Phase
-from kvferry.serving.token_source import Timing
 
 
 class EndedSample(Struct):

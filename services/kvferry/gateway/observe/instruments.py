@@ -8,14 +8,13 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from kvferry.core import metrics
 from kvferry.core.errors import TicketRejected
 from kvferry.core.handoffs import HandoffOutcome
+from kvferry.core.inference.chunks import KvReport, Timing, Usage
 from kvferry.core.metrics import Metric
 from kvferry.gateway.decide.lifecycle.obligations import State
 from kvferry.gateway.decide.lifecycle.prompt_sources import prompt_sources
 from kvferry.gateway.decide.routing.replicas import CachedPrefix
 from kvferry.gateway.observe.dashboard.history import Totals
 from kvferry.gateway.observe.dashboard.quantiles import Buckets
-from kvferry.serving.text_stream import Usage
-from kvferry.serving.token_source import KvReport, Timing
 
 SOURCES = ("computed", "cached", "peer", "tier")
 """Sources of the KV of prompt tokens, as in `PromptSources`."""

@@ -19,8 +19,9 @@ from kvferry.rpc.inference.text_wire import (
     tool_use_from_wire,
     variables_from_wire,
 )
-from kvferry.rpc.inference.vector_wire import pooling_from_wire, vectors_to_wire
+from kvferry.rpc.inference.vector_wire import vectors_to_wire
 from kvferry.rpc.server import Service
+from kvferry.rpc.wire import pooling_from_wire
 from kvferry.serving import chats, embedding, prompts
 from kvferry.serving.chats import PreparedChat
 from kvferry.serving.embedding import VectorRequest

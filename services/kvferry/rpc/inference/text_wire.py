@@ -1,20 +1,17 @@
 """Converts between text chunks, chats and `Inference` messages."""
 
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Literal
 
 from pydantic_core import from_json
 
 from kvferry.core.errors import InvalidRequest
 from kvferry.core.ids import RequestId
+from kvferry.core.inference.beams import BeamParams
+from kvferry.core.inference.chunks import TextChunk, Timing
+from kvferry.core.inference.tools import MAX_PARAMETERS_CHARS, MAX_TOOLS, Choice, Tool, ToolUse
 from kvferry.core.sampling import MAX_OUTPUT_TOKENS
 from kvferry.rpc import wire
-from kvferry.serving.text_stream import TextChunk, Usage
-from kvferry.serving.token_source import Timing
-from kvferry.text.answers.pieces import CallDelta
-from kvferry.text.requests.beams import BeamParams
-from kvferry.text.tools.definitions import MAX_PARAMETERS_CHARS, MAX_TOOLS, Choice, Tool, ToolUse
 from kvferry.text.tools.history import MAX_CALLS, call_input
 from kvferry.v1 import inference_pb2
 
@@ -50,31 +47,6 @@ def chunk_to_wire(request_id: RequestId, chunk: TextChunk) -> inference_pb2.Gene
         response.usage.unreturned_tokens = chunk.usage.unreturned_tokens
         response.timing.CopyFrom(_timing_to_wire(chunk.timing))
     return response
-
-
-def chunk_from_wire(message: inference_pb2.GenerateResponse) -> TextChunk:
-    """Convert a response of `Inference.Generate` to a chunk; a sample's last chunk has usage and timing."""
-    usage: Usage | None = None
-    timing: Timing | None = None
-    if message.HasField("usage"):
-        given = message.usage
-        usage = Usage(given.prompt_tokens, given.output_tokens, given.cached_tokens, given.unreturned_tokens)
-    if message.HasField("timing"):
-        plain = {f.name: getattr(message.timing, f.name) for f in fields(Timing) if f.name != "kv"}
-        timing = Timing(**plain, kv=wire.kv_reports_from_wire(message.timing.kv))
-    stopped = message.WhichOneof("stop_reason")
-    return TextChunk(
-        index=message.index,
-        text=message.text,
-        tokens=wire.tokens_from_wire(message.tokens),
-        finish_reason=wire.finish_from_wire(message.finish_reason),
-        usage=usage,
-        timing=timing,
-        stop_reason=None if stopped is None else getattr(message, stopped),
-        prompt_logprobs=wire.scores_from_wire(message.prompt_logprobs) or None,
-        reasoning=message.reasoning,
-        tool_calls=tuple(CallDelta(call.index, call.id, call.name, call.arguments) for call in message.tool_calls),
-    )
 
 
 _CHOICES: Mapping[int, Choice] = {

@@ -18,12 +18,13 @@ from kvferry.rpc.tls.certificate_files import CertificateFiles, Credentials, rea
 _log = logging.getLogger(__name__)
 _CHECK_SECONDS = 1.0
 """Interval in seconds between checks for renewed files."""
-CHANNEL_OPTIONS = (("grpc.ssl_target_name_override", WORKER_NAME),)
-"""Channel options: verify the name in the worker's certificate instead of the address that is dialed."""
 
 
 class PoolTls:
     """The certificate, key and CA bundle of this process. Thread-safe."""
+
+    channel_options = (("grpc.ssl_target_name_override", WORKER_NAME),)
+    """Options of a channel to a worker: verify the name in its certificate instead of the address that is dialed."""
 
     def __init__(self, files: CertificateFiles, *, is_worker: bool) -> None:
         """

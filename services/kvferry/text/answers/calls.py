@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Collection, Generator
 
+from kvferry.core.inference.tool_calls import CallDelta
 from kvferry.text.answers.json_reader import ignored, read_object, read_short_string, read_value, skip_space
-from kvferry.text.answers.pieces import CallDelta, NotACall
+from kvferry.text.answers.pieces import NotACall
 
 MAX_CALLS = 128
 """Maximum number of calls in one answer."""

@@ -1,20 +1,8 @@
 """Pieces of generated text: reasoning, content, and parts of tool calls."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-
-@dataclass(frozen=True, slots=True)
-class CallDelta:
-    """A part of a tool call. The first part of a call has its id and name; the arguments of all parts concatenate to
-    the call's arguments."""
-
-    index: int
-    """Number of the call in its answer, from 0."""
-    call_id: str = ""
-    name: str = ""
-    arguments: str = ""
-    """JSON text."""
+from kvferry.core.inference.tool_calls import CallDelta
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,37 +13,6 @@ class Parts:
     reasoning: str = ""
     calls: tuple[CallDelta, ...] = ()
     """At most one delta per call, in the order of the calls."""
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """A whole call."""
-
-    call_id: str
-    name: str
-    arguments: str
-    """JSON text; truncated if the answer was."""
-
-
-@dataclass(slots=True)
-class AssembledCalls:
-    """The calls of an answer, assembled from their parts."""
-
-    _heads: dict[int, CallDelta] = field(default_factory=dict)
-    _arguments: dict[int, list[str]] = field(default_factory=dict)
-
-    def add(self, deltas: Iterable[CallDelta]) -> None:
-        """Add the parts of calls found in one piece of generated text."""
-        for delta in deltas:
-            self._heads.setdefault(delta.index, delta)
-            self._arguments.setdefault(delta.index, []).append(delta.arguments)
-
-    def whole(self) -> tuple[ToolCall, ...]:
-        """Return the calls so far, in order."""
-        return tuple(
-            ToolCall(head.call_id, head.name, "".join(self._arguments[index]))
-            for index, head in sorted(self._heads.items())
-        )
 
 
 class NotACall(Exception):

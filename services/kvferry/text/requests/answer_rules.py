@@ -4,10 +4,10 @@ from dataclasses import replace
 
 from kvferry.core.constraint import Constraint, ConstraintKind
 from kvferry.core.errors import InvalidRequest
+from kvferry.core.inference.tools import Choice, ToolUse
 from kvferry.core.sampling import SamplingParams
 from kvferry.text.answers import reasoning
 from kvferry.text.answers.answer import AnswerForm, SplitOptions
-from kvferry.text.tools.definitions import Choice, ToolUse
 from kvferry.text.tools.grammars import calls_grammar, thought_rules
 
 

@@ -3,10 +3,8 @@
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+from kvferry.core.inference.chunks import StopReason
 from kvferry.core.sampling import FinishReason, SampledToken, SamplingParams
-
-StopReason = str | int | None
-"""The stop string or stop token id that ended the output; `None` if neither did."""
 
 
 class Detokenizer(Protocol):

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvferry.core.errors import InvalidRequest
+from kvferry.core.inference.tools import Tool
 from kvferry.text.grammar.json_schema import enforced
-from kvferry.text.tools.definitions import Tool
 
 _COMPOSED = frozenset({"$ref", "allOf", "anyOf", "oneOf", "if", "not", "enum", "const"})
 _OPEN = frozenset({"additionalProperties", "patternProperties", "unevaluatedProperties", *_COMPOSED})

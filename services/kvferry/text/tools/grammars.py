@@ -9,10 +9,10 @@ endlessly.
 import json
 from collections.abc import Callable, Mapping, Sequence
 
+from kvferry.core.inference.tools import Tool
 from kvferry.text.answers.marks import HARMONY, Marks
 from kvferry.text.answers.registry import CallFormat
 from kvferry.text.tools.argument_schemas import check_arguments, closed
-from kvferry.text.tools.definitions import Tool
 from kvferry.text.tools.pythonic_grammar import pythonic_call
 
 MAX_CALLS = 16

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pydantic_core import from_json
 
 from kvferry.core.errors import InvalidRequest, shortened
-from kvferry.text.tools.definitions import depth_of
+from kvferry.core.inference.tools import depth_of
 
 MAX_CALLS = 128
 """Maximum number of calls in one message."""

@@ -7,10 +7,10 @@ The format is the one of the Hermes models: tools in the system message, calls i
 import json
 from collections.abc import Mapping, Sequence
 
+from kvferry.core.inference.tools import Tool
 from kvferry.text.templates.chat_template import ChatTemplate
 from kvferry.text.tokenizing.tokenizer import Tokenizer
 from kvferry.text.tools.chat import encode_chat
-from kvferry.text.tools.definitions import Tool
 from kvferry.text.tools.history import Message
 
 _THINKING = "message.thinking"

@@ -10,8 +10,8 @@ import keyword
 from collections.abc import Mapping
 
 from kvferry.core.errors import InvalidRequest, shortened
+from kvferry.core.inference.tools import Tool
 from kvferry.text.tools.argument_schemas import check_arguments, closed, references, refers_to_definition
-from kvferry.text.tools.definitions import Tool
 
 _PLAIN = frozenset(
     {"type", "properties", "required", "additionalProperties", "title", "description", "$schema", "strict"}

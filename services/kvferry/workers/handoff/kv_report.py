@@ -3,10 +3,10 @@
 from dataclasses import dataclass, field, replace
 
 from kvferry.core.ids import WorkerId
+from kvferry.core.inference.chunks import KvReport
 from kvferry.engine.loop.engine_stream import StreamItem
 from kvferry.kv.interface.connector import LoadOutcome
 from kvferry.kv.pricing.price import Decision
-from kvferry.serving.token_source import KvReport
 
 PEER = "peer"
 

@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 
 from kvferry.core.errors import InvariantBroken
+from kvferry.core.inference.tool_inputs import use_from_input
+from kvferry.core.inference.tools import Tool, ToolUse
 from kvferry.core.sampling import FinishReason, SampledToken, SamplingParams
 from kvferry.engine import LLM
 from kvferry.engine.offline.completion import CompletionPart, parts
 from kvferry.serving.request import Request
 from kvferry.serving.token_source import TokenEvent
-from kvferry.text.tools.definitions import Tool, ToolUse
-from kvferry.text.tools.inputs import use_from_input
 
 TOOL = Tool("get_weather", "Returns the weather.", {"type": "object", "properties": {"city": {"type": "string"}}})
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>'

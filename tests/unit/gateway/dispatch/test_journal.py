@@ -2,6 +2,7 @@
 
 from kvferry.cli.commands.explain import report_lines
 from kvferry.core.ids import RequestId, WorkerId
+from kvferry.core.inference.chunks import KvReport, Timing
 from kvferry.core.sampling import SamplingParams
 from kvferry.gateway.decide.lifecycle.obligations import Event
 from kvferry.gateway.decide.lifecycle.sample_run import SampleRun
@@ -15,7 +16,6 @@ from kvferry.gateway.dispatch import journal as module
 from kvferry.gateway.dispatch.journal import Journal
 from kvferry.gateway.http.openai.reply import kv_line
 from kvferry.serving.request import Caller, Request
-from kvferry.serving.token_source import KvReport, Timing
 
 LOADED = KvReport("p", "dram", 0, 128, 64, 1_000_000, 0.001, 0.05, False, 4, 1_000_000, 0.002, "disk: flipped bits")
 COMPUTED = KvReport("d", "peer", 0, 32, 0, 500_000, 0.02, 0.001)

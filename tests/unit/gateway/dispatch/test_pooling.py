@@ -11,11 +11,11 @@ from harness.fakes.scripted_worker import Act, Fault
 from kvferry.core.clock import SystemClock
 from kvferry.core.errors import STEP_FAILED, DeadlinePassed, InvalidRequest, InvariantBroken, Overloaded, RequestRefused
 from kvferry.core.ids import RequestId
+from kvferry.core.inference.pooling import Pooling, PoolingParams
 from kvferry.core.sampling import SamplingParams
 from kvferry.gateway.decide.config import DispatchConfig
 from kvferry.serving.request import Caller, Request
 from kvferry.serving.token_source import Vector
-from kvferry.text.requests.pooling import Pooling, PoolingParams
 
 PROMPT = list(b"tell me a story of a ferry")
 MEAN = PoolingParams(Pooling.MEAN, dimensions=5)

@@ -12,13 +12,14 @@ from harness.fakes.byte_model import byte_model
 from kvferry.core.clock import ManualClock
 from kvferry.core.errors import InvalidRequest, KvferryError, Unavailable
 from kvferry.core.ids import RequestId
+from kvferry.core.inference.beams import BeamParams
 from kvferry.core.sampling import FinishReason, SampledToken
 from kvferry.gateway.http.openai.completions import answer
 from kvferry.gateway.http.openai.generation import prepare_chat, prepare_completion
 from kvferry.serving.request import Caller, Request
 from kvferry.serving.text_service import TextService
 from kvferry.serving.token_source import TokenEvent
-from kvferry.text.requests.beams import Beam, BeamParams, Beams
+from kvferry.text.requests.beams import Beam, Beams
 
 CALLER = Caller(RequestId("r"))
 MODEL = byte_model(64)

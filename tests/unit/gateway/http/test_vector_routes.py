@@ -16,9 +16,10 @@ from harness.fakes.scripted_tokens import vector_of
 from harness.fakes.scripted_worker import Act, Fault
 
 from kvferry.core.errors import InvalidRequest
+from kvferry.core.inference.pooling import Pooling, PoolingParams
 from kvferry.gateway.decide.config import HttpConfig
 from kvferry.serving.embedding import MAX_RUNNING_INPUTS
-from kvferry.text.requests.pooling import Pooling, PoolingParams, cosine
+from kvferry.text.requests.pooling import cosine
 
 PLAIN = PoolingParams()
 

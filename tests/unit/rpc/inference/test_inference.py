@@ -6,11 +6,11 @@ from harness.fakes.byte_model import BOS, byte_model
 from harness.fakes.scripted_tokens import ScriptedSource, expected_tokens, scores_of
 from harness.servers.rpc_errors import failure
 
+from kvferry.client.responses import chunk_from_wire
 from kvferry.core.errors import InvalidRequest, Unauthenticated, UnknownModel
 from kvferry.core.sampling import SamplingParams
 from kvferry.rpc.channel import open_channel
 from kvferry.rpc.inference.inference import inference_service
-from kvferry.rpc.inference.text_wire import chunk_from_wire
 from kvferry.rpc.server import start_server
 from kvferry.serving.text_service import TextService
 from kvferry.v1 import common_pb2, inference_pb2, inference_pb2_grpc

@@ -3,9 +3,10 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvferry.core.inference.chunks import StopReason
 from kvferry.core.sampling import FinishReason, SampledToken, SamplingParams
 from kvferry.model import tiny
-from kvferry.text.requests.output_text import OutputText, StopReason
+from kvferry.text.requests.output_text import OutputText
 from kvferry.text.requests.stop_strings import StopMatcher
 from kvferry.text.tokenizing.detokenizer import Detokenizer
 

@@ -17,11 +17,11 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from kvferry.core.constraint import Constraint, ConstraintKind
 from kvferry.core.errors import InvalidRequest
+from kvferry.core.inference.tools import Tool
 from kvferry.text.answers.marks import MARKERS, Marks
 from kvferry.text.answers.registry import CallFormat
 from kvferry.text.grammar.grammar_text import grammar_text
 from kvferry.text.tokenizing.byte_level import CHARACTER_OF
-from kvferry.text.tools.definitions import Tool
 from kvferry.text.tools.grammars import MAX_CALLS, calls_grammar, thought_rules
 
 END = 256

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.core.errors import InvariantBroken
-from kvferry.text.requests.pooling import Pooling, PoolingParams
+from kvferry.core.inference.pooling import Pooling, PoolingParams
 
 Sums = npt.NDArray[np.float64]
 NO_ROWS = range(0)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from kvferry.serving.token_source import KvReport, Timing
+from kvferry.core.inference.chunks import KvReport, Timing
 
 _PEER = "peer"
 

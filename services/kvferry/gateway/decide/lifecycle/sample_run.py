@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from kvferry.core.errors import KvferryError
+from kvferry.core.inference.chunks import KvReport, Timing
+from kvferry.core.inference.pooling import PoolingParams
 from kvferry.core.philox import uniform
 from kvferry.core.sampling import FinishReason, SampledToken, ScoredToken
 from kvferry.gateway.decide.config import RetryConfig
@@ -13,8 +15,7 @@ from kvferry.gateway.decide.lifecycle.sample_trace import NO_TRACE, NoTrace
 from kvferry.gateway.decide.routing.prompt_names import PromptNames
 from kvferry.gateway.decide.routing.route_notes import RouteNote
 from kvferry.serving.request import Request
-from kvferry.serving.token_source import KvReport, Timing, TokenEvent
-from kvferry.text.requests.pooling import PoolingParams
+from kvferry.serving.token_source import TokenEvent
 
 _MAX_REPORTS = 16
 

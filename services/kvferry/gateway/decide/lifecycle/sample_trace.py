@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from kvferry.core.errors import KvferryError
+from kvferry.core.inference.chunks import Timing
 from kvferry.core.traces.spans import Attribute, Kind, Span
 from kvferry.gateway.decide.routing.routes import Pick, Route
-from kvferry.serving.token_source import Timing
 
 Metadata = tuple[tuple[str, str], ...]
 

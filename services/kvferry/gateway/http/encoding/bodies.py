@@ -6,13 +6,13 @@ from typing import Annotated, TypeVar
 from pydantic import Field
 
 from kvferry.core.errors import InvalidRequest, UnknownModel
-from kvferry.core.hashing import MAX_CACHE_SALT_CHARS
+from kvferry.core.inference.pooling import Pooling, PoolingParams, pooling_named
+from kvferry.core.limits import MAX_CACHE_SALT_CHARS
 from kvferry.gateway.http.fields.bounds import MAX_FIELDS, shown
 from kvferry.gateway.http.fields.parsing import json_object, parse_fields
 from kvferry.gateway.http.fields.strict import Priority, Strict
 from kvferry.serving import prompts
 from kvferry.serving.text_model import TextModel
-from kvferry.text.requests.pooling import Pooling, PoolingParams, pooling_named
 
 Ids = list[int]
 T = TypeVar("T")

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 from pydantic import Field, PlainValidator
 
 from kvferry.core.errors import InvalidRequest
-from kvferry.core.hashing import MAX_CACHE_SALT_CHARS
+from kvferry.core.limits import MAX_CACHE_SALT_CHARS
 from kvferry.gateway.http.encoding.bodies import Ids, is_ids
 from kvferry.gateway.http.encoding.conversations import (
     CHAT_FIELDS,

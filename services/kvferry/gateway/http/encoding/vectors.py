@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from msgspec import Struct
 
+from kvferry.core.inference.pooling import PoolingParams
 from kvferry.gateway.http.encoding.bodies import VectorBody
 from kvferry.serving import embedding
 from kvferry.serving.embedding import Input, VectorRequest
@@ -12,7 +13,6 @@ from kvferry.serving.request import Caller
 from kvferry.serving.text_model import TextModel
 from kvferry.serving.text_service import TextService
 from kvferry.serving.token_source import Vector
-from kvferry.text.requests.pooling import PoolingParams
 
 
 class VectorUsage(Struct):

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from kvferry.core.errors import InvalidRequest, shortened
+from kvferry.core.inference.tools import Choice, Tool, ToolUse
 from kvferry.gateway.http.fields.strict import Strict
-from kvferry.text.tools.definitions import Choice, Tool, ToolUse
 
 
 class FunctionDefinition(Strict):

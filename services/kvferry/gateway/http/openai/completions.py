@@ -9,13 +9,11 @@ from typing import ParamSpec, TypeVar
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from kvferry.core.inference.chunks import StopReason, TextChunk, Timing
+from kvferry.core.inference.tool_calls import AssembledCalls
 from kvferry.core.sampling import FinishReason
 from kvferry.gateway.http.openai import reply
 from kvferry.gateway.http.openai.generation import Generation
-from kvferry.serving.text_stream import TextChunk
-from kvferry.serving.token_source import Timing
-from kvferry.text.answers.pieces import AssembledCalls
-from kvferry.text.requests.output_text import StopReason
 
 P = ParamSpec("P")
 R = TypeVar("R")

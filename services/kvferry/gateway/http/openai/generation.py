@@ -9,6 +9,7 @@ import msgspec
 
 from kvferry.core.errors import InvalidRequest
 from kvferry.core.ids import RequestId
+from kvferry.core.inference.chunks import TextChunk
 from kvferry.core.sampling import FinishReason
 from kvferry.gateway.http.fields.constraint_fields import in_field
 from kvferry.gateway.http.openai import reply
@@ -16,7 +17,7 @@ from kvferry.gateway.http.openai.request import ReadRequest, read_chat, read_com
 from kvferry.serving.merging import merge
 from kvferry.serving.request import Caller, Request
 from kvferry.serving.text_service import TextService
-from kvferry.serving.text_stream import MAX_RUNNING_SAMPLES, TextChunk
+from kvferry.serving.text_stream import MAX_RUNNING_SAMPLES
 from kvferry.text.requests.prompt_parameters import check_prompt_logprobs
 
 

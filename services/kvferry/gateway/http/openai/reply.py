@@ -8,12 +8,10 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from kvferry.core.errors import KvferryError
+from kvferry.core.inference.chunks import StopReason, TextChunk, Timing
+from kvferry.core.inference.tool_calls import CallDelta
 from kvferry.core.sampling import SampledToken, ScoredToken
 from kvferry.rpc.errors import MAX_MESSAGE_CHARS
-from kvferry.serving.text_stream import TextChunk
-from kvferry.serving.token_source import Timing
-from kvferry.text.answers.pieces import CallDelta
-from kvferry.text.requests.output_text import StopReason
 
 _ERROR_TYPES: Mapping[int, str] = {
     400: "invalid_request_error",

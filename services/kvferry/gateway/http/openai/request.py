@@ -3,15 +3,15 @@
 from dataclasses import dataclass
 
 from kvferry.core.errors import InvalidRequest, UnknownModel
+from kvferry.core.inference.beams import BeamParams
+from kvferry.core.inference.tools import ToolUse
 from kvferry.core.sampling import SamplingParams
 from kvferry.gateway.http.openai.schema import ChatRequest, CompletionRequest, parse
 from kvferry.serving import prompts
 from kvferry.serving.chats import prepare_chat
 from kvferry.serving.text_model import TextModel
 from kvferry.text.answers.answer import SplitOptions
-from kvferry.text.requests.beams import BeamParams
 from kvferry.text.requests.prompt_parameters import with_bad_word_tokens
-from kvferry.text.tools.definitions import ToolUse
 
 MAX_REQUEST_SAMPLES = 128
 """Maximum number of samples per request, over all its prompts."""

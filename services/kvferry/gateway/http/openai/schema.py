@@ -12,7 +12,9 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 from pydantic import Field, PlainValidator, WithJsonSchema
 
 from kvferry.core.errors import InvalidRequest
-from kvferry.core.hashing import MAX_CACHE_SALT_CHARS
+from kvferry.core.inference.beams import MAX_WIDTH, BeamParams
+from kvferry.core.inference.tools import ToolUse
+from kvferry.core.limits import MAX_CACHE_SALT_CHARS
 from kvferry.core.sampling import MAX_OUTPUT_TOKENS, RANGES, Range, SamplingParams
 from kvferry.gateway.http.fields.bounds import MAX_FIELDS, Prompt, check_prompt, check_sizes
 from kvferry.gateway.http.fields.constraint_fields import ConstraintFields
@@ -21,8 +23,6 @@ from kvferry.gateway.http.fields.offered_tools import NamedChoice, ToolDefinitio
 from kvferry.gateway.http.fields.parsing import json_object, parse_fields
 from kvferry.gateway.http.fields.strict import Accepted, Priority, SamplingFields, Strict
 from kvferry.rpc.wire import MAX_SAMPLES
-from kvferry.text.requests.beams import MAX_WIDTH, BeamParams
-from kvferry.text.tools.definitions import ToolUse
 
 _COMPLETION_TOKENS = 16
 """OpenAI's default of `max_tokens` for /v1/completions; chat has no default."""

@@ -10,7 +10,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, TypeAdapter
 
 from kvferry.core.errors import InvalidRequest, shortened
-from kvferry.core.hashing import MAX_CACHE_SALT_CHARS
+from kvferry.core.inference.tools import ToolUse
+from kvferry.core.limits import MAX_CACHE_SALT_CHARS
 from kvferry.core.sampling import RANGES, Range
 from kvferry.gateway.http.fields.bounds import MAX_FIELDS, check_sizes
 from kvferry.gateway.http.fields.offered_tools import (
@@ -26,7 +27,6 @@ from kvferry.gateway.http.openai.request import ReadRequest, read_conversation
 from kvferry.gateway.http.openai.schema import ChatRequest, renamed
 from kvferry.gateway.http.responses.items import KINDS, Item, check_kinds, in_items, messages_of
 from kvferry.serving.text_model import TextModel
-from kvferry.text.tools.definitions import ToolUse
 
 MAX_METADATA = 16
 _LOGPROBS = "message.output_text.logprobs"

@@ -5,8 +5,8 @@ from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
+from kvferry.core.inference.chunks import Timing
 from kvferry.gateway.http.openai.reply import TokenLogprob
-from kvferry.serving.token_source import Timing
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from msgspec.structs import replace
 
 from kvferry.core.errors import KvferryError
+from kvferry.core.inference.chunks import TextChunk, Usage
+from kvferry.core.inference.tool_calls import CallDelta
 from kvferry.core.sampling import FinishReason
 from kvferry.gateway.http.openai import reply
 from kvferry.gateway.http.responses import output as out
-from kvferry.serving.text_stream import TextChunk, Usage
-from kvferry.text.answers.pieces import CallDelta
 
 _FAILURES = {429: "rate_limit_exceeded", 400: "invalid_prompt"}
 

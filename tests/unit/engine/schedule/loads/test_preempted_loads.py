@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.core.ids import BlockId, RequestId
+from kvferry.core.inference.pooling import Pooling, PoolingParams
 from kvferry.engine.engine import Engine
 from kvferry.engine.schedule.messages import EngineRequest
 from kvferry.kv.interface.connector import LoadOutcome, PagesQuiet
 from kvferry.kv.interface.tiering import ObjectKey, TierAnswer, TierSource
 from kvferry.kv.pricing.price import LoadPolicy, PriceBook
-from kvferry.text.requests.pooling import Pooling, PoolingParams
 
 OLD, YOUNG = list(range(20)), list(range(40, 60))
 OLD_TOKENS, YOUNG_TOKENS = 28, 8

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.core.errors import InvalidRequest, InvariantBroken
+from kvferry.core.inference.pooling import Pooling, PoolingParams, pooling_named
 from kvferry.engine.schedule.step.prompt_pooling import NO_ROWS, PromptPooling
-from kvferry.text.requests.pooling import Pooling, PoolingParams, check_dimensions, cosine, pooling_named
+from kvferry.text.requests.pooling import check_dimensions, cosine
 
 SIZE = 5
 

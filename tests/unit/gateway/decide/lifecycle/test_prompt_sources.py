@@ -5,8 +5,8 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvferry.core.inference.chunks import KvReport, Timing
 from kvferry.gateway.decide.lifecycle.prompt_sources import PromptSources, prompt_sources
-from kvferry.serving.token_source import KvReport, Timing
 
 HANDOFF = KvReport("d", "peer", num_tokens=96, num_chosen=96, num_bytes=960, blocks_loaded=6, bytes_loaded=960)
 PAIR = Timing(prefill_worker="p", decode_worker="d")

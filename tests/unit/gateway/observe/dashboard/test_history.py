@@ -7,11 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvferry.core.inference.chunks import KvReport, Timing, Usage
 from kvferry.gateway.observe.dashboard.history import INTERVAL_SECONDS, MAX_POINTS, WINDOW_SECONDS, History, Totals
 from kvferry.gateway.observe.dashboard.quantiles import Buckets
 from kvferry.gateway.observe.instruments import Instruments
-from kvferry.serving.text_stream import Usage
-from kvferry.serving.token_source import KvReport, Timing
 
 
 def totals(fast: int = 0, slow: int = 0, tokens: int = 0) -> Totals:

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from kvferry.core.errors import InvalidRequest
-from kvferry.text.answers.pieces import ToolCall
-from kvferry.text.tools.definitions import Tool
+from kvferry.core.inference.tool_calls import ToolCall
+from kvferry.core.inference.tool_inputs import calls_from_input, content_from_input, tool_from_input
+from kvferry.core.inference.tools import Tool
 from kvferry.text.tools.history import check_calls
-from kvferry.text.tools.inputs import calls_from_input, content_from_input, tool_from_input
 
 SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}}
 

@@ -5,9 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from kvferry.core.errors import InvalidRequest, shortened
-from kvferry.text.answers.pieces import ToolCall
-from kvferry.text.templates.chat_template import Message
-from kvferry.text.tools.definitions import Choice, Tool, ToolUse
+from kvferry.core.inference.tool_calls import ToolCall
+from kvferry.core.inference.tools import Choice, Tool, ToolUse
 
 ToolInput = Mapping[str, object]
 """A tool in OpenAI's form: `{"type": "function", "function": {"name": .., "description": .., "parameters": ..}}`."""
@@ -83,7 +82,7 @@ def call_from_input(value: object, where: str) -> ToolCall:
     return ToolCall(str(value.get("id") or ""), function["name"], text)
 
 
-def calls_from_input(message: Message, where: str) -> list[ToolCall]:
+def calls_from_input(message: Mapping[str, object], where: str) -> list[ToolCall]:
     """Return the calls of a message; see `call_from_input`."""
     calls: Any = message.get("tool_calls") or ()
     if isinstance(calls, str | Mapping) or not isinstance(calls, Iterable):
@@ -91,7 +90,7 @@ def calls_from_input(message: Message, where: str) -> list[ToolCall]:
     return [call_from_input(call, f"{where}.tool_calls.{number}") for number, call in enumerate(calls)]
 
 
-def content_from_input(message: Message, where: str) -> str:
+def content_from_input(message: Mapping[str, object], where: str) -> str:
     """Return the text of a message: a string, a list of OpenAI's text parts, or nothing.
 
     Args:
