@@ -33,9 +33,9 @@ from kvferry.gateway.admission.tenants import Tenants
 from kvferry.gateway.decide.config import FleetConfig, FlowConfig
 from kvferry.gateway.decide.flow.capacity import Room
 from kvferry.gateway.decide.flow.controller import FlowController, QueueBounds
-from kvferry.gateway.decide.flow.entry import Entry
-from kvferry.gateway.decide.flow.policy import TenantPolicy
+from kvferry.gateway.decide.flow.fair_queue import Entry
 from kvferry.gateway.decide.flow.quotas import Quotas
+from kvferry.gateway.decide.flow.tenant_table import TenantPolicy
 from kvferry.gateway.fleet.fleet import Fleet
 from kvferry.gateway.observe.instruments import Instruments
 from kvferry.serving.admission import Work

@@ -41,7 +41,7 @@ VIOLATIONS = [
     ("Only the edges speak gRPC", "services/kvferry/kv/registry.py", "from google.protobuf import message"),
     (
         "Only the exporter of traces imports OpenTelemetry",
-        "services/kvferry/gateway/decide/lifecycle/sample_trace.py",
+        "services/kvferry/gateway/decide/lifecycle/sample_run.py",
         "import opentelemetry.trace",
     ),
     (

@@ -7,7 +7,7 @@ from pathlib import Path
 from kvferry.core import sampling
 from kvferry.core.sampling import SamplingParams
 from kvferry.core.settings.engine import SchedulerLimits
-from kvferry.gateway.http.openai.request import MAX_REQUEST_SAMPLES
+from kvferry.gateway.http.openai.generation import MAX_REQUEST_SAMPLES
 from kvferry.rpc.wire import MAX_SAMPLES
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs/sampling.md").read_text("utf-8")

@@ -15,8 +15,8 @@ from kvferry.core.hashing import BlockNamers
 from kvferry.core.sampling import SamplingParams
 from kvferry.gateway.decide.cache_map.map_states import MapState
 from kvferry.gateway.decide.config import CacheMapConfig, Endpoint, FleetConfig, GatewayConfig, HttpConfig
+from kvferry.gateway.decide.routing.cached_prefix import prefix_key
 from kvferry.gateway.decide.routing.prefix_hash import PrefixHash
-from kvferry.gateway.decide.routing.prompt_names import prefix_key
 from kvferry.gateway.decide.routing.routes import RouteRequest
 from kvferry.gateway.gateway import Gateway
 

@@ -17,8 +17,8 @@ from kvferry.client import AsyncClient, FinishReason
 from kvferry.core.hashing import BlockNamers
 from kvferry.engine import LLM, SamplingParams
 from kvferry.gateway.decide.config import Endpoint, FleetConfig, GatewayConfig, HttpConfig
+from kvferry.gateway.decide.routing.cached_prefix import prefix_key
 from kvferry.gateway.decide.routing.prefix_hash import PrefixHash
-from kvferry.gateway.decide.routing.prompt_names import prefix_key
 from kvferry.gateway.decide.routing.routes import RouteRequest
 from kvferry.gateway.gateway import Gateway
 

@@ -21,7 +21,7 @@ from kvferry.engine.execute.run.runner import Runner
 from kvferry.engine.execute.tensors.batch import StepBatch
 from kvferry.engine.execute.tensors.paged_kv import PagedKv
 from kvferry.model.source import ModelSource
-from kvferry.text.tools.chat import encode_chat
+from kvferry.text.tools.conversations import encode_chat
 
 NEW_TOKENS = 64
 MAX_LOGIT_ERROR = 1e-3

@@ -11,8 +11,8 @@ from kvferry.core.inference.tools import Choice, Tool, ToolUse
 from kvferry.core.sampling import FinishReason
 from kvferry.engine import LLM, SamplingParams
 from kvferry.model.source import open_model
-from kvferry.serving.chats import prepare_chat
 from kvferry.serving.model_text import text_model_of
+from kvferry.serving.prompts import prepare_chat
 from kvferry.text.answers.answer import AnswerSplitter
 
 WEATHER: dict[str, Any] = {

@@ -6,10 +6,10 @@ from kvferry.core.inference.tools import Tool
 from kvferry.model.source import ModelSource, open_model
 from kvferry.serving.text_model import ChatMessages, TextModel
 from kvferry.text.grammar.compiler import GrammarCompiler
-from kvferry.text.requests.answer_forms import AnswerParsers, answer_form
+from kvferry.text.requests.answer_rules import AnswerParsers, answer_form
 from kvferry.text.requests.stop_strings import StopMatcher
-from kvferry.text.tokenizing.detokenizer import Detokenizer
-from kvferry.text.tools.prompt import encode_conversation
+from kvferry.text.tokenizing.tokenizer import Detokenizer
+from kvferry.text.tools.conversations import encode_conversation
 
 
 def text_model_of(source: ModelSource, parsers: AnswerParsers | None = None) -> TextModel:

@@ -1,16 +1,23 @@
-"""Tokenizes prompts, and validates requests as far as this is possible without a worker."""
+"""Tokenizes prompts and prepares chats for generation: prompt, splitting of the answer, grammar if a call is required.
+
+Requests are validated as far as this is possible without a worker.
+"""
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from kvferry.core.errors import InvalidRequest, UnknownModel, shortened
-from kvferry.core.inference.tools import Tool
+from kvferry.core.inference.tools import ToolUse
 from kvferry.core.sampling import SamplingParams
 from kvferry.serving.text_model import ChatMessages, TextModel
+from kvferry.text.answers.answer import SplitOptions
+from kvferry.text.requests.answer_rules import answer_rules, opens_reasoning
 from kvferry.text.requests.prompt_parameters import check_output_length, token_fields, with_bad_word_tokens
+from kvferry.text.tools.history import check_calls, with_names
 
 MAX_MESSAGES = 4096
+_NO_TOOLS = ToolUse()
 """Maximum number of messages in a conversation."""
 
 DrawSeed = Callable[[], int]
@@ -77,7 +84,7 @@ def check_num_messages(count: int) -> None:
 def encode_chat(
     model: TextModel,
     messages: ChatMessages,
-    tools: Sequence[Tool] = (),
+    use: ToolUse = _NO_TOOLS,
     variables: Mapping[str, object] | None = None,
 ) -> list[int]:
     """Tokenize a conversation up to the start of the assistant's answer.
@@ -85,23 +92,25 @@ def encode_chat(
     Args:
         model: tokenizer and chat template.
         messages: messages of the conversation, oldest first.
-        tools: tools that may be called.
+        use: the tools that are offered.
         variables: further variables of the chat template.
 
     Raises:
-        InvalidRequest: the number or length of messages is out of range, the model has no chat template, or the
-            template rejects the messages.
+        InvalidRequest: the number or length of messages is out of range, a message of role `tool` does not match a
+            call, the model has no chat template, or the template rejects the messages.
     """
     if not messages:
         raise InvalidRequest("messages is empty; send at least one message", field="messages")
     check_num_messages(len(messages))
+    check_calls(messages)
     if model.encode_chat is None:
         raise InvalidRequest(
             f"model {model.name!r} has no chat template; use the completions API with plain text",
             field="messages",
         )
-    check_num_chars(model, num_chars([*messages, *(tool.as_template_input() for tool in tools), variables]))
-    return model.encode_chat(messages, tools, variables or {})
+    messages = with_names(messages)
+    check_num_chars(model, num_chars([*messages, *(tool.as_template_input() for tool in use.offered), variables]))
+    return model.encode_chat(messages, use.offered, variables or {})
 
 
 def num_chars(value: object) -> int:
@@ -192,3 +201,40 @@ def fit(
         truncate_prompt_tokens=None,
         seed=new_seed() if sampling.seed is None else sampling.seed,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedChat:
+    """A prompt, usually of a chat, in the form that the token source takes."""
+
+    token_ids: Sequence[int]
+    sampling: SamplingParams
+    split: SplitOptions | None = None
+    """Options for splitting the answer; `None` if it is not split."""
+
+
+def prepare_chat(
+    model: TextModel,
+    messages: ChatMessages,
+    use: ToolUse,
+    sampling: SamplingParams,
+    variables: Mapping[str, object] | None = None,
+) -> PreparedChat:
+    """Tokenize a conversation with its tools, and complete the sampling parameters for tool calls.
+
+    Args:
+        model: tokenizer, chat template and form of answers.
+        messages: messages of the conversation, oldest first.
+        use: the tools that are offered, and how they may be used.
+        sampling: sampling parameters of the request.
+        variables: further variables of the chat template.
+
+    Raises:
+        InvalidRequest: see `encode_chat`; a message of role `tool` does not match a call; a call is required
+            together with another constraint, or with a schema that no grammar can express.
+    """
+    ids = encode_chat(model, messages, use, variables)
+    form = model.answer_form
+    is_open = opens_reasoning(form, ids, model.new_detokenizer(False, form.marks.by_token))
+    sampling, split = answer_rules(form, use, sampling, is_open=is_open)
+    return PreparedChat(ids, sampling, split)

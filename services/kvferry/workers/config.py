@@ -8,7 +8,7 @@ from kvferry.core.traces.spans import TraceSettings
 from kvferry.kv.handoff.offers import OfferTimes
 from kvferry.rpc.access.hosts import is_host
 from kvferry.rpc.tls.certificate_files import CertificateFiles
-from kvferry.text.requests.answer_forms import AnswerParsers
+from kvferry.text.requests.answer_rules import AnswerParsers
 
 ROLES = ("prefill", "decode", "both", "split")
 EPOCHS, DIGEST = "epochs", "digest"

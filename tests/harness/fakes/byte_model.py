@@ -10,7 +10,7 @@ from kvferry.core.inference.tools import Tool
 from kvferry.serving.text_model import ChatMessages, TextModel
 from kvferry.text.answers.answer import AnswerForm
 from kvferry.text.answers.registry import CallFormat
-from kvferry.text.tools.prompt import as_text
+from kvferry.text.tools.conversations import as_text
 
 EOS = 256
 BOS = 257

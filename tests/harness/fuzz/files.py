@@ -20,7 +20,7 @@ from kvferry.model.source import ModelSource, open_model
 from kvferry.text.templates.chat_template import ChatTemplate
 from kvferry.text.templates.template_costs import FILTERS, TESTS, TEXT_METHODS
 from kvferry.text.tokenizing.tokenizer_files import tokenizer_from_json
-from kvferry.text.tools.chat import encode_chat
+from kvferry.text.tools.conversations import encode_chat
 from kvferry.weights.config import ModelConfig
 from kvferry.weights.tensors import expected_shapes
 

@@ -18,11 +18,11 @@ from kvferry.model import tiny
 from kvferry.model.source import ModelSource
 from kvferry.rpc.channel import open_channel
 from kvferry.rpc.errors import error_from_rpc
-from kvferry.serving.chats import encode_chat, prepare_chat
 from kvferry.serving.model_text import text_model_of
+from kvferry.serving.prompts import encode_chat, prepare_chat
 from kvferry.serving.text_model import TextModel
 from kvferry.text.answers.registry import CallFormat
-from kvferry.text.requests.answer_forms import AnswerParsers
+from kvferry.text.requests.answer_rules import AnswerParsers
 from kvferry.text.templates.chat_template import ChatTemplate
 from kvferry.v1 import inference_pb2, inference_pb2_grpc
 

@@ -18,8 +18,7 @@ from kvferry.core.inference.beams import BeamParams
 from kvferry.core.inference.chunks import TextChunk, Usage
 from kvferry.core.sampling import FinishReason, SampledToken, SamplingParams
 from kvferry.serving.request import Caller, Request
-from kvferry.serving.text_service import TextService
-from kvferry.serving.text_stream import generate_text
+from kvferry.serving.text_service import TextService, generate_text
 from kvferry.serving.token_source import TokenEvent
 from kvferry.text.answers.answer import SplitOptions
 

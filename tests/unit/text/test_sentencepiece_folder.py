@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pro
 from kvferry.core.errors import KvferryError
 from kvferry.model import tiny
 from kvferry.model.source import open_model
-from kvferry.text.tokenizing.detokenizer import Detokenizer
+from kvferry.text.tokenizing.tokenizer import Detokenizer
 
 SPECIALS = ["<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>"]
 WORDS = [*SPECIALS, *(f"<0x{b:02X}>" for b in range(256)), "\u2581", "h", "i", "hi", "u", "s", "e", "r", "\n"]

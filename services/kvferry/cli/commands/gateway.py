@@ -50,7 +50,7 @@ def command(values: Values) -> None:
     from kvferry.serving.constraint_check import ConstraintCheck
     from kvferry.serving.model_text import open_text_model
     from kvferry.serving.text_process import TextProcess
-    from kvferry.text.requests.answer_forms import AnswerParsers
+    from kvferry.text.requests.answer_rules import AnswerParsers
 
     config = _config(values)
     has_workers = config.fleet.pool is not None or any(values[role] for role in _ROLES)

@@ -10,7 +10,7 @@ from kvferry.cli.options import NumberRange, Values, read_key, reported, with_se
 from kvferry.core.clock import SystemClock
 from kvferry.core.errors import UsageError
 from kvferry.core.settings import processes as settings
-from kvferry.gateway.admission.api_keys import key_digest
+from kvferry.gateway.admission.tenants import key_digest
 from kvferry.gateway.decide.flow.tenant_table import KEY_PREFIX
 from kvferry.rpc.access.call_keys import role_key
 from kvferry.rpc.access.table import CallerRole

@@ -17,8 +17,7 @@ from kvferry.core.process.stop_signals import STOP_SIGNALS, stop_signals
 from kvferry.core.settings import processes as settings
 from kvferry.core.settings.setting import Setting
 from kvferry.engine.execute.tensors.device import check_driver
-from kvferry.gateway.admission.api_keys import read_keys
-from kvferry.gateway.admission.tenants import Tenants
+from kvferry.gateway.admission.tenants import Tenants, read_keys
 from kvferry.kv.tiers.registry import check_tiers
 from kvferry.stack.local_stack import LocalStack
 from kvferry.stack.plan.processes import StackConfig

@@ -29,7 +29,7 @@ def command(values: Values) -> None:
     follow_parent()
     # Imported here: these load gRPC and the kernels, which would delay `--help` and errors in flags.
     from kvferry.kv.handoff.offers import OfferTimes
-    from kvferry.text.requests.answer_forms import AnswerParsers
+    from kvferry.text.requests.answer_rules import AnswerParsers
     from kvferry.workers.build import UnitEndpoint
     from kvferry.workers.config import WorkerConfig
     from kvferry.workers.main import run_worker

@@ -16,8 +16,8 @@ from kvferry.engine.engine import Engine
 from kvferry.engine.offline.completion import BeamOutput
 from kvferry.engine.offline.prompts import Prompt
 from kvferry.serving import beam_search, embedding, prompts
-from kvferry.serving.chats import prepare_chat
 from kvferry.serving.model_text import text_model_of
+from kvferry.serving.prompts import prepare_chat
 from kvferry.serving.request import Caller, Request
 from kvferry.serving.text_model import TextModel
 from kvferry.serving.text_service import TextService

@@ -34,8 +34,7 @@ from kvferry.gateway.decide.config import DispatchConfig
 from kvferry.gateway.decide.flow.capacity import UNBOUNDED
 from kvferry.gateway.decide.lifecycle.obligations import MACHINE, Event, State
 from kvferry.gateway.decide.lifecycle.retry_decision import RetryDecision, retry_decision
-from kvferry.gateway.decide.lifecycle.sample_run import SampleRun
-from kvferry.gateway.decide.lifecycle.sample_trace import NO_TRACE, NoTrace, SampleTrace
+from kvferry.gateway.decide.lifecycle.sample_run import NO_TRACE, NoTrace, SampleRun, SampleTrace
 from kvferry.gateway.decide.routing.routes import Route
 from kvferry.gateway.dispatch.ending import Ending
 from kvferry.gateway.dispatch.journal import Journal

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from kvferry.core.hashing import BlockNamers
 from kvferry.core.ids import BlockHash, Incarnation
 from kvferry.gateway.decide.lifecycle.sample_run import SampleRun
-from kvferry.gateway.decide.routing.prompt_names import block_names
+from kvferry.gateway.decide.routing.cached_prefix import block_names
 from kvferry.gateway.decide.routing.routes import Pick
 from kvferry.gateway.fleet.fleet import Fleet
 

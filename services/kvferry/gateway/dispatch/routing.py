@@ -9,8 +9,7 @@ from kvferry.gateway.decide.config import DispatchConfig
 from kvferry.gateway.decide.estimates.commitments import Commitments
 from kvferry.gateway.decide.estimates.estimates import Estimates
 from kvferry.gateway.decide.routing.policies import RoutingPolicies
-from kvferry.gateway.dispatch.route_selection import RouteSelection
-from kvferry.gateway.dispatch.work_records import WorkRecords
+from kvferry.gateway.dispatch.route_selection import RouteSelection, WorkRecords
 from kvferry.gateway.fleet.fleet import Fleet
 from kvferry.gateway.observe.instruments import Instruments
 

@@ -5,8 +5,7 @@ from contextlib import AbstractContextManager, aclosing
 from dataclasses import replace
 
 from kvferry.core.errors import DeadlinePassed
-from kvferry.gateway.decide.lifecycle.sample_run import SampleRun
-from kvferry.gateway.decide.lifecycle.sample_trace import NO_TRACE
+from kvferry.gateway.decide.lifecycle.sample_run import NO_TRACE, SampleRun
 from kvferry.serving.request import Request
 from kvferry.serving.token_source import TokenEvent
 

@@ -1,4 +1,6 @@
-"""The calls to workers, `Prefill.Run` and `Decode.Run`, and the state changes that their responses cause."""
+"""The calls to workers, `Prefill.Run` and `Decode.Run`: their requests, and the state changes that their responses
+cause.
+"""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -8,24 +10,85 @@ import grpc
 
 from kvferry.core.clock import Clock
 from kvferry.core.errors import Unavailable
+from kvferry.core.ids import new_ticket_id
 from kvferry.core.inference.pooling import PoolingParams
 from kvferry.core.sampling import ScoredToken
 from kvferry.gateway.decide.lifecycle.obligations import MACHINE, Event, State
 from kvferry.gateway.decide.lifecycle.sample_run import SampleRun, SealedTicket
 from kvferry.gateway.decide.routing.routes import Pick, Route
-from kvferry.gateway.dispatch import calls
 from kvferry.gateway.dispatch.ending import Ending
 from kvferry.gateway.dispatch.kv_prefetch import KvPrefetches
 from kvferry.gateway.dispatch.lost_call import WorkerLost, raise_if_lost, worker_lost
 from kvferry.gateway.dispatch.prior_turns import Turns
 from kvferry.gateway.dispatch.releases import Releases
-from kvferry.gateway.dispatch.work_records import WorkRecords
+from kvferry.gateway.dispatch.route_selection import WorkRecords
 from kvferry.gateway.fleet.fleet import Fleet
 from kvferry.gateway.observe.instruments import Instruments
-from kvferry.rpc import wire, worker_wire
+from kvferry.rpc import wire
 from kvferry.rpc.inference.vector_wire import vector_from_wire
+from kvferry.rpc.wire import pooling_to_wire
 from kvferry.serving.token_source import TokenEvent, Vector
 from kvferry.v1 import decode_pb2, prefill_pb2
+
+
+def prefill_request(run: SampleRun, prior_turn_ticket: bytes) -> prefill_pb2.PrefillRequest:
+    """Build the `Prefill.Run` request: compute the prompt, sample the first token and offer the blocks under a new
+    ticket id.
+
+    Args:
+        run: the sample.
+        prior_turn_ticket: sealed ticket for the blocks of a prior turn; empty if there is no such ticket.
+    """
+    request = run.request
+    return prefill_pb2.PrefillRequest(
+        request_id=request.caller.request_id,
+        token_ids=request.token_ids,
+        sampling=wire.sampling_to_wire(request.sampling),
+        sample_index=request.sample_index,
+        scope=request.caller.scope,
+        offer=True,
+        ticket_id=new_ticket_id(),
+        prior_turn_ticket=prior_turn_ticket,
+        priority=request.caller.priority,
+        adapter=wire.adapter_to_wire(request.caller.adapter),
+    )
+
+
+def pool_request(run: SampleRun, params: PoolingParams) -> prefill_pb2.PoolRequest:
+    """Build the `Prefill.Pool` request: compute the prompt and its vector.
+
+    Args:
+        run: the sample, whose prompt is pooled.
+        params: parameters of the vector.
+    """
+    request = run.request
+    return prefill_pb2.PoolRequest(
+        request_id=request.caller.request_id,
+        token_ids=request.token_ids,
+        pooling=pooling_to_wire(params),
+        scope=request.caller.scope,
+        priority=request.caller.priority,
+        input_index=request.sample_index,
+    )
+
+
+def decode_request(run: SampleRun) -> decode_pb2.DecodeRequest:
+    """Build the `Decode.Run` request: continue from the prompt and the emitted tokens, and return a ticket for the
+    cached blocks."""
+    request = run.request
+    # The log-probabilities of the prompt arrive with the first token.
+    sampling = replace(request.sampling, prompt_logprobs=None) if run.emitted else request.sampling
+    return decode_pb2.DecodeRequest(
+        request_id=request.caller.request_id,
+        token_ids=run.token_ids,
+        num_generated=len(run.emitted),
+        sampling=wire.sampling_to_wire(sampling),
+        sample_index=request.sample_index,
+        scope=request.caller.scope,
+        want_cached_ticket=True,
+        priority=request.caller.priority,
+        adapter=wire.adapter_to_wire(request.caller.adapter),
+    )
 
 
 class WorkerCalls:
@@ -77,7 +140,7 @@ class WorkerCalls:
             WorkerLost: the call failed; `WorkerLost.error` is the reason.
         """
         address = pick.replica.address
-        request = calls.prefill_request(run, self._turns.find(run, pick))
+        request = prefill_request(run, self._turns.find(run, pick))
         replica = pick.replica
         requested = SealedTicket(request.ticket_id, b"", address, replica.fingerprint, replica.family)
         run.time(prefill_worker=replica.worker_id)
@@ -135,7 +198,7 @@ class WorkerCalls:
         run.time(prefill_worker=pick.replica.worker_id)
         with self._fleet.hold(address) as held, run.trace.call("pool", pick) as metadata:
             run.on(Event.CALL_PREFILL)
-            request = calls.pool_request(run, params)
+            request = pool_request(run, params)
             call = held.watch(self._fleet.prefill(address).Pool(request, timeout=remaining, metadata=metadata))
             try:
                 answer = await call
@@ -164,7 +227,7 @@ class WorkerCalls:
             WorkerLost: the call failed; `WorkerLost.error` is the reason.
         """
         address = pick.replica.address
-        request = calls.decode_request(run)
+        request = decode_request(run)
         if run.ticket is not None:
             request.ticket, request.attempt = run.ticket.sealed, run.ticket.deliveries
             run.ticket = replace(run.ticket, deliveries=run.ticket.deliveries + 1)
@@ -223,7 +286,7 @@ class WorkerCalls:
             return
         handoff = answer.handoff
         run.report_kv(wire.kv_reports_from_wire(answer.kv))
-        outcome = worker_wire.handoff_outcome_from_wire(handoff.outcome)
+        outcome = wire.handoff_outcome_from_wire(handoff.outcome)
         self._instruments.handoffs.labels(outcome).inc()
         run.num_cached_tokens = max(run.num_cached_tokens, handoff.num_cached_tokens if not run.emitted else 0)
         if run.state is not State.FETCHING:

@@ -27,7 +27,7 @@ from kvferry.core.traces.spans import TRACEPARENT, TRACESTATE, Span, TraceContex
 from kvferry.gateway.decide.config import HttpConfig
 from kvferry.gateway.dispatch.journal import Journal
 from kvferry.gateway.http.answers import Alive, Ready
-from kvferry.gateway.http.body_route import ApiContext, BodyRoute, prepared, while_connected
+from kvferry.gateway.http.body_route import JSON, ApiContext, BodyBudget, BodyRoute, prepared, while_connected
 from kvferry.gateway.http.encoding.routes import ANSWERS, UnaryRoute
 from kvferry.gateway.http.event_stream import send_events
 from kvferry.gateway.http.openai import completions
@@ -35,7 +35,6 @@ from kvferry.gateway.http.openai import reply as openai_reply
 from kvferry.gateway.http.openai.generation import prepare_chat, prepare_completion
 from kvferry.gateway.http.openapi.document import openapi_document
 from kvferry.gateway.http.openapi.operations import OPERATIONS
-from kvferry.gateway.http.request_body import JSON, BodyBudget
 from kvferry.gateway.http.responses.routes import ResponseRoutes
 from kvferry.gateway.http.responses.store import ResponseStore
 from kvferry.gateway.http.route_errors import MethodNotAllowed, NoSuchRoute, no_such_request

@@ -12,10 +12,10 @@ from kvferry.core.errors import KvferryError
 from kvferry.gateway.decide.config import HttpConfig
 from kvferry.gateway.fleet.pins.fleet_pins import FleetPins, WorkerPin
 from kvferry.gateway.fleet.pins.pin_book import Prefix
+from kvferry.gateway.http.body_route import BodyBudget, BufferedBody, check_media, read_body
 from kvferry.gateway.http.client_api import error_response
 from kvferry.gateway.http.encoding.pin_bodies import PinBody, PrefixBody, read_prefix
 from kvferry.gateway.http.openai import reply
-from kvferry.gateway.http.request_body import BodyBudget, BufferedBody, check_media, read_body
 from kvferry.serving.text_service import TextService
 
 _JSON = "application/json"

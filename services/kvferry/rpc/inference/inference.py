@@ -22,9 +22,9 @@ from kvferry.rpc.inference.text_wire import (
 from kvferry.rpc.inference.vector_wire import vectors_to_wire
 from kvferry.rpc.server import Service
 from kvferry.rpc.wire import pooling_from_wire
-from kvferry.serving import chats, embedding, prompts
-from kvferry.serving.chats import PreparedChat
+from kvferry.serving import embedding, prompts
 from kvferry.serving.embedding import VectorRequest
+from kvferry.serving.prompts import PreparedChat
 from kvferry.serving.request import EXPLAIN_HEADER, Caller, Request
 from kvferry.serving.text_model import TextModel
 from kvferry.serving.text_service import TextService
@@ -213,13 +213,13 @@ def _input(item: inference_pb2.EmbedRequest.Input, name: str) -> embedding.Input
 
 def _encode_chat(model: TextModel, chat: bytes) -> list[int]:
     read = inference_pb2.Chat.FromString(chat)
-    return chats.encode_chat(model, messages_from_wire(read), tool_use_from_wire(read), variables_from_wire(read))
+    return prompts.encode_chat(model, messages_from_wire(read), tool_use_from_wire(read), variables_from_wire(read))
 
 
 def _prepare_chat(model: TextModel, chat: bytes, sampling: SamplingParams) -> PreparedChat:
     read = inference_pb2.Chat.FromString(chat)
     variables = variables_from_wire(read)
-    return chats.prepare_chat(model, messages_from_wire(read), tool_use_from_wire(read), sampling, variables)
+    return prompts.prepare_chat(model, messages_from_wire(read), tool_use_from_wire(read), sampling, variables)
 
 
 def inference_service(text: TextService) -> Service:

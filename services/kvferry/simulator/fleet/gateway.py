@@ -18,12 +18,10 @@ from kvferry.gateway.decide.estimates.commitments import Commitments
 from kvferry.gateway.decide.estimates.estimates import Estimates
 from kvferry.gateway.decide.flow.capacity import Room, room
 from kvferry.gateway.decide.flow.controller import FlowController, QueueBounds
-from kvferry.gateway.decide.flow.entry import Entry
-from kvferry.gateway.decide.routing.cached_prefix import MAX_BLOCKS, PromptCaches
+from kvferry.gateway.decide.flow.fair_queue import Entry
+from kvferry.gateway.decide.routing.cached_prefix import MAX_BLOCKS, PromptCaches, PromptNames, prefix_key
 from kvferry.gateway.decide.routing.policies import make_policy
-from kvferry.gateway.decide.routing.prompt_names import PromptNames, prefix_key
-from kvferry.gateway.decide.routing.replica_choice import Layout, Progress, choose_route
-from kvferry.gateway.decide.routing.routes import Policy, Route, RouteRequest
+from kvferry.gateway.decide.routing.routes import Layout, Policy, Progress, Route, RouteRequest, choose_route
 from kvferry.kv.interface.ticket import Ticket
 from kvferry.simulator.clock import VirtualClock
 from kvferry.simulator.fleet.measures import Measures

@@ -8,8 +8,8 @@ from kvferry.core.errors import InvariantBroken
 from kvferry.core.ids import TicketId
 from kvferry.gateway.decide.config import RoutingConfig
 from kvferry.gateway.decide.estimates.commitments import Commitment
-from kvferry.gateway.decide.flow.entry import Entry
-from kvferry.gateway.decide.routing.prompt_names import PromptNames
+from kvferry.gateway.decide.flow.fair_queue import Entry
+from kvferry.gateway.decide.routing.cached_prefix import PromptNames
 from kvferry.simulator.fleet.members import Member
 from kvferry.simulator.requests.demand import SimRequest
 from kvferry.simulator.worker.handoff import OfferDesk

@@ -22,7 +22,7 @@ from datetime import UTC, datetime
 from jinja2 import meta
 
 from kvferry.core.errors import InvalidRequest, KvferryError, ModelFileError, shortened
-from kvferry.text.templates.template_budget import BASE_UNITS, OUTPUT_UNITS, UNITS_PER_UNIT, Budget, message_of, size_of
+from kvferry.text.templates.template_costs import BASE_UNITS, OUTPUT_UNITS, UNITS_PER_UNIT, Budget, message_of, size_of
 from kvferry.text.templates.template_program import metered
 from kvferry.text.templates.template_sandbox import BudgetContext, Sandbox
 

@@ -25,7 +25,7 @@ from markupsafe import escape
 
 from kvferry.core.errors import InvalidRequest
 from kvferry.text.templates import template_costs as costs
-from kvferry.text.templates.template_budget import CALL, ITEM, Budget, limited
+from kvferry.text.templates.template_costs import CALL, ITEM, Budget, limited
 
 _NO_BUDGET = Budget(0)
 _DATE = re.compile(r"(?:[^%]|%-?[A-Za-z%])*", re.DOTALL)

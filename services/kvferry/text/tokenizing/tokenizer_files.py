@@ -6,8 +6,7 @@ from pathlib import Path
 import tokenizers
 
 from kvferry.core.errors import InvalidRequest, ModelFileError
-from kvferry.text.tokenizing.panics import panics_as_exceptions
-from kvferry.text.tokenizing.tokenizer import Tokenizer
+from kvferry.text.tokenizing.tokenizer import Tokenizer, panics_as_exceptions
 from kvferry.weights.config import ModelConfig
 from kvferry.weights.files.regular_file import read_file
 

@@ -11,7 +11,7 @@ from kvferry.core.inference.beams import BeamParams
 from kvferry.core.inference.tools import Tool
 from kvferry.core.settings.engine import EngineSettings, SchedulerLimits
 from kvferry.engine import LLM, SamplingParams
-from kvferry.text.tools.chat import encode_chat
+from kvferry.text.tools.conversations import encode_chat
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 

@@ -2,8 +2,8 @@ import pytest
 
 from kvferry.core.clock import ManualClock
 from kvferry.core.errors import Overloaded, Unauthenticated, UsageError
-from kvferry.gateway.admission.api_keys import ApiKeys
 from kvferry.gateway.admission.key_guesses import MAX_WRONG_KEYS, WINDOW_SECONDS, KeyGuesses
+from kvferry.gateway.admission.tenants import ApiKeys
 
 CLOCK = ManualClock()
 ADDRESS = "10.0.0.9"

@@ -21,7 +21,7 @@ from kvferry.gateway.decide.config import DispatchConfig, Endpoint, FlowConfig, 
 from kvferry.gateway.decide.lifecycle.sample_run import SampleRun
 from kvferry.gateway.decide.routing.discovery import Listing
 from kvferry.gateway.decide.routing.holding import Holding
-from kvferry.gateway.dispatch import calls
+from kvferry.gateway.dispatch import worker_calls
 from kvferry.gateway.dispatch.dispatcher import Dispatcher
 from kvferry.gateway.dispatch.routing import build_routing
 from kvferry.gateway.fleet.fleet import Fleet
@@ -87,8 +87,8 @@ async def test_requests_wait_for_the_first_worker_and_are_served_in_order(monkey
         sent.append(run.request.caller.request_id)
         return make(run)
 
-    make = calls.decode_request
-    monkeypatch.setattr(calls, "decode_request", decode_request)
+    make = worker_calls.decode_request
+    monkeypatch.setattr(worker_calls, "decode_request", decode_request)
     async with a_pool() as pool:
         asked = []
         for i in range(6):

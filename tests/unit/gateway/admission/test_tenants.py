@@ -9,7 +9,7 @@ import pytest
 from kvferry.core.clock import SystemClock
 from kvferry.core.errors import Unauthenticated, UsageError
 from kvferry.gateway.admission.tenants import PROBE_TENANT, Tenants
-from kvferry.gateway.decide.flow.policy import TenantPolicy
+from kvferry.gateway.decide.flow.tenant_table import TenantPolicy
 
 CLOCK = SystemClock()
 

@@ -3,7 +3,7 @@
 import pytest
 
 from kvferry.core.errors import InvalidRequest
-from kvferry.gateway.http.fields.parsing import parse_fields
+from kvferry.gateway.http.fields.strict import parse_fields
 from kvferry.gateway.http.openai.schema import ChatRequest
 from kvferry.gateway.http.responses.body import ResponseRequest
 

@@ -8,7 +8,7 @@ from kvferry.core.sampling import FinishReason, SampledToken, SamplingParams
 from kvferry.model import tiny
 from kvferry.text.requests.output_text import OutputText
 from kvferry.text.requests.stop_strings import StopMatcher
-from kvferry.text.tokenizing.detokenizer import Detokenizer
+from kvferry.text.tokenizing.tokenizer import Detokenizer
 
 TOKENIZER = tiny.tokenizer(tiny.config())
 END_OF_TEXT = 256

@@ -7,8 +7,7 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from kvferry.model import tiny
 from kvferry.model.source import ModelSource
-from kvferry.text.tokenizing.detokenizer import Detokenizer
-from kvferry.text.tokenizing.tokenizer import Tokenizer
+from kvferry.text.tokenizing.tokenizer import Detokenizer, Tokenizer
 
 BYTES = tiny.tokenizer(tiny.config())
 ids_in_pieces = st.lists(st.lists(st.integers(0, 258), max_size=5), max_size=15)

@@ -9,7 +9,7 @@ from kvferry.model import tiny
 from kvferry.model.source import ModelSource
 from kvferry.text.templates.chat_template import ChatTemplate
 from kvferry.text.tokenizing.tokenizer import Tokenizer
-from kvferry.text.tools.chat import encode_chat
+from kvferry.text.tools.conversations import encode_chat
 
 TINY = tiny.tokenizer(tiny.config())
 TEMPLATE = ChatTemplate(tiny.CHAT_TEMPLATE)

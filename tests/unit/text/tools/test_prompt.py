@@ -4,9 +4,9 @@ from typing import Any
 
 from kvferry.model import tiny
 from kvferry.text.answers.registry import CallFormat
-from kvferry.text.requests.answer_forms import AnswerParsers, answer_form
+from kvferry.text.requests.answer_rules import AnswerParsers, answer_form
 from kvferry.text.templates.chat_template import ChatTemplate
-from kvferry.text.tools.prompt import encode_conversation
+from kvferry.text.tools.conversations import encode_conversation
 
 HARMONY = """{%- for message in messages -%}
 {%- if "content" in message and "<|channel|>" in message.content -%}{{ raise_exception("channels") }}{%- endif -%}

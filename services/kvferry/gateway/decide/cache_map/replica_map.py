@@ -7,8 +7,7 @@ over the complete names. The first inconsistency raises `FeedBroken`.
 from collections import deque
 from collections.abc import Iterator
 
-from kvferry.gateway.decide.cache_map.block_index import BlockIndex
-from kvferry.gateway.decide.cache_map.dispatched_blocks import DispatchedBlocks
+from kvferry.gateway.decide.cache_map.block_index import BlockIndex, DispatchedBlocks
 from kvferry.gateway.decide.cache_map.feed_events import Delta, Digest, Names, SnapshotPart, num_names, slices
 from kvferry.gateway.decide.cache_map.map_states import MAP_MACHINE, MapEvent, MapState
 

@@ -15,12 +15,9 @@ from itertools import chain
 from typing import TypeVar
 
 from kvferry.core.errors import Overloaded
-from kvferry.gateway.decide.flow.band_order import BandOrder, StrictOrder
 from kvferry.gateway.decide.flow.band_shares import BandShares
-from kvferry.gateway.decide.flow.capacity import Room
-from kvferry.gateway.decide.flow.drain_rate import DrainRate
-from kvferry.gateway.decide.flow.entry import Entry, EntryEvent
-from kvferry.gateway.decide.flow.fair_queue import FairQueue
+from kvferry.gateway.decide.flow.capacity import DrainRate, Room
+from kvferry.gateway.decide.flow.fair_queue import BandOrder, Entry, EntryEvent, FairQueue, StrictOrder
 
 K = TypeVar("K")
 QUEUE_FULL = "RATE_LIMIT_EXCEEDED"

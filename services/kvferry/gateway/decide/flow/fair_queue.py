@@ -3,19 +3,182 @@
 Bands are served strictly by priority, or, with weights of priorities, share like tenants (`band_shares`). Within a
 band, each tenant has a counter of its service in tokens divided by its weight; the backlogged tenant with the smallest
 counter is served next, and its counter grows by the cost of the request when the request is dispatched, not when it
-ends. The band's virtual time is the largest counter at a dispatch. A tenant that becomes backlogged again starts at
-the virtual time, so that idle time earns no credit (start-time fair queueing, Goyal et al., SIGCOMM 1996; counters per
+ends. The band's virtual time is the largest counter at a dispatch. A tenant that becomes backlogged again starts at the
+virtual time, so that idle time earns no credit (start-time fair queueing, Goyal et al., SIGCOMM 1996; counters per
 client with corrected costs, Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024). The service of two
-tenants that stay backlogged differs, per weight, by one request at most, plus the corrections of requests that have
-not ended yet.
+tenants that stay backlogged differs, per weight, by one request at most, plus the corrections of requests that have not
+ended yet.
 """
 
 import heapq
+import math
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
 
-from kvferry.gateway.decide.flow.band_order import BandOrder
-from kvferry.gateway.decide.flow.entry import Entry, EntryState
+from kvferry.core.states import Machine
+
+
+class EntryState(StrEnum):
+    """State of an entry; transitions are in `MACHINE`."""
+
+    NEW = "new"
+    QUEUED = "queued"
+    DISPATCHED = "dispatched"
+    """The request has left the queue and holds capacity."""
+    ENDED = "ended"
+    """The dispatched request has ended, in any way, and holds no capacity."""
+    REFUSED = "refused"
+    """The queue had no room for the request, or the request was displaced."""
+    EXPIRED = "expired"
+    """The deadline passed in the queue."""
+    CANCELLED = "cancelled"
+    """The client cancelled the request in the queue."""
+
+
+class EntryEvent(StrEnum):
+    """Event that changes an entry's state; transitions are in `MACHINE`."""
+
+    QUEUE = "queue"
+    DISPATCH = "dispatch"
+    END = "end"
+    REFUSE = "refuse"
+    EXPIRE = "expire"
+    CANCEL = "cancel"
+
+
+MACHINE: Machine[EntryState, EntryEvent] = Machine(
+    name="flow entry",
+    initial=EntryState.NEW,
+    final=frozenset({EntryState.ENDED, EntryState.REFUSED, EntryState.EXPIRED, EntryState.CANCELLED}),
+    table={
+        (EntryState.NEW, EntryEvent.QUEUE): EntryState.QUEUED,
+        (EntryState.NEW, EntryEvent.REFUSE): EntryState.REFUSED,
+        (EntryState.QUEUED, EntryEvent.DISPATCH): EntryState.DISPATCHED,
+        (EntryState.QUEUED, EntryEvent.REFUSE): EntryState.REFUSED,
+        (EntryState.QUEUED, EntryEvent.EXPIRE): EntryState.EXPIRED,
+        (EntryState.QUEUED, EntryEvent.CANCEL): EntryState.CANCELLED,
+        (EntryState.DISPATCHED, EntryEvent.END): EntryState.ENDED,
+    },
+)
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """One request, with all of its prompts and samples. Everything except the fields at the end is constant."""
+
+    tenant: str
+    priority: int
+    """Band of the request; lower numbers are served first."""
+    cost: float
+    """Expected number of tokens, uncached prompt tokens plus output tokens, over all samples; greater than 0."""
+    num_sequences: int = 1
+    """Maximum number of samples or beams that run at a time."""
+    is_search: bool = False
+    """Whether the request is a beam search; see `capacity.Room.searches`."""
+    prefill_tokens: int = 1
+    """Expected prompt tokens that are computed before the request's first tokens."""
+    num_bytes: int = 0
+    """Memory of the queued request in bytes."""
+    weight: float = 1.0
+    """Share of the tenant in its band, relative to other tenants; greater than 0."""
+    deadline: float = math.inf
+    """Monotonic seconds."""
+    number: int = 0
+    """Order of arrival, assigned by the controller."""
+    arrived: float = 0.0
+    """Time at which the request was queued, monotonic seconds."""
+    state: EntryState = MACHINE.initial
+    open_prefill_tokens: int = 0
+    """Part of `prefill_tokens` that holds capacity."""
+
+    def on(self, event: EntryEvent) -> None:
+        """Apply `event`: change the state according to `MACHINE`.
+
+        Raises:
+            InvariantBroken: `event` is illegal in the current state.
+        """
+        self.state = MACHINE.next(self.state, event)
+
+
+class BandOrder(Protocol):
+    """Order of the bands of one queue, or of several that share it."""
+
+    def served(self, priority: int) -> float:
+        """Return the number by which bands of different queues are ordered first; equal numbers leave the order to the
+        priorities."""
+        ...
+
+    def open(self, priority: int) -> None:
+        """Note that a band has its first request in a queue."""
+        ...
+
+    def enter(self, priority: int) -> None:
+        """Note that a band becomes backlogged in a queue."""
+        ...
+
+    def close(self, priority: int) -> None:
+        """Note that a band has no more requests in a queue, queued or running."""
+        ...
+
+    def first(self, is_backlogged: Callable[[int], bool]) -> int | None:
+        """Return the band that is served next; `None` if no band is backlogged.
+
+        Args:
+            is_backlogged: returns whether a band is backlogged.
+        """
+        ...
+
+    def begin(self, priority: int, cost: float) -> None:
+        """Charge a dispatched request of `cost` tokens to its band."""
+        ...
+
+    def charge(self, priority: int, tokens: float) -> None:
+        """Add tokens to the charge of a band, or subtract them if `tokens` is negative."""
+        ...
+
+
+class StrictOrder:
+    """The smallest priority number first. Implements `BandOrder` for one queue."""
+
+    def __init__(self) -> None:
+        self._priorities: list[int] = []
+        """Heap of priorities, each at most once; those of bands that are no longer backlogged are skipped."""
+        self._listed: set[int] = set()
+        """The priorities in the heap."""
+
+    def served(self, priority: int) -> float:
+        """Return 0: bands are ordered by priority."""
+        return 0.0
+
+    def open(self, priority: int) -> None:
+        """See `BandOrder.open`."""
+
+    def enter(self, priority: int) -> None:
+        """See `BandOrder.enter`."""
+        if priority not in self._listed:
+            self._listed.add(priority)
+            heapq.heappush(self._priorities, priority)
+
+    def close(self, priority: int) -> None:
+        """See `BandOrder.close`."""
+
+    def first(self, is_backlogged: Callable[[int], bool]) -> int | None:
+        """See `BandOrder.first`."""
+        while self._priorities:
+            if is_backlogged(self._priorities[0]):
+                return self._priorities[0]
+            self._listed.discard(heapq.heappop(self._priorities))
+        return None
+
+    def begin(self, priority: int, cost: float) -> None:
+        """See `BandOrder.begin`."""
+
+    def charge(self, priority: int, tokens: float) -> None:
+        """See `BandOrder.charge`."""
+
 
 _SLACK = 64
 """Number of invalid heap entries above which all are removed together, if they also outnumber the valid ones."""

@@ -8,9 +8,9 @@ level is positive again.
 from dataclasses import dataclass, field
 
 from kvferry.core.errors import Overloaded
+from kvferry.gateway.decide.flow.capacity import MIN_RETRY_SECONDS
 from kvferry.gateway.decide.flow.controller import QUEUE_FULL
-from kvferry.gateway.decide.flow.drain_rate import MIN_RETRY_SECONDS
-from kvferry.gateway.decide.flow.policy import TenantPolicy
+from kvferry.gateway.decide.flow.tenant_table import TenantPolicy
 
 _SECONDS_PER_MINUTE = 60.0
 MAX_WAIT_SECONDS = 3600.0

@@ -1,4 +1,4 @@
-"""Reads the tenants file: keys, shares and quotas of each tenant.
+"""Policies of tenants, their limits and shares of the fleet, read from the tenants file.
 
 [default]                      # tenants that are not listed, and requests without a key
 requests_per_minute = 60
@@ -16,10 +16,88 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvferry.core.errors import UsageError, shortened
+from kvferry.core.errors import Forbidden, UnknownModel, UsageError, shortened
 from kvferry.core.process.toml_text import parse_toml
 from kvferry.core.sampling import MAX_PRIORITY
-from kvferry.gateway.decide.flow.policy import TenantPolicy
+from kvferry.gateway.decide.flow.controller import QueueBounds
+
+
+@dataclass(frozen=True, slots=True)
+class TenantPolicy:
+    """Limits and share of one tenant; `None` for no limit."""
+
+    weight: float = 1.0
+    """Share of the fleet relative to other tenants of the same priority; greater than 0."""
+    priority: tuple[int, int] = (-MAX_PRIORITY, MAX_PRIORITY)
+    """Smallest and largest priority number of the tenant's requests."""
+    requests_per_minute: float | None = None
+    request_burst: float | None = None
+    """Requests that may arrive at once; `None` for the number per minute."""
+    tokens_per_minute: float | None = None
+    """Prompt and output tokens per minute."""
+    token_burst: float | None = None
+    """Tokens that may be used at once; `None` for the number per minute."""
+    concurrent_requests: int | None = None
+    """Maximum number of requests that are queued or running."""
+    models: frozenset[str] | None = None
+    """Names of the models that the tenant may use."""
+    max_queued: int | None = None
+    max_queued_bytes: int | None = None
+
+    def priority_of(self, requested: int) -> int:
+        """Return the priority of a request with priority `requested`; 0, the default, becomes the nearest allowed one.
+
+        Raises:
+            Forbidden: the tenant may not use this priority.
+        """
+        low, high = self.priority
+        if low <= requested <= high:
+            return requested
+        if requested == 0:
+            return low if low > 0 else high
+        raise Forbidden(
+            f"priority {requested} is outside this tenant's range {low} to {high}; use a priority in the range, or "
+            "leave it out",
+            reason="PRIORITY_FORBIDDEN",
+            field="priority",
+        )
+
+    def check_model(self, name: str) -> None:
+        """Check that the tenant may use a model.
+
+        Raises:
+            UnknownModel: the tenant may not use it. As in OpenAI's API, the error does not reveal whether the model
+                exists.
+        """
+        if self.models is not None and name not in self.models:
+            raise UnknownModel(
+                f"model {shortened(name)!r} does not exist, or this tenant has no access to it; see /v1/models",
+                field="model",
+            )
+
+    def bounds(self, default: QueueBounds) -> QueueBounds:
+        """Return the bounds of the tenant's queue; `default` has the bounds for tenants that set none."""
+        return QueueBounds(
+            default.requests if self.max_queued is None else self.max_queued,
+            default.num_bytes if self.max_queued_bytes is None else self.max_queued_bytes,
+        )
+
+    @property
+    def request_capacity(self) -> float:
+        """Size of the bucket of requests; infinite without a limit."""
+        return _capacity(self.requests_per_minute, self.request_burst)
+
+    @property
+    def token_capacity(self) -> float:
+        """Size of the bucket of tokens; infinite without a limit."""
+        return _capacity(self.tokens_per_minute, self.token_burst)
+
+
+def _capacity(per_minute: float | None, burst: float | None) -> float:
+    if per_minute is None:
+        return math.inf
+    return per_minute if burst is None else burst
+
 
 MAX_FILE_BYTES = 4 << 20
 MAX_TENANTS = 4096
@@ -41,7 +119,7 @@ class TenantTable:
     """The tenants of a gateway."""
 
     policies: Mapping[str, TenantPolicy] = field(default_factory=dict)
-    default: TenantPolicy = TenantPolicy()  # noqa: RUF009  frozen
+    default: TenantPolicy = TenantPolicy()
     """Policy of tenants without their own."""
     keys: Mapping[bytes, str] = field(default_factory=dict, repr=False)
     """Tenant by the SHA-256 digest of its key."""

@@ -8,9 +8,7 @@ from pydantic import Field
 from kvferry.core.errors import InvalidRequest, UnknownModel
 from kvferry.core.inference.pooling import Pooling, PoolingParams, pooling_named
 from kvferry.core.limits import MAX_CACHE_SALT_CHARS
-from kvferry.gateway.http.fields.bounds import MAX_FIELDS, shown
-from kvferry.gateway.http.fields.parsing import json_object, parse_fields
-from kvferry.gateway.http.fields.strict import Priority, Strict
+from kvferry.gateway.http.fields.strict import MAX_FIELDS, Priority, Strict, json_object, parse_fields, shown
 from kvferry.serving import prompts
 from kvferry.serving.text_model import TextModel
 

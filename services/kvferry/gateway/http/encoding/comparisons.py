@@ -21,8 +21,7 @@ from kvferry.gateway.http.encoding.vectors import (
     read_inputs,
     usage_of,
 )
-from kvferry.gateway.http.fields.bounds import shown
-from kvferry.gateway.http.fields.strict import Accepted, Strict
+from kvferry.gateway.http.fields.strict import Accepted, Strict, shown
 from kvferry.gateway.http.openai.reply import encode
 from kvferry.serving.embedding import MAX_INPUTS
 from kvferry.serving.request import Caller

@@ -4,11 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvferry.core.errors import InvalidRequest
-from kvferry.gateway.http.fields.bounds import check_sizes
-from kvferry.gateway.http.fields.parsing import parse_fields
-from kvferry.gateway.http.fields.strict import Strict
+from kvferry.gateway.http.fields.strict import Strict, check_sizes, parse_fields
 from kvferry.gateway.http.openai.schema import ChatRequest
-from kvferry.serving import chats
+from kvferry.serving import prompts
 from kvferry.serving.text_model import TextModel
 
 CHAT_FIELDS = ("tools", "chat_template_kwargs")
@@ -57,6 +55,6 @@ def encoded(model: TextModel, chat: ChatRequest) -> list[int]:
     """Tokenize a conversation up to the start of the assistant's answer.
 
     Raises:
-        InvalidRequest: see `chats.encode_chat`.
+        InvalidRequest: see `prompts.encode_chat`.
     """
-    return chats.encode_chat(model, chat.template_inputs(), chat.to_tool_use(), chat.chat_template_kwargs)
+    return prompts.encode_chat(model, chat.template_inputs(), chat.to_tool_use(), chat.chat_template_kwargs)

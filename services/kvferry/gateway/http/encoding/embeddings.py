@@ -18,7 +18,7 @@ from kvferry.gateway.http.encoding.vectors import (
     read_inputs,
     usage_of,
 )
-from kvferry.gateway.http.fields.bounds import shown
+from kvferry.gateway.http.fields.strict import shown
 from kvferry.gateway.http.openai.reply import encode
 from kvferry.serving.embedding import MAX_INPUTS, Input
 from kvferry.serving.request import Caller

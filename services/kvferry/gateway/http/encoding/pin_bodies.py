@@ -15,9 +15,7 @@ from kvferry.gateway.http.encoding.conversations import (
     check_prompt_or_messages,
     encoded,
 )
-from kvferry.gateway.http.fields.bounds import MAX_FIELDS, shown
-from kvferry.gateway.http.fields.parsing import json_object, parse_fields
-from kvferry.gateway.http.fields.strict import Strict
+from kvferry.gateway.http.fields.strict import MAX_FIELDS, Strict, json_object, parse_fields, shown
 from kvferry.serving import prompts
 from kvferry.serving.text_model import TextModel
 

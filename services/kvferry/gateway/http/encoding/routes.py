@@ -7,11 +7,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Send
 
-from kvferry.gateway.http.body_route import ApiContext, BodyRoute, while_connected
+from kvferry.gateway.http.body_route import JSON, ApiContext, BodyRoute, while_connected
 from kvferry.gateway.http.encoding.comparisons import answer_rerank, answer_score
 from kvferry.gateway.http.encoding.embeddings import answer_embeddings
 from kvferry.gateway.http.encoding.token_ids import answer_detokenize, answer_tokenize
-from kvferry.gateway.http.request_body import JSON
 from kvferry.serving.request import Caller
 from kvferry.serving.text_service import TextService
 

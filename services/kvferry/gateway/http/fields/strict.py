@@ -1,13 +1,29 @@
-"""The base class of all bodies and of their objects: no unknown fields, no type conversion, and a schema that describes
-both."""
+"""Reads a JSON body into a model: the base class of all bodies and of their objects, and the checks before validation.
 
-from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, ClassVar
+Each field is implemented, accepted at values without effect, or refused by name; types are not converted, and the
+schema describes all of it. Sizes of arrays and objects and the types of prompts are checked first and stop at the first
+error: validation reports every error in a value and would take minutes for a large value.
+"""
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetJsonSchemaHandler, model_validator
+import functools
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Annotated, Any, ClassVar, TypeVar, get_args
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    ValidationError,
+    model_validator,
+)
 from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema
+from pydantic_core import CoreSchema, ErrorDetails, from_json
 
+from kvferry.core.errors import InvalidRequest, shortened
 from kvferry.core.sampling import MAX_PRIORITY, RANGES, Range
 
 Accepted = Mapping[str, tuple[object, ...]]
@@ -86,3 +102,205 @@ class SamplingFields(Strict):
 def _alternatives(schema: dict[str, Any]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = schema.get("anyOf", [schema])
     return found
+
+
+MAX_FIELDS = 64
+"""Maximum number of fields per object; OpenAI's requests have fewer."""
+MAX_ITEMS = 1024
+"""Maximum length of an array or object other than `prompt` and `messages`; `tools` has a separate limit."""
+MAX_MESSAGES = 4096
+MAX_PARTS = 256
+"""Maximum number of content parts per message."""
+
+Prompt = str | list[str] | list[int] | list[list[int]]
+
+
+def check_sizes(fields: Mapping[str, Any]) -> None:
+    """Check the sizes of a request's arrays and objects.
+
+    Raises:
+        InvalidRequest: an array or object is too large; the message contains its path.
+    """
+    _at_most("the body", fields, MAX_FIELDS, "fields", field=None)
+    for name, value in fields.items():
+        if name == "messages":
+            _check_messages(value)
+        elif name != "prompt":
+            _at_most(shortened(name), value, MAX_ITEMS, "items")
+
+
+def check_prompt(value: object) -> Prompt:
+    """Check the types of a prompt; token ids are checked against the vocabulary later.
+
+    Raises:
+        InvalidRequest: an item has the wrong type; the message contains its path.
+    """
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise _no_prompt("prompt", value)
+    if len(value) > MAX_ITEMS and type(value[0]) is not int:
+        raise InvalidRequest(f"prompt has {len(value)} prompts; at most {MAX_ITEMS} are accepted", field="prompt")
+    kinds = set(map(type, value))
+    if kinds <= {str} or kinds == {int}:
+        return value
+    if kinds == {list}:
+        for number, ids in enumerate(value):
+            if not set(map(type, ids)) <= {int}:
+                raise _no_prompt(f"prompt.{number}.{_first_other(ids, int)}", ids[_first_other(ids, int)])
+        return value
+    wanted = type(value[0]) if type(value[0]) in (str, int, list) else str
+    wrong = _first_other(value, wanted)
+    raise _no_prompt(f"prompt.{wrong}", value[wrong])
+
+
+def shown(value: object) -> str:
+    """Describe a value for an error message. Numbers and booleans are shown; strings are not, since they may be
+    prompts."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int):
+        return shortened(str(value)) if value.bit_length() < 1 << 10 else "a number of more than 300 digits"
+    if isinstance(value, float):
+        return repr(value)
+    return f"a JSON {_JSON_TYPES.get(type(value), 'value')}"
+
+
+_JSON_TYPES: Mapping[type, str] = {str: "string", list: "array", dict: "object"}
+
+
+def _check_messages(messages: object) -> None:
+    _at_most("messages", messages, MAX_MESSAGES, "messages")
+    if not isinstance(messages, list):
+        return
+    for number, message in enumerate(messages):
+        _at_most(f"messages.{number}", message, MAX_FIELDS, "fields")
+        content = message.get("content") if isinstance(message, dict) else None
+        _at_most(f"messages.{number}.content", content, MAX_PARTS, "parts")
+        for index, part in enumerate(content if isinstance(content, list) else ()):
+            _at_most(f"messages.{number}.content.{index}", part, MAX_FIELDS, "fields")
+
+
+def _at_most(name: str, value: object, limit: int, unit: str, *, field: str | None = "") -> None:
+    if isinstance(value, list | dict) and len(value) > limit:
+        where = name if field == "" else field
+        raise InvalidRequest(f"{name} has {len(value)} {unit}; at most {limit} are accepted", field=where)
+
+
+def _first_other(items: Iterable[object], kind: type) -> int:
+    return next(number for number, item in enumerate(items) if type(item) is not kind)
+
+
+def _no_prompt(field: str, value: object) -> InvalidRequest:
+    return InvalidRequest(
+        f"{field}: a prompt must be a string, a list of strings, a list of token ids (integers) or a list of such "
+        f"lists, not {shown(value)}",
+        field=field,
+    )
+
+
+S = TypeVar("S", bound=Strict)
+_NUMBER = re.compile(r"\d+")
+
+
+def json_object(body: bytes) -> dict[str, Any]:
+    """Parse a body that is one JSON object.
+
+    Raises:
+        InvalidRequest: the body is not JSON, or not an object.
+    """
+    try:
+        fields = from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise InvalidRequest(f"the body is not JSON: {error}", reason="INVALID_JSON") from None
+    if not isinstance(fields, dict):
+        raise InvalidRequest("the body must be a JSON object")
+    return fields
+
+
+def parse_fields(kind: type[S], fields: dict[str, Any]) -> S:
+    """Validate the fields of a body.
+
+    Args:
+        kind: type of the body.
+        fields: the JSON object.
+
+    Raises:
+        InvalidRequest: a field is invalid, unknown or not supported; the error describes the most specific one.
+    """
+    for name in fields.keys() & kind.NO_OPS.keys():
+        if not is_no_op(fields[name], kind.NO_OPS[name]):
+            raise _not_implemented(name, kind.NO_OPS[name])
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        raise _refusal(kind, error.errors(include_url=False, include_context=False)) from None
+
+
+def _not_implemented(field: str, accepted: tuple[object, ...]) -> InvalidRequest:
+    remedy = " or ".join(map(json.dumps, accepted[1:])) or "null"
+    return InvalidRequest(f"{field} is not supported; leave it out or set it to {remedy}", field=field)
+
+
+def _refusal(kind: type[Strict], errors: list[ErrorDetails]) -> InvalidRequest:
+    # A union reports an error per alternative; the error deepest in the value is the most specific.
+    names, no_ops = _names(kind)
+    first = errors[0]
+    same = [error for error in errors if error["loc"][:1] == first["loc"][:1]]
+    worst = max(same, key=lambda error: (len(error["loc"]), [part for part in error["loc"] if isinstance(part, int)]))
+    unknown = worst["type"] == "extra_forbidden"
+    # Locations include the names of union alternatives, which are meaningless to clients.
+    *outer, last = worst["loc"] or ("",)
+    path = [part for part in outer if isinstance(part, int) or part in names]
+    path += [last] if unknown or isinstance(last, int) or last in names else []
+    field = ".".join(shortened(str(part)) for part in path)
+    if unknown and outer and isinstance(last, str) and last in no_ops:
+        return _not_implemented(field, no_ops[last])
+    if unknown:
+        return InvalidRequest(f"{field} is an unknown field; leave it out", field=field)
+    if worst["type"] == "missing":
+        return InvalidRequest(f"{field} is missing", field=field)
+    if worst["type"] == "too_short":
+        return InvalidRequest(f"{field} is empty; send at least one item", field=field)
+    if worst["type"] == "string_too_long":
+        most = _NUMBER.findall(worst["msg"])[0]
+        return InvalidRequest(f"{field} has {len(worst['input'])} characters; at most {most} are accepted", field=field)
+    expected = _expectation(worst["msg"])
+    for error in same:  # a fixed value beside another type, such as `bool | Literal["never"]`
+        if error is not worst and error["type"] == "literal_error" and error["loc"][:-1] == worst["loc"][:-1]:
+            expected += f" or {_expectation(error['msg']).removeprefix(' must be ')}"
+    given = worst["input"]
+    is_choice = worst["type"] == "literal_error" and isinstance(given, str)  # contains no text of a prompt
+    value = repr(shortened(given)) if is_choice else shown(given)
+    return InvalidRequest(f"{field}{expected}, not {value}", field=field)
+
+
+def _expectation(message: str) -> str:
+    """Convert pydantic's message about a value, such as `Input should be a valid integer, got a number with a
+    fractional part`, to ` must be a valid integer`."""
+    text = message.split(", got ")[0].split(", unable ")[0]
+    return text.replace("Input should", " must", 1) if text.startswith("Input should") else f": {text.lower()}"
+
+
+@functools.cache
+def _names(kind: type[BaseModel]) -> tuple[frozenset[str], Accepted]:
+    """Return the names of all fields of a model and of its nested models, and the `NO_OPS` of the nested models."""
+    models = {kind}
+    open_models = [kind]
+    while open_models:
+        for info in open_models.pop().model_fields.values():
+            inner = set(_models_of(info.annotation)) - models
+            models |= inner
+            open_models += inner
+    names = {info.alias or name for model in models for name, info in model.model_fields.items()}
+    inner_kinds = [model for model in models if issubclass(model, Strict) and model is not kind]
+    return frozenset(names), {name: values for model in inner_kinds for name, values in model.NO_OPS.items()}
+
+
+def _models_of(annotation: object) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _models_of(part)

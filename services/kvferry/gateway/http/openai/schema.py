@@ -16,12 +16,20 @@ from kvferry.core.inference.beams import MAX_WIDTH, BeamParams
 from kvferry.core.inference.tools import ToolUse
 from kvferry.core.limits import MAX_CACHE_SALT_CHARS
 from kvferry.core.sampling import MAX_OUTPUT_TOKENS, RANGES, Range, SamplingParams
-from kvferry.gateway.http.fields.bounds import MAX_FIELDS, Prompt, check_prompt, check_sizes
 from kvferry.gateway.http.fields.constraint_fields import ConstraintFields
-from kvferry.gateway.http.fields.messages import Message
-from kvferry.gateway.http.fields.offered_tools import NamedChoice, ToolDefinition, tool_use
-from kvferry.gateway.http.fields.parsing import json_object, parse_fields
-from kvferry.gateway.http.fields.strict import Accepted, Priority, SamplingFields, Strict
+from kvferry.gateway.http.fields.conversation_fields import Message, NamedChoice, ToolDefinition, tool_use
+from kvferry.gateway.http.fields.strict import (
+    MAX_FIELDS,
+    Accepted,
+    Priority,
+    Prompt,
+    SamplingFields,
+    Strict,
+    check_prompt,
+    check_sizes,
+    json_object,
+    parse_fields,
+)
 from kvferry.rpc.wire import MAX_SAMPLES
 
 _COMPLETION_TOKENS = 16

@@ -27,13 +27,13 @@ from kvferry.core.errors import (
     UnknownModel,
 )
 from kvferry.gateway.http.answers import Alive, EndedRequest, Ready
+from kvferry.gateway.http.body_route import BodyTooLarge, BodyTooSlow, UnsupportedMedia
 from kvferry.gateway.http.encoding.comparisons import Ranking, RerankBody, ScoreBody, ScoreList
 from kvferry.gateway.http.encoding.embeddings import Embedding, EmbeddingList, EmbeddingsBody
 from kvferry.gateway.http.encoding.token_ids import DetokenizeBody, TokenIds, TokenizeBody, TokenText
 from kvferry.gateway.http.fields.strict import Strict
 from kvferry.gateway.http.openai import reply
 from kvferry.gateway.http.openai.schema import ChatRequest, CompletionRequest
-from kvferry.gateway.http.request_body import BodyTooLarge, BodyTooSlow, UnsupportedMedia
 from kvferry.gateway.http.responses.body import ResponseRequest
 from kvferry.gateway.http.responses.output import AnyEvent, DeletedResponse, ItemList, Response
 from kvferry.gateway.http.responses.routes import ItemsQuery

@@ -13,17 +13,24 @@ from kvferry.core.errors import InvalidRequest, shortened
 from kvferry.core.inference.tools import ToolUse
 from kvferry.core.limits import MAX_CACHE_SALT_CHARS
 from kvferry.core.sampling import RANGES, Range
-from kvferry.gateway.http.fields.bounds import MAX_FIELDS, check_sizes
-from kvferry.gateway.http.fields.offered_tools import (
+from kvferry.gateway.http.fields.conversation_fields import (
     FunctionDefinition,
     FunctionName,
     NamedChoice,
     ToolDefinition,
     tool_use,
 )
-from kvferry.gateway.http.fields.parsing import json_object, parse_fields
-from kvferry.gateway.http.fields.strict import Accepted, Priority, SamplingFields, Strict
-from kvferry.gateway.http.openai.request import ReadRequest, read_conversation
+from kvferry.gateway.http.fields.strict import (
+    MAX_FIELDS,
+    Accepted,
+    Priority,
+    SamplingFields,
+    Strict,
+    check_sizes,
+    json_object,
+    parse_fields,
+)
+from kvferry.gateway.http.openai.generation import ReadRequest, read_conversation
 from kvferry.gateway.http.openai.schema import ChatRequest, renamed
 from kvferry.gateway.http.responses.items import KINDS, Item, check_kinds, in_items, messages_of
 from kvferry.serving.text_model import TextModel

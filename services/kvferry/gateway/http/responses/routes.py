@@ -10,12 +10,10 @@ from starlette.responses import Response
 from starlette.types import Send
 
 from kvferry.core.errors import InvalidRequest, shortened
-from kvferry.gateway.http.body_route import ApiContext, BodyRoute, prepared, while_connected
+from kvferry.gateway.http.body_route import JSON, ApiContext, BodyRoute, prepared, while_connected
 from kvferry.gateway.http.event_stream import send_events
-from kvferry.gateway.http.fields.parsing import parse_fields
-from kvferry.gateway.http.fields.strict import Strict
+from kvferry.gateway.http.fields.strict import Strict, parse_fields
 from kvferry.gateway.http.openai.reply import encode
-from kvferry.gateway.http.request_body import JSON
 from kvferry.gateway.http.responses.creation import create
 from kvferry.gateway.http.responses.output import DeletedResponse, ItemList
 from kvferry.gateway.http.responses.store import KeptResponse, ResponseNotFound, ResponseStore

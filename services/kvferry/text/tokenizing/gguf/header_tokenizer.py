@@ -8,8 +8,7 @@ from tokenizers import AddedToken, decoders, models, normalizers
 from kvferry.core.errors import ModelFileError
 from kvferry.text.tokenizing.gguf.pre_tokenizers import RULES
 from kvferry.text.tokenizing.gguf.sentencepiece import CONTROL, USER_DEFINED, merges_of, sentencepiece
-from kvferry.text.tokenizing.panics import panics_as_exceptions
-from kvferry.text.tokenizing.tokenizer import Tokenizer
+from kvferry.text.tokenizing.tokenizer import Tokenizer, panics_as_exceptions
 from kvferry.text.tokenizing.tokenizer_files import checked
 from kvferry.weights.checkpoints.gguf.header import Array, Value
 from kvferry.weights.config import ModelConfig

@@ -11,9 +11,9 @@ from kvferry.gateway.decide.estimates.estimates import (
     DEFAULT_STEP,
     DEFAULT_TRANSFER,
     Estimates,
+    FittedLine,
     Process,
 )
-from kvferry.gateway.decide.estimates.fits import FittedLine
 
 A, B = WorkerId("a"), WorkerId("b")
 P, Q = Process(A, "1"), Process(B, "1")

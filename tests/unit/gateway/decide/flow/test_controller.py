@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvferry.core.errors import InvariantBroken, Overloaded
 from kvferry.gateway.decide.flow.capacity import CLOSED, Room
 from kvferry.gateway.decide.flow.controller import FlowController, QueueBounds
-from kvferry.gateway.decide.flow.entry import MACHINE, Entry, EntryEvent, EntryState
+from kvferry.gateway.decide.flow.fair_queue import MACHINE, Entry, EntryEvent, EntryState
 
 OPEN = Room()
 TOTAL = QueueBounds(6, 60)

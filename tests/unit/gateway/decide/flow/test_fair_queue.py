@@ -7,10 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.gateway.decide.flow.band_order import StrictOrder
 from kvferry.gateway.decide.flow.band_shares import BandShares
-from kvferry.gateway.decide.flow.entry import Entry, EntryEvent
-from kvferry.gateway.decide.flow.fair_queue import FairQueue
+from kvferry.gateway.decide.flow.fair_queue import Entry, EntryEvent, FairQueue, StrictOrder
 
 _MAX_COST = 100
 

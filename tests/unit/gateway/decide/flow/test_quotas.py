@@ -5,10 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.core.errors import Forbidden, UnknownModel
+from kvferry.gateway.decide.flow.capacity import MAX_RETRY_SECONDS, DrainRate
 from kvferry.gateway.decide.flow.controller import QueueBounds
-from kvferry.gateway.decide.flow.drain_rate import MAX_RETRY_SECONDS, DrainRate
-from kvferry.gateway.decide.flow.policy import TenantPolicy
 from kvferry.gateway.decide.flow.quotas import QuotaExceeded, Quotas
+from kvferry.gateway.decide.flow.tenant_table import TenantPolicy
 
 
 def accept(quotas: Quotas, policy: TenantPolicy, tokens: float, now: float) -> bool:

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.core.errors import UsageError
-from kvferry.gateway.decide.flow.policy import TenantPolicy
-from kvferry.gateway.decide.flow.tenant_table import TenantTable, read_table
+from kvferry.gateway.decide.flow.tenant_table import TenantPolicy, TenantTable, read_table
 
 _DIGEST = hashlib.sha256(b"secret").digest()
 _KEY = f"sha256:{_DIGEST.hex()}"

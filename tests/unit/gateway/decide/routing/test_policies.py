@@ -14,9 +14,8 @@ from kvferry.gateway.decide.estimates.commitments import Commitments
 from kvferry.gateway.decide.estimates.estimates import Estimates
 from kvferry.gateway.decide.routing.plain_policies import least_loaded, round_robin, uniform
 from kvferry.gateway.decide.routing.policies import RoutingPolicies, make_policy
-from kvferry.gateway.decide.routing.replica_choice import choose
 from kvferry.gateway.decide.routing.replicas import Candidates, Replica
-from kvferry.gateway.decide.routing.routes import RouteRequest, Work
+from kvferry.gateway.decide.routing.routes import RouteRequest, Work, choose
 
 
 def replica(name: str, load: int = 0, fingerprint: bytes = b"f") -> Replica:

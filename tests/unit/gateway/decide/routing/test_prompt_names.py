@@ -4,7 +4,7 @@ from harness.fakes.engines import an_engine
 
 from kvferry.core.hashing import BlockNamers
 from kvferry.core.ids import WorkerId
-from kvferry.gateway.decide.routing.prompt_names import block_names, prefix_key
+from kvferry.gateway.decide.routing.cached_prefix import block_names, prefix_key
 from kvferry.gateway.decide.routing.replicas import Replica
 
 TENANT_KEY = b"secret"

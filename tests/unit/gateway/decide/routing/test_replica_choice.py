@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 
 from kvferry.core.ids import WorkerId
 from kvferry.gateway.decide.routing.prefix_hash import PrefixHash
-from kvferry.gateway.decide.routing.replica_choice import choose
 from kvferry.gateway.decide.routing.replicas import Candidates, Replica, readers
-from kvferry.gateway.decide.routing.routes import RouteReason, RouteRequest
+from kvferry.gateway.decide.routing.routes import RouteReason, RouteRequest, choose
 
 _FACTOR = 1.25
 

@@ -16,10 +16,10 @@ from starlette.routing import Route
 
 from kvferry.core import errors
 from kvferry.core.sampling import RANGES, SamplingParams
+from kvferry.gateway.http.body_route import BodyTooLarge, BodyTooSlow, UnsupportedMedia
 from kvferry.gateway.http.fields.strict import Strict
 from kvferry.gateway.http.openapi.document import openapi_document
 from kvferry.gateway.http.openapi.operations import OPERATIONS
-from kvferry.gateway.http.request_body import BodyTooLarge, BodyTooSlow, UnsupportedMedia
 
 DOCUMENT = openapi_document("1.0", needs_key=False)
 SCHEMAS = DOCUMENT["components"]["schemas"]
