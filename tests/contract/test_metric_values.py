@@ -10,7 +10,6 @@ from kvferry.core import metrics
 from kvferry.core.errors import KvferryError
 from kvferry.core.handoffs import LOST, TRIED, HandoffOutcome
 from kvferry.core.metrics import Metric
-from kvferry.gateway.admission import flow_metrics
 from kvferry.gateway.decide.cache_map.audit import AuditOutcome
 from kvferry.gateway.decide.cache_map.cache_map import Basis
 from kvferry.gateway.decide.cache_map.map_states import LOSSES, MapState
@@ -30,7 +29,7 @@ EMITTED: Mapping[tuple[str, str], Iterable[str]] = {
     (metrics.GATEWAY_MAP_STATE.name, "state"): set(MapState) - {MapState.GONE},
     (metrics.GATEWAY_MAP_LOSSES.name, "reason"): LOSSES,
     (metrics.GATEWAY_MAP_AUDITS.name, "outcome"): {*set(AuditOutcome) - {AuditOutcome.WAIT}, "failed", "stalled"},
-    (metrics.GATEWAY_QUEUE.name, "band"): flow_metrics.BANDS,
+    (metrics.GATEWAY_QUEUE.name, "band"): instruments.BANDS,
 }
 """Values by metric and label, for labels whose values have an enumeration in the code."""
 

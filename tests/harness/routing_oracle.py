@@ -14,8 +14,7 @@ from functools import partial
 from typing import NoReturn, TypeVar
 
 from kvferry.core.errors import InvariantBroken
-from kvferry.gateway.decide.routing.replicas import Replica
-from kvferry.gateway.decide.routing.routes import Pick, RouteRequest, Work
+from kvferry.gateway.decide.routing.routes import Pick, Replica, RouteRequest, Work
 from kvferry.simulator.fleet.fleet import Pool, PoolResult
 from kvferry.simulator.fleet.gateway import Gateway
 

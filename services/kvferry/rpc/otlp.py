@@ -63,12 +63,12 @@ def open_tracer(settings: TraceSettings | None, service: str, instance: str, clo
             max_export_batch_size=_MAX_BATCH,
         )
     )
-    return _OtlpTracer(provider, clock)
+    return _OtlpTracer(provider, exporter, clock)
 
 
 class _OtlpTracer:
-    def __init__(self, provider: Any, clock: Clock) -> None:
-        self._provider = provider
+    def __init__(self, provider: Any, exporter: Any, clock: Clock) -> None:
+        self._provider, self._exporter = provider, exporter
         self._tracer: otel.Tracer = provider.get_tracer("kvferry")
         self._clock = clock
 
@@ -98,6 +98,8 @@ class _OtlpTracer:
         closing = threading.Thread(target=self._provider.shutdown, name="traces", daemon=True)
         closing.start()
         closing.join(_CLOSE_SECONDS)
+        if closing.is_alive():
+            self._exporter.shutdown()  # ends its retries, so that the threads end
 
 
 class _SpanClock:

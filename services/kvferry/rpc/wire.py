@@ -46,6 +46,14 @@ _POOLING_TO_WIRE = {
 _POOLING_FROM_WIRE = {common_pb2.POOLING_UNSPECIFIED: Pooling.LAST} | {
     value: pooling for pooling, value in _POOLING_TO_WIRE.items()
 }
+_HANDOFF_OUTCOMES: dict[int, HandoffOutcome] = {
+    decode_pb2.Handoff.OUTCOME_NONE: HandoffOutcome.NONE,
+    decode_pb2.Handoff.OUTCOME_FETCHED: HandoffOutcome.FETCHED,
+    decode_pb2.Handoff.OUTCOME_LOCAL: HandoffOutcome.LOCAL,
+    decode_pb2.Handoff.OUTCOME_TIER: HandoffOutcome.TIER,
+    decode_pb2.Handoff.OUTCOME_RECOMPUTED: HandoffOutcome.RECOMPUTED,
+    decode_pb2.Handoff.OUTCOME_FAILED: HandoffOutcome.FAILED,
+}
 
 
 def sampling_to_wire(params: SamplingParams) -> common_pb2.SamplingParams:
@@ -322,16 +330,6 @@ def check_request_id(value: str) -> str:
             field="request_id",
         )
     return value
-
-
-_HANDOFF_OUTCOMES: dict[int, HandoffOutcome] = {
-    decode_pb2.Handoff.OUTCOME_NONE: HandoffOutcome.NONE,
-    decode_pb2.Handoff.OUTCOME_FETCHED: HandoffOutcome.FETCHED,
-    decode_pb2.Handoff.OUTCOME_LOCAL: HandoffOutcome.LOCAL,
-    decode_pb2.Handoff.OUTCOME_TIER: HandoffOutcome.TIER,
-    decode_pb2.Handoff.OUTCOME_RECOMPUTED: HandoffOutcome.RECOMPUTED,
-    decode_pb2.Handoff.OUTCOME_FAILED: HandoffOutcome.FAILED,
-}
 
 
 def adapter_to_wire(adapter: AdapterId | None) -> common_pb2.Adapter | None:

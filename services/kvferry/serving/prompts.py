@@ -14,7 +14,7 @@ from kvferry.serving.text_model import ChatMessages, TextModel
 from kvferry.text.answers.answer import SplitOptions
 from kvferry.text.requests.answer_rules import answer_rules, opens_reasoning
 from kvferry.text.requests.prompt_parameters import check_output_length, token_fields, with_bad_word_tokens
-from kvferry.text.tools.history import check_calls, with_names
+from kvferry.text.tools.conversations import check_calls, with_names
 
 MAX_MESSAGES = 4096
 _NO_TOOLS = ToolUse()

@@ -37,6 +37,10 @@ from kvferry.text.requests.prompt_parameters import check_prompt_logprobs, kept_
 
 MAX_RUNNING_SAMPLES = 16
 """Maximum number of concurrent samples of a request, so that the request does not delay others."""
+P = ParamSpec("P")
+R = TypeVar("R")
+LARGE_CHARS = 16_384
+"""Minimum number of characters of text that is read in the text process; reading so much text takes milliseconds."""
 
 
 async def generate_text(
@@ -176,13 +180,6 @@ def _groups(tokens: tuple[SampledToken, ...], split: SplitOptions | None) -> lis
 
 def _joined(first: Parts, second: Parts) -> Parts:
     return Parts(first.content + second.content, first.reasoning + second.reasoning, (*first.calls, *second.calls))
-
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-LARGE_CHARS = 16_384
-"""Minimum number of characters of text that is read in the text process; reading so much text takes milliseconds."""
 
 
 def _one_tenant(_authorization: str | None, _address: str) -> str:

@@ -20,7 +20,7 @@ from kvferry.core.settings.engine import SchedulerLimits
 from kvferry.engine import LLM
 from kvferry.engine.offline.llm import Completion
 from kvferry.engine.schedule.messages import EngineRequest
-from kvferry.gateway.http.fields.constraint_fields import ConstraintFields
+from kvferry.gateway.http.fields.request_fields import ConstraintFields
 from kvferry.gateway.http.openai.schema import ChatRequest, CompletionRequest
 from kvferry.v1 import common_pb2
 

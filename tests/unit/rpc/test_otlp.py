@@ -92,6 +92,10 @@ def test_an_unavailable_collector_costs_one_warning_and_bounded_memory(
     assert len(processor._batch_processor._queue) <= 64
     assert logged.wait(30)
     tracer.close()
+    for thread in (processor._batch_processor._worker_thread, *threading.enumerate()):
+        if thread.name == "traces" or "Batch" in thread.name:
+            thread.join(30)
+            assert not thread.is_alive(), "the exporter retries after its end"
     assert len([record for record in caplog.records if record.name == "seen"]) == 1
     assert not [record for record in caplog.records if record.name.startswith("opentelemetry")]
 

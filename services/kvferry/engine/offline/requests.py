@@ -27,7 +27,7 @@ from kvferry.text.requests.output_text import StopMatcher
 from kvferry.text.requests.pooling import check_dimensions
 from kvferry.text.templates.chat_template import Message
 from kvferry.text.tokenizing.tokenizer import Tokenizer
-from kvferry.text.tools.history import call_input
+from kvferry.text.tools.conversations import call_input
 
 
 class OfflineRequests:

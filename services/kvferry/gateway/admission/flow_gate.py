@@ -16,7 +16,6 @@ from typing import Protocol
 
 from kvferry.core.clock import Clock
 from kvferry.core.errors import DeadlinePassed, Forbidden, KvferryError, Overloaded, Unavailable, UnknownModel
-from kvferry.gateway.admission.flow_metrics import FlowMetrics, QueueCollector
 from kvferry.gateway.admission.flow_report import flow_report
 from kvferry.gateway.admission.tenants import Tenants
 from kvferry.gateway.decide.config import FlowConfig
@@ -28,9 +27,17 @@ from kvferry.gateway.decide.routing.holding import Holding
 from kvferry.gateway.fleet.fleet import Fleet
 from kvferry.gateway.fleet.readiness import FleetRoom
 from kvferry.gateway.fleet.waking import Waker
-from kvferry.gateway.observe.instruments import Instruments
+from kvferry.gateway.observe.instruments import FlowMetrics, Instruments, QueueCollector
 from kvferry.serving.admission import Work
 from kvferry.serving.request import Caller
+
+_BYTES_PER_TOKEN = 40
+"""Memory of one queued token: a reference and a Python integer."""
+_BYTES_PER_REQUEST = 4096
+_MAX_ESTIMATED_PROMPTS = 16
+"""Maximum number of prompts per request whose cached prefixes are looked up; the others count as not cached."""
+UncachedTokens = Callable[[str, Sequence[int]], int]
+"""Function from a prompt's scope and tokens to the number of its tokens that no worker has cached."""
 
 
 class Gate(Protocol):
@@ -144,16 +151,6 @@ class RequestSlot:
 
     def _prompt(self, sample: int) -> Sequence[int]:
         return self.work.prompts[sample // self.work.num_samples]
-
-
-_BYTES_PER_TOKEN = 40
-"""Memory of one queued token: a reference and a Python integer."""
-_BYTES_PER_REQUEST = 4096
-_MAX_ESTIMATED_PROMPTS = 16
-"""Maximum number of prompts per request whose cached prefixes are looked up; the others count as not cached."""
-
-UncachedTokens = Callable[[str, Sequence[int]], int]
-"""Function from a prompt's scope and tokens to the number of its tokens that no worker has cached."""
 
 
 def all_uncached(_scope: str, token_ids: Sequence[int]) -> int:

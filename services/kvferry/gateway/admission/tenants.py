@@ -15,6 +15,11 @@ from kvferry.gateway.admission.key_guesses import MAX_WRONG_KEYS, KeyGuesses
 from kvferry.gateway.decide.flow.tenant_table import MAX_FILE_BYTES, TenantPolicy, TenantTable, read_table
 
 _SCHEME = "bearer "
+_log = logging.getLogger(__name__)
+_FIELD = "tenants"
+PROBE_TENANT = "_stack"
+"""Tenant of a local stack's first request, which has no limits; not a valid name in a tenants file."""
+Version = tuple[int, int, int]
 
 
 class ApiKeys:
@@ -119,13 +124,6 @@ def read_keys(path: Path) -> dict[str, str]:
 def key_digest(key: str) -> bytes:
     """Return the SHA-256 digest of a key, the only form in which the gateway stores keys."""
     return hashlib.sha256(key.encode()).digest()
-
-
-_log = logging.getLogger(__name__)
-_FIELD = "tenants"
-PROBE_TENANT = "_stack"
-"""Tenant of a local stack's first request, which has no limits; not a valid name in a tenants file."""
-Version = tuple[int, int, int]
 
 
 @dataclass(slots=True)

@@ -38,9 +38,8 @@ from kvferry.gateway.decide.lifecycle.sample_run import NO_TRACE, NoTrace, Sampl
 from kvferry.gateway.decide.routing.routes import Route
 from kvferry.gateway.dispatch.ending import Ending
 from kvferry.gateway.dispatch.journal import Journal
-from kvferry.gateway.dispatch.kv_prefetch import KvPrefetches
+from kvferry.gateway.dispatch.kv_hints import KvPrefetches, Turns
 from kvferry.gateway.dispatch.lost_call import WorkerLost
-from kvferry.gateway.dispatch.prior_turns import Turns
 from kvferry.gateway.dispatch.releases import Releases, Sleep
 from kvferry.gateway.dispatch.route_selection import RETRY_AFTER_SECONDS
 from kvferry.gateway.dispatch.routing import Routing

@@ -12,28 +12,25 @@ from kvferry.core.hashing import BlockNamers
 from kvferry.core.ids import WorkerId
 from kvferry.gateway.decide.cache_map.cache_map import CacheMap
 from kvferry.gateway.decide.config import RoutingConfig
-from kvferry.gateway.decide.estimates.commitments import Commitment, Commitments
-from kvferry.gateway.decide.estimates.estimates import Estimates, Process
+from kvferry.gateway.decide.estimates.estimates import Commitment, Commitments, Estimates, Process
 from kvferry.gateway.decide.lifecycle.sample_run import SampleRun
 from kvferry.gateway.decide.routing.cached_prefix import PromptCaches, PromptNames, prefix_key
 from kvferry.gateway.decide.routing.policies import RoutingPolicies
 from kvferry.gateway.decide.routing.prefix_hash import PrefixHash
-from kvferry.gateway.decide.routing.replicas import (
-    CachedTokens,
-    Candidates,
-    Replica,
-    nothing_cached,
-    with_adapter,
-)
 from kvferry.gateway.decide.routing.route_notes import RouteNote, route_notes
 from kvferry.gateway.decide.routing.routes import (
+    CachedTokens,
+    Candidates,
     Layout,
     Policy,
     Progress,
+    Replica,
     Route,
     RouteRequest,
     choose_pooling,
     choose_route,
+    nothing_cached,
+    with_adapter,
 )
 from kvferry.gateway.dispatch.lost_call import WorkerLost
 from kvferry.gateway.dispatch.releases import TicketDrop
@@ -41,6 +38,11 @@ from kvferry.gateway.fleet.fleet import Fleet
 from kvferry.gateway.fleet.member import WorkerView
 from kvferry.gateway.observe.instruments import Instruments
 from kvferry.v1 import decode_pb2
+
+RETRY_AFTER_SECONDS = 1.0
+_MAX_ROUTES = 16
+_ANY = PrefixHash(load_factor=1.0)
+"""Policy used when only the existence of a route matters."""
 
 
 class WorkRecords:
@@ -143,12 +145,6 @@ def _process(view: WorkerView | None) -> Process | None:
     if view is None or view.worker_id is None or view.incarnation is None:
         return None
     return Process(view.worker_id, view.incarnation)
-
-
-RETRY_AFTER_SECONDS = 1.0
-_MAX_ROUTES = 16
-_ANY = PrefixHash(load_factor=1.0)
-"""Policy used when only the existence of a route matters."""
 
 
 class RouteSelection:

@@ -6,8 +6,7 @@ from kvferry.core.clock import Clock
 from kvferry.core.hashing import BlockNamers
 from kvferry.gateway.decide.cache_map.cache_map import CacheMap
 from kvferry.gateway.decide.config import DispatchConfig
-from kvferry.gateway.decide.estimates.commitments import Commitments
-from kvferry.gateway.decide.estimates.estimates import Estimates
+from kvferry.gateway.decide.estimates.estimates import Commitments, Estimates
 from kvferry.gateway.decide.routing.policies import RoutingPolicies
 from kvferry.gateway.dispatch.route_selection import RouteSelection, WorkRecords
 from kvferry.gateway.fleet.fleet import Fleet

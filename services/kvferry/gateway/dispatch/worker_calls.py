@@ -17,9 +17,8 @@ from kvferry.gateway.decide.lifecycle.obligations import MACHINE, Event, State
 from kvferry.gateway.decide.lifecycle.sample_run import SampleRun, SealedTicket
 from kvferry.gateway.decide.routing.routes import Pick, Route
 from kvferry.gateway.dispatch.ending import Ending
-from kvferry.gateway.dispatch.kv_prefetch import KvPrefetches
+from kvferry.gateway.dispatch.kv_hints import KvPrefetches, Turns
 from kvferry.gateway.dispatch.lost_call import WorkerLost, raise_if_lost, worker_lost
-from kvferry.gateway.dispatch.prior_turns import Turns
 from kvferry.gateway.dispatch.releases import Releases
 from kvferry.gateway.dispatch.route_selection import WorkRecords
 from kvferry.gateway.fleet.fleet import Fleet

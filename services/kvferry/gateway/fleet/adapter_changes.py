@@ -8,7 +8,7 @@ import grpc
 
 from kvferry.core.errors import KvferryError, Unavailable
 from kvferry.core.ids import AdapterId
-from kvferry.gateway.decide.routing.replicas import served_adapters
+from kvferry.gateway.decide.routing.routes import served_adapters
 from kvferry.gateway.fleet.fleet import Fleet
 from kvferry.rpc.errors import error_from_rpc
 from kvferry.v1.worker_admin_pb2 import AdapterResponse, LoadAdapterRequest, UnloadAdapterRequest

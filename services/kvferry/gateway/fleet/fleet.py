@@ -18,7 +18,7 @@ from kvferry.core.errors import Unauthenticated
 from kvferry.gateway.decide.config import FleetConfig
 from kvferry.gateway.decide.flow.capacity import WorkerRoom
 from kvferry.gateway.decide.routing.discovery import Listing
-from kvferry.gateway.decide.routing.replicas import Candidates, Replica
+from kvferry.gateway.decide.routing.routes import Candidates, Replica
 from kvferry.gateway.fleet.member import Hold, Member, WorkerView
 from kvferry.gateway.fleet.worker_keys import WorkerKeys
 from kvferry.rpc.tls.pool_tls import PoolTls

@@ -20,7 +20,7 @@ from kvferry.core.load import WorkerLoad
 from kvferry.gateway.decide.config import Endpoint
 from kvferry.gateway.decide.flow.capacity import WorkerRoom
 from kvferry.gateway.decide.routing.discovery import Listing
-from kvferry.gateway.decide.routing.replicas import Place, Replica
+from kvferry.gateway.decide.routing.routes import Place, Replica
 from kvferry.gateway.fleet.step_watch import StepWatch
 from kvferry.gateway.fleet.worker_channels import WorkerChannels
 from kvferry.gateway.fleet.worker_keys import WorkerKeys

@@ -18,6 +18,16 @@ from kvferry.gateway.fleet.membership import Knowledge, Membership
 from kvferry.gateway.fleet.waking import Waker
 
 MetricFamily = CounterMetricFamily | GaugeMetricFamily
+_TIER_FIELDS: tuple[tuple[Metric, str], ...] = (
+    (metrics.TIER_HELD, "bytes_held"),
+    (metrics.TIER_HITS, "hits"),
+    (metrics.TIER_MISSES, "misses"),
+    (metrics.TIER_LOADED, "bytes_loaded"),
+    (metrics.TIER_LOAD_SECONDS, "load_seconds"),
+    (metrics.TIER_STORED, "bytes_stored"),
+    (metrics.TIER_FAILURES, "failures"),
+    (metrics.TIER_DROPPED, "dropped"),
+)
 
 
 def can_serve(fleet: Fleet) -> bool:
@@ -93,18 +103,6 @@ class PoolCollector(Collector):
         wakes = CounterMetricFamily(metrics.GATEWAY_WAKES.name, metrics.GATEWAY_WAKES.help)
         wakes.add_metric((), 0 if self._waker is None else self._waker.num_wakes)
         yield wakes
-
-
-_TIER_FIELDS: tuple[tuple[Metric, str], ...] = (
-    (metrics.TIER_HELD, "bytes_held"),
-    (metrics.TIER_HITS, "hits"),
-    (metrics.TIER_MISSES, "misses"),
-    (metrics.TIER_LOADED, "bytes_loaded"),
-    (metrics.TIER_LOAD_SECONDS, "load_seconds"),
-    (metrics.TIER_STORED, "bytes_stored"),
-    (metrics.TIER_FAILURES, "failures"),
-    (metrics.TIER_DROPPED, "dropped"),
-)
 
 
 def _tiers(views: Sequence[WorkerView]) -> Iterator[MetricFamily]:

@@ -1,20 +1,20 @@
 """Routes with a body: it is declared as JSON, of bounded size and duration, within a budget for all bodies.
 
-The ASGI handler of such a route cancels a request whose client disconnects.
+The ASGI handler of such a route cancels a request whose client disconnects. Answers may be server-sent events.
 """
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
-from kvferry.core.errors import InvalidRequest, Overloaded, RequestCancelled, shortened
+from kvferry.core.errors import InvalidRequest, KvferryError, Overloaded, RequestCancelled, shortened
 from kvferry.gateway.decide.config import HttpConfig
 from kvferry.serving.request import EXPLAIN_HEADER, Caller
 from kvferry.serving.text_service import LARGE_CHARS, TextService
@@ -24,6 +24,8 @@ _DISCARD_SECONDS = 2.0
 _MAX_LENGTH_DIGITS = 18
 _SMALL_BODY_BYTES = 64 << 10
 """Bodies up to this size do not count towards `HttpConfig.max_buffered_bytes`."""
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class BodyTooLarge(InvalidRequest):
@@ -150,10 +152,6 @@ async def _discard_body(request: Request) -> None:
                 pass
 
 
-_log = logging.getLogger(__name__)
-T = TypeVar("T")
-
-
 @dataclass(frozen=True, slots=True)
 class ApiContext:
     """What the handlers of the client API share."""
@@ -251,3 +249,32 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+async def send_events(
+    events: AsyncGenerator[bytes, None], send: Send, *, end: bytes, failed: Callable[[KvferryError], bytes]
+) -> None:
+    """Send a status and all events.
+
+    Args:
+        events: encoded events, at least one.
+        send: ASGI `send` of the request.
+        end: bytes after the last event.
+        failed: returns the last event of a stream that fails after its first event; `end` is not sent then.
+
+    Raises:
+        KvferryError: the stream failed before its first event; no status was sent.
+    """
+    async with aclosing(events) as opened:
+        # Wait for the first event before sending a status, so that a rejected request gets an ordinary error response.
+        first = await anext(opened)
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": first, "more_body": True})
+        last = end
+        try:
+            async for event in opened:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+        except KvferryError as error:
+            last = failed(error)  # the status was already sent
+    await send({"type": "http.response.body", "body": last, "more_body": False})

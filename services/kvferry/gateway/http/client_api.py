@@ -27,9 +27,16 @@ from kvferry.core.traces.spans import TRACEPARENT, TRACESTATE, Span, TraceContex
 from kvferry.gateway.decide.config import HttpConfig
 from kvferry.gateway.dispatch.journal import Journal
 from kvferry.gateway.http.answers import Alive, Ready
-from kvferry.gateway.http.body_route import JSON, ApiContext, BodyBudget, BodyRoute, prepared, while_connected
+from kvferry.gateway.http.body_route import (
+    JSON,
+    ApiContext,
+    BodyBudget,
+    BodyRoute,
+    prepared,
+    send_events,
+    while_connected,
+)
 from kvferry.gateway.http.encoding.routes import ANSWERS, UnaryRoute
-from kvferry.gateway.http.event_stream import send_events
 from kvferry.gateway.http.openai import completions
 from kvferry.gateway.http.openai import reply as openai_reply
 from kvferry.gateway.http.openai.generation import prepare_chat, prepare_completion

@@ -12,7 +12,7 @@ from kvferry.core.inference.chunks import TextChunk, Timing
 from kvferry.core.inference.tools import MAX_PARAMETERS_CHARS, MAX_TOOLS, Choice, Tool, ToolUse
 from kvferry.core.sampling import MAX_OUTPUT_TOKENS
 from kvferry.rpc import wire
-from kvferry.text.tools.history import MAX_CALLS, call_input
+from kvferry.text.tools.conversations import MAX_CALLS, call_input
 from kvferry.v1 import inference_pb2
 
 

@@ -14,8 +14,7 @@ from kvferry.core.hashing import BlockNamers
 from kvferry.core.ids import RequestId
 from kvferry.engine.schedule.step.kv_jobs import Export
 from kvferry.gateway.decide.cache_map.cache_map import CacheMap
-from kvferry.gateway.decide.estimates.commitments import Commitments
-from kvferry.gateway.decide.estimates.estimates import Estimates
+from kvferry.gateway.decide.estimates.estimates import Commitments, Estimates
 from kvferry.gateway.decide.flow.capacity import Room, room
 from kvferry.gateway.decide.flow.controller import FlowController, QueueBounds
 from kvferry.gateway.decide.flow.fair_queue import Entry

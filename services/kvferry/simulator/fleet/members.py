@@ -13,8 +13,8 @@ from kvferry.gateway.decide.cache_map.map_states import MapState
 from kvferry.gateway.decide.cache_map.replica_map import FeedBroken
 from kvferry.gateway.decide.estimates.estimates import Process
 from kvferry.gateway.decide.flow.capacity import WorkerRoom
-from kvferry.gateway.decide.routing.replicas import Candidates
-from kvferry.gateway.decide.routing.replicas import Replica as Candidate
+from kvferry.gateway.decide.routing.routes import Candidates
+from kvferry.gateway.decide.routing.routes import Replica as Candidate
 from kvferry.simulator.clock import VirtualClock
 from kvferry.simulator.worker.handoff import Loader, OfferDesk
 from kvferry.simulator.worker.replica import Replica

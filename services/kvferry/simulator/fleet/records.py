@@ -1,13 +1,12 @@
 """Dispatched work of a simulated gateway and its durations: the inputs of routing by estimated latency.
 
-Follows the rules of `gateway.dispatch.work_records`, which takes the same records from the answers of workers.
+Follows the rules of `gateway.dispatch.route_selection`, which takes the same records from the answers of workers.
 """
 
 import math
 from collections.abc import Sequence
 
-from kvferry.gateway.decide.estimates.commitments import Commitment, Commitments
-from kvferry.gateway.decide.estimates.estimates import Estimates
+from kvferry.gateway.decide.estimates.estimates import Commitment, Commitments, Estimates
 from kvferry.gateway.decide.routing.routes import Route
 from kvferry.simulator.fleet.members import Member
 from kvferry.simulator.worker.jobs import Job

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from kvferry.core.errors import InvariantBroken
 from kvferry.core.ids import TicketId
 from kvferry.gateway.decide.config import RoutingConfig
-from kvferry.gateway.decide.estimates.commitments import Commitment
+from kvferry.gateway.decide.estimates.estimates import Commitment
 from kvferry.gateway.decide.flow.fair_queue import Entry
 from kvferry.gateway.decide.routing.cached_prefix import PromptNames
 from kvferry.simulator.fleet.members import Member

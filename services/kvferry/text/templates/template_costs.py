@@ -30,6 +30,14 @@ _LISTS: frozenset[type] = frozenset({list, tuple, range, type({}.keys()), type({
 _SCALARS: frozenset[type] = frozenset({int, float, bool, types.NoneType, Undefined})
 _MAX_BITS = 1024
 _MAX_MESSAGE_CHARS = 500
+Cost = Callable[..., None]
+_MAX_WIDTH = 1000
+_FIELD_CHARS = 2 * _MAX_WIDTH
+_LONG_NUMBER = re.compile(r"\*|\d{4}")
+_NESTED_FIELD = re.compile(r"\{[^{}]*\{")
+_MAX_PRECISION = 20
+_SORTING = 24
+_OF_KIND = ("boolean", "callable", "defined", "false", "filter", "float", "integer", "iterable", "mapping", "none")
 
 
 class Budget:
@@ -110,15 +118,6 @@ def size_of(messages: object) -> int:
     """Return the units that reading a conversation takes, without a limit."""
     unlimited = Budget(1 << 62)
     return unlimited.read(messages)
-
-
-Cost = Callable[..., None]
-_MAX_WIDTH = 1000
-_FIELD_CHARS = 2 * _MAX_WIDTH
-_LONG_NUMBER = re.compile(r"\*|\d{4}")
-_NESTED_FIELD = re.compile(r"\{[^{}]*\{")
-_MAX_PRECISION = 20
-_SORTING = 24
 
 
 def width_of(value: object) -> int:
@@ -408,7 +407,6 @@ FILTERS: dict[str, Cost] = {
     "tojson": _to_json,
     "trim": _stripping,
 }
-_OF_KIND = ("boolean", "callable", "defined", "false", "filter", "float", "integer", "iterable", "mapping", "none")
 TESTS: dict[str, Cost] = {
     **dict.fromkeys((*_OF_KIND, "number", "sameas", "sequence", "string", "test", "true", "undefined"), _constant),
     **dict.fromkeys(("divisibleby", "even", "odd"), _arithmetic),

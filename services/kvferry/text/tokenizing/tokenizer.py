@@ -20,6 +20,9 @@ from kvferry.core.errors import InvalidRequest
 from kvferry.core.process.config import tokenize_on_one_thread
 from kvferry.text.tokenizing.byte_level import bytes_of
 
+_MAX_SHORTENING = 4
+_REPLACEMENT = "\ufffd"
+
 
 class LibraryPanic(Exception):
     """The library's Rust code panicked: it reached a state that its authors considered impossible."""
@@ -41,9 +44,6 @@ def panics_as_exceptions() -> Iterator[None]:
         if type(error).__name__ != "PanicException":
             raise
         raise LibraryPanic(str(error)) from None
-
-
-_MAX_SHORTENING = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,9 +191,6 @@ class Tokenizer:
     def token_id(self, token: str) -> int | None:
         """Return the id of the token with this text in the vocabulary; `None` if it does not exist."""
         return self._fast.token_to_id(token)
-
-
-_REPLACEMENT = "\ufffd"
 
 
 class Detokenizer:

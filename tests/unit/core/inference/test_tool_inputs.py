@@ -9,7 +9,7 @@ from kvferry.core.errors import InvalidRequest
 from kvferry.core.inference.tool_calls import ToolCall
 from kvferry.core.inference.tool_inputs import calls_from_input, content_from_input, tool_from_input
 from kvferry.core.inference.tools import Tool
-from kvferry.text.tools.history import check_calls
+from kvferry.text.tools.conversations import check_calls
 
 SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}}
 

@@ -17,9 +17,8 @@ from harness.waiting import eventually
 from kvferry.client import AsyncClient
 from kvferry.core.errors import DeadlinePassed, Forbidden, KvferryError, Overloaded, UnknownModel
 from kvferry.core.sampling import SamplingParams
-from kvferry.gateway.admission.flow_metrics import MAX_TENANT_LABELS, FlowMetrics
 from kvferry.gateway.decide.config import RetryConfig
-from kvferry.gateway.observe.instruments import Instruments
+from kvferry.gateway.observe.instruments import MAX_TENANT_LABELS, FlowMetrics, Instruments
 
 _CHAT = "/v1/chat/completions"
 _SHORT = SamplingParams(max_tokens=3)

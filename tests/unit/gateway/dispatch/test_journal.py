@@ -8,9 +8,8 @@ from kvferry.gateway.decide.lifecycle.obligations import Event
 from kvferry.gateway.decide.lifecycle.sample_run import SampleRun
 from kvferry.gateway.decide.routing.policies import OtherChoice
 from kvferry.gateway.decide.routing.prefix_hash import PrefixHash
-from kvferry.gateway.decide.routing.replicas import Candidates, Replica
 from kvferry.gateway.decide.routing.route_notes import route_notes
-from kvferry.gateway.decide.routing.routes import RouteRequest, choose
+from kvferry.gateway.decide.routing.routes import Candidates, Replica, RouteRequest, choose
 from kvferry.gateway.dispatch import journal as module
 from kvferry.gateway.dispatch.journal import Journal
 from kvferry.gateway.http.openai.reply import kv_line

@@ -7,7 +7,7 @@ import pytest
 
 from kvferry.core.constraint import MAX_CONSTRAINT_BYTES, Constraint, ConstraintKind
 from kvferry.core.errors import InvalidRequest
-from kvferry.gateway.http.fields.constraint_fields import in_field
+from kvferry.gateway.http.fields.request_fields import in_field
 from kvferry.gateway.http.openai.schema import ChatRequest, CompletionRequest, parse
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"const": "ö"}}}

@@ -18,6 +18,10 @@ PREFILL_TOKENS_PER_WORKER = 16_384
 budget. Workers compute prompts in order of arrival; more tokens than needed to keep them busy would only move the queue
 to the workers, where it is not fair between tenants."""
 UNBOUNDED = 1 << 62
+_MEMORY_SECONDS = 30.0
+"""Time constant of the average, seconds."""
+MIN_RETRY_SECONDS = 1.0
+MAX_RETRY_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,12 +120,6 @@ def _by_task(workers: Iterable[WorkerRoom]) -> tuple[list[WorkerRoom], list[Work
     generating = by_role["decode"] if is_split else by_role["both"] or by_role["decode"]
     computing = by_role["prefill"] if is_split else by_role["both"] or by_role["prefill"] or by_role["decode"]
     return generating, computing
-
-
-_MEMORY_SECONDS = 30.0
-"""Time constant of the average, seconds."""
-MIN_RETRY_SECONDS = 1.0
-MAX_RETRY_SECONDS = 60.0
 
 
 class DrainRate:

@@ -20,6 +20,9 @@ from typing import Protocol
 
 from kvferry.core.states import Machine
 
+_SLACK = 64
+"""Number of invalid heap entries above which all are removed together, if they also outnumber the valid ones."""
+
 
 class EntryState(StrEnum):
     """State of an entry; transitions are in `MACHINE`."""
@@ -178,10 +181,6 @@ class StrictOrder:
 
     def charge(self, priority: int, tokens: float) -> None:
         """See `BandOrder.charge`."""
-
-
-_SLACK = 64
-"""Number of invalid heap entries above which all are removed together, if they also outnumber the valid ones."""
 
 
 class _Flow:

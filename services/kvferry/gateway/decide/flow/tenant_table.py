@@ -21,6 +21,20 @@ from kvferry.core.process.toml_text import parse_toml
 from kvferry.core.sampling import MAX_PRIORITY
 from kvferry.gateway.decide.flow.controller import QueueBounds
 
+MAX_FILE_BYTES = 4 << 20
+MAX_TENANTS = 4096
+MAX_KEYS = 64
+"""Maximum number of keys of one tenant."""
+KEY_PREFIX = "sha256:"
+_KEY = re.compile(r"sha256:[0-9a-f]{64}")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_MAX_MODELS = 256
+_MAX_AMOUNT = 1e12
+_SETTING = "tenants"
+_AMOUNTS = ("requests_per_minute", "request_burst", "tokens_per_minute", "token_burst")
+_COUNTS = ("concurrent_requests", "max_queued", "max_queued_bytes")
+_FIELDS = ("keys", "weight", "priority", "models", *_AMOUNTS, *_COUNTS)
+
 
 @dataclass(frozen=True, slots=True)
 class TenantPolicy:
@@ -97,21 +111,6 @@ def _capacity(per_minute: float | None, burst: float | None) -> float:
     if per_minute is None:
         return math.inf
     return per_minute if burst is None else burst
-
-
-MAX_FILE_BYTES = 4 << 20
-MAX_TENANTS = 4096
-MAX_KEYS = 64
-"""Maximum number of keys of one tenant."""
-KEY_PREFIX = "sha256:"
-_KEY = re.compile(r"sha256:[0-9a-f]{64}")
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_MAX_MODELS = 256
-_MAX_AMOUNT = 1e12
-_SETTING = "tenants"
-_AMOUNTS = ("requests_per_minute", "request_burst", "tokens_per_minute", "token_burst")
-_COUNTS = ("concurrent_requests", "max_queued", "max_queued_bytes")
-_FIELDS = ("keys", "weight", "priority", "models", *_AMOUNTS, *_COUNTS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from kvferry.core.philox import uniform
 from kvferry.core.sampling import FinishReason, SampledToken, ScoredToken
 from kvferry.core.traces.spans import Attribute, Kind, Span
 from kvferry.gateway.decide.config import RetryConfig
-from kvferry.gateway.decide.estimates.commitments import Commitment
+from kvferry.gateway.decide.estimates.estimates import Commitment
 from kvferry.gateway.decide.lifecycle.obligations import MACHINE, Event, State
 from kvferry.gateway.decide.routing.cached_prefix import PromptNames
 from kvferry.gateway.decide.routing.route_notes import RouteNote
@@ -23,6 +23,8 @@ from kvferry.serving.request import Request
 from kvferry.serving.token_source import TokenEvent
 
 Metadata = tuple[tuple[str, str], ...]
+_NO_CALL: AbstractContextManager[Metadata | None] = nullcontext()
+_MAX_REPORTS = 16
 
 
 class NoTrace:
@@ -69,7 +71,6 @@ class NoTrace:
         """
 
 
-_NO_CALL: AbstractContextManager[Metadata | None] = nullcontext()
 NO_TRACE = NoTrace()
 
 
@@ -149,9 +150,6 @@ class SampleTrace(NoTrace):
         self._span.set({"kvferry.outcome": outcome, **counts})
         reason = "" if outcome == "done" else outcome if error is None else error.reason.lower()
         self._span.end(reason)
-
-
-_MAX_REPORTS = 16
 
 
 @dataclass(frozen=True, slots=True)

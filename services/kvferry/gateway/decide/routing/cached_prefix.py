@@ -9,8 +9,10 @@ from collections.abc import Sequence
 from kvferry.core.hashing import BlockNamers
 from kvferry.core.ids import BlockHash
 from kvferry.gateway.decide.cache_map.cache_map import CacheMap, Lookup
-from kvferry.gateway.decide.routing.replicas import CachedPrefix, PrefixKey, Replica
-from kvferry.gateway.decide.routing.routes import Pick
+from kvferry.gateway.decide.routing.routes import CachedPrefix, Pick, PrefixKey, Replica
+
+MAX_BLOCKS = 4096
+"""Maximum number of a prompt's blocks that are looked up; hashing them takes about 5 ms."""
 
 
 def block_names(namers: BlockNamers, tenant: str, replica: Replica, token_ids: Sequence[int]) -> list[BlockHash]:
@@ -78,10 +80,6 @@ def prefix_key(namers: BlockNamers, tenant: str, token_ids: Sequence[int], prefi
         return found
 
     return key
-
-
-MAX_BLOCKS = 4096
-"""Maximum number of a prompt's blocks that are looked up; hashing them takes about 5 ms."""
 
 
 class PromptCaches:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from kvferry.gateway.decide.config import Endpoint
-from kvferry.gateway.decide.routing.replicas import Place
+from kvferry.gateway.decide.routing.routes import Place
 
 POOL_LABEL = "kvferry.dev/pool"
 ROLE_LABEL = "kvferry.dev/role"

@@ -11,18 +11,18 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from kvferry.gateway.decide.estimates.commitments import Commitments
-from kvferry.gateway.decide.estimates.estimates import Estimates
+from kvferry.gateway.decide.estimates.estimates import Commitments, Estimates
 from kvferry.gateway.decide.routing.prefix_hash import rank
-from kvferry.gateway.decide.routing.replicas import Replica, readers
 from kvferry.gateway.decide.routing.routes import (
     MAX_RANKED,
     Candidate,
     Pick,
+    Replica,
     Route,
     RouteRequest,
     Terms,
     Work,
+    readers,
     rendezvous_weight,
 )
 

@@ -4,8 +4,7 @@ mislead."""
 import random
 from collections.abc import Callable, Sequence
 
-from kvferry.gateway.decide.routing.replicas import Replica, readers
-from kvferry.gateway.decide.routing.routes import Pick, RouteRequest, Work
+from kvferry.gateway.decide.routing.routes import Pick, Replica, RouteRequest, Work, readers
 
 Chooser = Callable[[Sequence[Replica]], Replica]
 """Function from replicas, at least one, sorted by name, to one of them."""

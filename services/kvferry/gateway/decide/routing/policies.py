@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 from kvferry.core.errors import UsageError
 from kvferry.gateway.decide.config import POLICIES
-from kvferry.gateway.decide.estimates.commitments import Commitments
-from kvferry.gateway.decide.estimates.estimates import Estimates
+from kvferry.gateway.decide.estimates.estimates import Commitments, Estimates
 from kvferry.gateway.decide.routing.latency import LatencyPolicy
 from kvferry.gateway.decide.routing.plain_policies import least_loaded, round_robin, uniform
 from kvferry.gateway.decide.routing.prefix_hash import PrefixHash

@@ -11,8 +11,16 @@ one popular prefix cannot overload a replica.
 import math
 from collections.abc import Sequence
 
-from kvferry.gateway.decide.routing.replicas import Replica, readers
-from kvferry.gateway.decide.routing.routes import MAX_RANKED, Candidate, Pick, RouteRequest, Work, rendezvous_weight
+from kvferry.gateway.decide.routing.routes import (
+    MAX_RANKED,
+    Candidate,
+    Pick,
+    Replica,
+    RouteRequest,
+    Work,
+    readers,
+    rendezvous_weight,
+)
 
 
 class PrefixHash:

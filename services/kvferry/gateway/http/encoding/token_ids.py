@@ -8,7 +8,7 @@ from pydantic import PlainValidator
 from kvferry.core.errors import InvalidRequest
 from kvferry.gateway.http.encoding.bodies import Body, Ids, is_ids, parse
 from kvferry.gateway.http.encoding.conversations import anything, chat_of, check_prompt_or_messages, encoded
-from kvferry.gateway.http.fields.conversation_fields import Message, ToolDefinition
+from kvferry.gateway.http.fields.request_fields import Message, ToolDefinition
 from kvferry.gateway.http.fields.strict import Accepted, shown
 from kvferry.gateway.http.openai.reply import encode
 from kvferry.serving import prompts

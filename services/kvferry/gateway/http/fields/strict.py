@@ -34,6 +34,16 @@ Priority = Annotated[
     _Priority, BeforeValidator(lambda value: 0 if value is None else value, json_schema_input_type=_Priority | None)
 ]
 """Priority of a request; null selects 0, as leaving it out does."""
+MAX_FIELDS = 64
+"""Maximum number of fields per object; OpenAI's requests have fewer."""
+MAX_ITEMS = 1024
+"""Maximum length of an array or object other than `prompt` and `messages`; `tools` has a separate limit."""
+MAX_MESSAGES = 4096
+MAX_PARTS = 256
+"""Maximum number of content parts per message."""
+Prompt = str | list[str] | list[int] | list[list[int]]
+_JSON_TYPES: Mapping[type, str] = {str: "string", list: "array", dict: "object"}
+_NUMBER = re.compile(r"\d+")
 
 
 def is_no_op(value: object, accepted: Iterable[object]) -> bool:
@@ -104,17 +114,6 @@ def _alternatives(schema: dict[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-MAX_FIELDS = 64
-"""Maximum number of fields per object; OpenAI's requests have fewer."""
-MAX_ITEMS = 1024
-"""Maximum length of an array or object other than `prompt` and `messages`; `tools` has a separate limit."""
-MAX_MESSAGES = 4096
-MAX_PARTS = 256
-"""Maximum number of content parts per message."""
-
-Prompt = str | list[str] | list[int] | list[list[int]]
-
-
 def check_sizes(fields: Mapping[str, Any]) -> None:
     """Check the sizes of a request's arrays and objects.
 
@@ -168,9 +167,6 @@ def shown(value: object) -> str:
     return f"a JSON {_JSON_TYPES.get(type(value), 'value')}"
 
 
-_JSON_TYPES: Mapping[type, str] = {str: "string", list: "array", dict: "object"}
-
-
 def _check_messages(messages: object) -> None:
     _at_most("messages", messages, MAX_MESSAGES, "messages")
     if not isinstance(messages, list):
@@ -202,7 +198,6 @@ def _no_prompt(field: str, value: object) -> InvalidRequest:
 
 
 S = TypeVar("S", bound=Strict)
-_NUMBER = re.compile(r"\d+")
 
 
 def json_object(body: bytes) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from kvferry.core.inference.beams import BeamParams
 from kvferry.core.inference.chunks import TextChunk
 from kvferry.core.inference.tools import ToolUse
 from kvferry.core.sampling import FinishReason, SamplingParams
-from kvferry.gateway.http.fields.constraint_fields import in_field
+from kvferry.gateway.http.fields.request_fields import in_field
 from kvferry.gateway.http.openai import reply
 from kvferry.gateway.http.openai.schema import ChatRequest, CompletionRequest, parse
 from kvferry.serving import prompts

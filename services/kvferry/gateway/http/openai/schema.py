@@ -16,8 +16,7 @@ from kvferry.core.inference.beams import MAX_WIDTH, BeamParams
 from kvferry.core.inference.tools import ToolUse
 from kvferry.core.limits import MAX_CACHE_SALT_CHARS
 from kvferry.core.sampling import MAX_OUTPUT_TOKENS, RANGES, Range, SamplingParams
-from kvferry.gateway.http.fields.constraint_fields import ConstraintFields
-from kvferry.gateway.http.fields.conversation_fields import Message, NamedChoice, ToolDefinition, tool_use
+from kvferry.gateway.http.fields.request_fields import ConstraintFields, Message, NamedChoice, ToolDefinition, tool_use
 from kvferry.gateway.http.fields.strict import (
     MAX_FIELDS,
     Accepted,

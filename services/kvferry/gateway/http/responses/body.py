@@ -13,7 +13,7 @@ from kvferry.core.errors import InvalidRequest, shortened
 from kvferry.core.inference.tools import ToolUse
 from kvferry.core.limits import MAX_CACHE_SALT_CHARS
 from kvferry.core.sampling import RANGES, Range
-from kvferry.gateway.http.fields.conversation_fields import (
+from kvferry.gateway.http.fields.request_fields import (
     FunctionDefinition,
     FunctionName,
     NamedChoice,

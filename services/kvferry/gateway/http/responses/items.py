@@ -8,7 +8,7 @@ from pydantic import Discriminator, Field, Tag
 
 from kvferry.core.errors import InvalidRequest, shortened
 from kvferry.gateway.http.fields.strict import Accepted, Strict
-from kvferry.text.tools.history import MAX_ID_CHARS
+from kvferry.text.tools.conversations import MAX_ID_CHARS
 
 MAX_ITEMS = 4096
 _Id = Annotated[str, Field(min_length=1, max_length=MAX_ID_CHARS)]

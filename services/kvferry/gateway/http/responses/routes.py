@@ -10,8 +10,7 @@ from starlette.responses import Response
 from starlette.types import Send
 
 from kvferry.core.errors import InvalidRequest, shortened
-from kvferry.gateway.http.body_route import JSON, ApiContext, BodyRoute, prepared, while_connected
-from kvferry.gateway.http.event_stream import send_events
+from kvferry.gateway.http.body_route import JSON, ApiContext, BodyRoute, prepared, send_events, while_connected
 from kvferry.gateway.http.fields.strict import Strict, parse_fields
 from kvferry.gateway.http.openai.reply import encode
 from kvferry.gateway.http.responses.creation import create

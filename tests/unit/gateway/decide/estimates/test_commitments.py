@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.core.clock import ManualClock
-from kvferry.gateway.decide.estimates.commitments import Commitment, Commitments
+from kvferry.gateway.decide.estimates.estimates import Commitment, Commitments
 
 
 @given(

@@ -14,9 +14,8 @@ from kvferry.gateway.decide.cache_map.feed_events import Digest, SnapshotPart, x
 from kvferry.gateway.decide.cache_map.map_states import MapState
 from kvferry.gateway.decide.routing.cached_prefix import PromptCaches, PromptNames, block_names
 from kvferry.gateway.decide.routing.prefix_hash import PrefixHash
-from kvferry.gateway.decide.routing.replicas import CachedPrefix, Candidates, Replica
 from kvferry.gateway.decide.routing.route_notes import route_notes
-from kvferry.gateway.decide.routing.routes import RouteReason, RouteRequest, choose
+from kvferry.gateway.decide.routing.routes import CachedPrefix, Candidates, Replica, RouteReason, RouteRequest, choose
 
 NAMERS = BlockNamers(b"key")
 PROMPT = [(5 * i) % 97 for i in range(100)]

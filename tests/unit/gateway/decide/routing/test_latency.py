@@ -11,11 +11,18 @@ from kvferry.core.clock import ManualClock
 from kvferry.core.ids import WorkerId
 from kvferry.gateway.decide.cache_map.cache_map import Basis
 from kvferry.gateway.decide.cache_map.map_states import MapState
-from kvferry.gateway.decide.estimates.commitments import Commitment, Commitments
-from kvferry.gateway.decide.estimates.estimates import Estimates, Process
+from kvferry.gateway.decide.estimates.estimates import Commitment, Commitments, Estimates, Process
 from kvferry.gateway.decide.routing.latency import LatencyPolicy
-from kvferry.gateway.decide.routing.replicas import CachedPrefix, Candidates, Place, Replica
-from kvferry.gateway.decide.routing.routes import RouteReason, RouteRequest, Work, choose
+from kvferry.gateway.decide.routing.routes import (
+    CachedPrefix,
+    Candidates,
+    Place,
+    Replica,
+    RouteReason,
+    RouteRequest,
+    Work,
+    choose,
+)
 
 PER_TOKEN, STEP, PER_SEQUENCE = 1e-3, 0.01, 0.001
 

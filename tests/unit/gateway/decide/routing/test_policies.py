@@ -10,12 +10,10 @@ from kvferry.core.clock import ManualClock
 from kvferry.core.errors import UsageError
 from kvferry.core.ids import WorkerId
 from kvferry.gateway.decide.config import POLICIES
-from kvferry.gateway.decide.estimates.commitments import Commitments
-from kvferry.gateway.decide.estimates.estimates import Estimates
+from kvferry.gateway.decide.estimates.estimates import Commitments, Estimates
 from kvferry.gateway.decide.routing.plain_policies import least_loaded, round_robin, uniform
 from kvferry.gateway.decide.routing.policies import RoutingPolicies, make_policy
-from kvferry.gateway.decide.routing.replicas import Candidates, Replica
-from kvferry.gateway.decide.routing.routes import RouteRequest, Work, choose
+from kvferry.gateway.decide.routing.routes import Candidates, Replica, RouteRequest, Work, choose
 
 
 def replica(name: str, load: int = 0, fingerprint: bytes = b"f") -> Replica:

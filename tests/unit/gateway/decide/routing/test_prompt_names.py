@@ -5,7 +5,7 @@ from harness.fakes.engines import an_engine
 from kvferry.core.hashing import BlockNamers
 from kvferry.core.ids import WorkerId
 from kvferry.gateway.decide.routing.cached_prefix import block_names, prefix_key
-from kvferry.gateway.decide.routing.replicas import Replica
+from kvferry.gateway.decide.routing.routes import Replica
 
 TENANT_KEY = b"secret"
 NAMERS = BlockNamers(TENANT_KEY)

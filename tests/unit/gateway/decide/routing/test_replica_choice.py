@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from kvferry.core.ids import WorkerId
 from kvferry.gateway.decide.routing.prefix_hash import PrefixHash
-from kvferry.gateway.decide.routing.replicas import Candidates, Replica, readers
-from kvferry.gateway.decide.routing.routes import RouteReason, RouteRequest, choose
+from kvferry.gateway.decide.routing.routes import Candidates, Replica, RouteReason, RouteRequest, choose, readers
 
 _FACTOR = 1.25
 
