@@ -34,6 +34,10 @@ from kvferry.kv.interface.tiering import KvMessage
 from kvferry.text.requests.prompt_parameters import check_prompt_logprobs
 
 
+def _unobserved(_started: list[RequestId]) -> None:
+    pass
+
+
 class Engine:
     """Inference engine with a paged KV cache for one model."""
 
@@ -58,8 +62,6 @@ class Engine:
         self._exports: dict[int, tuple[BlockId, ...]] = {}
         self.num_exports = 0
         """Number of exports so far, which is also the number of the next export."""
-        self.on_started: Callable[[list[RequestId]], None] | None = None
-        """Callback before each step, called with the requests that take part in a step for the first time."""
         self._activation = AdapterActivation(
             self.scheduler, self.adapters, None if adapters is None else adapters.activate, self._clock, self._end
         )
@@ -138,9 +140,14 @@ class Engine:
 
     # ------------------------------------------------------------------ the step
 
-    def step(self) -> StepOutput:
+    def step(self, on_started: Callable[[list[RequestId]], None] = _unobserved) -> StepOutput:
         """Process messages of loaders and tiers, plan a step, compute it and record its results. If no sequence can
-        run, no step is computed. The next step may be launched before this one is recorded (`pipeline`)."""
+        run, no step is computed. The next step may be launched before this one is recorded (`pipeline`).
+
+        Args:
+            on_started: called before the step is computed with the requests that take part in a step for the first
+                time, if there are any.
+        """
         self.watch.phase(MESSAGES)
         outcomes = self._loads.take_in()
         self._loads.store_full_objects()  # before `schedule`, which may preempt a sequence and reuse its pages
@@ -154,8 +161,8 @@ class Engine:
                 self.adapter_loaded(adapter, loaded)
         failed = self._activation.take_failed()
         started = self.scheduler.take_started()
-        if started and self.on_started is not None:
-            self.on_started(started)
+        if started:
+            on_started(started)
         now = self._clock.monotonic()
         overdue = self.scheduler.take_overdue(now)
         self.statistics.start(started, now)

@@ -109,7 +109,6 @@ class EngineLoop:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
-        engine.on_started = self._announce
         self.load: WorkerLoad = engine.load()
         """Latest snapshot of the engine's load; the engine's thread replaces it after each step."""
         self.adapters = engine.adapter_infos
@@ -283,7 +282,11 @@ class EngineLoop:
             while True:
                 if not self._take_commands(wait=idle):
                     return
-                output = self._engine.step() if self._engine.has_work else StepOutput([], {}, [], [], [], [], ran=False)
+                output = (
+                    self._engine.step(self._announce)
+                    if self._engine.has_work
+                    else StepOutput([], {}, [], [], [], [], ran=False)
+                )
                 self._hand_out(output)
                 idle = not output.ran
                 self.load = self._engine.load()
