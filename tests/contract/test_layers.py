@@ -66,7 +66,7 @@ VIOLATIONS = [
     (
         "The simulator imports decisions, not the shells around them",
         "services/kvferry/simulator/clock.py",
-        "import kvferry.gateway.fleet.step_watch",
+        "import kvferry.gateway.fleet.stall_detector",
     ),
     ("What ships needs no tests", "services/kvferry/testing/tier_suite.py", "import harness.idle"),
     ("What ships needs no tests", "services/kvferry/bench/rows.py", "import pytest"),

@@ -13,7 +13,7 @@ from kvferry.core.metrics import Metric
 from kvferry.gateway.decide.cache_map.audit import AuditOutcome
 from kvferry.gateway.decide.cache_map.cache_map import Basis
 from kvferry.gateway.decide.cache_map.map_states import LOSSES, MapState
-from kvferry.gateway.decide.lifecycle.obligations import MACHINE
+from kvferry.gateway.decide.lifecycle.sample_states import MACHINE
 from kvferry.gateway.decide.routing.routes import RouteReason
 from kvferry.gateway.observe import instruments
 from kvferry.rpc import wire

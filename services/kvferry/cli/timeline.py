@@ -8,7 +8,7 @@ _WIDTH = 40
 def timeline(timing: Timing, usage: Usage | None, ttft_seconds: float, total_seconds: float) -> str:
     """Draw a timeline of a request: queue, prefill, first token, hand-off and decode on one scale.
 
-    prefill    |####                          |   61.2 ms  37 tokens, 0 cached
+    prefill        ███                                     61.2 ms  37 tokens, 0 cached, 127.0.0.1:9100
     ...
     """
     prompt = 0 if usage is None else usage.prompt_tokens

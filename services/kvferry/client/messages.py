@@ -287,7 +287,7 @@ def gather(chunks: Iterable[TextChunk]) -> list[Completion]:
 def _whole(chunks: Sequence[TextChunk]) -> Completion:
     last = chunks[-1]
     if last.finish_reason is None or last.usage is None or last.timing is None:
-        raise InvariantBroken(f"the stream ended before sample {last.index} had a finish reason")
+        raise InvariantBroken(f"the stream ended without the last chunk of sample {last.index}")
     calls = AssembledCalls()
     for chunk in chunks:
         calls.add(chunk.tool_calls)

@@ -13,7 +13,7 @@ from kvferry.gateway.decide.config import DispatchConfig, FlowConfig, GatewayCon
 from kvferry.gateway.decide.lifecycle.sample_run import SampleRun
 from kvferry.gateway.decide.routing.holding import Holding
 from kvferry.gateway.dispatch.dispatcher import Dispatcher
-from kvferry.gateway.dispatch.routing import build_routing
+from kvferry.gateway.dispatch.routing_parts import build_routing
 from kvferry.gateway.fleet.adapter_changes import AdapterChanges
 from kvferry.gateway.fleet.cache_feeds.cache_feeds import CacheFeeds
 from kvferry.gateway.fleet.cache_feeds.map_metrics import CacheMapCollector

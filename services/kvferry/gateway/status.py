@@ -1,4 +1,4 @@
-"""What a gateway says of itself: readiness, the state of its fleet, and the overview of the dashboard."""
+"""Reports of a gateway: readiness, the state of its fleet, and the overview of the dashboard."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -13,7 +13,7 @@ from kvferry.core.errors import UsageError
 from kvferry.core.limits import MAX_MESSAGE_BYTES
 from kvferry.rpc.access.call_keys import CallVerifier
 from kvferry.rpc.access.guard import CallGuard
-from kvferry.rpc.calls import CallInterceptor, OpenCalls
+from kvferry.rpc.call_interceptor import CallInterceptor, OpenCalls
 from kvferry.rpc.channel import KEEPALIVE_SECONDS, PING_OPTIONS, Options
 from kvferry.rpc.unknown_methods import registered_methods_server
 

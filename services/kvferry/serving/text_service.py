@@ -306,7 +306,7 @@ class TextService:
         return self.admitted((request,), lambda requests: self.generate_now(requests[0]))
 
     def generate_now(self, request: Request) -> AsyncGenerator[TextChunk, None]:
-        """Generate text chunks for a request that was admitted; see `serving.text_stream.generate_text`."""
+        """Generate text chunks for a request that was admitted; see `generate_text`."""
         return generate_text(self.source, self.model, request, self.clock, self.searches)
 
     def admitted(

@@ -10,9 +10,9 @@ from harness.explorer.violation import Violation
 from kvferry.core.errors import KvferryError, TicketRejected, Unavailable
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import SampledToken, SamplingParams
-from kvferry.gateway.decide.lifecycle.obligations import MACHINE, Duty, Event, State
 from kvferry.gateway.decide.lifecycle.retry_decision import RetryDecision, retry_decision
 from kvferry.gateway.decide.lifecycle.sample_run import SampleRun, SealedTicket
+from kvferry.gateway.decide.lifecycle.sample_states import MACHINE, Duty, Event, State
 from kvferry.kv.interface import ticket as kv_ticket
 from kvferry.serving.request import Caller, Request
 

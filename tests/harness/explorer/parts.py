@@ -7,7 +7,7 @@ from harness.explorer.decode_actor import DecodeActor
 from harness.explorer.gateway_actor import GatewayActor
 from harness.explorer.prefill_actor import PrefillActor
 from kvferry.engine.schedule.blocks.block_pool import BlockPool
-from kvferry.gateway.decide.lifecycle.obligations import DUTIES, Duty, State
+from kvferry.gateway.decide.lifecycle.sample_states import DUTIES, Duty, State
 from kvferry.kv.handoff.attempt import Attempt
 from kvferry.kv.handoff.offers import OfferBook, check_incarnation
 from kvferry.kv.handoff.quarantine import accepts_fetch

@@ -13,7 +13,7 @@ from harness.explorer.prefill_actor import PrefillActor
 from harness.explorer.records import CallKey, Load, Request
 from kvferry.core.ids import BlockId
 from kvferry.engine.schedule.blocks.block_pool import BlockPool
-from kvferry.gateway.decide.lifecycle.obligations import DUTIES, Duty
+from kvferry.gateway.decide.lifecycle.sample_states import DUTIES, Duty
 from kvferry.kv.handoff import attempt as effects
 from kvferry.kv.handoff.attempt import Effect, Effects
 

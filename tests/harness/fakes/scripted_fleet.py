@@ -10,7 +10,7 @@ from harness.fakes.scripted_worker import ScriptedWorker, ScriptedWorkers
 from kvferry.core.clock import SystemClock
 from kvferry.gateway.decide.config import DispatchConfig, Endpoint, FleetConfig
 from kvferry.gateway.dispatch.dispatcher import Dispatcher
-from kvferry.gateway.dispatch.routing import Routing, build_routing
+from kvferry.gateway.dispatch.routing_parts import Routing, build_routing
 from kvferry.gateway.fleet.fleet import Fleet
 from kvferry.gateway.observe.instruments import Instruments
 

@@ -20,7 +20,7 @@ from kvferry.core.errors import KvferryError, TicketRejected, Unavailable
 from kvferry.core.ids import new_incarnation
 from kvferry.core.sampling import FinishReason
 from kvferry.rpc import wire
-from kvferry.rpc.calls import STARTED_METADATA
+from kvferry.rpc.call_interceptor import STARTED_METADATA
 from kvferry.rpc.server import RpcServer, Service, start_server
 from kvferry.rpc.wire import pooling_from_wire
 from kvferry.v1 import (

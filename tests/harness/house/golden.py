@@ -21,7 +21,7 @@ from kvferry.core.philox import uniform
 from kvferry.core.states import Machine
 from kvferry.engine.schedule.step.sequence import SEQUENCE_MACHINE
 from kvferry.gateway.decide.cache_map.map_states import MAP_MACHINE
-from kvferry.gateway.decide.lifecycle.obligations import MACHINE as RELEASE_MACHINE
+from kvferry.gateway.decide.lifecycle.sample_states import MACHINE as RELEASE_MACHINE
 from kvferry.kv.handoff.offers import OFFER_MACHINE
 from kvferry.kv.handoff.transfers import TRANSFER_MACHINE
 from kvferry.kv.interface.seals import AddressSeal, BlocksSeal, sealed_bytes

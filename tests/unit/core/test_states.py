@@ -7,7 +7,7 @@ import pytest
 from kvferry.core.errors import InvariantBroken
 from kvferry.core.states import Machine
 from kvferry.engine.schedule.step.sequence import SEQUENCE_MACHINE
-from kvferry.gateway.decide.lifecycle.obligations import MACHINE as SAMPLE_MACHINE
+from kvferry.gateway.decide.lifecycle.sample_states import MACHINE as SAMPLE_MACHINE
 from kvferry.kv.handoff.offers import OFFER_MACHINE
 from kvferry.kv.handoff.transfers import TRANSFER_MACHINE
 

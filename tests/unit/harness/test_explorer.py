@@ -16,7 +16,7 @@ from harness.explorer.shrink import shrink
 from harness.explorer.world import World, label
 
 from kvferry.core.states import Machine
-from kvferry.gateway.decide.lifecycle.obligations import MACHINE as SAMPLE_MACHINE
+from kvferry.gateway.decide.lifecycle.sample_states import MACHINE as SAMPLE_MACHINE
 from kvferry.kv.handoff.offers import OFFER_MACHINE, OfferEvent
 from kvferry.kv.handoff.transfers import TRANSFER_MACHINE, TransferEvent, TransferState
 

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 from blake3 import blake3
 
+from kvferry.core.errors import InvariantBroken
 from kvferry.core.settings.parsers import size_or_auto
 from kvferry.operator.objects.adapter_list import ADAPTERS_FILE
 from kvferry.operator.objects.pods import (
@@ -233,8 +234,10 @@ def _tier_environment(tiers: tuple[Tier, ...]) -> list[Json]:
             urls.append(tier.url)
         elif tier.type == "disk":
             urls.append(f"disk://{_DISK_TIER}/{i}?size={size(tier.size)}")
-        else:
+        elif tier.type == "dram":
             urls.append(f"dram://?size={size(tier.size)}")
+        else:
+            raise InvariantBroken(f"tier {tier.type!r} has no URL here")
     return [*variables, {"name": "KVFERRY_TIER", "value": ",".join(urls)}]
 
 

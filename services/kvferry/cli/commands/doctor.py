@@ -52,7 +52,7 @@ def command(values: Values, *, as_json: bool, cluster: bool) -> None:
     say("inspecting this machine")
     findings = [*doctor.machine(), doctor.copy_rate(clock)]
     say("loading the model and computing prompts")
-    llm = LLM.of(engine_settings(values, device="cpu", kv_memory=256 << 20))  # as workers do
+    llm = LLM.of(engine_settings(values, device="cpu", kv_memory=256 << 20))
     prices = PriceBook()
     findings.append(doctor.teach_compute(llm, prices, clock))
     block_tokens = llm.engine.allocator.block_tokens

@@ -101,7 +101,7 @@ def _config(values: Values) -> "GatewayConfig":
     listed = [f"--{role}" for role in _ROLES if values[role]]
     if values["pool"] and listed:
         raise UsageError(
-            f"--pool and {', '.join(listed)} are mutually exclusive: list workers or name their pool, not both",
+            f"--pool cannot be combined with {', '.join(listed)}: list workers or name their pool",
             field="pool",
         )
     return GatewayConfig(

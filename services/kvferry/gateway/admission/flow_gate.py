@@ -41,8 +41,7 @@ UncachedTokens = Callable[[str, Sequence[int]], int]
 
 
 class Gate(Protocol):
-    """The methods of the flow gate that a slot uses. A protocol, because the gate makes slots and imports this
-    module."""
+    """The methods of the flow gate that a slot uses."""
 
     async def admit(self, slot: "RequestSlot") -> None:
         """Wait until the request may start."""

@@ -5,7 +5,7 @@
        +----- lost call -------+---- ticket dropped  -----------+------------+
 
 A stream that loses its decode worker continues on another worker from the prompt and the emitted tokens. Sampling
-depends only on seed and position, so the output is the same. `obligations.DUTIES` lists the clean-up for each exit.
+depends only on seed and position, so the output is the same. `sample_states.DUTIES` lists the clean-up for each exit.
 """
 
 import asyncio
@@ -32,9 +32,9 @@ from kvferry.core.traces.spans import current_span
 from kvferry.gateway.admission.flow_gate import FlowGate
 from kvferry.gateway.decide.config import DispatchConfig
 from kvferry.gateway.decide.flow.capacity import UNBOUNDED
-from kvferry.gateway.decide.lifecycle.obligations import MACHINE, Event, State
 from kvferry.gateway.decide.lifecycle.retry_decision import RetryDecision, retry_decision
 from kvferry.gateway.decide.lifecycle.sample_run import NO_TRACE, NoTrace, SampleRun, SampleTrace
+from kvferry.gateway.decide.lifecycle.sample_states import MACHINE, Event, State
 from kvferry.gateway.decide.routing.routes import Route
 from kvferry.gateway.dispatch.ending import Ending
 from kvferry.gateway.dispatch.journal import Journal
@@ -42,7 +42,7 @@ from kvferry.gateway.dispatch.kv_hints import KvPrefetches, Turns
 from kvferry.gateway.dispatch.lost_call import WorkerLost
 from kvferry.gateway.dispatch.releases import Releases, Sleep
 from kvferry.gateway.dispatch.route_selection import RETRY_AFTER_SECONDS
-from kvferry.gateway.dispatch.routing import Routing
+from kvferry.gateway.dispatch.routing_parts import Routing
 from kvferry.gateway.dispatch.search_steps import SearchSteps
 from kvferry.gateway.dispatch.step_turns import StepTurns
 from kvferry.gateway.dispatch.worker_calls import WorkerCalls

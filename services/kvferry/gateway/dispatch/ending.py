@@ -2,8 +2,8 @@
 
 from kvferry.core.clock import Clock
 from kvferry.core.inference.chunks import Usage
-from kvferry.gateway.decide.lifecycle.obligations import DUTIES, MACHINE, Duty, Event
 from kvferry.gateway.decide.lifecycle.sample_run import SampleRun
+from kvferry.gateway.decide.lifecycle.sample_states import DUTIES, MACHINE, Duty, Event
 from kvferry.gateway.dispatch.releases import Releases
 from kvferry.gateway.observe.instruments import Instruments
 

@@ -7,7 +7,7 @@ import grpc
 
 from kvferry.core.errors import STEP_FAILED, GenerationFailed, KvferryError, Unavailable
 from kvferry.gateway.fleet.member import Hold
-from kvferry.rpc.calls import STARTED_METADATA
+from kvferry.rpc.call_interceptor import STARTED_METADATA
 from kvferry.rpc.errors import DETAILS_KEY, error_from_rpc
 
 

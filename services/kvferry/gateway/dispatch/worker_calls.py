@@ -13,8 +13,8 @@ from kvferry.core.errors import Unavailable
 from kvferry.core.ids import new_ticket_id
 from kvferry.core.inference.pooling import PoolingParams
 from kvferry.core.sampling import ScoredToken
-from kvferry.gateway.decide.lifecycle.obligations import MACHINE, Event, State
 from kvferry.gateway.decide.lifecycle.sample_run import SampleRun, SealedTicket
+from kvferry.gateway.decide.lifecycle.sample_states import MACHINE, Event, State
 from kvferry.gateway.decide.routing.routes import Pick, Route
 from kvferry.gateway.dispatch.ending import Ending
 from kvferry.gateway.dispatch.kv_hints import KvPrefetches, Turns

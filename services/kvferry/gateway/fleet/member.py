@@ -21,7 +21,7 @@ from kvferry.gateway.decide.config import Endpoint
 from kvferry.gateway.decide.flow.capacity import WorkerRoom
 from kvferry.gateway.decide.routing.discovery import Listing
 from kvferry.gateway.decide.routing.routes import Place, Replica
-from kvferry.gateway.fleet.step_watch import StepWatch
+from kvferry.gateway.fleet.stall_detector import StallDetector
 from kvferry.gateway.fleet.worker_channels import WorkerChannels
 from kvferry.gateway.fleet.worker_keys import WorkerKeys
 from kvferry.rpc.access.call_keys import CallSigner
@@ -168,7 +168,7 @@ class Member:
         self.why_suspect = ""
         self.num_suspicions = 0
         self.wake = asyncio.Event()
-        self._steps = StepWatch(stalled_polls)
+        self._steps = StallDetector(stalled_polls)
         self._model = model
         self._keys = keys
         self._signer = None if keys is None else keys.signers[0]

@@ -19,13 +19,13 @@ from starlette.types import ASGIApp
 from kvferry.core.errors import InvalidRequest, KvferryError, encodable, shortened
 from kvferry.core.ids import RequestId
 from kvferry.gateway.dispatch.journal import MAX_LISTED, Journal
-from kvferry.gateway.http.answers import Ready
 from kvferry.gateway.http.client_api import error_response
 from kvferry.gateway.http.openai import reply as openai_reply
 from kvferry.gateway.http.page_files import PageFiles
 from kvferry.gateway.http.pin_routes import PATHS as PIN_PATHS
 from kvferry.gateway.http.pin_routes import PinRoutes
 from kvferry.gateway.http.route_errors import NoSuchRoute, no_such_request
+from kvferry.gateway.http.status_bodies import Ready
 
 _JSON = "application/json"
 _MAX_BODY_BYTES = 64 << 10

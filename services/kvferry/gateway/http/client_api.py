@@ -26,7 +26,6 @@ from kvferry.core.ids import RequestId, new_request_id
 from kvferry.core.traces.spans import TRACEPARENT, TRACESTATE, Span, TraceContext, Tracer, use_span
 from kvferry.gateway.decide.config import HttpConfig
 from kvferry.gateway.dispatch.journal import Journal
-from kvferry.gateway.http.answers import Alive, Ready
 from kvferry.gateway.http.body_route import (
     JSON,
     ApiContext,
@@ -45,6 +44,7 @@ from kvferry.gateway.http.openapi.operations import OPERATIONS
 from kvferry.gateway.http.responses.routes import ResponseRoutes
 from kvferry.gateway.http.responses.store import ResponseStore
 from kvferry.gateway.http.route_errors import MethodNotAllowed, NoSuchRoute, no_such_request
+from kvferry.gateway.http.status_bodies import Alive, Ready
 from kvferry.gateway.observe.instruments import Instruments
 from kvferry.rpc.wire import check_request_id
 from kvferry.serving.text_service import TextService

@@ -16,8 +16,8 @@ from kvferry.core.handoffs import HandoffOutcome
 from kvferry.core.inference.chunks import KvReport, Timing, Usage
 from kvferry.core.metrics import Metric
 from kvferry.gateway.decide.flow.controller import FlowController, QueueSize
-from kvferry.gateway.decide.lifecycle.obligations import State
 from kvferry.gateway.decide.lifecycle.prompt_sources import prompt_sources
+from kvferry.gateway.decide.lifecycle.sample_states import State
 from kvferry.gateway.decide.routing.routes import CachedPrefix
 from kvferry.gateway.observe.dashboard.history import Totals
 from kvferry.gateway.observe.dashboard.quantiles import Buckets

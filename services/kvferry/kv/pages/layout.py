@@ -71,7 +71,7 @@ class KvLayout:
         if self.planes not in (1, 2):
             raise ValueError(f"planes must be 1 or 2, not {self.planes}")
         if self.windows and len(self.windows) != self.num_layers:
-            raise ValueError(f"{len(self.windows)} windows for {self.num_layers} layers")
+            raise ValueError(f"windows has {len(self.windows)} entries for {self.num_layers} layers")
         total = self.num_kv_heads if self.total_kv_heads is None else self.total_kv_heads
         if not 0 <= self.first_kv_head <= total - self.num_kv_heads:
             raise ValueError(

@@ -11,7 +11,7 @@ from kvferry.core.ids import AdapterId, RequestId, new_request_id
 from kvferry.core.sampling import SamplingParams
 from kvferry.core.traces.spans import context_of, use_span
 from kvferry.rpc import wire
-from kvferry.rpc.calls import request_id_of
+from kvferry.rpc.call_interceptor import request_id_of
 from kvferry.rpc.inference.text_wire import (
     beams_from_wire,
     chunk_to_wire,

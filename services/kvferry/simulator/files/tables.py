@@ -164,6 +164,6 @@ def wrong(field: str, value: object, remedy: str) -> UsageError:
     """
     try:
         shown = shortened(repr(value))
-    except (ValueError, RecursionError):  # a number of more than 4,300 digits, or deeply nested
+    except (ValueError, RecursionError):  # a number of more than 4,300 digits, or a deeply nested value
         shown = "too large to show"
     return UsageError(f"{field} is {shown}; {remedy}", field=field)

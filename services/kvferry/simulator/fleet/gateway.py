@@ -37,7 +37,7 @@ _MAX_QUEUED_BYTES = 1 << 31
 
 
 class Gateway:
-    """One gateway and its pool. Implements `simulator.replica.Listener`."""
+    """One gateway and its pool. Implements `simulator.worker.jobs.Listener`."""
 
     def __init__(
         self, clock: VirtualClock, settings: GatewaySettings, namers: BlockNamers, policy: Policy | None = None

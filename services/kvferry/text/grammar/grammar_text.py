@@ -71,7 +71,7 @@ def _regex(source: str, _: Mapping[str, int]) -> str:
     from llguidance import LLMatcher
 
     text = LLMatcher.grammar_from_regex(source)
-    return text if text.startswith("{") else _lark(text, {})  # the form with a list of grammars
+    return text if text.startswith("{") else _lark(text, {})  # text that begins with { is llguidance's JSON
 
 
 def _choice(source: str, _: Mapping[str, int]) -> str:

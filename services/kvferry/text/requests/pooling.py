@@ -1,4 +1,4 @@
-"""Parameters of a pooled vector: how the hidden states of a prompt become one vector."""
+"""Checks and similarity of pooled vectors."""
 
 import numpy as np
 import numpy.typing as npt

@@ -1,5 +1,5 @@
-"""Schemas of a tool's arguments as its grammar contains them. They are only checked here, since the compiler prepares
-every schema in a grammar (`lark_text`)."""
+"""Schemas of a tool's arguments: closes objects, and checks that the compiler can enforce the result. The compiler
+prepares every schema in a grammar (`lark_text`)."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any

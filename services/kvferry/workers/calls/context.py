@@ -111,7 +111,7 @@ class WorkerContext:
         """Check the length of a cache scope.
 
         Raises:
-            InvalidRequest: the name is too long.
+            InvalidRequest: the scope is too long.
         """
         if len(scope) > MAX_SCOPE_CHARS:
             raise InvalidRequest(

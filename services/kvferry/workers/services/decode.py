@@ -18,7 +18,7 @@ from kvferry.kv.interface.connector import FetchSource, Peer, PeerControl
 from kvferry.kv.interface.ticket import Keyring, Ticket, check_ticket, digest_tokens
 from kvferry.rpc import wire
 from kvferry.rpc.access.hosts import is_host
-from kvferry.rpc.calls import STARTED_METADATA
+from kvferry.rpc.call_interceptor import STARTED_METADATA
 from kvferry.v1 import decode_pb2, decode_pb2_grpc
 from kvferry.workers.calls.call_trace import call_trace
 from kvferry.workers.calls.context import WorkerContext, sequence_id

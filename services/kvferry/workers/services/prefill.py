@@ -14,7 +14,7 @@ from kvferry.engine.schedule.step.kv_progress import RemoteKv
 from kvferry.kv.interface.connector import FetchSource
 from kvferry.kv.interface.ticket import Keyring, check_ticket
 from kvferry.rpc import wire
-from kvferry.rpc.calls import STARTED_METADATA
+from kvferry.rpc.call_interceptor import STARTED_METADATA
 from kvferry.rpc.wire import pooling_from_wire
 from kvferry.v1 import prefill_pb2, prefill_pb2_grpc
 from kvferry.workers.calls.call_trace import call_trace

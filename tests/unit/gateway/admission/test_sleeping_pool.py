@@ -23,7 +23,7 @@ from kvferry.gateway.decide.routing.discovery import Listing
 from kvferry.gateway.decide.routing.holding import Holding
 from kvferry.gateway.dispatch import worker_calls
 from kvferry.gateway.dispatch.dispatcher import Dispatcher
-from kvferry.gateway.dispatch.routing import build_routing
+from kvferry.gateway.dispatch.routing_parts import build_routing
 from kvferry.gateway.fleet.fleet import Fleet
 from kvferry.gateway.observe.instruments import Instruments
 from kvferry.serving.request import Caller, Request

@@ -4,8 +4,8 @@ from kvferry.cli.commands.explain import report_lines
 from kvferry.core.ids import RequestId, WorkerId
 from kvferry.core.inference.chunks import KvReport, Timing
 from kvferry.core.sampling import SamplingParams
-from kvferry.gateway.decide.lifecycle.obligations import Event
 from kvferry.gateway.decide.lifecycle.sample_run import SampleRun
+from kvferry.gateway.decide.lifecycle.sample_states import Event
 from kvferry.gateway.decide.routing.policies import OtherChoice
 from kvferry.gateway.decide.routing.prefix_hash import PrefixHash
 from kvferry.gateway.decide.routing.route_notes import route_notes

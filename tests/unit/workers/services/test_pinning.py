@@ -20,7 +20,7 @@ from kvferry.kv.interface.ticket import Keyring
 from kvferry.kv.pages.layout import KvLayout
 from kvferry.kv.registry import open_transport
 from kvferry.rpc.access.call_keys import CallVerifier
-from kvferry.rpc.calls import OpenCalls
+from kvferry.rpc.call_interceptor import OpenCalls
 from kvferry.rpc.channel import open_channel
 from kvferry.rpc.errors import error_from_rpc
 from kvferry.rpc.server import Service, start_server

@@ -55,7 +55,7 @@ def check_driver(setting: str) -> None:
     if setting.partition(":")[0] == CUDA and not any(driver.exists() for driver in _DRIVERS):
         raise UsageError(
             f"device '{setting}' needs a GPU, but this machine has no GPU driver (none of "
-            f"{', '.join(map(str, _DRIVERS))}): use --device cpu, or install the driver",
+            f"{', '.join(map(str, _DRIVERS))} exists): use --device cpu, or install the driver",
             field="device",
         )
 

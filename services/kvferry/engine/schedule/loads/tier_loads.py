@@ -1,5 +1,5 @@
-"""Tier lookups, loads and stores of one engine: looks up KV on arrival and after preemption, and loads it if that is
-faster than computing.
+"""Looks up, loads and stores the KV of one engine in tiers. KV is looked up on arrival and after preemption, and loaded
+if that is faster than computing.
 
     blocks      [ b0 b1 | b2 b3 | b4 b5 | b6        2 blocks per object
     local hit   [ b0 b1   b2 ]

@@ -201,7 +201,7 @@ class Speculation:
         return not self._states and (self._model is None or self._model.is_idle)
 
     def _propose(self, sequence: Sequence) -> SequenceDrafts | None:
-        """Draft tokens for a sequence; `None` if it cannot be drafted."""
+        """Propose draft tokens for a sequence; `None` if it may have none."""
         request = sequence.request
         limit = min(self._num_drafts, request.max_tokens_total - sequence.num_tokens - 1, _before_bans_end(sequence))
         if limit < 1 or request.exports or not request.sampling.speculation:

@@ -1,8 +1,8 @@
 """The map of the caches of all replicas, and predictions from it.
 
 A prediction is a hint: a wrong one costs time, never correctness, since the worker compares the tokens of each block.
-Parents and depths of blocks are not stored: a name is a hash of its whole prefix (`core.hashing`), so that a prompt's
-names, from the first on, find the longest cached prefix.
+Parents and depths of blocks are not stored: a name is a hash of its whole prefix (`core.hashing`), so that looking
+up a prompt's names in order gives the longest cached prefix.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -4,7 +4,7 @@
        |          |
     REFUSED    REFUSED (displaced), EXPIRED, CANCELLED
 
-Every entry takes exactly one of these paths (`gateway.decide.flow.entry.MACHINE`). Used on one thread.
+Every entry takes exactly one of these paths (`gateway.decide.flow.fair_queue.MACHINE`). Used on one thread.
 """
 
 import heapq

@@ -36,7 +36,7 @@ def retry_decision(error: KvferryError) -> RetryDecision:
         case Overloaded() | GenerationFailed():
             return RetryDecision.ELSEWHERE
         case UnknownModel(reason="ADAPTER_NOT_LOADED"):
-            return RetryDecision.ELSEWHERE  # the adapter was replaced or removed there since the worker's last status
+            return RetryDecision.ELSEWHERE  # the worker has replaced or removed it since its last status
         case Unavailable() | RequestCancelled() | InvariantBroken() | ModelFileError():
             # CANCELLED without a local cancellation: the server is shutting down.
             return RetryDecision.SUSPECT

@@ -15,7 +15,7 @@ from kvferry.core.sampling import FinishReason, SampledToken, ScoredToken
 from kvferry.core.traces.spans import Attribute, Kind, Span
 from kvferry.gateway.decide.config import RetryConfig
 from kvferry.gateway.decide.estimates.estimates import Commitment
-from kvferry.gateway.decide.lifecycle.obligations import MACHINE, Event, State
+from kvferry.gateway.decide.lifecycle.sample_states import MACHINE, Event, State
 from kvferry.gateway.decide.routing.cached_prefix import PromptNames
 from kvferry.gateway.decide.routing.route_notes import RouteNote
 from kvferry.gateway.decide.routing.routes import Pick, Route
@@ -210,7 +210,7 @@ class SampleRun:
             self.time(queue_seconds=self.request.caller.queued_seconds)
 
     def on(self, event: Event) -> None:
-        """Apply `event`: change the state according to `obligations.MACHINE`.
+        """Apply `event`: change the state according to `sample_states.MACHINE`.
 
         Raises:
             InvariantBroken: `event` is illegal in the current state.

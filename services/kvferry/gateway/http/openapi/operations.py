@@ -26,7 +26,6 @@ from kvferry.core.errors import (
     Unavailable,
     UnknownModel,
 )
-from kvferry.gateway.http.answers import Alive, EndedRequest, Ready
 from kvferry.gateway.http.body_route import BodyTooLarge, BodyTooSlow, UnsupportedMedia
 from kvferry.gateway.http.encoding.comparisons import Ranking, RerankBody, ScoreBody, ScoreList
 from kvferry.gateway.http.encoding.embeddings import Embedding, EmbeddingList, EmbeddingsBody
@@ -39,6 +38,7 @@ from kvferry.gateway.http.responses.output import AnyEvent, DeletedResponse, Ite
 from kvferry.gateway.http.responses.routes import ItemsQuery
 from kvferry.gateway.http.responses.store import ResponseNotFound
 from kvferry.gateway.http.route_errors import MethodNotAllowed, NoSuchRoute
+from kvferry.gateway.http.status_bodies import Alive, EndedRequest, Ready
 
 Errors = tuple[type[KvferryError], ...]
 EDGE: Errors = (InvalidRequest, InvariantBroken)

@@ -1,10 +1,10 @@
 """Detection of workers that answer but compute no steps."""
 
-from kvferry.gateway.fleet.step_watch import StepWatch
+from kvferry.gateway.fleet.stall_detector import StallDetector
 
 
-def watch_of(*statuses: tuple[str, int, int]) -> StepWatch:
-    watch = StepWatch(3)
+def watch_of(*statuses: tuple[str, int, int]) -> StallDetector:
+    watch = StallDetector(3)
     for status in statuses:
         watch.observe(*status)
     return watch

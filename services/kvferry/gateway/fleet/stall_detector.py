@@ -1,7 +1,7 @@
 """Detects a worker that answers but whose engine makes no steps. No I/O."""
 
 
-class StepWatch:
+class StallDetector:
     """The statuses of one worker since its last sign of progress."""
 
     def __init__(self, limit: int) -> None:

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.core.errors import InvariantBroken
-from kvferry.gateway.decide.lifecycle.obligations import DUTIES, MACHINE, Duty, Event, State
+from kvferry.gateway.decide.lifecycle.sample_states import DUTIES, MACHINE, Duty, Event, State
 
 _ENDS = (Event.FINISH, Event.FAIL, Event.CANCEL)
 
