@@ -35,16 +35,26 @@ class Marks:
     by_text: Mapping[str, str] = field(default_factory=dict)
     """Mark by the text of a control token."""
     token_ids: Mapping[str, int] = field(default_factory=dict)
-    """Id of a control token by its text."""
+    """Id by text of each marker that is a token; grammars refer to it by its id."""
 
     @classmethod
-    def of(cls, control_tokens: Mapping[str, int]) -> "Marks":
-        """Return the marks of the markers that are control tokens, given all control tokens with their ids."""
+    def of(cls, control_tokens: Mapping[str, int], added_tokens: Mapping[str, int] | None = None) -> "Marks":
+        """Return the marks of the markers that are control tokens.
+
+        Args:
+            control_tokens: ids of all control tokens by text.
+            added_tokens: ids of all added tokens by text. A marker that is a token without the flag `special` is text
+                in the answer, and has no mark.
+        """
         # Other models have control tokens with the same text as some of harmony's markers.
-        known = (*MARKERS, *HARMONY) if HARMONY[0] in control_tokens else MARKERS
-        token_ids = {text: control_tokens[text] for text in known if text in control_tokens}
-        by_text = {text: chr(_FIRST_MARK + number) for number, text in enumerate(token_ids)}
-        return cls({token_ids[text]: mark for text, mark in by_text.items()}, by_text, token_ids)
+        tokens = {**(added_tokens or {}), **control_tokens}
+        known = (*MARKERS, *HARMONY) if HARMONY[0] in tokens else MARKERS
+        by_text = {text: chr(_FIRST_MARK + n) for n, text in enumerate(t for t in known if t in control_tokens)}
+        return cls(
+            {control_tokens[text]: mark for text, mark in by_text.items()},
+            by_text,
+            {text: tokens[text] for text in known if text in tokens},
+        )
 
     def written(self, marker: str) -> str:
         """Return how `marker` is written in the text of an answer: as its mark, or as its text if it is not a control

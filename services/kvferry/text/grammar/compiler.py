@@ -9,7 +9,7 @@ from kvferry.core.constraint import Constraint, ConstraintKind
 from kvferry.core.errors import InvalidRequest, shortened
 from kvferry.text.grammar.grammar import Grammar, first_line, is_limit, too_complex
 from kvferry.text.grammar.grammar_text import grammar_text
-from kvferry.text.grammar.library_tokenizer import library_tokenizer
+from kvferry.text.grammar.library_tokenizer import library_tokenizer, named_tokens
 from kvferry.text.tokenizing.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -76,8 +76,7 @@ class GrammarCompiler:
     def _compile(self, constraint: Constraint) -> Grammar:
         from llguidance import LLMatcher
 
-        control_ids = {text: token.token_id for text, token in self._tokenizer.control_tokens.items()}
-        text = grammar_text(constraint, control_ids)
+        text = grammar_text(constraint, named_tokens(self._tokenizer))
         matcher = LLMatcher(self._prepared(), text, log_level=0, limits=_limits())
         if matcher.is_error():
             error = matcher.get_error()

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.core.errors import CONSTRAINT_DEAD_END, CONSTRAINT_TOO_COMPLEX, GenerationFailed, InvalidRequest
+from kvferry.core.errors import CONSTRAINT_DEAD_END, CONSTRAINT_TOO_COMPLEX, InvalidRequest
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -50,15 +50,15 @@ class GrammarState:
         """Append tokens to the output.
 
         Raises:
-            InvalidRequest: the grammar exceeds the limits of work for a step.
-            GenerationFailed: a token was not allowed.
+            InvalidRequest: the grammar exceeds the limits of work for a step, or a token was not allowed. Any worker
+                would reject it, so that the request is not retried.
         """
         if not token_ids or self._matcher.consume_tokens(list(token_ids)):
             return
         error = self._matcher.get_error()
         if is_limit(error):
             raise too_complex(error)
-        raise GenerationFailed(f"{len(token_ids)} tokens do not follow the constraint: {error}")
+        raise contradiction(f"{len(token_ids)} tokens do not follow it: {first_line(error)}")
 
     def allowed(self) -> npt.NDArray[np.bool_]:
         """Compute which tokens may come next: [vocabulary] bool; see `allowed_bits`."""
@@ -113,6 +113,15 @@ def dead_end() -> InvalidRequest:
     """Return the error for an output that no token can continue, for example if the grammar matches no text at all."""
     return InvalidRequest(
         "the constraint cannot be continued with any token of this model; change its grammar or schema",
+        field="constraint",
+        reason=CONSTRAINT_DEAD_END,
+    )
+
+
+def contradiction(found: str) -> InvalidRequest:
+    """Return the error for a grammar whose library contradicts itself with this model's tokens."""
+    return InvalidRequest(
+        f"the constraint cannot be used with this model's tokens: {found}; change its grammar or schema",
         field="constraint",
         reason=CONSTRAINT_DEAD_END,
     )

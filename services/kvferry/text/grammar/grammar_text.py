@@ -14,7 +14,7 @@ from kvferry.core.constraint import Constraint, ConstraintKind
 from kvferry.core.errors import shortened
 from kvferry.text.grammar.errors import invalid
 from kvferry.text.grammar.json_schema import WHITESPACE, enforced, parsed_schema
-from kvferry.text.grammar.lark_text import prepared_lark
+from kvferry.text.grammar.lark_text import NamedTokens, prepared_lark
 
 MAX_CHOICES = 1024
 MAX_TAGS = 128
@@ -24,36 +24,36 @@ _FREE_TEXT = r"/(?s:.*)/"
 _BODY = "body"
 
 
-def grammar_text(constraint: Constraint, control_ids: Mapping[str, int]) -> str:
+def grammar_text(constraint: Constraint, tokens: NamedTokens) -> str:
     """Translate a constraint.
 
     Args:
         constraint: the constraint of a request.
-        control_ids: ids of the tokenizer's control tokens by text. Control tokens are matched by id, not by text.
+        tokens: the tokens that a grammar can name.
 
     Raises:
         InvalidRequest: the constraint must be JSON and is not, or a list in it is too long. The compiler checks
             grammars and schemas.
     """
-    text = _TRANSLATE[constraint.kind](constraint.source, control_ids)
-    return _delayed(text, constraint.after, control_ids) if constraint.after else text
+    text = _TRANSLATE[constraint.kind](constraint.source, tokens)
+    return _delayed(text, constraint.after, tokens) if constraint.after else text
 
 
-def _delayed(text: str, after: str, control_ids: Mapping[str, int]) -> str:
+def _delayed(text: str, after: str, tokens: NamedTokens) -> str:
     grammars = json.loads(text)["grammars"]
     grammars[0].setdefault("name", _BODY)
-    if after in control_ids:
-        first = f"start: {_FREE_TEXT} <[{control_ids[after]}]> @{grammars[0]['name']}"
+    if after in tokens.by_id:
+        first = f"start: {_FREE_TEXT} <[{tokens.by_id[after]}]> @{grammars[0]['name']}"
     else:
         first = f"start: free @{grammars[0]['name']}\nfree[suffix={_quoted(after)}]: {_FREE_TEXT}"
     return json.dumps({"grammars": [{"lark_grammar": first}, *grammars]})
 
 
-def _lark(text: str, control_ids: Mapping[str, int]) -> str:
-    return json.dumps({"grammars": [{"lark_grammar": prepared_lark(text, control_ids)}]})
+def _lark(text: str, tokens: NamedTokens) -> str:
+    return json.dumps({"grammars": [{"lark_grammar": prepared_lark(text, tokens)}]})
 
 
-def _json_schema(source: str, _: Mapping[str, int]) -> str:
+def _json_schema(source: str, _: NamedTokens) -> str:
     from llguidance import LLMatcher
 
     try:
@@ -63,24 +63,24 @@ def _json_schema(source: str, _: Mapping[str, int]) -> str:
         raise invalid(f"json_schema is not a valid schema: {error}") from None
 
 
-def _json_object(_: str, control_ids: Mapping[str, int]) -> str:
-    return _json_schema('{"type": "object"}', control_ids)
+def _json_object(_: str, tokens: NamedTokens) -> str:
+    return _json_schema('{"type": "object"}', tokens)
 
 
-def _regex(source: str, _: Mapping[str, int]) -> str:
+def _regex(source: str, _: NamedTokens) -> str:
     from llguidance import LLMatcher
 
     text = LLMatcher.grammar_from_regex(source)
-    return text if text.startswith("{") else _lark(text, {})  # text that begins with { is llguidance's JSON
+    return text if text.startswith("{") else _lark(text, NamedTokens())  # text that begins with { is llguidance's JSON
 
 
-def _choice(source: str, _: Mapping[str, int]) -> str:
+def _choice(source: str, tokens: NamedTokens) -> str:
     items = _parsed("choice", source)
     if not isinstance(items, list) or not 0 < len(items) <= MAX_CHOICES or not all(isinstance(i, str) for i in items):
         raise invalid(f"choice must be a list of 1 to {MAX_CHOICES} strings")
     if not all(items):
         raise invalid("choice has an empty string; leave it out")
-    return _lark("start: " + " | ".join(map(_quoted, items)), {})
+    return _lark("start: " + " | ".join(map(_quoted, items)), tokens)
 
 
 def _quoted(text: str) -> str:
@@ -88,19 +88,19 @@ def _quoted(text: str) -> str:
     return json.dumps(text).replace("\x7f", "\\u007f").replace("%", "\\u0025")
 
 
-def _grammar(source: str, control_ids: Mapping[str, int]) -> str:
+def _grammar(source: str, tokens: NamedTokens) -> str:
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
     if not _GBNF_RULE.search(source):
-        return _lark(source, control_ids)
+        return _lark(source, tokens)
     try:
         text = gbnf_to_lark(source)
     except Exception as error:  # the converter raises plain exceptions
         raise invalid(f"grammar has rules with ::= and is not valid GBNF: {error}") from None
-    return _lark(text, control_ids)
+    return _lark(text, tokens)
 
 
-def _structural_tag(source: str, control_ids: Mapping[str, int]) -> str:
+def _structural_tag(source: str, tokens: NamedTokens) -> str:
     from llguidance import StructTag
 
     value = _parsed("structural_tag", source)
@@ -117,10 +117,10 @@ def _structural_tag(source: str, control_ids: Mapping[str, int]) -> str:
         if trigger is None:
             raise invalid(f"structural_tag has no trigger for the tag {shortened(begin)!r}; a tag starts with one")
         tags.append(StructTag(trigger=trigger, begin=begin, grammar=schema, end=end))
-    specials = {tag.trigger in control_ids for tag in tags if tag.trigger.startswith("<")}
+    specials = {tag.trigger in tokens.by_id for tag in tags if tag.trigger.startswith("<")}
     if len(specials) > 1:
         raise invalid("structural_tag mixes triggers that are control tokens of the model with others in <...>")
-    return _lark(StructTag.to_grammar(tags, assume_special=specials == {True}), control_ids)
+    return _lark(StructTag.to_grammar(tags, assume_special=specials == {True}), tokens)
 
 
 def _structure(structure: object) -> tuple[str, dict[str, Any], str]:
@@ -139,7 +139,7 @@ def _parsed(name: str, source: str) -> Any:
         raise invalid(f"{name} is not JSON: {shortened(str(error))}") from None
 
 
-_TRANSLATE: Mapping[ConstraintKind, Callable[[str, Mapping[str, int]], str]] = {
+_TRANSLATE: Mapping[ConstraintKind, Callable[[str, NamedTokens], str]] = {
     ConstraintKind.JSON_SCHEMA: _json_schema,
     ConstraintKind.JSON_OBJECT: _json_object,
     ConstraintKind.REGEX: _regex,

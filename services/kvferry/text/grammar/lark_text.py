@@ -6,32 +6,50 @@ The compiler gets control tokens without their texts (see `library_tokenizer`), 
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvferry.text.grammar.errors import invalid
 from kvferry.text.grammar.json_schema import OPTIONS, WHITESPACE, enforced
 
+
+@dataclass(frozen=True, slots=True)
+class NamedTokens:
+    """Tokens that a grammar refers to by their text."""
+
+    by_id: Mapping[str, int] = field(default_factory=dict)
+    """Ids by text of control tokens and of markers of answers. Control tokens are matched by id, never by text."""
+    ordinary: tuple[str, ...] = ()
+    """Texts of those that are no control tokens: their text is a part of the output."""
+
+
 _LAYOUT = ("item_separator", "key_separator", "whitespace_flexible", "whitespace_pattern")
 """Options of the compiler that an embedded schema may set: the layout of its JSON. Others change what it enforces."""
 _TOKEN = re.compile(
     r"""
-      (?P<literal> (?: // | \# ) [^\n]* | " (?: \\. | [^"\\\n] )* " | / (?: \\. | [^/\\] )+ / )
+      (?P<name> ^ [ \t]* [?!]? _* [^\W\d] \w* (?: \. -? \d+ )? [ \t]* (?= [\[:] ) )
+    | (?P<colon> : )
+    | (?P<literal> (?: // | \# ) [^\n]* | " (?: \\. | [^"\\\n] )* " | / (?: \\. | [^/\\] )+ / )
     | (?P<json> %json \b \s* )
     | (?P<control> < [^<>\s]+ > )
     | (?P<temperature> \b temperature \s* = )
     """,
-    re.VERBOSE,
+    re.VERBOSE | re.MULTILINE,
 )
-"""Tokens of the compiler's lexer: a literal is a comment, a string, or a regex, which may have line breaks."""
+"""Tokens of the compiler's lexer: the name of a rule, before its attributes; the colon after them; a literal, which is
+a comment, a string, or a regex, which may have line breaks."""
 _JSON = "%json"
 
 
-def prepared_lark(text: str, control_ids: Mapping[str, int]) -> str:
-    """Return a grammar whose `%json` schemas the compiler enforces exactly, and which refers to control tokens by id.
+def prepared_lark(text: str, tokens: NamedTokens) -> str:
+    """Return a grammar whose `%json` schemas the compiler enforces exactly, and which refers to tokens by id.
+
+    A string in a rule that has an ordinary marker permits the marker's token as well as its text. Names of terminals
+    are in capitals; they cannot refer to tokens.
 
     Args:
         text: a grammar in Lark syntax; the compiler reports its errors.
-        control_ids: ids of the tokenizer's control tokens by text.
+        tokens: the tokens that have names.
 
     Raises:
         InvalidRequest: an embedded schema has a part that cannot be enforced, or a rule has a temperature, which the
@@ -39,14 +57,22 @@ def prepared_lark(text: str, control_ids: Mapping[str, int]) -> str:
     """
     made: list[str] = []
     copied = at = 0
+    is_rule = in_rule = False
     while found := _TOKEN.search(text, at):
         at = found.end()
+        if found["name"]:
+            is_rule, in_rule = found["name"].islower(), False
+        elif found["colon"]:
+            in_rule = is_rule
         if found["temperature"]:
             raise invalid("the temperature of a grammar's rule is not supported; set the request's temperature")
         if found["literal"] and _JSON in found["literal"]:  # the compiler's lexer may read it as a schema
             raise invalid(f"{_JSON} in a string, a regex or a comment is not supported; write \\x25json")
-        if found["control"] in control_ids:
-            made += (text[copied : found.start()], f"<[{control_ids[found['control']]}]>")
+        if found["control"] in tokens.by_id:
+            made += (text[copied : found.start()], f"<[{tokens.by_id[found['control']]}]>")
+            copied = at
+        elif in_rule and found["literal"] and (spelled := _with_tokens(found["literal"], tokens)):
+            made += (text[copied : found.start()], spelled)
             copied = at
         elif found["json"]:
             try:
@@ -56,6 +82,20 @@ def prepared_lark(text: str, control_ids: Mapping[str, int]) -> str:
             made += (text[copied:at], json.dumps(_with_layout(enforced(schema, _LAYOUT)), ensure_ascii=False))
             copied = at = end
     return "".join((*made, text[copied:]))
+
+
+def _with_tokens(literal: str, tokens: NamedTokens) -> str:
+    """Return a string as a group in which ordinary markers may be their tokens; empty if it has none."""
+    if not literal.startswith('"') or any(f"\\{marker}" in literal for marker in tokens.ordinary):
+        return ""
+    parts = re.split("(" + "|".join(map(re.escape, tokens.ordinary)) + ")", literal[1:-1])
+    if not tokens.ordinary or len(parts) == 1:
+        return ""
+    texts, markers = parts[::2], parts[1::2]
+    group = [f'"{texts[0]}"' if texts[0] else ""]
+    for marker, after in zip(markers, texts[1:], strict=True):
+        group += [f'(<[{tokens.by_id[marker]}]> | "{marker}")', f'"{after}"' if after else ""]
+    return f"({' '.join(filter(None, group))})"
 
 
 def _with_layout(schema: Any) -> Any:

@@ -62,7 +62,7 @@ def answer_form(template: ChatTemplate | None, tokenizer: Tokenizer, parsers: An
     if call_format is CallFormat.HARMONY:  # reasoning is a channel of this format
         has_reasoning = parsers.reasoning != "off"
     control = {text: token.token_id for text, token in tokenizer.control_tokens.items()}
-    return AnswerForm(call_format, has_reasoning, Marks.of(control))
+    return AnswerForm(call_format, has_reasoning, Marks.of(control, tokenizer.added_tokens))
 
 
 def opens_reasoning(form: AnswerForm, token_ids: Sequence[int], detokenizer: Detokenizer) -> bool:

@@ -91,6 +91,9 @@ class Tokenizer:
             for token_id, token in added.items()
             if token.special
         }
+        self.added_tokens: Mapping[str, int] = {token.content: token_id for token_id, token in added.items()}
+        """Ids by text of the tokens that text is split at first, control tokens included. Those without the flag
+        `special` are text, such as `<tool_call>` of Qwen's models."""
         self._control_ids = frozenset(token.token_id for token in self.control_tokens.values())
         self.is_byte_level = isinstance(self._fast.decoder, decoders.ByteLevel)
         """Whether a sequence's text is exactly the UTF-8 decoding of its tokens' concatenated bytes."""

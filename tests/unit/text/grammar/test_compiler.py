@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.core.constraint import MAX_CONSTRAINT_BYTES, Constraint, ConstraintKind
-from kvferry.core.errors import GenerationFailed, InvalidRequest
+from kvferry.core.errors import InvalidRequest
 from kvferry.model import tiny
 from kvferry.text.grammar import compiler as module
 from kvferry.text.grammar.compiler import GrammarCompiler
@@ -162,7 +162,7 @@ def test_the_number_of_white_space_characters_is_bounded() -> None:
 
 def test_a_token_that_is_not_allowed_fails_the_sequence() -> None:
     state = COMPILER.compile(constraint(ConstraintKind.CHOICE, ["yes"])).start()
-    with pytest.raises(GenerationFailed):
+    with pytest.raises(InvalidRequest):
         state.advance(b"n")
 
 

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from kvferry.core.errors import InvalidRequest
 from kvferry.text.grammar.json_schema import WHITESPACE
-from kvferry.text.grammar.lark_text import prepared_lark
+from kvferry.text.grammar.lark_text import NamedTokens, prepared_lark
 
-IDS = {"<|im_start|>": 1, "<s>": 2}
+IDS = NamedTokens({"<|im_start|>": 1, "<s>": 2})
 TIGHT = '"x-guidance": {"whitespace_flexible": false}'
 
 
@@ -91,4 +91,20 @@ def test_whitespace_of_an_embedded_schema_is_limited(options) -> None:
 @given(st.text('<s>"/\\#%json {}\n', max_size=40))
 def test_without_control_tokens_and_schemas_the_text_stays(text) -> None:
     if "%json" not in text:
-        assert prepared_lark(text, {}) == text
+        assert prepared_lark(text, NamedTokens()) == text
+
+
+@pytest.mark.parametrize(
+    ("given_text", "expected"),
+    [
+        ('start: "<call>"', 'start: ((<[7]> | "<call>"))'),
+        ('start: "a<call>b\\n" "c"', 'start: ("a" (<[7]> | "<call>") "b\\n") "c"'),
+        ('start: x\nx: "<call>" | "y"', 'start: x\nx: ((<[7]> | "<call>")) | "y"'),
+        ('start: T\nT: "<call>"', 'start: T\nT: "<call>"'),  # a terminal cannot refer to tokens
+        ('start: x\nx[suffix="<call>"]: /.*/', 'start: x\nx[suffix="<call>"]: /.*/'),
+        ('start: "\\<call>"', 'start: "\\<call>"'),
+        ('start: "<im_start>"', 'start: "<im_start>"'),
+    ],
+)
+def test_an_ordinary_marker_may_be_its_token_or_its_text(given_text, expected) -> None:
+    assert prepared_lark(given_text, NamedTokens({"<call>": 7, "<im_start>": 1}, ("<call>",))) == expected

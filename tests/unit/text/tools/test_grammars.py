@@ -21,6 +21,7 @@ from kvferry.core.inference.tools import Tool
 from kvferry.text.answers.marks import MARKERS, Marks
 from kvferry.text.answers.registry import CallFormat
 from kvferry.text.grammar.grammar_text import grammar_text
+from kvferry.text.grammar.lark_text import NamedTokens
 from kvferry.text.tokenizing.byte_level import CHARACTER_OF
 from kvferry.text.tools.grammars import MAX_CALLS, calls_grammar, thought_rules
 
@@ -76,7 +77,7 @@ def marked() -> LLTokenizer:
 
 def compiled(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
     """Compile a grammar as a request's constraint."""
-    return LLMatcher(tokenizer, grammar_text(Constraint(ConstraintKind.GRAMMAR, grammar), {}))
+    return LLMatcher(tokenizer, grammar_text(Constraint(ConstraintKind.GRAMMAR, grammar), NamedTokens()))
 
 
 def drawn(tokenizer: LLTokenizer, grammar: str, marks: Marks, seed: int, most: int = 3000) -> str | None:

@@ -22,12 +22,12 @@ from concurrent.futures import ThreadPoolExecutor
 from kvferry.core import metrics
 from kvferry.core.clock import Clock, SystemClock
 from kvferry.core.constraint import Constraint
-from kvferry.core.errors import GenerationFailed, KvferryError
+from kvferry.core.errors import KvferryError
 from kvferry.core.histogram import Histogram
 from kvferry.engine.execute.grammar.wait_budget import LATE_SECONDS, LATE_SHARE, WaitBudget
 from kvferry.engine.schedule.step.token_mask import Bits
 from kvferry.text.grammar.compiler import GrammarCompiler
-from kvferry.text.grammar.grammar import GrammarState
+from kvferry.text.grammar.grammar import GrammarState, contradiction
 
 INLINE_SECONDS = 0.0002
 """If a sequence's recent masks took less than this, its next mask is computed on the engine's thread."""
@@ -131,8 +131,7 @@ class GrammarMask:
         """Return the mask; see `TokenMask.wait`.
 
         Raises:
-            InvalidRequest: the constraint is invalid or too complex.
-            GenerationFailed: the mask could not be computed.
+            InvalidRequest: the constraint is invalid or too complex, or its mask could not be computed.
         """
         if not self.is_ready:
             self._owner._wait_for(self)
@@ -221,7 +220,7 @@ class GrammarMask:
         except KvferryError as caught:
             error = caught
         except Exception as caught:  # from the library: the sequence fails, and the engine continues
-            error = GenerationFailed(f"the mask of a constrained output could not be computed: {type(caught).__name__}")
+            error = contradiction(f"its mask could not be computed: {type(caught).__name__}")
         with self._owner._ready:
             duration = self._owner._clock.monotonic() - begun
             seconds.observe(duration)

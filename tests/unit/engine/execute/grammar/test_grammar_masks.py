@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kvferry.core.constraint import Constraint, ConstraintKind
-from kvferry.core.errors import GenerationFailed, InvalidRequest
+from kvferry.core.errors import InvalidRequest
 from kvferry.engine.execute.grammar.grammar_masks import GrammarMasks
 from kvferry.engine.schedule.step.token_mask import Bits, unpacked
 from kvferry.model import tiny
@@ -79,7 +79,7 @@ def test_a_late_mask_is_announced_when_it_is_ready(compiler: HeldCompiler) -> No
 
 @pytest.mark.parametrize(
     ("raised", "expected"),
-    [(InvalidRequest("bad", field="constraint"), InvalidRequest), (RuntimeError("of the library"), GenerationFailed)],
+    [(InvalidRequest("bad", field="constraint"), InvalidRequest), (RuntimeError("of the library"), InvalidRequest)],
 )
 def test_an_error_is_that_of_its_sequence(compiler: HeldCompiler, raised: Exception, expected: type[Exception]) -> None:
     compiler.fails = raised
