@@ -36,20 +36,27 @@ class Constraint:
     after: str = ""
     """Text after which the constraint starts to apply, for example `</think>`; the text before it is free. Empty to
     apply it from the first token."""
+    frame: str = ""
+    """Grammar of the whole output, in which `@body` stands for the constraint; empty if it is the whole output. Such a
+    grammar permits reasoning before the constrained text, or calls instead of it."""
 
     def __post_init__(self) -> None:
         """Check the sizes; the content is checked by `kvferry.text.grammar`.
 
         Raises:
-            InvalidRequest: the source or `after` is too long, or a `JSON_OBJECT` has a source.
+            InvalidRequest: the source, the frame or `after` is too long, a `JSON_OBJECT` has a source, or there are
+                both a frame and `after`.
         """
-        size = len(self.source.encode("utf-8", "surrogatepass"))
-        if size > MAX_CONSTRAINT_BYTES:
-            raise InvalidRequest(
-                f"{self.kind} has {size} bytes; at most {MAX_CONSTRAINT_BYTES} are accepted",
-                field="constraint",
-                reason="CONSTRAINT_TOO_LARGE",
-            )
+        for name, text in ((str(self.kind), self.source), ("frame", self.frame)):
+            size = len(text.encode("utf-8", "surrogatepass"))
+            if size > MAX_CONSTRAINT_BYTES:
+                raise InvalidRequest(
+                    f"{name} has {size} bytes; at most {MAX_CONSTRAINT_BYTES} are accepted",
+                    field="constraint",
+                    reason="CONSTRAINT_TOO_LARGE",
+                )
+        if self.frame and self.after:
+            raise InvalidRequest("a constraint has either a frame or `after`, not both", field="constraint")
         if self.kind is ConstraintKind.JSON_OBJECT and self.source:
             raise InvalidRequest("json_object takes no schema; use json_schema", field="constraint")
         if self.kind is not ConstraintKind.JSON_OBJECT and not self.source:

@@ -93,7 +93,7 @@ def sampling_to_wire(params: SamplingParams) -> common_pb2.SamplingParams:
 
 def constraint_to_wire(constraint: Constraint) -> common_pb2.Constraint:
     """Convert a constraint to a message."""
-    message = common_pb2.Constraint(after=constraint.after)
+    message = common_pb2.Constraint(after=constraint.after, frame=constraint.frame)
     match constraint.kind:
         case ConstraintKind.JSON_OBJECT:
             message.json_object = True
@@ -115,10 +115,12 @@ def constraint_from_wire(message: common_pb2.Constraint) -> Constraint:
         raise InvalidRequest("constraint has no kind; set one of its fields, or leave it out", field="constraint")
     kind = ConstraintKind(name)
     if kind is ConstraintKind.JSON_OBJECT:
-        return Constraint(kind, "", message.after)
+        return Constraint(kind, "", message.after, message.frame)
     if kind is ConstraintKind.CHOICE:
-        return Constraint(kind, json.dumps(list(message.choice.items), ensure_ascii=False), message.after)
-    return Constraint(kind, getattr(message, name), message.after)
+        return Constraint(
+            kind, json.dumps(list(message.choice.items), ensure_ascii=False), message.after, message.frame
+        )
+    return Constraint(kind, getattr(message, name), message.after, message.frame)
 
 
 def sampling_from_wire(message: common_pb2.SamplingParams) -> SamplingParams:

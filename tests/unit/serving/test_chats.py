@@ -22,6 +22,7 @@ from kvferry.serving.model_text import text_model_of
 from kvferry.serving.prompts import encode_chat, prepare_chat
 from kvferry.serving.text_model import TextModel
 from kvferry.text.answers.registry import CallFormat
+from kvferry.text.grammar.compiler import GrammarCompiler
 from kvferry.text.requests.answer_rules import AnswerParsers
 from kvferry.text.templates.chat_template import ChatTemplate
 from kvferry.v1 import inference_pb2, inference_pb2_grpc
@@ -130,23 +131,21 @@ def test_the_prompt_may_open_the_reasoning(ending, is_open):
     assert chat.split.is_reasoning_open is is_open
 
 
-def test_a_constraint_applies_after_reasoning_that_the_prompt_opens():
-    params = SamplingParams(constraint=Constraint(ConstraintKind.JSON_OBJECT, ""))
-    for ending, after in (("<think>", "</think>"), ("</think>", "")):
-        chat = prepare_chat(model_with("{{ messages[0].content }}" + ending), USER, ToolUse(), params)
-        assert chat.sampling.constraint is not None
-        assert chat.sampling.constraint.after == after
+@pytest.mark.parametrize(("ending", "thought"), [("<think>", "x</think>"), ("", "<think>x</think>")])
+def test_a_constraint_holds_for_the_text_after_the_reasoning(ending, thought):
+    params = SamplingParams(constraint=Constraint(ConstraintKind.CHOICE, '["yes"]'))
+    model = model_with("{% if false %}<think>{% endif %}{{ messages[0].content }}" + ending)
+    chat = prepare_chat(model, USER, ToolUse(), params)
+    assert chat.sampling.constraint is not None
+    tokenizer = tiny.tokenizer(tiny.config())
+    state = GrammarCompiler(tokenizer).compile(chat.sampling.constraint).start()
+    state.advance(tokenizer.encode(thought + "yes", add_special=False))
+    assert state.is_accepting
+    assert not state.allowed()[ord("x")]
 
 
 def test_answers_are_split_only_if_needed():
     assert prepare_chat(model_with("{{ messages }}"), USER, ToolUse(), SamplingParams()).split is None
-
-
-def test_a_required_call_excludes_another_constraint():
-    params = SamplingParams(constraint=Constraint(ConstraintKind.JSON_OBJECT, ""))
-    with pytest.raises(InvalidRequest, match="other constraint") as caught:
-        prepare_chat(model_with("{{ messages }}"), USER, ToolUse(TOOLS, Choice.REQUIRED), params)
-    assert caught.value.field == "tool_choice"
 
 
 def test_functions_count_towards_the_length_of_the_prompt():

@@ -67,10 +67,10 @@ class GrammarCompiler:
         with self._lock:
             if constraint not in self._cache:
                 self._cache[constraint] = made
-                self._cached_bytes += len(constraint.source)
+                self._cached_bytes += _size(constraint)
             while len(self._cache) > MAX_CACHED or (self._cached_bytes > MAX_CACHED_BYTES and len(self._cache) > 1):
                 oldest, _ = self._cache.popitem(last=False)
-                self._cached_bytes -= len(oldest.source)
+                self._cached_bytes -= _size(oldest)
         return made
 
     def _compile(self, constraint: Constraint) -> Grammar:
@@ -108,6 +108,10 @@ class GrammarCompiler:
             return self._library_tokenizer
 
 
+def _size(constraint: Constraint) -> int:
+    return len(constraint.source) + len(constraint.frame)
+
+
 def _explained(error: str, constraint: Constraint, tokenizer: Tokenizer) -> str:
     """Return the parser's error, with kvferry's own remedy where the parser names one that a request cannot use, and
     with the name of the grammar's rule."""
@@ -123,8 +127,8 @@ def _explained(error: str, constraint: Constraint, tokenizer: Tokenizer) -> str:
         )
     if "coerce_one_of" in error:
         return "oneOf needs mutually exclusive alternatives, for example of different types or constants; use anyOf"
-    found = _POSITION.match(error) if constraint.kind is ConstraintKind.GRAMMAR else None
-    lines = constraint.source.split("\n")
+    found = _POSITION.match(error) if constraint.frame or constraint.kind is ConstraintKind.GRAMMAR else None
+    lines = (constraint.frame or constraint.source).split("\n")
     if found is None or int(found[1]) > len(lines):
         return first_line(error)
     rule = lines[int(found[1]) - 1].partition(":")[0].strip()

@@ -36,17 +36,21 @@ def grammar_text(constraint: Constraint, tokens: NamedTokens) -> str:
             grammars and schemas.
     """
     text = _TRANSLATE[constraint.kind](constraint.source, tokens)
-    return _delayed(text, constraint.after, tokens) if constraint.after else text
+    if constraint.frame:
+        return _framed(text, prepared_lark(constraint.frame, tokens))
+    return _framed(text, _delay(constraint.after, tokens)) if constraint.after else text
 
 
-def _delayed(text: str, after: str, tokens: NamedTokens) -> str:
+def _framed(text: str, frame: str) -> str:
     grammars = json.loads(text)["grammars"]
-    grammars[0].setdefault("name", _BODY)
+    grammars[0]["name"] = _BODY
+    return json.dumps({"grammars": [{"lark_grammar": frame}, *grammars]})
+
+
+def _delay(after: str, tokens: NamedTokens) -> str:
     if after in tokens.by_id:
-        first = f"start: {_FREE_TEXT} <[{tokens.by_id[after]}]> @{grammars[0]['name']}"
-    else:
-        first = f"start: free @{grammars[0]['name']}\nfree[suffix={_quoted(after)}]: {_FREE_TEXT}"
-    return json.dumps({"grammars": [{"lark_grammar": first}, *grammars]})
+        return f"start: {_FREE_TEXT} <[{tokens.by_id[after]}]> @{_BODY}"
+    return f"start: free @{_BODY}\nfree[suffix={_quoted(after)}]: {_FREE_TEXT}"
 
 
 def _lark(text: str, tokens: NamedTokens) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kvferry.core.constraint import Constraint, ConstraintKind
-from kvferry.core.errors import InvalidRequest, UsageError
+from kvferry.core.errors import UsageError
 from kvferry.core.inference.tools import Choice, ToolUse
 from kvferry.core.sampling import SamplingParams
 from kvferry.text.answers import reasoning
@@ -18,7 +18,7 @@ from kvferry.text.answers.registry import AUTO, CallFormat, recognized
 from kvferry.text.requests.output_text import Detokenizer
 from kvferry.text.templates.chat_template import ChatTemplate
 from kvferry.text.tokenizing.tokenizer import Tokenizer
-from kvferry.text.tools.grammars import calls_grammar, thought_rules
+from kvferry.text.tools.grammars import answer_frame, calls_grammar, thought_rules
 
 TAIL_TOKENS = 32
 """Number of tokens at the end of a prompt that are searched for the start of the reasoning."""
@@ -82,41 +82,35 @@ def opens_reasoning(form: AnswerForm, token_ids: Sequence[int], detokenizer: Det
 def answer_rules(
     form: AnswerForm, use: ToolUse, sampling: SamplingParams, *, is_open: bool
 ) -> tuple[SamplingParams, SplitOptions | None]:
-    """Return the sampling parameters with the constraint of a required call, and the options for splitting the answer;
+    """Return the sampling parameters with the constraint of the whole answer, and the options for splitting the answer;
     `None` if it is not split.
+
+    An answer is reasoning, if the model has any, and then calls, text, or the text of the request's constraint. If a
+    call is required, the constraint holds for the answer to the results. If calls are possible, the answer has either
+    calls or the constrained text.
 
     Args:
         form: format of the model's answers.
         use: the tools that are offered, and how they may be used.
         sampling: sampling parameters of the request.
-        is_open: whether the prompt ends with the opening of the reasoning. A constraint then applies after its end.
+        is_open: whether the prompt ends with the opening of the reasoning.
 
     Raises:
-        InvalidRequest: a call is required together with another constraint, or with a schema that no grammar can
+        InvalidRequest: calls are required, or possible beside a constraint, and a tool has a schema that no grammar can
             express.
     """
     names = tuple(tool.name for tool in use.callable_tools)
     is_required = use.choice is Choice.REQUIRED
     split = SplitOptions(names, use.max_calls, is_open, is_required) if names or form.has_reasoning else None
     constraint = sampling.constraint
-    if is_required:
-        sampling = replace(sampling, constraint=_required_call(form, use, sampling, is_open=is_open))
-    elif constraint is not None and is_open and not constraint.after:
-        sampling = replace(sampling, constraint=replace(constraint, after=reasoning.CLOSER))
-    return sampling, split
-
-
-def _required_call(form: AnswerForm, use: ToolUse, sampling: SamplingParams, *, is_open: bool) -> Constraint:
-    if sampling.constraint is not None:
-        raise InvalidRequest(
-            "tool_choice requires a call, which constrains the output; remove the request's other constraint, such as "
-            "response_format or structured_outputs, or use tool_choice auto",
-            field="tool_choice",
-        )
     thought = ""
     if form.has_reasoning:
         thought = thought_rules(form.marks, is_open=is_open, call_format=form.call_format)
-    grammar = calls_grammar(
-        form.call_format, use.callable_tools, form.marks, is_single=use.max_calls == 1, thought=thought
-    )
-    return Constraint(ConstraintKind.GRAMMAR, grammar)
+    is_single = use.max_calls == 1
+    if is_required:
+        grammar = calls_grammar(form.call_format, use.callable_tools, form.marks, is_single=is_single, thought=thought)
+        sampling = replace(sampling, constraint=Constraint(ConstraintKind.GRAMMAR, grammar))
+    elif constraint is not None and not (constraint.after or constraint.frame) and (thought or names):
+        frame = answer_frame(form.call_format, use.callable_tools, form.marks, is_single=is_single, thought=thought)
+        sampling = replace(sampling, constraint=replace(constraint, frame=frame))
+    return sampling, split

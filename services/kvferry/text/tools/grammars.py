@@ -8,6 +8,7 @@ endlessly.
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from kvferry.core.inference.tools import Tool
 from kvferry.text.answers.marks import HARMONY, Marks
@@ -36,13 +37,39 @@ def calls_grammar(
         InvalidRequest: a schema cannot be expressed in the format.
     """
     more = 0 if is_single else MAX_CALLS - 1
-    rules = _FORMATS[call_format](tools, marks, more)
-    start = "start: thought? answer" if thought else "start: answer"
-    return "\n".join([start, *([thought] if thought else []), *rules]) + "\n"
+    return _with_thought("answer", thought, _FORMATS[call_format](tools, marks, more))
+
+
+def answer_frame(
+    call_format: CallFormat, tools: Sequence[Tool], marks: Marks, *, is_single: bool = False, thought: str = ""
+) -> str:
+    """Return the grammar of an answer that is calls or the text for which `@body` stands.
+
+    Args:
+        call_format: the model's format of calls.
+        tools: tools that may be called; without tools, the answer is the text.
+        marks: markers that are control tokens of the model.
+        is_single: whether the answer has at most one call.
+        thought: rules for text before the answer, from `thought_rules`; empty if no text may come before it.
+    """
+    final = "final: @body"
+    if call_format is CallFormat.HARMONY:
+        channel, message, constrain, *_ = (_terminal(marker, marks) for marker in HARMONY)
+        final = f'final: {channel} "final" (" " {constrain} "json")? {message} @body'
+    if not tools:
+        return _with_thought("final", thought, [final])
+    made = {**_FORMATS, CallFormat.LLAMA3_JSON: _llama3_json_beside_text}[call_format]
+    rules = made(tools, marks, 0 if is_single else MAX_CALLS - 1)
+    return _with_thought("(answer | final)", thought, [*rules, final])
+
+
+def _with_thought(answer: str, thought: str, rules: Sequence[str]) -> str:
+    lines = [f"start: thought {answer}", thought] if thought else [f"start: {answer}"]
+    return "\n".join([*lines, *rules]) + "\n"
 
 
 def thought_rules(marks: Marks, *, is_open: bool, call_format: CallFormat = CallFormat.HERMES) -> str:
-    """Return the rules of reasoning before the calls.
+    """Return the rules of reasoning before the answer, which may have none unless the prompt has opened it.
 
     Args:
         call_format: the model's format of calls; harmony's reasoning is a separate message.
@@ -54,8 +81,9 @@ def thought_rules(marks: Marks, *, is_open: bool, call_format: CallFormat = Call
     closer = marks.token_ids.get("</think>")
     body = f"thought_text <[{closer}]>" if closer is not None else "thought_text"
     ending = "" if closer is not None else '[suffix="</think>"]'
-    opener = "" if is_open else f"{_terminal('<think>', marks)} "
-    return f'thought: {opener}{body} "\\n"{{0,2}}\nthought_text{ending}: /(?s:.*)/'
+    whole = f'{body} "\\n"{{0,2}}'
+    rule = whole if is_open else f"({_terminal('<think>', marks)} {whole})?"
+    return f"thought: {rule}\nthought_text{ending}: /(?s:.*)/"
 
 
 def _harmony_thought(marks: Marks) -> str:
@@ -63,7 +91,7 @@ def _harmony_thought(marks: Marks) -> str:
     is_token = HARMONY[4] in marks.token_ids
     ending = "" if is_token else f"[suffix={end}]"
     body = f"thought_text {end}" if is_token else "thought_text"
-    opening = f'thought: {channel} "analysis" {message} {body} {start} "assistant"'
+    opening = f'thought: ({channel} "analysis" {message} {body} {start} "assistant")?'
     return f"{opening}\nthought_text{ending}: /(?s:.*)/"
 
 
@@ -73,18 +101,22 @@ def _terminal(marker: str, marks: Marks) -> str:
     return json.dumps(marker) if token_id is None else f"<[{token_id}]>"
 
 
-def _schema(tool: Tool) -> str:
+def _arguments(tool: Tool) -> dict[str, Any]:
     arguments = closed(tool.schema)
     check_arguments(tool, arguments)
-    whole = {**arguments, "type": "object", "x-guidance": _SPACING}
+    return {**arguments, "type": "object"}
+
+
+def _schema(tool: Tool) -> str:
+    whole = {**_arguments(tool), "x-guidance": _SPACING}
     return f"%json {json.dumps(whole, ensure_ascii=False)}"
 
 
-def _json_calls(tools: Sequence[Tool], arguments: str) -> list[str]:
+def _json_calls(tools: Sequence[Tool]) -> list[str]:
     """Return the rule `call` of a call as a JSON object, and the rules that it refers to."""
     rules = ["call: " + " | ".join(f"call_{number}" for number in range(len(tools)))]
     for number, tool in enumerate(tools):
-        head = json.dumps(f'{{"name": {json.dumps(tool.name)}, "{arguments}": ')
+        head = json.dumps(f'{{"name": {json.dumps(tool.name)}, "arguments": ')
         rules += [f'call_{number}: {head} arguments_{number} "}}"', f"arguments_{number}: {_schema(tool)}"]
     return rules
 
@@ -92,18 +124,53 @@ def _json_calls(tools: Sequence[Tool], arguments: str) -> list[str]:
 def _hermes(tools: Sequence[Tool], marks: Marks, more: int) -> list[str]:
     tagged = f'{_terminal("<tool_call>", marks)} "\\n" call "\\n" {_terminal("</tool_call>", marks)}'
     rules = [f'answer: tagged ("\\n" tagged){{0,{more}}}' if more else "answer: tagged", f"tagged: {tagged}"]
-    return rules + _json_calls(tools, "arguments")
+    return rules + _json_calls(tools)
 
 
 def _llama3_json(tools: Sequence[Tool], _marks: Marks, more: int) -> list[str]:
     rules = [f'answer: call ("; " call){{0,{more}}}' if more else "answer: call"]
-    return rules + _json_calls(tools, "parameters")
+    rules += ["call: " + " | ".join(f"call_{number}" for number in range(len(tools)))]
+    for number, tool in enumerate(tools):
+        head = json.dumps(f'{{"name": {json.dumps(tool.name)}, "parameters": ')
+        rules += [f'call_{number}: {head} arguments_{number} "}}"', f"arguments_{number}: {_schema(tool)}"]
+    return rules
+
+
+def _llama3_json_beside_text(tools: Sequence[Tool], _marks: Marks, more: int) -> list[str]:
+    """Return the rules of calls beside a constrained text, which may begin like a call. The lexer then reads both in
+    parallel only if a call is JSON with the same whitespace."""
+    rules = [f'answer: call ("; " call){{0,{more}}}' if more else "answer: call"]
+    rules += ["call: " + " | ".join(f"call_{number}" for number in range(len(tools)))]
+    for number, tool in enumerate(tools):
+        members = {"name": {"const": tool.name}, "parameters": {"$ref": "#/$defs/arguments"}}
+        whole = {
+            "type": "object",
+            "properties": members,
+            "required": list(members),
+            "additionalProperties": False,
+            "$defs": {"arguments": _moved(_arguments(tool), "#/$defs/arguments")},
+        }
+        rules += [f"call_{number}: %json {json.dumps(whole, ensure_ascii=False)}"]
+    return rules
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """Return a schema for another place: its references begin there."""
+    if isinstance(schema, list):
+        return [_moved(each, place) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    made = {key: value if key in ("const", "enum") else _moved(value, place) for key, value in schema.items()}
+    reference = made.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#"):
+        made["$ref"] = place + reference[1:]
+    return made
 
 
 def _mistral(tools: Sequence[Tool], marks: Marks, more: int) -> list[str]:
     several = f' (", " call){{0,{more}}}' if more else ""
     rules = [f'answer: {_terminal("[TOOL_CALLS]", marks)} "[" call{several} "]"']
-    return rules + _json_calls(tools, "arguments")
+    return rules + _json_calls(tools)
 
 
 def _pythonic(tools: Sequence[Tool], _marks: Marks, more: int) -> list[str]:

@@ -1,0 +1,185 @@
+"""One grammar for an answer: reasoning, then calls or the text of a constraint, in every format of calls."""
+
+import json
+import random
+from collections import Counter
+from dataclasses import replace
+
+import jsonschema
+import numpy as np
+import pytest
+import tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+
+from kvferry.core.constraint import Constraint, ConstraintKind
+from kvferry.core.inference.tools import Choice, Tool, ToolUse
+from kvferry.core.sampling import SamplingParams
+from kvferry.text.answers.answer import AnswerForm, AnswerSplitter
+from kvferry.text.answers.marks import HARMONY, MARKERS, Marks
+from kvferry.text.answers.registry import CallFormat
+from kvferry.text.grammar.compiler import GrammarCompiler
+from kvferry.text.requests.answer_rules import answer_rules
+from kvferry.text.tokenizing.byte_level import CHARACTER_OF
+from kvferry.text.tokenizing.tokenizer import Detokenizer, Tokenizer
+
+ARGUMENTS = {"type": "object", "properties": {"c": {"type": "string", "maxLength": 4}}, "required": ["c"]}
+ANSWER = {
+    "type": "object",
+    "properties": {"text": {"type": "string", "maxLength": 3}, "n": {"enum": [1, 2]}},
+    "required": ["text", "n"],
+    "additionalProperties": False,
+}
+USE = ToolUse((Tool("w", "", ARGUMENTS), Tool("v", "", {})))
+SCHEMA = Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(ANSWER))
+NUM_ANSWERS = 24
+
+
+def vocabulary(*, is_special: bool, is_harmony: bool) -> Tokenizer:
+    markers = (*MARKERS, *HARMONY) if is_harmony else MARKERS
+    added = [AddedToken(text, special=is_special, normalized=False) for text in markers]
+
+    def make() -> tokenizers.Tokenizer:
+        fast = tokenizers.Tokenizer(models.BPE(vocab={CHARACTER_OF[byte]: byte for byte in range(256)}, merges=[]))
+        fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        fast.decoder = decoders.ByteLevel()
+        fast.add_special_tokens([AddedToken("<|eos|>", special=True, normalized=False)])
+        (fast.add_special_tokens if is_special else fast.add_tokens)(added)
+        return fast
+
+    return Tokenizer(make, vocab_size=257 + len(markers), eos_token_ids=(256,))
+
+
+def form_of(tokenizer: Tokenizer, call_format: CallFormat, *, has_reasoning: bool) -> AnswerForm:
+    control = {text: token.token_id for text, token in tokenizer.control_tokens.items()}
+    return AnswerForm(call_format, has_reasoning, Marks.of(control, tokenizer.added_tokens))
+
+
+def random_text(
+    tokenizer: Tokenizer, compiler: GrammarCompiler, constraint: Constraint, marks: Marks, seed: int
+) -> str:
+    """Return a random output of a constraint, as the splitter of answers gets it."""
+    state = compiler.compile(constraint).start()
+    dice = random.Random(seed)
+    ids: list[int] = []
+    while len(ids) < 4000:
+        allowed = np.flatnonzero(state.allowed()).tolist()
+        closing = [token for token in allowed if token >= 256 or token in b'"}']
+        plain = [token for token in allowed if 32 <= token < 127 or token >= 256]
+        token = dice.choice(closing if closing and dice.random() < 0.4 else plain or allowed)
+        if token == 256:
+            break
+        ids.append(token)
+        state.advance([token])
+    else:
+        pytest.fail("the answer does not end")
+    detokenizer = Detokenizer(tokenizer, marks=marks.by_token)
+    return detokenizer.feed(ids) + detokenizer.finish()
+
+
+@pytest.mark.parametrize("is_special", [True, False], ids=["special", "ordinary"])
+@pytest.mark.parametrize("reasoning", ["none", "own", "opened"])
+@pytest.mark.parametrize("call_format", list(CallFormat))
+def test_each_branch_is_reachable_and_valid(call_format, reasoning, is_special) -> None:
+    is_open = reasoning == "opened"
+    if is_open and call_format is CallFormat.HARMONY:
+        pytest.skip("prompts of this format never open the reasoning")
+    tokenizer = vocabulary(is_special=is_special, is_harmony=call_format is CallFormat.HARMONY)
+    form = form_of(tokenizer, call_format, has_reasoning=reasoning != "none")
+    sampling, split = answer_rules(form, USE, SamplingParams(constraint=SCHEMA), is_open=is_open)
+    assert sampling.constraint is not None
+    assert split is not None
+    compiler, seen = GrammarCompiler(tokenizer), Counter[str]()
+    for seed in range(NUM_ANSWERS):
+        text = random_text(tokenizer, compiler, sampling.constraint, form.marks, seed)
+        splitter = AnswerSplitter(form, split)
+        parts = [splitter.feed(text), splitter.finish()]
+        content = "".join(part.content for part in parts)
+        calls = [call for part in parts for call in part.calls]
+        seen["thought"] += any(part.reasoning for part in parts)
+        if calls:
+            seen["calls"] += 1
+            assert not content.strip(), text
+            arguments: dict[int, str] = {}
+            for call in calls:
+                arguments[call.index] = arguments.get(call.index, "") + call.arguments
+            assert all(isinstance(json.loads(each), dict) for each in arguments.values()), text
+        else:
+            seen["text"] += 1
+            jsonschema.validate(json.loads(content), ANSWER)
+    assert seen["calls"], seen
+    assert seen["text"], seen
+    assert bool(seen["thought"]) == (reasoning != "none"), seen
+
+
+@pytest.mark.parametrize("call_format", list(CallFormat))
+def test_a_required_call_leaves_the_schema_to_a_later_answer(call_format) -> None:
+    tokenizer = vocabulary(is_special=False, is_harmony=call_format is CallFormat.HARMONY)
+    form = form_of(tokenizer, call_format, has_reasoning=True)
+    use = replace(USE, choice=Choice.REQUIRED)
+    sampling, split = answer_rules(form, use, SamplingParams(constraint=SCHEMA), is_open=False)
+    assert sampling.constraint is not None
+    assert split is not None
+    compiler = GrammarCompiler(tokenizer)
+    for seed in range(4):
+        text = random_text(tokenizer, compiler, sampling.constraint, form.marks, seed)
+        splitter = AnswerSplitter(form, split)
+        assert [*splitter.feed(text).calls, *splitter.finish().calls], text
+
+
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        Constraint(ConstraintKind.JSON_OBJECT, ""),
+        Constraint(ConstraintKind.REGEX, "[ab]{2}"),
+        Constraint(ConstraintKind.CHOICE, '["<a>", "b"]'),
+        Constraint(ConstraintKind.GRAMMAR, 'start: "x" y\ny: "z"'),
+        Constraint(ConstraintKind.GRAMMAR, 'root ::= "x" | "y"'),
+        SCHEMA,
+    ],
+    ids=lambda constraint: f"{constraint.kind}-{constraint.source[:8]}",
+)
+def test_every_kind_of_constraint_follows_reasoning(constraint) -> None:
+    tokenizer = vocabulary(is_special=False, is_harmony=False)
+    form = form_of(tokenizer, CallFormat.HERMES, has_reasoning=True)
+    sampling, split = answer_rules(form, ToolUse(), SamplingParams(constraint=constraint), is_open=True)
+    assert sampling.constraint is not None
+    assert split is not None
+    alone, compiler = GrammarCompiler(tokenizer), GrammarCompiler(tokenizer)
+    for seed in range(3):
+        text = random_text(tokenizer, compiler, sampling.constraint, form.marks, seed)
+        _, closer, answer = text.partition("</think>")
+        assert closer
+        state = alone.compile(constraint).start()
+        state.advance([*answer.strip("\n").encode()])
+        assert state.is_accepting
+
+
+def test_without_tools_and_reasoning_a_constraint_stays_alone() -> None:
+    tokenizer = vocabulary(is_special=False, is_harmony=False)
+    form = form_of(tokenizer, CallFormat.HERMES, has_reasoning=False)
+    assert answer_rules(form, ToolUse(), SamplingParams(constraint=SCHEMA), is_open=False) == (
+        SamplingParams(constraint=SCHEMA),
+        None,
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"name": "w", "parameters": {"c": "x"}}',
+        '{"name": "w", "n": 1}',
+        '{"name":"wx","n":2}',
+        '{"name": "", "n": 2}',
+        '{"name": "v", "parameters": {}}; {"name": "w", "parameters": {"c": ""}}',
+    ],
+)
+def test_an_answer_of_llama_may_begin_like_a_call(text) -> None:
+    tokenizer = vocabulary(is_special=True, is_harmony=False)
+    form = form_of(tokenizer, CallFormat.LLAMA3_JSON, has_reasoning=False)
+    schema = {**ANSWER, "properties": {"name": {"type": "string"}, "n": {"enum": [1, 2]}}, "required": ["name", "n"]}
+    constraint = Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(schema))
+    sampling, _ = answer_rules(form, USE, SamplingParams(constraint=constraint), is_open=False)
+    assert sampling.constraint is not None
+    state = GrammarCompiler(tokenizer).compile(sampling.constraint).start()
+    state.advance([*text.encode()])
+    assert state.is_accepting
