@@ -16,7 +16,7 @@ from kvferry.gateway.decide.cache_map.map_states import LOSSES, MapState
 from kvferry.gateway.decide.lifecycle.sample_states import MACHINE
 from kvferry.gateway.decide.routing.routes import RouteReason
 from kvferry.gateway.observe import instruments
-from kvferry.rpc import wire
+from kvferry.rpc import worker_wire
 from kvferry.v1 import decode_pb2
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,12 +67,12 @@ def test_each_reason_of_a_refusal_in_the_code_is_a_value() -> None:
 
 def test_each_outcome_of_the_protocol_is_an_outcome_of_the_vocabulary() -> None:
     wired = {
-        wire.handoff_outcome_from_wire(value)
+        worker_wire.handoff_outcome_from_wire(value)
         for value in decode_pb2.Handoff.Outcome.values()
         if value != decode_pb2.Handoff.OUTCOME_UNSPECIFIED
     }
     assert wired == set(HandoffOutcome) - {HandoffOutcome.REJECTED, HandoffOutcome.KEY_UNKNOWN}
-    assert wire.handoff_outcome_from_wire(99) is HandoffOutcome.NONE
+    assert worker_wire.handoff_outcome_from_wire(99) is HandoffOutcome.NONE
     assert set(LOST) < set(TRIED) < set(HandoffOutcome)
 
 

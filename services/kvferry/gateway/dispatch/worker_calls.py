@@ -23,7 +23,7 @@ from kvferry.gateway.dispatch.releases import Releases
 from kvferry.gateway.dispatch.route_selection import WorkRecords
 from kvferry.gateway.fleet.fleet import Fleet
 from kvferry.gateway.observe.instruments import Instruments
-from kvferry.rpc import wire
+from kvferry.rpc import wire, worker_wire
 from kvferry.rpc.inference.vector_wire import vector_from_wire
 from kvferry.rpc.wire import pooling_to_wire
 from kvferry.serving.token_source import TokenEvent, Vector
@@ -49,7 +49,7 @@ def prefill_request(run: SampleRun, prior_turn_ticket: bytes) -> prefill_pb2.Pre
         ticket_id=new_ticket_id(),
         prior_turn_ticket=prior_turn_ticket,
         priority=request.caller.priority,
-        adapter=wire.adapter_to_wire(request.caller.adapter),
+        adapter=worker_wire.adapter_to_wire(request.caller.adapter),
     )
 
 
@@ -86,7 +86,7 @@ def decode_request(run: SampleRun) -> decode_pb2.DecodeRequest:
         scope=request.caller.scope,
         want_cached_ticket=True,
         priority=request.caller.priority,
-        adapter=wire.adapter_to_wire(request.caller.adapter),
+        adapter=worker_wire.adapter_to_wire(request.caller.adapter),
     )
 
 
@@ -285,7 +285,7 @@ class WorkerCalls:
             return
         handoff = answer.handoff
         run.report_kv(wire.kv_reports_from_wire(answer.kv))
-        outcome = wire.handoff_outcome_from_wire(handoff.outcome)
+        outcome = worker_wire.handoff_outcome_from_wire(handoff.outcome)
         self._instruments.handoffs.labels(outcome).inc()
         run.num_cached_tokens = max(run.num_cached_tokens, handoff.num_cached_tokens if not run.emitted else 0)
         if run.state is not State.FETCHING:

@@ -28,7 +28,7 @@ from kvferry.rpc.access.call_keys import CallSigner
 from kvferry.rpc.access.signed_channel import signed
 from kvferry.rpc.errors import error_from_rpc
 from kvferry.rpc.tls.pool_tls import PoolTls
-from kvferry.rpc.wire import load_from_wire
+from kvferry.rpc.worker_wire import load_from_wire
 from kvferry.v1 import (
     common_pb2,
     decode_pb2_grpc,

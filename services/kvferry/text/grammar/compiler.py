@@ -1,5 +1,6 @@
 """Grammar compiler: compiles constraints for the vocabulary of a model, and caches the grammars."""
 
+import functools
 import re
 import threading
 from collections import OrderedDict
@@ -7,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvferry.core.constraint import Constraint, ConstraintKind
 from kvferry.core.errors import InvalidRequest, shortened
-from kvferry.text.grammar.grammar import Grammar, first_line, is_limit, too_complex
+from kvferry.text.grammar.grammar import Grammar, Numbers, first_line, is_limit, too_complex
 from kvferry.text.grammar.grammar_text import grammar_text
 from kvferry.text.grammar.library_tokenizer import library_tokenizer, named_tokens
 from kvferry.text.tokenizing.tokenizer import Tokenizer
@@ -36,6 +37,10 @@ class GrammarCompiler:
         self._library_tokenizer: LLTokenizer | None = None
         self._cache: OrderedDict[Constraint, Grammar] = OrderedDict()
         self._cached_bytes = 0
+
+    @functools.cached_property
+    def _numbers(self) -> Numbers:
+        return Numbers(self._tokenizer)
 
     def check(self, constraint: Constraint) -> None:
         """Check that a constraint can be compiled, and that the masks of its first tokens can be computed, since the
@@ -87,7 +92,9 @@ class GrammarCompiler:
                 field="constraint",
                 reason="CONSTRAINT_INVALID",
             )
-        return Grammar(matcher, self._tokenizer.vocab_size)
+        # A pattern says how many digits there are.
+        numbers = None if constraint.kind is ConstraintKind.REGEX else self._numbers
+        return Grammar(matcher, self._tokenizer.vocab_size, numbers)
 
     def _prepared(self) -> "LLTokenizer":
         with self._lock:

@@ -1,5 +1,7 @@
 """A compiled grammar and the state of one output under it: which tokens may come next."""
 
+import re
+import string
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -7,39 +9,67 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.core.errors import CONSTRAINT_DEAD_END, CONSTRAINT_TOO_COMPLEX, InvalidRequest
+from kvferry.text.tokenizing.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
+MAX_DIGITS = 32
+"""Maximum number of digits in a row, where the grammar permits something else; JSON does not limit them, and a small
+model would write digits until `max_tokens`."""
+MAX_EXPONENT_DIGITS = 2
 _WORD_BITS = 32
+_DIGITS = frozenset(string.digits)
+_DIGITS_AT_END = re.compile(rb"([eE][+-]?)?([0-9]+)\Z")
+_TAIL_BYTES = MAX_DIGITS + 3
+
+
+class Numbers:
+    """What the bounds of numbers need to know of a vocabulary. Immutable and thread-safe."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        begin = np.zeros(tokenizer.vocab_size, np.uint8)
+        begin[[token for text, token in tokenizer.vocabulary.items() if text[:1] in _DIGITS]] = 1
+        self.not_digits = ~np.packbits(begin, bitorder="little")
+        """Tokens that do not begin with a digit: [ceil(vocabulary / 8)] uint8."""
+        self.letter = tokenizer.vocabulary.get("a")
+        """A token that strings permit and numbers do not; `None` leaves numbers without bounds."""
+        self.bytes_of = tokenizer.token_bytes
 
 
 class Grammar:
     """A grammar compiled for a vocabulary. Immutable and thread-safe."""
 
-    def __init__(self, initial: "LLMatcher", vocab_size: int) -> None:
+    def __init__(self, initial: "LLMatcher", vocab_size: int, numbers: Numbers | None = None) -> None:
         """
         Args:
             initial: matcher of an empty output, which is copied for each output.
             vocab_size: number of token ids.
+            numbers: bounds numbers; `None` leaves them unbounded.
         """
         self._initial = initial
         self._vocab_size = vocab_size
+        self._numbers = numbers
 
     def start(self) -> "GrammarState":
         """Return the state of an empty output."""
-        return GrammarState(self._initial.deep_copy(), self._vocab_size)
+        return GrammarState(self._initial.deep_copy(), self._vocab_size, self._numbers)
 
 
 class GrammarState:
     """State of one output. Not thread-safe. `allowed_bits` releases the GIL while it computes."""
 
-    def __init__(self, matcher: "LLMatcher", vocab_size: int) -> None:
+    def __init__(
+        self, matcher: "LLMatcher", vocab_size: int, numbers: Numbers | None = None, tail: bytes = b""
+    ) -> None:
         """
         Args:
             matcher: matcher used only for this output.
             vocab_size: number of token ids.
+            numbers: bounds numbers; `None` leaves them unbounded.
+            tail: the last bytes of the output.
         """
+        self._numbers, self._tail = numbers, tail
         self._matcher = matcher
         self._vocab_size = vocab_size
         self._words = np.zeros(-(-vocab_size // _WORD_BITS), np.uint32)
@@ -54,6 +84,9 @@ class GrammarState:
                 would reject it, so that the request is not retried.
         """
         if not token_ids or self._matcher.consume_tokens(list(token_ids)):
+            if self._numbers is not None:
+                added = b"".join(map(self._numbers.bytes_of, token_ids[-_TAIL_BYTES:]))
+                self._tail = (self._tail + added)[-_TAIL_BYTES:]
             return
         error = self._matcher.get_error()
         if is_limit(error):
@@ -78,7 +111,17 @@ class GrammarState:
             raise dead_end() if _DEAD_END_SIGN in error else too_complex(error)
         if not self._words.any():
             raise dead_end()
-        return self._bits.copy()
+        return self._bits.copy() if self._numbers is None else self._bounded(self._numbers)
+
+    def _bounded(self, numbers: Numbers) -> npt.NDArray[np.uint8]:
+        found = _DIGITS_AT_END.search(self._tail)
+        limit = MAX_EXPONENT_DIGITS if found is not None and found[1] else MAX_DIGITS
+        if found is None or len(found[2]) < limit or numbers.letter is None:
+            return self._bits.copy()
+        if self._bits[numbers.letter >> 3] >> (numbers.letter & 7) & 1:
+            return self._bits.copy()  # in a string
+        ended = self._bits & numbers.not_digits
+        return ended if ended.any() else self._bits.copy()
 
     def forced_tokens(self) -> list[int]:
         """Return the tokens that must follow whatever the model prefers: the tokenization of the only text that may
@@ -91,7 +134,7 @@ class GrammarState:
 
     def copy(self) -> "GrammarState":
         """Return an independent copy of this state."""
-        return GrammarState(self._matcher.deep_copy(), self._vocab_size)
+        return GrammarState(self._matcher.deep_copy(), self._vocab_size, self._numbers, self._tail)
 
     @property
     def is_accepting(self) -> bool:

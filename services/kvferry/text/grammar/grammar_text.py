@@ -13,7 +13,7 @@ from typing import Any
 from kvferry.core.constraint import Constraint, ConstraintKind
 from kvferry.core.errors import shortened
 from kvferry.text.grammar.errors import invalid
-from kvferry.text.grammar.json_schema import WHITESPACE, enforced, parsed_schema
+from kvferry.text.grammar.json_schema import enforced, parsed_schema, with_layout
 from kvferry.text.grammar.lark_text import NamedTokens, prepared_lark
 
 MAX_CHOICES = 1024
@@ -61,8 +61,10 @@ def _json_schema(source: str, _: NamedTokens) -> str:
     from llguidance import LLMatcher
 
     try:
-        schema = json.dumps(parsed_schema(source), ensure_ascii=False)
-        return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": WHITESPACE})
+        schema = parsed_schema(source)
+        if isinstance(schema, bool):  # any JSON
+            schema = {} if schema else {"not": {}}
+        return LLMatcher.grammar_from_json_schema(json.dumps(with_layout(schema), ensure_ascii=False))
     except ValueError as error:
         raise invalid(f"json_schema is not a valid schema: {error}") from None
 

@@ -39,10 +39,10 @@ _ANY_NAME = "^(?s:.*)$"
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 OPTIONS = "x-guidance"
 """Keyword with options of the compiler."""
-MAX_WHITESPACE = 32
-"""Maximum length of a run of whitespace between two JSON tokens. Without a limit, a model that prefers whitespace
-would generate it until `max_tokens`."""
-WHITESPACE = rf"[ \t\r\n]{{1,{MAX_WHITESPACE}}}"
+LAYOUT = ("item_separator", "key_separator", "whitespace_flexible", "whitespace_pattern")
+"""Options that a schema may set at its root: the layout of its JSON. Others change what the compiler enforces."""
+WHITESPACE = " "
+"""Whitespace between two JSON tokens, if there is any. A small model would fill `max_tokens` with line breaks."""
 _MAX_PLACES = 60
 """Maximum number of decimal places of a bound; the compiler's expressions for more are nested too deeply."""
 
@@ -59,7 +59,7 @@ def parsed_schema(source: str) -> Any:
         raise invalid(f"json_schema is not valid JSON: {shortened(str(error))}") from None
     except RecursionError:
         raise _nested() from None
-    return enforced(schema)
+    return enforced(schema, LAYOUT)
 
 
 def enforced(schema: Any, options: Collection[str] = ()) -> Any:
@@ -78,6 +78,14 @@ def enforced(schema: Any, options: Collection[str] = ()) -> Any:
         return _enforceable(schema)
     except RecursionError:
         raise _nested() from None
+
+
+def with_layout(schema: Any) -> Any:
+    """Return a schema that limits whitespace to `WHITESPACE`, unless it sets its layout."""
+    layout = schema.get(OPTIONS, {}) if isinstance(schema, dict) else None
+    if layout is None or "whitespace_pattern" in layout or layout.get("whitespace_flexible") is False:
+        return schema
+    return {**schema, OPTIONS: {**layout, "whitespace_pattern": WHITESPACE}}
 
 
 def _check_options(value: Any, options: Collection[str]) -> None:

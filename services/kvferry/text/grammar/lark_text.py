@@ -7,10 +7,9 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from kvferry.text.grammar.errors import invalid
-from kvferry.text.grammar.json_schema import OPTIONS, WHITESPACE, enforced
+from kvferry.text.grammar.json_schema import LAYOUT, enforced, with_layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +22,6 @@ class NamedTokens:
     """Texts of those that are no control tokens: their text is a part of the output."""
 
 
-_LAYOUT = ("item_separator", "key_separator", "whitespace_flexible", "whitespace_pattern")
-"""Options of the compiler that an embedded schema may set: the layout of its JSON. Others change what it enforces."""
 _TOKEN = re.compile(
     r"""
       (?P<name> ^ [ \t]* [?!]? _* [^\W\d] \w* (?: \. -? \d+ )? [ \t]* (?= [\[:] ) )
@@ -79,7 +76,7 @@ def prepared_lark(text: str, tokens: NamedTokens) -> str:
                 schema, end = json.JSONDecoder().raw_decode(text, at)
             except (ValueError, RecursionError):
                 continue  # the compiler reports it
-            made += (text[copied:at], json.dumps(_with_layout(enforced(schema, _LAYOUT)), ensure_ascii=False))
+            made += (text[copied:at], json.dumps(with_layout(enforced(schema, LAYOUT)), ensure_ascii=False))
             copied = at = end
     return "".join((*made, text[copied:]))
 
@@ -96,11 +93,3 @@ def _with_tokens(literal: str, tokens: NamedTokens) -> str:
     for marker, after in zip(markers, texts[1:], strict=True):
         group += [f'(<[{tokens.by_id[marker]}]> | "{marker}")', f'"{after}"' if after else ""]
     return f"({' '.join(filter(None, group))})"
-
-
-def _with_layout(schema: Any) -> Any:
-    """Return a schema that limits whitespace, unless it sets it."""
-    layout = schema.get(OPTIONS, {}) if isinstance(schema, dict) else None
-    if layout is None or "whitespace_pattern" in layout or layout.get("whitespace_flexible") is False:
-        return schema
-    return {**schema, OPTIONS: {**layout, "whitespace_pattern": WHITESPACE}}

@@ -16,7 +16,7 @@ from kvferry.kv.tiers.stack import TierStack
 from kvferry.rpc.access.call_keys import MAX_NONCE_BYTES, CallVerifier
 from kvferry.rpc.access.guard import token_of
 from kvferry.rpc.call_interceptor import OpenCalls
-from kvferry.rpc.wire import adapter_to_wire, load_to_wire
+from kvferry.rpc.worker_wire import adapter_to_wire, load_to_wire
 from kvferry.v1 import common_pb2, worker_admin_pb2, worker_admin_pb2_grpc
 from kvferry.workers.adapters.adapter_loader import AdapterLoader
 from kvferry.workers.adapters.listed_adapters import ListedAdapters

@@ -16,7 +16,7 @@ from kvferry.engine.schedule.step.kv_jobs import Export
 from kvferry.engine.schedule.step.kv_progress import RemoteKv
 from kvferry.kv.interface.connector import FetchSource, Peer, PeerControl
 from kvferry.kv.interface.ticket import Keyring, Ticket, check_ticket, digest_tokens
-from kvferry.rpc import wire
+from kvferry.rpc import wire, worker_wire
 from kvferry.rpc.access.hosts import is_host
 from kvferry.rpc.call_interceptor import STARTED_METADATA
 from kvferry.v1 import decode_pb2, decode_pb2_grpc
@@ -120,7 +120,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
                 num_generated=request.num_generated,
                 sample_index=request.sample_index,
                 scope=request.scope,
-                adapter=wire.adapter_from_wire(request),
+                adapter=worker_wire.adapter_from_wire(request),
                 priority=wire.check_priority(request.priority),
                 deadline=self._context.deadline_in(context.time_remaining()),
                 keeps=request.want_cached_ticket,

@@ -5,7 +5,7 @@ from uuid import uuid4
 from kvferry.core.errors import InvalidRequest
 from kvferry.core.sampling import SamplingParams
 from kvferry.engine.schedule.messages import EngineRequest, PinnedPrefix
-from kvferry.rpc import wire
+from kvferry.rpc import wire, worker_wire
 from kvferry.v1 import worker_admin_pb2
 from kvferry.workers.calls.context import WorkerContext, sequence_id
 
@@ -36,7 +36,7 @@ class PrefixPinning:
                 token_ids=_token_ids(request),
                 sampling=SamplingParams(temperature=0.0, max_tokens=1),
                 scope=request.scope,
-                adapter=wire.adapter_from_wire(request),
+                adapter=worker_wire.adapter_from_wire(request),
                 deadline=self._context.deadline_in(seconds),
             ),
             request.ttl_seconds,

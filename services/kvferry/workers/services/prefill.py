@@ -13,7 +13,7 @@ from kvferry.engine.schedule.messages import EngineRequest
 from kvferry.engine.schedule.step.kv_progress import RemoteKv
 from kvferry.kv.interface.connector import FetchSource
 from kvferry.kv.interface.ticket import Keyring, check_ticket
-from kvferry.rpc import wire
+from kvferry.rpc import wire, worker_wire
 from kvferry.rpc.call_interceptor import STARTED_METADATA
 from kvferry.rpc.wire import pooling_from_wire
 from kvferry.v1 import prefill_pb2, prefill_pb2_grpc
@@ -73,7 +73,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
                 num_generated=request.num_generated,
                 sample_index=request.sample_index,
                 scope=request.scope,
-                adapter=wire.adapter_from_wire(request),
+                adapter=worker_wire.adapter_from_wire(request),
                 priority=wire.check_priority(request.priority),
                 deadline=self._context.deadline_in(context.time_remaining()),
                 exports=True,

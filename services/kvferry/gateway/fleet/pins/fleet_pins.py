@@ -23,7 +23,7 @@ from kvferry.gateway.fleet.fleet import Fleet
 from kvferry.gateway.fleet.member import WorkerView
 from kvferry.gateway.fleet.pins.pin_book import PinBook, Prefix
 from kvferry.rpc.errors import error_from_rpc
-from kvferry.rpc.wire import adapter_to_wire
+from kvferry.rpc.worker_wire import adapter_to_wire
 from kvferry.v1 import worker_admin_pb2 as wire
 
 _log = logging.getLogger(__name__)
