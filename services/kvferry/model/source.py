@@ -22,6 +22,24 @@ from kvferry.weights.files.regular_file import is_present, read_file
 from kvferry.weights.tensors import TensorSource
 
 _TEMPLATE = "chat_template"
+_END_TEXTS = (
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|eot|>",
+    "<|eom|>",
+    "<end_of_turn>",
+    "<|end_of_text|>",
+    "<|endoftext|>",
+    "<|end|>",
+    "<|END_OF_TURN_TOKEN|>",
+    "<end_of_utterance>",
+    "<｜end▁of▁sentence｜>",
+)
+"""Control tokens with which chat templates end a turn. A checkpoint that does not list the one of its template would
+write the user's next turn."""
+_CHANNEL = "<|channel|>"
+"""Templates with it end a message, not a turn, with `<|end|>` (harmony)."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", f"{_TEMPLATE}.jinja", f"{_TEMPLATE}.json")
 
 
@@ -105,7 +123,7 @@ def _open_gguf(path: Path, name: str | None, digest: Callable[[], str]) -> Model
     tokenizer = tokenizer_from_gguf(model.pairs, model.config, str(path))
     source = model.pairs.get("tokenizer.chat_template")
     template = _template(source, tokenizer) if isinstance(source, str) else None
-    return ModelSource(model.config, tokenizer, template, model, digest)
+    return _with_ends(ModelSource(model.config, tokenizer, template, model, digest))
 
 
 def _open_folder(folder: Path) -> ModelSource:
@@ -121,13 +139,28 @@ def _open_folder(folder: Path) -> ModelSource:
         source = read_json(processor_file).get(_TEMPLATE)
     if isinstance(source, list):  # several templates by name; use the one for plain chat
         source = next((i.get("template") for i in source if isinstance(i, dict) and i.get("name") == "default"), None)
-    template = None
-    if isinstance(source, str):
-        bos, eos = (_token_text(settings.get(key)) for key in ("bos_token", "eos_token"))
-        template = ChatTemplate(source, bos_token=bos, eos_token=eos)
+    bos, eos = (_token_text(settings.get(key)) for key in ("bos_token", "eos_token"))
+    template = ChatTemplate(source, bos_token=bos, eos_token=eos) if isinstance(source, str) else None
 
     files = [folder / "config.json", *model.weight_files, *(folder / name for name in _TOKENIZER_FILES)]
-    return ModelSource(model.config, tokenizer, template, model, lambda: _digest_of(files))
+    return _with_ends(ModelSource(model.config, tokenizer, template, model, lambda: _digest_of(files)), eos)
+
+
+def _with_ends(source: ModelSource, eos: str = "") -> ModelSource:
+    """Add the ends that the configuration does not list: the tokenizer's own, and those of the chat template.
+
+    Args:
+        source: an open model, which is changed.
+        eos: text of the end-of-sequence token in tokenizer_config.json; empty if there is none.
+    """
+    template = "" if source.chat_template is None else source.chat_template.source
+    texts = {text for text in _END_TEXTS if text in template and not (text == "<|end|>" and _CHANNEL in template)}
+    control = source.tokenizer.control_tokens
+    found = {control[text].token_id for text in (*texts, eos) if text in control}
+    ends = tuple(sorted({*source.config.eos_token_ids, *found}))
+    source.config = replace(source.config, eos_token_ids=ends)
+    source.tokenizer.eos_token_ids = ends
+    return source
 
 
 def _digest_of(files: Sequence[Path]) -> str:

@@ -140,6 +140,25 @@ def test_end_tokens_of_the_generation_config_count_too(tmp_path: Path) -> None:
     assert SafetensorsModel(folder).config.eos_token_ids == (256, 258)
 
 
+@pytest.mark.parametrize("token", ["<|im_end|>", {"content": "<|im_end|>"}])
+def test_the_end_token_of_the_tokenizer_counts_too(tmp_path: Path, token: object) -> None:
+    folder = make_folder(tmp_path / "m", {"eos_token_id": None})
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": token}))
+    source = open_model(str(folder))
+    control = source.tokenizer.control_tokens["<|im_end|>"].token_id
+    assert source.config.eos_token_ids == source.tokenizer.eos_token_ids == (control,)
+
+
+def test_the_end_of_a_turn_in_the_template_counts_too(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "m", {"eos_token_id": 256})
+    (folder / "tokenizer_config.json").unlink(missing_ok=True)
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}<|im_end|>")
+    control = open_model(str(folder)).tokenizer.control_tokens["<|im_end|>"].token_id
+    assert set(open_model(str(folder)).config.eos_token_ids) == {256, control}
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    assert open_model(str(folder)).config.eos_token_ids == (256,)
+
+
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
 def test_llama_3_scaling_is_read(tmp_path: Path, key: str) -> None:
     scaling = {

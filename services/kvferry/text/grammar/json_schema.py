@@ -21,6 +21,7 @@ from urllib.parse import unquote
 from kvferry.core.errors import InvalidRequest, shortened
 from kvferry.text.grammar.errors import invalid
 from kvferry.text.grammar.patterns import MAX_NAME, enforceable_pattern, other_names
+from kvferry.text.grammar.tagged_unions import distinguished
 
 _MAX_EXACT = 1 << 53
 _MAX_EXACT_POWER = 22
@@ -36,6 +37,10 @@ _ANNOTATIONS = frozenset({"default", "examples"})
 """Keywords whose value is neither a schema nor enforced."""
 _NOT_REFERRED = _ANNOTATIONS | _CONSTANTS | {"additionalProperties"}
 _ANY_NAME = "^(?s:.*)$"
+_FORMATS = frozenset(
+    {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown"}
+)
+"""Formats of strings that the compiler enforces."""
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 OPTIONS = "x-guidance"
 """Keyword with options of the compiler."""
@@ -75,7 +80,7 @@ def enforced(schema: Any, options: Collection[str] = ()) -> Any:
     if isinstance(schema, dict) and OPTIONS in schema:
         _check_options(schema[OPTIONS], options)
     try:
-        return _enforceable(schema)
+        return _enforceable(distinguished(schema))
     except RecursionError:
         raise _nested() from None
 
@@ -113,9 +118,14 @@ def _enforceable(schema: Any) -> Any:
             made[key] = _checked_reference(value)
         elif key == "uniqueItems" and value is False:  # the default; the compiler refuses the keyword
             continue
+        elif (
+            key == "format" and value not in _FORMATS
+        ):  # an annotation, as JSON Schema says (2020-12, validation, 7.2.3)
+            continue
         else:
             made[key] = value if key in _ANNOTATIONS else _enforceable(value)
     _read_flags(made)
+    _read_names(made)
     _check_bounds(made)
     _name_members(made)
     if made.get("type") != "integer":
@@ -126,6 +136,27 @@ def _enforceable(schema: Any) -> Any:
             shown = ", ".join(f"{key} {schema[key]}" for key in _BOUNDS[:4] if key in schema)
             raise invalid(f"the range of {shown} is too narrow to be enforced")
     return made
+
+
+def _read_names(schema: dict[str, Any]) -> None:
+    """Replace `propertyNames`, which the compiler refuses, where other keywords say the same."""
+    names = schema.get("propertyNames")
+    if names in (True, {}, {"type": "string"}):
+        del schema["propertyNames"]
+        return
+    if not isinstance(names, dict) or "properties" in schema or _PATTERNS in schema:
+        return
+    others = schema.get("additionalProperties", True)
+    if isinstance(names.get("enum"), list) and names.keys() <= {"type", "enum"}:
+        schema["properties"] = {name: others for name in names["enum"] if isinstance(name, str)}
+    elif isinstance(names.get("pattern"), str) and names.keys() <= {"type", "pattern"}:
+        schema[_PATTERNS] = {names["pattern"]: others}
+    elif names.keys() <= {"type", "minLength", "maxLength"}:
+        schema[_PATTERNS] = {f"^(?s:.{{{names.get('minLength', 0)},{names.get('maxLength', '')}}})$": others}
+    else:
+        return
+    del schema["propertyNames"]
+    schema["additionalProperties"] = False
 
 
 def _name_members(schema: dict[str, Any]) -> None:

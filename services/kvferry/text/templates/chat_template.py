@@ -15,6 +15,7 @@ templates that call it without testing whether it is defined, such as gpt-oss's.
 so that prompts start with the same tokens every day.
 """
 
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -27,6 +28,9 @@ from kvferry.text.templates.template_program import metered
 from kvferry.text.templates.template_sandbox import BudgetContext, Sandbox
 
 Message = Mapping[str, object]
+
+_log = logging.getLogger(__name__)
+_SYSTEM_ROLES = ("system", "developer")
 
 _ASKS = re.compile(r"strftime_now\s+is\s+(?:not\s+)?defined")
 MAX_SOURCE_CHARS = 256 << 10
@@ -52,23 +56,27 @@ class ChatTemplate:
             now: clock of the function `strftime_now`.
 
         Raises:
-            ModelFileError: the template is too long, does not compile, or uses an unavailable feature.
+            ModelFileError: the template is too long. One that does not compile, or uses an unavailable feature, is
+                logged and refuses messages; the model serves plain prompts.
         """
         if len(source) > MAX_SOURCE_CHARS:
             raise ModelFileError(
                 f"the model's chat template has {len(source)} characters; at most {MAX_SOURCE_CHARS} are accepted"
             )
         self.source = source
+        self.uses_tools = False
+        """Whether the template reads the variable `tools`; otherwise tools have no effect on its text."""
+        self._broken = ""
         environment = Sandbox(None if _ASKS.search(source) else now)
         environment.globals |= {"bos_token": bos_token, "eos_token": eos_token}
         self._names = frozenset(environment.globals)
         try:
             parsed = environment.parse(source)
             self.uses_tools = "tools" in meta.find_undeclared_variables(parsed)
-            """Whether the template reads the variable `tools`; otherwise tools have no effect on its text."""
             self._template = environment.from_string(metered(parsed))
         except Exception as error:  # due to the template's syntax, deep nesting or long numbers
-            raise ModelFileError(f"the model's chat template does not compile: {message_of(error)}") from None
+            self._broken = f"the model's chat template does not compile: {message_of(error).partition(chr(10))[0]}"
+            _log.warning("%s; requests with messages are refused, and plain prompts are served", self._broken)
 
     def render(
         self,
@@ -93,6 +101,47 @@ class ChatTemplate:
         """
         if not messages:
             raise InvalidRequest("messages is empty; send at least one message", field="messages")
+        if self._broken:
+            raise InvalidRequest(f"{self._broken}; use a plain prompt", field="messages")
+        systems = [message for message in messages if message.get("role") in _SYSTEM_ROLES]
+        if len(systems) < 2 or not all(isinstance(message.get("content"), str) for message in systems):
+            return self._render(messages, add_generation_prompt, tools, variables)
+        return self._render_systems(messages, systems, add_generation_prompt, tools, variables)
+
+    def _render_systems(
+        self,
+        messages: Sequence[Message],
+        systems: Sequence[Message],
+        add_generation_prompt: bool,
+        tools: Sequence[Message] | None,
+        variables: Mapping[str, object] | None,
+    ) -> str:
+        """Render messages of which several are from the system or the developer. Some templates refuse all but the
+        first or drop them: these get one message with the texts of all."""
+        texts = [str(message["content"]).strip() for message in systems]
+        try:
+            text = self._render(messages, add_generation_prompt, tools, variables)
+        except InvalidRequest:
+            text = ""
+        if text and all(each in text for each in texts):
+            return text
+        first = {**systems[0], "role": "system", "content": "\n\n".join(texts)}
+        others = [message for message in messages if message.get("role") not in _SYSTEM_ROLES]
+        text = self._render([first, *others], add_generation_prompt, tools, variables)
+        if texts[0] in text and not all(each in text for each in texts):
+            raise InvalidRequest(
+                "the model's chat template drops one of several system messages; send one system message",
+                field="messages",
+            )
+        return text
+
+    def _render(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool,
+        tools: Sequence[Message] | None,
+        variables: Mapping[str, object] | None,
+    ) -> str:
         given = {"messages": messages, "add_generation_prompt": add_generation_prompt, "tools": tools}
         self._check_variables(variables or {}, given)
         pieces: list[str] = []

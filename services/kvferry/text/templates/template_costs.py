@@ -302,9 +302,20 @@ def _join(budget: Budget, values: object, d: object = "", attribute: object = No
     _each(budget, values, attribute)
 
 
-def _to_json(budget: Budget, value: object, indent: object = None) -> None:
+def _to_json(
+    budget: Budget,
+    value: object,
+    ensure_ascii: object = False,
+    indent: object = None,
+    separators: object = None,
+    sort_keys: object = False,
+) -> None:
     if not (indent is None or isinstance(indent, int)) or width_of(indent) > 64:
         raise SecurityError("an indent must be an integer of at most 64")
+    if separators is not None:
+        parts = separators if isinstance(separators, list | tuple) else ()
+        if len(parts) != 2 or not all(isinstance(part, str) and len(part) <= 8 for part in parts):
+            raise SecurityError("separators must be two strings of at most 8 characters")
     size = budget.read(value)
     budget.spend(ITEM * size * (1 + width_of(indent) * _depth(value)))
 

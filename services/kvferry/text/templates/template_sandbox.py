@@ -12,12 +12,14 @@ Lists that Jinja's filters return lazily are built at once, so that their cost i
 import json
 import re
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
 
 import jinja2
-from jinja2.ext import loopcontrols
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
 from jinja2.runtime import Context, LoopContext, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
 from jinja2.utils import Namespace
@@ -77,7 +79,11 @@ class Sandbox(ImmutableSandboxedEnvironment):
         """
         # Without the optimizer, which would run filters on constants at compile time.
         super().__init__(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols], optimized=False, finalize=_finalize
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[loopcontrols, _Generation],
+            optimized=False,
+            finalize=_finalize,
         )
         self.globals: dict[str, object] = {
             "dict": dict,
@@ -272,6 +278,30 @@ def _escape(value: object) -> str:
     return str(escape(value))
 
 
-def _to_json(value: object, indent: int | None = None) -> str:
-    # Not Jinja's `tojson`, which escapes HTML; models were trained with plain JSON.
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _to_json(
+    value: object,
+    ensure_ascii: object = False,
+    indent: int | None = None,
+    separators: Sequence[str] | None = None,
+    sort_keys: object = False,
+) -> str:
+    # Not Jinja's `tojson`, which escapes HTML; models were trained with plain JSON. The arguments are those of
+    # transformers.
+    item, key = separators if separators is not None else (None, None)
+    return json.dumps(
+        value,
+        ensure_ascii=bool(ensure_ascii),
+        indent=indent,
+        separators=None if item is None or key is None else (item, key),
+        sort_keys=bool(sort_keys),
+    )
+
+
+class _Generation(Extension):
+    """The tag `generation` of transformers, which marks what a model learns. Its content is rendered."""
+
+    tags = {"generation"}  # noqa: RUF012  an attribute of the base class
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)

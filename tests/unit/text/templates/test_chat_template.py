@@ -4,6 +4,7 @@ import json
 import time
 import tracemalloc
 from datetime import UTC, datetime
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -37,6 +38,63 @@ def test_json_is_plain() -> None:
     assert ChatTemplate("{{ messages | tojson }}").render([{"role": "user", "content": "<é>"}]) == (
         '[{"role": "user", "content": "<é>"}]'
     )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options"),
+    [
+        ("", {"ensure_ascii": False}),
+        ("ensure_ascii=true", {"ensure_ascii": True}),
+        ("true", {"ensure_ascii": True}),
+        ("false, 2", {"ensure_ascii": False, "indent": 2}),
+        ("indent=4, ensure_ascii=false", {"ensure_ascii": False, "indent": 4}),
+        ("separators=(',', ':')", {"ensure_ascii": False, "separators": (",", ":")}),
+        ("sort_keys=true", {"ensure_ascii": False, "sort_keys": True}),
+    ],
+)
+def test_json_has_the_arguments_of_transformers(arguments: str, options: dict[str, Any]) -> None:
+    tool = {"type": "function", "function": {"name": "é", "a": [1, {"z": "<b>", "b": None}]}}
+    template = ChatTemplate(f"{{{{ tools[0] | tojson({arguments}) }}}}")
+    assert template.render(HELLO, tools=[tool]) == json.dumps(tool, **options)
+
+
+@pytest.mark.parametrize("separators", ["1", "(',',)", "(1, 2)", "('x' * 9, ':')"])
+def test_separators_of_json_are_two_short_strings(separators: str) -> None:
+    with pytest.raises(InvalidRequest, match="separators must be two strings"):
+        ChatTemplate(f"{{{{ messages | tojson(separators={separators}) }}}}").render(HELLO)
+
+
+def test_the_content_of_a_generation_tag_is_rendered() -> None:
+    source = (
+        "{% for m in messages %}{% generation %}{{ m.role }}{% if true %}!{% endif %}{% endgeneration %}\n{% endfor %}"
+    )
+    assert ChatTemplate(source).render(HELLO) == "user!"
+
+
+RULES = [{"role": "system", "content": "A"}, {"role": "developer", "content": " B "}]
+STRICT = (
+    "{% for m in messages %}{% if m.role != 'user' and not loop.first %}{{ raise_exception('only first') }}{% endif %}"
+    "{{ m.role }}: {{ m.content }};{% endfor %}"
+)
+FIRST = "{% if messages[0].role == 'system' %}{{ messages[0].content }};{% endif %}{{ messages[-1].content }}"
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}", "system: A;developer:  B ;user: Hello;"),
+        (STRICT, "system: A\n\nB;user: Hello;"),
+        (FIRST, "A\n\nB;Hello"),
+    ],
+    ids=["several", "strict", "first"],
+)
+def test_all_system_messages_reach_the_model(source: str, expected: str) -> None:
+    assert ChatTemplate(source).render([*RULES, *HELLO]) == expected
+
+
+def test_a_template_that_drops_a_system_message_in_any_case_refuses_several() -> None:
+    with pytest.raises(InvalidRequest, match="send one system message"):
+        ChatTemplate("{{ messages[0].content[:1] }}{{ messages[-1].content }}").render([*RULES, *HELLO])
 
 
 def test_a_refusal_by_the_template_is_reported() -> None:
@@ -193,12 +251,22 @@ def test_constants_are_not_computed_while_a_template_compiles(source: str) -> No
         "{% block a %}{% endblock %}",
         "{% for x in y recursive %}{{ loop(x) }}{% endfor %}",
         "{{ x | urlize }}",
-        "x" * (257 << 10),
     ],
 )
-def test_a_template_that_cannot_be_used_is_a_damaged_model_file(source: str) -> None:
-    with pytest.raises(ModelFileError, match="chat template"):
-        ChatTemplate(source)
+def test_a_template_that_cannot_be_used_costs_chat_and_not_the_model(
+    source: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    template = ChatTemplate(source)
+    assert "the model's chat template does not compile" in caplog.text
+    assert not template.uses_tools
+    with pytest.raises(InvalidRequest, match=r"chat template does not compile: .+; use a plain prompt") as caught:
+        template.render(HELLO)
+    assert caught.value.field == "messages"
+
+
+def test_a_template_that_is_too_long_is_a_damaged_model_file() -> None:
+    with pytest.raises(ModelFileError, match="chat template has 263168 characters"):
+        ChatTemplate("x" * (257 << 10))
 
 
 ATOMS = st.sampled_from(
