@@ -293,7 +293,14 @@ U32 = struct.pack("<I", 4)
         (header([string("general.alignment") + U32 + struct.pack("<I", 0)], []), "to 65536, not 0"),
         (header([string("general.alignment") + U32 + struct.pack("<I", 48)], []), "a power of two, not 48"),
         (header([], [tensor("t", [1] * 5)]), "5 dimensions"),
-        (header([], [tensor("t", [4], kind=77)]), "unsupported type id 77; supported types: F32"),
+        (
+            header([], [tensor("t", [4], kind=77)]),
+            "unsupported type id 77; supported types: F32.*Download the file again",
+        ),
+        (
+            header([], [tensor("t", [256], kind=23)]),
+            r"has type IQ4_XS, which is not supported; use a file of another quan",
+        ),
         (header([], [tensor("t", [33], kind=3)]), r"invalid dimensions \[33\] for type Q4_1"),
         (header([], [tensor("t", [0])]), r"invalid dimensions \[0\] for type F32"),
         (header([], [tensor("t", [1 << 62, 1 << 62])]), "cut short"),

@@ -306,7 +306,10 @@ NORM = "model.norm.weight"
         (lambda d: d[:-1], "its tensors end at"),
         (lambda d: d + b"x", "its tensors end at"),
         (edit_header(lambda t: t.update({NORM: []})), "not described by an object"),
-        (edit_header(lambda t: t[NORM].update(dtype="F8_E4M3")), "type 'F8_E4M3'; use one of F32, F16, BF16"),
+        (
+            edit_header(lambda t: t[NORM].update(dtype="F8_E4M3")),
+            "type F8_E4M3, which is not supported here; supported types: F32, F16, BF16. Use",
+        ),
         (edit_header(lambda t: t[NORM].update(dtype=[1])), "use one of"),
         (edit_header(lambda t: t[NORM].update(shape=[1 << 40])), "does not fill"),
         (edit_header(lambda t: t[NORM].update(shape=[-1])), "has shape"),

@@ -82,6 +82,13 @@ class StoredTensor:
         return as_float32(self.raw(), self.dtype)
 
 
+_OTHER_TYPES = frozenset(
+    {"BOOL", "U8", "I8", "I16", "U16", "I32", "U32", "I64", "U64", "F16", "BF16", "F32", "F64", "C64", "F4"}
+    | {"F6_E2M3", "F6_E3M2", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"}
+)
+"""Types of the format (safetensors 0.8); a file with one of them is intact."""
+
+
 def as_float32(raw: npt.NDArray[np.generic], dtype: str) -> npt.NDArray[np.float32]:
     """Convert the raw values of a float type, as `StoredTensor.raw` returns them; float32 is not copied."""
     if dtype == "BF16":
@@ -158,6 +165,11 @@ def _entry(
     if not isinstance(entry, dict):
         raise damaged(f"tensor {name!r} is not described by an object")
     dtype, shape, span = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
+    if isinstance(dtype, str) and dtype in _OTHER_TYPES and dtype not in types:
+        raise ModelFileError(
+            f"tensor {name!r} of a safetensors file has type {dtype}, which is not supported here; supported types:"
+            f" {', '.join(types)}. Use a checkpoint with these types, or remove the tensor if the model does not use it"
+        )
     if not isinstance(dtype, str) or dtype not in types:
         raise damaged(f"tensor {name!r} has type {dtype!r}; use one of {', '.join(types)}")
     if isinstance(shape, list) and len(shape) > _MAX_DIMENSIONS:

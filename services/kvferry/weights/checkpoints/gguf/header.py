@@ -177,8 +177,7 @@ def _read_tensor(cursor: "_Cursor") -> TensorInfo:
     type_id = cursor.unpack("I")
     start = cursor.unpack("Q")
     if type_id not in TENSOR_TYPES:
-        known = ", ".join(word for word, _, _ in TENSOR_TYPES.values())
-        raise cursor.damaged(f"tensor {name!r} has unsupported type id {type_id}; supported types: {known}")
+        raise cursor.other_type(name, type_id)
     word, block, block_bytes = TENSOR_TYPES[type_id]
     if 0 in extents or extents[0] % block:
         raise cursor.damaged(f"tensor {name!r} has invalid dimensions {extents} for type {word}")
@@ -226,6 +225,20 @@ class _Cursor:
         return ModelFileError(
             f"{self._path} ({self.size} bytes) is not a usable GGUF file: {what} (at byte {self.position})."
             " Download the file again"
+        )
+
+    def other_type(self, name: str, type_id: int) -> ModelFileError:
+        """Create an error for a type that is not supported; the file is intact if GGUF has such a type."""
+        from gguf.constants import GGMLQuantizationType
+
+        known = ", ".join(word for word, _, _ in TENSOR_TYPES.values())
+        try:
+            word = GGMLQuantizationType(type_id).name
+        except ValueError:
+            return self.damaged(f"tensor {name!r} has unsupported type id {type_id}; supported types: {known}")
+        return ModelFileError(
+            f"{self._path} ({self.size} bytes): tensor {name!r} has type {word}, which is not supported; use a file of"
+            f" another quantization, such as Q4_K_M. Supported types: {known}"
         )
 
     def skip(self, num_bytes: int) -> int:
