@@ -145,7 +145,7 @@ TOKENIZE: Rules = {
 """Body of POST /tokenize."""
 
 MESSAGE: Rules = {
-    "annotations": ACCEPTED,
+    "annotations": Rule(neutral=(None, [])),
     "audio": Rule(_TEXT_ONLY, (None, [])),
     "cache_control": ACCEPTED,
     "function_call": Rule("calls are sent in tool_calls", (None, [])),

@@ -53,10 +53,12 @@ class RefusalPart(Strict):
 
 def _part_type(value: Any) -> str:
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return "refusal" if kind == "refusal" else "text"
+    return "<refusal>" if kind == "refusal" else "<text>"
 
 
-Part = Annotated[Annotated[TextPart, Tag("text")] | Annotated[RefusalPart, Tag("refusal")], Discriminator(_part_type)]
+Part = Annotated[
+    Annotated[TextPart, Tag("<text>")] | Annotated[RefusalPart, Tag("<refusal>")], Discriminator(_part_type)
+]
 
 
 class CalledFunction(Strict):
@@ -186,15 +188,15 @@ class AllowedChoice(Strict):
 
 
 def choice_type(value: Any) -> str:
-    """Return the type of a `tool_choice` that is an object, for its validation."""
+    """Return the tag of a `tool_choice` that is an object, for its validation."""
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return "allowed_tools" if kind == "allowed_tools" else "function"
+    return "<allowed_tools>" if kind == "allowed_tools" else "<function>"
 
 
 ToolChoice = (
     str
     | Annotated[
-        Annotated[NamedChoice, Tag("function")] | Annotated[AllowedChoice, Tag("allowed_tools")],
+        Annotated[NamedChoice, Tag("<function>")] | Annotated[AllowedChoice, Tag("<allowed_tools>")],
         Discriminator(choice_type),
     ]
 )

@@ -57,9 +57,9 @@ def _is_same(value: object, other: object) -> bool:
 
 
 class Strict(BaseModel):
-    """A part of a request; types are not converted."""
+    """A part of a request; types are not converted. `kept_fields` handles fields that the class does not have."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False, frozen=True)
 
     RULES: ClassVar[Rules] = {}
     """What happens to fields that are not implemented."""
@@ -337,7 +337,7 @@ def _refusal(kind: type[Strict], errors: list[ErrorDetails]) -> InvalidRequest:
     first = errors[0]
     same = [error for error in errors if error["loc"][:1] == first["loc"][:1]]
     worst = max(same, key=lambda error: (len(error["loc"]), [part for part in error["loc"] if isinstance(part, int)]))
-    # Locations include the names of union alternatives, which are meaningless to clients.
+    # Locations include the names of union alternatives, such as `<text>`, which are meaningless to clients.
     field = ".".join(str(part) for part in worst["loc"] if isinstance(part, int) or part in names)
     if worst["type"] == "missing":
         return InvalidRequest(f"{field} is missing", field=field)

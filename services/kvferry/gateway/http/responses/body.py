@@ -71,7 +71,7 @@ class AllowedFunctions(Strict):
 
 
 FunctionChoices = Annotated[
-    Annotated[FunctionChoice, Tag("function")] | Annotated[AllowedFunctions, Tag("allowed_tools")],
+    Annotated[FunctionChoice, Tag("<function>")] | Annotated[AllowedFunctions, Tag("<allowed_tools>")],
     Discriminator(choice_type),
 ]
 

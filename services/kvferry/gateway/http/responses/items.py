@@ -85,14 +85,14 @@ class ReasoningInput(Strict):
 
 def _tag(value: Any) -> str:
     found = value.get("type", "message") if isinstance(value, dict) else getattr(value, "type", "message")
-    return found if isinstance(found, str) else ""
+    return f"<{found}>"
 
 
 Item = Annotated[
-    Annotated[InputMessage, Tag("message")]
-    | Annotated[FunctionCall, Tag("function_call")]
-    | Annotated[FunctionResult, Tag("function_call_output")]
-    | Annotated[ReasoningInput, Tag("reasoning")],
+    Annotated[InputMessage, Tag("<message>")]
+    | Annotated[FunctionCall, Tag("<function_call>")]
+    | Annotated[FunctionResult, Tag("<function_call_output>")]
+    | Annotated[ReasoningInput, Tag("<reasoning>")],
     Discriminator(_tag),
 ]
 KINDS: Mapping[str, type[Strict]] = {
