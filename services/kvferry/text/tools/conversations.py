@@ -182,15 +182,17 @@ def encode_chat(
         InvalidRequest: the template rejects the messages, they cannot be encoded, or the last one cannot be continued.
     """
     guard = _Guard(tokenizer, [*messages, *(tools or ()), variables, template.source])
-    guarded = [guard.message(message) for message in messages]
+    if end is PromptEnd.OPEN:
+        *before, last = messages
+        messages = [*before, {**last, "content": f"{last.get('content') or ''}{guard.end} "}]
     text = template.render(
-        guarded,
+        [guard.message(message) for message in messages],
         add_generation_prompt=end is PromptEnd.ANSWER,
         tools=[guard.message(tool) for tool in tools] if tools is not None else None,
         variables=guard.message(variables or {}),
     )
     if end is PromptEnd.OPEN:
-        text = _up_to(text, str(guarded[-1].get("content") or ""))
+        text = _up_to(text, guard.end)
     if not guard.was_needed:
         return tokenizer.encode(text, add_special=False)
     ids: list[int] = []
@@ -202,17 +204,17 @@ def encode_chat(
     return ids
 
 
-def _up_to(text: str, content: str) -> str:
-    """Return a rendered conversation up to the end of the content of its last message, as in transformers."""
-    bare = content.strip()
-    begin = text.rfind(bare) if bare else -1
-    if begin < 0:
+def _up_to(text: str, place: str) -> str:
+    """Return a rendered conversation up to a place in its last message. A template that trims messages has dropped the
+    space after the place; then it also trims the text before, as in transformers."""
+    before, found, after = text.rpartition(place)
+    if not found:
         raise InvalidRequest(
-            "the last message has no text that the chat template writes unchanged; leave continue_final_message out",
+            "the chat template does not write the last message; leave continue_final_message out",
             field="continue_final_message",
         )
-    whole = content.lstrip()
-    return text[: begin + len(whole if text.startswith(whole, begin) else bare)]
+    before = before.replace(place, "")
+    return before if after.startswith(" ") else before.rstrip()
 
 
 class _Guard:
@@ -220,10 +222,11 @@ class _Guard:
 
     def __init__(self, tokenizer: Tokenizer, texts_seen: Sequence[object]) -> None:
         seen = set[str]().union(*(_strings(texts_seen)))
-        mark = next((chr(code) for code in _PRIVATE_USE if chr(code) not in seen), None)
-        if mark is None:
+        free = [chr(code) for code in _PRIVATE_USE if chr(code) not in seen][:2]
+        if len(free) < 2:
             raise InvalidRequest("the messages contain every private-use character", field="messages")
-        self.mark = mark
+        self.mark, self.end = free
+        """Characters that occur nowhere else: between the parts of a control token, and at the end of a prompt."""
         self.was_needed = False
         texts = [text for text in tokenizer.control_tokens if len(text) > 1]  # a single character cannot be split
         # The match consumes only one character, so that a single pass also splits overlapping tokens.

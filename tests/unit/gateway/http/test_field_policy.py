@@ -84,10 +84,8 @@ async def test_unknown_fields_have_no_effect_and_are_named(client, path):
         ({"functions": [], "function_call": "none", "modalities": ["text"], "thinking_token_budget": None}, ""),
         ({"prediction": {"type": "content", "content": "x"}, "stream_interval": 5}, "prediction stream_interval"),
         ({"messages": [{**HI, "id": "m1"}, {**HI, "id": "m2"}]}, "messages.id"),
-        (
-            {"messages": [HI, {**ASSISTANT, "annotations": [], "audio": None, "function_call": None}]},
-            "messages.annotations",
-        ),
+        ({"messages": [HI, {**ASSISTANT, "annotations": [], "audio": None, "function_call": None}]}, ""),
+        ({"messages": [HI, {**ASSISTANT, "annotations": [{"type": "url_citation"}]}]}, "messages.annotations"),
         (
             {"messages": [{**HI, "content": [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}]}]},
             "messages.content.cache_control",
