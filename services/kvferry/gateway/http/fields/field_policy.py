@@ -218,3 +218,6 @@ RESPONSE_CALL: Rules = {
 
 RESPONSE_REASONING: Rules = {"encrypted_content": ACCEPTED}
 """Item of type reasoning; encrypted text is that of another server."""
+
+INCLUDE: Rules = {"reasoning.encrypted_content": ACCEPTED}
+"""Values in `include` of the Responses API; reasoning is returned as text."""
