@@ -277,8 +277,8 @@ class _Sorter:
 
     def kept(self, kind: type[Strict], fields: dict[str, Any], where: str, place: str) -> dict[str, Any]:
         """Return the implemented fields of an object at the path `where`, which is `place` without numbers."""
-        if len(fields) > MAX_FIELDS:
-            _at_most(where.rstrip(".") or "the body", fields, MAX_FIELDS, "fields", field=where.rstrip(".") or None)
+        own = where.rstrip(".")
+        _at_most(own or "the body", fields, MAX_FIELDS, "fields", field=own or None)
         parts, found = _parts(kind), {}
         for name, value in fields.items():
             if name in parts:
