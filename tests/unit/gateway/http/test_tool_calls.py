@@ -329,11 +329,6 @@ RESULT = {"role": "tool", "tool_call_id": "x", "content": "12:00"}
         ({"tools": TOOLS, "tool_choice": "maybe"}, "tool_choice", "unknown"),
         ({"tool_choice": "required"}, "tool_choice", "needs tools"),
         ({"tool_choice": named("f")}, "tool_choice", "needs tools"),
-        (
-            {"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}},
-            "tool_choice",
-            "other constraint",
-        ),
         ({"tools": TOOLS, "parallel_tool_calls": "no"}, "parallel_tool_calls", ""),
         ({"messages": [*USER, RESULT]}, "messages.1.tool_call_id", "does not match"),
         (

@@ -177,9 +177,9 @@ STREAM_OPTIONS: Rules = {"include_obfuscation": Rule(neutral=(None, False))}
 
 STRUCTURED: Rules = {
     "disable_additional_properties": Rule("write additionalProperties into the schema", (None, False)),
-    "disable_any_whitespace": Rule("white space of a constrained output follows the constraint alone", (None, False)),
+    "disable_any_whitespace": ACCEPTED,
     "disable_fallback": ACCEPTED,
-    "whitespace_pattern": Rule("white space of a constrained output follows the constraint alone"),
+    "whitespace_pattern": Rule("set x-guidance.whitespace_pattern at the root of the schema"),
 }
 """The object `structured_outputs`."""
 
