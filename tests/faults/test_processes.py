@@ -1,7 +1,10 @@
 """Processes killed or terminated at the worst moment: no request is lost, and no resource leaks."""
 
+import json
 import os
 import signal
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -99,7 +102,7 @@ def test_a_killed_decode_worker_costs_no_request_and_is_restarted(expected: list
             victim = child(process, "decode")
             tokens, resumed = stream(client, partial(kill, victim))
             assert tokens == expected
-            until(partial(child_is_new, process, "decode", victim.pid), "a new decode worker")
+            until(partial(serves_with_new, process, "decode", victim.pid), "a new decode worker that serves")
             if resumed:
                 break
         assert resumed == 1
@@ -115,7 +118,7 @@ def kill(victim: psutil.Process) -> None:
 
 def and_works_as_before(process: RunningProcess, client: Client, role: str, old: int, expected: list[int]) -> None:
     """Check that a new worker replaced process `old`, that the next request is served, and that no resource is held."""
-    until(lambda: child_is_new(process, role, old), f"a new {role} worker")
+    until(partial(serves_with_new, process, role, old), f"a new {role} worker that serves")
     (again,) = client.complete(PROMPT, LONG)
     assert again.token_ids == expected
     admin = process.events["ready"]["workers"]
@@ -128,6 +131,18 @@ def child_is_new(process: RunningProcess, role: str, old: int) -> bool:
     try:
         return child(process, role).pid != old
     except (AssertionError, psutil.NoSuchProcess):
+        return False
+
+
+def serves_with_new(process: RunningProcess, role: str, old: int) -> bool:
+    """Return whether a new worker has replaced process `old` and the gateway is ready: a request waits only for a
+    moment for a worker that is still starting."""
+    if not child_is_new(process, role, old):
+        return False
+    try:
+        with urllib.request.urlopen(f"http://{process.events['ready']['http']}/ready", timeout=SECONDS) as answer:
+            return bool(json.loads(answer.read())["ready"])
+    except urllib.error.URLError:
         return False
 
 
