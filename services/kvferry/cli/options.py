@@ -14,6 +14,7 @@ import click
 from kvferry.core.errors import KvferryError, UsageError
 from kvferry.core.process import config, logs
 from kvferry.core.settings.class_weights import checked_weights
+from kvferry.core.settings.parsers import boolean
 from kvferry.core.settings.processes import LOGGING
 from kvferry.core.settings.resolve import Resolved, resolve
 from kvferry.core.settings.setting import Setting
@@ -194,11 +195,14 @@ def print_json(value: object) -> None:
 def _option(setting: Setting) -> Callable[[Callable[..., None]], Callable[..., None]]:
     default = "" if setting.default in (None, "", ()) else f"; default {setting.default}"
     choices = f" One of {', '.join(setting.choices)}." if setting.choices else ""
+    # A flag that is true or false needs no value: `--log-json` is `--log-json true`.
+    optional: dict[str, Any] = {"is_flag": False, "flag_value": "true"} if setting.parse is boolean else {}
     return click.option(
         setting.flag,
         setting.name,
         default=None,
         multiple=setting.is_repeated,
         metavar="VALUE",
+        **optional,
         help=f"{setting.help}{choices} [{setting.variable}{default}]",
     )

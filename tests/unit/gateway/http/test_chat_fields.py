@@ -251,3 +251,14 @@ async def test_openais_client_reads_the_new_fields(api):
     assert answer.usage is not None
     assert answer.usage.completion_tokens_details is not None
     assert answer.usage.completion_tokens_details.reasoning_tokens
+
+
+async def test_reasoning_tokens_of_channels_are_counted():
+    parts = ("<|channel|>analysis<|message|>", "abc<|end|>", "<|start|>assistant<|channel|>final<|message|>yes")
+    for bytes_per_step in (1, 4, 1000):
+        async with answering_api(CallFormat.HARMONY, has_reasoning=True) as api:
+            api.source.answers, api.source.bytes_per_step = ("".join(parts),), bytes_per_step
+            async with httpx.AsyncClient(base_url=api.url, timeout=20) as http:
+                answer = await chat(http)
+        assert answer["choices"][0]["message"]["reasoning"] == "abc"
+        assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 1 + len(parts[1])}

@@ -1,0 +1,56 @@
+"""Settings of the HTTP API reach the gateway, also from `kvferry up`."""
+
+import pytest
+from click.testing import CliRunner
+
+from kvferry.cli.commands.gateway import _config, command
+from kvferry.cli.commands.up import flags_for
+from kvferry.cli.options import Values
+from kvferry.core.settings import processes
+from kvferry.core.settings.resolve import resolve
+from kvferry.core.settings.setting import Setting
+
+GIVEN = {
+    "strict_fields": "true",
+    "sse_keepalive": "3",
+    "http_keepalive": "60",
+    "cors_origins": ["https://a", "https://b"],
+}
+
+
+def resolved(settings: tuple[Setting, ...], given: dict[str, object]) -> Values:
+    return Values(resolve((*settings, *processes.LOGGING), given, {}, {}))
+
+
+def test_a_gateway_has_the_settings_of_its_http_api() -> None:
+    http = _config(resolved(processes.GATEWAY, GIVEN)).http
+    assert (http.strict_fields, http.sse_keepalive_seconds, http.http_keepalive_seconds) == (True, 3.0, 60.0)
+    assert http.cors_origins == ("https://a", "https://b")
+    default = _config(resolved(processes.GATEWAY, {})).http
+    assert (default.strict_fields, default.sse_keepalive_seconds, default.http_keepalive_seconds) == (
+        False,
+        15.0,
+        120.0,
+    )
+    assert default.cors_origins == ()
+
+
+def test_a_local_stack_hands_them_to_its_gateway() -> None:
+    flags = flags_for(processes.GATEWAY, resolved(processes.UP, GIVEN))
+    known = {setting.flag: setting for setting in processes.GATEWAY}
+    found: dict[str, object] = {}
+    for flag, value in zip(flags[::2], flags[1::2], strict=True):
+        name = known[flag].name
+        found[name] = [*found.get(name, []), value] if known[flag].is_repeated else value  # type: ignore[misc]
+    assert _config(resolved(processes.GATEWAY, found)).http == _config(resolved(processes.GATEWAY, GIVEN)).http
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [(["--strict-fields"], "True"), (["--strict-fields", "false"], "False"), (["--strict-fields=on"], "True")],
+)
+def test_a_switch_needs_no_value(arguments: list[str], shown: str) -> None:
+    result = CliRunner().invoke(command, [*arguments, "--log-json", "--print-config"])
+    found = {line.split()[0]: line.split()[1:] for line in result.output.splitlines()}
+    assert found["strict_fields"] == [shown, "--strict-fields"]
+    assert found["log_json"] == ["True", "--log-json"]
