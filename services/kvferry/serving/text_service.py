@@ -153,7 +153,11 @@ def _added(
     for group in _groups(event.tokens, split, is_each_split=is_each_split):
         was_reasoning = splitter is not None and splitter.is_reasoning
         is_last = len(kept) + len(group) == len(event.tokens)
-        text, added, finish, stop_reason = writer.add(group, event.finish_reason if is_last else None)
+        ended = event.finish_reason if is_last else None
+        if splitter is None:
+            text, added, finish, stop_reason = writer.add(group, ended)
+        else:
+            text, added, finish, stop_reason = writer.add(group, ended, splitter.may_stop)
         kept += added
         more = Parts(text)
         if splitter is not None:

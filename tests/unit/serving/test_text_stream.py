@@ -192,3 +192,25 @@ def test_a_constraint_cannot_be_combined_with_a_beam_search() -> None:
     constraint = Constraint(ConstraintKind.REGEX, "a")
     with pytest.raises(InvalidRequest, match="cannot be combined with a beam search"):
         service.fit(replace(request(constraint=constraint), beams=BeamParams(1)))
+
+
+@given(st.lists(st.integers(1, 9), max_size=30), st.sampled_from(["\n\n", "END", "x"]))
+def test_stop_strings_end_the_answer_and_not_the_reasoning(sizes: list[int], stop: str) -> None:
+    text, steps, start = "<think>\nxEND\n\nEND</think>\n\nok END\n\nx more", [], 0
+    for size in [*sizes, len(text)]:
+        steps.append(step(text[start : start + size], None if start + size < len(text) else FinishReason.LENGTH))
+        start += size
+        if start >= len(text):
+            break
+    model = byte_model(has_reasoning=True)
+    text_request = replace(request(stop=(stop,)), split=SplitOptions())
+
+    async def collected() -> list[TextChunk]:
+        async with aclosing(generate_text(StepSource(*steps), model, text_request, ManualClock())) as chunks:
+            return [chunk async for chunk in chunks]
+
+    chunks = asyncio.run(collected())
+    assert "".join(chunk.reasoning for chunk in chunks) == "xEND\n\nEND"
+    answer = "ok END\n\nx more"
+    assert text_of(chunks) == answer[: answer.index(stop)]
+    assert chunks[-1].finish_reason is FinishReason.STOP

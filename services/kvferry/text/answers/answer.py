@@ -87,6 +87,12 @@ class AnswerSplitter:
         """Whether text that follows may be reasoning."""
         return self._whole is not None or (self._reasoning is not None and self._reasoning.may_reason)
 
+    def may_stop(self, text: str) -> bool:
+        """Return whether a stop string may end in `text`, which comes next. Stop strings end the answer, not the
+        reasoning."""
+        parser = self._whole or self._reasoning
+        return parser is None or parser.may_stop(text)
+
     def feed(self, text: str) -> Parts:
         """Add text and return the parts that it completes."""
         return self._shown(self._feed(text))

@@ -68,6 +68,10 @@ class HarmonySplitter:
         """Whether the text so far ends inside a message of reasoning."""
         return self._state is _State.REASONING
 
+    def may_stop(self, _text: str) -> bool:
+        """Return whether a stop string may end in the text that comes next: not in reasoning or headers."""
+        return self._state not in (_State.REASONING, _State.HEADER, _State.BETWEEN)
+
     def feed(self, text: str) -> Parts:
         """Add text and return the parts that it completes."""
         while True:

@@ -41,13 +41,19 @@ class ReasoningSplitter:
 
     @property
     def may_reason(self) -> bool:
-        """Whether the text so far may be the start of the reasoning, or is inside it."""
-        return self._state in (_State.START, _State.REASONING)
+        """Whether the content has not begun: the text so far may be the start of the reasoning, is inside it, or ends in
+        the whitespace after it."""
+        return self._state is not _State.CONTENT
 
     @property
     def is_reasoning(self) -> bool:
         """Whether the text so far ends inside the reasoning."""
         return self._state is _State.REASONING or (self._state is _State.START and self._is_open)
+
+    def may_stop(self, text: str) -> bool:
+        """Return whether a stop string may end in `text`, which comes next: not in the reasoning, nor in the whitespace
+        after it."""
+        return not self.is_reasoning and (self._state is not _State.BEFORE_CONTENT or bool(text.strip()))
 
     def feed(self, text: str) -> Parts:
         """Add text and return the reasoning and the content that it completes. Content keeps its marks."""

@@ -1,6 +1,6 @@
 """Converts the generated tokens of one sequence to its text and finds the stop string that ends it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from kvferry.core.inference.chunks import StopReason
@@ -63,7 +63,12 @@ class OutputText:
         self._stops = stops
         self._num_tokens = 0
 
-    def add(self, tokens: tuple[SampledToken, ...], finish: FinishReason | None) -> Written:
+    def add(
+        self,
+        tokens: tuple[SampledToken, ...],
+        finish: FinishReason | None,
+        may_stop: Callable[[str], bool] = lambda _: True,
+    ) -> Written:
         """Add the tokens of a step.
 
         A stop string ends the output only if it ends after the text of the first `min_tokens` tokens.
@@ -71,26 +76,27 @@ class OutputText:
         Args:
             tokens: the step's tokens.
             finish: reason why the engine ended the sequence; `None` if it did not.
+            may_stop: returns whether a stop string may end in the text that a token adds.
         """
         shown: list[str] = []
         for position, token in enumerate(tokens, start=1):
             self._num_tokens += 1
-            shown.append(self._filter(self._detokenizer.feed((token.token_id,))))
+            shown.append(self._filter(self._detokenizer.feed((token.token_id,)), may_stop))
             if self._matched is not None:
                 return Written("".join(shown), tokens[:position], FinishReason.STOP, self._matched)
         if finish is None:
             return Written("".join(shown), tokens, None, None)
-        shown.append(self._filter(self._detokenizer.finish()))
+        shown.append(self._filter(self._detokenizer.finish(), may_stop))
         if self._matched is not None:
             return Written("".join(shown), tokens, FinishReason.STOP, self._matched)
         if self._stops is not None:
             shown.append(self._stops.finish())
         return Written("".join(shown), tokens, finish, self._stop_token(tokens, finish))
 
-    def _filter(self, text: str) -> str:
+    def _filter(self, text: str, may_stop: Callable[[str], bool]) -> str:
         if self._stops is None:
             return text
-        clear = self._stops.feed(text, may_match=self._num_tokens > self._sampling.min_tokens)
+        clear = self._stops.feed(text, may_match=self._num_tokens > self._sampling.min_tokens and may_stop(text))
         if self._stops.matched is not None and self._sampling.include_stop_str_in_output:
             return clear + self._stops.matched
         return clear
