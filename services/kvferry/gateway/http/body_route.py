@@ -6,7 +6,7 @@ The ASGI handler of such a route cancels a request whose client disconnects. Ans
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -169,7 +169,10 @@ class ApiContext:
             Overloaded: too many unknown keys came from the client's address.
         """
         address = request.client.host if request.client is not None else ""
-        tenant = self.service.tenant_of(request.headers.get("authorization"), address)
+        authorization = request.headers.get("authorization")
+        if authorization is None and (key := request.headers.get("x-api-key")) is not None:
+            authorization = f"Bearer {key}"  # Anthropic's clients
+        tenant = self.service.tenant_of(authorization, address)
         return Caller(
             request.scope["kvferry.request_id"],
             tenant,
@@ -252,7 +255,12 @@ async def _disconnected(receive: Receive) -> None:
 
 
 async def send_events(
-    events: AsyncGenerator[bytes, None], send: Send, *, end: bytes, failed: Callable[[KvferryError], bytes]
+    events: AsyncGenerator[bytes, None],
+    send: Send,
+    *,
+    end: bytes,
+    failed: Callable[[KvferryError], bytes],
+    headers: Mapping[str, str] | None = None,
 ) -> None:
     """Send a status and all events.
 
@@ -261,6 +269,7 @@ async def send_events(
         send: ASGI `send` of the request.
         end: bytes after the last event.
         failed: returns the last event of a stream that fails after its first event; `end` is not sent then.
+        headers: further headers of the response, ASCII.
 
     Raises:
         KvferryError: the stream failed before its first event; no status was sent.
@@ -268,8 +277,9 @@ async def send_events(
     async with aclosing(events) as opened:
         # Wait for the first event before sending a status, so that a rejected request gets an ordinary error response.
         first = await anext(opened)
-        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        sent = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+        sent += [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
+        await send({"type": "http.response.start", "status": 200, "headers": sent})
         await send({"type": "http.response.body", "body": first, "more_body": True})
         last = end
         try:
