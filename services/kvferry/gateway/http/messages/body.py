@@ -346,6 +346,12 @@ def _parsed(kind: type[R], body: bytes) -> R:
     fields = json_object(body)
     check_sizes(fields)
     check_blocks(fields)
+    if fields.get("thread") is not None:  # clients know this reason, and send whole conversations from then on
+        raise InvalidRequest(
+            "thread is not supported: no conversations are stored; send the whole conversation as messages",
+            field="thread",
+            reason="THREAD_UNSUPPORTED_REQUEST",
+        )
     return parse_fields(kind, fields)
 
 

@@ -136,11 +136,19 @@ class MessageStop(Struct, tag="message_stop"):
     pass
 
 
+class MessageErrorDetails(Struct):
+    """What programs read of an error."""
+
+    error_code: str
+    """The error's reason, as `code` in OpenAI's errors."""
+
+
 class MessageError(Struct):
     """An error; `type` is one of Anthropic's."""
 
     type: str
     message: str
+    details: MessageErrorDetails
 
 
 class MessageFailed(Struct, tag="error"):
@@ -184,4 +192,4 @@ def _error(error: KvferryError) -> MessageError:
         message = f"prompt is too long: {error.num_tokens} tokens > {error.max_tokens} maximum; {message}"
     elif error.reason == CONTEXT_LENGTH_EXCEEDED:
         message = f"prompt is too long: {message}"
-    return MessageError(kind, message[:MAX_MESSAGE_CHARS])
+    return MessageError(kind, message[:MAX_MESSAGE_CHARS], MessageErrorDetails(error.reason.lower()))
