@@ -194,7 +194,7 @@ def conversation(
         turns += [_Turn("tool", place, [_result(block)], call_id=block.tool_use_id) for block in results]
         if results and len(results) == len(blocks):
             continue
-        if not turns or turns[-1].role != message.role or turns[-1].place == "system":
+        if not turns or turns[-1].role != message.role:
             turns.append(_Turn(message.role, place))
         _add(turns[-1], message.content)
     return [turn.message() for turn in turns], [turn.place for turn in turns]

@@ -136,10 +136,10 @@ class CountMessageTokens(BodyRoute):
         """See `BodyRoute.serve`."""
         service, receive = self.context.service, request.receive
         async with self.body(request) as (caller, body):
+            service.count(caller.tenant)
             read = await prepared(receive, body, service.read(read_count, len(body), body))
         adapter = service.adapter_of(read.model)
         service.check_access(caller.tenant, service.model.name if adapter is None else adapter.name)
-        service.count(caller.tenant)
         whole = encode(out.TokenCount(read.num_tokens))
         await Response(whole, headers=_headers(read.ignored), media_type=JSON)(request.scope, receive, send)
 

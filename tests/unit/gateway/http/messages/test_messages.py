@@ -1,18 +1,21 @@
 """The Messages API over real sockets in plain HTTP: answers, events, tools, reasoning, fields without effect."""
 
 import json
+import pickle
 from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import pytest
 from harness.fakes.answers import written
+from harness.fakes.byte_model import byte_model
 from harness.fakes.scripted_answers import AnsweringApi, answering_api
 
 from kvferry.core.constraint import ConstraintKind
 from kvferry.core.errors import GenerationFailed, Overloaded
 from kvferry.core.sampling import FinishReason
 from kvferry.gateway.http.messages.blocks import ConversationMessage, conversation
+from kvferry.gateway.http.messages.body import read_count, read_message
 from kvferry.serving.token_source import TokenEvent
 from kvferry.text.answers.registry import CallFormat
 
@@ -91,6 +94,7 @@ async def test_blocks_of_text_are_lines_and_messages_of_one_role_are_one_message
         api,
         system=text,
         messages=[
+            {"role": "system", "content": "Be kind."},
             {"role": "user", "content": text},
             {"role": "user", "content": "c"},
             {"role": "assistant", "content": text},
@@ -98,7 +102,7 @@ async def test_blocks_of_text_are_lines_and_messages_of_one_role_are_one_message
             {"role": "user", "content": [text[0]]},
         ],
     )
-    assert api.source.prompt == "<system>a\nb<user>a\nb\nc<assistant>ab<system>Be brief.<user>a<assistant>"
+    assert api.source.prompt == "<system>a\nb\nBe kind.<user>a\nb\nc<assistant>ab<system>Be brief.<user>a<assistant>"
 
 
 async def test_events_come_in_the_documented_order(api):
@@ -415,7 +419,11 @@ async def test_unknown_methods_and_bodies_have_errors_of_the_form(api):
             assert response.json()["request_id"] == response.headers["request-id"]
 
 
-async def test_large_bodies_are_read_in_another_thread(api):
+async def test_large_bodies_are_read_in_another_process(api):
     long = "x" * 40_000
     await answer(api, messages=[{"role": "user", "content": long}])
     assert long in api.source.prompt
+    body = json.dumps({"messages": USER, "max_tokens": 5, "tools": [WEATHER], "speed": "fast"}).encode()
+    for read in (read_message, read_count):
+        found = read(byte_model(1 << 16), body)
+        assert pickle.loads(pickle.dumps(found)) == found
