@@ -263,6 +263,12 @@ GATEWAY_REFUSALS = Metric(
         )
     },
 )
+GATEWAY_IGNORED_FIELDS = Metric(
+    "kvferry_gateway_ignored_fields_total",
+    Kind.COUNTER,
+    "Fields of HTTP requests that had no effect, by field, or `unknown`.",
+    ("field",),
+)
 GATEWAY_TENANT_REQUESTS = Metric(
     "kvferry_gateway_tenant_requests_total",
     Kind.COUNTER,

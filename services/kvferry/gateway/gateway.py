@@ -76,6 +76,7 @@ class _Servers:
                 field="http",
                 drain_seconds=config.drain_seconds,
                 certificate=certificate,
+                keepalive_seconds=config.http.http_keepalive_seconds,
                 shares_port=config.shares_ports,
             )
             bound.push_async_callback(http.stop)

@@ -9,7 +9,7 @@ from kvferry.text.grammar.compiler import GrammarCompiler
 from kvferry.text.requests.answer_rules import AnswerParsers, answer_form
 from kvferry.text.requests.stop_strings import StopMatcher
 from kvferry.text.tokenizing.tokenizer import Detokenizer
-from kvferry.text.tools.conversations import encode_conversation
+from kvferry.text.tools.conversations import PromptEnd, encode_conversation
 
 
 def text_model_of(source: ModelSource, parsers: AnswerParsers | None = None) -> TextModel:
@@ -24,9 +24,11 @@ def text_model_of(source: ModelSource, parsers: AnswerParsers | None = None) -> 
     """
     template, tokenizer = source.chat_template, source.tokenizer
 
-    def chat(messages: ChatMessages, tools: Sequence[Tool], variables: Mapping[str, object]) -> list[int]:
+    def chat(
+        messages: ChatMessages, tools: Sequence[Tool], variables: Mapping[str, object], end: PromptEnd
+    ) -> list[int]:
         assert template is not None
-        return encode_conversation(template, tokenizer, messages, tools, variables)
+        return encode_conversation(template, tokenizer, messages, tools, variables, end)
 
     return TextModel(
         name=source.config.name,

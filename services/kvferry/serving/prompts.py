@@ -16,7 +16,7 @@ from kvferry.serving.text_model import ChatMessages, TextModel
 from kvferry.text.answers.answer import SplitOptions
 from kvferry.text.requests.answer_rules import answer_rules, opens_reasoning
 from kvferry.text.requests.prompt_parameters import check_output_length, token_fields, with_bad_word_tokens
-from kvferry.text.tools.conversations import check_calls, with_names
+from kvferry.text.tools.conversations import PromptEnd, check_calls, with_names
 
 MAX_MESSAGES = 4096
 _NO_TOOLS = ToolUse()
@@ -111,14 +111,16 @@ def encode_chat(
     messages: ChatMessages,
     use: ToolUse = _NO_TOOLS,
     variables: Mapping[str, object] | None = None,
+    end: PromptEnd = PromptEnd.ANSWER,
 ) -> list[int]:
-    """Tokenize a conversation up to the start of the assistant's answer.
+    """Tokenize a conversation.
 
     Args:
         model: tokenizer and chat template.
         messages: messages of the conversation, oldest first.
         use: the tools that are offered.
         variables: further variables of the chat template.
+        end: how the prompt ends.
 
     Raises:
         InvalidRequest: the number or length of messages is out of range, a message of role `tool` does not match a
@@ -135,7 +137,7 @@ def encode_chat(
         )
     messages = with_names(messages)
     check_num_chars(model, num_chars([*messages, *(tool.as_template_input() for tool in use.offered), variables]))
-    return model.encode_chat(messages, use.offered, variables or {})
+    return model.encode_chat(messages, use.offered, variables or {}, end)
 
 
 def num_chars(value: object) -> int:
@@ -245,6 +247,7 @@ def prepare_chat(
     use: ToolUse,
     sampling: SamplingParams,
     variables: Mapping[str, object] | None = None,
+    end: PromptEnd = PromptEnd.ANSWER,
 ) -> PreparedChat:
     """Tokenize a conversation with its tools, and complete the sampling parameters for tool calls.
 
@@ -254,12 +257,13 @@ def prepare_chat(
         use: the tools that are offered, and how they may be used.
         sampling: sampling parameters of the request.
         variables: further variables of the chat template.
+        end: how the prompt ends.
 
     Raises:
         InvalidRequest: see `encode_chat`; a message of role `tool` does not match a call; a call is required
             together with another constraint, or with a schema that no grammar can express.
     """
-    ids = encode_chat(model, messages, use, variables)
+    ids = encode_chat(model, messages, use, variables, end)
     form = model.answer_form
     is_open = opens_reasoning(form, ids, model.new_detokenizer(False, form.marks.by_token))
     sampling, split = answer_rules(form, use, sampling, is_open=is_open)

@@ -8,6 +8,7 @@ from kvferry.core.constraint import Constraint
 from kvferry.core.inference.tools import Tool
 from kvferry.text.answers.answer import AnswerForm
 from kvferry.text.requests.output_text import Detokenizer, StopMatcher
+from kvferry.text.tools.conversations import PromptEnd
 
 ChatMessages = Sequence[Mapping[str, object]]
 """A conversation in the form that chat templates expect: messages with `role` and `content`; assistant messages may
@@ -54,9 +55,9 @@ class TextModel:
     new_stop_matcher: Callable[[Sequence[str]], StopMatcher]
     max_prompt_chars: int
     """Maximum number of characters that `max_model_tokens` tokens can encode."""
-    encode_chat: Callable[[ChatMessages, Sequence[Tool], Mapping[str, object]], list[int]] | None
-    """Function that tokenizes a conversation, with the tools that may be called and further variables of the template,
-    up to the start of the assistant's answer; `None` if the model has no chat template. Raises InvalidRequest for a
+    encode_chat: Callable[[ChatMessages, Sequence[Tool], Mapping[str, object], PromptEnd], list[int]] | None
+    """Function that tokenizes a conversation, with the tools that may be called, further variables of the template, and
+    how the prompt ends; `None` if the model has no chat template. Raises InvalidRequest for a
     conversation that the template rejects."""
     check_constraint: Callable[[Constraint], None]
     """Function that compiles a constraint for the model's vocabulary. Raises InvalidRequest for a constraint that

@@ -91,8 +91,8 @@ async def _beams(
         writer = OutputText(sampling, model.new_detokenizer(not sampling.skip_special_tokens, marks), None)
         splitter = None if request.split is None else AnswerSplitter(model.answer_form, request.split)
         event = TokenEvent(tuple(map(SampledToken, beam.tokens)), beam.finish_reason)
-        parts, kept, finish, _ = _added(event, writer, splitter, request.split)
-        usage = Usage(len(request.token_ids), len(kept), found.num_cached_tokens)
+        parts, kept, finish, _, num_reasoning = _added(event, writer, splitter, request.split)
+        usage = Usage(len(request.token_ids), len(kept), found.num_cached_tokens, reasoning_tokens=num_reasoning)
         num_returned += len(kept)
         chunks.append(
             TextChunk(
@@ -114,11 +114,12 @@ async def _sample(
     marks = {} if request.split is None else form.marks.by_token
     writer = OutputText(sampling, model.new_detokenizer(not sampling.skip_special_tokens, marks), stops)
     splitter = None if request.split is None else AnswerSplitter(form, request.split)
-    num_output = 0
+    num_output = num_reasoning = 0
     async with aclosing(source.stream(one)) as events:
         async for event in events:
-            parts, kept, finish, stop_reason = _added(event, writer, splitter, request.split)
+            parts, kept, finish, stop_reason, reasoned = _added(event, writer, splitter, request.split)
             num_output += len(kept)
+            num_reasoning += reasoned
             chunk = TextChunk(
                 index,
                 parts.content,
@@ -131,7 +132,7 @@ async def _sample(
             if finish is None:
                 yield chunk
                 continue
-            usage = Usage(len(request.token_ids), num_output, event.num_cached_tokens)
+            usage = Usage(len(request.token_ids), num_output, event.num_cached_tokens, reasoning_tokens=num_reasoning)
             timing = replace(event.timing, total_seconds=clock.monotonic() - request.caller.arrived)
             yield replace(chunk, usage=usage, timing=timing, stop_reason=stop_reason)
             return
@@ -142,22 +143,26 @@ async def _sample(
 
 def _added(
     event: TokenEvent, writer: OutputText, splitter: AnswerSplitter | None, split: SplitOptions | None
-) -> tuple[Parts, tuple[SampledToken, ...], FinishReason | None, StopReason]:
-    """Return the parts of the text that an event adds, its tokens up to the end of the sample, and the reasons if the
-    sample has ended."""
+) -> tuple[Parts, tuple[SampledToken, ...], FinishReason | None, StopReason, int]:
+    """Return the parts of the text that an event adds, its tokens up to the end of the sample, the reasons if the
+    sample has ended, and the number of its tokens that are inside the reasoning, begin it or end it."""
     parts, kept, stop_reason = Parts(""), tuple[SampledToken, ...](), None
     finish: FinishReason | None = None
-    for group in _groups(event.tokens, split):
+    num_reasoning = 0
+    is_each_split = splitter is not None and splitter.may_reason
+    for group in _groups(event.tokens, split, is_each_split=is_each_split):
+        was_reasoning = splitter is not None and splitter.is_reasoning
         is_last = len(kept) + len(group) == len(event.tokens)
         text, added, finish, stop_reason = writer.add(group, event.finish_reason if is_last else None)
         kept += added
         more = Parts(text)
         if splitter is not None:
             more, finish = _split(splitter, text, finish)
+            num_reasoning += len(added) if was_reasoning or splitter.is_reasoning else 0
         parts = _joined(parts, more)
         if finish is not None:
             break
-    return parts, kept, finish, stop_reason
+    return parts, kept, finish, stop_reason, num_reasoning
 
 
 def _split(splitter: AnswerSplitter, text: str, finish: FinishReason | None) -> tuple[Parts, FinishReason | None]:
@@ -170,10 +175,13 @@ def _split(splitter: AnswerSplitter, text: str, finish: FinishReason | None) -> 
     return parts, finish
 
 
-def _groups(tokens: tuple[SampledToken, ...], split: SplitOptions | None) -> list[tuple[SampledToken, ...]]:
-    """Return the tokens of a message in the groups that are split together. If the sample ends with its last call, each
-    token is a group, so that the number of its tokens does not depend on how the worker grouped them."""
-    if split is None or split.max_calls is None or len(tokens) < 2:
+def _groups(
+    tokens: tuple[SampledToken, ...], split: SplitOptions | None, *, is_each_split: bool
+) -> list[tuple[SampledToken, ...]]:
+    """Return the tokens of a message in the groups that are split together. If the sample ends with its last call, or
+    the tokens of the reasoning are counted, each token is a group, so that the number of tokens does not depend on how
+    the worker grouped them."""
+    if len(tokens) < 2 or not (is_each_split or (split is not None and split.max_calls is not None)):
         return [tokens]
     return [tokens[number : number + 1] for number in range(len(tokens))]
 

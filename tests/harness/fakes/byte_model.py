@@ -10,7 +10,7 @@ from kvferry.core.inference.tools import Tool
 from kvferry.serving.text_model import ChatMessages, TextModel
 from kvferry.text.answers.answer import AnswerForm
 from kvferry.text.answers.registry import CallFormat
-from kvferry.text.tools.conversations import as_text
+from kvferry.text.tools.conversations import PromptEnd, as_text
 
 EOS = 256
 BOS = 257
@@ -83,15 +83,24 @@ class BufferedStopMatcher:
         return max((len(prefix) for prefix in prefixes if self._text.endswith(prefix)), default=0)
 
 
-def encode_chat(messages: ChatMessages, tools: Sequence[Tool], variables: Mapping[str, object]) -> list[int]:
-    """Encode each message as `<role>content`, then the variables as JSON, if there are any, and the start of the
-    assistant's turn; tools as text, see `as_text`."""
+def encode_chat(
+    messages: ChatMessages,
+    tools: Sequence[Tool],
+    variables: Mapping[str, object],
+    end: PromptEnd = PromptEnd.ANSWER,
+) -> list[int]:
+    """Encode each message as `<role>content`, or `<role name>content`, then the variables as JSON, if there are any,
+    and the end of the prompt; tools as text, see `as_text`."""
     messages = as_text(messages, tools)
     for message in messages:
         if message["role"] not in ("system", "user", "assistant"):
             raise InvalidRequest(f"role {message['role']!r} is not known to the template", field="messages")
-    text = "".join(f"<{message['role']}>{message['content']}" for message in messages)
-    return list(f"{text}{json.dumps(variables) if variables else ''}<assistant>".encode())
+    names = [f" {message['name']}" if message.get("name") else "" for message in messages]
+    text = "".join(
+        f"<{message['role']}{name}>{message['content']}" for message, name in zip(messages, names, strict=True)
+    )
+    last = {PromptEnd.ANSWER: "<assistant>", PromptEnd.MESSAGE: "", PromptEnd.OPEN: ""}[end]
+    return list(f"{text}{json.dumps(variables) if variables else ''}{last}".encode())
 
 
 def check_constraint(constraint: Constraint) -> None:

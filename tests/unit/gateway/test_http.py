@@ -47,10 +47,10 @@ async def test_an_answer_carries_the_request_id(client):
     assert unnamed.headers["x-request-id"].startswith("req-")
 
 
-@pytest.mark.parametrize("bad", ["two words", "x" * 129, "a\\b", "<script>"])
-async def test_a_request_id_that_could_harm_a_log_is_refused(client, bad):
+@pytest.mark.parametrize("bad", ["", "two words", "x" * 129, "a\\b", "<script>"])
+async def test_a_request_id_that_could_harm_a_log_is_replaced(client, bad):
     response = await client.post(_CHAT, json=_GOOD, headers={"x-request-id": bad})
-    check_error(response, 400, "request_id")
+    assert response.status_code == 200
     assert response.headers["x-request-id"].startswith("req-")
 
 

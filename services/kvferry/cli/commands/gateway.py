@@ -115,6 +115,10 @@ def _config(values: Values) -> "GatewayConfig":
         linger_seconds=values["linger_seconds"],
         http=HttpConfig(
             address=values["http"],
+            strict_fields=values["strict_fields"],
+            sse_keepalive_seconds=values["sse_keepalive"],
+            http_keepalive_seconds=values["http_keepalive"],
+            cors_origins=tuple(values["cors_origins"]),
             api_keys_file=Path(values["api_keys_file"]) if values["api_keys_file"] else None,
             # The next request of a conversation may arrive at another process.
             kept_responses=None if values["share_ports"] else StoreLimits(),

@@ -62,6 +62,8 @@ class Usage:
     """Number of prompt tokens whose KV was cached."""
     unreturned_tokens: int = 0
     """Number of tokens of beams that are not among the outputs; in the first output of a beam search."""
+    reasoning_tokens: int = 0
+    """Number of output tokens of the reasoning, with its marks."""
 
 
 @dataclass(frozen=True, slots=True)

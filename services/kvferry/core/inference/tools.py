@@ -61,6 +61,8 @@ class ToolUse:
     """Name of the tool that must be called, in which case `choice` is `required`; empty for any tool."""
     is_parallel: bool = True
     """Whether an answer may have several calls."""
+    allowed: frozenset[str] | None = None
+    """Names of the tools that may be called; the others are in the prompt only. `None` for all tools."""
 
     def __post_init__(self) -> None:
         """Check the tools and the choice.
@@ -72,9 +74,10 @@ class ToolUse:
         _check_tools(self.tools)
         if self.choice is Choice.REQUIRED and not self.tools:
             raise InvalidRequest("tool_choice needs tools; set tools, or leave tool_choice out", field="tool_choice")
-        if self.function and self.function not in {tool.name for tool in self.tools}:
+        named = {self.function} if self.function else self.allowed or frozenset[str]()
+        for name in sorted(named - {tool.name for tool in self.tools}):
             raise InvalidRequest(
-                f"tool_choice is {shortened(self.function)!r}, which is not in tools; use the name of one of the tools",
+                f"tool_choice is {shortened(name)!r}, which is not in tools; use the name of one of the tools",
                 field="tool_choice",
             )
 
@@ -86,7 +89,11 @@ class ToolUse:
     @property
     def callable_tools(self) -> tuple[Tool, ...]:
         """The tools whose calls are returned."""
-        return tuple(tool for tool in self.offered if self.function in ("", tool.name))
+        return tuple(
+            tool
+            for tool in self.offered
+            if self.function in ("", tool.name) and (self.allowed is None or tool.name in self.allowed)
+        )
 
     @property
     def max_calls(self) -> int | None:

@@ -148,6 +148,28 @@ POOL_TLS = (
     Setting("pool_tls_key_file", "", "Private key of that certificate, PEM. Renewed files are reloaded while serving."),
     Setting("pool_tls_ca_file", "", "Certificates of the pool's CA, PEM; several during a rotation of the CA."),
 )
+CLIENTS = (
+    Setting(
+        "strict_fields",
+        False,
+        "Refuse requests with unknown fields; otherwise these have no effect, and the answer's header kvferry-ignored "
+        "names them.",
+        parse=boolean,
+    ),
+    Setting(
+        "sse_keepalive",
+        15.0,
+        "Seconds between the comments that are sent while the first event of a stream is awaited; 0 sends none.",
+        parse=seconds(0, 3600),
+    ),
+    Setting("http_keepalive", 120.0, "Seconds after which an idle HTTP connection is closed.", parse=seconds(1, 86400)),
+    Setting(
+        "cors_origins",
+        (),
+        "Origin whose web pages may call the HTTP API, such as https://chat.example.com, or *; may be repeated.",
+        is_repeated=True,
+    ),
+)
 API_KEYS = Setting("api_keys_file", "", "File with one `key tenant` pair per line; default: no authentication.")
 TENANTS = Setting(
     "tenants",
@@ -288,6 +310,7 @@ GATEWAY = (
     HTTP,
     GRPC,
     ADMIN,
+    *CLIENTS,
     API_KEYS,
     TENANTS,
     PROBE_KEY,
@@ -376,6 +399,7 @@ UP = (
     HTTP,
     GRPC,
     ADMIN,
+    *CLIENTS,
     POLICY,
     API_KEYS,
     TENANTS,

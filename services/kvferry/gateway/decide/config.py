@@ -218,6 +218,14 @@ class HttpConfig:
     """Maximum number of prompts in one completions request; each prompt has `n` samples."""
     kept_responses: StoreLimits | None = field(default_factory=StoreLimits)
     """Bounds of the responses that are kept for `previous_response_id`; `None` keeps none."""
+    strict_fields: bool = False
+    """Whether unknown fields of requests are refused; otherwise they have no effect, and the answer names them."""
+    sse_keepalive_seconds: float = 15.0
+    """Interval in seconds of the comments that are sent while the first event of a stream is awaited; 0 sends none."""
+    http_keepalive_seconds: float = 120.0
+    """Time in seconds after which an idle connection is closed."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins whose web pages may call the API; `*` for all."""
     api_keys_file: Path | None = None
     """File with one `key tenant` pair per line; `None` disables authentication, and all requests use the default
     tenant."""

@@ -6,7 +6,7 @@ The ASGI handler of such a route cancels a request whose client disconnects. Ans
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -24,6 +24,13 @@ _DISCARD_SECONDS = 2.0
 _MAX_LENGTH_DIGITS = 18
 _SMALL_BODY_BYTES = 64 << 10
 """Bodies up to this size do not count towards `HttpConfig.max_buffered_bytes`."""
+_STREAM_HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx passes events on at once
+)
+IGNORED = "kvferry.ignored"
+"""Entry of a request's scope: the names of its fields without effect."""
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -201,6 +208,20 @@ class BodyRoute:
         """
         raise NotImplementedError
 
+    async def stream(
+        self,
+        request: Request,
+        send: Send,
+        events: AsyncGenerator[bytes, None],
+        *,
+        end: bytes,
+        failed: Callable[[KvferryError], bytes],
+    ) -> None:
+        """Answer with server-sent events until they end or the client disconnects; see `send_events`."""
+        keepalive_seconds = self.context.config.sse_keepalive_seconds
+        sending = send_events(events, send, end=end, failed=failed, keepalive_seconds=keepalive_seconds)
+        await while_connected(request.receive, sending)
+
     @asynccontextmanager
     async def body(self, request: Request) -> AsyncIterator[tuple[Caller, bytes]]:
         """Yield the caller and the body of a request; the body counts as buffered for the length of the `with`
@@ -260,7 +281,7 @@ async def send_events(
     *,
     end: bytes,
     failed: Callable[[KvferryError], bytes],
-    headers: Mapping[str, str] | None = None,
+    keepalive_seconds: float = 0.0,
 ) -> None:
     """Send a status and all events.
 
@@ -268,23 +289,54 @@ async def send_events(
         events: encoded events, at least one.
         send: ASGI `send` of the request.
         end: bytes after the last event.
-        failed: returns the last event of a stream that fails after its first event; `end` is not sent then.
-        headers: further headers of the response, ASCII.
+        failed: returns the last event of a stream that fails after its status was sent; `end` is not sent then.
+        keepalive_seconds: interval of the comments that are sent while the first event is awaited; 0 sends none.
 
     Raises:
-        KvferryError: the stream failed before its first event; no status was sent.
+        KvferryError: the stream failed before its first event and its first comment; no status was sent.
     """
+    is_begun = False
+
+    async def begin() -> None:
+        nonlocal is_begun
+        if not is_begun:
+            await send({"type": "http.response.start", "status": 200, "headers": list(_STREAM_HEADERS)})
+            is_begun = True
+
+    async def keep_alive() -> None:
+        while True:
+            await asyncio.sleep(keepalive_seconds)
+            await begin()
+            await send({"type": "http.response.body", "body": b": keep-alive\n\n", "more_body": True})
+
     async with aclosing(events) as opened:
-        # Wait for the first event before sending a status, so that a rejected request gets an ordinary error response.
-        first = await anext(opened)
-        sent = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-        sent += [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
-        await send({"type": "http.response.start", "status": 200, "headers": sent})
-        await send({"type": "http.response.body", "body": first, "more_body": True})
+        keeping = asyncio.create_task(keep_alive()) if keepalive_seconds else None
         last = end
         try:
+            # Wait for the first event before sending a status, so that a rejected request gets an ordinary error.
+            first = await anext(opened)
+            await _cancelled(keeping)
+            await begin()
+            await send({"type": "http.response.body", "body": first, "more_body": True})
             async for event in opened:
                 await send({"type": "http.response.body", "body": event, "more_body": True})
         except KvferryError as error:
-            last = failed(error)  # the status was already sent
+            await _cancelled(keeping)
+            if not is_begun:
+                raise
+            last = failed(error)
+        finally:
+            await _cancelled(keeping)
     await send({"type": "http.response.body", "body": last, "more_body": False})
+
+
+async def _cancelled(task: "asyncio.Task[None] | None") -> None:
+    """Cancel a task, and wait until it has ended."""
+    if task is not None:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def note_ignored(request: Request, ignored: Sequence[str]) -> None:
+    """Record the fields of a request that have no effect, for the header of the answer and the metric."""
+    request.scope[IGNORED] = ignored

@@ -2,7 +2,9 @@
 
 import logging
 import math
+import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match, Route
@@ -28,15 +31,18 @@ from kvferry.gateway.decide.config import HttpConfig
 from kvferry.gateway.dispatch.journal import Journal
 from kvferry.gateway.http.answers import Alive, Ready
 from kvferry.gateway.http.body_route import (
+    IGNORED,
     JSON,
     ApiContext,
     BodyBudget,
     BodyRoute,
+    note_ignored,
     prepared,
-    send_events,
     while_connected,
 )
 from kvferry.gateway.http.encoding.routes import ANSWERS, UnaryRoute
+from kvferry.gateway.http.fields.field_policy import Effect, Rule
+from kvferry.gateway.http.fields.strict import effects
 from kvferry.gateway.http.messages import output as messages
 from kvferry.gateway.http.messages.routes import PATHS as MESSAGE_PATHS
 from kvferry.gateway.http.messages.routes import CountMessageTokens, CreateMessage
@@ -56,6 +62,20 @@ _log = logging.getLogger(__name__)
 _DEBUG_HEADER = "x-kvferry-kv"
 """Request header, any value. The same header of the response describes the source of the prompt's KV and the estimated
 cost of loading and computing it."""
+_IGNORED_HEADER = "kvferry-ignored"
+"""Response header: the fields of the request that had no effect on the answer."""
+_UNSAFE = re.compile(r"[^A-Za-z0-9_.$-]")
+_MAX_NAME_CHARS = 64
+_MAX_RETRY_SECONDS = 60
+"""Maximum of the header `retry-after`; official clients ignore longer times and retry at once."""
+_ACCEPTED = frozenset(
+    field
+    for op in OPERATIONS
+    if op.body is not None
+    for field, rule in effects(op.body).items()
+    if isinstance(rule, Rule) and rule.effect is Effect.ACCEPTED
+)
+"""Fields that have a label of their own in the metric of fields without effect."""
 _COMPUTING_PATHS = frozenset(op.path for op in OPERATIONS if op.is_computed)
 """Paths whose requests are traced."""
 _KNOWN_PATHS = frozenset(op.path for op in OPERATIONS if "{" not in op.path)
@@ -114,7 +134,16 @@ class ClientApi:
             HTTPException: _on_http_exception,
             Exception: _on_unexpected,
         }
-        return _Edge(Starlette(routes=routes, exception_handlers=failures), self.instruments, self.service)
+        app: ASGIApp = Starlette(routes=routes, exception_handlers=failures)
+        if self.config.cors_origins:
+            app = CORSMiddleware(
+                app,
+                self.config.cors_origins,
+                allow_methods=["*"],
+                allow_headers=["*"],
+                expose_headers=("x-request-id", _IGNORED_HEADER, "retry-after"),
+            )
+        return _Edge(app, self.instruments, self.service)
 
     async def _models(self, request: Request) -> Response:
         tenant = self.context.caller(request).tenant
@@ -182,16 +211,17 @@ class _Generate(BodyRoute):
         """See `BodyRoute.serve`."""
         receive, service = request.receive, self.context.service
         async with self.body(request) as (caller, body):
+            config = self.context.config
             if self._is_chat:
-                reading = prepare_chat(service, caller, body)
+                reading = prepare_chat(service, caller, body, is_strict=config.strict_fields)
             else:
-                reading = prepare_completion(service, caller, body, self.context.config.max_prompts)
+                reading = prepare_completion(service, caller, body, config.max_prompts, is_strict=config.strict_fields)
             generation = await prepared(receive, body, reading)
             del body, reading  # a request that waits for room holds only its tokens
+        note_ignored(request, generation.ignored)
         if generation.stream:
             events = completions.events(generation)
-            sending = send_events(events, send, end=b"data: [DONE]\n\n", failed=_last_event)
-            await while_connected(receive, sending)
+            await self.stream(request, send, events, end=b"data: [DONE]\n\n", failed=_last_event)
         else:
             whole, timing = await while_connected(receive, completions.answer(generation))
             headers = {_DEBUG_HEADER: openai_reply.kv_line(timing)} if _DEBUG_HEADER in request.headers else None
@@ -215,7 +245,7 @@ class _Edge:
         if scope["type"] != "http":
             await self._inner(scope, receive, send)
             return
-        request_id, refusal = _request_id(scope)
+        request_id = _request_id(scope)
         scope["kvferry.request_id"] = request_id
         status = 0
         tracer = self._service.tracer()
@@ -228,20 +258,21 @@ class _Edge:
                 message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
                 if scope["path"] in MESSAGE_PATHS:
                     message["headers"].append((b"request-id", request_id.encode()))
+                if scope.get(IGNORED):
+                    message["headers"].append((_IGNORED_HEADER.encode(), _header_of(scope[IGNORED])))
                 if span is not None:
                     message["headers"].append((b"traceresponse", span.context.traceparent.encode()))
             await send(message)
 
         try:
-            if refusal is not None:
-                await _failure(scope, refusal)(scope, receive, send_with_id)
-            else:
-                await self._inner(scope, receive, send_with_id)
+            await self._inner(scope, receive, send_with_id)
         except Exception:
             _log.exception("%s failed unexpectedly", shortened(scope["path"]), extra={"request_id": request_id})
         finally:
             path = scope["path"] if scope["path"] in _KNOWN_PATHS else "other"
             self._instruments.requests.labels(path, str(status)).inc()
+            for name in scope.get(IGNORED, ()):
+                self._instruments.ignored_fields.labels(name if name in _ACCEPTED else "unknown").inc()
             if span is not None:
                 span.set({"http.response.status_code": status})
                 span.end("" if 0 < status < 500 else f"status_{status}" if status else "cancelled")
@@ -264,16 +295,18 @@ def _begin_span(tracer: Tracer, scope: Scope, request_id: RequestId, now: float)
     return span
 
 
-def _request_id(scope: Scope) -> tuple[RequestId, InvalidRequest | None]:
-    """Return (request id, error): the client's id and `None`, or a new id and an error if the client's id is
-    invalid."""
+def _request_id(scope: Scope) -> RequestId:
+    """Return the client's request id, or a new one if there is none that is safe in log lines and headers."""
     for name, value in scope["headers"]:
         if name == b"x-request-id":
-            try:
-                return RequestId(check_request_id(value.decode("latin-1"))), None
-            except InvalidRequest as refusal:
-                return new_request_id(), refusal
-    return new_request_id(), None
+            with suppress(InvalidRequest):
+                return RequestId(check_request_id(value.decode("latin-1")))
+    return new_request_id()
+
+
+def _header_of(names: Sequence[str]) -> bytes:
+    """Return the value of the header that names the fields without effect."""
+    return ", ".join(_UNSAFE.sub("?", name[:_MAX_NAME_CHARS]) for name in names).encode()
 
 
 def _failure(scope: Scope, error: KvferryError) -> Response:
@@ -292,7 +325,7 @@ def error_response(error: KvferryError, body: bytes | None = None) -> Response:
     """
     headers: dict[str, str] = {}
     if error.retry_after_seconds is not None:
-        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_seconds)))
+        headers["retry-after"] = str(min(max(1, math.ceil(error.retry_after_seconds)), _MAX_RETRY_SECONDS))
     if error.http_status in (408, 413):  # the rest of the body would be read as the next request
         headers["connection"] = "close"
     if error.http_status == 401:

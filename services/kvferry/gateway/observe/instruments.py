@@ -76,6 +76,7 @@ class Instruments:
         self.handoff_seconds = self._histogram(metrics.GATEWAY_HANDOFF_SECONDS)
         self.queue_seconds = self._histogram(metrics.GATEWAY_QUEUE_SECONDS)
         self.refusals = self._counter(metrics.GATEWAY_REFUSALS)
+        self.ignored_fields = self._counter(metrics.GATEWAY_IGNORED_FIELDS)
         self.tenant_requests = self._counter(metrics.GATEWAY_TENANT_REQUESTS)
         self.tenant_tokens = self._counter(metrics.GATEWAY_TENANT_TOKENS)
 

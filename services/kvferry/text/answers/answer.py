@@ -76,6 +76,17 @@ class AnswerSplitter:
         parser = self._whole or self._calls
         return parser is not None and parser.is_complete
 
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether the text so far ends inside reasoning."""
+        parser = self._whole or self._reasoning
+        return parser is not None and parser.is_reasoning
+
+    @property
+    def may_reason(self) -> bool:
+        """Whether text that follows may be reasoning."""
+        return self._whole is not None or (self._reasoning is not None and self._reasoning.may_reason)
+
     def feed(self, text: str) -> Parts:
         """Add text and return the parts that it completes."""
         return self._shown(self._feed(text))

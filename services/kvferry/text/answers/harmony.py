@@ -63,6 +63,11 @@ class HarmonySplitter:
         """Whether all calls to report have ended."""
         return self._calls.is_complete
 
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether the text so far ends inside a message of reasoning."""
+        return self._state is _State.REASONING
+
     def feed(self, text: str) -> Parts:
         """Add text and return the parts that it completes."""
         while True:

@@ -39,6 +39,16 @@ class ReasoningSplitter:
         self._is_blank = True
         """Whether the reasoning so far is empty."""
 
+    @property
+    def may_reason(self) -> bool:
+        """Whether the text so far may be the start of the reasoning, or is inside it."""
+        return self._state in (_State.START, _State.REASONING)
+
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether the text so far ends inside the reasoning."""
+        return self._state is _State.REASONING or (self._state is _State.START and self._is_open)
+
     def feed(self, text: str) -> Parts:
         """Add text and return the reasoning and the content that it completes. Content keeps its marks."""
         if self._state is _State.CONTENT:

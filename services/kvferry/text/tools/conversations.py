@@ -28,6 +28,7 @@ that splits and joins message text could remove the marks.
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from enum import Enum, auto
 
 from pydantic_core import from_json
 
@@ -59,12 +60,24 @@ MAX_ARGUMENTS_DEPTH = 64
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
+class PromptEnd(Enum):
+    """How a prompt ends."""
+
+    ANSWER = auto()
+    """With the start of the assistant's answer."""
+    MESSAGE = auto()
+    """With the end of the last message."""
+    OPEN = auto()
+    """With the content of the last message, which the answer continues."""
+
+
 def encode_conversation(
     template: ChatTemplate,
     tokenizer: Tokenizer,
     messages: Sequence[Message],
     tools: Sequence[Tool] = (),
     variables: Mapping[str, object] | None = None,
+    end: PromptEnd = PromptEnd.ANSWER,
 ) -> list[int]:
     """Render and encode a conversation with the tools that are offered, whether or not the template supports tools.
 
@@ -74,16 +87,17 @@ def encode_conversation(
         messages: messages of the conversation, oldest first.
         tools: the tools that are offered.
         variables: further variables of the template; see `ChatTemplate.render`.
+        end: how the prompt ends.
 
     Raises:
         InvalidRequest: see `encode_chat`.
     """
     if not template.uses_tools:
-        return encode_chat(template, tokenizer, as_text(messages, tools), variables=variables)
+        return encode_chat(template, tokenizer, as_text(messages, tools), variables=variables, end=end)
     if _THINKING in template.source:
         messages = [_with_thinking(message) for message in messages]
     described = [tool.as_template_input() for tool in tools] or None
-    return encode_chat(template, tokenizer, messages, tools=described, variables=variables)
+    return encode_chat(template, tokenizer, messages, tools=described, variables=variables, end=end)
 
 
 def _with_thinking(message: Message) -> Message:
@@ -150,7 +164,7 @@ def encode_chat(
     tokenizer: Tokenizer,
     messages: Sequence[Message],
     *,
-    add_generation_prompt: bool = True,
+    end: PromptEnd = PromptEnd.ANSWER,
     tools: Sequence[Message] | None = None,
     variables: Mapping[str, object] | None = None,
 ) -> list[int]:
@@ -160,20 +174,25 @@ def encode_chat(
         template: the chat template.
         tokenizer: tokenizer of the model.
         messages: messages of the conversation, oldest first.
-        add_generation_prompt: whether the prompt ends with the start of the assistant's answer.
+        end: how the prompt ends.
         tools: definitions of the tools in the template's form; `None` without tools.
         variables: further variables of the template; see `ChatTemplate.render`.
 
     Raises:
-        InvalidRequest: the template rejects the messages, or they cannot be encoded.
+        InvalidRequest: the template rejects the messages, they cannot be encoded, or the last one cannot be continued.
     """
     guard = _Guard(tokenizer, [*messages, *(tools or ()), variables, template.source])
+    if end is PromptEnd.OPEN:
+        *before, last = messages
+        messages = [*before, {**last, "content": f"{last.get('content') or ''}{guard.end} "}]
     text = template.render(
         [guard.message(message) for message in messages],
-        add_generation_prompt=add_generation_prompt,
+        add_generation_prompt=end is PromptEnd.ANSWER,
         tools=[guard.message(tool) for tool in tools] if tools is not None else None,
         variables=guard.message(variables or {}),
     )
+    if end is PromptEnd.OPEN:
+        text = _up_to(text, guard.end)
     if not guard.was_needed:
         return tokenizer.encode(text, add_special=False)
     ids: list[int] = []
@@ -185,15 +204,29 @@ def encode_chat(
     return ids
 
 
+def _up_to(text: str, place: str) -> str:
+    """Return a rendered conversation up to a place in its last message. A template that trims messages has dropped the
+    space after the place; then it also trims the text before, as in transformers."""
+    before, found, after = text.rpartition(place)
+    if not found:
+        raise InvalidRequest(
+            "the chat template does not write the last message; leave continue_final_message out",
+            field="continue_final_message",
+        )
+    before = before.replace(place, "")
+    return before if after.startswith(" ") else before.rstrip()
+
+
 class _Guard:
     """Inserts marks into the messages of a request, so that their text cannot be parsed as control tokens."""
 
     def __init__(self, tokenizer: Tokenizer, texts_seen: Sequence[object]) -> None:
         seen = set[str]().union(*(_strings(texts_seen)))
-        mark = next((chr(code) for code in _PRIVATE_USE if chr(code) not in seen), None)
-        if mark is None:
+        free = [chr(code) for code in _PRIVATE_USE if chr(code) not in seen][:2]
+        if len(free) < 2:
             raise InvalidRequest("the messages contain every private-use character", field="messages")
-        self.mark = mark
+        self.mark, self.end = free
+        """Characters that occur nowhere else: between the parts of a control token, and at the end of a prompt."""
         self.was_needed = False
         texts = [text for text in tokenizer.control_tokens if len(text) > 1]  # a single character cannot be split
         # The match consumes only one character, so that a single pass also splits overlapping tokens.

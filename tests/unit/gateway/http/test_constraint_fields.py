@@ -72,7 +72,7 @@ def test_each_field_makes_its_constraint(fields: dict[str, Any], expected: Const
         ({"response_format": {"type": "structural_tag"}}, "response_format", "needs structures"),
         ({"structured_outputs": {}}, "structured_outputs", "is empty"),
         ({"structured_outputs": {"json_object": False}}, "structured_outputs", "is empty"),
-        ({"structured_outputs": {"regexp": "a"}}, "structured_outputs.regexp", "unknown"),
+        ({"structured_outputs": {"regexp": "a"}}, "structured_outputs", "is empty"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs.choice", "set only one"),
         ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex", "set only one"),
         ({"guided_regex": "a" * (MAX_CONSTRAINT_BYTES + 1)}, "guided_regex", str(MAX_CONSTRAINT_BYTES)),

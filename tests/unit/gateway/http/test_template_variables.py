@@ -26,7 +26,7 @@ async def gateway() -> Any:
 
 def test_conversations_to_tokenize_and_to_pin_have_variables() -> None:
     body = {"messages": MESSAGES, "chat_template_kwargs": VARIABLES}
-    ids, _ = read_tokenize(byte_model(), json.dumps(body).encode())
+    ids, *_ = read_tokenize(byte_model(), json.dumps(body).encode())
     assert bytes(ids).decode() == TEXT
     pinned, _ = read_prefix(byte_model(), json.dumps(body).encode(), has_ttl=False)
     assert pinned == ids

@@ -9,7 +9,7 @@ from kvferry.model import tiny
 from kvferry.model.source import ModelSource
 from kvferry.text.templates.chat_template import ChatTemplate
 from kvferry.text.tokenizing.tokenizer import Tokenizer
-from kvferry.text.tools.conversations import encode_chat
+from kvferry.text.tools.conversations import PromptEnd, encode_chat
 
 TINY = tiny.tokenizer(tiny.config())
 TEMPLATE = ChatTemplate(tiny.CHAT_TEMPLATE)
@@ -135,3 +135,34 @@ def test_a_variable_of_the_server_cannot_be_set(name: str) -> None:
 def test_variables_that_are_no_object_are_refused(variables: object) -> None:
     with pytest.raises(InvalidRequest, match="chat_template_kwargs must be an object of template variables"):
         TEMPLATE.render([{"role": "user", "content": "x"}], variables=variables)  # type: ignore[arg-type]
+
+
+TINY_START = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize("content", ["It is", "e", " ", "a b ", "x <|im_end|> y", "ends with <|im_"])
+def test_an_answer_continues_the_last_message(content: str) -> None:
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": content}]
+    ids = encode_chat(TEMPLATE, TINY, messages, end=PromptEnd.OPEN)
+    assert b"".join(map(TINY.token_bytes, ids)).decode() == TINY_START + content
+    assert len(controls(ids, TINY)) == 3
+
+
+def test_a_template_that_trims_messages_also_trims_the_continued_one() -> None:
+    template = ChatTemplate("{% for m in messages %}[{{ m['content'] | trim }}]{% endfor %}")
+    ids = encode_chat(template, TINY, [{"role": "assistant", "content": " a b  "}], end=PromptEnd.OPEN)
+    assert TINY.decode(ids) == "[a b"
+
+
+def test_a_last_message_that_the_template_drops_cannot_be_continued() -> None:
+    template = ChatTemplate(
+        "{% for m in messages %}{% if m['role'] == 'user' %}{{ m['content'] }}{% endif %}{% endfor %}"
+    )
+    with pytest.raises(InvalidRequest, match="does not write the last message") as caught:
+        encode_chat(template, TINY, [{"role": "assistant", "content": "a"}], end=PromptEnd.OPEN)
+    assert caught.value.field == "continue_final_message"
+
+
+def test_a_prompt_may_end_with_the_last_message() -> None:
+    ids = encode_chat(TEMPLATE, TINY, [{"role": "user", "content": "hi"}], end=PromptEnd.MESSAGE)
+    assert b"".join(map(TINY.token_bytes, ids)).decode() == "<|im_start|>user\nhi<|im_end|>\n"

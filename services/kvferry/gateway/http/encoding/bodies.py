@@ -8,7 +8,7 @@ from pydantic import Field
 from kvferry.core.errors import InvalidRequest, UnknownModel
 from kvferry.core.inference.pooling import Pooling, PoolingParams, pooling_named
 from kvferry.core.limits import MAX_CACHE_SALT_CHARS
-from kvferry.gateway.http.fields.strict import MAX_FIELDS, Priority, Strict, json_object, parse_fields, shown
+from kvferry.gateway.http.fields.strict import Priority, Strict, json_object, parse_fields, shown
 from kvferry.serving import prompts
 from kvferry.serving.text_model import TextModel
 
@@ -28,8 +28,6 @@ class Body(Strict):
 class VectorBody(Body):
     """Fields of every body for which vectors are computed."""
 
-    user: str | None = None
-    """End user identifier for abuse detection; has no effect on the response."""
     pooling: str | None = None
     """kvferry-specific extension: `last`, `mean` or `cls`."""
     priority: Priority = 0
@@ -52,24 +50,24 @@ class VectorBody(Body):
 
 
 B = TypeVar("B", bound=Body)
+Answered = tuple[bytes, tuple[str, ...]]
+"""The body of an answer as JSON, and the names of the request's fields without effect."""
 
 
-def parse(kind: type[B], model: TextModel, body: bytes) -> B:
+def parse(kind: type[B], model: TextModel, body: bytes, *, is_strict: bool) -> B:
     """Parse and validate a body.
 
     Args:
         kind: type of the body.
         model: the served model.
         body: JSON text in UTF-8.
+        is_strict: whether unknown fields are refused.
 
     Raises:
-        InvalidRequest: a field is invalid, unknown or not supported; the error names the first such field.
+        InvalidRequest: a field is invalid or refused; the error names the first such field.
         UnknownModel: a different model is requested.
     """
-    fields = json_object(body)
-    if len(fields) > MAX_FIELDS:
-        raise InvalidRequest(f"the body has {len(fields)} fields; at most {MAX_FIELDS} are accepted")
-    made = parse_fields(kind, fields)
+    made = parse_fields(kind, json_object(body), is_strict=is_strict)
     if made.model == "":
         raise UnknownModel(f"model '' is not served here; use {model.name!r}", field="model")
     prompts.check_model(model, made.model or "")

@@ -12,7 +12,7 @@ from msgspec import UNSET, Struct, UnsetType
 from pydantic import Field, PlainValidator
 
 from kvferry.core.errors import InvalidRequest
-from kvferry.gateway.http.encoding.bodies import Items, VectorBody, check_count, check_texts, parse
+from kvferry.gateway.http.encoding.bodies import Answered, Items, VectorBody, check_count, check_texts, parse
 from kvferry.gateway.http.encoding.vectors import (
     VectorInputs,
     VectorUsage,
@@ -21,7 +21,9 @@ from kvferry.gateway.http.encoding.vectors import (
     read_inputs,
     usage_of,
 )
-from kvferry.gateway.http.fields.strict import Accepted, Strict, shown
+from kvferry.gateway.http.fields import field_policy
+from kvferry.gateway.http.fields.field_policy import Rules
+from kvferry.gateway.http.fields.strict import Strict, shown
 from kvferry.gateway.http.openai.reply import encode
 from kvferry.serving.embedding import MAX_INPUTS
 from kvferry.serving.request import Caller
@@ -32,7 +34,6 @@ from kvferry.text.requests.pooling import cosine
 
 _MAX_TEXTS = MAX_INPUTS // 2
 _MAX_DOCUMENTS = MAX_INPUTS - 1
-_NOT_TRUNCATED: Accepted = {"truncate_prompt_tokens": (None,), "truncation": (None, False)}
 
 
 def _check_documents(value: object) -> list[str]:
@@ -102,7 +103,7 @@ class DocumentInput(Strict):
 class ScoreBody(VectorBody):
     """Body of POST /v1/score."""
 
-    NO_OPS: ClassVar[Accepted] = _NOT_TRUNCATED
+    RULES: ClassVar[Rules] = field_policy.SCORE
 
     text_1: Annotated[
         list[str],
@@ -119,13 +120,7 @@ class ScoreBody(VectorBody):
 class RerankBody(VectorBody):
     """Body of POST /v1/rerank."""
 
-    NO_OPS: ClassVar[Accepted] = {
-        **_NOT_TRUNCATED,
-        "max_tokens_per_doc": (None,),
-        "max_chunks_per_doc": (None,),
-        "rank_fields": (None,),
-        "return_embeddings": (None, False),
-    }
+    RULES: ClassVar[Rules] = field_policy.RERANK
 
     query: str
     documents: Annotated[list[str], PlainValidator(_check_documents, json_schema_input_type=Items[str | DocumentInput])]
@@ -144,20 +139,23 @@ class ReadTexts:
     documents: Sequence[str] = ()
     """Texts to return with their scores; empty if none are returned."""
     top_n: int = 0
+    ignored: tuple[str, ...] = ()
+    """Names of the fields without effect."""
 
 
-def read_score(model: TextModel, body: bytes, context_tokens: int) -> ReadTexts:
+def read_score(model: TextModel, body: bytes, context_tokens: int, *, is_strict: bool) -> ReadTexts:
     """Parse the body of a score request and tokenize its texts.
 
     Args:
         model: the served model.
         body: JSON body of the request.
         context_tokens: maximum number of tokens of one text.
+        is_strict: whether unknown fields are refused.
 
     Raises:
         InvalidRequest, UnknownModel: the request is invalid or cannot be served by this gateway.
     """
-    request = parse(ScoreBody, model, body)
+    request = parse(ScoreBody, model, body, is_strict=is_strict)
     left, right = len(request.text_1), len(request.text_2)
     if left not in (1, right):
         raise InvalidRequest(
@@ -168,63 +166,66 @@ def read_score(model: TextModel, body: bytes, context_tokens: int) -> ReadTexts:
     return ReadTexts(
         read_inputs(model, request, [*request.text_1, *request.text_2], names, context_tokens),
         [(index if left > 1 else 0, left + index) for index in range(right)],
+        ignored=request.ignored,
     )
 
 
-def read_rerank(model: TextModel, body: bytes, context_tokens: int) -> ReadTexts:
+def read_rerank(model: TextModel, body: bytes, context_tokens: int, *, is_strict: bool) -> ReadTexts:
     """Parse the body of a rerank request and tokenize its texts.
 
     Args:
         model: the served model.
         body: JSON body of the request.
         context_tokens: maximum number of tokens of one text.
+        is_strict: whether unknown fields are refused.
 
     Raises:
         InvalidRequest, UnknownModel: the request is invalid or cannot be served by this gateway.
     """
-    request = parse(RerankBody, model, body)
+    request = parse(RerankBody, model, body, is_strict=is_strict)
     names = ["query", *(f"documents.{number}" for number in range(len(request.documents)))]
     return ReadTexts(
         read_inputs(model, request, [request.query, *request.documents], names, context_tokens),
         [(0, 1 + index) for index in range(len(request.documents))],
         request.documents if request.return_documents else (),
         request.top_n or 0,
+        request.ignored,
     )
 
 
-async def answer_score(service: TextService, caller: Caller, body: bytes) -> bytes:
+async def answer_score(service: TextService, caller: Caller, body: bytes, *, is_strict: bool) -> Answered:
     """Answer POST /v1/score.
 
     Raises:
         KvferryError: the request is invalid, or could not be computed.
     """
-    request = await service.read(read_score, len(body), body, service.served_tokens)
+    request = await service.read(read_score, len(body), body, service.served_tokens, is_strict=is_strict)
     vectors, scores = await _compare(service, caller, request, "text_2")
-    return encode(
-        ScoreList(
-            f"score-{caller.request_id}",
-            created=int(service.clock.wall()),
-            model=service.model.name,
-            data=[Score(index, score) for index, score in enumerate(scores)],
-            usage=usage_of(vectors),
-        )
+    answer = ScoreList(
+        f"score-{caller.request_id}",
+        created=int(service.clock.wall()),
+        model=service.model.name,
+        data=[Score(index, score) for index, score in enumerate(scores)],
+        usage=usage_of(vectors),
     )
+    return encode(answer), request.ignored
 
 
-async def answer_rerank(service: TextService, caller: Caller, body: bytes) -> bytes:
+async def answer_rerank(service: TextService, caller: Caller, body: bytes, *, is_strict: bool) -> Answered:
     """Answer POST /v1/rerank: documents in descending order of relevance, equally relevant ones in the given order.
 
     Raises:
         KvferryError: the request is invalid, or could not be computed.
     """
-    request = await service.read(read_rerank, len(body), body, service.served_tokens)
+    request = await service.read(read_rerank, len(body), body, service.served_tokens, is_strict=is_strict)
     vectors, scores = await _compare(service, caller, request, "documents")
     ranked = sorted(range(len(scores)), key=lambda index: -scores[index])
     results: list[Ranked] = []
     for index in ranked[: request.top_n or None]:
         document = Document(request.documents[index]) if request.documents else UNSET
         results.append(Ranked(index, scores[index], document))
-    return encode(Ranking(f"rerank-{caller.request_id}", service.model.name, usage_of(vectors), results))
+    answer = Ranking(f"rerank-{caller.request_id}", service.model.name, usage_of(vectors), results)
+    return encode(answer), request.ignored
 
 
 async def _compare(

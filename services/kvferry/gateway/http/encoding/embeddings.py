@@ -2,14 +2,22 @@
 
 import asyncio
 import base64
-from typing import Annotated, Generic, Literal, TypeVar
+from typing import Annotated, ClassVar, Generic, Literal, TypeVar
 
 import numpy as np
 from msgspec import Raw, Struct
 from pydantic import PlainValidator
 
 from kvferry.core.errors import InvalidRequest
-from kvferry.gateway.http.encoding.bodies import Items, VectorBody, check_count, check_texts, is_ids, parse
+from kvferry.gateway.http.encoding.bodies import (
+    Answered,
+    Items,
+    VectorBody,
+    check_count,
+    check_texts,
+    is_ids,
+    parse,
+)
 from kvferry.gateway.http.encoding.vectors import (
     VectorInputs,
     VectorUsage,
@@ -18,6 +26,8 @@ from kvferry.gateway.http.encoding.vectors import (
     read_inputs,
     usage_of,
 )
+from kvferry.gateway.http.fields import field_policy
+from kvferry.gateway.http.fields.field_policy import Rules
 from kvferry.gateway.http.fields.strict import shown
 from kvferry.gateway.http.openai.reply import encode
 from kvferry.serving.embedding import MAX_INPUTS, Input
@@ -74,6 +84,8 @@ class EmbeddingList(Struct, Generic[E]):
 class EmbeddingsBody(VectorBody):
     """Body of POST /v1/embeddings."""
 
+    RULES: ClassVar[Rules] = field_policy.EMBEDDINGS
+
     input: Annotated[
         list[Input],
         PlainValidator(check_input, json_schema_input_type=_Inputs),
@@ -84,32 +96,38 @@ class EmbeddingsBody(VectorBody):
     """kvferry-specific extension: whether vectors have an L2 norm of 1."""
 
 
-def read_embeddings(model: TextModel, body: bytes, context_tokens: int) -> tuple[VectorInputs, bool]:
-    """Parse a body and tokenize its inputs; return them, and whether vectors are requested as base64.
+def read_embeddings(
+    model: TextModel, body: bytes, context_tokens: int, *, is_strict: bool
+) -> tuple[VectorInputs, bool, tuple[str, ...]]:
+    """Parse a body and tokenize its inputs; return them, whether vectors are requested as base64, and the names of the
+    fields without effect.
 
     Args:
         model: the served model.
         body: JSON body of the request.
         context_tokens: maximum number of tokens of one input.
+        is_strict: whether unknown fields are refused.
 
     Raises:
         InvalidRequest, UnknownModel: the request is invalid or cannot be served by this gateway.
     """
-    request = parse(EmbeddingsBody, model, body)
+    request = parse(EmbeddingsBody, model, body, is_strict=is_strict)
     names = names_of("input", len(request.input))
     inputs = read_inputs(
         model, request, request.input, names, context_tokens, normalize=request.normalize, dimensions=request.dimensions
     )
-    return inputs, request.encoding_format == "base64"
+    return inputs, request.encoding_format == "base64", request.ignored
 
 
-async def answer_embeddings(service: TextService, caller: Caller, body: bytes) -> bytes:
+async def answer_embeddings(service: TextService, caller: Caller, body: bytes, *, is_strict: bool) -> Answered:
     """Answer POST /v1/embeddings.
 
     Raises:
         KvferryError: the request is invalid, or could not be computed.
     """
-    inputs, is_base64 = await service.read(read_embeddings, len(body), body, service.served_tokens)
+    inputs, is_base64, ignored = await service.read(
+        read_embeddings, len(body), body, service.served_tokens, is_strict=is_strict
+    )
     vectors = await compute_vectors(service, caller, inputs, "input")
     data: list[Raw] = []
     for index, vector in enumerate(vectors):
@@ -117,7 +135,7 @@ async def answer_embeddings(service: TextService, caller: Caller, body: bytes) -
             await asyncio.sleep(0)
         value = _as_base64(vector) if is_base64 else vector.values.tolist()
         data.append(Raw(encode(Embedding(index, value))))
-    return encode(EmbeddingList(data, service.model.name, usage_of(vectors)))
+    return encode(EmbeddingList(data, service.model.name, usage_of(vectors))), ignored
 
 
 def _as_base64(vector: Vector) -> str:

@@ -15,7 +15,7 @@ from kvferry.gateway.http.encoding.conversations import (
     check_prompt_or_messages,
     encoded,
 )
-from kvferry.gateway.http.fields.strict import MAX_FIELDS, Strict, json_object, parse_fields, shown
+from kvferry.gateway.http.fields.strict import Strict, json_object, parse_fields, shown
 from kvferry.serving import prompts
 from kvferry.serving.text_model import TextModel
 
@@ -66,10 +66,7 @@ def read_prefix(model: TextModel, body: bytes, *, has_ttl: bool) -> tuple[list[i
     Raises:
         InvalidRequest: a field is invalid, unknown or missing, or the text cannot be tokenized.
     """
-    fields = json_object(body)
-    if len(fields) > MAX_FIELDS:
-        raise InvalidRequest(f"the body has {len(fields)} fields; at most {MAX_FIELDS} are accepted")
-    made = parse_fields(PinBody if has_ttl else PrefixBody, fields)
+    made = parse_fields(PinBody if has_ttl else PrefixBody, json_object(body), is_strict=True)
     check_prompt_or_messages(made)
     ids = _conversation_ids(model, made) if made.prompt is None else _prompt_ids(model, made.prompt)
     prompts.check_num_tokens(model, len(ids))

@@ -6,10 +6,12 @@ from msgspec import Struct
 from pydantic import PlainValidator
 
 from kvferry.core.errors import InvalidRequest
-from kvferry.gateway.http.encoding.bodies import Body, Ids, is_ids, parse
+from kvferry.gateway.http.encoding.bodies import Answered, Body, Ids, is_ids, parse
 from kvferry.gateway.http.encoding.conversations import anything, chat_of, check_prompt_or_messages, encoded
+from kvferry.gateway.http.fields import field_policy
+from kvferry.gateway.http.fields.field_policy import Rules
 from kvferry.gateway.http.fields.request_fields import Message, ToolDefinition
-from kvferry.gateway.http.fields.strict import Accepted, shown
+from kvferry.gateway.http.fields.strict import shown
 from kvferry.gateway.http.openai.reply import encode
 from kvferry.serving import prompts
 from kvferry.serving.request import Caller
@@ -42,12 +44,7 @@ class TokenText(Struct):
 class TokenizeBody(Body):
     """Body of POST /tokenize: text or a conversation."""
 
-    NO_OPS: ClassVar[Accepted] = {
-        "add_generation_prompt": (None, True),
-        "continue_final_message": (None, False),
-        "chat_template": (None,),
-        "mm_processor_kwargs": (None, {}),
-    }
+    RULES: ClassVar[Rules] = field_policy.TOKENIZE
 
     prompt: str | None = None
     messages: Annotated[Any, PlainValidator(anything, json_schema_input_type=list[Message] | None)] = None
@@ -56,6 +53,10 @@ class TokenizeBody(Body):
     """Checked by the schema of chat requests."""
     chat_template_kwargs: Annotated[Any, PlainValidator(anything, json_schema_input_type=dict[str, Any] | None)] = None
     """Checked by the schema of chat requests."""
+    documents: Annotated[Any, PlainValidator(anything, json_schema_input_type=list[dict[str, Any]] | None)] = None
+    """Checked by the schema of chat requests."""
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
     """Whether the begin-of-sequence token is added to text, true by default; a conversation has its template's special
     tokens."""
@@ -68,67 +69,72 @@ class DetokenizeBody(Body):
     tokens: Annotated[Ids, PlainValidator(_check_ids, json_schema_input_type=Ids)]
 
 
-def read_tokenize(model: TextModel, body: bytes) -> tuple[list[int], bool]:
-    """Parse a body and tokenize its text or conversation; return the ids, and whether each token's text is requested.
+def read_tokenize(model: TextModel, body: bytes, *, is_strict: bool = False) -> tuple[list[int], bool, tuple[str, ...]]:
+    """Parse a body and tokenize its text or conversation; return the ids, whether each token's text is requested, and
+    the names of the fields without effect.
 
     Args:
         model: the served model.
         body: JSON body of the request.
+        is_strict: whether unknown fields are refused.
 
     Raises:
         InvalidRequest, UnknownModel: the request is invalid or cannot be served by this gateway.
     """
-    request = parse(TokenizeBody, model, body)
+    request = parse(TokenizeBody, model, body, is_strict=is_strict)
     check_prompt_or_messages(request)
     if request.prompt is not None:
         prompts.check_num_chars(model, len(request.prompt))
         special = request.add_special_tokens is not False
-        return model.tokenizer.encode(request.prompt, add_special=special), request.return_token_strs
+        return model.tokenizer.encode(request.prompt, add_special=special), request.return_token_strs, request.ignored
     if request.add_special_tokens:
         raise InvalidRequest(
             "add_special_tokens has no effect on messages, whose template adds them; leave it out",
             field="add_special_tokens",
         )
-    return encoded(model, chat_of(request, request.messages)), request.return_token_strs
+    chat = chat_of(request, request.messages, is_strict=is_strict)
+    return encoded(model, chat), request.return_token_strs, (*request.ignored, *chat.ignored)
 
 
-def read_detokenize(model: TextModel, body: bytes) -> str:
-    """Parse a body and return the text of its token ids.
+def read_detokenize(model: TextModel, body: bytes, *, is_strict: bool) -> tuple[str, tuple[str, ...]]:
+    """Parse a body; return the text of its token ids, and the names of the fields without effect.
 
     Args:
         model: the served model.
         body: JSON body of the request.
+        is_strict: whether unknown fields are refused.
 
     Raises:
         InvalidRequest, UnknownModel: the request is invalid or cannot be served by this gateway.
     """
-    request = parse(DetokenizeBody, model, body)
+    request = parse(DetokenizeBody, model, body, is_strict=is_strict)
     prompts.check_num_tokens(model, len(request.tokens) - 1)  # a whole context may be detokenized
     prompts.check_token_ids(model, request.tokens, "tokens")
-    return model.tokenizer.decode(request.tokens)
+    return model.tokenizer.decode(request.tokens), request.ignored
 
 
-async def answer_tokenize(service: TextService, caller: Caller, body: bytes) -> bytes:
+async def answer_tokenize(service: TextService, caller: Caller, body: bytes, *, is_strict: bool) -> Answered:
     """Answer POST /tokenize.
 
     Raises:
         KvferryError: the request is invalid.
     """
     _count(service, caller)
-    ids, wants_texts = await service.read(read_tokenize, len(body), body)
+    ids, wants_texts, ignored = await service.read(read_tokenize, len(body), body, is_strict=is_strict)
     spell = service.model.tokenizer.token_bytes
     texts = [spell(token).decode("utf-8", "replace") for token in ids] if wants_texts else None
-    return encode(TokenIds(len(ids), service.served_tokens, ids, texts))
+    return encode(TokenIds(len(ids), service.served_tokens, ids, texts)), ignored
 
 
-async def answer_detokenize(service: TextService, caller: Caller, body: bytes) -> bytes:
+async def answer_detokenize(service: TextService, caller: Caller, body: bytes, *, is_strict: bool) -> Answered:
     """Answer POST /detokenize.
 
     Raises:
         KvferryError: the request is invalid.
     """
     _count(service, caller)
-    return encode(TokenText(await service.read(read_detokenize, len(body), body)))
+    text, ignored = await service.read(read_detokenize, len(body), body, is_strict=is_strict)
+    return encode(TokenText(text)), ignored
 
 
 def _count(service: TextService, caller: Caller) -> None:

@@ -10,12 +10,14 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from kvferry.core.constraint import Constraint, ConstraintKind
 from kvferry.core.errors import InvalidRequest, shortened
-from kvferry.core.inference.tools import Choice, Tool, ToolUse
-from kvferry.gateway.http.fields.strict import Accepted, Strict
+from kvferry.core.inference.tools import MAX_TOOLS, Choice, Tool, ToolUse
+from kvferry.gateway.http.fields import field_policy
+from kvferry.gateway.http.fields.field_policy import Rules
+from kvferry.gateway.http.fields.strict import Strict
 from kvferry.text.grammar.grammar_text import MAX_CHOICES
 from kvferry.text.tools.conversations import MAX_CALLS, MAX_ID_CHARS, call_input
 
@@ -29,8 +31,34 @@ Choices = Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES, fail_
 class TextPart(Strict):
     """A text part of a message's content."""
 
+    RULES: ClassVar[Rules] = field_policy.PART
+
     type: Literal["text"]
     text: str
+
+
+class RefusalPart(Strict):
+    """A part of an assistant's message in which the model refuses to answer: its text."""
+
+    RULES: ClassVar[Rules] = field_policy.PART
+
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        """The text of the part."""
+        return self.refusal
+
+
+def _part_type(value: Any) -> str:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return "<refusal>" if kind == "refusal" else "<text>"
+
+
+Part = Annotated[
+    Annotated[TextPart, Tag("<text>")] | Annotated[RefusalPart, Tag("<refusal>")], Discriminator(_part_type)
+]
 
 
 class CalledFunction(Strict):
@@ -43,31 +71,31 @@ class CalledFunction(Strict):
 class ToolCall(Strict):
     """A call in an assistant's message."""
 
+    RULES: ClassVar[Rules] = field_policy.TOOL_CALL
+
     id: Annotated[str, Field(min_length=1, max_length=MAX_ID_CHARS)]
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: int | None = None
-    """Number of the call in a stream, which clients copy into requests; no effect."""
 
 
 class Message(Strict):
     """A message of a conversation."""
 
-    NO_OPS: ClassVar[Accepted] = {
-        "annotations": (None, []),
-        "audio": (None, []),
-        "function_call": (None, []),
-        "refusal": (None, []),
-    }
-    """Fields of an assistant's message that clients copy from a response."""
+    RULES: ClassVar[Rules] = field_policy.MESSAGE
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
+    content: str | Annotated[list[Part], Field(fail_fast=True)] | None = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None = None
     tool_call_id: Annotated[str, Field(max_length=MAX_ID_CHARS)] | None = None
-    reasoning_content: str | None = None
+    refusal: str | None = None
+    """Text of an assistant's message that has no content."""
+    reasoning: str | None = None
     """Reasoning of an assistant's message, as in responses."""
+    reasoning_content: str | None = None
+    """Older name of `reasoning`."""
+    thinking: str | None = None
+    """Further name of `reasoning`, as in templates of gpt-oss."""
 
     def as_template_input(self, where: str) -> dict[str, object]:
         """Return the message in the form that chat templates expect.
@@ -79,8 +107,9 @@ class Message(Strict):
             InvalidRequest: a field is missing, or does not belong to messages of this role.
         """
         self._check_fields(where)
-        parts = self.content if isinstance(self.content, list) else []
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in parts)
+        content = self.refusal if self.content is None else self.content
+        parts = content if isinstance(content, list) else []
+        text = content if isinstance(content, str) else "".join(part.text for part in parts)
         # `developer` is OpenAI's newer name of the role `system`, which templates use.
         message: dict[str, object] = {"role": "system" if self.role == "developer" else self.role, "content": text}
         if self.tool_calls:
@@ -91,16 +120,16 @@ class Message(Strict):
             message["tool_call_id"] = self.tool_call_id
         if self.name is not None:
             message["name"] = self.name
-        if self.reasoning_content:
-            message["reasoning_content"] = self.reasoning_content
+        reasoning = self.reasoning or self.reasoning_content or self.thinking
+        if reasoning:
+            message["reasoning_content"] = reasoning
         return message
 
     def _check_fields(self, where: str) -> None:
-        if self.content is None and not self.tool_calls:
+        if self.content is None and not self.tool_calls and not self.refusal:
             raise InvalidRequest(f"{where}.content is missing", field=f"{where}.content")
-        if self.name is not None and self.role != "tool":
-            raise InvalidRequest(f"{where}.name is not supported; leave it out", field=f"{where}.name")
-        owners = {"tool_calls": "assistant", "reasoning_content": "assistant", "tool_call_id": "tool"}
+        of_assistants = ("tool_calls", "refusal", "reasoning", "reasoning_content", "thinking")
+        owners = {**dict.fromkeys(of_assistants, "assistant"), "tool_call_id": "tool"}
         for name, owner in owners.items():
             if getattr(self, name) and self.role != owner:
                 raise InvalidRequest(
@@ -125,6 +154,8 @@ class FunctionDefinition(Strict):
 class ToolDefinition(Strict):
     """An item of `tools`; only tools of type function are supported."""
 
+    RULES: ClassVar[Rules] = field_policy.TOOL
+
     type: Literal["function"]
     function: FunctionDefinition
 
@@ -142,8 +173,39 @@ class NamedChoice(Strict):
     function: FunctionName
 
 
+class AllowedTools(Strict):
+    """The tools of an `AllowedChoice`, and whether one of them must be called."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedChoice], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
+
+
+class AllowedChoice(Strict):
+    """A `tool_choice` of several tools; the others stay in the prompt."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+def choice_type(value: Any) -> str:
+    """Return the tag of a `tool_choice` that is an object, for its validation."""
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return "<allowed_tools>" if kind == "allowed_tools" else "<function>"
+
+
+ToolChoice = (
+    str
+    | Annotated[
+        Annotated[NamedChoice, Tag("<function>")] | Annotated[AllowedChoice, Tag("<allowed_tools>")],
+        Discriminator(choice_type),
+    ]
+)
+
+
 def tool_use(
-    tools: Sequence[ToolDefinition] | None, choice: str | NamedChoice | None, is_parallel: bool | None
+    tools: Sequence[ToolDefinition] | None,
+    choice: str | NamedChoice | AllowedChoice | None,
+    is_parallel: bool | None,
 ) -> ToolUse:
     """Return the tools of a request and how they may be used.
 
@@ -161,8 +223,12 @@ def tool_use(
     )
     name = ""
     wanted = Choice.AUTO
+    allowed: frozenset[str] | None = None
     if isinstance(choice, NamedChoice):
         wanted, name = Choice.REQUIRED, choice.function.name
+    elif isinstance(choice, AllowedChoice):
+        wanted = Choice(choice.allowed_tools.mode)
+        allowed = frozenset(tool.function.name for tool in choice.allowed_tools.tools)
     elif choice is not None:
         if choice not in tuple(Choice):
             raise InvalidRequest(
@@ -171,7 +237,7 @@ def tool_use(
                 field="tool_choice",
             )
         wanted = Choice(choice)
-    return ToolUse(offered, wanted, name, is_parallel=is_parallel is not False)
+    return ToolUse(offered, wanted, name, is_parallel=is_parallel is not False, allowed=allowed)
 
 
 class JsonSchemaFormat(Strict):
@@ -195,6 +261,8 @@ class ResponseFormat(Strict):
 
 class StructuredOutputs(Strict):
     """vLLM's `structured_outputs`: exactly one field is set."""
+
+    RULES: ClassVar[Rules] = field_policy.STRUCTURED
 
     json_: Schema | None = Field(default=None, alias="json")
     json_object: bool | None = None

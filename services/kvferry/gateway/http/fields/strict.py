@@ -1,8 +1,8 @@
 """Reads a JSON body into a model: the base class of all bodies and of their objects, and the checks before validation.
 
-Each field is implemented, accepted at values without effect, or refused by name; types are not converted, and the
-schema describes all of it. Sizes of arrays and objects and the types of prompts are checked first and stop at the first
-error: validation reports every error in a value and would take minutes for a large value.
+Fields without implementation are handled by the rules in `field_policy`, before validation; types are not converted,
+and the schema describes all of it. Sizes of arrays and objects and the types of prompts are checked first and stop at
+the first error: validation reports every error in a value and would take minutes for a large value.
 """
 
 import functools
@@ -11,23 +11,13 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, TypeVar, get_args
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    GetJsonSchemaHandler,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetJsonSchemaHandler, PrivateAttr, ValidationError
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, ErrorDetails, from_json
 
 from kvferry.core.errors import InvalidRequest, shortened
 from kvferry.core.sampling import MAX_PRIORITY, RANGES, Range
-
-Accepted = Mapping[str, tuple[object, ...]]
-"""The values at which a field has no effect and is accepted, by the field's name."""
+from kvferry.gateway.http.fields.field_policy import Effect, Rule, Rules
 
 _Priority = Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
 Priority = Annotated[
@@ -36,6 +26,10 @@ Priority = Annotated[
 """Priority of a request; null selects 0, as leaving it out does."""
 MAX_FIELDS = 64
 """Maximum number of fields per object; OpenAI's requests have fewer."""
+MAX_IGNORED = 64
+"""Maximum number of fields without effect that are named per request."""
+MAX_NAME_CHARS = 256
+"""Maximum length of the name of a field without effect."""
 MAX_ITEMS = 1024
 """Maximum length of an array or object other than `prompt` and `messages`; `tools` has a separate limit."""
 MAX_MESSAGES = 4096
@@ -63,30 +57,32 @@ def _is_same(value: object, other: object) -> bool:
 
 
 class Strict(BaseModel):
-    """A part of a request; unknown fields and type conversions are refused."""
+    """A part of a request; types are not converted. `kept_fields` handles fields that the class does not have."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False, frozen=True)
 
-    NO_OPS: ClassVar[Accepted] = {}
-    """Fields that are not supported, with the values at which they have no effect and are accepted."""
+    RULES: ClassVar[Rules] = {}
+    """What happens to fields that are not implemented."""
+    _ignored: tuple[str, ...] = PrivateAttr(())
 
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_no_ops(cls, value: object) -> object:
-        """Return an object without the fields in `NO_OPS` that have an accepted value. Other such fields stay, and are
-        unknown."""
-        if not isinstance(value, dict) or not cls.NO_OPS.keys() & value.keys():
-            return value
-        return {name: item for name, item in value.items() if not is_no_op(item, cls.NO_OPS.get(name, ()))}
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Names of the fields of a body that had no effect, as in `kept_fields`; empty for parts of a body."""
+        return self._ignored
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """Return the JSON Schema of accepted objects: the fields, and the fields in `NO_OPS` with their accepted
-        values."""
+        """Return the JSON Schema of accepted objects: the fields, those in `RULES`, and any others."""
         schema = handler(core)
-        properties = handler.resolve_ref_schema(schema).setdefault("properties", {})
-        for name, values in cls.NO_OPS.items():
-            properties[name] = {"enum": list(values), "description": "Not supported; these values have no effect."}
+        resolved = handler.resolve_ref_schema(schema)
+        resolved.pop("additionalProperties", None)
+        resolved["maxProperties"] = MAX_FIELDS
+        properties = resolved.setdefault("properties", {})
+        for name, rule in cls.RULES.items():
+            if rule.effect is Effect.ACCEPTED:
+                properties[name] = {"description": "Accepted without effect."}
+            else:
+                properties[name] = {"enum": list(rule.neutral), "description": f"Not supported: {rule.reason}."}
         return schema
 
 
@@ -197,9 +193,6 @@ def _no_prompt(field: str, value: object) -> InvalidRequest:
     )
 
 
-S = TypeVar("S", bound=Strict)
-
-
 def json_object(body: bytes) -> dict[str, Any]:
     """Parse a body that is one JSON object.
 
@@ -215,46 +208,137 @@ def json_object(body: bytes) -> dict[str, Any]:
     return fields
 
 
-def parse_fields(kind: type[S], fields: dict[str, Any]) -> S:
+S = TypeVar("S", bound=Strict)
+
+
+def parse_fields(kind: type[S], fields: dict[str, Any], *, is_strict: bool = False) -> S:
     """Validate the fields of a body.
 
     Args:
         kind: type of the body.
         fields: the JSON object.
+        is_strict: whether unknown fields are refused.
 
     Raises:
-        InvalidRequest: a field is invalid, unknown or not supported; the error describes the most specific one.
+        InvalidRequest: a field is invalid, not supported or refused; the error describes the most specific one.
     """
-    for name in fields.keys() & kind.NO_OPS.keys():
-        if not is_no_op(fields[name], kind.NO_OPS[name]):
-            raise _not_implemented(name, kind.NO_OPS[name])
+    kept, ignored = kept_fields(kind, fields, is_strict=is_strict)
     try:
-        return kind.model_validate(fields)
+        made = kind.model_validate(kept)
     except ValidationError as error:
         raise _refusal(kind, error.errors(include_url=False, include_context=False)) from None
+    made._ignored = ignored
+    return made
 
 
-def _not_implemented(field: str, accepted: tuple[object, ...]) -> InvalidRequest:
-    remedy = " or ".join(map(json.dumps, accepted[1:])) or "null"
-    return InvalidRequest(f"{field} is not supported; leave it out or set it to {remedy}", field=field)
+def kept_fields(
+    kind: type[Strict], fields: dict[str, Any], *, is_strict: bool
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return an object with its implemented fields, and the names of up to `MAX_IGNORED` others that are not neutral:
+    paths without the numbers of items, such as `messages.id`, each once.
+
+    Args:
+        kind: class of the object.
+        fields: the object, as parsed from JSON.
+        is_strict: whether unknown fields are refused.
+
+    Raises:
+        InvalidRequest: a field is refused, or an object has more than `MAX_FIELDS` fields.
+    """
+    sorter = _Sorter(is_strict)
+    return sorter.kept(kind, fields, "", ""), tuple(sorter.ignored)
+
+
+def effects(kind: type[Strict], place: str = "") -> dict[str, Effect | Rule]:
+    """Return what happens to each field of an object and of the objects in it, by path without numbers of items: it is
+    honoured, or has a rule.
+
+    Args:
+        kind: class of the object.
+        place: beginning of the paths.
+    """
+    found: dict[str, Effect | Rule] = {f"{place}{name}": rule for name, rule in kind.RULES.items()}
+    for name, inner in _parts(kind).items():
+        found[f"{place}{name}"] = Effect.HONOURED
+        for part in inner:
+            found.update(effects(part, f"{place}{name}."))
+    return found
+
+
+class _Sorter:
+    """Drops the fields of a body that have no effect, and collects their names."""
+
+    def __init__(self, is_strict: bool) -> None:
+        self._is_strict = is_strict
+        self.ignored: dict[str, None] = {}
+
+    def kept(self, kind: type[Strict], fields: dict[str, Any], where: str, place: str) -> dict[str, Any]:
+        """Return the implemented fields of an object at the path `where`, which is `place` without numbers."""
+        if len(fields) > MAX_FIELDS:
+            _at_most(where.rstrip(".") or "the body", fields, MAX_FIELDS, "fields", field=where.rstrip(".") or None)
+        parts, found = _parts(kind), {}
+        for name, value in fields.items():
+            if name in parts:
+                found[name] = self._inner(parts[name], value, where + name, place + name) if parts[name] else value
+                continue
+            rule = kind.RULES.get(name)
+            if rule is not None and is_no_op(value, rule.neutral):
+                continue
+            field = where + shortened(name)
+            if len(name) > MAX_NAME_CHARS:
+                raise InvalidRequest(
+                    f"{field} is a name of {len(name)} characters; at most {MAX_NAME_CHARS} are accepted", field=field
+                )
+            if rule is not None and rule.effect is Effect.REFUSED:
+                raise _not_supported(field, rule, value)
+            if rule is None and self._is_strict:
+                raise InvalidRequest(f"{field} is an unknown field; leave it out", field=field)
+            if len(self.ignored) < MAX_IGNORED:
+                self.ignored[place + name] = None
+        return found
+
+    def _inner(self, kinds: tuple[type[Strict], ...], value: Any, where: str, place: str) -> Any:
+        if isinstance(value, list):
+            return [self._inner(kinds, item, f"{where}.{number}", place) for number, item in enumerate(value)]
+        kind = _kind_of(kinds, value) if isinstance(value, dict) else None
+        return value if kind is None else self.kept(kind, value, f"{where}.", f"{place}.")
+
+
+def _not_supported(field: str, rule: Rule, value: object) -> InvalidRequest:
+    remedy = " or ".join(json.dumps(neutral) for neutral in rule.neutral if neutral is not None) or "null"
+    return InvalidRequest(
+        f"{field} is not supported: {rule.reason}; leave it out or set it to {remedy}, not {shown(value)}", field=field
+    )
+
+
+@functools.cache
+def _parts(kind: type[Strict]) -> Mapping[str, tuple[type[Strict], ...]]:
+    """Return the classes of objects in each field of a class, by the field's name in JSON."""
+    return {
+        info.alias or name: tuple(part for part in _models_of(info.annotation) if issubclass(part, Strict))
+        for name, info in kind.model_fields.items()
+    }
+
+
+def _kind_of(kinds: tuple[type[Strict], ...], value: dict[str, Any]) -> type[Strict] | None:
+    """Return the class of an object: the only one, or the one whose `type` the object has; `None` for another type."""
+    if len(kinds) == 1:
+        return kinds[0]
+    for kind in kinds:
+        info = kind.model_fields["type"]
+        if value.get("type", info.default) in get_args(info.annotation):
+            return kind
+    return None
 
 
 def _refusal(kind: type[Strict], errors: list[ErrorDetails]) -> InvalidRequest:
     # A union reports an error per alternative; the error deepest in the value is the most specific.
-    names, no_ops = _names(kind)
+    names = _names(kind)
     first = errors[0]
     same = [error for error in errors if error["loc"][:1] == first["loc"][:1]]
     worst = max(same, key=lambda error: (len(error["loc"]), [part for part in error["loc"] if isinstance(part, int)]))
-    unknown = worst["type"] == "extra_forbidden"
-    # Locations include the names of union alternatives, which are meaningless to clients.
-    *outer, last = worst["loc"] or ("",)
-    path = [part for part in outer if isinstance(part, int) or part in names]
-    path += [last] if unknown or isinstance(last, int) or last in names else []
-    field = ".".join(shortened(str(part)) for part in path)
-    if unknown and outer and isinstance(last, str) and last in no_ops:
-        return _not_implemented(field, no_ops[last])
-    if unknown:
-        return InvalidRequest(f"{field} is an unknown field; leave it out", field=field)
+    # Locations include the names of union alternatives, such as `<text>`, which are meaningless to clients.
+    field = ".".join(str(part) for part in worst["loc"] if isinstance(part, int) or part in names)
     if worst["type"] == "missing":
         return InvalidRequest(f"{field} is missing", field=field)
     if worst["type"] == "too_short":
@@ -280,8 +364,8 @@ def _expectation(message: str) -> str:
 
 
 @functools.cache
-def _names(kind: type[BaseModel]) -> tuple[frozenset[str], Accepted]:
-    """Return the names of all fields of a model and of its nested models, and the `NO_OPS` of the nested models."""
+def _names(kind: type[BaseModel]) -> frozenset[str]:
+    """Return the names of all fields of a model and of its nested models."""
     models = {kind}
     open_models = [kind]
     while open_models:
@@ -289,9 +373,7 @@ def _names(kind: type[BaseModel]) -> tuple[frozenset[str], Accepted]:
             inner = set(_models_of(info.annotation)) - models
             models |= inner
             open_models += inner
-    names = {info.alias or name for model in models for name, info in model.model_fields.items()}
-    inner_kinds = [model for model in models if issubclass(model, Strict) and model is not kind]
-    return frozenset(names), {name: values for model in inner_kinds for name, values in model.NO_OPS.items()}
+    return frozenset(info.alias or name for model in models for name, info in model.model_fields.items())
 
 
 def _models_of(annotation: object) -> Iterator[type[BaseModel]]:

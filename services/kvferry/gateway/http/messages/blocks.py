@@ -2,13 +2,15 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag
 
 from kvferry.core.errors import InvalidRequest, shortened
+from kvferry.gateway.http.fields import field_policy
+from kvferry.gateway.http.fields.field_policy import Rules
 from kvferry.gateway.http.fields.strict import MAX_PARTS, Strict
 from kvferry.text.tools.conversations import MAX_ID_CHARS
 
@@ -28,13 +30,9 @@ _ALLOWED: Mapping[str, tuple[str, ...]] = {
 Id = Annotated[str, Field(min_length=1, max_length=MAX_ID_CHARS)]
 
 
-class Open(Strict):
-    """A part of a request; unknown fields are accepted without effect (`ignored_fields`)."""
+class _Block(Strict):
+    RULES: ClassVar[Rules] = field_policy.CONTENT_BLOCK
 
-    model_config = ConfigDict(extra="allow")
-
-
-class _Block(Open):
     cache_control: Any = None
     """No effect: all prompts are cached, and found by their content."""
 
@@ -80,20 +78,17 @@ class RedactedThinkingBlock(_Block):
 
 
 Block = Annotated[
-    Annotated[TextBlock, Tag("text block")]
-    | Annotated[ToolUseBlock, Tag("tool_use block")]
-    | Annotated[ToolResultBlock, Tag("tool_result block")]
-    | Annotated[ThinkingBlock, Tag("thinking block")]
-    | Annotated[RedactedThinkingBlock, Tag("redacted_thinking block")],
-    # Not the bare type: `text` is also the name of a field, which errors show.
-    Discriminator(
-        lambda block: f"{block.get('type') if isinstance(block, dict) else getattr(block, 'type', '')} block"
-    ),
+    Annotated[TextBlock, Tag("<text>")]
+    | Annotated[ToolUseBlock, Tag("<tool_use>")]
+    | Annotated[ToolResultBlock, Tag("<tool_result>")]
+    | Annotated[ThinkingBlock, Tag("<thinking>")]
+    | Annotated[RedactedThinkingBlock, Tag("<redacted_thinking>")],
+    Discriminator(lambda block: f"<{block.get('type') if isinstance(block, dict) else getattr(block, 'type', '')}>"),
 ]
 SystemPrompt = str | Annotated[list[TextBlock], Field(fail_fast=True)]
 
 
-class ConversationMessage(Open):
+class ConversationMessage(Strict):
     """A message of a conversation."""
 
     role: Literal["user", "assistant", "system"]
@@ -131,17 +126,6 @@ def _check_types(where: str, blocks: object, allowed: Sequence[str], owner: str)
             field = f"{where}.{number}.type"
             problem = f"{shortened(kind)!r} is not supported" if isinstance(kind, str) else "is missing"
             raise InvalidRequest(f"{field} {problem} in {owner}; use {', '.join(allowed)}", field=field)
-
-
-def ignored_fields(part: Open) -> Iterator[str]:
-    """Yield the paths of all unknown fields, without the positions in lists, such as `tools.input_examples`. Paths are
-    a client's text, and may occur several times."""
-    yield from part.model_extra or ()
-    for name in type(part).model_fields:
-        value = getattr(part, name)
-        for inner in value if isinstance(value, list) else (value,):
-            if isinstance(inner, Open):
-                yield from (f"{name}.{path}" for path in ignored_fields(inner))
 
 
 @dataclass(slots=True)

@@ -1,13 +1,7 @@
 """The bodies of the Messages API, and their conversion to a chat's prompt and parameters.
 
-A field is honoured, accepted without effect, or refused where ignoring it would change the answer:
-
-| fields | |
-| --- | --- |
-| those of `MessageRequest` and of its parts | honoured |
-| `cache_control`, `metadata` | accepted: they never change an answer |
-| `NO_OPS`, tools of other types that the model is told to call | refused |
-| all others, tools of other types | accepted; the response names them (`ignored`) |
+`fields.field_policy` has Anthropic's other fields. Tools of other types are left out of the prompt, and handled like
+fields without effect.
 """
 
 import re
@@ -21,6 +15,8 @@ from kvferry.core.errors import InvalidRequest, shortened
 from kvferry.core.inference.tools import ToolUse
 from kvferry.core.limits import MAX_CACHE_SALT_CHARS
 from kvferry.core.sampling import RANGES, Range
+from kvferry.gateway.http.fields import field_policy
+from kvferry.gateway.http.fields.field_policy import Rules
 from kvferry.gateway.http.fields.request_fields import (
     FunctionDefinition,
     FunctionName,
@@ -29,20 +25,19 @@ from kvferry.gateway.http.fields.request_fields import (
     tool_use,
 )
 from kvferry.gateway.http.fields.strict import (
-    Accepted,
+    MAX_IGNORED,
     Priority,
     SamplingFields,
+    Strict,
     check_sizes,
     json_object,
     parse_fields,
 )
 from kvferry.gateway.http.messages.blocks import (
     ConversationMessage,
-    Open,
     SystemPrompt,
     check_blocks,
     conversation,
-    ignored_fields,
 )
 from kvferry.gateway.http.openai.generation import ReadRequest, read_conversation
 from kvferry.gateway.http.openai.schema import ChatRequest, renamed
@@ -55,10 +50,12 @@ _CHOICES: Mapping[str, str] = {"auto": "auto", "any": "required", "none": "none"
 """The choices of chat requests by those of Anthropic's."""
 
 
-class ClientTool(Open):
+class ClientTool(Strict):
     """A tool that the model may call and the client runs."""
 
-    type: Literal["custom"] | None = None
+    RULES: ClassVar[Rules] = field_policy.CLIENT_TOOL
+
+    type: Literal["custom", None] = None
     name: str
     description: str | None = None
     input_schema: dict[str, Any]
@@ -67,7 +64,7 @@ class ClientTool(Open):
     """No effect; see `blocks`."""
 
 
-class OtherTool(Open):
+class OtherTool(Strict):
     """A tool that Anthropic defines or runs, such as `web_search_20250305`; never offered to the model."""
 
     type: Annotated[str, WithJsonSchema({"type": "string", "not": {"const": "custom"}})]
@@ -75,12 +72,12 @@ class OtherTool(Open):
 
 
 AnyTool = Annotated[
-    Annotated[ClientTool, Tag("client tool")] | Annotated[OtherTool, Tag("other tool")],
-    Discriminator(lambda tool: "client tool" if _type_of(tool) in _CLIENT else "other tool"),
+    Annotated[ClientTool, Tag("<client>")] | Annotated[OtherTool, Tag("<other>")],
+    Discriminator(lambda tool: "<client>" if _type_of(tool) in _CLIENT else "<other>"),
 ]
 
 
-class ToolChoice(Open):
+class ToolChoice(Strict):
     """Whether the model may, must not or must call tools."""
 
     type: Literal["auto", "any", "tool", "none"]
@@ -89,34 +86,33 @@ class ToolChoice(Open):
     disable_parallel_tool_use: bool | None = None
 
 
-class Thinking(Open):
+class Thinking(Strict):
     """Whether the model reasons before it answers, if its chat template can switch that."""
+
+    RULES: ClassVar[Rules] = field_policy.THINKING
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
 
 
-class OutputFormat(Open):
+class OutputFormat(Strict):
     """The format of the output's text."""
 
     type: Literal["json_schema"]
     body: dict[str, Any] = Field(alias="schema")
 
 
-class OutputConfig(Open):
+class OutputConfig(Strict):
     """Options of the output."""
 
     format: OutputFormat | None = None
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    """How much the model reasons; `max` is `xhigh` of chat requests."""
 
 
-class CountTokensRequest(Open):
+class CountTokensRequest(Strict):
     """Body of POST /v1/messages/count_tokens: a conversation."""
 
-    NO_OPS: ClassVar[Accepted] = {
-        "compaction": (None,),
-        "fallbacks": (None, []),
-        "mcp_servers": (None, []),
-        "thread": (None,),
-    }
+    RULES: ClassVar[Rules] = field_policy.MESSAGES
 
     model: str | None = None
     messages: Annotated[list[ConversationMessage], Field(min_length=1, fail_fast=True)]
@@ -124,6 +120,9 @@ class CountTokensRequest(Open):
     tools: Annotated[list[AnyTool], Field(fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
+    """Older name of `output_config.format`."""
     cache_control: Any = None
     """No effect; see `blocks`."""
 
@@ -162,14 +161,28 @@ class CountTokensRequest(Open):
                 )
         return tool_use(offered, choice, not given.disable_parallel_tool_use)
 
-    def template_variables(self) -> dict[str, Any] | None:
-        """Return the variables of the chat template; `None` if the request sets none."""
-        return None if self.thinking is None else {"enable_thinking": self.thinking.type != "disabled"}
+    def prompt_fields(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return the fields of a chat request with the same prompt, but without tools. The answer continues a last
+        message of the assistant that has text.
 
-    def ignored(self) -> tuple[str, ...]:
-        """Return the fields and the types of tools that have no effect, each once; they are a client's text."""
+        Args:
+            messages: the messages for the chat template.
+        """
+        last = messages[-1]
+        is_open = last["role"] == "assistant" and bool(last["content"]) and "tool_calls" not in last
+        effort = None if self.output_config is None else self.output_config.effort
+        variables = None if self.thinking is None else {"enable_thinking": self.thinking.type != "disabled"}
+        return {
+            "messages": messages,
+            "continue_final_message": is_open or None,
+            "reasoning_effort": "xhigh" if effort == "max" else effort,
+            "chat_template_kwargs": variables,
+        }
+
+    def without_effect(self) -> tuple[str, ...]:
+        """Return the names of the fields and of the types of tools that have no effect, each once."""
         others = (f"tools.{tool.type}" for tool in self.tools or () if isinstance(tool, OtherTool))
-        return tuple(dict.fromkeys((*ignored_fields(self), *others)))
+        return tuple(dict.fromkeys((*self.ignored, *others)))[:MAX_IGNORED]
 
 
 class MessageRequest(SamplingFields, CountTokensRequest):
@@ -188,9 +201,6 @@ class MessageRequest(SamplingFields, CountTokensRequest):
     top_p: float | None = None
     top_k: int | None = None
     stream: bool | None = None
-    output_config: OutputConfig | None = None
-    output_format: OutputFormat | None = None
-    """Older name of `output_config.format`."""
     metadata: dict[str, Any] | None = None
     """No effect."""
     # Extensions, as in chat requests.
@@ -217,12 +227,11 @@ class MessageRequest(SamplingFields, CountTokensRequest):
             ChatRequest,
             {
                 **{name: getattr(self, name) for name in names},
-                "messages": messages,
+                **self.prompt_fields(messages),
                 "max_tokens": max(1, self.max_tokens),
                 "stop": self.stop_sequences,
                 "priority": self.priority,
                 "response_format": None if format_ is None else {"type": "json_schema", "json_schema": format_},
-                "chat_template_kwargs": self.template_variables(),
             },
         )
 
@@ -231,7 +240,11 @@ def _type_of(tool: object) -> object:
     return tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
 
 
-_NAMES = {"stop": "stop_sequences", "response_format": "output_config.format"}
+_NAMES = {
+    "stop": "stop_sequences",
+    "response_format": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+}
 _PLACE = re.compile(r"messages\.(\d+)(\.tool_call_id)?")
 _TOOL = re.compile(r"tools\.(\d+)\.function(\.parameters)?")
 _FORMAT = "output_config.format"
@@ -275,7 +288,7 @@ class ReadMessage:
     max_tokens: int
     """Maximum number of output tokens that the client asked for."""
     ignored: tuple[str, ...]
-    """Fields without effect; they are a client's text."""
+    """Names of the fields without effect."""
     names: BodyNames
 
 
@@ -287,26 +300,21 @@ class ReadCount:
     """The requested model or adapter; empty for the model."""
     num_tokens: int
     ignored: tuple[str, ...]
-    """Fields without effect; they are a client's text."""
+    """Names of the fields without effect."""
 
 
-def read_message(model: TextModel, body: bytes) -> ReadMessage:
+def read_message(model: TextModel, body: bytes, *, is_strict: bool = False) -> ReadMessage:
     """Parse the body of a message request, render the template of its conversation and tokenize the prompt.
 
     Args:
         model: the served model: tokenizer and chat template.
         body: body of the request, JSON.
+        is_strict: whether unknown fields are refused.
 
     Raises:
         InvalidRequest, UnknownModel: the request is invalid or cannot be served by this gateway.
     """
-    request = _parsed(MessageRequest, body)
-    if request.messages[-1].role == "assistant":
-        field = f"messages.{len(request.messages) - 1}.role"
-        raise InvalidRequest(
-            f"{field} is assistant, but prefilled answers are not supported; end with a message of role user",
-            field=field,
-        )
+    request = _parsed(MessageRequest, body, is_strict=is_strict)
     messages, names = _converted(request)
     try:
         chat = request.as_chat(messages)
@@ -315,34 +323,35 @@ def read_message(model: TextModel, body: bytes) -> ReadMessage:
     except InvalidRequest as error:
         raise names.of(error) from None
     read = replace(read, is_echo_alone=request.max_tokens == 0)
-    return ReadMessage(read, request.max_tokens, request.ignored(), names)
+    return ReadMessage(read, request.max_tokens, request.without_effect(), names)
 
 
-def read_count(model: TextModel, body: bytes) -> ReadCount:
+def read_count(model: TextModel, body: bytes, *, is_strict: bool = False) -> ReadCount:
     """Parse the body of a count request, and tokenize its conversation.
 
     Args:
         model: the served model: tokenizer and chat template.
         body: body of the request, JSON.
+        is_strict: whether unknown fields are refused.
 
     Raises:
         InvalidRequest: the request is invalid.
     """
-    request = _parsed(CountTokensRequest, body)
+    request = _parsed(CountTokensRequest, body, is_strict=is_strict)
     messages, names = _converted(request)
     try:
-        fields = {"messages": messages, "chat_template_kwargs": request.template_variables()}
-        chat = parse_fields(ChatRequest, fields)
-        ids = prompts.encode_chat(model, chat.template_inputs(), request.to_tool_use(), request.template_variables())
+        chat = parse_fields(ChatRequest, request.prompt_fields(messages))
+        variables, end = chat.template_variables(), chat.prompt_end()
+        ids = prompts.encode_chat(model, chat.template_inputs(), request.to_tool_use(), variables, end)
     except InvalidRequest as error:
         raise names.of(error) from None
-    return ReadCount(request.model or "", len(ids), request.ignored())
+    return ReadCount(request.model or "", len(ids), request.without_effect())
 
 
 R = TypeVar("R", MessageRequest, CountTokensRequest)
 
 
-def _parsed(kind: type[R], body: bytes) -> R:
+def _parsed(kind: type[R], body: bytes, *, is_strict: bool) -> R:
     fields = json_object(body)
     check_sizes(fields)
     check_blocks(fields)
@@ -352,7 +361,7 @@ def _parsed(kind: type[R], body: bytes) -> R:
             field="thread",
             reason="THREAD_UNSUPPORTED_REQUEST",
         )
-    return parse_fields(kind, fields)
+    return parse_fields(kind, fields, is_strict=is_strict)
 
 
 def _converted(request: CountTokensRequest) -> tuple[list[dict[str, Any]], BodyNames]:

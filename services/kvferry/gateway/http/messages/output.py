@@ -50,6 +50,10 @@ class ToolUse(Struct, tag="tool_use"):
 Content = Text | Thinking | ToolUse
 
 
+class OutputDetails(Struct):
+    thinking_tokens: int
+
+
 class MessageUsage(Struct):
     """Token counts. The prompt has `input_tokens` and `cache_read_input_tokens` together."""
 
@@ -57,6 +61,7 @@ class MessageUsage(Struct):
     """Number of tokens of the prompt that were not read from a cache."""
     cache_read_input_tokens: int
     output_tokens: int
+    output_tokens_details: OutputDetails
     cache_creation_input_tokens: int = 0
     """Always 0: caching a prompt has no price."""
 

@@ -117,7 +117,10 @@ class MessageProgress:
 
 def usage_of(usage: Usage) -> out.MessageUsage:
     """Convert the token counts of a sample."""
-    return out.MessageUsage(usage.prompt_tokens - usage.cached_tokens, usage.cached_tokens, usage.output_tokens)
+    details = out.OutputDetails(usage.reasoning_tokens)
+    return out.MessageUsage(
+        usage.prompt_tokens - usage.cached_tokens, usage.cached_tokens, usage.output_tokens, details
+    )
 
 
 def _input(arguments: str) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """The routes of the Messages API: an answer, whole or as events, and the number of a prompt's tokens."""
 
-import re
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from starlette.requests import Request
@@ -10,7 +9,7 @@ from starlette.types import Send
 
 from kvferry.core.errors import InvalidRequest, KvferryError
 from kvferry.core.inference.chunks import Usage
-from kvferry.gateway.http.body_route import JSON, BodyRoute, prepared, send_events, while_connected
+from kvferry.gateway.http.body_route import JSON, BodyRoute, note_ignored, prepared, while_connected
 from kvferry.gateway.http.messages import output as out
 from kvferry.gateway.http.messages.body import ReadMessage, read_count, read_message
 from kvferry.gateway.http.messages.progress import MessageProgress, usage_of
@@ -21,10 +20,6 @@ from kvferry.serving.text_service import TextService
 
 PATHS = frozenset({"/v1/messages", "/v1/messages/count_tokens"})
 """Paths whose errors have Anthropic's form."""
-_IGNORED_HEADER = "kvferry-ignored"
-"""Response header: the fields of the request that had no effect."""
-_MAX_NAMED = 32
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,80}", re.ASCII)
 
 
 class MessageCreation:
@@ -37,8 +32,8 @@ class MessageCreation:
             generation: its generation, not started yet.
         """
         self._generation, self._names = generation, read.names
-        self.headers = _headers(read.ignored)
-        """Headers of the response."""
+        self.ignored = read.ignored
+        """Names of the request's fields without effect."""
         request = generation.requests[0]
         adapter = request.caller.adapter
         begun = out.Message(
@@ -89,19 +84,20 @@ class MessageCreation:
             raise self._names.of(error) from None
 
 
-async def create(service: TextService, caller: Caller, body: bytes) -> MessageCreation:
+async def create(service: TextService, caller: Caller, body: bytes, *, is_strict: bool = False) -> MessageCreation:
     """Validate a request.
 
     Args:
         service: the served model, and its limits.
         caller: request id, tenant and arrival time.
         body: body of the request, JSON.
+        is_strict: whether unknown fields are refused.
 
     Raises:
         InvalidRequest: a field is invalid or not supported.
         UnknownModel: this gateway serves a different model.
     """
-    read = await service.read(read_message, len(body), body)
+    read = await service.read(read_message, len(body), body, is_strict=is_strict)
     try:
         return MessageCreation(read, await chat.prepared(service, caller, read.chat, is_chat=True))
     except InvalidRequest as error:
@@ -115,18 +111,20 @@ class CreateMessage(BodyRoute):
         """See `BodyRoute.serve`."""
         receive = request.receive
         async with self.body(request) as (caller, body):
-            made = await prepared(receive, body, create(self.context.service, caller, body))
-            del body
+            context = self.context
+            creating = create(context.service, caller, body, is_strict=context.config.strict_fields)
+            made = await prepared(receive, body, creating)
+            del body, creating
+        note_ignored(request, made.ignored)
         if made.is_streamed:
 
             def failed(error: KvferryError) -> bytes:
                 return out.error_event(error, caller.request_id)
 
-            sending = send_events(made.events(), send, end=b"", failed=failed, headers=made.headers)
-            await while_connected(receive, sending)
+            await self.stream(request, send, made.events(), end=b"", failed=failed)
         else:
             whole = await while_connected(receive, made.whole())
-            await Response(whole, headers=made.headers, media_type=JSON)(request.scope, receive, send)
+            await Response(whole, media_type=JSON)(request.scope, receive, send)
 
 
 class CountMessageTokens(BodyRoute):
@@ -137,14 +135,11 @@ class CountMessageTokens(BodyRoute):
         service, receive = self.context.service, request.receive
         async with self.body(request) as (caller, body):
             service.count(caller.tenant)
-            read = await prepared(receive, body, service.read(read_count, len(body), body))
+            is_strict = self.context.config.strict_fields
+            reading = service.read(read_count, len(body), body, is_strict=is_strict)
+            read = await prepared(receive, body, reading)
+        note_ignored(request, read.ignored)
         adapter = service.adapter_of(read.model)
         service.check_access(caller.tenant, service.model.name if adapter is None else adapter.name)
         whole = encode(out.TokenCount(read.num_tokens))
-        await Response(whole, headers=_headers(read.ignored), media_type=JSON)(request.scope, receive, send)
-
-
-def _headers(ignored: Iterable[str]) -> dict[str, str]:
-    """Return the header that names fields without effect; names that a header cannot hold are left out."""
-    names = [name for name in ignored if _NAME.fullmatch(name)][:_MAX_NAMED]
-    return {_IGNORED_HEADER: ", ".join(names)} if names else {}
+        await Response(whole, media_type=JSON)(request.scope, receive, send)

@@ -32,7 +32,7 @@ async def answer(generation: Generation) -> tuple[bytes, Timing]:
     async with aclosing(generation.chunks()) as chunks:
         async for chunk in chunks:
             if chunk.index not in samples:
-                samples[chunk.index] = _Sample(generation, [generation.echo(chunk.index)])
+                samples[chunk.index] = _Sample(generation, chunk.index, [generation.echo(chunk.index)])
             await _in_parts(chunk, samples[chunk.index].add, chunk, spell)
             usage = reply.add_usage(usage, chunk, first_sample=chunk.index % per_prompt == 0)
     ordered = _best(samples, per_prompt, generation.num_choices)
@@ -45,6 +45,7 @@ async def answer(generation: Generation) -> tuple[bytes, Timing]:
     whole.kvferry = samples[0].timing
     if generation.is_chat:
         whole.prompt_logprobs = samples[0].prompt_logprobs
+        whole.prompt_token_ids = generation.prompt_token_ids(0)
     return reply.encode(whole), samples[0].timing
 
 
@@ -57,6 +58,8 @@ async def events(generation: Generation) -> AsyncGenerator[bytes, None]:
     make = _chat_events(generation) if generation.is_chat else _text_events(generation)
     usage: reply.Usage | None = None
     timing: Timing | None = None
+    running = _RunningUsage(generation)
+    is_first = True
     per_prompt = generation.requests[0].num_samples
     async with aclosing(generation.chunks()) as chunks:
         async for chunk in chunks:
@@ -64,15 +67,36 @@ async def events(generation: Generation) -> AsyncGenerator[bytes, None]:
             timing = chunk.timing if chunk.timing is not None and chunk.index == 0 else timing
             for choice in await _in_parts(chunk, make, chunk):
                 event = generation.reply([choice])
-                if generation.include_usage:
-                    event.usage = None
+                if generation.form.include_usage:
+                    event.usage = running.after(chunk) if generation.form.has_running_usage else None
+                if is_first and generation.is_chat:
+                    event.prompt_token_ids = generation.prompt_token_ids(0)
+                is_first = False
                 yield reply.sse(event)
-    if generation.include_usage:
+    if generation.form.include_usage:
         last = generation.reply([])
         last.usage = usage
         if timing is not None:
             last.kvferry = timing
         yield reply.sse(last)
+
+
+class _RunningUsage:
+    """Token counts of each choice of a stream so far."""
+
+    def __init__(self, generation: Generation) -> None:
+        self._requests = generation.requests
+        self._counts: dict[int, int] = {}
+        self._last: TextChunk | None = None
+
+    def after(self, chunk: TextChunk) -> reply.Usage:
+        """Return the usage of the choice of `chunk` up to and including this chunk."""
+        if chunk is not self._last:
+            self._last = chunk
+            self._counts[chunk.index] = self._counts.get(chunk.index, 0) + len(chunk.tokens)
+        prompt = len(self._requests[chunk.index // self._requests[0].num_samples].token_ids)
+        output = self._counts[chunk.index]
+        return reply.Usage(prompt, output, prompt + output)
 
 
 def _echoed_logprobs(
@@ -92,9 +116,12 @@ class _Sample:
     once would block the event loop."""
 
     generation: Generation
+    number: int
+    """Number of the sample among those of all prompts."""
     texts: list[str]
     """Parts of the text; the first one is the echoed prompt."""
     reasoning: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
     tool_calls: AssembledCalls = field(default_factory=AssembledCalls)
     chat_logprobs: reply.ChatLogprobs | None = None
     text_logprobs: reply.CompletionLogprobs | None = None
@@ -109,6 +136,7 @@ class _Sample:
     def add(self, chunk: TextChunk, spell: reply.TokenBytes) -> None:
         self.texts.append(chunk.text)
         self.reasoning.append(chunk.reasoning)
+        self.token_ids += [token.token_id for token in chunk.tokens]
         self.tool_calls.add(chunk.tool_calls)
         self.score += sum(token.logprob or 0.0 for token in chunk.tokens)
         if self.generation.logprobs is not None:
@@ -133,20 +161,24 @@ class _Sample:
     def choice(self, index: int) -> reply.Choice:
         """Build the response's choice `index`."""
         text = "".join(self.texts)
+        token_ids = self.token_ids if self.generation.form.has_token_ids else UNSET
         if self.generation.is_chat:
             calls = [
                 reply.ToolCall(call.call_id, reply.CalledFunction(call.arguments, call.name))
                 for call in self.tool_calls.whole()
             ]
+            reasoning = "".join(self.reasoning) or UNSET
             message = reply.ChatMessage(
                 text or None if calls else text,
-                reasoning_content="".join(self.reasoning) or UNSET,
+                reasoning=reasoning,
+                reasoning_content=reasoning,
                 tool_calls=calls or UNSET,
             )
             finish = _finish(self.finish_reason, has_calls=bool(calls))
-            return reply.ChatChoice(index, message, self.chat_logprobs, finish, self.stop_reason)
+            return reply.ChatChoice(index, message, self.chat_logprobs, finish, self.stop_reason, token_ids)
         reasons = self.finish_reason, self.stop_reason
-        return reply.TextChoice(index, text, self.text_logprobs, *reasons, self.prompt_logprobs)
+        prompt_ids = self.generation.prompt_token_ids(self.number)
+        return reply.TextChoice(index, text, self.text_logprobs, *reasons, self.prompt_logprobs, prompt_ids, token_ids)
 
 
 def _best(samples: Mapping[int, _Sample], per_prompt: int, num_choices: int | None) -> list[_Sample]:
@@ -175,13 +207,16 @@ def _chat_events(generation: Generation) -> Callable[[TextChunk], Sequence[reply
             greeted.add(chunk.index)
             made.append(reply.ChunkChoice(chunk.index, reply.Delta("assistant", greeting)))
         logprobs = reply.chat_logprobs(chunk.tokens, spell)
-        if chunk.reasoning or chunk.text or chunk.tool_calls or logprobs is not None:
+        token_ids = generation.output_token_ids(chunk)
+        if chunk.reasoning or chunk.text or chunk.tool_calls or logprobs is not None or token_ids:
+            reasoning = chunk.reasoning or None
             delta = reply.Delta(
-                content=chunk.text or (None if chunk.reasoning else greeting),
-                reasoning_content=chunk.reasoning or None,
+                content=chunk.text or (None if reasoning else greeting),
+                reasoning=reasoning,
+                reasoning_content=reasoning,
                 tool_calls=[reply.call_delta(delta) for delta in chunk.tool_calls] or None,
             )
-            made.append(reply.ChunkChoice(chunk.index, delta, logprobs))
+            made.append(reply.ChunkChoice(chunk.index, delta, logprobs, token_ids=token_ids))
         if chunk.tool_calls:
             calling.add(chunk.index)
         if chunk.finish_reason is not None:
@@ -205,16 +240,21 @@ def _text_events(generation: Generation) -> Callable[[TextChunk], Sequence[reply
 
     def make(chunk: TextChunk) -> list[reply.TextChoice]:
         text = chunk.text
+        token_ids = generation.output_token_ids(chunk)
+        prompt_ids: list[int] | UnsetType = UNSET
         if chunk.index not in echoed:
             echoed.add(chunk.index)
             text = generation.echo(chunk.index) + text
+            prompt_ids = generation.prompt_token_ids(chunk.index)
         position = offsets.setdefault(chunk.index, reply.TextOffsets())
         logprobs = _echoed_logprobs(generation, chunk, position)
         logprobs = reply.continued(logprobs, reply.completion_logprobs(chunk.tokens, spell, position))
-        if not text and logprobs is None and chunk.finish_reason is None:
+        if not text and logprobs is None and chunk.finish_reason is None and not token_ids and not prompt_ids:
             return []
         finish = None if chunk.finish_reason is None else chunk.finish_reason.value
-        return [reply.TextChoice(chunk.index, text, logprobs, finish, chunk.stop_reason)]
+        choice = reply.TextChoice(chunk.index, text, logprobs, finish, chunk.stop_reason)
+        choice.prompt_token_ids, choice.token_ids = prompt_ids, token_ids
+        return [choice]
 
     return make
 

@@ -6,9 +6,10 @@ Bodies are converted to sampling parameters and token ids; large ones are read i
 import math
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from kvferry.core.errors import InvalidRequest, UnknownModel
 from kvferry.core.ids import RequestId
@@ -32,6 +33,29 @@ MAX_REQUEST_SAMPLES = 128
 
 
 @dataclass(frozen=True, slots=True)
+class ReplyForm:
+    """What the response has besides the output."""
+
+    include_usage: bool = False
+    """Whether a stream ends with the usage."""
+    has_running_usage: bool = False
+    """Whether each chunk of a stream has the usage so far."""
+    has_token_ids: bool = False
+    """Whether the response has the token ids of prompts and outputs."""
+    has_reasoning: bool = True
+
+    @classmethod
+    def of(cls, request: ChatRequest | CompletionRequest) -> "ReplyForm":
+        """Return what a request asks for."""
+        return cls(
+            request.include_usage,
+            request.has_running_usage,
+            bool(request.return_token_ids),
+            not isinstance(request, ChatRequest) or request.include_reasoning is not False,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class ReadRequest:
     """A request whose fields are valid, with its prompts as token ids."""
 
@@ -42,7 +66,6 @@ class ReadRequest:
     num_samples: int
     """Number of samples per prompt."""
     stream: bool
-    include_usage: bool
     cache_salt: str
     priority: int
     constraint_field: str
@@ -59,19 +82,23 @@ class ReadRequest:
     """Options for splitting answers into reasoning, content and tool calls; `None` if they are not split."""
     beams: BeamParams | None = None
     """Parameters of a beam search, whose best `num_samples` outputs are returned; `None` if outputs are sampled."""
+    form: ReplyForm = field(default_factory=ReplyForm)
+    ignored: tuple[str, ...] = ()
+    """Names of the request's fields without effect, see `fields.strict.kept_fields`."""
 
 
-def read_chat(model: TextModel, body: bytes) -> ReadRequest:
+def read_chat(model: TextModel, body: bytes, *, is_strict: bool = False) -> ReadRequest:
     """Parse the body of a chat request, render its template and tokenize the prompt.
 
     Args:
         model: the served model.
         body: JSON body of the request.
+        is_strict: whether unknown fields are refused.
 
     Raises:
         InvalidRequest, UnknownModel: the request is invalid or cannot be served by this gateway.
     """
-    request = parse(ChatRequest, body)
+    request = parse(ChatRequest, body, is_strict=is_strict)
     return read_conversation(model, request, request.to_tool_use(), request.constraint()[0] or "tools")
 
 
@@ -89,35 +116,39 @@ def read_conversation(model: TextModel, request: ChatRequest, use: ToolUse, cons
     """
     name = _model_name(model, request.model)
     sampling = with_bad_word_tokens(request.to_sampling(), model.tokenizer)
-    chat = prompts.prepare_chat(model, request.template_inputs(), use, sampling, request.chat_template_kwargs)
+    chat = prompts.prepare_chat(
+        model, request.template_inputs(), use, sampling, request.template_variables(), request.prompt_end()
+    )
     return ReadRequest(
         model=name,
         prompts=(list(chat.token_ids),),
         sampling=chat.sampling,
         num_samples=request.num_samples,
         stream=bool(request.stream),
-        include_usage=request.include_usage,
         cache_salt=request.cache_salt or "",
         priority=request.priority,
         constraint_field=constraint_field,
         prompt_logprobs=request.prompt_logprobs,
         split=chat.split,
         beams=request.beam_params(sampling.max_tokens),
+        form=ReplyForm.of(request),
+        ignored=request.ignored,
     )
 
 
-def read_completion(model: TextModel, body: bytes, max_prompts: int) -> ReadRequest:
+def read_completion(model: TextModel, body: bytes, max_prompts: int, *, is_strict: bool = False) -> ReadRequest:
     """Parse the body of a completions request and tokenize its prompts.
 
     Args:
         model: the served model.
         body: JSON body of the request.
         max_prompts: maximum number of prompts in the request.
+        is_strict: whether unknown fields are refused.
 
     Raises:
         InvalidRequest, UnknownModel: the request is invalid or cannot be served by this gateway.
     """
-    request = parse(CompletionRequest, body)
+    request = parse(CompletionRequest, body, is_strict=is_strict)
     name = _model_name(model, request.model)
     sampling = with_bad_word_tokens(request.to_sampling(), model.tokenizer)
     found = request.prompts(max_prompts)
@@ -139,7 +170,6 @@ def read_completion(model: TextModel, body: bytes, max_prompts: int) -> ReadRequ
         sampling=sampling,
         num_samples=request.num_generated if beams is None else request.num_samples,
         stream=bool(request.stream),
-        include_usage=request.include_usage,
         cache_salt=request.cache_salt or "",
         priority=request.priority,
         constraint_field=request.constraint()[0],
@@ -148,6 +178,8 @@ def read_completion(model: TextModel, body: bytes, max_prompts: int) -> ReadRequ
         prompt_logprobs=request.prompt_logprobs,
         is_echo_alone=request.is_echo_alone,
         beams=beams,
+        form=ReplyForm.of(request),
+        ignored=request.ignored,
     )
 
 
@@ -166,7 +198,6 @@ class Generation:
     """A request per prompt."""
     is_chat: bool
     stream: bool
-    include_usage: bool
     created: int
     """Unix time of the response, seconds."""
     num_choices: int | None = None
@@ -182,11 +213,24 @@ class Generation:
     """Whether the response has no output."""
     constraint_field: str = ""
     """Field of the request that contains the output's constraint."""
+    form: ReplyForm = field(default_factory=ReplyForm)
+    ignored: tuple[str, ...] = ()
+    """Names of the request's fields without effect."""
 
     @property
     def reply_id(self) -> str:
         """The response's `id` in OpenAI's form."""
         return f"{'chatcmpl' if self.is_chat else 'cmpl'}-{self.requests[0].caller.request_id}"
+
+    def prompt_token_ids(self, index: int) -> list[int] | UnsetType:
+        """Return the token ids of the prompt of sample `index`, if the response has them."""
+        if not self.form.has_token_ids:
+            return UNSET
+        return list(self.requests[index // self.requests[0].num_samples].token_ids)
+
+    def output_token_ids(self, chunk: TextChunk) -> list[int] | UnsetType:
+        """Return the token ids of a chunk, if the response has them."""
+        return [token.token_id for token in chunk.tokens] if self.form.has_token_ids else UNSET
 
     def reply(self, choices: Sequence[reply.Choice | msgspec.Raw]) -> reply.Reply[reply.Choice | msgspec.Raw]:
         """Build a response, or a stream chunk, with these choices."""
@@ -207,7 +251,7 @@ class Generation:
         return self.service.admitted(self.requests, self._chunks_now)
 
     def _chunks_now(self, requests: Sequence[Request]) -> AsyncGenerator[TextChunk, None]:
-        cut = _without_output if self.is_echo_alone else None
+        cut = _without_output if self.is_echo_alone else None if self.form.has_reasoning else _without_reasoning
         sources = [
             self._changed(self.service.generate_now(request), number * request.num_samples, cut)
             for number, request in enumerate(requests)
@@ -232,22 +276,26 @@ class Generation:
         return self.echoes[index // self.requests[0].num_samples] if self.echoes else ""
 
 
-async def prepare_chat(service: TextService, caller: Caller, body: bytes) -> Generation:
+async def prepare_chat(service: TextService, caller: Caller, body: bytes, *, is_strict: bool = False) -> Generation:
     """Validate a chat request.
 
     Args:
         service: the text service.
         caller: id, tenant and arrival time of the request.
         body: JSON body of the request.
+        is_strict: whether unknown fields are refused.
 
     Raises:
         InvalidRequest: a field is invalid or not supported.
         UnknownModel: this gateway serves a different model.
     """
-    return await prepared(service, caller, await service.read(read_chat, len(body), body), is_chat=True)
+    read = await service.read(read_chat, len(body), body, is_strict=is_strict)
+    return await prepared(service, caller, read, is_chat=True)
 
 
-async def prepare_completion(service: TextService, caller: Caller, body: bytes, max_prompts: int) -> Generation:
+async def prepare_completion(
+    service: TextService, caller: Caller, body: bytes, max_prompts: int, *, is_strict: bool = False
+) -> Generation:
     """Validate a completions request.
 
     Args:
@@ -255,12 +303,13 @@ async def prepare_completion(service: TextService, caller: Caller, body: bytes, 
         caller: request id, tenant and arrival time.
         body: body of the request, JSON.
         max_prompts: maximum number of prompts in the request.
+        is_strict: whether unknown fields are refused.
 
     Raises:
         InvalidRequest: a field is invalid or not supported.
         UnknownModel: this gateway serves a different model.
     """
-    request = await service.read(read_completion, len(body), body, max_prompts)
+    request = await service.read(read_completion, len(body), body, max_prompts, is_strict=is_strict)
     return await prepared(service, caller, request, is_chat=False)
 
 
@@ -311,13 +360,14 @@ async def prepared(service: TextService, caller: Caller, read: ReadRequest, *, i
         requests,
         is_chat,
         read.stream,
-        read.include_usage,
         created,
         read.num_choices,
         logprobs=read.sampling.logprobs,
         prompt_logprobs=read.prompt_logprobs,
         is_echo_alone=read.is_echo_alone,
         constraint_field=read.constraint_field,
+        form=read.form,
+        ignored=read.ignored,
         echoes=tuple(
             text if text is not None and len(request.token_ids) == len(ids) else decode(request.token_ids)
             for text, ids, request in zip(read.echoes, read.prompts, requests, strict=False)
@@ -343,3 +393,7 @@ def _without_output(chunk: TextChunk) -> TextChunk:
     return replace(
         chunk, text="", tokens=(), finish_reason=finish, stop_reason=None, usage=usage, reasoning="", tool_calls=()
     )
+
+
+def _without_reasoning(chunk: TextChunk) -> TextChunk:
+    return replace(chunk, reasoning="") if chunk.reasoning else chunk

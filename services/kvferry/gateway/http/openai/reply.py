@@ -37,11 +37,18 @@ class PromptTokensDetails(Struct):
     cached_tokens: int
 
 
+class CompletionTokensDetails(Struct):
+    reasoning_tokens: int
+    """Number of output tokens of the reasoning, with its marks; also if the response leaves the reasoning out."""
+
+
 class Usage(Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
+    prompt_tokens_details: PromptTokensDetails | UnsetType = UNSET
+    """Absent before the end of a stream, as is the next field."""
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
 class TopLogprob(Struct):
@@ -111,7 +118,9 @@ class ToolCall(Struct):
 class Delta(Struct, omit_defaults=True):
     role: str | None = None
     content: str | None = None
+    reasoning: str | None = None
     reasoning_content: str | None = None
+    """Older name of `reasoning`, with the same text."""
     tool_calls: list[ToolCallDelta] | None = None
 
 
@@ -121,13 +130,17 @@ class ChunkChoice(Struct):
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: StopReason = None
+    token_ids: list[int] | UnsetType = UNSET
+    """Ids of the tokens of this chunk, if requested."""
 
 
 class ChatMessage(Struct):
     content: str | None
     role: str = "assistant"
     refusal: None = None
+    reasoning: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
+    """Older name of `reasoning`, with the same text."""
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
@@ -138,6 +151,8 @@ class ChatChoice(Struct):
     finish_reason: str
     stop_reason: StopReason = None
     """The stop string or stop token id that ended the text; named as in vLLM."""
+    token_ids: list[int] | UnsetType = UNSET
+    """Ids of the output's tokens, if requested."""
 
 
 class TextChoice(Struct):
@@ -149,6 +164,10 @@ class TextChoice(Struct):
     finish_reason: str | None = None
     stop_reason: StopReason = None
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    """Ids of the prompt's tokens, if requested; in a stream in the choice's first chunk."""
+    token_ids: list[int] | UnsetType = UNSET
+    """Ids of the output's tokens, in a stream those of this chunk, if requested."""
 
 
 Choice = ChunkChoice | ChatChoice | TextChoice
@@ -164,11 +183,14 @@ class Reply(Struct, Generic[C]):
     model: str
     choices: Sequence[C]
     usage: Usage | UnsetType | None = UNSET
-    """Token usage. In streams only if `include_usage` is set; null in all chunks except the last."""
+    """Token usage. In streams only if `include_usage` is set; null in all chunks except the last, unless
+    `continuous_usage_stats` is set too."""
     kvferry: Timing | UnsetType = UNSET
     """Timing of the first choice."""
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     """Log-probabilities of a conversation's prompt, if requested."""
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    """Token ids of a conversation's prompt, if requested; in a stream in its first chunk."""
 
 
 class ErrorDetail(Struct):
@@ -358,13 +380,13 @@ def add_usage(total: Usage | None, chunk: TextChunk, *, first_sample: bool) -> U
     prompt = chunk.usage.prompt_tokens if first_sample else 0
     cached = chunk.usage.cached_tokens if first_sample else 0
     output = chunk.usage.output_tokens + chunk.usage.unreturned_tokens
-    total = total or Usage(0, 0, 0, PromptTokensDetails(0))
-    return Usage(
-        total.prompt_tokens + prompt,
-        total.completion_tokens + output,
-        total.total_tokens + prompt + output,
-        PromptTokensDetails(total.prompt_tokens_details.cached_tokens + cached),
-    )
+    reasoning = chunk.usage.reasoning_tokens
+    if total is not None:
+        prompt, output = total.prompt_tokens + prompt, total.completion_tokens + output
+        if total.prompt_tokens_details is not UNSET and total.completion_tokens_details is not UNSET:
+            cached += total.prompt_tokens_details.cached_tokens
+            reasoning += total.completion_tokens_details.reasoning_tokens
+    return Usage(prompt, output, prompt + output, PromptTokensDetails(cached), CompletionTokensDetails(reasoning))
 
 
 def _key(raw: bytes) -> str:

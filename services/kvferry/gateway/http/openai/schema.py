@@ -1,8 +1,4 @@
-"""The accepted subset of OpenAI's requests: each field is implemented, accepted at values without effect, or rejected
-by name.
-
-Fields are never silently ignored: a client that sends `response_format`, for example, relies on its effect.
-"""
+"""The implemented fields of OpenAI's requests, with vLLM's extensions; `fields.field_policy` has the others."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -16,10 +12,11 @@ from kvferry.core.inference.beams import MAX_WIDTH, BeamParams
 from kvferry.core.inference.tools import ToolUse
 from kvferry.core.limits import MAX_CACHE_SALT_CHARS
 from kvferry.core.sampling import MAX_OUTPUT_TOKENS, RANGES, Range, SamplingParams
-from kvferry.gateway.http.fields.request_fields import ConstraintFields, Message, NamedChoice, ToolDefinition, tool_use
+from kvferry.gateway.http.fields import field_policy
+from kvferry.gateway.http.fields.field_policy import Rules
+from kvferry.gateway.http.fields.request_fields import ConstraintFields, Message, ToolChoice, ToolDefinition, tool_use
 from kvferry.gateway.http.fields.strict import (
     MAX_FIELDS,
-    Accepted,
     Priority,
     Prompt,
     SamplingFields,
@@ -30,35 +27,10 @@ from kvferry.gateway.http.fields.strict import (
     parse_fields,
 )
 from kvferry.rpc.wire import MAX_SAMPLES
+from kvferry.text.tools.conversations import PromptEnd
 
 _COMPLETION_TOKENS = 16
 """OpenAI's default of `max_tokens` for /v1/completions; chat has no default."""
-
-_NO_OPS: Accepted = {
-    "audio": (None,),
-    "function_call": (None, "none"),
-    "functions": (None, []),
-    "metadata": (None, {}),
-    "modalities": (None, ["text"]),
-    "prediction": (None,),
-    "reasoning_effort": (None, "none"),
-    "safety_identifier": (None,),
-    "service_tier": (None, "auto", "default"),
-    "spaces_between_special_tokens": (None, True, False),
-    "store": (None, False),
-    "suffix": (None, ""),
-    "verbosity": (None, "medium"),
-    "web_search_options": (None,),
-}
-"""OpenAI fields that are not supported, with the values at which they have no effect and are accepted."""
-
-_COMPLETION_NO_OPS: Accepted = {
-    **_NO_OPS,
-    "parallel_tool_calls": (None, True, False),
-    "tool_choice": (None, "none", "auto"),
-    "tools": (None, []),
-}
-"""Unimplemented fields of /v1/completions, which has no tools."""
 
 _BIAS_SCHEMA = {
     "type": "object",
@@ -71,10 +43,26 @@ _NOT_WITH_BEAMS = ("stream", "echo")
 """Fields that have no meaning for the outputs of a beam search, besides those that `check_beam_sampling` refuses."""
 
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+"""How much a model reasons; `none` turns reasoning off in templates that read `enable_thinking`."""
+
+
 class StreamOptions(Strict):
     """OpenAI's `stream_options`."""
 
-    include_usage: bool = False
+    RULES: ClassVar[Rules] = field_policy.STREAM_OPTIONS
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    """Whether each chunk has the usage so far, if `include_usage` is set; named as in vLLM."""
+
+
+class ReasoningOptions(Strict):
+    """The object form of `reasoning_effort`."""
+
+    RULES: ClassVar[Rules] = field_policy.REASONING
+
+    effort: Effort | None = None
 
 
 class _Common(ConstraintFields, SamplingFields):
@@ -91,8 +79,6 @@ class _Common(ConstraintFields, SamplingFields):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: Annotated[dict[str, float], WithJsonSchema(_BIAS_SCHEMA)] | None = None
-    user: str | None = None
-    """End user identifier for abuse detection; has no effect on the response."""
     # Extensions to OpenAI's API, named as in vLLM.
     top_k: int | None = None
     min_p: float | None = None
@@ -110,6 +96,8 @@ class _Common(ConstraintFields, SamplingFields):
     skip_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
     prompt_logprobs: int | None = None
+    return_token_ids: bool | None = None
+    """Whether the response has the token ids of prompts and outputs."""
     use_beam_search: bool | None = None
     """Whether to return the best outputs of a beam search, instead of samples."""
     best_of: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] | None = None
@@ -132,7 +120,13 @@ class _Common(ConstraintFields, SamplingFields):
     @property
     def include_usage(self) -> bool:
         """Whether a stream ends with a usage chunk."""
-        return self.stream_options is not None and self.stream_options.include_usage
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def has_running_usage(self) -> bool:
+        """Whether each chunk of a stream has the usage so far."""
+        options = self.stream_options
+        return self.include_usage and options is not None and bool(options.continuous_usage_stats)
 
     def beam_params(self, max_tokens: int | None) -> BeamParams | None:
         """Return the parameters of a beam search; `None` if the request samples.
@@ -232,7 +226,7 @@ class _Common(ConstraintFields, SamplingFields):
 class ChatRequest(_Common):
     """Request body of POST /v1/chat/completions."""
 
-    NO_OPS: ClassVar[Accepted] = _NO_OPS
+    RULES: ClassVar[Rules] = field_policy.CHAT
     LIMITS: ClassVar[Mapping[str, Range]] = {
         **RANGES,
         "max_completion_tokens": RANGES["max_tokens"],
@@ -244,10 +238,21 @@ class ChatRequest(_Common):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tools: Annotated[list[ToolDefinition], Field(fail_fast=True)] | None = None
-    tool_choice: str | NamedChoice | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    reasoning_effort: Effort | None = None
+    reasoning: ReasoningOptions | None = None
+    # Extensions to OpenAI's API, named as in vLLM.
+    include_reasoning: bool | None = None
+    """Whether the response has the reasoning, true by default."""
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=MAX_FIELDS)] | None = None
-    """Further variables of the chat template, such as `enable_thinking`; named as in vLLM."""
+    """Further variables of the chat template, such as `enable_thinking`."""
+    documents: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
+    """Variable of the chat template: documents to answer from."""
+    add_generation_prompt: bool | None = None
+    """Whether the prompt ends with the start of the assistant's answer, true by default."""
+    continue_final_message: bool | None = None
+    """Whether the answer continues the last message."""
 
     def to_tool_use(self) -> ToolUse:
         """Convert the tools and the choice of a tool.
@@ -256,6 +261,46 @@ class ChatRequest(_Common):
             InvalidRequest: the tools exceed a limit, or contradict the choice.
         """
         return tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
+
+    def template_variables(self) -> dict[str, Any]:
+        """Return the further variables of the chat template: `chat_template_kwargs` and those of other fields.
+
+        Raises:
+            InvalidRequest: `reasoning_effort` and `reasoning` differ.
+        """
+        efforts = {self.reasoning_effort, None if self.reasoning is None else self.reasoning.effort} - {None}
+        if len(efforts) > 1:
+            raise InvalidRequest(
+                f"reasoning_effort is {self.reasoning_effort} and reasoning.effort another one; set only one",
+                field="reasoning_effort",
+            )
+        found: dict[str, Any] = {}
+        for effort in efforts:
+            found = {"reasoning_effort": effort, **({"enable_thinking": False} if effort == "none" else {})}
+        if self.documents is not None:
+            found["documents"] = self.documents
+        return {**found, **(self.chat_template_kwargs or {})}
+
+    def prompt_end(self) -> PromptEnd:
+        """Return how the prompt ends.
+
+        Raises:
+            InvalidRequest: the last message cannot be continued.
+        """
+        if not self.continue_final_message:
+            return PromptEnd.MESSAGE if self.add_generation_prompt is False else PromptEnd.ANSWER
+        if self.add_generation_prompt:
+            raise InvalidRequest(
+                "continue_final_message and add_generation_prompt cannot both be true; set one of them to false",
+                field="continue_final_message",
+            )
+        last = self.messages[-1]
+        if last.role != "assistant" or last.tool_calls or not last.content:
+            raise InvalidRequest(
+                "continue_final_message needs a last message of role assistant with text and without tool_calls",
+                field="continue_final_message",
+            )
+        return PromptEnd.OPEN
 
     def template_inputs(self) -> list[dict[str, object]]:
         """Return the messages in the form that chat templates expect.
@@ -306,7 +351,7 @@ def renamed(error: InvalidRequest, names: Mapping[str, str]) -> InvalidRequest:
 class CompletionRequest(_Common):
     """Request body of POST /v1/completions."""
 
-    NO_OPS: ClassVar[Accepted] = _COMPLETION_NO_OPS
+    RULES: ClassVar[Rules] = field_policy.COMPLETION
     LIMITS: ClassVar[Mapping[str, Range]] = {**RANGES, "max_tokens": replace(RANGES["max_tokens"], low=0)}
     """As in `SamplingParams`, except that 0 is accepted with `echo`."""
 
@@ -358,19 +403,20 @@ class CompletionRequest(_Common):
 R = TypeVar("R", ChatRequest, CompletionRequest)
 
 
-def parse(kind: type[R], body: bytes) -> R:
+def parse(kind: type[R], body: bytes, *, is_strict: bool = False) -> R:
     """Parse and validate a request from a JSON body.
 
     Args:
         kind: type of the request.
         body: JSON text in UTF-8.
+        is_strict: whether unknown fields are refused.
 
     Raises:
-        InvalidRequest: a field is invalid, unknown or not supported; the error describes the first such field.
+        InvalidRequest: a field is invalid or refused; the error describes the first such field.
     """
     fields = json_object(body)
     check_sizes(fields)
-    return parse_fields(kind, fields)
+    return parse_fields(kind, fields, is_strict=is_strict)
 
 
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}", re.ASCII)

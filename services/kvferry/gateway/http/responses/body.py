@@ -1,28 +1,31 @@
 """The body of a request of the Responses API, and its conversion to a chat's prompt and parameters.
 
-OpenAI's fields that are not supported are refused by name, or accepted at values without effect.
+`fields.field_policy` has OpenAI's other fields.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, TypeAdapter
+from pydantic import Discriminator, Field, Tag, TypeAdapter
 
 from kvferry.core.errors import InvalidRequest, shortened
-from kvferry.core.inference.tools import ToolUse
+from kvferry.core.inference.tools import MAX_TOOLS, ToolUse
 from kvferry.core.limits import MAX_CACHE_SALT_CHARS
 from kvferry.core.sampling import RANGES, Range
+from kvferry.gateway.http.fields import field_policy
+from kvferry.gateway.http.fields.field_policy import Rules
 from kvferry.gateway.http.fields.request_fields import (
+    AllowedChoice,
+    AllowedTools,
     FunctionDefinition,
     FunctionName,
     NamedChoice,
     ToolDefinition,
+    choice_type,
     tool_use,
 )
 from kvferry.gateway.http.fields.strict import (
-    MAX_FIELDS,
-    Accepted,
     Priority,
     SamplingFields,
     Strict,
@@ -31,7 +34,7 @@ from kvferry.gateway.http.fields.strict import (
     parse_fields,
 )
 from kvferry.gateway.http.openai.generation import ReadRequest, read_conversation
-from kvferry.gateway.http.openai.schema import ChatRequest, renamed
+from kvferry.gateway.http.openai.schema import ChatRequest, ReasoningOptions, renamed
 from kvferry.gateway.http.responses.items import KINDS, Item, check_kinds, in_items, messages_of
 from kvferry.serving.text_model import TextModel
 
@@ -43,12 +46,7 @@ _ITEMS: TypeAdapter[list[Any]] = TypeAdapter(list[Item])
 class FunctionTool(Strict):
     """A tool that the model may call."""
 
-    NO_OPS: ClassVar[Accepted] = {
-        "defer_loading": (None, False),
-        "async": (None, False),
-        "allowed_callers": (None, ["direct"]),
-        "output_schema": (None,),
-    }
+    RULES: ClassVar[Rules] = field_policy.RESPONSE_TOOL
 
     type: Literal["function"]
     name: str
@@ -62,6 +60,20 @@ class FunctionChoice(Strict):
 
     type: Literal["function"]
     name: str
+
+
+class AllowedFunctions(Strict):
+    """A `tool_choice` of several tools; the others stay in the prompt."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[FunctionChoice], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
+
+
+FunctionChoices = Annotated[
+    Annotated[FunctionChoice, Tag("<function>")] | Annotated[AllowedFunctions, Tag("<allowed_tools>")],
+    Discriminator(choice_type),
+]
 
 
 class TextFormat(Strict):
@@ -78,7 +90,7 @@ class TextFormat(Strict):
 class TextOptions(Strict):
     """Options of the output's text."""
 
-    NO_OPS: ClassVar[Accepted] = {"verbosity": (None, "medium")}
+    RULES: ClassVar[Rules] = field_policy.RESPONSE_TEXT
 
     format: TextFormat | None = None
 
@@ -86,7 +98,7 @@ class TextOptions(Strict):
 class EventOptions(Strict):
     """Options of a stream. Events have no padding."""
 
-    NO_OPS: ClassVar[Accepted] = {"include_obfuscation": (None, False)}
+    RULES: ClassVar[Rules] = field_policy.STREAM_OPTIONS
 
 
 _Value = Annotated[str, Field(max_length=512)]
@@ -96,22 +108,7 @@ _Metadata = dict[Annotated[str, Field(max_length=64)], _Value]
 class ResponseRequest(SamplingFields):
     """Body of POST /v1/responses."""
 
-    NO_OPS: ClassVar[Accepted] = {
-        "access_programs": (None,),
-        "background": (None, False),
-        "background_options": (None,),
-        "context_management": (None, []),
-        "conversation": (None,),
-        "image": (None,),
-        "max_tool_calls": (None,),
-        "moderation": (None,),
-        "prompt": (None,),
-        "prompt_cache_options": (None,),
-        "prompt_cache_retention": (None, "in_memory", "24h"),
-        "reasoning": (None, {}, {"effort": None}, {"effort": None, "summary": None}),
-        "service_tier": (None, "auto", "default"),
-        "truncation": (None, "disabled"),
-    }
+    RULES: ClassVar[Rules] = field_policy.RESPONSE
     LIMITS: ClassVar[Mapping[str, Range]] = {
         **RANGES,
         "max_output_tokens": RANGES["max_tokens"],
@@ -125,7 +122,7 @@ class ResponseRequest(SamplingFields):
     store: bool | None = None
     metadata: Annotated[_Metadata, Field(max_length=MAX_METADATA)] | None = None
     tools: Annotated[list[FunctionTool], Field(fail_fast=True)] | None = None
-    tool_choice: str | FunctionChoice | None = None
+    tool_choice: str | FunctionChoices | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     max_output_tokens: int | None = None
@@ -136,9 +133,8 @@ class ResponseRequest(SamplingFields):
     stream: bool | None = None
     stream_options: EventOptions | None = None
     user: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    """`user`, `safety_identifier` and this one have no effect: cached prompts are found by their content."""
+    """Repeated in the response."""
+    reasoning: ReasoningOptions | None = None
     # Extensions, as in chat requests.
     seed: int | None = None
     top_k: int | None = None
@@ -174,11 +170,15 @@ class ResponseRequest(SamplingFields):
             )
             for tool in self.tools or ()
         ]
-        choice: str | NamedChoice | None
-        if isinstance(self.tool_choice, FunctionChoice):
-            choice = NamedChoice(type="function", function=FunctionName(name=self.tool_choice.name))
-        else:
-            choice = self.tool_choice
+        choice: str | NamedChoice | AllowedChoice | None
+        match self.tool_choice:
+            case FunctionChoice() as one:
+                choice = _named(one)
+            case AllowedFunctions() as several:
+                allowed = AllowedTools(mode=several.mode, tools=[_named(one) for one in several.tools])
+                choice = AllowedChoice(type="allowed_tools", allowed_tools=allowed)
+            case other:
+                choice = other
         return tool_use(offered, choice, self.parallel_tool_calls)
 
     def as_chat(self, messages: Sequence[Any]) -> ChatRequest:
@@ -199,6 +199,7 @@ class ResponseRequest(SamplingFields):
                 **shared,
                 "messages": messages,
                 "max_tokens": self.max_output_tokens,
+                "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
                 "cache_salt": self.cache_salt,
                 "priority": self.priority,
                 "logprobs": wants_logprobs,
@@ -206,6 +207,10 @@ class ResponseRequest(SamplingFields):
                 "response_format": _response_format(self.text),
             },
         )
+
+
+def _named(choice: FunctionChoice) -> NamedChoice:
+    return NamedChoice(type="function", function=FunctionName(name=choice.name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,18 +223,19 @@ class ReadResponse:
     """The items of the input, as JSON."""
 
 
-def read_response(model: TextModel, body: bytes, history: Sequence[bytes]) -> ReadResponse:
+def read_response(model: TextModel, body: bytes, history: Sequence[bytes], *, is_strict: bool = False) -> ReadResponse:
     """Parse the body of a Responses API request, render the template of its conversation and tokenize the prompt.
 
     Args:
         model: the served model: tokenizer and chat template.
         body: body of the request, JSON.
         history: items of earlier responses, each a JSON array.
+        is_strict: whether unknown fields are refused.
 
     Raises:
         InvalidRequest, UnknownModel: the request is invalid or cannot be served by this gateway.
     """
-    request = parse_response(body)
+    request = parse_response(body, is_strict=is_strict)
     own = request.items()
     before = [item for part in history for item in _ITEMS.validate_json(part)]
     paths = ["previous_response_id"] * len(before)
@@ -245,16 +251,18 @@ def read_response(model: TextModel, body: bytes, history: Sequence[bytes]) -> Re
     return ReadResponse(chat, request, [item.model_dump(mode="json", by_alias=True, exclude_none=True) for item in own])
 
 
-def parse_response(body: bytes) -> ResponseRequest:
+def parse_response(body: bytes, *, is_strict: bool = False) -> ResponseRequest:
     """Parse and validate a body.
 
+    Args:
+        body: a JSON object.
+        is_strict: whether unknown fields are refused.
+
     Raises:
-        InvalidRequest: a field is invalid, unknown or not supported; the error describes the first such field.
+        InvalidRequest: a field is invalid or refused; the error describes the first such field.
     """
     fields = json_object(body)
     check_sizes({name: value for name, value in fields.items() if name != "input"})
-    if len(fields) > MAX_FIELDS:
-        raise InvalidRequest(f"the body has {len(fields)} fields; at most {MAX_FIELDS} are accepted")
     if isinstance(fields.get("input"), list):
         check_kinds("input", fields["input"])
     tools = fields.get("tools")
@@ -269,7 +277,7 @@ def parse_response(body: bytes) -> ResponseRequest:
     for name in fields.get("include") or () if isinstance(fields.get("include"), list) else ():
         if isinstance(name, str) and name != _LOGPROBS:
             raise InvalidRequest(f"include {shortened(name)!r} is not supported; use {_LOGPROBS}", field="include")
-    return parse_fields(ResponseRequest, fields)
+    return parse_fields(ResponseRequest, fields, is_strict=is_strict)
 
 
 def _response_format(options: TextOptions | None) -> dict[str, Any] | None:
@@ -284,4 +292,9 @@ def _response_format(options: TextOptions | None) -> dict[str, Any] | None:
     return {"type": "json_schema", "json_schema": {"name": given.name, "schema": given.body}}
 
 
-_NAMES = {"max_tokens": "max_output_tokens", "logprobs": "top_logprobs", "response_format": "text.format"}
+_NAMES = {
+    "reasoning_effort": "reasoning.effort",
+    "max_tokens": "max_output_tokens",
+    "logprobs": "top_logprobs",
+    "response_format": "text.format",
+}

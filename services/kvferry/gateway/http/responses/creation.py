@@ -51,6 +51,11 @@ class Creation:
         self._progress = ResponseProgress(begun, generation.service.model.tokenizer.token_bytes)
 
     @property
+    def ignored(self) -> tuple[str, ...]:
+        """Names of the request's fields without effect."""
+        return self._read.body.ignored
+
+    @property
     def is_streamed(self) -> bool:
         """Whether the response is streamed as events."""
         return self._generation.stream
@@ -99,7 +104,9 @@ class Creation:
         return whole
 
 
-async def create(service: TextService, caller: Caller, body: bytes, store: ResponseStore | None) -> Creation:
+async def create(
+    service: TextService, caller: Caller, body: bytes, store: ResponseStore | None, *, is_strict: bool = False
+) -> Creation:
     """Validate a request.
 
     Args:
@@ -107,6 +114,7 @@ async def create(service: TextService, caller: Caller, body: bytes, store: Respo
         caller: request id, tenant and arrival time.
         body: body of the request, JSON.
         store: the stored responses; `None` if this gateway stores none.
+        is_strict: whether unknown fields are refused.
 
     Raises:
         InvalidRequest: a field is invalid or not supported.
@@ -116,7 +124,7 @@ async def create(service: TextService, caller: Caller, body: bytes, store: Respo
     earlier = _earlier(caller, body, store)
     before = history(earlier)
     size = len(body) + sum(map(len, before))
-    read = await service.read(read_response, size, body, before)
+    read = await service.read(read_response, size, body, before, is_strict=is_strict)
     generation = await prepared(service, caller, read.chat, is_chat=True)
     return Creation(read, generation, earlier, store, caller.tenant)
 

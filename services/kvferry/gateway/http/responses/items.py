@@ -7,7 +7,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Discriminator, Field, Tag
 
 from kvferry.core.errors import InvalidRequest, shortened
-from kvferry.gateway.http.fields.strict import Accepted, Strict
+from kvferry.gateway.http.fields import field_policy
+from kvferry.gateway.http.fields.field_policy import Rules
+from kvferry.gateway.http.fields.strict import Strict
 from kvferry.text.tools.conversations import MAX_ID_CHARS
 
 MAX_ITEMS = 4096
@@ -18,11 +20,10 @@ _Status = Literal["in_progress", "completed", "incomplete"]
 class InputText(Strict):
     """A part of a message or of a tool's result."""
 
+    RULES: ClassVar[Rules] = field_policy.RESPONSE_PART
+
     type: Literal["input_text", "output_text", "text"]
     text: str
-    annotations: list[Any] | None = None
-    logprobs: list[Any] | None = None
-    """Both have no effect; clients copy them from a response's output."""
 
 
 Content = str | Annotated[list[InputText], Field(fail_fast=True)]
@@ -31,7 +32,7 @@ Content = str | Annotated[list[InputText], Field(fail_fast=True)]
 class InputMessage(Strict):
     """A message, possibly from an earlier response's output."""
 
-    NO_OPS: ClassVar[Accepted] = {"phase": (None, "commentary", "final_answer")}
+    RULES: ClassVar[Rules] = field_policy.RESPONSE_MESSAGE
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
@@ -43,7 +44,7 @@ class InputMessage(Strict):
 class FunctionCall(Strict):
     """A tool call by the model."""
 
-    NO_OPS: ClassVar[Accepted] = {"namespace": (None,), "caller": (None,), "async": (None, False)}
+    RULES: ClassVar[Rules] = field_policy.RESPONSE_CALL
 
     type: Literal["function_call"]
     call_id: _Id
@@ -73,7 +74,7 @@ class ReasoningText(Strict):
 class ReasoningInput(Strict):
     """Reasoning from an earlier response's output; it precedes the message or calls that it led to."""
 
-    NO_OPS: ClassVar[Accepted] = {"encrypted_content": (None,)}
+    RULES: ClassVar[Rules] = field_policy.RESPONSE_REASONING
 
     type: Literal["reasoning"]
     summary: Annotated[list[ReasoningText], Field(fail_fast=True)] = Field(default_factory=list)
@@ -84,14 +85,14 @@ class ReasoningInput(Strict):
 
 def _tag(value: Any) -> str:
     found = value.get("type", "message") if isinstance(value, dict) else getattr(value, "type", "message")
-    return found if isinstance(found, str) else ""
+    return f"<{found}>"
 
 
 Item = Annotated[
-    Annotated[InputMessage, Tag("message")]
-    | Annotated[FunctionCall, Tag("function_call")]
-    | Annotated[FunctionResult, Tag("function_call_output")]
-    | Annotated[ReasoningInput, Tag("reasoning")],
+    Annotated[InputMessage, Tag("<message>")]
+    | Annotated[FunctionCall, Tag("<function_call>")]
+    | Annotated[FunctionResult, Tag("<function_call_output>")]
+    | Annotated[ReasoningInput, Tag("<reasoning>")],
     Discriminator(_tag),
 ]
 KINDS: Mapping[str, type[Strict]] = {

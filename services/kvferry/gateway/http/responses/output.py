@@ -68,7 +68,7 @@ class ReasoningTokens(Struct):
 
 
 class ResponseUsage(Struct):
-    """Token counts. Reasoning tokens are not counted separately."""
+    """Token counts."""
 
     input_tokens: int
     input_tokens_details: CachedTokens

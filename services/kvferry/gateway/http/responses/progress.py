@@ -183,6 +183,6 @@ def _usage(usage: Usage) -> out.ResponseUsage:
         usage.prompt_tokens,
         out.CachedTokens(usage.cached_tokens),
         usage.output_tokens,
-        out.ReasoningTokens(0),
+        out.ReasoningTokens(usage.reasoning_tokens),
         usage.prompt_tokens + usage.output_tokens,
     )

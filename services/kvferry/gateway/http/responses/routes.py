@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.types import Send
 
 from kvferry.core.errors import InvalidRequest, shortened
-from kvferry.gateway.http.body_route import JSON, ApiContext, BodyRoute, prepared, send_events, while_connected
+from kvferry.gateway.http.body_route import JSON, ApiContext, BodyRoute, note_ignored, prepared, while_connected
 from kvferry.gateway.http.fields.strict import Strict, parse_fields
 from kvferry.gateway.http.openai.reply import encode
 from kvferry.gateway.http.responses.creation import create
@@ -67,7 +67,7 @@ class ResponseRoutes:
             ResponseNotFound: the response is not stored.
         """
         kept = self._kept(request)
-        query = parse_fields(ItemsQuery, _query(request.query_params))
+        query = parse_fields(ItemsQuery, _query(request.query_params), is_strict=True)
         name = request.path_params["response_id"]
         items = [_listed(item, f"{name}_{number}") for number, item in enumerate(msgspec.json.decode(kept.own_items))]
         if query.order == "desc":
@@ -110,10 +110,13 @@ class _Create(BodyRoute):
         """See `BodyRoute.serve`."""
         receive = request.receive
         async with self.body(request) as (caller, body):
-            made = await prepared(receive, body, create(self.context.service, caller, body, self._store))
-            del body
+            context = self.context
+            creating = create(context.service, caller, body, self._store, is_strict=context.config.strict_fields)
+            made = await prepared(receive, body, creating)
+            del body, creating
+        note_ignored(request, made.ignored)
         if made.is_streamed:
-            await while_connected(receive, send_events(made.events(), send, end=b"", failed=made.failed))
+            await self.stream(request, send, made.events(), end=b"", failed=made.failed)
         else:
             whole = await while_connected(receive, made.whole())
             await Response(whole, media_type=JSON)(request.scope, receive, send)

@@ -38,9 +38,9 @@ _SUPPRESSED = frozenset(
         ),
     }
 )
-_KEEP_ALIVE_SECONDS = 75
-"""Idle timeout in seconds. Longer than the idle timeouts of clients and load balancers, so that they close first and
-never receive a reset."""
+_KEEP_ALIVE_SECONDS = 120.0
+"""Default of the time in seconds after which an idle connection is closed. Longer than the idle timeouts of clients and
+load balancers, so that they close first and never receive a reset."""
 
 
 class HttpServer:
@@ -62,6 +62,7 @@ class HttpServer:
         drain_seconds: float,
         certificate: Certificate | None = None,
         limits: ConnectionLimits | None = None,
+        keepalive_seconds: float = _KEEP_ALIVE_SECONDS,
         shares_port: bool = False,
     ) -> "HttpServer":
         """Listen at `address` and serve `app` on the running event loop.
@@ -74,6 +75,7 @@ class HttpServer:
             certificate: enables TLS; `None` serves plain HTTP.
             limits: connection limits; by default `ConnectionLimits()`, with `max_connections` reduced to fit the limit
                 of open files.
+            keepalive_seconds: time after which an idle connection is closed.
             shares_port: whether other processes of this user may listen on the same address.
 
         Raises:
@@ -92,7 +94,7 @@ class HttpServer:
             access_log=False,
             server_header=False,
             backlog=_ACCEPTED_AT_ONCE,
-            timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+            timeout_keep_alive=keepalive_seconds,  # type: ignore[arg-type]  # passed to call_later
             timeout_graceful_shutdown=max(1, round(drain_seconds)),
         )
         settings.load()

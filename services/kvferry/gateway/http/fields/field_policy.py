@@ -1,0 +1,257 @@
+"""What happens to the fields of requests, by the object that has them.
+
+| effect | fields | answer |
+| --- | --- | --- |
+| honoured | the fields of the object's class, a `Strict`; not listed here | follows the field |
+| accepted | listed here without a reason | as without the field; the header `kvferry-ignored` names it |
+| refused | listed here with the reason why an answer without the field would be another one | 400 |
+| unknown | all others | like accepted; 400 with the setting `strict_fields` |
+
+A listed field with a neutral value, which requests what the answer is anyway, has no effect and is not named.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Effect(StrEnum):
+    """What happens to a field."""
+
+    HONOURED = "honoured"
+    ACCEPTED = "accepted"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What happens to a field that is not implemented."""
+
+    reason: str = ""
+    """Why the answer would be another one without the field, which is therefore refused; empty for an accepted one."""
+    neutral: tuple[object, ...] = (None,)
+    """Values that request what the answer is anyway."""
+
+    @property
+    def effect(self) -> Effect:
+        """Whether the field is accepted or refused."""
+        return Effect.REFUSED if self.reason else Effect.ACCEPTED
+
+
+Rules = Mapping[str, Rule]
+"""Rules of an object by the names of its fields."""
+
+ACCEPTED = Rule()
+_TEXT_ONLY = "answers are text"
+_NO_STATE = "the gateway keeps no such object"
+
+_HINTS: Rules = {
+    "kv_hints": ACCEPTED,
+    "kv_transfer_params": ACCEPTED,
+    "metadata": Rule(neutral=(None, {})),
+    "prompt_cache_key": ACCEPTED,
+    "prompt_cache_options": ACCEPTED,
+    "prompt_cache_retention": ACCEPTED,
+    "request_id": ACCEPTED,
+    "safety_identifier": ACCEPTED,
+    "service_tier": Rule(neutral=(None, "auto", "default")),
+    "session_id": ACCEPTED,
+    "store": Rule(neutral=(None, False)),
+    "user": ACCEPTED,
+    "verbosity": Rule(neutral=(None, "medium")),
+    "vllm_xargs": ACCEPTED,
+}
+"""Hints about caches, scheduling, accounting and abuse, which are not part of the question."""
+
+_GENERATION: Rules = {
+    **_HINTS,
+    "audio": Rule(_TEXT_ONLY),
+    "guided_decoding_backend": ACCEPTED,
+    "guided_whitespace_pattern": Rule("white space of a constrained output follows the constraint alone"),
+    "logits_processors": Rule("no code of requests is run"),
+    "modalities": Rule(_TEXT_ONLY, (None, ["text"])),
+    "moderation": Rule("answers are not moderated"),
+    "prediction": ACCEPTED,
+    "prompt_embeds": Rule("prompts are text or token ids"),
+    "repetition_detection": Rule("an answer is not ended for its repetitions; use repetition_penalty"),
+    "return_tokens_as_token_ids": Rule("tokens are returned as text; use return_token_ids", (None, False)),
+    "spaces_between_special_tokens": ACCEPTED,
+    "stream_interval": ACCEPTED,
+    "thinking_token_budget": Rule("the length of the reasoning is not limited apart; use max_tokens"),
+    "web_search_options": Rule("the gateway searches no web"),
+}
+
+CHAT: Rules = {
+    **_GENERATION,
+    "add_special_tokens": Rule("the chat template adds the special tokens", (None, False)),
+    "chat_template": Rule("templates of requests are not run; the model's template is used"),
+    "echo": Rule("the last message is not repeated", (None, False)),
+    "function_call": Rule("use tools and tool_choice", (None, "none", "auto")),
+    "functions": Rule("use tools", (None, [])),
+    "mm_processor_kwargs": Rule(_TEXT_ONLY, (None, {})),
+    "prompt": Rule("a conversation is sent in messages"),
+}
+"""Body of POST /v1/chat/completions."""
+
+COMPLETION: Rules = {
+    **_GENERATION,
+    "messages": Rule("conversations are answered by POST /v1/chat/completions"),
+    "parallel_tool_calls": ACCEPTED,
+    "suffix": Rule("text is continued at its end only", (None, "")),
+    "tool_choice": Rule("functions are called in POST /v1/chat/completions", (None, "none", "auto")),
+    "tools": Rule("functions are called in POST /v1/chat/completions", (None, [])),
+}
+"""Body of POST /v1/completions."""
+
+RESPONSE: Rules = {
+    **{name: rule for name, rule in _HINTS.items() if name not in ("metadata", "store", "user", "verbosity")},
+    "access_programs": Rule(_NO_STATE),
+    "background": Rule("a response is generated while its client waits", (None, False)),
+    "background_options": Rule("a response is generated while its client waits"),
+    "context_management": Rule("the input is used as a whole", (None, [])),
+    "conversation": Rule(f"{_NO_STATE}; use previous_response_id"),
+    "image": Rule(_TEXT_ONLY),
+    "max_tool_calls": ACCEPTED,
+    "messages": Rule("a conversation is sent in input"),
+    "moderation": Rule("answers are not moderated"),
+    "prompt": Rule(f"{_NO_STATE}; use instructions and input"),
+    "truncation": Rule("the input is used as a whole", (None, "disabled")),
+}
+"""Body of POST /v1/responses."""
+
+EMBEDDINGS: Rules = {**_HINTS, "truncate_prompt_tokens": Rule("inputs are used as a whole")}
+"""Body of POST /v1/embeddings."""
+
+SCORE: Rules = {
+    **_HINTS,
+    "truncate_prompt_tokens": Rule("texts are used as a whole"),
+    "truncation": Rule("texts are used as a whole", (None, False)),
+}
+"""Body of POST /v1/score."""
+
+RERANK: Rules = {
+    **SCORE,
+    "max_chunks_per_doc": Rule("a document has one score"),
+    "max_tokens_per_doc": Rule("documents are used as a whole"),
+    "rank_fields": Rule("documents are texts"),
+    "return_embeddings": Rule("the answer has scores only; use POST /v1/embeddings", (None, False)),
+}
+"""Body of POST /v1/rerank."""
+
+TOKENIZE: Rules = {
+    "chat_template": CHAT["chat_template"],
+    "mm_processor_kwargs": CHAT["mm_processor_kwargs"],
+}
+"""Body of POST /tokenize."""
+
+MESSAGE: Rules = {
+    "annotations": Rule(neutral=(None, [])),
+    "audio": Rule(_TEXT_ONLY, (None, [])),
+    "cache_control": ACCEPTED,
+    "function_call": Rule("calls are sent in tool_calls", (None, [])),
+    "id": ACCEPTED,
+    "partial": Rule("use continue_final_message", (None, False)),
+    "prefix": Rule("use continue_final_message", (None, False)),
+    "provider_specific_fields": ACCEPTED,
+    "reasoning_details": ACCEPTED,
+    "thinking_blocks": ACCEPTED,
+}
+"""Message of a conversation; clients copy fields of answers into it."""
+
+PART: Rules = {"annotations": ACCEPTED, "cache_control": ACCEPTED, "id": ACCEPTED}
+"""Part of a message's content."""
+
+TOOL: Rules = {"cache_control": ACCEPTED}
+"""Tool of a conversation."""
+
+TOOL_CALL: Rules = {
+    "cache_control": ACCEPTED,
+    "extra_content": ACCEPTED,
+    "index": ACCEPTED,
+    "provider_specific_fields": ACCEPTED,
+}
+"""Call in an assistant's message; `index` is its number in a stream."""
+
+STREAM_OPTIONS: Rules = {"include_obfuscation": Rule(neutral=(None, False))}
+"""Options of a stream, whose events have no padding."""
+
+STRUCTURED: Rules = {
+    "disable_additional_properties": Rule("write additionalProperties into the schema", (None, False)),
+    "disable_any_whitespace": Rule("white space of a constrained output follows the constraint alone", (None, False)),
+    "disable_fallback": ACCEPTED,
+    "whitespace_pattern": Rule("white space of a constrained output follows the constraint alone"),
+}
+"""The object `structured_outputs`."""
+
+REASONING: Rules = {
+    "enabled": Rule("use effort", (None, True)),
+    "generate_summary": ACCEPTED,
+    "max_tokens": Rule("the length of the reasoning is not limited apart; use effort"),
+    "summary": ACCEPTED,
+}
+"""The object `reasoning`."""
+
+RESPONSE_TOOL: Rules = {
+    "allowed_callers": Rule("the model calls functions itself", (None, ["direct"])),
+    "async": Rule("a result follows its call", (None, False)),
+    "cache_control": ACCEPTED,
+    "defer_loading": Rule("all functions are in the prompt", (None, False)),
+    "output_schema": ACCEPTED,
+}
+"""Tool of the Responses API."""
+
+RESPONSE_TEXT: Rules = {"verbosity": Rule(neutral=(None, "medium"))}
+"""The object `text`."""
+
+RESPONSE_PART: Rules = {"annotations": Rule(neutral=(None, [])), "logprobs": Rule(neutral=(None, []))}
+"""Part of a message or result of the Responses API, with fields of an earlier response's output."""
+
+RESPONSE_MESSAGE: Rules = {"phase": ACCEPTED}
+"""Item of type message."""
+
+RESPONSE_CALL: Rules = {
+    "async": Rule("a result follows its call", (None, False)),
+    "caller": Rule("the model calls functions itself"),
+    "namespace": Rule("functions have plain names"),
+}
+"""Item of type function_call."""
+
+RESPONSE_REASONING: Rules = {"encrypted_content": ACCEPTED}
+"""Item of type reasoning; encrypted text is that of another server."""
+
+MESSAGES: Rules = {
+    "billing_policy": ACCEPTED,
+    "compaction": Rule("conversations are not summarized"),
+    "container": ACCEPTED,
+    "context_management": ACCEPTED,
+    "diagnostics": ACCEPTED,
+    "fallback_credit_token": ACCEPTED,
+    "fallbacks": Rule("one model is served", (None, [])),
+    "inference_geo": ACCEPTED,
+    "mcp_servers": Rule("the gateway calls no servers", (None, [])),
+    "service_tier": Rule(neutral=(None, "auto", "standard_only")),
+    "speed": Rule(neutral=(None, "standard")),
+    "thread": Rule(f"{_NO_STATE}; send the whole conversation"),
+    "user_profile_id": ACCEPTED,
+    "workspace_id": ACCEPTED,
+}
+"""Bodies of POST /v1/messages and /v1/messages/count_tokens."""
+
+CLIENT_TOOL: Rules = {
+    "allowed_callers": Rule(neutral=(None, ["direct"])),
+    "defer_loading": Rule(neutral=(None, False)),
+    "eager_input_streaming": ACCEPTED,
+    "input_examples": ACCEPTED,
+}
+"""Tool of the Messages API."""
+
+THINKING: Rules = {"budget_tokens": ACCEPTED, "display": ACCEPTED}
+"""The object `thinking` of the Messages API."""
+
+CONTENT_BLOCK: Rules = {
+    "caller": ACCEPTED,
+    "citations": ACCEPTED,
+    "parsed_output": ACCEPTED,
+    "toolset_name": ACCEPTED,
+}
+"""Block of the Messages API, with fields of earlier answers."""
