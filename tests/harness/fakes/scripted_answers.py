@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from harness.fakes.byte_model import byte_model
+from kvferry.core.errors import KvferryError
 from kvferry.core.sampling import FinishReason, SampledToken
 from kvferry.gateway.decide.config import HttpConfig
 from kvferry.gateway.dispatch.journal import Journal
@@ -28,6 +29,10 @@ class AnswerSource:
     """Answers by sample."""
     bytes_per_step: int = 3
     finish: FinishReason = FinishReason.STOP
+    delay_seconds: float = 0.0
+    """Time before the first token."""
+    error: KvferryError | None = None
+    """Raised instead of an answer, after the delay."""
     requests: list[Request] = field(default_factory=list)
 
     @property
@@ -39,6 +44,9 @@ class AnswerSource:
         self.requests.append(request)
         left = self.answers[request.sample_index].encode()
         wants_logprobs = request.sampling.logprobs is not None
+        await asyncio.sleep(self.delay_seconds)
+        if self.error is not None:
+            raise self.error
         while left:
             await asyncio.sleep(0)
             step, left = left[: self.bytes_per_step], left[self.bytes_per_step :]
@@ -56,16 +64,20 @@ class AnsweringApi:
 
 
 @asynccontextmanager
-async def answering_api(call_format: CallFormat, *, has_reasoning: bool = False) -> AsyncIterator[AnsweringApi]:
+async def answering_api(
+    call_format: CallFormat, *, has_reasoning: bool = False, http: HttpConfig | None = None
+) -> AsyncIterator[AnsweringApi]:
     """Serve the byte model with prepared answers; the caller sets `source.answers` before each request."""
     source = AnswerSource()
     model = byte_model(1 << 16, call_format, has_reasoning=has_reasoning)
     service = TextService(source, model)
-    api = ClientApi(service, HttpConfig(), Instruments(), lambda: (True, ()), Journal())
-    http = await HttpServer.start(api.app(), "127.0.0.1:0", field="http", drain_seconds=5)
+    config = http or HttpConfig()
+    api = ClientApi(service, config, Instruments(), lambda: (True, ()), Journal())
+    seconds = config.http_keepalive_seconds
+    server = await HttpServer.start(api.app(), "127.0.0.1:0", field="http", drain_seconds=5, keepalive_seconds=seconds)
     grpc = await start_server("127.0.0.1:0", [inference_service(service)])
     try:
-        yield AnsweringApi(source, f"http://{http.address}/v1", grpc.address)
+        yield AnsweringApi(source, f"http://{server.address}/v1", grpc.address)
     finally:
         await grpc.stop(0)
-        await http.stop()
+        await server.stop()

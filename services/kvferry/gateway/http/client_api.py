@@ -41,7 +41,7 @@ from kvferry.gateway.http.body_route import (
     while_connected,
 )
 from kvferry.gateway.http.encoding.routes import ANSWERS, UnaryRoute
-from kvferry.gateway.http.fields.field_policy import Effect, Rule
+from kvferry.gateway.http.fields.field_policy import INCLUDE, Effect, Rule
 from kvferry.gateway.http.fields.strict import effects
 from kvferry.gateway.http.messages import output as messages
 from kvferry.gateway.http.messages.routes import PATHS as MESSAGE_PATHS
@@ -74,7 +74,7 @@ _ACCEPTED = frozenset(
     if op.body is not None
     for field, rule in effects(op.body).items()
     if isinstance(rule, Rule) and rule.effect is Effect.ACCEPTED
-)
+) | {f"include.{name}" for name in INCLUDE}
 """Fields that have a label of their own in the metric of fields without effect."""
 _COMPUTING_PATHS = frozenset(op.path for op in OPERATIONS if op.is_computed)
 """Paths whose requests are traced."""

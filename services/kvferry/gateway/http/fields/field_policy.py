@@ -219,6 +219,9 @@ RESPONSE_CALL: Rules = {
 RESPONSE_REASONING: Rules = {"encrypted_content": ACCEPTED}
 """Item of type reasoning; encrypted text is that of another server."""
 
+INCLUDE: Rules = {"reasoning.encrypted_content": ACCEPTED}
+"""Values in `include` of the Responses API; reasoning is returned as text."""
+
 MESSAGES: Rules = {
     "billing_policy": ACCEPTED,
     "compaction": Rule("conversations are not summarized"),
@@ -248,10 +251,8 @@ CLIENT_TOOL: Rules = {
 THINKING: Rules = {"budget_tokens": ACCEPTED, "display": ACCEPTED}
 """The object `thinking` of the Messages API."""
 
-CONTENT_BLOCK: Rules = {
-    "caller": ACCEPTED,
-    "citations": ACCEPTED,
-    "parsed_output": ACCEPTED,
-    "toolset_name": ACCEPTED,
-}
-"""Block of the Messages API, with fields of earlier answers."""
+TEXT_BLOCK: Rules = {"citations": ACCEPTED, "parsed_output": ACCEPTED}
+"""Text of the Messages API, with fields of earlier answers."""
+
+CALL_BLOCK: Rules = {"caller": ACCEPTED, "toolset_name": ACCEPTED}
+"""Call or result of the Messages API."""

@@ -8,7 +8,7 @@ the first error: validation reports every error in a value and would take minute
 import functools
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, TypeVar, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetJsonSchemaHandler, PrivateAttr, ValidationError
@@ -211,13 +211,16 @@ def json_object(body: bytes) -> dict[str, Any]:
 S = TypeVar("S", bound=Strict)
 
 
-def parse_fields(kind: type[S], fields: dict[str, Any], *, is_strict: bool = False) -> S:
+def parse_fields(
+    kind: type[S], fields: dict[str, Any], *, is_strict: bool = False, also_ignored: Sequence[str] = ()
+) -> S:
     """Validate the fields of a body.
 
     Args:
         kind: type of the body.
         fields: the JSON object.
         is_strict: whether unknown fields are refused.
+        also_ignored: names of further values without effect.
 
     Raises:
         InvalidRequest: a field is invalid, not supported or refused; the error describes the most specific one.
@@ -227,7 +230,7 @@ def parse_fields(kind: type[S], fields: dict[str, Any], *, is_strict: bool = Fal
         made = kind.model_validate(kept)
     except ValidationError as error:
         raise _refusal(kind, error.errors(include_url=False, include_context=False)) from None
-    made._ignored = ignored
+    made._ignored = (*ignored, *also_ignored)
     return made
 
 
@@ -274,8 +277,8 @@ class _Sorter:
 
     def kept(self, kind: type[Strict], fields: dict[str, Any], where: str, place: str) -> dict[str, Any]:
         """Return the implemented fields of an object at the path `where`, which is `place` without numbers."""
-        if len(fields) > MAX_FIELDS:
-            _at_most(where.rstrip(".") or "the body", fields, MAX_FIELDS, "fields", field=where.rstrip(".") or None)
+        own = where.rstrip(".")
+        _at_most(own or "the body", fields, MAX_FIELDS, "fields", field=own or None)
         parts, found = _parts(kind), {}
         for name, value in fields.items():
             if name in parts:

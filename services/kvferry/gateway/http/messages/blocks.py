@@ -31,8 +31,6 @@ Id = Annotated[str, Field(min_length=1, max_length=MAX_ID_CHARS)]
 
 
 class _Block(Strict):
-    RULES: ClassVar[Rules] = field_policy.CONTENT_BLOCK
-
     cache_control: Any = None
     """No effect: all prompts are cached, and found by their content."""
 
@@ -40,12 +38,16 @@ class _Block(Strict):
 class TextBlock(_Block):
     """Text of a message, of the system prompt or of a tool's result."""
 
+    RULES: ClassVar[Rules] = field_policy.TEXT_BLOCK
+
     type: Literal["text"]
     text: str
 
 
 class ToolUseBlock(_Block):
     """A call of a tool in an assistant's message."""
+
+    RULES: ClassVar[Rules] = field_policy.CALL_BLOCK
 
     type: Literal["tool_use"]
     id: Id
@@ -55,6 +57,8 @@ class ToolUseBlock(_Block):
 
 class ToolResultBlock(_Block):
     """The result of a call."""
+
+    RULES: ClassVar[Rules] = field_policy.CALL_BLOCK
 
     type: Literal["tool_result"]
     tool_use_id: Id

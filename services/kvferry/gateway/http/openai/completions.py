@@ -136,7 +136,7 @@ class _Sample:
     def add(self, chunk: TextChunk, spell: reply.TokenBytes) -> None:
         self.texts.append(chunk.text)
         self.reasoning.append(chunk.reasoning)
-        self.token_ids += [token.token_id for token in chunk.tokens]
+        self.token_ids += self.generation.output_token_ids(chunk) or ()
         self.tool_calls.add(chunk.tool_calls)
         self.score += sum(token.logprob or 0.0 for token in chunk.tokens)
         if self.generation.logprobs is not None:

@@ -129,7 +129,10 @@ class ResponseRequest(SamplingFields):
     temperature: float | None = None
     top_p: float | None = None
     top_logprobs: int | None = None
-    include: Annotated[list[Literal["message.output_text.logprobs"]], Field(fail_fast=True)] | None = None
+    include: (
+        Annotated[list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]], Field(fail_fast=True)]
+        | None
+    ) = None
     stream: bool | None = None
     stream_options: EventOptions | None = None
     user: str | None = None
@@ -274,10 +277,16 @@ def parse_response(body: bytes, *, is_strict: bool = False) -> ResponseRequest:
                     f"tools.{number}.type {shortened(kind)!r} is not supported; use function",
                     field=f"tools.{number}.type",
                 )
-    for name in fields.get("include") or () if isinstance(fields.get("include"), list) else ():
+    include, unused = fields.get("include"), tuple[str, ...]()
+    if isinstance(include, list):
+        unused = tuple(name for name in field_policy.INCLUDE if name in include)
+        fields["include"] = [name for name in include if name not in unused]
+    for name in fields["include"] if isinstance(include, list) else ():
         if isinstance(name, str) and name != _LOGPROBS:
             raise InvalidRequest(f"include {shortened(name)!r} is not supported; use {_LOGPROBS}", field="include")
-    return parse_fields(ResponseRequest, fields, is_strict=is_strict)
+    return parse_fields(
+        ResponseRequest, fields, is_strict=is_strict, also_ignored=[f"include.{name}" for name in unused]
+    )
 
 
 def _response_format(options: TextOptions | None) -> dict[str, Any] | None:

@@ -206,6 +206,12 @@ async def test_other_answers_and_errors_are_as_described(client):
         validator(described["content"]["application/json"]["schema"]).validate(answer.json())
 
 
+def test_the_header_of_fields_without_effect_is_described():
+    for op in OPERATIONS:
+        answer = DOCUMENT["paths"][op.path.replace(":path", "")][op.method.lower()]["responses"]["200"]
+        assert ("kvferry-ignored" in answer["headers"]) is (op.body is not None)
+
+
 async def test_the_served_document_requires_keys_if_the_gateway_does(client):
     served = (await client.get("/openapi.json")).json()
     assert served["paths"]["/v1/models"]["get"]["security"] == [{"apiKey": []}, {}]

@@ -369,6 +369,22 @@ async def test_values_without_effect_are_accepted(api):
     assert api.source.prompt == "<user>a<assistant>b<user>c<assistant>"
 
 
+async def test_what_coding_agents_send_is_accepted(api):
+    body = {
+        "instructions": "Be brief.",
+        "input": [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hi"}]}],
+        "include": ["reasoning.encrypted_content"],
+        "reasoning": {"effort": "medium", "summary": "auto"},
+        "store": False,
+        "prompt_cache_key": "session",
+        "text": {"verbosity": "low"},
+    }
+    answer = await post(api, **body)
+    assert answer.status_code == 200, answer.text
+    named = answer.headers["kvferry-ignored"].split(", ")
+    assert named == ["reasoning.summary", "prompt_cache_key", "text.verbosity", "include.reasoning.encrypted_content"]
+
+
 async def test_a_failure_in_a_stream_is_its_last_event(api, client):
     source = api.source
     stream = type(source).stream
