@@ -176,7 +176,10 @@ class ApiContext:
             Overloaded: too many unknown keys came from the client's address.
         """
         address = request.client.host if request.client is not None else ""
-        tenant = self.service.tenant_of(request.headers.get("authorization"), address)
+        authorization = request.headers.get("authorization")
+        if authorization is None and (key := request.headers.get("x-api-key")) is not None:
+            authorization = f"Bearer {key}"  # Anthropic's clients
+        tenant = self.service.tenant_of(authorization, address)
         return Caller(
             request.scope["kvferry.request_id"],
             tenant,

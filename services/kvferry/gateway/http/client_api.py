@@ -42,6 +42,9 @@ from kvferry.gateway.http.body_route import (
 from kvferry.gateway.http.encoding.routes import ANSWERS, UnaryRoute
 from kvferry.gateway.http.fields.field_policy import INCLUDE, Effect, Rule
 from kvferry.gateway.http.fields.strict import effects
+from kvferry.gateway.http.messages import output as messages
+from kvferry.gateway.http.messages.routes import PATHS as MESSAGE_PATHS
+from kvferry.gateway.http.messages.routes import CountMessageTokens, CreateMessage
 from kvferry.gateway.http.openai import completions
 from kvferry.gateway.http.openai import reply as openai_reply
 from kvferry.gateway.http.openai.generation import prepare_chat, prepare_completion
@@ -109,6 +112,8 @@ class ClientApi:
         handlers: dict[str, Any] = {
             "createChatCompletion": _Generate(self.context, is_chat=True),
             "createCompletion": _Generate(self.context, is_chat=False),
+            "createMessage": CreateMessage(self.context),
+            "countMessageTokens": CountMessageTokens(self.context),
             "createResponse": responses.create,
             "retrieveResponse": responses.retrieve,
             "deleteResponse": responses.delete,
@@ -251,6 +256,8 @@ class _Edge:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
+                if scope["path"] in MESSAGE_PATHS:
+                    message["headers"].append((b"request-id", request_id.encode()))
                 if scope.get(IGNORED):
                     message["headers"].append((_IGNORED_HEADER.encode(), _header_of(scope[IGNORED])))
                 if span is not None:
@@ -302,8 +309,20 @@ def _header_of(names: Sequence[str]) -> bytes:
     return ", ".join(_UNSAFE.sub("?", name[:_MAX_NAME_CHARS]) for name in names).encode()
 
 
-def error_response(error: KvferryError) -> Response:
-    """Return OpenAI's error body with the error's HTTP status and headers."""
+def _failure(scope: Scope, error: KvferryError) -> Response:
+    """Return the response to a request that failed, in the form of its route."""
+    if scope["path"] in MESSAGE_PATHS:
+        return error_response(error, messages.error_body(error, scope["kvferry.request_id"]))
+    return error_response(error)
+
+
+def error_response(error: KvferryError, body: bytes | None = None) -> Response:
+    """Return a response with the error's HTTP status and headers.
+
+    Args:
+        error: the error.
+        body: body of the response, JSON; `None` for OpenAI's error body.
+    """
     headers: dict[str, str] = {}
     if error.retry_after_seconds is not None:
         headers["retry-after"] = str(min(max(1, math.ceil(error.retry_after_seconds)), _MAX_RETRY_SECONDS))
@@ -311,7 +330,7 @@ def error_response(error: KvferryError) -> Response:
         headers["connection"] = "close"
     if error.http_status == 401:
         headers["www-authenticate"] = "Bearer"
-    return Response(openai_reply.error_body(error), error.http_status, headers, JSON)
+    return Response(openai_reply.error_body(error) if body is None else body, error.http_status, headers, JSON)
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
@@ -319,12 +338,13 @@ async def _on_error(request: Request, error: Exception) -> Response:
     level = logging.INFO if error.http_status < 500 else logging.WARNING
     extra = {"request_id": request.scope["kvferry.request_id"]}
     _log.log(level, "%s: %s: %s", shortened(request.url.path), error.reason, error.message, extra=extra)
-    return error_response(error)
+    return _failure(request.scope, error)
 
 
-async def _on_unexpected(_request: Request, _error: Exception) -> Response:
+async def _on_unexpected(request: Request, _error: Exception) -> Response:
     # Starlette re-raises the exception after this response, and `_Edge` logs it.
-    return error_response(InvariantBroken("internal error; the gateway's log has the details under this request id"))
+    hidden = InvariantBroken("internal error; the gateway's log has the details under this request id")
+    return _failure(request.scope, hidden)
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
@@ -332,9 +352,9 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     kind = MethodNotAllowed if error.status_code == 405 else NoSuchRoute
     what = (
         f"{request.method} {shortened(request.url.path)} is not served here; GET /openapi.json lists the routes, "
-        "such as POST /v1/chat/completions, /v1/completions, /v1/responses and /v1/embeddings"
+        "such as POST /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages and /v1/embeddings"
     )
-    response = error_response(kind(what))
+    response = _failure(request.scope, kind(what))
     if kind is MethodNotAllowed:
         response.headers["allow"] = ", ".join(_methods_of(request))
     return response

@@ -221,3 +221,38 @@ RESPONSE_REASONING: Rules = {"encrypted_content": ACCEPTED}
 
 INCLUDE: Rules = {"reasoning.encrypted_content": ACCEPTED}
 """Values in `include` of the Responses API; reasoning is returned as text."""
+
+MESSAGES: Rules = {
+    "billing_policy": ACCEPTED,
+    "compaction": Rule("conversations are not summarized"),
+    "container": ACCEPTED,
+    "context_management": ACCEPTED,
+    "diagnostics": ACCEPTED,
+    "fallback_credit_token": ACCEPTED,
+    "fallbacks": Rule("one model is served", (None, [])),
+    "inference_geo": ACCEPTED,
+    "mcp_servers": Rule("the gateway calls no servers", (None, [])),
+    "service_tier": Rule(neutral=(None, "auto", "standard_only")),
+    "speed": Rule(neutral=(None, "standard")),
+    "thread": Rule(f"{_NO_STATE}; send the whole conversation"),
+    "user_profile_id": ACCEPTED,
+    "workspace_id": ACCEPTED,
+}
+"""Bodies of POST /v1/messages and /v1/messages/count_tokens."""
+
+CLIENT_TOOL: Rules = {
+    "allowed_callers": Rule(neutral=(None, ["direct"])),
+    "defer_loading": Rule(neutral=(None, False)),
+    "eager_input_streaming": ACCEPTED,
+    "input_examples": ACCEPTED,
+}
+"""Tool of the Messages API."""
+
+THINKING: Rules = {"budget_tokens": ACCEPTED, "display": ACCEPTED}
+"""The object `thinking` of the Messages API."""
+
+TEXT_BLOCK: Rules = {"citations": ACCEPTED, "parsed_output": ACCEPTED}
+"""Text of the Messages API, with fields of earlier answers."""
+
+CALL_BLOCK: Rules = {"caller": ACCEPTED, "toolset_name": ACCEPTED}
+"""Call or result of the Messages API."""

@@ -390,7 +390,9 @@ def _without_output(chunk: TextChunk) -> TextChunk:
     """Return a chunk without its output, as if no token had been generated."""
     usage = None if chunk.usage is None else replace(chunk.usage, output_tokens=0)
     finish = None if chunk.finish_reason is None else FinishReason.LENGTH
-    return replace(chunk, text="", tokens=(), finish_reason=finish, stop_reason=None, usage=usage)
+    return replace(
+        chunk, text="", tokens=(), finish_reason=finish, stop_reason=None, usage=usage, reasoning="", tool_calls=()
+    )
 
 
 def _without_reasoning(chunk: TextChunk) -> TextChunk:

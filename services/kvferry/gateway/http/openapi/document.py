@@ -14,7 +14,6 @@ from pydantic.json_schema import models_json_schema
 
 from kvferry.core.errors import KvferryError
 from kvferry.gateway.http.fields.strict import Strict
-from kvferry.gateway.http.openai.reply import ErrorBody
 from kvferry.gateway.http.openapi.operations import OPERATIONS, Operation
 from kvferry.rpc.wire import MAX_REQUEST_ID_CHARS
 
@@ -56,7 +55,8 @@ def openapi_document(version: str, *, needs_key: bool, operations: Iterable[Oper
     operations = list(operations)
     bodies = _body_schemas([op.body for op in operations if op.body is not None])
     kinds = {_name(kind): kind for op in operations for kind in _answers(op)}
-    schemas, components = msgspec.json.schema_components([*kinds.values(), ErrorBody], ref_template=_REF + "{name}")
+    failures = {op.failure: None for op in operations}
+    schemas, components = msgspec.json.schema_components([*kinds.values(), *failures], ref_template=_REF + "{name}")
     answers = dict(zip(kinds, schemas, strict=False))
     paths: dict[str, dict[str, Any]] = defaultdict(dict)
     for op in operations:
@@ -85,7 +85,7 @@ def _operation(op: Operation, answers: Mapping[str, Any], *, needs_key: bool) ->
     responses: dict[str, Any] = {str(op.status): {"description": "The answer.", **headers, "content": content}}
     for status, kind in (op.also or {}).items():
         responses[str(status)] = _response("The answer.", answers[_name(kind)])
-    body_ref = {"$ref": f"{_REF}{ErrorBody.__name__}"}
+    body_ref = {"$ref": f"{_REF}{op.failure.__name__}"}
     for status, text in _error_texts(op).items():
         if str(status) not in responses:
             responses[str(status)] = _response(text, body_ref)
@@ -115,7 +115,7 @@ def _operation(op: Operation, answers: Mapping[str, Any], *, needs_key: bool) ->
 
 def _event_schema(op: Operation, payload: object) -> dict[str, Any]:
     """Return the schema of one event of a stream: its name, if it has one, and its data, which is JSON."""
-    payloads = [payload, {"$ref": f"{_REF}{ErrorBody.__name__}"}] if op.has_done else [payload]
+    payloads = [payload, {"$ref": f"{_REF}{op.failure.__name__}"}] if op.has_done else [payload]
     data: dict[str, Any] = {"type": "string", "contentMediaType": JSON, "contentSchema": {"anyOf": payloads}}
     if op.has_done:
         data = {"anyOf": [{"const": "[DONE]", "description": "The end of a stream without an error."}, data]}

@@ -31,6 +31,8 @@ from kvferry.gateway.http.encoding.comparisons import Ranking, RerankBody, Score
 from kvferry.gateway.http.encoding.embeddings import Embedding, EmbeddingList, EmbeddingsBody
 from kvferry.gateway.http.encoding.token_ids import DetokenizeBody, TokenIds, TokenizeBody, TokenText
 from kvferry.gateway.http.fields.strict import Strict
+from kvferry.gateway.http.messages import output as messages
+from kvferry.gateway.http.messages.body import CountTokensRequest, MessageRequest
 from kvferry.gateway.http.openai import reply
 from kvferry.gateway.http.openai.schema import ChatRequest, CompletionRequest
 from kvferry.gateway.http.responses.body import ResponseRequest
@@ -72,6 +74,8 @@ class Operation:
     also: Mapping[int, Any] | None = None
     """Types of answers by status, other than `status`; `None` if there are none."""
     status: int = 200
+    failure: Any = reply.ErrorBody
+    """Type of the body of errors."""
 
     @property
     def is_computed(self) -> bool:
@@ -105,6 +109,27 @@ OPERATIONS: tuple[Operation, ...] = (
         ResponseRequest,
         AnyEvent,
         errors=(*COMPUTED, ResponseNotFound),
+    ),
+    Operation(
+        "createMessage",
+        "POST",
+        "/v1/messages",
+        "Answers a conversation, in Anthropic's form.",
+        messages.Message,
+        MessageRequest,
+        messages.Event,
+        errors=COMPUTED,
+        failure=messages.MessageErrorBody,
+    ),
+    Operation(
+        "countMessageTokens",
+        "POST",
+        "/v1/messages/count_tokens",
+        "Counts the tokens of a conversation, in Anthropic's form.",
+        messages.TokenCount,
+        CountTokensRequest,
+        errors=BODY,
+        failure=messages.MessageErrorBody,
     ),
     Operation(
         "retrieveResponse",

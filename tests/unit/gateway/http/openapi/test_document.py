@@ -27,6 +27,8 @@ SCHEMAS = DOCUMENT["components"]["schemas"]
 VALID: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "logprobs": True},
     "/v1/responses": {"input": "hi", "max_output_tokens": 4},
+    "/v1/messages": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4},
+    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "hi"}], "system": "Be kind."},
     "/v1/completions": {"prompt": "abc", "max_tokens": 4, "echo": True, "logprobs": 2, "n": 2},
     "/v1/embeddings": {"input": ["a", "b"]},
     "/v1/score": {"text_1": "a", "text_2": ["b", "c"]},
@@ -142,7 +144,7 @@ def test_each_error_of_a_route_is_described_with_its_code():
         for kind in op.errors:
             answer = described[str(kind.http_status)]
             assert f"`{kind.reason.lower()}`" in answer["description"]
-            assert answer["content"]["application/json"]["schema"]["$ref"].endswith("/ErrorBody")
+            assert answer["content"]["application/json"]["schema"]["$ref"].endswith(f"/{op.failure.__name__}")
         for status in (408, 431, 501):
             assert str(status) in described
     computed = next(op for op in OPERATIONS if op.path == "/v1/chat/completions")
@@ -162,7 +164,7 @@ async def test_answers_are_as_described(client, path):
     assert streamed.headers["content-type"].startswith("text/event-stream")
     events = [line.removeprefix("data: ") for line in streamed.text.splitlines() if line.startswith("data: ")]
     data = described["text/event-stream"]["schema"]["properties"]["data"]
-    if path != "/v1/responses":
+    if path not in ("/v1/responses", "/v1/messages"):
         assert events.pop() == data["anyOf"][0]["const"] == "[DONE]"
         data = data["anyOf"][1]
     assert data["contentMediaType"] == "application/json"
@@ -195,6 +197,8 @@ async def test_other_answers_and_errors_are_as_described(client):
         ("/v1/completions", 400): await client.post("/v1/completions", json={"prompt": 1}),
         ("/v1/completions", 404): await client.post("/v1/completions", json={"prompt": "a", "model": "other"}),
         ("/v1/completions", 415): await client.post("/v1/completions", content="{}"),
+        ("/v1/messages", 400): await client.post("/v1/messages", json={"messages": 1}),
+        ("/v1/messages", 415): await client.post("/v1/messages", content="{}"),
     }
     for (path, status), answer in refused.items():
         assert answer.status_code == status

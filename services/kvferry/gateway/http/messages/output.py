@@ -1,0 +1,200 @@
+"""Messages, the events of their streams and errors, as structs that msgspec encodes."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from msgspec import UNSET, Struct, UnsetType
+
+from kvferry.core.errors import KvferryError
+from kvferry.core.inference.chunks import Timing
+from kvferry.gateway.http.openai.reply import encode
+from kvferry.rpc.errors import MAX_MESSAGE_CHARS
+from kvferry.serving.prompts import CONTEXT_LENGTH_EXCEEDED, ContextOverflow
+
+SIGNATURE = "kvferry"
+"""The signature of all reasoning: clients require one and send it back; it is not checked."""
+_ERROR_TYPES: Mapping[int, str] = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""Types of errors by HTTP status; other statuses are `invalid_request_error` below 500, and `api_error` from 500 on."""
+
+
+class Text(Struct, tag="text"):
+    """Text of an answer."""
+
+    text: str
+    citations: None = None
+
+
+class Thinking(Struct, tag="thinking"):
+    """The model's reasoning."""
+
+    thinking: str
+    signature: str
+
+
+class ToolUse(Struct, tag="tool_use"):
+    """A call of a tool."""
+
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+Content = Text | Thinking | ToolUse
+
+
+class OutputDetails(Struct):
+    thinking_tokens: int
+
+
+class MessageUsage(Struct):
+    """Token counts. The prompt has `input_tokens` and `cache_read_input_tokens` together."""
+
+    input_tokens: int
+    """Number of tokens of the prompt that were not read from a cache."""
+    cache_read_input_tokens: int
+    output_tokens: int
+    output_tokens_details: OutputDetails
+    cache_creation_input_tokens: int = 0
+    """Always 0: caching a prompt has no price."""
+
+
+class Message(Struct):
+    """An answer, whole or at the start of a stream."""
+
+    id: str
+    model: str
+    content: Sequence[Content]
+    usage: MessageUsage
+    stop_reason: str | None = None
+    stop_sequence: str | None = None
+    role: str = "assistant"
+    type: str = "message"
+    kvferry: Timing | UnsetType = UNSET
+    """Timing; set in a whole answer."""
+
+
+class TokenCount(Struct):
+    """Response of POST /v1/messages/count_tokens."""
+
+    input_tokens: int
+
+
+class TextAdded(Struct, tag="text_delta"):
+    text: str
+
+
+class ThinkingAdded(Struct, tag="thinking_delta"):
+    thinking: str
+
+
+class SignatureAdded(Struct, tag="signature_delta"):
+    signature: str
+
+
+class InputAdded(Struct, tag="input_json_delta"):
+    partial_json: str
+
+
+Delta = TextAdded | ThinkingAdded | SignatureAdded | InputAdded
+
+
+class MessageEnd(Struct):
+    """Why an answer ended."""
+
+    stop_reason: str
+    stop_sequence: str | None
+
+
+class MessageStart(Struct, tag="message_start"):
+    message: Message
+
+
+class BlockStart(Struct, tag="content_block_start"):
+    index: int
+    content_block: Content
+
+
+class BlockDelta(Struct, tag="content_block_delta"):
+    index: int
+    delta: Delta
+
+
+class BlockStop(Struct, tag="content_block_stop"):
+    index: int
+
+
+class MessageDelta(Struct, tag="message_delta"):
+    delta: MessageEnd
+    usage: MessageUsage
+    kvferry: Timing | UnsetType = UNSET
+
+
+class MessageStop(Struct, tag="message_stop"):
+    pass
+
+
+class MessageErrorDetails(Struct):
+    """What programs read of an error."""
+
+    error_code: str
+    """The error's reason, as `code` in OpenAI's errors."""
+
+
+class MessageError(Struct):
+    """An error; `type` is one of Anthropic's."""
+
+    type: str
+    message: str
+    details: MessageErrorDetails
+
+
+class MessageFailed(Struct, tag="error"):
+    """The last event of a stream that failed."""
+
+    error: MessageError
+    request_id: str
+
+
+Event = MessageStart | BlockStart | BlockDelta | BlockStop | MessageDelta | MessageStop | MessageFailed
+
+
+class MessageErrorBody(Struct):
+    """Body of an error."""
+
+    error: MessageError
+    request_id: str
+    type: str = "error"
+
+
+def error_body(error: KvferryError, request_id: str) -> bytes:
+    """Encode `error` as Anthropic's error object."""
+    return encode(MessageErrorBody(_error(error), request_id))
+
+
+def error_event(error: KvferryError, request_id: str) -> bytes:
+    """Encode `error` as the last event of a stream."""
+    return sse(MessageFailed(_error(error), request_id))
+
+
+def sse(event: Event) -> bytes:
+    """Encode an event as a server-sent event."""
+    return f"event: {type(event).__struct_config__.tag}\ndata: ".encode() + encode(event) + b"\n\n"
+
+
+def _error(error: KvferryError) -> MessageError:
+    kind = _ERROR_TYPES.get(error.http_status, "invalid_request_error" if error.http_status < 500 else "api_error")
+    message = error.message
+    # Clients recognize this error by its words, and shorten the conversation.
+    if isinstance(error, ContextOverflow):
+        message = f"prompt is too long: {error.num_tokens} tokens > {error.max_tokens} maximum; {message}"
+    elif error.reason == CONTEXT_LENGTH_EXCEEDED:
+        message = f"prompt is too long: {message}"
+    return MessageError(kind, message[:MAX_MESSAGE_CHARS], MessageErrorDetails(error.reason.lower()))
