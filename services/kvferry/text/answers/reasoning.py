@@ -41,8 +41,8 @@ class ReasoningSplitter:
 
     @property
     def may_reason(self) -> bool:
-        """Whether the content has not begun: the text so far may be the start of the reasoning, is inside it, or ends in
-        the whitespace after it."""
+        """Whether the content has not begun: the text so far may be the start of the reasoning, is inside it, or is
+        followed by whitespace."""
         return self._state is not _State.CONTENT
 
     @property
