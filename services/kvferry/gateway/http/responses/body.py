@@ -26,6 +26,7 @@ from kvferry.gateway.http.fields.request_fields import (
     tool_use,
 )
 from kvferry.gateway.http.fields.strict import (
+    MAX_NAME_CHARS,
     Priority,
     SamplingFields,
     Strict,
@@ -268,15 +269,7 @@ def parse_response(body: bytes, *, is_strict: bool = False) -> ResponseRequest:
     check_sizes({name: value for name, value in fields.items() if name != "input"})
     if isinstance(fields.get("input"), list):
         check_kinds("input", fields["input"])
-    tools = fields.get("tools")
-    if isinstance(tools, list):
-        for number, tool in enumerate(tools):
-            kind = tool.get("type") if isinstance(tool, dict) else None
-            if isinstance(kind, str) and kind != "function":
-                raise InvalidRequest(
-                    f"tools.{number}.type {shortened(kind)!r} is not supported; use function",
-                    field=f"tools.{number}.type",
-                )
+    others = _take_other_tools(fields)
     include, unused = fields.get("include"), tuple[str, ...]()
     if isinstance(include, list):
         unused = tuple(name for name in field_policy.INCLUDE if name in include)
@@ -284,9 +277,32 @@ def parse_response(body: bytes, *, is_strict: bool = False) -> ResponseRequest:
     for name in fields["include"] if isinstance(include, list) else ():
         if isinstance(name, str) and name != _LOGPROBS:
             raise InvalidRequest(f"include {shortened(name)!r} is not supported; use {_LOGPROBS}", field="include")
-    return parse_fields(
-        ResponseRequest, fields, is_strict=is_strict, also_ignored=[f"include.{name}" for name in unused]
-    )
+    ignored = [*(f"include.{name}" for name in unused), *others]
+    return parse_fields(ResponseRequest, fields, is_strict=is_strict, also_ignored=ignored)
+
+
+def _take_other_tools(fields: dict[str, Any]) -> list[str]:
+    """Remove the tools that are no functions, such as `web_search`, from a body; return the names of their types for
+    the fields without effect.
+
+    Raises:
+        InvalidRequest: the model may be forced to call such a tool.
+    """
+    tools, choice = fields.get("tools"), fields.get("tool_choice")
+    if not isinstance(tools, list):
+        return []
+    kinds = [tool.get("type") if isinstance(tool, dict) else None for tool in tools]
+    others = [(number, kind) for number, kind in enumerate(kinds) if isinstance(kind, str) and kind != "function"]
+    if others and choice not in (None, "auto", "none"):
+        number, kind = others[0]
+        raise InvalidRequest(
+            f"tools.{number}.type {shortened(kind)!r} is not supported; use function, or tool_choice auto, which "
+            "leaves other tools out",
+            field=f"tools.{number}.type",
+        )
+    if others:
+        fields["tools"] = [tool for tool, kind in zip(tools, kinds, strict=True) if kind in ("function", None)]
+    return list(dict.fromkeys(f"tools.{kind[:MAX_NAME_CHARS]}" for _, kind in others))
 
 
 def _response_format(options: TextOptions | None) -> dict[str, Any] | None:

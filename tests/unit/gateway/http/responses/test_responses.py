@@ -303,8 +303,12 @@ async def test_log_probabilities_come_if_they_are_included(client):
             "",
         ),
         ({"input": "a", "messages": []}, "messages", "a conversation is sent in input"),
-        ({"input": "a", "tools": [{"type": "web_search"}]}, "tools.0.type", "web_search"),
-        ({"input": "a", "tools": [{"type": "mcp", "server_label": "x"}]}, "tools.0.type", "mcp"),
+        ({"input": "a", "tools": [{"type": "web_search"}], "tool_choice": "required"}, "tools.0.type", "web_search"),
+        (
+            {"input": "a", "tools": [{"type": "mcp", "server_label": "x"}], "tool_choice": {"type": "mcp"}},
+            "tools.0.type",
+            "mcp",
+        ),
         ({"input": "a", "include": ["file_search_call.results"]}, "include", "file_search_call"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0.type", "item_reference"),
         (
@@ -406,3 +410,56 @@ async def test_a_failure_in_a_stream_is_its_last_event(api, client):
     with pytest.raises(openai.InternalServerError) as refused:
         await client.responses.create(model="bytes", input="?")
     assert refused.value.status_code == 503
+
+
+async def test_a_coding_agent_completes_two_turns(api):
+    shell = {
+        "type": "function",
+        "name": "shell",
+        "parameters": {"type": "object", "properties": {"command": {"type": "array", "items": {"type": "string"}}}},
+        "strict": False,
+    }
+    custom = {
+        "type": "custom",
+        "name": "apply_patch",
+        "format": {"type": "grammar", "syntax": "lark", "definition": "start: /.+/"},
+    }
+    body = {
+        "model": "bytes",
+        "instructions": "You write code.",
+        "input": [
+            {
+                "type": "message",
+                "role": "developer",
+                "content": [{"type": "input_text", "text": "Sandbox: read-only."}],
+            },
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "List the files."}]},
+        ],
+        "tools": [shell, custom, {"type": "web_search", "external_web_access": False}],
+        "tool_choice": "auto",
+        "parallel_tool_calls": False,
+        "reasoning": {"effort": "medium", "summary": "auto"},
+        "store": False,
+        "stream": True,
+        "include": ["reasoning.encrypted_content"],
+        "prompt_cache_key": "0197",
+        "text": {"verbosity": "medium"},
+    }
+    api.source.answers = [written(CallFormat.HERMES, [("shell", {"command": ["ls"]})])]
+    first = await post(api, **body)
+    assert first.status_code == 200, first.text
+    assert {"prompt_cache_key", "tools.custom", "tools.web_search", "include.reasoning.encrypted_content"} <= set(
+        first.headers["kvferry-ignored"].split(", ")
+    )
+    assert "apply_patch" not in api.source.prompt
+    assert "Sandbox: read-only." in api.source.prompt
+    events = [json.loads(line[6:]) for line in first.text.split("\n") if line.startswith("data: ")]
+    items = events[-1]["response"]["output"]
+    (call,) = (item for item in items if item["type"] == "function_call")
+    reasoning = {"type": "reasoning", "id": "rs_1", "summary": [], "content": None, "encrypted_content": "opaque"}
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "README.md"}
+    api.source.answers = ["There is README.md."]
+    second = await post(api, **{**body, "stream": False, "input": [*body["input"], reasoning, call, result]})
+    assert second.status_code == 200, second.text
+    assert second.json()["output"][-1]["content"][0]["text"] == "There is README.md."
+    assert "README.md" in api.source.prompt
