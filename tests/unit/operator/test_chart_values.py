@@ -46,7 +46,7 @@ def of_schema(node: dict[str, Any], path: str = "") -> Iterator[str]:
 
 
 def test_the_schema_has_the_values_and_no_other() -> None:
-    helms_own = {"global"}
+    helms_own = {"global", "enabled"}
     assert set(of_schema(SCHEMA)) - helms_own == set(of_values(yaml.safe_load(TEXT)))
 
 
