@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,8 @@ async def test_ready_follows_the_fleet_and_gives_the_reason(gateway, client):
     assert response.status_code == 503
     assert any("draining" in note for note in response.json()["notes"])
     assert (await client.get("/health")).status_code == 200
+    assert (await client.get("/ping")).json() == {"status": "alive"}
+    assert (await client.get("/version")).json() == {"version": version("kvferry")}
 
 
 async def test_metrics_count_requests_and_streams(gateway, client):

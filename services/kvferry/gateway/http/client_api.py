@@ -53,7 +53,7 @@ from kvferry.gateway.http.openapi.operations import OPERATIONS
 from kvferry.gateway.http.responses.routes import ResponseRoutes
 from kvferry.gateway.http.responses.store import ResponseStore
 from kvferry.gateway.http.route_errors import MethodNotAllowed, NoSuchRoute, no_such_request
-from kvferry.gateway.http.status_bodies import Alive, Ready
+from kvferry.gateway.http.status_bodies import Alive, Ready, Version
 from kvferry.gateway.observe.instruments import Instruments
 from kvferry.rpc.wire import check_request_id
 from kvferry.serving.text_service import TextService
@@ -122,6 +122,8 @@ class ClientApi:
             "retrieveModel": self._model,
             "explainRequest": self._explain,
             "getHealth": self._health,
+            "ping": self._health,
+            "getVersion": self._version,
             "getReadiness": self._ready,
             "getDescription": self._describe,
         }
@@ -190,6 +192,9 @@ class ClientApi:
 
     async def _health(self, _request: Request) -> Response:
         return Response(openai_reply.encode(Alive()), media_type=JSON)
+
+    async def _version(self, _request: Request) -> Response:
+        return Response(openai_reply.encode(Version(version("kvferry"))), media_type=JSON)
 
     async def _describe(self, _request: Request) -> Response:
         return Response(self.description, media_type=JSON)

@@ -1,4 +1,4 @@
-"""Response bodies of the routes for ended requests, health and readiness."""
+"""Response bodies of the routes for ended requests, health, readiness and the version."""
 
 from typing import Literal
 
@@ -36,6 +36,12 @@ class Alive(Struct):
     """Response of GET /health."""
 
     status: Literal["alive"] = "alive"
+
+
+class Version(Struct):
+    """Response of GET /version."""
+
+    version: str
 
 
 class Ready(Struct):

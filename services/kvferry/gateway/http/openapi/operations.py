@@ -40,7 +40,7 @@ from kvferry.gateway.http.responses.output import AnyEvent, DeletedResponse, Ite
 from kvferry.gateway.http.responses.routes import ItemsQuery
 from kvferry.gateway.http.responses.store import ResponseNotFound
 from kvferry.gateway.http.route_errors import MethodNotAllowed, NoSuchRoute
-from kvferry.gateway.http.status_bodies import Alive, EndedRequest, Ready
+from kvferry.gateway.http.status_bodies import Alive, EndedRequest, Ready, Version
 
 Errors = tuple[type[KvferryError], ...]
 EDGE: Errors = (InvalidRequest, InvariantBroken)
@@ -214,6 +214,8 @@ OPERATIONS: tuple[Operation, ...] = (
         errors=(*KEYED, NoSuchRoute),
     ),
     Operation("getHealth", "GET", "/health", "Answers while the process is alive.", Alive),
+    Operation("ping", "GET", "/ping", "As /health, for routers and hosts that probe this path.", Alive),
+    Operation("getVersion", "GET", "/version", "Returns the version of kvferry.", Version),
     Operation(
         "getReadiness",
         "GET",
