@@ -130,8 +130,8 @@ class CountTokensRequest(Strict):
         """Convert the tools and the choice of a tool.
 
         Raises:
-            InvalidRequest: the tools exceed a limit or contradict the choice, or the model is told to call a tool that
-                is not offered.
+            InvalidRequest: the tools exceed a limit or contradict the choice, or the choice forces a tool that is not
+                offered.
         """
         offered = [
             ToolDefinition(
