@@ -8,8 +8,10 @@ endlessly.
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+from kvferry.core.errors import InvalidRequest
 from kvferry.core.inference.tools import Tool
 from kvferry.text.answers.marks import HARMONY, Marks
 from kvferry.text.answers.registry import CallFormat
@@ -59,8 +61,18 @@ def answer_frame(
     if not tools:
         return _with_thought("final", thought, [final])
     made = {**_FORMATS, CallFormat.LLAMA3_JSON: _llama3_json_beside_text}[call_format]
-    rules = made(tools, marks, 0 if is_single else MAX_CALLS - 1)
+    rules = made([_offered(tool) for tool in tools], marks, 0 if is_single else MAX_CALLS - 1)
     return _with_thought("(answer | final)", thought, [*rules, final])
+
+
+def _offered(tool: Tool) -> Tool:
+    """Return a tool that may be called but need not be: with any arguments if its schema cannot be enforced, as in an
+    answer without a grammar."""
+    try:
+        check_arguments(tool, closed(tool.schema))
+    except InvalidRequest:
+        return replace(tool, schema={})
+    return tool
 
 
 def _with_thought(answer: str, thought: str, rules: Sequence[str]) -> str:

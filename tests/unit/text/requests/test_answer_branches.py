@@ -126,6 +126,15 @@ def test_a_required_call_leaves_the_schema_to_a_later_answer(call_format) -> Non
         assert [*splitter.feed(text).calls, *splitter.finish().calls], text
 
 
+def test_a_tool_with_a_schema_that_cannot_be_enforced_may_be_called_with_any_arguments() -> None:
+    tokenizer = vocabulary(is_special=True, is_harmony=False)
+    form = form_of(tokenizer, CallFormat.HERMES, has_reasoning=False)
+    tool = Tool("f", "", {"type": "object", "properties": {"n": {"const": 1 << 60}}})
+    sampling, _ = answer_rules(form, ToolUse((tool,)), SamplingParams(constraint=SCHEMA), is_open=False)
+    assert sampling.constraint is not None
+    GrammarCompiler(tokenizer).check(sampling.constraint)
+
+
 @pytest.mark.parametrize(
     "constraint",
     [

@@ -321,7 +321,8 @@ def in_field(error: InvalidRequest, field: str) -> InvalidRequest:
     """
     if error.field != "constraint":
         return error
-    tool = _TOOL_RULE.search(error.message) if field == "tools" else None
+    # A request's own grammar may have rules of these names.
+    tool = None if field.endswith("grammar") else _TOOL_RULE.search(error.message)
     if tool is not None:
         field = f"tools.{tool[1]}.function.parameters"
     return InvalidRequest(f"{field}: {error.message}", field=field, reason=error.reason)
