@@ -71,7 +71,7 @@ def _offered(tool: Tool) -> Tool:
     try:
         check_arguments(tool, closed(tool.schema))
     except InvalidRequest:
-        return replace(tool, schema={})
+        return replace(tool, parameters={"type": "object", "additionalProperties": True})
     return tool
 
 
