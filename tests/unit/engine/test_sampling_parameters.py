@@ -296,7 +296,7 @@ def test_a_field_has_its_effect(llm: LLM, field: str) -> None:
 
 
 NOT_SAMPLING = {
-    "model", "prompt", "stream", "stream_options", "n", "user", "priority", "cache_salt", "echo", "best_of",
+    "model", "prompt", "stream", "stream_options", "n", "return_token_ids", "priority", "cache_salt", "echo", "best_of",
     "use_beam_search", "length_penalty", "early_stopping",
 }  # fmt: skip
 """Fields of a completion request that are not in `SamplingParams`; `test_openai_choices` and `test_beams` test those

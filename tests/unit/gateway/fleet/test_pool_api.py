@@ -73,7 +73,7 @@ def test_a_gateway_without_a_pool_does_not_load_the_clusters_client():
 @pytest.mark.parametrize(
     ("flags", "why"),
     [
-        (["--pool", "ns/p", "--both", "h:1", "--decode", "h:2"], "--pool and --decode, --both are mutually exclusive"),
+        (["--pool", "ns/p", "--both", "h:1", "--decode", "h:2"], "--pool cannot be combined with --decode, --both"),
         (["--pool", "p"], "'p' is not a pool; use NAMESPACE/NAME"),
     ],
 )
