@@ -55,6 +55,8 @@ def written(call_format: CallFormat, calls: Sequence[tuple[str, Mapping[str, obj
         return "; ".join(json.dumps({"name": n, "parameters": a}) for n, a in calls)
     if call_format is CallFormat.MISTRAL:
         return f"[TOOL_CALLS]{json.dumps([{'name': n, 'arguments': a} for n, a in calls])}"
+    if call_format is CallFormat.QWEN3_CODER:
+        return "\n".join(f"<tool_call>\n<function={n}>\n{_elements(a)}</function>\n</tool_call>" for n, a in calls)
     if call_format is CallFormat.HARMONY:
         head = "<|channel|>commentary to=functions."
         return "<|start|>assistant".join(
@@ -65,3 +67,7 @@ def written(call_format: CallFormat, calls: Sequence[tuple[str, Mapping[str, obj
 
 def _python(arguments: Mapping[str, object]) -> str:
     return ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+
+
+def _elements(arguments: Mapping[str, object]) -> str:
+    return "".join(f"<parameter={key}>\n{json.dumps(value)}\n</parameter>\n" for key, value in arguments.items())

@@ -1,6 +1,6 @@
 """The calls of one answer as they are read, and the reader of a call's JSON object."""
 
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Callable, Collection, Generator, Mapping
 
 from kvferry.core.inference.tool_calls import CallDelta
 from kvferry.text.answers.json_reader import ignored, read_object, read_short_string, read_value, skip_space
@@ -17,14 +17,22 @@ _IGNORED = frozenset({"id", "type"})
 class Calls:
     """Collects the calls of an answer."""
 
-    def __init__(self, names: Collection[str], new_id: Callable[[], str], max_calls: int | None = None) -> None:
+    def __init__(
+        self,
+        names: Collection[str],
+        new_id: Callable[[], str],
+        max_calls: int | None = None,
+        schemas: Mapping[str, Mapping[str, object]] | None = None,
+    ) -> None:
         """
         Args:
             names: names of the tools that the request offers; a call with another name is content.
             new_id: function that generates the id of a call.
             max_calls: number of calls to report; further ones are read and dropped. `None` for no limit.
+            schemas: schemas of the tools' arguments by name, for formats whose values do not tell their types.
         """
         self.names = names
+        self.schemas = schemas or {}
         self._new_id = new_id
         self._max_calls = max_calls
         self._count = 0

@@ -15,6 +15,7 @@ from kvferry.text.answers.marks import HARMONY, Marks
 from kvferry.text.answers.registry import CallFormat
 from kvferry.text.tools.argument_schemas import check_arguments, closed
 from kvferry.text.tools.pythonic_grammar import pythonic_call
+from kvferry.text.tools.xml_grammar import xml_call
 
 MAX_CALLS = 16
 """Maximum number of calls in an answer that must have calls, since a small model may never stop."""
@@ -181,6 +182,15 @@ def _pythonic(tools: Sequence[Tool], _marks: Marks, more: int) -> list[str]:
     return rules
 
 
+def _qwen3_coder(tools: Sequence[Tool], marks: Marks, more: int) -> list[str]:
+    tagged = f'{_terminal("<tool_call>", marks)} "\\n" call "\\n" {_terminal("</tool_call>", marks)}'
+    rules = [f'answer: tagged ("\\n" tagged){{0,{more}}}' if more else "answer: tagged", f"tagged: {tagged}"]
+    rules.append("call: " + " | ".join(f"call_{number}" for number in range(len(tools))))
+    for number, tool in enumerate(tools):
+        rules += xml_call(tool, f"call_{number}", _SPACING)
+    return rules
+
+
 def _harmony(tools: Sequence[Tool], marks: Marks, more: int) -> list[str]:
     channel, message, constrain, start, _, _, call = (_terminal(marker, marks) for marker in HARMONY)
     several = f' ({call} {start} "assistant" call){{0,{more}}}' if more else ""
@@ -197,4 +207,5 @@ _FORMATS: Mapping[CallFormat, Callable[[Sequence[Tool], Marks, int], list[str]]]
     CallFormat.LLAMA3_JSON: _llama3_json,
     CallFormat.MISTRAL: _mistral,
     CallFormat.PYTHONIC: _pythonic,
+    CallFormat.QWEN3_CODER: _qwen3_coder,
 }

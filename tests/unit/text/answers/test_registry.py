@@ -129,6 +129,8 @@ def test_control_tokens_count_only_as_tokens() -> None:
     ("template", "tokens", "expected"),
     [
         ("... <tool_call> ...", (), H),
+        ("<tool_call>\n<function=f>\n<parameter=a>", (), CallFormat.QWEN3_CODER),
+        ("<parameter=a>", ("<tool_call>",), H),
         ("{{ '[TOOL_CALLS]' }}", (), M),
         ("[func_name1(params_name1=params_value1)]", ("<|python_tag|>",), P),
         ("<|python_tag|>", (), L),

@@ -19,6 +19,7 @@ _FRAGMENTS = [
     *("<tool_call>", "</tool_call>", "<tool_", "<|python_tag|>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", ";", "<think>"),
     *('{"name": "f", "arguments": ', '{"name": "g", "parameters": ', '{"name": "x", "arguments": ', '{"arguments": '),
     *('{"a": "b"}', "{}", "{", "}", "[", "]", "(", ")", '"', "'", "\\", ",", ":", "=", "a", "f(", "[f(", "g(b=", "a="),
+    *("<function=f>", "<function=", "</function>", "<parameter=a>", "</parameter>", "</param"),
     *("1", "-", "0.5e", "true", "None", '"name": "f"', ", ", "\n", " ", "é", "\\u00", "</think>", "hello"),
     *MARKS.by_token.values(),
 ]
@@ -77,6 +78,10 @@ def test_calls_as_models_write_them_are_read_back(call_format, calls, data):
         (CallFormat.PYTHONIC, "[" * 100_000),
         (CallFormat.PYTHONIC, "[f(" * 100_000),
         (CallFormat.PYTHONIC, "[" + "f(), " * 10_000),
+        (CallFormat.QWEN3_CODER, "<function=f><parameter=a>" + "<" * 100_000),
+        (CallFormat.QWEN3_CODER, "<function=f><parameter=a>" + "[" * 100_000 + "</parameter></function>"),
+        (CallFormat.QWEN3_CODER, "<function=f>" + "<function=" * 50_000),
+        (CallFormat.QWEN3_CODER, "<function=f>" + "".join(f"<parameter=a{n}></parameter>" for n in range(5000))),
     ],
 )
 def test_hostile_text_takes_bounded_time(call_format, text):
