@@ -39,6 +39,8 @@ class Calls:
         self.is_open = False
         """Whether a call has begun and has not ended."""
         self.num_ended = 0
+        self.num_accepted = 0
+        """Number of times that all text so far was found to belong to the calls, whatever follows."""
         self._begun: dict[int, CallDelta] = {}
         self._arguments: dict[int, list[str]] = {}
 
@@ -73,6 +75,11 @@ class Calls:
         if self.is_open:
             self.is_open = False
             self.num_ended += 1
+            self.accept()
+
+    def accept(self) -> None:
+        """Take all text so far for a part of the calls, such as the end of a list of calls."""
+        self.num_accepted += 1
 
     def take(self) -> tuple[CallDelta, ...]:
         """Return what was collected since the last call of this function."""

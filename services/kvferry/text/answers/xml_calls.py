@@ -16,16 +16,16 @@ chat templates write them.
 """
 
 import json
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from itertools import chain
 
 from kvferry.text.answers.calls import Calls
-from kvferry.text.answers.json_reader import Out, Reader, read_value, skip_space
+from kvferry.text.answers.json_reader import Out, Reader, read_one_of, read_value, skip_space
 from kvferry.text.answers.marks import MARKERS, Marks, is_mark
 from kvferry.text.answers.pieces import NotACall
 from kvferry.text.answers.python_reader import read_literal
 
-OPENER, CLOSER = MARKERS[:2]
+_OPENER, _CLOSER = MARKERS[:2]
 FUNCTION, END_FUNCTION = "<function=", "</function>"
 PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
 _ENDS = (f"\n{END_PARAMETER}", END_PARAMETER)
@@ -54,7 +54,7 @@ class Qwen3Coder:
     at_start: tuple[str, ...] = ()
 
     def __init__(self, marks: Marks) -> None:
-        self._opener, self._closer = marks.written(OPENER), marks.written(CLOSER)
+        self._opener, self._closer = marks.written(_OPENER), marks.written(_CLOSER)
         self.openers = (self._opener, FUNCTION)
 
     def read(self, opener: str, calls: Calls) -> Generator[None, str, None]:
@@ -64,11 +64,11 @@ class Qwen3Coder:
             NotACall: the text is not a call of this format.
         """
         if opener != FUNCTION:
-            yield from _one_of((FUNCTION,), (yield from skip_space()))
+            yield from read_one_of((FUNCTION,), (yield from skip_space()))
         while True:
             yield from _function(calls)
             character = yield from skip_space()
-            if (yield from _one_of((self._closer, FUNCTION), character)) == self._closer:
+            if (yield from read_one_of((self._closer, FUNCTION), character)) == self._closer:
                 return
 
 
@@ -82,7 +82,7 @@ def _function(calls: Calls) -> Generator[None, str, None]:
     keys: set[str] = set()
     while True:
         character = yield from skip_space()
-        if (yield from _one_of((PARAMETER, END_FUNCTION), character)) == END_FUNCTION:
+        if (yield from read_one_of((PARAMETER, END_FUNCTION), character)) == END_FUNCTION:
             break
         key = yield from _up_to_bracket(_MAX_KEY)
         if key in keys or len(keys) >= _MAX_KEYS:
@@ -125,16 +125,6 @@ def _text(out: Out) -> Generator[None, str, None]:
         if held in _ENDS:
             return
         held += yield
-
-
-def _one_of(tags: Sequence[str], first: str) -> Generator[None, str, str]:
-    """Read one of several tags, none of which begins another one, from its first character on."""
-    text = first
-    while text not in tags:
-        if not any(tag.startswith(text) for tag in tags):
-            raise NotACall
-        text += yield
-    return text
 
 
 def _up_to_bracket(most: int) -> Generator[None, str, str]:
