@@ -47,8 +47,10 @@ def split(
     return content, reasoning, calls
 
 
-def written(call_format: CallFormat, calls: Sequence[tuple[str, Mapping[str, object]]]) -> str:
-    """Write calls as a model would."""
+def written(
+    call_format: CallFormat, calls: Sequence[tuple[str, Mapping[str, object]]], *, has_types: bool = False
+) -> str:
+    """Write calls as a model would; strings have no quotes in XML if the reader knows the types of arguments."""
     if call_format is CallFormat.HERMES:
         return "\n".join(f"<tool_call>\n{json.dumps({'name': n, 'arguments': a})}\n</tool_call>" for n, a in calls)
     if call_format is CallFormat.LLAMA3_JSON:
@@ -64,7 +66,9 @@ def written(call_format: CallFormat, calls: Sequence[tuple[str, Mapping[str, obj
         lines = "\n".join(f"{n}({_python(a)})" for n, a in calls)
         return f"<function_calls>{lines}</function_calls>"
     if call_format is CallFormat.QWEN3_CODER:
-        return "\n".join(f"<tool_call>\n<function={n}>\n{_elements(a)}</function>\n</tool_call>" for n, a in calls)
+        return "\n".join(
+            f"<tool_call>\n<function={n}>\n{_elements(a, has_types)}</function>\n</tool_call>" for n, a in calls
+        )
     if call_format is CallFormat.HARMONY:
         head = "<|channel|>commentary to=functions."
         return "<|start|>assistant".join(
@@ -89,5 +93,8 @@ def _deepseek(calls: Sequence[tuple[str, Mapping[str, object]]], *, has_fence: b
     return f"<｜tool▁calls▁begin｜>{tagged}<｜tool▁calls▁end｜>"
 
 
-def _elements(arguments: Mapping[str, object]) -> str:
-    return "".join(f"<parameter={key}>\n{json.dumps(value)}\n</parameter>\n" for key, value in arguments.items())
+def _elements(arguments: Mapping[str, object], has_types: bool) -> str:
+    texts = {
+        key: value if has_types and isinstance(value, str) else json.dumps(value) for key, value in arguments.items()
+    }
+    return "".join(f"<parameter={key}>\n{text}\n</parameter>\n" for key, text in texts.items())
