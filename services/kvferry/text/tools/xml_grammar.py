@@ -48,6 +48,8 @@ _FORMATS: Mapping[str, str] = {
 }
 """Patterns of formats of strings: each matches only texts of the format, and most of these."""
 _LIMITS = frozenset({"pattern", "minLength", "maxLength", "format"})
+_MAX_LEAST = 64
+"""Maximum `minLength` of values whose closing tag needs no search."""
 _MAX_VISITS = 512
 """Maximum number of schemas in the schema of a string."""
 _LITERAL: Mapping[str, str] = {"/": r"\/", "\n": r"\n", r"\%": "%"}
@@ -78,13 +80,42 @@ def xml_call(tool: Tool, rule: str, spacing: Mapping[str, object]) -> list[str]:
         kinds = kinds_of(schema, schema)
         if "string" in kinds and kinds <= _TEXT:
             terminal = part.upper()
-            texts = _Texts(schema, unsuitable).of(schema, kinds)
-            rules += [f"{part}: {opening} {part}_value", f"{part}_value[lazy]: {terminal}"]
-            rules.append(f"{terminal}: (({texts}) & {_NOT_CLOSED}) {json.dumps(end)}")
+            value = _of_lengths(schema, kinds)
+            if not value:
+                value = f'(({_Texts(schema, unsuitable).of(schema, kinds)}) & {_NOT_CLOSED}) "\\n"'
+            rules += [f'{part}: {opening} {part}_value "\\n"', f"{part}_value[lazy]: {terminal}"]
+            rules.append(f"{terminal}: ({value}) {json.dumps(END_PARAMETER)}")
         else:
             whole = json.dumps({**schema, "x-guidance": spacing}, ensure_ascii=False)
             rules += [f"{part}: {opening} {part}_value {json.dumps(end)}", f"{part}_value: %json {whole}"]
     return [f"{rule}: {' '.join(parts)} {json.dumps(END_FUNCTION)}", *rules]
+
+
+def _of_lengths(schema: Mapping[str, Any], kinds: frozenset[str]) -> str:
+    r"""Return the expression of a value of a string, up to its closing tag, that only its length limits; empty if the
+    schema has other limits.
+
+    The lexer is lazy: it ends a value at the first closing tag at which the expression matches. The expression matches
+    at every closing tag after `minLength` characters and one more, with or without the line break, and permits none
+    before. So no count of characters needs to be combined with a search for the tag, which the lexer's limits forbid
+    for long texts.
+    """
+    own: Mapping[str, Any] = schema
+    branches = schema.get("anyOf")
+    if isinstance(branches, list):
+        others = [one for one in branches if one != {"type": "null"}]
+        own = others[0] if len(others) == 1 and isinstance(others[0], Mapping) else {}
+        if "type" not in own or schema.keys() - _IGNORED != {"anyOf"}:
+            return ""
+    least, most = own.get("minLength", 0), own.get("maxLength", "")
+    is_counted = all(type(one) is int and one >= 0 for one in (least, most or 0)) and least <= _MAX_LEAST
+    known = {"minLength", "maxLength"} | ({"format"} if own.get("format") not in _FORMATS else set())
+    if not is_counted or own.keys() - _IGNORED - known or (most != "" and most <= least):
+        return ""
+    text = rf"/(?s:.{{0,{most}}}\n?)/"
+    if least:
+        text = rf"/(?s:.{{{least},{most}}}\n|.{{{least + 1},{most}}})/ & ~/(?s:.{{0,{least}}}){_CLOSING}(?s:.*)/"
+    return f'({text}) | "null\\n"' if "null" in kinds else text
 
 
 class _Texts:
