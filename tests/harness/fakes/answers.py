@@ -47,14 +47,28 @@ def split(
     return content, reasoning, calls
 
 
-def written(call_format: CallFormat, calls: Sequence[tuple[str, Mapping[str, object]]]) -> str:
-    """Write calls as a model would."""
+def written(
+    call_format: CallFormat, calls: Sequence[tuple[str, Mapping[str, object]]], *, has_types: bool = False
+) -> str:
+    """Write calls as a model would; strings have no quotes in XML if the reader knows the types of arguments."""
     if call_format is CallFormat.HERMES:
         return "\n".join(f"<tool_call>\n{json.dumps({'name': n, 'arguments': a})}\n</tool_call>" for n, a in calls)
     if call_format is CallFormat.LLAMA3_JSON:
         return "; ".join(json.dumps({"name": n, "parameters": a}) for n, a in calls)
     if call_format is CallFormat.MISTRAL:
         return f"[TOOL_CALLS]{json.dumps([{'name': n, 'arguments': a} for n, a in calls])}"
+    if call_format in (CallFormat.GRANITE, CallFormat.PHI4):
+        closer = "<|/tool_call|>" if call_format is CallFormat.PHI4 else ""
+        return f"<|tool_call|>{json.dumps([{'name': n, 'arguments': a} for n, a in calls])}{closer}"
+    if call_format in (CallFormat.DEEPSEEK_V3, CallFormat.DEEPSEEK_V31):
+        return _deepseek(calls, has_fence=call_format is CallFormat.DEEPSEEK_V3)
+    if call_format is CallFormat.OLMO3:
+        lines = "\n".join(f"{n}({_python(a)})" for n, a in calls)
+        return f"<function_calls>{lines}</function_calls>"
+    if call_format is CallFormat.QWEN3_CODER:
+        return "\n".join(
+            f"<tool_call>\n<function={n}>\n{_elements(a, has_types)}</function>\n</tool_call>" for n, a in calls
+        )
     if call_format is CallFormat.HARMONY:
         head = "<|channel|>commentary to=functions."
         return "<|start|>assistant".join(
@@ -65,3 +79,22 @@ def written(call_format: CallFormat, calls: Sequence[tuple[str, Mapping[str, obj
 
 def _python(arguments: Mapping[str, object]) -> str:
     return ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+
+
+def _deepseek(calls: Sequence[tuple[str, Mapping[str, object]]], *, has_fence: bool) -> str:
+    made = [
+        f"function<｜tool▁sep｜>{n}\n```json\n{json.dumps(a)}\n```"
+        if has_fence
+        else f"{n}<｜tool▁sep｜>{json.dumps(a)}"
+        for n, a in calls
+    ]
+    between = "\n" if has_fence else ""
+    tagged = between.join(f"<｜tool▁call▁begin｜>{each}<｜tool▁call▁end｜>" for each in made)
+    return f"<｜tool▁calls▁begin｜>{tagged}<｜tool▁calls▁end｜>"
+
+
+def _elements(arguments: Mapping[str, object], has_types: bool) -> str:
+    texts = {
+        key: value if has_types and isinstance(value, str) else json.dumps(value) for key, value in arguments.items()
+    }
+    return "".join(f"<parameter={key}>\n{text}\n</parameter>\n" for key, text in texts.items())

@@ -2,7 +2,7 @@
 
 import secrets
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from kvferry.text.answers.call_parser import CallParser
@@ -44,6 +44,8 @@ class SplitOptions:
     has_only_calls: bool = False
     """Whether the answer has nothing but calls after the reasoning: text is then a part of a call that was cut off, and
     is dropped."""
+    schemas: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+    """Schemas of the tools' arguments, by the name of the tool."""
 
 
 class AnswerSplitter:
@@ -67,7 +69,8 @@ class AnswerSplitter:
         if form.has_reasoning:
             self._reasoning = ReasoningSplitter(form.marks, is_open=split.is_reasoning_open)
         if split.tool_names:
-            calls = Calls(frozenset(split.tool_names), new_id_of(form.call_format, letters), split.max_calls)
+            new_id = new_id_of(form.call_format, letters)
+            calls = Calls(frozenset(split.tool_names), new_id, split.max_calls, split.schemas)
             self._calls = CallParser(syntax_of(form.call_format, form.marks), calls)
 
     @property

@@ -116,7 +116,7 @@ class CallParser:
         """Read a call up to its end and return the text after it."""
         assert self._reading is not None
         for position, character in enumerate(text):
-            num_ended = self._calls.num_ended
+            num_accepted = self._calls.num_accepted
             try:
                 if self._num_held > MAX_HELD_CHARS:
                     raise NotACall
@@ -129,7 +129,7 @@ class CallParser:
                 self._reading = None
                 self._drops_space = True
                 return text[position + 1 :]
-            if self._calls.is_open or self._calls.num_ended > num_ended:
+            if self._calls.is_open or self._calls.num_accepted > num_accepted:
                 self._release()
                 self._drops_space = True
                 self._between = self._between or self._before

@@ -1,6 +1,6 @@
 """The calls of one answer as they are read, and the reader of a call's JSON object."""
 
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Callable, Collection, Generator, Mapping
 
 from kvferry.core.inference.tool_calls import CallDelta
 from kvferry.text.answers.json_reader import ignored, read_object, read_short_string, read_value, skip_space
@@ -17,20 +17,30 @@ _IGNORED = frozenset({"id", "type"})
 class Calls:
     """Collects the calls of an answer."""
 
-    def __init__(self, names: Collection[str], new_id: Callable[[], str], max_calls: int | None = None) -> None:
+    def __init__(
+        self,
+        names: Collection[str],
+        new_id: Callable[[], str],
+        max_calls: int | None = None,
+        schemas: Mapping[str, Mapping[str, object]] | None = None,
+    ) -> None:
         """
         Args:
             names: names of the tools that the request offers; a call with another name is content.
             new_id: function that generates the id of a call.
             max_calls: number of calls to report; further ones are read and dropped. `None` for no limit.
+            schemas: schemas of the tools' arguments by name, for formats whose values do not tell their types.
         """
         self.names = names
+        self.schemas = schemas or {}
         self._new_id = new_id
         self._max_calls = max_calls
         self._count = 0
         self.is_open = False
         """Whether a call has begun and has not ended."""
         self.num_ended = 0
+        self.num_accepted = 0
+        """Number of times that all text so far was found to belong to the calls, whatever follows."""
         self._begun: dict[int, CallDelta] = {}
         self._arguments: dict[int, list[str]] = {}
 
@@ -65,6 +75,11 @@ class Calls:
         if self.is_open:
             self.is_open = False
             self.num_ended += 1
+            self.accept()
+
+    def accept(self) -> None:
+        """Take all text so far for a part of the calls, such as the end of a list of calls."""
+        self.num_accepted += 1
 
     def take(self) -> tuple[CallDelta, ...]:
         """Return what was collected since the last call of this function."""

@@ -6,7 +6,7 @@ models write and JSON forbids, are passed on as escapes. Nesting is bounded by `
 """
 
 import json
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 
 from kvferry.text.answers.marks import is_mark
 from kvferry.text.answers.pieces import NotACall
@@ -205,6 +205,24 @@ def read_word(word: str, out: Out) -> Generator[None, str, None]:
         if (yield) != expected:
             raise NotACall
         out(expected)
+
+
+def read_one_of(words: Sequence[str], first: str) -> Generator[None, str, str]:
+    """Read one of several words, none of which begins another one, and return it.
+
+    Args:
+        words: the expected words.
+        first: first character of the word.
+
+    Raises:
+        NotACall: the text differs from all words.
+    """
+    text = first
+    while text not in words:
+        if not any(word.startswith(text) for word in words):
+            raise NotACall
+        text += yield
+    return text
 
 
 def skip_space(first: str = "") -> Generator[None, str, str]:

@@ -20,6 +20,15 @@ MARKERS = (
     "[ARGS]",
     "<think>",
     "</think>",
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁calls▁end｜>",
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁call▁end｜>",
+    "<｜tool▁sep｜>",
+    "<|tool_call|>",
+    "<|/tool_call|>",
+    "<function_calls>",
+    "</function_calls>",
 )
 """Markers of known formats."""
 HARMONY = ("<|channel|>", "<|message|>", "<|constrain|>", "<|start|>", "<|end|>", "<|return|>", "<|call|>")

@@ -1,13 +1,15 @@
-"""Calls as a list of Python calls with keyword arguments: `[f(a=1), g(b="x")]`."""
+"""Calls as Python calls with keyword arguments: a list of them, `[f(a=1), g(b="x")]`, or one in each line between
+`<function_calls>` and `</function_calls>`, as Olmo 3 writes them."""
 
 from collections.abc import Generator
 
 from kvferry.text.answers.calls import Calls
-from kvferry.text.answers.json_reader import SPACE, skip_space
+from kvferry.text.answers.json_reader import SPACE, read_one_of, skip_space
 from kvferry.text.answers.marks import Marks
 from kvferry.text.answers.pieces import NotACall
 from kvferry.text.answers.python_reader import read_literal
 
+OLMO3_OPENER, OLMO3_CLOSER = "<function_calls>", "</function_calls>"
 _MAX_KEYWORD = 256
 _MAX_KEYWORDS = 1024
 
@@ -37,6 +39,30 @@ class Pythonic:
             if character == "]":
                 return
             raise NotACall
+
+
+class Olmo3:
+    """Reads calls of the format of Olmo 3."""
+
+    at_start: tuple[str, ...] = ()
+
+    def __init__(self, marks: Marks) -> None:
+        self.openers = (marks.written(OLMO3_OPENER),)
+        self._closer = marks.written(OLMO3_CLOSER)
+
+    def read(self, _opener: str, calls: Calls) -> Generator[None, str, None]:
+        """Read calls up to the closing tag.
+
+        Raises:
+            NotACall: the text is not a call of this format.
+        """
+        character = yield from skip_space()
+        while True:
+            yield from _call(character, calls)
+            character = yield from skip_space()
+            if character == self._closer[0]:
+                yield from read_one_of((self._closer,), character)
+                return
 
 
 def _call(first: str, calls: Calls) -> Generator[None, str, None]:

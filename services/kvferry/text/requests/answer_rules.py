@@ -101,7 +101,10 @@ def answer_rules(
     """
     names = tuple(tool.name for tool in use.callable_tools)
     is_required = use.choice is Choice.REQUIRED
-    split = SplitOptions(names, use.max_calls, is_open, is_required) if names or form.has_reasoning else None
+    split = None
+    if names or form.has_reasoning:
+        schemas = {tool.name: tool.schema for tool in use.callable_tools}
+        split = SplitOptions(names, use.max_calls, is_open, is_required, schemas)
     constraint = sampling.constraint
     thought = ""
     if form.has_reasoning:

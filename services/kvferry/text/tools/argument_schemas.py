@@ -1,16 +1,20 @@
 """Schemas of a tool's arguments: closes objects, and checks that the compiler can enforce the result. The compiler
 prepares every schema in a grammar (`lark_text`)."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from kvferry.core.errors import InvalidRequest
+from kvferry.core.errors import InvalidRequest, shortened
 from kvferry.core.inference.tools import Tool
 from kvferry.text.grammar.json_schema import enforced
 
 _COMPOSED = frozenset({"$ref", "allOf", "anyOf", "oneOf", "if", "not", "enum", "const"})
 _OPEN = frozenset({"additionalProperties", "patternProperties", "unevaluatedProperties", *_COMPOSED})
 """Keywords that define which other members an object may have."""
+_PLAIN = frozenset(
+    {"type", "properties", "required", "additionalProperties", "title", "description", "$schema", "strict"}
+)
+_DEFINITIONS = ("$defs", "definitions")
 
 
 def check_arguments(tool: Tool, schema: Mapping[str, object]) -> None:
@@ -36,6 +40,44 @@ def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
         return _closed(schema, nested=all(map(refers_to_definition, references(schema))))
     except RecursionError:  # `check_arguments` refuses it
         return dict(schema)
+
+
+def separate_arguments(
+    tool: Tool, unsuitable: Callable[[str], InvalidRequest]
+) -> Iterator[tuple[str, dict[str, Any], bool]]:
+    """Yield name, schema and whether it is required of each argument, for formats that write arguments one by one. Each
+    schema is closed, has the definitions of the whole schema, and can be enforced.
+
+    Args:
+        tool: the tool.
+        unsuitable: function that returns the error for a schema with more than a list of properties (such as `anyOf`
+            beside them), from the reason.
+
+    Raises:
+        InvalidRequest: the schema cannot be split, or a part of it cannot be enforced.
+    """
+    schema = tool.schema
+    properties = schema.get("properties", {})
+    required = schema.get("required", [])
+    if not isinstance(properties, Mapping) or not isinstance(required, list):
+        raise unsuitable("properties must be an object, and required an array")
+    other = sorted(schema.keys() - _PLAIN - set(_DEFINITIONS))
+    if other:
+        raise unsuitable(f"it has {shortened(other[0])!r}")
+    unknown = [name for name in required if name not in properties]
+    if unknown:
+        raise unsuitable(f"it requires {shortened(str(unknown[0]))!r}, which is not in properties")
+    shared = {name: schema[name] for name in _DEFINITIONS if name in schema}
+    for name, value in properties.items():
+        if not isinstance(value, Mapping | bool):
+            raise unsuitable(f"the property {shortened(name)!r} has no schema")
+        inner = value if isinstance(value, Mapping) else {} if value else {"not": {}}
+        foreign = next((one for one in references(inner) if not refers_to_definition(one)), None)
+        if foreign is not None:
+            raise unsuitable(f"it has a $ref to {shortened(foreign)!r}, which is not in $defs")
+        made = {**shared, **closed(inner)}
+        check_arguments(tool, made)
+        yield name, made, name in required
 
 
 def references(schema: object) -> Iterator[str]:

@@ -13,10 +13,12 @@ from typing import Any
 
 from kvferry.core.errors import InvalidRequest
 from kvferry.core.inference.tools import Tool
+from kvferry.text.answers import json_calls, pythonic
 from kvferry.text.answers.marks import HARMONY, Marks
 from kvferry.text.answers.registry import CallFormat
 from kvferry.text.tools.argument_schemas import check_arguments, closed
 from kvferry.text.tools.pythonic_grammar import pythonic_call
+from kvferry.text.tools.xml_grammar import xml_call
 
 MAX_CALLS = 16
 """Maximum number of calls in an answer that must have calls, since a small model may never stop."""
@@ -180,16 +182,79 @@ def _moved(schema: Any, place: str) -> Any:
 
 
 def _mistral(tools: Sequence[Tool], marks: Marks, more: int) -> list[str]:
+    return _list_of_calls(_terminal(json_calls.MISTRAL_TAG, marks), "", tools, more)
+
+
+def _granite(tools: Sequence[Tool], marks: Marks, more: int) -> list[str]:
+    return _list_of_calls(_terminal(json_calls.LIST_OPENER, marks), "", tools, more)
+
+
+def _phi4(tools: Sequence[Tool], marks: Marks, more: int) -> list[str]:
+    opener, closer = (_terminal(marker, marks) for marker in (json_calls.LIST_OPENER, json_calls.LIST_CLOSER))
+    return _list_of_calls(opener, closer, tools, more)
+
+
+def _list_of_calls(opener: str, closer: str, tools: Sequence[Tool], more: int) -> list[str]:
     several = f' (", " call){{0,{more}}}' if more else ""
-    rules = [f'answer: {_terminal("[TOOL_CALLS]", marks)} "[" call{several} "]"']
-    return rules + _json_calls(tools)
+    return [f'answer: {opener} "[" call{several} "]" {closer}', *_json_calls(tools)]
+
+
+def _deepseek_v3(tools: Sequence[Tool], marks: Marks, more: int) -> list[str]:
+    separator = _terminal(json_calls.SEPARATOR, marks)
+    rules = _deepseek('"\\n"', tools, marks, more)
+    for number, tool in enumerate(tools):
+        head = json.dumps(f"{tool.name}\n{json_calls.FENCE}\n")
+        end = json.dumps(f"\n{json_calls.FENCE_END}")
+        rules.append(f'call_{number}: "function" {separator} {head} arguments_{number} {end}')
+        rules.append(f"arguments_{number}: {_schema(tool)}")
+    return rules
+
+
+def _deepseek_v31(tools: Sequence[Tool], marks: Marks, more: int) -> list[str]:
+    separator = _terminal(json_calls.SEPARATOR, marks)
+    rules = _deepseek("", tools, marks, more)
+    for number, tool in enumerate(tools):
+        rules.append(f'call_{number}: "{tool.name}" {separator} arguments_{number}')
+        rules.append(f"arguments_{number}: {_schema(tool)}")
+    return rules
+
+
+def _deepseek(between: str, tools: Sequence[Tool], marks: Marks, more: int) -> list[str]:
+    """Return the rules around the calls, which have `between` between them."""
+    begin, end = _terminal(json_calls.CALLS, marks), _terminal(json_calls.CALLS_END, marks)
+    several = f" ({between} tagged){{0,{more}}}" if more else ""
+    return [
+        f"answer: {begin} tagged{several} {end}",
+        f"tagged: {_terminal(json_calls.CALL, marks)} call {_terminal(json_calls.CALL_END, marks)}",
+        "call: " + " | ".join(f"call_{number}" for number in range(len(tools))),
+    ]
 
 
 def _pythonic(tools: Sequence[Tool], _marks: Marks, more: int) -> list[str]:
     several = f' (", " call){{0,{more}}}' if more else ""
-    rules = [f'answer: "[" call{several} "]"', "call: " + " | ".join(f"call_{n}" for n in range(len(tools)))]
+    return [f'answer: "[" call{several} "]"', *_python_calls(tools)]
+
+
+def _olmo3(tools: Sequence[Tool], marks: Marks, more: int) -> list[str]:
+    several = f' ("\\n" call){{0,{more}}}' if more else ""
+    opener, closer = (_terminal(marker, marks) for marker in (pythonic.OLMO3_OPENER, pythonic.OLMO3_CLOSER))
+    return [f"answer: {opener} call{several} {closer}", *_python_calls(tools)]
+
+
+def _python_calls(tools: Sequence[Tool]) -> list[str]:
+    """Return the rule `call` of a Python call, and the rules that it refers to."""
+    rules = ["call: " + " | ".join(f"call_{number}" for number in range(len(tools)))]
     for number, tool in enumerate(tools):
         rules += pythonic_call(tool, f"call_{number}", _SPACING)
+    return rules
+
+
+def _qwen3_coder(tools: Sequence[Tool], marks: Marks, more: int) -> list[str]:
+    tagged = f'{_terminal("<tool_call>", marks)} "\\n" call "\\n" {_terminal("</tool_call>", marks)}'
+    rules = [f'answer: tagged ("\\n" tagged){{0,{more}}}' if more else "answer: tagged", f"tagged: {tagged}"]
+    rules.append("call: " + " | ".join(f"call_{number}" for number in range(len(tools))))
+    for number, tool in enumerate(tools):
+        rules += xml_call(tool, f"call_{number}", _SPACING)
     return rules
 
 
@@ -204,9 +269,15 @@ def _harmony(tools: Sequence[Tool], marks: Marks, more: int) -> list[str]:
 
 
 _FORMATS: Mapping[CallFormat, Callable[[Sequence[Tool], Marks, int], list[str]]] = {
+    CallFormat.DEEPSEEK_V3: _deepseek_v3,
+    CallFormat.DEEPSEEK_V31: _deepseek_v31,
+    CallFormat.GRANITE: _granite,
     CallFormat.HERMES: _hermes,
     CallFormat.HARMONY: _harmony,
     CallFormat.LLAMA3_JSON: _llama3_json,
     CallFormat.MISTRAL: _mistral,
+    CallFormat.OLMO3: _olmo3,
+    CallFormat.PHI4: _phi4,
     CallFormat.PYTHONIC: _pythonic,
+    CallFormat.QWEN3_CODER: _qwen3_coder,
 }

@@ -8,15 +8,11 @@ them) has no such grammar.
 import json
 import keyword
 from collections.abc import Mapping
+from functools import partial
 
 from kvferry.core.errors import InvalidRequest, shortened
 from kvferry.core.inference.tools import Tool
-from kvferry.text.tools.argument_schemas import check_arguments, closed, references, refers_to_definition
-
-_PLAIN = frozenset(
-    {"type", "properties", "required", "additionalProperties", "title", "description", "$schema", "strict"}
-)
-_DEFINITIONS = ("$defs", "definitions")
+from kvferry.text.tools.argument_schemas import separate_arguments
 
 
 def pythonic_call(tool: Tool, rule: str, spacing: Mapping[str, object]) -> list[str]:
@@ -30,34 +26,15 @@ def pythonic_call(tool: Tool, rule: str, spacing: Mapping[str, object]) -> list[
     Raises:
         InvalidRequest: the schema cannot be expressed as keyword arguments.
     """
-    schema = tool.schema
-    properties = schema.get("properties", {})
-    required = schema.get("required", [])
-    if not isinstance(properties, Mapping) or not isinstance(required, list):
-        raise _unsuitable(tool, "properties must be an object, and required an array")
-    other = sorted(schema.keys() - _PLAIN - set(_DEFINITIONS))
-    if other:
-        raise _unsuitable(tool, f"it has {shortened(other[0])!r}")
-    unknown = [name for name in required if name not in properties]
-    if unknown:
-        raise _unsuitable(tool, f"it requires {shortened(str(unknown[0]))!r}, which is not in properties")
-    shared = {name: schema[name] for name in _DEFINITIONS if name in schema}
     rules: list[str] = []
-    for number, (name, value) in enumerate(properties.items()):
+    are_required: list[bool] = []
+    for number, (name, schema, is_required) in enumerate(separate_arguments(tool, partial(_unsuitable, tool))):
         if not name.isidentifier() or keyword.iskeyword(name):
             raise _unsuitable(tool, f"the property {shortened(name)!r} is not a name in Python")
-        if not isinstance(value, Mapping | bool):
-            raise _unsuitable(tool, f"the property {shortened(name)!r} has no schema")
-        inner = value if isinstance(value, Mapping) else {} if value else {"not": {}}
-        foreign = next((one for one in references(inner) if not refers_to_definition(one)), None)
-        if foreign is not None:
-            raise _unsuitable(tool, f"it has a $ref to {shortened(foreign)!r}, which is not in $defs")
-        arguments = {**shared, **closed(inner)}
-        check_arguments(tool, arguments)
-        whole = json.dumps({**arguments, "x-guidance": spacing}, ensure_ascii=False)
+        whole = json.dumps({**schema, "x-guidance": spacing}, ensure_ascii=False)
         rules += [f'{rule}_{number}: "{name}=" {rule}_{number}_value', f"{rule}_{number}_value: %json {whole}"]
-    is_required = [name in required for name in properties]
-    return [*_sequence(tool.name, rule, is_required), *rules]
+        are_required.append(is_required)
+    return [*_sequence(tool.name, rule, are_required), *rules]
 
 
 def _sequence(name: str, rule: str, is_required: list[bool]) -> list[str]:

@@ -113,7 +113,7 @@ async def test_call_result_answer(api, number, is_streamed):
     scenario = SCENARIOS[number]
     running.source.bytes_per_step = scenario.bytes_per_step
     tag = "<|python_tag|>" if call_format is CallFormat.LLAMA3_JSON and scenario.content else ""
-    running.source.answers = (scenario.content + tag + written(call_format, scenario.calls),)
+    running.source.answers = (scenario.content + tag + written(call_format, scenario.calls, has_types=True),)
     messages: list[Any] = [{"role": "user", "content": "Please."}]
     if is_streamed:
         finish, content, calls = await streamed(client, messages=messages, tools=TOOLS)

@@ -4,10 +4,14 @@ from typing import Any
 import pytest
 from harness.fakes.answers import NAMES, split
 
-from kvferry.text.answers.marks import Marks
+from kvferry.text.answers.marks import MARKERS, Marks
 from kvferry.text.answers.registry import CallFormat, recognized
 
 H, L, M, P = CallFormat.HERMES, CallFormat.LLAMA3_JSON, CallFormat.MISTRAL, CallFormat.PYTHONIC
+D, R, G = CallFormat.DEEPSEEK_V31, CallFormat.DEEPSEEK_V3, CallFormat.GRANITE
+F, A = CallFormat.PHI4, CallFormat.OLMO3
+BEGIN, END, CALL, STOP, SEP, *_ = MARKERS[8:]
+BLOCK = f"{CALL}function{SEP}%s\n```json\n%s\n```{STOP}"
 Expected = tuple[str, list[tuple[str, Any]]]
 
 CASES: list[tuple[CallFormat, str, Expected]] = [
@@ -51,7 +55,48 @@ CASES: list[tuple[CallFormat, str, Expected]] = [
     (P, r"""[f(a='it\'s', b="\u00e9\x41\n\q", c='"')]""", ("", [("f", {"a": "it's", "b": "éA\n\\q", "c": '"'})])),
     (P, "[f(a=true, b=false, c=null)]", ("", [("f", {"a": True, "b": False, "c": None})])),
     (P, "See [1, 2], then [get_weather(city='Oslo')]", ("See [1, 2], then", [("get_weather", {"city": "Oslo"})])),
+    (
+        D,
+        f'Wait.{BEGIN}{CALL}f{SEP}{{"a": 1}}{STOP}{CALL}g{SEP}{{}}{STOP}{END}',
+        ("Wait.", [("f", {"a": 1}), ("g", {})]),
+    ),
+    (D, f"{BEGIN}\n{CALL} f\n{SEP} {{}} {STOP}\n{CALL}g{SEP}{{}}{STOP} {END}\n", ("", [("f", {}), ("g", {})])),
+    (D, f"{CALL}f{SEP}{{}}{STOP}{END}", ("", [("f", {})])),
+    (D, f"{CALL}f{SEP}{{}}{STOP}", ("", [("f", {})])),
+    (D, f"{CALL}function{SEP}f\n```json\n{{}}\n```{STOP}{END}", ("", [("f", {})])),
+    (
+        R,
+        f"a{BEGIN}{BLOCK % ('f', '{}')}\n{BLOCK % ('g', '{}')}{END}",
+        ("a", [("f", {}), ("g", {})]),
+    ),
+    (R, f"{CALL}f{SEP}{{}}{STOP}", ("", [("f", {})])),
+    (G, '<|tool_call|>[{"name": "f", "arguments": {"a": 1}}, {"name": "g"}]', ("", [("f", {"a": 1}), ("g", {})])),
+    (G, '<|tool_call|> {"name": "f", "arguments": {}}', ("", [("f", {})])),
+    (G, 'Ok <tool_call>[{"name": "f", "arguments": {}}]</tool_call>\n', ("Ok", [("f", {})])),
+    (G, '<|tool_call|>[{"name": "f", "arguments": {}}]\n\nDone.', ("Done.", [("f", {})])),
+    (F, '<|tool_call|>[{"name": "f", "arguments": {"a": 1}}]<|/tool_call|>', ("", [("f", {"a": 1})])),
+    (F, 'functools[{"name": "f", "arguments": {}}, {"name": "g", "arguments": {}}]', ("", [("f", {}), ("g", {})])),
+    (
+        A,
+        "<function_calls>f(a=1)\ng(b='x', c=null)</function_calls>",
+        ("", [("f", {"a": 1}), ("g", {"b": "x", "c": None})]),
+    ),
+    (A, "Ok.\n<function_calls>\nf()\n</function_calls>\nDone.", ("Ok.\nDone.", [("f", {})])),
     # Text that is not a call is content, without loss.
+    (D, f"{BEGIN}no", (f"{BEGIN}no", [])),
+    (D, f"{CALL}unknown{SEP}{{}}{STOP}", (f"{CALL}unknown{SEP}{{}}{STOP}", [])),
+    (D, f"{CALL}{'f' * 200}{SEP}{{}}", (f"{CALL}{'f' * 200}{SEP}{{}}", [])),
+    (D, f"{CALL}f{SEP}{{}}{STOP} more", ("more", [("f", {})])),
+    (D, f"{CALL}f{SEP}{{}} more", ("more", [("f", {})])),
+    (R, f"{CALL}function{SEP}f\n```python\n", (f"{CALL}function{SEP}f\n```python\n", [])),
+    (R, f"{CALL}function{SEP}f\n```json\n[]", (f"{CALL}function{SEP}f\n```json\n[]", [])),
+    (R, f"{CALL}function{SEP}f\n```json\n{{}}\n{STOP}", (STOP, [("f", {})])),
+    (G, "<|tool_call|>[]", ("<|tool_call|>[]", [])),
+    (G, "<|tool_call|>none", ("<|tool_call|>none", [])),
+    (F, "import functools\nfunctools[1]", ("import functools\nfunctools[1]", [])),
+    (A, "<function_calls></function_calls>", ("<function_calls></function_calls>", [])),
+    (A, "<function_calls>f(1)</function_calls>", ("<function_calls>f(1)</function_calls>", [])),
+    (A, "<function_calls>f()</function>", ("</function>", [("f", {})])),
     (H, "no call", ("no call", [])),
     (H, " <tool_call>junk", (" <tool_call>junk", [])),
     (
@@ -129,9 +174,17 @@ def test_control_tokens_count_only_as_tokens() -> None:
     ("template", "tokens", "expected"),
     [
         ("... <tool_call> ...", (), H),
+        ("<tool_call>\n<function=f>\n<parameter=a>", (), CallFormat.QWEN3_CODER),
+        ("<parameter=a>", ("<tool_call>",), H),
         ("{{ '[TOOL_CALLS]' }}", (), M),
         ("[func_name1(params_name1=params_value1)]", ("<|python_tag|>",), P),
         ("<|python_tag|>", (), L),
+        (f"{BEGIN}{CALL}' + tool['type'] + '{SEP}' + tool['function']['name'] + '\n```json'", (), R),
+        (f"{BEGIN}{CALL}' + tool['function']['name'] + '{SEP}'", (), D),
+        ("", (BEGIN, SEP), D),
+        ("write <|tool_call|> followed by a JSON list", ("<|tool_call|>",), G),
+        ("", ("<|tool_call|>", "<|/tool_call|>"), F),
+        ("<function_calls>", (), A),
         ("", ("<|python_tag|>",), L),
         ("", ("[TOOL_CALLS]",), M),
         ("", ("<tool_call>", "<think>"), H),

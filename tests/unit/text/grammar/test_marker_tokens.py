@@ -74,7 +74,9 @@ def test_required_calls_have_the_tokens_of_the_markers(call_format, is_special, 
     thought = thought_rules(marks, is_open=False, call_format=call_format)
     grammar = calls_grammar(call_format, TOOLS, marks, is_single=True, thought=thought)
     ids, text = answer(tokenizer, Constraint(ConstraintKind.GRAMMAR, grammar), seed)
-    splitter = AnswerSplitter(AnswerForm(call_format, True, marks), SplitOptions(("w",), 1))
+    splitter = AnswerSplitter(
+        AnswerForm(call_format, True, marks), SplitOptions(("w",), 1, schemas={"w": TOOLS[0].schema})
+    )
     calls = [*splitter.feed(text).calls, *splitter.finish().calls]
     assert calls[0].name == "w"
     assert set(json.loads("".join(call.arguments for call in calls))) >= {"c"}

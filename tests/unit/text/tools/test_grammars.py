@@ -55,6 +55,7 @@ SCHEMAS: list[dict[str, Any]] = [
     },
 ]
 TOOLS = tuple(Tool(name, "", schema) for name, schema in zip(["f", "g", "h", "i-_9", "J"], SCHEMAS, strict=True))
+BY_NAME = {tool.name: tool.schema for tool in TOOLS}
 
 
 def made(controls: Iterable[str]) -> LLTokenizer:
@@ -111,16 +112,15 @@ def drawn(tokenizer: LLTokenizer, grammar: str, marks: Marks, seed: int, most: i
 
 
 def check(calls: list[tuple[str, str, str]]) -> None:
-    schemas = {tool.name: tool.schema for tool in TOOLS}
     for _, name, arguments in calls:
-        jsonschema.validate(json.loads(arguments), schemas[name])
+        jsonschema.validate(json.loads(arguments), BY_NAME[name])
 
 
 @pytest.mark.parametrize("marks", [NO_MARKS, ALL_MARKS], ids=["text", "control tokens"])
 @pytest.mark.parametrize("call_format", list(CallFormat))
 def test_texts_of_a_grammar_are_calls_that_fit(call_format, marks, tokenizer, marked):
     tokenizer = marked if marks is ALL_MARKS else tokenizer
-    tools = tuple(tool for tool in TOOLS if call_format is not CallFormat.PYTHONIC or "-" not in tool.name)
+    tools = tuple(tool for tool in TOOLS if call_format not in PYTHON or "-" not in tool.name)
     for thought in ("", thought_rules(marks, is_open=False), thought_rules(marks, is_open=True)):
         grammar = calls_grammar(call_format, tools, marks, thought=thought)
         assert compiled(tokenizer, grammar).get_error() == ""
@@ -130,7 +130,8 @@ def test_texts_of_a_grammar_are_calls_that_fit(call_format, marks, tokenizer, ma
         text = drawn(tokenizer, grammar, marks, seed)
         if text is None:
             continue
-        content, _, calls = split(call_format, [text], names=tuple(tool.name for tool in tools), marks=marks)
+        names = tuple(tool.name for tool in tools)
+        content, _, calls = split(call_format, [text], names=names, marks=marks, schemas=BY_NAME)
         assert content == ""
         assert 0 < len(calls) <= MAX_CALLS
         check(calls)
@@ -143,18 +144,34 @@ def accepts(tokenizer: LLTokenizer, grammar: str, text: str) -> bool:
     return matcher.try_consume_tokens(list(text.encode())) == len(text.encode()) and matcher.is_accepting()
 
 
+PYTHON = (CallFormat.PYTHONIC, CallFormat.OLMO3)
+FIRST, LAST, CALL, STOP, SEP, *_ = MARKERS[8:]
+FENCED = f"{CALL}function{SEP}{{}}\n```json\n{{}}\n```{STOP}"
 ONE = {
+    CallFormat.DEEPSEEK_V3: FIRST + FENCED.format("h", '{"city": "x"}') + LAST,
+    CallFormat.DEEPSEEK_V31: f'{FIRST}{CALL}h{SEP}{{"city": "x"}}{STOP}{LAST}',
+    CallFormat.GRANITE: '<|tool_call|>[{"name": "h", "arguments": {"city": "x"}}]',
+    CallFormat.OLMO3: '<function_calls>h(city="x")</function_calls>',
+    CallFormat.PHI4: '<|tool_call|>[{"name": "h", "arguments": {"city": "x"}}]<|/tool_call|>',
     CallFormat.HERMES: '<tool_call>\n{"name": "h", "arguments": {"city": "x"}}\n</tool_call>',
     CallFormat.LLAMA3_JSON: '{"name": "h", "parameters": {"city": "x"}}',
     CallFormat.HARMONY: '<|channel|>commentary to=functions.h <|constrain|>json<|message|>{"city": "x"}',
     CallFormat.MISTRAL: '[TOOL_CALLS][{"name": "h", "arguments": {"city": "x"}}]',
     CallFormat.PYTHONIC: '[h(city="x")]',
+    CallFormat.QWEN3_CODER: "<tool_call>\n<function=h>\n<parameter=city>\nx\n</parameter>\n</function>\n</tool_call>",
 }
+_LIST = '<|tool_call|>[{"name": "h", "arguments": {"city": "x"}}, {"name": "f", "arguments": {}}]'
 TWO = {
+    CallFormat.DEEPSEEK_V3: ONE[CallFormat.DEEPSEEK_V3].removesuffix(LAST) + "\n" + FENCED.format("f", "{}") + LAST,
+    CallFormat.DEEPSEEK_V31: f"{ONE[CallFormat.DEEPSEEK_V31].removesuffix(LAST)}{CALL}f{SEP}{{}}{STOP}{LAST}",
+    CallFormat.GRANITE: _LIST,
+    CallFormat.OLMO3: '<function_calls>h(city="x")\nf()</function_calls>',
+    CallFormat.PHI4: f"{_LIST}<|/tool_call|>",
     CallFormat.HERMES: f"{ONE[CallFormat.HERMES]}\n{ONE[CallFormat.HERMES]}",
     CallFormat.LLAMA3_JSON: f"{ONE[CallFormat.LLAMA3_JSON]}; {ONE[CallFormat.LLAMA3_JSON]}",
     CallFormat.MISTRAL: '[TOOL_CALLS][{"name": "h", "arguments": {"city": "x"}}, {"name": "f", "arguments": {}}]',
     CallFormat.PYTHONIC: '[h(city="x"), f()]',
+    CallFormat.QWEN3_CODER: f"{ONE[CallFormat.QWEN3_CODER]}\n<tool_call>\n<function=f>\n</function>\n</tool_call>",
     CallFormat.HARMONY: f"{ONE[CallFormat.HARMONY]}<|call|><|start|>assistant"
     "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}",
 }
@@ -169,7 +186,8 @@ def test_one_call_or_several(call_format, tokenizer):
     assert accepts(tokenizer, single, ONE[call_format])
     assert not accepts(tokenizer, single, TWO[call_format])
     assert not accepts(tokenizer, several, "no call")
-    assert not accepts(tokenizer, several, ONE[call_format].replace('"x"', "1"))
+    wrong = ("\nx\n", f"\n{'x' * 9}\n") if call_format is CallFormat.QWEN3_CODER else ('"x"', "1")
+    assert not accepts(tokenizer, several, ONE[call_format].replace(*wrong))
     assert not accepts(tokenizer, calls_grammar(call_format, tools[:2], NO_MARKS), ONE[call_format])
     assert len(split(call_format, [TWO[call_format]], names=("h", "f"))[2]) == 2
 
@@ -235,12 +253,12 @@ def test_schemas_that_are_no_keyword_arguments_are_refused(schema, words):
     assert caught.value.field == "tools"
 
 
-@pytest.mark.parametrize("call_format", list(CallFormat))
+@pytest.mark.parametrize("call_format", [each for each in CallFormat if each is not CallFormat.QWEN3_CODER])
 def test_patterns_and_members_are_enforced_exactly(call_format, tokenizer):
     inner = {"type": "object", "properties": {"k": {"type": "integer"}}, "required": ["k"]}
     properties = {"city": {"type": "string", "pattern": "^[0-9a-c]{3}$"}, "in": {"type": "array", "items": inner}}
     of_names = {"type": "object", "additionalProperties": {"type": "null"}, "properties": {"k": {"type": "integer"}}}
-    if call_format is CallFormat.PYTHONIC:
+    if call_format in PYTHON:
         properties = {"city": properties["city"], "into": properties["in"]}
     schema = {"type": "object", "properties": {**properties, "more": of_names}, "required": ["city"]}
     grammar = calls_grammar(call_format, [Tool("h", "", schema)], NO_MARKS)
@@ -248,7 +266,7 @@ def test_patterns_and_members_are_enforced_exactly(call_format, tokenizer):
     def call(value, more=""):
         return ONE[call_format].replace('"x"', value + more)
 
-    name, sign = ("into", "=") if call_format is CallFormat.PYTHONIC else ('"in"', ": ")
+    name, sign = ("into", "=") if call_format in PYTHON else ('"in"', ": ")
     assert accepts(tokenizer, grammar, call('"0a9"'))
     assert accepts(tokenizer, grammar, call('"0a9"', f', {name}{sign}[{{"k": 1}}]'))
     assert not accepts(tokenizer, grammar, call('"0d9"'))
@@ -257,7 +275,7 @@ def test_patterns_and_members_are_enforced_exactly(call_format, tokenizer):
     more = name.replace("into", "more").replace("in", "more")
     assert accepts(tokenizer, grammar, call('"0a9"', f', {more}{sign}{{"k": 1, "b": null}}'))
     assert not accepts(tokenizer, grammar, call('"0a9"', f', {more}{sign}{{"k": 1, "b&&x]": 1}}'))
-    if call_format is not CallFormat.PYTHONIC:
+    if call_format not in PYTHON:
         assert not accepts(tokenizer, grammar, call('"0a9"', ', "other": 1'))
 
 
