@@ -13,8 +13,8 @@ class Client:
     """Pinned packages, first that of the client; none for a body that is sent by plain HTTP."""
     quick_start: str
     """Name of the script in quick_starts."""
-    seconds: float = 120.0
-    """Time limit of the script in seconds."""
+    seconds: float = 300.0
+    """Time limit of the script in seconds; the first run compiles the packages."""
 
     @property
     def version(self) -> str:

@@ -16,7 +16,7 @@ TOOL = {
     },
 }
 QUESTION = {"role": "user", "content": "Is it sunny in Paris?"}
-COMMON = {"model": MODEL, "temperature": 0}
+COMMON = {"model": MODEL, "extra_body": {"temperature": 0}}
 
 assert CLIENT.messages.create(**COMMON, messages=[QUESTION], max_tokens=8).content[0].text
 with CLIENT.messages.stream(**COMMON, messages=[QUESTION], max_tokens=8) as stream:

@@ -1,4 +1,4 @@
-"""Two turns, a count and a title with the fields and blocks that Claude Code sends to the Messages API."""
+"""Two turns, a count and a constrained answer with the fields and blocks that Claude Code sends to the Messages API."""
 
 import json
 import sys
@@ -55,7 +55,12 @@ LATER = [
         ],
     },
 ]
-TITLE = {"type": "object", "properties": {"title": {"type": "boolean"}}, "required": ["title"]}
+TITLE = {
+    "type": "object",
+    "properties": {"title": {"type": "boolean"}},
+    "required": ["title"],
+    "additionalProperties": False,
+}
 
 
 def post(path: str, **body: object) -> httpx.Response:
