@@ -11,7 +11,7 @@ NODE_PACKAGES := containerd runc containernetworking-plugins nftables conntrack 
 PROTOS := $(wildcard proto/kvferry/v1/*.proto)
 CPP := $(wildcard kernels/cpu/*.[ch]pp kernels/cpu/*/*.[ch]pp)
 
-.PHONY: fuzz endurance siege sanitize help run setup redis test check format lint types layers proto golden verify lock bench bench-gpu bench-tiers bench-transfer bench-turns bench-bursts bench-adapters bench-constraints bench-cache-map bench-flow bench-gateway bench-tenants bench-hostile-schemas bench-routing bench-scheduler bench-speculation train-head bench-moe bench-peers bench-async-steps bench-steps bench-calibration bench-tls results explore faults test-long test-gpu test-cluster cluster-assets zero-loss cluster-up cluster-down image node-tools coverage clean
+.PHONY: fuzz endurance siege sanitize help run setup redis test check format lint types layers proto golden verify lock bench bench-gpu bench-tiers bench-transfer bench-turns bench-bursts bench-adapters bench-constraints bench-cache-map bench-flow bench-gateway bench-tenants bench-hostile-schemas bench-routing bench-scheduler bench-speculation train-head bench-moe bench-peers bench-async-steps bench-steps bench-calibration bench-tls results explore faults test-clients test-long test-gpu test-cluster cluster-assets zero-loss cluster-up cluster-down image node-tools coverage clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -172,6 +172,9 @@ endurance: $(READY) ## all features at once for 10 minutes, each answer compared
 
 siege: $(READY) ## hostile clients against `kvferry up`, and the latency of a canary; 10 minutes (ARGS="--seconds 60")
 	@$(BIN)/python -m harness.siege $(ARGS)
+
+test-clients: $(READY) ## quick starts of client libraries, benchmarks and agents, each in build/clients, against `kvferry up`; installs several GB once (ARGS="openai litellm")
+	@$(BIN)/python -m harness.clients.matrix $(ARGS)
 
 fuzz: $(READY) ## fuzzers of everything that comes from outside, an hour each (ARGS="--seconds 600 --target gguf")
 	@$(BIN)/python -m harness.fuzz $(ARGS)

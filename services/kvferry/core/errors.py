@@ -30,6 +30,8 @@ CONSTRAINT_TOO_COMPLEX = "CONSTRAINT_TOO_COMPLEX"
 ENDS_OUTPUT = frozenset({NOTHING_TO_SAMPLE, CONSTRAINT_DEAD_END, CONSTRAINT_TOO_COMPLEX})
 """Values of `InvalidRequest.reason` for requests whose output cannot continue: they may appear after tokens."""
 
+CONTEXT_LENGTH_EXCEEDED = "CONTEXT_LENGTH_EXCEEDED"
+"""Value of `InvalidRequest.reason` for requests whose prompt is too long."""
 
 _MAX_SHOWN_CHARS = 40
 
@@ -192,3 +194,29 @@ class InvariantBroken(KvferryError):
     grpc_status = "INTERNAL"
     http_status = 500
     reason = "INTERNAL"
+
+
+def context_overflow(
+    num_tokens: int, context_tokens: int, *, has_output: bool = True, field: str = "prompt", num_chars: int = 0
+) -> InvalidRequest:
+    """Return the error for a prompt that is too long.
+
+    Clients recognize it by its code or by its words, `prompt is too long: N tokens > M maximum` and `this model's
+    maximum context length is`, and shorten the conversation.
+
+    Args:
+        num_tokens: number of tokens of the prompt; at least so many if it was too long to be tokenized.
+        context_tokens: context length in tokens.
+        has_output: whether there must be room for at least one more token; a vector needs none.
+        field: name of the request's field with the prompt.
+        num_chars: number of characters of a prompt that was too long to be tokenized.
+    """
+    longest = context_tokens - 1 if has_output else context_tokens
+    return InvalidRequest(
+        f"prompt is too long: {num_tokens} tokens > {longest} maximum; this model's maximum context length is "
+        f"{context_tokens} tokens{', prompt and output' if has_output else ''}; shorten the {field} by at least "
+        f"{num_tokens - longest} tokens"
+        + (f" (its {num_chars} characters are {num_tokens} tokens or more)" if num_chars else ""),
+        field=field,
+        reason=CONTEXT_LENGTH_EXCEEDED,
+    )

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvferry.core.errors import InvalidRequest
+from kvferry.core.errors import InvalidRequest, context_overflow
 from kvferry.core.inference.pooling import PoolingParams
 from kvferry.core.limits import MAX_MESSAGE_BYTES, MAX_TOKEN_IDS
 from kvferry.core.sampling import NO_SAMPLING
@@ -117,11 +117,7 @@ def encode_inputs(
         if not ids:
             raise InvalidRequest(f"{name} is empty; send at least one token", field=name)
         if len(ids) > context_tokens:
-            raise InvalidRequest(
-                f"{name} has {len(ids)} tokens, but the context length is {context_tokens}; shorten it",
-                field=name,
-                reason="CONTEXT_LENGTH_EXCEEDED",
-            )
+            raise context_overflow(len(ids), context_tokens, has_output=False, field=name)
         prompts.check_token_ids(model, ids, name)
         left -= len(ids)
         if left < 0:

@@ -7,9 +7,8 @@ import math
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-from kvferry.core.errors import InvalidRequest, UnknownModel, shortened
+from kvferry.core.errors import InvalidRequest, UnknownModel, context_overflow, shortened
 from kvferry.core.inference.tools import ToolUse
 from kvferry.core.sampling import SamplingParams
 from kvferry.serving.text_model import ChatMessages, TextModel
@@ -22,28 +21,7 @@ MAX_MESSAGES = 4096
 _NO_TOOLS = ToolUse()
 """Maximum number of messages in a conversation."""
 
-CONTEXT_LENGTH_EXCEEDED = "CONTEXT_LENGTH_EXCEEDED"
-"""Reason of requests whose prompt is too long."""
-
 DrawSeed = Callable[[], int]
-
-
-class ContextOverflow(InvalidRequest):
-    """The prompt leaves no room for the output in the context."""
-
-    reason = CONTEXT_LENGTH_EXCEEDED
-
-    def __init__(self, message: str, *, num_tokens: int = 0, max_tokens: int = 0, **kwargs: Any) -> None:
-        """
-        Args:
-            message: names the value and the remedy, for users.
-            num_tokens: number of tokens of the prompt; at least so many if it was too long to be tokenized.
-            max_tokens: maximum number of tokens of a prompt.
-            kwargs: see `KvferryError`.
-        """
-        super().__init__(message, **kwargs)
-        self.num_tokens = num_tokens
-        self.max_tokens = max_tokens
 
 
 def draw_seed() -> int:
@@ -69,17 +47,11 @@ def check_num_chars(model: TextModel, num_chars: int) -> None:
         num_chars: number of characters of the text.
 
     Raises:
-        ContextOverflow: the text has more characters than a full context of tokens can encode.
+        InvalidRequest: the text has more characters than a full context of tokens can encode.
     """
     if num_chars > model.max_prompt_chars:
         context = model.max_model_tokens
-        raise ContextOverflow(
-            f"the prompt has {num_chars} characters; a context of {context} tokens holds at most "
-            f"{model.max_prompt_chars}",
-            num_tokens=math.ceil(num_chars * context / model.max_prompt_chars),
-            max_tokens=context - 1,
-            field="prompt",
-        )
+        raise context_overflow(math.ceil(num_chars * context / model.max_prompt_chars), context, num_chars=num_chars)
 
 
 def encode_text(model: TextModel, text: str) -> list[int]:
@@ -183,17 +155,11 @@ def check_num_tokens(model: TextModel, num_prompt: int, context_tokens: int | No
         context_tokens: context length of the workers; `None` for the model's.
 
     Raises:
-        ContextOverflow: the context has no tokens left for the output.
+        InvalidRequest: the context has no tokens left for the output.
     """
     context = model.max_model_tokens if context_tokens is None else context_tokens
     if num_prompt >= context:
-        raise ContextOverflow(
-            f"the prompt has {num_prompt} tokens, but the context length for prompt and output is {context}; "
-            f"shorten the prompt by at least {num_prompt - context + 1} tokens",
-            num_tokens=num_prompt,
-            max_tokens=context - 1,
-            field="prompt",
-        )
+        raise context_overflow(num_prompt, context)
 
 
 def fit(

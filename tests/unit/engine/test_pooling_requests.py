@@ -205,7 +205,7 @@ def test_a_hidden_state_that_is_not_finite_fails_its_own_request() -> None:
 
 def test_a_prompt_may_fill_the_context_and_not_more() -> None:
     engine = engine_on(COMPILED)
-    with pytest.raises(InvalidRequest, match=r"65 tokens, but the context length is 64"):
+    with pytest.raises(InvalidRequest, match=r"65 tokens > 64 maximum"):
         ask(engine, "long", [1] * (CONTEXT + 1), RAW)
     with pytest.raises(InvalidRequest, match="empty"):
         ask(engine, "none", [], RAW)

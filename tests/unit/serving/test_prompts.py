@@ -26,7 +26,7 @@ def test_a_seed_is_drawn_only_when_none_came():
     ("token_ids", "sampling", "field", "words"),
     [
         ([], {}, "prompt", "empty"),
-        ([1] * 10, {}, "prompt", "10 tokens, but .* is 10; .*at least 1 tokens"),
+        ([1] * 10, {}, "prompt", "10 tokens > 9 maximum; .* is 10 tokens, .*at least 1 tokens"),
         ([1] * 13, {}, "prompt", "at least 4 tokens"),
         ([1, 258], {}, "prompt", "token id 258.*0 to 257"),
         ([1, -1], {}, "prompt", "token id -1"),
@@ -49,7 +49,7 @@ def test_only_the_served_model_is_accepted():
 
 
 def test_a_text_longer_than_the_context_can_hold_is_refused_before_it_is_encoded():
-    with pytest.raises(InvalidRequest, match="the prompt has 513 characters; a context of 8 tokens holds at most 512"):
+    with pytest.raises(InvalidRequest, match=r"9 tokens > 7 maximum.*its 513 characters are 9 tokens or more"):
         prompts.encode_text(byte_model(8), "a" * 513)
     with pytest.raises(InvalidRequest, match="characters") as caught:
         prompts.encode_chat(byte_model(8), [{"role": "user", "content": "a" * 257}] * 2)

@@ -102,7 +102,7 @@ async def test_the_extensions_reach_the_worker(http, gateway):
         ("/v1/embeddings", {"input": [1, 258]}, "input", "ids 0 to 257"),
         ("/v1/embeddings", {"input": [1, -1]}, "input", "ids 0 to 257"),
         ("/v1/embeddings", {"input": [10**30]}, "input", "more than 64 bits"),
-        ("/v1/embeddings", {"input": [[7] * 513, [7]]}, "input.0", "513 tokens, but the context length is 512"),
+        ("/v1/embeddings", {"input": [[7] * 513, [7]]}, "input.0", "513 tokens > 512 maximum"),
         ("/v1/embeddings", {"input": "a", "dimensions": 0}, "dimensions", f"between 1 and {HIDDEN_SIZE}"),
         ("/v1/embeddings", {"input": "a", "dimensions": HIDDEN_SIZE + 1}, "dimensions", f"between 1 and {HIDDEN_SIZE}"),
         ("/v1/embeddings", {"input": "a", "dimensions": 2.0}, "dimensions", "2.0"),

@@ -1,6 +1,6 @@
 """Check of a prompt's length against the context length."""
 
-from kvferry.core.errors import InvalidRequest
+from kvferry.core.errors import context_overflow
 
 
 def check_length(count: int, context: int, *, has_output: bool) -> None:
@@ -14,16 +14,5 @@ def check_length(count: int, context: int, *, has_output: bool) -> None:
     Raises:
         InvalidRequest: the prompt does not fit.
     """
-    if has_output and count >= context:
-        raise InvalidRequest(
-            f"the prompt has {count} tokens, but the context length is {context} and the output needs at least one "
-            "token; shorten the prompt",
-            field="prompt",
-            reason="CONTEXT_LENGTH_EXCEEDED",
-        )
-    if count > context:
-        raise InvalidRequest(
-            f"the prompt has {count} tokens, but the context length is {context}; shorten the prompt",
-            field="prompt",
-            reason="CONTEXT_LENGTH_EXCEEDED",
-        )
+    if count + has_output > context:
+        raise context_overflow(count, context, has_output=has_output)

@@ -9,7 +9,6 @@ from kvferry.core.errors import KvferryError
 from kvferry.core.inference.chunks import Timing
 from kvferry.gateway.http.openai.reply import encode
 from kvferry.rpc.errors import MAX_MESSAGE_CHARS
-from kvferry.serving.prompts import CONTEXT_LENGTH_EXCEEDED, ContextOverflow
 
 SIGNATURE = "kvferry"
 """The signature of all reasoning: clients require one and send it back; it is not checked."""
@@ -191,10 +190,4 @@ def sse(event: Event) -> bytes:
 
 def _error(error: KvferryError) -> MessageError:
     kind = _ERROR_TYPES.get(error.http_status, "invalid_request_error" if error.http_status < 500 else "api_error")
-    message = error.message
-    # Clients recognize this error by its words, and shorten the conversation.
-    if isinstance(error, ContextOverflow):
-        message = f"prompt is too long: {error.num_tokens} tokens > {error.max_tokens} maximum; {message}"
-    elif error.reason == CONTEXT_LENGTH_EXCEEDED:
-        message = f"prompt is too long: {message}"
-    return MessageError(kind, message[:MAX_MESSAGE_CHARS], MessageErrorDetails(error.reason.lower()))
+    return MessageError(kind, error.message[:MAX_MESSAGE_CHARS], MessageErrorDetails(error.reason.lower()))

@@ -1,0 +1,118 @@
+"""Runs the quick starts of clients against `kvferry up`: `python -m harness.clients.matrix [CLIENT]...`.
+
+Environments are made once in build/clients, from package registries: several GB, mostly for guidellm. Exit status 1 if
+a client cannot be installed, or its quick start fails.
+"""
+
+import argparse
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.clients.matrix.table import CLIENTS, Client
+from harness.servers.processes import running
+from kvferry.core.clock import SystemClock
+
+ROOT = Path(__file__).resolve().parents[4]
+FOLDER = ROOT / "build" / "clients"
+MODEL = "smollm2-135m-instruct"
+_SCRIPTS = Path(__file__).with_name("quick_starts")
+_INSTALL_SECONDS = 900.0
+_SHOWN_CHARS = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a quick start ended."""
+
+    client: Client
+    seconds: float
+    failure: str = ""
+    """End of the output; empty for a success."""
+
+    @property
+    def line(self) -> str:
+        """Row of the printed table."""
+        word = "failed" if self.failure else "works"
+        return f"{self.client.name:14} {self.client.version:10} {word:7} {self.seconds:6.1f} s"
+
+
+def python_of(client: Client) -> Path:
+    """Return the interpreter of a client's environment, made now if its pinned packages changed.
+
+    Raises:
+        subprocess.SubprocessError: the packages cannot be installed in time.
+    """
+    if not client.requirements:
+        return Path(sys.executable)
+    folder = FOLDER / client.name
+    python, note, wanted = folder / "bin" / "python", folder / "requirements.txt", "\n".join(client.requirements)
+    if not note.exists() or note.read_text("utf-8") != wanted:
+        _run([sys.executable, "-m", "venv", "--clear", str(folder)], _INSTALL_SECONDS)
+        uv = shutil.which("uv", path=str(Path(sys.executable).parent))
+        install = [uv, "pip", "install", "--python", str(python)] if uv else [str(python), "-m", "pip", "install"]
+        _run([*install, "--quiet", *client.requirements], _INSTALL_SECONDS)
+        note.write_text(wanted, "utf-8")
+    return python
+
+
+def tried(client: Client, url: str) -> Outcome:
+    """Run the quick start of a client against the gateway at `url`."""
+    clock = SystemClock()
+    started, failure = clock.monotonic(), ""
+    try:
+        python = python_of(client)
+        started = clock.monotonic()
+        _run([str(python), str(_SCRIPTS / f"{client.quick_start}.py"), url, MODEL], client.seconds)
+    except subprocess.CalledProcessError as error:
+        failure = error.stdout or f"exit status {error.returncode}"
+    except subprocess.TimeoutExpired as error:
+        failure = f"not done within {error.timeout:.0f} s"
+    return Outcome(client, clock.monotonic() - started, failure[-_SHOWN_CHARS:])
+
+
+def chosen(names: list[str]) -> list[Client]:
+    """Return the named clients, all without a name.
+
+    Raises:
+        SystemExit: a name is unknown.
+    """
+    if unknown := set(names) - {client.name for client in CLIENTS}:
+        raise SystemExit(f"clients: {', '.join(unknown)} unknown; known: {', '.join(c.name for c in CLIENTS)}")
+    return [client for client in CLIENTS if not names or client.name in names]
+
+
+def _run(command: list[str], seconds: float) -> None:
+    subprocess.run(
+        command,
+        timeout=seconds,
+        check=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+
+
+def main() -> int:
+    """Run the chosen quick starts in turn and print a table."""
+    parser = argparse.ArgumentParser(prog="python -m harness.clients.matrix")
+    parser.add_argument("clients", nargs="*", metavar="CLIENT", help="name in docs/clients.md; all without one")
+    clients = chosen(parser.parse_args().clients)
+    outcomes = []
+    with running("up", "--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--json") as stack:
+        url = f"http://{stack.wait_for('ready')['http']}"
+        for client in clients:
+            outcomes.append(tried(client, url))
+            print(outcomes[-1].line, flush=True)
+        stack.stop()
+    failed = [outcome for outcome in outcomes if outcome.failure]
+    for outcome in failed:
+        print(f"\n{outcome.client.name}:\n{outcome.failure}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

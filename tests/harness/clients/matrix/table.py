@@ -1,0 +1,44 @@
+"""The clients of docs/clients.md: pinned packages, and the quick start that uses them."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """A client and its quick start."""
+
+    name: str
+    """Name in docs/clients.md."""
+    requirements: tuple[str, ...]
+    """Pinned packages, first that of the client; none for a body that is sent by plain HTTP."""
+    quick_start: str
+    """Name of the script in quick_starts."""
+    seconds: float = 300.0
+    """Time limit of the script in seconds; the first run compiles the packages."""
+
+    @property
+    def version(self) -> str:
+        """Version of the first package; empty without one."""
+        return self.requirements[0].partition("==")[2] if self.requirements else ""
+
+
+CLIENTS = (
+    Client("openai", ("openai==3.57.0",), "openai_chat"),
+    Client("anthropic", ("anthropic==2.14.0",), "anthropic_messages"),
+    Client("openai-agents", ("openai-agents==0.24.0", "openai==3.57.0"), "agents_tool"),
+    Client("litellm", ("litellm==1.110.2",), "litellm_providers"),
+    Client(
+        "langchain",
+        ("langchain==1.5.2", "langchain-openai==1.7.4", "langchain-anthropic==1.7.10", "openai==3.57.0"),
+        "langchain_agent",
+    ),
+    Client("pydantic-ai", ("pydantic-ai-slim[openai,anthropic]==2.68.0",), "pydantic_outputs"),
+    Client("instructor", ("instructor==1.17.0",), "instructor_modes"),
+    Client("smolagents", ("smolagents[openai]==1.26.0",), "smolagents_tool"),
+    Client("lm-eval", ("lm-eval[api]==0.4.13",), "lm_eval_task"),
+    Client("guidellm", ("guidellm==0.8.1",), "guidellm_run"),
+    Client("aiperf", ("aiperf==0.13.0",), "aiperf_profile"),
+    Client("Codex", (), "codex_body"),
+    Client("Claude Code", (), "claude_code_body"),
+)
+"""All clients, in the order of docs/clients.md."""
