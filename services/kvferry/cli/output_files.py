@@ -82,7 +82,7 @@ def check_distinct(*paths: Path | None) -> None:
     """Check that no two of the files that a command reads and writes are the same.
 
     Raises:
-        UsageError: two paths lead to one file; devices and pipes may be written twice.
+        UsageError: two paths resolve to the same file; devices and pipes may occur more than once.
     """
     found: set[Path] = set()
     for path in filter(None, paths):

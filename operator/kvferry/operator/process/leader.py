@@ -126,7 +126,7 @@ class Leader:
 
     def _renew(self) -> None:
         assert self._held is not None
-        begun = self._clock.monotonic()  # before the write: candidates count the lease from the write
+        begun = self._clock.monotonic()  # before the write, since the expiry timers of candidates start after it
         made = taken(self._held, self._me, self._times, self._stamp(), name=self._name, namespace=self._namespace)
         try:
             self._held = self._api.replace(made)

@@ -27,7 +27,7 @@ def command(values: Values) -> None:
     leave_on_signals()
     raise_open_files()
     follow_parent()
-    # Imported here: these load gRPC and the kernels, which would delay `--help` and errors in flags.
+    # Imported here, since these modules load gRPC and the kernels, which would delay `--help` and errors in flags.
     from kvferry.kv.handoff.offers import OfferTimes
     from kvferry.text.requests.answer_rules import AnswerParsers
     from kvferry.workers.build import UnitEndpoint

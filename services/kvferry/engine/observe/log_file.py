@@ -183,7 +183,7 @@ def _complete(log: StepLog) -> None:
     """Check that requests and steps match, and generate the tokens of a log without tokens."""
     arrived = {number for step in log.steps for kind, number in step.events if kind == ADD}
     if missing := arrived - log.requests.keys():
-        raise ValueError(f"request {min(missing)} arrives but is not described")
+        raise ValueError(f"request {min(missing)} has an `add` event but no request line")
     counts = {number: request.num_given for number, request in log.requests.items()}
     for step in log.steps:
         for number, ids in step.tokens:

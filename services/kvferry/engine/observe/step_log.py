@@ -2,7 +2,7 @@
 
     {"kvferry_steps": 1, "engine": {...}, "has_tokens": false, ...}                       the head
     {"events": [["add", 0], ["abort", 3]], "plan": [[0, 0, 40, 1]], "tokens": [[0, [17]]], ...}    one for each step
-    {"request": 0, "prompt": 40, "ids": [..], ...}                                        one for each request
+    {"request": 0, "num_prompt": 40, "names": [..], ...}                                  one for each request
 
 A log begins with an idle engine and an empty prefix cache, so a scheduler that receives the same events between the
 same steps plans the same steps (`simulator.worker.step_replay`). `obstacle` is the reason if this does not hold.

@@ -182,7 +182,7 @@ class OfferBook(Generic[P]):
             raise TicketRejected(f"attempt {attempt} has already ended", reason="TICKET_GONE", field="attempt")
         else:
             raise TicketRejected(
-                f"the offer is {place.state.value}: another attempt claimed it",
+                f"attempt {attempt} cannot claim the offer: a later attempt holds the lease, or the lease has ended",
                 reason="TICKET_TAKEN",
                 field="ticket",
             )

@@ -249,7 +249,7 @@ class Gateway:
             self._pump()
 
     def answered(self, job: Job, now: float) -> None:
-        """Note the first token on a worker."""
+        """Record the first token of a job on its worker."""
         run = run_of(job)
         if run.member is not None:
             if job.remote is None:

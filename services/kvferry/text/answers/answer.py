@@ -1,4 +1,4 @@
-"""Splits whole answers: the format of a model's answers, the options of a request, and the splitter."""
+"""Splitter of an answer into reasoning, content and tool calls, its options, and the format of a model's answers."""
 
 import secrets
 import string

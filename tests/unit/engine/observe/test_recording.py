@@ -121,7 +121,7 @@ def test_runs_that_cannot_be_replayed_are_refused_with_the_reason() -> None:
         (lambda lines: [lines[0].replace("fcfs", "later")], "srtf, two-level, weighted, not 'later'"),
         (lambda lines: [lines[0], '{"events":[["jump",0]],"plan":[],"tokens":[],"is_ahead":false,"begun":0,"ended":1}'],
          "line 2 of the step log is invalid: the event 'jump' is unknown"),
-        (lambda lines: lines[:-1], "request 0 arrives but is not described"),
+        (lambda lines: lines[:-1], "request 0 has an `add` event but no request line"),
         (lambda lines: [*lines[:-1], lines[-1].replace('"num_prompt":40', '"num_prompt":4000')], "blocks for"),
         (lambda lines: [*lines[:-1], lines[-1].replace('"num_prompt":40', '"num_prompt":-1')], "-1 is not a whole"),
         (lambda lines: ["[" * 100_000], "line 1"),

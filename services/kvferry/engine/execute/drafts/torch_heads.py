@@ -1,4 +1,4 @@
-"""Heads on the torch kernels of the target model, on a CPU, in its data type."""
+"""Heads on the torch kernels of the target model, in the data type of that model; CPU only."""
 
 import torch
 from torch.nn.functional import silu

@@ -50,13 +50,14 @@ class SpeculationSettings:
 
 def parse_speculation(text: str) -> SpeculationSettings:
     """Parse the setting: `off`, `auto`, `suffix`, `ngram`, `draft=MODEL`, `eagle=FOLDER` or `medusa=FOLDER`. All but
-    `off` accept `?k=`, the maximum draft tokens of a sequence in a step; `ngram` also accepts `&min=` and `&max=`, the
-    lengths of matches, and the last three `&fixed=1`, which always proposes k tokens. `eagle` and `medusa` accept
-    `&width=`, the candidates for a token of a tree, of which k is the depth. `accept=rejection` selects the rejection
-    rule.
+    `off` accept `?k=`, the maximum draft tokens of a sequence in a step. `ngram` also accepts `&min=` and `&max=`, the
+    minimum and maximum match lengths. `draft`, `eagle` and `medusa` accept `&fixed=1`, which always proposes k tokens.
+    `eagle` and `medusa` also accept `&width=`, the maximum candidates per token; above 1, drafts are trees of depth k.
+    `accept=rejection` selects the rejection rule.
 
     Raises:
-        UsageError: the method or a parameter is unknown, not a number, or out of range.
+        UsageError: the method or a parameter is unknown, a value is missing or invalid, a parameter is repeated, or
+            `min` is above `max`.
     """
     head, _, query = text.partition("?")
     method, equals, model = head.partition("=")

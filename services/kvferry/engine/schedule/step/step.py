@@ -66,7 +66,7 @@ def is_decode(num_uncomputed: int) -> bool:
     return num_uncomputed == 1
 
 
-@dataclass(slots=True)  # not frozen, since one is created per sequence and step, and freezing doubles that time
+@dataclass(slots=True)  # not frozen: one is created per sequence and step, and freezing doubles the creation time
 class ScheduledSequence:
     """Part of a step that belongs to one sequence. Do not change it. The scheduler owns its lists; do not keep them."""
 

@@ -126,7 +126,7 @@ class ReplicaFeed:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
-            return MapEvent.FEED_LOST, "the subscription was cancelled"  # after an audit
+            return MapEvent.FEED_LOST, "the subscription was cancelled"  # by `_audit_repeatedly`, after a failed audit
         except Exception as error:
             # A stale map would look exact, so no error may end the task.
             _log.exception("the cache feed of worker %s failed", self._address)

@@ -282,7 +282,7 @@ def parse_response(body: bytes, *, is_strict: bool = False) -> ResponseRequest:
 
 
 def _take_other_tools(fields: dict[str, Any]) -> list[str]:
-    """Remove the tools that are no functions, such as `web_search`, from a body; return the names of their types for
+    """Remove the tools that are not functions, such as `web_search`, from a body; return the names of their types for
     the fields without effect.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Set of recently stored names, so that the objects of a frequent prompt are not stored each time.
+"""Names of recently stored objects, kept so that the objects of a frequent prompt are not stored each time.
 
 A name is removed when its object is missing (its store failed, or a lookup or load did not find it) or after many other
 names were added, so that an object that a tier has dropped can be stored a second time. Pure, not thread-safe.
