@@ -12,7 +12,6 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import Protocol
 
 from kvferry.core.clock import Clock
 from kvferry.core.errors import DeadlinePassed, Forbidden, KvferryError, Overloaded, Unavailable, UnknownModel
@@ -40,32 +39,6 @@ UncachedTokens = Callable[[str, Sequence[int]], int]
 """Function from a prompt's scope and tokens to the number of its tokens that no worker has cached."""
 
 
-class Gate(Protocol):
-    """The methods of the flow gate that a slot uses."""
-
-    async def admit(self, slot: "RequestSlot") -> None:
-        """Wait until the request may start."""
-        ...
-
-    def leave(self, slot: "RequestSlot", *, is_whole: bool) -> None:
-        """Free the request's slot.
-
-        Args:
-            slot: the request's slot.
-            is_whole: whether the request ended without an error.
-        """
-        ...
-
-    def prefilled(self, entry: Entry, num_tokens: int) -> None:
-        """Free the capacity of computed prompt tokens.
-
-        Args:
-            entry: a dispatched entry.
-            num_tokens: number of tokens of one sample's prompt, which has been computed.
-        """
-        ...
-
-
 class _Sample:
     """Tokens of one sample; `cached` is -1 until the sample has ended."""
 
@@ -84,7 +57,7 @@ class RequestSlot:
         "work",
     )  # fmt: skip
 
-    def __init__(self, gate: Gate, work: Work) -> None:
+    def __init__(self, gate: "FlowGate", work: Work) -> None:
         self._gate = gate
         self._samples: dict[int, _Sample] = {}
         self.work = work

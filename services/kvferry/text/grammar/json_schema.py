@@ -118,10 +118,8 @@ def _enforceable(schema: Any) -> Any:
             made[key] = _checked_reference(value)
         elif key == "uniqueItems" and value is False:  # the default; the compiler refuses the keyword
             continue
-        elif (
-            key == "format" and value not in _FORMATS
-        ):  # an annotation, as JSON Schema says (2020-12, validation, 7.2.3)
-            continue
+        elif key == "format" and not (isinstance(value, str) and value in _FORMATS):
+            continue  # an annotation (JSON Schema 2020-12, validation, 7.2.3)
         else:
             made[key] = value if key in _ANNOTATIONS else _enforceable(value)
     _read_flags(made)
@@ -151,7 +149,9 @@ def _read_names(schema: dict[str, Any]) -> None:
         schema["properties"] = {name: others for name in names["enum"] if isinstance(name, str)}
     elif isinstance(names.get("pattern"), str) and names.keys() <= {"type", "pattern"}:
         schema[_PATTERNS] = {names["pattern"]: others}
-    elif names.keys() <= {"type", "minLength", "maxLength"}:
+    elif names.keys() <= {"type", "minLength", "maxLength"} and all(
+        isinstance(names.get(key, 0), int) for key in ("minLength", "maxLength")
+    ):
         schema[_PATTERNS] = {f"^(?s:.{{{names.get('minLength', 0)},{names.get('maxLength', '')}}})$": others}
     else:
         return

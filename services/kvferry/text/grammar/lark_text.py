@@ -83,10 +83,12 @@ def prepared_lark(text: str, tokens: NamedTokens) -> str:
 
 def _with_tokens(literal: str, tokens: NamedTokens) -> str:
     """Return a string as a group in which ordinary markers may be their tokens; empty if it has none."""
-    if not literal.startswith('"') or any(f"\\{marker}" in literal for marker in tokens.ordinary):
+    if not tokens.ordinary or not literal.startswith('"'):
+        return ""
+    if any(f"\\{marker}" in literal for marker in tokens.ordinary):
         return ""
     parts = re.split("(" + "|".join(map(re.escape, tokens.ordinary)) + ")", literal[1:-1])
-    if not tokens.ordinary or len(parts) == 1:
+    if len(parts) == 1:
         return ""
     texts, markers = parts[::2], parts[1::2]
     group = [f'"{texts[0]}"' if texts[0] else ""]

@@ -56,7 +56,9 @@ def _tag(alternatives: list[Any]) -> str | None:
         for each in alternatives:
             member = each["properties"].get(name)
             values = list(_constants(member))
-            is_given = name in each.get("required", ()) or (isinstance(member, dict) and "default" in member)
+            names = each.get("required")
+            is_required = isinstance(names, list) and name in names
+            is_given = is_required or (isinstance(member, dict) and "default" in member)
             if not values or not is_given:
                 break
             seen += values
@@ -68,10 +70,12 @@ def _tag(alternatives: list[Any]) -> str | None:
 
 def _constants(member: Any) -> Iterator[str]:
     """Yield the constants of a member, as text that differs by type; nothing if other values are possible."""
-    if isinstance(member, dict) and "const" in member:
-        yield repr(member["const"])
-    elif isinstance(member, dict) and isinstance(member.get("enum"), list):
-        yield from map(repr, member["enum"])
+    if not isinstance(member, dict):
+        return
+    values = [member["const"]] if "const" in member else member.get("enum")
+    for value in values if isinstance(values, list) else ():
+        is_whole = isinstance(value, float) and value.is_integer()  # 1.0 equals 1 in JSON Schema
+        yield repr(int(value) if is_whole else value)
 
 
 def _require(schema: dict[str, Any], name: str) -> None:

@@ -113,3 +113,25 @@ def test_names_of_members_follow_their_schema(names, yes, no) -> None:
     schema = {"type": "object", "propertyNames": names, "additionalProperties": {"type": "integer"}}
     assert accepts(schema, yes)
     assert not accepts(schema, no)
+
+
+@pytest.mark.parametrize(
+    "alternatives",
+    [
+        [alternative({"const": 1}, "a", ["t"]), alternative({"const": 1.0}, "b", ["t"])],
+        [
+            {**alternative({"const": 1}, "a", []), "required": 5},
+            {**alternative({"const": 2}, "b", []), "required": None},
+        ],
+    ],
+    ids=["equal in JSON Schema", "not a list"],
+)
+def test_a_damaged_or_ambiguous_union_stays(alternatives) -> None:
+    assert distinguished({"oneOf": alternatives}) == {"oneOf": alternatives}
+
+
+@pytest.mark.parametrize("names", [{"minLength": "1}"}, {"maxLength": [2]}, 7])
+def test_names_that_no_keyword_can_express_are_refused(names) -> None:
+    schema = {"type": "object", "propertyNames": names, "additionalProperties": {"type": "integer"}}
+    with pytest.raises(InvalidRequest, match="propertyNames"):
+        COMPILER.compile(Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(schema)))

@@ -18,6 +18,7 @@ from pydantic_core import CoreSchema, ErrorDetails, from_json
 from kvferry.core.errors import InvalidRequest, shortened
 from kvferry.core.sampling import MAX_PRIORITY, RANGES, Range
 from kvferry.gateway.http.fields.field_policy import Effect, Rule, Rules
+from kvferry.serving.prompts import MAX_MESSAGES
 
 _Priority = Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
 Priority = Annotated[
@@ -32,7 +33,6 @@ MAX_NAME_CHARS = 256
 """Maximum length of the name of a field without effect."""
 MAX_ITEMS = 1024
 """Maximum length of an array or object other than `prompt` and `messages`; `tools` has a separate limit."""
-MAX_MESSAGES = 4096
 MAX_PARTS = 256
 """Maximum number of content parts per message."""
 Prompt = str | list[str] | list[int] | list[list[int]]
