@@ -148,9 +148,9 @@ def test_every_transport_gives_one_engines_tokens(
     # these two causes may make a prompt be recomputed.
     slow = ("why: quarantine is full", "why: the transfer took longer")
     declined = sum(count for kind, count in seen.items() if kind.startswith(slow))
-    assert seen["recomputed"] == declined, f"a prompt was recomputed for another reason: {seen}"
+    assert seen["recomputed"] == 0, f"the prices chose to recompute: {seen}"
+    assert seen["failed"] == declined, f"a transfer failed for another reason: {seen}"
     assert declined < 0.05 * seen["fetched"], f"too many transfers were slow: {seen}"
-    assert declined < 10
 
 
 @pytest.mark.parametrize("kind", ["dram", "disk", "redis"])

@@ -4,7 +4,8 @@ Each load job runs on one thread of a small pool. The thread executes the attemp
 result back to the attempt. The engine's thread only starts and cancels jobs; it receives outcomes through a listener. A
 job whose read stalls reports its failure immediately, so that the request can continue; a separate draining thread then
 waits, without a time limit, until the transport is quiet. A stalled read thus occupies pages, but no thread of the
-pool.
+pool. A job that is cancelled before its read releases its pages immediately, also while it waits for a thread or for
+the peer's answer.
 """
 
 import logging
@@ -58,6 +59,8 @@ class _Job:
     peer: Peer
     started: float
     cancelled: threading.Event = field(default_factory=threading.Event)
+    may_write: bool = False
+    """Whether the transport was allowed to write to the target pages."""
     first_block: int = 0
     relayout: Relayout | None = None
     """Conversion from the peer's page layout to this worker's layout; `None` if the layouts are equal."""
@@ -151,9 +154,15 @@ class Fetcher:
 
     def cancel(self, request_id: RequestId) -> None:
         with self._lock:
-            for job in self._jobs.values():
-                if job.request_id == request_id:
-                    job.cancelled.set()
+            found = [job for job in self._jobs.values() if job.request_id == request_id]
+            for job in found:
+                job.cancelled.set()
+            unread = [job for job in found if not job.may_write]
+            for job in unread:
+                del self._jobs[job.number]
+        for job in unread:  # its thread only tells the peer, since it will not be allowed to start the read
+            self._report(job, "cancelled")
+            self._listener(PagesQuiet(job.number))
 
     @property
     def num_active(self) -> int:
@@ -188,11 +197,26 @@ class Fetcher:
             else:
                 self._drain_later(job)
 
+    def _is_ended(self, job: _Job) -> bool:
+        """Return whether `cancel` has reported the job's outcome and released its pages."""
+        with self._lock:
+            return job.number not in self._jobs
+
+    def _may_read(self, job: _Job) -> bool:
+        """Allow the transport to write to the job's pages, unless the job was cancelled."""
+        with self._lock:
+            job.may_write = not job.cancelled.is_set()
+            return job.may_write
+
     def _perform(self, job: _Job, effect: Effect) -> Effects:
         """Execute one effect and report the result to the attempt; return the attempt's next effects."""
         attempt, peer = job.attempt, job.peer
         ticket = attempt.source.ticket
         match effect:
+            case effects.Report() | effects.Quiet() if self._is_ended(job):
+                return []
+            case effects.Connect() | effects.Claim() if job.cancelled.is_set():
+                return attempt.cancel()
             case effects.Connect(timeout):
                 try:
                     self._connect(peer, timeout)
@@ -207,6 +231,8 @@ class Fetcher:
                     return attempt.refused(error)
                 return attempt.claimed(lease, self._clock.monotonic())
             case effects.StartRead():
+                if not self._may_read(job):
+                    return attempt.cancel()
                 job.read = self._start_read(job)
             case effects.ReadEpochs(timeout):
                 return attempt.epochs(self._transport.read_epochs(peer, attempt.remote, timeout))

@@ -2,7 +2,7 @@
 written after it."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 import pytest
@@ -45,8 +45,10 @@ class Script:
         self.quiet = threading.Event()
         self.quiet.set()
         self.described = 0
+        self.before: Callable[[str], None] = lambda _step: None
 
     def _step(self, name: str) -> None:
+        self.before(name)
         if name in self.fail:
             raise self.fail[name]
 
@@ -290,6 +292,42 @@ def test_a_cancelled_fetch_ends_and_reports_it() -> None:
     assert outcome(script).failure == "cancelled"
     fetcher._pool.shutdown()
     assert script.finished == [False]
+
+
+def test_a_job_cancelled_while_it_waits_for_a_thread_releases_its_pages_immediately() -> None:
+    script = Script()
+    fetcher = Fetcher(script, script, LAYOUT, script.hear, clock=script.clock, max_parallel=1)  # type: ignore[arg-type]
+    gate = threading.Event()
+    fetcher._pool.submit(gate.wait)
+    fetcher.start(1, RequestId("r"), FetchSource(a_ticket(), 1), 0, [BlockId(1), BlockId(2), BlockId(3)])
+    fetcher.cancel(RequestId("r"))
+    assert script.messages[1:] == [PagesQuiet(1)]
+    assert fetcher.num_active == 0
+    gate.set()
+    fetcher._pool.shutdown()
+    assert script.finished == [False], "the peer learns that its offer was not used"
+    assert (len(script.messages), script.described, script.reads) == (2, 0, [])
+
+
+@pytest.mark.parametrize("step", ["connect", "claim"])
+def test_a_job_cancelled_while_its_peer_is_slow_releases_its_pages_immediately(step: str) -> None:
+    script = Script()
+    reached, gate = threading.Event(), threading.Event()
+
+    def block(name: str) -> None:
+        if name == step:
+            reached.set()
+            assert gate.wait(DEADLINE)
+
+    script.before = block
+    fetcher = start(script)
+    assert reached.wait(DEADLINE)
+    fetcher.cancel(RequestId("r"))
+    assert script.messages[1:] == [PagesQuiet(1)], "the thread still waits for the peer"
+    gate.set()
+    fetcher._pool.shutdown()
+    assert fetcher.num_active == 0
+    assert (script.finished, script.reads, len(script.messages)) == ([False], [], 2)
 
 
 def test_another_connector_is_refused_before_any_message() -> None:
