@@ -30,7 +30,7 @@ from kvferry.bench.rows import append_csv
 from kvferry.bench.serving.http_client import Target
 from kvferry.bench.serving.run import run
 from kvferry.bench.workload.arrivals import Arrivals
-from kvferry.bench.workload.measures import Answer
+from kvferry.bench.workload.measures import MeasuredAnswer
 from kvferry.bench.workload.requests import BenchRequest, Workload
 from kvferry.cli.profile_call import profile_worker
 from kvferry.core.clock import SystemClock
@@ -39,7 +39,7 @@ from kvferry.engine.observe.step_log import LoggedStep, StepLog
 from kvferry.gateway.decide.config import RoutingConfig
 from kvferry.kv.pricing.price import LoadPolicy
 from kvferry.rpc.channel import open_channel
-from kvferry.simulator.fleet.fleet import Pool, PoolSpec, RoleSpec
+from kvferry.simulator.fleet.fleet import SimulatedPool, SimulatedPoolSpec, SimulatedRoleSpec
 from kvferry.simulator.fleet.runs import GatewaySettings
 from kvferry.simulator.requests.demand import of_trace
 from kvferry.simulator.requests.tokens import Tape
@@ -66,7 +66,7 @@ class Live:
     """One live run."""
 
     requests: list[BenchRequest]
-    answers: list[Answer]
+    answers: list[MeasuredAnswer]
     steps: dict[str, list[Measured]]
     """Work and time in seconds of each step by role."""
     message_seconds: float
@@ -128,7 +128,7 @@ def gaps(one: Live) -> list[float]:
 class Model:
     """Inputs of a simulation, measured by other runs."""
 
-    roles: dict[str, RoleSpec]
+    roles: dict[str, SimulatedRoleSpec]
     latency: float
 
 
@@ -141,15 +141,15 @@ def model_of(runs: Sequence[Live], workers: int, *, every: int = 1) -> Model:
         ratios = sorted(residuals(found.profile, steps))
         jitter = tuple(ratios[round(i * (len(ratios) - 1) / (QUANTILES - 1))] for i in range(QUANTILES))
         engine = ReplicaSettings(BLOCKS, BLOCK_TOKENS, BLOCK_TOKENS * KV_TOKEN_BYTES, load_policy=LoadPolicy.ALWAYS)
-        roles[role] = RoleSpec(role, workers, found.profile, engine, jitter=jitter)
+        roles[role] = SimulatedRoleSpec(role, workers, found.profile, engine, jitter=jitter)
     return Model(roles, statistics.fmean(one.message_seconds for one in runs))
 
 
-def simulated(model: Model, requests: Sequence[BenchRequest], seed: int) -> Pool:
+def simulated(model: Model, requests: Sequence[BenchRequest], seed: int) -> SimulatedPool:
     """Simulate the requests; return the pool with their measures."""
     link = LinkProfile(LINK.bytes_per_second, model.latency)
     gateway = GatewaySettings(routing=RoutingConfig(), latency=model.latency, seed=seed)
-    pool = Pool(PoolSpec(tuple(model.roles.values()), link, gateway), of_trace(requests, Tape(seed)))
+    pool = SimulatedPool(SimulatedPoolSpec(tuple(model.roles.values()), link, gateway), of_trace(requests, Tape(seed)))
     pool.run()
     return pool
 

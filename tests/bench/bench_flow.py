@@ -33,12 +33,12 @@ from kvferry.gateway.admission.tenants import Tenants
 from kvferry.gateway.decide.config import FleetConfig, FlowConfig
 from kvferry.gateway.decide.flow.capacity import Room
 from kvferry.gateway.decide.flow.controller import FlowController, QueueBounds
-from kvferry.gateway.decide.flow.fair_queue import Entry
+from kvferry.gateway.decide.flow.fair_queue import QueueEntry
 from kvferry.gateway.decide.flow.quotas import Quotas
 from kvferry.gateway.decide.flow.tenant_table import TenantPolicy
 from kvferry.gateway.fleet.fleet import Fleet
-from kvferry.gateway.observe.instruments import Instruments
-from kvferry.serving.admission import Work
+from kvferry.gateway.observe.instruments import GatewayInstruments
+from kvferry.serving.admission import RequestSize
 from kvferry.serving.request import Caller
 
 RESULTS = Path(__file__).parent / "results" / "flow.csv"
@@ -59,13 +59,13 @@ class Row:
     microseconds: float
 
 
-def request(number: int, tenants: int, priority: int = 0) -> Entry:
+def request(number: int, tenants: int, priority: int = 0) -> QueueEntry:
     """Return a new request of one of the tenants."""
     cost = float(100 + number % 900)
-    return Entry(f"t{number % tenants}", priority, cost, prefill_tokens=100, num_bytes=8000, deadline=1e9 + number)
+    return QueueEntry(f"t{number % tenants}", priority, cost, prefill_tokens=100, num_bytes=8000, deadline=1e9 + number)
 
 
-def admit(controller: FlowController, quotas: Quotas, entry: Entry, now: float) -> None:
+def admit(controller: FlowController, quotas: Quotas, entry: QueueEntry, now: float) -> None:
     """Check, charge and queue a request, as the gateway does."""
     quotas.check(entry.tenant, _POLICY, entry.cost, now)
     controller.make_room(entry, _BOUNDS, now)
@@ -73,7 +73,7 @@ def admit(controller: FlowController, quotas: Quotas, entry: Entry, now: float) 
     quotas.begin(entry.tenant, entry.cost)
 
 
-def finish(controller: FlowController, quotas: Quotas, entry: Entry) -> None:
+def finish(controller: FlowController, quotas: Quotas, entry: QueueEntry) -> None:
     """End a dispatched request."""
     controller.prefilled(entry, 100)
     controller.finish(entry, entry.cost + 7)
@@ -150,10 +150,14 @@ def through_the_gate() -> float:
 
     async def run() -> float:
         gate = FlowGate(
-            Fleet(FleetConfig(), "bench", clock=SystemClock()), SystemClock(), FlowConfig(), _tenants(), Instruments()
+            Fleet(FleetConfig(), "bench", clock=SystemClock()),
+            SystemClock(),
+            FlowConfig(),
+            _tenants(),
+            GatewayInstruments(),
         )
         caller = Caller(RequestId("bench"), arrived=gate._clock.monotonic())
-        work = Work(caller, [range(1000)], num_samples=1, num_running=1, max_tokens=10)
+        work = RequestSize(caller, [range(1000)], num_samples=1, num_running=1, max_tokens=10)
         started = time.thread_time()
         for _ in range(_REQUESTS):
             async with gate.enter(work) as slot:

@@ -22,7 +22,7 @@ from harness.device.gpu_steps import decode_rows
 from harness.device.gpu_targets import verdicts
 from harness.kernels.random_parity import differing_tokens
 
-from kvferry.bench.formulas.gpu_work import Row
+from kvferry.bench.formulas.gpu_work import GpuRow
 from kvferry.bench.gpu import kernels
 from kvferry.bench.gpu.session import Session, on_gpu
 from kvferry.bench.rows import append_csv
@@ -38,7 +38,7 @@ CONTEXT, STEPS = 1024, 64
 CLOCK = SystemClock()
 
 
-def steps(session: Session, file: Path) -> list[Row]:
+def steps(session: Session, file: Path) -> list[GpuRow]:
     found = []
     for row in decode_rows(session, CLOCK, model=STEP_SHAPE, batches=(1, 64), context=CONTEXT, steps=STEPS):
         print(kernels.line(row), flush=True)

@@ -31,7 +31,7 @@ from peers.protocol import Child, EngineFailed
 from peers.report import Measured
 
 from kvferry.bench.commit import commit
-from kvferry.bench.roofline import Machine, measure_machine
+from kvferry.bench.roofline import MachineRates, measure_machine
 from kvferry.core.clock import SystemClock
 from kvferry.core.process.config import cache_dir
 from kvferry.kernels import compiled
@@ -93,7 +93,7 @@ class Turns:
             except EngineFailed as error:
                 say(f"{engine.name}: left out: {error}")
 
-    def round(self, number: int, cells: Sequence[str], measure: Callable[[], Machine]) -> None:
+    def round(self, number: int, cells: Sequence[str], measure: Callable[[], MachineRates]) -> None:
         """Measure all cells with all engines; round 0 is not recorded."""
         names = list(self._children)
         turn = number % len(names)

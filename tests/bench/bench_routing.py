@@ -28,7 +28,7 @@ from kvferry.bench.commit import commit
 from kvferry.bench.rows import append_csv
 from kvferry.core.clock import SystemClock
 from kvferry.simulator.files.spec import read_fleet
-from kvferry.simulator.fleet.fleet import Pool
+from kvferry.simulator.fleet.fleet import SimulatedPool
 
 RESULTS = Path(__file__).parent / "results" / "routing.csv"
 POLICIES = ("latency", "prefix-hash", "least-loaded", "round-robin")
@@ -101,7 +101,7 @@ def measured(fleet: str, workers: int, workload: str, policy: str, requests: int
     is_oracle = policy == ORACLE
     text = fleet_file(fleet, workers, workload, BASE if is_oracle else policy, requests)
     spec = read_fleet(text, lambda name: Path(name).read_text())
-    pool = Pool(spec.pool, spec.requests(0))
+    pool = SimulatedPool(spec.pool, spec.requests(0))
     result = Oracle(pool).run() if is_oracle else pool.run()
     ttft = result.measures.ttft.in_ms()
     date = datetime.fromtimestamp(SystemClock().wall(), UTC).isoformat(timespec="seconds")

@@ -12,7 +12,7 @@ from kvferry.testing import connector_suite
 
 @pytest.mark.parametrize("check", connector_suite.CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
 @pytest.mark.parametrize("name", registry.names())
-def test_connector(name: str, check: Callable[[connector_suite.Rig], None]) -> None:
+def test_connector(name: str, check: Callable[[connector_suite.ConnectorRig], None]) -> None:
     with connector_suite.rig(name) as rig:
         check(rig)
 
@@ -20,7 +20,7 @@ def test_connector(name: str, check: Callable[[connector_suite.Rig], None]) -> N
 @pytest.mark.parametrize("size", connector_suite.PAGE_SIZES)
 @pytest.mark.parametrize("check", connector_suite.RAW_CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
 @pytest.mark.parametrize("name", registry.names())
-def test_pages_of_another_size(name: str, check: Callable[[connector_suite.Rig], None], size: int) -> None:
+def test_pages_of_another_size(name: str, check: Callable[[connector_suite.ConnectorRig], None], size: int) -> None:
     with connector_suite.rig(name, size, connector_suite.FEWER_BLOCKS) as rig:
         check(rig)
 

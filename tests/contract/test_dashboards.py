@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from kvferry.core import metrics
-from kvferry.core.metrics import Kind, Metric
+from kvferry.core.metrics import Metric, MetricKind
 
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "charts/kvferry"
@@ -53,12 +53,12 @@ def problems(query: str) -> list[str]:
     for name in names:
         suffix = next((end for end in SUFFIXES if name.endswith(end) and name not in TABLE), "")
         metric = TABLE.get(name.removesuffix(suffix))
-        if metric is None or (suffix and metric.kind is not Kind.HISTOGRAM):
+        if metric is None or (suffix and metric.kind is not MetricKind.HISTOGRAM):
             found.append(f"unknown metric {name}")
             continue
-        if metric.kind is Kind.HISTOGRAM and not suffix:
+        if metric.kind is MetricKind.HISTOGRAM and not suffix:
             found.append(f"{name} is a histogram; its series have suffixes")
-        if f"rate({name}" in query and metric.kind is Kind.GAUGE:
+        if f"rate({name}" in query and metric.kind is MetricKind.GAUGE:
             found.append(f"rate of the gauge {name}")
         labels |= {*metric.labels, *SUFFIXES.get(suffix, ())}
     used = {label.strip() for group in _GROUPS.findall(query) for label in group.split(",")}

@@ -4,7 +4,7 @@ import json
 from collections import defaultdict
 from pathlib import Path
 
-from kvferry.gateway.http.fields.field_policy import INCLUDE, Effect, Rule
+from kvferry.gateway.http.fields.field_policy import INCLUDE, Effect, FieldRule
 from kvferry.gateway.http.fields.strict import effects
 from kvferry.gateway.http.openapi.operations import OPERATIONS
 
@@ -28,7 +28,7 @@ def rows(effect: Effect) -> list[tuple[Row, str]]:
         if path == "/responses":
             rules |= {f"include.{name}": rule for name, rule in INCLUDE.items()}
         for field, rule in rules.items():
-            if isinstance(rule, Rule) and rule.effect is effect:
+            if isinstance(rule, FieldRule) and rule.effect is effect:
                 values = ", ".join(f"`{json.dumps(value)}`" for value in rule.neutral)
                 found[field, values, rule.reason].append(f"`{path}`")
     return [(row, ", ".join(paths)) for row, paths in sorted(found.items())]

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from kvferry.core import metrics
-from kvferry.core.metrics import Kind
+from kvferry.core.metrics import MetricKind
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("docs", "charts", "tests/cluster", "tests/harness/kube", "tests/harness/pools", "operator")
@@ -36,7 +36,7 @@ def is_exported(name: str) -> bool:
     known = TABLE.get(name) or TABLE.get(base)
     if known is None:
         return False
-    return name in TABLE or known.kind is Kind.HISTOGRAM
+    return name in TABLE or known.kind is MetricKind.HISTOGRAM
 
 
 def unknown(text: str) -> Iterator[str]:

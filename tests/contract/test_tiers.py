@@ -22,12 +22,12 @@ def servers() -> Iterator[Servers]:
     ids=lambda check: check.__name__.removeprefix("check_"),
 )
 @pytest.mark.parametrize("name", RIGS)
-def test_tier(name: str, check: Callable[[tier_suite.Rig], None], tmp_path: Path, servers: Servers) -> None:
+def test_tier(name: str, check: Callable[[tier_suite.TierRig], None], tmp_path: Path, servers: Servers) -> None:
     with rigs(tmp_path, servers)[name]() as rig:
         check(rig)
 
 
 @pytest.mark.parametrize("check", tier_suite.CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
-def test_dram(check: Callable[[tier_suite.Rig], None]) -> None:
+def test_dram(check: Callable[[tier_suite.TierRig], None]) -> None:
     with dram_rig() as rig:
         check(rig)

@@ -15,8 +15,8 @@ from typing import NoReturn, TypeVar
 
 from kvferry.core.errors import InvariantBroken
 from kvferry.gateway.decide.routing.routes import Pick, Replica, RouteRequest, Work
-from kvferry.simulator.fleet.fleet import Pool, PoolResult
-from kvferry.simulator.fleet.gateway import Gateway
+from kvferry.simulator.fleet.fleet import PoolResult, SimulatedPool
+from kvferry.simulator.fleet.gateway import SimulatedGateway
 
 HORIZON = 1.0
 """Virtual time for which a choice is simulated, in seconds."""
@@ -29,9 +29,9 @@ _Choice = TypeVar("_Choice")
 
 
 class Oracle:
-    """The policy `oracle` of one pool. Implements `Policy`."""
+    """The policy `oracle` of one pool. Implements `RoutingPolicy`."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: SimulatedPool) -> None:
         """
         Args:
             pool: a new pool; its policy routes the later requests in a child.
@@ -89,12 +89,12 @@ class Oracle:
         os._exit(0)
 
 
-def _waited(gateway: Gateway) -> float:
+def _waited(gateway: SimulatedGateway) -> float:
     """Return the time to first token in seconds, summed over the requests that have one."""
     return gateway.measures.ttft.total
 
 
-def _waiting(gateway: Gateway, now: float) -> float:
+def _waiting(gateway: SimulatedGateway, now: float) -> float:
     """Return the time in seconds, summed over the requests that still wait for their first tokens."""
     return sum(now - run.request.at for run in gateway.runs if run.first is None)
 

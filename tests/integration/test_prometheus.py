@@ -27,7 +27,7 @@ from kvferry.core.clock import SystemClock
 from kvferry.operator.api import KubeApi
 from kvferry.operator.plan.process.work_queue import WorkQueue
 from kvferry.operator.pool.facts import Key
-from kvferry.operator.process.instruments import Instruments
+from kvferry.operator.process.instruments import OperatorInstruments
 
 CHART = Path(__file__).resolve().parents[2] / "charts/kvferry/files"
 ALERTS = CHART / "alerts/kvferry.yaml"
@@ -74,7 +74,7 @@ def operator_target() -> Target:
     """Serve the metrics of an operator that does not lead and has reconciled once."""
     api = KubeApi(ApiClient())
     api.num_calls["GET Pod"] = 1
-    instruments = Instruments(api, WorkQueue[Key](), SystemClock())
+    instruments = OperatorInstruments(api, WorkQueue[Key](), SystemClock())
     instruments.reconcile_seconds.observe(0.1)
     instruments.failures.labels("UNAVAILABLE").inc()
     server, _ = start_http_server(0, "127.0.0.1", instruments.registry)

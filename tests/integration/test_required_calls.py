@@ -7,7 +7,7 @@ import jsonschema
 import pytest
 
 from kvferry.core.inference.tool_calls import AssembledCalls
-from kvferry.core.inference.tools import Choice, Tool, ToolUse
+from kvferry.core.inference.tools import Tool, ToolMode, ToolUse
 from kvferry.core.sampling import FinishReason
 from kvferry.engine import LLM, SamplingParams
 from kvferry.model.source import open_model
@@ -47,10 +47,10 @@ def llm() -> LLM:
 @pytest.mark.parametrize(
     "use",
     [
-        ToolUse(TOOLS, Choice.REQUIRED, is_parallel=False),
-        ToolUse(TOOLS, Choice.REQUIRED, "get_weather"),
-        ToolUse(TOOLS, Choice.REQUIRED, "now"),
-        ToolUse(TOOLS, Choice.REQUIRED, "find"),
+        ToolUse(TOOLS, ToolMode.REQUIRED, is_parallel=False),
+        ToolUse(TOOLS, ToolMode.REQUIRED, "get_weather"),
+        ToolUse(TOOLS, ToolMode.REQUIRED, "now"),
+        ToolUse(TOOLS, ToolMode.REQUIRED, "find"),
     ],
     ids=["any", "get_weather", "now", "find"],
 )

@@ -19,7 +19,7 @@ from kvferry.operator.apply.executor import Executor, PoolTarget
 from kvferry.operator.apply.observe import read_records
 from kvferry.operator.plan.actions import Done, Outcome, Problem
 from kvferry.operator.plan.context import PlanContext, scaled_by
-from kvferry.operator.plan.memory import Memory, begin_pass, remember
+from kvferry.operator.plan.memory import PassMemory, begin_pass, remember
 from kvferry.operator.plan.pool_plan import Plan, plan_pool, verify
 from kvferry.operator.plan.pool_report import plan_report, status_change
 from kvferry.operator.plan.status import unreadable_status
@@ -60,7 +60,7 @@ class Reconciler:
         self._default_image = default_image
         self._operator = operator
         self._installed = installed
-        self._memories: dict[Key, Memory] = {}
+        self._memories: dict[Key, PassMemory] = {}
 
     def reconcile(self, key: Key, facts: PoolFacts) -> float | None:
         """Run one pass over a pool; return the time until the next pass in seconds, or `None` if it is due only after
@@ -109,7 +109,7 @@ class Reconciler:
         stuck = tuple(f"{d.name}: {d.stuck}" for d in owned.deployments.values() if d.stuck)
         return self._run(ctx, PoolTarget(key, pool.uid, stuck))
 
-    def _report_unreadable(self, key: Key, memory: Memory, status: Json, stamp: str) -> None:
+    def _report_unreadable(self, key: Key, memory: PassMemory, status: Json, stamp: str) -> None:
         outcome = self._executor.run(
             PoolTarget(key, memory.uid), status_change(key.namespace, key.pool, status, memory, stamp)
         )
@@ -122,7 +122,7 @@ class Reconciler:
         self._keep(target.key, self._remembered(report.memory, last, ctx), last)
         return report.again_seconds
 
-    def _execute(self, ctx: PlanContext, target: PoolTarget) -> tuple[Plan, Outcome, Memory]:
+    def _execute(self, ctx: PlanContext, target: PoolTarget) -> tuple[Plan, Outcome, PassMemory]:
         """Plan and execute until no required action is rejected. Each round adds a fact, so the loop terminates."""
         done: list[Done] = []
         problems: dict[str, Problem] = {}
@@ -138,10 +138,10 @@ class Reconciler:
                 return plan, Outcome(tuple(done), problems), memory
             ctx = replace(ctx, memory=self._remembered(ctx.memory, outcome, ctx))
 
-    def _remembered(self, memory: Memory, outcome: Outcome, ctx: PlanContext) -> Memory:
+    def _remembered(self, memory: PassMemory, outcome: Outcome, ctx: PlanContext) -> PassMemory:
         return remember(memory, outcome.done, ctx.pool, ctx.now, ctx.stamp)
 
-    def _keep(self, key: Key, memory: Memory, outcome: Outcome) -> None:
+    def _keep(self, key: Key, memory: PassMemory, outcome: Outcome) -> None:
         """Store the memory that includes the completed actions, even if later actions failed; then raise the failure,
         if there is one."""
         self._memories[key] = memory

@@ -53,7 +53,7 @@ _SIZES = (1, 8, 32)
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class DoctorFinding:
     """A line of the report."""
 
     name: str
@@ -61,7 +61,7 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class MeasuredSource:
     """Measured latency, rate and break-even prompt length of a source of KV."""
 
     name: str
@@ -72,32 +72,32 @@ class Source:
     note: str = ""
 
 
-def machine() -> list[Finding]:
+def machine() -> list[DoctorFinding]:
     """Report cores, instruction sets, memory, accelerators, packages and programs of this machine."""
     info = _cpuinfo()
     flags = set(info.get("flags", info.get("Features", "")).split())
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return [
-        Finding("cores", f"{len(os.sched_getaffinity(0))} for this process, {os.cpu_count()} in all"),
-        Finding("processor", info.get("model name", platform.machine())),
-        Finding("instructions", " ".join(f for f in _INSTRUCTION_SETS if f in flags) or "baseline only"),
-        Finding("kernels", "compiled: " + " ".join(compiled.levels()) if compiled.levels() else _NOT_COMPILED),
-        Finding("memory", f"{memory / 2**30:.1f} GiB"),
-        Finding("gpu", _gpu()),
-        Finding("nixl", _nixl()),
-        Finding("redis-server", which("redis-server") or "not on the path; needed only to run a server here"),
-        Finding("encryption", _package("cryptography", "kvferry[encryption]")),
+        DoctorFinding("cores", f"{len(os.sched_getaffinity(0))} for this process, {os.cpu_count()} in all"),
+        DoctorFinding("processor", info.get("model name", platform.machine())),
+        DoctorFinding("instructions", " ".join(f for f in _INSTRUCTION_SETS if f in flags) or "baseline only"),
+        DoctorFinding("kernels", "compiled: " + " ".join(compiled.levels()) if compiled.levels() else _NOT_COMPILED),
+        DoctorFinding("memory", f"{memory / 2**30:.1f} GiB"),
+        DoctorFinding("gpu", _gpu()),
+        DoctorFinding("nixl", _nixl()),
+        DoctorFinding("redis-server", which("redis-server") or "not on the path; needed only to run a server here"),
+        DoctorFinding("encryption", _package("cryptography", "kvferry[encryption]")),
     ]
 
 
-def copy_rate(clock: Clock) -> Finding:
+def copy_rate(clock: Clock) -> DoctorFinding:
     """Measure the memory copy rate of a single thread."""
     with bounds.memory_copy(_COPY_BYTES) as copy:
         seconds = alternate({"copy": copy}, rounds=_ROUNDS, clock=clock)["copy"].median
-    return Finding("memory copy", f"{_COPY_BYTES / seconds / 1e9:.1f} GB/s, one thread")
+    return DoctorFinding("memory copy", f"{_COPY_BYTES / seconds / 1e9:.1f} GB/s, one thread")
 
 
-def teach_compute(llm: LLM, prices: PriceBook, clock: Clock) -> Finding:
+def teach_compute(llm: LLM, prices: PriceBook, clock: Clock) -> DoctorFinding:
     """Measure prefill for several prompt lengths, record the times in `prices`, and report the rates."""
     rates: list[str] = []
     for length in (32, 128, 512):
@@ -108,10 +108,10 @@ def teach_compute(llm: LLM, prices: PriceBook, clock: Clock) -> Finding:
             seconds = clock.monotonic() - begun
         prices.observe_compute(0, length, seconds)
         rates.append(f"{length}: {length / seconds:.0f}")
-    return Finding("prefill", "tokens/s by prompt length: " + ", ".join(rates))
+    return DoctorFinding("prefill", "tokens/s by prompt length: " + ", ".join(rates))
 
 
-def transports(block_bytes: int, block_tokens: int, prices: PriceBook, clock: Clock) -> list[Source]:
+def transports(block_bytes: int, block_tokens: int, prices: PriceBook, clock: Clock) -> list[MeasuredSource]:
     """Measure every available transport between two processes on this machine.
 
     Args:
@@ -120,7 +120,7 @@ def transports(block_bytes: int, block_tokens: int, prices: PriceBook, clock: Cl
         prices: price book that gets the measured durations.
         clock: clock of the measurement.
     """
-    found: list[Source] = []
+    found: list[MeasuredSource] = []
     for name in registry.names():
         label = f"{name} (this host)"
         try:
@@ -132,13 +132,15 @@ def transports(block_bytes: int, block_tokens: int, prices: PriceBook, clock: Cl
 
                 _teach(prices, label, {4 * size * block_bytes: read(4 * size) for size in _SIZES}, clock)
         except (KvferryError, ReadError) as error:
-            found.append(Source(label, 0.0, 0.0, None, note=f"left out: {error}"))
+            found.append(MeasuredSource(label, 0.0, 0.0, None, note=f"left out: {error}"))
             continue
         found.append(_source(prices, label, block_bytes / block_tokens))
     return found
 
 
-def tiers(urls: Sequence[str], object_bytes: int, object_tokens: int, prices: PriceBook, clock: Clock) -> list[Source]:
+def tiers(
+    urls: Sequence[str], object_bytes: int, object_tokens: int, prices: PriceBook, clock: Clock
+) -> list[MeasuredSource]:
     """Measure the tiers with these URLs, using objects with random names.
 
     Args:
@@ -151,7 +153,7 @@ def tiers(urls: Sequence[str], object_bytes: int, object_tokens: int, prices: Pr
     Raises:
         UsageError: a URL is invalid, or the tier cannot be reached.
     """
-    found: list[Source] = []
+    found: list[MeasuredSource] = []
     for tier in open_tiers(urls, object_bytes=object_bytes, secret=secrets.token_bytes(32), clock=clock):
         try:
             keys = [ObjectKey(BlockHash(secrets.token_bytes(32)), "doctor") for _ in range(_SIZES[-1])]
@@ -163,7 +165,7 @@ def tiers(urls: Sequence[str], object_bytes: int, object_tokens: int, prices: Pr
             _teach(prices, tier.name, actions, clock)
             found.append(_source(prices, tier.name, object_bytes / object_tokens))
         except TierError as error:
-            found.append(Source(tier.name, 0.0, 0.0, None, note=f"left out: {error}"))
+            found.append(MeasuredSource(tier.name, 0.0, 0.0, None, note=f"left out: {error}"))
         finally:
             tier.close()
     return found
@@ -186,13 +188,13 @@ def _teach(prices: PriceBook, label: str, actions: dict[int, Callable[[], None]]
             prices.observe_load(label, size, timed[str(size)].median)
 
 
-def _source(prices: PriceBook, label: str, token_bytes: float) -> Source:
+def _source(prices: PriceBook, label: str, token_bytes: float) -> MeasuredSource:
     def load(tokens: int) -> float:
         return prices.load_seconds([Piece(label, tokens, round(tokens * token_bytes))])
 
     trip, large = load(0), load(_MAX_TOKENS)
     wins = (n for n in range(1, _MAX_TOKENS) if load(n) < prices.compute_seconds(0, n))
-    return Source(
+    return MeasuredSource(
         name=label,
         trip_ms=1e3 * trip,
         gbps=_MAX_TOKENS * token_bytes / max(large - trip, 1e-9) / 1e9,

@@ -8,8 +8,8 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvferry.bench.formulas.work import Work
-from kvferry.bench.roofline import Machine, measure_machine, random_tokens, step_work
+from kvferry.bench.formulas.work import KernelWork
+from kvferry.bench.roofline import MachineRates, measure_machine, random_tokens, step_work
 from kvferry.bench.rows import as_row
 from kvferry.core.clock import Clock
 from kvferry.core.errors import UsageError
@@ -40,7 +40,7 @@ class Percentiles:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class BenchmarkRun:
     """Results of one benchmark configuration: medians over the rounds."""
 
     batch: int
@@ -61,11 +61,11 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class BenchmarkReport:
     """Results of all configurations, and the rates of the machine."""
 
-    runs: tuple[Run, ...]
-    machine: Machine
+    runs: tuple[BenchmarkRun, ...]
+    machine: MachineRates
 
     def as_json(self) -> dict[str, object]:
         """Return the JSON object that `--json` writes."""
@@ -92,7 +92,7 @@ class _Trip:
     """Duration in seconds of each step after the first tokens."""
     drawn: int = 0
     """Number of tokens generated in the steps of `gaps`."""
-    work: list[Work] = field(default_factory=list)
+    work: list[KernelWork] = field(default_factory=list)
     """Minimum bytes and operations of every step of the round."""
     seconds: float = 0.0
     """Duration of the whole round in seconds."""
@@ -109,20 +109,20 @@ class Bench:
             level_of(model.kernels), threads, clock, of_bytes=model.rounds_inputs, device=model.device
         )
         self._token_bytes = llm.token_bytes
-        self._seen: list[Machine] = []
+        self._seen: list[MachineRates] = []
         self._seed = 0
 
-    def machine(self) -> Machine:
+    def machine(self) -> MachineRates:
         """Return the medians of the machine's rates over all rounds."""
         seen = self._seen or [self._measure()]
-        return Machine(
+        return MachineRates(
             statistics.median(m.read_gbps for m in seen),
             statistics.median(m.gflops for m in seen),
             seen[0].threads,
             seen[0].level,
         )
 
-    def latency(self, batch: int, shape: Shape, rounds: int, on_round: Callable[[], None]) -> Run:
+    def latency(self, batch: int, shape: Shape, rounds: int, on_round: Callable[[], None]) -> BenchmarkRun:
         """Measure a batch of simultaneous requests: latency, and the token rate while all requests decode.
 
         Args:
@@ -132,7 +132,7 @@ class Bench:
             on_round: called after each round.
         """
 
-        def decoding(trip: _Trip) -> tuple[int, float, list[Work]]:
+        def decoding(trip: _Trip) -> tuple[int, float, list[KernelWork]]:
             return trip.drawn, sum(trip.gaps), trip.work[len(trip.work) - len(trip.gaps) :]
 
         return self._rounds([shape] * batch, rounds, decoding, on_round)
@@ -154,7 +154,7 @@ class Bench:
         self._go([(tokens_in, tokens_out)] * batch, when_decoding=model.phase_seconds)
         return {name: 1e3 * seconds / (tokens_out - 1) for name, seconds in model.phase_seconds().items()}
 
-    def steps(self, batch: int, shape: Shape) -> list[tuple[float, Work]]:
+    def steps(self, batch: int, shape: Shape) -> list[tuple[float, KernelWork]]:
         """Run a batch and return the time in seconds and the work of each decode step.
 
         Args:
@@ -164,7 +164,7 @@ class Bench:
         trip = self._go([shape] * batch)
         return list(zip(trip.gaps, trip.work[len(trip.work) - len(trip.gaps) :], strict=True))
 
-    def throughput(self, shapes: list[Shape], rounds: int, on_round: Callable[[], None]) -> Run:
+    def throughput(self, shapes: list[Shape], rounds: int, on_round: Callable[[], None]) -> BenchmarkRun:
         """Measure the output tokens per second of requests with different sizes that start simultaneously, over the
         whole run.
 
@@ -180,9 +180,9 @@ class Bench:
         self,
         shapes: list[Shape],
         rounds: int,
-        counted: "Callable[[_Trip], tuple[int, float, list[Work]]]",
+        counted: "Callable[[_Trip], tuple[int, float, list[KernelWork]]]",
         on_round: Callable[[], None],
-    ) -> Run:
+    ) -> BenchmarkRun:
         """Run the same requests in each round; `counted` returns the tokens, seconds and step work from which the rate
         is computed."""
         ttft: list[float] = []
@@ -204,7 +204,7 @@ class Bench:
                 bounds.append(tokens / sum(machine.seconds(w) for w in work))
         rate, bound = (statistics.median(found) if found else 0.0 for found in (rates, bounds))
         shares = [r / b for r, b in zip(rates, bounds, strict=True)]
-        return Run(
+        return BenchmarkRun(
             batch=len(shapes),
             input_tokens=sum(tokens_in for tokens_in, _ in shapes) // len(shapes),
             output_tokens=sum(tokens_out for _, tokens_out in shapes) // len(shapes),
@@ -245,7 +245,7 @@ class Bench:
         trip.seconds = clock.monotonic() - begun
         return trip
 
-    def _work(self, plan: StepPlan) -> Work:
+    def _work(self, plan: StepPlan) -> KernelWork:
         parts = [(s.num_computed, s.num_scheduled) for s in plan.scheduled]
         return step_work(
             self._llm.config,

@@ -5,7 +5,7 @@ from functools import partial
 
 import numpy as np
 
-from kvferry.bench.formulas.work import Work
+from kvferry.bench.formulas.work import KernelWork
 from kvferry.bench.roofline import measure_machine
 from kvferry.bench.sampling import alternate
 from kvferry.core.clock import Clock
@@ -25,7 +25,7 @@ ROWS = (1, 4, 16, 64, 512)
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ProductRow:
     """Result of a measured matrix product."""
 
     op: str
@@ -37,7 +37,7 @@ class Row:
     share_of_bound: float
 
 
-def measure(config: ModelConfig, level: str, threads: int, rounds: int, clock: Clock) -> list[Row]:
+def measure(config: ModelConfig, level: str, threads: int, rounds: int, clock: Clock) -> list[ProductRow]:
     """Measure the widest product of a layer, and the output head, in every format and for several numbers of rows.
 
     Args:
@@ -53,7 +53,7 @@ def measure(config: ModelConfig, level: str, threads: int, rounds: int, clock: C
     measured = {}
     for of_bytes in (False, True):  # sequentially, since each measurement allocates its own memory
         measured[of_bytes] = measure_machine(level, threads, clock, of_bytes=of_bytes)()
-    found: list[Row] = []
+    found: list[ProductRow] = []
     for op, outputs in (("gate_up", 2 * config.intermediate_size), ("head", config.vocab_size)):
         for dtype, (form, type_id, of_bytes) in FORMS.items():
             matrix = compiled.make_matrix(form, [type_id], outputs, config.hidden_size)
@@ -70,9 +70,9 @@ def measure(config: ModelConfig, level: str, threads: int, rounds: int, clock: C
                 out = np.empty((rows, outputs), np.float32)
                 action = partial(module.product, pool, level, matrix, x, out, 8 if of_bytes else 16)
                 seconds = alternate({op: action}, rounds=rounds, clock=clock)[op].median
-                work = Work(matrix.num_bytes, 2 * rows * outputs * config.hidden_size)
+                work = KernelWork(matrix.num_bytes, 2 * rows * outputs * config.hidden_size)
                 found.append(
-                    Row(
+                    ProductRow(
                         op=op,
                         shape=f"{rows} x {config.hidden_size} x {outputs}",
                         dtype=dtype,

@@ -10,7 +10,7 @@ from kvferry.core.ids import RequestId
 from kvferry.core.sampling import SamplingParams
 from kvferry.engine.loop.record_steps import RecordingSettings, begin_recording, end_recording
 from kvferry.engine.observe.recording import Recording
-from kvferry.engine.observe.timeline import GAP, LANES, Span
+from kvferry.engine.observe.timeline import GAP, LANES, TimelinePhase
 from kvferry.engine.offline.llm import LLM
 from kvferry.engine.schedule.messages import EngineRequest
 
@@ -53,10 +53,10 @@ def _add(llm: LLM, name: str, shape: Shape) -> None:
     llm.engine.add(EngineRequest(RequestId(f"profile-{name}"), tokens, params))
 
 
-def spans_of(trace: dict[str, Any]) -> list[Span]:
+def spans_of(trace: dict[str, Any]) -> list[TimelinePhase]:
     """Return the phases of a Chrome trace that `engine.observe.timeline.chrome_trace` made, without gaps."""
     return [
-        Span(LANES[event["tid"] - 1], event["name"], event["ts"] * 1e-6, (event["ts"] + event["dur"]) * 1e-6)
+        TimelinePhase(LANES[event["tid"] - 1], event["name"], event["ts"] * 1e-6, (event["ts"] + event["dur"]) * 1e-6)
         for event in trace["traceEvents"]
         if event["ph"] == "X" and event["tid"] and event["name"] != GAP
     ]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kvferry.bench.formulas.work import Work
+from kvferry.bench.formulas.work import KernelWork
 from kvferry.bench.gpu.timing import CudaTimer, rates_of
 from kvferry.core.clock import Clock
 from kvferry.kernels import compiled
@@ -25,7 +25,7 @@ _CHUNKS = 48
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class MachineRates:
     """Measured rates of the machine with `threads` threads."""
 
     read_gbps: float
@@ -36,14 +36,14 @@ class Machine:
     level: str
     """Instruction level of the compiled kernels; empty if the rates were measured with torch."""
 
-    def seconds(self, work: Work) -> float:
+    def seconds(self, work: KernelWork) -> float:
         """Return the minimum duration of `work` on this machine in seconds."""
         return work.seconds(gbps=self.read_gbps, gflops=self.gflops)
 
 
 def measure_machine(
     level: str, threads: int, clock: Clock, *, of_bytes: bool = False, device: str = "cpu"
-) -> Callable[[], Machine]:
+) -> Callable[[], MachineRates]:
     """Allocate memory for measuring the machine's rates, and return a function that measures them once.
 
     Args:
@@ -57,9 +57,9 @@ def measure_machine(
         where = torch.device(device)
         timer = CudaTimer(where, seconds=0.05)
 
-        def by_events() -> Machine:
+        def by_events() -> MachineRates:
             rates = rates_of(where, timer)
-            return Machine(rates.gbps, 1e3 * rates.tflops, threads, "")
+            return MachineRates(rates.gbps, 1e3 * rates.tflops, threads, "")
 
         return by_events
     if not level:
@@ -70,7 +70,7 @@ def measure_machine(
     memory = compiled.Arena(_READ_BYTES).take(_READ_BYTES)
     memory[:] = 1
 
-    def measure() -> Machine:
+    def measure() -> MachineRates:
         read = flops = 0.0
         for _ in range(_ROUNDS):
             begun = clock.monotonic()
@@ -79,12 +79,12 @@ def measure_machine(
             begun = clock.monotonic()
             done = module.sum_products(pool, level, _CHUNKS, of_bytes)
             flops = max(flops, done / (clock.monotonic() - begun))
-        return Machine(read / 1e9, flops / 1e9, threads, level)
+        return MachineRates(read / 1e9, flops / 1e9, threads, level)
 
     return measure
 
 
-def _by_torch(threads: int, clock: Clock) -> Machine:
+def _by_torch(threads: int, clock: Clock) -> MachineRates:
     memory, square = torch.ones(_READ_BYTES // 4), torch.ones(1024, 1024)
     read = flops = 0.0
     for _ in range(_ROUNDS):
@@ -94,12 +94,12 @@ def _by_torch(threads: int, clock: Clock) -> Machine:
         begun = clock.monotonic()
         torch.mm(square, square)
         flops = max(flops, 2 * 1024**3 / (clock.monotonic() - begun))
-    return Machine(read / 1e9, flops / 1e9, threads, "")
+    return MachineRates(read / 1e9, flops / 1e9, threads, "")
 
 
 def step_work(
     config: ModelConfig, *, weight_bytes: int, kv_token_bytes: int, rows: int, seen: int, context: int, sampled: int
-) -> Work:
+) -> KernelWork:
     """Return the minimum number of bytes and operations of a step.
 
     Args:
@@ -114,7 +114,7 @@ def step_work(
     head = config.vocab_size * config.hidden_size
     attention = 4 * config.num_layers * config.num_heads * config.head_dim
     flops = 2 * rows * linear_weights(config) + 2 * sampled * head + attention * seen
-    return Work(weight_bytes + kv_token_bytes * context, flops)
+    return KernelWork(weight_bytes + kv_token_bytes * context, flops)
 
 
 def random_tokens(config: ModelConfig, count: int, seed: int) -> list[int]:

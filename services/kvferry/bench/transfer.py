@@ -26,7 +26,7 @@ _READ_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class TransferRun:
     """Result of one transport with a given number of pages."""
 
     transport: str
@@ -106,7 +106,7 @@ def read_pages(transport: Transport, peer: Peer, remote: Sequence[int], clock: C
             raise Unavailable(f"a read over {transport.name} did not end within {_READ_SECONDS:.0f} s")
 
 
-def measure(name: str, num_blocks: int, block_bytes: int, *, scattered: bool, rounds: int, clock: Clock) -> Run:
+def measure(name: str, num_blocks: int, block_bytes: int, *, scattered: bool, rounds: int, clock: Clock) -> TransferRun:
     """Measure a transport with a given number of pages, alternating with its bound.
 
     Args:
@@ -128,7 +128,7 @@ def measure(name: str, num_blocks: int, block_bytes: int, *, scattered: bool, ro
         }
         found = alternate(actions, rounds=rounds, clock=clock)
     own, least = found[name], found["bound"]
-    return Run(
+    return TransferRun(
         transport=name,
         num_blocks=num_blocks,
         block_bytes=block_bytes,
@@ -142,9 +142,9 @@ def measure(name: str, num_blocks: int, block_bytes: int, *, scattered: bool, ro
     )
 
 
-def summary(runs: Sequence[Run]) -> list[dict[str, object]]:
+def summary(runs: Sequence[TransferRun]) -> list[dict[str, object]]:
     """Return a summary per transport: the results of its largest contiguous read."""
-    best: dict[str, Run] = {}
+    best: dict[str, TransferRun] = {}
     for run in runs:
         if not run.is_scattered and (run.transport not in best or run.num_blocks >= best[run.transport].num_blocks):
             best[run.transport] = run

@@ -11,7 +11,7 @@ from kvferry.core.inference.chunks import StopReason, TextChunk, Timing, Usage
 from kvferry.core.inference.pooling import PoolingParams
 from kvferry.core.inference.tool_calls import AssembledCalls, ToolCall
 from kvferry.core.inference.tool_inputs import ToolInput, calls_from_input, content_from_input, use_from_input
-from kvferry.core.inference.tools import Choice, Tool, ToolUse
+from kvferry.core.inference.tools import Tool, ToolMode, ToolUse
 from kvferry.core.sampling import FinishReason, Range, SampledToken, SamplingParams, ScoredToken
 from kvferry.rpc import wire
 from kvferry.rpc.wire import pooling_to_wire
@@ -155,9 +155,9 @@ _STOPPING = {
 }
 _NUM_SAMPLES = Range(1, wire.MAX_SAMPLES)
 _MODES = {
-    Choice.AUTO: inference_pb2.ToolChoice.MODE_AUTO,
-    Choice.NONE: inference_pb2.ToolChoice.MODE_NONE,
-    Choice.REQUIRED: inference_pb2.ToolChoice.MODE_REQUIRED,
+    ToolMode.AUTO: inference_pb2.ToolChoice.MODE_AUTO,
+    ToolMode.NONE: inference_pb2.ToolChoice.MODE_NONE,
+    ToolMode.REQUIRED: inference_pb2.ToolChoice.MODE_REQUIRED,
 }
 
 
@@ -174,7 +174,7 @@ def tool_use(
     Raises:
         InvalidRequest: see `ToolUse`.
     """
-    if not tools and choice in (Choice.AUTO, Choice.NONE):
+    if not tools and choice in (ToolMode.AUTO, ToolMode.NONE):
         return None
     return use_from_input(tools, choice, is_parallel=is_parallel)
 

@@ -32,7 +32,7 @@ from kvferry.gateway.http.pin_routes import PinRoutes
 from kvferry.gateway.http.server.tls import Certificate
 from kvferry.gateway.observe.certificate_metrics import CertificateCollector
 from kvferry.gateway.observe.dashboard.history import History
-from kvferry.gateway.observe.instruments import Instruments
+from kvferry.gateway.observe.instruments import GatewayInstruments
 from kvferry.gateway.observe.request_trace.trace_file import TraceFile
 from kvferry.gateway.observe.request_trace.trace_line import TracedSample
 from kvferry.gateway.status import GatewayStatus
@@ -53,7 +53,7 @@ class GatewayParts:
     pool: PoolApi | None
     certificate: Certificate | None
     pool_tls: PoolTls | None
-    instruments: Instruments
+    instruments: GatewayInstruments
     fleet: Fleet
     membership: Membership
     cache_map: CacheMap
@@ -97,7 +97,7 @@ def build_gateway(
     """
     certificate = None if config.tls is None else Certificate(*config.tls)
     pool_tls = None if config.pool_tls is None else PoolTls(config.pool_tls, is_worker=False)
-    incarnation, instruments = new_incarnation(), Instruments()
+    incarnation, instruments = new_incarnation(), GatewayInstruments()
     registry = instruments.registry
     fleet = Fleet(config.fleet, model.name, keys, pool_tls, clock=clock)
     membership = Membership(fleet, None if pool is None else EndpointSlices(pool, clock))

@@ -15,7 +15,7 @@ from kvferry.gateway.fleet.pool_api import PoolApi
 from kvferry.gateway.fleet.readiness import can_serve, notes
 from kvferry.gateway.fleet.waking import Waker
 from kvferry.gateway.observe.dashboard.history import History
-from kvferry.gateway.observe.instruments import Instruments
+from kvferry.gateway.observe.instruments import GatewayInstruments
 from kvferry.rpc.tls.pool_tls import PoolTls
 
 
@@ -33,7 +33,7 @@ class GatewayStatus:
     waker: Waker | None
     gate: FlowGate
     cache_map: CacheMap
-    instruments: Instruments
+    instruments: GatewayInstruments
     history: History
     pool_tls: PoolTls | None
     is_draining: bool = False

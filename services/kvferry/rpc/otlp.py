@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvferry.core.clock import Clock
 from kvferry.core.errors import UsageError
-from kvferry.core.traces.spans import Attribute, Kind, Span, TraceContext, Tracer, TraceSettings
+from kvferry.core.traces.spans import Attribute, Span, SpanKind, TraceContext, Tracer, TraceSettings
 
 if TYPE_CHECKING:
     from opentelemetry import trace as otel
@@ -88,7 +88,7 @@ class _OtlpTracer:
         span = self._tracer.start_span(
             name,
             context=_remote(parent),
-            kind=_kind(Kind.SERVER),
+            kind=_kind(SpanKind.SERVER),
             start_time=clock.nanoseconds(start),
             attributes=attributes,
         )
@@ -125,7 +125,7 @@ class _OtlpSpan:
         name: str,
         start: float | None = None,
         attributes: Mapping[str, Attribute] | None = None,
-        kind: Kind = Kind.INTERNAL,
+        kind: SpanKind = SpanKind.INTERNAL,
     ) -> "_OtlpSpan":
         from opentelemetry.trace import set_span_in_context
 
@@ -171,7 +171,7 @@ def _remote(parent: TraceContext | None) -> Any:
     return set_span_in_context(NonRecordingSpan(context), Context())
 
 
-def _kind(kind: Kind) -> "otel.SpanKind":
+def _kind(kind: SpanKind) -> "otel.SpanKind":
     from opentelemetry.trace import SpanKind
 
     return SpanKind[kind.name]

@@ -9,7 +9,7 @@ from kvferry.serving.request import Caller
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class RequestSize:
     """Size and limits of a request, over all of its prompts and samples."""
 
     caller: Caller
@@ -75,10 +75,10 @@ class Slot(Protocol):
         ...
 
 
-class Admission(Protocol):
+class RequestAdmission(Protocol):
     """Decides which requests may start, and when."""
 
-    def enter(self, work: Work) -> Slot:
+    def enter(self, work: RequestSize) -> Slot:
         """Return a request's slot, which holds nothing until it is entered."""
         ...
 

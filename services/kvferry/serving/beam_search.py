@@ -17,7 +17,7 @@ from kvferry.text.requests.beams import Beam, Beams
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundBeams:
     """Outputs of a search."""
 
     beams: list[Beam]
@@ -35,7 +35,7 @@ async def search(
     request: Request,
     params: BeamParams,
     eos_token_ids: Sequence[int],
-) -> Found:
+) -> FoundBeams:
     """Search for the best outputs of a prompt. Cancelling the calling task cancels all requests.
 
     Args:
@@ -74,7 +74,7 @@ async def search(
         beams.advance([event.tokens[0].top for event in events])
     assert first is not None, "a search has at least one round"
     num_tokens = params.width * num_rounds
-    return Found(beams.best(params.width), first.num_cached_tokens, first.timing, num_tokens)
+    return FoundBeams(beams.best(params.width), first.num_cached_tokens, first.timing, num_tokens)
 
 
 async def _all(source: TokenSource, requests: Sequence[Request]) -> list[TokenEvent]:

@@ -9,7 +9,7 @@ from kvferry.core.inference.pooling import PoolingParams
 from kvferry.core.limits import MAX_MESSAGE_BYTES, MAX_TOKEN_IDS
 from kvferry.core.sampling import NO_SAMPLING
 from kvferry.serving import prompts
-from kvferry.serving.admission import Slot, Work
+from kvferry.serving.admission import RequestSize, Slot
 from kvferry.serving.request import Caller, Request
 from kvferry.serving.text_model import TextModel
 from kvferry.serving.text_service import TextService
@@ -144,7 +144,7 @@ async def embed(service: TextService, request: VectorRequest) -> list[Vector]:
     assert source is not None, "`check_vectors` was called"
     if service.admission is None:
         return await _embed(source, request, None)
-    work = Work(
+    work = RequestSize(
         caller=request.caller,
         prompts=request.inputs,
         num_samples=1,

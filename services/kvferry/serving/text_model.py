@@ -7,7 +7,7 @@ from typing import Protocol
 from kvferry.core.constraint import Constraint
 from kvferry.core.inference.tools import Tool
 from kvferry.text.answers.answer import AnswerForm
-from kvferry.text.requests.output_text import Detokenizer, StopMatcher
+from kvferry.text.requests.output_text import StopFinder, TextDecoder
 from kvferry.text.tools.conversations import PromptEnd
 
 ChatMessages = Sequence[Mapping[str, object]]
@@ -15,7 +15,7 @@ ChatMessages = Sequence[Mapping[str, object]]
 have `tool_calls`, and messages of role `tool` have `tool_call_id`."""
 
 
-class Tokenizer(Protocol):
+class TextCodec(Protocol):
     """Converts between text and token ids. Stateless and thread-safe."""
 
     def encode(self, text: str, *, add_special: bool) -> list[int]:
@@ -48,11 +48,11 @@ class TextModel:
     """Context length in tokens, prompt and output."""
     vocab_size: int
     eos_token_ids: tuple[int, ...]
-    tokenizer: Tokenizer
-    new_detokenizer: Callable[[bool, Mapping[int, str]], Detokenizer]
+    tokenizer: TextCodec
+    new_detokenizer: Callable[[bool, Mapping[int, str]], TextDecoder]
     """Function that creates a detokenizer. Its arguments are whether control tokens are shown, and the strings that
     stand for an answer's markers, by token id."""
-    new_stop_matcher: Callable[[Sequence[str]], StopMatcher]
+    new_stop_matcher: Callable[[Sequence[str]], StopFinder]
     max_prompt_chars: int
     """Maximum number of characters that `max_model_tokens` tokens can encode."""
     encode_chat: Callable[[ChatMessages, Sequence[Tool], Mapping[str, object], PromptEnd], list[int]] | None

@@ -22,7 +22,7 @@ from kvferry.core.inference.chunks import StopReason, TextChunk, Usage
 from kvferry.core.sampling import FinishReason, SampledToken
 from kvferry.core.traces.spans import Tracer, current_span
 from kvferry.serving import beam_search, prompts
-from kvferry.serving.admission import Admission, Slot, Work
+from kvferry.serving.admission import RequestAdmission, RequestSize, Slot
 from kvferry.serving.constraint_check import ConstraintCheck
 from kvferry.serving.merging import merge
 from kvferry.serving.request import BeamRound, Request
@@ -30,7 +30,7 @@ from kvferry.serving.text_model import TextModel
 from kvferry.serving.text_process import TextProcess
 from kvferry.serving.token_source import SearchSource, TokenEvent, TokenSource, VectorSource
 from kvferry.text.answers.answer import AnswerSplitter, SplitOptions
-from kvferry.text.answers.pieces import Parts
+from kvferry.text.answers.pieces import AnswerParts
 from kvferry.text.requests.beams import check_beam_sampling
 from kvferry.text.requests.output_text import OutputText
 from kvferry.text.requests.prompt_parameters import check_prompt_logprobs, kept_prompt
@@ -143,10 +143,10 @@ async def _sample(
 
 def _added(
     event: TokenEvent, writer: OutputText, splitter: AnswerSplitter | None, split: SplitOptions | None
-) -> tuple[Parts, tuple[SampledToken, ...], FinishReason | None, StopReason, int]:
+) -> tuple[AnswerParts, tuple[SampledToken, ...], FinishReason | None, StopReason, int]:
     """Return the parts of the text that an event adds, its tokens up to the end of the sample, the reasons if the
     sample has ended, and the number of its tokens that are inside the reasoning, begin it or end it."""
-    parts, kept, stop_reason = Parts(""), tuple[SampledToken, ...](), None
+    parts, kept, stop_reason = AnswerParts(""), tuple[SampledToken, ...](), None
     finish: FinishReason | None = None
     num_reasoning = 0
     is_each_split = splitter is not None and splitter.may_reason
@@ -159,7 +159,7 @@ def _added(
         else:
             text, added, finish, stop_reason = writer.add(group, ended, splitter.may_stop)
         kept += added
-        more = Parts(text)
+        more = AnswerParts(text)
         if splitter is not None:
             more, finish = _split(splitter, text, finish)
             num_reasoning += len(added) if was_reasoning or splitter.is_reasoning else 0
@@ -169,7 +169,7 @@ def _added(
     return parts, kept, finish, stop_reason, num_reasoning
 
 
-def _split(splitter: AnswerSplitter, text: str, finish: FinishReason | None) -> tuple[Parts, FinishReason | None]:
+def _split(splitter: AnswerSplitter, text: str, finish: FinishReason | None) -> tuple[AnswerParts, FinishReason | None]:
     """Return the parts of a step's text, and the finish reason if the sample has ended."""
     parts = splitter.feed(text)
     if finish is None and splitter.is_complete:
@@ -190,8 +190,10 @@ def _groups(
     return [tokens[number : number + 1] for number in range(len(tokens))]
 
 
-def _joined(first: Parts, second: Parts) -> Parts:
-    return Parts(first.content + second.content, first.reasoning + second.reasoning, (*first.calls, *second.calls))
+def _joined(first: AnswerParts, second: AnswerParts) -> AnswerParts:
+    return AnswerParts(
+        first.content + second.content, first.reasoning + second.reasoning, (*first.calls, *second.calls)
+    )
 
 
 def _one_tenant(_authorization: str | None, _address: str) -> str:
@@ -222,7 +224,7 @@ class TextService:
     """Computes pooled vectors; `None` if they are not served."""
     searches: SearchSource | None = None
     """Computes the steps of beam searches; with `None`, each step is a stream of `source`."""
-    admission: Admission | None = None
+    admission: RequestAdmission | None = None
     """Decides which requests may start, and when; `None` starts all requests at once."""
 
     tracer: Callable[[], Tracer | None] = lambda: None
@@ -340,12 +342,12 @@ class TextService:
 
     async def _admitted(
         self,
-        admission: Admission,
+        admission: RequestAdmission,
         requests: Sequence[Request],
         make: Callable[[Sequence[Request]], AsyncGenerator[TextChunk, None]],
     ) -> AsyncGenerator[TextChunk, None]:
         first = requests[0]
-        work = Work(
+        work = RequestSize(
             caller=first.caller,
             prompts=[request.token_ids for request in requests],
             num_samples=first.num_sequences,

@@ -1,8 +1,8 @@
 """Conformance suite for transports. The peer is a separate process, except for `memory`.
 
-Each check takes a `Rig`: the tested transport with its memory, and a peer whose pages it can read. CHECKS require a
-peer with the same page size; RAW_CHECKS require a peer with one of PAGE_SIZES and more pages than FEWER_BLOCKS, the
-reader's number of pages.
+Each check takes a `ConnectorRig`: the tested transport with its memory, and a peer whose pages it can read. CHECKS
+require a peer with the same page size; RAW_CHECKS require a peer with one of PAGE_SIZES and more pages than
+FEWER_BLOCKS, the reader's number of pages.
 """
 
 import multiprocessing
@@ -30,7 +30,7 @@ _FROZEN_SECONDS = 4.0
 
 
 @dataclass(slots=True)
-class Rig:
+class ConnectorRig:
     """A transport under test, its memory, and a peer to read from."""
 
     transport: Transport
@@ -86,7 +86,7 @@ def _complete(read: Read) -> None:
 
 
 class _PeerSide:
-    """The peer's transport and memory, and the commands that `Rig.command` runs on it."""
+    """The peer's transport and memory, and the commands that `ConnectorRig.command` runs on it."""
 
     def __init__(self, name: str, block_bytes: int) -> None:
         self.incarnation = new_incarnation()
@@ -119,7 +119,7 @@ def _peer_process(name: str, block_bytes: int, pipe: Connection) -> None:
 
 
 @contextmanager
-def rig(name: str, peer_bytes: int = BLOCK_BYTES, own_blocks: int = NUM_BLOCKS) -> Iterator[Rig]:
+def rig(name: str, peer_bytes: int = BLOCK_BYTES, own_blocks: int = NUM_BLOCKS) -> Iterator[ConnectorRig]:
     """Yield a rig for the transport `name`; the peer is a separate process, except for `memory`."""
     ours = open_transport(name, new_incarnation(), SETUP)
     process: BaseProcess | None = None
@@ -157,7 +157,7 @@ def rig(name: str, peer_bytes: int = BLOCK_BYTES, own_blocks: int = NUM_BLOCKS) 
     try:
         memory = ours.allocate(own_blocks, BLOCK_BYTES)
         peer = Peer(WorkerId("peer"), Incarnation(incarnation), "nowhere:0")
-        yield Rig(ours, memory, peer, address, command, process is not None, peer_bytes)
+        yield ConnectorRig(ours, memory, peer, address, command, process is not None, peer_bytes)
     finally:
         ours.close()
         if process is not None and pipe is not None:
@@ -175,7 +175,7 @@ def _refused(action: Callable[[], object]) -> None:
     raise AssertionError("expected a ReadError")
 
 
-def check_pages_arrive_exactly(rig: Rig) -> None:
+def check_pages_arrive_exactly(rig: ConnectorRig) -> None:
     """Check that scattered, contiguous and reversed pages are read to their targets, and no other page changes."""
     rig.transport.connect(rig.peer, rig.address)
     before = [rig.page(b) for b in range(NUM_BLOCKS)]
@@ -186,7 +186,7 @@ def check_pages_arrive_exactly(rig: Rig) -> None:
         assert rig.page(block) == (pattern(landed[block]) if block in landed else before[block]), f"page {block}"
 
 
-def check_epochs_follow_the_peer(rig: Rig) -> None:
+def check_epochs_follow_the_peer(rig: ConnectorRig) -> None:
     """Check that epochs are the peer's current ones, in the requested order."""
     rig.transport.connect(rig.peer, rig.address)
     assert rig.transport.read_epochs(rig.peer, [7, 3, 31], 5.0) == [107, 103, 131]
@@ -194,7 +194,7 @@ def check_epochs_follow_the_peer(rig: Rig) -> None:
     assert rig.transport.read_epochs(rig.peer, [7, 3, 31], 5.0) == [107, 104, 131]
 
 
-def check_a_reused_page_shows_in_its_epoch(rig: Rig) -> None:
+def check_a_reused_page_shows_in_its_epoch(rig: ConnectorRig) -> None:
     """Check that reading a page that was reused after its epoch was read returns the new content and a different
     epoch."""
     rig.transport.connect(rig.peer, rig.address)
@@ -205,7 +205,7 @@ def check_a_reused_page_shows_in_its_epoch(rig: Rig) -> None:
     assert rig.transport.read_epochs(rig.peer, [5], 5.0) != promised
 
 
-def check_ids_out_of_range_are_refused(rig: Rig) -> None:
+def check_ids_out_of_range_are_refused(rig: ConnectorRig) -> None:
     """Check that out-of-range page ids raise an error before any data is transferred."""
     rig.transport.connect(rig.peer, rig.address)
     before = [rig.page(b) for b in range(NUM_BLOCKS)]
@@ -218,7 +218,7 @@ def check_ids_out_of_range_are_refused(rig: Rig) -> None:
     assert [rig.page(b) for b in range(NUM_BLOCKS)] == before
 
 
-def check_strangers_are_refused(rig: Rig) -> None:
+def check_strangers_are_refused(rig: ConnectorRig) -> None:
     """Check that a peer that was never connected, a malformed address, and an address of a different incarnation are
     rejected."""
     _refused(lambda: rig.read([0], [0]))
@@ -229,7 +229,7 @@ def check_strangers_are_refused(rig: Rig) -> None:
     _refused(lambda: rig.transport.connect(other, rig.address))
 
 
-def check_connecting_twice_and_forgetting(rig: Rig) -> None:
+def check_connecting_twice_and_forgetting(rig: ConnectorRig) -> None:
     """Check that `connect` and `forget` are idempotent, and that after `forget` reads are rejected until the next
     `connect`."""
     rig.transport.connect(rig.peer, rig.address)
@@ -243,19 +243,19 @@ def check_connecting_twice_and_forgetting(rig: Rig) -> None:
     assert rig.page(2) == pattern(2)
 
 
-def check_a_dead_peer_gives_right_data_or_an_error(rig: Rig) -> None:
+def check_a_dead_peer_gives_right_data_or_an_error(rig: ConnectorRig) -> None:
     """Check that, after the peer has exited, a read returns correct data (shared memory may survive) or raises, but
     never hangs."""
     _survives_death(rig, lambda b: rig.read([b], [b]), rig.page)
 
 
-def check_a_frozen_peer_gives_right_data_or_silence(rig: Rig) -> None:
+def check_a_frozen_peer_gives_right_data_or_silence(rig: ConnectorRig) -> None:
     """Check that a read from a suspended peer is correct or late, never wrong, and that once it is reported quiet, it
     writes nothing when the peer resumes."""
     _survives_frost(rig, lambda b: rig.transport.read(rig.peer, [b], [BlockId(b)]), rig.page)
 
 
-def _survives_death(rig: Rig, read: Callable[[int], None], landed: Callable[[int], bytes]) -> None:
+def _survives_death(rig: ConnectorRig, read: Callable[[int], None], landed: Callable[[int], bytes]) -> None:
     rig.transport.connect(rig.peer, rig.address)
     read(1)
     rig.command("die")
@@ -266,7 +266,7 @@ def _survives_death(rig: Rig, read: Callable[[int], None], landed: Callable[[int
     assert landed(6) == pattern(6, rig.peer_bytes)
 
 
-def _survives_frost(rig: Rig, start: Callable[[int], Read], landed: Callable[[int], bytes]) -> None:
+def _survives_frost(rig: ConnectorRig, start: Callable[[int], Read], landed: Callable[[int], bytes]) -> None:
     if not rig.can_freeze:
         return
     rig.transport.connect(rig.peer, rig.address)
@@ -304,14 +304,14 @@ def _settle(read: Read, until: Callable[[], bool], seconds: float) -> bool:
     return False
 
 
-def check_closing_twice(rig: Rig) -> None:
+def check_closing_twice(rig: ConnectorRig) -> None:
     """Check that closing is idempotent."""
     rig.transport.connect(rig.peer, rig.address)
     rig.transport.close()
     rig.transport.close()
 
 
-def check_raw_pages_arrive_side_by_side(rig: Rig) -> None:
+def check_raw_pages_arrive_side_by_side(rig: ConnectorRig) -> None:
     """Check that pages are written contiguously in the requested order and nothing else is written, and that staging is
     reusable."""
     rig.transport.connect(rig.peer, rig.address)
@@ -326,7 +326,7 @@ def check_raw_pages_arrive_side_by_side(rig: Rig) -> None:
     assert bytes(rig.memory.pages) == ours
 
 
-def check_raw_reads_have_places_of_their_own(rig: Rig) -> None:
+def check_raw_reads_have_places_of_their_own(rig: ConnectorRig) -> None:
     """Check that two concurrent raw reads into separate staging memory do not interfere."""
     rig.transport.connect(rig.peer, rig.address)
     places = [rig.transport.staging(2 * rig.peer_bytes) for _ in range(2)]
@@ -336,7 +336,7 @@ def check_raw_reads_have_places_of_their_own(rig: Rig) -> None:
         assert bytes(places[i]) == pattern(4 + i, rig.peer_bytes) + pattern(8 + i, rig.peer_bytes)
 
 
-def check_raw_reads_that_do_not_fit_are_refused(rig: Rig) -> None:
+def check_raw_reads_that_do_not_fit_are_refused(rig: ConnectorRig) -> None:
     """Check that wrong lengths, and page-to-page reads between different page sizes, raise an error before any data is
     transferred."""
     size = rig.peer_bytes
@@ -353,20 +353,20 @@ def check_raw_reads_that_do_not_fit_are_refused(rig: Rig) -> None:
     assert bytes(rig.memory.pages) == ours
 
 
-def check_more_epochs_than_pages_of_our_own(rig: Rig) -> None:
+def check_more_epochs_than_pages_of_our_own(rig: ConnectorRig) -> None:
     """Check that epochs can be read from a peer that has more pages than the reader."""
     rig.transport.connect(rig.peer, rig.address)
     remote = [*range(NUM_BLOCKS - 1, -1, -1)]
     assert rig.transport.read_epochs(rig.peer, remote, 5.0) == [100 + block for block in remote]
 
 
-def check_a_dead_peer_gives_right_raw_data_or_an_error(rig: Rig) -> None:
+def check_a_dead_peer_gives_right_raw_data_or_an_error(rig: ConnectorRig) -> None:
     """Check that, after the peer has exited, a raw read returns correct data or raises, but never hangs."""
     staging = rig.transport.staging(rig.peer_bytes)
     _survives_death(rig, lambda b: rig.read_raw([b], staging), lambda _: bytes(staging))
 
 
-def check_a_frozen_peer_gives_right_raw_data_or_silence(rig: Rig) -> None:
+def check_a_frozen_peer_gives_right_raw_data_or_silence(rig: ConnectorRig) -> None:
     """Check that a raw read from a suspended peer is correct or fails, but is never wrong. Each read has its own
     staging, since a late read may still write."""
     size = rig.peer_bytes
@@ -374,7 +374,7 @@ def check_a_frozen_peer_gives_right_raw_data_or_silence(rig: Rig) -> None:
     _survives_frost(rig, lambda b: rig.transport.read_raw(rig.peer, [b], places[b]), lambda b: bytes(places[b]))
 
 
-CHECKS: tuple[Callable[[Rig], None], ...] = (
+CHECKS: tuple[Callable[[ConnectorRig], None], ...] = (
     check_pages_arrive_exactly,
     check_epochs_follow_the_peer,
     check_a_reused_page_shows_in_its_epoch,
@@ -386,7 +386,7 @@ CHECKS: tuple[Callable[[Rig], None], ...] = (
     check_closing_twice,
 )
 
-RAW_CHECKS: tuple[Callable[[Rig], None], ...] = (
+RAW_CHECKS: tuple[Callable[[ConnectorRig], None], ...] = (
     check_raw_pages_arrive_side_by_side,
     check_raw_reads_have_places_of_their_own,
     check_raw_reads_that_do_not_fit_are_refused,

@@ -6,10 +6,10 @@ The rig must have `raw`, `reopen` and `stranger`.
 from collections.abc import Callable
 
 from kvferry.kv.tiers.interface.tier import ObjectKey
-from kvferry.testing.tier_suite import OBJECT_BYTES, SECONDS, Rig, content, get, key, present, put, refused
+from kvferry.testing.tier_suite import OBJECT_BYTES, SECONDS, TierRig, content, get, key, present, put, refused
 
 
-def _refused_and_healed(rig: Rig, number: int, stored: bytes) -> None:
+def _refused_and_healed(rig: TierRig, number: int, stored: bytes) -> None:
     """Check that the stored bytes are rejected and do not prevent the next store."""
     raw = rig.raw
     assert raw is not None
@@ -19,7 +19,7 @@ def _refused_and_healed(rig: Rig, number: int, stored: bytes) -> None:
     assert get(rig.tier, number) == content(number)
 
 
-def check_flipped_bits_are_found(rig: Rig) -> None:
+def check_flipped_bits_are_found(rig: TierRig) -> None:
     """Check that a flipped bit is detected in every field of the header, in the pages and at the end."""
     raw = rig.raw
     assert raw is not None
@@ -31,7 +31,7 @@ def check_flipped_bits_are_found(rig: Rig) -> None:
         _refused_and_healed(rig, 1, good[:at] + bytes([good[at] ^ 0x10]) + good[at + 1 :])
 
 
-def check_cut_and_lengthened_values_are_found(rig: Rig) -> None:
+def check_cut_and_lengthened_values_are_found(rig: TierRig) -> None:
     """Check that values of a wrong length, and random bytes, are detected."""
     raw = rig.raw
     assert raw is not None
@@ -41,7 +41,7 @@ def check_cut_and_lengthened_values_are_found(rig: Rig) -> None:
         _refused_and_healed(rig, 1, stored)
 
 
-def check_another_objects_value_is_found(rig: Rig) -> None:
+def check_another_objects_value_is_found(rig: TierRig) -> None:
     """Check that a value that was stored under a different name is rejected."""
     raw = rig.raw
     assert raw is not None
@@ -50,7 +50,7 @@ def check_another_objects_value_is_found(rig: Rig) -> None:
     _refused_and_healed(rig, 1, raw.read(key(2)))
 
 
-def check_another_version_is_found(rig: Rig) -> None:
+def check_another_version_is_found(rig: TierRig) -> None:
     """Check that a value of a different format version is rejected."""
     raw = rig.raw
     assert raw is not None
@@ -60,7 +60,7 @@ def check_another_version_is_found(rig: Rig) -> None:
     _refused_and_healed(rig, 1, good[:at] + bytes([good[at] + 1]) + good[at + 1 :])
 
 
-def check_values_of_strangers_are_found(rig: Rig) -> None:
+def check_values_of_strangers_are_found(rig: TierRig) -> None:
     """Check that values written with a different secret, or for a different tenant, are rejected."""
     raw = rig.raw
     assert raw is not None
@@ -76,7 +76,7 @@ def check_values_of_strangers_are_found(rig: Rig) -> None:
     assert not any(into), "not even its pages were read"
 
 
-def check_it_outlives_its_process(rig: Rig) -> None:
+def check_it_outlives_its_process(rig: TierRig) -> None:
     """Check that a second instance of the same store finds the stored objects, and that both continue to work."""
     put(rig.tier, 1)
     other = rig.again()
@@ -88,7 +88,7 @@ def check_it_outlives_its_process(rig: Rig) -> None:
     assert get(other, 1) == content(1)
 
 
-FRAMED_CHECKS: tuple[Callable[[Rig], None], ...] = (
+FRAMED_CHECKS: tuple[Callable[[TierRig], None], ...] = (
     check_flipped_bits_are_found,
     check_cut_and_lengthened_values_are_found,
     check_another_objects_value_is_found,

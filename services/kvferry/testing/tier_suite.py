@@ -1,6 +1,6 @@
 """Conformance suite for tiers. Tiers that store frames must also pass `frame_suite`.
 
-Each check takes a `Rig`: an empty tier with a capacity of about `num_fit` objects.
+Each check takes a `TierRig`: an empty tier with a capacity of about `num_fit` objects.
 """
 
 import random
@@ -37,7 +37,7 @@ class Raw:
 
 
 @dataclass(slots=True)
-class Rig:
+class TierRig:
     """A tier under test and its properties."""
 
     tier: Tier
@@ -114,7 +114,7 @@ def present(tier: Tier, numbers: Sequence[int]) -> list[int]:
 
 
 @contextmanager
-def closing(rig: Rig) -> Iterator[Rig]:
+def closing(rig: TierRig) -> Iterator[TierRig]:
     """Yield the rig, and close its tiers afterwards."""
     try:
         yield rig
@@ -123,7 +123,7 @@ def closing(rig: Rig) -> Iterator[Rig]:
             tier.close()
 
 
-def check_objects_come_back_exactly(rig: Rig) -> None:
+def check_objects_come_back_exactly(rig: TierRig) -> None:
     """Check that an object stored from several buffers is loaded exactly into buffers of different sizes, including
     empty ones."""
     data = content(1)
@@ -134,7 +134,7 @@ def check_objects_come_back_exactly(rig: Rig) -> None:
         assert into == data, sizes
 
 
-def check_lookup_answers_in_order(rig: Rig) -> None:
+def check_lookup_answers_in_order(rig: TierRig) -> None:
     """Check that a lookup returns NO before a store and YES after it, and that an empty lookup returns an empty
     list."""
     assert rig.tier.lookup([], SECONDS) == []
@@ -145,21 +145,21 @@ def check_lookup_answers_in_order(rig: Rig) -> None:
     assert rig.tier.lookup([key(n) for n in (1, 2, 3, 4)], SECONDS) == expected
 
 
-def check_a_second_store_changes_nothing(rig: Rig) -> None:
+def check_a_second_store_changes_nothing(rig: TierRig) -> None:
     """Check that a second store under an existing key returns false and does not change the object."""
     assert put(rig.tier, 1)
     assert not rig.tier.store(key(1), [memoryview(content(2))], SECONDS)
     assert get(rig.tier, 1) == content(1)
 
 
-def check_what_is_not_there_is_a_miss(rig: Rig) -> None:
+def check_what_is_not_there_is_a_miss(rig: TierRig) -> None:
     """Check that a load of a missing object raises `TierMiss` and does not change the buffers."""
     into = bytearray([_POISON]) * OBJECT_BYTES
     refused(lambda: rig.tier.load(key(7), [memoryview(into)], SECONDS), TierMiss)
     assert into == bytes([_POISON]) * OBJECT_BYTES
 
 
-def check_objects_of_tenants_do_not_mix(rig: Rig) -> None:
+def check_objects_of_tenants_do_not_mix(rig: TierRig) -> None:
     """Check that each tenant finds only its own objects."""
     for number, tenant in ((1, "tenant-a"), (2, "tenant-b"), (3, "tenant-a"), (4, "")):
         assert put(rig.tier, number, tenant)
@@ -168,7 +168,7 @@ def check_objects_of_tenants_do_not_mix(rig: Rig) -> None:
     refused(lambda: get(rig.tier, 1, "tenant-b"), TierMiss)
 
 
-def check_its_size_is_bounded(rig: Rig) -> None:
+def check_its_size_is_bounded(rig: TierRig) -> None:
     """Check that, after storing four times the capacity, the remaining objects are intact and exact LRU has evicted the
     oldest ones."""
     numbers = range(4 * rig.num_fit)
@@ -184,7 +184,7 @@ def check_its_size_is_bounded(rig: Rig) -> None:
         assert present(rig.tier, left[:2]) == [left[0]], "the object that was just read stays"
 
 
-def check_eviction_does_not_disturb_reads(rig: Rig) -> None:
+def check_eviction_does_not_disturb_reads(rig: TierRig) -> None:
     """Check that a read whose object is evicted during the read returns exact content or raises."""
     failures: list[str] = []
     done = threading.Event()
@@ -212,7 +212,7 @@ def check_eviction_does_not_disturb_reads(rig: Rig) -> None:
     assert not failures
 
 
-def check_many_threads_at_once(rig: Rig) -> None:
+def check_many_threads_at_once(rig: TierRig) -> None:
     """Check that every load is exact while eight threads store and load shared and separate names."""
     failures: list[str] = []
     written: list[bool] = []
@@ -241,7 +241,7 @@ def check_many_threads_at_once(rig: Rig) -> None:
     assert present(rig.tier, range(count)) == list(range(count))
 
 
-def check_buffers_are_not_written_afterwards(rig: Rig) -> None:
+def check_buffers_are_not_written_afterwards(rig: TierRig) -> None:
     """Check that the buffers of a load are no longer written after it has raised."""
     put(rig.tier, 1)
     abandoned = []
@@ -258,7 +258,7 @@ def check_buffers_are_not_written_afterwards(rig: Rig) -> None:
     assert all(into == bytes([_POISON]) * OBJECT_BYTES for into in abandoned)
 
 
-def check_timeouts_hold(rig: Rig) -> None:
+def check_timeouts_hold(rig: TierRig) -> None:
     """Check that with a timeout of zero every call returns or raises immediately."""
     clock = SystemClock()
     put(rig.tier, 1)
@@ -279,7 +279,7 @@ def check_timeouts_hold(rig: Rig) -> None:
         assert get(rig.tier, 3) == content(3)
 
 
-def check_other_lengths_are_refused(rig: Rig) -> None:
+def check_other_lengths_are_refused(rig: TierRig) -> None:
     """Check that wrong lengths raise and that nothing is stored or written."""
     for wrong in (OBJECT_BYTES - 1, OBJECT_BYTES + 1, 0):
         refused(lambda: rig.tier.store(key(1), [memoryview(bytes(wrong))], SECONDS), Exception)  # noqa: B023
@@ -290,7 +290,7 @@ def check_other_lengths_are_refused(rig: Rig) -> None:
     assert into == bytes([_POISON]) * (OBJECT_BYTES - 1)
 
 
-def check_it_counts_its_bytes(rig: Rig) -> None:
+def check_it_counts_its_bytes(rig: TierRig) -> None:
     """Check that the byte count is zero at first and about equal to the stored bytes afterwards."""
     assert rig.tier.num_bytes == 0
     put(rig.tier, 1)
@@ -298,14 +298,14 @@ def check_it_counts_its_bytes(rig: Rig) -> None:
     assert 2 * OBJECT_BYTES <= rig.tier.num_bytes <= 2 * OBJECT_BYTES + (64 << 10)
 
 
-def check_closing_twice(rig: Rig) -> None:
+def check_closing_twice(rig: TierRig) -> None:
     """Check that closing is idempotent."""
     put(rig.tier, 1)
     rig.tier.close()
     rig.tier.close()
 
 
-CHECKS: tuple[Callable[[Rig], None], ...] = (
+CHECKS: tuple[Callable[[TierRig], None], ...] = (
     check_objects_come_back_exactly,
     check_lookup_answers_in_order,
     check_a_second_store_changes_nothing,

@@ -33,7 +33,7 @@ from peers.protocol import Child, EngineFailed
 from peers.report import Measured
 
 from kvferry.bench.commit import commit
-from kvferry.bench.roofline import Machine, measure_machine
+from kvferry.bench.roofline import MachineRates, measure_machine
 from kvferry.core.clock import SystemClock
 from kvferry.core.process.config import cache_dir
 from kvferry.kernels import compiled
@@ -53,7 +53,7 @@ class Comparison:
         self._engines: dict[str, Engine] = {}
         self._idle_since: dict[str, tuple[float, float]] = {}
         self.measured: list[Measured] = []
-        self.machines: list[Machine] = []
+        self.machines: list[MachineRates] = []
         self.left_out: dict[str, str] = {}
         self.facts: dict[str, dict[str, object]] = {}
         self.idle_share: dict[str, float] = {}
@@ -133,7 +133,7 @@ class Comparison:
                 share = (child.cpu_seconds() - used) / passed
                 self.idle_share[name] = max(self.idle_share.get(name, 0.0), share)
 
-    def _measured(self, number: int, row: str, name: str, cell: Cell, value: float, machine: Machine) -> Measured:
+    def _measured(self, number: int, row: str, name: str, cell: Cell, value: float, machine: MachineRates) -> Measured:
         weight_class = self._engines[name].weight_class
         share = None
         if cell.reads_weights:

@@ -7,8 +7,8 @@ for the device. Both are measured with and without CUDA graphs, in the same proc
 import statistics
 from collections.abc import Iterator, Sequence
 
-from kvferry.bench.formulas.gpu_work import Row, Spec, Timing, row
-from kvferry.bench.formulas.work import Work
+from kvferry.bench.formulas.gpu_work import GpuRow, GpuTiming, Spec, row
+from kvferry.bench.formulas.work import KernelWork
 from kvferry.bench.gpu.session import Session
 from kvferry.bench.inference import Bench
 from kvferry.core.clock import Clock
@@ -26,7 +26,7 @@ _WARM_UP_STEPS = 4
 
 def decode_rows(
     session: Session, clock: Clock, *, model: str, batches: Sequence[int], context: int, steps: int
-) -> Iterator[Row]:
+) -> Iterator[GpuRow]:
     """Measure decode steps for each batch size, with and without CUDA graphs.
 
     Args:
@@ -65,7 +65,7 @@ def decode_rows(
                 runner.replays, runner.watch_waits = launch == GRAPHS, waits.append
             bench.steps(batch, (context, _WARM_UP_STEPS))  # compiles kernels
             timed = bench.steps(batch, (context, steps + 1))
-            work = Work(
+            work = KernelWork(
                 round(statistics.median(each.num_bytes for _, each in timed)),
                 round(statistics.median(each.flops for _, each in timed)),
             )
@@ -73,13 +73,13 @@ def decode_rows(
             found = [(OP, work, seconds)]
             if waits:
                 own = [taken - waited for taken, waited in zip(seconds, waits[-len(seconds) :], strict=True)]
-                found.append((HOST_OP, Work(0), own))
+                found.append((HOST_OP, KernelWork(0), own))
             for op, needed, taken in found:
                 yield row(
                     session.about,
                     Spec.of(f"{op} {model}", batch=batch, context=context),
                     needed,
-                    Timing.of(taken),
+                    GpuTiming.of(taken),
                     session.rates,
                     dtype=dtype,
                     kernels="triton",

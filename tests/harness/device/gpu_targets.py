@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvferry.bench.formulas.gpu_work import Row
+from kvferry.bench.formulas.gpu_work import GpuRow
 
 OURS = "triton"
 _LARGE_BYTES = 16 << 20
@@ -37,7 +37,7 @@ class Verdict:
         return f"{outcome:<12}  {self.name}: {self.worst:.2f} (target {self.target:.2f}) at {self.at}"
 
 
-def verdicts(rows: Sequence[Row]) -> list[Verdict]:
+def verdicts(rows: Sequence[GpuRow]) -> list[Verdict]:
     """Evaluate all targets with the rows of a run."""
     ours = [row for row in rows if row.kernels == OURS]
     decode = [row for row in ours if row.op == "decode_attention" and "batch=64 " in row.shape]
@@ -60,12 +60,12 @@ def verdicts(rows: Sequence[Row]) -> list[Verdict]:
     ]
 
 
-def _best_of_torch(rows: Sequence[Row], ours: Row) -> float | None:
+def _best_of_torch(rows: Sequence[GpuRow], ours: GpuRow) -> float | None:
     same = (ours.op, ours.shape)
     return min((r.ms for r in rows if (r.op, r.shape) == same and r.kernels.startswith("torch sdpa")), default=None)
 
 
-def _worst(name: str, target: float, ratios: Sequence[tuple[float, Row]]) -> Verdict:
+def _worst(name: str, target: float, ratios: Sequence[tuple[float, GpuRow]]) -> Verdict:
     if not ratios:
         return Verdict(name, None, target)
     worst, row = min(ratios, key=lambda pair: pair[0])

@@ -1,6 +1,6 @@
 """Timer that needs no GPU."""
 
-from kvferry.bench.formulas.gpu_work import Timing
+from kvferry.bench.formulas.gpu_work import GpuTiming
 from kvferry.bench.gpu.timing import Action
 from kvferry.core.clock import Clock
 
@@ -11,7 +11,7 @@ class HostTimer:
     def __init__(self, clock: Clock, rounds: int) -> None:
         self._clock, self._rounds = clock, rounds
 
-    def __call__(self, action: Action) -> Timing:
+    def __call__(self, action: Action) -> GpuTiming:
         """Run `action` repeatedly and return statistics of its durations."""
         action()
         seconds: list[float] = []
@@ -19,4 +19,4 @@ class HostTimer:
             begun = self._clock.monotonic()
             action()
             seconds.append(self._clock.monotonic() - begun)
-        return Timing.of(seconds)
+        return GpuTiming.of(seconds)

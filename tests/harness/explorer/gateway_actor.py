@@ -12,7 +12,7 @@ from kvferry.core.ids import RequestId
 from kvferry.core.sampling import SampledToken, SamplingParams
 from kvferry.gateway.decide.lifecycle.retry_decision import RetryDecision, retry_decision
 from kvferry.gateway.decide.lifecycle.sample_run import SampleRun, SealedTicket
-from kvferry.gateway.decide.lifecycle.sample_states import MACHINE, Duty, Event, State
+from kvferry.gateway.decide.lifecycle.sample_states import MACHINE, Duty, SampleEvent, State
 from kvferry.kv.interface import ticket as kv_ticket
 from kvferry.serving.request import Caller, Request
 
@@ -97,7 +97,7 @@ class GatewayActor:
         """Handle the disconnect of a request's client."""
         run = self.runs[key]
         world.answered(key, "cancelled", ())
-        self._end(world, key, run, Event.CANCEL)
+        self._end(world, key, run, SampleEvent.CANCEL)
 
     # ------------------------------------------------------------------ messages
 
@@ -113,10 +113,10 @@ class GatewayActor:
         run, ticket = self.runs[key], message.body[1]
         if ticket is None:
             world.answered(key, "short", ())
-            self._end(world, key, run, Event.FINISH)
+            self._end(world, key, run, SampleEvent.FINISH)
             return
         assert isinstance(ticket, kv_ticket.Ticket)
-        run.on(Event.OFFER)
+        run.on(SampleEvent.OFFER)
         run.ticket = SealedTicket(ticket.ticket_id, b"", "P", FINGERPRINT)
         self.tickets[key] = ticket
         run.emit(_TOKEN, None, world.now)
@@ -133,12 +133,12 @@ class GatewayActor:
         _, outcome, found = message.body
         if run.state is State.FETCHING:
             if outcome == "fetched":
-                run.on(Event.FETCH)
+                run.on(SampleEvent.FETCH)
                 run.ticket = None
             else:
                 self._drop_ticket(world, run)
         world.answered(key, "done", found)
-        self._end(world, key, run, Event.FINISH)
+        self._end(world, key, run, SampleEvent.FINISH)
 
     def on_rejected(self, world: "World", key: int, message: Message) -> None:
         self._lose(world, key, TicketRejected("no", reason=str(message.body[1])))
@@ -160,7 +160,7 @@ class GatewayActor:
                 if not world.is_excused():
                     raise Violation(f"request {key} waited for {REQUEST_SECONDS:g} s")
                 world.answered(key, "late", ())
-                self._end(world, key, self.runs[key], Event.FAIL)
+                self._end(world, key, self.runs[key], SampleEvent.FAIL)
         ready = [r for r in self.retries if r.at <= world.now]
         self.retries = tuple(r for r in self.retries if r.at > world.now)
         for retry in ready:
@@ -204,7 +204,7 @@ class GatewayActor:
         plan = world.plan(key)
         if run.state is State.QUEUED and not run.failures and not run.emitted and plan.path != "decode":
             ticket_id = f"t{key}.{self.life}"
-            run.on(Event.CALL_PREFILL)
+            run.on(SampleEvent.CALL_PREFILL)
             self.calls[key] = Call(number, "P", world.life_of("P"), ticket_id)
             self._send(world, "prefill", "P", ((key, number), ticket_id))
             return
@@ -216,7 +216,7 @@ class GatewayActor:
         if run.ticket is not None:
             ticket, attempt = self.tickets[key], run.ticket.deliveries
             run.ticket = replace(run.ticket, deliveries=attempt + 1)
-        run.on(Event.CALL_DECODE)
+        run.on(SampleEvent.CALL_DECODE)
         self.calls[key] = Call(number, to, world.life_of(to))
         reader = key if world.scenario.readers > 1 else 0
         self._send(world, "decode", to, ((key, number), ticket, attempt, reader))
@@ -224,7 +224,7 @@ class GatewayActor:
     def _lose(self, world: "World", key: int, error: KvferryError) -> None:
         """Handle a lost call, like `Dispatcher._take_loss`."""
         run, call = self.runs[key], self.calls.pop(key)
-        run.on(Event.LOSE)
+        run.on(SampleEvent.LOSE)
         decision = retry_decision(error)
         run.failed(error, None if decision is RetryDecision.DROP_TICKET else call.to)
         if decision is RetryDecision.SUSPECT and run.ticket is not None:
@@ -233,11 +233,11 @@ class GatewayActor:
             self._drop_ticket(world, run)
         if run.failures > MAX_FAILURES:
             world.answered(key, "failed", ())
-            self._end(world, key, run, Event.FAIL)
+            self._end(world, key, run, SampleEvent.FAIL)
             return
         self._go_on(world, key)
 
-    def _end(self, world: "World", key: int, run: SampleRun, event: Event) -> None:
+    def _end(self, world: "World", key: int, run: SampleRun, event: SampleEvent) -> None:
         """End a run, like `Ending.end`."""
         duties = world.parts.duties[run.state]
         run.on(event)
@@ -260,7 +260,7 @@ class GatewayActor:
         if run.ticket is not None:
             self._release(world, run.ticket.ticket_id, 0)
             run.ticket = None
-            run.on(Event.DROP)
+            run.on(SampleEvent.DROP)
 
     def _release(self, world: "World", ticket_id: str, tries: int) -> None:
         if world.scenario.held:

@@ -12,7 +12,7 @@ from kvferry.gateway.decide.config import HttpConfig
 from kvferry.gateway.dispatch.journal import Journal
 from kvferry.gateway.http.client_api import ClientApi
 from kvferry.gateway.http.server.http_server import HttpServer
-from kvferry.gateway.observe.instruments import Instruments
+from kvferry.gateway.observe.instruments import GatewayInstruments
 from kvferry.rpc.inference.inference import inference_service
 from kvferry.rpc.server import start_server
 from kvferry.serving.request import Request
@@ -72,7 +72,7 @@ async def answering_api(
     model = byte_model(1 << 16, call_format, has_reasoning=has_reasoning)
     service = TextService(source, model)
     config = http or HttpConfig()
-    api = ClientApi(service, config, Instruments(), lambda: (True, ()), Journal())
+    api = ClientApi(service, config, GatewayInstruments(), lambda: (True, ()), Journal())
     seconds = config.http_keepalive_seconds
     server = await HttpServer.start(api.app(), "127.0.0.1:0", field="http", drain_seconds=5, keepalive_seconds=seconds)
     grpc = await start_server("127.0.0.1:0", [inference_service(service)])

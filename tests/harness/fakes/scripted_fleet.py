@@ -12,7 +12,7 @@ from kvferry.gateway.decide.config import DispatchConfig, Endpoint, FleetConfig
 from kvferry.gateway.dispatch.dispatcher import Dispatcher
 from kvferry.gateway.dispatch.routing_parts import Routing, build_routing
 from kvferry.gateway.fleet.fleet import Fleet
-from kvferry.gateway.observe.instruments import Instruments
+from kvferry.gateway.observe.instruments import GatewayInstruments
 
 
 def fleet_config(workers: ScriptedWorkers, status_timeout_seconds: float = 2.0) -> FleetConfig:
@@ -41,7 +41,7 @@ class ScriptedFleet:
     fleet: Fleet
     dispatcher: Dispatcher
     routing: Routing
-    instruments: Instruments
+    instruments: GatewayInstruments
     slept: list[float] = field(default_factory=list)
     """Duration in seconds of each wait between attempts."""
 
@@ -71,7 +71,7 @@ async def scripted_fleet(
     """Start the workers, wait until the fleet has polled all of them, and check for leaks at the end."""
     async with ScriptedWorkers(prefill=prefill, decode=decode, both=both) as workers:
         fleet = Fleet(fleet_config(workers, status_timeout_seconds), NAME, clock=SystemClock())
-        instruments = Instruments()
+        instruments = GatewayInstruments()
         slept: list[float] = []
 
         async def sleep(seconds: float) -> None:

@@ -215,7 +215,7 @@ def _frames() -> Iterator[Run]:
                     case 2:
                         tcp_wire.greet_as_reader(ours, key)
                     case _:
-                        reply = tcp_wire.Reply([memoryview(bytearray(64))])
+                        reply = tcp_wire.IncomingReply([memoryview(bytearray(64))])
                         while not reply.receive_some(ours):
                             pass
             except (tcp_wire.WireError, TimeoutError):

@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from harness.explorer import report
+from harness.house import public_names
 from kvferry.core.hashing import BlockNamer
 from kvferry.core.ids import BlockHash
 from kvferry.core.philox import uniform
@@ -189,7 +190,7 @@ def vectors() -> dict[Path, str]:
 def documents() -> dict[Path, str]:
     """Return the content of every document with regenerated parts, by path."""
     parts = {machine.name: f"```mermaid\n{machine.mermaid()}\n```\n" for machine in MACHINES}
-    parts |= {"scenarios": report.scenarios(), "mutations": report.mutations()}
+    parts |= {"scenarios": report.scenarios(), "mutations": report.mutations()} | public_names.parts()
     found: dict[Path, str] = {}
     for path in sorted((ROOT / "docs").rglob("*.md")):
         text = path.read_text("utf-8")

@@ -14,7 +14,7 @@ from kvferry.core.clock import SystemClock
 from kvferry.core.sampling import SamplingParams
 from kvferry.engine import LLM
 from kvferry.engine.schedule.step.step import StepPlan
-from kvferry.simulator.worker.replica import Replica
+from kvferry.simulator.worker.replica import SimulatedReplica
 
 _CLOCK = SystemClock()
 _TOKENS = 512
@@ -97,7 +97,7 @@ def _evicted_blocks(kind: str, slots: int) -> Sequence[tuple[int, int, int]]:
     found: list[tuple[int, int, int]] = []
     counts: dict[object, int] = {}
 
-    def observe(replica: Replica, plan: StepPlan, seconds: float) -> None:
+    def observe(replica: SimulatedReplica, plan: StepPlan, seconds: float) -> None:
         allocator = replica.scheduler.allocator
         evicted = 0
         for request_id, sequence in replica.scheduler._known.items():

@@ -8,7 +8,7 @@ from kvferry.bench.workload.lengths import SHAREGPT, UNIFORM, LengthMix
 from kvferry.core.settings.engine import SchedulerLimits
 from kvferry.gateway.decide.config import PolicyName, RoutingConfig
 from kvferry.kv.pricing.price import LoadPolicy
-from kvferry.simulator.fleet.fleet import Pool, PoolResult, PoolSpec, RoleSpec
+from kvferry.simulator.fleet.fleet import PoolResult, SimulatedPool, SimulatedPoolSpec, SimulatedRoleSpec
 from kvferry.simulator.fleet.runs import GatewaySettings
 from kvferry.simulator.requests.demand import Demand
 from kvferry.simulator.requests.tokens import Tape
@@ -30,12 +30,12 @@ def _run(
     engine = ReplicaSettings(
         blocks, 16, 16 * KV_BYTES, limits or SchedulerLimits(8192, 8192, 8192, 256), LoadPolicy.ALWAYS
     )
-    spec = PoolSpec(
-        tuple(RoleSpec(role, count, DEVICE, engine) for role, count in roles.items()),
+    spec = SimulatedPoolSpec(
+        tuple(SimulatedRoleSpec(role, count, DEVICE, engine) for role, count in roles.items()),
         LINK,
         GatewaySettings(routing=RoutingConfig(policy=policy), slo={"ttft": 1.0, "tpot": 0.03}),
     )
-    return Pool(spec, demand.requests(TAPE, seed)).run()
+    return SimulatedPool(spec, demand.requests(TAPE, seed)).run()
 
 
 def disaggregation() -> Outcome:

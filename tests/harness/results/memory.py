@@ -20,7 +20,7 @@ from kvferry.bench.workload.lengths import ALPACA, SHAREGPT, LengthMix
 from kvferry.engine.schedule.step.step import StepPlan
 from kvferry.simulator.requests.demand import Demand, SimRequest
 from kvferry.simulator.requests.tokens import Tape
-from kvferry.simulator.worker.replica import MakeScheduler, Replica
+from kvferry.simulator.worker.replica import MakeScheduler, SimulatedReplica
 
 TAPE = Tape(0)
 ORIGINAL_SHARES = {"Orca (Max)": 20.4, "Orca (Pow2)": 26.8, "Orca (Oracle)": 38.2, PAGED: 96.3}
@@ -40,7 +40,7 @@ def _useful_share(name: str, seed: int) -> float:
     """Return the share of all slots that hold the KV of tokens, over time, while requests always wait."""
     held = seconds_seen = 0.0
 
-    def observe(replica: Replica, plan: StepPlan, seconds: float) -> None:
+    def observe(replica: SimulatedReplica, plan: StepPlan, seconds: float) -> None:
         nonlocal held, seconds_seen
         if replica.scheduler.num_waiting:  # the first and last steps, in which memory is not full, are excluded
             held += seconds * sum(item.num_computed + item.num_scheduled for item in plan.scheduled)
@@ -67,7 +67,7 @@ def waste_bound() -> Outcome:
     """Check after every step that each sequence wastes less than a block, and that the pool's invariants hold."""
     checked, most = 0, 0
 
-    def observe(replica: Replica, plan: StepPlan, seconds: float) -> None:
+    def observe(replica: SimulatedReplica, plan: StepPlan, seconds: float) -> None:
         nonlocal checked, most
         for item in plan.scheduled:
             most = max(most, len(item.block_ids) * 16 - item.num_computed - item.num_scheduled)

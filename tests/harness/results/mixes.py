@@ -8,7 +8,7 @@ from kvferry.cli.commands.bench import latency
 from kvferry.core.settings.engine import SchedulerLimits
 from kvferry.gateway.decide.config import RoutingConfig
 from kvferry.kv.pricing.price import LoadPolicy
-from kvferry.simulator.fleet.fleet import Pool, PoolSpec, RoleSpec
+from kvferry.simulator.fleet.fleet import SimulatedPool, SimulatedPoolSpec, SimulatedRoleSpec
 from kvferry.simulator.fleet.runs import GatewaySettings
 from kvferry.simulator.requests.demand import Demand
 from kvferry.simulator.worker.jobs import ReplicaSettings
@@ -26,12 +26,15 @@ _COUNT = 400
 def _goodput(mix: LengthMix, rate: float, prefill: int) -> float:
     limits = SchedulerLimits(4096, 4096, 4096, 32)
     engine = ReplicaSettings(8192, 16, 16 * KV_BYTES, limits, LoadPolicy.ALWAYS)
-    spec = PoolSpec(
-        (RoleSpec("prefill", prefill, DEVICE, engine), RoleSpec("decode", _WORKERS - prefill, DEVICE, engine)),
+    spec = SimulatedPoolSpec(
+        (
+            SimulatedRoleSpec("prefill", prefill, DEVICE, engine),
+            SimulatedRoleSpec("decode", _WORKERS - prefill, DEVICE, engine),
+        ),
         LINK,
         GatewaySettings(routing=RoutingConfig(policy="least-loaded"), slo={"ttft": 1.0, "tpot": 0.02}),
     )
-    pool = Pool(spec, Demand(mix, _COUNT, Arrivals(rate=rate)).requests(TAPE, 1)).run()
+    pool = SimulatedPool(spec, Demand(mix, _COUNT, Arrivals(rate=rate)).requests(TAPE, 1)).run()
     return pool.measures.good / _COUNT
 
 

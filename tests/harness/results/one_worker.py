@@ -16,12 +16,12 @@ from kvferry.engine.schedule.plan.scheduler import Scheduler
 from kvferry.engine.schedule.speculation.speculation import Speculation
 from kvferry.engine.schedule.step.kv_jobs import Export
 from kvferry.simulator.clock import VirtualClock
-from kvferry.simulator.fleet.measures import Histogram
+from kvferry.simulator.fleet.measures import WeightedHistogram
 from kvferry.simulator.requests.demand import SimRequest
 from kvferry.simulator.requests.tokens import Output
 from kvferry.simulator.worker.device import DeviceProfile
 from kvferry.simulator.worker.jobs import Job, ReplicaSettings
-from kvferry.simulator.worker.replica import MakeScheduler, Observer, Replica
+from kvferry.simulator.worker.replica import MakeScheduler, Observer, SimulatedReplica
 from kvferry.testing.baselines.buddy import BuddyMemory
 from kvferry.testing.baselines.schedulers import (
     ReservingScheduler,
@@ -76,10 +76,10 @@ def static(slots: int = SLOTS) -> MakeScheduler:
 class Served:
     """Measurements of one worker's clients. Implements `simulator.worker.replica.Listener`."""
 
-    replica: Replica | None = None
-    ttft: Histogram = field(default_factory=Histogram)
-    itl: Histogram = field(default_factory=Histogram)
-    e2e: Histogram = field(default_factory=Histogram)
+    replica: SimulatedReplica | None = None
+    ttft: WeightedHistogram = field(default_factory=WeightedHistogram)
+    itl: WeightedHistogram = field(default_factory=WeightedHistogram)
+    e2e: WeightedHistogram = field(default_factory=WeightedHistogram)
     normalized: float = 0.0
     completed: int = 0
     ended_at: float = 0.0
@@ -146,7 +146,7 @@ def serve(
         until: virtual time after which the simulation ends.
     """
     clock, served, namers = VirtualClock(), Served(), BlockNamers(b"results")
-    replica = served.replica = Replica(
+    replica = served.replica = SimulatedReplica(
         clock, settings, profile, served, lambda tenant: namers.of(
             tenant, fingerprint=b"results", block_tokens=settings.block_tokens
         ), make_scheduler=make_scheduler, observer=observer,

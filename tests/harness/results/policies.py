@@ -14,7 +14,7 @@ from kvferry.engine.schedule.step.step import StepPlan
 from kvferry.simulator.requests.demand import Demand, SimRequest
 from kvferry.simulator.requests.tokens import Output, Tape
 from kvferry.simulator.worker.device import DeviceProfile
-from kvferry.simulator.worker.replica import Replica
+from kvferry.simulator.worker.replica import SimulatedReplica
 
 TAPE = Tape(0)
 BUDGET = 8192
@@ -35,7 +35,7 @@ def _first_steps(limits: SchedulerLimits) -> tuple[int, int]:
     """Return the steps in which a prompt of 100 tokens and one of 100,000 before it have their first tokens."""
     steps: list[float] = []
 
-    def observe(replica: Replica, plan: StepPlan, seconds: float) -> None:
+    def observe(replica: SimulatedReplica, plan: StepPlan, seconds: float) -> None:
         steps.append(replica._clock.now)
 
     served = serve(
@@ -122,7 +122,7 @@ def recovery() -> Outcome:
     started: dict[str, int] = {}
     found: list[tuple[int, int]] = []
 
-    def observe(replica: Replica, plan: StepPlan, seconds: float) -> None:
+    def observe(replica: SimulatedReplica, plan: StepPlan, seconds: float) -> None:
         for item in plan.scheduled:
             sequence = replica.scheduler._known[item.request_id]
             if sequence.num_preemptions and sequence.sampling.num_generated:
@@ -164,7 +164,7 @@ def suffix_only() -> Outcome:
     """Count the tokens that the second of two requests with a common prefix computes."""
     computed: list[tuple[str, int]] = []
 
-    def observe(replica: Replica, plan: StepPlan, seconds: float) -> None:
+    def observe(replica: SimulatedReplica, plan: StepPlan, seconds: float) -> None:
         computed.extend((item.request_id, item.num_scheduled) for item in plan.scheduled)
 
     prefix = TAPE.unique(7, 37)

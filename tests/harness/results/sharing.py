@@ -8,7 +8,7 @@ from harness.results.one_worker import serve, settings_of
 from harness.results.rows import Outcome
 from kvferry.bench.workload.lengths import ALPACA, SHAREGPT
 from kvferry.engine.schedule.step.step import StepPlan
-from kvferry.simulator.worker.replica import Replica
+from kvferry.simulator.worker.replica import SimulatedReplica
 
 SAMPLES = (2, 4, 6)
 ORIGINAL = {2: 6.09, 4: 8.53, 6: 9.79}
@@ -20,7 +20,7 @@ def _sharing(kind: str, count: int, rate: float, samples: int) -> tuple[float, f
     saved: list[tuple[float, float]] = []
     of_prompts: list[tuple[float, float]] = []
 
-    def observe(replica: Replica, plan: StepPlan, seconds: float) -> None:
+    def observe(replica: SimulatedReplica, plan: StepPlan, seconds: float) -> None:
         needed = sum(len(item.block_ids) for item in plan.scheduled)
         pages: dict[int, bool] = {}
         for item in plan.scheduled:

@@ -13,7 +13,7 @@ from kvferry.kv.tiers.interface.frame import HEADER_BYTES
 from kvferry.kv.tiers.interface.spec import parse_tier
 from kvferry.kv.tiers.interface.tier import ObjectKey
 from kvferry.kv.tiers.redis import redis_tier
-from kvferry.testing.tier_suite import OBJECT_BYTES, SECRET, Raw, Rig, closing
+from kvferry.testing.tier_suite import OBJECT_BYTES, SECRET, Raw, TierRig, closing
 
 NUM_FIT = 8
 _STRANGER = b"a secret of somebody else"
@@ -22,16 +22,16 @@ _REDIS_BYTES = 24 << 20
 
 
 @contextmanager
-def dram_rig() -> Iterator[Rig]:
+def dram_rig() -> Iterator[TierRig]:
     """Yield a rig with a DRAM tier, which is not persistent."""
     spec = parse_tier(f"dram://?size={NUM_FIT * OBJECT_BYTES}")
     tier = dram.open_tier(spec, object_bytes=OBJECT_BYTES, secret=SECRET, clock=SystemClock())
-    with closing(Rig(tier, NUM_FIT)) as rig:
+    with closing(TierRig(tier, NUM_FIT)) as rig:
         yield rig
 
 
 @contextmanager
-def disk_rig(folder: Path, options: str = "") -> Iterator[Rig]:
+def disk_rig(folder: Path, options: str = "") -> Iterator[TierRig]:
     """Yield a rig with a disk tier in `folder`."""
 
     def opened(secret: bytes = SECRET) -> disk_tier.DiskTier:
@@ -46,7 +46,7 @@ def disk_rig(folder: Path, options: str = "") -> Iterator[Rig]:
         path(key).write_bytes(stored)
 
     raw = Raw(lambda key: path(key).read_bytes(), write, frame_at=0, pages_at=ALIGNMENT)
-    with closing(Rig(opened(), NUM_FIT, opened, raw, lambda: opened(_STRANGER))) as rig:
+    with closing(TierRig(opened(), NUM_FIT, opened, raw, lambda: opened(_STRANGER))) as rig:
         yield rig
 
 
@@ -68,7 +68,7 @@ class Servers:
 
 
 @contextmanager
-def redis_rig(server: RedisServer, url: str, options: str = "") -> Iterator[Rig]:
+def redis_rig(server: RedisServer, url: str, options: str = "") -> Iterator[TierRig]:
     """Yield a rig with a Redis tier on the empty `server`, opened from `url`."""
     cacert = f"&cacert={server.cacert}" if url.startswith("rediss:") else ""
 
@@ -86,14 +86,14 @@ def redis_rig(server: RedisServer, url: str, options: str = "") -> Iterator[Rig]
 
     raw = Raw(read, write, frame_at=0, pages_at=HEADER_BYTES)
     num_fit = _REDIS_BYTES // OBJECT_BYTES  # upper bound: Redis also counts data in flight
-    with closing(Rig(opened(), num_fit, opened, raw, lambda: opened(_STRANGER), is_exact_lru=False)) as rig:
+    with closing(TierRig(opened(), num_fit, opened, raw, lambda: opened(_STRANGER), is_exact_lru=False)) as rig:
         yield rig
 
 
-def rigs(folder: Path, servers: Servers) -> dict[str, Callable[[], AbstractContextManager[Rig]]]:
+def rigs(folder: Path, servers: Servers) -> dict[str, Callable[[], AbstractContextManager[TierRig]]]:
     """Return the rigs of all tiers that store frames, by name."""
 
-    def over_redis(kind: str, url: Callable[[RedisServer], str], options: str = "") -> AbstractContextManager[Rig]:
+    def over_redis(kind: str, url: Callable[[RedisServer], str], options: str = "") -> AbstractContextManager[TierRig]:
         server = servers.find(kind)
         return redis_rig(server, url(server), options)
 

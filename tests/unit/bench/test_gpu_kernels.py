@@ -12,7 +12,7 @@ import torch
 from click.testing import CliRunner
 from harness.device.host_timer import HostTimer
 
-from kvferry.bench.formulas.gpu_work import OPERATIONS, SMALL, Rates, Spec, Timing
+from kvferry.bench.formulas.gpu_work import OPERATIONS, SMALL, GpuTiming, Rates, Spec
 from kvferry.bench.formulas.launch_choice import TUNABLE, Tunable
 from kvferry.bench.gpu import cases, kernels, tuner
 from kvferry.bench.gpu.cases import differs, make_case
@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 
 
 def session(
-    lines: list[str], specs: tuple[Spec, ...] = SMALL, timer: Callable[[Action], Timing] | None = None
+    lines: list[str], specs: tuple[Spec, ...] = SMALL, timer: Callable[[Action], GpuTiming] | None = None
 ) -> Session:
     return Session(
         CPU,
@@ -117,11 +117,11 @@ class Favourite:
     def __init__(self, op: str, size: int) -> None:
         self.op, self.size = op, size
 
-    def __call__(self, action: Action) -> Timing:
+    def __call__(self, action: Action) -> GpuTiming:
         action()
         chosen = launch.choose(self.op, CPU)
         size = chosen.sizes["block"]
-        return Timing.of([1.0 + abs(size - self.size)])
+        return GpuTiming.of([1.0 + abs(size - self.size)])
 
 
 def test_the_tuner_finds_the_fastest_launch_choice_and_writes_it_to_the_table(tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def test_a_trial_overrides_launch_choices_while_it_is_active_and_records_lookups
 
 
 def test_bounds_are_measured_by_a_copy_and_a_product() -> None:
-    rates = rates_of(CPU, lambda action: Timing.of([0.5 if action().ndim == 1 else 0.25]), copy_bytes=1000, side=10)
+    rates = rates_of(CPU, lambda action: GpuTiming.of([0.5 if action().ndim == 1 else 0.25]), copy_bytes=1000, side=10)
     assert rates == Rates(2 * 1000 / 0.5 / 1e9, 2 * 10**3 / 0.25 / 1e12)
 
 
@@ -198,7 +198,7 @@ def test_all_tunable_operations_are_tuned_on_a_copy_of_the_table_and_then_measur
     table = tmp_path / "launch.toml"
     table.write_bytes(launch.TABLE.read_bytes())
     specs = tuple(s for s in SMALL if s.op in {"log_probabilities", "embedding", "gather_rows"})
-    slow = session(lines, specs, lambda action: Timing.of([1.0 if action() is not None else 0.0]))
+    slow = session(lines, specs, lambda action: GpuTiming.of([1.0 if action() is not None else 0.0]))
     rows = kernels.run(slow, (), lambda _: None, tune=True, table=table)
     assert [row.op for row in rows if row.kernels == "triton"] == ["embedding", "gather_rows", "log_probabilities"]
     assert lines == [

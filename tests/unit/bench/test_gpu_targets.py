@@ -12,8 +12,8 @@ from harness.device.gpu_targets import verdicts
 from harness.device.host_timer import HostTimer
 from harness.fakes.tape import TapeGraphs
 
-from kvferry.bench.formulas.gpu_work import About, Rates, Row, Spec, Timing, row
-from kvferry.bench.formulas.work import Work
+from kvferry.bench.formulas.gpu_work import About, GpuRow, GpuTiming, Rates, Spec, row
+from kvferry.bench.formulas.work import KernelWork
 from kvferry.bench.gpu.session import Session, about_now
 from kvferry.core.clock import ManualClock, SystemClock
 from kvferry.core.errors import UnknownModel
@@ -38,9 +38,9 @@ SESSION = Session(
 
 def made(
     op: str, milliseconds: float, kernels: str = "triton", num_bytes: int = 10**9, launch: str = "", **sizes: int
-) -> Row:
-    timing = Timing.of([milliseconds / 1e3])
-    work = Work(num_bytes)
+) -> GpuRow:
+    timing = GpuTiming.of([milliseconds / 1e3])
+    work = KernelWork(num_bytes)
     rates = Rates(1000.0, 1.0)
     return row(ABOUT, Spec.of(op, **sizes), work, timing, rates, dtype="bf16", kernels=kernels, launch=launch)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from harness.device.host_timer import HostTimer
 
-from kvferry.bench.formulas.gpu_work import OPERATIONS, SMALL, Timing
+from kvferry.bench.formulas.gpu_work import OPERATIONS, SMALL, GpuTiming
 from kvferry.bench.gpu import kernels
 from kvferry.bench.gpu.session import Session, about_now
 from kvferry.bench.gpu.timing import CudaTimer, rates_of
@@ -20,7 +20,7 @@ def test_the_host_s_timer_leaves_the_first_run_out() -> None:
         clock.advance(next(took))
         return torch.zeros(1)
 
-    assert HostTimer(clock, 3)(action) == Timing(median=2.0, low=1.0, high=3.0, count=3)
+    assert HostTimer(clock, 3)(action) == GpuTiming(median=2.0, low=1.0, high=3.0, count=3)
 
 
 @pytest.mark.gpu

@@ -2,9 +2,9 @@
 
 import pytest
 
-from kvferry.bench.formulas.gpu_work import OPERATIONS, SERVED, SMALL, About, Rates, Spec, Timing, row, work_of
+from kvferry.bench.formulas.gpu_work import OPERATIONS, SERVED, SMALL, About, GpuTiming, Rates, Spec, row, work_of
 from kvferry.bench.formulas.launch_choice import TUNABLE, gain, steps, winner
-from kvferry.bench.formulas.work import Work
+from kvferry.bench.formulas.work import KernelWork
 from kvferry.kernels.gpu import launch
 
 HEADS = {"heads": 8, "kv_heads": 2, "head_dim": 64, "block_tokens": 16}
@@ -34,7 +34,7 @@ LATENT_BYTES = 2 * (300 * 576 + 3 * 8 * (192 + 128) + 8 * 512 * 256)
     ids=lambda value: value.op if isinstance(value, Spec) else "",
 )
 def test_bytes_and_operations_by_hand(spec: Spec, num_bytes: int, flops: int) -> None:
-    assert work_of(spec, 2) == Work(num_bytes, flops)
+    assert work_of(spec, 2) == KernelWork(num_bytes, flops)
 
 
 def test_every_operation_is_measured_in_both_sets_of_shapes() -> None:
@@ -61,21 +61,21 @@ def test_the_shapes_are_the_documented_ones() -> None:
 
 def test_the_bound_is_the_longer_of_bytes_and_operations() -> None:
     rates = {"gbps": 1000.0, "gflops": 100e3}
-    assert Work(2 * 10**12, 10**13).seconds(**rates) == pytest.approx(2.0)
-    assert Work(10**11, 3 * 10**14).seconds(**rates) == pytest.approx(3.0)
+    assert KernelWork(2 * 10**12, 10**13).seconds(**rates) == pytest.approx(2.0)
+    assert KernelWork(10**11, 3 * 10**14).seconds(**rates) == pytest.approx(3.0)
 
 
 def test_quantiles() -> None:
-    assert Timing.of([5.0, 1.0, 3.0, 2.0, 4.0]) == Timing(median=3.0, low=1.0, high=5.0, count=5)
-    assert Timing.of([7.0]) == Timing(7.0, 7.0, 7.0, 1)
-    assert Timing.of([float(i) for i in range(101)]) == Timing(50.0, 10.0, 90.0, 101)
+    assert GpuTiming.of([5.0, 1.0, 3.0, 2.0, 4.0]) == GpuTiming(median=3.0, low=1.0, high=5.0, count=5)
+    assert GpuTiming.of([7.0]) == GpuTiming(7.0, 7.0, 7.0, 1)
+    assert GpuTiming.of([float(i) for i in range(101)]) == GpuTiming(50.0, 10.0, 90.0, 101)
 
 
 def test_a_row_contains_its_share_of_the_bound() -> None:
     spec = Spec.of("silu_mul", rows=10, columns=32)
     about = About("2026-01-01", "abc", "H200", "2.15", "3.9")
     made = row(
-        about, spec, Work(10**9), Timing(0.002, 0.001, 0.003, 9), Rates(1000.0, 100.0),
+        about, spec, KernelWork(10**9), GpuTiming(0.002, 0.001, 0.003, 9), Rates(1000.0, 100.0),
         dtype="bfloat16", kernels="triton", launch="block=1",
     )  # fmt: skip
     assert (made.op, made.shape, made.gpu, made.launch) == ("silu_mul", "rows=10 columns=32", "H200", "block=1")

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from kvferry.bench.formulas.work import Work
-from kvferry.bench.inference import Bench, Report, mixed_shapes
+from kvferry.bench.formulas.work import KernelWork
+from kvferry.bench.inference import Bench, BenchmarkReport, mixed_shapes
 from kvferry.bench.products import FORMS, ROWS
-from kvferry.bench.roofline import Machine, step_work
+from kvferry.bench.roofline import MachineRates, step_work
 from kvferry.cli.main import main
 from kvferry.core.clock import SystemClock
 from kvferry.core.errors import UsageError
@@ -21,9 +21,9 @@ TINY = ("--model", "tiny", "--threads", "1", "--kv-memory", "8MiB")
 
 
 def test_a_steps_bound_is_the_longer_of_bytes_and_operations() -> None:
-    machine = Machine(read_gbps=10.0, gflops=100.0, threads=1, level="")
-    assert machine.seconds(Work(20 * 10**9, 50 * 10**9)) == pytest.approx(2.0)
-    assert machine.seconds(Work(10**9, 300 * 10**9)) == pytest.approx(3.0)
+    machine = MachineRates(read_gbps=10.0, gflops=100.0, threads=1, level="")
+    assert machine.seconds(KernelWork(20 * 10**9, 50 * 10**9)) == pytest.approx(2.0)
+    assert machine.seconds(KernelWork(10**9, 300 * 10**9)) == pytest.approx(3.0)
 
 
 def test_a_steps_work_by_hand() -> None:
@@ -51,7 +51,7 @@ def test_rates_and_bounds_come_out_of_real_steps(kernels: str) -> None:
     assert run.least <= run.tokens_per_second <= run.most
     assert run.share_of_bound == pytest.approx(run.tokens_per_second / run.bound_tokens_per_second)
     whole = bench.throughput(mixed_shapes(4), 1, lambda: None)
-    report = Report((run, whole), bench.machine()).as_json()
+    report = BenchmarkReport((run, whole), bench.machine()).as_json()
     assert isinstance(report["machine"], dict)
     assert report["machine"]["read_gbps"] > 0
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvferry.bench.roofline import Machine
+from kvferry.bench.roofline import MachineRates
 from kvferry.core.clock import SystemClock
 
 BENCH = Path(__file__).parents[2] / "bench"
@@ -133,7 +133,7 @@ def test_an_engine_that_counts_tokens_differently_is_detected() -> None:
 
 
 def test_shares_of_the_bounds() -> None:
-    bounds = Machine(read_gbps=1.0, gflops=1000.0, threads=2, level="")
+    bounds = MachineRates(read_gbps=1.0, gflops=1000.0, threads=2, level="")
     assert decode_share(50.0, 10_000_000, bounds) == pytest.approx(0.5)
     assert prefill_share(1000.0, 100, 2e10, bounds) == pytest.approx(0.2)
 

@@ -1,4 +1,4 @@
-from kvferry.core.metrics import ALL, Kind
+from kvferry.core.metrics import ALL, MetricKind
 
 
 def test_names_are_unique_and_contain_their_unit():
@@ -7,12 +7,12 @@ def test_names_are_unique_and_contain_their_unit():
         if metric.name.startswith("vllm:"):
             continue
         assert metric.name.startswith("kvferry_")
-        assert metric.name.endswith("_total") == (metric.kind is Kind.COUNTER)
-        if metric.kind is Kind.HISTOGRAM:
+        assert metric.name.endswith("_total") == (metric.kind is MetricKind.COUNTER)
+        if metric.kind is MetricKind.HISTOGRAM:
             assert metric.name.endswith(("_seconds", "_bytes", "_tokens", "_sequences"))
 
 
 def test_only_histograms_have_buckets_and_they_rise():
     for metric in ALL:
-        assert bool(metric.buckets) == (metric.kind is Kind.HISTOGRAM)
+        assert bool(metric.buckets) == (metric.kind is MetricKind.HISTOGRAM)
         assert list(metric.buckets) == sorted(set(metric.buckets))

@@ -20,7 +20,7 @@ from kvferry.core.settings.engine import SchedulerLimits
 from kvferry.engine.engine import Engine
 from kvferry.engine.execute.build_runner import build_runner
 from kvferry.engine.execute.gpu.graphs import CudaGraphs, Graphs, Launch
-from kvferry.engine.execute.gpu.runner import DeviceRunner, LaunchedStep
+from kvferry.engine.execute.gpu.runner import DeviceRunner, LaunchedGpuStep
 from kvferry.engine.execute.models.build import build_model
 from kvferry.engine.execute.models.transformer import Transformer
 from kvferry.engine.execute.run.runner import Runner
@@ -63,7 +63,7 @@ class Quiet(DeviceRunner):
 
     num_quiet = 0
 
-    def launch(self, plan: StepPlan) -> LaunchedStep:
+    def launch(self, plan: StepPlan) -> LaunchedGpuStep:
         if any(s.num_scheduled > 1 for s in plan.scheduled):
             return super().launch(plan)
         self.num_quiet += 1

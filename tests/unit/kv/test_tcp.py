@@ -142,7 +142,7 @@ def test_a_connection_cut_while_idle_is_opened_again() -> None:
 
 
 def receive_all(link: socket.socket, size: int) -> None:
-    reply = wire.Reply([memoryview(bytearray(size))])
+    reply = wire.IncomingReply([memoryview(bytearray(size))])
     while not reply.receive_some(link):
         pass
 

@@ -48,7 +48,7 @@ class Arrivals:
         return cast(socket.socket, self)
 
 
-def receive_all(reply: wire.Reply, link: socket.socket) -> None:
+def receive_all(reply: wire.IncomingReply, link: socket.socket) -> None:
     while not reply.receive_some(link):
         pass
 
@@ -95,7 +95,7 @@ def test_a_reply_is_received_alike_however_it_is_divided(content: list[bytes], c
     size = sum(map(len, content))
     link = Arrivals(struct.pack("<BQ55x", 0, size) + b"".join(content) + b"next", cuts)
     landed = [bytearray(len(part)) for part in content]
-    reply = wire.Reply([memoryview(part) for part in landed])
+    reply = wire.IncomingReply([memoryview(part) for part in landed])
     receive_all(reply, link.as_socket())
     assert reply.num_received == 64 + size
     assert landed == content
@@ -107,7 +107,7 @@ def test_a_reply_with_a_wrong_head_is_an_error_and_stays_within_its_buffers(
     head: tuple[int, int], cuts: list[int]
 ) -> None:
     around = memoryview(bytearray(b"." * 12))
-    reply = wire.Reply([around[2:4], around[7:9]])
+    reply = wire.IncomingReply([around[2:4], around[7:9]])
     link = Arrivals(struct.pack("<BQ55x", *head) + b"xxxxxxxxx", cuts).as_socket()
     with pytest.raises(wire.WireError, match=r"rejected|reply has .* bytes, not"):
         receive_all(reply, link)
@@ -118,7 +118,7 @@ def test_a_receive_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "_PIECE_BYTES", 32)
     link = Arrivals(struct.pack("<BQ55x", 0, 40) + bytes(range(40)), ()).as_socket()
     landed = bytearray(40)
-    reply = wire.Reply([memoryview(landed)[:20], memoryview(landed)[20:]])
+    reply = wire.IncomingReply([memoryview(landed)[:20], memoryview(landed)[20:]])
     received = [reply.num_received for _ in range(3) if not reply.receive_some(link)]
     assert received == [32, 64, 96]
     assert reply.receive_some(link)

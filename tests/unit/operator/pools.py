@@ -5,7 +5,7 @@ from typing import Any
 from kvferry.operator.objects.gateway_pods import gateway_deployment
 from kvferry.operator.objects.support_objects import EXTENSION_POOL, POD_MONITOR, scaler, surroundings
 from kvferry.operator.objects.worker_pods import deployments, revision_of
-from kvferry.operator.pool.spec import Pool, parse_pool
+from kvferry.operator.pool.spec import InferencePool, parse_pool
 
 IMAGE = "kvferry:test"
 
@@ -20,11 +20,11 @@ def body(**spec: Any) -> dict[str, Any]:
     }
 
 
-def pool(**spec: Any) -> Pool:
+def pool(**spec: Any) -> InferencePool:
     return parse_pool(body(**spec))
 
 
-def made_of(pool: Pool) -> dict[str, dict[str, Any]]:
+def made_of(pool: InferencePool) -> dict[str, dict[str, Any]]:
     """Return all objects of a pool by `Kind/name`, including those of all optional kinds; the revision is REV."""
     revision = revision_of(pool, IMAGE)
     found = [

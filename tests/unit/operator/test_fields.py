@@ -9,11 +9,11 @@ from unit.operator.definitions import leaves, schema
 from unit.operator.pools import body, made_of, pool
 
 from kvferry.core.load import WorkerLoad
-from kvferry.operator.plan.autoscale import History, decide
+from kvferry.operator.plan.autoscale import Recommendations, decide
 from kvferry.operator.plan.rollout import Bounds, Count, RoleState, next_step
 from kvferry.operator.plan.status import Observed, status_of
 from kvferry.operator.pool.facts import FleetReport, WorkerReport
-from kvferry.operator.pool.spec import Pool, Role, parse_pool
+from kvferry.operator.pool.spec import InferencePool, RoleSpec, parse_pool
 from kvferry.operator.preview.definition import with_defaults
 
 SPEC = schema()["properties"]["spec"]
@@ -30,11 +30,11 @@ def dig(found: Any, path: str) -> Any:
     return found
 
 
-def container(pool: Pool, of: str = WORKER) -> dict[str, Any]:
+def container(pool: InferencePool, of: str = WORKER) -> dict[str, Any]:
     return made_of(pool)[of]["spec"]["template"]["spec"]["containers"][0]
 
 
-def projected(pool: Pool, of: str) -> dict[str, list[list[str]]]:
+def projected(pool: InferencePool, of: str) -> dict[str, list[list[str]]]:
     """Return the keys and paths of the files of pool TLS, by the Secret or ConfigMap that contains them."""
     volumes = made_of(pool)[of]["spec"]["template"]["spec"]["volumes"]
     found: dict[str, list[list[str]]] = {}
@@ -48,7 +48,7 @@ def projected(pool: Pool, of: str) -> dict[str, list[list[str]]]:
 def flag(name: str, of: str = WORKER):
     """Return the value of a flag of a container."""
 
-    def probe(pool: Pool) -> str:
+    def probe(pool: InferencePool) -> str:
         found = [a.partition("=")[2] for a in container(pool, of)["args"] if a.startswith(f"--{name}=")]
         return found[0] if found else ""
 
@@ -75,7 +75,7 @@ def decided(
     use in each pod, or without data.
     """
 
-    def probe(pool: Pool) -> int:
+    def probe(pool: InferencePool) -> int:
         now = 20_000.0
         worker = WorkerReport("p", "prefill", takes_work=True, load=WorkerLoad(blocks_total=100, blocks_free=100))
         if busy:
@@ -85,22 +85,22 @@ def decided(
         report = FleetReport(now, (worker,) * current)
         role = pool.spec.role("prefill")
         assert role is not None
-        history = History(recommendations, busy_at=now - 900, began_at=now - watched)
+        history = Recommendations(recommendations, busy_at=now - 900, began_at=now - watched)
         return decide(role, current, current, report, history, now).replicas
 
     return probe
 
 
 def bounded(replicas: int):
-    def probe(pool: Pool) -> int:
+    def probe(pool: InferencePool) -> int:
         role = pool.spec.role("prefill")
-        assert isinstance(role, Role)
+        assert isinstance(role, RoleSpec)
         return role.bounded(replicas)
 
     return probe
 
 
-def planned(pool: Pool) -> dict[tuple[str, str], int]:
+def planned(pool: InferencePool) -> dict[tuple[str, str], int]:
     roles = [
         RoleState("prefill", 8, {"old": Count(8, 8), "new": Count(2, 2)}),
         RoleState("decode", 8, {"old": Count(8, 8), "new": Count(1, 1)}),
@@ -108,7 +108,7 @@ def planned(pool: Pool) -> dict[tuple[str, str], int]:
     return dict(next_step(roles, "new", pool.spec.rollout).desired)
 
 
-def reported(pool: Pool) -> str:
+def reported(pool: InferencePool) -> str:
     report = FleetReport(0.0, (WorkerReport("p", "prefill", takes_work=True, model_digest="ab" * 32),))
     seen = Observed(pool, "r", [RoleState("prefill", 1, {"r": Count(1, 1)})], "", 1, 1, report)
     return next(c["reason"] for c in status_of(seen, {}, "now")["conditions"] if c["type"] == "ModelAvailable")
@@ -126,7 +126,7 @@ ADAPTER = {"name": "support", "source": "/models/s", "digest": "ab" * 8}
 def listed(part: str):
     """Return a field of the only adapter in the adapter list of the pool's workers."""
 
-    def probe(pool: Pool) -> str:
+    def probe(pool: InferencePool) -> str:
         text = made_of(pool)["ConfigMap/chat-adapters"]["data"]["adapters.toml"]
         return str(tomllib.loads(text).get("adapters", [{part: ""}])[0][part])
 

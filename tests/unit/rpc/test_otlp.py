@@ -9,7 +9,7 @@ import pytest
 from harness.servers.otlp_collector import otlp_collector
 
 from kvferry.core.clock import ManualClock, SystemClock
-from kvferry.core.traces.spans import Kind, TraceContext, TraceSettings
+from kvferry.core.traces.spans import SpanKind, TraceContext, TraceSettings
 from kvferry.rpc import otlp
 from kvferry.rpc.otlp import open_tracer
 
@@ -23,7 +23,7 @@ def test_spans_have_the_times_of_the_clock_and_their_parents() -> None:
         assert tracer is not None
         span = tracer.begin("request", PARENT, 9.0, {"a": 1})
         assert span is not None
-        inner = span.child("call", kind=Kind.CLIENT)
+        inner = span.child("call", kind=SpanKind.CLIENT)
         inner.event("lost", {"why": "gone"})
         clock.advance(2.0)
         span.phase("queue", 9.5, 9.75, {"b": 0.5})

@@ -12,7 +12,7 @@ from harness.fakes.scripted_answers import answering_api
 from kvferry.client import AsyncClient, Client, Tool, ToolCall
 from kvferry.core.constraint import Constraint, ConstraintKind
 from kvferry.core.errors import InvalidRequest, UsageError
-from kvferry.core.inference.tools import Choice, ToolUse
+from kvferry.core.inference.tools import ToolMode, ToolUse
 from kvferry.core.sampling import FinishReason, SamplingParams
 from kvferry.model import tiny
 from kvferry.model.source import ModelSource
@@ -97,7 +97,7 @@ def test_a_template_without_tools_gets_them_as_text():
     assert f"[assistant] ok\n{written}\n{written}\n" in text
     results = "<tool_response>\n7\n</tool_response>\n<tool_response>\n6\n</tool_response>"
     assert text.endswith(f"[user] {results}\n[user] hi\n")
-    assert "functions" not in text_of(model, encode_chat(model, USER, ToolUse(TOOLS, Choice.NONE)))
+    assert "functions" not in text_of(model, encode_chat(model, USER, ToolUse(TOOLS, ToolMode.NONE)))
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ from kvferry.bench.workload.arrivals import Arrivals
 from kvferry.bench.workload.lengths import LengthMix
 from kvferry.core.settings.engine import SchedulerLimits
 from kvferry.kv.pricing.price import LoadPolicy
-from kvferry.simulator.fleet.fleet import Failure, Pool, PoolSpec, RoleSpec
-from kvferry.simulator.fleet.members import Member
+from kvferry.simulator.fleet.fleet import Failure, SimulatedPool, SimulatedPoolSpec, SimulatedRoleSpec
+from kvferry.simulator.fleet.members import SimulatedMember
 from kvferry.simulator.fleet.runs import GatewaySettings
 from kvferry.simulator.requests.demand import Demand
 from kvferry.simulator.requests.tokens import Tape
@@ -33,15 +33,15 @@ def a_pool(
     failures: tuple[Failure, ...] = (),
     limits: SchedulerLimits | None = None,
     seed: int = 3,
-    on_join: Callable[[Member], None] | None = None,
-) -> Pool:
+    on_join: Callable[[SimulatedMember], None] | None = None,
+) -> SimulatedPool:
     engine = engine if limits is None else replace(engine, limits=limits)
-    specs = tuple(RoleSpec(role, count, DEVICE, engine) for role, count in roles.items())
-    spec = PoolSpec(specs, LinkProfile(), gateway, failures)
-    return Pool(spec, demand.requests(Tape(seed), seed), on_join=on_join)
+    specs = tuple(SimulatedRoleSpec(role, count, DEVICE, engine) for role, count in roles.items())
+    spec = SimulatedPoolSpec(specs, LinkProfile(), gateway, failures)
+    return SimulatedPool(spec, demand.requests(Tape(seed), seed), on_join=on_join)
 
 
-def seen(pool: Pool) -> dict[str, object]:
+def seen(pool: SimulatedPool) -> dict[str, object]:
     """Return all measures of the pool's clients, including every bucket of the histograms."""
     result = pool.run()
     m = result.measures
@@ -52,7 +52,7 @@ def seen(pool: Pool) -> dict[str, object]:
     }  # fmt: skip
 
 
-def check_idle(pool: Pool) -> None:
+def check_idle(pool: SimulatedPool) -> None:
     """Run the remaining events; check that no worker holds a page."""
     pool.clock.run()
     for member in pool.gateway.members:

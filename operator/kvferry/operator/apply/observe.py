@@ -8,14 +8,14 @@ from kvferry.operator.plan.revisions import next_number, recorded
 from kvferry.operator.pool import names
 from kvferry.operator.pool.facts import PoolFacts
 from kvferry.operator.pool.ownership import owner_of
-from kvferry.operator.pool.spec import Json, Pool
+from kvferry.operator.pool.spec import InferencePool, Json
 
 Records = Mapping[str, Mapping[str, Json]]
 """Recorded Deployments, by revision and role."""
 
 
 def read_records(
-    api: KubeApi, pool: Pool, facts: PoolFacts, known: Records, default_image: str
+    api: KubeApi, pool: InferencePool, facts: PoolFacts, known: Records, default_image: str
 ) -> tuple[dict[str, Mapping[str, Json]], int]:
     """Return the known records, the further records that the plan needs, and the number of the next ControllerRevision.
 

@@ -4,12 +4,12 @@ import json
 
 from kvferry.operator.objects.pods import child
 from kvferry.operator.pool import names
-from kvferry.operator.pool.spec import Json, Pool
+from kvferry.operator.pool.spec import InferencePool, Json
 
 ADAPTERS_FILE = "adapters.toml"
 
 
-def adapter_list(pool: Pool) -> Json:
+def adapter_list(pool: InferencePool) -> Json:
     """Build the ConfigMap; for a pool without adapters, its list is empty, which removes earlier adapters."""
     entries = [
         f"[[adapters]]\nname = {_text(one.name)}\npath = {_text(one.source)}\ndigest = {_text(one.digest)}\n"

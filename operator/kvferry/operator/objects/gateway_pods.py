@@ -14,7 +14,7 @@ from kvferry.operator.objects.pods import (
 )
 from kvferry.operator.objects.pool_tls import GATEWAY, tls_flags, tls_volume
 from kvferry.operator.pool import names
-from kvferry.operator.pool.spec import Json, Pool
+from kvferry.operator.pool.spec import InferencePool, Json
 
 _DRAIN_MARGIN_SECONDS = 15
 _API_KEYS_FOLDER = "/etc/kvferry/api-keys"
@@ -24,7 +24,7 @@ _CLIENT_CA_FOLDER = "/etc/kvferry/client-ca"
 _START_SECONDS = 600
 
 
-def gateway_deployment(pool: Pool, default_image: str, account: str = "") -> Json:
+def gateway_deployment(pool: InferencePool, default_image: str, account: str = "") -> Json:
     """Build the Deployment of the gateway pods.
 
     Args:
@@ -56,7 +56,7 @@ def gateway_deployment(pool: Pool, default_image: str, account: str = "") -> Jso
     )
 
 
-def _pod(pool: Pool, default_image: str) -> Json:
+def _pod(pool: InferencePool, default_image: str) -> Json:
     volumes, mounts = scratch()
     model_volumes, model_mounts = model_volume(pool.spec.model.cache)
     volumes += model_volumes
@@ -123,7 +123,7 @@ def _pod(pool: Pool, default_image: str) -> Json:
     }
 
 
-def _arguments(pool: Pool) -> list[str]:
+def _arguments(pool: InferencePool) -> list[str]:
     spec = pool.spec
     flags: dict[str, object] = {
         "pool": f"{pool.namespace}/{pool.name}",
@@ -160,12 +160,12 @@ def _arguments(pool: Pool) -> list[str]:
     return ["gateway", *(f"--{name}={value}" for name, value in flags.items())]
 
 
-def can_scale_to_zero(pool: Pool) -> bool:
+def can_scale_to_zero(pool: InferencePool) -> bool:
     """Return whether a role may be scaled to zero, so that the gateway must hold requests."""
     return any(role.scaling.mode != "Static" and role.scaling.min_replicas == 0 for role in pool.spec.roles)
 
 
-def _probes(pool: Pool) -> Json:
+def _probes(pool: InferencePool) -> Json:
     def get(path: str) -> Json:
         if pool.spec.gateway.client_ca_secret:  # the kubelet does not have the certificate that clients need
             return {"path": path, "port": "admin"}

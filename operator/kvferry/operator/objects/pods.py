@@ -5,14 +5,14 @@ from typing import Any
 
 from kvferry.operator.objects.overlay import overlay
 from kvferry.operator.pool import names
-from kvferry.operator.pool.spec import Cache, Json, Pool
+from kvferry.operator.pool.spec import CacheSpec, InferencePool, Json
 
 CACHE_HOME = "/var/cache/home"
 KEYS_FOLDER = "/etc/kvferry/keys"
 _SUFFIXES = re.compile(r"([KMGT])i$")
 
 
-def owner(pool: Pool) -> Json:
+def owner(pool: InferencePool) -> Json:
     """Return an owner reference to the pool, so that objects are garbage-collected with the pool, without a
     finalizer."""
     return {
@@ -28,7 +28,7 @@ def owner(pool: Pool) -> Json:
     }
 
 
-def child(pool: Pool, api_version: str, kind: str, name: str, role: str | None = None, **parts: Any) -> Json:
+def child(pool: InferencePool, api_version: str, kind: str, name: str, role: str | None = None, **parts: Any) -> Json:
     """Build an object with the labels and the owner reference of a pool.
 
     Args:
@@ -63,7 +63,7 @@ def confined(container: Json) -> Json:
     }
 
 
-def pod_template(pool: Pool, labels: dict[str, str], pod_spec: Json, template: Json) -> Json:
+def pod_template(pool: InferencePool, labels: dict[str, str], pod_spec: Json, template: Json) -> Json:
     """Build a pod template and merge the user's template over it.
 
     Args:
@@ -103,7 +103,7 @@ def scratch() -> tuple[list[Json], list[Json]]:
     return volumes, mounts
 
 
-def model_volume(cache: Cache | None) -> tuple[list[Json], list[Json]]:
+def model_volume(cache: CacheSpec | None) -> tuple[list[Json], list[Json]]:
     """Return the volume and mount of the model cache, or empty lists if the pool has no cache."""
     if cache is None:
         return [], []
@@ -117,7 +117,7 @@ def model_volume(cache: Cache | None) -> tuple[list[Json], list[Json]]:
     return [volume], [{"name": "models", "mountPath": cache.mount_path, "readOnly": cache.read_only}]
 
 
-def environment(pool: Pool) -> list[Json]:
+def environment(pool: InferencePool) -> list[Json]:
     """Return the environment variables of every container: pod name, pod IP, and writable directories.
 
     Without `model.source`, models of the catalog are stored in the cache volume.
@@ -132,7 +132,7 @@ def environment(pool: Pool) -> list[Json]:
     ]
 
 
-def keys_secret_of(pool: Pool) -> str:
+def keys_secret_of(pool: InferencePool) -> str:
     """Return the name of the Secret with the pool's keys: the one in the spec, or the one that the operator creates."""
     return pool.spec.internal_keys.secret_name or names.keys_secret(pool.name)
 
@@ -142,7 +142,7 @@ def size(quantity: str) -> str:
     return _SUFFIXES.sub(r"\1iB", quantity)
 
 
-def shared_flags(pool: Pool) -> dict[str, object]:
+def shared_flags(pool: InferencePool) -> dict[str, object]:
     """Return the flags that gateway and workers have in common: the model, the order of requests, logs and traces."""
     spec, seen = pool.spec, pool.spec.observability
     flags: dict[str, object] = {

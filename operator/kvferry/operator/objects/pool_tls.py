@@ -9,24 +9,24 @@ them again.
 
 from kvferry.operator.objects.pods import child
 from kvferry.operator.pool import names
-from kvferry.operator.pool.spec import Json, Pool
+from kvferry.operator.pool.spec import InferencePool, Json
 from kvferry.operator.pool.tls_state import CA_ENTRY, TlsState, data_of
 
 _FOLDER = "/etc/kvferry/pool-tls"
 WORKER, GATEWAY = "worker", "gateway"
 
 
-def tls_config(pool: Pool, state: TlsState) -> Json:
+def tls_config(pool: InferencePool, state: TlsState) -> Json:
     """Build the ConfigMap with the CA bundle."""
     return child(pool, "v1", "ConfigMap", names.tls_object(pool.name), data=data_of(state))
 
 
-def tls_secret(pool: Pool) -> Json:
+def tls_secret(pool: InferencePool) -> Json:
     """Build the Secret for the certificates and keys, without data."""
     return child(pool, "v1", "Secret", names.tls_object(pool.name), type="Opaque")
 
 
-def tls_volume(pool: Pool, kind: str) -> tuple[list[Json], list[Json]]:
+def tls_volume(pool: InferencePool, kind: str) -> tuple[list[Json], list[Json]]:
     """Return the volume and mount of a pod's files, or empty lists without TLS.
 
     Args:
@@ -50,7 +50,7 @@ def tls_volume(pool: Pool, kind: str) -> tuple[list[Json], list[Json]]:
     return [volume], [{"name": "pool-tls", "mountPath": _FOLDER, "readOnly": True}]
 
 
-def tls_flags(pool: Pool) -> dict[str, object]:
+def tls_flags(pool: InferencePool) -> dict[str, object]:
     """Return the TLS flags for the command line of a pod; empty if the pool's TLS mode is Off."""
     if pool.spec.tls.mode == "Off":
         return {}

@@ -5,13 +5,13 @@ from kvferry.operator.objects.adapter_list import adapter_list
 from kvferry.operator.objects.gateway_pods import can_scale_to_zero
 from kvferry.operator.objects.pods import child
 from kvferry.operator.pool import names
-from kvferry.operator.pool.spec import Json, Pool, Role
+from kvferry.operator.pool.spec import InferencePool, Json, RoleSpec
 
 POD_MONITOR = ("monitoring.coreos.com/v1", "podmonitors")
 EXTENSION_POOL = ("inference.networking.k8s.io/v1", "inferencepools")
 
 
-def surroundings(pool: Pool, installed: frozenset[tuple[str, str]]) -> list[Json]:
+def surroundings(pool: InferencePool, installed: frozenset[tuple[str, str]]) -> list[Json]:
     """Build the objects that do not depend on the revision, in the order in which they are applied.
 
     Args:
@@ -28,7 +28,7 @@ def surroundings(pool: Pool, installed: frozenset[tuple[str, str]]) -> list[Json
     return made
 
 
-def scaler(pool: Pool, role: Role, replicas: int | None) -> Json:
+def scaler(pool: InferencePool, role: RoleSpec, replicas: int | None) -> Json:
     """Build the PoolRoleScaler of a role. If `replicas` is `None`, the field keeps its owner and value."""
     made = child(
         pool,
@@ -45,7 +45,7 @@ def scaler(pool: Pool, role: Role, replicas: int | None) -> Json:
     return made
 
 
-def _accounts(pool: Pool) -> list[Json]:
+def _accounts(pool: InferencePool) -> list[Json]:
     rules: list[Json] = [
         {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["get", "list", "watch"]}
     ]
@@ -77,7 +77,7 @@ def _accounts(pool: Pool) -> list[Json]:
     ]
 
 
-def _services(pool: Pool) -> list[Json]:
+def _services(pool: InferencePool) -> list[Json]:
     service = pool.spec.gateway.service
     http, grpc = ("https", "grpcs") if pool.spec.gateway.tls_secret else ("http", "kubernetes.io/h2c")
     made = [
@@ -122,7 +122,7 @@ def _services(pool: Pool) -> list[Json]:
     return [*made, *(_role_service(pool, role) for role in pool.spec.roles)]
 
 
-def _role_service(pool: Pool, role: Role) -> Json:
+def _role_service(pool: InferencePool, role: RoleSpec) -> Json:
     return child(
         pool,
         "v1",
@@ -142,7 +142,7 @@ def _role_service(pool: Pool, role: Role) -> Json:
     )
 
 
-def _budgets(pool: Pool) -> list[Json]:
+def _budgets(pool: InferencePool) -> list[Json]:
     amount = pool.spec.disruption.max_unavailable
     value: int | str = amount if amount.endswith("%") else int(amount)
     return [
@@ -161,7 +161,7 @@ def _budgets(pool: Pool) -> list[Json]:
     ]
 
 
-def _network_policy(pool: Pool) -> Json:
+def _network_policy(pool: InferencePool) -> Json:
     return child(
         pool,
         "networking.k8s.io/v1",
@@ -184,7 +184,7 @@ def _network_policy(pool: Pool) -> Json:
     )
 
 
-def _pod_monitor(pool: Pool) -> Json:
+def _pod_monitor(pool: InferencePool) -> Json:
     made = child(
         pool,
         POD_MONITOR[0],
@@ -203,7 +203,7 @@ def _pod_monitor(pool: Pool) -> Json:
     return made
 
 
-def _extension_pool(pool: Pool) -> Json:
+def _extension_pool(pool: InferencePool) -> Json:
     """Build the inference extension's InferencePool, which selects the gateway pods. Every gateway accepts every
     request.
 

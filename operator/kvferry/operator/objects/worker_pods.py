@@ -28,7 +28,7 @@ from kvferry.operator.objects.pods import child as pool_child
 from kvferry.operator.objects.pool_tls import WORKER, tls_flags, tls_volume
 from kvferry.operator.pool import names
 from kvferry.operator.pool.quantities import canonical
-from kvferry.operator.pool.spec import Json, Pool, Role, RoleEngine, Tier
+from kvferry.operator.pool.spec import InferencePool, Json, RoleEngineSpec, RoleSpec, StorageTierSpec
 
 _DISK_TIER = "/var/cache/tier"
 _DRAIN_MARGIN_SECONDS = 15
@@ -44,14 +44,14 @@ _ADAPTERS_FOLDER = "/etc/kvferry/adapters"
 _START_SECONDS = 1800
 
 
-def revision_of(pool: Pool, default_image: str) -> str:
+def revision_of(pool: InferencePool, default_image: str) -> str:
     """Compute the revision of the worker pods: a digest of their inputs, eight hexadecimal digits. It depends on the
     values of the inputs, not on their notation."""
     inputs = canonical(msgspec.to_builtins(_inputs(pool, default_image)))
     return blake3(msgspec.json.encode(inputs, order="sorted")).hexdigest(4)
 
 
-def _inputs(pool: Pool, default_image: str) -> dict[str, Any]:
+def _inputs(pool: InferencePool, default_image: str) -> dict[str, Any]:
     spec = pool.spec
     return {
         **({"keys": pool.keys} if pool.keys else {}),
@@ -71,11 +71,11 @@ def _inputs(pool: Pool, default_image: str) -> dict[str, Any]:
     }
 
 
-def _role_inputs(role: Role) -> list[Any]:
+def _role_inputs(role: RoleSpec) -> list[Any]:
     return [role.name, _engine(role), {"resources": role.resources}, role.template]
 
 
-def _engine(role: Role) -> RoleEngine:
+def _engine(role: RoleSpec) -> RoleEngineSpec:
     """Return a role's engine settings with sizes in bytes, so that 0.5Gi and 512MiB give the same revision."""
     sizes = {"kv_memory": _bytes(role.engine.kv_memory), "adapter_memory": _bytes(role.engine.adapter_memory)}
     return msgspec.structs.replace(role.engine, **sizes)
@@ -85,7 +85,7 @@ def _bytes(quantity: str) -> str:
     return str(size_or_auto(size(quantity))) if quantity else ""
 
 
-def deployments(pool: Pool, revision: str, default_image: str) -> dict[str, Json]:
+def deployments(pool: InferencePool, revision: str, default_image: str) -> dict[str, Json]:
     """Build the Deployment of each role at `revision`, without `spec.replicas`."""
     return {role.name: _deployment(pool, role, revision, default_image) for role in pool.spec.roles}
 
@@ -95,7 +95,7 @@ def with_replicas(deployment: Mapping[str, Any], replicas: int) -> Json:
     return {**deployment, "spec": {**deployment["spec"], "replicas": replicas}}
 
 
-def _deployment(pool: Pool, role: Role, revision: str, default_image: str) -> Json:
+def _deployment(pool: InferencePool, role: RoleSpec, revision: str, default_image: str) -> Json:
     marks = {names.LABEL_POOL: pool.name, names.LABEL_ROLE: role.name, names.LABEL_REVISION: revision}
     labels = names.pool_labels(pool.name, role.name) | marks
     # The endpoint picker of the Gateway API Inference Extension reads these labels.
@@ -111,7 +111,7 @@ def _deployment(pool: Pool, role: Role, revision: str, default_image: str) -> Js
     return made
 
 
-def _pod(pool: Pool, role: Role, default_image: str) -> Json:
+def _pod(pool: InferencePool, role: RoleSpec, default_image: str) -> Json:
     volumes, mounts = scratch()
     model_volumes, model_mounts = model_volume(pool.spec.model.cache)
     tls_volumes, tls_mounts = tls_volume(pool, WORKER)
@@ -172,7 +172,7 @@ def _pod(pool: Pool, role: Role, default_image: str) -> Json:
     }
 
 
-def _arguments(pool: Pool, role: Role) -> list[str]:
+def _arguments(pool: InferencePool, role: RoleSpec) -> list[str]:
     spec, engine = pool.spec, role.engine
     flags = {
         "role": role.name,
@@ -218,7 +218,7 @@ def _arguments(pool: Pool, role: Role) -> list[str]:
     return ["worker", *(f"--{name}={value}" for name, value in flags.items())]
 
 
-def _tier_environment(tiers: tuple[Tier, ...]) -> list[Json]:
+def _tier_environment(tiers: tuple[StorageTierSpec, ...]) -> list[Json]:
     """Return the environment variable with the tier URLs, since process arguments would expose passwords in URLs."""
     if not tiers:
         return []
@@ -241,13 +241,13 @@ def _tier_environment(tiers: tuple[Tier, ...]) -> list[Json]:
     return [*variables, {"name": "KVFERRY_TIER", "value": ",".join(urls)}]
 
 
-def _default_resources(role: Role) -> Json:
+def _default_resources(role: RoleSpec) -> Json:
     kv_bytes = int(str(size_or_auto(size(role.engine.kv_memory)))) or _AUTO_KV_BYTES
     memory = kv_bytes + _BESIDE_KV_BYTES
     return {"requests": {"cpu": "100m", "memory": str(memory)}}
 
 
-def _probes(pool: Pool) -> Json:
+def _probes(pool: InferencePool) -> Json:
     """Build the probes: readiness on the work port, after the first generated token; liveness on the admin port, which
     responds even if the engine is busy. With TLS, both use the health port."""
     is_plain = pool.spec.tls.mode == "Off"

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kvferry.operator.pool.facts import FleetReport, WorkerReport
-from kvferry.operator.pool.spec import Role, Scaling
+from kvferry.operator.pool.spec import RoleSpec, ScalingSpec
 
 _FRESH_SECONDS = 15.0
 _TOLERANCE = 0.1
@@ -23,7 +23,7 @@ _MIN_STRIDE = 4
 
 
 @dataclass(frozen=True, slots=True)
-class History:
+class Recommendations:
     """Earlier recommendations for a role, with their times."""
 
     recommendations: tuple[tuple[float, int], ...] = ()
@@ -33,17 +33,17 @@ class History:
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class ScalingDecision:
     """Number of replicas to write, and the reason."""
 
     replicas: int
     reason: str
-    history: History
+    history: Recommendations
 
 
 def decide(
-    role: Role, current: int, ready: int, report: FleetReport | None, history: History | None, now: float
-) -> Decision:
+    role: RoleSpec, current: int, ready: int, report: FleetReport | None, history: Recommendations | None, now: float
+) -> ScalingDecision:
     """Decide the number of replicas of a role.
 
     Args:
@@ -55,27 +55,27 @@ def decide(
         now: time in seconds, of the same clock as `report.at`.
     """
     scaling = role.scaling
-    before = history or History(busy_at=now, began_at=now)
+    before = history or Recommendations(busy_at=now, began_at=now)
     if report is None or now - report.at > _FRESH_SECONDS:
         # While its load is unknown, a role does not count as idle.
-        return Decision(current, "no current report from the gateway: unchanged", replace(before, busy_at=now))
+        return ScalingDecision(current, "no current report from the gateway: unchanged", replace(before, busy_at=now))
     workers = [worker for worker in report.of_role(role.name) if worker.takes_work]
     # Pods that accept no new requests are included, since they still run requests.
     load = sum(worker.num_requests + worker.load.num_tickets for worker in report.of_role(role.name)) + report.held
     if load or len(workers) < ready or ready == 0:
         before = replace(before, busy_at=now)
     if len(workers) < ready or ready == 0:
-        return Decision(current, f"{len(workers)} of {ready} ready pods have reported: unchanged", before)
+        return ScalingDecision(current, f"{len(workers)} of {ready} ready pods have reported: unchanged", before)
     recommended, reason = _recommend(scaling, workers, load, ready)
     after = replace(before, recommendations=(*_kept(before.recommendations, scaling, now), (now, recommended)))
     number = _settle(scaling, after, current, now)
     if scaling.min_replicas == 0 and now - after.busy_at >= scaling.scale_to_zero.idle_seconds:
-        return Decision(0, f"no requests for {scaling.scale_to_zero.idle_seconds} s", after)
+        return ScalingDecision(0, f"no requests for {scaling.scale_to_zero.idle_seconds} s", after)
     number = role.bounded(max(1, number))
-    return Decision(number, reason if number != current else f"{reason}: unchanged", after)
+    return ScalingDecision(number, reason if number != current else f"{reason}: unchanged", after)
 
 
-def _recommend(scaling: Scaling, workers: Sequence[WorkerReport], load: int, ready: int) -> tuple[int, str]:
+def _recommend(scaling: ScalingSpec, workers: Sequence[WorkerReport], load: int, ready: int) -> tuple[int, str]:
     replicas_by_load = math.ceil(load / scaling.target_requests)
     use = _percentile_90([worker.load.kv_usage for worker in workers])
     ratio = use / scaling.target_kv_usage
@@ -90,12 +90,12 @@ def _percentile_90(uses: Sequence[float]) -> float:
     return ordered[min(len(ordered) - 1, math.floor(len(ordered) * 0.9))]
 
 
-def _kept(entries: tuple[tuple[float, int], ...], scaling: Scaling, now: float) -> tuple[tuple[float, int], ...]:
+def _kept(entries: tuple[tuple[float, int], ...], scaling: ScalingSpec, now: float) -> tuple[tuple[float, int], ...]:
     longest = max(scaling.scale_up.stabilization_window_seconds, scaling.scale_down.stabilization_window_seconds)
     return tuple((at, recommended) for at, recommended in entries if now - at <= longest)
 
 
-def _settle(scaling: Scaling, history: History, current: int, now: float) -> int:
+def _settle(scaling: ScalingSpec, history: Recommendations, current: int, now: float) -> int:
     """Stabilize the number of replicas with the recommendations in both windows. While the history does not cover a
     window, because the operator has just started, that window does not change the number."""
     windows = scaling.scale_up.stabilization_window_seconds, scaling.scale_down.stabilization_window_seconds

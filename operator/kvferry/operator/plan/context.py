@@ -6,20 +6,20 @@ from typing import Any
 
 from kvferry.operator.objects.worker_pods import revision_of
 from kvferry.operator.plan.actions import Action, ApplyObject, Autoscale, Done, Problem, SeedScaler
-from kvferry.operator.plan.memory import Memory, digest_of, place_of
+from kvferry.operator.plan.memory import PassMemory, digest_of, place_of
 from kvferry.operator.pool import names
 from kvferry.operator.pool.facts import FleetReport, PoolFacts
-from kvferry.operator.pool.spec import Json, Pool
+from kvferry.operator.pool.spec import InferencePool, Json
 
 
 @dataclass(frozen=True, slots=True)
 class PlanContext:
     """Input of the planner."""
 
-    pool: Pool
+    pool: InferencePool
     facts: PoolFacts
     """Observed objects that the pool controls."""
-    memory: Memory
+    memory: PassMemory
     """Results of earlier passes; `records` contains all existing records of the revisions in `revisions_to_read`."""
     next_record: int
     """Number of the next ControllerRevision, if one is created."""
@@ -65,7 +65,7 @@ class PlanContext:
         return tuple(action for action in actions if action.target not in self.problems)
 
 
-def revisions_to_read(pool: Pool, facts: PoolFacts, default_image: str) -> tuple[str, ...]:
+def revisions_to_read(pool: InferencePool, facts: PoolFacts, default_image: str) -> tuple[str, ...]:
     """Return the revisions whose records the plan needs: the target revision, then the revisions of existing worker
     Deployments."""
     target = pool.spec.rollout.rollback_to or revision_of(pool, default_image)

@@ -25,13 +25,13 @@ from kvferry.operator.plan.actions import (
     WriteStatus,
     WriteTls,
 )
-from kvferry.operator.plan.autoscale import History
+from kvferry.operator.plan.autoscale import Recommendations
 from kvferry.operator.plan.revisions import recorded
 from kvferry.operator.pool import names
 from kvferry.operator.pool.facts import Place
 from kvferry.operator.pool.ownership import version_of
 from kvferry.operator.pool.quantities import canonical
-from kvferry.operator.pool.spec import Json, Pool
+from kvferry.operator.pool.spec import InferencePool, Json
 from kvferry.operator.pool.tls_state import TlsState, read_state
 
 _RESYNC_SECONDS = 600.0
@@ -51,7 +51,7 @@ class Applied:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class PassMemory:
     """Results of earlier reconcile passes over one pool."""
 
     uid: str
@@ -77,7 +77,7 @@ class Memory:
     """Whether the executor holds the private key of the newest CA, which has not signed yet."""
     verified_generation: int = -1
     """Latest generation of the spec whose manifests were built without an error."""
-    histories: Mapping[str, History] = field(default_factory=dict)
+    histories: Mapping[str, Recommendations] = field(default_factory=dict)
     """History of the autoscaler, by role."""
     seeded: Mapping[str, str] = field(default_factory=dict)
     """Scaling mode in which `spec.replicas` of a role's scaler got an owner, by role."""
@@ -95,11 +95,11 @@ class Memory:
 
 
 def begin_pass(
-    memory: Memory | None,
+    memory: PassMemory | None,
     body: Mapping[str, Any],
     installed: frozenset[tuple[str, str]],
     now: float,
-) -> Memory:
+) -> PassMemory:
     """Return the memory for a pass: empty if the pool's uid has changed, and without applied objects if a resync is
     due.
 
@@ -111,7 +111,7 @@ def begin_pass(
     """
     uid = body["metadata"]["uid"]
     if memory is None or memory.uid != uid:
-        memory = Memory(uid, now, now)
+        memory = PassMemory(uid, now, now)
     if now - memory.resynced_at > _RESYNC_SECONDS:
         memory = replace(memory, applied={}, removed=frozenset(), has_keys=False, resynced_at=now)
     missing = {kind for resource, kind in _OPTIONAL_KINDS.items() if resource not in installed}
@@ -127,7 +127,7 @@ def begin_pass(
     return memory
 
 
-def remember(memory: Memory, done: Iterable[Done], pool: Pool, now: float, stamp: str) -> Memory:
+def remember(memory: PassMemory, done: Iterable[Done], pool: InferencePool, now: float, stamp: str) -> PassMemory:
     """Return `memory` updated with completed actions.
 
     Args:
@@ -142,7 +142,7 @@ def remember(memory: Memory, done: Iterable[Done], pool: Pool, now: float, stamp
     return memory
 
 
-def _remember(memory: Memory, done: Done, pool: Pool, now: float, stamp: str) -> Memory:
+def _remember(memory: PassMemory, done: Done, pool: InferencePool, now: float, stamp: str) -> PassMemory:
     match done.action:
         case ApplyObject(manifest=manifest):
             place = place_of(manifest)

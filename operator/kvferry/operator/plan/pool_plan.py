@@ -38,14 +38,14 @@ from kvferry.operator.plan.actions import (
 )
 from kvferry.operator.plan.context import PlanContext
 from kvferry.operator.plan.deletion_cost import deletion_costs
-from kvferry.operator.plan.memory import Memory
+from kvferry.operator.plan.memory import PassMemory
 from kvferry.operator.plan.revisions import record, recorded
 from kvferry.operator.plan.rollout import Count, RoleState, Step, next_step
 from kvferry.operator.plan.scaler_plan import plan_scale_status, plan_scalers
 from kvferry.operator.plan.status import first_status
 from kvferry.operator.plan.tls_plan import plan_tls
 from kvferry.operator.pool import names
-from kvferry.operator.pool.spec import Json, Pool
+from kvferry.operator.pool.spec import InferencePool, Json
 
 DIAGNOSE_SECONDS = 5.0
 """Time in seconds without progress of the rollout after which the operator reads the pods to diagnose them."""
@@ -57,7 +57,7 @@ class Plan:
     """Plan of one pass: actions, and decisions for the status."""
 
     actions: tuple[Action, ...]
-    memory: Memory
+    memory: PassMemory
     """Memory for the next pass, before completed actions are added with `remember`."""
     revision: str
     """Target revision of the worker pods."""
@@ -81,7 +81,7 @@ class _Target:
     problem: Problem | None = None
 
 
-def verify(pool: Pool, default_image: str) -> None:
+def verify(pool: InferencePool, default_image: str) -> None:
     """Check a spec by building all manifests of the pool, since user templates have no schema and can fail in any way.
 
     Raises:
@@ -327,7 +327,7 @@ def _gateway_state(ctx: PlanContext, name: str) -> tuple[int, str]:
     return found.ready, f"gateway: {good} of {replicas} pods updated and ready"
 
 
-def _progressed(ctx: PlanContext, roles: list[RoleState], waiting_for: str) -> Memory:
+def _progressed(ctx: PlanContext, roles: list[RoleState], waiting_for: str) -> PassMemory:
     """Return the memory with updated times: when the rollout completed, and when the numbers of pods last changed."""
     memory = ctx.memory
     progress = (ctx.pool.generation, *((role.name, role.replicas, tuple(role.revisions.items())) for role in roles))

@@ -8,7 +8,7 @@ from kvferry.operator.objects.support_objects import EXTENSION_POOL
 from kvferry.operator.plan.actions import Action, EmitEvent, Outcome, Problem, WriteStatus
 from kvferry.operator.plan.conditions.certificates import TlsSeen
 from kvferry.operator.plan.context import PlanContext
-from kvferry.operator.plan.memory import Memory
+from kvferry.operator.plan.memory import PassMemory
 from kvferry.operator.plan.pool_plan import DIAGNOSE_SECONDS, Plan, pool_status
 from kvferry.operator.plan.process.rivals import RENEWED_SECONDS
 from kvferry.operator.plan.status import Observed, status_of
@@ -50,16 +50,16 @@ _QUIET_REASONS = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class PoolReport:
     """Status and event writes at the end of a pass."""
 
     actions: tuple[Action, ...]
-    memory: Memory
+    memory: PassMemory
     again_seconds: float
     """Seconds until the next pass; a change of an object triggers an earlier pass."""
 
 
-def plan_report(ctx: PlanContext, plan: Plan, outcome: Outcome, memory: Memory) -> Report:
+def plan_report(ctx: PlanContext, plan: Plan, outcome: Outcome, memory: PassMemory) -> PoolReport:
     """Plan the status and events after a pass.
 
     Args:
@@ -113,11 +113,11 @@ def plan_report(ctx: PlanContext, plan: Plan, outcome: Outcome, memory: Memory) 
     actions: list[Action] = [*events, *status_change(ctx.pool.namespace, ctx.pool.name, status, written, ctx.stamp)]
     again = again_seconds(ctx, memory, plan.waiting_for, is_refused=refused is not None or contested is not None)
     observed_at = ctx.now if is_due or len(actions) > len(events) else memory.observed_at
-    return Report(tuple(actions), replace(memory, reasons=reasons, observed_at=observed_at), again)
+    return PoolReport(tuple(actions), replace(memory, reasons=reasons, observed_at=observed_at), again)
 
 
 def status_change(
-    namespace: str, name: str, status: Json, memory: Memory | None, stamp: str
+    namespace: str, name: str, status: Json, memory: PassMemory | None, stamp: str
 ) -> tuple[WriteStatus, ...]:
     """Return the action that writes `status` with the time of the observation, or no action if it was already written.
 
@@ -154,7 +154,7 @@ def new_events(status: Mapping[str, Any], reasons: Mapping[str, str]) -> tuple[l
     return events, after
 
 
-def again_seconds(ctx: PlanContext, memory: Memory, waiting_for: str, *, is_refused: bool) -> float:
+def again_seconds(ctx: PlanContext, memory: PassMemory, waiting_for: str, *, is_refused: bool) -> float:
     """Return the time until the next pass in seconds, for changes that no watch reports.
 
     Args:
@@ -179,7 +179,7 @@ def again_seconds(ctx: PlanContext, memory: Memory, waiting_for: str, *, is_refu
     return min(waits, default=RENEWED_SECONDS)
 
 
-def _fresh_report(ctx: PlanContext, memory: Memory) -> FleetReport | None:
+def _fresh_report(ctx: PlanContext, memory: PassMemory) -> FleetReport | None:
     """Return the gateway's report; after the end of a rollout, only if it was read since then."""
     report = ctx.report
     stale = report is not None and memory.settled_at is not None and report.at < memory.settled_at
@@ -192,7 +192,7 @@ def _is_answering(ctx: PlanContext) -> bool:
     return not is_known and ctx.report is not None and ctx.now - ctx.report.at <= _ANSWERING_SECONDS
 
 
-def _tls(ctx: PlanContext, memory: Memory) -> TlsSeen | None:
+def _tls(ctx: PlanContext, memory: PassMemory) -> TlsSeen | None:
     """Return what is known about the pool's certificates; `None` without TLS."""
     mode = ctx.pool.spec.tls.mode
     if mode == "Off":

@@ -9,10 +9,10 @@ from typing import Any
 
 from kvferry.operator.objects.pods import child
 from kvferry.operator.pool import names
-from kvferry.operator.pool.spec import Json, Pool
+from kvferry.operator.pool.spec import InferencePool, Json
 
 
-def record(pool: Pool, revision: str, number: int, deployments: Mapping[str, Json]) -> Json:
+def record(pool: InferencePool, revision: str, number: int, deployments: Mapping[str, Json]) -> Json:
     """Build the ControllerRevision of a revision.
 
     Args:
@@ -33,7 +33,7 @@ def record(pool: Pool, revision: str, number: int, deployments: Mapping[str, Jso
     return made
 
 
-def recorded(pool: Pool, revision: str, found: Mapping[str, Any]) -> dict[str, Json]:
+def recorded(pool: InferencePool, revision: str, found: Mapping[str, Any]) -> dict[str, Json]:
     """Read the Deployments from a record. Only their specs are read; names, labels and owner references are derived
     from the pool, so that a forged record cannot change other objects."""
     made = {}

@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
-from kvferry.operator.pool.spec import Rollout, pods_of
+from kvferry.operator.pool.spec import RolloutSpec, pods_of
 
 PAIRED = frozenset({"prefill", "decode"})
 """Roles that serve requests only together."""
@@ -86,7 +86,7 @@ class Bounds:
     unavailable: int
 
     @classmethod
-    def of(cls, rollout: Rollout, replicas: int) -> "Bounds":
+    def of(cls, rollout: RolloutSpec, replicas: int) -> "Bounds":
         """Compute the bounds from the rollout settings. If both bounds are 0 after rounding, one pod may be
         unavailable.
 
@@ -112,7 +112,7 @@ class Step:
     """Reason why the rollout is not complete; empty when done."""
 
 
-def next_step(roles: Sequence[RoleState], revision: str, rollout: Rollout) -> Step:
+def next_step(roles: Sequence[RoleState], revision: str, rollout: RolloutSpec) -> Step:
     """Compute the numbers of replicas to apply now."""
     staying = [role for role in roles if not role.is_leaving]
     leaving = [role for role in roles if role.is_leaving]
@@ -138,7 +138,7 @@ def capacity(roles: Sequence[RoleState]) -> Fraction:
     return sum((min(role.share(revision) for role in scaled) for revision in revisions), Fraction(0))
 
 
-def _advance(group: list[RoleState], revision: str, rollout: Rollout) -> list[RoleState]:
+def _advance(group: list[RoleState], revision: str, rollout: RolloutSpec) -> list[RoleState]:
     bounds = {role.name: Bounds.of(rollout, role.replicas) for role in group}
     moving = any(count.desired for role in group for rev, count in role.revisions.items() if rev != revision)
     if not moving:
@@ -211,7 +211,7 @@ def _victims(roles: list[RoleState], revision: str) -> list[tuple[str, str]]:
     return [(name, old) for *_, old, name in sorted(found)]
 
 
-def _hold(group: list[RoleState], rollout: Rollout) -> list[RoleState]:
+def _hold(group: list[RoleState], rollout: RolloutSpec) -> list[RoleState]:
     """Scale only the revision with the most capacity, which is the same for all roles, since a pair needs a common
     revision."""
     revisions = {revision for role in group for revision in role.revisions}
@@ -236,7 +236,7 @@ def _emptied(role: RoleState) -> RoleState:
     return replace(role, revisions=dict.fromkeys(role.revisions, Count()))
 
 
-def _waiting_for(roles: Sequence[RoleState], revision: str, rollout: Rollout) -> str:
+def _waiting_for(roles: Sequence[RoleState], revision: str, rollout: RolloutSpec) -> str:
     behind = []
     for role in roles:
         new = role.of(revision)

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 from kvferry.operator.objects.support_objects import scaler
 from kvferry.operator.plan.actions import Action, Autoscale, SeedScaler, WriteStatus
-from kvferry.operator.plan.autoscale import History, decide
+from kvferry.operator.plan.autoscale import Recommendations, decide
 from kvferry.operator.plan.context import PlanContext
 from kvferry.operator.plan.rollout import RoleState
 from kvferry.operator.pool import names
-from kvferry.operator.pool.spec import Role
+from kvferry.operator.pool.spec import RoleSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class ScalerPlan:
     actions: tuple[Action, ...]
     replicas: Mapping[str, int]
     """Number of pods that each role should have."""
-    histories: Mapping[str, History]
+    histories: Mapping[str, Recommendations]
 
 
 def plan_scalers(ctx: PlanContext) -> ScalerPlan:
@@ -73,24 +73,24 @@ def plan_scale_status(ctx: PlanContext, roles: list[RoleState]) -> list[Action]:
     return actions
 
 
-def _static(ctx: PlanContext, role: Role) -> tuple[int, list[Action]]:
+def _static(ctx: PlanContext, role: RoleSpec) -> tuple[int, list[Action]]:
     if _is_refused(ctx, role):
         return _current(ctx, role), []
     return role.replicas, list(ctx.apply_if_changed(scaler(ctx.pool, role, role.replicas), is_required=True))
 
 
-def _external(ctx: PlanContext, role: Role) -> tuple[int, list[Action]]:
+def _external(ctx: PlanContext, role: RoleSpec) -> tuple[int, list[Action]]:
     return ctx.scaled.get(role.name, _current(ctx, role)), _seed(ctx, role)
 
 
-def _auto(ctx: PlanContext, role: Role) -> tuple[int, list[Action], History]:
+def _auto(ctx: PlanContext, role: RoleSpec) -> tuple[int, list[Action], Recommendations]:
     """Plan a role in mode Auto; return its number of pods, the writes and the history. If a write is rejected, the
     number does not change, but the history is still extended."""
     current = _current(ctx, role)
     ready = sum(d.ready for d in ctx.facts.deployments.values() if d.role == role.name)
     history = ctx.memory.histories.get(role.name)
     if role.name not in ctx.facts.scalers:
-        return *_external(ctx, role), history or History(busy_at=ctx.now, began_at=ctx.now)
+        return *_external(ctx, role), history or Recommendations(busy_at=ctx.now, began_at=ctx.now)
     decision = decide(role, current, ready, ctx.facts.report, history, ctx.now)
     actions = _seed(ctx, role)
     if role.name in ctx.scaled or _is_refused(ctx, role) or decision.replicas == current:
@@ -100,7 +100,7 @@ def _auto(ctx: PlanContext, role: Role) -> tuple[int, list[Action], History]:
     return decision.replicas, actions, decision.history
 
 
-def _seed(ctx: PlanContext, role: Role) -> list[Action]:
+def _seed(ctx: PlanContext, role: RoleSpec) -> list[Action]:
     """Plan to apply the scaler without `spec.replicas`, and to seed that field if it has no owner in this mode.
 
     An existing number is seeded before the scaler is applied, since a field without owners is reset to its default.
@@ -121,7 +121,7 @@ def _seed(ctx: PlanContext, role: Role) -> list[Action]:
     return [*apply, seed] if role.name not in ctx.facts.scalers else [seed, *apply]
 
 
-def _current(ctx: PlanContext, role: Role) -> int:
+def _current(ctx: PlanContext, role: RoleSpec) -> int:
     """Return the current number of replicas: from the scaler, from this pass's write, or from the spec if there is no
     scaler."""
     facts = ctx.facts.scalers.get(role.name)
@@ -132,5 +132,5 @@ def _current(ctx: PlanContext, role: Role) -> int:
     return role.replicas
 
 
-def _is_refused(ctx: PlanContext, role: Role) -> bool:
+def _is_refused(ctx: PlanContext, role: RoleSpec) -> bool:
     return f"PoolRoleScaler {names.role_object(ctx.pool.name, role.name)}" in ctx.problems

@@ -17,7 +17,7 @@ from kvferry.operator.plan.conditions.workers import adapters_condition, devices
 from kvferry.operator.plan.rollout import PAIRED, RoleState
 from kvferry.operator.pool.facts import FleetReport
 from kvferry.operator.pool.names import Condition
-from kvferry.operator.pool.spec import Json, Pool
+from kvferry.operator.pool.spec import InferencePool, Json
 
 _MIN_HANDOFFS = 20
 """Minimum number of recent hand-offs for evaluating the transport."""
@@ -30,7 +30,7 @@ _MIN_UNKNOWN_KEYS, _MAX_UNKNOWN_KEYS = 3, 0.05
 class Observed:
     """Observations from which a pool's status is computed."""
 
-    pool: Pool
+    pool: InferencePool
     revision: str
     roles: Sequence[RoleState]
     waiting_for: str
@@ -104,7 +104,7 @@ def status_of(seen: Observed, before: Mapping[str, Any], now: str) -> Json:
     }
 
 
-def first_status(pool: Pool, now: str) -> Json:
+def first_status(pool: InferencePool, now: str) -> Json:
     """Build the status of a new pool."""
     return {
         "conditions": [

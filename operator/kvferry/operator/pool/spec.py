@@ -22,7 +22,7 @@ class _Struct(msgspec.Struct, frozen=True, rename="camel"):
     pass
 
 
-class Cache(_Struct, frozen=True):
+class CacheSpec(_Struct, frozen=True):
     """Settings of the volume with the model's files."""
 
     mount_path: str = "/models"
@@ -31,7 +31,7 @@ class Cache(_Struct, frozen=True):
     host_path: str | UnsetType = UNSET
 
 
-class Model(_Struct, frozen=True):
+class ModelSpec(_Struct, frozen=True):
     """The model to serve."""
 
     name: str
@@ -44,28 +44,28 @@ class Model(_Struct, frozen=True):
     window_pages: Literal["keep", "release"] = "keep"
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
-    cache: Cache | None = None
+    cache: CacheSpec | None = None
 
 
-class ScaleUp(_Struct, frozen=True):
+class ScaleUpSpec(_Struct, frozen=True):
     """Settings for scaling up."""
 
     stabilization_window_seconds: int = 0
 
 
-class ScaleDown(_Struct, frozen=True):
+class ScaleDownSpec(_Struct, frozen=True):
     """Settings for scaling down."""
 
     stabilization_window_seconds: int = 300
 
 
-class ScaleToZero(_Struct, frozen=True):
+class ScaleToZeroSpec(_Struct, frozen=True):
     """Settings for scaling to zero."""
 
     idle_seconds: int = 600
 
 
-class Scaling(_Struct, frozen=True):
+class ScalingSpec(_Struct, frozen=True):
     """Settings for scaling a role: mode, bounds and targets."""
 
     mode: Literal["Static", "External", "Auto"] = "Static"
@@ -73,12 +73,12 @@ class Scaling(_Struct, frozen=True):
     max_replicas: int = 10
     target_kv_usage: float = 0.7
     target_requests: int = 16
-    scale_up: ScaleUp = ScaleUp()
-    scale_down: ScaleDown = ScaleDown()
-    scale_to_zero: ScaleToZero = ScaleToZero()
+    scale_up: ScaleUpSpec = ScaleUpSpec()
+    scale_down: ScaleDownSpec = ScaleDownSpec()
+    scale_to_zero: ScaleToZeroSpec = ScaleToZeroSpec()
 
 
-class RoleEngine(_Struct, frozen=True):
+class RoleEngineSpec(_Struct, frozen=True):
     """Engine settings of the workers of one role."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -98,13 +98,13 @@ class RoleEngine(_Struct, frozen=True):
     speculation: str = "off"
 
 
-class Role(_Struct, frozen=True):
+class RoleSpec(_Struct, frozen=True):
     """One role of worker pods."""
 
     name: Literal["prefill", "decode", "both"]
     replicas: int = 1
-    scaling: Scaling = Scaling()
-    engine: RoleEngine = RoleEngine()
+    scaling: ScalingSpec = ScalingSpec()
+    engine: RoleEngineSpec = RoleEngineSpec()
     resources: Json = {}
     template: Json = {}
 
@@ -115,7 +115,7 @@ class Role(_Struct, frozen=True):
         return min(max(replicas, self.scaling.min_replicas), self.scaling.max_replicas)
 
 
-class Adapter(_Struct, frozen=True):
+class AdapterSpec(_Struct, frozen=True):
     """A LoRA adapter; requests select it as their model."""
 
     name: str
@@ -130,7 +130,7 @@ class ClassWeight(_Struct, frozen=True):
     weight: int
 
 
-class Engine(_Struct, frozen=True):
+class EngineSpec(_Struct, frozen=True):
     """Engine settings of all workers."""
 
     request_policy: str = "fcfs"
@@ -142,7 +142,7 @@ class Engine(_Struct, frozen=True):
     tier_object_tokens: int = 64
 
 
-class Connector(_Struct, frozen=True):
+class ConnectorSpec(_Struct, frozen=True):
     """Settings of KV transfers between pods."""
 
     type: str = "nixl"
@@ -156,7 +156,7 @@ class SecretKey(_Struct, frozen=True):
     key: str = "url"
 
 
-class Tier(_Struct, frozen=True):
+class StorageTierSpec(_Struct, frozen=True):
     """One storage tier for KV."""
 
     type: str
@@ -165,7 +165,7 @@ class Tier(_Struct, frozen=True):
     url_secret: SecretKey | None = None
 
 
-class Routing(_Struct, frozen=True):
+class RoutingSpec(_Struct, frozen=True):
     """Settings for routing requests from the gateway to worker pods."""
 
     policy: str = "latency"
@@ -175,7 +175,7 @@ class Routing(_Struct, frozen=True):
     kv_prefetch_tokens: int = 1024
 
 
-class FlowControl(_Struct, frozen=True):
+class FlowControlSpec(_Struct, frozen=True):
     """Admission limits and queueing of the gateway."""
 
     max_streams: int = 1024
@@ -186,7 +186,7 @@ class FlowControl(_Struct, frozen=True):
     request_timeout_seconds: int = 600
 
 
-class Rollout(_Struct, frozen=True):
+class RolloutSpec(_Struct, frozen=True):
     """Settings for the rollout of a new revision."""
 
     max_surge: Percentage = "25%"
@@ -198,26 +198,26 @@ class Rollout(_Struct, frozen=True):
     history_limit: int = 5
 
 
-class Drain(_Struct, frozen=True):
+class DrainSpec(_Struct, frozen=True):
     """Settings for draining terminating pods."""
 
     seconds: int = 30
     linger_seconds: int = 5
 
 
-class InternalKeys(_Struct, frozen=True):
+class InternalKeysSpec(_Struct, frozen=True):
     """Keys between the pool's pods."""
 
     secret_name: str = ""
 
 
-class Tenants(_Struct, frozen=True):
+class TenantsSpec(_Struct, frozen=True):
     """Keys, shares and quotas of the clients' tenants."""
 
     secret_name: str = ""
 
 
-class Tls(_Struct, frozen=True):
+class TlsSpec(_Struct, frozen=True):
     """TLS between the pool's pods."""
 
     mode: Literal["Off", "Managed", "Secret"] = "Off"
@@ -225,7 +225,7 @@ class Tls(_Struct, frozen=True):
     """Secret with tls.crt, tls.key and ca.crt, with mode Secret."""
 
 
-class Service(_Struct, frozen=True):
+class ServiceSpec(_Struct, frozen=True):
     """The gateway's Service."""
 
     type: str = "ClusterIP"
@@ -234,7 +234,7 @@ class Service(_Struct, frozen=True):
     annotations: dict[str, str] = {}
 
 
-class Gateway(_Struct, frozen=True):
+class GatewaySpec(_Struct, frozen=True):
     """The gateway pods."""
 
     replicas: int = 1
@@ -243,13 +243,13 @@ class Gateway(_Struct, frozen=True):
     tls_secret: str = ""
     client_ca_secret: str = ""
     """Secret with ca.crt, the CA that must have signed clients' certificates; empty if clients need none."""
-    service: Service = Service()
+    service: ServiceSpec = ServiceSpec()
     resources: Json = {}
     template: Json = {}
     inference_extension: Literal["Off", "Auto"] = "Off"
 
 
-class Observability(_Struct, frozen=True):
+class ObservabilitySpec(_Struct, frozen=True):
     """Settings for monitoring the pool."""
 
     pod_monitor: Literal["Off", "Auto"] = "Auto"
@@ -260,7 +260,7 @@ class Observability(_Struct, frozen=True):
     log_json: bool = False
 
 
-class Disruption(_Struct, frozen=True):
+class DisruptionSpec(_Struct, frozen=True):
     """Settings of the pool's PodDisruptionBudgets."""
 
     max_unavailable: Percentage = "1"
@@ -269,34 +269,34 @@ class Disruption(_Struct, frozen=True):
 class PoolSpec(_Struct, frozen=True):
     """The desired state of a pool."""
 
-    model: Model
-    roles: tuple[Role, ...]
-    adapters: tuple[Adapter, ...] = ()
+    model: ModelSpec
+    roles: tuple[RoleSpec, ...]
+    adapters: tuple[AdapterSpec, ...] = ()
     """Adapters of all roles; changes restart no pods."""
-    engine: Engine = Engine()
-    connector: Connector = Connector()
-    tiers: tuple[Tier, ...] = ()
-    routing: Routing = Routing()
-    flow_control: FlowControl = FlowControl()
-    rollout: Rollout = Rollout()
-    drain: Drain = Drain()
-    internal_keys: InternalKeys = InternalKeys()
-    tenants: Tenants = Tenants()
-    tls: Tls = Tls()
-    gateway: Gateway = Gateway()
-    observability: Observability = Observability()
+    engine: EngineSpec = EngineSpec()
+    connector: ConnectorSpec = ConnectorSpec()
+    tiers: tuple[StorageTierSpec, ...] = ()
+    routing: RoutingSpec = RoutingSpec()
+    flow_control: FlowControlSpec = FlowControlSpec()
+    rollout: RolloutSpec = RolloutSpec()
+    drain: DrainSpec = DrainSpec()
+    internal_keys: InternalKeysSpec = InternalKeysSpec()
+    tenants: TenantsSpec = TenantsSpec()
+    tls: TlsSpec = TlsSpec()
+    gateway: GatewaySpec = GatewaySpec()
+    observability: ObservabilitySpec = ObservabilitySpec()
     network_policy: Literal["Restricted", "Off"] = "Restricted"
-    disruption: Disruption = Disruption()
+    disruption: DisruptionSpec = DisruptionSpec()
     image: str = ""
     image_pull_policy: str = "IfNotPresent"
     image_pull_secrets: tuple[str, ...] = ()
 
-    def role(self, name: str) -> Role | None:
+    def role(self, name: str) -> RoleSpec | None:
         """Return the role with this name, or `None`."""
         return next((role for role in self.roles if role.name == name), None)
 
 
-class Pool(_Struct, frozen=True):
+class InferencePool(_Struct, frozen=True):
     """An InferencePool: identity and spec."""
 
     namespace: str
@@ -311,7 +311,7 @@ class Pool(_Struct, frozen=True):
 describe(PoolSpec)
 
 
-def parse_pool(body: Mapping[str, Any]) -> Pool:
+def parse_pool(body: Mapping[str, Any]) -> InferencePool:
     """Parse an InferencePool object.
 
     Raises:
@@ -322,7 +322,7 @@ def parse_pool(body: Mapping[str, Any]) -> Pool:
         spec = msgspec.convert(body.get("spec"), PoolSpec)
     except msgspec.ValidationError as error:
         raise UsageError(f"pool {meta.get('name', '?')}: {error}", field="spec") from error
-    return Pool(
+    return InferencePool(
         namespace=meta.get("namespace", "default"),
         name=meta["name"],
         uid=meta.get("uid", ""),

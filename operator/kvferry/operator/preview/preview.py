@@ -14,7 +14,7 @@ from kvferry.operator.objects.worker_pods import revision_of
 from kvferry.operator.plan.actions import Action, as_json
 from kvferry.operator.plan.pool_plan import Plan
 from kvferry.operator.plan.rollout import PAIRED, Count, capacity
-from kvferry.operator.pool.spec import Json, Pool, parse_pool
+from kvferry.operator.pool.spec import InferencePool, Json, parse_pool
 from kvferry.operator.preview.admission import refusals
 from kvferry.operator.preview.definition import pool_schema, with_defaults
 from kvferry.operator.preview.simulation import SimulatedCluster
@@ -82,7 +82,7 @@ class Preview:
         )
 
 
-def read_change(old: Path, new: Path) -> tuple[Pool, Pool]:
+def read_change(old: Path, new: Path) -> tuple[InferencePool, InferencePool]:
     """Read two versions of a pool from YAML files.
 
     Raises:
@@ -149,7 +149,7 @@ _Manifests.yaml_implicit_resolvers = {
 }
 
 
-def preview(old: Pool, new: Pool, default_image: str) -> Preview:
+def preview(old: InferencePool, new: InferencePool, default_image: str) -> Preview:
     """Compute the steps and writes from `old`, completely rolled out, to `new`, if all pods become ready and all writes
     succeed.
 

@@ -19,11 +19,11 @@ from kvferry.operator.plan.actions import (
     WriteTls,
 )
 from kvferry.operator.plan.context import PlanContext
-from kvferry.operator.plan.memory import Memory, begin_pass, remember
+from kvferry.operator.plan.memory import PassMemory, begin_pass, remember
 from kvferry.operator.plan.pool_plan import Plan, plan_pool
 from kvferry.operator.pool import names
 from kvferry.operator.pool.facts import ChildFacts, DeploymentFacts, PoolFacts, ScalerFacts, ServiceFacts
-from kvferry.operator.pool.spec import Json, Pool
+from kvferry.operator.pool.spec import InferencePool, Json
 from kvferry.operator.pool.tls_state import data_of
 
 _INSTALLED = frozenset({POD_MONITOR, EXTENSION_POOL})
@@ -40,9 +40,9 @@ class SimulatedCluster:
     def __init__(self, default_image: str) -> None:
         self._default_image = default_image
         self._facts = PoolFacts()
-        self._memory: Memory | None = None
+        self._memory: PassMemory | None = None
 
-    def add_record(self, pool: Pool, revision: str) -> None:
+    def add_record(self, pool: InferencePool, revision: str) -> None:
         """Add the record of a revision to roll back to, if it is missing."""
         memory = self._begin(pool)
         if pool.spec.rollout.rollback_to == revision and revision not in memory.records:
@@ -50,7 +50,7 @@ class SimulatedCluster:
             self._memory = replace(memory, records={**memory.records, revision: made})
             self._facts.children["ControllerRevision", names.revision_object(pool.name, revision)] = _CHILD
 
-    def settle(self, pool: Pool, max_passes: int) -> list[Plan]:
+    def settle(self, pool: InferencePool, max_passes: int) -> list[Plan]:
         """Reconcile until a plan has no actions; return the plans with actions.
 
         Args:
@@ -79,7 +79,7 @@ class SimulatedCluster:
             plans.append(plan)
         return plans
 
-    def _begin(self, pool: Pool) -> Memory:
+    def _begin(self, pool: InferencePool) -> PassMemory:
         return begin_pass(self._memory, {"metadata": {"uid": pool.uid}, "status": _REPORTED}, _INSTALLED, 0.0)
 
     def _execute(self, action: Action) -> Done:

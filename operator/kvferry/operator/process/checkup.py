@@ -17,7 +17,7 @@ Verdict = Literal["ok", "note", "bad"]
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class CheckResult:
     """Result of one check."""
 
     verdict: Verdict
@@ -26,7 +26,7 @@ class Finding:
     """Description of the result, with a remedy if there is a problem."""
 
 
-def check_cluster(api: KubeApi, leaders: Mapping[str, str]) -> list[Finding]:
+def check_cluster(api: KubeApi, leaders: Mapping[str, str]) -> list[CheckResult]:
     """Check that a cluster meets the requirements of pools.
 
     Args:
@@ -47,7 +47,7 @@ def check_cluster(api: KubeApi, leaders: Mapping[str, str]) -> list[Finding]:
     ):
         there = api.serves(*kind)
         found.append(
-            Finding("ok" if there else "note", kind[1], use if there else f"{kind[0]} is not served; optional")
+            CheckResult("ok" if there else "note", kind[1], use if there else f"{kind[0]} is not served; optional")
         )
     found.append(judge_nodes(api.list("v1", "Node", None)))
     if not missing:
@@ -55,33 +55,35 @@ def check_cluster(api: KubeApi, leaders: Mapping[str, str]) -> list[Finding]:
     return found
 
 
-def judge_version(version: Mapping[str, Any]) -> Finding:
+def judge_version(version: Mapping[str, Any]) -> CheckResult:
     """Check the version of the API server."""
     git_version = str(version.get("gitVersion", "?"))
     number = tuple(int(re.sub(r"\D", "", str(version.get(part, "0"))) or 0) for part in ("major", "minor"))
     if number < _OLDEST:
-        return Finding("bad", "Kubernetes", f"{git_version}; the CustomResourceDefinitions require 1.29 or newer")
-    return Finding("ok", "Kubernetes", git_version)
+        return CheckResult("bad", "Kubernetes", f"{git_version}; the CustomResourceDefinitions require 1.29 or newer")
+    return CheckResult("ok", "Kubernetes", git_version)
 
 
-def judge_operators(leaders: Mapping[str, str]) -> list[Finding]:
+def judge_operators(leaders: Mapping[str, str]) -> list[CheckResult]:
     """Check that an operator leads."""
     if not leaders:
         why = "no lease is renewed; install the chart, or check the logs of the operator pods"
-        return [Finding("bad", "operator", why)]
-    return [Finding("ok", "operator", f"{leader} leads (lease in namespace {at})") for at, leader in leaders.items()]
+        return [CheckResult("bad", "operator", why)]
+    return [
+        CheckResult("ok", "operator", f"{leader} leads (lease in namespace {at})") for at, leader in leaders.items()
+    ]
 
 
-def judge_definitions(missing: Iterable[str]) -> Finding:
+def judge_definitions(missing: Iterable[str]) -> CheckResult:
     """Check that the CustomResourceDefinitions are installed."""
     absent = ", ".join(missing)
     if absent:
         remedy = "kubectl apply --server-side -f charts/kvferry/files/crds"
-        return Finding("bad", "definitions", f"no {absent} of {names.API_VERSION}; {remedy}")
-    return Finding("ok", "definitions", names.API_VERSION)
+        return CheckResult("bad", "definitions", f"no {absent} of {names.API_VERSION}; {remedy}")
+    return CheckResult("ok", "definitions", names.API_VERSION)
 
 
-def judge_nodes(nodes: Iterable[Mapping[str, Any]]) -> Finding:
+def judge_nodes(nodes: Iterable[Mapping[str, Any]]) -> CheckResult:
     """Report the nodes and devices that pods can use."""
     ready, special = 0, dict[str, int]()
     for node in nodes:
@@ -92,28 +94,28 @@ def judge_nodes(nodes: Iterable[Mapping[str, Any]]) -> Finding:
                 if _SPECIAL.search(resource) and str(amount).isdecimal():
                     special[resource] = special.get(resource, 0) + int(amount)
     if not ready:
-        return Finding("bad", "nodes", "no nodes are ready, so no pods can run")
+        return CheckResult("bad", "nodes", "no nodes are ready, so no pods can run")
     devices = ", ".join(f"{n} {resource}" for resource, n in sorted(special.items()))
-    return Finding("ok", "nodes", f"{ready} ready, {devices or 'without GPUs or RDMA devices: pods run on CPUs'}")
+    return CheckResult("ok", "nodes", f"{ready} ready, {devices or 'without GPUs or RDMA devices: pods run on CPUs'}")
 
 
-def judge_pool(pool: Mapping[str, Any]) -> Finding:
+def judge_pool(pool: Mapping[str, Any]) -> CheckResult:
     """Report the conditions of a pool."""
     meta, status = pool["metadata"], pool.get("status") or {}
     about = f"pool {meta['namespace']}/{meta['name']}"
     by_type = {c["type"]: c for c in status.get("conditions") or ()}
     ready = by_type.get(Condition.READY)
     if ready is None or status.get("observedGeneration", 0) < meta.get("generation", 0):
-        return Finding("bad", about, "the operator has not reconciled its current spec; see `operator` above")
+        return CheckResult("bad", about, "the operator has not reconciled its current spec; see `operator` above")
     if ready["status"] != "True":
-        return Finding("bad", about, f"{ready['reason']}: {ready['message']}")
+        return CheckResult("bad", about, f"{ready['reason']}: {ready['message']}")
     warned = [by_type[c] for c in (Condition.TRANSPORT_DEGRADED, Condition.REPLICAS_CONTESTED) if c in by_type]
     for condition in warned:
         if condition["status"] == "True":
-            return Finding("note", about, f"serves, but {condition['reason']}: {condition['message']}")
+            return CheckResult("note", about, f"serves, but {condition['reason']}: {condition['message']}")
     certificates = by_type.get(Condition.CERTIFICATES_VALID)
     if certificates is None:
-        return Finding("ok", about, f"{ready['message']}; calls between its pods are not encrypted (spec.tls)")
+        return CheckResult("ok", about, f"{ready['message']}; calls between its pods are not encrypted (spec.tls)")
     if certificates["status"] == "False":
-        return Finding("note", about, f"serves, but {certificates['reason']}: {certificates['message']}")
-    return Finding("ok", about, f"{ready['message']}; {certificates['message']}")
+        return CheckResult("note", about, f"serves, but {certificates['reason']}: {certificates['message']}")
+    return CheckResult("ok", about, f"{ready['message']}; {certificates['message']}")

@@ -14,7 +14,7 @@ from kvferry.operator.plan.process.work_queue import WorkQueue
 from kvferry.operator.pool.facts import Key
 
 
-class Instruments:
+class OperatorInstruments:
     """Metrics and registry of an operator."""
 
     def __init__(self, api: KubeApi, queue: WorkQueue[Key], clock: Clock) -> None:

@@ -12,7 +12,7 @@ from kvferry.operator.api import KubeApi
 from kvferry.operator.plan.process.work_queue import WorkQueue
 from kvferry.operator.pool import names
 from kvferry.operator.pool.facts import Key, Store
-from kvferry.operator.process.instruments import Instruments
+from kvferry.operator.process.instruments import OperatorInstruments
 from kvferry.operator.reconcile import Installed, Reconciler
 
 _log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class Workers:
         self._queue: WorkQueue[Key] = WorkQueue()
         self._wake = asyncio.Event()
         self._loop = asyncio.get_running_loop()
-        self.instruments = Instruments(api, self._queue, clock)
+        self.instruments = OperatorInstruments(api, self._queue, clock)
         self._reconciler = Reconciler(
             api,
             clock,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from kvferry.bench.formulas.work import Work
+from kvferry.bench.formulas.work import KernelWork
 from kvferry.core.dtypes import SCALE_BYTES
 
 
@@ -45,7 +45,7 @@ class Rates:
 
 
 @dataclass(frozen=True, slots=True)
-class Timing:
+class GpuTiming:
     """Statistics of the durations of an action's runs, in seconds."""
 
     median: float
@@ -56,7 +56,7 @@ class Timing:
     count: int
 
     @classmethod
-    def of(cls, seconds: Sequence[float]) -> "Timing":
+    def of(cls, seconds: Sequence[float]) -> "GpuTiming":
         """Compute the statistics of the durations of at least one run."""
         ordered, last = sorted(seconds), len(seconds) - 1
         low, median, high = (ordered[round(share * last)] for share in (0.1, 0.5, 0.9))
@@ -75,7 +75,7 @@ class About:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class GpuRow:
     """Result of a measured action, as a row of the CSV file."""
 
     date: str
@@ -106,8 +106,16 @@ class Row:
 
 
 def row(
-    about: About, spec: Spec, work: Work, timing: Timing, rates: Rates, *, dtype: str, kernels: str, launch: str
-) -> Row:
+    about: About,
+    spec: Spec,
+    work: KernelWork,
+    timing: GpuTiming,
+    rates: Rates,
+    *,
+    dtype: str,
+    kernels: str,
+    launch: str,
+) -> GpuRow:
     """Create the result row of a measured action.
 
     Args:
@@ -118,10 +126,10 @@ def row(
         rates: peak rates of the device, for the bound.
         dtype: dtype of the operands.
         kernels: `triton` for kvferry's kernels, otherwise the name of the library.
-        launch: launch choice of the kernels; see `Row.launch`.
+        launch: launch choice of the kernels; see `GpuRow.launch`.
     """
     seconds = timing.median
-    return Row(
+    return GpuRow(
         date=about.date,
         commit=about.commit,
         gpu=about.gpu,
@@ -146,7 +154,7 @@ def row(
     )
 
 
-def work_of(spec: Spec, itemsize: int) -> Work:
+def work_of(spec: Spec, itemsize: int) -> KernelWork:
     """Return the minimum number of bytes and operations of a spec.
 
     Args:
@@ -156,71 +164,71 @@ def work_of(spec: Spec, itemsize: int) -> Work:
     return _WORK[spec.op](spec, itemsize)
 
 
-def _decode(s: Spec, item: int) -> Work:
+def _decode(s: Spec, item: int) -> KernelWork:
     return _attention(s, item, rows=s["batch"], keys=s["batch"] * s["context"], seen=s["batch"] * s["context"])
 
 
-def _prefill(s: Spec, item: int) -> Work:
+def _prefill(s: Spec, item: int) -> KernelWork:
     tokens, history = s["tokens"], s["history"]
     return _attention(s, item, rows=tokens, keys=history + tokens, seen=tokens * history + tokens * (tokens + 1) // 2)
 
 
-def _attention(s: Spec, item: int, *, rows: int, keys: int, seen: int) -> Work:
+def _attention(s: Spec, item: int, *, rows: int, keys: int, seen: int) -> KernelWork:
     dim = s["head_dim"]
-    return Work(item * dim * (2 * s["kv_heads"] * keys + 2 * s["heads"] * rows), 4 * s["heads"] * dim * seen)
+    return KernelWork(item * dim * (2 * s["kv_heads"] * keys + 2 * s["heads"] * rows), 4 * s["heads"] * dim * seen)
 
 
-def _coded_decode(s: Spec, item: int) -> Work:
+def _coded_decode(s: Spec, item: int) -> KernelWork:
     """Return the work of decoding with KV in 8 bits: keys and values have scales, queries and outputs `item` bytes per
     value."""
     keys, rows, dim = s["batch"] * s["context"], s["batch"], s["head_dim"]
     num_bytes = 2 * s["kv_heads"] * keys * (dim + SCALE_BYTES) + item * dim * 2 * s["heads"] * rows
-    return Work(num_bytes, 4 * s["heads"] * dim * keys)
+    return KernelWork(num_bytes, 4 * s["heads"] * dim * keys)
 
 
-def _latent_decode(s: Spec, item: int) -> Work:
+def _latent_decode(s: Spec, item: int) -> KernelWork:
     """Return the work of latent decoding: each latent vector counts once per sequence, the projections of all heads
     once."""
     batch, heads, rank, both = s["batch"], s["heads"], s["rank"], s["plain"] + s["value"]
     values = batch * s["context"] * (rank + s["rotated"]) + batch * heads * (both + s["rotated"]) + heads * rank * both
     of_head = s["context"] * (2 * rank + s["rotated"]) + rank * both
-    return Work(item * values, 2 * batch * heads * of_head)
+    return KernelWork(item * values, 2 * batch * heads * of_head)
 
 
-def _add_rms_norm(s: Spec, item: int) -> Work:
-    return Work(item * (4 * s["rows"] + 1) * s["columns"])
+def _add_rms_norm(s: Spec, item: int) -> KernelWork:
+    return KernelWork(item * (4 * s["rows"] + 1) * s["columns"])
 
 
-def _silu_mul(s: Spec, item: int) -> Work:
-    return Work(item * 3 * s["rows"] * s["columns"])
+def _silu_mul(s: Spec, item: int) -> KernelWork:
+    return KernelWork(item * 3 * s["rows"] * s["columns"])
 
 
-def _place_qkv(s: Spec, item: int) -> Work:
+def _place_qkv(s: Spec, item: int) -> KernelWork:
     values = (s["heads"] + 2 * s["kv_heads"]) * s["head_dim"]
-    return Work(s["rows"] * (2 * item * values + 8 * s["head_dim"] + 8))
+    return KernelWork(s["rows"] * (2 * item * values + 8 * s["head_dim"] + 8))
 
 
-def _take_rows(s: Spec, item: int) -> Work:
-    return Work(s["rows"] * (2 * item * s["columns"] + 8))
+def _take_rows(s: Spec, item: int) -> KernelWork:
+    return KernelWork(s["rows"] * (2 * item * s["columns"] + 8))
 
 
-def _logits(s: Spec, item: int) -> Work:
-    return Work(4 * s["rows"] * s["vocabulary"])  # logits are float32 for all dtypes of the model
+def _logits(s: Spec, item: int) -> KernelWork:
+    return KernelWork(4 * s["rows"] * s["vocabulary"])  # logits are float32 for all dtypes of the model
 
 
-def _moved_blocks(s: Spec, item: int) -> Work:
-    return Work(2 * _pages(s, item))
+def _moved_blocks(s: Spec, item: int) -> KernelWork:
+    return KernelWork(2 * _pages(s, item))
 
 
-def _digest_blocks(s: Spec, item: int) -> Work:
-    return Work(_pages(s, item))
+def _digest_blocks(s: Spec, item: int) -> KernelWork:
+    return KernelWork(_pages(s, item))
 
 
 def _pages(s: Spec, item: int) -> int:
     return s["blocks"] * s["layers"] * 2 * s["kv_heads"] * s["block_tokens"] * s["head_dim"] * item
 
 
-_WORK: Mapping[str, Callable[[Spec, int], Work]] = MappingProxyType(
+_WORK: Mapping[str, Callable[[Spec, int], KernelWork]] = MappingProxyType(
     {
         "decode_attention": _decode,
         "decode_int8": _coded_decode,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class KernelWork:
     """Bytes transferred and operations executed by a kernel or a whole step."""
 
     num_bytes: int

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from kvferry.bench.formulas.gpu_work import Row, Spec, Timing, row, work_of
+from kvferry.bench.formulas.gpu_work import GpuRow, GpuTiming, Spec, row, work_of
 from kvferry.bench.formulas.launch_choice import TUNABLE
 from kvferry.bench.gpu import tuner
 from kvferry.bench.gpu.cases import Case, differs, make_case
@@ -33,7 +33,7 @@ def run(
     tune: bool = False,
     csv_file: Path | None = None,
     table: Path = TABLE,
-) -> list[Row]:
+) -> list[GpuRow]:
     """Measure operations and return their rows.
 
     Args:
@@ -58,7 +58,7 @@ def run(
         winners = tuner.tune(specs, session)
         tuner.rewrite(table, winners)
         session.say(f"{len(winners)} rows of {table.name} are new")
-    found: list[Row] = []
+    found: list[GpuRow] = []
     with launch.trial(winners):  # the table in memory was read before `rewrite`
         for each in measure(specs, session):
             show(line(each))
@@ -68,7 +68,7 @@ def run(
     return found
 
 
-def measure(specs: Sequence[Spec], session: Session) -> Iterator[Row]:
+def measure(specs: Sequence[Spec], session: Session) -> Iterator[GpuRow]:
     """Measure each spec with kvferry's kernels and all comparable installed libraries; yield the rows."""
     about, device, dtype = session.about, session.device, session.dtype
     name = str(dtype).removeprefix("torch.")
@@ -91,7 +91,7 @@ def measure(specs: Sequence[Spec], session: Session) -> Iterator[Row]:
         torch.cuda.empty_cache()  # frees memory for the next case; no effect without a GPU
 
 
-def _peer(case: Case, name: str, expected: torch.Tensor, session: Session) -> Timing | None:
+def _peer(case: Case, name: str, expected: torch.Tensor, session: Session) -> GpuTiming | None:
     try:
         action = case.peers[name]()
         wrong = differs(action(), expected) if case.is_comparable else None
@@ -105,7 +105,7 @@ def _peer(case: Case, name: str, expected: torch.Tensor, session: Session) -> Ti
     return None
 
 
-def line(found: Row) -> str:
+def line(found: GpuRow) -> str:
     """Format a row as one line of text."""
     return (
         f"{found.op:<18} {found.shape:<66} {found.kernels:<17} {found.ms:9.4f} ms  {found.gbps:7.0f} GB/s "

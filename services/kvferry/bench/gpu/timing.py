@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from kvferry.bench.formulas.gpu_work import Rates, Timing
+from kvferry.bench.formulas.gpu_work import GpuTiming, Rates
 
 Action = Callable[[], torch.Tensor]
 """A function to be timed, which returns the result of an operation."""
@@ -23,7 +23,7 @@ class Timer(Protocol):
     """Measures the duration of an action. A protocol, because Triton's interpreter has no CUDA events, so that its
     tests use the host's clock."""
 
-    def __call__(self, action: Action) -> Timing:
+    def __call__(self, action: Action) -> GpuTiming:
         """Run `action` repeatedly and return statistics of its durations."""
         ...
 
@@ -42,11 +42,11 @@ class CudaTimer:
         self._device, self._seconds, self._min_runs, self._max_runs = device, seconds, min_runs, max_runs
         self._flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=device)
 
-    def __call__(self, action: Action) -> Timing:
+    def __call__(self, action: Action) -> GpuTiming:
         """Run `action` repeatedly and return statistics of its durations."""
         run = self._captured(action)
         first = self._timed(run, 2)[-1]
-        return Timing.of(
+        return GpuTiming.of(
             self._timed(run, min(self._max_runs, max(self._min_runs, int(self._seconds / max(first, 1e-6)))))
         )
 

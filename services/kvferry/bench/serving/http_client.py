@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from kvferry.bench.workload.measures import Answer
+from kvferry.bench.workload.measures import MeasuredAnswer
 from kvferry.bench.workload.requests import BenchRequest
 from kvferry.core.clock import Clock
 from kvferry.core.errors import Unavailable, UsageError
@@ -86,7 +86,7 @@ class CompletionClient:
         except self._failures as error:
             raise Unavailable(f"{self._target.url}/v1/models cannot be read: {_short(error)}") from error
 
-    async def complete(self, request: BenchRequest, began: float) -> Answer:
+    async def complete(self, request: BenchRequest, began: float) -> MeasuredAnswer:
         """Send a request and read its answer; an error is part of the answer.
 
         Args:
@@ -122,10 +122,10 @@ class CompletionClient:
             return self._failed(request, sent, _short(error))
         if not times:
             return self._failed(request, sent, "the answer has no text")
-        return Answer(request.at, sent, tuple(times), sizes[0], sizes[1] or len(times))
+        return MeasuredAnswer(request.at, sent, tuple(times), sizes[0], sizes[1] or len(times))
 
-    def _failed(self, request: BenchRequest, sent: float, error: str) -> Answer:
-        return Answer(request.at, sent, (), len(request.prompt), 0, error)
+    def _failed(self, request: BenchRequest, sent: float, error: str) -> MeasuredAnswer:
+        return MeasuredAnswer(request.at, sent, (), len(request.prompt), 0, error)
 
 
 async def _messages(response: "httpx.Response") -> AsyncIterator[dict[str, Any]]:

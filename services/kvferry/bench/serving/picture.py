@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 
 from kvferry.bench.serving.charts import Points, page
-from kvferry.bench.workload.measures import Answer
+from kvferry.bench.workload.measures import MeasuredAnswer
 
 _MAX_POINTS = 400
 
 
-def picture(answers: Sequence[Answer], title: str) -> str:
+def picture(answers: Sequence[MeasuredAnswer], title: str) -> str:
     """Draw the answers that did not fail."""
     good = [answer for answer in answers if not answer.error]
     per_token = [1e3 * tpot for a in good if (tpot := a.tpot) is not None]
@@ -32,7 +32,7 @@ def _shares(values: Sequence[float]) -> Points:
     return [(ordered[index], (index + 1) / count) for index in chosen]
 
 
-def _rates(answers: Sequence[Answer]) -> Points:
+def _rates(answers: Sequence[MeasuredAnswer]) -> Points:
     """Return the output tokens per second in intervals of equal length."""
     end = max((a.times[-1] for a in answers), default=0.0)
     if not end:

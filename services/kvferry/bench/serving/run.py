@@ -5,12 +5,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from kvferry.bench.serving.http_client import CompletionClient, Target
-from kvferry.bench.workload.measures import Answer
+from kvferry.bench.workload.measures import MeasuredAnswer
 from kvferry.bench.workload.requests import BenchRequest
 from kvferry.core.clock import Clock
 from kvferry.core.errors import Unavailable
 
-Progress = Callable[[Answer], None]
+Progress = Callable[[MeasuredAnswer], None]
 _MAX_OPEN = 8192
 """Maximum number of open connections if the caller sets no concurrency."""
 
@@ -22,7 +22,7 @@ async def run(
     *,
     max_concurrency: int | None = None,
     on_answer: Progress = lambda _: None,
-) -> tuple[str, list[Answer]]:
+) -> tuple[str, list[MeasuredAnswer]]:
     """Send all requests and wait for their answers; return the model's name and the answers, in the order of requests.
 
     Args:
@@ -44,7 +44,7 @@ async def run(
             raise Unavailable(f"the server rejects the first request: {trial.error}")
         began = clock.monotonic()
 
-        async def one(request: BenchRequest) -> Answer:
+        async def one(request: BenchRequest) -> MeasuredAnswer:
             await asyncio.sleep(max(0.0, request.at - (clock.monotonic() - began)))
             async with places:
                 answer = await client.complete(request, began)
@@ -56,7 +56,7 @@ async def run(
         return client.model, [task.result() for task in tasks]
 
 
-def common_errors(answers: Sequence[Answer], limit: int = 5) -> list[tuple[str, int]]:
+def common_errors(answers: Sequence[MeasuredAnswer], limit: int = 5) -> list[tuple[str, int]]:
     """Return the most frequent errors with their counts.
 
     Args:

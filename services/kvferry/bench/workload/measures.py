@@ -23,7 +23,7 @@ SLO_NAMES = ("ttft", "tpot", "itl", "e2el")
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class MeasuredAnswer:
     """Times and sizes of the answer to one request."""
 
     at: float
@@ -85,7 +85,7 @@ def parse_slo(text: str) -> dict[str, float]:
     return found
 
 
-def meets(answer: Answer, slo: Mapping[str, float]) -> bool:
+def meets(answer: MeasuredAnswer, slo: Mapping[str, float]) -> bool:
     """Return whether an answer meets all latency targets.
 
     Args:
@@ -103,7 +103,7 @@ def meets(answer: Answer, slo: Mapping[str, float]) -> bool:
     return all(measured[name] <= limit for name, limit in slo.items())
 
 
-def summary(answers: Sequence[Answer], slo: Mapping[str, float]) -> dict[str, object]:
+def summary(answers: Sequence[MeasuredAnswer], slo: Mapping[str, float]) -> dict[str, object]:
     """Compute the statistics of a run: `duration` in seconds, rates per second, other times (`*_ms`) in milliseconds.
     `request_goodput` is `None` without targets."""
     good = [answer for answer in answers if not answer.error]

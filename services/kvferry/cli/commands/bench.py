@@ -21,8 +21,8 @@ from kvferry.core.settings.parsers import size_bytes
 
 if TYPE_CHECKING:
     from kvferry.bench.inference import Bench
-    from kvferry.bench.inference import Run as InferenceRun
-    from kvferry.bench.transfer import Run
+    from kvferry.bench.inference import BenchmarkRun as InferenceRun
+    from kvferry.bench.transfer import TransferRun
 
 
 _MIN_MS = 0.005
@@ -215,9 +215,9 @@ def _threads(values: Values) -> int:
 
 
 def _report(bench: "Bench", runs: "list[InferenceRun]", json_file: Path | None) -> None:
-    from kvferry.bench.inference import Report
+    from kvferry.bench.inference import BenchmarkReport
 
-    report = Report(tuple(runs), bench.machine())
+    report = BenchmarkReport(tuple(runs), bench.machine())
     machine = report.machine
     click.echo(f"machine rates: {machine.read_gbps:.1f} GB/s read, {machine.gflops:.0f} GFLOP/s")
     _write(json_file, report.as_json())
@@ -282,7 +282,7 @@ def transfer(names: tuple[str, ...], counts: tuple[int, ...], block_size: str, r
         for name in names:
             if name not in registry.names():
                 raise UsageError(f"unknown transport {name!r}; use one of {', '.join(registry.names())}")
-        runs: list[bench.Run] = []
+        runs: list[bench.TransferRun] = []
         for name in names or registry.names():
             for count in counts or (1, 8, 64):
                 for scattered in (False, True) if count > 1 else (False,):
@@ -304,7 +304,7 @@ def transfer(names: tuple[str, ...], counts: tuple[int, ...], block_size: str, r
         print_json(found["summary"])
 
 
-def _line(run: "Run") -> str:
+def _line(run: "TransferRun") -> str:
     scatter = "scattered" if run.is_scattered else "together"
     return (
         f"{run.transport:<7} {run.num_blocks:>4} blocks {scatter:<9} {run.ms:9.3f} ms "

@@ -21,7 +21,7 @@ from kvferry.core.errors import Unavailable, UsageError
 from kvferry.core.settings.setting import Setting
 
 if TYPE_CHECKING:
-    from kvferry.bench.workload.measures import Answer
+    from kvferry.bench.workload.measures import MeasuredAnswer
 
 _TRACE = "trace="
 _LATE_MS = 100.0
@@ -163,7 +163,7 @@ def _named(shape: Mapping[str, Any]) -> dict[str, object]:
     }
 
 
-def _details(answers: Sequence["Answer"]) -> dict[str, object]:
+def _details(answers: Sequence["MeasuredAnswer"]) -> dict[str, object]:
     return {
         "arrivals_s": [a.at for a in answers],
         "input_lens": [a.num_input for a in answers],
@@ -191,7 +191,7 @@ def _print(found: Mapping[str, Any], targets: Mapping[str, float], num_cut: int)
 
 
 @contextmanager
-def _progress(count: int) -> Iterator[Callable[["Answer"], None]]:
+def _progress(count: int) -> Iterator[Callable[["MeasuredAnswer"], None]]:
     if not sys.stderr.isatty():
         yield lambda _: None
         return

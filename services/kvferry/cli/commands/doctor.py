@@ -15,7 +15,7 @@ from kvferry.core.clock import SystemClock
 from kvferry.core.settings.processes import DOCTOR
 
 if TYPE_CHECKING:
-    from kvferry.bench.doctor import Source
+    from kvferry.bench.doctor import MeasuredSource
 
 
 @click.command("doctor")
@@ -95,7 +95,7 @@ def _cluster(values: Values, as_json: bool) -> None:
         raise SystemExit(EXIT_FAILED)
 
 
-def _line(source: "Source") -> str:
+def _line(source: "MeasuredSource") -> str:
     if source.note:
         return f"{source.name:<20} {source.note}"
     wins = "never" if source.break_even_tokens is None else f"{source.break_even_tokens} tokens"

@@ -18,7 +18,7 @@ from kvferry.core.settings import processes as settings
 
 if TYPE_CHECKING:
     from kvferry.engine.observe.step_log import StepLog
-    from kvferry.engine.observe.timeline import Span
+    from kvferry.engine.observe.timeline import TimelinePhase
     from kvferry.engine.offline.llm import LLM
 
 _STEPS = click.option(
@@ -191,7 +191,7 @@ def _llm(values: Values) -> "LLM":
 
 
 def _write(
-    spans: "list[Span]",
+    spans: "list[TimelinePhase]",
     log: "StepLog",
     *,
     trace_file: Path | None,

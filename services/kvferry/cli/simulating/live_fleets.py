@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kvferry.bench.serving.http_client import Target
 from kvferry.bench.serving.run import run
-from kvferry.bench.workload.measures import Answer, meets
+from kvferry.bench.workload.measures import MeasuredAnswer, meets
 from kvferry.bench.workload.requests import BenchRequest
 from kvferry.core.clock import Clock
 from kvferry.core.errors import Unavailable, UsageError
@@ -94,7 +94,7 @@ def live_requests(spec: FleetSpec, count: int) -> list[BenchRequest]:
     return found
 
 
-async def serve(config: StackConfig, requests: Sequence[BenchRequest], clock: Clock) -> list[Answer]:
+async def serve(config: StackConfig, requests: Sequence[BenchRequest], clock: Clock) -> list[MeasuredAnswer]:
     """Start the processes, send the requests, and stop the processes.
 
     Raises:
@@ -112,7 +112,7 @@ async def serve(config: StackConfig, requests: Sequence[BenchRequest], clock: Cl
     return answers
 
 
-def goodput(answers: Sequence[Answer], slo: Mapping[str, float]) -> float:
+def goodput(answers: Sequence[MeasuredAnswer], slo: Mapping[str, float]) -> float:
     """Return the requests per second that met all latency targets."""
     end = max((answer.times[-1] for answer in answers if answer.times), default=0.0)
     return sum(meets(answer, slo) for answer in answers) / end if end else 0.0

@@ -77,14 +77,14 @@ def command(
     """
     with reported():
         from kvferry.simulator.studies.run import simulate_pool
-        from kvferry.simulator.studies.tuning import Score, fields_of, tune
+        from kvferry.simulator.studies.tuning import StudyScore, fields_of, tune
 
         check_distinct(fleet, json_file, out)
         spec = read_fleet_with_slo(fleet)
         shown = sys.stderr.isatty()
         found = tune(
             spec,
-            lambda one: Score.of(simulate_pool(one, 0)),
+            lambda one: StudyScore.of(simulate_pool(one, 0)),
             max_simulations=simulations,
             on_try=lambda text: click.echo(f"  {text}", err=True) if shown else None,
         )

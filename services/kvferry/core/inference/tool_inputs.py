@@ -6,7 +6,7 @@ from typing import Any
 
 from kvferry.core.errors import InvalidRequest, shortened
 from kvferry.core.inference.tool_calls import ToolCall
-from kvferry.core.inference.tools import Choice, Tool, ToolUse
+from kvferry.core.inference.tools import Tool, ToolMode, ToolUse
 
 ToolInput = Mapping[str, object]
 """A tool in OpenAI's form: `{"type": "function", "function": {"name": .., "description": .., "parameters": ..}}`."""
@@ -55,9 +55,9 @@ def use_from_input(
     if not isinstance(choice, str):
         raise _wrong("tool_choice", "auto, none, required, or the name of a tool", choice)
     given = tuple(tool_from_input(tool, number) for number, tool in enumerate(tools))
-    if choice in tuple(Choice):
-        return ToolUse(given, Choice(choice), is_parallel=is_parallel)
-    return ToolUse(given, Choice.REQUIRED, choice, is_parallel=is_parallel)
+    if choice in tuple(ToolMode):
+        return ToolUse(given, ToolMode(choice), is_parallel=is_parallel)
+    return ToolUse(given, ToolMode.REQUIRED, choice, is_parallel=is_parallel)
 
 
 def call_from_input(value: object, where: str) -> ToolCall:

@@ -18,7 +18,7 @@ MAX_DEPTH = 32
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
 
 
-class Choice(StrEnum):
+class ToolMode(StrEnum):
     """Whether the model may, must not or must call tools."""
 
     AUTO = "auto"
@@ -56,7 +56,7 @@ class ToolUse:
     """Tools that a request offers, and how they may be used."""
 
     tools: tuple[Tool, ...] = ()
-    choice: Choice = Choice.AUTO
+    choice: ToolMode = ToolMode.AUTO
     function: str = ""
     """Name of the tool that must be called, in which case `choice` is `required`; empty for any tool."""
     is_parallel: bool = True
@@ -72,7 +72,7 @@ class ToolUse:
                 contradicts them.
         """
         _check_tools(self.tools)
-        if self.choice is Choice.REQUIRED and not self.tools:
+        if self.choice is ToolMode.REQUIRED and not self.tools:
             raise InvalidRequest("tool_choice needs tools; set tools, or leave tool_choice out", field="tool_choice")
         named = {self.function} if self.function else self.allowed or frozenset[str]()
         for name in sorted(named - {tool.name for tool in self.tools}):
@@ -84,7 +84,7 @@ class ToolUse:
     @property
     def offered(self) -> tuple[Tool, ...]:
         """The tools in the prompt."""
-        return () if self.choice is Choice.NONE else self.tools
+        return () if self.choice is ToolMode.NONE else self.tools
 
     @property
     def callable_tools(self) -> tuple[Tool, ...]:

@@ -19,7 +19,7 @@ _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f
 _MAX_STATE_CHARS = 512
 
 
-class Kind(StrEnum):
+class SpanKind(StrEnum):
     """Role of a span in a call."""
 
     INTERNAL = "internal"
@@ -102,7 +102,7 @@ class Span(Protocol):
         name: str,
         start: float | None = None,
         attributes: Mapping[str, Attribute] | None = None,
-        kind: Kind = Kind.INTERNAL,
+        kind: SpanKind = SpanKind.INTERNAL,
     ) -> "Span":
         """Begin a phase within this one.
 

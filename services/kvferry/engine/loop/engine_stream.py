@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from kvferry.core.errors import KvferryError
 from kvferry.core.ids import RequestId
-from kvferry.engine.schedule.step.kv_jobs import Progress, SequenceUpdate
+from kvferry.engine.schedule.step.kv_jobs import NewBlocks, SequenceUpdate
 from kvferry.kv.interface.connector import LoadOutcome
-from kvferry.kv.pricing.price import Decision
+from kvferry.kv.pricing.price import LoadDecision
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +19,8 @@ class StreamItem:
     export: int | None = None
     """Number of an export, which the receiver must release; set only together with `update`."""
     load: LoadOutcome | None = None
-    decision: Decision | None = None
-    progress: Progress | None = None
+    decision: LoadDecision | None = None
+    progress: NewBlocks | None = None
     is_started: bool = False
     """Whether the next step is the first that includes the request."""
 

@@ -19,7 +19,7 @@ GAP = "gap"
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class TimelinePhase:
     """One phase, in seconds since the beginning."""
 
     lane: str
@@ -32,7 +32,7 @@ class Timeline:
     """Phases in the order of their ends. Each lane is used by one thread."""
 
     def __init__(self) -> None:
-        self.spans: list[Span] = []
+        self.spans: list[TimelinePhase] = []
         self._open: dict[str, tuple[str, float]] = {}
 
     def begin(self, lane: str, name: str, now: float) -> None:
@@ -56,7 +56,7 @@ class Timeline:
         """
         begun = self._open.pop(lane, None)
         if begun is not None:
-            self.spans.append(Span(lane, begun[0], begun[1], now))
+            self.spans.append(TimelinePhase(lane, begun[0], begun[1], now))
 
     def kernels(self, seconds: Mapping[str, float]) -> None:
         """Add the kernels of the runner's last forward pass. Only total durations are known, so the kernels are drawn
@@ -68,7 +68,7 @@ class Timeline:
         at, scale = last.begun, (last.ended - last.begun) / total
         for name, each in seconds.items():
             if each > 0:
-                self.spans.append(Span(KERNELS, name, at, at + each * scale))
+                self.spans.append(TimelinePhase(KERNELS, name, at, at + each * scale))
                 at += each * scale
 
 
@@ -86,7 +86,7 @@ class PhaseStatistics:
     """Share of the recorded time."""
 
 
-def with_gaps(spans: Iterable[Span], lane: str = ENGINE) -> list[Span]:
+def with_gaps(spans: Iterable[TimelinePhase], lane: str = ENGINE) -> list[TimelinePhase]:
     """Return the spans and, for one lane, a span for each gap between two of its spans, sorted by start.
 
     Args:
@@ -94,18 +94,18 @@ def with_gaps(spans: Iterable[Span], lane: str = ENGINE) -> list[Span]:
         lane: the lane whose gaps are added.
     """
     ordered = sorted(spans, key=lambda span: span.begun)
-    gaps: list[Span] = []
+    gaps: list[TimelinePhase] = []
     end: float | None = None
     for span in ordered:
         if span.lane != lane:
             continue
         if end is not None and span.begun > end:
-            gaps.append(Span(lane, GAP, end, span.begun))
+            gaps.append(TimelinePhase(lane, GAP, end, span.begun))
         end = span.ended if end is None else max(end, span.ended)
     return sorted([*ordered, *gaps], key=lambda span: span.begun)
 
 
-def statistics(spans: Iterable[Span]) -> list[PhaseStatistics]:
+def statistics(spans: Iterable[TimelinePhase]) -> list[PhaseStatistics]:
     """Summarize phases by lane and name, longest first within each lane."""
     times: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
     known = list(spans)
@@ -127,7 +127,7 @@ def statistics(spans: Iterable[Span]) -> list[PhaseStatistics]:
     return sorted(rows, key=lambda row: (LANES.index(row.lane), -row.share))
 
 
-def chrome_trace(spans: Iterable[Span], steps: Iterable[LoggedStep]) -> dict[str, object]:
+def chrome_trace(spans: Iterable[TimelinePhase], steps: Iterable[LoggedStep]) -> dict[str, object]:
     """Return a trace in the format of Chrome's tracing, which Perfetto also reads: complete events in microseconds.
 
     Args:

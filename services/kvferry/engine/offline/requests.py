@@ -23,7 +23,7 @@ from kvferry.serving.text_model import TextModel
 from kvferry.serving.text_service import TextService
 from kvferry.serving.token_source import TokenSource
 from kvferry.text.answers.answer import SplitOptions
-from kvferry.text.requests.output_text import StopMatcher
+from kvferry.text.requests.output_text import StopFinder
 from kvferry.text.requests.pooling import check_dimensions
 from kvferry.text.templates.chat_template import Message
 from kvferry.text.tokenizing.tokenizer import Tokenizer
@@ -242,7 +242,7 @@ def _no_tokenizer() -> UsageError:
     return UsageError("load_format dummy loads no tokenizer; pass token ids instead of text", field="load_format")
 
 
-def _no_stops(_stops: Sequence[str]) -> StopMatcher:
+def _no_stops(_stops: Sequence[str]) -> StopFinder:
     raise _no_tokenizer()
 
 

@@ -10,11 +10,11 @@ from kvferry.core.sampling import NO_SAMPLING, SamplingParams
 from kvferry.engine.schedule.adapters.adapter_store import LoadedAdapter
 from kvferry.engine.schedule.blocks.prefix_index import CacheChange
 from kvferry.engine.schedule.loads.kv_prefetch import KvPrefetchRequest
-from kvferry.engine.schedule.step.kv_jobs import Progress, SequenceUpdate
+from kvferry.engine.schedule.step.kv_jobs import NewBlocks, SequenceUpdate
 from kvferry.engine.schedule.step.kv_progress import RemoteKv
 from kvferry.kv.interface.connector import LoadOutcome
 from kvferry.kv.interface.tiering import KvMessage
-from kvferry.kv.pricing.price import Decision
+from kvferry.kv.pricing.price import LoadDecision
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,9 +186,9 @@ class StepOutput:
     """Numbers of the exports made in this step, by request. The receiver owns the exports and must release them
     (`release_export`)."""
     loads: list[LoadOutcome]
-    decisions: list[tuple[RequestId, Decision]]
+    decisions: list[tuple[RequestId, LoadDecision]]
     """Load-or-recompute decisions since the previous step."""
-    progress: list[Progress]
+    progress: list[NewBlocks]
     """Newly full blocks of prompts whose prefill is running and whose KV will be handed off."""
     cache_changes: list[CacheChange]
     """Named blocks added to the prefix cache or removed from it, in order."""

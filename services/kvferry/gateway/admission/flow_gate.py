@@ -19,15 +19,15 @@ from kvferry.gateway.admission.flow_report import flow_report
 from kvferry.gateway.admission.tenants import Tenants
 from kvferry.gateway.decide.config import FlowConfig
 from kvferry.gateway.decide.flow.controller import QUEUE_FULL, FlowController, QueueBounds
-from kvferry.gateway.decide.flow.fair_queue import Entry, EntryState
+from kvferry.gateway.decide.flow.fair_queue import EntryState, QueueEntry
 from kvferry.gateway.decide.flow.quotas import QuotaExceeded, Quotas
 from kvferry.gateway.decide.flow.tenant_table import TenantTable
 from kvferry.gateway.decide.routing.holding import Holding
 from kvferry.gateway.fleet.fleet import Fleet
 from kvferry.gateway.fleet.readiness import FleetRoom
 from kvferry.gateway.fleet.waking import Waker
-from kvferry.gateway.observe.instruments import FlowMetrics, Instruments, QueueCollector
-from kvferry.serving.admission import Work
+from kvferry.gateway.observe.instruments import FlowMetrics, GatewayInstruments, QueueCollector
+from kvferry.serving.admission import RequestSize
 from kvferry.serving.request import Caller
 
 _BYTES_PER_TOKEN = 40
@@ -57,13 +57,13 @@ class RequestSlot:
         "work",
     )  # fmt: skip
 
-    def __init__(self, gate: "FlowGate", work: Work) -> None:
+    def __init__(self, gate: "FlowGate", work: RequestSize) -> None:
         self._gate = gate
         self._samples: dict[int, _Sample] = {}
         self.work = work
         self.queued_seconds = 0.0
         self.priority = work.caller.priority
-        self.entry: Entry | None = None
+        self.entry: QueueEntry | None = None
         """The request in the flow controller; `None` before it is entered."""
         self.expected_tokens = 0.0
         """Tokens charged to the tenant's quota: prompt and output."""
@@ -139,7 +139,7 @@ class FlowGate:
         clock: Clock,
         config: FlowConfig,
         tenants: Tenants,
-        instruments: Instruments,
+        instruments: GatewayInstruments,
         *,
         uncached: UncachedTokens = all_uncached,
         holding: Holding | None = None,
@@ -178,7 +178,7 @@ class FlowGate:
 
     # -- interface to text serving -----------------------------------------------------------------------------
 
-    def enter(self, work: Work) -> RequestSlot:
+    def enter(self, work: RequestSize) -> RequestSlot:
         """Return the slot of a request; see `serving.admission.Admission.enter`."""
         return RequestSlot(self, work)
 
@@ -256,7 +256,7 @@ class FlowGate:
         self._metrics.used(tenant, prompt, cached, output)
         self._pump()
 
-    def prefilled(self, entry: Entry, num_tokens: int) -> None:
+    def prefilled(self, entry: QueueEntry, num_tokens: int) -> None:
         """Free the capacity of computed prompt tokens.
 
         Args:
@@ -317,7 +317,7 @@ class FlowGate:
 
     # -- internals -------------------------------------------------------------------------------------------------
 
-    def _submit(self, slot: RequestSlot) -> Entry:
+    def _submit(self, slot: RequestSlot) -> QueueEntry:
         """Check policy, quotas and bounds of a request, then queue it.
 
         Raises:
@@ -331,7 +331,7 @@ class FlowGate:
         slot.expected_tokens = prompt * work.num_samples + output
         self.quotas.check(work.caller.tenant, policy, slot.expected_tokens, now)
         limit = work.caller.arrived + self._config.request_timeout_seconds
-        entry = Entry(
+        entry = QueueEntry(
             tenant=work.caller.tenant,
             priority=slot.priority,
             cost=slot.expected_tokens,
@@ -358,7 +358,7 @@ class FlowGate:
         share = 4 if self._tenants.path is not None else 1
         return QueueBounds(max(1, self._config.max_queued // share), self._config.max_queued_bytes // share)
 
-    def _estimate(self, work: Work) -> int:
+    def _estimate(self, work: RequestSize) -> int:
         known, rest = work.prompts[:_MAX_ESTIMATED_PROMPTS], work.prompts[_MAX_ESTIMATED_PROMPTS:]
         return sum(self._uncached(work.caller.scope, prompt) for prompt in known) + sum(map(len, rest))
 
@@ -376,7 +376,7 @@ class FlowGate:
             for event in self._waiters.values():
                 event.set()
 
-    async def _wait(self, entry: Entry) -> None:
+    async def _wait(self, entry: QueueEntry) -> None:
         """Wait until a queued entry has left the queue.
 
         Raises:
@@ -406,7 +406,7 @@ class FlowGate:
                 self._follower.cancel()
                 self._follower = None
 
-    async def _hold(self, holding: Holding, entry: Entry, event: asyncio.Event, remaining: float) -> None:
+    async def _hold(self, holding: Holding, entry: QueueEntry, event: asyncio.Event, remaining: float) -> None:
         """Wait until the pool has a worker or the entry has left the queue."""
         with holding.held(entry.num_sequences):
             self._wake()
@@ -427,7 +427,7 @@ class FlowGate:
             await self._fleet.next_change()
             self._pump()
 
-    def _ending(self, entry: Entry) -> KvferryError:
+    def _ending(self, entry: QueueEntry) -> KvferryError:
         """Return the error of a request that left the queue without being dispatched."""
         now = self._clock.monotonic()
         waited = now - entry.arrived

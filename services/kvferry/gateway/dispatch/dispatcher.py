@@ -34,7 +34,7 @@ from kvferry.gateway.decide.config import DispatchConfig
 from kvferry.gateway.decide.flow.capacity import UNBOUNDED
 from kvferry.gateway.decide.lifecycle.retry_decision import RetryDecision, retry_decision
 from kvferry.gateway.decide.lifecycle.sample_run import NO_TRACE, NoTrace, SampleRun, SampleTrace
-from kvferry.gateway.decide.lifecycle.sample_states import MACHINE, Event, State
+from kvferry.gateway.decide.lifecycle.sample_states import MACHINE, SampleEvent, State
 from kvferry.gateway.decide.routing.routes import Route
 from kvferry.gateway.dispatch.ending import Ending
 from kvferry.gateway.dispatch.journal import Journal
@@ -124,7 +124,7 @@ class Dispatcher:
         run = SampleRun(request, trace=self._trace(request, "beam_search"), num_beams=width)
         with self._open(run):
             yield SearchSteps(run, self._serve_step, self._lifetime)
-            self._ending.end(run, Event.FINISH)
+            self._ending.end(run, SampleEvent.FINISH)
 
     async def pool(self, request: Request, params: PoolingParams) -> Vector:
         """Compute the vector of a prompt; see `serving.token_source.VectorSource.pool`. If the worker of a call is
@@ -188,10 +188,10 @@ class Dispatcher:
         try:
             yield
         except KvferryError:
-            self._ending.end(run, Event.FAIL)
+            self._ending.end(run, SampleEvent.FAIL)
             raise
         finally:
-            self._ending.end(run, Event.CANCEL)
+            self._ending.end(run, SampleEvent.CANCEL)
             self._records.arrived(run)
 
     async def wait_idle(self) -> None:
@@ -260,7 +260,7 @@ class Dispatcher:
         error, address = lost.error, lost.address
         run.trace.lost(error, address, len(run.emitted))
         if run.state in (State.PREFILLING, State.FETCHING, State.DECODING):
-            run.on(Event.LOSE)
+            run.on(SampleEvent.LOSE)
         if isinstance(error, TicketRejected):
             self._instruments.ticket_rejected(error)
         decision = retry_decision(error)
@@ -342,5 +342,5 @@ class Dispatcher:
 
     def _complete(self, run: SampleRun) -> TokenEvent:
         self._ending.drop_ticket(run, "finished")
-        self._ending.end(run, Event.FINISH)
+        self._ending.end(run, SampleEvent.FINISH)
         return run.emit((), FinishReason.LENGTH, self._clock.monotonic())

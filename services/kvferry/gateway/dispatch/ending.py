@@ -3,15 +3,15 @@
 from kvferry.core.clock import Clock
 from kvferry.core.inference.chunks import Usage
 from kvferry.gateway.decide.lifecycle.sample_run import SampleRun
-from kvferry.gateway.decide.lifecycle.sample_states import DUTIES, MACHINE, Duty, Event
+from kvferry.gateway.decide.lifecycle.sample_states import DUTIES, MACHINE, Duty, SampleEvent
 from kvferry.gateway.dispatch.releases import Releases
-from kvferry.gateway.observe.instruments import Instruments
+from kvferry.gateway.observe.instruments import GatewayInstruments
 
 
 class Ending:
     """Ends the samples of one gateway. Used on the event loop's thread only."""
 
-    def __init__(self, releases: Releases, clock: Clock, instruments: Instruments) -> None:
+    def __init__(self, releases: Releases, clock: Clock, instruments: GatewayInstruments) -> None:
         self._releases = releases
         self._clock = clock
         self._instruments = instruments
@@ -26,9 +26,9 @@ class Ending:
         if run.ticket is not None:
             self._releases.release(run.ticket, run.request.caller.request_id, reason)
             run.ticket = None
-            run.on(Event.DROP)
+            run.on(SampleEvent.DROP)
 
-    def end(self, run: SampleRun, event: Event) -> None:
+    def end(self, run: SampleRun, event: SampleEvent) -> None:
         """Enter a final state and run the `DUTIES` of the previous state; no effect if the sample has already ended.
 
         Args:
@@ -42,7 +42,7 @@ class Ending:
         for duty in duties:
             # `WorkerCalls` has already cancelled the sample's calls.
             if duty is Duty.RELEASE_TICKET and run.ticket is not None:
-                reason = "client_gone" if event is Event.CANCEL else event.value
+                reason = "client_gone" if event is SampleEvent.CANCEL else event.value
                 self._releases.release(run.ticket, run.request.caller.request_id, reason)
                 run.ticket = None
         usage = Usage(len(run.request.token_ids), run.num_output, run.num_cached_tokens)

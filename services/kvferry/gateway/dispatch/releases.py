@@ -14,7 +14,7 @@ import grpc
 from kvferry.core.ids import RequestId
 from kvferry.gateway.decide.lifecycle.sample_run import SampleRun, SealedTicket
 from kvferry.gateway.fleet.fleet import Fleet
-from kvferry.gateway.observe.instruments import Instruments
+from kvferry.gateway.observe.instruments import GatewayInstruments
 from kvferry.v1 import prefill_pb2
 
 _log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ TicketDrop = Callable[[SampleRun, str], None]
 class Releases:
     """Background clean-up tasks of one dispatcher, which awaits `drain` before it stops."""
 
-    def __init__(self, fleet: Fleet, instruments: Instruments, timeout_seconds: float, sleep: Sleep) -> None:
+    def __init__(self, fleet: Fleet, instruments: GatewayInstruments, timeout_seconds: float, sleep: Sleep) -> None:
         """
         Args:
             fleet: the workers.

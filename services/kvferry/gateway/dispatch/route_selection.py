@@ -22,11 +22,11 @@ from kvferry.gateway.decide.routing.routes import (
     CachedTokens,
     Candidates,
     Layout,
-    Policy,
-    Progress,
     Replica,
     Route,
     RouteRequest,
+    RoutingPolicy,
+    SampleProgress,
     choose_pooling,
     choose_route,
     nothing_cached,
@@ -36,7 +36,7 @@ from kvferry.gateway.dispatch.lost_call import WorkerLost
 from kvferry.gateway.dispatch.releases import TicketDrop
 from kvferry.gateway.fleet.fleet import Fleet
 from kvferry.gateway.fleet.member import WorkerView
-from kvferry.gateway.observe.instruments import Instruments
+from kvferry.gateway.observe.instruments import GatewayInstruments
 from kvferry.v1 import decode_pb2
 
 RETRY_AFTER_SECONDS = 1.0
@@ -158,7 +158,7 @@ class RouteSelection:
         cache_map: CacheMap,
         policies: RoutingPolicies,
         records: WorkRecords,
-        instruments: Instruments,
+        instruments: GatewayInstruments,
     ) -> None:
         """
         Args:
@@ -275,12 +275,14 @@ class RouteSelection:
         key = prefix_key(self._namers, request.caller.scope, request.token_ids, self._config.prefix_blocks)
         return RouteRequest(key, cached, len(run.token_ids), run.max_new_tokens, _source(run, candidates))
 
-    def _route(self, run: SampleRun, request: RouteRequest, candidates: Candidates, policy: Policy) -> Route | None:
+    def _route(
+        self, run: SampleRun, request: RouteRequest, candidates: Candidates, policy: RoutingPolicy
+    ) -> Route | None:
         if run.pooling is not None:
             return choose_pooling(request, candidates, policy)
         ticket = run.ticket
         offered = None if ticket is None else Layout(ticket.fingerprint, ticket.family)
-        progress = Progress(len(run.request.token_ids), bool(run.emitted), offered)
+        progress = SampleProgress(len(run.request.token_ids), bool(run.emitted), offered)
         skip_below = self._config.skip_prefill_below_tokens
         return choose_route(request, candidates, policy, progress, skip_prefill_below=skip_below)
 

@@ -10,7 +10,7 @@ from kvferry.gateway.decide.estimates.estimates import Commitments, Estimates
 from kvferry.gateway.decide.routing.policies import RoutingPolicies
 from kvferry.gateway.dispatch.route_selection import RouteSelection, WorkRecords
 from kvferry.gateway.fleet.fleet import Fleet
-from kvferry.gateway.observe.instruments import Instruments
+from kvferry.gateway.observe.instruments import GatewayInstruments
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +22,15 @@ class Routing:
     """Work that is dispatched and not yet in a worker's status."""
     records: WorkRecords
     routes: RouteSelection
-    instruments: Instruments
+    instruments: GatewayInstruments
 
 
 def build_routing(
-    fleet: Fleet, clock: Clock, config: DispatchConfig, instruments: Instruments, cache_map: CacheMap | None = None
+    fleet: Fleet,
+    clock: Clock,
+    config: DispatchConfig,
+    instruments: GatewayInstruments,
+    cache_map: CacheMap | None = None,
 ) -> Routing:
     """Build the routing of one gateway.
 

@@ -14,7 +14,7 @@ from kvferry.core.ids import new_ticket_id
 from kvferry.core.inference.pooling import PoolingParams
 from kvferry.core.sampling import ScoredToken
 from kvferry.gateway.decide.lifecycle.sample_run import SampleRun, SealedTicket
-from kvferry.gateway.decide.lifecycle.sample_states import MACHINE, Event, State
+from kvferry.gateway.decide.lifecycle.sample_states import MACHINE, SampleEvent, State
 from kvferry.gateway.decide.routing.routes import Pick, Route
 from kvferry.gateway.dispatch.ending import Ending
 from kvferry.gateway.dispatch.kv_hints import KvPrefetches, Turns
@@ -22,7 +22,7 @@ from kvferry.gateway.dispatch.lost_call import WorkerLost, raise_if_lost, worker
 from kvferry.gateway.dispatch.releases import Releases
 from kvferry.gateway.dispatch.route_selection import WorkRecords
 from kvferry.gateway.fleet.fleet import Fleet
-from kvferry.gateway.observe.instruments import Instruments
+from kvferry.gateway.observe.instruments import GatewayInstruments
 from kvferry.rpc import wire, worker_wire
 from kvferry.rpc.inference.vector_wire import vector_from_wire
 from kvferry.rpc.wire import pooling_to_wire
@@ -102,7 +102,7 @@ class WorkerCalls:
         releases: Releases,
         ending: Ending,
         records: WorkRecords,
-        instruments: Instruments,
+        instruments: GatewayInstruments,
     ) -> None:
         """
         Args:
@@ -148,7 +148,7 @@ class WorkerCalls:
             self._kv_prefetches.running(run, route, request.ticket_id),
             run.trace.call("prefill", pick) as metadata,
         ):
-            run.on(Event.CALL_PREFILL)
+            run.on(SampleEvent.CALL_PREFILL)
             call = held.watch(self._fleet.prefill(address).Run(request, timeout=remaining, metadata=metadata))
             try:
                 answer = await call
@@ -170,15 +170,15 @@ class WorkerCalls:
         run.report_kv(reports)
         self._instruments.prior_turn_reported(reports)
         if answer.ticket_id:
-            run.on(Event.OFFER)
+            run.on(SampleEvent.OFFER)
             run.ticket = replace(requested, ticket_id=answer.ticket_id, sealed=answer.ticket)
         else:
-            run.on(Event.LOSE)
+            run.on(SampleEvent.LOSE)
         scores = _scores(run, answer)
         event = run.emit((wire.token_from_wire(answer.first_token),), finish, self._clock.monotonic(), scores)
         if finish is not None:
             self._ending.drop_ticket(run, "finished")
-            self._ending.end(run, Event.FINISH)
+            self._ending.end(run, SampleEvent.FINISH)
         yield event
 
     async def pool(self, run: SampleRun, params: PoolingParams, pick: Pick, remaining: float) -> Vector:
@@ -196,7 +196,7 @@ class WorkerCalls:
         address = pick.replica.address
         run.time(prefill_worker=pick.replica.worker_id)
         with self._fleet.hold(address) as held, run.trace.call("pool", pick) as metadata:
-            run.on(Event.CALL_PREFILL)
+            run.on(SampleEvent.CALL_PREFILL)
             request = pool_request(run, params)
             call = held.watch(self._fleet.prefill(address).Pool(request, timeout=remaining, metadata=metadata))
             try:
@@ -211,7 +211,7 @@ class WorkerCalls:
         run.num_cached_tokens = answer.num_cached_tokens
         run.time(prefill_seconds=answer.prefill_seconds)
         run.report_kv(wire.kv_reports_from_wire(answer.kv))
-        self._ending.end(run, Event.FINISH)
+        self._ending.end(run, SampleEvent.FINISH)
         return vector_from_wire(answer, len(run.request.token_ids))
 
     async def decode(self, run: SampleRun, pick: Pick, remaining: float) -> AsyncGenerator[TokenEvent, None]:
@@ -233,7 +233,7 @@ class WorkerCalls:
         run.time(decode_worker=pick.replica.worker_id)
         output = _Output(self._clock, self._records.running(address))
         with self._fleet.hold(address) as held, run.trace.call("decode", pick) as metadata:
-            run.on(Event.CALL_DECODE)
+            run.on(SampleEvent.CALL_DECODE)
             call = held.watch(self._fleet.decode(address).Run(request, timeout=remaining, metadata=metadata))
             try:
                 async for answer in call:
@@ -249,7 +249,7 @@ class WorkerCalls:
                     if finish is not None:
                         self._records.generated(run, address, output.running, output.num_tokens, output.seconds)
                         self._turns.remember(run, address, answer.cached_ticket, answer.num_cached_ticket_tokens)
-                        self._ending.end(run, Event.FINISH)
+                        self._ending.end(run, SampleEvent.FINISH)
                         self._releases.settle(call)
                         run.trace.answered()
                     yield event
@@ -302,7 +302,7 @@ class WorkerCalls:
             self._instruments.handoff_seconds.observe(handoff.seconds)
             if run.ticket is not None:
                 self._records.handed_off(run, run.ticket.address, address, handoff)
-            run.on(Event.FETCH)
+            run.on(SampleEvent.FETCH)
             run.ticket = None
         else:
             self._ending.drop_ticket(run, outcome)

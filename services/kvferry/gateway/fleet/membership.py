@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import cast
 
-from kvferry.gateway.decide.routing.discovery import Source, Update
+from kvferry.gateway.decide.routing.discovery import DiscoverySource, Update
 from kvferry.gateway.fleet.fleet import Fleet
 
 _log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class SourceState:
 class Membership:
     """Updates one fleet from its source. `run` is a background task."""
 
-    def __init__(self, fleet: Fleet, source: Source | None) -> None:
+    def __init__(self, fleet: Fleet, source: DiscoverySource | None) -> None:
         """
         Args:
             fleet: the fleet to which workers are added and from which they are removed.

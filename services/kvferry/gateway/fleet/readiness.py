@@ -7,7 +7,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from kvferry.core import metrics
-from kvferry.core.metrics import Kind, Metric
+from kvferry.core.metrics import Metric, MetricKind
 from kvferry.gateway.decide.flow.capacity import CLOSED, UNBOUNDED, Room, room, step_places
 from kvferry.gateway.decide.routing.holding import Holding
 from kvferry.gateway.decide.routing.prefix_hash import PrefixHash
@@ -107,7 +107,7 @@ class PoolCollector(Collector):
 
 def _tiers(views: Sequence[WorkerView]) -> Iterator[MetricFamily]:
     for metric, field in _TIER_FIELDS:
-        make = CounterMetricFamily if metric.kind is Kind.COUNTER else GaugeMetricFamily
+        make = CounterMetricFamily if metric.kind is MetricKind.COUNTER else GaugeMetricFamily
         family = make(metric.name, metric.help, labels=metric.labels)
         for view in views:
             for tier in view.tiers:

@@ -29,7 +29,7 @@ from kvferry.gateway.http.status_bodies import Ready
 
 _JSON = "application/json"
 _MAX_BODY_BYTES = 64 << 10
-_PATHS = (
+PATHS = (
     "/",
     "/metrics",
     "/fleet",
@@ -181,5 +181,5 @@ async def _texts(request: Request, names: Sequence[str]) -> list[str]:
 
 
 async def _on_http_exception(request: Request, _error: Exception) -> Response:
-    what = f"{request.method} {request.url.path[:200]} is not served on the admin port; it serves {', '.join(_PATHS)}"
+    what = f"{request.method} {request.url.path[:200]} is not served on the admin port; it serves {', '.join(PATHS)}"
     return error_response(NoSuchRoute(what))

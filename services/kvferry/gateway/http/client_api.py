@@ -40,7 +40,7 @@ from kvferry.gateway.http.body_route import (
     while_connected,
 )
 from kvferry.gateway.http.encoding.routes import ANSWERS, UnaryRoute
-from kvferry.gateway.http.fields.field_policy import INCLUDE, Effect, Rule
+from kvferry.gateway.http.fields.field_policy import INCLUDE, Effect, FieldRule
 from kvferry.gateway.http.fields.strict import effects
 from kvferry.gateway.http.messages import output as messages
 from kvferry.gateway.http.messages.routes import PATHS as MESSAGE_PATHS
@@ -54,7 +54,7 @@ from kvferry.gateway.http.responses.routes import ResponseRoutes
 from kvferry.gateway.http.responses.store import ResponseStore
 from kvferry.gateway.http.route_errors import MethodNotAllowed, NoSuchRoute, no_such_request
 from kvferry.gateway.http.status_bodies import Alive, Ready, Version
-from kvferry.gateway.observe.instruments import Instruments
+from kvferry.gateway.observe.instruments import GatewayInstruments
 from kvferry.rpc.wire import check_request_id
 from kvferry.serving.text_service import TextService
 
@@ -73,7 +73,7 @@ _ACCEPTED = frozenset(
     for op in OPERATIONS
     if op.body is not None
     for field, rule in effects(op.body).items()
-    if isinstance(rule, Rule) and rule.effect is Effect.ACCEPTED
+    if isinstance(rule, FieldRule) and rule.effect is Effect.ACCEPTED
 ) | {f"include.{name}" for name in INCLUDE}
 """Fields that have a label of their own in the metric of fields without effect."""
 _COMPUTING_PATHS = frozenset(op.path for op in OPERATIONS if op.is_computed)
@@ -87,7 +87,7 @@ class ClientApi:
 
     service: TextService
     config: HttpConfig
-    instruments: Instruments
+    instruments: GatewayInstruments
     readiness: Callable[[], tuple[bool, Sequence[str]]]
     """Function that returns whether a request would be served, and a note for each worker that accepts no requests."""
     journal: Journal
@@ -170,14 +170,14 @@ class ClientApi:
             return False
         return True
 
-    def _cards(self) -> list[openai_reply.Model]:
+    def _cards(self) -> list[openai_reply.ModelObject]:
         """Return the model and its adapters."""
         model, tokens = self.service.model, self.service.served_tokens
         # The weights' creation time is unknown; clients only sort by it.
         return [
-            openai_reply.Model(model.name, created=0, max_model_len=tokens),
+            openai_reply.ModelObject(model.name, created=0, max_model_len=tokens),
             *(
-                openai_reply.Model(adapter.name, created=0, max_model_len=tokens, parent=model.name)
+                openai_reply.ModelObject(adapter.name, created=0, max_model_len=tokens, parent=model.name)
                 for adapter in self.service.adapters()
             ),
         ]
@@ -241,7 +241,7 @@ def _last_event(error: KvferryError) -> bytes:
 class _Edge:
     """ASGI wrapper: assigns the request id, traces and counts each response, keeps stack traces out of responses."""
 
-    def __init__(self, inner: ASGIApp, instruments: Instruments, service: TextService) -> None:
+    def __init__(self, inner: ASGIApp, instruments: GatewayInstruments, service: TextService) -> None:
         self._inner = inner
         self._instruments = instruments
         self._service = service

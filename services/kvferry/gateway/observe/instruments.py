@@ -18,7 +18,7 @@ from kvferry.core.metrics import Metric
 from kvferry.gateway.decide.flow.controller import FlowController, QueueSize
 from kvferry.gateway.decide.lifecycle.prompt_sources import prompt_sources
 from kvferry.gateway.decide.lifecycle.sample_states import State
-from kvferry.gateway.decide.routing.routes import CachedPrefix
+from kvferry.gateway.decide.routing.routes import PredictedPrefix
 from kvferry.gateway.observe.dashboard.history import Totals
 from kvferry.gateway.observe.dashboard.quantiles import Buckets
 
@@ -47,7 +47,7 @@ class CheckedCounter(Counter):
         return super().labels(*labelvalues, **labelkwargs)
 
 
-class Instruments:
+class GatewayInstruments:
     """Counters, gauges and histograms of one gateway."""
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
@@ -118,7 +118,7 @@ class Instruments:
         is_unknown = error.reason == "TICKET_KEY_UNKNOWN"
         self.handoffs.labels(HandoffOutcome.KEY_UNKNOWN if is_unknown else HandoffOutcome.REJECTED).inc()
 
-    def prefix_predicted(self, predicted: CachedPrefix, actual_tokens: int) -> None:
+    def prefix_predicted(self, predicted: PredictedPrefix, actual_tokens: int) -> None:
         """Compare the prediction of a prompt's cached tokens with the number that the worker reports.
 
         Args:
@@ -187,7 +187,7 @@ def band_label(priority: int) -> str:
 class FlowMetrics:
     """Counters and histograms of one gateway's flow control."""
 
-    def __init__(self, instruments: Instruments) -> None:
+    def __init__(self, instruments: GatewayInstruments) -> None:
         self._instruments = instruments
         self._labels: dict[str, str] = {}
 

@@ -76,7 +76,7 @@ class TcpRead:
             self._request()
         except OSError as error:
             raise ReadError(f"the read failed ({error})") from error
-        self._reply = wire.Reply(into)  # made while the peer receives the request
+        self._reply = wire.IncomingReply(into)  # made while the peer receives the request
 
     def poll(self) -> bool:
         """See `Read.poll`.

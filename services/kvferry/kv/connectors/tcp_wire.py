@@ -250,7 +250,7 @@ def send_reply(link: socket.socket, content: Sequence[memoryview]) -> None:
         left = _advance(left, sent)
 
 
-class Reply:
+class IncomingReply:
     """A reply that is being received into buffers, in order."""
 
     def __init__(self, into: Sequence[memoryview]) -> None:

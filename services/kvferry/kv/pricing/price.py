@@ -41,7 +41,7 @@ class LoadPolicy(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class LoadDecision:
     """Load-or-recompute decision with its inputs; stored with the request and shown in its trace."""
 
     source: str
@@ -125,7 +125,7 @@ class PriceBook:
         more_steps = -(-(num_tokens + 1) // _CHUNK_TOKENS) - 1
         return self._compute.seconds(_compute_features(more_steps, first_token, num_tokens))
 
-    def decide(self, pieces: Sequence[Piece], first_token: int) -> Decision:
+    def decide(self, pieces: Sequence[Piece], first_token: int) -> LoadDecision:
         """Decide how many leading pieces to load.
 
         Args:
@@ -151,15 +151,17 @@ class PriceBook:
             return self._decision(pieces, len(pieces), first_token, is_forced=True)
         return decision
 
-    def _is_due(self, decision: Decision) -> bool:
+    def _is_due(self, decision: LoadDecision) -> bool:
         """Return whether to probe a source by a load although the estimate favors computing."""
         lost = self._losses[decision.source] = self._losses.get(decision.source, 0) + 1
         return lost % _PROBE_EVERY == 0 and decision.load_seconds < _PROBE_WITHIN * decision.compute_seconds
 
-    def _decision(self, pieces: Sequence[Piece], count: int, first_token: int, *, is_forced: bool = False) -> Decision:
+    def _decision(
+        self, pieces: Sequence[Piece], count: int, first_token: int, *, is_forced: bool = False
+    ) -> LoadDecision:
         weighed = pieces[:count] if count else pieces
         tokens = sum(p.num_tokens for p in weighed)
-        return Decision(
+        return LoadDecision(
             source=pieces[0].source,
             first_token=first_token,
             num_tokens=sum(p.num_tokens for p in pieces),

@@ -9,7 +9,7 @@ from kvferry.core.errors import InvalidRequest
 from kvferry.core.ids import RequestId
 from kvferry.core.inference.beams import BeamParams
 from kvferry.core.inference.chunks import TextChunk, Timing
-from kvferry.core.inference.tools import MAX_PARAMETERS_CHARS, MAX_TOOLS, Choice, Tool, ToolUse
+from kvferry.core.inference.tools import MAX_PARAMETERS_CHARS, MAX_TOOLS, Tool, ToolMode, ToolUse
 from kvferry.core.sampling import MAX_OUTPUT_TOKENS
 from kvferry.rpc import wire
 from kvferry.text.tools.conversations import MAX_CALLS, call_input
@@ -49,10 +49,10 @@ def chunk_to_wire(request_id: RequestId, chunk: TextChunk) -> inference_pb2.Gene
     return response
 
 
-_CHOICES: Mapping[int, Choice] = {
-    inference_pb2.ToolChoice.MODE_AUTO: Choice.AUTO,
-    inference_pb2.ToolChoice.MODE_NONE: Choice.NONE,
-    inference_pb2.ToolChoice.MODE_REQUIRED: Choice.REQUIRED,
+_CHOICES: Mapping[int, ToolMode] = {
+    inference_pb2.ToolChoice.MODE_AUTO: ToolMode.AUTO,
+    inference_pb2.ToolChoice.MODE_NONE: ToolMode.NONE,
+    inference_pb2.ToolChoice.MODE_REQUIRED: ToolMode.REQUIRED,
 }
 
 
@@ -137,7 +137,7 @@ def tool_use_from_wire(chat: inference_pb2.Chat) -> ToolUse:
             f"tool_choice.mode {chat.tool_choice.mode} is unknown; use MODE_AUTO, MODE_NONE or MODE_REQUIRED",
             field="tool_choice",
         )
-    if chat.tool_choice.function and choice is not Choice.REQUIRED:
+    if chat.tool_choice.function and choice is not ToolMode.REQUIRED:
         raise InvalidRequest(
             "tool_choice.function needs MODE_REQUIRED; set the mode, or leave function out", field="tool_choice"
         )

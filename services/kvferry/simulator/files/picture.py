@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from kvferry.bench.serving.charts import Panel, Points, page
-from kvferry.simulator.fleet.measures import Histogram, Measures
+from kvferry.simulator.fleet.measures import Measures, WeightedHistogram
 
 _MAX_POINTS = 400
 
@@ -30,7 +30,7 @@ def picture(title: str, simulations: Sequence[tuple[str, Measures]]) -> str:
     return page(title, panels)
 
 
-def _shares(histogram: Histogram) -> Points:
+def _shares(histogram: WeightedHistogram) -> Points:
     shares = [(1e3 * value, share) for value, share in histogram.shares() if share < 0.9999]
     step = max(1, len(shares) // _MAX_POINTS)
     return shares[::step]

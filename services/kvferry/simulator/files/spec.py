@@ -17,7 +17,7 @@ from kvferry.engine.schedule.policies.policy import POLICIES as SCHEDULING
 from kvferry.gateway.decide.config import POLICIES, PolicyName, RoutingConfig
 from kvferry.kv.pricing.price import LoadPolicy
 from kvferry.simulator.files.tables import Table, wrong
-from kvferry.simulator.fleet.fleet import Failure, PoolSpec, RoleSpec
+from kvferry.simulator.fleet.fleet import Failure, SimulatedPoolSpec, SimulatedRoleSpec
 from kvferry.simulator.fleet.members import BOTH, ROLES
 from kvferry.simulator.fleet.runs import GatewaySettings
 from kvferry.simulator.requests.demand import MAX_REQUESTS, Demand, SimRequest, Tenant, of_trace
@@ -40,7 +40,7 @@ class FleetSpec:
     seed: int
     pools: int
     """Number of equal pools, which share the requests evenly and share nothing else."""
-    pool: PoolSpec
+    pool: SimulatedPoolSpec
     demand: Demand | None
     trace: tuple[BenchRequest, ...]
     repeat: int
@@ -96,7 +96,9 @@ def read_fleet(text: str, read: ReadText) -> FleetSpec:
     failures = _failures(of_failures, roles)
     cores = machine.number("cores", 1.0, 0.01, 1e6) if "cores" in machine else None
     machine.end()
-    return FleetSpec(seed, pools, PoolSpec(roles, link, gateway, failures, cores), demand, trace, repeat, prices)
+    return FleetSpec(
+        seed, pools, SimulatedPoolSpec(roles, link, gateway, failures, cores), demand, trace, repeat, prices
+    )
 
 
 def read_profile(text: str) -> DeviceProfile:
@@ -165,13 +167,13 @@ def _engine(table: Table) -> ReplicaSettings:
 
 def _roles(
     tables: Iterable[Table], engine: Table, device: Table, read: ReadText
-) -> tuple[tuple[RoleSpec, ...], dict[str, float]]:
-    roles: list[RoleSpec] = []
+) -> tuple[tuple[SimulatedRoleSpec, ...], dict[str, float]]:
+    roles: list[SimulatedRoleSpec] = []
     prices: dict[str, float] = {}
     for table in tables:
         role = table.text("role", BOTH, ROLES)
         roles.append(
-            RoleSpec(
+            SimulatedRoleSpec(
                 role=role,
                 replicas=table.whole("replicas", 1, 1, MAX_REPLICAS),
                 device=_device(table.table("device") if "device" in table else device.over(Table("", {})), read),
@@ -285,7 +287,7 @@ def _check_pools(pools: int, num_requests: int) -> None:
         raise wrong("pools", pools, f"use at most one for each of the {num_requests} requests")
 
 
-def _failures(tables: Iterable[Table], roles: tuple[RoleSpec, ...]) -> tuple[Failure, ...]:
+def _failures(tables: Iterable[Table], roles: tuple[SimulatedRoleSpec, ...]) -> tuple[Failure, ...]:
     known = {role.role: role.replicas for role in roles}
     found: list[Failure] = []
     for table in tables:

@@ -10,20 +10,20 @@ from random import Random
 
 from kvferry.core.errors import InvariantBroken, UsageError
 from kvferry.core.hashing import BlockNamer, BlockNamers
-from kvferry.gateway.decide.routing.routes import Policy
+from kvferry.gateway.decide.routing.routes import RoutingPolicy
 from kvferry.kv.handoff.offers import OfferTimes
 from kvferry.kv.handoff.transfers import TransferTimes
 from kvferry.simulator.clock import VirtualClock
-from kvferry.simulator.fleet.gateway import Gateway
+from kvferry.simulator.fleet.gateway import SimulatedGateway
 from kvferry.simulator.fleet.measures import Measures
-from kvferry.simulator.fleet.members import Member, candidate_of, feed_of
+from kvferry.simulator.fleet.members import SimulatedMember, candidate_of, feed_of
 from kvferry.simulator.fleet.runs import GatewaySettings
 from kvferry.simulator.requests.demand import SimRequest
 from kvferry.simulator.worker.cores import SharedCores
 from kvferry.simulator.worker.device import DeviceProfile, LinkProfile
-from kvferry.simulator.worker.handoff import Links, Loader, OfferDesk, TransferCounts
+from kvferry.simulator.worker.handoff import SimulatedLinks, SimulatedLoader, SimulatedOfferDesk, TransferCounts
 from kvferry.simulator.worker.jobs import ReplicaCounts, ReplicaSettings
-from kvferry.simulator.worker.replica import Replica
+from kvferry.simulator.worker.replica import SimulatedReplica
 
 Progress = Callable[[Measures, float], None]
 """Called with the measures and the virtual time, after each thousand events."""
@@ -35,7 +35,7 @@ MAX_SECONDS = 1e10
 
 
 @dataclass(frozen=True, slots=True)
-class RoleSpec:
+class SimulatedRoleSpec:
     """The workers of one role."""
 
     role: str
@@ -62,10 +62,10 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
-class PoolSpec:
+class SimulatedPoolSpec:
     """One pool."""
 
-    roles: tuple[RoleSpec, ...]
+    roles: tuple[SimulatedRoleSpec, ...]
     link: LinkProfile = LinkProfile()  # noqa: RUF009  frozen
     gateway: GatewaySettings = GatewaySettings()  # noqa: RUF009  frozen
     failures: tuple[Failure, ...] = ()
@@ -111,12 +111,12 @@ class PoolResult:
         self.events += other.events
 
 
-class Pool:
+class SimulatedPool:
     """A simulated pool."""
 
     def __init__(
-        self, spec: PoolSpec, requests: Iterator[SimRequest], *, policy: Policy | None = None,
-        on_join: Callable[[Member], None] | None = None,
+        self, spec: SimulatedPoolSpec, requests: Iterator[SimRequest], *, policy: RoutingPolicy | None = None,
+        on_join: Callable[[SimulatedMember], None] | None = None,
     ) -> None:  # fmt: skip
         """
         Args:
@@ -139,12 +139,12 @@ class Pool:
         self._spec = spec
         self._requests = requests
         self._namers = BlockNamers(b"simulator")
-        self.gateway = Gateway(self.clock, spec.gateway, self._namers, policy)
-        self._links = Links(spec.link)
+        self.gateway = SimulatedGateway(self.clock, spec.gateway, self._namers, policy)
+        self._links = SimulatedLinks(spec.link)
         self._cores = None if spec.cores is None else SharedCores(self.clock, spec.cores)
-        self._desks: dict[str, OfferDesk] = {}
+        self._desks: dict[str, SimulatedOfferDesk] = {}
         self._transfers = TransferCounts()
-        self._left: list[Member] = []
+        self._left: list[SimulatedMember] = []
         self._on_join = on_join
         self._incarnations = 0
         for role in spec.roles:
@@ -229,24 +229,24 @@ class Pool:
         self._next()
         self.gateway.arrive(request)
 
-    def _start(self, role: RoleSpec, name: str) -> None:
+    def _start(self, role: SimulatedRoleSpec, name: str) -> None:
         self._incarnations += 1
         incarnation = f"{name}#{self._incarnations}"
         clock, engine, gateway = self.clock, role.engine, self.gateway
-        loader = Loader(
+        loader = SimulatedLoader(
             clock, incarnation, self._links, self._desks, TransferTimes(), engine.block_bytes, self._transfers
         )
         feed = None
         if gateway.settings.has_map:
             feed = feed_of(clock, gateway.cache_map, name, incarnation, gateway.settings.latency)
-        replica = Replica(
+        replica = SimulatedReplica(
             clock, engine, role.device, gateway, self._namer(name, engine.block_tokens), loader=loader, on_changes=feed,
             cores=self._cores, jitter=_jitter(role, incarnation, gateway.settings.seed),
         )  # fmt: skip
         loader.replica = replica
-        desk = self._desks[incarnation] = OfferDesk(clock, incarnation, replica, OfferTimes())
+        desk = self._desks[incarnation] = SimulatedOfferDesk(clock, incarnation, replica, OfferTimes())
         candidate = candidate_of(name, engine.block_tokens)
-        member = Member(name, incarnation, role.role, replica, desk, loader, candidate)
+        member = SimulatedMember(name, incarnation, role.role, replica, desk, loader, candidate)
         if self._on_join is not None:
             self._on_join(member)
         gateway.join(member)
@@ -266,7 +266,7 @@ class Pool:
         self.gateway.lose(member, member.replica.stop())
 
 
-def _jitter(role: RoleSpec, name: str, seed: int) -> Callable[[], float] | None:
+def _jitter(role: SimulatedRoleSpec, name: str, seed: int) -> Callable[[], float] | None:
     if not role.jitter:
         return None
     draw = Random(f"jitter {name} {seed}")  # noqa: S311  a simulation needs no secret numbers

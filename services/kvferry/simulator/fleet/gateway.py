@@ -17,16 +17,23 @@ from kvferry.gateway.decide.cache_map.cache_map import CacheMap
 from kvferry.gateway.decide.estimates.estimates import Commitments, Estimates
 from kvferry.gateway.decide.flow.capacity import Room, room
 from kvferry.gateway.decide.flow.controller import FlowController, QueueBounds
-from kvferry.gateway.decide.flow.fair_queue import Entry
+from kvferry.gateway.decide.flow.fair_queue import QueueEntry
 from kvferry.gateway.decide.routing.cached_prefix import MAX_BLOCKS, PromptCaches, PromptNames, prefix_key
 from kvferry.gateway.decide.routing.policies import make_policy
-from kvferry.gateway.decide.routing.routes import Layout, Policy, Progress, Route, RouteRequest, choose_route
+from kvferry.gateway.decide.routing.routes import (
+    Layout,
+    Route,
+    RouteRequest,
+    RoutingPolicy,
+    SampleProgress,
+    choose_route,
+)
 from kvferry.kv.interface.ticket import Ticket
 from kvferry.simulator.clock import VirtualClock
 from kvferry.simulator.fleet.measures import Measures
-from kvferry.simulator.fleet.members import Member, Members
+from kvferry.simulator.fleet.members import Members, SimulatedMember
 from kvferry.simulator.fleet.records import Records
-from kvferry.simulator.fleet.runs import GatewaySettings, Run, p99, run_of
+from kvferry.simulator.fleet.runs import GatewaySettings, RequestRun, p99, run_of
 from kvferry.simulator.requests.demand import SimRequest
 from kvferry.simulator.worker.handoff import remote_of
 from kvferry.simulator.worker.jobs import Job
@@ -36,11 +43,11 @@ _MAX_QUEUED_BYTES = 1 << 31
 """Maximum size in bytes of the prompts in the queue; further requests are refused, as by a gateway."""
 
 
-class Gateway:
+class SimulatedGateway:
     """One gateway and its pool. Implements `simulator.worker.jobs.Listener`."""
 
     def __init__(
-        self, clock: VirtualClock, settings: GatewaySettings, namers: BlockNamers, policy: Policy | None = None
+        self, clock: VirtualClock, settings: GatewaySettings, namers: BlockNamers, policy: RoutingPolicy | None = None
     ) -> None:
         """
         Args:
@@ -61,19 +68,19 @@ class Gateway:
         self._bounds = QueueBounds(settings.max_queued, _MAX_QUEUED_BYTES)
         self.controller = FlowController(self._bounds, settings.class_weights)
         self._room: Room | None = None
-        self._runs: dict[Entry, Run] = {}
+        self._runs: dict[QueueEntry, RequestRun] = {}
         self._is_polling = False
         self._collects_gaps = "itl" in settings.slo
 
     # ------------------------------------------------------------------ workers
 
-    def join(self, member: Member) -> None:
+    def join(self, member: SimulatedMember) -> None:
         """Add a worker that accepts requests."""
         self.members.join(member)
         self._room = None
         self._pump()
 
-    def lose(self, member: Member, lost: list[Job]) -> None:
+    def lose(self, member: SimulatedMember, lost: list[Job]) -> None:
         """Remove a worker that has stopped; its requests continue on others, from the tokens that were streamed.
 
         Args:
@@ -104,7 +111,7 @@ class Gateway:
         return len(self._runs)
 
     @property
-    def runs(self) -> Collection[Run]:
+    def runs(self) -> Collection[RequestRun]:
         """Requests that are queued or running."""
         return self._runs.values()
 
@@ -113,7 +120,7 @@ class Gateway:
         measures = self.measures
         measures.arrived += 1
         num_prompt = len(request.prompt)
-        entry = Entry(
+        entry = QueueEntry(
             tenant=request.tenant,
             priority=request.priority,
             cost=float(num_prompt + request.output.count),
@@ -130,7 +137,7 @@ class Gateway:
             measures.refused += 1
             del self._runs[victim]
         gaps = array("d") if self._collects_gaps else None
-        self._runs[entry] = Run(request, entry, PromptNames(), gaps=gaps)
+        self._runs[entry] = RequestRun(request, entry, PromptNames(), gaps=gaps)
         self.controller.submit(entry, self._clock.now)
         if not self._is_polling:
             self._is_polling = True
@@ -162,7 +169,7 @@ class Gateway:
 
     # ------------------------------------------------------------------ routing
 
-    def _send(self, run: Run, ticket: Ticket | None) -> None:
+    def _send(self, run: RequestRun, ticket: Ticket | None) -> None:
         """Choose workers for a request and send it."""
         self._arrived(run)  # its earlier choice does not count as load on the workers
         route, caches = self._route(run, ticket)
@@ -180,12 +187,12 @@ class Gateway:
                 caches.chose(pick)
         self._submit(run, member, exports=route.prefill is not None, ticket=ticket)
 
-    def _route(self, run: Run, ticket: Ticket | None) -> tuple[Route | None, PromptCaches]:
+    def _route(self, run: RequestRun, ticket: Ticket | None) -> tuple[Route | None, PromptCaches]:
         config, tokens = self.settings.routing, run.tokens or run.request.prompt
         candidates = self.members.candidates(run.excluded)
         source = None if ticket is None or run.source is None else run.source.candidate
         offered = None if source is None else Layout(source.fingerprint, source.family)
-        progress = Progress(len(tokens), run.tokens is not None, offered)
+        progress = SampleProgress(len(tokens), run.tokens is not None, offered)
         tenant = run.request.tenant
         caches = PromptCaches(self.cache_map, self._namers, run.names, tenant, tokens, config.prefix_blocks)
         request = RouteRequest(
@@ -198,11 +205,11 @@ class Gateway:
         skip_below = config.skip_prefill_below_tokens
         return choose_route(request, candidates, self.policy, progress, skip_prefill_below=skip_below), caches
 
-    def _arrived(self, run: Run) -> None:
+    def _arrived(self, run: RequestRun) -> None:
         self._records.arrived(run.commitment)
         run.commitment = None
 
-    def _submit(self, run: Run, member: Member, *, exports: bool, ticket: Ticket | None) -> None:
+    def _submit(self, run: RequestRun, member: SimulatedMember, *, exports: bool, ticket: Ticket | None) -> None:
         request = run.request
         run.member = member
         member.in_flight += 1
@@ -225,7 +232,7 @@ class Gateway:
         )
         self._clock.after(self.settings.latency, partial(self._deliver, member, job))
 
-    def _deliver(self, member: Member, job: Job) -> None:
+    def _deliver(self, member: SimulatedMember, job: Job) -> None:
         if member.replica.is_stopped:  # the worker was lost meanwhile
             run = run_of(job)
             run.attempt += 1
@@ -243,7 +250,7 @@ class Gateway:
         self.measures.ttft.add(now + self.settings.latency - job.arrived)
         self._clock.after(self.settings.latency, partial(self._prefilled, run))
 
-    def _prefilled(self, run: Run) -> None:
+    def _prefilled(self, run: RequestRun) -> None:
         if run.entry in self._runs:
             self.controller.prefilled(run.entry)
             self._pump()
@@ -284,7 +291,7 @@ class Gateway:
         run.offer, run.source = (member.desk, ticket.id), member
         self._clock.after(self.settings.latency, partial(self._hand_off, run, ticket))
 
-    def _hand_off(self, run: Run, ticket: Ticket) -> None:
+    def _hand_off(self, run: RequestRun, ticket: Ticket) -> None:
         run.attempt += 1
         decode = run.decode
         if decode is None or decode.replica.is_stopped:
@@ -296,7 +303,7 @@ class Gateway:
         """End the offer of pages that are computed again."""
         self._dismiss(run_of(job))
 
-    def _dismiss(self, run: Run) -> None:
+    def _dismiss(self, run: RequestRun) -> None:
         if run.offer is not None:
             desk, ticket_id = run.offer
             run.offer = None
@@ -311,7 +318,7 @@ class Gateway:
         self._dismiss(run)
         self._clock.at(now + self.settings.latency, partial(self._finish, run, job, now))
 
-    def _leave(self, run: Run) -> Member:
+    def _leave(self, run: RequestRun) -> SimulatedMember:
         member = run.member
         if member is None:
             raise InvariantBroken("a request without a worker ended")
@@ -319,7 +326,7 @@ class Gateway:
         self.members.load_changed(member)
         return member
 
-    def _finish(self, run: Run, job: Job, now: float) -> None:
+    def _finish(self, run: RequestRun, job: Job, now: float) -> None:
         measures, request = self.measures, run.request
         count, end = request.output.count, now + self.settings.latency
         seconds = end - request.at
@@ -334,7 +341,7 @@ class Gateway:
         del self._runs[run.entry]
         self._pump()
 
-    def _is_good(self, run: Run, job: Job, seconds: float, now: float) -> bool:
+    def _is_good(self, run: RequestRun, job: Job, seconds: float, now: float) -> bool:
         slo = self.settings.slo
         if not slo:
             return True

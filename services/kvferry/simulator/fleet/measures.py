@@ -10,7 +10,7 @@ _LOG_RATIO = math.log(_RATIO)
 PERCENTILES = (50, 90, 99)
 
 
-class Histogram:
+class WeightedHistogram:
     """Weighted values above 0, in buckets whose bounds grow by one percent."""
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class Histogram:
         if value > self.largest:
             self.largest = value
 
-    def merge(self, other: "Histogram") -> None:
+    def merge(self, other: "WeightedHistogram") -> None:
         """Add all values of another histogram."""
         for bucket, weight in other._buckets.items():
             self._buckets[bucket] = self._buckets.get(bucket, 0) + weight
@@ -77,10 +77,10 @@ class Histogram:
 class Measures:
     """Measurements of a simulation's clients. All times count from the arrival of the request at the gateway."""
 
-    ttft: Histogram = field(default_factory=Histogram)
-    itl: Histogram = field(default_factory=Histogram)
-    e2e: Histogram = field(default_factory=Histogram)
-    queue: Histogram = field(default_factory=Histogram)
+    ttft: WeightedHistogram = field(default_factory=WeightedHistogram)
+    itl: WeightedHistogram = field(default_factory=WeightedHistogram)
+    e2e: WeightedHistogram = field(default_factory=WeightedHistogram)
+    queue: WeightedHistogram = field(default_factory=WeightedHistogram)
     """Seconds in the gateway's queue."""
     arrived: int = 0
     completed: int = 0

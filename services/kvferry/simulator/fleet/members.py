@@ -8,7 +8,7 @@ from kvferry.core.ids import WorkerId
 from kvferry.core.load import WorkerLoad
 from kvferry.engine.schedule.blocks.prefix_index import CacheChange
 from kvferry.gateway.decide.cache_map.cache_map import CacheMap
-from kvferry.gateway.decide.cache_map.feed_events import Delta, Digest, SnapshotPart, xor_of
+from kvferry.gateway.decide.cache_map.feed_events import CacheDelta, Digest, SnapshotPart, xor_of
 from kvferry.gateway.decide.cache_map.map_states import MapState
 from kvferry.gateway.decide.cache_map.replica_map import FeedBroken
 from kvferry.gateway.decide.estimates.estimates import Process
@@ -16,8 +16,8 @@ from kvferry.gateway.decide.flow.capacity import WorkerRoom
 from kvferry.gateway.decide.routing.routes import Candidates
 from kvferry.gateway.decide.routing.routes import Replica as Candidate
 from kvferry.simulator.clock import VirtualClock
-from kvferry.simulator.worker.handoff import Loader, OfferDesk
-from kvferry.simulator.worker.replica import Replica
+from kvferry.simulator.worker.handoff import SimulatedLoader, SimulatedOfferDesk
+from kvferry.simulator.worker.replica import SimulatedReplica
 
 PREFILL, DECODE, BOTH = "prefill", "decode", "both"
 ROLES = (PREFILL, DECODE, BOTH)
@@ -25,15 +25,15 @@ _LAYOUT = b"simulated layout"
 
 
 @dataclass(slots=True, eq=False)
-class Member:
+class SimulatedMember:
     """One incarnation of a worker."""
 
     name: str
     incarnation: str
     role: str
-    replica: Replica
-    desk: OfferDesk
-    loader: Loader
+    replica: SimulatedReplica
+    desk: SimulatedOfferDesk
+    loader: SimulatedLoader
     candidate: Candidate
     in_flight: int = 0
     """Requests of the gateway on this worker."""
@@ -67,12 +67,12 @@ class Members:
     """The workers that accept requests."""
 
     def __init__(self) -> None:
-        self.by_name: dict[str, Member] = {}
-        self._by_role: dict[str, list[Member]] = {role: [] for role in ROLES}
+        self.by_name: dict[str, SimulatedMember] = {}
+        self._by_role: dict[str, list[SimulatedMember]] = {role: [] for role in ROLES}
         self._candidates: dict[str, list[Candidate]] = {role: [] for role in ROLES}
         self._known: dict[str, tuple[Candidate, ...]] = dict.fromkeys(ROLES, ())
 
-    def join(self, member: Member) -> None:
+    def join(self, member: SimulatedMember) -> None:
         """Add a worker."""
         member.place = len(self._by_role[member.role])
         self.by_name[member.name] = member
@@ -80,7 +80,7 @@ class Members:
         self._candidates[member.role].append(member.candidate)
         self._known[member.role] = ()
 
-    def leave(self, member: Member) -> None:
+    def leave(self, member: SimulatedMember) -> None:
         """Remove a worker."""
         del self.by_name[member.name]
         found = self._by_role[member.role]
@@ -90,13 +90,13 @@ class Members:
         self._candidates[member.role] = [other.candidate for other in found]
         self._known[member.role] = ()
 
-    def load_changed(self, member: Member) -> None:
+    def load_changed(self, member: SimulatedMember) -> None:
         """Update the load of a worker: the larger of the requests sent to it and those that it has reported."""
         load = max(member.in_flight, member.reported.num_requests)
         if load != member.candidate.load:
             self._replace(member, replace(member.candidate, load=load))
 
-    def reported(self, member: Member, now: float) -> None:
+    def reported(self, member: SimulatedMember, now: float) -> None:
         """Record the load in a worker's status for routing.
 
         Args:
@@ -116,7 +116,7 @@ class Members:
         if candidate != member.candidate:
             self._replace(member, candidate)
 
-    def _replace(self, member: Member, candidate: Candidate) -> None:
+    def _replace(self, member: SimulatedMember, candidate: Candidate) -> None:
         if self.by_name.get(member.name) is member:
             member.candidate = self._candidates[member.role][member.place] = candidate
             self._known[member.role] = ()
@@ -135,7 +135,7 @@ class Members:
 
         return Candidates(others(every.prefill), others(every.decode), others(every.both))
 
-    def __iter__(self) -> Iterator[Member]:
+    def __iter__(self) -> Iterator[SimulatedMember]:
         return iter(list(self.by_name.values()))
 
     def __len__(self) -> int:
@@ -179,10 +179,10 @@ def feed_of(
         sequence += 1
         count += len(stored) - len(removed)
         xor ^= xor_of(b"".join((*removed, *stored)))
-        delta = Delta(incarnation, sequence, b"".join(removed), b"".join(stored), Digest(count, xor))
+        delta = CacheDelta(incarnation, sequence, b"".join(removed), b"".join(stored), Digest(count, xor))
         clock.after(latency, lambda: deliver(delta))
 
-    def deliver(delta: Delta) -> None:
+    def deliver(delta: CacheDelta) -> None:
         replica = cache_map.replicas.get(name)
         if replica is not None and replica.incarnation == incarnation and replica.state is not MapState.BLIND:
             with suppress(FeedBroken):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from kvferry.gateway.decide.estimates.estimates import Commitment, Commitments, Estimates
 from kvferry.gateway.decide.routing.routes import Route
-from kvferry.simulator.fleet.members import Member
+from kvferry.simulator.fleet.members import SimulatedMember
 from kvferry.simulator.worker.jobs import Job
 
 
@@ -44,7 +44,7 @@ class Records:
         if commitment is not None:
             self._commitments.release(commitment)
 
-    def prefilled(self, job: Job, member: Member, now: float) -> None:
+    def prefilled(self, job: Job, member: SimulatedMember, now: float) -> None:
         """Record the computation of a prompt.
 
         Args:
@@ -56,7 +56,7 @@ class Records:
         self._estimates.observe_prompt(len(job.tokens), num_cached)
         self._estimates.observe_prefill(member.process, len(job.tokens) - num_cached, now - job.started)
 
-    def handed_off(self, source: Member, target: Member, num_blocks: int, seconds: float) -> None:
+    def handed_off(self, source: SimulatedMember, target: SimulatedMember, num_blocks: int, seconds: float) -> None:
         """Record a hand-off of KV.
 
         Args:
@@ -68,7 +68,7 @@ class Records:
         num_tokens = num_blocks * target.candidate.block_tokens
         self._estimates.observe_transfer(source.process, target.process, "unknown", num_tokens, seconds)
 
-    def generated(self, job: Job, member: Member, running: int, num_output: int) -> None:
+    def generated(self, job: Job, member: SimulatedMember, running: int, num_output: int) -> None:
         """Record a finished output.
 
         Args:

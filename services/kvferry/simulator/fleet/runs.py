@@ -8,11 +8,11 @@ from kvferry.core.errors import InvariantBroken
 from kvferry.core.ids import TicketId
 from kvferry.gateway.decide.config import RoutingConfig
 from kvferry.gateway.decide.estimates.estimates import Commitment
-from kvferry.gateway.decide.flow.fair_queue import Entry
+from kvferry.gateway.decide.flow.fair_queue import QueueEntry
 from kvferry.gateway.decide.routing.cached_prefix import PromptNames
-from kvferry.simulator.fleet.members import Member
+from kvferry.simulator.fleet.members import SimulatedMember
 from kvferry.simulator.requests.demand import SimRequest
-from kvferry.simulator.worker.handoff import OfferDesk
+from kvferry.simulator.worker.handoff import SimulatedOfferDesk
 from kvferry.simulator.worker.jobs import Job
 
 
@@ -43,15 +43,15 @@ class GatewaySettings:
 
 
 @dataclass(slots=True, eq=False)
-class Run:
+class RequestRun:
     """One request in the gateway."""
 
     request: SimRequest
-    entry: Entry
+    entry: QueueEntry
     names: PromptNames
-    member: Member | None = None
+    member: SimulatedMember | None = None
     """The worker that serves it now; `None` before the first one."""
-    decode: Member | None = None
+    decode: SimulatedMember | None = None
     """The worker that was chosen to decode; `None` before the choice."""
     first: float | None = None
     """Time of the first token at the worker, seconds; `None` before it."""
@@ -61,9 +61,9 @@ class Run:
     commitment: Commitment | None = None
     running: int = 0
     """Number of requests on its worker when its output began."""
-    source: Member | None = None
+    source: SimulatedMember | None = None
     """The worker that has computed its prompt."""
-    offer: tuple[OfferDesk, TicketId] | None = None
+    offer: tuple[SimulatedOfferDesk, TicketId] | None = None
     """The offer of its pages, until it is known to have ended."""
     attempt: int = 0
     excluded: frozenset[str] = frozenset()
@@ -79,13 +79,13 @@ def p99(gaps: "array[float] | None") -> float:
     return ordered[min(len(ordered) - 1, int(0.99 * (len(ordered) - 1) + 0.999999))]
 
 
-def run_of(job: Job) -> Run:
+def run_of(job: Job) -> RequestRun:
     """Return the gateway's record of the request that a job computes.
 
     Raises:
         InvariantBroken: the job was not sent by a gateway.
     """
     run = job.context
-    if not isinstance(run, Run):
+    if not isinstance(run, RequestRun):
         raise InvariantBroken("a job has no requests")
     return run

@@ -1,7 +1,7 @@
 """Runs one pool of a fleet file."""
 
 from kvferry.simulator.files.spec import FleetSpec
-from kvferry.simulator.fleet.fleet import Pool, PoolResult, Progress
+from kvferry.simulator.fleet.fleet import PoolResult, Progress, SimulatedPool
 
 
 def simulate_pool(spec: FleetSpec, index: int, progress: Progress | None = None) -> PoolResult:
@@ -10,4 +10,4 @@ def simulate_pool(spec: FleetSpec, index: int, progress: Progress | None = None)
     Raises:
         UsageError: a request can never be served, for example because it needs more pages than a worker has.
     """
-    return Pool(spec.pool, spec.requests(index)).run(progress)
+    return SimulatedPool(spec.pool, spec.requests(index)).run(progress)

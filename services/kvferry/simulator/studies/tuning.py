@@ -32,7 +32,7 @@ _SKIPS = (0, 64, 256, 1024, 4096)
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Score:
+class StudyScore:
     """Score of a simulation; larger is better."""
 
     goodput: float
@@ -41,12 +41,12 @@ class Score:
     """Inverse of the mean time of a whole request; decides between fleets with nearly equal goodput."""
 
     @classmethod
-    def of(cls, result: PoolResult) -> "Score":
+    def of(cls, result: PoolResult) -> "StudyScore":
         """Return the score of a result."""
         mean = result.measures.e2e.mean
         return cls(result.measures.goodput, 1.0 / mean if mean else 0.0)
 
-    def gain_over(self, other: "Score") -> float:
+    def gain_over(self, other: "StudyScore") -> float:
         """Return the relative gain in goodput, or in speed if goodput differs by less than `MIN_GAIN`."""
         gain = self.goodput / other.goodput - 1.0 if other.goodput else float(self.goodput > 0.0)
         if abs(gain) >= MIN_GAIN or not other.speed:
@@ -70,20 +70,20 @@ class Tuned:
     """The result of a search."""
 
     spec: FleetSpec
-    base: Score
-    score: Score
+    base: StudyScore
+    score: StudyScore
     changes: list[Change] = field(default_factory=list)
     simulations: int = 1
-    tried: list[tuple[FleetSpec, Score]] = field(default_factory=list)
+    tried: list[tuple[FleetSpec, StudyScore]] = field(default_factory=list)
     """Every fleet that was simulated; the first one is the file's."""
 
-    def best(self, count: int) -> list[tuple[FleetSpec, Score]]:
+    def best(self, count: int) -> list[tuple[FleetSpec, StudyScore]]:
         """Return the file's fleet and the `count` best other fleets, best first."""
         others = sorted(self.tried[1:], key=lambda one: one[1], reverse=True)
         return [*self.tried[:1], *others[:count]]
 
 
-Simulate = Callable[[FleetSpec], Score]
+Simulate = Callable[[FleetSpec], StudyScore]
 
 
 def tune(
@@ -113,7 +113,7 @@ def _improve(found: Tuned, name: str, simulate: Simulate, max_simulations: int, 
     is_changed = False
     tried = {_value(found.spec, name)}
     while found.simulations < max_simulations:
-        best: tuple[float, str, FleetSpec, Score] | None = None
+        best: tuple[float, str, FleetSpec, StudyScore] | None = None
         for value, spec in _neighbours(found.spec, name):
             if value in tried or found.simulations >= max_simulations:
                 continue

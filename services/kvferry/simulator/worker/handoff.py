@@ -32,7 +32,7 @@ from kvferry.kv.interface.connector import FetchSource, LoadOutcome, PagesQuiet
 from kvferry.kv.interface.ticket import Ticket
 from kvferry.simulator.clock import VirtualClock
 from kvferry.simulator.worker.device import LinkProfile
-from kvferry.simulator.worker.replica import Replica
+from kvferry.simulator.worker.replica import SimulatedReplica
 
 CONNECTOR = "simulated"
 _FINGERPRINT = bytes(16)
@@ -49,7 +49,7 @@ class TransferCounts:
     """Sum of the times from the start of a load to its outcome."""
 
 
-class Links:
+class SimulatedLinks:
     """The links of all replicas. A link carries one transfer at a time, in the order of their starts."""
 
     def __init__(self, profile: LinkProfile) -> None:
@@ -75,10 +75,10 @@ class Links:
         return end + self.profile.latency
 
 
-class OfferDesk:
+class SimulatedOfferDesk:
     """Offers of one prefill replica."""
 
-    def __init__(self, clock: VirtualClock, name: str, replica: Replica, times: OfferTimes) -> None:
+    def __init__(self, clock: VirtualClock, name: str, replica: SimulatedReplica, times: OfferTimes) -> None:
         """
         Args:
             clock: clock of the simulation.
@@ -157,7 +157,7 @@ class _Load:
     number: int
     request_id: RequestId
     attempt: Attempt
-    desk: OfferDesk
+    desk: SimulatedOfferDesk
     begun: float
     num_blocks: int
     is_reading: bool = False
@@ -165,15 +165,15 @@ class _Load:
     """Time for which the next call of `Attempt.tick` is scheduled."""
 
 
-class Loader:
+class SimulatedLoader:
     """Loads of one decode replica. Implements `kv.interface.connector.KvLoader`."""
 
     def __init__(
         self,
         clock: VirtualClock,
         name: str,
-        links: Links,
-        desks: dict[str, OfferDesk],
+        links: SimulatedLinks,
+        desks: dict[str, SimulatedOfferDesk],
         times: TransferTimes,
         block_bytes: int,
         counts: TransferCounts,
@@ -191,7 +191,7 @@ class Loader:
         self._clock, self._name, self._links, self._desks = clock, name, links, desks
         self._times, self._block_bytes, self._counts = times, block_bytes, counts
         self._loads: dict[RequestId, _Load] = {}
-        self.replica: Replica | None = None
+        self.replica: SimulatedReplica | None = None
         """Receiver of the outcomes; set as soon as it exists."""
 
     @property

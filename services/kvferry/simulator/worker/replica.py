@@ -38,7 +38,7 @@ from kvferry.simulator.worker.jobs import Job, Listener, ReplicaCounts, ReplicaS
 SAMPLING = SamplingParams(temperature=0.0, ignore_eos=True)
 _NO_EOS: frozenset[int] = frozenset()
 
-Observer = Callable[["Replica", StepPlan, float], None]
+Observer = Callable[["SimulatedReplica", StepPlan, float], None]
 """Called with the plan and the duration in seconds of each step, before the step is recorded."""
 
 
@@ -53,7 +53,7 @@ def make_production_scheduler(settings: ReplicaSettings, speculation: Speculatio
     return Scheduler(settings.limits, Allocator(pool, index, block_tokens=settings.block_tokens), speculation)
 
 
-class Replica:
+class SimulatedReplica:
     """One simulated worker."""
 
     def __init__(

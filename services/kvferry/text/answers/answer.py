@@ -9,7 +9,7 @@ from kvferry.text.answers.call_parser import CallParser
 from kvferry.text.answers.calls import Calls
 from kvferry.text.answers.harmony import HarmonySplitter
 from kvferry.text.answers.marks import Marks, without_marks
-from kvferry.text.answers.pieces import Parts
+from kvferry.text.answers.pieces import AnswerParts
 from kvferry.text.answers.reasoning import ReasoningSplitter
 from kvferry.text.answers.registry import CallFormat, new_id_of, syntax_of
 
@@ -96,31 +96,31 @@ class AnswerSplitter:
         parser = self._whole or self._reasoning
         return parser is None or parser.may_stop(text)
 
-    def feed(self, text: str) -> Parts:
+    def feed(self, text: str) -> AnswerParts:
         """Add text and return the parts that it completes."""
         return self._shown(self._feed(text))
 
-    def finish(self) -> Parts:
+    def finish(self) -> AnswerParts:
         """End the text and return what was held back."""
         return self._shown(self._finish())
 
-    def _shown(self, parts: Parts) -> Parts:
-        return Parts("", parts.reasoning, parts.calls) if self._has_only_calls else parts
+    def _shown(self, parts: AnswerParts) -> AnswerParts:
+        return AnswerParts("", parts.reasoning, parts.calls) if self._has_only_calls else parts
 
-    def _feed(self, text: str) -> Parts:
+    def _feed(self, text: str) -> AnswerParts:
         if self._whole is not None:
             return self._whole.feed(text)
-        outer = Parts(text) if self._reasoning is None else self._reasoning.feed(text)
+        outer = AnswerParts(text) if self._reasoning is None else self._reasoning.feed(text)
         if self._calls is None:
-            return Parts(without_marks(outer.content), outer.reasoning)
+            return AnswerParts(without_marks(outer.content), outer.reasoning)
         inner = self._calls.feed(outer.content)
-        return Parts(inner.content, outer.reasoning, inner.calls)
+        return AnswerParts(inner.content, outer.reasoning, inner.calls)
 
-    def _finish(self) -> Parts:
+    def _finish(self) -> AnswerParts:
         if self._whole is not None:
             return self._whole.finish()
-        outer = Parts() if self._reasoning is None else self._reasoning.finish()
+        outer = AnswerParts() if self._reasoning is None else self._reasoning.finish()
         if self._calls is None:
-            return Parts(without_marks(outer.content), outer.reasoning)
+            return AnswerParts(without_marks(outer.content), outer.reasoning)
         fed, last = self._calls.feed(outer.content), self._calls.finish()
-        return Parts(fed.content + last.content, outer.reasoning, fed.calls + last.calls)
+        return AnswerParts(fed.content + last.content, outer.reasoning, fed.calls + last.calls)

@@ -15,7 +15,7 @@ from typing import Protocol
 from kvferry.text.answers.calls import Calls
 from kvferry.text.answers.marker_search import MarkerSearch
 from kvferry.text.answers.marks import is_mark, without_marks
-from kvferry.text.answers.pieces import NotACall, Parts
+from kvferry.text.answers.pieces import AnswerParts, NotACall
 
 MAX_HELD_CHARS = 1 << 16
 """Maximum number of characters that are held back until they are recognized as a call or not."""
@@ -72,22 +72,22 @@ class CallParser:
         """Whether all calls to report have ended."""
         return self._calls.is_complete
 
-    def feed(self, text: str) -> Parts:
+    def feed(self, text: str) -> AnswerParts:
         """Add text; return the content that is certain by now and the new parts of calls."""
         content: list[str] = []
         for start in range(0, len(text), _BLOCK):  # each opener copies the text after it
             block = text[start : start + _BLOCK]
             while block:
                 block = self._read_call(block, content) if self._reading is not None else self._find(block, content)
-        return Parts("".join(content), calls=self._calls.take())
+        return AnswerParts("".join(content), calls=self._calls.take())
 
-    def finish(self) -> Parts:
+    def finish(self) -> AnswerParts:
         """End the text and return what was held back."""
         content: list[str] = []
         if self._reading is not None:
             self._give_up(content)
         self._add(self._search.finish(), content)
-        return Parts("".join(content), calls=self._calls.take())
+        return AnswerParts("".join(content), calls=self._calls.take())
 
     def _find(self, text: str, content: list[str]) -> str:
         """Search for the next call and return the text after its opener."""

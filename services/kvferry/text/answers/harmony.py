@@ -16,7 +16,7 @@ from kvferry.text.answers.calls import Calls
 from kvferry.text.answers.json_reader import read_object, skip_space
 from kvferry.text.answers.marker_search import MarkerSearch
 from kvferry.text.answers.marks import HARMONY, Marks, without_marks
-from kvferry.text.answers.pieces import NotACall, Parts
+from kvferry.text.answers.pieces import AnswerParts, NotACall
 
 CHANNEL = HARMONY[0]
 _RECIPIENT, _FUNCTIONS = "to=", "functions."
@@ -72,7 +72,7 @@ class HarmonySplitter:
         """Return whether a stop string may end in the text that comes next: not in reasoning or headers."""
         return self._state not in (_State.REASONING, _State.HEADER, _State.BETWEEN)
 
-    def feed(self, text: str) -> Parts:
+    def feed(self, text: str) -> AnswerParts:
         """Add text and return the parts that it completes."""
         while True:
             found = self._search.feed(text)
@@ -82,7 +82,7 @@ class HarmonySplitter:
             self._mark(self._markers[found.marker], found.space)
             text = found.rest
 
-    def finish(self) -> Parts:
+    def finish(self) -> AnswerParts:
         """End the text and return what was held back."""
         self._add(self._search.finish())
         if self._state is _State.BEFORE:
@@ -90,10 +90,10 @@ class HarmonySplitter:
         self._end()
         return self._take()
 
-    def _take(self) -> Parts:
+    def _take(self) -> AnswerParts:
         content, reasoning = (without_marks("".join(parts)) for parts in (self._content, self._reasoning))
         self._content, self._reasoning = [], []
-        return Parts(content, reasoning, self._calls.take())
+        return AnswerParts(content, reasoning, self._calls.take())
 
     def _add(self, text: str) -> None:
         if not text:

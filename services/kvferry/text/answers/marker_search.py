@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class MarkerMatch:
     """The result of a search."""
 
     clear: str
@@ -45,7 +45,7 @@ class MarkerSearch:
         """Whether more than whitespace is held back."""
         return bool(self._held.strip())
 
-    def feed(self, text: str) -> Found:
+    def feed(self, text: str) -> MarkerMatch:
         """Add text. After a marker was found, the caller processes `rest`."""
         held = self._held + text
         self._held = ""
@@ -58,12 +58,12 @@ class MarkerSearch:
             before = held[:at]
             clear = before.rstrip()
             self.is_blank = self.is_blank and not clear
-            return Found(clear, marker, before[len(clear) :], held[at + len(marker) :])
+            return MarkerMatch(clear, marker, before[len(clear) :], held[at + len(marker) :])
         keep = self._could_begin(held)
         clear = held[: len(held) - keep].rstrip()
         self._held = held[len(clear) :]
         self.is_blank = self.is_blank and not clear
-        return Found(clear)
+        return MarkerMatch(clear)
 
     def finish(self) -> str:
         """End the text and return what was held back."""

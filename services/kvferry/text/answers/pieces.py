@@ -6,7 +6,7 @@ from kvferry.core.inference.tool_calls import CallDelta
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class AnswerParts:
     """The parts of a piece of text; each may be empty."""
 
     content: str = ""

@@ -8,7 +8,7 @@ from enum import Enum, auto
 
 from kvferry.text.answers.marker_search import MarkerSearch
 from kvferry.text.answers.marks import Marks, without_marks
-from kvferry.text.answers.pieces import Parts
+from kvferry.text.answers.pieces import AnswerParts
 
 OPENER, CLOSER = "<think>", "</think>"
 
@@ -55,52 +55,52 @@ class ReasoningSplitter:
         after it."""
         return not self.is_reasoning and (self._state is not _State.BEFORE_CONTENT or bool(text.strip()))
 
-    def feed(self, text: str) -> Parts:
+    def feed(self, text: str) -> AnswerParts:
         """Add text and return the reasoning and the content that it completes. Content keeps its marks."""
         if self._state is _State.CONTENT:
-            return Parts(text)
+            return AnswerParts(text)
         if self._state is _State.START:
             self._held += text
             bare = self._held.lstrip()
             if len(bare) < len(self._opener) and self._opener.startswith(bare):
-                return Parts()
+                return AnswerParts()
             return self._begin(bare)
         if self._state is _State.REASONING:
             return self._reason(text)
         return self._continue(text)
 
-    def finish(self) -> Parts:
+    def finish(self) -> AnswerParts:
         """End the text and return what was held back."""
         if self._state is _State.START:
             held, self._held = self._held, ""
-            return Parts(reasoning=without_marks(held.strip())) if self._is_open else Parts(held)
+            return AnswerParts(reasoning=without_marks(held.strip())) if self._is_open else AnswerParts(held)
         if self._state is _State.REASONING:
-            return Parts(reasoning=without_marks(self._search.finish().rstrip()))
-        return Parts()
+            return AnswerParts(reasoning=without_marks(self._search.finish().rstrip()))
+        return AnswerParts()
 
-    def _begin(self, bare: str) -> Parts:
+    def _begin(self, bare: str) -> AnswerParts:
         held, self._held = self._held, ""
         if bare.startswith(self._opener):
             bare = bare[len(self._opener) :]
         elif not self._is_open:
             self._state = _State.CONTENT
-            return Parts(held)
+            return AnswerParts(held)
         self._state = _State.REASONING
         return self._reason(bare)
 
-    def _reason(self, text: str) -> Parts:
+    def _reason(self, text: str) -> AnswerParts:
         if self._is_blank:
             text = text.lstrip()
         found = self._search.feed(text)
         self._is_blank = self._is_blank and not text
         reasoning = without_marks(found.clear)
         if found.marker is None:
-            return Parts(reasoning=reasoning)
+            return AnswerParts(reasoning=reasoning)
         self._state = _State.BEFORE_CONTENT
-        return Parts(self._continue(found.rest).content, reasoning)
+        return AnswerParts(self._continue(found.rest).content, reasoning)
 
-    def _continue(self, text: str) -> Parts:
+    def _continue(self, text: str) -> AnswerParts:
         text = text.lstrip()
         if text:
             self._state = _State.CONTENT
-        return Parts(text)
+        return AnswerParts(text)

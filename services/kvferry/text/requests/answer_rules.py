@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 
 from kvferry.core.constraint import Constraint, ConstraintKind
 from kvferry.core.errors import UsageError
-from kvferry.core.inference.tools import Choice, ToolUse
+from kvferry.core.inference.tools import ToolMode, ToolUse
 from kvferry.core.sampling import SamplingParams
 from kvferry.text.answers import reasoning
 from kvferry.text.answers.answer import AnswerForm, SplitOptions
 from kvferry.text.answers.marks import Marks
 from kvferry.text.answers.registry import AUTO, CallFormat, recognized
-from kvferry.text.requests.output_text import Detokenizer
+from kvferry.text.requests.output_text import TextDecoder
 from kvferry.text.templates.chat_template import ChatTemplate
 from kvferry.text.tokenizing.tokenizer import Tokenizer
 from kvferry.text.tools.grammars import answer_frame, calls_grammar, thought_rules
@@ -65,7 +65,7 @@ def answer_form(template: ChatTemplate | None, tokenizer: Tokenizer, parsers: An
     return AnswerForm(call_format, has_reasoning, Marks.of(control, tokenizer.added_tokens))
 
 
-def opens_reasoning(form: AnswerForm, token_ids: Sequence[int], detokenizer: Detokenizer) -> bool:
+def opens_reasoning(form: AnswerForm, token_ids: Sequence[int], detokenizer: TextDecoder) -> bool:
     """Return whether a prompt ends with the opening of the reasoning.
 
     Args:
@@ -100,7 +100,7 @@ def answer_rules(
             express.
     """
     names = tuple(tool.name for tool in use.callable_tools)
-    is_required = use.choice is Choice.REQUIRED
+    is_required = use.choice is ToolMode.REQUIRED
     split = None
     if names or form.has_reasoning:
         schemas = {tool.name: tool.schema for tool in use.callable_tools}

@@ -7,7 +7,7 @@ from kvferry.core.inference.chunks import StopReason
 from kvferry.core.sampling import FinishReason, SampledToken, SamplingParams
 
 
-class Detokenizer(Protocol):
+class TextDecoder(Protocol):
     """Converts the tokens of one stream to text incrementally; returns complete characters only."""
 
     def feed(self, token_ids: Sequence[int]) -> str:
@@ -19,7 +19,7 @@ class Detokenizer(Protocol):
         ...
 
 
-class StopMatcher(Protocol):
+class StopFinder(Protocol):
     """Finds stop strings in text received in parts; holds back text that may be the start of a stop string."""
 
     @property
@@ -51,7 +51,7 @@ class Written(NamedTuple):
 class OutputText:
     """The text of one sequence while it is being generated."""
 
-    def __init__(self, sampling: SamplingParams, detokenizer: Detokenizer, stops: StopMatcher | None) -> None:
+    def __init__(self, sampling: SamplingParams, detokenizer: TextDecoder, stops: StopFinder | None) -> None:
         """
         Args:
             sampling: the sequence's parameters.

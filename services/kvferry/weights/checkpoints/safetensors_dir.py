@@ -21,7 +21,7 @@ from kvferry.weights.files.row_orders import stored_rows
 from kvferry.weights.files.safetensors_file import FLOAT_TYPES, QUANTIZED_TYPES, StoredTensor, open_tensors
 from kvferry.weights.files.stacked_experts import ExpertTensor, split_experts
 from kvferry.weights.quantized.checkpoint import FIELD, collect, read_method, without_idle_biases
-from kvferry.weights.quantized.representation import Choice, QuantizedMatrix, report
+from kvferry.weights.quantized.representation import MatrixChoice, QuantizedMatrix, report
 from kvferry.weights.tensors import BF16, EMBEDDING, F16, F32, HEAD, Shape, Stored, check_shapes, expected_shapes
 
 _TYPE_IDS = {"F32": F32, "F16": F16, "BF16": BF16}
@@ -102,7 +102,7 @@ class SafetensorsModel:
         """Return the shape of every tensor by name."""
         return {name: stored.shape for name, stored in (self._tensors | self._matrices).items()}
 
-    def choices(self) -> Mapping[str, Choice]:
+    def choices(self) -> Mapping[str, MatrixChoice]:
         """Return how each quantized matrix is kept, by name; reads all scales."""
         return {name: matrix.choice for name, matrix in self._matrices.items()}
 

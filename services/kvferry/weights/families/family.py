@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from kvferry.weights.config import ModelConfig
 from kvferry.weights.families.config_fields import ConfigFields
-from kvferry.weights.families.text_part import TextPart
+from kvferry.weights.families.text_part import TextConfigForm
 
 Adapt = Callable[[ConfigFields, ModelConfig], ModelConfig]
 """Function that reads a family's own fields: (fields, configuration with Llama's values) -> configuration."""
@@ -45,7 +45,7 @@ class Family:
     """Regular expressions for tensor names in the files, with their replacements; the first match applies."""
     gguf: str = ""
     """Architecture of the family's GGUF files, a key of `checkpoints.gguf.architectures.ARCHITECTURES`."""
-    text: TextPart | None = None
+    text: TextConfigForm | None = None
     """The text part of a class for text and images, the only part that is served; `None` for a text-only class."""
 
     def renamed(self, name: str) -> str:

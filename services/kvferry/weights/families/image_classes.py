@@ -11,7 +11,7 @@ from kvferry.weights.families.config_fields import ConfigFields
 from kvferry.weights.families.gemma import GEMMA3
 from kvferry.weights.families.llama import MISTRAL
 from kvferry.weights.families.qwen import QWEN2, QWEN3
-from kvferry.weights.families.text_part import RENAMES, TextPart
+from kvferry.weights.families.text_part import RENAMES, TextConfigForm
 
 
 def _adapt_gemma(fields: ConfigFields, llama: ModelConfig) -> ModelConfig:
@@ -39,7 +39,7 @@ GEMMA3_IMAGES = replace(
         "bos_token_id": 2,
     },
     renames=RENAMES,
-    text=TextPart(kinds=("gemma3_text",)),
+    text=TextConfigForm(kinds=("gemma3_text",)),
 )
 MISTRAL3 = replace(
     MISTRAL,
@@ -59,7 +59,7 @@ MISTRAL3 = replace(
     },
     renames=RENAMES,
     gguf="mistral3",
-    text=TextPart(kinds=("mistral",)),
+    text=TextConfigForm(kinds=("mistral",)),
 )
 _QWEN_2 = {
     "vocab_size": 152064,
@@ -83,14 +83,14 @@ QWEN2_VL = replace(
     defaults={**QWEN2.defaults, **_QWEN_2},
     renames=RENAMES,
     gguf="qwen2vl",
-    text=TextPart(kinds=("qwen2_vl_text", "qwen2_vl"), may_be_flat=True, has_sections=True),
+    text=TextConfigForm(kinds=("qwen2_vl_text", "qwen2_vl"), may_be_flat=True, has_sections=True),
 )
 QWEN2_5_VL = replace(
     QWEN2_VL,
     name="qwen2_5_vl",
     title="Qwen 2.5-VL (text)",
     architecture="Qwen2_5_VLForConditionalGeneration",
-    text=TextPart(kinds=("qwen2_5_vl_text", "qwen2_5_vl"), may_be_flat=True, has_sections=True),
+    text=TextConfigForm(kinds=("qwen2_5_vl_text", "qwen2_5_vl"), may_be_flat=True, has_sections=True),
 )
 QWEN3_VL = replace(
     QWEN3,
@@ -110,5 +110,5 @@ QWEN3_VL = replace(
     },
     renames=RENAMES,
     gguf="qwen3vl",
-    text=TextPart(kinds=("qwen3_vl_text",), has_sections=True),
+    text=TextConfigForm(kinds=("qwen3_vl_text",), has_sections=True),
 )

@@ -25,7 +25,7 @@ _LEFT_OUT = re.compile(r"^(?:model\.)?(vision_tower|multi_modal_projector|visual
 
 
 @dataclass(frozen=True, slots=True)
-class TextPart:
+class TextConfigForm:
     """Form of the text part in a class for text and images: model types, location of its fields, rotary embedding."""
 
     kinds: tuple[str, ...]
@@ -43,7 +43,7 @@ def left_out(name: str) -> str | None:
     return None if found is None else found[1]
 
 
-def text_fields(raw: Json, part: TextPart, where: Path, *, has_head: bool) -> tuple[Json, str]:
+def text_fields(raw: Json, part: TextConfigForm, where: Path, *, has_head: bool) -> tuple[Json, str]:
     """Return the fields of the text part, as in the config.json of a text-only model, and their location.
 
     The end tokens of both objects apply. The output head is tied to the embedding if the files have no head, unless

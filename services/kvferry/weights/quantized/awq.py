@@ -10,7 +10,7 @@ from kvferry.weights.families.config_fields import ConfigFields
 from kvferry.weights.quantized.integer_matrix import Grouping, IntegerMatrix
 from kvferry.weights.quantized.method import Method
 from kvferry.weights.quantized.names import contains_any, name_list
-from kvferry.weights.quantized.packed_words import FLOATS, Parts, unpack_words
+from kvferry.weights.quantized.packed_words import FLOATS, ModuleTensors, unpack_words
 
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _BITS = 4
@@ -57,7 +57,7 @@ def group_title(group: int | None) -> str:
     return "a scale per output" if group is None else f"groups of {group}"
 
 
-def _matrix(parts: Parts, group: int | None, scheme: str) -> IntegerMatrix:
+def _matrix(parts: ModuleTensors, group: int | None, scheme: str) -> IntegerMatrix:
     words = parts.take("qweight", ("I32",))
     inputs, outputs = words.shape[0], words.shape[1] * 8
     size = group or inputs

@@ -15,7 +15,7 @@ from kvferry.weights.quantized.float8 import read_float8
 from kvferry.weights.quantized.gptq import read_gptq
 from kvferry.weights.quantized.method import Method
 from kvferry.weights.quantized.mxfp4 import read_mxfp4
-from kvferry.weights.quantized.packed_words import Parts
+from kvferry.weights.quantized.packed_words import ModuleTensors
 from kvferry.weights.quantized.representation import QuantizedMatrix
 
 FIELD = "quantization_config"
@@ -95,10 +95,10 @@ def collect(
                 " The file is damaged"
             )
         if method.read_many is not None:
-            found = method.read_many(Parts(module, parts, where))
+            found = method.read_many(ModuleTensors(module, parts, where))
             matrices |= {f"{module}.{name}": matrix for name, matrix in found.items()}
         elif method.read is not None:
-            matrices[f"{module}.{_WEIGHT}"] = method.read(Parts(module, parts, where))
+            matrices[f"{module}.{_WEIGHT}"] = method.read(ModuleTensors(module, parts, where))
     for name, stored in plain.items():
         if stored.dtype not in FLOAT_TYPES:
             raise ModelFileError(

@@ -15,8 +15,8 @@ from kvferry.weights.families.config_fields import ConfigFields
 from kvferry.weights.quantized.float8 import float8_matrix
 from kvferry.weights.quantized.integer_matrix import Codes, Grouping, IntegerMatrix
 from kvferry.weights.quantized.method import Method
-from kvferry.weights.quantized.names import Names, name_list
-from kvferry.weights.quantized.packed_words import FLOATS, Parts, unpack_words
+from kvferry.weights.quantized.names import ModuleNames, name_list
+from kvferry.weights.quantized.packed_words import FLOATS, ModuleTensors, unpack_words
 from kvferry.weights.quantized.representation import QuantizedMatrix
 
 _FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision")
@@ -59,7 +59,7 @@ def read_compressed_tensors(fields: ConfigFields) -> Method:
     given = fields.value("config_groups")
     if groups is None or not isinstance(given, dict) or not 0 < len(given) <= _MAX_GROUPS:
         fields.refuse("config_groups", f"it must be an object with 1 to {_MAX_GROUPS} groups")
-    schemes: list[tuple[Names, _Scheme]] = []
+    schemes: list[tuple[ModuleNames, _Scheme]] = []
     notes: set[str] = set()
     for name in given:
         group = groups.inner(str(name))
@@ -74,10 +74,10 @@ def read_compressed_tensors(fields: ConfigFields) -> Method:
         weights = group.inner("weights")
         if weights is None:
             group.refuse("weights", "it must be an object")
-        schemes.append((Names(group, "targets", name_list(group, "targets")), _scheme(weights)))
+        schemes.append((ModuleNames(group, "targets", name_list(group, "targets")), _scheme(weights)))
     if fields.value("kv_cache_scheme"):
         notes.add("kv_cache_scheme is not applied: --dtype sets the type of the KV")
-    ignored = Names(fields, "ignore", name_list(fields, "ignore"))
+    ignored = ModuleNames(fields, "ignore", name_list(fields, "ignore"))
     return Method(
         "compressed-tensors",
         frozenset(_PARTS),
@@ -118,7 +118,7 @@ def _scheme(weights: ConfigFields) -> _Scheme:
     )
 
 
-def _scheme_of(parts: Parts, schemes: list[tuple[Names, _Scheme]]) -> _Scheme:
+def _scheme_of(parts: ModuleTensors, schemes: list[tuple[ModuleNames, _Scheme]]) -> _Scheme:
     """Return the scheme of a module: of the first group that names it, or else of the first group for all linear
     modules."""
     for names, scheme in schemes:
@@ -130,7 +130,7 @@ def _scheme_of(parts: Parts, schemes: list[tuple[Names, _Scheme]]) -> _Scheme:
     raise parts.damaged("belongs to no group in config_groups")
 
 
-def _matrix(parts: Parts, scheme: _Scheme) -> QuantizedMatrix:
+def _matrix(parts: ModuleTensors, scheme: _Scheme) -> QuantizedMatrix:
     if scheme.is_float:
         if scheme.strategy == "group":
             raise parts.damaged("has FP8 weights in groups, which are not supported")
@@ -138,7 +138,7 @@ def _matrix(parts: Parts, scheme: _Scheme) -> QuantizedMatrix:
     return _packed(parts, scheme) if "weight_packed" in parts else _plain(parts, scheme)
 
 
-def _packed(parts: Parts, scheme: _Scheme) -> IntegerMatrix:
+def _packed(parts: ModuleTensors, scheme: _Scheme) -> IntegerMatrix:
     words = parts.take("weight_packed", ("I32",))
     stored = [int(size) for size in parts.take("weight_shape", ("I64", "I32"), (2,)).raw()]
     outputs, inputs = stored
@@ -165,7 +165,7 @@ def _packed(parts: Parts, scheme: _Scheme) -> IntegerMatrix:
     )
 
 
-def _plain(parts: Parts, scheme: _Scheme) -> IntegerMatrix:
+def _plain(parts: ModuleTensors, scheme: _Scheme) -> IntegerMatrix:
     weight = parts.take("weight", ("I8",))
     outputs, inputs = weight.shape
     middle = np.uint8(1 << 7)  # signed values become unsigned
@@ -192,7 +192,7 @@ def _plain(parts: Parts, scheme: _Scheme) -> IntegerMatrix:
     )
 
 
-def _groups(parts: Parts, scheme: _Scheme, inputs: int) -> int:
+def _groups(parts: ModuleTensors, scheme: _Scheme, inputs: int) -> int:
     """Return the number of quantization groups in a row of the matrix, one row per output."""
     if scheme.group is None:
         return 1
@@ -201,7 +201,7 @@ def _groups(parts: Parts, scheme: _Scheme, inputs: int) -> int:
     return inputs // scheme.group
 
 
-def _grouping(parts: Parts, scheme: _Scheme, inputs: int, groups: int) -> Grouping:
+def _grouping(parts: ModuleTensors, scheme: _Scheme, inputs: int, groups: int) -> Grouping:
     size = scheme.group or inputs
     if "weight_g_idx" not in parts:
         return Grouping(size)

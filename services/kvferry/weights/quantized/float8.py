@@ -12,7 +12,7 @@ from kvferry.weights.families.config_fields import ConfigFields
 from kvferry.weights.quantized.float8_matrix import Float8Matrix
 from kvferry.weights.quantized.method import Method
 from kvferry.weights.quantized.names import contains_any, name_list
-from kvferry.weights.quantized.packed_words import FLOATS, Parts
+from kvferry.weights.quantized.packed_words import FLOATS, ModuleTensors
 from kvferry.weights.tensors import Shape
 
 _SCALE_NAMES = ("weight_scale_inv", "weight_scale")
@@ -39,7 +39,7 @@ def read_float8(fields: ConfigFields) -> Method:
     skipped = (*name_list(fields, "modules_to_not_convert"), *name_list(fields, "ignored_layers"))
     title = "FP8, " + ("a scale per tensor" if block is None else f"blocks of {block[0]} x {block[1]}")
 
-    def read(parts: Parts) -> Float8Matrix:
+    def read(parts: ModuleTensors) -> Float8Matrix:
         name = next((name for name in _SCALE_NAMES if name in parts), _SCALE_NAMES[0])
         return float8_matrix(parts, name, block, title)
 
@@ -53,7 +53,7 @@ def read_float8(fields: ConfigFields) -> Method:
     )
 
 
-def float8_matrix(parts: Parts, scale_name: str, block: tuple[int, int] | None, title: str) -> Float8Matrix:
+def float8_matrix(parts: ModuleTensors, scale_name: str, block: tuple[int, int] | None, title: str) -> Float8Matrix:
     """Describe the matrix of an FP8 module.
 
     Args:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.weights.quantized.representation import Choice, Kept
+from kvferry.weights.quantized.representation import Kept, MatrixChoice
 from kvferry.weights.tensors import Shape, Stored
 
 Floats = npt.NDArray[np.float32]
@@ -53,9 +53,9 @@ class Float8Matrix:
         return replace(self, shape=(count, self.shape[1]), span=slice(start, start + count))
 
     @property
-    def choice(self) -> Choice:
+    def choice(self) -> MatrixChoice:
         """See `QuantizedMatrix.choice`."""
-        return Choice(Kept.BFLOAT16, self.scheme, _PASSED)
+        return MatrixChoice(Kept.BFLOAT16, self.scheme, _PASSED)
 
     def values(self) -> Floats:
         """See `QuantizedMatrix.values`."""

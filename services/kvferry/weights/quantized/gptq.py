@@ -12,7 +12,7 @@ from kvferry.weights.quantized.awq import group_size, group_title
 from kvferry.weights.quantized.integer_matrix import Codes, Grouping, IntegerMatrix
 from kvferry.weights.quantized.method import Method
 from kvferry.weights.quantized.names import contains_any, name_list
-from kvferry.weights.quantized.packed_words import FLOATS, Parts, unpack_words
+from kvferry.weights.quantized.packed_words import FLOATS, ModuleTensors, unpack_words
 
 _LAYOUTS = {"gptq": True, "gptq_v2": False}
 """Whether stored zero points are one less than the real ones."""
@@ -50,7 +50,7 @@ def read_gptq(fields: ConfigFields) -> Method:
     )
 
 
-def _matrix(parts: Parts, bits: int, group: int | None, is_less: bool, scheme: str) -> IntegerMatrix:
+def _matrix(parts: ModuleTensors, bits: int, group: int | None, is_less: bool, scheme: str) -> IntegerMatrix:
     a_word = 32 // bits
     words = parts.take("qweight", ("I32",))
     inputs, outputs = words.shape[0] * a_word, words.shape[1]

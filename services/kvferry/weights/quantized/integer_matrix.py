@@ -12,7 +12,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.weights.quantized.representation import BLOCK, Choice, Kept
+from kvferry.weights.quantized.representation import BLOCK, Kept, MatrixChoice
 from kvferry.weights.tensors import Shape, Stored
 
 Floats = npt.NDArray[np.float32]
@@ -83,7 +83,7 @@ class IntegerMatrix:
         return values
 
     @functools.cached_property
-    def choice(self) -> Choice:
+    def choice(self) -> MatrixChoice:
         """See `QuantizedMatrix.choice`."""
         scales, zeros = self._scales_and_zeros()
         has_middle = bool((zeros == self._middle).all())
@@ -100,13 +100,13 @@ class IntegerMatrix:
             if not reason and kept in (Kept.CODES4, Kept.CODES8) and not are_halves:
                 reason = "scales are not float16"
             if not reason:
-                return Choice(kept, self.scheme, tuple(passed))
+                return MatrixChoice(kept, self.scheme, tuple(passed))
             passed.append((kept, reason))
         sizes = np.abs(scales[scales != 0])
         in_range = not sizes.size or bool(sizes.min() >= _MIN_HALF and sizes.max() * (1 << self.bits) < _MAX_HALF)
         if in_range:
-            return Choice(Kept.FLOAT16, self.scheme, tuple(passed))
-        return Choice(Kept.BFLOAT16, self.scheme, (*passed, (Kept.FLOAT16, "scales are beyond its range")))
+            return MatrixChoice(Kept.FLOAT16, self.scheme, tuple(passed))
+        return MatrixChoice(Kept.BFLOAT16, self.scheme, (*passed, (Kept.FLOAT16, "scales are beyond its range")))
 
     def _why_no_blocks(self) -> str:
         if self.grouping.of_input is not None:

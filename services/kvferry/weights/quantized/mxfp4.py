@@ -17,8 +17,8 @@ from kvferry.weights.files.safetensors_file import StoredTensor
 from kvferry.weights.files.stacked_experts import OUTPUTS
 from kvferry.weights.quantized.method import Method
 from kvferry.weights.quantized.names import name_list
-from kvferry.weights.quantized.packed_words import Parts
-from kvferry.weights.quantized.representation import BLOCK, Choice, Kept, QuantizedMatrix
+from kvferry.weights.quantized.packed_words import ModuleTensors
+from kvferry.weights.quantized.representation import BLOCK, Kept, MatrixChoice, QuantizedMatrix
 from kvferry.weights.tensors import Shape, Stored
 
 Floats = npt.NDArray[np.float32]
@@ -56,7 +56,7 @@ def _is_named(names: tuple[list[str], ...], module: list[str]) -> bool:
     )
 
 
-def _read(parts: Parts) -> Mapping[str, QuantizedMatrix]:
+def _read(parts: ModuleTensors) -> Mapping[str, QuantizedMatrix]:
     """Describe the matrices of all experts of a layer.
 
     Raises:
@@ -99,12 +99,12 @@ class Mxfp4Matrix:
         return replace(self, shape=(count, self.shape[1]), outputs=span)
 
     @functools.cached_property
-    def choice(self) -> Choice:
+    def choice(self) -> MatrixChoice:
         """See `QuantizedMatrix.choice`."""
         kept, passed = kept_type(self._scales()), ((Kept.CODES4, _UNEVEN),)
         if kept is Kept.E2M1:
-            return Choice(kept, _SCHEME, passed)
-        return Choice(kept, _SCHEME, (*passed, (Kept.E2M1, "scales are not float16")))
+            return MatrixChoice(kept, _SCHEME, passed)
+        return MatrixChoice(kept, _SCHEME, (*passed, (Kept.E2M1, "scales are not float16")))
 
     def _scales(self) -> Codes:
         """Return the scales of the matrix, [outputs, inputs / 32]."""

@@ -35,7 +35,7 @@ def name_list(fields: ConfigFields, key: str) -> tuple[str, ...]:
     return tuple(value)
 
 
-class Names:
+class ModuleNames:
     """Names and expressions (`re:...`) of modules, as in the fields `ignore` and `targets` of compressed-tensors."""
 
     def __init__(self, fields: ConfigFields, key: str, listed: Sequence[str]) -> None:

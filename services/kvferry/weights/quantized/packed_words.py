@@ -29,7 +29,7 @@ def unpack_words(words: npt.NDArray[np.generic], bits: int, order: Sequence[int]
     return codes.reshape(*words.shape[:-1], words.shape[-1] * count)
 
 
-class Parts:
+class ModuleTensors:
     """The tensors of one module, by the last part of their names."""
 
     def __init__(self, module: str, tensors: Mapping[str, StoredTensor], where: str) -> None:

@@ -42,7 +42,7 @@ class Kept(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class MatrixChoice:
     """Type in which a matrix is kept."""
 
     kept: Kept
@@ -70,7 +70,7 @@ class QuantizedMatrix(Protocol):
         ...
 
     @property
-    def choice(self) -> Choice:
+    def choice(self) -> MatrixChoice:
         """Representation of the matrix; reads scales, but no quantized values."""
         ...
 
@@ -92,7 +92,7 @@ class QuantizedMatrix(Protocol):
         ...
 
 
-def report(choices: Mapping[str, Choice]) -> list[str]:
+def report(choices: Mapping[str, MatrixChoice]) -> list[str]:
     """Return a line for each distinct choice, with its number of matrices and the name of the first one."""
     names: dict[str, list[str]] = {}
     for name, choice in choices.items():

@@ -6,7 +6,7 @@ from kvferry.core.ids import WorkerId
 from kvferry.core.inference.chunks import KvReport
 from kvferry.engine.loop.engine_stream import StreamItem
 from kvferry.kv.interface.connector import LoadOutcome
-from kvferry.kv.pricing.price import Decision
+from kvferry.kv.pricing.price import LoadDecision
 
 PEER = "peer"
 
@@ -36,7 +36,7 @@ class KvReportBuilder:
         reports, self.reports = self.reports, []
         return reports
 
-    def _decided(self, made: Decision) -> None:
+    def _decided(self, made: LoadDecision) -> None:
         self.is_declined = self.is_declined or (made.source == PEER and made.num_loaded == 0)
         self.reports.append(
             KvReport(

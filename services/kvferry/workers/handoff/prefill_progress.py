@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
-from kvferry.engine.schedule.step.kv_jobs import Progress
+from kvferry.engine.schedule.step.kv_jobs import NewBlocks
 
 _MAX_FOLLOWERS = 4
 _BEGIN_SECONDS = 0.5
@@ -17,7 +17,7 @@ _BEGIN_SECONDS = 0.5
 
 @dataclass(slots=True)
 class _Prompt:
-    reports: list[Progress] = field(default_factory=list)
+    reports: list[NewBlocks] = field(default_factory=list)
     is_over: bool = False
     num_followers: int = 0
     news: asyncio.Event = field(default_factory=asyncio.Event)
@@ -51,7 +51,7 @@ class PrefillProgress:
             prompt.is_over = True
             prompt.notify()
 
-    def add(self, ticket_id: str, progress: Progress) -> None:
+    def add(self, ticket_id: str, progress: NewBlocks) -> None:
         """Report new full blocks of a prompt to its followers.
 
         Args:
@@ -63,7 +63,7 @@ class PrefillProgress:
             prompt.reports.append(progress)
             prompt.notify()
 
-    async def follow(self, ticket_id: str) -> AsyncGenerator[Progress, None]:
+    async def follow(self, ticket_id: str) -> AsyncGenerator[NewBlocks, None]:
         """Yield all reports of a prompt until it ends; return early if the prompt does not start in time."""
         with suppress(TimeoutError):
             async with asyncio.timeout(_BEGIN_SECONDS):  # the follower may start before the prompt

@@ -9,7 +9,7 @@ import pytest
 
 from kvferry.bench.serving.http_client import Target
 from kvferry.bench.serving.run import common_errors, run
-from kvferry.bench.workload.measures import Answer, summary
+from kvferry.bench.workload.measures import MeasuredAnswer, summary
 from kvferry.bench.workload.requests import BenchRequest
 from kvferry.core.clock import SystemClock
 from kvferry.core.errors import Unavailable, UsageError
@@ -60,7 +60,7 @@ async def serving(respond: Respond, first: Respond = answer) -> AsyncIterator[Ta
         yield Target(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", timeout=5.0)
 
 
-async def measured(respond: Respond, requests: list[BenchRequest] = REQUESTS) -> list[Answer]:
+async def measured(respond: Respond, requests: list[BenchRequest] = REQUESTS) -> list[MeasuredAnswer]:
     async with serving(respond) as target:
         model, answers = await run(requests, target, SystemClock())
     assert model == "the-model"

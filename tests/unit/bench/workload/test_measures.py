@@ -3,13 +3,13 @@
 import pytest
 
 from kvferry.bench.serving.picture import picture
-from kvferry.bench.workload.measures import Answer, meets, parse_slo, summary
+from kvferry.bench.workload.measures import MeasuredAnswer, meets, parse_slo, summary
 from kvferry.core.errors import UsageError
 
-FAST = Answer(1.0, 1.0, (1.1, 1.2, 1.3), 10, 3)
-SLOW = Answer(2.0, 2.5, (4.0, 4.0, 6.0), 20, 5)
-SINGLE = Answer(0.0, 0.0, (0.5,), 5, 1)
-FAILED = Answer(3.0, 3.0, (), 7, 0, "HTTP 500")
+FAST = MeasuredAnswer(1.0, 1.0, (1.1, 1.2, 1.3), 10, 3)
+SLOW = MeasuredAnswer(2.0, 2.5, (4.0, 4.0, 6.0), 20, 5)
+SINGLE = MeasuredAnswer(0.0, 0.0, (0.5,), 5, 1)
+FAILED = MeasuredAnswer(3.0, 3.0, (), 7, 0, "HTTP 500")
 
 
 def test_times_count_from_the_arrival_and_not_from_the_sending() -> None:

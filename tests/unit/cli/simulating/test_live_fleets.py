@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvferry.bench.workload.measures import Answer
+from kvferry.bench.workload.measures import MeasuredAnswer
 from kvferry.cli.simulating.live_fleets import LiveScore, choose, compare, goodput, live_requests, stack_of
 from kvferry.core.errors import UsageError
 from kvferry.simulator.files.spec import FleetSpec, read_fleet
@@ -70,8 +70,8 @@ def test_the_requests_are_those_of_the_workload_with_ids_of_a_vocabulary() -> No
 
 
 def test_goodput_counts_the_requests_in_time() -> None:
-    fast, slow = Answer(0.0, 0.0, (0.5, 0.6), 4, 2), Answer(1.0, 1.0, (3.0, 4.0), 4, 2)
-    failed = Answer(0.0, 0.0, (), 4, 0, "HTTP 500")
+    fast, slow = MeasuredAnswer(0.0, 0.0, (0.5, 0.6), 4, 2), MeasuredAnswer(1.0, 1.0, (3.0, 4.0), 4, 2)
+    failed = MeasuredAnswer(0.0, 0.0, (), 4, 0, "HTTP 500")
     assert goodput([fast, slow, failed], {"ttft": 1.0}) == 0.25
     assert goodput([failed], {"ttft": 1.0}) == 0.0
 

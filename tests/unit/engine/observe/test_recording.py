@@ -17,8 +17,8 @@ from kvferry.engine.observe.timeline import (
     GAP,
     KERNELS,
     RUNNER,
-    Span,
     Timeline,
+    TimelinePhase,
     chrome_trace,
     statistics,
     with_gaps,
@@ -158,7 +158,7 @@ def test_phases_are_adjacent_and_gaps_are_between_steps() -> None:
 
 def test_a_chrome_trace_has_microseconds_and_named_lanes() -> None:
     log = record([(0, a_request("a", 40, 2))])
-    trace = chrome_trace([Span(ENGINE, "plan", 0.001, 0.0025)], log.steps)
+    trace = chrome_trace([TimelinePhase(ENGINE, "plan", 0.001, 0.0025)], log.steps)
     events = trace["traceEvents"]
     names = [event["args"]["name"] for event in events if event["ph"] == "M"]
     assert names == ["steps", "engine", "runner", "kernels"]

@@ -18,7 +18,7 @@ from kvferry.client import AsyncClient
 from kvferry.core.errors import DeadlinePassed, Forbidden, KvferryError, Overloaded, UnknownModel
 from kvferry.core.sampling import SamplingParams
 from kvferry.gateway.decide.config import RetryConfig
-from kvferry.gateway.observe.instruments import MAX_TENANT_LABELS, FlowMetrics, Instruments
+from kvferry.gateway.observe.instruments import MAX_TENANT_LABELS, FlowMetrics, GatewayInstruments
 
 _CHAT = "/v1/chat/completions"
 _SHORT = SamplingParams(max_tokens=3)
@@ -438,7 +438,7 @@ async def test_failed_requests_are_not_charged(tenants):
 
 
 def test_the_number_of_tenant_labels_is_bounded():
-    metrics = FlowMetrics(Instruments())
+    metrics = FlowMetrics(GatewayInstruments())
     labels = {metrics.tenant_label(f"t{number}") for number in range(3 * MAX_TENANT_LABELS)}
     assert len(labels) == MAX_TENANT_LABELS + 1
     assert metrics.tenant_label("t0") == "t0"

@@ -25,7 +25,7 @@ from kvferry.gateway.dispatch import worker_calls
 from kvferry.gateway.dispatch.dispatcher import Dispatcher
 from kvferry.gateway.dispatch.routing_parts import build_routing
 from kvferry.gateway.fleet.fleet import Fleet
-from kvferry.gateway.observe.instruments import Instruments
+from kvferry.gateway.observe.instruments import GatewayInstruments
 from kvferry.serving.request import Caller, Request
 from kvferry.serving.text_service import TextService
 from kvferry.v1 import decode_pb2
@@ -65,7 +65,7 @@ class Pool:
 async def a_pool(max_held: int = 8, seconds: float = 20.0) -> AsyncIterator[Pool]:
     async with ScriptedWorkers(decode=1) as workers:
         fleet = Fleet(replace(fleet_config(workers), decode=()), NAME, clock=SystemClock())
-        holding, instruments = Holding(HoldConfig(max_held, seconds), "ns/p"), Instruments()
+        holding, instruments = Holding(HoldConfig(max_held, seconds), "ns/p"), GatewayInstruments()
         gate = FlowGate(fleet, CLOCK, FlowConfig(), Tenants.load(None, None, CLOCK), instruments, holding=holding)
         routing = build_routing(fleet, CLOCK, DispatchConfig(), instruments)
         dispatcher = Dispatcher(fleet, CLOCK, DispatchConfig(), routing=routing, gate=gate)

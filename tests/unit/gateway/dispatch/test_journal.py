@@ -5,7 +5,7 @@ from kvferry.core.ids import RequestId, WorkerId
 from kvferry.core.inference.chunks import KvReport, Timing
 from kvferry.core.sampling import SamplingParams
 from kvferry.gateway.decide.lifecycle.sample_run import SampleRun
-from kvferry.gateway.decide.lifecycle.sample_states import Event
+from kvferry.gateway.decide.lifecycle.sample_states import SampleEvent
 from kvferry.gateway.decide.routing.policies import OtherChoice
 from kvferry.gateway.decide.routing.prefix_hash import PrefixHash
 from kvferry.gateway.decide.routing.route_notes import route_notes
@@ -26,7 +26,7 @@ def a_run(name: str, tenant: str = "a", sample: int = 0) -> SampleRun:
     assert route is not None
     run.routes = route_notes(route, "prefix-hash", [OtherChoice("random", "w0", "w1", 0.25)])
     run.report_kv((LOADED, COMPUTED))
-    run.on(Event.CANCEL)
+    run.on(SampleEvent.CANCEL)
     return run
 
 

@@ -9,7 +9,7 @@ from harness.fakes.scripted_gateway import ScriptedGateway, scripted_gateway
 
 from kvferry.core.errors import InvalidRequest
 from kvferry.gateway.decide.config import HttpConfig
-from kvferry.gateway.http.fields.field_policy import Effect, Rule
+from kvferry.gateway.http.fields.field_policy import Effect, FieldRule
 from kvferry.gateway.http.fields.strict import MAX_FIELDS, MAX_IGNORED, Strict, effects, kept_fields
 from kvferry.gateway.http.openai.schema import ChatRequest
 from kvferry.gateway.http.openapi.operations import OPERATIONS
@@ -176,8 +176,8 @@ def test_the_table_says_what_happens_to_each_field():
     found = effects(ChatRequest)
     assert found["temperature"] is found["messages.content"] is found["messages.tool_calls.function.name"]
     assert found["temperature"] is Effect.HONOURED
-    assert found["messages.cache_control"] == Rule()
-    assert Rule("why").effect is Effect.REFUSED
+    assert found["messages.cache_control"] == FieldRule()
+    assert FieldRule("why").effect is Effect.REFUSED
     for op in OPERATIONS:
         for rule in [] if op.body is None else effects(op.body).values():
             assert isinstance(rule, Effect) or None in rule.neutral

@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.core.load import WorkerLoad
-from kvferry.operator.plan.autoscale import History, decide
+from kvferry.operator.plan.autoscale import Recommendations, decide
 from kvferry.operator.pool.facts import FleetReport, WorkerReport
-from kvferry.operator.pool.spec import Role, ScaleDown, Scaling
+from kvferry.operator.pool.spec import RoleSpec, ScaleDownSpec, ScalingSpec
 
 NOW = 10_000.0
 
@@ -16,8 +16,8 @@ def a_load(running: int, use: float) -> WorkerLoad:
     return WorkerLoad(running, blocks_total=100, blocks_free=round(100 * (1 - use)))
 
 
-def role(**scaling) -> Role:
-    return Role("decode", scaling=Scaling(mode="Auto", **scaling))
+def role(**scaling) -> RoleSpec:
+    return RoleSpec("decode", scaling=ScalingSpec(mode="Auto", **scaling))
 
 
 def pods(*loads: tuple[int, float], held: int = 0, at: float = NOW, takes_work: bool = True) -> FleetReport:
@@ -31,9 +31,9 @@ def pods(*loads: tuple[int, float], held: int = 0, at: float = NOW, takes_work: 
     return FleetReport(at, workers, held)
 
 
-def watched(*recommendations: tuple[float, int], busy_at: float = NOW) -> History:
+def watched(*recommendations: tuple[float, int], busy_at: float = NOW) -> Recommendations:
     """Return a history long enough for every window."""
-    return History(recommendations, busy_at=busy_at, began_at=0.0)
+    return Recommendations(recommendations, busy_at=busy_at, began_at=0.0)
 
 
 def test_more_requests_than_the_target_want_more_pods():
@@ -48,7 +48,7 @@ def test_one_full_pod_among_idle_ones_causes_growth():
 
 
 def test_a_small_deviation_from_the_target_changes_nothing():
-    decision = decide(role(scale_down=ScaleDown(0)), 2, 2, pods((30, 0.75), (1, 0.1)), watched(), NOW)
+    decision = decide(role(scale_down=ScaleDownSpec(0)), 2, 2, pods((30, 0.75), (1, 0.1)), watched(), NOW)
     assert decision.replicas == 2
     assert decision.reason.endswith("unchanged")
 
@@ -58,7 +58,8 @@ def test_growth_is_by_steps_and_within_bounds():
     assert decide(role(max_replicas=50), 10, 10, pods(*[(90, 0.1)] * 10), watched(), NOW).replicas == 20
     assert decide(role(max_replicas=3), 1, 1, pods((900, 0.1)), watched(), NOW).replicas == 3
     assert (
-        decide(role(min_replicas=2, scale_down=ScaleDown(0)), 3, 3, pods(*[(1, 0.0)] * 3), watched(), NOW).replicas == 2
+        decide(role(min_replicas=2, scale_down=ScaleDownSpec(0)), 3, 3, pods(*[(1, 0.0)] * 3), watched(), NOW).replicas
+        == 2
     )
 
 

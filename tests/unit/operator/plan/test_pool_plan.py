@@ -16,7 +16,7 @@ from kvferry.operator.objects.support_objects import EXTENSION_POOL, POD_MONITOR
 from kvferry.operator.objects.worker_pods import deployments, revision_of
 from kvferry.operator.plan.actions import CreateKeys, WriteStatus, as_json
 from kvferry.operator.plan.context import PlanContext
-from kvferry.operator.plan.memory import Memory
+from kvferry.operator.plan.memory import PassMemory
 from kvferry.operator.plan.pool_plan import plan_pool
 from kvferry.operator.plan.pool_report import again_seconds
 from kvferry.operator.plan.revisions import record
@@ -268,7 +268,7 @@ def test_a_first_plan_writes_the_record_before_its_deployments():
     ctx = PlanContext(
         pool=made,
         facts=PoolFacts(),
-        memory=Memory(made.uid, 0.0, 0.0, 0.0),
+        memory=PassMemory(made.uid, 0.0, 0.0, 0.0),
         next_record=1,
         status={},
         default_image=IMAGE,
@@ -286,7 +286,7 @@ def test_a_first_plan_writes_the_record_before_its_deployments():
 
 
 def test_a_settled_pool_has_one_pass_per_minute():
-    memory = Memory("u-1", 0.0, 0.0)
+    memory = PassMemory("u-1", 0.0, 0.0)
     ctx = PlanContext(pool(), PoolFacts(), memory, 0, {}, IMAGE, frozenset(), 100.0, "now")
     assert again_seconds(ctx, memory, "", is_refused=False) == 60.0
     assert again_seconds(ctx, memory, "pods", is_refused=False) == 5.0

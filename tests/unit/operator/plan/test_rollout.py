@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.operator.plan.rollout import PAIRED, Bounds, Count, RoleState, capacity, next_step
-from kvferry.operator.pool.spec import Rollout
+from kvferry.operator.pool.spec import RolloutSpec
 
 Ready = Callable[[str, str, int, int], int]
 """(role, revision, desired, ready so far) -> ready after a while."""
@@ -25,7 +25,7 @@ def world(**roles: tuple[int, Mapping[str, tuple[int, int]]]) -> list[RoleState]
     ]
 
 
-def apply(roles: list[RoleState], revision: str, rollout: Rollout, ready: Ready) -> list[RoleState]:
+def apply(roles: list[RoleState], revision: str, rollout: RolloutSpec, ready: Ready) -> list[RoleState]:
     """Return the roles after the next step, with as many ready pods as `ready` returns."""
     step = next_step(roles, revision, rollout)
     after = []
@@ -40,7 +40,7 @@ def apply(roles: list[RoleState], revision: str, rollout: Rollout, ready: Ready)
     return after
 
 
-def trajectory(roles: list[RoleState], revision: str, rollout: Rollout) -> list[dict[str, dict[str, int]]]:
+def trajectory(roles: list[RoleState], revision: str, rollout: RolloutSpec) -> list[dict[str, dict[str, int]]]:
     seen = []
     for _ in range(100):
         roles = apply(roles, revision, rollout, all_ready)
@@ -52,12 +52,12 @@ def trajectory(roles: list[RoleState], revision: str, rollout: Rollout) -> list[
 
 def test_a_new_pool_starts_all_at_once():
     roles = world(prefill=(2, {}), decode=(4, {}))
-    assert trajectory(roles, "b", Rollout()) == [{"prefill": {"b": 2}, "decode": {"b": 4}}]
+    assert trajectory(roles, "b", RolloutSpec()) == [{"prefill": {"b": 2}, "decode": {"b": 4}}]
 
 
 def test_two_prefill_and_four_decode_move_pair_by_pair():
     roles = world(prefill=(2, {"a": (2, 2)}), decode=(4, {"a": (4, 4)}))
-    assert trajectory(roles, "b", Rollout()) == [
+    assert trajectory(roles, "b", RolloutSpec()) == [
         {"prefill": {"a": 2, "b": 1}, "decode": {"a": 4, "b": 1}},
         {"prefill": {"a": 2, "b": 1}, "decode": {"a": 3, "b": 2}},
         {"prefill": {"a": 1, "b": 2}, "decode": {"a": 2, "b": 3}},
@@ -67,7 +67,7 @@ def test_two_prefill_and_four_decode_move_pair_by_pair():
 
 
 def test_without_surge_a_pod_is_removed_before_one_is_added():
-    rollout = Rollout(max_surge="0", max_unavailable="1")
+    rollout = RolloutSpec(max_surge="0", max_unavailable="1")
     roles = world(prefill=(1, {"a": (1, 1)}), decode=(2, {"a": (2, 2)}))
     first = next_step(roles, "b", rollout)
     assert sum(n for (role, _), n in first.desired.items() if role == "decode") == 2
@@ -77,43 +77,43 @@ def test_without_surge_a_pod_is_removed_before_one_is_added():
 def test_a_revision_that_never_gets_ready_removes_no_pod():
     roles = world(prefill=(2, {"a": (2, 2)}), decode=(2, {"a": (2, 2)}))
     for _ in range(20):
-        roles = apply(roles, "b", Rollout(), lambda role, rev, desired, ready: 0 if rev == "b" else desired)
+        roles = apply(roles, "b", RolloutSpec(), lambda role, rev, desired, ready: 0 if rev == "b" else desired)
     assert [role.of("a") for role in roles] == [Count(2, 2), Count(2, 2)]
-    assert "0 of 2 pods updated" in next_step(roles, "b", Rollout()).waiting_for
+    assert "0 of 2 pods updated" in next_step(roles, "b", RolloutSpec()).waiting_for
 
 
 def test_a_rollback_in_mid_rollout_keeps_the_capacity():
     roles = world(prefill=(2, {"a": (2, 2)}), decode=(4, {"a": (4, 4)}))
     for _ in range(2):
-        roles = apply(roles, "b", Rollout(), all_ready)
-    while not next_step(roles, "a", Rollout()).done:
-        roles = apply(roles, "a", Rollout(), all_ready)
+        roles = apply(roles, "b", RolloutSpec(), all_ready)
+    while not next_step(roles, "a", RolloutSpec()).done:
+        roles = apply(roles, "a", RolloutSpec(), all_ready)
         assert capacity(roles) >= 1
     assert [dict(role.revisions) for role in roles] == [{"a": Count(2, 2)}, {"a": Count(4, 4)}]
 
 
 def test_a_paused_rollout_scales_present_revisions_and_starts_none():
     roles = world(prefill=(3, {"a": (2, 2)}), decode=(1, {"a": (2, 2)}))
-    step = next_step(roles, "b", Rollout(paused=True))
+    step = next_step(roles, "b", RolloutSpec(paused=True))
     assert step.desired == {("prefill", "a"): 3, ("decode", "a"): 1}
     assert step.waiting_for.startswith("paused")
 
 
 def test_a_paused_pool_that_never_ran_starts_nothing():
-    step = next_step(world(prefill=(1, {}), decode=(1, {})), "a", Rollout(paused=True))
+    step = next_step(world(prefill=(1, {}), decode=(1, {})), "a", RolloutSpec(paused=True))
     assert step.desired == {}
     assert not step.done
 
 
 def test_a_sleeping_role_is_no_obstacle():
     roles = world(prefill=(0, {"a": (0, 0)}), decode=(0, {"a": (1, 1)}))
-    assert next_step(roles, "b", Rollout()).desired["decode", "a"] == 0
-    assert trajectory(roles, "b", Rollout())[-1] == {"prefill": {}, "decode": {}}
+    assert next_step(roles, "b", RolloutSpec()).desired["decode", "a"] == 0
+    assert trajectory(roles, "b", RolloutSpec())[-1] == {"prefill": {}, "decode": {}}
 
 
 def test_the_worse_of_two_old_revisions_is_removed_first():
     roles = world(both=(4, {"a": (3, 3), "b": (1, 1), "c": (1, 1)}))
-    step = next_step(roles, "c", Rollout())
+    step = next_step(roles, "c", RolloutSpec())
     assert (step.desired["both", "a"], step.desired["both", "b"]) == (3, 0)
 
 
@@ -123,7 +123,7 @@ def test_a_change_during_a_rollout_makes_progress():
         prefill=(2, {"a": (2, 2), "b": (1, 1)}),
         decode=(4, {"a": (3, 3), "b": (1, 1), "c": (1, 1)}),
     )
-    steps = trajectory(roles, "c", Rollout())
+    steps = trajectory(roles, "c", RolloutSpec())
     assert steps[-1] == {"prefill": {"c": 2}, "decode": {"c": 4}}
     assert all(sum(step["prefill"].values()) <= 3 and sum(step["decode"].values()) <= 5 for step in steps)
 
@@ -134,30 +134,32 @@ def leaving(**roles: tuple[int, Mapping[str, tuple[int, int]]]) -> list[RoleStat
 
 def test_roles_that_leave_serve_until_those_that_come_can():
     old = leaving(prefill=(0, {"a": (2, 2)}), decode=(0, {"a": (4, 4)}))
-    starting = next_step([*old, *world(both=(3, {"b": (3, 2)}))], "b", Rollout())
+    starting = next_step([*old, *world(both=(3, {"b": (3, 2)}))], "b", RolloutSpec())
     assert (starting.desired["prefill", "a"], starting.desired["decode", "a"]) == (2, 4)
     assert "decode: removed from the spec, 4 pods left" in starting.waiting_for
-    there = next_step([*old, *world(both=(3, {"b": (3, 3)}))], "b", Rollout())
+    there = next_step([*old, *world(both=(3, {"b": (3, 3)}))], "b", RolloutSpec())
     assert (there.desired["prefill", "a"], there.desired["decode", "a"]) == (0, 0)
     assert not there.done
-    assert next_step(world(both=(3, {"b": (3, 3)})), "b", Rollout()).done
+    assert next_step(world(both=(3, {"b": (3, 3)})), "b", RolloutSpec()).done
 
 
 def test_a_paused_rollout_removes_no_role():
     old = leaving(both=(0, {"a": (3, 3)}))
-    step = next_step([*old, *world(prefill=(1, {"b": (1, 1)}), decode=(1, {"b": (1, 1)}))], "b", Rollout(paused=True))
+    step = next_step(
+        [*old, *world(prefill=(1, {"b": (1, 1)}), decode=(1, {"b": (1, 1)}))], "b", RolloutSpec(paused=True)
+    )
     assert step.desired["both", "a"] == 3
 
 
 def test_scaling_in_a_paused_rollout_keeps_a_pair():
     roles = world(prefill=(2, {"a": (3, 3), "b": (3, 3)}), decode=(1, {"a": (5, 5), "b": (3, 3)}))
-    after = apply(roles, "b", Rollout(paused=True), all_ready)
+    after = apply(roles, "b", RolloutSpec(paused=True), all_ready)
     assert capacity(after) >= 1
 
 
 amounts = st.sampled_from(["0", "1", "2", "25%", "50%", "100%"])
 rollouts = st.builds(
-    Rollout, max_surge=amounts, max_unavailable=amounts, max_skew=st.sampled_from([0.01, 0.1, 0.25, 0.5, 1.0])
+    RolloutSpec, max_surge=amounts, max_unavailable=amounts, max_skew=st.sampled_from([0.01, 0.1, 0.25, 0.5, 1.0])
 ).filter(lambda r: not (r.max_surge == "0" and r.max_unavailable == "0"))
 
 

@@ -11,7 +11,7 @@ from kvferry.core.settings.engine import SchedulerLimits
 from kvferry.gateway.decide.cache_map.cache_map import CacheMap
 from kvferry.gateway.decide.cache_map.map_states import MapState
 from kvferry.simulator.fleet import gateway as simulated_gateway
-from kvferry.simulator.fleet.fleet import Failure, Pool
+from kvferry.simulator.fleet.fleet import Failure, SimulatedPool
 from kvferry.simulator.requests.tokens import Tape
 
 ROLES = [{"both": 3}, {"prefill": 1, "decode": 2}]
@@ -58,7 +58,7 @@ def test_workers_that_share_cores_are_slower_together_and_jitter_makes_tails(rol
         pool = a_pool(a_demand(rate=60.0), roles)
         specs = tuple(replace(role, jitter=changes.get("jitter", ())) for role in pool._spec.roles)
         spec = replace(pool._spec, roles=specs, cores=changes.get("cores"))
-        again = Pool(spec, a_demand(rate=60.0).requests(Tape(3), 3))
+        again = SimulatedPool(spec, a_demand(rate=60.0).requests(Tape(3), 3))
         measures = again.run().measures
         assert measures.completed == 120
         check_idle(again)

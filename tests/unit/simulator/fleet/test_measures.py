@@ -4,11 +4,11 @@ from random import Random
 
 import pytest
 
-from kvferry.simulator.fleet.measures import Histogram, Measures
+from kvferry.simulator.fleet.measures import Measures, WeightedHistogram
 
 
-def filled(seed: int, count: int) -> tuple[Histogram, list[float]]:
-    draw, histogram = Random(seed), Histogram()
+def filled(seed: int, count: int) -> tuple[WeightedHistogram, list[float]]:
+    draw, histogram = Random(seed), WeightedHistogram()
     values = [draw.lognormvariate(-3.0, 1.5) for _ in range(count)]
     for value in values:
         histogram.add(value)
@@ -25,7 +25,7 @@ def test_a_percentile_is_within_a_percent_of_the_exact_one(percent: int) -> None
 def test_merged_histograms_are_those_of_all_values() -> None:
     one, _ = filled(1, 400)
     other, _ = filled(2, 600)
-    both = Histogram()
+    both = WeightedHistogram()
     for histogram in (one, other):
         both.merge(histogram)
     assert both.count == 1000
@@ -36,7 +36,7 @@ def test_merged_histograms_are_those_of_all_values() -> None:
 
 
 def test_a_weight_counts_like_repeated_values_and_shares_end_at_one() -> None:
-    weighted, repeated = Histogram(), Histogram()
+    weighted, repeated = WeightedHistogram(), WeightedHistogram()
     for value, weight in ((0.01, 3), (0.5, 1)):
         weighted.add(value, weight)
         for _ in range(weight):
@@ -46,5 +46,5 @@ def test_a_weight_counts_like_repeated_values_and_shares_end_at_one() -> None:
 
 
 def test_an_empty_histogram_has_zeros() -> None:
-    assert Histogram().in_ms() == {"p50": 0.0, "p90": 0.0, "p99": 0.0}
+    assert WeightedHistogram().in_ms() == {"p50": 0.0, "p90": 0.0, "p99": 0.0}
     assert Measures().hit_rate == Measures().goodput == 0.0

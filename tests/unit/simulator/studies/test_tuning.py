@@ -8,7 +8,7 @@ from click.testing import CliRunner
 
 from kvferry.cli.main import main
 from kvferry.simulator.files.spec import FleetSpec, read_fleet
-from kvferry.simulator.studies.tuning import MIN_GAIN, Score, fields_of, tune
+from kvferry.simulator.studies.tuning import MIN_GAIN, StudyScore, fields_of, tune
 
 SPLIT = """
 slo = "ttft=1s,tpot=30ms"
@@ -33,10 +33,10 @@ def a_spec(text: str = SPLIT) -> FleetSpec:
     return read_fleet(text, lambda name: "")
 
 
-def goodness(spec: FleetSpec) -> Score:
+def goodness(spec: FleetSpec) -> StudyScore:
     """Return a smooth function of two settings with its maximum at 4 prefill workers and 128 mixed tokens."""
     prefill, mixed = spec.pool.roles[0].replicas, spec.pool.roles[1].engine.limits.max_mixed_tokens
-    return Score(100.0 - 10.0 * abs(prefill - 4) - 0.05 * abs(mixed - 128), 1.0)
+    return StudyScore(100.0 - 10.0 * abs(prefill - 4) - 0.05 * abs(mixed - 128), 1.0)
 
 
 def test_the_search_finds_a_known_optimum_and_names_the_changes() -> None:
@@ -58,7 +58,7 @@ def test_the_search_keeps_within_its_simulations_and_never_gets_worse() -> None:
     for most in (2, 5, 11):
         calls = []
 
-        def simulate(spec: FleetSpec, calls: list = calls) -> Score:
+        def simulate(spec: FleetSpec, calls: list = calls) -> StudyScore:
             calls.append(spec)
             return goodness(spec)
 
@@ -68,16 +68,16 @@ def test_the_search_keeps_within_its_simulations_and_never_gets_worse() -> None:
 
 
 def test_nothing_is_changed_for_less_than_the_least_gain() -> None:
-    found = tune(a_spec(), lambda spec: Score(1.0 + 1e-6 * spec.pool.roles[0].replicas, 1.0), max_simulations=100)
+    found = tune(a_spec(), lambda spec: StudyScore(1.0 + 1e-6 * spec.pool.roles[0].replicas, 1.0), max_simulations=100)
     assert found.changes == []
     assert fields_of(a_spec(), found.spec) == ""
 
 
 def test_speed_decides_between_equal_goodputs_and_goodput_between_unequal_ones() -> None:
-    assert Score(1.0, 2.0).gain_over(Score(1.0, 1.0)) == pytest.approx(1.0)
-    assert Score(2.0, 1.0).gain_over(Score(1.0, 9.0)) == pytest.approx(1.0)
-    assert Score(0.0, 9.0).gain_over(Score(1.0, 1.0)) == pytest.approx(-1.0)
-    assert Score(1.0, 1.0).gain_over(Score(0.0, 0.0)) > 0
+    assert StudyScore(1.0, 2.0).gain_over(StudyScore(1.0, 1.0)) == pytest.approx(1.0)
+    assert StudyScore(2.0, 1.0).gain_over(StudyScore(1.0, 9.0)) == pytest.approx(1.0)
+    assert StudyScore(0.0, 9.0).gain_over(StudyScore(1.0, 1.0)) == pytest.approx(-1.0)
+    assert StudyScore(1.0, 1.0).gain_over(StudyScore(0.0, 0.0)) > 0
 
 
 def test_the_command_tunes_a_fleet_with_too_few_prefill_workers(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from kvferry.simulator.clock import VirtualClock
 from kvferry.simulator.requests.tokens import Output, Tape
 from kvferry.simulator.worker.device import DeviceProfile
 from kvferry.simulator.worker.jobs import Job, ReplicaSettings
-from kvferry.simulator.worker.replica import SAMPLING, Replica
+from kvferry.simulator.worker.replica import SAMPLING, SimulatedReplica
 
 TAPE = Tape(5)
 Step = list[tuple[str, int, int, int]]
@@ -86,11 +86,11 @@ def engine_steps(made: list, limits: SchedulerLimits, blocks: int) -> list[Step]
 def simulated_steps(made: list, limits: SchedulerLimits, blocks: int) -> list[Step]:
     clock, steps, namers = VirtualClock(), [], BlockNamers(b"k")
 
-    def observe(replica: Replica, plan: StepPlan, seconds: float) -> None:
+    def observe(replica: SimulatedReplica, plan: StepPlan, seconds: float) -> None:
         steps.append(step_of(plan))
         replica.allocator.check_integrity()
 
-    replica = Replica(
+    replica = SimulatedReplica(
         clock, ReplicaSettings(blocks, limits=limits), DeviceProfile(step=1.0, token=0.0, kv_token=0.0), Silent(),
         lambda tenant: namers.of(tenant, fingerprint=b"f", block_tokens=16), observer=observe,
     )  # fmt: skip

@@ -12,7 +12,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from kvferry.core.constraint import Constraint, ConstraintKind
-from kvferry.core.inference.tools import Choice, Tool, ToolUse
+from kvferry.core.inference.tools import Tool, ToolMode, ToolUse
 from kvferry.core.sampling import SamplingParams
 from kvferry.text.answers.answer import AnswerForm, AnswerSplitter
 from kvferry.text.answers.marks import HARMONY, MARKERS, Marks
@@ -115,7 +115,7 @@ def test_each_branch_is_reachable_and_valid(call_format, reasoning, is_special) 
 def test_a_required_call_leaves_the_schema_to_a_later_answer(call_format) -> None:
     tokenizer = vocabulary(is_special=False, is_harmony=call_format is CallFormat.HARMONY)
     form = form_of(tokenizer, call_format, has_reasoning=True)
-    use = replace(USE, choice=Choice.REQUIRED)
+    use = replace(USE, choice=ToolMode.REQUIRED)
     sampling, split = answer_rules(form, use, SamplingParams(constraint=SCHEMA), is_open=False)
     assert sampling.constraint is not None
     assert split is not None

@@ -15,7 +15,7 @@ from kvferry.core.errors import ModelFileError
 from kvferry.weights.families.config_fields import ConfigFields
 from kvferry.weights.files.safetensors_file import QUANTIZED_TYPES, StoredTensor, open_tensors
 from kvferry.weights.quantized.checkpoint import METHODS, collect, read_method, without_idle_biases
-from kvferry.weights.quantized.names import Names, contains_any
+from kvferry.weights.quantized.names import ModuleNames, contains_any
 
 GOLDEN = Path(__file__).resolve().parents[3] / "golden" / "quantized"
 WHERE = Path("config.json")
@@ -204,7 +204,7 @@ def test_only_idle_biases_of_quantized_modules_are_dropped() -> None:
 
 def test_names_are_matched_exactly_or_by_the_start() -> None:
     fields = ConfigFields({"ignore": []}, "here")
-    names = Names(fields, "ignore", ["lm_head", "re:.*mlp\\.gate$"])
+    names = ModuleNames(fields, "ignore", ["lm_head", "re:.*mlp\\.gate$"])
     assert [names.has(m) for m in ("lm_head", "lm_head.x", "a.mlp.gate", "a.mlp.gate_proj")] == [
         True,
         False,
@@ -216,7 +216,7 @@ def test_names_are_matched_exactly_or_by_the_start() -> None:
     slow = ["re:.*a.*b.*c.*d", "re:(?:a)b", "re:(a|b)*c", "re:(a)\\1"]
     for pattern in slow:
         with pytest.raises(ModelFileError, match="ignore"):
-            Names(fields, "ignore", [pattern])
+            ModuleNames(fields, "ignore", [pattern])
 
 
 NAMES = sorted(path.stem for path in GOLDEN.glob("*.safetensors"))

@@ -3,13 +3,13 @@
 import asyncio
 
 from kvferry.core.ids import BlockHash, BlockId, RequestId
-from kvferry.engine.schedule.step.kv_jobs import Progress
+from kvferry.engine.schedule.step.kv_jobs import NewBlocks
 from kvferry.workers.handoff import prefill_progress as module
 from kvferry.workers.handoff.prefill_progress import PrefillProgress
 
 
-def progress(number: int) -> Progress:
-    return Progress(RequestId("r"), (BlockId(number),), (1,), (BlockHash(bytes([number])),))
+def progress(number: int) -> NewBlocks:
+    return NewBlocks(RequestId("r"), (BlockId(number),), (1,), (BlockHash(bytes([number])),))
 
 
 async def reported_blocks(following: PrefillProgress, name: str) -> list[int]:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from kvferry.operator.plan.conditions.condition_state import ConditionState
 from kvferry.operator.pool.facts import FleetReport, WorkerReport
-from kvferry.operator.pool.spec import Adapter, Json
+from kvferry.operator.pool.spec import AdapterSpec, Json
 
 _MAX_DEVICE_CHARS = 256
 _MAX_NAMED = 3
@@ -20,7 +20,7 @@ def devices_of(fleet: FleetReport | None, role: str) -> Json:
     return {"device": ", ".join(devices)[:_MAX_DEVICE_CHARS], "transfers": transfers}
 
 
-def adapters_condition(adapters: Sequence[Adapter], report: FleetReport | None) -> ConditionState | None:
+def adapters_condition(adapters: Sequence[AdapterSpec], report: FleetReport | None) -> ConditionState | None:
     """Return whether the workers that accept requests have loaded the pool's adapters; `None` for a pool without
     any."""
     if not adapters:
@@ -49,5 +49,5 @@ def adapters_condition(adapters: Sequence[Adapter], report: FleetReport | None) 
     return "True", "Loaded", f"{len(serving)} workers serve {len(adapters)} adapters"
 
 
-def _has(worker: WorkerReport, adapter: Adapter) -> bool:
+def _has(worker: WorkerReport, adapter: AdapterSpec) -> bool:
     return any(name == adapter.name and digest.startswith(adapter.digest) for name, digest in worker.adapters)

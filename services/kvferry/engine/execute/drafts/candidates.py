@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from kvferry.engine.schedule.speculation.acceptance import MIN_CONFIDENCE, support_of_confidence
 from kvferry.engine.schedule.speculation.model_drafts import ModelDraft
-from kvferry.engine.schedule.speculation.trees.growing_tree import MIN_CANDIDATE, Candidate, Draft
+from kvferry.engine.schedule.speculation.trees.growing_tree import MIN_CANDIDATE, Candidate, TreeRows
 
 
 def worth_verifying(candidates: Sequence[Candidate], width: int) -> list[Candidate]:
@@ -18,7 +18,7 @@ def worth_verifying(candidates: Sequence[Candidate], width: int) -> list[Candida
     return [(token, share) for token, share in candidates[:width] if share >= least]
 
 
-def model_draft(draft: Draft) -> ModelDraft:
+def model_draft(draft: TreeRows) -> ModelDraft:
     """Return a draft with the support of each token."""
     supports = tuple(support_of_confidence(share) for share in draft.probabilities)
     return ModelDraft(draft.tokens, supports, parents=draft.parents)

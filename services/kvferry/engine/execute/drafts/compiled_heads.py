@@ -12,7 +12,7 @@ import numpy.typing as npt
 from kvferry.core.dtypes import activation_dtype
 from kvferry.engine.execute.drafts.head_models import Floats, Predicted, predicted, rms_norm
 from kvferry.engine.execute.models.compiled import CompiledTransformer, StepOutputs, VectorRows, native_shape, run_step
-from kvferry.engine.execute.models.compiled_loader import Loader
+from kvferry.engine.execute.models.compiled_loader import ArenaLoader
 from kvferry.engine.execute.tensors.batch import StepBatch
 from kvferry.engine.execute.tensors.paged_kv import PagedKv
 from kvferry.kernels import compiled
@@ -52,8 +52,8 @@ def codes8(values: Floats) -> npt.NDArray[np.uint8]:
     return whole.reshape(-1)
 
 
-def _loader(tensors: HeadTensors, model: CompiledTransformer, config: ModelConfig) -> Loader:
-    return Loader(config, Codes8Tensors(tensors) if model.form == _SHIPPED else tensors, model.form)
+def _loader(tensors: HeadTensors, model: CompiledTransformer, config: ModelConfig) -> ArenaLoader:
+    return ArenaLoader(config, Codes8Tensors(tensors) if model.form == _SHIPPED else tensors, model.form)
 
 
 class CompiledEagle:

@@ -35,7 +35,7 @@ from kvferry.kernels.ops import DeviceOps
 
 
 @dataclass(slots=True, eq=False)
-class LaunchedStep:
+class LaunchedGpuStep:
     """A launched step whose tokens have not been read."""
 
     scheduled: tuple[ScheduledSequence, ...]
@@ -126,11 +126,11 @@ class DeviceRunner(Runner):
         """Compute one step and wait for its tokens.
 
         Raises:
-            InvariantBroken: see `begin` and `LaunchedStep.result`.
+            InvariantBroken: see `begin` and `LaunchedGpuStep.result`.
         """
         return self.begin(plan).result()
 
-    def begin(self, plan: StepPlan) -> LaunchedStep:
+    def begin(self, plan: StepPlan) -> LaunchedGpuStep:
         """Launch a step, then capture one of the remaining batch sizes.
 
         Raises:
@@ -150,7 +150,7 @@ class DeviceRunner(Runner):
         return all(map(self._places.is_drawn_here, plan.scheduled))
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> LaunchedStep:
+    def launch(self, plan: StepPlan) -> LaunchedGpuStep:
         """Launch a step; the host waits for the device only if a sequence requests log-probabilities or is sampled on
         the host.
 
@@ -158,7 +158,7 @@ class DeviceRunner(Runner):
             InvariantBroken: the plan does not fit its sequences.
         """
         if not plan.scheduled:
-            return LaunchedStep((), (), list, {})
+            return LaunchedGpuStep((), (), list, {})
         if self.watch is not None:
             self.watch(plan)
         try:
@@ -167,7 +167,7 @@ class DeviceRunner(Runner):
             self._places.forget()  # after a failed launch the state of the batch slots on the device is unknown
             raise
 
-    def _launch(self, plan: StepPlan) -> LaunchedStep:
+    def _launch(self, plan: StepPlan) -> LaunchedGpuStep:
         self._outbox.before_next_step()
         numbers = self._places.assign(plan.scheduled)
         scores: Scores = {}
@@ -188,12 +188,12 @@ class DeviceRunner(Runner):
                 self._places.drew(s, on_device=False)
         sampling = drawn_rows(plan.scheduled)
         if not sampling:
-            return LaunchedStep(plan.scheduled, (), list, {}, scores, hidden)
+            return LaunchedGpuStep(plan.scheduled, (), list, {}, scores, hidden)
         own: list[int] = []
         for number, s in zip(numbers, plan.scheduled, strict=True):
             own += [number] if s.num_sampled == 1 else [self._places.spare] * s.num_sampled
         by_host, read = self._drawn(logits, best, sampling, rows, own, keeps=size is not None)
-        return LaunchedStep(plan.scheduled, sampling, read, by_host, scores, hidden)
+        return LaunchedGpuStep(plan.scheduled, sampling, read, by_host, scores, hidden)
 
     def _uncaptured(self, plan: StepPlan) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Run a step eagerly or piecewise; return the logits of the sampled rows, the argmax of each, and the hidden

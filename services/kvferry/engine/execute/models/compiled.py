@@ -11,7 +11,7 @@ from kvferry.core.dtypes import FLOAT32
 from kvferry.core.errors import UsageError
 from kvferry.engine.execute.models.compiled_adapter import CompiledAdapter, pack_adapter
 from kvferry.engine.execute.models.compiled_latent import latent_sizes
-from kvferry.engine.execute.models.compiled_loader import Loader
+from kvferry.engine.execute.models.compiled_loader import ArenaLoader
 from kvferry.engine.execute.models.model import LATENT_TAKES_NO_ADAPTERS, Logits
 from kvferry.engine.execute.tensors.batch import StepBatch
 from kvferry.engine.execute.tensors.device import CPU
@@ -65,7 +65,7 @@ class CompiledTransformer:
         self.dtype = dtype
         self.device = CPU
         self.kernels = f"compiled-{level}"
-        loader = Loader(config, tensors, form)
+        loader = ArenaLoader(config, tensors, form)
         parts, layers = loader.load()
         tensors.release()  # all tensors were copied; mapped pages of the file would count as memory of this process
         if rounds_inputs and not loader.has_codes:

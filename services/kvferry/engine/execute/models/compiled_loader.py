@@ -54,7 +54,7 @@ class _Pending:
     bias: Floats | None
 
 
-class Loader:
+class ArenaLoader:
     """Loader that reads every tensor once and packs the matrices into one arena."""
 
     def __init__(self, config: ModelConfig, tensors: TensorSource, form: str) -> None:

@@ -35,7 +35,7 @@ class LatentWeights:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Place:
+class LatentRows:
     """Places of a step's rows in the pages, and the angles of their positions."""
 
     pages: torch.Tensor
@@ -46,7 +46,9 @@ class Place:
     sin: torch.Tensor
 
 
-def project(x: torch.Tensor, weights: LatentWeights, latent: Latent, heads: int, ops: Ops, at: Place) -> torch.Tensor:
+def project(
+    x: torch.Tensor, weights: LatentWeights, latent: Latent, heads: int, ops: Ops, at: LatentRows
+) -> torch.Tensor:
     """Write the latent vectors of rows to their pages, and return the rows' queries.
 
     Args:
@@ -55,7 +57,7 @@ def project(x: torch.Tensor, weights: LatentWeights, latent: Latent, heads: int,
         latent: sizes of the model's latent attention.
         heads: number of query heads.
         ops: operations of the kernel backend.
-        at: see `Place`.
+        at: see `LatentRows`.
 
     Returns:
         [T, heads, plain + rotated].

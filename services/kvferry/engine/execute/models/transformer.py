@@ -19,7 +19,7 @@ import torch
 
 from kvferry.core.dtypes import activation_dtype
 from kvferry.engine.execute.models.group_plans import GroupPlans, group_plans
-from kvferry.engine.execute.models.latent import LatentWeights, Place, project
+from kvferry.engine.execute.models.latent import LatentRows, LatentWeights, project
 from kvferry.engine.execute.models.mixture import mix
 from kvferry.engine.execute.models.model import LATENT_TAKES_NO_ADAPTERS, Logits
 from kvferry.engine.execute.models.rotary import rotary_table
@@ -348,7 +348,7 @@ class Transformer:
         cos, sin = passage.angles[self._ropes[index]]
         if isinstance(layer.qkv, LatentWeights):
             assert config.latent is not None
-            place = Place(passage.pages, index, passage.slots, cos, sin)
+            place = LatentRows(passage.pages, index, passage.slots, cos, sin)
             return project(x, layer.qkv, config.latent, config.num_heads, self.ops, place)
         flat = self._adapted(layer.qkv(x), x, index, QKV, passage)
         if layer.whole_norms is not None:

@@ -27,7 +27,7 @@ _TOKEN, _DRAFT, _ACCEPTANCE = 0, 1, 2
 """Numbers of the random draws at a position."""
 
 
-class Proposed(NamedTuple):
+class ProposedToken(NamedTuple):
     """A draft token to verify."""
 
     token: int
@@ -35,7 +35,7 @@ class Proposed(NamedTuple):
     """Distribution from which it was drawn; `None` if it was not drawn."""
 
 
-def verified(p: Floats, proposed: Proposed, seed: int, sample_index: int, position: int) -> int:
+def verified(p: Floats, proposed: ProposedToken, seed: int, sample_index: int, position: int) -> int:
     """Return the token of a row with a draft token. The result equals the draft token exactly if it is accepted.
 
     Args:

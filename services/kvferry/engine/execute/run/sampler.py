@@ -24,7 +24,7 @@ from kvferry.core.errors import InvalidRequest, InvariantBroken, KvferryError
 from kvferry.core.philox import uniform
 from kvferry.core.sampling import SampledToken, SamplingParams
 from kvferry.engine.execute.models.model import Logits
-from kvferry.engine.execute.run.rejection import Proposed, verified
+from kvferry.engine.execute.run.rejection import ProposedToken, verified
 from kvferry.engine.schedule.step.draft_tree import next_row
 from kvferry.engine.schedule.step.sampling_plan import (
     SamplingPath,
@@ -76,7 +76,7 @@ def _sample_drafted(logits: Logits, first: int, s: ScheduledSequence) -> list[Sa
     sampled: list[Sampled] = []
     sources = (*(s.draft_sources or (None,) * s.num_drafts), None)
     for draft, source, row in zip([*draft_tokens(s), None], sources, rows_of(s), strict=True):
-        proposed = None if s.draft_sources is None or draft is None else Proposed(draft, source)
+        proposed = None if s.draft_sources is None or draft is None else ProposedToken(draft, source)
         one = _sample_one(logits, first + len(sampled), row, proposed)
         sampled.append(one)
         if not isinstance(one, SampledToken) or one.token_id != draft:
@@ -95,7 +95,7 @@ def _sample_path(logits: Logits, first: int, s: ScheduledSequence) -> list[Sampl
     return sampled
 
 
-def _sample_one(logits: Logits, row: int, s: ScheduledSequence, proposed: Proposed | None = None) -> Sampled:
+def _sample_one(logits: Logits, row: int, s: ScheduledSequence, proposed: ProposedToken | None = None) -> Sampled:
     if not logits.finite[row]:
         return not_finite(s)
     if sampling_path(s) is SamplingPath.BEST:
@@ -140,7 +140,7 @@ def _sample_row(
     row: npt.NDArray[np.float32],
     s: ScheduledSequence,
     allowed: npt.NDArray[np.bool_] | None = None,
-    proposed: Proposed | None = None,
+    proposed: ProposedToken | None = None,
 ) -> Sampled:
     raw = row.astype(np.float64)
     masked = raw if allowed is None else np.where(allowed, raw, -np.inf)

@@ -23,7 +23,7 @@ from kvferry.kv.handoff.quarantine import accepts_fetch
 from kvferry.kv.interface.connector import KvLoader, LoadOutcome, PagesQuiet
 from kvferry.kv.interface.tiering import KvMessage, KvTiers, StoreDone, TierAnswer, TierSource
 from kvferry.kv.pages.layer_groups import handed_over
-from kvferry.kv.pricing.price import Decision, Piece, PriceBook
+from kvferry.kv.pricing.price import LoadDecision, Piece, PriceBook
 
 _QUARANTINE_SHARE = 0.05
 
@@ -56,7 +56,7 @@ class KvLoads:
         self._loader = loader
         self._prices = prices
         self._block_bytes = block_bytes
-        self._decisions: list[tuple[RequestId, Decision]] = []
+        self._decisions: list[tuple[RequestId, LoadDecision]] = []
         self._jobs: dict[int, LoadJob] = {}
         self._next_job = 0
         self._prefetches = KvPrefetch(allocator)
@@ -148,7 +148,7 @@ class KvLoads:
             if self._tiers is not None:
                 self._tiers.store(job)
 
-    def take_decisions(self) -> list[tuple[RequestId, Decision]]:
+    def take_decisions(self) -> list[tuple[RequestId, LoadDecision]]:
         """Return the load-or-recompute decisions since the last call."""
         decisions, self._decisions = self._decisions, []
         return decisions
@@ -254,5 +254,5 @@ class KvLoads:
         self._note_decision(sequence.request_id, decision)
         return decision.num_loaded > 0
 
-    def _note_decision(self, request_id: RequestId, decision: Decision) -> None:
+    def _note_decision(self, request_id: RequestId, decision: LoadDecision) -> None:
         self._decisions.append((request_id, decision))

@@ -23,14 +23,14 @@ from kvferry.engine.schedule.step.kv_jobs import LoadJob, StoreJob
 from kvferry.engine.schedule.step.kv_progress import RemoteKv
 from kvferry.engine.schedule.step.sequence import Sequence
 from kvferry.kv.interface.tiering import KvTiers, ObjectKey, TierAnswer, TierSource
-from kvferry.kv.pricing.price import Decision, LoadPolicy, Piece, PriceBook
+from kvferry.kv.pricing.price import LoadDecision, LoadPolicy, Piece, PriceBook
 
 _MIN_SECONDS = 0.1
 """Minimum time limit of a load in seconds; estimates of shorter times are mostly noise."""
 _FORCED_SECONDS = 10.0
 
 Answered = Callable[[RequestId, RemoteKv | None], bool]
-Decided = Callable[[RequestId, Decision], None]
+Decided = Callable[[RequestId, LoadDecision], None]
 
 
 @dataclass(frozen=True, slots=True)

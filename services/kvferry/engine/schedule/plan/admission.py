@@ -33,7 +33,7 @@ from kvferry.engine.schedule.blocks.cached_prefix import CachedPrefix
 from kvferry.engine.schedule.plan.admitted import AdmittedSequences
 from kvferry.engine.schedule.plan.lookahead import share
 from kvferry.engine.schedule.plan.step_budget import StepBudget
-from kvferry.engine.schedule.policies.policy import Policy
+from kvferry.engine.schedule.policies.policy import SchedulingPolicy
 from kvferry.engine.schedule.policies.scored_prompts import ScoredPromptsQueue
 from kvferry.engine.schedule.step.adapter_slots import NO_SLOT, AdapterSlots
 from kvferry.engine.schedule.step.sequence import Sequence, SequenceEvent
@@ -134,7 +134,7 @@ class Admission:
         self,
         limits: SchedulerLimits,
         allocator: Allocator,
-        policy: Policy,
+        policy: SchedulingPolicy,
         *,
         admitted: AdmittedSequences,
         slots: AdapterSlots,

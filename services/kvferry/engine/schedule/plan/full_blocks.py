@@ -3,7 +3,7 @@ Pure."""
 
 from kvferry.engine.schedule.blocks.allocation import Allocator
 from kvferry.engine.schedule.blocks.cached_prefix import NO_PAGE
-from kvferry.engine.schedule.step.kv_jobs import Export, Progress, StoreJob
+from kvferry.engine.schedule.step.kv_jobs import Export, NewBlocks, StoreJob
 from kvferry.engine.schedule.step.sequence import Sequence
 from kvferry.kv.interface.tiering import ObjectKey
 
@@ -17,7 +17,7 @@ class FullBlocks:
         self.object_blocks = 0
         """Blocks per storage object; 0 disables stores."""
         self._stores: list[StoreJob] = []
-        self._progress: list[Progress] = []
+        self._progress: list[NewBlocks] = []
 
     def take_stores(self) -> list[StoreJob]:
         """Return the storage objects completed since the last call. Take references to their pages before the next
@@ -25,7 +25,7 @@ class FullBlocks:
         stores, self._stores = self._stores, []
         return stores
 
-    def take_progress(self) -> list[Progress]:
+    def take_progress(self) -> list[NewBlocks]:
         """Return the blocks completed since the last call, for prompts whose KV will be handed off."""
         progress, self._progress = self._progress, []
         return progress
@@ -54,7 +54,7 @@ class FullBlocks:
             new = slice(kv.num_reported, full)
             pages = tuple(kv.table.blocks[new])
             epochs = tuple(self.allocator.pool.epochs[b] for b in pages)
-            self._progress.append(Progress(sequence.request_id, pages, epochs, tuple(names[new])))
+            self._progress.append(NewBlocks(sequence.request_id, pages, epochs, tuple(names[new])))
             kv.reported_to(full)
         self.allocator.release_passed(kv.table, full * size)
 

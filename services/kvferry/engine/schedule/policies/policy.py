@@ -37,7 +37,7 @@ Remaining = Callable[[Sequence], int]
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
+class SchedulingPolicy:
     """A scheduling policy: a queue of waiting sequences, and decisions about running ones."""
 
     name: str
@@ -112,30 +112,30 @@ def _shortest(remaining: Remaining) -> Callable[[Sequence], tuple[int, ...]]:
     return lambda sequence: (sequence.request.priority, remaining(sequence), sequence.arrival)
 
 
-POLICIES: Mapping[str, Policy] = {
+POLICIES: Mapping[str, SchedulingPolicy] = {
     policy.name: policy
     for policy in (
-        Policy("fcfs", lambda *_: RankQueue(_arrival)),
-        Policy("priority", lambda *_: RankQueue(_class), has_classes=True, displaces=True),
-        Policy(
+        SchedulingPolicy("fcfs", lambda *_: RankQueue(_arrival)),
+        SchedulingPolicy("priority", lambda *_: RankQueue(_class), has_classes=True, displaces=True),
+        SchedulingPolicy(
             "srtf",
             lambda remaining, _: ShortestFirstQueue(_shortest(remaining)),
             has_classes=True,
             is_shortest_first=True,
         ),
-        Policy(
+        SchedulingPolicy(
             "two-level",
             lambda remaining, _: TwoLevelQueue(_class, _shortest(remaining)),
             has_classes=True,
             is_shortest_first=True,
         ),
-        Policy("weighted", lambda _, weights: WeightedQueue(weights)),
+        SchedulingPolicy("weighted", lambda _, weights: WeightedQueue(weights)),
     )
 }
 """All policies by name."""
 
 
-def policy_of(name: str) -> Policy:
+def policy_of(name: str) -> SchedulingPolicy:
     """Return a policy.
 
     Raises:

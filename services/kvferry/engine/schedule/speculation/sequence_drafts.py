@@ -12,7 +12,7 @@ from kvferry.engine.schedule.step.draft_tree import children
 from kvferry.engine.schedule.step.step import DraftSource
 
 
-class Proposed(NamedTuple):
+class SupportedDraft(NamedTuple):
     """A draft, with the support of each token (`acceptance`)."""
 
     tokens: tuple[int, ...] = ()
@@ -25,7 +25,7 @@ class Proposed(NamedTuple):
         """Whether the draft begins with a token that a constraint forces."""
         return bool(self.supports) and self.supports[0] == FORCED
 
-    def before(self, *ends: Collection[int]) -> "Proposed":
+    def before(self, *ends: Collection[int]) -> "SupportedDraft":
         """Return the draft without the tokens that would end the sequence and those after them, since nothing follows
         them.
 
@@ -36,13 +36,13 @@ class Proposed(NamedTuple):
         if not last:
             return self
         if not self.parents:
-            return Proposed(self.tokens[: min(last)], self.supports[: min(last)])
+            return SupportedDraft(self.tokens[: min(last)], self.supports[: min(last)])
         kept, parents = without(self.parents, last)
-        return Proposed(
+        return SupportedDraft(
             tuple(self.tokens[index] for index in kept), tuple(self.supports[index] for index in kept), parents
         )
 
-    def best_first(self, acceptance: SequenceAcceptance, limit: int) -> "Proposed":
+    def best_first(self, acceptance: SequenceAcceptance, limit: int) -> "SupportedDraft":
         """Return a tree with its tokens in descending order of the probability that they are accepted, at most `limit`.
 
         Args:
@@ -52,7 +52,7 @@ class Proposed(NamedTuple):
         if not self.parents:
             return self
         indices = ranked(range(len(self.tokens)), self.parents, self.probabilities(acceptance), limit)
-        return Proposed(
+        return SupportedDraft(
             tuple(self.tokens[index] for index in indices.tokens),
             tuple(self.supports[index] for index in indices.tokens),
             indices.parents,
@@ -105,7 +105,7 @@ class Proposed(NamedTuple):
         return self.tokens[0] == drawn
 
 
-NOTHING = Proposed()
+NOTHING = SupportedDraft()
 
 
 class SequenceDrafts:

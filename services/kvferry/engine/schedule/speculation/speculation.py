@@ -16,7 +16,7 @@ from kvferry.engine.schedule.speculation.model_drafts import DraftRequest, Drawi
 from kvferry.engine.schedule.speculation.proposer_choice import ExpectedDraft
 from kvferry.engine.schedule.speculation.proposers import NO_DRAFT, Draft, NgramProposer, Proposer, SuffixProposer
 from kvferry.engine.schedule.speculation.row_prices import RowPrices
-from kvferry.engine.schedule.speculation.sequence_drafts import Proposed, SequenceDrafts
+from kvferry.engine.schedule.speculation.sequence_drafts import SequenceDrafts, SupportedDraft
 from kvferry.engine.schedule.speculation.settings import (
     AUTO,
     MAX_DRAFT_TOKENS,
@@ -220,10 +220,10 @@ class Speculation:
             state.choice.compared(_MODEL, is_right=is_right)
         draft = self._proposer.propose(state.tokens.view(), limit)
         state.limit, state.match, state.is_requested, state.is_of_model = limit, draft.match, False, False
-        self._take(state, sequence, Proposed(draft.tokens, _supports(draft)))
+        self._take(state, sequence, SupportedDraft(draft.tokens, _supports(draft)))
         return state
 
-    def _take(self, state: SequenceDrafts, sequence: Sequence, draft: Proposed) -> None:
+    def _take(self, state: SequenceDrafts, sequence: Sequence, draft: SupportedDraft) -> None:
         """Store a draft for the sequence, cut to what its constraint, its stop tokens and its length allow."""
         state.start, state.draft, state.sources = sequence.num_tokens, draft, ()
         if sequence.sampling.mask is not None:
@@ -257,7 +257,7 @@ class Speculation:
             state.is_requested = True
             if (draft := drafts.get(sequence.request_id)) is not None:
                 state.is_of_model, state.other = True, state.draft
-                self._take(state, sequence, Proposed(draft.tokens, draft.supports, draft.parents))
+                self._take(state, sequence, SupportedDraft(draft.tokens, draft.supports, draft.parents))
                 state.sources = draft.sources  # drawn tokens are never cut
 
     def _prefers_model(self, state: SequenceDrafts, depth: int, drafting: float, rows: int) -> bool:
@@ -287,9 +287,9 @@ class Speculation:
         forced = tuple(sequence.sampling.mask.forced_tokens()[:limit])
         if forced:
             tail = self._extended(state, forced, limit)
-            state.draft = Proposed(forced + tail.tokens, (FORCED,) * len(forced) + _supports(tail))
+            state.draft = SupportedDraft(forced + tail.tokens, (FORCED,) * len(forced) + _supports(tail))
         count = sequence.sampling.mask.num_allowed(state.draft.tokens)
-        state.draft = Proposed(state.draft.tokens[:count], state.draft.supports[:count])
+        state.draft = SupportedDraft(state.draft.tokens[:count], state.draft.supports[:count])
 
     def _extended(self, state: SequenceDrafts, forced: tuple[int, ...], limit: int) -> Draft:
         """Propose tokens that follow the tokens forced by a constraint."""

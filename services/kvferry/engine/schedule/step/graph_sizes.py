@@ -64,7 +64,7 @@ def max_tokens(size: int, max_model_tokens: int, pool_tokens: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class GraphMemory:
     """Memory of captured steps in bytes, without weights and pages."""
 
     scratch_bytes: int
@@ -79,7 +79,7 @@ class Memory:
         return self.scratch_bytes + self.static_bytes
 
 
-def memory(config: ModelConfig, captured: Collection[int], *, value_bytes: int, tokens: int, width: int) -> Memory:
+def memory(config: ModelConfig, captured: Collection[int], *, value_bytes: int, tokens: int, width: int) -> GraphMemory:
     """Compute an upper bound on the memory of captured decode steps, before any capture.
 
     Args:
@@ -99,7 +99,7 @@ def memory(config: ModelConfig, captured: Collection[int], *, value_bytes: int, 
     head = config.vocab_size * value_bytes
     scratch = largest * (layer * value_bytes + parts + head + 2 * dim * _FLOAT)
     tables = (largest + 1) * width * _FLOAT
-    return Memory(scratch, tables + largest * config.vocab_size * _FLOAT + 64 * sum(captured))
+    return GraphMemory(scratch, tables + largest * config.vocab_size * _FLOAT + 64 * sum(captured))
 
 
 def piece_bytes(config: ModelConfig, rows: Collection[int], *, value_bytes: int) -> int:

@@ -45,7 +45,7 @@ class StoreJob:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class NewBlocks:
     """Newly full blocks of a prompt whose prefill is running; they follow the blocks of the previous report."""
 
     request_id: RequestId

@@ -44,7 +44,7 @@ class KvProgress:
     num_stored: int = 0
     """Number of leading blocks that were stored in the tiers or loaded from them."""
     num_reported: int = 0
-    """Number of leading blocks that were reported as `Progress`."""
+    """Number of leading blocks that were reported as `NewBlocks`."""
     num_cached: int = 0
     """Number of tokens found in the prefix cache at the first admission."""
     is_lookup_pending: bool = False

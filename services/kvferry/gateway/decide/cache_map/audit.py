@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from kvferry.gateway.decide.cache_map.block_index import BlockIndex
-from kvferry.gateway.decide.cache_map.feed_events import Digest, Names, keys_of
+from kvferry.gateway.decide.cache_map.feed_events import Digest, NameSlice, keys_of
 from kvferry.gateway.decide.cache_map.map_states import MapState
 from kvferry.gateway.decide.cache_map.replica_map import ReplicaMap
 
@@ -93,7 +93,7 @@ def compare(audit: Audit, answer: AuditAnswer, replica: ReplicaMap, index: Block
     if known is not None and known != answer.digest:
         return AuditOutcome.MISMATCH, f"a different digest of event {answer.sequence}"
     try:
-        sample = Names.read(b"".join(answer.sample)).keys
+        sample = NameSlice.read(b"".join(answer.sample)).keys
     except ValueError as error:
         return AuditOutcome.MISMATCH, str(error)
     if len(answer.held) != len(audit.names):

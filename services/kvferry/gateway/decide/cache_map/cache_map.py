@@ -12,7 +12,7 @@ from enum import StrEnum
 from kvferry.core.clock import Clock
 from kvferry.gateway.decide.cache_map.audit import Audit, AuditAnswer, AuditOutcome, begin_audit, compare
 from kvferry.gateway.decide.cache_map.block_index import BlockIndex
-from kvferry.gateway.decide.cache_map.feed_events import Delta, SnapshotPart, keys_of, num_names
+from kvferry.gateway.decide.cache_map.feed_events import CacheDelta, SnapshotPart, keys_of, num_names
 from kvferry.gateway.decide.cache_map.map_states import LOSSES, MapEvent, MapState
 from kvferry.gateway.decide.cache_map.replica_map import FeedBroken, ReplicaMap
 
@@ -145,7 +145,7 @@ class CacheMap:
         self._by_bit[bit] = address
         replica.on(MapEvent.SUBSCRIBED)
 
-    def apply(self, address: str, event: SnapshotPart | Delta) -> Iterator[None]:
+    def apply(self, address: str, event: SnapshotPart | CacheDelta) -> Iterator[None]:
         """Apply an event of a replica's feed, one slice of at most `SLICE_NAMES` names per iteration. The iterator must
         be exhausted before the replica's next event.
 
@@ -177,7 +177,7 @@ class CacheMap:
             self.counts.stored_blocks += num_names(event.stored)
             self.counts.removed_blocks += num_names(event.removed)
 
-    def _check_room(self, replica: ReplicaMap, event: SnapshotPart | Delta) -> None:
+    def _check_room(self, replica: ReplicaMap, event: SnapshotPart | CacheDelta) -> None:
         num_added = num_names(event.names if isinstance(event, SnapshotPart) else event.stored)
         if event.digest.count > self._max_blocks:
             raise FeedBroken(

@@ -36,7 +36,7 @@ class SnapshotPart:
 
 
 @dataclass(slots=True)  # not frozen, which would double the time to create one
-class Delta:
+class CacheDelta:
     """The changes of one step; removals come first."""
 
     incarnation: str
@@ -49,15 +49,15 @@ class Delta:
     """Digest of the cache after the change."""
 
 
-@dataclass(slots=True)  # not frozen, like `Delta`
-class Names:
+@dataclass(slots=True)  # not frozen, like `CacheDelta`
+class NameSlice:
     """At most one slice of the names of an event: their keys in the index, and the XOR of the complete names."""
 
     keys: list[int]
     xor: int
 
     @classmethod
-    def read(cls, joined: bytes) -> "Names":
+    def read(cls, joined: bytes) -> "NameSlice":
         """Convert concatenated names.
 
         Raises:

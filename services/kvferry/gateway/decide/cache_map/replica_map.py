@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from kvferry.gateway.decide.cache_map.block_index import BlockIndex, DispatchedBlocks
-from kvferry.gateway.decide.cache_map.feed_events import Delta, Digest, Names, SnapshotPart, num_names, slices
+from kvferry.gateway.decide.cache_map.feed_events import CacheDelta, Digest, NameSlice, SnapshotPart, num_names, slices
 from kvferry.gateway.decide.cache_map.map_states import MAP_MACHINE, MapEvent, MapState
 
 SLICE_NAMES = 512
@@ -135,7 +135,7 @@ class ReplicaMap:
         if part.is_last:
             self._applied(part.sequence, part.digest)
 
-    def delta(self, delta: Delta) -> Iterator[None]:
+    def delta(self, delta: CacheDelta) -> Iterator[None]:
         """Apply the changes of a step, one slice per iteration.
 
         Raises:
@@ -195,9 +195,9 @@ class ReplicaMap:
         self.count -= len(names.keys)
         self.dispatched.forget(names.keys)
 
-    def _read(self, some: bytes) -> Names:
+    def _read(self, some: bytes) -> NameSlice:
         try:
-            names = Names.read(some)
+            names = NameSlice.read(some)
         except ValueError as error:
             raise FeedBroken(MapEvent.MALFORMED, str(error)) from error
         self.xor ^= names.xor

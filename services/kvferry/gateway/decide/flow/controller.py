@@ -17,7 +17,7 @@ from typing import TypeVar
 from kvferry.core.errors import Overloaded
 from kvferry.gateway.decide.flow.band_shares import BandShares
 from kvferry.gateway.decide.flow.capacity import DrainRate, Room
-from kvferry.gateway.decide.flow.fair_queue import BandOrder, Entry, EntryEvent, FairQueue, StrictOrder
+from kvferry.gateway.decide.flow.fair_queue import BandOrder, EntryEvent, FairQueue, QueueEntry, StrictOrder
 
 K = TypeVar("K")
 QUEUE_FULL = "RATE_LIMIT_EXCEEDED"
@@ -39,7 +39,7 @@ class QueueSize:
     requests: int = 0
     num_bytes: int = 0
 
-    def add(self, entry: Entry, sign: int) -> None:
+    def add(self, entry: QueueEntry, sign: int) -> None:
         """Count an entry that enters or leaves.
 
         Args:
@@ -49,7 +49,7 @@ class QueueSize:
         self.requests += sign
         self.num_bytes += sign * entry.num_bytes
 
-    def exceeds(self, bounds: QueueBounds, extra: Entry) -> str:
+    def exceeds(self, bounds: QueueBounds, extra: QueueEntry) -> str:
         """Return the bound that one more entry would exceed, with its value; empty if there is none.
 
         Args:
@@ -71,7 +71,7 @@ class _Freed:
     """The size of a queue without displaced entries."""
 
     size: QueueSize
-    victims: list[Entry] = field(default_factory=list)
+    victims: list[QueueEntry] = field(default_factory=list)
 
 
 class FlowController:
@@ -130,7 +130,7 @@ class FlowController:
         """Number of service counters of tenants."""
         return sum(queue.num_flows for queue in self._queues)
 
-    def queued(self) -> Iterator[Entry]:
+    def queued(self) -> Iterator[QueueEntry]:
         """Yield all queued entries, in no particular order."""
         return chain.from_iterable(queue.queued() for queue in self._queues)
 
@@ -139,7 +139,7 @@ class FlowController:
         # If the searches have more beams than `room.searches`, their steps take turns and use only that many sequences.
         return self.num_sequences + (0 if room.is_split else min(self.num_beams, room.searches))
 
-    def is_open(self, room: Room, entry: Entry) -> bool:
+    def is_open(self, room: Room, entry: QueueEntry) -> bool:
         """Return whether a request may be dispatched now.
 
         Args:
@@ -148,11 +148,11 @@ class FlowController:
         """
         return self._has_workers(room, entry) and self._has_streams(room, entry)
 
-    def _has_workers(self, room: Room, entry: Entry) -> bool:
+    def _has_workers(self, room: Room, entry: QueueEntry) -> bool:
         is_open = self.num_beams < room.searches if entry.is_search else self.used(room) < room.sequences
         return is_open and self.prefill_tokens < room.prefill_tokens
 
-    def _has_streams(self, room: Room, entry: Entry) -> bool:
+    def _has_streams(self, room: Room, entry: QueueEntry) -> bool:
         running = self.num_sequences + self.num_beams
         return running + entry.num_sequences <= room.streams or (not running and room.streams > 0)
 
@@ -164,7 +164,7 @@ class FlowController:
         """
         return self._rate.retry_after(self.num_queued + 1, now)
 
-    def make_room(self, entry: Entry, own: QueueBounds, now: float) -> Sequence[Entry]:
+    def make_room(self, entry: QueueEntry, own: QueueBounds, now: float) -> Sequence[QueueEntry]:
         """Displace requests of lower classes, newest first, until `entry` fits into the bounds.
 
         Args:
@@ -200,7 +200,7 @@ class FlowController:
             self._leave(victim, EntryEvent.REFUSE)
         return freed.victims
 
-    def _free(self, freed: _Freed, bounds: QueueBounds, entry: Entry, tenant: str | None) -> str:
+    def _free(self, freed: _Freed, bounds: QueueBounds, entry: QueueEntry, tenant: str | None) -> str:
         """Choose victims until `entry` fits; return the bound that is still exceeded, or an empty string."""
         over = freed.size.exceeds(bounds, entry)
         if not over:
@@ -218,7 +218,7 @@ class FlowController:
                 return ""
         return over
 
-    def submit(self, entry: Entry, now: float) -> None:
+    def submit(self, entry: QueueEntry, now: float) -> None:
         """Queue an entry for which `make_room` has found room.
 
         Args:
@@ -231,14 +231,14 @@ class FlowController:
         self._queues[entry.is_search].add(entry)
         self._count(entry, 1)
 
-    def dispatch(self, room: Room, now: float) -> list[Entry]:
+    def dispatch(self, room: Room, now: float) -> list[QueueEntry]:
         """Return the entries that leave the queue now, in order: dispatched while there is room, or expired.
 
         Args:
             room: capacity of the fleet.
             now: monotonic seconds.
         """
-        decided: list[Entry] = []
+        decided: list[QueueEntry] = []
         while (entry := self._next(room, now)) is not None:
             decided.append(entry)
             if entry.deadline <= now:
@@ -254,7 +254,7 @@ class FlowController:
             self.prefill_tokens += entry.prefill_tokens
         return decided
 
-    def _next(self, room: Room, now: float) -> Entry | None:
+    def _next(self, room: Room, now: float) -> QueueEntry | None:
         """Return the entry that leaves its queue next; `None` if none can.
 
         Candidates are the first entries of both queues, if they have expired or the workers have room for them. If the
@@ -265,36 +265,36 @@ class FlowController:
         entry = min(free, key=self._order, default=None)
         return entry if entry is None or entry.deadline <= now or self._has_streams(room, entry) else None
 
-    def _order(self, entry: Entry) -> tuple[float, int, int]:
+    def _order(self, entry: QueueEntry) -> tuple[float, int, int]:
         """Return the key of the order between the queues: the share of its priority, the priority, the arrival."""
         return self._band_orders[0].served(entry.priority), entry.priority, entry.number
 
-    def _run(self, entry: Entry, sign: int) -> None:
+    def _run(self, entry: QueueEntry, sign: int) -> None:
         """Count the samples or beams of an entry that begins (`sign` 1) or ends (-1)."""
         if entry.is_search:
             self.num_beams += sign * entry.num_sequences
         else:
             self.num_sequences += sign * entry.num_sequences
 
-    def expire(self, entry: Entry) -> None:
+    def expire(self, entry: QueueEntry) -> None:
         """Remove a queued entry whose deadline in the queue has passed."""
         self._leave(entry, EntryEvent.EXPIRE)
 
-    def cancel(self, entry: Entry) -> None:
+    def cancel(self, entry: QueueEntry) -> None:
         """Remove a queued entry whose client has disconnected."""
         self._leave(entry, EntryEvent.CANCEL)
 
-    def refuse(self, entry: Entry) -> None:
+    def refuse(self, entry: QueueEntry) -> None:
         """Remove a queued entry whose request is refused because it cannot be served."""
         self._leave(entry, EntryEvent.REFUSE)
 
-    def prefilled(self, entry: Entry, num_tokens: float = math.inf) -> None:
+    def prefilled(self, entry: QueueEntry, num_tokens: float = math.inf) -> None:
         """Free the capacity of up to `num_tokens` prompt tokens of a dispatched entry, which have been computed."""
         freed = int(min(num_tokens, entry.open_prefill_tokens))
         entry.open_prefill_tokens -= freed
         self.prefill_tokens -= freed
 
-    def finish(self, entry: Entry, used: float) -> None:
+    def finish(self, entry: QueueEntry, used: float) -> None:
         """End a dispatched entry, free its capacity and correct its tenant's service.
 
         Args:
@@ -307,18 +307,18 @@ class FlowController:
         self._run(entry, -1)
         self._queues[entry.is_search].end(entry, used)
 
-    def _leave(self, entry: Entry, event: EntryEvent) -> None:
+    def _leave(self, entry: QueueEntry, event: EntryEvent) -> None:
         entry.on(event)
         self._queues[entry.is_search].remove(entry)
         self._count(entry, -1)
 
-    def _count(self, entry: Entry, sign: int) -> None:
+    def _count(self, entry: QueueEntry, sign: int) -> None:
         self._total.add(entry, sign)
         _count_in(self._by_tenant, entry.tenant, entry, sign)
         _count_in(self._by_band, entry.priority, entry, sign)
 
 
-def _count_in(sizes: dict[K, QueueSize], key: K, entry: Entry, sign: int) -> None:
+def _count_in(sizes: dict[K, QueueSize], key: K, entry: QueueEntry, sign: int) -> None:
     size = sizes.get(key)
     if size is None:
         size = sizes[key] = QueueSize()

@@ -69,7 +69,7 @@ MACHINE: Machine[EntryState, EntryEvent] = Machine(
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
+class QueueEntry:
     """One request, with all of its prompts and samples. Everything except the fields at the end is constant."""
 
     tenant: str
@@ -192,13 +192,13 @@ class _Flow:
         self.tenant = tenant
         self.served = served
         """Service in tokens per weight."""
-        self.waiting: OrderedDict[int, Entry] = OrderedDict()
+        self.waiting: OrderedDict[int, QueueEntry] = OrderedDict()
         """Queued entries by number, in order of arrival."""
-        self.order: list[tuple[float, int, Entry]] = []
+        self.order: list[tuple[float, int, QueueEntry]] = []
         """Heap of entries by deadline, then arrival; those that left the queue are skipped."""
         self.num_running = 0
 
-    def first(self) -> Entry:
+    def first(self) -> QueueEntry:
         """Return the queued entry with the earliest deadline; there must be one."""
         while self.order[0][2].state is not EntryState.QUEUED:
             heapq.heappop(self.order)
@@ -218,7 +218,7 @@ class _Band:
     def __init__(self) -> None:
         self.virtual_time = 0.0
         self.flows: dict[str, _Flow] = {}
-        self.waiting: OrderedDict[int, Entry] = OrderedDict()
+        self.waiting: OrderedDict[int, QueueEntry] = OrderedDict()
         self.num_running = 0
         self.ranking: list[tuple[float, str]] = []
         """Heap of backlogged tenants by counter; pairs whose counter has changed are skipped."""
@@ -277,7 +277,7 @@ class FairQueue:
         flow = None if band is None else band.flows.get(tenant)
         return self.virtual_time(priority) if flow is None else flow.served
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: QueueEntry) -> None:
         """Queue an entry, whose state is QUEUED and whose number is larger than that of all earlier ones."""
         band = self._bands.get(entry.priority)
         if band is None:
@@ -295,12 +295,12 @@ class FairQueue:
         heapq.heappush(flow.order, (entry.deadline, entry.number, entry))
         self._num_queued += 1
 
-    def next(self) -> Entry | None:
+    def next(self) -> QueueEntry | None:
         """Return the entry that is to be dispatched next, without removing it; `None` if the queue is empty."""
         priority = self._order.first(self._is_backlogged)
         return None if priority is None else self._bands[priority].least().first()
 
-    def begin(self, entry: Entry) -> None:
+    def begin(self, entry: QueueEntry) -> None:
         """Remove the entry that `next` returned, and charge its cost to its tenant."""
         band = self._bands[entry.priority]
         flow = band.flows[entry.tenant]
@@ -311,7 +311,7 @@ class FairQueue:
         self._take(band, flow, entry)
         self._charge(band, flow, entry.cost / entry.weight)
 
-    def end(self, entry: Entry, used: float) -> None:
+    def end(self, entry: QueueEntry, used: float) -> None:
         """Correct the charge of a running entry to the tokens that it has used.
 
         Args:
@@ -326,7 +326,7 @@ class FairQueue:
         self._charge(band, flow, (used - entry.cost) / entry.weight)
         self._tidy(band, flow, entry.priority)
 
-    def remove(self, entry: Entry) -> None:
+    def remove(self, entry: QueueEntry) -> None:
         """Remove a queued entry that will not be dispatched."""
         band = self._bands[entry.priority]
         flow = band.flows[entry.tenant]
@@ -334,7 +334,7 @@ class FairQueue:
         flow.compact()
         self._tidy(band, flow, entry.priority)
 
-    def newest_below(self, priority: int, tenant: str | None = None) -> Iterator[Entry]:
+    def newest_below(self, priority: int, tenant: str | None = None) -> Iterator[QueueEntry]:
         """Yield queued entries of larger priority numbers than `priority`: the last band first, the newest first.
 
         Args:
@@ -348,7 +348,7 @@ class FairQueue:
             elif tenant in band.flows:
                 yield from reversed(band.flows[tenant].waiting.values())
 
-    def queued(self) -> Iterator[Entry]:
+    def queued(self) -> Iterator[QueueEntry]:
         """Yield all queued entries, in no particular order."""
         for band in self._bands.values():
             yield from band.waiting.values()
@@ -357,7 +357,7 @@ class FairQueue:
         band = self._bands.get(priority)
         return band is not None and bool(band.waiting)
 
-    def _take(self, band: _Band, flow: _Flow, entry: Entry) -> None:
+    def _take(self, band: _Band, flow: _Flow, entry: QueueEntry) -> None:
         del band.waiting[entry.number]
         del flow.waiting[entry.number]
         if not flow.waiting:

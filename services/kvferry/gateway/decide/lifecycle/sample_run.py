@@ -12,10 +12,10 @@ from kvferry.core.inference.chunks import KvReport, Timing
 from kvferry.core.inference.pooling import PoolingParams
 from kvferry.core.philox import uniform
 from kvferry.core.sampling import FinishReason, SampledToken, ScoredToken
-from kvferry.core.traces.spans import Attribute, Kind, Span
+from kvferry.core.traces.spans import Attribute, Span, SpanKind
 from kvferry.gateway.decide.config import RetryConfig
 from kvferry.gateway.decide.estimates.estimates import Commitment
-from kvferry.gateway.decide.lifecycle.sample_states import MACHINE, Event, State
+from kvferry.gateway.decide.lifecycle.sample_states import MACHINE, SampleEvent, State
 from kvferry.gateway.decide.routing.cached_prefix import PromptNames
 from kvferry.gateway.decide.routing.route_notes import RouteNote
 from kvferry.gateway.decide.routing.routes import Pick, Route
@@ -106,7 +106,7 @@ class SampleTrace(NoTrace):
             "kvferry.worker": pick.replica.worker_id,
             "server.address": pick.replica.address,
         }
-        span = self._call = self._span.child(name, attributes=attributes, kind=Kind.CLIENT)
+        span = self._call = self._span.child(name, attributes=attributes, kind=SpanKind.CLIENT)
         failure, self._is_answered = "cancelled", False
         try:
             yield span.context.metadata
@@ -209,7 +209,7 @@ class SampleRun:
         if self.request.caller.queued_seconds:
             self.time(queue_seconds=self.request.caller.queued_seconds)
 
-    def on(self, event: Event) -> None:
+    def on(self, event: SampleEvent) -> None:
         """Apply `event`: change the state according to `sample_states.MACHINE`.
 
         Raises:

@@ -27,7 +27,7 @@ class State(StrEnum):
     CANCELLED = "cancelled"
 
 
-class Event(StrEnum):
+class SampleEvent(StrEnum):
     """Event that changes a sample's state; transitions are in `MACHINE`."""
 
     CALL_PREFILL = "call_prefill"
@@ -55,25 +55,25 @@ class Duty(StrEnum):
 
 _LIVE = (State.QUEUED, State.PREFILLING, State.OFFERED, State.FETCHING, State.DECODING)
 
-MACHINE: Machine[State, Event] = Machine(
+MACHINE: Machine[State, SampleEvent] = Machine(
     name="sample",
     initial=State.QUEUED,
     final=frozenset({State.DONE, State.FAILED, State.CANCELLED}),
     table={
-        (State.QUEUED, Event.CALL_PREFILL): State.PREFILLING,
-        (State.QUEUED, Event.CALL_DECODE): State.DECODING,
-        (State.PREFILLING, Event.OFFER): State.OFFERED,
-        (State.PREFILLING, Event.LOSE): State.QUEUED,
-        (State.OFFERED, Event.CALL_DECODE): State.FETCHING,
-        (State.OFFERED, Event.DROP): State.QUEUED,
-        (State.FETCHING, Event.FETCH): State.DECODING,
-        (State.FETCHING, Event.DROP): State.DECODING,
-        (State.FETCHING, Event.LOSE): State.OFFERED,
-        (State.DECODING, Event.LOSE): State.QUEUED,
+        (State.QUEUED, SampleEvent.CALL_PREFILL): State.PREFILLING,
+        (State.QUEUED, SampleEvent.CALL_DECODE): State.DECODING,
+        (State.PREFILLING, SampleEvent.OFFER): State.OFFERED,
+        (State.PREFILLING, SampleEvent.LOSE): State.QUEUED,
+        (State.OFFERED, SampleEvent.CALL_DECODE): State.FETCHING,
+        (State.OFFERED, SampleEvent.DROP): State.QUEUED,
+        (State.FETCHING, SampleEvent.FETCH): State.DECODING,
+        (State.FETCHING, SampleEvent.DROP): State.DECODING,
+        (State.FETCHING, SampleEvent.LOSE): State.OFFERED,
+        (State.DECODING, SampleEvent.LOSE): State.QUEUED,
         # Final states. QUEUED can finish if the stream was lost after its last token.
-        **{(state, Event.FINISH): State.DONE for state in _LIVE if state is not State.OFFERED},
-        **{(state, Event.FAIL): State.FAILED for state in _LIVE},
-        **{(state, Event.CANCEL): State.CANCELLED for state in _LIVE},
+        **{(state, SampleEvent.FINISH): State.DONE for state in _LIVE if state is not State.OFFERED},
+        **{(state, SampleEvent.FAIL): State.FAILED for state in _LIVE},
+        **{(state, SampleEvent.CANCEL): State.CANCELLED for state in _LIVE},
     },
 )
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from kvferry.core.hashing import BlockNamers
 from kvferry.core.ids import BlockHash
 from kvferry.gateway.decide.cache_map.cache_map import CacheMap, Lookup
-from kvferry.gateway.decide.routing.routes import CachedPrefix, Pick, PrefixKey, Replica
+from kvferry.gateway.decide.routing.routes import Pick, PredictedPrefix, PrefixKey, Replica
 
 MAX_BLOCKS = 4096
 """Maximum number of a prompt's blocks that are looked up; hashing them takes about 5 ms."""
@@ -113,20 +113,20 @@ class PromptCaches:
         self._token_ids = token_ids[:-1]
         self._min_blocks = min_blocks
         self._lookups: dict[tuple[bytes, int], tuple[Lookup, int]] = {}
-        self._found: dict[str, CachedPrefix] = {}
+        self._found: dict[str, PredictedPrefix] = {}
         """Predictions by address, as of the decision: the later comparison with other policies must not count the
         blocks that the prompt itself will add."""
 
-    def __call__(self, replica: Replica) -> CachedPrefix:
+    def __call__(self, replica: Replica) -> PredictedPrefix:
         found = self._found.get(replica.address)
         if found is None:
             found = self._found[replica.address] = self._predict(replica)
         return found
 
-    def _predict(self, replica: Replica) -> CachedPrefix:
+    def _predict(self, replica: Replica) -> PredictedPrefix:
         lookup, num_blocks = self._lookup(replica)
         found = lookup.of(replica.address)
-        return CachedPrefix(
+        return PredictedPrefix(
             tokens=found.num_blocks * replica.block_tokens,
             confirmed_tokens=found.num_confirmed * replica.block_tokens,
             decides=found.num_blocks >= min(self._min_blocks, num_blocks) > 0,

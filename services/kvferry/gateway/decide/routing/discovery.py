@@ -56,7 +56,7 @@ class Update:
     """Reason why the list is unknown or may be stale; empty if it is current."""
 
 
-class Source(Protocol):
+class DiscoverySource(Protocol):
     """Service discovery: yields the listings of all workers of a fleet whenever they change."""
 
     def updates(self) -> AsyncIterator[Update]:

@@ -9,7 +9,7 @@ from kvferry.gateway.decide.estimates.estimates import Commitments, Estimates
 from kvferry.gateway.decide.routing.latency import LatencyPolicy
 from kvferry.gateway.decide.routing.plain_policies import least_loaded, round_robin, uniform
 from kvferry.gateway.decide.routing.prefix_hash import PrefixHash
-from kvferry.gateway.decide.routing.routes import Policy, Route, RouteRequest
+from kvferry.gateway.decide.routing.routes import Route, RouteRequest, RoutingPolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class RoutingPolicies:
         }
         self._latency = LatencyPolicy(estimates, commitments)
 
-    def others(self, request: RouteRequest, choose: Callable[[Policy], Route | None]) -> tuple[OtherChoice, ...]:
+    def others(self, request: RouteRequest, choose: Callable[[RoutingPolicy], Route | None]) -> tuple[OtherChoice, ...]:
         """Return the choices of the other policies for a request.
 
         Args:
@@ -67,7 +67,7 @@ class RoutingPolicies:
 
 def make_policy(
     name: str, estimates: Estimates, commitments: Commitments, *, load_factor: float, seed: int | None = None
-) -> Policy:
+) -> RoutingPolicy:
     """Return the policy with this name.
 
     Args:

@@ -73,7 +73,7 @@ class Replica:
 
 
 @dataclass(frozen=True, slots=True)
-class CachedPrefix:
+class PredictedPrefix:
     """The part of a prompt that a replica is predicted to have in its cache."""
 
     tokens: int = 0
@@ -86,7 +86,7 @@ class CachedPrefix:
     basis: Basis = Basis.HISTORY
 
 
-CachedTokens = Callable[[Replica], CachedPrefix]
+CachedTokens = Callable[[Replica], PredictedPrefix]
 """Function from a replica to the prompt's cached prefix; see `cached_prefix.PromptCaches`."""
 
 PrefixKey = Callable[[Replica], bytes]
@@ -123,9 +123,9 @@ def served_adapters(candidates: Candidates) -> tuple[AdapterId, ...]:
     return tuple(best[name] for name in sorted(best))
 
 
-def nothing_cached(_: Replica) -> CachedPrefix:
+def nothing_cached(_: Replica) -> PredictedPrefix:
     """Return an empty prefix, for choices without cache predictions."""
-    return CachedPrefix()
+    return PredictedPrefix()
 
 
 def readers(decode: Sequence[Replica], fingerprint: bytes, family: bytes) -> tuple[Replica, ...]:
@@ -193,7 +193,7 @@ class Candidate:
     """A replica with the values that determine its rank."""
 
     replica: Replica
-    cached: CachedPrefix
+    cached: PredictedPrefix
     weight: bytes
     """Rendezvous weight for the prefix."""
     terms: Terms | None = None
@@ -210,7 +210,7 @@ class Pick:
     capacity: int
     """Upper bound on a replica's load, in requests; 0 if the policy has none."""
     num_candidates: int
-    cached: CachedPrefix = CachedPrefix()
+    cached: PredictedPrefix = PredictedPrefix()
     """The prompt's cached prefix on the replica."""
     ranked: tuple[Candidate, ...] = ()
     """The candidates that rank highest, in order."""
@@ -262,7 +262,7 @@ class Route:
         return sum(pick.terms.total for pick in picks if pick.terms is not None)
 
 
-class Policy(Protocol):
+class RoutingPolicy(Protocol):
     """Chooses replicas for requests; used by one gateway."""
 
     def one(self, request: RouteRequest, replicas: Sequence[Replica], work: Work) -> Pick | None:
@@ -310,7 +310,7 @@ class Layout(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class SampleProgress:
     """Progress of a sample, on which the roles that it needs depend."""
 
     num_prompt: int
@@ -322,7 +322,12 @@ class Progress:
 
 
 def choose_route(
-    request: RouteRequest, candidates: Candidates, policy: Policy, progress: Progress, *, skip_prefill_below: int
+    request: RouteRequest,
+    candidates: Candidates,
+    policy: RoutingPolicy,
+    progress: SampleProgress,
+    *,
+    skip_prefill_below: int,
 ) -> Route | None:
     """Choose the route of a sample's next attempt; `None` if no replica can serve it.
 
@@ -351,7 +356,7 @@ def choose_route(
 def choose(
     request: RouteRequest,
     candidates: Candidates,
-    policy: Policy,
+    policy: RoutingPolicy,
     *,
     skip_prefill: RouteReason | None = None,
     enough_tokens: int | None = None,
@@ -386,7 +391,7 @@ def choose(
     return None if alone is None else Route(None, alone, RouteReason.NO_PREFILL)
 
 
-def choose_pooling(request: RouteRequest, candidates: Candidates, policy: Policy) -> Route | None:
+def choose_pooling(request: RouteRequest, candidates: Candidates, policy: RoutingPolicy) -> Route | None:
     """Choose the worker that computes a vector: one that computes prompts; `None` if there is none. Workers of role
     `both` are used only without prefill workers, as for generation.
 
@@ -399,7 +404,7 @@ def choose_pooling(request: RouteRequest, candidates: Candidates, policy: Policy
     return None if found is None else Route(None, found, RouteReason.POOLING)
 
 
-def _pair(request: RouteRequest, candidates: Candidates, policy: Policy) -> Route | None:
+def _pair(request: RouteRequest, candidates: Candidates, policy: RoutingPolicy) -> Route | None:
     """Choose a pair with equal layouts or, if there is none, a pair that converts blocks."""
     decodable = {replica.fingerprint for replica in candidates.decode}
     prefill = [p for p in candidates.prefill if p.fingerprint in decodable]

@@ -1,13 +1,13 @@
 """Reads messages of `KvEvents` into values of the cache map."""
 
 from kvferry.gateway.decide.cache_map.audit import AuditAnswer
-from kvferry.gateway.decide.cache_map.feed_events import NAME_BYTES, Delta, Digest, SnapshotPart
+from kvferry.gateway.decide.cache_map.feed_events import NAME_BYTES, CacheDelta, Digest, SnapshotPart
 from kvferry.v1 import kv_events_pb2
 
 _MAX_INCARNATION_CHARS = 64
 
 
-def event_from_wire(event: kv_events_pb2.KvEvent) -> SnapshotPart | Delta:
+def event_from_wire(event: kv_events_pb2.KvEvent) -> SnapshotPart | CacheDelta:
     """Convert an event of a feed. A digest of the wrong size becomes one that matches no map."""
     incarnation = event.incarnation[:_MAX_INCARNATION_CHARS]
     digest = _digest(event.digest)
@@ -16,7 +16,7 @@ def event_from_wire(event: kv_events_pb2.KvEvent) -> SnapshotPart | Delta:
         names, check_name = snapshot.blocks.names, snapshot.check_name
         return SnapshotPart(incarnation, event.sequence, names, snapshot.last, digest, check_name)
     delta = event.delta
-    return Delta(incarnation, event.sequence, delta.removed, delta.stored.names, digest)
+    return CacheDelta(incarnation, event.sequence, delta.removed, delta.stored.names, digest)
 
 
 def audit_from_wire(answer: kv_events_pb2.ProbeResponse) -> AuditAnswer:

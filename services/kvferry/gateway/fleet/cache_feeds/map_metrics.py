@@ -7,7 +7,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from kvferry.core import metrics
-from kvferry.core.metrics import Kind, Metric
+from kvferry.core.metrics import Metric, MetricKind
 from kvferry.gateway.decide.cache_map.cache_map import CacheMap
 from kvferry.gateway.decide.cache_map.map_states import MapState
 from kvferry.gateway.fleet.cache_feeds.cache_feeds import CacheFeeds
@@ -54,7 +54,7 @@ class CacheMapCollector(Collector):
 
 
 def _family(metric: Metric) -> MetricFamily:
-    make = CounterMetricFamily if metric.kind is Kind.COUNTER else GaugeMetricFamily
+    make = CounterMetricFamily if metric.kind is MetricKind.COUNTER else GaugeMetricFamily
     return make(metric.name, metric.help, labels=metric.labels)
 
 

@@ -52,7 +52,7 @@ def _check_documents(value: object) -> list[str]:
     return texts
 
 
-class Score(Struct):
+class ScoreObject(Struct):
     """The similarity of one text pair."""
 
     index: int
@@ -66,7 +66,7 @@ class ScoreList(Struct):
     id: str
     created: int
     model: str
-    data: list[Score]
+    data: list[ScoreObject]
     usage: VectorUsage
     object: str = "list"
 
@@ -205,7 +205,7 @@ async def answer_score(service: TextService, caller: Caller, body: bytes, *, is_
         f"score-{caller.request_id}",
         created=int(service.clock.wall()),
         model=service.model.name,
-        data=[Score(index, score) for index, score in enumerate(scores)],
+        data=[ScoreObject(index, score) for index, score in enumerate(scores)],
         usage=usage_of(vectors),
     )
     return encode(answer), request.ignored

@@ -64,7 +64,7 @@ def check_input(value: object) -> list[Input]:
 E = TypeVar("E")
 
 
-class Embedding(Struct):
+class EmbeddingObject(Struct):
     """The vector of one input: numbers, or base64 of little-endian float32."""
 
     index: int
@@ -134,7 +134,7 @@ async def answer_embeddings(service: TextService, caller: Caller, body: bytes, *
         if index % _VECTORS_AT_ONCE == _VECTORS_AT_ONCE - 1:
             await asyncio.sleep(0)
         value = _as_base64(vector) if is_base64 else vector.values.tolist()
-        data.append(Raw(encode(Embedding(index, value))))
+        data.append(Raw(encode(EmbeddingObject(index, value))))
     return encode(EmbeddingList(data, service.model.name, usage_of(vectors))), ignored
 
 

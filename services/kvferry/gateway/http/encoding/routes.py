@@ -16,7 +16,7 @@ from kvferry.serving.request import Caller
 from kvferry.serving.text_service import TextService
 
 
-class Answer(Protocol):
+class AnswerFunction(Protocol):
     """Function that answers a request."""
 
     def __call__(
@@ -33,7 +33,7 @@ class Answer(Protocol):
         ...
 
 
-ANSWERS: Mapping[str, Answer] = {
+ANSWERS: Mapping[str, AnswerFunction] = {
     "/v1/embeddings": answer_embeddings,
     "/v1/score": answer_score,
     "/score": answer_score,
@@ -48,7 +48,7 @@ ANSWERS: Mapping[str, Answer] = {
 class UnaryRoute(BodyRoute):
     """ASGI handler of a route that answers with one JSON body, not with a stream."""
 
-    def __init__(self, context: ApiContext, answer: Answer) -> None:
+    def __init__(self, context: ApiContext, answer: AnswerFunction) -> None:
         """
         Args:
             context: the gateway's objects that all routes use.

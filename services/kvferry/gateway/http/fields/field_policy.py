@@ -24,7 +24,7 @@ class Effect(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class FieldRule:
     """What happens to a field that is not implemented."""
 
     reason: str = ""
@@ -38,103 +38,103 @@ class Rule:
         return Effect.REFUSED if self.reason else Effect.ACCEPTED
 
 
-Rules = Mapping[str, Rule]
+Rules = Mapping[str, FieldRule]
 """Rules of an object by the names of its fields."""
 
-ACCEPTED = Rule()
+ACCEPTED = FieldRule()
 _TEXT_ONLY = "answers are text"
 _NO_STATE = "the gateway keeps no such object"
 
 _HINTS: Rules = {
     "kv_hints": ACCEPTED,
     "kv_transfer_params": ACCEPTED,
-    "metadata": Rule(neutral=(None, {})),
+    "metadata": FieldRule(neutral=(None, {})),
     "prompt_cache_key": ACCEPTED,
     "prompt_cache_options": ACCEPTED,
     "prompt_cache_retention": ACCEPTED,
     "request_id": ACCEPTED,
     "safety_identifier": ACCEPTED,
-    "service_tier": Rule(neutral=(None, "auto", "default")),
+    "service_tier": FieldRule(neutral=(None, "auto", "default")),
     "session_id": ACCEPTED,
-    "store": Rule(neutral=(None, False)),
+    "store": FieldRule(neutral=(None, False)),
     "user": ACCEPTED,
-    "verbosity": Rule(neutral=(None, "medium")),
+    "verbosity": FieldRule(neutral=(None, "medium")),
     "vllm_xargs": ACCEPTED,
 }
 """Hints about caches, scheduling, accounting and abuse, which are not part of the question."""
 
 _GENERATION: Rules = {
     **_HINTS,
-    "audio": Rule(_TEXT_ONLY),
+    "audio": FieldRule(_TEXT_ONLY),
     "guided_decoding_backend": ACCEPTED,
-    "guided_whitespace_pattern": Rule("white space of a constrained output follows the constraint alone"),
-    "logits_processors": Rule("no code of requests is run"),
-    "modalities": Rule(_TEXT_ONLY, (None, ["text"])),
-    "moderation": Rule("answers are not moderated"),
+    "guided_whitespace_pattern": FieldRule("white space of a constrained output follows the constraint alone"),
+    "logits_processors": FieldRule("no code of requests is run"),
+    "modalities": FieldRule(_TEXT_ONLY, (None, ["text"])),
+    "moderation": FieldRule("answers are not moderated"),
     "prediction": ACCEPTED,
-    "prompt_embeds": Rule("prompts are text or token ids"),
-    "repetition_detection": Rule("an answer is not ended for its repetitions; use repetition_penalty"),
-    "return_tokens_as_token_ids": Rule("tokens are returned as text; use return_token_ids", (None, False)),
+    "prompt_embeds": FieldRule("prompts are text or token ids"),
+    "repetition_detection": FieldRule("an answer is not ended for its repetitions; use repetition_penalty"),
+    "return_tokens_as_token_ids": FieldRule("tokens are returned as text; use return_token_ids", (None, False)),
     "spaces_between_special_tokens": ACCEPTED,
     "stream_interval": ACCEPTED,
-    "thinking_token_budget": Rule("the length of the reasoning is not limited apart; use max_tokens"),
-    "web_search_options": Rule("the gateway searches no web"),
+    "thinking_token_budget": FieldRule("the length of the reasoning is not limited apart; use max_tokens"),
+    "web_search_options": FieldRule("the gateway searches no web"),
 }
 
 CHAT: Rules = {
     **_GENERATION,
-    "add_special_tokens": Rule("the chat template adds the special tokens", (None, False)),
-    "chat_template": Rule("templates of requests are not run; the model's template is used"),
-    "echo": Rule("the last message is not repeated", (None, False)),
-    "function_call": Rule("use tools and tool_choice", (None, "none", "auto")),
-    "functions": Rule("use tools", (None, [])),
-    "mm_processor_kwargs": Rule(_TEXT_ONLY, (None, {})),
-    "prompt": Rule("a conversation is sent in messages"),
+    "add_special_tokens": FieldRule("the chat template adds the special tokens", (None, False)),
+    "chat_template": FieldRule("templates of requests are not run; the model's template is used"),
+    "echo": FieldRule("the last message is not repeated", (None, False)),
+    "function_call": FieldRule("use tools and tool_choice", (None, "none", "auto")),
+    "functions": FieldRule("use tools", (None, [])),
+    "mm_processor_kwargs": FieldRule(_TEXT_ONLY, (None, {})),
+    "prompt": FieldRule("a conversation is sent in messages"),
 }
 """Body of POST /v1/chat/completions."""
 
 COMPLETION: Rules = {
     **_GENERATION,
-    "messages": Rule("conversations are answered by POST /v1/chat/completions"),
+    "messages": FieldRule("conversations are answered by POST /v1/chat/completions"),
     "parallel_tool_calls": ACCEPTED,
-    "suffix": Rule("text is continued at its end only", (None, "")),
-    "tool_choice": Rule("functions are called in POST /v1/chat/completions", (None, "none", "auto")),
-    "tools": Rule("functions are called in POST /v1/chat/completions", (None, [])),
+    "suffix": FieldRule("text is continued at its end only", (None, "")),
+    "tool_choice": FieldRule("functions are called in POST /v1/chat/completions", (None, "none", "auto")),
+    "tools": FieldRule("functions are called in POST /v1/chat/completions", (None, [])),
 }
 """Body of POST /v1/completions."""
 
 RESPONSE: Rules = {
     **{name: rule for name, rule in _HINTS.items() if name not in ("metadata", "store", "user", "verbosity")},
-    "access_programs": Rule(_NO_STATE),
-    "background": Rule("a response is generated while its client waits", (None, False)),
-    "background_options": Rule("a response is generated while its client waits"),
-    "context_management": Rule("the input is used as a whole", (None, [])),
-    "conversation": Rule(f"{_NO_STATE}; use previous_response_id"),
-    "image": Rule(_TEXT_ONLY),
+    "access_programs": FieldRule(_NO_STATE),
+    "background": FieldRule("a response is generated while its client waits", (None, False)),
+    "background_options": FieldRule("a response is generated while its client waits"),
+    "context_management": FieldRule("the input is used as a whole", (None, [])),
+    "conversation": FieldRule(f"{_NO_STATE}; use previous_response_id"),
+    "image": FieldRule(_TEXT_ONLY),
     "max_tool_calls": ACCEPTED,
-    "messages": Rule("a conversation is sent in input"),
-    "moderation": Rule("answers are not moderated"),
-    "prompt": Rule(f"{_NO_STATE}; use instructions and input"),
-    "truncation": Rule("the input is used as a whole", (None, "disabled")),
+    "messages": FieldRule("a conversation is sent in input"),
+    "moderation": FieldRule("answers are not moderated"),
+    "prompt": FieldRule(f"{_NO_STATE}; use instructions and input"),
+    "truncation": FieldRule("the input is used as a whole", (None, "disabled")),
 }
 """Body of POST /v1/responses."""
 
-EMBEDDINGS: Rules = {**_HINTS, "truncate_prompt_tokens": Rule("inputs are used as a whole")}
+EMBEDDINGS: Rules = {**_HINTS, "truncate_prompt_tokens": FieldRule("inputs are used as a whole")}
 """Body of POST /v1/embeddings."""
 
 SCORE: Rules = {
     **_HINTS,
-    "truncate_prompt_tokens": Rule("texts are used as a whole"),
-    "truncation": Rule("texts are used as a whole", (None, False)),
+    "truncate_prompt_tokens": FieldRule("texts are used as a whole"),
+    "truncation": FieldRule("texts are used as a whole", (None, False)),
 }
 """Body of POST /v1/score."""
 
 RERANK: Rules = {
     **SCORE,
-    "max_chunks_per_doc": Rule("a document has one score"),
-    "max_tokens_per_doc": Rule("documents are used as a whole"),
-    "rank_fields": Rule("documents are texts"),
-    "return_embeddings": Rule("the answer has scores only; use POST /v1/embeddings", (None, False)),
+    "max_chunks_per_doc": FieldRule("a document has one score"),
+    "max_tokens_per_doc": FieldRule("documents are used as a whole"),
+    "rank_fields": FieldRule("documents are texts"),
+    "return_embeddings": FieldRule("the answer has scores only; use POST /v1/embeddings", (None, False)),
 }
 """Body of POST /v1/rerank."""
 
@@ -145,13 +145,13 @@ TOKENIZE: Rules = {
 """Body of POST /tokenize."""
 
 MESSAGE: Rules = {
-    "annotations": Rule(neutral=(None, [])),
-    "audio": Rule(_TEXT_ONLY, (None, [])),
+    "annotations": FieldRule(neutral=(None, [])),
+    "audio": FieldRule(_TEXT_ONLY, (None, [])),
     "cache_control": ACCEPTED,
-    "function_call": Rule("calls are sent in tool_calls", (None, [])),
+    "function_call": FieldRule("calls are sent in tool_calls", (None, [])),
     "id": ACCEPTED,
-    "partial": Rule("use continue_final_message", (None, False)),
-    "prefix": Rule("use continue_final_message", (None, False)),
+    "partial": FieldRule("use continue_final_message", (None, False)),
+    "prefix": FieldRule("use continue_final_message", (None, False)),
     "provider_specific_fields": ACCEPTED,
     "reasoning_details": ACCEPTED,
     "thinking_blocks": ACCEPTED,
@@ -172,47 +172,47 @@ TOOL_CALL: Rules = {
 }
 """Call in an assistant's message; `index` is its number in a stream."""
 
-STREAM_OPTIONS: Rules = {"include_obfuscation": Rule(neutral=(None, False))}
+STREAM_OPTIONS: Rules = {"include_obfuscation": FieldRule(neutral=(None, False))}
 """Options of a stream, whose events have no padding."""
 
 STRUCTURED: Rules = {
-    "disable_additional_properties": Rule("write additionalProperties into the schema", (None, False)),
+    "disable_additional_properties": FieldRule("write additionalProperties into the schema", (None, False)),
     "disable_any_whitespace": ACCEPTED,
     "disable_fallback": ACCEPTED,
-    "whitespace_pattern": Rule("set x-guidance.whitespace_pattern at the root of the schema"),
+    "whitespace_pattern": FieldRule("set x-guidance.whitespace_pattern at the root of the schema"),
 }
 """The object `structured_outputs`."""
 
 REASONING: Rules = {
-    "enabled": Rule("use effort", (None, True)),
+    "enabled": FieldRule("use effort", (None, True)),
     "generate_summary": ACCEPTED,
-    "max_tokens": Rule("the length of the reasoning is not limited apart; use effort"),
+    "max_tokens": FieldRule("the length of the reasoning is not limited apart; use effort"),
     "summary": ACCEPTED,
 }
 """The object `reasoning`."""
 
 RESPONSE_TOOL: Rules = {
-    "allowed_callers": Rule("the model calls functions itself", (None, ["direct"])),
-    "async": Rule("a result follows its call", (None, False)),
+    "allowed_callers": FieldRule("the model calls functions itself", (None, ["direct"])),
+    "async": FieldRule("a result follows its call", (None, False)),
     "cache_control": ACCEPTED,
-    "defer_loading": Rule("all functions are in the prompt", (None, False)),
+    "defer_loading": FieldRule("all functions are in the prompt", (None, False)),
     "output_schema": ACCEPTED,
 }
 """Tool of the Responses API."""
 
-RESPONSE_TEXT: Rules = {"verbosity": Rule(neutral=(None, "medium"))}
+RESPONSE_TEXT: Rules = {"verbosity": FieldRule(neutral=(None, "medium"))}
 """The object `text`."""
 
-RESPONSE_PART: Rules = {"annotations": Rule(neutral=(None, [])), "logprobs": Rule(neutral=(None, []))}
+RESPONSE_PART: Rules = {"annotations": FieldRule(neutral=(None, [])), "logprobs": FieldRule(neutral=(None, []))}
 """Part of a message or result of the Responses API, with fields of an earlier response's output."""
 
 RESPONSE_MESSAGE: Rules = {"phase": ACCEPTED}
 """Item of type message."""
 
 RESPONSE_CALL: Rules = {
-    "async": Rule("a result follows its call", (None, False)),
-    "caller": Rule("the model calls functions itself"),
-    "namespace": Rule("functions have plain names"),
+    "async": FieldRule("a result follows its call", (None, False)),
+    "caller": FieldRule("the model calls functions itself"),
+    "namespace": FieldRule("functions have plain names"),
 }
 """Item of type function_call."""
 
@@ -224,25 +224,25 @@ INCLUDE: Rules = {"reasoning.encrypted_content": ACCEPTED}
 
 MESSAGES: Rules = {
     "billing_policy": ACCEPTED,
-    "compaction": Rule("conversations are not summarized"),
+    "compaction": FieldRule("conversations are not summarized"),
     "container": ACCEPTED,
     "context_management": ACCEPTED,
     "diagnostics": ACCEPTED,
     "fallback_credit_token": ACCEPTED,
-    "fallbacks": Rule("one model is served", (None, [])),
+    "fallbacks": FieldRule("one model is served", (None, [])),
     "inference_geo": ACCEPTED,
-    "mcp_servers": Rule("the gateway calls no servers", (None, [])),
-    "service_tier": Rule(neutral=(None, "auto", "standard_only")),
-    "speed": Rule(neutral=(None, "standard")),
-    "thread": Rule(f"{_NO_STATE}; send the whole conversation"),
+    "mcp_servers": FieldRule("the gateway calls no servers", (None, [])),
+    "service_tier": FieldRule(neutral=(None, "auto", "standard_only")),
+    "speed": FieldRule(neutral=(None, "standard")),
+    "thread": FieldRule(f"{_NO_STATE}; send the whole conversation"),
     "user_profile_id": ACCEPTED,
     "workspace_id": ACCEPTED,
 }
 """Bodies of POST /v1/messages and /v1/messages/count_tokens."""
 
 CLIENT_TOOL: Rules = {
-    "allowed_callers": Rule(neutral=(None, ["direct"])),
-    "defer_loading": Rule(neutral=(None, False)),
+    "allowed_callers": FieldRule(neutral=(None, ["direct"])),
+    "defer_loading": FieldRule(neutral=(None, False)),
     "eager_input_streaming": ACCEPTED,
     "input_examples": ACCEPTED,
 }

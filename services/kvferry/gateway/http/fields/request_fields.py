@@ -14,7 +14,7 @@ from pydantic import Discriminator, Field, Tag
 
 from kvferry.core.constraint import Constraint, ConstraintKind
 from kvferry.core.errors import InvalidRequest, shortened
-from kvferry.core.inference.tools import MAX_TOOLS, Choice, Tool, ToolUse
+from kvferry.core.inference.tools import MAX_TOOLS, Tool, ToolMode, ToolUse
 from kvferry.gateway.http.fields import field_policy
 from kvferry.gateway.http.fields.field_policy import Rules
 from kvferry.gateway.http.fields.strict import Strict
@@ -68,7 +68,7 @@ class CalledFunction(Strict):
     arguments: str
 
 
-class ToolCall(Strict):
+class MessageToolCall(Strict):
     """A call in an assistant's message."""
 
     RULES: ClassVar[Rules] = field_policy.TOOL_CALL
@@ -86,7 +86,7 @@ class Message(Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[Part], Field(fail_fast=True)] | None = None
     name: str | None = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None = None
+    tool_calls: Annotated[list[MessageToolCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None = None
     tool_call_id: Annotated[str, Field(max_length=MAX_ID_CHARS)] | None = None
     refusal: str | None = None
     """Text of an assistant's message that has no content."""
@@ -222,21 +222,21 @@ def tool_use(
         for tool in tools or ()
     )
     name = ""
-    wanted = Choice.AUTO
+    wanted = ToolMode.AUTO
     allowed: frozenset[str] | None = None
     if isinstance(choice, NamedChoice):
-        wanted, name = Choice.REQUIRED, choice.function.name
+        wanted, name = ToolMode.REQUIRED, choice.function.name
     elif isinstance(choice, AllowedChoice):
-        wanted = Choice(choice.allowed_tools.mode)
+        wanted = ToolMode(choice.allowed_tools.mode)
         allowed = frozenset(tool.function.name for tool in choice.allowed_tools.tools)
     elif choice is not None:
-        if choice not in tuple(Choice):
+        if choice not in tuple(ToolMode):
             raise InvalidRequest(
-                f"tool_choice {shortened(choice)!r} is unknown; use {', '.join(Choice)}, or a tool's name as "
+                f"tool_choice {shortened(choice)!r} is unknown; use {', '.join(ToolMode)}, or a tool's name as "
                 '{"type": "function", "function": {"name": ...}}',
                 field="tool_choice",
             )
-        wanted = Choice(choice)
+        wanted = ToolMode(choice)
     return ToolUse(offered, wanted, name, is_parallel=is_parallel is not False, allowed=allowed)
 
 

@@ -17,7 +17,7 @@ from pydantic_core import CoreSchema, ErrorDetails, from_json
 
 from kvferry.core.errors import InvalidRequest, shortened
 from kvferry.core.sampling import MAX_PRIORITY, RANGES, Range
-from kvferry.gateway.http.fields.field_policy import Effect, Rule, Rules
+from kvferry.gateway.http.fields.field_policy import Effect, FieldRule, Rules
 from kvferry.serving.prompts import MAX_MESSAGES
 
 _Priority = Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
@@ -252,7 +252,7 @@ def kept_fields(
     return sorter.kept(kind, fields, "", ""), tuple(sorter.ignored)
 
 
-def effects(kind: type[Strict], place: str = "") -> dict[str, Effect | Rule]:
+def effects(kind: type[Strict], place: str = "") -> dict[str, Effect | FieldRule]:
     """Return what happens to each field of an object and of the objects in it, by path without numbers of items: it is
     honoured, or has a rule.
 
@@ -260,7 +260,7 @@ def effects(kind: type[Strict], place: str = "") -> dict[str, Effect | Rule]:
         kind: class of the object.
         place: beginning of the paths.
     """
-    found: dict[str, Effect | Rule] = {f"{place}{name}": rule for name, rule in kind.RULES.items()}
+    found: dict[str, Effect | FieldRule] = {f"{place}{name}": rule for name, rule in kind.RULES.items()}
     for name, inner in _parts(kind).items():
         found[f"{place}{name}"] = Effect.HONOURED
         for part in inner:
@@ -307,7 +307,7 @@ class _Sorter:
         return value if kind is None else self.kept(kind, value, f"{where}.", f"{place}.")
 
 
-def _not_supported(field: str, rule: Rule, value: object) -> InvalidRequest:
+def _not_supported(field: str, rule: FieldRule, value: object) -> InvalidRequest:
     remedy = " or ".join(json.dumps(neutral) for neutral in rule.neutral if neutral is not None) or "null"
     return InvalidRequest(
         f"{field} is not supported: {rule.reason}; leave it out or set it to {remedy}, not {shown(value)}", field=field

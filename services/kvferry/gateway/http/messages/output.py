@@ -31,14 +31,14 @@ class Text(Struct, tag="text"):
     citations: None = None
 
 
-class Thinking(Struct, tag="thinking"):
+class ThinkingOutput(Struct, tag="thinking"):
     """The model's reasoning."""
 
     thinking: str
     signature: str
 
 
-class ToolUse(Struct, tag="tool_use"):
+class ToolUseOutput(Struct, tag="tool_use"):
     """A call of a tool."""
 
     id: str
@@ -46,7 +46,7 @@ class ToolUse(Struct, tag="tool_use"):
     input: dict[str, Any]
 
 
-Content = Text | Thinking | ToolUse
+Content = Text | ThinkingOutput | ToolUseOutput
 
 
 class OutputDetails(Struct):
@@ -65,7 +65,7 @@ class MessageUsage(Struct):
     """Always 0: caching a prompt has no price."""
 
 
-class Message(Struct):
+class AnswerMessage(Struct):
     """An answer, whole or at the start of a stream."""
 
     id: str
@@ -113,7 +113,7 @@ class MessageEnd(Struct):
 
 
 class MessageStart(Struct, tag="message_start"):
-    message: Message
+    message: AnswerMessage
 
 
 class BlockStart(Struct, tag="content_block_start"):

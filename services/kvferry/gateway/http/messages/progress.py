@@ -28,16 +28,16 @@ class _OpenBlock:
         match self.start:
             case out.Text():
                 return out.Text(text)
-            case out.Thinking():
-                return out.Thinking(text, out.SIGNATURE)
-            case out.ToolUse():
+            case out.ThinkingOutput():
+                return out.ThinkingOutput(text, out.SIGNATURE)
+            case out.ToolUseOutput():
                 return replace(self.start, input=_input(text))
 
 
 class MessageProgress:
     """Builds one answer. Iterate over the events of each method in order."""
 
-    def __init__(self, begun: out.Message, max_tokens: int) -> None:
+    def __init__(self, begun: out.AnswerMessage, max_tokens: int) -> None:
         """
         Args:
             begun: the answer without content.
@@ -51,7 +51,7 @@ class MessageProgress:
     def add(self, chunk: TextChunk) -> Iterator[out.Event]:
         """Add a chunk of the output; the last one ends the answer."""
         if chunk.reasoning:
-            yield from self._enter(out.Thinking("", ""))
+            yield from self._enter(out.ThinkingOutput("", ""))
             yield self._delta(chunk.reasoning, out.ThinkingAdded(chunk.reasoning))
         if chunk.text:
             yield from self._enter(out.Text(""))
@@ -59,7 +59,7 @@ class MessageProgress:
         for call in chunk.tool_calls:
             if call.name:
                 yield from self._close()
-                yield from self._enter(out.ToolUse(call.call_id, call.name, {}))
+                yield from self._enter(out.ToolUseOutput(call.call_id, call.name, {}))
             if call.arguments:
                 yield self._delta(call.arguments, out.InputAdded(call.arguments))
         if chunk.finish_reason is not None:
@@ -82,7 +82,7 @@ class MessageProgress:
     def _close(self) -> Iterator[out.Event]:
         if self._open is None:
             return
-        if isinstance(self._open.start, out.Thinking):
+        if isinstance(self._open.start, out.ThinkingOutput):
             yield out.BlockDelta(len(self._blocks), out.SignatureAdded(out.SIGNATURE))
         yield out.BlockStop(len(self._blocks))
         self._blocks.append(self._open.whole())
@@ -111,7 +111,7 @@ class MessageProgress:
             return "max_tokens" if usage.output_tokens >= self._max_tokens else "model_context_window_exceeded"
         if isinstance(chunk.stop_reason, str):
             return "stop_sequence"
-        has_calls = any(isinstance(block, out.ToolUse) for block in self._blocks)
+        has_calls = any(isinstance(block, out.ToolUseOutput) for block in self._blocks)
         return "tool_use" if has_calls else "end_turn"
 
 

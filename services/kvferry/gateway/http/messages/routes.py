@@ -36,7 +36,7 @@ class MessageCreation:
         """Names of the request's fields without effect."""
         request = generation.requests[0]
         adapter = request.caller.adapter
-        begun = out.Message(
+        begun = out.AnswerMessage(
             id=f"msg_{request.caller.request_id}",
             model=generation.service.model.name if adapter is None else adapter.name,
             content=[],

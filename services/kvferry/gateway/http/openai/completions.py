@@ -27,7 +27,7 @@ async def answer(generation: Generation) -> tuple[bytes, Timing]:
     """
     samples: dict[int, _Sample] = {}
     spell = generation.service.model.tokenizer.token_bytes
-    usage: reply.Usage | None = None
+    usage: reply.UsageObject | None = None
     per_prompt = generation.requests[0].num_samples
     async with aclosing(generation.chunks()) as chunks:
         async for chunk in chunks:
@@ -56,7 +56,7 @@ async def events(generation: Generation) -> AsyncGenerator[bytes, None]:
         KvferryError: the generation failed, before or after the first event.
     """
     make = _chat_events(generation) if generation.is_chat else _text_events(generation)
-    usage: reply.Usage | None = None
+    usage: reply.UsageObject | None = None
     timing: Timing | None = None
     running = _RunningUsage(generation)
     is_first = True
@@ -89,14 +89,14 @@ class _RunningUsage:
         self._counts: dict[int, int] = {}
         self._last: TextChunk | None = None
 
-    def after(self, chunk: TextChunk) -> reply.Usage:
+    def after(self, chunk: TextChunk) -> reply.UsageObject:
         """Return the usage of the choice of `chunk` up to and including this chunk."""
         if chunk is not self._last:
             self._last = chunk
             self._counts[chunk.index] = self._counts.get(chunk.index, 0) + len(chunk.tokens)
         prompt = len(self._requests[chunk.index // self._requests[0].num_samples].token_ids)
         output = self._counts[chunk.index]
-        return reply.Usage(prompt, output, prompt + output)
+        return reply.UsageObject(prompt, output, prompt + output)
 
 
 def _echoed_logprobs(
@@ -164,7 +164,7 @@ class _Sample:
         token_ids = self.token_ids if self.generation.form.has_token_ids else UNSET
         if self.generation.is_chat:
             calls = [
-                reply.ToolCall(call.call_id, reply.CalledFunction(call.arguments, call.name))
+                reply.ToolCallObject(call.call_id, reply.FunctionDelta(call.arguments, call.name))
                 for call in self.tool_calls.whole()
             ]
             reasoning = "".join(self.reasoning) or UNSET

@@ -42,7 +42,7 @@ class CompletionTokensDetails(Struct):
     """Number of output tokens of the reasoning, with its marks; also if the response leaves the reasoning out."""
 
 
-class Usage(Struct):
+class UsageObject(Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
@@ -91,7 +91,7 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]
 """Log-probabilities of each token of a prompt and of its alternatives, by token id; null for the first token."""
 
 
-class CalledFunction(Struct, omit_defaults=True):
+class FunctionDelta(Struct, omit_defaults=True):
     """A call's name, in its first delta, and its arguments as JSON text."""
 
     arguments: str
@@ -102,16 +102,16 @@ class ToolCallDelta(Struct, omit_defaults=True):
     """A part of a call; the first part has id, type and name."""
 
     index: int
-    function: CalledFunction
+    function: FunctionDelta
     id: str | None = None
     type: str | None = None
 
 
-class ToolCall(Struct):
+class ToolCallObject(Struct):
     """A call of a whole response."""
 
     id: str
-    function: CalledFunction
+    function: FunctionDelta
     type: str = "function"
 
 
@@ -141,7 +141,7 @@ class ChatMessage(Struct):
     reasoning: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
     """Older name of `reasoning`, with the same text."""
-    tool_calls: list[ToolCall] | UnsetType = UNSET
+    tool_calls: list[ToolCallObject] | UnsetType = UNSET
 
 
 class ChatChoice(Struct):
@@ -182,7 +182,7 @@ class Reply(Struct, Generic[C]):
     created: int
     model: str
     choices: Sequence[C]
-    usage: Usage | UnsetType | None = UNSET
+    usage: UsageObject | UnsetType | None = UNSET
     """Token usage. In streams only if `include_usage` is set; null in all chunks except the last, unless
     `continuous_usage_stats` is set too."""
     kvferry: Timing | UnsetType = UNSET
@@ -204,7 +204,7 @@ class ErrorBody(Struct):
     error: ErrorDetail
 
 
-class Model(Struct):
+class ModelObject(Struct):
     id: str
     created: int
     object: str = "model"
@@ -216,7 +216,7 @@ class Model(Struct):
 
 
 class ModelList(Struct):
-    data: list[Model]
+    data: list[ModelObject]
     object: str = "list"
 
 
@@ -229,8 +229,8 @@ class TokenBytes(Protocol):
 def call_delta(delta: CallDelta) -> ToolCallDelta:
     """Convert a part of a call."""
     if not delta.name:
-        return ToolCallDelta(delta.index, CalledFunction(delta.arguments))
-    return ToolCallDelta(delta.index, CalledFunction(delta.arguments, delta.name), delta.call_id, "function")
+        return ToolCallDelta(delta.index, FunctionDelta(delta.arguments))
+    return ToolCallDelta(delta.index, FunctionDelta(delta.arguments, delta.name), delta.call_id, "function")
 
 
 def error_body(error: KvferryError) -> bytes:
@@ -366,7 +366,7 @@ def continued(total: L | None, more: L | None) -> L | None:
     return total
 
 
-def add_usage(total: Usage | None, chunk: TextChunk, *, first_sample: bool) -> Usage | None:
+def add_usage(total: UsageObject | None, chunk: TextChunk, *, first_sample: bool) -> UsageObject | None:
     """Return `total` plus the usage of an ended sample, and of the beams that are not returned; the prompt is counted
     only for the first sample.
 
@@ -386,7 +386,7 @@ def add_usage(total: Usage | None, chunk: TextChunk, *, first_sample: bool) -> U
         if total.prompt_tokens_details is not UNSET and total.completion_tokens_details is not UNSET:
             cached += total.prompt_tokens_details.cached_tokens
             reasoning += total.completion_tokens_details.reasoning_tokens
-    return Usage(prompt, output, prompt + output, PromptTokensDetails(cached), CompletionTokensDetails(reasoning))
+    return UsageObject(prompt, output, prompt + output, PromptTokensDetails(cached), CompletionTokensDetails(reasoning))
 
 
 def _key(raw: bytes) -> str:

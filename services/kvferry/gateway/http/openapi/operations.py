@@ -28,7 +28,7 @@ from kvferry.core.errors import (
 )
 from kvferry.gateway.http.body_route import BodyTooLarge, BodyTooSlow, UnsupportedMedia
 from kvferry.gateway.http.encoding.comparisons import Ranking, RerankBody, ScoreBody, ScoreList
-from kvferry.gateway.http.encoding.embeddings import Embedding, EmbeddingList, EmbeddingsBody
+from kvferry.gateway.http.encoding.embeddings import EmbeddingList, EmbeddingObject, EmbeddingsBody
 from kvferry.gateway.http.encoding.token_ids import DetokenizeBody, TokenIds, TokenizeBody, TokenText
 from kvferry.gateway.http.fields.strict import Strict
 from kvferry.gateway.http.messages import output as messages
@@ -115,7 +115,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "POST",
         "/v1/messages",
         "Answers a conversation, in Anthropic's form.",
-        messages.Message,
+        messages.AnswerMessage,
         MessageRequest,
         messages.Event,
         errors=COMPUTED,
@@ -172,7 +172,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "POST",
         "/v1/embeddings",
         "Computes the vectors of inputs, given as text or token ids.",
-        EmbeddingList[Embedding],
+        EmbeddingList[EmbeddingObject],
         EmbeddingsBody,
         errors=COMPUTED,
     ),
@@ -202,7 +202,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "GET",
         "/v1/models/{model:path}",
         "Returns the model or an adapter.",
-        reply.Model,
+        reply.ModelObject,
         errors=(*KEYED, UnknownModel),
     ),
     Operation(

@@ -11,7 +11,7 @@ from kvferry.gateway.http.openai.reply import TokenLogprob
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
 
 
-class OutputText(Struct, tag="output_text"):
+class OutputTextPart(Struct, tag="output_text"):
     """Text of a message."""
 
     text: str
@@ -25,7 +25,7 @@ class ReasoningPart(Struct, tag="reasoning_text"):
     text: str
 
 
-Part = OutputText | ReasoningPart
+Part = OutputTextPart | ReasoningPart
 
 
 class OutputMessage(Struct, tag="message"):
@@ -33,7 +33,7 @@ class OutputMessage(Struct, tag="message"):
 
     id: str
     status: Status
-    content: list[OutputText]
+    content: list[OutputTextPart]
     role: str = "assistant"
 
 

@@ -36,7 +36,7 @@ class _OpenItem:
             return out.OutputCall(self.id, status, self.call_id, self.name, text)
         if self.kind == "reasoning":
             return out.OutputReasoning(self.id, status, [] if is_empty else [out.ReasoningPart(text)])
-        content = [] if is_empty else [out.OutputText(text, [], self.logprobs)]
+        content = [] if is_empty else [out.OutputTextPart(text, [], self.logprobs)]
         return out.OutputMessage(self.id, status, content)
 
 
@@ -102,7 +102,7 @@ class ResponseProgress:
         yield from self._close("completed")
         opened = self._open = _OpenItem(kind, self._named(prefix))
         yield out.ItemAdded(self._next(), self._index, opened.item("in_progress", is_empty=True))
-        part: out.Part = out.ReasoningPart("") if kind == "reasoning" else out.OutputText("")
+        part: out.Part = out.ReasoningPart("") if kind == "reasoning" else out.OutputTextPart("")
         yield out.PartAdded(self._next(), opened.id, self._index, 0, part)
 
     def _call(self, call: CallDelta) -> Iterator[out.Event]:
@@ -135,7 +135,7 @@ class ResponseProgress:
             yield out.PartDone(self._next(), done.id, index, 0, out.ReasoningPart(text))
         else:
             yield out.TextDone(self._next(), done.id, index, 0, text, done.logprobs)
-            yield out.PartDone(self._next(), done.id, index, 0, out.OutputText(text, [], done.logprobs))
+            yield out.PartDone(self._next(), done.id, index, 0, out.OutputTextPart(text, [], done.logprobs))
         item = done.item(status)
         self._open = None
         yield out.ItemDone(self._next(), index, item)

@@ -29,7 +29,7 @@ from kvferry.kv.tiers.disk.object_file import TEMPORARY, Reading, aligned_buffer
 from kvferry.kv.tiers.interface.frame import FrameDamaged, Frames, flat
 from kvferry.kv.tiers.interface.spec import TierSpec
 from kvferry.kv.tiers.interface.tier import ObjectKey, Presence, TierError, TierMiss
-from kvferry.kv.tiers.policy.disk_index import DiskIndex, Entry
+from kvferry.kv.tiers.policy.disk_index import DiskEntry, DiskIndex
 
 _log = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class DiskTier:
         self._file_bytes = file_bytes(frames.object_bytes)
         self._index = DiskIndex(options.max_bytes)
         self._storing: set[BlockHash] = set()
-        self._unscanned: dict[BlockHash, Entry] = {}
+        self._unscanned: dict[BlockHash, DiskEntry] = {}
         """Objects stored since the start of the last scan, which may have missed their files."""
         self._bounces: list[memoryview] = []
         """Idle aligned buffers; at most `_MAX_BOUNCES`."""
@@ -159,7 +159,7 @@ class DiskTier:
                 clock=self._clock,
             )
             with self._lock:
-                entry = Entry(self._file_bytes, self._clock.wall())
+                entry = DiskEntry(self._file_bytes, self._clock.wall())
                 self._index.add(key.name, entry)
                 self._unscanned[key.name] = entry
         except OSError as error:
@@ -187,7 +187,7 @@ class DiskTier:
         Raises:
             OSError: the folder cannot be read.
         """
-        found: dict[BlockHash, Entry] = {}
+        found: dict[BlockHash, DiskEntry] = {}
         with self._lock:
             self._unscanned = {}
         for entry in _files(self._options.folder):
@@ -202,7 +202,7 @@ class DiskTier:
                 if len(found) == _MAX_FILES:
                     os.unlink(entry.path)  # removed instead of indexed, to bound the memory of the index
                     continue
-                found[name] = Entry(status.st_size, status.st_mtime)
+                found[name] = DiskEntry(status.st_size, status.st_mtime)
         with self._lock:
             found.update((name, entry) for name, entry in self._unscanned.items() if name in self._index)
             self._index.rebuild(list(found.items()))
@@ -236,7 +236,7 @@ class DiskTier:
             return False
         with self._lock:
             if name not in self._index:
-                self._index.add(name, Entry(status.st_size, status.st_mtime))
+                self._index.add(name, DiskEntry(status.st_size, status.st_mtime))
         return True
 
     def _discard(self, name: BlockHash, why: str) -> None:

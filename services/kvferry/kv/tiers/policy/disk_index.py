@@ -8,7 +8,7 @@ from kvferry.core.ids import BlockHash
 
 
 @dataclass(slots=True)
-class Entry:
+class DiskEntry:
     """Index entry of one file."""
 
     num_bytes: int
@@ -27,7 +27,7 @@ class DiskIndex:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._entries: OrderedDict[BlockHash, Entry] = OrderedDict()
+        self._entries: OrderedDict[BlockHash, DiskEntry] = OrderedDict()
         self._num_bytes = 0
 
     def __contains__(self, name: BlockHash) -> bool:
@@ -43,7 +43,7 @@ class DiskIndex:
         """Total bytes of the indexed files."""
         return self._num_bytes
 
-    def rebuild(self, found: Iterable[tuple[BlockHash, Entry]]) -> None:
+    def rebuild(self, found: Iterable[tuple[BlockHash, DiskEntry]]) -> None:
         """Replace the index with the result of a scan, which may be in any order; keep times of use that are later than
         in the scan."""
         found = list(found)
@@ -55,7 +55,7 @@ class DiskIndex:
         for name, entry in sorted(found, key=lambda pair: pair[1].used_at):
             self.add(name, entry)
 
-    def add(self, name: BlockHash, entry: Entry) -> None:
+    def add(self, name: BlockHash, entry: DiskEntry) -> None:
         """Add a file that was written or found; it becomes the most recently used file."""
         self.drop(name)
         self._entries[name] = entry

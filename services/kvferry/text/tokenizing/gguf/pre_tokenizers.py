@@ -47,7 +47,7 @@ _DEEPSEEK_V3 = (
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class SplitRule:
     """A rule that splits text, with settings of the tokenizers that use it."""
 
     make: Callable[[], pre_tokenizers.PreTokenizer]
@@ -79,14 +79,14 @@ def _digits_alone() -> pre_tokenizers.PreTokenizer:
     )
 
 
-_LLAMA_3 = Rule(_by_patterns(_WORDS % r"\p{N}{1,3}"), prefers_whole_words=True, adds_bos=True)
-_CL100K = Rule(_by_patterns(_WORDS % r"\p{N}{1,3}"))
-_SINGLE_DIGITS = Rule(_digits_alone)
+_LLAMA_3 = SplitRule(_by_patterns(_WORDS % r"\p{N}{1,3}"), prefers_whole_words=True, adds_bos=True)
+_CL100K = SplitRule(_by_patterns(_WORDS % r"\p{N}{1,3}"))
+_SINGLE_DIGITS = SplitRule(_digits_alone)
 _QWEN_2 = _by_patterns(_WORDS % r"\p{N}")
-RULES: Mapping[str, Rule] = MappingProxyType(
+RULES: Mapping[str, SplitRule] = MappingProxyType(
     {
-        "gpt-2": Rule(_as_gpt_2),
-        "olmo": Rule(_as_gpt_2),
+        "gpt-2": SplitRule(_as_gpt_2),
+        "olmo": SplitRule(_as_gpt_2),
         "smollm": _SINGLE_DIGITS,
         "starcoder": _SINGLE_DIGITS,
         "refact": _SINGLE_DIGITS,
@@ -95,11 +95,11 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "llama-v3": _LLAMA_3,
         "dbrx": _CL100K,
         "smaug-bpe": _CL100K,
-        "qwen2": Rule(_QWEN_2, is_composed=True),
-        "deepseek-r1-qwen": Rule(_QWEN_2),
-        "tekken": Rule(_by_patterns(_CASED % ("", "", r"\p{N}")), prefers_whole_words=True, adds_bos=True),
-        "gpt-4o": Rule(_by_patterns(_CASED % (f"{_CASE}?", f"{_CASE}?", r"\p{N}{1,3}"))),
-        "deepseek-llm": Rule(
+        "qwen2": SplitRule(_QWEN_2, is_composed=True),
+        "deepseek-r1-qwen": SplitRule(_QWEN_2),
+        "tekken": SplitRule(_by_patterns(_CASED % ("", "", r"\p{N}")), prefers_whole_words=True, adds_bos=True),
+        "gpt-4o": SplitRule(_by_patterns(_CASED % (f"{_CASE}?", f"{_CASE}?", r"\p{N}{1,3}"))),
+        "deepseek-llm": SplitRule(
             _by_patterns(
                 "[\r\n]",
                 rf"\s?[{_DEEPSEEK_LETTERS}]+",
@@ -109,8 +109,8 @@ RULES: Mapping[str, Rule] = MappingProxyType(
                 r"\p{N}+",
             )
         ),
-        "deepseek-coder": Rule(_by_patterns("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _DEEPSEEK_ASIAN, r"\p{N}")),
-        "deepseek-v3": Rule(
+        "deepseek-coder": SplitRule(_by_patterns("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _DEEPSEEK_ASIAN, r"\p{N}")),
+        "deepseek-v3": SplitRule(
             _by_patterns(r"\p{N}{1,3}", f"[{_characters('4e00-9fa5 3040-309f 30a0-30ff')}]+", _DEEPSEEK_V3)
         ),
     }

@@ -12,7 +12,7 @@ from kvferry.core.errors import ModelFileError
 from kvferry.weights.checkpoints.gguf.config_fields import architecture_of, config_fields
 from kvferry.weights.checkpoints.gguf.dequantize import dequantize, kept_mxfp4
 from kvferry.weights.checkpoints.gguf.header import TensorInfo
-from kvferry.weights.checkpoints.gguf.parts import Parts, model_name
+from kvferry.weights.checkpoints.gguf.parts import GgufParts, model_name
 from kvferry.weights.checkpoints.gguf.tensor_views import ROPE_DIVISORS, LatentUp, TensorView, views_of
 from kvferry.weights.config import ModelConfig
 from kvferry.weights.families.registry import read_config
@@ -41,7 +41,7 @@ class GgufModel:
             ModelFileError: the file is missing, damaged or unsupported.
         """
         self.path = path
-        self._parts = Parts.open(path)
+        self._parts = GgufParts.open(path)
         header = self._parts.header
         self.pairs = header.pairs
         self._infos = header.tensors

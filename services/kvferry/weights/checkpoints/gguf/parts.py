@@ -32,7 +32,7 @@ def model_name(path: Path) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class GgufParts:
     """The open files of a model, with one header for all."""
 
     header: Header
@@ -41,7 +41,7 @@ class Parts:
     _file_of: dict[str, int]
 
     @classmethod
-    def open(cls, path: Path) -> "Parts":
+    def open(cls, path: Path) -> "GgufParts":
         """Open all files.
 
         Args:

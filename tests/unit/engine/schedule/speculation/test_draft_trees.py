@@ -20,13 +20,13 @@ from kvferry.engine.schedule.speculation.acceptance import Acceptance, SequenceA
 from kvferry.engine.schedule.speculation.draft_lengths import PayingDrafts, WholeDrafts
 from kvferry.engine.schedule.speculation.model_drafts import DraftRequest, ModelDraft
 from kvferry.engine.schedule.speculation.row_prices import RowPrices
-from kvferry.engine.schedule.speculation.sequence_drafts import Proposed
+from kvferry.engine.schedule.speculation.sequence_drafts import SupportedDraft
 from kvferry.engine.schedule.speculation.settings import parse_speculation
 from kvferry.engine.schedule.speculation.speculation import Speculation
 from kvferry.engine.schedule.speculation.trees.chains_only import CONSTRAINT, REJECTION, chain_reason
 from kvferry.engine.schedule.speculation.trees.growing_tree import (
-    Draft,
     GrowingTree,
+    TreeRows,
     product_tree,
     ranked,
     values_of,
@@ -154,8 +154,8 @@ def test_a_growing_tree_computes_the_best_nodes_of_a_level() -> None:
     assert tree.frontier(9) == [1, 2]
     tree.add_level([(1, [(7, 0.2), (8, 0.1)]), (2, [(9, 0.9)])])
     assert tree.frontier(2) == [3, 5]
-    assert tree.draft(3) == Draft((5, 6, 9), (0, 0, 2), (0.6, 0.3, 0.9))
-    assert tree.draft(1) == Draft((5,), (), (0.6,)), "a tree of one node is a chain"
+    assert tree.draft(3) == TreeRows((5, 6, 9), (0, 0, 2), (0.6, 0.3, 0.9))
+    assert tree.draft(1) == TreeRows((5,), (), (0.6,)), "a tree of one node is a chain"
 
 
 @given(trees(), st.sets(st.integers(0, 9)))
@@ -175,7 +175,7 @@ def test_rows_of_a_tree_are_taken_in_the_order_of_gain_and_none_if_they_do_not_p
 ) -> None:
     acceptance = SequenceAcceptance(Acceptance())
     supports = tuple(support_of_confidence(0.1 + index / 12) for index in range(len(parents)))
-    draft = Proposed(tuple(range(len(parents))), supports, parents).best_first(acceptance, 6)
+    draft = SupportedDraft(tuple(range(len(parents))), supports, parents).best_first(acceptance, 6)
     gains = draft.gains(acceptance)
     assert gains == sorted(gains, reverse=True)
     prices = RowPrices()
@@ -194,20 +194,20 @@ def test_candidates_are_estimated_by_class_and_levels_by_whether_any_was_right()
     likely, rare = support_of_confidence(0.75), support_of_confidence(0.15)
     before = acceptance.of_model
     for _ in range(40):
-        Proposed((1, 2, 3), (likely, rare, rare), (0, 0, 2)).compare([2, 9], acceptance)
+        SupportedDraft((1, 2, 3), (likely, rare, rare), (0, 0, 2)).compare([2, 9], acceptance)
     assert acceptance.probability(likely) < 0.2
     assert 0.3 < acceptance.probability(rare) < 0.7, "right in the first level, wrong in the second"
     assert 0.3 < acceptance.of_model < before
-    assert Proposed((1, 2, 3), (likely, rare, rare), (0, 0, 2)).is_right(2)
-    assert not Proposed((1, 2, 3), (likely, rare, rare), (0, 0, 2)).is_right(3)
+    assert SupportedDraft((1, 2, 3), (likely, rare, rare), (0, 0, 2)).is_right(2)
+    assert not SupportedDraft((1, 2, 3), (likely, rare, rare), (0, 0, 2)).is_right(3)
 
 
 def test_an_end_token_is_not_drafted() -> None:
-    draft = Proposed((1, 2, 3, 4), (5, 6, 7, 8), (0, 0, 2, 1))
-    assert draft.before({2}) == Proposed((1, 4), (5, 8), ())
-    assert draft.before({9}, {4}) == Proposed((1, 2, 3), (5, 6, 7), (0, 0, 2))
-    assert Proposed((1, 2, 3), (5, 6, 7)).before({2}) == Proposed((1,), (5,))
-    assert values_of((), []) == Proposed().gains(SequenceAcceptance(Acceptance()))
+    draft = SupportedDraft((1, 2, 3, 4), (5, 6, 7, 8), (0, 0, 2, 1))
+    assert draft.before({2}) == SupportedDraft((1, 4), (5, 8), ())
+    assert draft.before({9}, {4}) == SupportedDraft((1, 2, 3), (5, 6, 7), (0, 0, 2))
+    assert SupportedDraft((1, 2, 3), (5, 6, 7)).before({2}) == SupportedDraft((1,), (5,))
+    assert values_of((), []) == SupportedDraft().gains(SequenceAcceptance(Acceptance()))
 
 
 def test_requests_that_keep_chains_are_those_that_the_page_lists() -> None:

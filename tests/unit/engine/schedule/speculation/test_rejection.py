@@ -15,7 +15,7 @@ from kvferry.core.errors import UsageError
 from kvferry.core.philox import uniform
 from kvferry.core.sampling import SamplingParams
 from kvferry.engine.execute.run import rejection
-from kvferry.engine.execute.run.rejection import MAX_SOURCE_TOKENS, Proposed, drawn, verified
+from kvferry.engine.execute.run.rejection import MAX_SOURCE_TOKENS, ProposedToken, drawn, verified
 from kvferry.engine.execute.run.sampler import draw, probabilities
 from kvferry.engine.schedule.speculation import settings as speculation_settings
 from kvferry.engine.schedule.speculation.settings import parse_speculation
@@ -44,9 +44,9 @@ def outcomes(p: Floats, q: Floats | None, count: int = 6000) -> Counter[object]:
     """Draw tokens with drafts from q, or with the draft token 3."""
     counts: Counter[object] = Counter()
     for seed in range(count):
-        proposed = Proposed(3, None)
+        proposed = ProposedToken(3, None)
         if q is not None:
-            proposed = Proposed(*drawn(q, seed, 0, 5))
+            proposed = ProposedToken(*drawn(q, seed, 0, 5))
         counts[verified(p, proposed, seed, 0, 5)] += 1
     return counts
 
@@ -70,7 +70,7 @@ def test_the_test_detects_a_draw_from_the_whole_distribution_after_a_rejection(m
 def test_as_many_drafts_are_accepted_as_the_distributions_have_in_common(case: int) -> None:
     p, q = spread(10 * case), spread(10 * case + 5)
     drafts = [drawn(q, seed, 0, 5) for seed in range(6000)]
-    accepted = sum(verified(p, Proposed(*draft), seed, 0, 5) == draft[0] for seed, draft in enumerate(drafts))
+    accepted = sum(verified(p, ProposedToken(*draft), seed, 0, 5) == draft[0] for seed, draft in enumerate(drafts))
     assert accepted / 6000 == pytest.approx(float(np.minimum(p, q).sum()), abs=0.025)
 
 
@@ -78,7 +78,7 @@ def test_as_many_drafts_are_accepted_as_the_distributions_have_in_common(case: i
 def test_a_rejected_token_is_never_drawn_again(case: int, seed: int, is_drawn: bool) -> None:
     p, q = spread(case), spread(case + 7)
     token, source = drawn(q, seed, 1, 3) if is_drawn else (case % 9, None)
-    found = verified(p, Proposed(token, source), seed, 1, 3)
+    found = verified(p, ProposedToken(token, source), seed, 1, 3)
     assert p[found] > 0.0
     share = 1.0 if source is None else q[token]
     is_accepted = uniform(seed, 1, 3, 2) * share < p[token]
@@ -87,16 +87,16 @@ def test_a_rejected_token_is_never_drawn_again(case: int, seed: int, is_drawn: b
 
 def test_equal_distributions_accept_everything() -> None:
     p = spread(3)
-    assert all(verified(p, Proposed(*(d := drawn(p, seed, 0, 1))), seed, 0, 1) == d[0] for seed in range(500))
+    assert all(verified(p, ProposedToken(*(d := drawn(p, seed, 0, 1))), seed, 0, 1) == d[0] for seed in range(500))
 
 
 def test_a_draft_token_without_probability_is_refused() -> None:
     p = np.array([0.5, 0.5, 0.0])
     for seed in range(50):
-        assert verified(p, Proposed(2, None), seed, 0, 0) != 2
-        assert verified(p, Proposed(1, source_of(np.array([1.0, 0.0, 0.0]))), seed, 0, 0) in (0, 1)
+        assert verified(p, ProposedToken(2, None), seed, 0, 0) != 2
+        assert verified(p, ProposedToken(1, source_of(np.array([1.0, 0.0, 0.0]))), seed, 0, 0) in (0, 1)
     # Where rounding leaves no remainder, the token comes from the whole distribution.
-    assert verified(np.array([0.0, 1.0]), Proposed(0, source_of(np.array([0.0, 1.0]))), 1, 0, 0) == 1
+    assert verified(np.array([0.0, 1.0]), ProposedToken(0, source_of(np.array([0.0, 1.0]))), 1, 0, 0) == 1
 
 
 def test_the_distribution_of_a_draft_is_bounded_and_normalized() -> None:

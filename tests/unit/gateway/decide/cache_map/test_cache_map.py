@@ -9,7 +9,7 @@ from kvferry.gateway.decide.cache_map import block_index, replica_map
 from kvferry.gateway.decide.cache_map.audit import AuditAnswer, AuditOutcome
 from kvferry.gateway.decide.cache_map.block_index import BlockIndex
 from kvferry.gateway.decide.cache_map.cache_map import HISTORY_SECONDS, PENDING_SECONDS, Basis, CacheMap
-from kvferry.gateway.decide.cache_map.feed_events import Delta, Digest, Names, SnapshotPart, xor_of
+from kvferry.gateway.decide.cache_map.feed_events import CacheDelta, Digest, NameSlice, SnapshotPart, xor_of
 from kvferry.gateway.decide.cache_map.map_states import LOSSES, MAP_MACHINE, MapEvent, MapState
 from kvferry.gateway.decide.cache_map.replica_map import FeedBroken
 
@@ -24,15 +24,17 @@ def part(incarnation: str, sequence: int, names: Sequence[bytes], is_last: bool,
     return SnapshotPart(incarnation, sequence, b"".join(names), is_last, whole)
 
 
-def delta(incarnation: str, sequence: int, removed: Sequence[bytes], stored: Sequence[bytes], whole: Digest) -> Delta:
-    return Delta(incarnation, sequence, b"".join(removed), b"".join(stored), whole)
+def delta(
+    incarnation: str, sequence: int, removed: Sequence[bytes], stored: Sequence[bytes], whole: Digest
+) -> CacheDelta:
+    return CacheDelta(incarnation, sequence, b"".join(removed), b"".join(stored), whole)
 
 
 def snapshot(names: Sequence[bytes], *, incarnation: str = "i", sequence: int = 0) -> SnapshotPart:
     return part(incarnation, sequence, names, True, digest(names))
 
 
-def applied(cache_map: CacheMap, address: str, event: SnapshotPart | Delta) -> None:
+def applied(cache_map: CacheMap, address: str, event: SnapshotPart | CacheDelta) -> None:
     for _ in cache_map.apply(address, event):
         pass
 
@@ -78,7 +80,7 @@ def test_the_folded_xor_is_the_xor(number: int) -> None:
     for name in NAMES[:number]:
         expected ^= int.from_bytes(name, "big")
     assert xor_of(b"".join(NAMES[:number])) == expected
-    assert Names.read(b"".join(NAMES[:number])).keys == [
+    assert NameSlice.read(b"".join(NAMES[:number])).keys == [
         int.from_bytes(name[:8], "big") >> 4 for name in NAMES[:number]
     ]
 
@@ -167,7 +169,7 @@ def test_a_replica_that_is_catching_up_is_not_trusted(cache_map: CacheMap) -> No
         (delta("i", 8, (), (), digest(NAMES[:1])), MapEvent.GAP),
     ],
 )
-def test_a_snapshot_must_be_consistent(cache_map: CacheMap, event: SnapshotPart | Delta, loss: MapEvent) -> None:
+def test_a_snapshot_must_be_consistent(cache_map: CacheMap, event: SnapshotPart | CacheDelta, loss: MapEvent) -> None:
     cache_map.join("a")
     cache_map.subscribed("a")
     applied(cache_map, "a", part("i", 7, NAMES[:1], False, digest(NAMES[:3])))

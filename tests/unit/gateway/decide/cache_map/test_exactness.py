@@ -12,7 +12,7 @@ from kvferry.engine.schedule.blocks.prefix_index import CacheChange, CachedBlock
 from kvferry.gateway.decide.cache_map import replica_map
 from kvferry.gateway.decide.cache_map.audit import AuditOutcome
 from kvferry.gateway.decide.cache_map.cache_map import CacheMap
-from kvferry.gateway.decide.cache_map.feed_events import Names
+from kvferry.gateway.decide.cache_map.feed_events import NameSlice
 from kvferry.gateway.decide.cache_map.map_states import MapEvent, MapState
 from kvferry.gateway.decide.cache_map.replica_map import FeedBroken
 from kvferry.gateway.fleet.cache_feeds.event_reader import audit_from_wire, event_from_wire
@@ -21,7 +21,7 @@ from kvferry.workers.services import kv_events
 from kvferry.workers.services.kv_events import CacheFeed, FeedLine
 
 POOL = [BlockHash(random.Random(number).randbytes(32)) for number in range(40)]
-KEYS = Names.read(b"".join(POOL)).keys
+KEYS = NameSlice.read(b"".join(POOL)).keys
 ADDRESS = "w:1"
 ACTIONS = ("step", "step", "deliver", "deliver", "drop", "repeat", "swap", "subscribe", "worker", "gateway", "audit")
 

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvferry.core.errors import InvariantBroken, Overloaded
 from kvferry.gateway.decide.flow.capacity import CLOSED, Room
 from kvferry.gateway.decide.flow.controller import FlowController, QueueBounds
-from kvferry.gateway.decide.flow.fair_queue import MACHINE, Entry, EntryEvent, EntryState
+from kvferry.gateway.decide.flow.fair_queue import MACHINE, EntryEvent, EntryState, QueueEntry
 
 OPEN = Room()
 TOTAL = QueueBounds(6, 60)
@@ -18,11 +18,11 @@ OWN = QueueBounds(4, 40)
 UNLIMITED = QueueBounds(1000, 1 << 20)
 
 
-def entry(tenant: str = "a", priority: int = 0, cost: float = 10.0, **fields: float) -> Entry:
-    return Entry(tenant, priority, cost, **fields)  # type: ignore[arg-type]
+def entry(tenant: str = "a", priority: int = 0, cost: float = 10.0, **fields: float) -> QueueEntry:
+    return QueueEntry(tenant, priority, cost, **fields)  # type: ignore[arg-type]
 
 
-def queued(controller: FlowController, one: Entry, own: QueueBounds = UNLIMITED, now: float = 0.0) -> Entry:
+def queued(controller: FlowController, one: QueueEntry, own: QueueBounds = UNLIMITED, now: float = 0.0) -> QueueEntry:
     controller.make_room(one, own, now)
     controller.submit(one, now)
     return one
@@ -35,10 +35,10 @@ class Traffic(RuleBasedStateMachine):
         super().__init__()
         self.controller = FlowController(TOTAL)
         self.now = 0.0
-        self.all: list[Entry] = []
+        self.all: list[QueueEntry] = []
         self.ends: dict[int, list[str]] = {}
 
-    def of(self, state: EntryState) -> list[Entry]:
+    def of(self, state: EntryState) -> list[QueueEntry]:
         return [one for one in self.all if one.state is state]
 
     @rule(
@@ -51,7 +51,9 @@ class Traffic(RuleBasedStateMachine):
         life=st.one_of(st.just(math.inf), st.floats(0, 5)),
     )
     def arrive(self, tenant, priority, cost, num_bytes, sequences, is_search, life):
-        one = Entry(tenant, priority, cost, sequences, is_search, cost, num_bytes=num_bytes, deadline=self.now + life)
+        one = QueueEntry(
+            tenant, priority, cost, sequences, is_search, cost, num_bytes=num_bytes, deadline=self.now + life
+        )
         self.all.append(one)
         before = {id(other) for other in self.of(EntryState.QUEUED)}
         try:
@@ -255,7 +257,7 @@ def test_a_full_queue_refuses_its_own_class_with_a_retry_time():
     )
 
 
-def _passed(controller: FlowController, now: float) -> Entry:
+def _passed(controller: FlowController, now: float) -> QueueEntry:
     one = queued(controller, entry(), now=now)
     assert controller.dispatch(OPEN, now) == [one]
     return one

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.gateway.decide.flow.band_shares import BandShares
-from kvferry.gateway.decide.flow.fair_queue import Entry, EntryEvent, FairQueue, StrictOrder
+from kvferry.gateway.decide.flow.fair_queue import EntryEvent, FairQueue, QueueEntry, StrictOrder
 
 _MAX_COST = 100
 
@@ -22,25 +22,25 @@ class Numbered:
 
     def add(
         self, tenant: str, cost: float = 1, priority: int = 0, weight: float = 1, deadline: float = math.inf
-    ) -> Entry:
+    ) -> QueueEntry:
         self.number += 1
-        entry = Entry(tenant, priority, cost, weight=weight, deadline=deadline, number=self.number)
+        entry = QueueEntry(tenant, priority, cost, weight=weight, deadline=deadline, number=self.number)
         entry.on(EntryEvent.QUEUE)
         self.queue.add(entry)
         return entry
 
-    def take(self) -> Entry:
+    def take(self) -> QueueEntry:
         entry = self.queue.next()
         assert entry is not None
         entry.on(EntryEvent.DISPATCH)
         self.queue.begin(entry)
         return entry
 
-    def finish(self, entry: Entry, used: float) -> None:
+    def finish(self, entry: QueueEntry, used: float) -> None:
         entry.on(EntryEvent.END)
         self.queue.end(entry, used)
 
-    def drop(self, entry: Entry) -> None:
+    def drop(self, entry: QueueEntry) -> None:
         self.queue.remove(entry)
         entry.on(EntryEvent.CANCEL)
 
@@ -104,8 +104,8 @@ _MOVES = st.lists(
 @given(_MOVES)
 def test_virtual_time_never_falls_and_no_state_is_left(moves):
     queue = Numbered(FairQueue(StrictOrder()))
-    waiting: list[Entry] = []
-    running: list[Entry] = []
+    waiting: list[QueueEntry] = []
+    running: list[QueueEntry] = []
     times = {-5: 0.0, 0: 0.0, 7: 0.0}
     for move, tenant, cost, priority, used in moves:
         if move == "add":
@@ -190,8 +190,8 @@ def test_counters_of_idle_priorities_are_dropped_once_the_virtual_time_reaches_t
 def test_shares_of_priorities_leave_no_state_that_has_no_effect(moves):
     shares = BandShares({-5: 4, 0: 2})
     queue = Numbered(FairQueue(shares))
-    waiting: list[Entry] = []
-    running: list[Entry] = []
+    waiting: list[QueueEntry] = []
+    running: list[QueueEntry] = []
     for move, tenant, cost, priority, used in moves:
         if move == "add":
             waiting.append(queue.add(tenant, cost, priority))

@@ -15,7 +15,14 @@ from kvferry.gateway.decide.cache_map.map_states import MapState
 from kvferry.gateway.decide.routing.cached_prefix import PromptCaches, PromptNames, block_names
 from kvferry.gateway.decide.routing.prefix_hash import PrefixHash
 from kvferry.gateway.decide.routing.route_notes import route_notes
-from kvferry.gateway.decide.routing.routes import CachedPrefix, Candidates, Replica, RouteReason, RouteRequest, choose
+from kvferry.gateway.decide.routing.routes import (
+    Candidates,
+    PredictedPrefix,
+    Replica,
+    RouteReason,
+    RouteRequest,
+    choose,
+)
 
 NAMERS = BlockNamers(b"key")
 PROMPT = [(5 * i) % 97 for i in range(100)]
@@ -49,7 +56,7 @@ def test_each_layout_has_its_own_names(cache_map: CacheMap) -> None:
     snapshot(cache_map, b, PROMPT, 3)
     found = caches(cache_map)
     assert [found(one).tokens for one in (a, b, replica("c"))] == [80, 96, 0]
-    assert found(a) == CachedPrefix(80, 80, True, MapState.EXACT, Basis.EXACT)
+    assert found(a) == PredictedPrefix(80, 80, True, MapState.EXACT, Basis.EXACT)
     assert caches(cache_map, tenant="u")(a).tokens == 0
 
 
@@ -102,9 +109,9 @@ def test_the_choice_is_bounded_and_does_not_depend_on_the_order(terms: list[tupl
     workers = [replica(f"w{n}", load) for n, (load, _) in enumerate(terms)]
     blocks = {f"w{n}": number for n, (_, number) in enumerate(terms)}
 
-    def cached(one: Replica) -> CachedPrefix:
+    def cached(one: Replica) -> PredictedPrefix:
         number = blocks[one.worker_id]
-        return CachedPrefix(16 * number, 16 * number, number > 0, MapState.EXACT, Basis.EXACT)
+        return PredictedPrefix(16 * number, 16 * number, number > 0, MapState.EXACT, Basis.EXACT)
 
     chosen = PrefixHash(1.25).one(RouteRequest(lambda _: b"k", cached), workers)
     assert chosen is not None

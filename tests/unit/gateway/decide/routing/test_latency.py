@@ -14,9 +14,9 @@ from kvferry.gateway.decide.cache_map.map_states import MapState
 from kvferry.gateway.decide.estimates.estimates import Commitment, Commitments, Estimates, Process
 from kvferry.gateway.decide.routing.latency import LatencyPolicy
 from kvferry.gateway.decide.routing.routes import (
-    CachedPrefix,
     Candidates,
     Place,
+    PredictedPrefix,
     Replica,
     RouteReason,
     RouteRequest,
@@ -50,9 +50,9 @@ def estimates_of(*names: str) -> Estimates:
 
 
 def cached(**tokens: int):
-    def of(one: Replica) -> CachedPrefix:
+    def of(one: Replica) -> PredictedPrefix:
         count = tokens.get(one.worker_id, 0)
-        return CachedPrefix(count, count, count > 0, MapState.EXACT, Basis.EXACT)
+        return PredictedPrefix(count, count, count > 0, MapState.EXACT, Basis.EXACT)
 
     return of
 

@@ -16,7 +16,7 @@ from kvferry.core.hashing import BlockNamers, check_name
 from kvferry.core.ids import BlockHash, Incarnation
 from kvferry.engine.schedule.blocks.prefix_index import CacheChange, CachedBlock
 from kvferry.gateway.decide.cache_map.cache_map import CacheMap
-from kvferry.gateway.decide.cache_map.feed_events import Names
+from kvferry.gateway.decide.cache_map.feed_events import NameSlice
 from kvferry.gateway.decide.cache_map.map_states import MapEvent, MapState
 from kvferry.gateway.decide.config import CacheMapConfig
 from kvferry.gateway.decide.routing.discovery import Listing
@@ -241,7 +241,7 @@ async def test_an_audit_finds_a_block_that_the_index_lost():
         await rig.exact(40)
         await rig.until(lambda: rig.feeds.audits["match"] > 0)
         replica = rig.map.replicas[rig.worker.address]
-        rig.map.index.remove(Names.read(NAMES[7]).keys, replica.bit)
+        rig.map.index.remove(NameSlice.read(NAMES[7]).keys, replica.bit)
         await rig.until(lambda: rig.feeds.audits["mismatch"] == 1)
         await rig.exact(40)
         assert rig.map.losses[MapEvent.AUDIT_FAILED] == 1

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvferry.core.inference.chunks import KvReport, Timing, Usage
 from kvferry.gateway.observe.dashboard.history import INTERVAL_SECONDS, MAX_POINTS, WINDOW_SECONDS, History, Totals
 from kvferry.gateway.observe.dashboard.quantiles import Buckets
-from kvferry.gateway.observe.instruments import Instruments
+from kvferry.gateway.observe.instruments import GatewayInstruments
 
 
 def totals(fast: int = 0, slow: int = 0, tokens: int = 0) -> Totals:
@@ -80,7 +80,7 @@ def test_many_readings_keep_the_newest_points() -> None:
 
 
 def test_the_instruments_of_a_gateway_are_read() -> None:
-    instruments = Instruments()
+    instruments = GatewayInstruments()
     empty = instruments.totals()
     assert (empty.output_tokens, empty.streams) == (0, {})
     assert empty.sources == {"computed": 0, "cached": 0, "peer": 0, "tier": 0}

@@ -15,7 +15,7 @@ from kvferry.kv.tiers.disk import disk_probe, disk_tier, object_file
 from kvferry.kv.tiers.disk.object_file import ALIGNMENT, TEMPORARY, aligned_buffer, file_bytes
 from kvferry.kv.tiers.interface.spec import parse_tier
 from kvferry.kv.tiers.interface.tier import ObjectKey, Presence, TierError
-from kvferry.kv.tiers.policy.disk_index import DiskIndex, Entry
+from kvferry.kv.tiers.policy.disk_index import DiskEntry, DiskIndex
 
 SECRET = b"a secret of 16 bytes"
 SIZE = 10_000
@@ -60,7 +60,7 @@ def there(tier: disk_tier.DiskTier, numbers: range) -> list[int]:
 def test_the_least_recently_used_objects_are_evicted_until_there_is_room() -> None:
     index = DiskIndex(100)
     for number in range(4):
-        index.add(name(number), Entry(25, float(number)))
+        index.add(name(number), DiskEntry(25, float(number)))
     assert index.make_room(0) == []
     index.use(name(0), 10.0, 60.0)
     assert index.make_room(30) == [name(1), name(2)]
@@ -72,7 +72,7 @@ def test_the_least_recently_used_objects_are_evicted_until_there_is_room() -> No
 
 def test_the_time_of_use_is_written_at_intervals() -> None:
     index = DiskIndex(100)
-    index.add(name(1), Entry(10, 0.0))
+    index.add(name(1), DiskEntry(10, 0.0))
     assert not index.use(name(1), 59.0, 60.0)
     assert index.use(name(1), 61.0, 60.0)
     assert not index.use(name(1), 62.0, 60.0)
@@ -83,10 +83,10 @@ def test_the_time_of_use_is_written_at_intervals() -> None:
 
 def test_a_scan_keeps_more_recent_times_of_use() -> None:
     index = DiskIndex(100)
-    index.add(name(1), Entry(10, 1.0))
-    index.add(name(2), Entry(10, 2.0))
+    index.add(name(1), DiskEntry(10, 1.0))
+    index.add(name(2), DiskEntry(10, 2.0))
     index.use(name(1), 30.0, 60.0)
-    index.rebuild([(name(2), Entry(10, 2.0)), (name(1), Entry(10, 1.0)), (name(3), Entry(10, 20.0))])
+    index.rebuild([(name(2), DiskEntry(10, 2.0)), (name(1), DiskEntry(10, 1.0)), (name(3), DiskEntry(10, 20.0))])
     assert index.make_room(100) == [name(2), name(3), name(1)]
     index.rebuild([])
     assert (len(index), index.num_bytes) == (0, 0)
@@ -97,7 +97,7 @@ def test_the_byte_count_is_that_of_the_files(steps: list[tuple[str, int, int]]) 
     index, files = DiskIndex(100), dict[BlockHash, int]()
     for step, (what, number, size) in enumerate(steps):
         if what == "add":
-            index.add(name(number), Entry(size, float(step)))
+            index.add(name(number), DiskEntry(size, float(step)))
             files[name(number)] = size
         elif what == "use":
             index.use(name(number), float(step), 1.0)

@@ -34,7 +34,7 @@ class Node(NamedTuple):
     """Product of the probabilities on the path."""
 
 
-class Draft(NamedTuple):
+class TreeRows(NamedTuple):
     """The nodes of a tree in the order of rows."""
 
     tokens: tuple[int, ...]
@@ -69,7 +69,7 @@ class GrowingTree:
         best = heapq.nsmallest(width, self._level, key=lambda index: (-self.nodes[index].value, index))
         return sorted(index + 1 for index in best)
 
-    def draft(self, limit: int = MAX_NODES) -> Draft:
+    def draft(self, limit: int = MAX_NODES) -> TreeRows:
         """Return the most valuable nodes, at most `limit`."""
         return ranked(
             [node.token for node in self.nodes],
@@ -81,7 +81,7 @@ class GrowingTree:
 
 def ranked(
     tokens: Sequence[int], parents: Sequence[int], probabilities: Sequence[float], limit: int = MAX_NODES
-) -> Draft:
+) -> TreeRows:
     """Return the draft with its nodes in descending order of value, at most `limit`. A parent precedes its children, so
     that for any number of nodes the first ones are the most valuable tree of this size.
 
@@ -95,7 +95,7 @@ def ranked(
     order = sorted(range(len(tokens)), key=lambda index: (-values[index], index))[:limit]
     rows = {0: 0} | {index + 1: row for row, index in enumerate(order, 1)}
     above = tuple(rows[parents[index]] for index in order)
-    return Draft(
+    return TreeRows(
         tuple(tokens[index] for index in order),
         () if is_chain(above) else above,
         tuple(probabilities[index] for index in order),
@@ -115,7 +115,7 @@ def values_of(parents: Sequence[int], probabilities: Sequence[float]) -> list[fl
     return values[1:]
 
 
-def product_tree(levels: Sequence[Sequence[Candidate]], limit: int = MAX_NODES) -> Draft:
+def product_tree(levels: Sequence[Sequence[Candidate]], limit: int = MAX_NODES) -> TreeRows:
     """Return the most valuable nodes of a tree in which all nodes of a depth have the same candidates, as those of
     Medusa heads (Cai et al., Medusa, 2024, section 3.1).
 
