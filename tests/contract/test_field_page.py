@@ -12,7 +12,7 @@ PAGE = (Path(__file__).resolve().parents[2] / "docs/http-api.md").read_text("utf
 BODIES = {
     op.path.removeprefix("/v1"): op.body
     for op in OPERATIONS
-    if op.body is not None and op.path.startswith(("/v1/", "/tokenize"))
+    if op.body is not None and op.path.startswith(("/v1/", "/tokenize", "/inference/"))
 }
 
 

@@ -45,9 +45,10 @@ from kvferry.gateway.http.fields.strict import effects
 from kvferry.gateway.http.messages import output as messages
 from kvferry.gateway.http.messages.routes import PATHS as MESSAGE_PATHS
 from kvferry.gateway.http.messages.routes import CountMessageTokens, CreateMessage
-from kvferry.gateway.http.openai import completions
+from kvferry.gateway.http.openai import completions, token_generation
 from kvferry.gateway.http.openai import reply as openai_reply
 from kvferry.gateway.http.openai.generation import prepare_chat, prepare_completion
+from kvferry.gateway.http.openai.token_generation import prepare_tokens
 from kvferry.gateway.http.openapi.document import openapi_document
 from kvferry.gateway.http.openapi.operations import OPERATIONS
 from kvferry.gateway.http.responses.routes import ResponseRoutes
@@ -112,6 +113,7 @@ class ClientApi:
         handlers: dict[str, Any] = {
             "createChatCompletion": _Generate(self.context, is_chat=True),
             "createCompletion": _Generate(self.context, is_chat=False),
+            "generateTokens": _GenerateTokens(self.context),
             "createMessage": CreateMessage(self.context),
             "countMessageTokens": CountMessageTokens(self.context),
             "createResponse": responses.create,
@@ -231,6 +233,25 @@ class _Generate(BodyRoute):
             whole, timing = await while_connected(receive, completions.answer(generation))
             headers = {_DEBUG_HEADER: openai_reply.kv_line(timing)} if _DEBUG_HEADER in request.headers else None
             await Response(whole, headers=headers, media_type=JSON)(request.scope, receive, send)
+
+
+class _GenerateTokens(BodyRoute):
+    """ASGI handler of generations from token ids to token ids."""
+
+    async def serve(self, request: Request, send: Send) -> None:
+        """See `BodyRoute.serve`."""
+        receive, context = request.receive, self.context
+        async with self.body(request) as (caller, body):
+            strict = context.config.strict_fields
+            made = await prepared(receive, body, prepare_tokens(context.service, caller, body, is_strict=strict))
+            del body
+        note_ignored(request, made.ignored)
+        if made.generation.stream:
+            events = token_generation.events(made)
+            await self.stream(request, send, events, end=b"data: [DONE]\n\n", failed=_last_event)
+        else:
+            whole, _ = await while_connected(receive, token_generation.answer(made))
+            await Response(whole, media_type=JSON)(request.scope, receive, send)
 
 
 def _last_event(error: KvferryError) -> bytes:

@@ -103,6 +103,27 @@ COMPLETION: Rules = {
 }
 """Body of POST /v1/completions."""
 
+TOKENS: Rules = {
+    **{name: rule for name, rule in _HINTS.items() if name not in ("request_id", "verbosity")},
+    "features": FieldRule(_TEXT_ONLY),
+}
+"""Body of POST /inference/v1/generate."""
+
+TOKEN_SAMPLING: Rules = {
+    "bad_words_token_ids": ACCEPTED,
+    "detokenize": FieldRule(neutral=(None, False, True)),
+    "extra_args": FieldRule(neutral=(None, {})),
+    "flat_logprobs": FieldRule("log-probabilities are objects per token", (None, False)),
+    "logits_processors": FieldRule("no code of requests is run", (None, [])),
+    "output_kind": ACCEPTED,
+    "repetition_detection": FieldRule("an answer is not ended for its repetitions; use repetition_penalty"),
+    "skip_reading_prefix_cache": ACCEPTED,
+    "spaces_between_special_tokens": ACCEPTED,
+    "stream_interval": ACCEPTED,
+    "thinking_token_budget": FieldRule("the length of the reasoning is not limited apart; use max_tokens"),
+}
+"""The object `sampling_params` of POST /inference/v1/generate."""
+
 RESPONSE: Rules = {
     **{name: rule for name, rule in _HINTS.items() if name not in ("metadata", "store", "user", "verbosity")},
     "access_programs": FieldRule(_NO_STATE),

@@ -33,7 +33,7 @@ async def answer(generation: Generation) -> tuple[bytes, Timing]:
         async for chunk in chunks:
             if chunk.index not in samples:
                 samples[chunk.index] = _Sample(generation, chunk.index, [generation.echo(chunk.index)])
-            await _in_parts(chunk, samples[chunk.index].add, chunk, spell)
+            await in_parts(chunk, samples[chunk.index].add, chunk, spell)
             usage = reply.add_usage(usage, chunk, first_sample=chunk.index % per_prompt == 0)
     ordered = _best(samples, per_prompt, generation.num_choices)
     choices: list[msgspec.Raw] = []
@@ -58,14 +58,14 @@ async def events(generation: Generation) -> AsyncGenerator[bytes, None]:
     make = _chat_events(generation) if generation.is_chat else _text_events(generation)
     usage: reply.UsageObject | None = None
     timing: Timing | None = None
-    running = _RunningUsage(generation)
+    running = RunningUsage(generation)
     is_first = True
     per_prompt = generation.requests[0].num_samples
     async with aclosing(generation.chunks()) as chunks:
         async for chunk in chunks:
             usage = reply.add_usage(usage, chunk, first_sample=chunk.index % per_prompt == 0)
             timing = chunk.timing if chunk.timing is not None and chunk.index == 0 else timing
-            for choice in await _in_parts(chunk, make, chunk):
+            for choice in await in_parts(chunk, make, chunk):
                 event = generation.reply([choice])
                 if generation.form.include_usage:
                     event.usage = running.after(chunk) if generation.form.has_running_usage else None
@@ -81,7 +81,7 @@ async def events(generation: Generation) -> AsyncGenerator[bytes, None]:
         yield reply.sse(last)
 
 
-class _RunningUsage:
+class RunningUsage:
     """Token counts of each choice of a stream so far."""
 
     def __init__(self, generation: Generation) -> None:
@@ -259,7 +259,7 @@ def _text_events(generation: Generation) -> Callable[[TextChunk], Sequence[reply
     return make
 
 
-async def _in_parts(chunk: TextChunk, convert: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+async def in_parts(chunk: TextChunk, convert: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     """Call `convert`; if the chunk has log-probabilities of a prompt, on a thread, since they may be 65,536 numbers."""
     if chunk.prompt_logprobs is None:
         return convert(*args, **kwargs)

@@ -148,7 +148,20 @@ def read_completion(model: TextModel, body: bytes, max_prompts: int, *, is_stric
     Raises:
         InvalidRequest, UnknownModel: the request is invalid or cannot be served by this gateway.
     """
-    request = parse(CompletionRequest, body, is_strict=is_strict)
+    return read_prompts(model, parse(CompletionRequest, body, is_strict=is_strict), max_prompts)
+
+
+def read_prompts(model: TextModel, request: CompletionRequest, max_prompts: int) -> ReadRequest:
+    """Tokenize the prompts of a valid completions request.
+
+    Args:
+        model: the served model.
+        request: a valid completions request.
+        max_prompts: maximum number of prompts in the request.
+
+    Raises:
+        InvalidRequest, UnknownModel: the request is invalid or cannot be served by this gateway.
+    """
     name = _model_name(model, request.model)
     sampling = with_bad_word_tokens(request.to_sampling(), model.tokenizer)
     found = request.prompts(max_prompts)

@@ -65,11 +65,10 @@ class ReasoningOptions(Strict):
     effort: Effort | None = None
 
 
-class _Common(ConstraintFields, SamplingFields):
-    model: str | None = None
-    """Model name; `None` selects the served model. OpenAI requires this field; a gateway serves one model only."""
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
+class GenerationFields(SamplingFields):
+    """The fields of all generating requests that change which tokens are generated, named as in OpenAI's and vLLM's
+    APIs."""
+
     n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -86,9 +85,6 @@ class _Common(ConstraintFields, SamplingFields):
     repetition_penalty: float | None = None
     stop_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
     ignore_eos: bool | None = None
-    cache_salt: Annotated[str, Field(max_length=MAX_CACHE_SALT_CHARS)] | None = None
-    """Requests with unequal salts share no KV; named as in vLLM."""
-    priority: Priority = 0
     typical_p: float | None = None
     allowed_token_ids: Annotated[list[int], Field(min_length=1, fail_fast=True)] | None = None
     bad_words: Annotated[list[str], Field(fail_fast=True)] | None = None
@@ -96,6 +92,19 @@ class _Common(ConstraintFields, SamplingFields):
     skip_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
     prompt_logprobs: int | None = None
+    # A kvferry-specific extension.
+    speculation: bool | None = None
+
+
+class _Common(ConstraintFields, GenerationFields):
+    model: str | None = None
+    """Model name; `None` selects the served model. OpenAI requires this field; a gateway serves one model only."""
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    # Extensions to OpenAI's API, named as in vLLM.
+    cache_salt: Annotated[str, Field(max_length=MAX_CACHE_SALT_CHARS)] | None = None
+    """Requests with unequal salts share no KV; named as in vLLM."""
+    priority: Priority = 0
     return_token_ids: bool | None = None
     """Whether the response has the token ids of prompts and outputs."""
     use_beam_search: bool | None = None
@@ -104,8 +113,6 @@ class _Common(ConstraintFields, SamplingFields):
     """Number of samples that are generated per prompt, of which the best `n` are returned, or number of beams."""
     length_penalty: float | None = None
     early_stopping: bool | Literal["never"] | None = None
-    # A kvferry-specific extension.
-    speculation: bool | None = None
 
     @property
     def num_samples(self) -> int:

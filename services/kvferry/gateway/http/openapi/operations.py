@@ -35,6 +35,7 @@ from kvferry.gateway.http.messages import output as messages
 from kvferry.gateway.http.messages.body import CountTokensRequest, MessageRequest
 from kvferry.gateway.http.openai import reply
 from kvferry.gateway.http.openai.schema import ChatRequest, CompletionRequest
+from kvferry.gateway.http.openai.token_generation import TokenReply, TokenRequest
 from kvferry.gateway.http.responses.body import ResponseRequest
 from kvferry.gateway.http.responses.output import AnyEvent, DeletedResponse, ItemList, Response
 from kvferry.gateway.http.responses.routes import ItemsQuery
@@ -164,6 +165,17 @@ OPERATIONS: tuple[Operation, ...] = (
         reply.Reply[reply.TextChoice],
         CompletionRequest,
         reply.Reply[reply.TextChoice],
+        has_done=True,
+        errors=COMPUTED,
+    ),
+    Operation(
+        "generateTokens",
+        "POST",
+        "/inference/v1/generate",
+        "Continues a prompt of token ids, and returns token ids.",
+        TokenReply,
+        TokenRequest,
+        TokenReply,
         has_done=True,
         errors=COMPUTED,
     ),

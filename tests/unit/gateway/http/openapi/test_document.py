@@ -25,6 +25,7 @@ from kvferry.gateway.http.openapi.operations import OPERATIONS
 DOCUMENT = openapi_document("1.0", needs_key=False)
 SCHEMAS = DOCUMENT["components"]["schemas"]
 VALID: dict[str, dict[str, Any]] = {
+    "/inference/v1/generate": {"token_ids": [1, 2], "sampling_params": {"max_tokens": 1}},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "logprobs": True},
     "/v1/responses": {"input": "hi", "max_output_tokens": 4},
     "/v1/messages": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4},
