@@ -117,6 +117,7 @@ class ClientApi:
             "createMessage": CreateMessage(self.context),
             "countMessageTokens": CountMessageTokens(self.context),
             "createResponse": responses.create,
+            "countResponseTokens": responses.count_tokens,
             "retrieveResponse": responses.retrieve,
             "deleteResponse": responses.delete,
             "listResponseItems": responses.input_items,

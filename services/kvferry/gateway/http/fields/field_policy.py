@@ -136,7 +136,6 @@ RESPONSE: Rules = {
     "messages": FieldRule("a conversation is sent in input"),
     "moderation": FieldRule("answers are not moderated"),
     "prompt": FieldRule(f"{_NO_STATE}; use instructions and input"),
-    "truncation": FieldRule("the input is used as a whole", (None, "disabled")),
 }
 """Body of POST /v1/responses."""
 

@@ -37,7 +37,7 @@ from kvferry.gateway.http.openai import reply
 from kvferry.gateway.http.openai.schema import ChatRequest, CompletionRequest
 from kvferry.gateway.http.openai.token_generation import TokenReply, TokenRequest
 from kvferry.gateway.http.responses.body import ResponseRequest
-from kvferry.gateway.http.responses.output import AnyEvent, DeletedResponse, ItemList, Response
+from kvferry.gateway.http.responses.output import AnyEvent, DeletedResponse, InputTokens, ItemList, Response
 from kvferry.gateway.http.responses.routes import ItemsQuery
 from kvferry.gateway.http.responses.store import ResponseNotFound
 from kvferry.gateway.http.route_errors import MethodNotAllowed, NoSuchRoute
@@ -110,6 +110,15 @@ OPERATIONS: tuple[Operation, ...] = (
         ResponseRequest,
         AnyEvent,
         errors=(*COMPUTED, ResponseNotFound),
+    ),
+    Operation(
+        "countResponseTokens",
+        "POST",
+        "/v1/responses/input_tokens",
+        "Counts the tokens of a conversation.",
+        InputTokens,
+        ResponseRequest,
+        errors=(*BODY, ResponseNotFound),
     ),
     Operation(
         "createMessage",

@@ -3,13 +3,13 @@
 `fields.field_policy` has OpenAI's other fields.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import Discriminator, Field, Tag, TypeAdapter
 
-from kvferry.core.errors import InvalidRequest, shortened
+from kvferry.core.errors import CONTEXT_LENGTH_EXCEEDED, InvalidRequest, shortened
 from kvferry.core.inference.tools import MAX_TOOLS, ToolUse
 from kvferry.core.limits import MAX_CACHE_SALT_CHARS
 from kvferry.core.sampling import RANGES, Range
@@ -37,10 +37,12 @@ from kvferry.gateway.http.fields.strict import (
 from kvferry.gateway.http.openai.generation import ReadRequest, read_conversation
 from kvferry.gateway.http.openai.schema import ChatRequest, ReasoningOptions, renamed
 from kvferry.gateway.http.responses.items import KINDS, Item, check_kinds, in_items, messages_of
+from kvferry.serving.prompts import check_num_tokens
 from kvferry.serving.text_model import TextModel
 
 MAX_METADATA = 16
 _LOGPROBS = "message.output_text.logprobs"
+R = TypeVar("R")
 _ITEMS: TypeAdapter[list[Any]] = TypeAdapter(list[Item])
 
 
@@ -139,6 +141,8 @@ class ResponseRequest(SamplingFields):
     user: str | None = None
     """Repeated in the response."""
     reasoning: ReasoningOptions | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    """Whether the oldest items are left out of a conversation that is too long, instead of refusing it."""
     # Extensions, as in chat requests.
     seed: int | None = None
     top_k: int | None = None
@@ -227,13 +231,17 @@ class ReadResponse:
     """The items of the input, as JSON."""
 
 
-def read_response(model: TextModel, body: bytes, history: Sequence[bytes], *, is_strict: bool = False) -> ReadResponse:
+def read_response(
+    model: TextModel, body: bytes, history: Sequence[bytes], context_tokens: int | None, *, is_strict: bool = False
+) -> ReadResponse:
     """Parse the body of a Responses API request, render the template of its conversation and tokenize the prompt.
 
     Args:
         model: the served model: tokenizer and chat template.
         body: body of the request, JSON.
         history: items of earlier responses, each a JSON array.
+        context_tokens: number of tokens of prompt and output for which the workers have memory; `None` to read a
+            conversation of any length.
         is_strict: whether unknown fields are refused.
 
     Raises:
@@ -245,14 +253,73 @@ def read_response(model: TextModel, body: bytes, history: Sequence[bytes], *, is
     paths = ["previous_response_id"] * len(before)
     paths += [f"input.{number}" for number in range(len(own))] if isinstance(request.input, list) else ["input"]
     messages, places = messages_of([*before, *own], paths)
-    if request.instructions is not None:
-        messages.insert(0, {"role": "system", "content": request.instructions})
-        places.insert(0, "instructions")
-    try:
-        chat = read_conversation(model, request.as_chat(messages), request.to_tool_use(), "text.format")
-    except InvalidRequest as error:
-        raise renamed(in_items(error, places), _NAMES) from None
+    instructions = [] if request.instructions is None else [{"role": "system", "content": request.instructions}]
+    use = request.to_tool_use()
+
+    def read(first: int) -> ReadRequest:
+        """Read the conversation from message `first` on."""
+        try:
+            chat = read_conversation(
+                model, request.as_chat([*instructions, *messages[first:]]), use, constraint_field="text.format"
+            )
+            if context_tokens is not None:
+                check_num_tokens(model, len(chat.prompts[0]) + _reserve(request, context_tokens), context_tokens)
+        except InvalidRequest as error:
+            paths = [*(["instructions"] if instructions else []), *places[first:]]
+            raise renamed(in_items(error, paths), _NAMES) from None
+        return chat
+
+    starts = _starts(messages) if request.truncation == "auto" and context_tokens is not None else []
+    chat = first_fitting([0, *starts], read)
     return ReadResponse(chat, request, [item.model_dump(mode="json", by_alias=True, exclude_none=True) for item in own])
+
+
+def first_fitting(starts: Sequence[int], read: Callable[[int], R]) -> R:
+    """Return what `read` returns for the first start whose conversation fits in the context.
+
+    Args:
+        starts: in ascending order; a later one gives a shorter conversation.
+        read: reads the conversation from a start on.
+
+    Raises:
+        InvalidRequest: no conversation fits, or one is invalid.
+    """
+
+    def attempt(place: int) -> R | InvalidRequest:
+        try:
+            return read(starts[place])
+        except InvalidRequest as error:
+            if error.reason != CONTEXT_LENGTH_EXCEEDED:
+                raise
+            return error
+
+    first = attempt(0)
+    if not isinstance(first, InvalidRequest):
+        return first
+    found: R | None = None
+    low, high = 1, len(starts) - 1
+    while low <= high:
+        middle = (low + high) // 2
+        made = attempt(middle)
+        if isinstance(made, InvalidRequest):
+            low = middle + 1
+        else:
+            found, high = made, middle - 1
+    if found is None:
+        raise first
+    return found
+
+
+def _starts(messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Return the places where a shortened conversation may begin: the user's messages, as templates expect."""
+    return [number for number, message in enumerate(messages) if number and message["role"] == "user"]
+
+
+def _reserve(request: ResponseRequest, context_tokens: int) -> int:
+    """Return the number of tokens that a shortened prompt leaves free for the output, besides one."""
+    if request.truncation != "auto" or request.max_output_tokens is None:
+        return 0
+    return max(0, min(request.max_output_tokens, context_tokens // 2) - 1)
 
 
 def parse_response(body: bytes, *, is_strict: bool = False) -> ResponseRequest:

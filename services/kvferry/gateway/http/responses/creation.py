@@ -122,11 +122,42 @@ async def create(
         UnknownModel: this gateway serves a different model.
     """
     earlier = _earlier(caller, body, store)
-    before = history(earlier)
-    size = len(body) + sum(map(len, before))
-    read = await service.read(read_response, size, body, before, is_strict=is_strict)
+    read = await _read(service, body, earlier, service.served_tokens, is_strict=is_strict)
     generation = await prepared(service, caller, read.chat, is_chat=True)
     return Creation(read, generation, earlier, store, caller.tenant)
+
+
+async def count(
+    service: TextService, caller: Caller, body: bytes, store: ResponseStore | None, *, is_strict: bool = False
+) -> tuple[int, tuple[str, ...]]:
+    """Return the number of tokens of the prompt, and the names of the request's fields without effect.
+
+    Args:
+        service: the served model, and its limits.
+        caller: tenant of the request.
+        body: body of the request, JSON.
+        store: the stored responses; `None` if this gateway stores none.
+        is_strict: whether unknown fields are refused.
+
+    Raises:
+        InvalidRequest: a field is invalid or not supported.
+        Overloaded: the tenant's quota of requests is used up.
+        ResponseNotFound: the previous response is not stored.
+        UnknownModel: this gateway serves a different model.
+    """
+    service.count(caller.tenant)
+    read = await _read(service, body, _earlier(caller, body, store), None, is_strict=is_strict)
+    adapter = service.adapter_of(read.chat.model)
+    service.check_access(caller.tenant, service.model.name if adapter is None else adapter.name)
+    return len(read.chat.prompts[0]), read.body.ignored
+
+
+async def _read(
+    service: TextService, body: bytes, earlier: KeptResponse | None, context_tokens: int | None, *, is_strict: bool
+) -> ReadResponse:
+    before = history(earlier)
+    size = len(body) + sum(map(len, before))
+    return await service.read(read_response, size, body, before, context_tokens, is_strict=is_strict)
 
 
 def _earlier(caller: Caller, body: bytes, store: ResponseStore | None) -> KeptResponse | None:
@@ -169,6 +200,7 @@ def _begun(read: ReadResponse, generation: Generation, *, is_kept: bool) -> out.
         top_p=sampling.top_p,
         top_logprobs=body.top_logprobs or 0,
         user=body.user,
+        truncation=body.truncation or "disabled",
     )
 
 

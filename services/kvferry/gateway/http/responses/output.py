@@ -120,6 +120,13 @@ class Response(Struct):
     """Timing; set in a response that has ended."""
 
 
+class InputTokens(Struct):
+    """Response of POST /v1/responses/input_tokens."""
+
+    input_tokens: int
+    object: str = "response.input_tokens"
+
+
 class Event(Struct, tag_field="type"):
     """An event of a stream."""
 

@@ -13,8 +13,8 @@ from kvferry.core.errors import InvalidRequest, shortened
 from kvferry.gateway.http.body_route import JSON, ApiContext, BodyRoute, note_ignored, prepared, while_connected
 from kvferry.gateway.http.fields.strict import Strict, parse_fields
 from kvferry.gateway.http.openai.reply import encode
-from kvferry.gateway.http.responses.creation import create
-from kvferry.gateway.http.responses.output import DeletedResponse, ItemList
+from kvferry.gateway.http.responses.creation import count, create
+from kvferry.gateway.http.responses.output import DeletedResponse, InputTokens, ItemList
 from kvferry.gateway.http.responses.store import KeptResponse, ResponseNotFound, ResponseStore
 
 
@@ -39,6 +39,7 @@ class ResponseRoutes:
         self._context = context
         self._store = store
         self.create = _Create(context, store)
+        self.count_tokens = _CountTokens(context, store)
 
     async def retrieve(self, request: Request) -> Response:
         """Answer GET /v1/responses/{response_id}.
@@ -120,6 +121,23 @@ class _Create(BodyRoute):
         else:
             whole = await while_connected(receive, made.whole())
             await Response(whole, media_type=JSON)(request.scope, receive, send)
+
+
+class _CountTokens(BodyRoute):
+    """ASGI handler of POST /v1/responses/input_tokens."""
+
+    def __init__(self, context: ApiContext, store: ResponseStore | None) -> None:
+        super().__init__(context)
+        self._store = store
+
+    async def serve(self, request: Request, send: Send) -> None:
+        """See `BodyRoute.serve`."""
+        receive, context = request.receive, self.context
+        async with self.body(request) as (caller, body):
+            counting = count(context.service, caller, body, self._store, is_strict=context.config.strict_fields)
+            num_tokens, ignored = await prepared(receive, body, counting)
+        note_ignored(request, ignored)
+        await Response(encode(InputTokens(num_tokens)), media_type=JSON)(request.scope, receive, send)
 
 
 def _query(params: Mapping[str, str]) -> dict[str, Any]:

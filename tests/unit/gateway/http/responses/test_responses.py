@@ -293,7 +293,7 @@ async def test_log_probabilities_come_if_they_are_included(client):
         ({}, "input", "missing"),
         ({"input": []}, "input", "empty"),
         ({"input": "a", "background": True}, "background", "not supported"),
-        ({"input": "a", "truncation": "auto"}, "truncation", "not supported"),
+        ({"input": "a", "truncation": "last"}, "truncation", "'auto' or 'disabled'"),
         ({"input": "a", "conversation": "conv_1"}, "conversation", "not supported"),
         ({"input": "a", "prompt": {"id": "p"}}, "prompt", "not supported"),
         ({"input": "a", "reasoning": {"effort": "huge"}}, "reasoning.effort", "'xhigh'"),
