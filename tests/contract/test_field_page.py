@@ -4,7 +4,7 @@ import json
 from collections import defaultdict
 from pathlib import Path
 
-from kvferry.gateway.http.fields.field_policy import INCLUDE, Effect, FieldRule
+from kvferry.gateway.http.fields.field_policy import Effect, FieldRule
 from kvferry.gateway.http.fields.strict import effects
 from kvferry.gateway.http.openapi.operations import OPERATIONS
 
@@ -25,8 +25,6 @@ def rows(effect: Effect) -> list[tuple[Row, str]]:
     found: dict[Row, list[str]] = defaultdict(list)
     for path, body in BODIES.items():
         rules = effects(body)
-        if path == "/responses":
-            rules |= {f"include.{name}": rule for name, rule in INCLUDE.items()}
         for field, rule in rules.items():
             if isinstance(rule, FieldRule) and rule.effect is effect:
                 values = ", ".join(f"`{json.dumps(value)}`" for value in rule.neutral)

@@ -161,7 +161,13 @@ def build_gateway(
     )  # fmt: skip
     pins = FleetPins(fleet, clock)
     client_api = ClientApi(
-        service, config.http, instruments, status.readiness, dispatcher.journal, needs_key=tenants.keys.are_required
+        service,
+        config.http,
+        instruments,
+        status.readiness,
+        dispatcher.journal,
+        needs_key=tenants.keys.are_required,
+        secret=config.tenant_key,
     )
     admin_api = AdminApi(
         registry,

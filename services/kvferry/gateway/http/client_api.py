@@ -3,6 +3,7 @@
 import logging
 import math
 import re
+import secrets
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -40,7 +41,7 @@ from kvferry.gateway.http.body_route import (
     while_connected,
 )
 from kvferry.gateway.http.encoding.routes import ANSWERS, UnaryRoute
-from kvferry.gateway.http.fields.field_policy import INCLUDE, Effect, FieldRule
+from kvferry.gateway.http.fields.field_policy import Effect, FieldRule
 from kvferry.gateway.http.fields.strict import effects
 from kvferry.gateway.http.messages import output as messages
 from kvferry.gateway.http.messages.routes import PATHS as MESSAGE_PATHS
@@ -75,7 +76,7 @@ _ACCEPTED = frozenset(
     if op.body is not None
     for field, rule in effects(op.body).items()
     if isinstance(rule, FieldRule) and rule.effect is Effect.ACCEPTED
-) | {f"include.{name}" for name in INCLUDE}
+)
 """Fields that have a label of their own in the metric of fields without effect."""
 _COMPUTING_PATHS = frozenset(op.path for op in OPERATIONS if op.is_computed)
 """Paths whose requests are traced."""
@@ -94,6 +95,8 @@ class ClientApi:
     journal: Journal
     needs_key: bool = False
     """Whether requests need an API key."""
+    secret: bytes = b""
+    """The pool's secret; empty for one of this process alone."""
     context: ApiContext = field(init=False)
     """What the handlers share."""
     description: bytes = field(init=False)
@@ -109,7 +112,7 @@ class ClientApi:
         """Create the ASGI application of the client API."""
         limits = self.config.kept_responses
         store = None if limits is None else ResponseStore(limits, self.service.clock)
-        responses = ResponseRoutes(self.context, store)
+        responses = ResponseRoutes(self.context, store, self.secret or secrets.token_bytes(32))
         handlers: dict[str, Any] = {
             "createChatCompletion": _Generate(self.context, is_chat=True),
             "createCompletion": _Generate(self.context, is_chat=False),

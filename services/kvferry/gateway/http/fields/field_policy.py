@@ -236,12 +236,6 @@ RESPONSE_CALL: Rules = {
 }
 """Item of type function_call."""
 
-RESPONSE_REASONING: Rules = {"encrypted_content": ACCEPTED}
-"""Item of type reasoning; encrypted text is that of another server."""
-
-INCLUDE: Rules = {"reasoning.encrypted_content": ACCEPTED}
-"""Values in `include` of the Responses API; reasoning is returned as text."""
-
 MESSAGES: Rules = {
     "billing_policy": ACCEPTED,
     "compaction": FieldRule("conversations are not summarized"),

@@ -36,12 +36,14 @@ from kvferry.gateway.http.fields.strict import (
 )
 from kvferry.gateway.http.openai.generation import ReadRequest, read_conversation
 from kvferry.gateway.http.openai.schema import ChatRequest, ReasoningOptions, renamed
-from kvferry.gateway.http.responses.items import KINDS, Item, check_kinds, in_items, messages_of
+from kvferry.gateway.http.responses.carrier import CarrierKey
+from kvferry.gateway.http.responses.items import KINDS, Item, check_kinds, in_items, messages_of, with_carried
 from kvferry.serving.prompts import check_num_tokens
 from kvferry.serving.text_model import TextModel
 
 MAX_METADATA = 16
 _LOGPROBS = "message.output_text.logprobs"
+_CARRIER = "reasoning.encrypted_content"
 R = TypeVar("R")
 _ITEMS: TypeAdapter[list[Any]] = TypeAdapter(list[Item])
 
@@ -157,6 +159,11 @@ class ResponseRequest(SamplingFields):
         """Whether the response is kept after it has ended."""
         return self.store is not False
 
+    @property
+    def has_carriers(self) -> bool:
+        """Whether items of reasoning have carriers, `encrypted_content`."""
+        return _CARRIER in (self.include or ())
+
     def items(self) -> list[Any]:
         """Return the items of the input; a string is a user message."""
         if isinstance(self.input, list):
@@ -229,10 +236,18 @@ class ReadResponse:
     body: ResponseRequest
     items: list[dict[str, Any]]
     """The items of the input, as JSON."""
+    ignored: tuple[str, ...] = ()
+    """Names of the request's fields without effect."""
 
 
 def read_response(
-    model: TextModel, body: bytes, history: Sequence[bytes], context_tokens: int | None, *, is_strict: bool = False
+    model: TextModel,
+    body: bytes,
+    history: Sequence[bytes],
+    context_tokens: int | None,
+    carrier_key: bytes,
+    *,
+    is_strict: bool = False,
 ) -> ReadResponse:
     """Parse the body of a Responses API request, render the template of its conversation and tokenize the prompt.
 
@@ -242,6 +257,7 @@ def read_response(
         history: items of earlier responses, each a JSON array.
         context_tokens: number of tokens of prompt and output for which the workers have memory; `None` to read a
             conversation of any length.
+        carrier_key: key of the tenant's carriers of reasoning.
         is_strict: whether unknown fields are refused.
 
     Raises:
@@ -252,7 +268,8 @@ def read_response(
     before = [item for part in history for item in _ITEMS.validate_json(part)]
     paths = ["previous_response_id"] * len(before)
     paths += [f"input.{number}" for number in range(len(own))] if isinstance(request.input, list) else ["input"]
-    messages, places = messages_of([*before, *own], paths)
+    items, is_lost = with_carried([*before, *own], CarrierKey(carrier_key))
+    messages, places = messages_of(items, paths)
     instructions = [] if request.instructions is None else [{"role": "system", "content": request.instructions}]
     use = request.to_tool_use()
 
@@ -271,7 +288,9 @@ def read_response(
 
     starts = _starts(messages) if request.truncation == "auto" and context_tokens is not None else []
     chat = first_fitting([0, *starts], read)
-    return ReadResponse(chat, request, [item.model_dump(mode="json", by_alias=True, exclude_none=True) for item in own])
+    shown = [item.model_dump(mode="json", by_alias=True, exclude_none=True) for item in own]
+    ignored = (*request.ignored, "input.encrypted_content") if is_lost else request.ignored
+    return ReadResponse(chat, request, shown, ignored)
 
 
 def first_fitting(starts: Sequence[int], read: Callable[[int], R]) -> R:
@@ -337,15 +356,13 @@ def parse_response(body: bytes, *, is_strict: bool = False) -> ResponseRequest:
     if isinstance(fields.get("input"), list):
         check_kinds("input", fields["input"])
     others = _take_other_tools(fields)
-    include, unused = fields.get("include"), tuple[str, ...]()
-    if isinstance(include, list):
-        unused = tuple(name for name in field_policy.INCLUDE if name in include)
-        fields["include"] = [name for name in include if name not in unused]
-    for name in fields["include"] if isinstance(include, list) else ():
-        if isinstance(name, str) and name != _LOGPROBS:
-            raise InvalidRequest(f"include {shortened(name)!r} is not supported; use {_LOGPROBS}", field="include")
-    ignored = [*(f"include.{name}" for name in unused), *others]
-    return parse_fields(ResponseRequest, fields, is_strict=is_strict, also_ignored=ignored)
+    include = fields.get("include")
+    for name in include if isinstance(include, list) else ():
+        if isinstance(name, str) and name not in (_LOGPROBS, _CARRIER):
+            raise InvalidRequest(
+                f"include {shortened(name)!r} is not supported; use {_LOGPROBS} or {_CARRIER}", field="include"
+            )
+    return parse_fields(ResponseRequest, fields, is_strict=is_strict, also_ignored=others)
 
 
 def _take_other_tools(fields: dict[str, Any]) -> list[str]:

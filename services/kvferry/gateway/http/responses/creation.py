@@ -13,6 +13,7 @@ from kvferry.gateway.http.openai.generation import Generation, prepared
 from kvferry.gateway.http.openai.reply import encode
 from kvferry.gateway.http.responses import output as out
 from kvferry.gateway.http.responses.body import ReadResponse, read_response
+from kvferry.gateway.http.responses.carrier import CarrierKey
 from kvferry.gateway.http.responses.progress import ResponseProgress
 from kvferry.gateway.http.responses.store import KeptResponse, ResponseStore, history, transcript
 from kvferry.serving.request import Caller
@@ -36,6 +37,7 @@ class Creation:
         earlier: KeptResponse | None,
         store: ResponseStore | None,
         tenant: str,
+        key: CarrierKey,
     ) -> None:
         """
         Args:
@@ -44,16 +46,18 @@ class Creation:
             earlier: the response that it continues; `None` for the first turn.
             store: store of the new response; `None` if it is not stored.
             tenant: owner of the new response.
+            key: seals the carriers of reasoning, if the request includes them.
         """
         self._read, self._generation, self._earlier = read, generation, earlier
         self._store, self._tenant = store, tenant
         begun = _begun(read, generation, is_kept=store is not None)
-        self._progress = ResponseProgress(begun, generation.service.model.tokenizer.token_bytes)
+        seal = key.seal if read.body.has_carriers else None
+        self._progress = ResponseProgress(begun, generation.service.model.tokenizer.token_bytes, seal)
 
     @property
     def ignored(self) -> tuple[str, ...]:
         """Names of the request's fields without effect."""
-        return self._read.body.ignored
+        return self._read.ignored
 
     @property
     def is_streamed(self) -> bool:
@@ -105,7 +109,13 @@ class Creation:
 
 
 async def create(
-    service: TextService, caller: Caller, body: bytes, store: ResponseStore | None, *, is_strict: bool = False
+    service: TextService,
+    caller: Caller,
+    body: bytes,
+    store: ResponseStore | None,
+    key: CarrierKey,
+    *,
+    is_strict: bool = False,
 ) -> Creation:
     """Validate a request.
 
@@ -114,6 +124,7 @@ async def create(
         caller: request id, tenant and arrival time.
         body: body of the request, JSON.
         store: the stored responses; `None` if this gateway stores none.
+        key: key of the tenant's carriers of reasoning.
         is_strict: whether unknown fields are refused.
 
     Raises:
@@ -122,13 +133,19 @@ async def create(
         UnknownModel: this gateway serves a different model.
     """
     earlier = _earlier(caller, body, store)
-    read = await _read(service, body, earlier, service.served_tokens, is_strict=is_strict)
+    read = await _read(service, body, earlier, service.served_tokens, key, is_strict=is_strict)
     generation = await prepared(service, caller, read.chat, is_chat=True)
-    return Creation(read, generation, earlier, store, caller.tenant)
+    return Creation(read, generation, earlier, store, caller.tenant, key)
 
 
 async def count(
-    service: TextService, caller: Caller, body: bytes, store: ResponseStore | None, *, is_strict: bool = False
+    service: TextService,
+    caller: Caller,
+    body: bytes,
+    store: ResponseStore | None,
+    key: CarrierKey,
+    *,
+    is_strict: bool = False,
 ) -> tuple[int, tuple[str, ...]]:
     """Return the number of tokens of the prompt, and the names of the request's fields without effect.
 
@@ -137,6 +154,7 @@ async def count(
         caller: tenant of the request.
         body: body of the request, JSON.
         store: the stored responses; `None` if this gateway stores none.
+        key: key of the tenant's carriers of reasoning.
         is_strict: whether unknown fields are refused.
 
     Raises:
@@ -146,18 +164,24 @@ async def count(
         UnknownModel: this gateway serves a different model.
     """
     service.count(caller.tenant)
-    read = await _read(service, body, _earlier(caller, body, store), None, is_strict=is_strict)
+    read = await _read(service, body, _earlier(caller, body, store), None, key, is_strict=is_strict)
     adapter = service.adapter_of(read.chat.model)
     service.check_access(caller.tenant, service.model.name if adapter is None else adapter.name)
-    return len(read.chat.prompts[0]), read.body.ignored
+    return len(read.chat.prompts[0]), read.ignored
 
 
 async def _read(
-    service: TextService, body: bytes, earlier: KeptResponse | None, context_tokens: int | None, *, is_strict: bool
+    service: TextService,
+    body: bytes,
+    earlier: KeptResponse | None,
+    context_tokens: int | None,
+    key: CarrierKey,
+    *,
+    is_strict: bool,
 ) -> ReadResponse:
     before = history(earlier)
     size = len(body) + sum(map(len, before))
-    return await service.read(read_response, size, body, before, context_tokens, is_strict=is_strict)
+    return await service.read(read_response, size, body, before, context_tokens, key.key, is_strict=is_strict)
 
 
 def _earlier(caller: Caller, body: bytes, store: ResponseStore | None) -> KeptResponse | None:

@@ -10,6 +10,7 @@ from kvferry.core.errors import InvalidRequest, shortened
 from kvferry.gateway.http.fields import field_policy
 from kvferry.gateway.http.fields.field_policy import Rules
 from kvferry.gateway.http.fields.strict import Strict
+from kvferry.gateway.http.responses.carrier import MAX_CARRIER_CHARS, CarrierKey
 from kvferry.text.tools.conversations import MAX_ID_CHARS
 
 MAX_ITEMS = 4096
@@ -74,13 +75,33 @@ class ReasoningText(Strict):
 class ReasoningInput(Strict):
     """Reasoning from an earlier response's output; it precedes the message or calls that it led to."""
 
-    RULES: ClassVar[Rules] = field_policy.RESPONSE_REASONING
-
     type: Literal["reasoning"]
     summary: Annotated[list[ReasoningText], Field(fail_fast=True)] = Field(default_factory=list)
     content: Annotated[list[ReasoningText], Field(fail_fast=True)] | None = None
+    encrypted_content: Annotated[str, Field(max_length=MAX_CARRIER_CHARS)] | None = None
+    """Carrier of the text, used if the item has none; a carrier of another server has no effect."""
     id: _Id | None = None
     status: _Status | None = None
+
+
+def with_carried(items: Sequence[Any], key: CarrierKey) -> tuple[list[Any], bool]:
+    """Return items with the text of reasoning that only its carrier has, and whether a carrier could not be opened.
+
+    Args:
+        items: valid items (`Item`).
+        key: key of the tenant's carriers.
+    """
+    found: list[Any] = []
+    is_lost = False
+    for item in items:
+        if not isinstance(item, ReasoningInput) or not item.encrypted_content or item.content or item.summary:
+            found.append(item)
+            continue
+        text = key.opened(item.encrypted_content)
+        is_lost = is_lost or text is None
+        content = None if text is None else [ReasoningText(type="reasoning_text", text=text)]
+        found.append(item.model_copy(update={"content": content, "encrypted_content": None}))
+    return found, is_lost
 
 
 def _tag(value: Any) -> str:

@@ -54,6 +54,8 @@ class OutputReasoning(Struct, tag="reasoning"):
     status: Status
     content: list[ReasoningPart]
     summary: list[dict[str, Any]] = []
+    encrypted_content: str | UnsetType = UNSET
+    """Carrier of the text, if the request includes it."""
 
 
 OutputItem = OutputMessage | OutputCall | OutputReasoning

@@ -3,9 +3,10 @@
 reasoning ──► message ──► function calls        each item is added, receives its deltas, and is done
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from msgspec import UNSET
 from msgspec.structs import replace
 
 from kvferry.core.errors import KvferryError
@@ -15,6 +16,7 @@ from kvferry.core.sampling import FinishReason
 from kvferry.gateway.http.openai import reply
 from kvferry.gateway.http.responses import output as out
 
+Seal = Callable[[str], str]
 _FAILURES = {429: "rate_limit_exceeded", 400: "invalid_prompt"}
 
 
@@ -30,26 +32,30 @@ class _OpenItem:
     call_id: str = ""
     name: str = ""
 
-    def item(self, status: out.Status, *, is_empty: bool = False) -> out.OutputItem:
+    def item(self, status: out.Status, seal: Seal | None = None, *, is_empty: bool = False) -> out.OutputItem:
         text = "" if is_empty else "".join(self.parts)
         if self.kind == "function_call":
             return out.OutputCall(self.id, status, self.call_id, self.name, text)
         if self.kind == "reasoning":
-            return out.OutputReasoning(self.id, status, [] if is_empty else [out.ReasoningPart(text)])
-        content = [] if is_empty else [out.OutputTextPart(text, [], self.logprobs)]
-        return out.OutputMessage(self.id, status, content)
+            carrier = UNSET if is_empty or seal is None else seal(text)
+            content = [] if is_empty else [out.ReasoningPart(text)]
+            return out.OutputReasoning(self.id, status, content, encrypted_content=carrier)
+        parts = [] if is_empty else [out.OutputTextPart(text, [], self.logprobs)]
+        return out.OutputMessage(self.id, status, parts)
 
 
 class ResponseProgress:
     """Builds one response. Iterate over the events of each method in order."""
 
-    def __init__(self, begun: out.Response, spell: reply.TokenBytes) -> None:
+    def __init__(self, begun: out.Response, spell: reply.TokenBytes, seal: Seal | None = None) -> None:
         """
         Args:
             begun: the response without output, in progress.
             spell: returns the bytes of a token.
+            seal: returns the carrier of a reasoning; `None` for items without carriers.
         """
         self.response = begun
+        self._seal = seal
         self._spell = spell
         self._items: list[out.OutputItem] = []
         self._open: _OpenItem | None = None
@@ -136,7 +142,7 @@ class ResponseProgress:
         else:
             yield out.TextDone(self._next(), done.id, index, 0, text, done.logprobs)
             yield out.PartDone(self._next(), done.id, index, 0, out.OutputTextPart(text, [], done.logprobs))
-        item = done.item(status)
+        item = done.item(status, self._seal)
         self._open = None
         yield out.ItemDone(self._next(), index, item)
         self._items.append(item)
@@ -175,7 +181,7 @@ class ResponseProgress:
         return self._number - 1
 
     def _output(self, status: out.Status) -> list[out.OutputItem]:
-        return [*self._items, *([] if self._open is None else [self._open.item(status)])]
+        return [*self._items, *([] if self._open is None else [self._open.item(status, self._seal)])]
 
 
 def _usage(usage: Usage) -> out.ResponseUsage:

@@ -13,6 +13,7 @@ from kvferry.core.errors import InvalidRequest, shortened
 from kvferry.gateway.http.body_route import JSON, ApiContext, BodyRoute, note_ignored, prepared, while_connected
 from kvferry.gateway.http.fields.strict import Strict, parse_fields
 from kvferry.gateway.http.openai.reply import encode
+from kvferry.gateway.http.responses.carrier import CarrierKey
 from kvferry.gateway.http.responses.creation import count, create
 from kvferry.gateway.http.responses.output import DeletedResponse, InputTokens, ItemList
 from kvferry.gateway.http.responses.store import KeptResponse, ResponseNotFound, ResponseStore
@@ -30,16 +31,17 @@ class ItemsQuery(Strict):
 class ResponseRoutes:
     """Handlers of all routes of responses."""
 
-    def __init__(self, context: ApiContext, store: ResponseStore | None) -> None:
+    def __init__(self, context: ApiContext, store: ResponseStore | None, secret: bytes) -> None:
         """
         Args:
             context: the client API: service, limits and authentication.
             store: keeps responses; `None` if this gateway keeps none.
+            secret: the pool's secret, from which the keys of carriers of reasoning are derived.
         """
         self._context = context
         self._store = store
-        self.create = _Create(context, store)
-        self.count_tokens = _CountTokens(context, store)
+        self.create = _Create(context, store, secret)
+        self.count_tokens = _CountTokens(context, store, secret)
 
     async def retrieve(self, request: Request) -> Response:
         """Answer GET /v1/responses/{response_id}.
@@ -103,16 +105,17 @@ class ResponseRoutes:
 class _Create(BodyRoute):
     """ASGI handler of POST /v1/responses."""
 
-    def __init__(self, context: ApiContext, store: ResponseStore | None) -> None:
+    def __init__(self, context: ApiContext, store: ResponseStore | None, secret: bytes) -> None:
         super().__init__(context)
-        self._store = store
+        self._store, self._secret = store, secret
 
     async def serve(self, request: Request, send: Send) -> None:
         """See `BodyRoute.serve`."""
         receive = request.receive
         async with self.body(request) as (caller, body):
             context = self.context
-            creating = create(context.service, caller, body, self._store, is_strict=context.config.strict_fields)
+            key, is_strict = CarrierKey.of(self._secret, caller.tenant), context.config.strict_fields
+            creating = create(context.service, caller, body, self._store, key, is_strict=is_strict)
             made = await prepared(receive, body, creating)
             del body, creating
         note_ignored(request, made.ignored)
@@ -126,15 +129,16 @@ class _Create(BodyRoute):
 class _CountTokens(BodyRoute):
     """ASGI handler of POST /v1/responses/input_tokens."""
 
-    def __init__(self, context: ApiContext, store: ResponseStore | None) -> None:
+    def __init__(self, context: ApiContext, store: ResponseStore | None, secret: bytes) -> None:
         super().__init__(context)
-        self._store = store
+        self._store, self._secret = store, secret
 
     async def serve(self, request: Request, send: Send) -> None:
         """See `BodyRoute.serve`."""
         receive, context = request.receive, self.context
         async with self.body(request) as (caller, body):
-            counting = count(context.service, caller, body, self._store, is_strict=context.config.strict_fields)
+            key, is_strict = CarrierKey.of(self._secret, caller.tenant), context.config.strict_fields
+            counting = count(context.service, caller, body, self._store, key, is_strict=is_strict)
             num_tokens, ignored = await prepared(receive, body, counting)
         note_ignored(request, ignored)
         await Response(encode(InputTokens(num_tokens)), media_type=JSON)(request.scope, receive, send)
