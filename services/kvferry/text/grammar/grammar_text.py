@@ -15,6 +15,7 @@ from kvferry.core.errors import shortened
 from kvferry.text.grammar.errors import invalid
 from kvferry.text.grammar.json_schema import enforced, parsed_schema, with_layout
 from kvferry.text.grammar.lark_text import NamedTokens, prepared_lark
+from kvferry.text.grammar.tagged_formats import lark_of_format
 
 MAX_CHOICES = 1024
 MAX_TAGS = 128
@@ -95,25 +96,33 @@ def _quoted(text: str) -> str:
 
 
 def _grammar(source: str, tokens: NamedTokens) -> str:
+    return json.dumps({"grammars": [{"lark_grammar": _as_lark(source, tokens)}]})
+
+
+def _as_lark(source: str, tokens: NamedTokens) -> str:
+    """Return a grammar in Lark's syntax or in GBNF as one that the compiler reads."""
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
     if not _GBNF_RULE.search(source):
-        return _lark(source, tokens)
+        return prepared_lark(source, tokens)
     try:
         text = gbnf_to_lark(source)
     except Exception as error:  # the converter raises plain exceptions
         raise invalid(f"grammar has rules with ::= and is not valid GBNF: {error}") from None
-    return _lark(text, tokens)
+    return prepared_lark(text, tokens)
 
 
 def _structural_tag(source: str, tokens: NamedTokens) -> str:
     from llguidance import StructTag
 
     value = _parsed("structural_tag", source)
+    if isinstance(value, dict) and "format" in value:
+        text, others = lark_of_format(value["format"], tokens, lambda source: _as_lark(source, tokens))
+        return json.dumps({"grammars": [{"lark_grammar": text}, *others]})
     structures = value.get("structures") if isinstance(value, dict) else None
     triggers = value.get("triggers") if isinstance(value, dict) else None
     if not isinstance(structures, list) or not isinstance(triggers, list):
-        raise invalid("structural_tag needs the lists `structures` and `triggers`")
+        raise invalid("structural_tag needs `format`, or the lists `structures` and `triggers`")
     if not 0 < len(structures) <= MAX_TAGS or not 0 < len(triggers) <= MAX_TAGS:
         raise invalid(f"structural_tag needs 1 to {MAX_TAGS} structures and 1 to {MAX_TAGS} triggers")
     tags: list[StructTag] = []

@@ -257,6 +257,8 @@ class ResponseFormat(Strict):
     json_schema: JsonSchemaFormat | None = None
     structures: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     triggers: Annotated[list[str], Field(fail_fast=True)] | None = None
+    format: dict[str, Any] | None = None
+    """The format of a structural tag, as in xgrammar 0.2 and vLLM 0.32."""
 
 
 class StructuredOutputs(Strict):
@@ -329,21 +331,30 @@ def in_field(error: InvalidRequest, field: str) -> InvalidRequest:
 
 
 def _of_format(given: ResponseFormat) -> tuple[ConstraintKind, object]:
-    extra = {"json_schema": given.json_schema, "structures": given.structures, "triggers": given.triggers}
-    wanted: Mapping[str, tuple[str, ...]] = {
-        "json_schema": ("json_schema",),
-        "structural_tag": ("structures", "triggers"),
+    extra = {
+        "json_schema": given.json_schema,
+        "structures": given.structures,
+        "triggers": given.triggers,
+        "format": given.format,
     }
+    tag = ("format",) if given.format is not None else ("structures", "triggers")
+    wanted: Mapping[str, tuple[str, ...]] = {"json_schema": ("json_schema",), "structural_tag": tag}
     for name, value in extra.items():
         if (value is not None) != (name in wanted.get(given.type, ())):
             state = "needs" if value is None else "does not take"
-            raise InvalidRequest(f"response_format of type {given.type} {state} {name}", field="response_format")
+            other = " beside format" if given.type == "structural_tag" and given.format is not None else ""
+            hint = ", or format" if value is None and given.type == "structural_tag" else ""
+            raise InvalidRequest(
+                f"response_format of type {given.type} {state} {name}{hint}{other}", field="response_format"
+            )
     if given.type == "json_object":
         return ConstraintKind.JSON_OBJECT, True
     if given.json_schema is not None:
         if given.json_schema.body is None:
             raise InvalidRequest("response_format.json_schema needs schema", field="response_format.json_schema")
         return ConstraintKind.JSON_SCHEMA, given.json_schema.body
+    if given.format is not None:
+        return ConstraintKind.STRUCTURAL_TAG, {"format": given.format}
     if given.type == "structural_tag":
         return ConstraintKind.STRUCTURAL_TAG, {"structures": given.structures, "triggers": given.triggers}
     return ConstraintKind.JSON_OBJECT, None
