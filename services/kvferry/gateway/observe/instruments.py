@@ -90,10 +90,11 @@ class Instruments:
         """
         self.streams.labels(outcome).inc()
         self.prompt_tokens.inc(usage.prompt_tokens)
-        self.cached_tokens.inc(usage.cached_tokens)
+        num_local = usage.cached_tokens - usage.loaded_tokens
+        self.cached_tokens.inc(num_local)
         self.output_tokens.inc(usage.output_tokens)
         if usage.output_tokens or outcome == State.DONE:
-            sources = prompt_sources(usage.prompt_tokens, usage.cached_tokens, timing)
+            sources = prompt_sources(usage.prompt_tokens, num_local, timing)
             for source in SOURCES:
                 self.prompt_source_tokens.labels(source).inc(getattr(sources, source))
             self.handoff_tokens.inc(sources.handed_off)
