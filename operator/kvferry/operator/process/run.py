@@ -211,7 +211,7 @@ class Operator:
     async def _watch(self, stop: asyncio.Event) -> None:
         others = asyncio.all_tasks()
         tasks = await kopf.spawn_tasks(
-            registry=watches.registry(self._saw, self._api),
+            registry=watches.registry(self._saw, self._census.request, self._api),
             settings=watches.settings(_KOPF_WORKERS),
             standalone=True,
             clusterwide=not self._config.namespaces,
