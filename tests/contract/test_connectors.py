@@ -56,7 +56,7 @@ def test_no_agent_is_added_near_the_limit_of_open_files() -> None:
     check_open_files("a")
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 2, hard))
     try:
-        with pytest.raises(ReadError, match="worker a.*ulimit -n"):
+        with pytest.raises(ReadError, match=r"worker a.*ulimit -n"):
             check_open_files("a")
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -61,7 +61,7 @@ class WatchServer:
             if not group:
                 kinds["namespaces"] = "Namespace"  # kopf waits until this kind is served
             named = [
-                {"name": plural, "kind": kind, "singularName": "", "namespaced": plural != "namespaces", "verbs": _VERBS}
+                {"name": plural, "kind": kind, "singularName": "", "namespaced": kind != "Namespace", "verbs": _VERBS}
                 for plural, kind in kinds.items()
             ]
             return web.json_response({"resources": named})

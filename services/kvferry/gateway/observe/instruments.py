@@ -6,7 +6,7 @@ Counters by tenant have a bounded number of labels.
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
@@ -51,6 +51,8 @@ class Instruments:
     """Counters, gauges and histograms of one gateway."""
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        # Otherwise each counter and histogram has a further series, `_created`.
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # prometheus_client has no annotation for it
         self.registry = CollectorRegistry() if registry is None else registry
         self.requests = self._counter(metrics.GATEWAY_REQUESTS)
         self.streams = self._counter(metrics.GATEWAY_STREAMS)

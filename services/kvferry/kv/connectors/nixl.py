@@ -17,7 +17,6 @@ The design follows from the observed behavior of NIXL 1.5:
 
 import logging
 import mmap
-import os
 import threading
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -31,6 +30,7 @@ import numpy.typing as npt
 from kvferry.core.clock import Clock, SystemClock
 from kvferry.core.errors import UsageError
 from kvferry.core.ids import BlockId, Incarnation
+from kvferry.core.process.config import environment
 from kvferry.core.process.exit_threads import start_thread
 from kvferry.core.process.struct_types import describe
 from kvferry.kv.connectors.address_proof import checked, proved
@@ -373,9 +373,9 @@ def open_transport(incarnation: Incarnation, setup: TransportSetup) -> NixlTrans
     try:
         return NixlTransport(incarnation, SystemClock(), setup.secrets)
     except _NIXL_ERRORS as error:
-        given = [f"{name}={os.environ.get(name, '(unset)')}" for name in ("UCX_NET_DEVICES", "UCX_TLS")]
+        given = [f"{name}={environment().get(name, '(unset)')}" for name in ("UCX_NET_DEVICES", "UCX_TLS")]
         raise UsageError(
             f"connector 'nixl': UCX cannot use a network device ({error}) with {', '.join(given)}; unset the two, or "
-            "set them to devices and transports that `ucx_info -d` lists on this machine",
+            "set them to devices and transports of this machine (`ip link`, `ibv_devices`)",
             field="connector",
         ) from error
