@@ -6,11 +6,15 @@ from typing import Any
 
 import kopf
 import pytest
+from unit.operator.pools import body
 from unit.operator.watch_server import watch_server
 
+from kvferry.core.clock import ManualClock
+from kvferry.operator.api import ApiRefusal
 from kvferry.operator.pool import names
 from kvferry.operator.pool.facts import Key, Store
 from kvferry.operator.process import census, watches
+from kvferry.operator.process.watch_probe import WatchProbe
 
 SECONDS = 8.0
 
@@ -60,6 +64,22 @@ async def test_objects_that_were_deleted_in_a_gap_are_dropped_at_once(monkeypatc
             await asyncio.wait([*jobs, *tasks], timeout=SECONDS)
             logging.getLogger("kopf.objects").setLevel(logging.NOTSET)
     assert store.names("Service") == {("team", "stays")}
+
+
+async def test_a_probe_of_an_object_that_does_not_exist_begins_a_census() -> None:
+    store, missed = Store(), asyncio.Event()
+    store.take(names.POOL_KIND, body(), gone=False)
+    api: Any = GoneApi()
+    probe = WatchProbe(api, store, ManualClock(), 10.0, missing=missed.set)
+    running = asyncio.create_task(probe.run())
+    await asyncio.wait_for(missed.wait(), SECONDS)
+    running.cancel()
+    assert probe.late() == {}
+
+
+class GoneApi:
+    def patch(self, *_: object, **__: object) -> None:
+        raise ApiRefusal(404, "NotFound", "there is no such object")
 
 
 def store_saw(store: Store) -> watches.Saw:

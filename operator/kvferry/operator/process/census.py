@@ -3,7 +3,7 @@
 The first census precedes the first reconcile, since a pool with missing objects would be planned wrongly. Optional
 kinds have no watch; a census of them is taken every few seconds. A watch with a gap reports no deletions that happened
 in the gap: a census follows at once (`Census.request`). If no object of any watched kind is left to be listed after the
-gap, the next periodic census finds the deletions.
+gap, it follows when the watch probe cannot write to a deleted object.
 """
 
 import asyncio

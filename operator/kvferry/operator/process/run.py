@@ -86,7 +86,9 @@ class Operator:
         self._api = api
         self._clock = clock
         self._store = Store()
-        self._probe = WatchProbe(api, self._store, clock, config.watch_probe_seconds)
+        self._probe = WatchProbe(
+            api, self._store, clock, config.watch_probe_seconds, missing=lambda: self._census.request()
+        )
         self._optional = OptionalKinds(api, lambda: self._workers.enqueue_all())
         self._workers = Workers(
             api,
