@@ -119,6 +119,8 @@ class ScriptedWorker(prefill_pb2_grpc.PrefillServicer, ScriptedPins):
         """Reported number of running sequences, for those of other gateways."""
         self.step_tokens = 1
         """Number of tokens per message of Decode."""
+        self.num_loaded = 0
+        """Number of tokens that decode calls without a ticket report as loaded from a tier."""
         self.keeps_offers = True
         """Whether Prefill returns a ticket if requested."""
         self.faults: dict[str, deque[Fault | None]] = {"prefill": deque(), "decode": deque(), "pool": deque()}
@@ -302,7 +304,7 @@ class ScriptedWorker(prefill_pb2_grpc.PrefillServicer, ScriptedPins):
 
     def _hand_off(self, ticket: str, fault: Fault | None) -> Handoff:
         if not ticket:
-            return Handoff(outcome=Handoff.OUTCOME_NONE, num_cached_tokens=2, num_loaded_tokens=3, num_written_tokens=4)
+            return Handoff(outcome=Handoff.OUTCOME_NONE, num_cached_tokens=2, num_loaded_tokens=self.num_loaded)
         if fault is not None and fault.act is Act.LOCAL:
             return Handoff(outcome=Handoff.OUTCOME_LOCAL)
         if not self.offers.take(ticket):

@@ -143,10 +143,11 @@ async def test_short_prompts_skip_prefill():
     async with scripted_fleet(
         prefill=1, decode=1, config=DispatchConfig(RoutingConfig(skip_prefill_below_tokens=100))
     ) as fleet:
+        fleet.workers.decode[0].num_loaded = 3
         events = await collect(fleet, ask())
         check(events, ask())
         assert fleet.workers.prefill[0].prefills == []
-        assert (events[-1].num_cached_tokens, events[-1].num_written_tokens) == (2 + 3, 4), "cached and loaded tokens"
+        assert events[-1].num_cached_tokens == 2 + 3, "cached and loaded tokens"
         assert events[-1].timing.first_token_seconds > 0
 
 
