@@ -1,5 +1,7 @@
 """Every transport passes the conformance suite, against another real process where possible."""
 
+import os
+import resource
 from collections.abc import Callable
 
 import pytest
@@ -7,6 +9,8 @@ import pytest
 from kvferry.core.errors import UsageError
 from kvferry.core.ids import new_incarnation
 from kvferry.kv import registry
+from kvferry.kv.connectors.nixl_peers import check_open_files
+from kvferry.kv.interface.connector import ReadError
 from kvferry.testing import connector_suite
 
 
@@ -34,3 +38,25 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatc
     monkeypatch.setitem(registry._MODULES, "nixl", "kvferry.kv.connectors.not_there")
     with pytest.raises(UsageError, match=r"pip install 'kvferry\[nixl\]'"):
         registry.open_transport("nixl", new_incarnation())
+
+
+def test_a_peer_that_is_forgotten_and_reconnected_costs_no_open_files() -> None:
+    with connector_suite.rig("nixl") as rig:
+        counts = []
+        for _ in range(6):
+            rig.transport.connect(rig.peer, rig.address)
+            assert rig.transport.read_epochs(rig.peer, [0], 10.0)
+            counts.append(len(os.listdir("/proc/self/fd")))
+            rig.transport.forget(rig.peer)
+        assert len(set(counts)) == 1
+
+
+def test_no_agent_is_added_near_the_limit_of_open_files() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    check_open_files("a")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 2, hard))
+    try:
+        with pytest.raises(ReadError, match=r"worker a.*ulimit -n"):
+            check_open_files("a")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -268,6 +268,16 @@ def test_wrong_usage_is_one_clear_line(
     assert "Traceback" not in shown
 
 
+@pytest.mark.parametrize("variable", ["UCX_NET_DEVICES", "UCX_TLS"])
+def test_nixl_without_a_usable_device_names_the_variables(variable: str, capfd: pytest.CaptureFixture[str]) -> None:
+    worker = ("worker", "--role", "both", "--model", "tiny", "--connector", "nixl", "--listen", "127.0.0.1:0")
+    with running(*worker, env={variable: "nosuch0"}) as process:
+        assert process.process.wait(SECONDS) == 2
+    (said,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("kvferry")]
+    assert f"{variable}=nosuch0" in said
+    assert {"UCX_NET_DEVICES", "UCX_TLS"} <= set(said.replace("=", " ").split())
+
+
 def test_a_damaged_model_ends_the_start_with_its_name(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "cut.gguf").write_bytes(b"GGUF\x03\x00\x00\x00")
     with running("up", *ADDRESSES, "--model", str(tmp_path / "cut.gguf")) as process:

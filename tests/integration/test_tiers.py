@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
@@ -62,6 +63,30 @@ def test_evicted_blocks_are_loaded_from_dram(stack: dict[str, object], expected:
             assert whole.timing is not None
             from_dram += sum(r.blocks_loaded for r in whole.timing.kv if r.source == "dram")
     assert from_dram >= 4 * 16
+
+
+def test_loaded_tokens_count_as_cached_and_handed_off_tokens_do_not(stack: dict[str, object]) -> None:
+    body = {"max_tokens": 4, "temperature": 0}
+    with httpx.Client(base_url=f"http://{stack['http']}", timeout=SECONDS) as client:
+
+        def usage(number: int) -> dict[str, Any]:
+            answer = client.post("/v1/completions", json={"prompt": a_prompt(number), **body})
+            found: dict[str, Any] = answer.json()["usage"]["prompt_tokens_details"]
+            return found
+
+        assert usage(7) == {"cached_tokens": 0, "cache_write_tokens": 320}, "a hand-off is no cached token"
+        usage(8)
+        usage(9)
+        again = usage(7)
+        assert again["cached_tokens"] >= 256, "the evicted blocks are loaded, except those after the last whole object"
+        assert again["cached_tokens"] + again["cache_write_tokens"] == 320
+        response = client.post("/v1/responses", json={"input": "a b c " * 50, "max_output_tokens": 4}).json()
+        assert response["usage"]["input_tokens_details"]["cached_tokens"] == 0
+        message = client.post(
+            "/v1/messages",
+            json={"model": "tiny", "max_tokens": 4, "messages": [{"role": "user", "content": "d e f " * 50}]},
+        ).json()["usage"]
+        assert message["cache_read_input_tokens"] < message["cache_creation_input_tokens"]
 
 
 def test_a_request_can_be_explained(stack: dict[str, object], capfd: pytest.CaptureFixture[str]) -> None:

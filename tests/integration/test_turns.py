@@ -64,11 +64,12 @@ def test_the_answer_of_the_last_turn_is_read_back(stack: RunningProcess, one_eng
     with Client(str(stack.events["ready"]["grpc"]), timeout=SECONDS) as client:
         prompt = opening(1)
         prompt += [*a_turn(client, one_engine, prompt, FIRST).token_ids, 7, 8, 9]
-        reports = a_turn(client, one_engine, prompt, NEXT).timing.kv
-        prefill = reports[0]
+        whole = a_turn(client, one_engine, prompt, NEXT)
+        prefill = whole.timing.kv[0]
         assert prefill.source == "peer"
         assert prefill.first_token == 96, "the prefill worker still caches the prompt's six blocks"
         assert (prefill.blocks_loaded, prefill.failure) == (4, ""), "the four blocks up to token 160 of 170"
+        assert whole.usage.cached_tokens == 160, "the prefix cache's and the loaded ones"
 
 
 def test_blocks_that_were_reused_are_computed_again(stack: RunningProcess, one_engine: LLM) -> None:

@@ -252,6 +252,8 @@ class Handoff(_message.Message):
     SECONDS_FIELD_NUMBER: _builtins.int
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    NUM_LOADED_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_WRITTEN_TOKENS_FIELD_NUMBER: _builtins.int
     outcome: Global___Handoff.Outcome.ValueType
     connector: _builtins.str
     num_blocks: _builtins.int
@@ -263,6 +265,10 @@ class Handoff(_message.Message):
     num_cached_tokens: _builtins.int
     """tokens found in this worker's own prefix cache"""
     reason: _builtins.str
+    num_loaded_tokens: _builtins.int
+    """tokens loaded from the ticket's worker or a tier"""
+    num_written_tokens: _builtins.int
+    """prompt tokens computed and put in this worker's prefix cache"""
     def __init__(
         self,
         *,
@@ -273,10 +279,12 @@ class Handoff(_message.Message):
         seconds: _builtins.float = ...,
         num_cached_tokens: _builtins.int = ...,
         reason: _builtins.str = ...,
+        num_loaded_tokens: _builtins.int = ...,
+        num_written_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["connector", b"connector", "num_blocks", b"num_blocks", "num_bytes", b"num_bytes", "num_cached_tokens", b"num_cached_tokens", "outcome", b"outcome", "reason", b"reason", "seconds", b"seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["connector", b"connector", "num_blocks", b"num_blocks", "num_bytes", b"num_bytes", "num_cached_tokens", b"num_cached_tokens", "num_loaded_tokens", b"num_loaded_tokens", "num_written_tokens", b"num_written_tokens", "outcome", b"outcome", "reason", b"reason", "seconds", b"seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -433,12 +433,15 @@ class Usage(_message.Message):
     OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     UNRETURNED_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHE_WRITE_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     output_tokens: _builtins.int
     cached_tokens: _builtins.int
-    """prompt tokens whose KV was cached, not computed for this request"""
+    """prompt tokens whose KV was cached or loaded, not computed for this request"""
     unreturned_tokens: _builtins.int
     """tokens of beams that are not returned; set in the best output of a search"""
+    cache_write_tokens: _builtins.int
+    """prompt tokens whose KV was computed and put in a prefix cache"""
     def __init__(
         self,
         *,
@@ -446,10 +449,11 @@ class Usage(_message.Message):
         output_tokens: _builtins.int = ...,
         cached_tokens: _builtins.int = ...,
         unreturned_tokens: _builtins.int = ...,
+        cache_write_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "unreturned_tokens", b"unreturned_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_write_tokens", b"cache_write_tokens", "cached_tokens", b"cached_tokens", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "unreturned_tokens", b"unreturned_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

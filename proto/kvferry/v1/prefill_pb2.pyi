@@ -100,6 +100,8 @@ class PrefillResponse(_message.Message):
     PREFILL_SECONDS_FIELD_NUMBER: _builtins.int
     KV_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    NUM_LOADED_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_WRITTEN_TOKENS_FIELD_NUMBER: _builtins.int
     finish_reason: _common_pb2.FinishReason.ValueType
     """set when the first token is the last"""
     ticket: _builtins.bytes
@@ -109,6 +111,10 @@ class PrefillResponse(_message.Message):
     """prompt tokens found in this worker's prefix cache"""
     queue_seconds: _builtins.float
     prefill_seconds: _builtins.float
+    num_loaded_tokens: _builtins.int
+    """prompt tokens loaded from a tier or another worker"""
+    num_written_tokens: _builtins.int
+    """prompt tokens computed and put in this worker's prefix cache"""
     @_builtins.property
     def first_token(self) -> _common_pb2.Token: ...
     @_builtins.property
@@ -131,10 +137,12 @@ class PrefillResponse(_message.Message):
         prefill_seconds: _builtins.float = ...,
         kv: _abc.Iterable[_common_pb2.KvReport] | None = ...,
         prompt_logprobs: _abc.Iterable[_common_pb2.ScoredToken] | None = ...,
+        num_loaded_tokens: _builtins.int = ...,
+        num_written_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["first_token", b"first_token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "first_token", b"first_token", "kv", b"kv", "num_cached_tokens", b"num_cached_tokens", "prefill_seconds", b"prefill_seconds", "prompt_logprobs", b"prompt_logprobs", "queue_seconds", b"queue_seconds", "ticket", b"ticket", "ticket_id", b"ticket_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "first_token", b"first_token", "kv", b"kv", "num_cached_tokens", b"num_cached_tokens", "num_loaded_tokens", b"num_loaded_tokens", "num_written_tokens", b"num_written_tokens", "prefill_seconds", b"prefill_seconds", "prompt_logprobs", b"prompt_logprobs", "queue_seconds", b"queue_seconds", "ticket", b"ticket", "ticket_id", b"ticket_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -190,9 +198,12 @@ class PoolResponse(_message.Message):
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     PREFILL_SECONDS_FIELD_NUMBER: _builtins.int
     KV_FIELD_NUMBER: _builtins.int
+    NUM_LOADED_TOKENS_FIELD_NUMBER: _builtins.int
     num_cached_tokens: _builtins.int
     """prompt tokens found in this worker's prefix cache"""
     prefill_seconds: _builtins.float
+    num_loaded_tokens: _builtins.int
+    """prompt tokens loaded from a tier"""
     @_builtins.property
     def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
     @_builtins.property
@@ -206,10 +217,11 @@ class PoolResponse(_message.Message):
         num_cached_tokens: _builtins.int = ...,
         prefill_seconds: _builtins.float = ...,
         kv: _abc.Iterable[_common_pb2.KvReport] | None = ...,
+        num_loaded_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv", b"kv", "num_cached_tokens", b"num_cached_tokens", "prefill_seconds", b"prefill_seconds", "values", b"values"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv", b"kv", "num_cached_tokens", b"num_cached_tokens", "num_loaded_tokens", b"num_loaded_tokens", "prefill_seconds", b"prefill_seconds", "values", b"values"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -24,7 +24,13 @@ def chunk_from_wire(message: inference_pb2.GenerateResponse) -> TextChunk:
     timing: Timing | None = None
     if message.HasField("usage"):
         given = message.usage
-        usage = Usage(given.prompt_tokens, given.output_tokens, given.cached_tokens, given.unreturned_tokens)
+        usage = Usage(
+            given.prompt_tokens,
+            given.output_tokens,
+            given.cached_tokens,
+            given.unreturned_tokens,
+            cache_write_tokens=given.cache_write_tokens,
+        )
     if message.HasField("timing"):
         plain = {f.name: getattr(message.timing, f.name) for f in fields(Timing) if f.name != "kv"}
         timing = Timing(**plain, kv=wire.kv_reports_from_wire(message.timing.kv))

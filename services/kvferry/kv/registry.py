@@ -29,7 +29,8 @@ def open_transport(name: str, incarnation: Incarnation, setup: TransportSetup | 
         setup: configuration of the transport; the default if `None`.
 
     Raises:
-        UsageError: `name` is not a known connector, or a package that it needs is not installed.
+        UsageError: `name` is not a known connector, a package that it needs is not installed, or this machine has no
+            device that it can use.
     """
     if name not in _MODULES:
         raise UsageError(f"unknown connector {name!r}; use one of {', '.join(names())}", field="connector")

@@ -24,6 +24,8 @@ class FoundBeams:
     """At most `width` outputs, the best first."""
     num_cached_tokens: int
     """Number of tokens of the prompt whose KV was cached."""
+    num_written_tokens: int
+    """Number of tokens of the prompt whose KV was computed and put in a prefix cache."""
     timing: Timing
     """Timing of the first token."""
     num_tokens: int
@@ -74,7 +76,8 @@ async def search(
         beams.advance([event.tokens[0].top for event in events])
     assert first is not None, "a search has at least one round"
     num_tokens = params.width * num_rounds
-    return FoundBeams(beams.best(params.width), first.num_cached_tokens, first.timing, num_tokens)
+    best = beams.best(params.width)
+    return FoundBeams(best, first.num_cached_tokens, first.num_written_tokens, first.timing, num_tokens)
 
 
 async def _all(source: TokenSource, requests: Sequence[Request]) -> list[TokenEvent]:

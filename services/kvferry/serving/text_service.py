@@ -92,7 +92,13 @@ async def _beams(
         splitter = None if request.split is None else AnswerSplitter(model.answer_form, request.split)
         event = TokenEvent(tuple(map(SampledToken, beam.tokens)), beam.finish_reason)
         parts, kept, finish, _, num_reasoning = _added(event, writer, splitter, request.split)
-        usage = Usage(len(request.token_ids), len(kept), found.num_cached_tokens, reasoning_tokens=num_reasoning)
+        usage = Usage(
+            len(request.token_ids),
+            len(kept),
+            found.num_cached_tokens,
+            reasoning_tokens=num_reasoning,
+            cache_write_tokens=found.num_written_tokens,
+        )
         num_returned += len(kept)
         chunks.append(
             TextChunk(
@@ -132,7 +138,13 @@ async def _sample(
             if finish is None:
                 yield chunk
                 continue
-            usage = Usage(len(request.token_ids), num_output, event.num_cached_tokens, reasoning_tokens=num_reasoning)
+            usage = Usage(
+                len(request.token_ids),
+                num_output,
+                event.num_cached_tokens,
+                reasoning_tokens=num_reasoning,
+                cache_write_tokens=event.num_written_tokens,
+            )
             timing = replace(event.timing, total_seconds=clock.monotonic() - request.caller.arrived)
             yield replace(chunk, usage=usage, timing=timing, stop_reason=stop_reason)
             return

@@ -27,11 +27,14 @@ class TokenEvent:
     finish_reason: FinishReason | None = None
     """Reason why the sample ended; set on the last event, which may have no tokens."""
     num_cached_tokens: int = 0
-    """Number of prompt tokens whose KV was cached."""
+    """Number of prompt tokens whose KV was in a prefix cache or loaded from a tier or another worker, so that it was
+    not computed for this request."""
     timing: Timing = field(default_factory=Timing)
     """Timing so far; `total_seconds` is set on the last event."""
     prompt_logprobs: tuple[ScoredToken, ...] | None = None
     """Log-probabilities of the prompt's tokens from the second one on; on the first event, if they were requested."""
+    num_written_tokens: int = 0
+    """Number of prompt tokens whose KV was computed and put in a prefix cache."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,7 +44,7 @@ class Vector:
     values: npt.NDArray[np.float32]
     num_prompt_tokens: int
     num_cached_tokens: int = 0
-    """Number of prompt tokens whose KV was cached."""
+    """Number of prompt tokens whose KV was cached or loaded."""
 
 
 class VectorSource(Protocol):

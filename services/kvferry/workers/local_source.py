@@ -50,4 +50,4 @@ class LocalSource:
         pooling = engine_request(request, name, params)
         update = await compute_vector(self._context, pooling, KvReportBuilder(self._context.worker_id))
         assert update.embedding is not None
-        return Vector(update.embedding, len(request.token_ids), update.num_cached)
+        return Vector(update.embedding, len(request.token_ids), update.num_cached + update.num_loaded)

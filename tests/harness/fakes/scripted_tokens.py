@@ -91,6 +91,6 @@ class ScriptedSource:
                 finish = FinishReason.LENGTH if count == limit else None
                 scores = scores_of(request.token_ids, request.sampling) if count == 1 else None
                 timing = Timing(prefill_worker="here")
-                yield TokenEvent((token,), finish, num_cached_tokens=3, timing=timing, prompt_logprobs=scores)
+                yield TokenEvent((token,), finish, 3, timing, scores, num_written_tokens=1)
         finally:
             self.open_streams -= 1

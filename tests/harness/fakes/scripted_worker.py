@@ -119,6 +119,8 @@ class ScriptedWorker(prefill_pb2_grpc.PrefillServicer, ScriptedPins):
         """Reported number of running sequences, for those of other gateways."""
         self.step_tokens = 1
         """Number of tokens per message of Decode."""
+        self.num_loaded = 0
+        """Number of tokens that decode calls without a ticket report as loaded from a tier."""
         self.keeps_offers = True
         """Whether Prefill returns a ticket if requested."""
         self.faults: dict[str, deque[Fault | None]] = {"prefill": deque(), "decode": deque(), "pool": deque()}
@@ -251,7 +253,11 @@ class ScriptedWorker(prefill_pb2_grpc.PrefillServicer, ScriptedPins):
         sampling = wire.sampling_from_wire(request.sampling)
         token = next_token(list(request.token_ids), sampling, request.sample_index)
         response = prefill_pb2.PrefillResponse(
-            first_token=wire.token_to_wire(token), num_cached_tokens=1, queue_seconds=0.25, prefill_seconds=0.5
+            first_token=wire.token_to_wire(token),
+            num_cached_tokens=1,
+            num_written_tokens=2,
+            queue_seconds=0.25,
+            prefill_seconds=0.5,
         )
         response.prompt_logprobs.extend(wire.scores_to_wire(scores_of(request.token_ids, sampling)))
         if sampling.max_tokens == request.num_generated + 1:
@@ -298,13 +304,18 @@ class ScriptedWorker(prefill_pb2_grpc.PrefillServicer, ScriptedPins):
 
     def _hand_off(self, ticket: str, fault: Fault | None) -> Handoff:
         if not ticket:
-            return Handoff(outcome=Handoff.OUTCOME_NONE, num_cached_tokens=2)
+            return Handoff(outcome=Handoff.OUTCOME_NONE, num_cached_tokens=2, num_loaded_tokens=self.num_loaded)
         if fault is not None and fault.act is Act.LOCAL:
             return Handoff(outcome=Handoff.OUTCOME_LOCAL)
         if not self.offers.take(ticket):
             return Handoff(outcome=Handoff.OUTCOME_FAILED, reason="the offer is gone")
         return Handoff(
-            outcome=Handoff.OUTCOME_FETCHED, connector="scripted", num_blocks=2, num_bytes=1024, seconds=0.125
+            outcome=Handoff.OUTCOME_FETCHED,
+            connector="scripted",
+            num_blocks=2,
+            num_bytes=1024,
+            seconds=0.125,
+            num_loaded_tokens=64,
         )
 
     def _next_fault(self, method: str) -> Fault | None:

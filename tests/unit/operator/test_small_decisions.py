@@ -1,8 +1,10 @@
 """Leases, heartbeats, victims, overlays, records and previews: small pure decisions with their edge cases."""
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 from unit.operator.pools import IMAGE, body, pool
 
@@ -16,6 +18,7 @@ from kvferry.operator.plan.pod_diagnostics import mount_failures, needs_events, 
 from kvferry.operator.plan.process.fleet_page import read_fleet
 from kvferry.operator.plan.process.heartbeat import Heartbeat
 from kvferry.operator.plan.process.lease import LeaseTimes, may_take, released, sighted, taken
+from kvferry.operator.plan.process.work_queue import WorkQueue
 from kvferry.operator.plan.revisions import next_number, record, recorded, superfluous
 from kvferry.operator.pool import names
 from kvferry.operator.pool.facts import Key, Store, WorkerReport
@@ -23,6 +26,8 @@ from kvferry.operator.pool.ownership import version_of
 from kvferry.operator.pool.spec import parse_pool, pods_of
 from kvferry.operator.preview.preview import preview
 from kvferry.operator.process.checkup import judge_definitions, judge_nodes, judge_pool, judge_version
+from kvferry.operator.process.health import HealthServer
+from kvferry.operator.process.instruments import Instruments
 from kvferry.operator.process.keys_probe import KeysProbe
 
 
@@ -468,3 +473,15 @@ def test_doctor_reports_whether_the_pods_use_tls():
     ready = ("Ready", "True", "serves")
     assert "not encrypted (spec.tls)" in detail(ready)
     assert detail(ready, ("CertificatesValid", "True", "until then")) == "serves; until then"
+
+
+async def test_the_metrics_page_has_no_series_of_creation_times():
+    api: Any = SimpleNamespace(num_calls={"get Service": 1})
+    instruments = Instruments(api, WorkQueue(), ManualClock())
+    instruments.reconcile_seconds.observe(0.1)
+    health = await HealthServer.start("127.0.0.1:0", lambda: "", instruments.registry)
+    async with httpx.AsyncClient() as client:
+        page = (await client.get(f"http://127.0.0.1:{health.port}/metrics")).text
+    await health.stop()
+    assert "kvferry_operator_reconcile_seconds_count" in page
+    assert "_created" not in page

@@ -63,7 +63,7 @@ async def test_a_sample_ends_with_reason_usage_and_timing():
     assert text_of(chunks).encode() == bytes(expected_tokens(_PROMPT, request().sampling, 20))
     last = chunks[-1]
     assert last.finish_reason is FinishReason.LENGTH
-    assert last.usage == Usage(prompt_tokens=2, output_tokens=20, cached_tokens=3)
+    assert last.usage == Usage(prompt_tokens=2, output_tokens=20, cached_tokens=3, cache_write_tokens=1)
     assert last.timing is not None
     assert (last.timing.prefill_worker, last.timing.total_seconds) == ("here", 4.0)
     assert all(chunk.usage is None and chunk.finish_reason is None for chunk in chunks[:-1])

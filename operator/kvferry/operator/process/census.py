@@ -1,12 +1,15 @@
 """Census: compares the store with lists of the watched kinds, adds missed objects and removes deleted objects.
 
 The first census precedes the first reconcile, since a pool with missing objects would be planned wrongly. Optional
-kinds have no watch; a census of them is taken every few seconds.
+kinds have no watch; a census of them is taken every few seconds. A watch with a gap reports no deletions that happened
+in the gap: a census follows at once (`Census.request`). If no object of any watched kind is left to be listed after the
+gap, it follows when the watch probe cannot write to a deleted object.
 """
 
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 
 from kvferry.core.errors import KvferryError
 from kvferry.operator.api import KubeApi
@@ -20,6 +23,8 @@ _RETRY_SECONDS = 1.0
 _FIRST_SECONDS, _PERIOD_SECONDS = 5.0, 600.0
 """Time from the first to the second census, which also covers the start of the watches, and between later censuses, in
 seconds."""
+_GATHER_SECONDS = 1.0
+"""Time from a request to its census, in seconds; kopf lists many objects, and the kinds one after another."""
 _POLL_SECONDS = 2.0
 """Interval between lists of the optional kinds in seconds."""
 
@@ -51,6 +56,11 @@ class Census:
         self._saw = saw
         self._enqueue = enqueue
         self._installed = installed
+        self._requested = asyncio.Event()
+
+    def request(self) -> None:
+        """Begin the next census at once, since a watch had a gap. Called on the event loop."""
+        self._requested.set()
 
     async def first(self) -> None:
         """Run a census until one succeeds."""
@@ -62,10 +72,13 @@ class Census:
                 await asyncio.sleep(_RETRY_SECONDS)
 
     async def run(self) -> None:
-        """Repeat the census until cancelled."""
+        """Repeat the census until cancelled: periodically, and after each request."""
         wait = _FIRST_SECONDS
         while True:
-            await asyncio.sleep(wait)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._requested.wait(), wait)
+                await asyncio.sleep(_GATHER_SECONDS)
+            self._requested.clear()
             wait = _PERIOD_SECONDS
             try:
                 await self._once(watches.WATCHED)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
@@ -18,6 +18,8 @@ class OperatorInstruments:
     """Metrics and registry of an operator."""
 
     def __init__(self, api: KubeApi, queue: WorkQueue[Key], clock: Clock) -> None:
+        # Otherwise each counter and histogram has a further series, `_created`.
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # prometheus_client has no annotation for it
         self.registry = CollectorRegistry()
 
         def named(metric: Metric) -> tuple[str, str, tuple[str, ...]]:

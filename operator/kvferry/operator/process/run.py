@@ -86,7 +86,9 @@ class Operator:
         self._api = api
         self._clock = clock
         self._store = Store()
-        self._probe = WatchProbe(api, self._store, clock, config.watch_probe_seconds)
+        self._probe = WatchProbe(
+            api, self._store, clock, config.watch_probe_seconds, missing=lambda: self._census.request()
+        )
         self._optional = OptionalKinds(api, lambda: self._workers.enqueue_all())
         self._workers = Workers(
             api,
@@ -211,7 +213,7 @@ class Operator:
     async def _watch(self, stop: asyncio.Event) -> None:
         others = asyncio.all_tasks()
         tasks = await kopf.spawn_tasks(
-            registry=watches.registry(self._saw, self._api),
+            registry=watches.registry(self._saw, self._census.request, self._api),
             settings=watches.settings(_KOPF_WORKERS),
             standalone=True,
             clusterwide=not self._config.namespaces,

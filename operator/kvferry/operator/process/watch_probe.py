@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
@@ -21,19 +21,24 @@ _TICK_SECONDS = 0.5
 class WatchProbe:
     """Probe of all watches, with a heartbeat for each watch."""
 
-    def __init__(self, api: KubeApi, store: Store, clock: Clock, period: float) -> None:
+    def __init__(
+        self, api: KubeApi, store: Store, clock: Clock, period: float, missing: Callable[[], None] = lambda: None
+    ) -> None:
         """
         Args:
             api: client for the writes of marks.
             store: store with the watched objects.
             clock: clock of the heartbeats.
             period: interval between two heartbeats of a watch, in seconds.
+            missing: called on the event loop when an object of the store does not exist: its watch had a gap, or will
+                report the deletion soon.
         """
         self._api = api
         self._store = store
         self._clock = clock
         self._beats = {kind: Heartbeat(period) for kind in WATCHED}
         self._marked: dict[str, tuple[str, str]] = {}
+        self._missing = missing
         self._round = 0
 
     def saw(self, kind: str, body: Mapping[str, Any], gone: bool) -> None:
@@ -70,6 +75,8 @@ class WatchProbe:
         except ApiRefusal as refusal:
             _log.debug("no heartbeat through %s %s/%s: %s", kind, *target, refusal.message)
             beat.unmarked()
+            if refusal.status == 404:
+                self._missing()
         except KvferryError as error:
             _log.warning("no heartbeat: %s", error.message)
             beat.unmarked()

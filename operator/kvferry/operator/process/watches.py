@@ -38,11 +38,20 @@ POLLED: Mapping[str, tuple[str, str]] = {"PodMonitor": POD_MONITOR, names.EXTENS
 detect that a kind was installed or removed."""
 
 _SERVER_TIMEOUT_SECONDS = 300
-"""Maximum duration of a watch request in seconds, after which kopf lists the objects and restarts the watch."""
+"""Maximum duration of a watch request in seconds. kopf 1.45 then continues from the last resource version, so that no
+event is lost. It lists the objects again only if the API server no longer has this version (410 Gone), and then reports
+those that exist, but not those that were deleted meanwhile; see `registry`."""
 
 
-def registry(saw: Saw, api: KubeApi) -> kopf.OperatorRegistry:
-    """Build kopf's registry, with handlers for all watched kinds and for the login to the API server."""
+def registry(saw: Saw, listed: Callable[[], None], api: KubeApi) -> kopf.OperatorRegistry:
+    """Build kopf's registry, with handlers for all watched kinds and for the login to the API server.
+
+    Args:
+        saw: called with each event.
+        listed: called for each object that kopf has listed, at the start or after a gap in a watch. Objects that were
+            deleted in the gap can only be found by a comparison with a new list.
+        api: client with the API server's address and credentials.
+    """
     handlers = kopf.OperatorRegistry()
 
     def login(**_: Any) -> kopf.ConnectionInfo:
@@ -64,6 +73,8 @@ def registry(saw: Saw, api: KubeApi) -> kopf.OperatorRegistry:
         # The kind is bound as a default value, since the handler is called after the loop.
         async def on_event(body: kopf.Body, watched: str = kind, **event: Any) -> None:
             saw(watched, dict(body), event["type"] == "DELETED")
+            if event["type"] is None:
+                listed()
 
         kopf.on.event(*resource(group, version, plural), registry=handlers, id=f"saw-{plural}")(on_event)
     return handlers

@@ -59,11 +59,16 @@ class Usage:
     prompt_tokens: int
     output_tokens: int
     cached_tokens: int = 0
-    """Number of prompt tokens whose KV was cached."""
+    """Number of prompt tokens whose KV was in a prefix cache or loaded from a tier or another worker, so that it was
+    not computed for this request."""
     unreturned_tokens: int = 0
     """Number of tokens of beams that are not among the outputs; in the first output of a beam search."""
     reasoning_tokens: int = 0
     """Number of output tokens of the reasoning, with its marks."""
+    cache_write_tokens: int = 0
+    """Number of prompt tokens whose KV was computed and put in a prefix cache."""
+    loaded_tokens: int = 0
+    """Number of the cached tokens whose KV was loaded from a tier or another worker; known to the gateway only."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,8 @@ def token_event(updates: Sequence[SequenceUpdate], timing: Timing = _NO_TIMING) 
     return TokenEvent(
         tokens=tuple(token for update in updates for token in update.tokens),
         finish_reason=updates[-1].finish_reason,
-        num_cached_tokens=updates[-1].num_cached,
+        num_cached_tokens=updates[-1].num_cached + updates[-1].num_loaded,
+        num_written_tokens=updates[-1].num_written,
         timing=timing,
         prompt_logprobs=updates[0].scores,
     )

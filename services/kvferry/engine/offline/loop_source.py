@@ -58,7 +58,7 @@ class LoopSource:
         async with aclosing(self._updates(engine_request(request, name, params))) as updates:
             async for update in updates:
                 if update.embedding is not None:
-                    return Vector(update.embedding, len(request.token_ids), update.num_cached)
+                    return Vector(update.embedding, len(request.token_ids), update.num_cached + update.num_loaded)
         raise InvariantBroken(f"request {name} ended without a vector")
 
     async def _updates(self, request: EngineRequest) -> AsyncGenerator[SequenceUpdate, None]:

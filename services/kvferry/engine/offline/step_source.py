@@ -104,7 +104,7 @@ class StepSource:
             (update,) = await stream.take()
             is_over = True
             assert update.embedding is not None, "a pooling request ends with a vector"
-            return Vector(update.embedding, len(request.token_ids), update.num_cached)
+            return Vector(update.embedding, len(request.token_ids), update.num_cached + update.num_loaded)
         finally:
             self._end(name, is_over=is_over)
 

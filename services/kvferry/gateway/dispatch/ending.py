@@ -45,7 +45,13 @@ class Ending:
                 reason = "client_gone" if event is SampleEvent.CANCEL else event.value
                 self._releases.release(run.ticket, run.request.caller.request_id, reason)
                 run.ticket = None
-        usage = Usage(len(run.request.token_ids), run.num_output, run.num_cached_tokens)
+        usage = Usage(
+            len(run.request.token_ids),
+            run.num_output,
+            run.num_cached_tokens,
+            cache_write_tokens=run.num_written_tokens,
+            loaded_tokens=run.num_loaded_tokens,
+        )
         run.time(total_seconds=self._clock.monotonic() - run.request.caller.arrived)
         if not run.num_beams:  # those of a search are counted with its steps
             self._instruments.kv_reported(run.timing.kv)

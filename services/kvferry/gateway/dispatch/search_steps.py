@@ -61,7 +61,9 @@ class SearchSteps:
         search, request = self._search, step.request
         search.last_error = step.last_error or search.last_error
         if is_first:
-            search.timing, search.num_cached_tokens = replace(step.timing, total_seconds=0.0), step.num_cached_tokens
+            search.timing = replace(step.timing, total_seconds=0.0)
+            search.num_cached_tokens, search.num_loaded_tokens = step.num_cached_tokens, step.num_loaded_tokens
+            search.num_written_tokens = step.num_written_tokens
         if is_first or len(step.routes) > 1:
             search.routes = [*search.routes, *step.routes][:_MAX_ROUTES]
         rank = len(request.token_ids), -request.sample_index  # the most probable beam is the first one of its round

@@ -161,7 +161,11 @@ class WorkerCalls:
                 raise_if_lost(held, address)
                 raise
         finish = wire.finish_from_wire(answer.finish_reason)
-        run.num_cached_tokens = answer.num_cached_tokens
+        run.reused(
+            num_cached=answer.num_cached_tokens,
+            num_loaded=answer.num_loaded_tokens,
+            num_written=answer.num_written_tokens,
+        )
         self._instruments.prefix_predicted(pick.cached, answer.num_cached_tokens)
         self._records.prefilled(run, address, answer.num_cached_tokens, answer.prefill_seconds)
         queued = run.request.caller.queued_seconds + answer.queue_seconds
@@ -208,7 +212,7 @@ class WorkerCalls:
                 raise
             finally:
                 call.cancel()
-        run.num_cached_tokens = answer.num_cached_tokens
+        run.reused(num_cached=answer.num_cached_tokens, num_loaded=answer.num_loaded_tokens)
         run.time(prefill_seconds=answer.prefill_seconds)
         run.report_kv(wire.kv_reports_from_wire(answer.kv))
         self._ending.end(run, SampleEvent.FINISH)
@@ -287,7 +291,12 @@ class WorkerCalls:
         run.report_kv(wire.kv_reports_from_wire(answer.kv))
         outcome = worker_wire.handoff_outcome_from_wire(handoff.outcome)
         self._instruments.handoffs.labels(outcome).inc()
-        run.num_cached_tokens = max(run.num_cached_tokens, handoff.num_cached_tokens if not run.emitted else 0)
+        if not run.emitted:  # otherwise another worker has computed the prompt for this request
+            run.reused(
+                num_cached=handoff.num_cached_tokens,
+                num_loaded=handoff.num_loaded_tokens,
+                num_written=handoff.num_written_tokens,
+            )
         if run.state is not State.FETCHING:
             return
         run.time(

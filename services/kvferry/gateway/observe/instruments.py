@@ -6,7 +6,7 @@ Counters by tenant have a bounded number of labels.
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
@@ -51,6 +51,8 @@ class GatewayInstruments:
     """Counters, gauges and histograms of one gateway."""
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        # Otherwise each counter and histogram has a further series, `_created`.
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # prometheus_client has no annotation for it
         self.registry = CollectorRegistry() if registry is None else registry
         self.requests = self._counter(metrics.GATEWAY_REQUESTS)
         self.streams = self._counter(metrics.GATEWAY_STREAMS)
@@ -90,10 +92,11 @@ class GatewayInstruments:
         """
         self.streams.labels(outcome).inc()
         self.prompt_tokens.inc(usage.prompt_tokens)
-        self.cached_tokens.inc(usage.cached_tokens)
+        num_local = usage.cached_tokens - usage.loaded_tokens
+        self.cached_tokens.inc(num_local)
         self.output_tokens.inc(usage.output_tokens)
         if usage.output_tokens or outcome == State.DONE:
-            sources = prompt_sources(usage.prompt_tokens, usage.cached_tokens, timing)
+            sources = prompt_sources(usage.prompt_tokens, num_local, timing)
             for source in SOURCES:
                 self.prompt_source_tokens.labels(source).inc(getattr(sources, source))
             self.handoff_tokens.inc(sources.handed_off)

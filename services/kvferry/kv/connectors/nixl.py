@@ -5,6 +5,7 @@ The design follows from the observed behavior of NIXL 1.5:
 - Releasing a transfer handle, removing an agent and deregistering memory are *not* fences: a frozen peer that resumed
   later still wrote into a released buffer. A read is therefore polled until its state is terminal, even after the
   request was cancelled, and its pages stay quarantined until then.
+- A removed agent leaves open files behind, so the agents of forgotten peers are kept for a while (`nixl_peers`).
 - NIXL never reports a stalled peer; the fetcher enforces deadlines.
 - An agent's name cannot be reused after a restart, so agents are named by incarnation.
 - Serialized descriptor lists can run code when they are read, so peers exchange plain numbers and build their own
@@ -27,11 +28,14 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.core.clock import Clock, SystemClock
+from kvferry.core.errors import UsageError
 from kvferry.core.ids import BlockId, Incarnation
+from kvferry.core.process.config import environment
 from kvferry.core.process.exit_threads import start_thread
 from kvferry.core.process.struct_types import describe
 from kvferry.kv.connectors.address_proof import checked, proved
 from kvferry.kv.connectors.checks import allocated, check_address, check_page_ids
+from kvferry.kv.connectors.nixl_peers import Peers, Remote, check_open_files
 from kvferry.kv.interface.connector import PageMemory, Peer, Read, ReadError, TransportSetup
 from kvferry.kv.interface.packed import unpacked
 
@@ -69,20 +73,6 @@ class _Address(msgspec.Struct, frozen=True, array_like=True):
 describe(_Address)
 
 
-class _Remote:
-    """Descriptor lists of one connected peer."""
-
-    def __init__(self, agent_name: str, pages: Any, epochs: Any, where: _Address) -> None:
-        self.agent_name = agent_name
-        self.pages = pages
-        self.epochs = epochs
-        self.num_blocks = where.num_blocks
-        self.block_bytes = where.block_bytes
-        self.active = 0
-        """Number of reads that are not quiet yet; the peer's agent is removed only when it is zero."""
-        self.forgotten = False
-
-
 class _Staging:
     """Registered staging memory for pages of other sizes."""
 
@@ -96,7 +86,7 @@ class _Staging:
 class _NixlRead:
     """One posted read; it is quiet only after NIXL has reported a terminal state."""
 
-    def __init__(self, transport: "NixlTransport", peer: str, handle: Any) -> None:
+    def __init__(self, transport: "NixlTransport", peer: Peer, handle: Any) -> None:
         self._transport = transport
         self._peer = peer
         self._handle = handle
@@ -130,7 +120,7 @@ class _NixlRead:
         if state == "ERR" and self._failure is None:
             self._failure = RuntimeError("the transfer ended in an error")
         self._quiet = True
-        self._transport.retire(self._peer, self._handle)
+        self._transport.retire(self._peer, self._handle, failed=self._failure is not None)
 
 
 class NixlTransport:
@@ -148,8 +138,8 @@ class NixlTransport:
         settings = nixl_api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
         self._agent = nixl_api.nixl_agent(incarnation, settings)
         if "UCX" not in self._agent.backends:
-            raise ImportError("NIXL has no UCX backend on this machine", name="nixl")
-        self._remotes: dict[str, _Remote] = {}
+            raise UsageError("connector 'nixl': NIXL has no UCX backend on this machine", field="connector")
+        self._peers = Peers(self._remove)
         self._own: _Address | None = None
         self._landing_lock = threading.Lock()  # for epoch reads, which share one receive buffer; taken before _lock
         self._readers_expected = False
@@ -193,8 +183,9 @@ class NixlTransport:
         check_address(peer, where.incarnation)
         allocated(self._own)
         with self._lock:
-            if peer.incarnation in self._remotes:
+            if self._peers.resume(peer, where):
                 return
+            check_open_files(peer.worker_id)
             try:
                 name = self._agent.add_remote_agent(where.metadata)
                 name = name.decode() if isinstance(name, bytes) else name
@@ -204,7 +195,7 @@ class NixlTransport:
                 epochs = self._prepare(name, where.epochs, where.num_blocks, _EPOCH_BYTES)
             except _NIXL_ERRORS as error:
                 raise ReadError(f"NIXL cannot reach worker {peer.worker_id} ({error})") from error
-            self._remotes[peer.incarnation] = _Remote(name, pages, epochs, where)
+            self._peers.add(peer, Remote(name, pages, epochs, where, where.num_blocks, where.block_bytes))
 
     def read(self, peer: Peer, remote: Sequence[int], local: Sequence[BlockId]) -> Read:
         own = allocated(self._own)
@@ -212,7 +203,7 @@ class NixlTransport:
             raise ReadError(f"cannot read {len(remote)} pages into {len(local)}")
         check_page_ids(local, own.num_blocks, "this worker")
         with self._lock:
-            theirs = self._find(peer)
+            theirs = self._peers.find(peer)
         if theirs.block_bytes != own.block_bytes:
             raise ReadError(f"the peer's pages have {theirs.block_bytes} bytes, this worker's {own.block_bytes}")
         return self._post(peer, "pages", remote, self._own_pages, local)
@@ -227,7 +218,7 @@ class NixlTransport:
 
     def read_raw(self, peer: Peer, remote: Sequence[int], into: memoryview) -> Read:
         with self._lock:
-            size = self._find(peer).block_bytes
+            size = self._peers.find(peer).block_bytes
             base = _address(into) if into else 0
             place = self._staging.get(base)
             if place is None:
@@ -254,22 +245,16 @@ class NixlTransport:
 
     def forget(self, peer: Peer) -> None:
         with self._lock:
-            remote = self._remotes.get(peer.incarnation)
-            if remote is not None:
-                remote.forgotten = True
-                self._remove_if_quiet(peer.incarnation, remote)
+            self._peers.forget(peer)
 
     def close(self) -> None:
         self._stop_progress()
         if self._helper is not None:
             self._helper.join()  # the thread must not call NIXL during teardown; one iteration of it is short
         with self._lock:
-            busy = any(r.active for r in self._remotes.values())
-            if self._own is None or busy:
+            if self._own is None or self._peers.is_reading:
                 return  # a read may still write, so the memory must stay mapped until the process exits
-            for incarnation, remote in list(self._remotes.items()):
-                remote.forgotten = True
-                self._remove_if_quiet(incarnation, remote)
+            self._peers.close()
             self._own_pages.release()
             self._own_landing.release()
             for place in self._staging.values():
@@ -285,14 +270,11 @@ class NixlTransport:
         with self._lock:
             return str(self._agent.check_xfer_state(handle))
 
-    def retire(self, peer: str, handle: Any) -> None:
+    def retire(self, peer: Peer, handle: Any, *, failed: bool) -> None:
         """Release the handle of a read in a terminal state."""
         with self._lock:
             handle.release()
-            remote = self._remotes.get(peer)
-            if remote is not None:
-                remote.active -= 1
-                self._remove_if_quiet(peer, remote)
+            self._peers.retire(peer, failed=failed)
 
     def _stop_progress(self) -> None:
         self._closed = True
@@ -304,8 +286,7 @@ class NixlTransport:
             with self._lock:
                 if self._own is not None:
                     self._agent.get_new_notifs()
-                reading = any(remote.active for remote in self._remotes.values())
-            busy = reading or self._readers_expected
+                busy = self._peers.is_reading or self._readers_expected
             self._wake.wait(_BUSY_PROGRESS_SECONDS if busy else _IDLE_PROGRESS_SECONDS)
             self._wake.clear()
 
@@ -313,7 +294,7 @@ class NixlTransport:
         self, peer: Peer, what: str, remote_ids: Sequence[int], local: Any, local_ids: Sequence[int]
     ) -> _NixlRead:
         with self._lock:
-            remote = self._find(peer)
+            remote = self._peers.find(peer)
             if not remote_ids:
                 raise ReadError("a read needs at least one page")
             check_page_ids(remote_ids, remote.num_blocks, f"worker {peer.worker_id}")
@@ -326,16 +307,10 @@ class NixlTransport:
                 # Posting failed, for example because the peer is gone: no transfer is in flight.
                 if handle is not None:
                     handle.release()
+                remote.is_broken = True
                 raise ReadError(f"NIXL rejected a read from worker {peer.worker_id} ({error})") from error
             remote.active += 1
-        return _NixlRead(self, peer.incarnation, handle)
-
-    def _find(self, peer: Peer) -> _Remote:
-        """Return the state of a connected peer; called with `_lock` held."""
-        remote = self._remotes.get(peer.incarnation)
-        if remote is None or remote.forgotten:
-            raise ReadError(f"worker {peer.worker_id} is not connected")
-        return remote
+        return _NixlRead(self, peer, handle)
 
     def _read_epochs(self, peer: Peer, remote: Sequence[int], deadline: float, timeout: float) -> list[int]:
         """Read epochs, at most as many as the receive buffer holds; called with `_landing_lock` held."""
@@ -367,15 +342,13 @@ class NixlTransport:
         rows[:, 1] = size
         return self._agent.prep_xfer_dlist(agent, self._agent.get_xfer_descs(rows, "DRAM"), "DRAM")
 
-    def _remove_if_quiet(self, incarnation: str, remote: _Remote) -> None:
-        if remote.forgotten and remote.active == 0:
-            del self._remotes[incarnation]
-            remote.pages.release()
-            remote.epochs.release()
-            try:
-                self._agent.remove_remote_agent(remote.agent_name)
-            except _NIXL_ERRORS as error:
-                _log.info("removing agent %s: %s", remote.agent_name, error)
+    def _remove(self, remote: Remote) -> None:
+        remote.pages.release()
+        remote.epochs.release()
+        try:
+            self._agent.remove_remote_agent(remote.agent_name)
+        except _NIXL_ERRORS as error:
+            _log.info("removing agent %s: %s", remote.agent_name, error)
 
 
 def _address(memory: memoryview) -> int:
@@ -395,6 +368,14 @@ def open_transport(incarnation: Incarnation, setup: TransportSetup) -> NixlTrans
     """Create the transport of one incarnation.
 
     Raises:
-        ImportError: NIXL has no UCX backend on this machine.
+        UsageError: NIXL has no UCX backend on this machine, or UCX finds no device that it may use.
     """
-    return NixlTransport(incarnation, SystemClock(), setup.secrets)
+    try:
+        return NixlTransport(incarnation, SystemClock(), setup.secrets)
+    except _NIXL_ERRORS as error:
+        given = [f"{name}={environment().get(name, '(unset)')}" for name in ("UCX_NET_DEVICES", "UCX_TLS")]
+        raise UsageError(
+            f"connector 'nixl': UCX cannot use a network device ({error}) with {', '.join(given)}; unset the two, or "
+            "set them to devices and transports of this machine (`ip link`, `ibv_devices`)",
+            field="connector",
+        ) from error

@@ -44,6 +44,7 @@ def chunk_to_wire(request_id: RequestId, chunk: TextChunk) -> inference_pb2.Gene
         response.usage.prompt_tokens = chunk.usage.prompt_tokens
         response.usage.output_tokens = chunk.usage.output_tokens
         response.usage.cached_tokens = chunk.usage.cached_tokens
+        response.usage.cache_write_tokens = chunk.usage.cache_write_tokens
         response.usage.unreturned_tokens = chunk.usage.unreturned_tokens
         response.timing.CopyFrom(_timing_to_wire(chunk.timing))
     return response

@@ -16,7 +16,8 @@ def vector_from_wire(message: prefill_pb2.PoolResponse, num_prompt_tokens: int) 
         message: the response.
         num_prompt_tokens: number of tokens of the input.
     """
-    return Vector(np.array(message.values, np.float32), num_prompt_tokens, message.num_cached_tokens)
+    num_cached = message.num_cached_tokens + message.num_loaded_tokens
+    return Vector(np.array(message.values, np.float32), num_prompt_tokens, num_cached)
 
 
 def vectors_to_wire(request_id: RequestId, vectors: Sequence[Vector]) -> inference_pb2.EmbedResponse:

@@ -12,7 +12,7 @@ from kvferry.core.errors import InvalidRequest, KvferryError, TicketRejected, sh
 from kvferry.core.ids import new_ticket_id
 from kvferry.engine.loop.engine_stream import EngineStream, StreamItem
 from kvferry.engine.schedule.messages import EngineRequest
-from kvferry.engine.schedule.step.kv_jobs import Export
+from kvferry.engine.schedule.step.kv_jobs import Export, SequenceUpdate
 from kvferry.engine.schedule.step.kv_progress import RemoteKv
 from kvferry.kv.interface.connector import FetchSource, Peer, PeerControl
 from kvferry.kv.interface.ticket import Keyring, Ticket, check_ticket, digest_tokens
@@ -48,9 +48,13 @@ class _Handoff:
     kept: Export | None = None
     """Export of the full blocks, for the prior-turn ticket; `None` if there is none."""
 
-    def describe(self, num_cached: int) -> decode_pb2.Handoff:
+    def describe(self, update: SequenceUpdate) -> decode_pb2.Handoff:
         self.reported = True
-        message = decode_pb2.Handoff(num_cached_tokens=num_cached)
+        message = decode_pb2.Handoff(
+            num_cached_tokens=update.num_cached,
+            num_loaded_tokens=update.num_loaded,
+            num_written_tokens=update.num_written,
+        )
         if self.ticket is not None:
             message.connector = self.ticket.connector
         load = self.kv_report.from_peer
@@ -262,19 +266,19 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
 def _message(items: list[StreamItem], handoff: _Handoff) -> decode_pb2.DecodeResponse | None:
     """Combine all available events in one message; return `None` if no tokens are available yet."""
     message = decode_pb2.DecodeResponse()
-    num_cached = 0
+    last: SequenceUpdate | None = None
     for item in items:
         handoff.kv_report.add(item)
         if item.update is not None:
             message.tokens.extend(map(wire.token_to_wire, item.update.tokens))
             message.prompt_logprobs.extend(wire.scores_to_wire(item.update.scores))
-            num_cached = item.update.num_cached
+            last = item.update
             handoff.kept = item.update.kept
             if item.update.finish_reason is not None:
                 message.finish_reason = wire.finish_to_wire(item.update.finish_reason)
-    if not message.tokens:
+    if last is None or not message.tokens:
         return None
     if not handoff.reported:
-        message.handoff.CopyFrom(handoff.describe(num_cached))
+        message.handoff.CopyFrom(handoff.describe(last))
         message.kv.extend(wire.kv_reports_to_wire(handoff.kv_report.take_reports()))
     return message

@@ -122,6 +122,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         return prefill_pb2.PoolResponse(
             values=update.embedding.tolist(),
             num_cached_tokens=update.num_cached,
+            num_loaded_tokens=update.num_loaded,
             prefill_seconds=self._context.clock.monotonic() - begun,
             kv=wire.kv_reports_to_wire(kv_report.take_reports()),
         )
@@ -184,6 +185,8 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             first_token=wire.token_to_wire(update.tokens[0]),
             finish_reason=wire.finish_to_wire(update.finish_reason),
             num_cached_tokens=update.num_cached,
+            num_loaded_tokens=update.num_loaded,
+            num_written_tokens=update.num_written,
             prefill_seconds=seconds,
             prompt_logprobs=wire.scores_to_wire(update.scores),
         )

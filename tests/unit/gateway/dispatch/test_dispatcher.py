@@ -104,7 +104,7 @@ async def test_timing_has_the_duration_of_each_phase(pair):
     assert (timing.handoff_outcome, timing.connector) == ("fetched", "scripted")
     assert (timing.handoff_blocks, timing.handoff_bytes, timing.resumed) == (2, 1024, 0)
     assert timing.first_token_seconds > 0
-    assert events[-1].num_cached_tokens == 1
+    assert (events[-1].num_cached_tokens, events[-1].num_written_tokens) == (1, 2), "a hand-off is no cached token"
 
 
 async def test_other_policies_route_only_requests_that_ask_for_an_explanation(two_pairs):
@@ -143,10 +143,11 @@ async def test_short_prompts_skip_prefill():
     async with scripted_fleet(
         prefill=1, decode=1, config=DispatchConfig(RoutingConfig(skip_prefill_below_tokens=100))
     ) as fleet:
+        fleet.workers.decode[0].num_loaded = 3
         events = await collect(fleet, ask())
         check(events, ask())
         assert fleet.workers.prefill[0].prefills == []
-        assert events[-1].num_cached_tokens == 2
+        assert events[-1].num_cached_tokens == 2 + 3, "cached and loaded tokens"
         assert events[-1].timing.first_token_seconds > 0
 
 

@@ -29,6 +29,14 @@ async def test_operator_routes_are_served_on_the_admin_port_only(gateway: Script
         assert (await client.get(gateway.admin_url + path)).status_code == (404 if "debug" in path else 200)
 
 
+async def test_metrics_have_no_series_of_creation_times(gateway: ScriptedGateway) -> None:
+    async with httpx.AsyncClient(timeout=20) as client:
+        page = (await client.get(f"{gateway.admin_url}/metrics")).text
+    names = {line.partition("{")[0].partition(" ")[0] for line in page.splitlines() if not line.startswith("#")}
+    assert "kvferry_gateway_prompt_tokens_total" in names
+    assert [name for name in names if name.endswith("_created")] == []
+
+
 async def test_an_operator_finds_any_tenants_request(gateway: ScriptedGateway) -> None:
     headers = {"authorization": "Bearer secret-key", "x-request-id": "mine"}
     async with httpx.AsyncClient(timeout=20) as client:

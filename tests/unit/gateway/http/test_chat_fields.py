@@ -67,7 +67,7 @@ async def test_each_chunk_has_the_usage_so_far(http, api, path, prompt):
         usage = chunk["usage"]
         assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
         assert usage["prompt_tokens"] == found[-1]["usage"]["prompt_tokens"] > 0
-    assert found[-1]["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+    assert found[-1]["usage"]["prompt_tokens_details"] == {"cached_tokens": 0, "cache_write_tokens": 0}
 
 
 async def test_each_choice_has_its_own_running_usage(http, api):

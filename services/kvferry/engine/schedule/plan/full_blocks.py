@@ -48,6 +48,7 @@ class FullBlocks:
             tokens, parent = tuple(sequence.sampling.tokens[i * size : (i + 1) * size]), names[i - 1] if i else None
             self.allocator.name_block(kv.table, i, names[i], tokens, parent)
         kv.listed_to(full)
+        kv.written_to(min(full, sequence.request.num_prompt // size) * size)
         self._plan_stores(sequence, full)
         is_followed = sequence.request.exports and kv.num_computed < sequence.num_tokens
         if is_followed and self.allocator.windows[0] is None:

@@ -21,9 +21,12 @@ queues; `update` must be called with its result before the next `schedule`.
 import itertools
 from collections.abc import Collection
 
+import numpy as np
+import numpy.typing as npt
+
 from kvferry.core.errors import InvariantBroken, KvferryError
 from kvferry.core.ids import RequestId
-from kvferry.core.sampling import FinishReason
+from kvferry.core.sampling import FinishReason, SampledToken, ScoredToken
 from kvferry.core.settings.engine import SchedulerLimits
 from kvferry.engine.schedule.blocks.allocation import Allocator
 from kvferry.engine.schedule.plan.admission import Admission, num_lacking
@@ -36,7 +39,7 @@ from kvferry.engine.schedule.policies.policy import policy_of
 from kvferry.engine.schedule.speculation.drafting import Drafting
 from kvferry.engine.schedule.speculation.speculation import Speculation
 from kvferry.engine.schedule.step.adapter_slots import AdapterSlots
-from kvferry.engine.schedule.step.kv_jobs import LoadJob, SequenceUpdate
+from kvferry.engine.schedule.step.kv_jobs import Export, LoadJob, SequenceUpdate
 from kvferry.engine.schedule.step.kv_progress import RemoteKv
 from kvferry.engine.schedule.step.prompt_pooling import PromptPooling
 from kvferry.engine.schedule.step.sequence import Sequence, SequenceEvent, SequenceState
@@ -355,20 +358,19 @@ class Scheduler:
             kv.advance_to(sequence.num_tokens - 1)  # fewer than accepted if the sequence ended earlier
             self.blocks.list_full(sequence)
         if reason is None and not exports:
-            return SequenceUpdate(sequence.request_id, drawn, None, kv.num_cached, scores=scores)
+            return _update(sequence, drawn, None, scores=scores)
         self._finish(sequence)
         if reason is None:  # the sequence continues on another worker: its pages go to the export and are not freed
             export = self.blocks.export(sequence, exported_tokens)
-            return SequenceUpdate(sequence.request_id, drawn, None, kv.num_cached, export, scores=scores)
+            return _update(sequence, drawn, None, export=export, scores=scores)
         kept = self.blocks.export_full(sequence) if sequence.request.keeps else None
         self.allocator.free(kv.table)
-        return SequenceUpdate(sequence.request_id, drawn, reason, kv.num_cached, kept=kept, scores=scores)
+        return _update(sequence, drawn, reason, kept=kept, scores=scores)
 
     def _pooled(self, sequence: Sequence, pooling: PromptPooling) -> SequenceUpdate:
         self._finish(sequence)
         self.allocator.free(sequence.kv.table)
-        cached, vector = sequence.kv.num_cached, pooling.vector()
-        return SequenceUpdate(sequence.request_id, (), FinishReason.STOP, cached, embedding=vector)
+        return _update(sequence, (), FinishReason.STOP, embedding=pooling.vector())
 
     def _finish(self, sequence: Sequence) -> None:
         self._admitted.remove(sequence, SequenceEvent.FINISH)
@@ -383,3 +385,20 @@ class Scheduler:
         num_cached = sequence.kv.num_cached
         self.abort(sequence.request_id)
         return SequenceUpdate(sequence.request_id, (), None, num_cached, error=error)
+
+
+def _update(
+    sequence: Sequence,
+    tokens: tuple[SampledToken, ...],
+    reason: FinishReason | None,
+    *,
+    export: Export | None = None,
+    kept: Export | None = None,
+    scores: tuple[ScoredToken, ...] | None = None,
+    embedding: npt.NDArray[np.float32] | None = None,
+) -> SequenceUpdate:
+    """Return a sequence's update, with the sources of its prompt's KV."""
+    kv, name = sequence.kv, sequence.request_id
+    return SequenceUpdate(
+        name, tokens, reason, kv.num_cached, export, kept, None, scores, embedding, kv.num_loaded, kv.num_written
+    )

@@ -82,3 +82,7 @@ class SequenceUpdate(NamedTuple):
     """The scored tokens of the prompt, from the second one on; only in the first update, if they were requested."""
     embedding: npt.NDArray[np.float32] | None = None
     """The pooled vector of a pooling request, which has then ended."""
+    num_loaded: int = 0
+    """Number of prompt tokens whose KV was loaded from a peer or a tier."""
+    num_written: int = 0
+    """Number of prompt tokens whose KV was computed and is in the prefix cache."""

@@ -47,6 +47,13 @@ class KvProgress:
     """Number of leading blocks that were reported as `NewBlocks`."""
     num_cached: int = 0
     """Number of tokens found in the prefix cache at the first admission."""
+    num_loaded: int = 0
+    """Number of tokens that were loaded from a peer or a tier, without those that had been computed before a
+    preemption."""
+    num_written: int = 0
+    """Number of prompt tokens that were computed and whose blocks are in the prefix index."""
+    num_reached: int = 0
+    """Maximum of `num_computed` before the pages were last freed."""
     is_lookup_pending: bool = False
     """Whether a tier lookup is pending; admission skips the sequence until it completes."""
     last_lookup: tuple[int, int, CachedPrefix] | None = None
@@ -99,6 +106,7 @@ class KvProgress:
             num_tokens: number of leading tokens whose KV is now in the pages.
             num_stored: number of leading blocks that the tiers have.
         """
+        self.num_loaded += max(0, num_tokens - max(self.num_computed, self.num_reached))
         self.num_computed = max(self.num_computed, num_tokens)
         self.num_stored = max(self.num_stored, num_stored)
         self.remote = None
@@ -130,6 +138,7 @@ class KvProgress:
 
     def lost_pages(self) -> None:
         """Record that the pages were freed, so that their KV must be computed or loaded again."""
+        self.num_reached = max(self.num_reached, self.num_computed)
         self.num_computed = self.num_listed = self.num_reported = 0
 
     # ------------------------------------------------------------------ full blocks
@@ -137,6 +146,10 @@ class KvProgress:
     def listed_to(self, num_blocks: int) -> None:
         """Record that `num_blocks` leading blocks are in the prefix index."""
         self.num_listed = num_blocks
+
+    def written_to(self, num_tokens: int) -> None:
+        """Record that the blocks of `num_tokens` leading tokens of the prompt are in the prefix index."""
+        self.num_written = max(self.num_written, num_tokens - self.num_cached - self.num_loaded)
 
     def stored_to(self, num_blocks: int) -> None:
         """Record that the stores of `num_blocks` leading blocks are planned."""

@@ -188,6 +188,11 @@ class SampleRun:
     """Consecutive failed steps that contained the sample."""
     last_error: KvferryError | None = None
     num_cached_tokens: int = 0
+    """Number of prompt tokens whose KV was cached or loaded."""
+    num_loaded_tokens: int = 0
+    """Number of the cached tokens that were loaded from a tier or another worker."""
+    num_written_tokens: int = 0
+    """Number of prompt tokens whose KV was computed and put in a prefix cache."""
     timing: Timing = field(default_factory=Timing)
     routes: list[RouteNote] = field(default_factory=list)
     """Routing decisions, in order."""
@@ -241,6 +246,17 @@ class SampleRun:
         """Update fields of `timing`."""
         self.timing = replace(self.timing, **changes)  # type: ignore[arg-type]  # dataclasses.replace is untyped
 
+    def reused(self, *, num_cached: int, num_loaded: int, num_written: int = 0) -> None:
+        """Record the sources of the prompt's KV on the worker of the first token. A later hand-off changes none.
+
+        Args:
+            num_cached: number of tokens that were in the worker's prefix cache.
+            num_loaded: number of tokens that were loaded from a tier or another worker.
+            num_written: number of tokens that were computed and put in the worker's prefix cache.
+        """
+        self.num_cached_tokens = num_cached + num_loaded
+        self.num_loaded_tokens, self.num_written_tokens = num_loaded, num_written
+
     def report_kv(self, reports: tuple[KvReport, ...]) -> None:
         """Add a worker's reports on the source of the KV to `timing`."""
         if reports:
@@ -270,7 +286,7 @@ class SampleRun:
             self.emitted.extend(token.token_id for token in tokens)
             self.failures = self.failed_steps = 0
             self.excluded.clear()
-        return TokenEvent(tokens, finish, self.num_cached_tokens, self.timing, scores)
+        return TokenEvent(tokens, finish, self.num_cached_tokens, self.timing, scores, self.num_written_tokens)
 
     def failed(self, error: KvferryError, address: str | None, *, in_failed_step: bool = False) -> None:
         """Record a failed call, or a failed search for a worker if `address` is `None`.

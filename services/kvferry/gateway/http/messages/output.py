@@ -54,15 +54,17 @@ class OutputDetails(Struct):
 
 
 class MessageUsage(Struct):
-    """Token counts. The prompt has `input_tokens` and `cache_read_input_tokens` together."""
+    """Token counts. The prompt has `input_tokens`, `cache_read_input_tokens` and `cache_creation_input_tokens`
+    together."""
 
     input_tokens: int
-    """Number of tokens of the prompt that were not read from a cache."""
+    """Number of tokens of the prompt that were neither read from a cache nor put in one."""
     cache_read_input_tokens: int
+    """Number of tokens whose KV was in a prefix cache or loaded from a tier or another worker."""
+    cache_creation_input_tokens: int
+    """Number of tokens whose KV was computed and put in a prefix cache."""
     output_tokens: int
     output_tokens_details: OutputDetails
-    cache_creation_input_tokens: int = 0
-    """Always 0: caching a prompt has no price."""
 
 
 class AnswerMessage(Struct):

@@ -118,9 +118,8 @@ class MessageProgress:
 def usage_of(usage: Usage) -> out.MessageUsage:
     """Convert the token counts of a sample."""
     details = out.OutputDetails(usage.reasoning_tokens)
-    return out.MessageUsage(
-        usage.prompt_tokens - usage.cached_tokens, usage.cached_tokens, usage.output_tokens, details
-    )
+    num_other = usage.prompt_tokens - usage.cached_tokens - usage.cache_write_tokens
+    return out.MessageUsage(num_other, usage.cached_tokens, usage.cache_write_tokens, usage.output_tokens, details)
 
 
 def _input(arguments: str) -> dict[str, Any]:

@@ -35,6 +35,9 @@ L = TypeVar("L", "ChatLogprobs", "CompletionLogprobs")
 
 class PromptTokensDetails(Struct):
     cached_tokens: int
+    """Number of tokens whose KV was in a prefix cache or loaded from a tier or another worker."""
+    cache_write_tokens: int
+    """Number of tokens whose KV was computed and put in a prefix cache (`CompletionUsage` in openai 3.54)."""
 
 
 class CompletionTokensDetails(Struct):
@@ -379,14 +382,17 @@ def add_usage(total: UsageObject | None, chunk: TextChunk, *, first_sample: bool
         return total
     prompt = chunk.usage.prompt_tokens if first_sample else 0
     cached = chunk.usage.cached_tokens if first_sample else 0
+    written = chunk.usage.cache_write_tokens if first_sample else 0
     output = chunk.usage.output_tokens + chunk.usage.unreturned_tokens
     reasoning = chunk.usage.reasoning_tokens
     if total is not None:
         prompt, output = total.prompt_tokens + prompt, total.completion_tokens + output
         if total.prompt_tokens_details is not UNSET and total.completion_tokens_details is not UNSET:
             cached += total.prompt_tokens_details.cached_tokens
+            written += total.prompt_tokens_details.cache_write_tokens
             reasoning += total.completion_tokens_details.reasoning_tokens
-    return UsageObject(prompt, output, prompt + output, PromptTokensDetails(cached), CompletionTokensDetails(reasoning))
+    details = PromptTokensDetails(cached, written)
+    return UsageObject(prompt, output, prompt + output, details, CompletionTokensDetails(reasoning))
 
 
 def _key(raw: bytes) -> str:

@@ -61,8 +61,11 @@ class OutputReasoning(Struct, tag="reasoning"):
 OutputItem = OutputMessage | OutputCall | OutputReasoning
 
 
-class CachedTokens(Struct):
+class InputDetails(Struct):
     cached_tokens: int
+    """Number of tokens whose KV was in a prefix cache or loaded from a tier or another worker."""
+    cache_write_tokens: int
+    """Number of tokens whose KV was computed and put in a prefix cache (`ResponseUsage` in openai 3.54)."""
 
 
 class ReasoningTokens(Struct):
@@ -73,7 +76,7 @@ class ResponseUsage(Struct):
     """Token counts."""
 
     input_tokens: int
-    input_tokens_details: CachedTokens
+    input_tokens_details: InputDetails
     output_tokens: int
     output_tokens_details: ReasoningTokens
     total_tokens: int

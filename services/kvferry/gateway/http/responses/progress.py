@@ -187,7 +187,7 @@ class ResponseProgress:
 def _usage(usage: Usage) -> out.ResponseUsage:
     return out.ResponseUsage(
         usage.prompt_tokens,
-        out.CachedTokens(usage.cached_tokens),
+        out.InputDetails(usage.cached_tokens, usage.cache_write_tokens),
         usage.output_tokens,
         out.ReasoningTokens(usage.reasoning_tokens),
         usage.prompt_tokens + usage.output_tokens,

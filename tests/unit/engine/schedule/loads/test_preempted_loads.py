@@ -95,6 +95,15 @@ def until_preempted(engine: Engine, tokens: dict[str, list[int]]) -> None:
         step(engine, tokens)
 
 
+def sources(engine: Engine, name: str, prompt: list[int]) -> tuple[int, int, int]:
+    """Run one request; return its numbers of cached, loaded and written tokens."""
+    engine.add(a_request(name, prompt, max_tokens=1))
+    while True:
+        for update in engine.step().updates:
+            if update.request_id == name:
+                return update.num_cached, update.num_loaded, update.num_written
+
+
 def step(engine: Engine, tokens: dict[str, list[int]]) -> None:
     for update in engine.step().updates:
         tokens.setdefault(update.request_id, []).extend(t.token_id for t in update.tokens)
@@ -127,6 +136,31 @@ def test_a_preempted_sequence_loads_the_full_objects_of_prompt_and_answer() -> N
     assert lost > 24, "the objects include output tokens"
     assert [(name, first, count) for name, _, first, count in tiers.started] == [("young", 0, 6)]
     assert recomputed(runner) == lost - 1 - 24
+
+
+def test_loaded_tokens_are_counted_apart_from_cached_and_computed_ones() -> None:
+    engine, runner = an_engine(num_blocks=12, limits=small_limits())
+    engine._prices = PriceBook(LoadPolicy.ALWAYS)
+    DictTiers(engine, runner)
+    size = engine.scheduler.allocator.block_tokens
+    assert sources(engine, "cold", YOUNG) == (0, 0, len(YOUNG) // size * size)
+    cached, loaded, written = sources(engine, "again", YOUNG)
+    assert (loaded, cached + written) == (0, len(YOUNG) // size * size)
+    assert cached > 0
+    engine.reset_prefix_cache()
+    cached, loaded, written = sources(engine, "loaded", YOUNG)
+    assert (cached, loaded) == (0, 2 * size * ((len(YOUNG) - 1) // (2 * size))), "whole objects of two blocks"
+    assert loaded + written == len(YOUNG) // size * size
+
+
+def test_tokens_that_the_request_itself_computed_do_not_count_as_loaded() -> None:
+    engine, _, tiers = a_case()
+    found = {}
+    while engine.has_work or not engine.is_idle:
+        for update in engine.step().updates:
+            found[update.request_id] = (update.num_cached, update.num_loaded)
+    assert [name for name, *_ in tiers.started] == ["young"], "it is preempted, and loads what it had computed"
+    assert found[RequestId("young")] == (0, 0)
 
 
 def test_blocks_that_are_still_cached_are_not_loaded() -> None:

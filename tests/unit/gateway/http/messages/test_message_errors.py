@@ -82,6 +82,8 @@ async def test_tokens_that_were_cached_are_counted_apart():
         whole = (await client.post("/v1/messages", json=GOOD)).json()
         usage = whole["usage"]
         assert usage["cache_read_input_tokens"] == 1
-        assert usage["input_tokens"] + usage["cache_read_input_tokens"] == len("<user>hello<assistant>")
+        assert usage["cache_creation_input_tokens"] == 2
+        parts = ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
+        assert sum(usage[part] for part in parts) == len("<user>hello<assistant>")
         assert whole["kvferry"]["decode_worker"] == "d0"
         await gateway.idle()

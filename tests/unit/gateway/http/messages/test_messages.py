@@ -14,10 +14,12 @@ from harness.fakes.scripted_gateway import scripted_gateway
 
 from kvferry.core.constraint import ConstraintKind
 from kvferry.core.errors import GenerationFailed, Overloaded
+from kvferry.core.inference.chunks import Usage
 from kvferry.core.sampling import FinishReason
 from kvferry.gateway.decide.config import HttpConfig
 from kvferry.gateway.http.messages.blocks import ConversationMessage, conversation
 from kvferry.gateway.http.messages.body import read_count, read_message
+from kvferry.gateway.http.messages.progress import usage_of
 from kvferry.serving.token_source import TokenEvent
 from kvferry.text.answers.registry import CallFormat
 
@@ -470,3 +472,8 @@ async def test_large_bodies_are_read_in_another_process(api):
     for read in (read_message, read_count):
         found = read(byte_model(1 << 16), body)
         assert pickle.loads(pickle.dumps(found)) == found
+
+
+def test_the_parts_of_a_prompt_add_up_to_its_tokens():
+    usage = usage_of(Usage(100, 5, 64, cache_write_tokens=32))
+    assert (usage.input_tokens, usage.cache_read_input_tokens, usage.cache_creation_input_tokens) == (4, 64, 32)
