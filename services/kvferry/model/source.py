@@ -139,8 +139,10 @@ def _open_folder(folder: Path) -> ModelSource:
         source = read_json(processor_file).get(_TEMPLATE)
     if isinstance(source, list):  # several templates by name; use the one for plain chat
         source = next((i.get("template") for i in source if isinstance(i, dict) and i.get("name") == "default"), None)
-    bos, eos = (_token_text(settings.get(key)) for key in ("bos_token", "eos_token"))
-    template = ChatTemplate(source, bos_token=bos, eos_token=eos) if isinstance(source, str) else None
+    bos, eos, pad, unk = (_token_text(settings.get(f"{name}_token")) for name in ("bos", "eos", "pad", "unk"))
+    template = None
+    if isinstance(source, str):
+        template = ChatTemplate(source, bos_token=bos, eos_token=eos, pad_token=pad, unk_token=unk)
 
     files = [folder / "config.json", *model.weight_files, *(folder / name for name in _TOKENIZER_FILES)]
     return _with_ends(ModelSource(model.config, tokenizer, template, model, lambda: _digest_of(files)), eos)

@@ -95,7 +95,9 @@ def test_bfloat16_is_widened_exactly(tmp_path: Path) -> None:
         np.testing.assert_array_equal(model.read(name).view(np.uint32), values.astype(np.uint32) << 16)
 
 
-def test_shards_are_put_together_and_a_tied_head_is_dropped(tmp_path: Path) -> None:
+def test_shards_are_put_together_and_a_tied_head_is_dropped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A file beside the shards, here the one with all weights, is not read, and the log names it."""
+    caplog.set_level("INFO", "kvferry")
     folder = make_folder(tmp_path / "shards", {"tie_word_embeddings": True})
     tensors = weights() | {HEAD: weights()[EMBEDDING]}
     names = sorted(tensors)
@@ -104,8 +106,11 @@ def test_shards_are_put_together_and_a_tied_head_is_dropped(tmp_path: Path) -> N
         save_file({name: tensors[name] for name in part}, folder / file)
     index = {"weight_map": {name: file for file, part in parts.items() for name in part}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert (folder / "model.safetensors").exists()
     model = SafetensorsModel(folder)
     assert set(model.shapes()) == set(names) - {"lm_head.weight"}
+    assert [path.name for path in model.weight_files] == list(parts)
+    assert f"{folder / 'model.safetensors'} is not read" in caplog.text
 
 
 def test_a_head_of_its_own_is_used_even_if_the_configuration_ties_it(tmp_path: Path) -> None:

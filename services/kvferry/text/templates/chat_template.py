@@ -46,6 +46,8 @@ class ChatTemplate:
         *,
         bos_token: str = "",
         eos_token: str = "",
+        pad_token: str = "",
+        unk_token: str = "",
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
         """
@@ -53,6 +55,8 @@ class ChatTemplate:
             source: the template.
             bos_token: text of the token that begins a sequence.
             eos_token: text of the token that ends it.
+            pad_token: text of the padding token.
+            unk_token: text of the token for unknown text.
             now: clock of the function `strftime_now`.
 
         Raises:
@@ -68,7 +72,12 @@ class ChatTemplate:
         """Whether the template reads the variable `tools`; otherwise tools have no effect on its text."""
         self._broken = ""
         environment = Sandbox(None if _ASKS.search(source) else now)
-        environment.globals |= {"bos_token": bos_token, "eos_token": eos_token}
+        environment.globals |= {
+            "bos_token": bos_token,
+            "eos_token": eos_token,
+            "pad_token": pad_token,
+            "unk_token": unk_token,
+        }
         self._names = frozenset(environment.globals)
         try:
             parsed = environment.parse(source)

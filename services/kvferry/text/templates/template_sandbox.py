@@ -138,6 +138,14 @@ class Sandbox(ImmutableSandboxedEnvironment):
             raise jinja2.exceptions.SecurityError(f"a {type(argument).__name__} cannot be a key")
         return super().getitem(obj, argument)
 
+    def unsafe_undefined(self, obj: Any, attribute: str) -> NoReturn:
+        """Refuse an attribute that begins with an underscore, as transformers does; Jinja's default is empty text.
+
+        Raises:
+            SecurityError: always.
+        """
+        raise jinja2.exceptions.SecurityError(f"attribute {attribute!r} of a {type(obj).__name__} is not accessible")
+
     def wrap_str_format(self, value: Any) -> Any:
         is_format = isinstance(value, types.BuiltinMethodType) and value.__name__ == "format"
         return _Format(value.__self__) if is_format and isinstance(value.__self__, str) else None

@@ -1,6 +1,7 @@
 """Opens a Hugging Face folder as a model: config.json, one or more .safetensors files, tokenizer files."""
 
 import json
+import logging
 import mmap
 import re
 from collections.abc import Mapping
@@ -24,6 +25,8 @@ from kvferry.weights.quantized.checkpoint import FIELD, collect, read_method, wi
 from kvferry.weights.quantized.representation import MatrixChoice, QuantizedMatrix, report
 from kvferry.weights.tensors import BF16, EMBEDDING, F16, F32, HEAD, Shape, Stored, check_shapes, expected_shapes
 
+_log = logging.getLogger(__name__)
+_SINGLE = "model.safetensors"
 _TYPE_IDS = {"F32": F32, "F16": F16, "BF16": BF16}
 _HEAD = f"{HEAD.rpartition('.')[0]}."
 _COMPARED_BYTES = 16 << 20
@@ -199,7 +202,7 @@ def _weight_files(folder: Path) -> list[Path]:
     """Return the weight files: a single file, or all files in the index. Reject names outside the folder."""
     index = folder / "model.safetensors.index.json"
     if not is_present(index):
-        single = folder / "model.safetensors"
+        single = folder / _SINGLE
         if not is_present(single):
             raise ModelFileError(f"{folder} has neither model.safetensors nor model.safetensors.index.json")
         return [single]
@@ -210,4 +213,6 @@ def _weight_files(folder: Path) -> list[Path]:
     for name in names:
         if Path(name).name != name or not is_present(folder / name):
             raise ModelFileError(f"{index} lists {name!r}, which is not a file in the folder")
+    if _SINGLE not in names and is_present(folder / _SINGLE):
+        _log.info("%s is not read: %s lists the files of the weights", folder / _SINGLE, index.name)
     return [folder / name for name in names]

@@ -97,6 +97,17 @@ def test_a_template_that_drops_a_system_message_in_any_case_refuses_several() ->
         ChatTemplate("{{ messages[0].content[:1] }}{{ messages[-1].content }}").render([*RULES, *HELLO])
 
 
+def test_all_special_tokens_have_their_texts() -> None:
+    source = "{{ bos_token }}{{ eos_token }}{{ pad_token }}{{ unk_token }}"
+    template = ChatTemplate(source, bos_token="<s>", eos_token="</s>", pad_token="<pad>", unk_token="<unk>")
+    assert template.render(HELLO) == "<s></s><pad><unk>"
+    assert ChatTemplate(source).render(HELLO) == ""
+
+
+def test_a_key_with_an_underscore_is_data() -> None:
+    assert ChatTemplate("{{ messages[0]._id }}").render([{**HELLO[0], "_id": "7"}]) == "7"
+
+
 def test_a_refusal_by_the_template_is_reported() -> None:
     template = ChatTemplate("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(InvalidRequest, match="roles must alternate") as caught:
@@ -108,6 +119,8 @@ def test_a_refusal_by_the_template_is_reported() -> None:
     "source",
     [
         "{{ ''.__class__.__mro__ }}",
+        "{{ ''.__class__ }}",
+        "{% set n = namespace(_n=1) %}{{ n._n }}",
         "{{ messages.append(1) }}",
         "{{ messages[0].update({'a': 1}) }}",
         "{{ cycler.__init__.__globals__ }}",
