@@ -7,7 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import Discriminator, Field, Tag, TypeAdapter
+from pydantic import Discriminator, Field, GetJsonSchemaHandler, Tag, TypeAdapter
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 from kvferry.core.errors import CONTEXT_LENGTH_EXCEEDED, InvalidRequest, shortened
 from kvferry.core.inference.tools import MAX_TOOLS, ToolUse
@@ -44,6 +46,12 @@ from kvferry.serving.text_model import TextModel
 MAX_METADATA = 16
 _LOGPROBS = "message.output_text.logprobs"
 _CARRIER = "reasoning.encrypted_content"
+_OTHER_TOOL: JsonSchemaValue = {
+    "type": "object",
+    "properties": {"type": {"type": "string", "not": {"const": "function"}}},
+    "required": ["type"],
+    "description": "Left out, unless tool_choice may force its call.",
+}
 R = TypeVar("R")
 _ITEMS: TypeAdapter[list[Any]] = TypeAdapter(list[Item])
 
@@ -127,6 +135,7 @@ class ResponseRequest(SamplingFields):
     store: bool | None = None
     metadata: Annotated[_Metadata, Field(max_length=MAX_METADATA)] | None = None
     tools: Annotated[list[FunctionTool], Field(fail_fast=True)] | None = None
+    """Functions; `parse_response` has taken out the other tools."""
     tool_choice: str | FunctionChoices | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
@@ -153,6 +162,15 @@ class ResponseRequest(SamplingFields):
     ignore_eos: bool | None = None
     cache_salt: Annotated[str, Field(max_length=MAX_CACHE_SALT_CHARS)] | None = None
     priority: Priority = 0
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """Return the JSON Schema, in which `tools` may have tools of other types, which are left out."""
+        schema = super().__get_pydantic_json_schema__(core, handler)
+        tools = handler.resolve_ref_schema(schema)["properties"]["tools"]
+        (functions,) = (kind for kind in tools["anyOf"] if kind.get("type") == "array")
+        functions["items"] = {"anyOf": [functions["items"], _OTHER_TOOL]}
+        return schema
 
     @property
     def is_stored(self) -> bool:
