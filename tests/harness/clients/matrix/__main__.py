@@ -39,23 +39,39 @@ class Outcome:
         return f"{self.client.name:14} {self.client.version:10} {word:7} {self.seconds:6.1f} s"
 
 
-def python_of(client: Client) -> Path:
-    """Return the interpreter of a client's environment, made now if its pinned packages changed.
+def command_of(client: Client) -> list[str]:
+    """Return the command that runs a client's quick start; its environment is made now if its pinned packages changed.
 
     Raises:
+        OSError: Node is not installed.
         subprocess.SubprocessError: the packages cannot be installed in time.
     """
     if not client.requirements:
-        return Path(sys.executable)
-    folder = FOLDER / client.name
-    python, note, wanted = folder / "bin" / "python", folder / "requirements.txt", "\n".join(client.requirements)
+        return [sys.executable, str(_SCRIPTS / client.script)]
+    folder = FOLDER / client.quick_start
+    note, wanted = folder / "requirements.txt", "\n".join(client.requirements)
     if not note.exists() or note.read_text("utf-8") != wanted:
-        _run([sys.executable, "-m", "venv", "--clear", str(folder)], _INSTALL_SECONDS)
-        uv = shutil.which("uv", path=str(Path(sys.executable).parent))
-        install = [uv, "pip", "install", "--python", str(python)] if uv else [str(python), "-m", "pip", "install"]
-        _run([*install, "--quiet", *client.requirements], _INSTALL_SECONDS)
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        _install(client, folder)
         note.write_text(wanted, "utf-8")
-    return python
+    if not client.is_node:
+        return [str(folder / "bin" / "python"), str(_SCRIPTS / client.script)]
+    script = folder / client.script  # Node finds the packages beside the script
+    shutil.copyfile(_SCRIPTS / client.script, script)
+    return ["node", str(script)]
+
+
+def _install(client: Client, folder: Path) -> None:
+    if client.is_node:
+        install = ["npm", "install", "--silent", "--no-audit", "--no-fund", "--prefix", str(folder)]
+    else:
+        _run([sys.executable, "-m", "venv", str(folder)], _INSTALL_SECONDS)
+        python = str(folder / "bin" / "python")
+        uv = shutil.which("uv", path=str(Path(sys.executable).parent))
+        install = [uv, "pip", "install", "--python", python] if uv else [python, "-m", "pip", "install"]
+        install += ["--quiet"]
+    _run([*install, *client.requirements], _INSTALL_SECONDS)
 
 
 def tried(client: Client, url: str) -> Outcome:
@@ -63,11 +79,13 @@ def tried(client: Client, url: str) -> Outcome:
     clock = SystemClock()
     started, failure = clock.monotonic(), ""
     try:
-        python = python_of(client)
+        command = command_of(client)
         started = clock.monotonic()
-        _run([str(python), str(_SCRIPTS / f"{client.quick_start}.py"), url, MODEL], client.seconds)
+        _run([*command, url, MODEL], client.seconds)
     except subprocess.CalledProcessError as error:
         failure = error.stdout or f"exit status {error.returncode}"
+    except OSError as error:
+        failure = str(error)
     except subprocess.TimeoutExpired as error:
         failure = f"not done within {error.timeout:.0f} s"
     return Outcome(client, clock.monotonic() - started, failure[-_SHOWN_CHARS:])

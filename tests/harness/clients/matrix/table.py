@@ -13,17 +13,26 @@ class Client:
     """Pinned packages, first that of the client; none for a body that is sent by plain HTTP."""
     quick_start: str
     """Name of the script in quick_starts."""
+    is_node: bool = False
+    """Whether the packages are those of npm, and the script is run by Node."""
     seconds: float = 300.0
     """Time limit of the script in seconds; the first run compiles the packages."""
 
     @property
     def version(self) -> str:
         """Version of the first package; empty without one."""
-        return self.requirements[0].partition("==")[2] if self.requirements else ""
+        separator = "@" if self.is_node else "=="
+        return self.requirements[0].rpartition(separator)[2] if self.requirements else ""
+
+    @property
+    def script(self) -> str:
+        """File name of the quick start."""
+        return f"{self.quick_start}.{'mjs' if self.is_node else 'py'}"
 
 
 CLIENTS = (
     Client("openai", ("openai==3.57.0",), "openai_chat"),
+    Client("openai (Node)", ("openai@7.59.0", "zod@4.6.7"), "openai_node", is_node=True),
     Client("anthropic", ("anthropic==2.14.0",), "anthropic_messages"),
     Client("openai-agents", ("openai-agents==0.24.0", "openai==3.57.0"), "agents_tool"),
     Client("litellm", ("litellm==1.110.2",), "litellm_providers"),
@@ -34,6 +43,12 @@ CLIENTS = (
     ),
     Client("pydantic-ai", ("pydantic-ai-slim[openai,anthropic]==2.68.0",), "pydantic_outputs"),
     Client("instructor", ("instructor==1.17.0",), "instructor_modes"),
+    Client(
+        "AI SDK (Node)",
+        ("ai@7.0.173", "@ai-sdk/openai-compatible@3.0.92", "@ai-sdk/openai@4.0.118", "zod@4.6.7"),
+        "ai_sdk",
+        is_node=True,
+    ),
     Client("smolagents", ("smolagents[openai]==1.26.0",), "smolagents_tool"),
     Client("lm-eval", ("lm-eval[api]==0.4.13",), "lm_eval_task"),
     Client("guidellm", ("guidellm==0.8.1",), "guidellm_run"),
