@@ -27,7 +27,7 @@ from kvferry.operator.pool.spec import parse_pool, pods_of
 from kvferry.operator.preview.preview import preview
 from kvferry.operator.process.checkup import judge_definitions, judge_nodes, judge_pool, judge_version
 from kvferry.operator.process.health import HealthServer
-from kvferry.operator.process.instruments import Instruments
+from kvferry.operator.process.instruments import OperatorInstruments
 from kvferry.operator.process.keys_probe import KeysProbe
 
 
@@ -477,7 +477,7 @@ def test_doctor_reports_whether_the_pods_use_tls():
 
 async def test_the_metrics_page_has_no_series_of_creation_times():
     api: Any = SimpleNamespace(num_calls={"get Service": 1})
-    instruments = Instruments(api, WorkQueue(), ManualClock())
+    instruments = OperatorInstruments(api, WorkQueue(), ManualClock())
     instruments.reconcile_seconds.observe(0.1)
     health = await HealthServer.start("127.0.0.1:0", lambda: "", instruments.registry)
     async with httpx.AsyncClient() as client:
