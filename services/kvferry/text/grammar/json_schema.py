@@ -20,7 +20,7 @@ from urllib.parse import unquote
 
 from kvferry.core.errors import InvalidRequest, shortened
 from kvferry.text.grammar.errors import invalid
-from kvferry.text.grammar.patterns import MAX_NAME, enforceable_pattern, other_names
+from kvferry.text.grammar.patterns import MAX_NAME, enforceable_pattern, other_names, without_lookaheads
 from kvferry.text.grammar.tagged_unions import distinguished
 
 _MAX_EXACT = 1 << 53
@@ -35,6 +35,7 @@ _NAMED = frozenset({"properties", _PATTERNS, "$defs", "definitions", "dependentS
 _CONSTANTS = frozenset({"const", "enum"})
 _ANNOTATIONS = frozenset({"default", "examples"})
 """Keywords whose value is neither a schema nor enforced."""
+_REMARKS = _ANNOTATIONS | {"title", "description", "$comment", "deprecated"}
 _NOT_REFERRED = _ANNOTATIONS | _CONSTANTS | {"additionalProperties"}
 _ANY_NAME = "^(?s:.*)$"
 _FORMATS = frozenset(
@@ -80,7 +81,7 @@ def enforced(schema: Any, options: Collection[str] = ()) -> Any:
     if isinstance(schema, dict) and OPTIONS in schema:
         _check_options(schema[OPTIONS], options)
     try:
-        return _enforceable(distinguished(schema))
+        return _enforceable(_with_names(distinguished(schema), schema))
     except RecursionError:
         raise _nested() from None
 
@@ -106,12 +107,13 @@ def _enforceable(schema: Any) -> Any:
     if not isinstance(schema, dict):
         return schema
     made: dict[str, Any] = {}
+    aheads: list[str] = []
     for key, value in schema.items():
         if key in _NAMED and isinstance(value, dict):
             named = enforceable_pattern if key == _PATTERNS else str
             made[key] = {named(name): _enforceable(each) for name, each in value.items()}
         elif key == "pattern" and isinstance(value, str):
-            made[key] = enforceable_pattern(value)
+            *aheads, made[key] = map(enforceable_pattern, without_lookaheads(value))
         elif key in _CONSTANTS:
             made[key] = _exact_constant(key, value)
         elif key == "$ref" and isinstance(value, str):
@@ -122,6 +124,8 @@ def _enforceable(schema: Any) -> Any:
             continue  # an annotation (JSON Schema 2020-12, validation, 7.2.3)
         else:
             made[key] = value if key in _ANNOTATIONS else _enforceable(value)
+    if aheads:
+        made["allOf"] = [*(made.get("allOf") or ()), *({"pattern": ahead} for ahead in aheads)]
     _read_flags(made)
     _read_names(made)
     _check_bounds(made)
@@ -134,6 +138,33 @@ def _enforceable(schema: Any) -> Any:
             shown = ", ".join(f"{key} {schema[key]}" for key in _BOUNDS[:4] if key in schema)
             raise invalid(f"the range of {shown} is too narrow to be enforced")
     return made
+
+
+def _with_names(schema: Any, root: Any) -> Any:
+    """Return a schema in which `propertyNames` that refers to a definition has its content, as for keys of an enum."""
+    if isinstance(schema, list):
+        return [_with_names(each, root) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    made = {
+        key: value if key in _CONSTANTS | _ANNOTATIONS else _with_names(value, root) for key, value in schema.items()
+    }
+    names = made.get("propertyNames")
+    if isinstance(names, dict) and names.keys() == {"$ref"}:
+        defined = _definition(names["$ref"], root)
+        if defined is not None:
+            made["propertyNames"] = {key: value for key, value in defined.items() if key not in _REMARKS}
+    return made
+
+
+def _definition(reference: object, root: Any) -> dict[str, Any] | None:
+    """Return a definition of the schema by its reference, such as `#/$defs/Color`; `None` for any other reference."""
+    parts = reference.split("/") if isinstance(reference, str) else []
+    if len(parts) != 3 or parts[0] != "#" or parts[1] not in ("$defs", "definitions"):
+        return None
+    table = root.get(parts[1]) if isinstance(root, dict) else None
+    found = table.get(unquote(parts[2]).replace("~1", "/").replace("~0", "~")) if isinstance(table, dict) else None
+    return found if isinstance(found, dict) else None
 
 
 def _read_names(schema: dict[str, Any]) -> None:
@@ -174,8 +205,12 @@ def _name_members(schema: dict[str, Any]) -> None:
             f"minProperties is {least}; more members than `required` names cannot be enforced, since a name may appear "
             "twice; add names to `required`"
         )
-    others = schema.get("additionalProperties", True)
     known, patterns = schema.get("properties") or {}, schema.get(_PATTERNS)
+    if patterns and isinstance(known, dict) and set(map(str, required or ())) <= set(known):
+        schema.setdefault(
+            "additionalProperties", False
+        )  # each output satisfies the schema; the other way is no grammar
+    others = schema.get("additionalProperties", True)
     if others is False or not (known or patterns) or not isinstance(known, dict):
         return
     if patterns:

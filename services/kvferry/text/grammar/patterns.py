@@ -57,6 +57,45 @@ def enforceable_pattern(pattern: str) -> str:
     return "".join(made)
 
 
+def without_lookaheads(pattern: str) -> list[str]:
+    """Return patterns that hold together for the texts that a pattern matches: lookaheads at its start, `^(?=A)B`, are
+    patterns of their own, since the compiler has no lookahead; the last one is the rest of the pattern."""
+    parts = [found.group() for found in _SYNTAX.finditer(pattern)]
+    found: list[str] = []
+    while parts[:4] == ["^", "(", "?", "="]:
+        end = _group_end(parts, 1)
+        rest = parts[end:]
+        if end > len(parts) or _has_alternatives(rest):
+            break
+        found.append(f"^(?:{''.join(parts[4 : end - 1])})")
+        parts = ["^", *rest]
+    return [*found, "".join(parts)]
+
+
+def _group_end(parts: list[str], start: int) -> int:
+    """Return the index after the bracket that closes the group at `start`; more than the length if none does."""
+    depth, at = 0, start
+    while at < len(parts):
+        if parts[at] == "[":
+            at = _class_end(parts, at)
+            continue
+        depth += {"(": 1, ")": -1}.get(parts[at], 0)
+        at += 1
+        if not depth:
+            return at
+    return len(parts) + 1
+
+
+def _has_alternatives(parts: list[str]) -> bool:
+    """Return whether a part of a pattern has alternatives outside of groups."""
+    at = 0
+    while at < len(parts):
+        if parts[at] == "|":
+            return True
+        at = _class_end(parts, at) if parts[at] == "[" else _group_end(parts, at) if parts[at] == "(" else at + 1
+    return False
+
+
 def other_names(names: Collection[str]) -> str:
     """Return a pattern that matches every string except the given ones.
 

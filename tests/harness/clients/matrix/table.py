@@ -49,6 +49,7 @@ CLIENTS = (
         "ai_sdk",
         is_node=True,
     ),
+    Client("Zod", ("zod@4.6.7",), "zod_kinds", is_node=True),
     Client("smolagents", ("smolagents[openai]==1.26.0",), "smolagents_tool"),
     Client("lm-eval", ("lm-eval[api]==0.4.13",), "lm_eval_task"),
     Client("guidellm", ("guidellm==0.8.1",), "guidellm_run"),

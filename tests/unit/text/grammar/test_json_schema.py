@@ -142,7 +142,14 @@ def test_unique_items_of_false_has_no_effect() -> None:
 @pytest.mark.parametrize(
     ("schema", "message"),
     [
-        ({"patternProperties": {"^a": {}}}, "patternProperties with other members cannot be enforced; set additional"),
+        (
+            {"patternProperties": {"^a": {}}, "additionalProperties": True},
+            "patternProperties with other members cannot be enforced; set additional",
+        ),
+        (
+            {"patternProperties": {"^a": {}}, "required": ["b"]},
+            "patternProperties with other members cannot be enforced; set additional",
+        ),
         ({"minProperties": 2}, "minProperties is 2; more members than `required` names cannot be enforced"),
         ({"minProperties": 3, "required": ["a", "b", "a"]}, "minProperties is 3"),
         ({"properties": {"a" * 62: {}}, "additionalProperties": {"type": "null"}}, "names of more than 61 characters"),
@@ -152,6 +159,24 @@ def test_unique_items_of_false_has_no_effect() -> None:
 def test_members_that_cannot_be_distinguished_are_refused(schema: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         parsed_schema(json.dumps(schema))
+
+
+def test_an_object_with_patterns_of_names_has_no_other_members() -> None:
+    schema = {"type": "object", "patternProperties": {"^x_": {"type": "null"}}}
+    assert accepts(schema, '{"x_a":null}')
+    assert accepts(schema, "{}")
+    assert not accepts(schema, '{"b":null}')
+
+
+def test_names_of_members_may_be_those_of_a_definition() -> None:
+    schema = {
+        "type": "object",
+        "propertyNames": {"$ref": "#/$defs/Color"},
+        "additionalProperties": {"type": "integer"},
+        "$defs": {"Color": {"enum": ["red", "blue"], "title": "Color", "type": "string"}},
+    }
+    assert accepts(schema, '{"red":1,"blue":2}')
+    assert not accepts(schema, '{"green":1}')
 
 
 @pytest.mark.parametrize("number", [2**53, -(2**53), 0, 0.5, 1e15, 123456789.25, 1e-22, -0.0, 0.1, 100000000000000.5])

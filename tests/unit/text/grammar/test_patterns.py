@@ -12,7 +12,7 @@ from kvferry.core.constraint import Constraint, ConstraintKind
 from kvferry.core.errors import InvalidRequest
 from kvferry.model import tiny
 from kvferry.text.grammar.compiler import GrammarCompiler
-from kvferry.text.grammar.patterns import enforceable_pattern, other_names
+from kvferry.text.grammar.patterns import enforceable_pattern, other_names, without_lookaheads
 
 COMPILER = GrammarCompiler(tiny.tokenizer(tiny.config()))
 EOS = list(tiny.config().eos_token_ids)
@@ -40,6 +40,32 @@ def test_a_string_is_accepted_if_and_only_if_it_matches(classes: list[str], char
         warnings.simplefilter("ignore", FutureWarning)  # about operators in classes, which are literal
         matches = re.fullmatch(pattern[1:-1], text, re.ASCII) is not None  # as in ECMAScript
     assert accepts({"type": "string", "pattern": pattern}, json.dumps(text, ensure_ascii=False)) == matches
+
+
+@pytest.mark.parametrize(
+    ("pattern", "parts"),
+    [
+        ("^(?=.{1,3}$)a+$", ["^(?:.{1,3}$)", "^a+$"]),
+        (r"^(?=[)\]]x)(?=\()b", [r"^(?:[)\]]x)", r"^(?:\()", "^b"]),
+        ("^(?=a)b|c", ["^(?=a)b|c"]),
+        ("^(?=a)(b|c)[|]$", ["^(?:a)", "^(b|c)[|]$"]),
+        ("^(?=a", ["^(?=a"]),
+        ("(?=a)b", ["(?=a)b"]),
+        ("^(?!a)b", ["^(?!a)b"]),
+        ("^ab$", ["^ab$"]),
+    ],
+)
+def test_lookaheads_at_the_start_are_patterns_of_their_own(pattern: str, parts: list[str]) -> None:
+    assert without_lookaheads(pattern) == parts
+
+
+def test_a_pattern_and_its_lookahead_hold_together() -> None:
+    schema = {"type": "string", "pattern": r"^(?=.{2,3}$)(?=[^x]*$)[a-z]+$", "allOf": [{"minLength": 3}]}
+    assert accepts(schema, '"abc"')
+    for text in ('"ab"', '"abcd"', '"abx"', '"AB1"'):
+        assert not accepts(schema, text), text
+    with pytest.raises(InvalidRequest, match="look-ahead"):
+        COMPILER.check(Constraint(ConstraintKind.JSON_SCHEMA, json.dumps({"type": "string", "pattern": "a(?=b)"})))
 
 
 @pytest.mark.parametrize("character", ['"', "\\"])
