@@ -55,7 +55,7 @@ def two_turns(stack: RunningProcess, headers: tuple[str, str]) -> float:
             del messages[-1]["content"][0]["cache_control"]  # the mark moves to the last message
             answer = whole["content"] or "nothing"
             messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": text}]
-    first = usages[0]["input_tokens"] + usages[0]["cache_read_input_tokens"]
+    first = sum(usages[0][f"{kind}input_tokens"] for kind in ("", "cache_read_", "cache_creation_"))
     assert first > 40 * BLOCK
     return usages[1]["cache_read_input_tokens"] / (first // BLOCK * BLOCK)
 
