@@ -128,6 +128,8 @@ async def test_fields_without_effect_are_named(http):
             "sampling_params.thinking_token_budget",
             "max_tokens",
         ),
+        ({"token_ids": [1] * (1 << 17)}, "token_ids", "prompt is too long: 131072 tokens > 65535 maximum"),
+        ({"token_ids": PROMPT, "sampling_params": [1]}, "sampling_params", "sampling_params must be an object, not"),
         ({"token_ids": PROMPT, "request_id": "a b"}, "request_id", "letters"),
         ({"token_ids": PROMPT, "features": {"image": 1}}, "features", "text"),
         ({"token_ids": PROMPT, "stream_options": {"include_usage": True}}, "stream_options", "stream"),

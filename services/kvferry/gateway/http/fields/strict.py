@@ -37,6 +37,7 @@ MAX_PARTS = 256
 """Maximum number of content parts per message."""
 Prompt = str | list[str] | list[int] | list[list[int]]
 _JSON_TYPES: Mapping[type, str] = {str: "string", list: "array", dict: "object"}
+_OBJECT = re.compile(r"a valid dictionary or (?:instance of \w+|object to extract fields from)")
 _NUMBER = re.compile(r"\d+")
 
 
@@ -362,7 +363,7 @@ def _refusal(kind: type[Strict], errors: list[ErrorDetails]) -> InvalidRequest:
 def _expectation(message: str) -> str:
     """Convert pydantic's message about a value, such as `Input should be a valid integer, got a number with a
     fractional part`, to ` must be a valid integer`."""
-    text = message.split(", got ")[0].split(", unable ")[0]
+    text = _OBJECT.sub("an object", message.split(", got ")[0].split(", unable ")[0])
     return text.replace("Input should", " must", 1) if text.startswith("Input should") else f": {text.lower()}"
 
 

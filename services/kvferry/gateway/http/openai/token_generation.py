@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar
 from msgspec import UNSET, Struct, UnsetType
 from pydantic import Field
 
-from kvferry.core.errors import InvalidRequest
+from kvferry.core.errors import CONTEXT_LENGTH_EXCEEDED, InvalidRequest
 from kvferry.core.inference.chunks import StopReason, TextChunk, Timing
 from kvferry.core.limits import MAX_CACHE_SALT_CHARS
 from kvferry.gateway.http.fields import field_policy
@@ -146,7 +146,9 @@ def _renamed(error: InvalidRequest) -> InvalidRequest:
         path = f"{_SAMPLING}.{name}"
     else:
         return error
-    return InvalidRequest(error.message.replace(name, path, 1), field=path, reason=error.reason)
+    # Clients recognize a prompt that is too long by the words of the message.
+    message = error.message if error.reason == CONTEXT_LENGTH_EXCEEDED else error.message.replace(name, path, 1)
+    return InvalidRequest(message, field=path, reason=error.reason)
 
 
 @dataclass(frozen=True, slots=True)
