@@ -14,7 +14,7 @@ from kvferry.core.constraint import Constraint, ConstraintKind
 from kvferry.core.errors import shortened
 from kvferry.text.grammar.errors import invalid
 from kvferry.text.grammar.json_schema import enforced, parsed_schema, with_layout
-from kvferry.text.grammar.lark_text import NamedTokens, prepared_lark
+from kvferry.text.grammar.lark_text import NamedTokens, prepared_lark, quoted
 from kvferry.text.grammar.tagged_formats import lark_of_format
 
 MAX_CHOICES = 1024
@@ -51,7 +51,7 @@ def _framed(text: str, frame: str) -> str:
 def _delay(after: str, tokens: NamedTokens) -> str:
     if after in tokens.by_id:
         return f"start: {_FREE_TEXT} <[{tokens.by_id[after]}]> @{_BODY}"
-    return f"start: free @{_BODY}\nfree[suffix={_quoted(after)}]: {_FREE_TEXT}"
+    return f"start: free @{_BODY}\nfree[suffix={quoted(after)}]: {_FREE_TEXT}"
 
 
 def _lark(text: str, tokens: NamedTokens) -> str:
@@ -87,12 +87,7 @@ def _choice(source: str, tokens: NamedTokens) -> str:
         raise invalid(f"choice must be a list of 1 to {MAX_CHOICES} strings")
     if not all(items):
         raise invalid("choice has an empty string; leave it out")
-    return _lark("start: " + " | ".join(map(_quoted, items)), tokens)
-
-
-def _quoted(text: str) -> str:
-    """Quote a string for Lark, whose lexer rejects control characters; escape `%` for `prepared_lark`."""
-    return json.dumps(text).replace("\x7f", "\\u007f").replace("%", "\\u0025")
+    return _lark("start: " + " | ".join(map(quoted, items)), tokens)
 
 
 def _grammar(source: str, tokens: NamedTokens) -> str:

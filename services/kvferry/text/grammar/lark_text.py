@@ -81,6 +81,11 @@ def prepared_lark(text: str, tokens: NamedTokens) -> str:
     return "".join((*made, text[copied:]))
 
 
+def quoted(text: str) -> str:
+    """Quote a string for Lark, whose lexer rejects control characters; a `%` could begin `%json`."""
+    return json.dumps(text).replace("\x7f", "\\u007f").replace("%", "\\u0025")
+
+
 def _with_tokens(literal: str, tokens: NamedTokens) -> str:
     """Return a string as a group in which ordinary markers may be their tokens; empty if it has none."""
     if not tokens.ordinary or not literal.startswith('"'):

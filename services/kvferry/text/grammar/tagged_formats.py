@@ -13,14 +13,14 @@ from typing import Any
 from kvferry.core.errors import shortened
 from kvferry.text.grammar.errors import invalid
 from kvferry.text.grammar.json_schema import LAYOUT, enforced, with_layout
-from kvferry.text.grammar.lark_text import NamedTokens
+from kvferry.text.grammar.lark_text import NamedTokens, quoted
 
 MAX_FORMATS = 512
 """Maximum number of formats in a structural tag, nested ones included."""
 MAX_DEPTH = 32
 MAX_REPEATS = 1024
 _TEXT = "/(?s:.*)/"
-_END = tuple[str, ...]
+_Ends = tuple[str, ...]
 """Texts of which one follows a format; empty if nothing has to follow."""
 
 
@@ -52,7 +52,7 @@ class _Translation:
         self._names = sorted(tokens.by_id, key=len, reverse=True)
         self._texts: dict[str, str] = {}
         """Terminals of free text by their bodies."""
-        self._translate: Mapping[str, Callable[[dict[str, Any], _END, int, str], str]] = {
+        self._translate: Mapping[str, Callable[[dict[str, Any], _Ends, int, str], str]] = {
             "any_text": self._any_text,
             "const_string": self._const_string,
             "dispatch": self._dispatch,
@@ -71,7 +71,7 @@ class _Translation:
             "triggered_tags": self._triggered_tags,
         }
 
-    def expression(self, value: object, then: _END, depth: int, where: str) -> str:
+    def expression(self, value: object, then: _Ends, depth: int, where: str) -> str:
         """Return a format as the right side of a rule, with one of the texts `then` at its end."""
         self._count += 1
         if self._count > MAX_FORMATS:
@@ -90,10 +90,10 @@ class _Translation:
 
     # -- basic formats -----------------------------------------------------------------------------------------------
 
-    def _const_string(self, value: dict[str, Any], then: _END, _depth: int, where: str) -> str:
+    def _const_string(self, value: dict[str, Any], then: _Ends, _depth: int, where: str) -> str:
         return self._followed(self._literal(_text(value, "value", where)), then)
 
-    def _json_schema(self, value: dict[str, Any], then: _END, _depth: int, where: str) -> str:
+    def _json_schema(self, value: dict[str, Any], then: _Ends, _depth: int, where: str) -> str:
         _only(value, where, style="json", excludes=[])
         schema = value.get("json_schema")
         if schema is True:
@@ -103,28 +103,28 @@ class _Translation:
         made = with_layout(enforced(schema, LAYOUT))
         return self._followed(f"%json {json.dumps(made, ensure_ascii=False)}", then)
 
-    def _regex(self, value: dict[str, Any], then: _END, _depth: int, where: str) -> str:
+    def _regex(self, value: dict[str, Any], then: _Ends, _depth: int, where: str) -> str:
         return self._followed(_lark_regex(_text(value, "pattern", where)), then)
 
-    def _grammar(self, value: dict[str, Any], then: _END, _depth: int, where: str) -> str:
+    def _grammar(self, value: dict[str, Any], then: _Ends, _depth: int, where: str) -> str:
         name = f"g{len(self.grammars)}"
         self.grammars.append({"name": name, "lark_grammar": self._gbnf(_text(value, "grammar", where))})
         return self._followed(f"@{name}", then)
 
-    def _token(self, value: dict[str, Any], then: _END, _depth: int, where: str) -> str:
+    def _token(self, value: dict[str, Any], then: _Ends, _depth: int, where: str) -> str:
         token = value.get("token")
         number = self._tokens.by_id.get(token) if isinstance(token, str) else token
         if not isinstance(number, int) or isinstance(number, bool) or number < 0:
             raise invalid(f"structural_tag: {where}.token must be a token id or the text of a marker of the model")
         return self._followed(f"<[{number}]>", then)
 
-    def _any_text(self, value: dict[str, Any], then: _END, _depth: int, where: str) -> str:
+    def _any_text(self, value: dict[str, Any], then: _Ends, _depth: int, where: str) -> str:
         _only(value, where, max_tokens=None, max_chars=None)
         return self._until(then, self._excludes(value, where)) if then else self._free(self._excludes(value, where))
 
     # -- combinations ------------------------------------------------------------------------------------------------
 
-    def _sequence(self, value: dict[str, Any], then: _END, depth: int, where: str) -> str:
+    def _sequence(self, value: dict[str, Any], then: _Ends, depth: int, where: str) -> str:
         elements = _list(value, "elements", where)
         last = len(elements) - 1
         made: list[str] = []
@@ -141,21 +141,21 @@ class _Translation:
             number += 1
         return f"({' '.join(made)})"
 
-    def _or(self, value: dict[str, Any], then: _END, depth: int, where: str) -> str:
+    def _or(self, value: dict[str, Any], then: _Ends, depth: int, where: str) -> str:
         elements = _list(value, "elements", where)
         made = [self.expression(e, then, depth + 1, f"{where}.elements.{n}") for n, e in enumerate(elements)]
         return f"({' | '.join(made)})"
 
-    def _optional(self, value: dict[str, Any], then: _END, depth: int, where: str) -> str:
+    def _optional(self, value: dict[str, Any], then: _Ends, depth: int, where: str) -> str:
         return self._repeated(value, "?", then, depth, where)
 
-    def _star(self, value: dict[str, Any], then: _END, depth: int, where: str) -> str:
+    def _star(self, value: dict[str, Any], then: _Ends, depth: int, where: str) -> str:
         return self._repeated(value, "*", then, depth, where)
 
-    def _plus(self, value: dict[str, Any], then: _END, depth: int, where: str) -> str:
+    def _plus(self, value: dict[str, Any], then: _Ends, depth: int, where: str) -> str:
         return self._repeated(value, "+", then, depth, where)
 
-    def _repeat(self, value: dict[str, Any], then: _END, depth: int, where: str) -> str:
+    def _repeat(self, value: dict[str, Any], then: _Ends, depth: int, where: str) -> str:
         low, high = value.get("min"), value.get("max")
         if type(low) is not int or type(high) is not int or not 0 <= low <= MAX_REPEATS or high > MAX_REPEATS:
             raise invalid(
@@ -165,7 +165,7 @@ class _Translation:
             raise invalid(f"structural_tag: {where}.max must be -1 or at least min")
         return self._repeated(value, f"{{{low},{'' if high == -1 else high}}}", then, depth, where)
 
-    def _repeated(self, value: dict[str, Any], times: str, then: _END, depth: int, where: str) -> str:
+    def _repeated(self, value: dict[str, Any], times: str, then: _Ends, depth: int, where: str) -> str:
         if _is_text(value.get("content")):
             raise invalid(f"structural_tag: {where} repeats any_text; use any_text alone")
         inner = self.expression(value.get("content"), (), depth + 1, f"{where}.content")
@@ -173,7 +173,7 @@ class _Translation:
 
     # -- tags --------------------------------------------------------------------------------------------------------
 
-    def _tag(self, value: dict[str, Any], then: _END, depth: int, where: str) -> str:
+    def _tag(self, value: dict[str, Any], then: _Ends, depth: int, where: str) -> str:
         return f"({self._begin(value, where)} {self._rest(value, then, depth, where)})"
 
     def _begin(self, value: dict[str, Any], where: str) -> str:
@@ -184,7 +184,7 @@ class _Translation:
             else self._literal(_text(value, "begin", where, can_be_empty=True))
         )
 
-    def _rest(self, value: dict[str, Any], then: _END, depth: int, where: str) -> str:
+    def _rest(self, value: dict[str, Any], then: _Ends, depth: int, where: str) -> str:
         """Return the content and the end of a tag."""
         end = value.get("end", "")
         if isinstance(end, dict):
@@ -200,7 +200,7 @@ class _Translation:
         inner = self.expression(value.get("content"), tuple(ends), depth + 1, f"{where}.content")
         return self._followed(inner, then)
 
-    def _tags_with_separator(self, value: dict[str, Any], then: _END, depth: int, where: str) -> str:
+    def _tags_with_separator(self, value: dict[str, Any], then: _Ends, depth: int, where: str) -> str:
         tags = self._alternatives(value, depth, where)
         separator = self._literal(_text(value, "separator", where, can_be_empty=True))
         made = tags if value.get("stop_after_first") is True else f"{tags} ({separator} {tags})*"
@@ -212,7 +212,7 @@ class _Translation:
         self._count += len(tags)
         return self._rule("tags", " | ".join(made))
 
-    def _triggered_tags(self, value: dict[str, Any], then: _END, depth: int, where: str) -> str:
+    def _triggered_tags(self, value: dict[str, Any], then: _Ends, depth: int, where: str) -> str:
         triggers = _list(value, "triggers", where)
         branches: list[tuple[str, str]] = []
         for tag, place in _numbered(_list(value, "tags", where), f"{where}.tags"):
@@ -235,7 +235,7 @@ class _Translation:
             is_required=value.get("at_least_one") is True,
         )
 
-    def _dispatch(self, value: dict[str, Any], then: _END, depth: int, where: str) -> str:
+    def _dispatch(self, value: dict[str, Any], then: _Ends, depth: int, where: str) -> str:
         branches: list[tuple[str, str]] = []
         for rule, place in _numbered(_list(value, "rules", where), f"{where}.rules"):
             if not isinstance(rule, list) or len(rule) != 2 or not isinstance(rule[0], str) or not rule[0]:
@@ -248,7 +248,7 @@ class _Translation:
         self,
         branches: Sequence[tuple[str, str]],
         excludes: Sequence[str],
-        then: _END,
+        then: _Ends,
         *,
         loops: bool,
         is_required: bool,
@@ -272,10 +272,10 @@ class _Translation:
         self.rules[f"{name}{attributes}"] = body
         return name
 
-    def _followed(self, expression: str, then: _END) -> str:
+    def _followed(self, expression: str, then: _Ends) -> str:
         return f"{expression} {self._any_of(then)}" if then else expression
 
-    def _any_of(self, texts: _END) -> str:
+    def _any_of(self, texts: _Ends) -> str:
         made = [self._literal(text) for text in texts]
         return made[0] if len(made) == 1 else f"({' | '.join(made)})"
 
@@ -286,7 +286,7 @@ class _Translation:
             self._texts[body] = self._rule("TEXT", body)
         return self._texts[body]
 
-    def _until(self, ends: _END, excludes: Sequence[str]) -> str:
+    def _until(self, ends: _Ends, excludes: Sequence[str]) -> str:
         """Return free text up to and including the first of some texts."""
         others = [text for text in excludes if text not in ends]
         made = [self._until_one(end, others) for end in ends]
@@ -294,17 +294,16 @@ class _Translation:
 
     def _until_one(self, end: str, excludes: Sequence[str]) -> str:
         name = next((name for name in self._names if end.startswith(name)), None)
-        by_text = f"{self._lazy(end, excludes)}"
         if name is None:
-            return by_text
+            return self._lazy(end, excludes)
         rest = self._literal(end[len(name) :])
         by_token = f"{self._free(excludes)} <[{self._tokens.by_id[name]}]> {rest}"
-        return f"({by_token} | {by_text})" if name in self._tokens.ordinary else f"({by_token})"
+        return f"({by_token} | {self._lazy(end, excludes)})" if name in self._tokens.ordinary else f"({by_token})"
 
     def _lazy(self, end: str, excludes: Sequence[str]) -> str:
         """Return free text that ends at the first occurrence of the text `end`."""
         first = min((place for name in self._names if (place := end.find(name)) > 0), default=len(end))
-        name = self._rule("until", f"{self._free(excludes)} {_quoted(end[:first])}", "[lazy]")
+        name = self._rule("until", f"{self._free(excludes)} {quoted(end[:first])}", "[lazy]")
         return f"{name} {self._literal(end[first:])}"
 
     def _literal(self, text: str) -> str:
@@ -313,11 +312,11 @@ class _Translation:
         if not text:
             return ""
         parts = re.split("(" + "|".join(map(re.escape, self._names)) + ")", text) if self._names else [text]
-        return " ".join(self._marker(part) if n % 2 else _quoted(part) for n, part in enumerate(parts) if part)
+        return " ".join(self._marker(part) if n % 2 else quoted(part) for n, part in enumerate(parts) if part)
 
     def _marker(self, name: str) -> str:
         token = f"<[{self._tokens.by_id[name]}]>"
-        return f"({token} | {_quoted(name)})" if name in self._tokens.ordinary else token
+        return f"({token} | {quoted(name)})" if name in self._tokens.ordinary else token
 
     def _excludes(self, value: object, where: str) -> list[str]:
         """Return the texts that free text does not contain; control tokens are never a part of it."""
@@ -327,11 +326,6 @@ class _Translation:
         if not isinstance(found, list) or not all(isinstance(text, str) and text for text in found):
             raise invalid(f"structural_tag: {where}.excludes must be a list of texts that are not empty")
         return [text for text in found if text not in self._names or text in self._tokens.ordinary]
-
-
-def _quoted(text: str) -> str:
-    """Quote a string for Lark, whose lexer rejects control characters; `%` could begin `%json`."""
-    return json.dumps(text).replace("\x7f", "\\u007f").replace("%", "\\u0025")
 
 
 def _without(excludes: Sequence[str]) -> str:
@@ -350,7 +344,7 @@ def _lark_regex(pattern: str) -> str:
     return f"/{''.join(made)}/"
 
 
-def _constant(following: object, where: str) -> _END:
+def _constant(following: object, where: str) -> _Ends:
     """Return the constant that ends free text.
 
     Raises:
