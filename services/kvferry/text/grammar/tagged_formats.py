@@ -94,7 +94,12 @@ class _Translation:
         return self._followed(self._literal(_text(value, "value", where)), then)
 
     def _json_schema(self, value: dict[str, Any], then: _Ends, _depth: int, where: str) -> str:
-        _only(value, where, style="json", excludes=[])
+        if (style := value.get("style", "json")) not in (None, "json"):
+            raise invalid(
+                f"structural_tag: {where}.style {shortened(str(style))!r} is not supported; send the functions as "
+                "`tools`, whose calls have the model's form, or use the style 'json'"
+            )
+        _only(value, where, excludes=[])
         schema = value.get("json_schema")
         if schema is True:
             schema = {}
@@ -215,6 +220,7 @@ class _Translation:
     def _triggered_tags(self, value: dict[str, Any], then: _Ends, depth: int, where: str) -> str:
         triggers = _list(value, "triggers", where)
         branches: list[tuple[str, str]] = []
+        firsts: list[str] = []
         for tag, place in _numbered(_list(value, "tags", where), f"{where}.tags"):
             begin = _text(_of_type(tag, "tag", place), "begin", place)
             found = [t for t in triggers if isinstance(t, str) and t and begin.startswith(t)]
@@ -223,16 +229,17 @@ class _Translation:
                     f"structural_tag: {place}.begin {shortened(begin)!r} has no trigger; a tag starts with one of "
                     f"{where}.triggers"
                 )
-            rest = self._rest(tag, (), depth + 1, place)
+            rest = self._rule("rest", self._rest(tag, (), depth + 1, place))
             trigger = max(found, key=len)
             branches.append((trigger, f"{self._literal(begin[len(trigger) :])} {rest}"))
+            firsts.append(f"{self._literal(begin)} {rest}")
         self._count += len(branches)
         return self._triggered(
             branches,
             self._excludes(value, where),
             then,
             loops=value.get("stop_after_first") is not True,
-            is_required=value.get("at_least_one") is True,
+            firsts=firsts if value.get("at_least_one") is True else (),
         )
 
     def _dispatch(self, value: dict[str, Any], then: _Ends, depth: int, where: str) -> str:
@@ -242,7 +249,7 @@ class _Translation:
                 raise invalid(f"structural_tag: {place} must be a pattern, which is a text, and a format")
             branches.append((rule[0], self.expression(rule[1], (), depth + 1, f"{place}.1")))
         excludes = self._excludes(value, where)
-        return self._triggered(branches, excludes, then, loops=value.get("loop") is not False, is_required=False)
+        return self._triggered(branches, excludes, then, loops=value.get("loop") is not False)
 
     def _triggered(
         self,
@@ -251,9 +258,21 @@ class _Translation:
         then: _Ends,
         *,
         loops: bool,
-        is_required: bool,
+        firsts: Sequence[str] = (),
     ) -> str:
-        """Return free text in which each trigger is followed by the rest of one of its tags."""
+        """Return free text in which each trigger is followed by the rest of one of its tags.
+
+        Args:
+            branches: pairs of a trigger and the rest of a tag.
+            excludes: texts that the free text does not contain.
+            then: texts of which one follows.
+            loops: whether further tags may follow the first.
+            firsts: whole tags with one of which the text begins; empty if it may begin with free text. In
+                xgrammar 0.2.8, `at_least_one` permits no text before the first tag.
+        """
+        first = self._rule("first", " | ".join(firsts)) if firsts else ""
+        if first and not loops:
+            return self._followed(first, then)
         by_trigger: dict[str, list[str]] = {}
         for trigger, rest in branches:
             by_trigger.setdefault(trigger, []).append(rest)
@@ -261,9 +280,8 @@ class _Translation:
         tagged = self._rule("triggered", " | ".join(made))
         ending = self._until(then, excludes) if then else self._free(excludes)
         if loops:
-            return f"({tagged}{'+' if is_required else '*'} {ending})"
-        alone = self._followed(tagged, then)
-        return alone if is_required else f"({alone} | {ending})"
+            return f"({first} {tagged}* {ending})"
+        return f"({self._followed(tagged, then)} | {ending})"
 
     # -- texts -------------------------------------------------------------------------------------------------------
 

@@ -121,8 +121,8 @@ CASES: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
     ),
     "triggered_tags-required": (
         {**TRIGGERED, "at_least_one": True},
-        [CALLED, f"a {CALLED} b"],
-        ["", "free text"],
+        [CALLED, f"{CALLED} b", f"{CALLED} b {CALLED}", f"{CALLED}{CALLED}"],
+        ["", "free text", f"a {CALLED}", f" {CALLED}"],
     ),
     "triggered_tags-first": (
         {**TRIGGERED, "stop_after_first": True},
@@ -132,7 +132,7 @@ CASES: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
     "triggered_tags-one": (
         {**TRIGGERED, "stop_after_first": True, "at_least_one": True},
         [CALLED],
-        ["", f"{CALLED} b"],
+        ["", f"{CALLED} b", f"a {CALLED}"],
     ),
     "tags_with_separator": (SEPARATED, ["", CALLED, f"{CALLED},n1/2!,{CALLED}"], [f"{CALLED},", f"a{CALLED}"]),
     "tags_with_separator-required": ({**SEPARATED, "at_least_one": True}, [CALLED], [""]),
@@ -220,7 +220,10 @@ def nested(depth: int) -> dict[str, Any]:
         ({"type": "tokens"}, "the type 'tokens'"),
         ({"type": "exclude_token", "exclude_tokens": [1]}, "'exclude_token', which is not supported"),
         ({"type": "const_string", "value": ""}, "format.value"),
-        ({"type": "json_schema", "json_schema": CITY, "style": "qwen_xml"}, "format.style is not supported"),
+        (
+            {"type": "json_schema", "json_schema": CITY, "style": "qwen_xml"},
+            "format.style 'qwen_xml' is not supported; send the functions as `tools`",
+        ),
         ({"type": "json_schema", "json_schema": 1}, "format.json_schema"),
         ({"type": "any_text", "max_tokens": 5}, "format.max_tokens"),
         ({"type": "any_text", "excludes": [""]}, "format.excludes"),
