@@ -128,9 +128,9 @@ def _open_gguf(path: Path, name: str | None, digest: Callable[[], str]) -> Model
 
 def _open_folder(folder: Path) -> ModelSource:
     model = SafetensorsModel(folder)
-    tokenizer = tokenizer_from_json(folder / "tokenizer.json", model.config)
     settings_file = folder / "tokenizer_config.json"
     settings = read_json(settings_file) if is_present(settings_file) else {}
+    tokenizer = tokenizer_from_json(folder / "tokenizer.json", model.config, settings)
     source = settings.get(_TEMPLATE)
     template_file, processor_file = (folder / f"{_TEMPLATE}{suffix}" for suffix in (".jinja", ".json"))
     if is_present(template_file):

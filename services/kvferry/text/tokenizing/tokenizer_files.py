@@ -1,6 +1,7 @@
 """Creates a tokenizer from a tokenizer.json, and checks tokenizers of all files."""
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import tokenizers
@@ -10,9 +11,18 @@ from kvferry.text.tokenizing.tokenizer import Tokenizer, panics_as_exceptions
 from kvferry.weights.config import ModelConfig
 from kvferry.weights.files.regular_file import read_file
 
+_ID = re.compile("[0-9]{1,9}")
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
 
-def tokenizer_from_json(path: Path, config: ModelConfig) -> Tokenizer:
+
+def tokenizer_from_json(path: Path, config: ModelConfig, settings: Mapping[str, object] | None = None) -> Tokenizer:
     """Create a tokenizer from a tokenizer.json.
+
+    Args:
+        path: the file.
+        config: configuration of the model.
+        settings: content of tokenizer_config.json, of which `added_tokens_decoder` is read: a token is a control token
+            if either file has its flag `special`, as in transformers 5.23. `None` if there is no such file.
 
     Raises:
         ModelFileError: the file is missing or invalid, or has more tokens than the model.
@@ -22,10 +32,13 @@ def tokenizer_from_json(path: Path, config: ModelConfig) -> Tokenizer:
     except UnicodeDecodeError as error:
         raise ModelFileError(f"cannot read {path}: {error}") from error
 
+    specials = _specials((settings or {}).get("added_tokens_decoder"))
+
     def make() -> tokenizers.Tokenizer:
         try:
             with panics_as_exceptions():
                 fast = tokenizers.Tokenizer.from_str(text)
+                _mark(fast, specials)
         except Exception as error:  # the library raises nothing narrower
             raise ModelFileError(f"{path} is not a usable tokenizer.json: {error}") from error
         fast.no_truncation()  # truncation, set for training, would shorten prompts without an error
@@ -33,6 +46,30 @@ def tokenizer_from_json(path: Path, config: ModelConfig) -> Tokenizer:
         return fast
 
     return checked(make, config, (), str(path))
+
+
+def _specials(entries: object) -> Mapping[int, tokenizers.AddedToken]:
+    """Return the tokens with the flag `special` of `added_tokens_decoder`, by id; other entries are left out."""
+    found: dict[int, tokenizers.AddedToken] = {}
+    for key, entry in entries.items() if isinstance(entries, dict) else ():
+        content = entry.get("content") if isinstance(entry, dict) else None
+        if not (isinstance(content, str) and _ID.fullmatch(key) and entry.get("special") is True):
+            continue
+        flags = {name: entry.get(name) is True for name in _FLAGS}
+        found[int(key)] = tokenizers.AddedToken(content, special=True, **flags)
+    return found
+
+
+def _mark(fast: tokenizers.Tokenizer, specials: Mapping[int, tokenizers.AddedToken]) -> None:
+    """Make tokens of the vocabulary control tokens; a token with another id there, or none, stays as it is."""
+    added = fast.get_added_tokens_decoder()
+    fast.add_special_tokens(
+        [
+            token
+            for token_id, token in specials.items()
+            if fast.token_to_id(token.content) == token_id and not (token_id in added and added[token_id].special)
+        ]
+    )
 
 
 def checked(
