@@ -378,7 +378,10 @@ async def test_a_request_in_the_failed_steps_of_two_workers_is_refused(fault, me
             worker.faults[method].extend([fault] * 4)
         with pytest.raises(RequestRefused, match="2 workers failed in a row while processing this request"):
             await collect(fleet, ask())
-        assert sum(len(worker.prefills if method == "prefill" else worker.decodes) for worker in workers) == 2
+        calls = sum(len(worker.prefills if method == "prefill" else worker.decodes) for worker in workers)
+        # grpc may drop the initial metadata of a call whose connection breaks at the same time; the gateway then takes
+        # the request as not started, and tries once more.
+        assert calls == 2 or (fault.act is Act.CRASH and calls <= len(workers))
         await fleet.workers.idle()
 
 
