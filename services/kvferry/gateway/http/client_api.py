@@ -249,12 +249,12 @@ class _GenerateTokens(BodyRoute):
             strict = context.config.strict_fields
             made = await prepared(receive, body, prepare_tokens(context.service, caller, body, is_strict=strict))
             del body
-        note_ignored(request, made.ignored)
+        note_ignored(request, made.generation.ignored)
         if made.generation.stream:
             events = token_generation.events(made)
             await self.stream(request, send, events, end=b"data: [DONE]\n\n", failed=_last_event)
         else:
-            whole, _ = await while_connected(receive, token_generation.answer(made))
+            whole = await while_connected(receive, token_generation.answer(made))
             await Response(whole, media_type=JSON)(request.scope, receive, send)
 
 

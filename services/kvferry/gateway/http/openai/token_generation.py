@@ -5,7 +5,7 @@ The response has no text, so that the tokens of a conversation or of a rollout a
 
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, ClassVar
 
 from msgspec import UNSET, Struct, UnsetType
@@ -101,7 +101,6 @@ class ReadTokens:
 
     request: ReadRequest
     request_id: str | None
-    ignored: tuple[str, ...]
 
 
 def read_tokens(model: TextModel, body: bytes, *, is_strict: bool = False) -> ReadTokens:
@@ -125,7 +124,7 @@ def read_tokens(model: TextModel, body: bytes, *, is_strict: bool = False) -> Re
         if request.request_id is not None:
             check_request_id(request.request_id)
         read = read_prompts(model, request.as_completion(), 1)
-    return ReadTokens(read, request.request_id, request.ignored)
+    return ReadTokens(replace(read, ignored=request.ignored), request.request_id)
 
 
 @contextmanager
@@ -157,7 +156,6 @@ class TokenGeneration:
 
     generation: Generation
     request_id: str
-    ignored: tuple[str, ...]
 
 
 async def prepare_tokens(
@@ -178,7 +176,7 @@ async def prepare_tokens(
     read = await service.read(read_tokens, len(body), body, is_strict=is_strict)
     with _own_fields():
         generation = await prepared(service, caller, read.request, is_chat=False)
-    return TokenGeneration(generation, read.request_id or caller.request_id, read.ignored)
+    return TokenGeneration(generation, read.request_id or caller.request_id)
 
 
 @dataclass(slots=True)
@@ -198,8 +196,8 @@ class _Sample:
             self.timing = chunk.timing or self.timing
 
 
-async def answer(request: TokenGeneration) -> tuple[bytes, Timing]:
-    """Run the generation; return the whole response as JSON, and the timing of its first choice.
+async def answer(request: TokenGeneration) -> bytes:
+    """Run the generation; return the whole response as JSON.
 
     Raises:
         KvferryError: the generation failed.
@@ -215,7 +213,7 @@ async def answer(request: TokenGeneration) -> tuple[bytes, Timing]:
     choices = [sample.choice for _, sample in sorted(samples.items())]
     first = samples[0]
     whole = TokenReply(request.request_id, choices, first.prompt_logprobs, usage, first.timing)
-    return reply.encode(whole), first.timing
+    return reply.encode(whole)
 
 
 async def events(request: TokenGeneration) -> AsyncGenerator[bytes, None]:
