@@ -92,16 +92,21 @@ def rates_of(
 ) -> Rates:
     """Measure the peak rates of a device: a copy and a square matrix product.
 
+    The copy is made twice: by torch's `copy_`, which a captured graph may replay on the copy engine, and by a kernel of
+    additions. The faster one is the rate: on an H200 the copy engine reached 2.8 TB/s and the kernel 4.2 TB/s.
+
     Args:
         device: the device.
         timer: timer for the device.
         dtype: data type of the product.
-        copy_bytes: size of the copy; each byte is read and written.
+        copy_bytes: size of the copy, a multiple of 4; each byte is read and written.
         side: rows and columns of the matrices.
     """
     source = torch.ones(copy_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    copied = timer(lambda: target.copy_(source)).median
+    read, written = source.view(torch.float32), target.view(torch.float32)
+    actions: tuple[Action, ...] = (lambda: target.copy_(source), lambda: torch.add(read, 1.0, out=written))
+    copied = min(timer(action).median for action in actions)
     # Random values, since constant matrices use less power and allow higher clocks.
     square = torch.randn(side, side, dtype=dtype, device=device)
     out = torch.empty_like(square)
