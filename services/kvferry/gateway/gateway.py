@@ -171,7 +171,12 @@ class Gateway:
         """Report not ready, reject new requests, wait for running streams up to `drain_seconds`, close all servers."""
         parts = self.parts
         await self.linger(0)
-        await asyncio.gather(self._servers.rpc.stop(parts.config.drain_seconds), self._servers.http.stop())
+        drain_seconds = parts.config.drain_seconds
+        await asyncio.gather(
+            self._servers.rpc.stop(drain_seconds),
+            self._servers.http.stop(),
+            parts.client_api.responses.stop(drain_seconds),
+        )
         if parts.service.process is not None:
             await parts.service.process.stop()
         if parts.service.constraints is not None:

@@ -11,6 +11,7 @@ from kvferry.core.sampling import FinishReason, SampledToken
 from kvferry.gateway.decide.config import HttpConfig
 from kvferry.gateway.dispatch.journal import Journal
 from kvferry.gateway.http.client_api import ClientApi
+from kvferry.gateway.http.responses.routes import ResponseRoutes
 from kvferry.gateway.http.server.http_server import HttpServer
 from kvferry.gateway.observe.instruments import GatewayInstruments
 from kvferry.rpc.inference.inference import inference_service
@@ -33,6 +34,10 @@ class AnswerSource:
     """Time before the first token."""
     error: KvferryError | None = None
     """Raised instead of an answer, after the delay."""
+    held: asyncio.Event | None = None
+    """Awaited after the first step of an answer."""
+    num_open: int = 0
+    """Number of answers that are being given."""
     requests: list[Request] = field(default_factory=list)
 
     @property
@@ -42,6 +47,14 @@ class AnswerSource:
 
     async def stream(self, request: Request) -> AsyncGenerator[TokenEvent, None]:
         self.requests.append(request)
+        self.num_open += 1
+        try:
+            async for event in self._events(request):
+                yield event
+        finally:
+            self.num_open -= 1
+
+    async def _events(self, request: Request) -> AsyncGenerator[TokenEvent, None]:
         left = self.answers[request.sample_index].encode()
         wants_logprobs = request.sampling.logprobs is not None
         await asyncio.sleep(self.delay_seconds)
@@ -51,6 +64,8 @@ class AnswerSource:
             await asyncio.sleep(0)
             step, left = left[: self.bytes_per_step], left[self.bytes_per_step :]
             yield TokenEvent(tuple(SampledToken(byte, -0.5 if wants_logprobs else None) for byte in step))
+            if self.held is not None:
+                await self.held.wait()
         yield TokenEvent((), self.finish)
 
 
@@ -61,6 +76,7 @@ class AnsweringApi:
     source: AnswerSource
     url: str
     grpc: str
+    responses: ResponseRoutes
 
 
 @asynccontextmanager
@@ -77,7 +93,8 @@ async def answering_api(
     server = await HttpServer.start(api.app(), "127.0.0.1:0", field="http", drain_seconds=5, keepalive_seconds=seconds)
     grpc = await start_server("127.0.0.1:0", [inference_service(service)])
     try:
-        yield AnsweringApi(source, f"http://{server.address}/v1", grpc.address)
+        yield AnsweringApi(source, f"http://{server.address}/v1", grpc.address, api.responses)
     finally:
         await grpc.stop(0)
+        await api.responses.stop(0.0)
         await server.stop()

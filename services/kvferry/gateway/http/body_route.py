@@ -286,7 +286,7 @@ async def send_events(
     """Send a status and all events.
 
     Args:
-        events: encoded events, at least one.
+        events: encoded events; a stream may have none.
         send: ASGI `send` of the request.
         end: bytes after the last event.
         failed: returns the last event of a stream that fails after its status was sent; `end` is not sent then.
@@ -314,7 +314,7 @@ async def send_events(
         last = end
         try:
             # Wait for the first event before sending a status, so that a rejected request gets an ordinary error.
-            first = await anext(opened)
+            first = await anext(opened, b"")
             await _cancelled(keeping)
             await begin()
             await send({"type": "http.response.body", "body": first, "more_body": True})

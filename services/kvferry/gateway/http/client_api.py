@@ -99,20 +99,24 @@ class ClientApi:
     """The pool's secret; empty for one of this process alone."""
     context: ApiContext = field(init=False)
     """What the handlers share."""
+    responses: ResponseRoutes = field(init=False)
+    """Routes of responses, and those that are created in the background."""
     description: bytes = field(init=False)
     """The OpenAPI document, JSON."""
 
     def __post_init__(self) -> None:
         bodies = BodyBudget(self.config.max_buffered_bytes)
         object.__setattr__(self, "context", ApiContext(self.service, self.config, bodies))
+        limits = self.config.kept_responses
+        store = None if limits is None else ResponseStore(limits, self.service.clock)
+        responses = ResponseRoutes(self.context, store, self.secret or secrets.token_bytes(32))
+        object.__setattr__(self, "responses", responses)
         document = openapi_document(version("kvferry"), needs_key=self.needs_key)
         object.__setattr__(self, "description", openai_reply.encode(document))
 
     def app(self) -> ASGIApp:
         """Create the ASGI application of the client API."""
-        limits = self.config.kept_responses
-        store = None if limits is None else ResponseStore(limits, self.service.clock)
-        responses = ResponseRoutes(self.context, store, self.secret or secrets.token_bytes(32))
+        responses = self.responses
         handlers: dict[str, Any] = {
             "createChatCompletion": _Generate(self.context, is_chat=True),
             "createCompletion": _Generate(self.context, is_chat=False),
@@ -122,6 +126,7 @@ class ClientApi:
             "createResponse": responses.create,
             "countResponseTokens": responses.count_tokens,
             "retrieveResponse": responses.retrieve,
+            "cancelResponse": responses.cancel,
             "deleteResponse": responses.delete,
             "listResponseItems": responses.input_items,
             "listModels": self._models,

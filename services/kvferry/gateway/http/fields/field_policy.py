@@ -127,8 +127,7 @@ TOKEN_SAMPLING: Rules = {
 RESPONSE: Rules = {
     **{name: rule for name, rule in _HINTS.items() if name not in ("metadata", "store", "user", "verbosity")},
     "access_programs": FieldRule(_NO_STATE),
-    "background": FieldRule("a response is generated while its client waits", (None, False)),
-    "background_options": FieldRule("a response is generated while its client waits"),
+    "background_options": FieldRule("responses in the background have no options"),
     "context_management": FieldRule("the input is used as a whole", (None, [])),
     "conversation": FieldRule(f"{_NO_STATE}; use previous_response_id"),
     "image": FieldRule(_TEXT_ONLY),

@@ -38,7 +38,7 @@ from kvferry.gateway.http.openai.schema import ChatRequest, CompletionRequest
 from kvferry.gateway.http.openai.token_generation import TokenReply, TokenRequest
 from kvferry.gateway.http.responses.body import ResponseRequest
 from kvferry.gateway.http.responses.output import AnyEvent, DeletedResponse, InputTokens, ItemList, Response
-from kvferry.gateway.http.responses.routes import ItemsQuery
+from kvferry.gateway.http.responses.routes import ItemsQuery, RetrieveQuery
 from kvferry.gateway.http.responses.store import ResponseNotFound
 from kvferry.gateway.http.route_errors import MethodNotAllowed, NoSuchRoute
 from kvferry.gateway.http.status_bodies import Alive, EndedRequest, Ready, Version
@@ -145,7 +145,17 @@ OPERATIONS: tuple[Operation, ...] = (
         "retrieveResponse",
         "GET",
         "/v1/responses/{response_id}",
-        "Returns a stored response.",
+        "Returns a response that is stored or being created in the background.",
+        Response,
+        event=AnyEvent,
+        errors=(*KEYED, ResponseNotFound),
+        query=RetrieveQuery,
+    ),
+    Operation(
+        "cancelResponse",
+        "POST",
+        "/v1/responses/{response_id}/cancel",
+        "Cancels a response in the background.",
         Response,
         errors=(*KEYED, ResponseNotFound),
     ),

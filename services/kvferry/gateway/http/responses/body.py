@@ -152,6 +152,8 @@ class ResponseRequest(SamplingFields):
     user: str | None = None
     """Repeated in the response."""
     reasoning: ReasoningOptions | None = None
+    background: bool | None = None
+    """Whether the response is created after its request has been answered; it is stored then."""
     truncation: Literal["auto", "disabled"] | None = None
     """Whether the oldest items are left out of a conversation that is too long, instead of refusing it."""
     # Extensions, as in chat requests.

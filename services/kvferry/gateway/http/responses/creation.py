@@ -64,6 +64,24 @@ class Creation:
         """Whether the response is streamed as events."""
         return self._generation.stream
 
+    @property
+    def is_background(self) -> bool:
+        """Whether the response is created after its request has been answered."""
+        return self._read.body.background is True
+
+    @property
+    def response_id(self) -> str:
+        return self._progress.response.id
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the response has ended."""
+        return self._progress.response.status not in ("queued", "in_progress")
+
+    def so_far(self) -> bytes:
+        """Return the response with its output so far, as JSON."""
+        return encode(self._progress.so_far())
+
     async def whole(self) -> bytes:
         """Generate, and return the response as JSON.
 
@@ -74,7 +92,7 @@ class Creation:
             async for chunk in chunks:
                 for _ in self._progress.add(chunk):
                     pass
-        return self._keep()
+        return self.keep()
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Generate, and yield server-sent events.
@@ -82,29 +100,51 @@ class Creation:
         Raises:
             KvferryError: the generation failed, before or after the first event.
         """
-        async with aclosing(self._generation.chunks()) as chunks:
-            begun = False
-            async for chunk in chunks:
-                made = list(self._progress.add(chunk)) if begun else []
-                if not begun:  # after the first chunk, so that a refused request has no events
-                    begun = True
-                    made = [*self._progress.begin(), *self._progress.add(chunk)]
-                if chunk.finish_reason is not None:
-                    self._keep()  # before the client receives the last event and may continue from the response
+        async with aclosing(self.steps()) as steps:
+            async for made in steps:
+                if self.is_over:
+                    self.keep()  # before the client receives the last event and may continue from the response
                 for event in made:
-                    yield _sse(event)
+                    yield event
+
+    async def steps(self) -> AsyncGenerator[list[bytes], None]:
+        """Generate, and yield the server-sent events of each step; does not store the response.
+
+        Raises:
+            KvferryError: the generation failed.
+        """
+        async with aclosing(self._generation.chunks()) as chunks:
+            is_begun = False
+            async for chunk in chunks:
+                # Events begin after the first chunk, so that a refused request has none.
+                made = [] if is_begun else self._progress.begin()
+                is_begun = True
+                yield [_sse(event) for event in (*made, *self._progress.add(chunk))]
+
+    def queue(self) -> list[bytes]:
+        """Put a response in the background, which waits to begin; return its first events."""
+        return [_sse(event) for event in self._progress.queue()]
+
+    def cancel(self) -> None:
+        """End a response before it is complete."""
+        self._progress.cancel(self._generation.service.clock.wall())
 
     def failed(self, error: KvferryError) -> bytes:
         """Return the last event of a stream that failed."""
         return _sse(self._progress.fail(error, self._generation.service.clock.wall()))
 
-    def _keep(self) -> bytes:
+    def keep(self, events: tuple[bytes, ...] = ()) -> bytes:
+        """Store the ended response if its request wants that; return it as JSON.
+
+        Args:
+            events: its events, for clients that read them again.
+        """
         response = self._progress.response
         whole = encode(response)
         if self._store is not None and self._read.body.is_stored:
             items = encode(self._read.items)
             turns = transcript(self._earlier, items, encode(list(response.output)))
-            self._store.put(self._tenant, response.id, KeptResponse(whole, items, turns))
+            self._store.put(self._tenant, response.id, KeptResponse(whole, items, turns, events))
         return whole
 
 
@@ -134,6 +174,16 @@ async def create(
     """
     earlier = _earlier(caller, body, store)
     read = await _read(service, body, earlier, service.served_tokens, key, is_strict=is_strict)
+    if read.body.background and not read.body.is_stored:
+        raise InvalidRequest(
+            "background needs a stored response; leave store out, or set it to true", field="background"
+        )
+    if read.body.background and store is None:
+        raise InvalidRequest(
+            "background is not supported by this gateway, which stores no responses because it runs as several "
+            "processes; leave it out",
+            field="background",
+        )
     generation = await prepared(service, caller, read.chat, is_chat=True)
     return Creation(read, generation, earlier, store, caller.tenant, key)
 
@@ -224,6 +274,7 @@ def _begun(read: ReadResponse, generation: Generation, *, is_kept: bool) -> out.
         top_p=sampling.top_p,
         top_logprobs=body.top_logprobs or 0,
         user=body.user,
+        background=body.background is True,
         truncation=body.truncation or "disabled",
     )
 

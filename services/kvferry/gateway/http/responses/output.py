@@ -9,6 +9,9 @@ from kvferry.core.inference.chunks import Timing
 from kvferry.gateway.http.openai.reply import TokenLogprob
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
+"""State of an item."""
+ResponseStatus = Literal["queued", "cancelled"] | Status
+"""State of a response; only a response in the background is queued or cancelled."""
 
 
 class OutputTextPart(Struct, tag="output_text"):
@@ -99,7 +102,7 @@ class Response(Struct):
     id: str
     created_at: float
     model: str
-    status: Status
+    status: ResponseStatus
     output: Sequence[OutputItem]
     metadata: dict[str, str]
     parallel_tool_calls: bool
@@ -139,6 +142,10 @@ class Event(Struct, tag_field="type"):
 
 
 class ResponseCreated(Event, tag="response.created"):
+    response: Response
+
+
+class ResponseQueued(Event, tag="response.queued"):
     response: Response
 
 
@@ -227,6 +234,7 @@ class ArgumentsDone(Event, tag="response.function_call_arguments.done"):
 
 AnyEvent = (
     ResponseCreated
+    | ResponseQueued
     | ResponseInProgress
     | ResponseCompleted
     | ResponseIncomplete

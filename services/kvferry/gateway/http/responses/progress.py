@@ -62,12 +62,20 @@ class ResponseProgress:
         self._number = 0
         self._suffix = begun.id.partition("_")[2]
 
+    def queue(self) -> list[out.Event]:
+        """Return the first events of a response in the background, which waits to begin."""
+        self.response = replace(self.response, status="queued")
+        return [out.ResponseCreated(self._next(), self.response), out.ResponseQueued(self._next(), self.response)]
+
     def begin(self) -> list[out.Event]:
-        """Return the first events."""
-        return [
-            out.ResponseCreated(self._next(), self.response),
-            out.ResponseInProgress(self._next(), self.response),
-        ]
+        """Return the events with which the output begins."""
+        self.response = replace(self.response, status="in_progress")
+        created = [] if self._number else [out.ResponseCreated(self._next(), self.response)]
+        return [*created, out.ResponseInProgress(self._next(), self.response)]
+
+    def so_far(self) -> out.Response:
+        """Return the response with the output so far."""
+        return self.response if self.response.output else replace(self.response, output=self._output("in_progress"))
 
     def add(self, chunk: TextChunk) -> Iterator[out.Event]:
         """Add a chunk of the output; the last one ends the response."""
@@ -98,6 +106,14 @@ class ResponseProgress:
             error=out.ResponseFailure(_FAILURES.get(error.http_status, "server_error"), error.message),
         )
         return out.ResponseFailed(self._next(), self.response)
+
+    def cancel(self, now: float) -> None:
+        """End a response that is cancelled; there is no event for it.
+
+        Args:
+            now: wall-clock seconds since the epoch.
+        """
+        self.response = replace(self.response, status="cancelled", completed_at=now, output=self._output("incomplete"))
 
     # -- items -----------------------------------------------------------------------------------------------------
 

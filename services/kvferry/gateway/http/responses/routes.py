@@ -1,6 +1,6 @@
-"""The routes of responses: create, retrieve, delete, list the input's items."""
+"""The routes of responses: create, retrieve, cancel, delete, list the input's items."""
 
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -9,14 +9,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Send
 
-from kvferry.core.errors import InvalidRequest, shortened
+from kvferry.core.errors import InvalidRequest, KvferryError, shortened
+from kvferry.core.process.struct_types import describe
 from kvferry.gateway.http.body_route import JSON, ApiContext, BodyRoute, note_ignored, prepared, while_connected
 from kvferry.gateway.http.fields.strict import Strict, parse_fields
 from kvferry.gateway.http.openai.reply import encode
+from kvferry.gateway.http.responses.background import BackgroundRuns, NotStreamed
 from kvferry.gateway.http.responses.carrier import CarrierKey
 from kvferry.gateway.http.responses.creation import count, create
 from kvferry.gateway.http.responses.output import DeletedResponse, InputTokens, ItemList
 from kvferry.gateway.http.responses.store import KeptResponse, ResponseNotFound, ResponseStore
+
+_NUMBERS, _FLAGS = ("limit", "starting_after"), ("stream", "include_obfuscation")
+"""Parameters of queries that are numbers, and those that are true or false."""
 
 
 class ItemsQuery(Strict):
@@ -26,6 +31,17 @@ class ItemsQuery(Strict):
     order: Literal["asc", "desc"] = "desc"
     after: str | None = None
     """Id of the item after which the list begins; `None` to begin with the first one."""
+
+
+class RetrieveQuery(Strict):
+    """Query of GET /v1/responses/{response_id}."""
+
+    stream: bool = False
+    """Whether the events of a response in the background are sent instead of the response."""
+    starting_after: Annotated[int, Field(ge=0)] | None = None
+    """Sequence number after which the events begin; `None` for all events."""
+    include_obfuscation: bool | None = None
+    """No effect: events have no padding."""
 
 
 class ResponseRoutes:
@@ -40,26 +56,40 @@ class ResponseRoutes:
         """
         self._context = context
         self._store = store
-        self.create = _Create(context, store, secret)
+        self._runs = None if store is None else BackgroundRuns(store)
+        self.create = _Create(context, store, self._runs, secret)
         self.count_tokens = _CountTokens(context, store, secret)
+        self.retrieve = _Retrieve(context, store, self._runs)
 
-    async def retrieve(self, request: Request) -> Response:
-        """Answer GET /v1/responses/{response_id}.
+    async def stop(self, seconds: float) -> None:
+        """Wait for the responses in the background, and cancel those that run for longer than `seconds`."""
+        if self._runs is not None:
+            await self._runs.stop(seconds)
+
+    async def cancel(self, request: Request) -> Response:
+        """Answer POST /v1/responses/{response_id}/cancel; a response that has ended stays as it is.
 
         Raises:
-            InvalidRequest: the request has query parameters.
-            ResponseNotFound: the response is not stored.
+            InvalidRequest: the response is not one in the background.
+            ResponseNotFound: the response is neither running nor stored.
         """
+        tenant, response_id = self._named(request)
+        if self._runs is not None:
+            await self._runs.cancel(tenant, response_id)
         kept = self._kept(request)
-        if request.query_params:
-            name = next(iter(request.query_params))
-            raise InvalidRequest(f"{shortened(name)} is not supported; leave it out", field=shortened(name))
+        if not msgspec.json.decode(kept.response, type=_Kind).background:
+            raise InvalidRequest(
+                "only a response in the background can be cancelled; close the connection to cancel another one",
+                field="response_id",
+            )
         return Response(kept.response, media_type=JSON)
 
     async def delete(self, request: Request) -> Response:
-        """Answer DELETE /v1/responses/{response_id}."""
+        """Answer DELETE /v1/responses/{response_id}; a running one is cancelled."""
         tenant, response_id = self._named(request)
-        self._opened(response_id).delete(tenant, response_id)
+        if self._runs is not None:
+            await self._runs.cancel(tenant, response_id)
+        _opened(self._store, response_id).delete(tenant, response_id)
         return Response(encode(DeletedResponse(response_id)), media_type=JSON)
 
     async def input_items(self, request: Request) -> Response:
@@ -88,26 +118,26 @@ class ResponseRoutes:
     def _named(self, request: Request) -> tuple[str, str]:
         return self._context.caller(request).tenant, request.path_params["response_id"]
 
-    def _opened(self, response_id: str) -> ResponseStore:
-        if self._store is None:
-            raise ResponseNotFound(
-                f"response {shortened(response_id)!r} is not stored: this gateway stores no responses, because it runs "
-                "as several processes",
-                field="response_id",
-            )
-        return self._store
-
     def _kept(self, request: Request) -> KeptResponse:
         tenant, response_id = self._named(request)
-        return self._opened(response_id).get(tenant, response_id, "response_id")
+        return _opened(self._store, response_id).get(tenant, response_id, "response_id")
+
+
+class _Kind(msgspec.Struct):
+    background: bool = False
+
+
+describe(_Kind)
 
 
 class _Create(BodyRoute):
     """ASGI handler of POST /v1/responses."""
 
-    def __init__(self, context: ApiContext, store: ResponseStore | None, secret: bytes) -> None:
+    def __init__(
+        self, context: ApiContext, store: ResponseStore | None, runs: BackgroundRuns | None, secret: bytes
+    ) -> None:
         super().__init__(context)
-        self._store, self._secret = store, secret
+        self._store, self._runs, self._secret = store, runs, secret
 
     async def serve(self, request: Request, send: Send) -> None:
         """See `BodyRoute.serve`."""
@@ -119,11 +149,70 @@ class _Create(BodyRoute):
             made = await prepared(receive, body, creating)
             del body, creating
         note_ignored(request, made.ignored)
-        if made.is_streamed:
+        if made.is_background and self._runs is not None:
+            run = self._runs.begin(caller.tenant, made)
+            if made.is_streamed:
+                await self.stream(request, send, run.read(0), end=b"", failed=made.failed)
+            else:
+                await Response(made.so_far(), media_type=JSON)(request.scope, receive, send)
+        elif made.is_streamed:
             await self.stream(request, send, made.events(), end=b"", failed=made.failed)
         else:
             whole = await while_connected(receive, made.whole())
             await Response(whole, media_type=JSON)(request.scope, receive, send)
+
+
+class _Retrieve(BodyRoute):
+    """ASGI handler of GET /v1/responses/{response_id}."""
+
+    def __init__(self, context: ApiContext, store: ResponseStore | None, runs: BackgroundRuns | None) -> None:
+        super().__init__(context)
+        self._store, self._runs = store, runs
+
+    async def serve(self, request: Request, send: Send) -> None:
+        """See `BodyRoute.serve`.
+
+        Raises:
+            InvalidRequest: a query parameter is invalid.
+            NotStreamed: the events of a response are requested that has none.
+            ResponseNotFound: the response is neither running nor stored.
+        """
+        tenant, name = self.context.caller(request).tenant, request.path_params["response_id"]
+        query = parse_fields(RetrieveQuery, _query(request.query_params), is_strict=True)
+        run = None if self._runs is None else self._runs.find(tenant, name)
+        kept = None if run is not None else _opened(self._store, name).get(tenant, name, "response_id")
+        if not query.stream:
+            whole = run.creation.so_far() if run is not None else kept.response if kept is not None else b""
+            await Response(whole, media_type=JSON)(request.scope, request.receive, send)
+            return
+        first = 0 if query.starting_after is None else query.starting_after + 1
+        recorded = run.events if run is not None else kept.events if kept is not None else ()
+        if not recorded:
+            raise NotStreamed(
+                f"response {shortened(name)!r} has no events: only a request with background and stream records them",
+                field="stream",
+            )
+        events = run.read(first) if run is not None else _replayed(recorded[first:])
+        await self.stream(request, send, events, end=b"", failed=_no_event)
+
+
+async def _replayed(events: Sequence[bytes]) -> AsyncGenerator[bytes, None]:
+    for event in events:
+        yield event
+
+
+def _no_event(_error: KvferryError) -> bytes:
+    return b""
+
+
+def _opened(store: ResponseStore | None, response_id: str) -> ResponseStore:
+    if store is None:
+        raise ResponseNotFound(
+            f"response {shortened(response_id)!r} is not stored: this gateway stores no responses, because it runs "
+            "as several processes",
+            field="response_id",
+        )
+    return store
 
 
 class _CountTokens(BodyRoute):
@@ -145,9 +234,16 @@ class _CountTokens(BodyRoute):
 
 
 def _query(params: Mapping[str, str]) -> dict[str, Any]:
-    """Return the parameters of a query, with whole numbers converted to integers."""
+    """Return the parameters of a query, with whole numbers converted to integers, and truth values to bool."""
     return {
-        name: int(value) if value.isascii() and value.isdecimal() and len(value) < 10 and name == "limit" else value
+        name: value == "true" if name in _FLAGS and value in ("true", "false") else value
+        for name, value in _numbered(params).items()
+    }
+
+
+def _numbered(params: Mapping[str, str]) -> dict[str, Any]:
+    return {
+        name: int(value) if name in _NUMBERS and value.isascii() and value.isdecimal() and len(value) < 10 else value
         for name, value in params.items()
     }
 

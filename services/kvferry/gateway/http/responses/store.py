@@ -42,6 +42,8 @@ class KeptResponse:
     """The input items of its request, a JSON array."""
     transcript: tuple[Segment, ...]
     """All items up to and including its output, in order."""
+    events: tuple[bytes, ...] = ()
+    """Server-sent events of a response in the background that is streamed; the index is the sequence number."""
 
 
 @dataclass(slots=True)
@@ -127,7 +129,7 @@ class ResponseStore:
 
     def _enter(self, kept: KeptResponse) -> int:
         """Take ownership of the segments; return the bytes that are added."""
-        added = _ENTRY_BYTES + len(kept.response) + len(kept.own_items)
+        added = _own_bytes(kept)
         for segment in kept.transcript:
             added += 0 if segment.num_owners else len(segment.items)
             segment.num_owners += 1
@@ -137,7 +139,7 @@ class ResponseStore:
         owner = self._tenants[tenant]
         found = owner.responses.pop(response_id, None)
         if found is not None:
-            kept, freed = found[0], _ENTRY_BYTES + len(found[0].response) + len(found[0].own_items)
+            kept, freed = found[0], _own_bytes(found[0])
             for segment in kept.transcript:
                 segment.num_owners -= 1
                 freed += 0 if segment.num_owners else len(segment.items)
@@ -148,6 +150,11 @@ class ResponseStore:
     def _count(self, owner: _Tenant, num_bytes: int) -> None:
         owner.num_bytes += num_bytes
         self.num_bytes += num_bytes
+
+
+def _own_bytes(kept: KeptResponse) -> int:
+    """Return the size of what a response does not share with other turns."""
+    return _ENTRY_BYTES + len(kept.response) + len(kept.own_items) + sum(map(len, kept.events))
 
 
 def transcript(earlier: KeptResponse | None, items: bytes, output: bytes) -> tuple[Segment, ...]:

@@ -292,7 +292,7 @@ async def test_log_probabilities_come_if_they_are_included(client):
     [
         ({}, "input", "missing"),
         ({"input": []}, "input", "empty"),
-        ({"input": "a", "background": True}, "background", "not supported"),
+        ({"input": "a", "background": True, "store": False}, "background", "stored"),
         ({"input": "a", "truncation": "last"}, "truncation", "'auto' or 'disabled'"),
         ({"input": "a", "conversation": "conv_1"}, "conversation", "not supported"),
         ({"input": "a", "prompt": {"id": "p"}}, "prompt", "not supported"),
@@ -337,7 +337,7 @@ async def test_log_probabilities_come_if_they_are_included(client):
             "text.format",
             "unsupported",
         ),
-        ({"input": "a", "background": 0}, "background", "false"),
+        ({"input": "a", "background": 0}, "background", "boolean"),
     ],
 )
 async def test_unsupported_and_invalid_fields_are_refused_by_name(api, body, field, text):
