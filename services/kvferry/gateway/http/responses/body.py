@@ -7,28 +7,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import Discriminator, Field, GetJsonSchemaHandler, Tag, TypeAdapter
+from pydantic import Field, GetJsonSchemaHandler, TypeAdapter
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from kvferry.core.errors import CONTEXT_LENGTH_EXCEEDED, InvalidRequest, shortened
-from kvferry.core.inference.tools import MAX_TOOLS, ToolUse
+from kvferry.core.inference.tools import ToolUse
 from kvferry.core.limits import MAX_CACHE_SALT_CHARS
 from kvferry.core.sampling import RANGES, Range
 from kvferry.gateway.http.fields import field_policy
 from kvferry.gateway.http.fields.field_policy import Rules
-from kvferry.gateway.http.fields.request_fields import (
-    AllowedChoice,
-    AllowedTools,
-    FunctionDefinition,
-    FunctionName,
-    NamedChoice,
-    ToolDefinition,
-    choice_type,
-    tool_use,
-)
 from kvferry.gateway.http.fields.strict import (
-    MAX_NAME_CHARS,
     Priority,
     SamplingFields,
     Strict,
@@ -40,53 +29,23 @@ from kvferry.gateway.http.openai.generation import ReadRequest, read_conversatio
 from kvferry.gateway.http.openai.schema import ChatRequest, ReasoningOptions, renamed
 from kvferry.gateway.http.responses.carrier import CarrierKey
 from kvferry.gateway.http.responses.items import KINDS, Item, check_kinds, in_items, messages_of, with_carried
+from kvferry.gateway.http.responses.tools import (
+    OTHER_TOOL,
+    CustomTool,
+    FunctionChoices,
+    OfferedTool,
+    has_unenforced_format,
+    take_other_tools,
+    use_of,
+)
 from kvferry.serving.prompts import check_num_tokens
 from kvferry.serving.text_model import TextModel
 
 MAX_METADATA = 16
 _LOGPROBS = "message.output_text.logprobs"
 _CARRIER = "reasoning.encrypted_content"
-_OTHER_TOOL: JsonSchemaValue = {
-    "type": "object",
-    "properties": {"type": {"type": "string", "not": {"const": "function"}}},
-    "required": ["type"],
-    "description": "Left out, unless tool_choice may force its call.",
-}
 R = TypeVar("R")
 _ITEMS: TypeAdapter[list[Any]] = TypeAdapter(list[Item])
-
-
-class FunctionTool(Strict):
-    """A tool that the model may call."""
-
-    RULES: ClassVar[Rules] = field_policy.RESPONSE_TOOL
-
-    type: Literal["function"]
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class FunctionChoice(Strict):
-    """A `tool_choice` of a single tool."""
-
-    type: Literal["function"]
-    name: str
-
-
-class AllowedFunctions(Strict):
-    """A `tool_choice` of several tools; the others stay in the prompt."""
-
-    type: Literal["allowed_tools"]
-    mode: Literal["auto", "required"]
-    tools: Annotated[list[FunctionChoice], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
-
-
-FunctionChoices = Annotated[
-    Annotated[FunctionChoice, Tag("<function>")] | Annotated[AllowedFunctions, Tag("<allowed_tools>")],
-    Discriminator(choice_type),
-]
 
 
 class TextFormat(Strict):
@@ -134,8 +93,8 @@ class ResponseRequest(SamplingFields):
     previous_response_id: str | None = None
     store: bool | None = None
     metadata: Annotated[_Metadata, Field(max_length=MAX_METADATA)] | None = None
-    tools: Annotated[list[FunctionTool], Field(fail_fast=True)] | None = None
-    """Functions; `parse_response` has taken out the other tools."""
+    tools: Annotated[list[OfferedTool], Field(fail_fast=True)] | None = None
+    """Functions and custom tools; `parse_response` has taken out the other tools."""
     tool_choice: str | FunctionChoices | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
@@ -171,7 +130,7 @@ class ResponseRequest(SamplingFields):
         schema = super().__get_pydantic_json_schema__(core, handler)
         tools = handler.resolve_ref_schema(schema)["properties"]["tools"]
         (functions,) = (kind for kind in tools["anyOf"] if kind.get("type") == "array")
-        functions["items"] = {"anyOf": [functions["items"], _OTHER_TOOL]}
+        functions["items"] = {"anyOf": [functions["items"], OTHER_TOOL]}
         return schema
 
     @property
@@ -183,6 +142,11 @@ class ResponseRequest(SamplingFields):
     def has_carriers(self) -> bool:
         """Whether items of reasoning have carriers, `encrypted_content`."""
         return _CARRIER in (self.include or ())
+
+    @property
+    def custom_names(self) -> frozenset[str]:
+        """Names of the custom tools."""
+        return frozenset(tool.name for tool in self.tools or () if isinstance(tool, CustomTool))
 
     def items(self) -> list[Any]:
         """Return the items of the input; a string is a user message."""
@@ -196,25 +160,7 @@ class ResponseRequest(SamplingFields):
         Raises:
             InvalidRequest: the tools exceed a limit, or contradict the choice.
         """
-        offered = [
-            ToolDefinition(
-                type="function",
-                function=FunctionDefinition(
-                    name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict
-                ),
-            )
-            for tool in self.tools or ()
-        ]
-        choice: str | NamedChoice | AllowedChoice | None
-        match self.tool_choice:
-            case FunctionChoice() as one:
-                choice = _named(one)
-            case AllowedFunctions() as several:
-                allowed = AllowedTools(mode=several.mode, tools=[_named(one) for one in several.tools])
-                choice = AllowedChoice(type="allowed_tools", allowed_tools=allowed)
-            case other:
-                choice = other
-        return tool_use(offered, choice, self.parallel_tool_calls)
+        return use_of(self.tools or (), self.tool_choice, self.parallel_tool_calls)
 
     def as_chat(self, messages: Sequence[Any]) -> ChatRequest:
         """Return the chat request with the same prompt and parameters, but without tools.
@@ -242,10 +188,6 @@ class ResponseRequest(SamplingFields):
                 "response_format": _response_format(self.text),
             },
         )
-
-
-def _named(choice: FunctionChoice) -> NamedChoice:
-    return NamedChoice(type="function", function=FunctionName(name=choice.name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,8 +251,10 @@ def read_response(
     starts = _starts(messages) if request.truncation == "auto" and context_tokens is not None else []
     chat = first_fitting([0, *starts], read)
     shown = [item.model_dump(mode="json", by_alias=True, exclude_none=True) for item in own]
-    ignored = (*request.ignored, "input.encrypted_content") if is_lost else request.ignored
-    return ReadResponse(chat, request, shown, ignored)
+    ignored = [*request.ignored]
+    ignored += ["input.encrypted_content"] if is_lost else []
+    ignored += ["tools.format"] if has_unenforced_format(request.tools or (), request.tool_choice) else []
+    return ReadResponse(chat, request, shown, tuple(ignored))
 
 
 def first_fitting(starts: Sequence[int], read: Callable[[int], R]) -> R:
@@ -375,38 +319,18 @@ def parse_response(body: bytes, *, is_strict: bool = False) -> ResponseRequest:
     check_sizes({name: value for name, value in fields.items() if name != "input"})
     if isinstance(fields.get("input"), list):
         check_kinds("input", fields["input"])
-    others = _take_other_tools(fields)
+    others = take_other_tools(fields)
     include = fields.get("include")
     for name in include if isinstance(include, list) else ():
         if isinstance(name, str) and name not in (_LOGPROBS, _CARRIER):
             raise InvalidRequest(
                 f"include {shortened(name)!r} is not supported; use {_LOGPROBS} or {_CARRIER}", field="include"
             )
-    return parse_fields(ResponseRequest, fields, is_strict=is_strict, also_ignored=others)
-
-
-def _take_other_tools(fields: dict[str, Any]) -> list[str]:
-    """Remove the tools that are not functions, such as `web_search`, from a body; return the names of their types for
-    the fields without effect.
-
-    Raises:
-        InvalidRequest: the model may be forced to call such a tool.
-    """
-    tools, choice = fields.get("tools"), fields.get("tool_choice")
-    if not isinstance(tools, list):
-        return []
-    kinds = [tool.get("type") if isinstance(tool, dict) else None for tool in tools]
-    others = [(number, kind) for number, kind in enumerate(kinds) if isinstance(kind, str) and kind != "function"]
-    if others and choice not in (None, "auto", "none"):
-        number, kind = others[0]
-        raise InvalidRequest(
-            f"tools.{number}.type {shortened(kind)!r} is not supported; use function, or tool_choice auto, which "
-            "leaves other tools out",
-            field=f"tools.{number}.type",
-        )
-    if others:
-        fields["tools"] = [tool for tool, kind in zip(tools, kinds, strict=True) if kind in ("function", None)]
-    return list(dict.fromkeys(f"tools.{kind[:MAX_NAME_CHARS]}" for _, kind in others))
+    request = parse_fields(ResponseRequest, fields, is_strict=is_strict, also_ignored=others)
+    for number, tool in enumerate(request.tools or ()):
+        if isinstance(tool, CustomTool):
+            tool.check(f"tools.{number}")
+    return request
 
 
 def _response_format(options: TextOptions | None) -> dict[str, Any] | None:

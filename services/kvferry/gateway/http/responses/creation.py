@@ -52,7 +52,8 @@ class Creation:
         self._store, self._tenant = store, tenant
         begun = _begun(read, generation, is_kept=store is not None)
         seal = key.seal if read.body.has_carriers else None
-        self._progress = ResponseProgress(begun, generation.service.model.tokenizer.token_bytes, seal)
+        spell = generation.service.model.tokenizer.token_bytes
+        self._progress = ResponseProgress(begun, spell, seal, read.body.custom_names)
 
     @property
     def ignored(self) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from kvferry.gateway.http.fields import field_policy
 from kvferry.gateway.http.fields.field_policy import Rules
 from kvferry.gateway.http.fields.strict import Strict
 from kvferry.gateway.http.responses.carrier import MAX_CARRIER_CHARS, CarrierKey
+from kvferry.gateway.http.responses.tools import arguments_of
 from kvferry.text.tools.conversations import MAX_ID_CHARS
 
 MAX_ITEMS = 4096
@@ -65,6 +66,29 @@ class FunctionResult(Strict):
     status: _Status | None = None
 
 
+class CustomCall(Strict):
+    """A call of a custom tool by the model."""
+
+    RULES: ClassVar[Rules] = field_policy.RESPONSE_CALL
+
+    type: Literal["custom_tool_call"]
+    call_id: _Id
+    name: str
+    input: str
+    id: _Id | None = None
+    status: _Status | None = None
+
+
+class CustomResult(Strict):
+    """The result of a call of a custom tool."""
+
+    type: Literal["custom_tool_call_output"]
+    call_id: _Id
+    output: Content
+    id: _Id | None = None
+    status: _Status | None = None
+
+
 class ReasoningText(Strict):
     """A part of the model's reasoning."""
 
@@ -113,6 +137,8 @@ Item = Annotated[
     Annotated[InputMessage, Tag("<message>")]
     | Annotated[FunctionCall, Tag("<function_call>")]
     | Annotated[FunctionResult, Tag("<function_call_output>")]
+    | Annotated[CustomCall, Tag("<custom_tool_call>")]
+    | Annotated[CustomResult, Tag("<custom_tool_call_output>")]
     | Annotated[ReasoningInput, Tag("<reasoning>")],
     Discriminator(_tag),
 ]
@@ -120,6 +146,8 @@ KINDS: Mapping[str, type[Strict]] = {
     "message": InputMessage,
     "function_call": FunctionCall,
     "function_call_output": FunctionResult,
+    "custom_tool_call": CustomCall,
+    "custom_tool_call_output": CustomResult,
     "reasoning": ReasoningInput,
 }
 
@@ -212,11 +240,12 @@ def messages_of(items: Sequence[Any], paths: Sequence[str]) -> tuple[list[dict[s
                     flush()
                 begun = begun if not turn.is_empty else path
                 turn.text = _text(item.content)
-            case FunctionCall():
+            case FunctionCall() | CustomCall():
                 begun = begun if not turn.is_empty else path
-                called = {"name": item.name, "arguments": item.arguments}
+                arguments = arguments_of(item.input) if isinstance(item, CustomCall) else item.arguments
+                called = {"name": item.name, "arguments": arguments}
                 turn.calls.append({"id": item.call_id, "type": "function", "function": called})
-            case FunctionResult():
+            case FunctionResult() | CustomResult():
                 flush()
                 messages.append({"role": "tool", "content": _text(item.output), "tool_call_id": item.call_id})
                 places.append(path)

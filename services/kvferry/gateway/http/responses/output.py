@@ -50,6 +50,16 @@ class OutputCall(Struct, tag="function_call"):
     arguments: str
 
 
+class OutputCustomCall(Struct, tag="custom_tool_call"):
+    """A call of a custom tool."""
+
+    id: str
+    status: Status
+    call_id: str
+    name: str
+    input: str
+
+
 class OutputReasoning(Struct, tag="reasoning"):
     """The model's reasoning."""
 
@@ -61,7 +71,7 @@ class OutputReasoning(Struct, tag="reasoning"):
     """Carrier of the text, if the request includes it."""
 
 
-OutputItem = OutputMessage | OutputCall | OutputReasoning
+OutputItem = OutputMessage | OutputCall | OutputCustomCall | OutputReasoning
 
 
 class InputDetails(Struct):
@@ -232,6 +242,18 @@ class ArgumentsDone(Event, tag="response.function_call_arguments.done"):
     arguments: str
 
 
+class CustomInputDelta(Event, tag="response.custom_tool_call_input.delta"):
+    item_id: str
+    output_index: int
+    delta: str
+
+
+class CustomInputDone(Event, tag="response.custom_tool_call_input.done"):
+    item_id: str
+    output_index: int
+    input: str
+
+
 AnyEvent = (
     ResponseCreated
     | ResponseQueued
@@ -249,6 +271,8 @@ AnyEvent = (
     | ReasoningDone
     | ArgumentsDelta
     | ArgumentsDone
+    | CustomInputDelta
+    | CustomInputDone
 )
 
 

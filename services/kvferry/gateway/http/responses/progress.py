@@ -15,8 +15,10 @@ from kvferry.core.inference.tool_calls import CallDelta
 from kvferry.core.sampling import FinishReason
 from kvferry.gateway.http.openai import reply
 from kvferry.gateway.http.responses import output as out
+from kvferry.gateway.http.responses.tools import input_of
 
 Seal = Callable[[str], str]
+_ANSWERS = out.OutputMessage | out.OutputCall | out.OutputCustomCall
 _FAILURES = {429: "rate_limit_exceeded", 400: "invalid_prompt"}
 
 
@@ -25,7 +27,7 @@ class _OpenItem:
     """The item that is being written."""
 
     kind: str
-    """`message`, `reasoning` or `function_call`."""
+    """`message`, `reasoning`, `function_call` or `custom_tool_call`."""
     id: str
     parts: list[str] = field(default_factory=list)
     logprobs: list[reply.TokenLogprob] = field(default_factory=list)
@@ -34,6 +36,8 @@ class _OpenItem:
 
     def item(self, status: out.Status, seal: Seal | None = None, *, is_empty: bool = False) -> out.OutputItem:
         text = "" if is_empty else "".join(self.parts)
+        if self.kind == "custom_tool_call":
+            return out.OutputCustomCall(self.id, status, self.call_id, self.name, input_of(text))
         if self.kind == "function_call":
             return out.OutputCall(self.id, status, self.call_id, self.name, text)
         if self.kind == "reasoning":
@@ -47,13 +51,21 @@ class _OpenItem:
 class ResponseProgress:
     """Builds one response. Iterate over the events of each method in order."""
 
-    def __init__(self, begun: out.Response, spell: reply.TokenBytes, seal: Seal | None = None) -> None:
+    def __init__(
+        self,
+        begun: out.Response,
+        spell: reply.TokenBytes,
+        seal: Seal | None = None,
+        custom: frozenset[str] = frozenset(),
+    ) -> None:
         """
         Args:
             begun: the response without output, in progress.
             spell: returns the bytes of a token.
             seal: returns the carrier of a reasoning; `None` for items without carriers.
+            custom: names of the custom tools.
         """
+        self._custom = custom
         self.response = begun
         self._seal = seal
         self._spell = spell
@@ -130,11 +142,14 @@ class ResponseProgress:
     def _call(self, call: CallDelta) -> Iterator[out.Event]:
         if call.name:
             yield from self._close("completed")
-            opened = self._open = _OpenItem("function_call", self._named("fc"), call_id=call.call_id, name=call.name)
+            kind, prefix = ("custom_tool_call", "ctc") if call.name in self._custom else ("function_call", "fc")
+            opened = self._open = _OpenItem(kind, self._named(prefix), call_id=call.call_id, name=call.name)
             yield out.ItemAdded(self._next(), self._index, opened.item("in_progress"))
         if call.arguments:
             assert self._open is not None, "a call's first delta has its name"
             self._open.parts.append(call.arguments)
+            if self._open.kind == "custom_tool_call":
+                return  # its input is sent as a whole, when the JSON text of the arguments is complete
             yield out.ArgumentsDelta(self._next(), self._open.id, self._index, call.arguments)
 
     def _delta(self, text: str, logprobs: Sequence[reply.TokenLogprob] = ()) -> out.Event:
@@ -150,7 +165,10 @@ class ResponseProgress:
         if done is None:
             return
         text, index = "".join(done.parts), self._index
-        if done.kind == "function_call":
+        if done.kind == "custom_tool_call":
+            yield out.CustomInputDelta(self._next(), done.id, index, input_of(text))
+            yield out.CustomInputDone(self._next(), done.id, index, input_of(text))
+        elif done.kind == "function_call":
             yield out.ArgumentsDone(self._next(), done.id, index, done.name, text)
         elif done.kind == "reasoning":
             yield out.ReasoningDone(self._next(), done.id, index, 0, text)
@@ -165,7 +183,7 @@ class ResponseProgress:
 
     def _finish(self, chunk: TextChunk) -> Iterator[out.Event]:
         is_cut = chunk.finish_reason is FinishReason.LENGTH
-        if self._open is None and not any(isinstance(item, out.OutputMessage | out.OutputCall) for item in self._items):
+        if self._open is None and not any(isinstance(item, _ANSWERS) for item in self._items):
             yield from self._enter("message", "msg")  # an empty answer is a message without text
         yield from self._close("incomplete" if is_cut else "completed")
         ended = replace(

@@ -448,8 +448,8 @@ async def test_a_coding_agent_completes_two_turns(api):
     api.source.answers = [written(CallFormat.HERMES, [("shell", {"command": ["ls"]})])]
     first = await post(api, **body)
     assert first.status_code == 200, first.text
-    assert {"prompt_cache_key", "tools.custom", "tools.web_search"} <= set(first.headers["kvferry-ignored"].split(", "))
-    assert "apply_patch" not in api.source.prompt
+    assert {"prompt_cache_key", "tools.format", "tools.web_search"} <= set(first.headers["kvferry-ignored"].split(", "))
+    assert "apply_patch" in api.source.prompt
     assert "Sandbox: read-only." in api.source.prompt
     events = [json.loads(line[6:]) for line in first.text.split("\n") if line.startswith("data: ")]
     items = events[-1]["response"]["output"]

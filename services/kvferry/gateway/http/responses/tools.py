@@ -1,0 +1,246 @@
+"""The tools of the Responses API: functions, custom tools, and the choice of a tool.
+
+A custom tool has free text as its input. Models know functions only, so that it is a function with one argument,
+`input`. A `regex` format is enforced if a call must be made. Other grammars cannot be enforced within the JSON text of
+a call: they are in the tool's description.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Discriminator, Field, Tag
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import from_json
+
+from kvferry.core.errors import InvalidRequest, shortened
+from kvferry.core.inference.tools import MAX_DESCRIPTION_CHARS, MAX_TOOLS, ToolUse
+from kvferry.gateway.http.fields import field_policy
+from kvferry.gateway.http.fields.field_policy import Rules
+from kvferry.gateway.http.fields.request_fields import (
+    AllowedChoice,
+    AllowedTools,
+    FunctionDefinition,
+    FunctionName,
+    NamedChoice,
+    ToolDefinition,
+    choice_type,
+    tool_use,
+)
+from kvferry.gateway.http.fields.strict import MAX_NAME_CHARS, Strict
+
+OTHER_TOOL: JsonSchemaValue = {
+    "type": "object",
+    "properties": {"type": {"type": "string", "not": {"enum": ["function", "custom"]}}},
+    "required": ["type"],
+    "description": "Left out, unless tool_choice may force its call.",
+}
+"""Schema of the tools of other types."""
+_OFFERED = ("function", "custom")
+"""Types of tools that the model may call."""
+_Definition = Annotated[str, Field(min_length=1, max_length=MAX_DESCRIPTION_CHARS)]
+
+
+class FunctionTool(Strict):
+    """A tool that the model may call."""
+
+    RULES: ClassVar[Rules] = field_policy.RESPONSE_TOOL
+
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    def as_function(self) -> FunctionDefinition:
+        """Return the function of chat's tools."""
+        return FunctionDefinition(
+            name=self.name, description=self.description, parameters=self.parameters, strict=self.strict
+        )
+
+
+class InputFormat(Strict):
+    """The format of a custom tool's input."""
+
+    type: Literal["text", "grammar"]
+    syntax: Literal["lark", "regex"] | None = None
+    definition: _Definition | None = None
+
+
+class CustomTool(Strict):
+    """A tool whose input is free text."""
+
+    RULES: ClassVar[Rules] = field_policy.RESPONSE_TOOL
+
+    type: Literal["custom"]
+    name: str
+    description: str | None = None
+    format: InputFormat | None = None
+
+    @property
+    def pattern(self) -> str | None:
+        """Regular expression of the whole input; `None` if there is none."""
+        given = self.format
+        if given is None or given.type != "grammar" or given.syntax != "regex" or given.definition is None:
+            return None
+        return f"^(?:{given.definition})$"
+
+    @property
+    def has_grammar(self) -> bool:
+        """Whether the input has a format other than free text."""
+        return self.format is not None and self.format.type == "grammar"
+
+    def check(self, where: str) -> None:
+        """Check that a grammar is complete.
+
+        Args:
+            where: path of the tool.
+
+        Raises:
+            InvalidRequest: the grammar has no syntax or no definition.
+        """
+        if self.format is None or self.format.type != "grammar":
+            return
+        for name in ("syntax", "definition"):
+            if getattr(self.format, name) is None:
+                raise InvalidRequest(f"{where}.format.{name} is missing", field=f"{where}.format.{name}")
+
+    def as_function(self) -> FunctionDefinition:
+        """Return the function that models know the tool as."""
+        text: dict[str, Any] = {"type": "string"}
+        if self.pattern is not None:
+            text["pattern"] = self.pattern
+        parts = [] if self.description is None else [self.description]
+        if self.has_grammar and self.format is not None:
+            parts.append(f"The input must match this {self.format.syntax} grammar:\n{self.format.definition}")
+        schema = {"type": "object", "properties": {"input": text}, "required": ["input"], "additionalProperties": False}
+        return FunctionDefinition(
+            name=self.name, description="\n\n".join(parts) or None, parameters=schema, strict=True
+        )
+
+
+def _kind(value: Any) -> Any:
+    return value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+
+
+OfferedTool = Annotated[
+    Annotated[FunctionTool, Tag("<function>")] | Annotated[CustomTool, Tag("<custom>")],
+    Discriminator(lambda value: "<custom>" if _kind(value) == "custom" else "<function>"),
+]
+
+
+class FunctionChoice(Strict):
+    """A `tool_choice` of a single tool."""
+
+    type: Literal["function", "custom"]
+    name: str
+
+
+class AllowedFunctions(Strict):
+    """A `tool_choice` of several tools; the others stay in the prompt."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[FunctionChoice], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
+
+
+FunctionChoices = Annotated[
+    Annotated[FunctionChoice, Tag("<function>")] | Annotated[AllowedFunctions, Tag("<allowed_tools>")],
+    Discriminator(choice_type),
+]
+
+
+def use_of(tools: Sequence[OfferedTool], given: str | FunctionChoices | None, is_parallel: bool | None) -> ToolUse:
+    """Return the tools of a request and how they may be used.
+
+    Args:
+        tools: the tools.
+        given: the choice of a tool.
+        is_parallel: whether an answer may have several calls; `None` for the default.
+
+    Raises:
+        InvalidRequest: the tools exceed a limit, or contradict the choice.
+    """
+    choice: str | NamedChoice | AllowedChoice | None
+    match given:
+        case FunctionChoice() as one:
+            choice = _named(one)
+        case AllowedFunctions() as several:
+            allowed = AllowedTools(mode=several.mode, tools=[_named(one) for one in several.tools])
+            choice = AllowedChoice(type="allowed_tools", allowed_tools=allowed)
+        case other:
+            choice = other
+    offered = [ToolDefinition(type="function", function=tool.as_function()) for tool in tools]
+    try:
+        return tool_use(offered, choice, is_parallel)
+    except InvalidRequest as error:
+        raise _without_function(error) from None
+
+
+def has_unenforced_format(tools: Sequence[OfferedTool], choice: str | FunctionChoices | None) -> bool:
+    """Return whether a custom tool has a format that is only described: every one unless a call must be made."""
+    must_call = choice == "required" or isinstance(choice, FunctionChoice)
+    must_call = must_call or (isinstance(choice, AllowedFunctions) and choice.mode == "required")
+    custom = [tool for tool in tools if isinstance(tool, CustomTool) and tool.has_grammar]
+    return any(tool.pattern is None or not must_call for tool in custom)
+
+
+def take_other_tools(fields: dict[str, Any]) -> list[str]:
+    """Remove the tools of other types, such as `web_search`, from a body; return the names of their types.
+
+    Args:
+        fields: the fields of a body, before they are validated.
+
+    Raises:
+        InvalidRequest: the model may be forced to call such a tool.
+    """
+    tools, choice = fields.get("tools"), fields.get("tool_choice")
+    if not isinstance(tools, list):
+        return []
+    kinds = [tool.get("type") if isinstance(tool, dict) else None for tool in tools]
+    others = [(number, kind) for number, kind in enumerate(kinds) if isinstance(kind, str) and kind not in _OFFERED]
+    if others and choice not in (None, "auto", "none"):
+        number, kind = others[0]
+        raise InvalidRequest(
+            f"tools.{number}.type {shortened(kind)!r} is not supported; use function or custom, or tool_choice auto, "
+            "which leaves other tools out",
+            field=f"tools.{number}.type",
+        )
+    if others:
+        fields["tools"] = [tool for tool, kind in zip(tools, kinds, strict=True) if kind in (*_OFFERED, None)]
+    return list(dict.fromkeys(f"tools.{kind[:MAX_NAME_CHARS]}" for _, kind in others))
+
+
+def arguments_of(text: str) -> str:
+    """Return the arguments of the function, as JSON, for an input."""
+    return json.dumps({"input": text}, ensure_ascii=False)
+
+
+def input_of(arguments: str) -> str:
+    """Return the input in the arguments of a call.
+
+    Args:
+        arguments: JSON text; may be cut off. Text that is not an object with `input` is the input itself.
+    """
+    try:
+        found = from_json(arguments, allow_partial="trailing-strings")
+    except ValueError:
+        return arguments
+    text = found.get("input", "") if isinstance(found, dict) else arguments
+    return text if isinstance(text, str) else json.dumps(text, ensure_ascii=False)
+
+
+_FUNCTION = re.compile(r"^(tools\.\d+)\.function\b")
+
+
+def _without_function(error: InvalidRequest) -> InvalidRequest:
+    """Return an error about a tool with the path that it has in this API, where functions are not nested."""
+    if error.field is None:
+        return error
+    field = _FUNCTION.sub(r"\1", error.field)
+    return InvalidRequest(error.message.replace(error.field, field, 1), field=field, reason=error.reason)
+
+
+def _named(choice: FunctionChoice) -> NamedChoice:
+    return NamedChoice(type="function", function=FunctionName(name=choice.name))
