@@ -274,7 +274,13 @@ async def test_other_routes_answer_in_openais_form(client, method, path, status,
 
 
 @pytest.mark.parametrize(
-    ("path", "methods"), [("/v1/models", "GET, HEAD"), ("/v1/responses/r", "DELETE, GET, HEAD"), ("/v1/score", "POST")]
+    ("path", "methods"),
+    [
+        ("/v1/models", "GET, HEAD"),
+        ("/v1/responses/r", "DELETE, GET, HEAD"),
+        ("/v1/responses/input_tokens", "POST"),
+        ("/v1/score", "POST"),
+    ],
 )
 async def test_a_wrong_method_is_answered_with_all_methods_of_the_path(client, path, methods):
     response = await client.request("PATCH", path)

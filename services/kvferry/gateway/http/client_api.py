@@ -396,7 +396,8 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
 
 
 def _methods_of(request: Request) -> list[str]:
-    """Return the methods of the request's path; each may have its own route."""
+    """Return the methods of the request's path; each may have its own route. The first path that matches is meant: a
+    later one has a parameter in place of the other's last part."""
     routes = [route for route in request.app.routes if isinstance(route, Route)]
-    matching = (route for route in routes if route.matches(request.scope)[0] is not Match.NONE)
-    return sorted({method for route in matching for method in route.methods or ()})
+    matching = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
+    return sorted({method for route in matching if route.path == matching[0].path for method in route.methods or ()})

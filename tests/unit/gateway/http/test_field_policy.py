@@ -11,6 +11,7 @@ from kvferry.core.errors import InvalidRequest
 from kvferry.gateway.decide.config import HttpConfig
 from kvferry.gateway.http.fields.field_policy import Effect, FieldRule
 from kvferry.gateway.http.fields.strict import MAX_FIELDS, MAX_IGNORED, Strict, effects, kept_fields
+from kvferry.gateway.http.messages.body import MessageRequest
 from kvferry.gateway.http.openai.schema import ChatRequest
 from kvferry.gateway.http.openapi.operations import OPERATIONS
 
@@ -161,6 +162,9 @@ def test_objects_with_too_many_fields_are_refused():
     with pytest.raises(InvalidRequest, match=r"messages\.0\.tool_calls\.0 has 65 fields; at most 64") as caught:
         kept_fields(ChatRequest, body, is_strict=False)
     assert caught.value.field == "messages.0.tool_calls.0"
+    tool = {"type": "web_search", **{f"k{number}": 1 for number in range(MAX_FIELDS)}}
+    with pytest.raises(InvalidRequest, match=r"tools\.0 has 65 fields; at most 64"):
+        kept_fields(MessageRequest, {"tools": [tool]}, is_strict=False)
 
 
 def all_kinds(kind: type[Strict] = Strict) -> set[type[Strict]]:

@@ -305,7 +305,10 @@ class _Sorter:
         if isinstance(value, list):
             return [self._inner(kinds, item, f"{where}.{number}", place) for number, item in enumerate(value)]
         kind = _kind_of(kinds, value) if isinstance(value, dict) else None
-        return value if kind is None else self.kept(kind, value, f"{where}.", f"{place}.")
+        if kind is None:  # an object of another type, such as a tool that is left out
+            _at_most(where, value, MAX_FIELDS, "fields")
+            return value
+        return self.kept(kind, value, f"{where}.", f"{place}.")
 
 
 def _not_supported(field: str, rule: FieldRule, value: object) -> InvalidRequest:
