@@ -279,6 +279,7 @@ class Constraint(_message.Message):
     STRUCTURAL_TAG_FIELD_NUMBER: _builtins.int
     AFTER_FIELD_NUMBER: _builtins.int
     FRAME_FIELD_NUMBER: _builtins.int
+    COST_BYTES_FIELD_NUMBER: _builtins.int
     json_schema: _builtins.str
     """JSON Schema as JSON text"""
     json_object: _builtins.bool
@@ -293,6 +294,8 @@ class Constraint(_message.Message):
     """text after which the constraint applies; empty: from the first token"""
     frame: _builtins.str
     """Lark grammar of the whole output, in which @body stands for the constraint"""
+    cost_bytes: _builtins.int
+    """set by gateways only: memory of the compiled constraint; 0: unknown"""
     @_builtins.property
     def choice(self) -> Global___Constraint.Choices:
         """one of these strings"""
@@ -308,10 +311,11 @@ class Constraint(_message.Message):
         structural_tag: _builtins.str = ...,
         after: _builtins.str = ...,
         frame: _builtins.str = ...,
+        cost_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "kind", b"kind", "regex", b"regex", "structural_tag", b"structural_tag"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "choice", b"choice", "frame", b"frame", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "kind", b"kind", "regex", b"regex", "structural_tag", b"structural_tag"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "choice", b"choice", "cost_bytes", b"cost_bytes", "frame", b"frame", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "kind", b"kind", "regex", b"regex", "structural_tag", b"structural_tag"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["json_schema", "json_object", "regex", "choice", "grammar", "structural_tag"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015

@@ -1,6 +1,6 @@
 """Constraints on the output of a request: a schema, a pattern, a list of choices or a grammar."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from kvferry.core.errors import InvalidRequest
@@ -39,6 +39,8 @@ class Constraint:
     frame: str = ""
     """Grammar of the whole output, in which `@body` stands for the constraint; empty if it is the whole output. Such a
     grammar permits reasoning before the constrained text, or calls instead of it."""
+    cost_bytes: int = field(default=0, compare=False, repr=False)
+    """Memory of the compiled constraint in bytes, as measured when it was checked; 0 if unknown."""
 
     def __post_init__(self) -> None:
         """Check the sizes; the content is checked by `kvferry.text.grammar`.

@@ -82,7 +82,7 @@ def sampling_to_wire(params: SamplingParams) -> common_pb2.SamplingParams:
 
 def constraint_to_wire(constraint: Constraint) -> common_pb2.Constraint:
     """Convert a constraint to a message."""
-    message = common_pb2.Constraint(after=constraint.after, frame=constraint.frame)
+    message = common_pb2.Constraint(after=constraint.after, frame=constraint.frame, cost_bytes=constraint.cost_bytes)
     match constraint.kind:
         case ConstraintKind.JSON_OBJECT:
             message.json_object = True
@@ -103,13 +103,14 @@ def constraint_from_wire(message: common_pb2.Constraint) -> Constraint:
     if name is None or (name == "json_object" and not message.json_object):
         raise InvalidRequest("constraint has no kind; set one of its fields, or leave it out", field="constraint")
     kind = ConstraintKind(name)
-    if kind is ConstraintKind.JSON_OBJECT:
-        return Constraint(kind, "", message.after, message.frame)
-    if kind is ConstraintKind.CHOICE:
-        return Constraint(
-            kind, json.dumps(list(message.choice.items), ensure_ascii=False), message.after, message.frame
-        )
-    return Constraint(kind, getattr(message, name), message.after, message.frame)
+    match kind:
+        case ConstraintKind.JSON_OBJECT:
+            source = ""
+        case ConstraintKind.CHOICE:
+            source = json.dumps(list(message.choice.items), ensure_ascii=False)
+        case _:
+            source = getattr(message, name)
+    return Constraint(kind, source, message.after, message.frame, message.cost_bytes)
 
 
 def sampling_from_wire(message: common_pb2.SamplingParams) -> SamplingParams:

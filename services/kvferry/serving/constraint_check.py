@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from kvferry.core.constraint import Constraint, ConstraintKind
 from kvferry.core.errors import InvalidRequest
 from kvferry.serving.text_model import TextModel
-from kvferry.serving.text_process import TextLimits, TextProcess
+from kvferry.serving.text_process import JobEndedProcess, TextLimits, TextProcess
 
 MAX_VERDICTS = 1024
 CHECK_SECONDS = 2.0
@@ -30,7 +30,7 @@ _NICENESS = 10
 class _Running:
     """A check, and the number of requests that wait for it. Without them it is cancelled."""
 
-    task: asyncio.Task[InvalidRequest | None]
+    task: asyncio.Task[InvalidRequest | int]
     num_waiting: int = 0
 
 
@@ -57,13 +57,14 @@ class ConstraintCheck:
             ),
             prepare=prepare,
         )
-        self._verdicts: OrderedDict[bytes, InvalidRequest | None] = OrderedDict()
+        self._verdicts: OrderedDict[bytes, InvalidRequest | int] = OrderedDict()
+        """The memory of valid constraints in bytes, and the errors of others."""
         self._running: dict[tuple[str, bytes], _Running] = {}
         """Checks by tenant and constraint, since each runs at the turn of its tenant."""
 
-    async def check(self, constraint: Constraint, tenant: str = "") -> None:
-        """Check that workers can compile a constraint. Tenants take turns; requests of a tenant that wait for the
-        same constraint wait for one check.
+    async def check(self, constraint: Constraint, tenant: str = "") -> int:
+        """Check that workers can compile a constraint; return its memory in bytes. Tenants take turns; requests of a
+        tenant that wait for the same constraint wait for one check.
 
         Args:
             constraint: constraint of a request.
@@ -92,17 +93,18 @@ class ConstraintCheck:
                     running.task.cancel()  # no effect if it has ended
                     if self._running.get(key) is running:
                         del self._running[key]
-        if known is not None:
+        if isinstance(known, InvalidRequest):
             raise InvalidRequest(known.message, field=known.field, reason=known.reason)
+        return known
 
-    async def _decide(self, digest: bytes, constraint: Constraint, tenant: str) -> InvalidRequest | None:
+    async def _decide(self, digest: bytes, constraint: Constraint, tenant: str) -> InvalidRequest | int:
         """Compile a constraint in the process, and keep the verdict."""
-        verdict: InvalidRequest | None = None
+        verdict: InvalidRequest | int
         begun = asyncio.get_running_loop().time()
         try:
-            await self._process.run_as(tenant, len(constraint.source), compile_constraint, constraint)
+            verdict = await self._process.run_as(tenant, len(constraint.source), compile_constraint, constraint)
         except InvalidRequest as error:
-            if error.reason == _COSTLY and asyncio.get_running_loop().time() - begun < CHECK_SECONDS:
+            if isinstance(error, JobEndedProcess) and asyncio.get_running_loop().time() - begun < CHECK_SECONDS:
                 raise  # the process ended for another reason, such as a signal: no verdict is kept
             verdict = error
         self._verdicts[digest] = verdict
@@ -115,13 +117,13 @@ class ConstraintCheck:
         await self._process.stop()
 
 
-def compile_constraint(model: TextModel, constraint: Constraint) -> None:
-    """Compile a constraint for the model's vocabulary.
+def compile_constraint(model: TextModel, constraint: Constraint) -> int:
+    """Compile a constraint for the model's vocabulary; return its memory in bytes.
 
     Raises:
         InvalidRequest: the constraint is invalid or uses an unsupported feature.
     """
-    model.check_constraint(constraint)
+    return model.check_constraint(constraint)
 
 
 def prepare(model: TextModel) -> None:

@@ -59,7 +59,7 @@ class TextModel:
     """Function that tokenizes a conversation, with the tools that may be called, further variables of the template, and
     how the prompt ends; `None` if the model has no chat template. Raises InvalidRequest for a
     conversation that the template rejects."""
-    check_constraint: Callable[[Constraint], None]
+    check_constraint: Callable[[Constraint], int]
     """Function that compiles a constraint for the model's vocabulary. Raises InvalidRequest for a constraint that
     workers cannot compile. A hostile constraint may take minutes to compile; use `constraint_check`."""
     answer_form: AnswerForm = field(default_factory=AnswerForm)

@@ -35,6 +35,10 @@ _START_SECONDS = 30.0
 """Seconds allowed for starting the process, in addition to the time of the job."""
 
 
+class JobEndedProcess(InvalidRequest):
+    """The process ended during a job, which exceeded a limit of time or memory, or was killed by a signal."""
+
+
 @dataclass(frozen=True, slots=True)
 class TextLimits:
     """Limits of the text process, and the error for a job that exceeds them."""
@@ -92,7 +96,7 @@ class TextProcess:
 
         Raises:
             KvferryError: raised by the job.
-            InvalidRequest: the job exceeds the limits of time or memory.
+            JobEndedProcess: the job exceeds the limits of time or memory.
             Overloaded: too many jobs are waiting, or the machine is too busy for the job.
             Unavailable: the process does not respond.
         """
@@ -161,7 +165,7 @@ class TextProcess:
                 if is_last or took_all:
                     break
         _log.warning("the text process exited during a job; the next job starts a new process")
-        raise InvalidRequest(
+        raise JobEndedProcess(
             f"reading the {self._limits.field} took more than {self._limits.job_seconds:g} s of processor time or "
             f"{self._limits.memory_bytes >> 20} MiB; {self._limits.remedy}",
             field=self._limits.field,

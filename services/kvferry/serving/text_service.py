@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from kvferry.core.clock import Clock, SystemClock
-from kvferry.core.constraint import Constraint
 from kvferry.core.errors import InvariantBroken
 from kvferry.core.ids import AdapterId
 from kvferry.core.inference.beams import BeamParams
@@ -295,16 +294,22 @@ class TextService:
             return await asyncio.to_thread(job, self.model, *args, **kwargs)
         return await self.process.run(job, *args, **kwargs)
 
-    async def check(self, constraint: Constraint, tenant: str) -> None:
-        """Check that workers can compile a constraint of a tenant's request.
+    async def checked(self, request: Request) -> Request:
+        """Check that workers can compile the constraint of a request, if it has one; return the request with the
+        constraint's memory.
 
         Raises:
             KvferryError: see `ConstraintCheck.check`.
         """
+        constraint = request.sampling.constraint
+        if constraint is None:
+            return request
         if self.constraints is None:
-            await asyncio.to_thread(self.model.check_constraint, constraint)
+            cost = await asyncio.to_thread(self.model.check_constraint, constraint)
         else:
-            await self.constraints.check(constraint, tenant)
+            cost = await self.constraints.check(constraint, request.caller.tenant)
+        sampling = replace(request.sampling, constraint=replace(constraint, cost_bytes=cost))
+        return replace(request, sampling=sampling)
 
     @property
     def served_tokens(self) -> int:

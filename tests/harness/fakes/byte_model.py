@@ -103,10 +103,11 @@ def encode_chat(
     return list(f"{text}{json.dumps(variables) if variables else ''}{last}".encode())
 
 
-def check_constraint(constraint: Constraint) -> None:
-    """Reject constraints that contain `unsupported`."""
+def check_constraint(constraint: Constraint) -> int:
+    """Reject constraints that contain `unsupported`; return the memory of others."""
     if "unsupported" in constraint.source:
         raise InvalidRequest("the constraint cannot be used: unsupported", field="constraint")
+    return 1000 + len(constraint.source)
 
 
 def byte_model(

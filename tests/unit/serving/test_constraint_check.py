@@ -12,10 +12,14 @@ from kvferry.core.errors import InvalidRequest
 from kvferry.serving import constraint_check
 from kvferry.serving.constraint_check import CHECK_SECONDS, ConstraintCheck
 from kvferry.serving.model_text import open_text_model
+from kvferry.text.grammar.compiler import MAX_GRAMMAR_BYTES
 
 GOOD = Constraint(ConstraintKind.JSON_SCHEMA, '{"type": "integer"}')
-ENDLESS = Constraint(ConstraintKind.JSON_SCHEMA, '{"type": "integer", "multipleOf": 99999999}')
-"""The automaton of this schema has a state for each remainder."""
+
+
+def multiple_of(number: int) -> Constraint:
+    """Return a constraint of a few bytes whose automaton has a state for each remainder."""
+    return Constraint(ConstraintKind.JSON_SCHEMA, f'{{"type": "integer", "multipleOf": {number}}}')
 
 
 @pytest.fixture
@@ -24,6 +28,18 @@ async def check() -> AsyncIterator[ConstraintCheck]:
     async with asyncio.timeout(120):
         yield opened
         await opened.stop()
+
+
+async def test_the_memory_of_a_constraint_is_measured_and_bounded(check: ConstraintCheck) -> None:
+    small, large = await check.check(GOOD), await check.check(multiple_of(4999))
+    assert 10_000 < small < 1 << 20
+    assert small + (1 << 20) < large < MAX_GRAMMAR_BYTES
+    assert await check.check(multiple_of(4999)) == large, "the verdict is kept"
+    for _ in range(2):
+        with pytest.raises(InvalidRequest, match=r"takes \d+ MiB of memory .* at most 32 MiB") as caught:
+            await check.check(multiple_of(99_991))
+        assert (caught.value.field, caught.value.reason) == ("constraint", "CONSTRAINT_TOO_COSTLY")
+    assert await check.check(GOOD) == small, "the process has not ended"
 
 
 async def test_a_good_constraint_passes_and_a_bad_one_is_rejected(check: ConstraintCheck) -> None:
@@ -35,15 +51,16 @@ async def test_a_good_constraint_passes_and_a_bad_one_is_rejected(check: Constra
 
 
 async def test_a_constraint_that_never_compiles_is_rejected_in_time_and_remembered(check: ConstraintCheck) -> None:
+    endless = multiple_of(99_999_999)
     await check.check(GOOD)  # starts the process
     begun = time.monotonic()
     with pytest.raises(InvalidRequest, match="simplify") as caught:
-        await check.check(ENDLESS)
+        await check.check(endless)
     assert (caught.value.field, caught.value.reason) == ("constraint", "CONSTRAINT_TOO_COSTLY")
     assert time.monotonic() - begun >= CHECK_SECONDS / 2, "the constraint was not compiled"
     begun = time.monotonic()
     with pytest.raises(InvalidRequest):
-        await check.check(ENDLESS)
+        await check.check(endless)
     assert time.monotonic() - begun < CHECK_SECONDS / 2, "the constraint was compiled again"
     await check.check(Constraint(ConstraintKind.CHOICE, '["another"]'))
 

@@ -1,9 +1,11 @@
 """Memory of this process: its limit, and the return of freed memory to the system."""
 
 import ctypes
+import functools
 import gc
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,6 +36,33 @@ def resident_memory() -> int:
     except (OSError, ValueError, IndexError):
         return 0
     return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+class _AllocatorState(ctypes.Structure):
+    """`struct mallinfo2` of glibc 2.33 and later."""
+
+    _fields_ = [
+        *((name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd")),
+        *((name, ctypes.c_size_t) for name in ("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")),
+    ]
+
+
+@functools.cache
+def _allocator_state() -> Callable[[], _AllocatorState] | None:
+    found = getattr(ctypes.CDLL(None), "mallinfo2", None) if sys.platform == "linux" else None
+    if found is not None:
+        found.restype = _AllocatorState
+    return found
+
+
+def allocated_bytes() -> int:
+    """Return the bytes that all threads have allocated with `malloc` and not freed; 0 where the C library does not
+    report them. Objects of Python are mostly not among them; those of native libraries are."""
+    state = _allocator_state()
+    if state is None:
+        return 0
+    found = state()
+    return int(found.uordblks) + int(found.hblkhd)
 
 
 def free_memory() -> None:

@@ -233,7 +233,7 @@ def _text_model(loaded: LoadedModel) -> TextModel:
         new_stop_matcher=_no_stops,
         max_prompt_chars=config.max_model_tokens,
         encode_chat=None,
-        check_constraint=lambda _: None,
+        check_constraint=lambda _: 0,
         hidden_size=config.hidden_size,
     )
 

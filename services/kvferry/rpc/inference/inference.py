@@ -64,8 +64,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 held_bytes=request.ByteSize(),
             )
         )
-        if checked.sampling.constraint is not None:
-            await self._text.check(checked.sampling.constraint, tenant)
+        checked = await self._text.checked(checked)
         with self._traced("Generate", caller.request_id, arrived, context):
             async with aclosing(self._text.generate(checked)) as chunks:
                 async for chunk in chunks:

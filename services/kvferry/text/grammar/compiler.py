@@ -1,13 +1,17 @@
 """Grammar compiler: compiles constraints for the vocabulary of a model, and caches the grammars."""
 
 import functools
+import math
 import re
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from kvferry.core.clock import Clock, SystemClock
 from kvferry.core.constraint import Constraint, ConstraintKind
 from kvferry.core.errors import InvalidRequest, shortened
+from kvferry.core.process.memory import allocated_bytes
 from kvferry.text.grammar.grammar import Grammar, Numbers, first_line, is_limit, too_complex
 from kvferry.text.grammar.grammar_text import grammar_text
 from kvferry.text.grammar.library_tokenizer import library_tokenizer, named_tokens
@@ -16,10 +20,17 @@ from kvferry.text.tokenizing.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from llguidance import LLParserLimits, LLTokenizer
 
-MAX_CACHED = 128
-MAX_CACHED_BYTES = 4 << 20
-"""Limits of the cache of compiled grammars: their number, and the total size of their sources in bytes. A compiled
-grammar takes memory in proportion to its source and to the states that outputs have visited."""
+MAX_GRAMMAR_BYTES = 32 << 20
+"""Maximum memory of a compiled grammar in bytes, without the states that outputs visit."""
+MAX_CACHED, MAX_CACHED_BYTES = 128, 64 << 20
+"""Limits of the cache of compiled grammars: their number, and their total memory without the visited states."""
+MAX_STATES = 20_000
+"""Maximum number of states that the outputs of a grammar visit before it is compiled again: 1 to 2 KiB each."""
+MAX_GROWTH_BYTES = 256 << 20
+"""Growth of the memory of native libraries, visited states included, at which the cache is emptied: grammars in use
+live until their outputs end."""
+_GROWTH_SECONDS = 1.0
+"""Interval between measurements of that memory."""
 
 _CHECKED_TOKENS = 16
 _POSITION = re.compile(r"at (\d+)\(\d+\): ")
@@ -31,30 +42,55 @@ _BAD_ID = re.compile("Token range end too large|number too large to fit in targe
 class GrammarCompiler:
     """Compiles constraints for the vocabulary of a model. Thread-safe."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, clock: Clock | None = None, allocated: Callable[[], int] = allocated_bytes
+    ) -> None:
+        """
+        Args:
+            tokenizer: the model's tokenizer.
+            clock: spaces the measurements of memory.
+            allocated: returns the bytes that the process has allocated.
+        """
         self._tokenizer = tokenizer
+        self._clock = clock or SystemClock()
+        self._allocated = allocated
         self._lock = threading.Lock()
         self._library_tokenizer: LLTokenizer | None = None
-        self._cache: OrderedDict[Constraint, Grammar] = OrderedDict()
-        self._cached_bytes = 0
+        self._cache: OrderedDict[Constraint, tuple[Grammar, int]] = OrderedDict()
+        """Grammars and their memory in bytes, the least recently used first."""
+        self.cached_bytes = 0
+        self._measured_at = -math.inf
+        self._least_allocated: int | None = None
 
     @functools.cached_property
     def _numbers(self) -> Numbers:
         return Numbers(self._tokenizer)
 
-    def check(self, constraint: Constraint) -> None:
+    def check(self, constraint: Constraint) -> int:
         """Check that a constraint can be compiled, and that the masks of its first tokens can be computed, since the
-        work per mask is limited too.
+        work per mask is limited too. Return its memory in bytes, exact if no other thread allocates meanwhile.
 
         Raises:
-            InvalidRequest: see `compile`.
+            InvalidRequest: see `compile`; the compiled constraint takes more than `MAX_GRAMMAR_BYTES`.
         """
-        state = self.compile(constraint).start()
+        self._prepared()
+        before = self._allocated()
+        grammar = self._compile(constraint)  # not kept: the process that checks runs no outputs
+        size = self._allocated() - before
+        if size > MAX_GRAMMAR_BYTES:
+            raise InvalidRequest(
+                f"the constraint takes {size / 2**20:.0f} MiB of memory when it is compiled; at most "
+                f"{MAX_GRAMMAR_BYTES >> 20} MiB are accepted; simplify it",
+                field="constraint",
+                reason="CONSTRAINT_TOO_COSTLY",
+            )
+        state = grammar.start()
         for _ in range(_CHECKED_TOKENS):
             token = int(state.allowed().argmax())
             if token in self._tokenizer.eos_token_ids:
                 break
             state.advance([token])
+        return max(size, _size(constraint))
 
     def compile(self, constraint: Constraint) -> Grammar:
         """Compile a constraint, or return its grammar from the cache. Most schemas take a few milliseconds; the first
@@ -64,26 +100,51 @@ class GrammarCompiler:
             InvalidRequest: the constraint is invalid, uses an unsupported feature, or is too complex.
         """
         with self._lock:
+            self._limit_growth()
             known = self._cache.get(constraint)
             if known is not None:
                 self._cache.move_to_end(constraint)
-                return known
+                return known[0]
+        self._prepared()
+        before = self._allocated()
         made = self._compile(constraint)
+        measured = min(max(self._allocated() - before, 0), MAX_GRAMMAR_BYTES)  # other threads allocate as well
+        size = max(constraint.cost_bytes or measured, _size(constraint))
         with self._lock:
             if constraint not in self._cache:
-                self._cache[constraint] = made
-                self._cached_bytes += _size(constraint)
-            while len(self._cache) > MAX_CACHED or (self._cached_bytes > MAX_CACHED_BYTES and len(self._cache) > 1):
-                oldest, _ = self._cache.popitem(last=False)
-                self._cached_bytes -= _size(oldest)
+                self._cache[constraint] = made, size
+                self.cached_bytes += size
+            while len(self._cache) > MAX_CACHED or (self.cached_bytes > MAX_CACHED_BYTES and len(self._cache) > 1):
+                _, (_, freed) = self._cache.popitem(last=False)
+                self.cached_bytes -= freed
         return made
+
+    def _limit_growth(self) -> None:
+        """Empty the cache if memory has grown too much. If it was not the grammars' memory, growth is measured from
+        what remains."""
+        now = self._clock.monotonic()
+        if now - self._measured_at < _GROWTH_SECONDS:
+            return
+        self._measured_at = now
+        allocated = self._allocated()
+        if self._least_allocated is None:
+            self._least_allocated = allocated
+        self._least_allocated = min(self._least_allocated, allocated)
+        if allocated - self._least_allocated > MAX_GROWTH_BYTES:
+            self._cache.clear()
+            self.cached_bytes = 0
+            self._least_allocated = self._allocated()
 
     def _compile(self, constraint: Constraint) -> Grammar:
         from llguidance import LLMatcher
 
         text = grammar_text(constraint, named_tokens(self._tokenizer))
-        matcher = LLMatcher(self._prepared(), text, log_level=0, limits=_limits())
-        if matcher.is_error():
+        prepared = self._prepared()
+
+        def make() -> LLMatcher:
+            matcher = LLMatcher(prepared, text, log_level=0, limits=_limits())
+            if not matcher.is_error():
+                return matcher
             error = matcher.get_error()
             if is_limit(error) and not _BAD_ID.search(error):
                 raise too_complex(error)
@@ -92,9 +153,10 @@ class GrammarCompiler:
                 field="constraint",
                 reason="CONSTRAINT_INVALID",
             )
+
         # A pattern says how many digits there are.
         numbers = None if constraint.kind is ConstraintKind.REGEX else self._numbers
-        return Grammar(matcher, self._tokenizer.vocab_size, numbers)
+        return Grammar(make, self._tokenizer.vocab_size, numbers)
 
     def _prepared(self) -> "LLTokenizer":
         with self._lock:
@@ -150,7 +212,7 @@ def _limits() -> "LLParserLimits":
     return LLParserLimits(
         initial_lexer_fuel=1_000_000,
         max_grammar_size=200_000,
-        max_lexer_states=50_000,  # 1 to 2 KiB each
+        max_lexer_states=MAX_STATES,
         max_items_in_row=2_000,
         step_lexer_fuel=100_000,  # about 7 ms
         step_max_items=20_000,  # about 20 ms

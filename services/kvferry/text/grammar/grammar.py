@@ -2,7 +2,8 @@
 
 import re
 import string
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,6 +19,8 @@ MAX_DIGITS = 32
 """Maximum number of digits in a row, where the grammar permits something else; JSON does not limit them, and a small
 model would write digits until `max_tokens`."""
 MAX_EXPONENT_DIGITS = 2
+MAX_RENEWALS = 8
+"""Maximum number of times that one output begins again with new states."""
 _WORD_BITS = 32
 _DIGITS = frozenset(string.digits)
 _DIGITS_AT_END = re.compile(rb"([eE][+-]?)?([0-9]+)\Z")
@@ -38,40 +41,55 @@ class Numbers:
 
 
 class Grammar:
-    """A grammar compiled for a vocabulary. Immutable and thread-safe."""
+    """A grammar compiled for a vocabulary. Thread-safe.
 
-    def __init__(self, initial: "LLMatcher", vocab_size: int, numbers: Numbers | None = None) -> None:
+    All outputs share the states that their texts have visited, whose number is limited. When it is reached, the grammar
+    is compiled again, and later outputs begin without states.
+    """
+
+    def __init__(self, make: Callable[[], "LLMatcher"], vocab_size: int, numbers: Numbers | None = None) -> None:
         """
         Args:
-            initial: matcher of an empty output, which is copied for each output.
+            make: compiles the grammar, and returns the matcher of an empty output, which is copied for each output.
             vocab_size: number of token ids.
             numbers: bounds numbers; `None` leaves them unbounded.
+
+        Raises:
+            InvalidRequest: see `GrammarCompiler.compile`.
         """
-        self._initial = initial
-        self._vocab_size = vocab_size
-        self._numbers = numbers
+        self._make = make
+        self._lock = threading.Lock()
+        self._initial = make()
+        self.vocab_size = vocab_size
+        self.numbers = numbers
 
     def start(self) -> "GrammarState":
         """Return the state of an empty output."""
-        return GrammarState(self._initial.deep_copy(), self._vocab_size, self._numbers)
+        return GrammarState(self, self._initial)
+
+    def renewed(self, initial: "LLMatcher") -> "LLMatcher":
+        """Return the matcher of an empty output without the states of `initial`, which an output was copied from."""
+        with self._lock:
+            if self._initial is initial:
+                self._initial = self._make()
+            return self._initial
 
 
 class GrammarState:
     """State of one output. Not thread-safe. `allowed_bits` releases the GIL while it computes."""
 
-    def __init__(
-        self, matcher: "LLMatcher", vocab_size: int, numbers: Numbers | None = None, tail: bytes = b""
-    ) -> None:
+    def __init__(self, grammar: Grammar, initial: "LLMatcher") -> None:
         """
         Args:
-            matcher: matcher used only for this output.
-            vocab_size: number of token ids.
-            numbers: bounds numbers; `None` leaves them unbounded.
-            tail: the last bytes of the output.
+            grammar: the compiled grammar.
+            initial: its matcher of an empty output.
         """
-        self._numbers, self._tail = numbers, tail
-        self._matcher = matcher
-        self._vocab_size = vocab_size
+        self._grammar, self._initial, self._matcher = grammar, initial, initial.deep_copy()
+        self._tokens: list[int] = []
+        self._tail = b""
+        """The last bytes of the output."""
+        self._num_renewals = 0
+        vocab_size = grammar.vocab_size
         self._words = np.zeros(-(-vocab_size // _WORD_BITS), np.uint32)
         self._bits = self._words.view(np.uint8)[: -(-vocab_size // 8)]
         self._address, self._num_bytes = self._words.ctypes.data, self._words.nbytes
@@ -83,19 +101,34 @@ class GrammarState:
             InvalidRequest: the grammar exceeds the limits of work for a step, or a token was not allowed. Any worker
                 would reject it, so that the request is not retried.
         """
-        if not token_ids or self._matcher.consume_tokens(list(token_ids)):
-            if self._numbers is not None:
-                added = b"".join(map(self._numbers.bytes_of, token_ids[-_TAIL_BYTES:]))
-                self._tail = (self._tail + added)[-_TAIL_BYTES:]
+        if not token_ids:
             return
-        error = self._matcher.get_error()
-        if is_limit(error):
-            raise too_complex(error)
-        raise contradiction(f"{len(token_ids)} tokens do not follow it: {first_line(error)}")
+        self._tokens += token_ids
+        if not self._matcher.consume_tokens(list(token_ids)):
+            error = self._matcher.get_error()
+            if _STATES_SIGN not in error or not self._begin_again():
+                if is_limit(error):
+                    raise too_complex(error)
+                raise contradiction(f"{len(token_ids)} tokens do not follow it: {first_line(error)}")
+        if self._grammar.numbers is not None:
+            added = b"".join(map(self._grammar.numbers.bytes_of, token_ids[-_TAIL_BYTES:]))
+            self._tail = (self._tail + added)[-_TAIL_BYTES:]
+
+    def _begin_again(self) -> bool:
+        """Copy a matcher with new states, and have it consume the output; return whether that was possible."""
+        while self._num_renewals < MAX_RENEWALS:
+            self._num_renewals += 1
+            self._initial = self._grammar.renewed(self._initial)
+            self._matcher = self._initial.deep_copy()
+            if not self._tokens or self._matcher.consume_tokens(self._tokens):
+                return True
+            if _STATES_SIGN not in self._matcher.get_error():
+                return False
+        return False
 
     def allowed(self) -> npt.NDArray[np.bool_]:
         """Compute which tokens may come next: [vocabulary] bool; see `allowed_bits`."""
-        return np.unpackbits(self.allowed_bits(), count=self._vocab_size, bitorder="little").view(np.bool_)
+        return np.unpackbits(self.allowed_bits(), count=self._grammar.vocab_size, bitorder="little").view(np.bool_)
 
     def allowed_bits(self) -> npt.NDArray[np.uint8]:
         """Compute which tokens may come next: [ceil(vocabulary / 8)] uint8, one bit per token, the lowest bit of a byte
@@ -106,12 +139,16 @@ class GrammarState:
                 tokens.
         """
         self._matcher.unsafe_compute_mask_ptr(self._address, self._num_bytes)
-        if self._matcher.is_error():
+        while self._matcher.is_error():
             error = self._matcher.get_error()
+            if _STATES_SIGN in error and self._begin_again():
+                self._matcher.unsafe_compute_mask_ptr(self._address, self._num_bytes)
+                continue
             raise dead_end() if _DEAD_END_SIGN in error else too_complex(error)
         if not self._words.any():
             raise dead_end()
-        return self._bits.copy() if self._numbers is None else self._bounded(self._numbers)
+        numbers = self._grammar.numbers
+        return self._bits.copy() if numbers is None else self._bounded(numbers)
 
     def _bounded(self, numbers: Numbers) -> npt.NDArray[np.uint8]:
         found = _DIGITS_AT_END.search(self._tail)
@@ -134,7 +171,10 @@ class GrammarState:
 
     def copy(self) -> "GrammarState":
         """Return an independent copy of this state."""
-        return GrammarState(self._matcher.deep_copy(), self._vocab_size, self._numbers, self._tail)
+        copied = GrammarState(self._grammar, self._matcher)
+        copied._initial, copied._num_renewals = self._initial, self._num_renewals
+        copied._tokens, copied._tail = list(self._tokens), self._tail
+        return copied
 
     @property
     def is_accepting(self) -> bool:
@@ -143,6 +183,7 @@ class GrammarState:
 
 
 _DEAD_END_SIGN = "NoExtension"
+_STATES_SIGN = "too many states"
 _LIMIT_SIGNS = ("limit", "too complex", "too large", "too many", "max is", "fuel", "panic")
 
 

@@ -363,7 +363,8 @@ async def prepared(service: TextService, caller: Caller, read: ReadRequest, *, i
     check_prompt_logprobs(sampling, read.num_samples * sum(len(request.token_ids) for request in requests))
     if read.sampling.constraint is not None:
         try:
-            await service.check(read.sampling.constraint, caller.tenant)
+            first = await service.checked(requests[0])
+            requests = tuple(replace(request, sampling=first.sampling) for request in requests)
         except InvalidRequest as error:
             raise in_field(error, read.constraint_field) from None
     created = math.floor(service.clock.wall())
