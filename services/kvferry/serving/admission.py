@@ -1,6 +1,7 @@
 """The interface between text serving and flow control: a request is admitted before its first sample starts."""
 
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol
@@ -10,7 +11,8 @@ from kvferry.serving.request import Caller
 
 @dataclass(frozen=True, slots=True)
 class RequestSize:
-    """Size and limits of a request, over all of its prompts and samples."""
+    """Size and limits of a request, over all of its prompts and samples. It is admitted with its first sample, or with
+    all beams that a search runs at a time; each further sample waits for a place of its own."""
 
     caller: Caller
     prompts: Sequence[Sequence[int]]
@@ -50,6 +52,26 @@ class Slot(Protocol):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Free what the request holds."""
+        ...
+
+    def place(self, sample: int) -> AbstractAsyncContextManager[None]:
+        """Return a context in which a sample has a place; entering it waits for one.
+
+        Args:
+            sample: index of the prompt * `num_samples` + index of the sample.
+
+        Raises:
+            DeadlinePassed: when the context is entered: the deadline passed in the queue.
+            Unavailable: the pool had no workers for too long.
+        """
+        ...
+
+    def handed_out(self) -> None:
+        """Note that a part of the output was given to the client's task, which sends it."""
+        ...
+
+    def taken(self) -> None:
+        """Note that the client's task asks for the next part."""
         ...
 
     def record_tokens(self, sample: int, count: int) -> None:

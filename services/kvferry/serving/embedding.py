@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 from kvferry.core.errors import InvalidRequest, context_overflow
@@ -161,7 +162,7 @@ async def _embed(source: VectorSource, request: VectorRequest, slot: Slot | None
     caller = request.caller if slot is None else slot.admitted(request.caller)
 
     async def one(index: int, ids: Sequence[int]) -> Vector:
-        async with turns:
+        async with turns, nullcontext() if slot is None else slot.place(index):
             tokens = Request(caller, ids, NO_SAMPLING, sample_index=index)
             vector = await source.pool(tokens, request.params)
             if slot is not None:

@@ -5,6 +5,7 @@ on unchanged: text serving, admission, routing, and the source of the tokens.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 
 from kvferry.core.hashing import cache_scope
@@ -78,6 +79,8 @@ class Request:
     """Memory that the request holds while it waits for its admission, besides its tokens, in bytes."""
     on_round: Callable[[BeamRound], None] = lambda _: None
     """Called after each round of a beam search."""
+    place: Callable[[int], AbstractAsyncContextManager[None]] | None = None
+    """Returns a context in which the sample with this index has a place; `None` if the request has one sample."""
 
     @property
     def num_sequences(self) -> int:

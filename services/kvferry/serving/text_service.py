@@ -9,7 +9,7 @@ Only answers that may contain reasoning or tool calls have a splitter.
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing, nullcontext
+from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -110,7 +110,23 @@ async def _beams(
     return chunks
 
 
-async def _sample(
+def _sample(
+    source: TokenSource, model: TextModel, request: Request, index: int, clock: Clock
+) -> AsyncGenerator[TextChunk, None]:
+    """Return the chunks of one sample, which waits for its place if the request has several."""
+    chunks = _sample_now(source, model, request, index, clock)
+    return chunks if request.place is None else _in_place(request.place(index), chunks)
+
+
+async def _in_place(
+    place: AbstractAsyncContextManager[None], chunks: AsyncGenerator[TextChunk, None]
+) -> AsyncGenerator[TextChunk, None]:
+    async with aclosing(chunks), place:
+        async for chunk in chunks:
+            yield chunk
+
+
+async def _sample_now(
     source: TokenSource, model: TextModel, request: Request, index: int, clock: Clock
 ) -> AsyncGenerator[TextChunk, None]:
     one = request if index == request.sample_index else replace(request, sample_index=index)
@@ -387,13 +403,23 @@ class TextService:
                 requests = [
                     replace(request, on_round=_charge(slot, number, request)) for number, request in enumerate(requests)
                 ]
+            elif len(requests) * first.num_samples > 1:
+                requests = [replace(each, place=_places(slot, number, each)) for number, each in enumerate(requests)]
             async with aclosing(make(requests)) as chunks:
                 async for chunk in chunks:
                     if first.beams is None:
                         slot.record_tokens(chunk.index, len(chunk.tokens))
                         if chunk.usage is not None:
                             slot.record_usage(chunk.index, chunk.usage.cached_tokens)
+                    slot.handed_out()
                     yield chunk
+                    slot.taken()
+
+
+def _places(slot: Slot, number: int, request: Request) -> Callable[[int], AbstractAsyncContextManager[None]]:
+    """Return the function `Request.place` of prompt `number`."""
+    first = number * request.num_samples
+    return lambda index: slot.place(first + index)
 
 
 def _charge(slot: Slot, number: int, request: Request) -> Callable[[BeamRound], None]:

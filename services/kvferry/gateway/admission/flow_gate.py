@@ -5,11 +5,15 @@ change of the fleet, at the end of each request, and after the computation of ea
 of the reasons to hold requests: they stay in the same queue, the pool is scaled up, and a request is held for a limited
 time.
 
+A request is admitted with a place for its first sample. Each further sample is queued for a place of its own, one of
+a request at a time, so that places go back with each sample that ends, and are taken again in fair order.
+
 The slot of a request counts the tokens that the request uses, to free its capacity and correct its charge.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from types import TracebackType
 
@@ -33,6 +37,10 @@ from kvferry.serving.request import Caller
 _BYTES_PER_TOKEN = 40
 """Memory of one queued token: a reference and a Python integer."""
 _BYTES_PER_REQUEST = 4096
+_PATIENCE_SECONDS = 10.0
+"""Time for which further samples of a request wait behind requests of the same tenant that have had fewer samples."""
+_UNREAD_SECONDS = 2.0
+"""Time for which a request keeps its places while its output waits for its reader and others wait for places."""
 _MAX_ESTIMATED_PROMPTS = 16
 """Maximum number of prompts per request whose cached prefixes are looked up; the others count as not cached."""
 UncachedTokens = Callable[[str, Sequence[int]], int]
@@ -53,13 +61,24 @@ class RequestSlot:
     """Implements `serving.admission.Slot`."""
 
     __slots__ = (
-        "_gate", "_samples", "entered", "entry", "expected_tokens", "priority", "queued_seconds", "recomputed_tokens",
-        "work",
+        "_entries", "_gate", "_has_begun", "_samples", "_turn", "charged_parts", "entered", "entry", "expected_tokens",
+        "handed_out_at", "priority", "queued_seconds", "recomputed_tokens", "waiting", "work",
     )  # fmt: skip
 
     def __init__(self, gate: "FlowGate", work: RequestSize) -> None:
         self._gate = gate
         self._samples: dict[int, _Sample] = {}
+        self._entries: dict[int, QueueEntry] = {}
+        """Entries by sample, if the request has several."""
+        self._has_begun = False
+        self._turn: asyncio.Lock | None = None
+        """Held by the sample that waits for a place."""
+        self.waiting: QueueEntry | None = None
+        """The entry of that sample."""
+        self.charged_parts = 0.0
+        """Tokens charged for further samples."""
+        self.handed_out_at: float | None = None
+        """Time since which a part of the output waits for its reader, monotonic seconds; `None` if none does."""
         self.work = work
         self.queued_seconds = 0.0
         self.priority = work.caller.priority
@@ -87,13 +106,50 @@ class RequestSlot:
     ) -> None:
         self._gate.leave(self, is_whole=kind is None)
 
+    @asynccontextmanager
+    async def place(self, sample: int) -> AsyncIterator[None]:
+        """See `serving.admission.Slot.place`."""
+        assert self.entry is not None, "a sample began before its request was admitted"
+        if not self._has_begun:
+            self._has_begun = True
+            entry = self.entry
+        else:
+            self._turn = self._turn or asyncio.Lock()
+            async with self._turn:
+                entry = await self._gate.enter_sample(self, sample, is_prompt_new=self._is_prompt_new(sample))
+        self._entries[sample] = entry
+        try:
+            yield
+        finally:
+            self._gate.leave_sample(self, entry)
+
+    def handed_out(self) -> None:
+        """See `serving.admission.Slot.handed_out`."""
+        self.handed_out_at = self._gate.now()
+
+    def taken(self) -> None:
+        """See `serving.admission.Slot.taken`."""
+        self.handed_out_at = None
+
+    @property
+    def num_begun(self) -> int:
+        """Number of samples that have got places, if the request has several."""
+        return len(self._entries)
+
+    @property
+    def entries(self) -> Collection[QueueEntry]:
+        """The entries of the request and of its samples that have begun."""
+        own = () if self.entry is None or self.work.is_search else (self.entry,)
+        return self._entries.values() or own
+
     def record_tokens(self, sample: int, count: int) -> None:
         """See `serving.admission.Slot.record_tokens`."""
         found = self._samples.get(sample)
         if found is None:
             found = self._samples[sample] = _Sample()
-            if self.entry is not None:
-                self._gate.prefilled(self.entry, len(self._prompt(sample)))
+            entry = self._entries.get(sample, self.entry)
+            if entry is not None:
+                self._gate.prefilled(entry, len(self.prompt_of(sample)))
         found.output += count
 
     def record_usage(self, sample: int, cached_tokens: int) -> None:
@@ -111,7 +167,7 @@ class RequestSlot:
 
     def prompt_tokens(self) -> int:
         """Return the prompt tokens of the samples that have started."""
-        return sum(len(self._prompt(sample)) for sample in self._samples)
+        return sum(len(self.prompt_of(sample)) for sample in self._samples)
 
     def cached_tokens(self) -> int:
         """Return the cached prompt tokens of the samples that have ended."""
@@ -121,8 +177,13 @@ class RequestSlot:
         """Return the output tokens of all samples."""
         return sum(sample.output for sample in self._samples.values())
 
-    def _prompt(self, sample: int) -> Sequence[int]:
+    def prompt_of(self, sample: int) -> Sequence[int]:
+        """Return the token ids of a sample's prompt."""
         return self.work.prompts[sample // self.work.num_samples]
+
+    def _is_prompt_new(self, sample: int) -> bool:
+        number = self.work.num_samples
+        return all(other // number != sample // number for other in self._entries)
 
 
 def all_uncached(_scope: str, token_ids: Sequence[int]) -> int:
@@ -174,6 +235,8 @@ class FlowGate:
         """Events by number of the queued entry, set when the entry leaves the queue and when `FleetRoom.is_asleep`
         changes."""
         self._was_asleep = False
+        self._slots: set[RequestSlot] = set()
+        """Slots of the requests that are admitted, without searches."""
         self._follower: asyncio.Task[None] | None = None
 
     # -- interface to text serving -----------------------------------------------------------------------------
@@ -235,6 +298,8 @@ class FlowGate:
             reason = _reason(error) if isinstance(error, KvferryError) else "cancelled"
             self._metrics.refused(tenant, reason)
             raise
+        if not slot.work.is_search:
+            self._slots.add(slot)
         slot.entered = self._clock.monotonic()
         slot.queued_seconds = slot.entered - entry.arrived
         self._metrics.admitted(tenant, entry.priority, slot.queued_seconds)
@@ -248,13 +313,78 @@ class FlowGate:
         """
         entry, tenant = slot.entry, slot.work.caller.tenant
         assert entry is not None, "the slot was freed before it was admitted"
+        self._slots.discard(slot)
         prompt, cached, output = slot.prompt_tokens(), slot.cached_tokens(), slot.output_tokens()
-        self.controller.finish(entry, used=float(prompt - cached + slot.recomputed_tokens + output))
+        used = float(prompt - cached + slot.recomputed_tokens + output)
+        self.controller.finish(entry, used=used - slot.charged_parts)
         self.quotas.end(tenant, slot.expected_tokens, used=float(prompt + output))
         if is_whole and slot.num_started and slot.work.max_tokens:
             self.quotas.learn(tenant, output / slot.num_started, self._clock.monotonic() - slot.entered)
         self._metrics.used(tenant, prompt, cached, output)
         self._pump()
+
+    async def enter_sample(self, slot: RequestSlot, sample: int, *, is_prompt_new: bool) -> QueueEntry:
+        """Wait until a further sample of an admitted request may start.
+
+        Args:
+            slot: slot of the request.
+            sample: index of the sample.
+            is_prompt_new: whether it is the first sample of its prompt.
+
+        Returns:
+            The entry of the sample, for `leave_sample`.
+
+        Raises:
+            DeadlinePassed: the deadline passed in the queue.
+            Unavailable: the pool had no workers for too long.
+        """
+        assert slot.entry is not None, "a sample began before its request was admitted"
+        prompt = len(slot.prompt_of(sample)) if is_prompt_new else 1
+        tenant, now = slot.work.caller.tenant, self._clock.monotonic()
+        entry = QueueEntry(
+            tenant=tenant,
+            priority=slot.priority,
+            cost=prompt + self.quotas.expected_output(tenant, slot.work.max_tokens),
+            is_part=True,
+            prefill_tokens=prompt,
+            weight=slot.entry.weight,
+            deadline=slot.entry.deadline,
+            rank=slot.num_begun,
+        )
+        self.controller.submit(entry, now)
+        slot.waiting = entry
+        try:
+            self._pump()
+            if entry.state is EntryState.QUEUED:
+                await self._wait(entry)
+            if entry.state is not EntryState.DISPATCHED:
+                raise self._ending(entry)
+        except BaseException:
+            if entry.state is EntryState.DISPATCHED:  # cancelled after the dispatch, before this task continued
+                self.controller.finish(entry, used=0.0)
+                self._pump()
+            raise
+        finally:
+            slot.waiting = None
+        slot.charged_parts += entry.cost
+        return entry
+
+    def leave_sample(self, slot: RequestSlot, entry: QueueEntry) -> None:
+        """Free the place of a sample that has ended. Its charge is corrected at the end of the request.
+
+        Args:
+            slot: slot of the request.
+            entry: the entry of the sample; that of the request for its first sample.
+        """
+        if entry is slot.entry:
+            self.controller.give_back(entry)
+        else:
+            self.controller.finish(entry, used=entry.cost)
+        self._pump()
+
+    def now(self) -> float:
+        """Return the time, monotonic seconds."""
+        return self._clock.monotonic()
 
     def prefilled(self, entry: QueueEntry, num_tokens: int) -> None:
         """Free the capacity of computed prompt tokens.
@@ -264,8 +394,7 @@ class FlowGate:
             num_tokens: number of tokens of one sample's prompt, which has been computed.
         """
         self.controller.prefilled(entry, num_tokens)
-        if self.controller.num_queued:
-            self._pump()
+        self._pump()
 
     # -- requests whose worker was lost ----------------------------------------------------------------------------
 
@@ -327,27 +456,31 @@ class FlowGate:
         policy = self._tenants.policy(work.caller.tenant)
         slot.priority = policy.priority_of(work.caller.priority)
         prompt = sum(map(len, work.prompts))
-        output = self.quotas.expected_output(work.caller.tenant, work.max_tokens) * len(work.prompts) * work.num_samples
-        slot.expected_tokens = prompt * work.num_samples + output
+        output = self.quotas.expected_output(work.caller.tenant, work.max_tokens)
+        slot.expected_tokens = prompt * work.num_samples + output * len(work.prompts) * work.num_samples
+        begun = work if work.is_search else replace(work, prompts=work.prompts[:1], num_samples=1, num_running=1)
+        output *= len(begun.prompts) * begun.num_samples
+        first = sum(map(len, begun.prompts))
         self.quotas.check(work.caller.tenant, policy, slot.expected_tokens, now)
         limit = work.caller.arrived + self._config.request_timeout_seconds
         entry = QueueEntry(
             tenant=work.caller.tenant,
             priority=slot.priority,
-            cost=slot.expected_tokens,
-            num_sequences=work.num_running,
+            cost=first * begun.num_samples + output,
+            num_sequences=begun.num_running,
+            num_held=work.num_running,
             is_search=work.is_search,
-            prefill_tokens=prompt,
+            prefill_tokens=first,
             num_bytes=_BYTES_PER_REQUEST + _BYTES_PER_TOKEN * prompt + work.held_bytes,
             weight=policy.weight,
             deadline=limit if work.caller.deadline is None else min(limit, work.caller.deadline),
         )
         room = self.room.now()
-        if self.controller.num_queued or not self.controller.is_open(room, entry):
+        if self.controller.is_waited_for or not self.controller.is_open(room, entry):
             for victim in self.controller.make_room(entry, policy.bounds(self._own_bounds), now):
                 self._waiters[victim.number].set()
-            uncached = self._estimate(work)
-            entry.cost = uncached * work.num_samples + output
+            uncached = self._estimate(begun)
+            entry.cost = uncached * begun.num_samples + output
             entry.prefill_tokens = uncached
         self.controller.submit(entry, now)
         return entry
@@ -364,7 +497,7 @@ class FlowGate:
 
     def _pump(self) -> None:
         """Dispatch the queued entries that may be dispatched now."""
-        if not self.controller.num_queued:
+        if not self.controller.is_waited_for:
             return
         room = self.room.now()
         for entry in self.controller.dispatch(room, self._clock.monotonic()):
@@ -408,7 +541,7 @@ class FlowGate:
 
     async def _hold(self, holding: Holding, entry: QueueEntry, event: asyncio.Event, remaining: float) -> None:
         """Wait until the pool has a worker or the entry has left the queue."""
-        with holding.held(entry.num_sequences):
+        with holding.held(entry.num_held):
             self._wake()
             if await _is_set_within(event, min(holding.seconds, remaining)) or entry.state is not EntryState.QUEUED:
                 return
@@ -422,10 +555,31 @@ class FlowGate:
             self._waker.want()
 
     async def _follow(self) -> None:
-        """Dispatch at each change of the fleet, until cancelled."""
+        """Dispatch at each change of the fleet, and at intervals the places of readers that do not read, until
+        cancelled."""
         while True:
-            await self._fleet.next_change()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_UNREAD_SECONDS / 2):
+                    await self._fleet.next_change()
+            self._free_unread()
+            self._rerank_patient()
             self._pump()
+
+    def _rerank_patient(self) -> None:
+        """Have samples that have waited for long served in the order of their requests' arrival."""
+        limit = self._clock.monotonic() - _PATIENCE_SECONDS
+        for slot in self._slots:
+            entry = slot.waiting
+            if entry is not None and entry.rank and entry.state is EntryState.QUEUED and entry.arrived <= limit:
+                self.controller.rerank(entry, 0)
+
+    def _free_unread(self) -> None:
+        """Free the places of requests whose output waits for its reader: the workers go on without them."""
+        limit = self._clock.monotonic() - _UNREAD_SECONDS
+        for slot in self._slots:
+            if slot.handed_out_at is not None and slot.handed_out_at <= limit:
+                for entry in slot.entries:
+                    self.controller.give_back(entry)
 
     def _ending(self, entry: QueueEntry) -> KvferryError:
         """Return the error of a request that left the queue without being dispatched."""

@@ -99,7 +99,7 @@ class FlowController:
         self.num_dispatched = 0
         """Number of dispatched requests that have not ended."""
         self.num_sequences = 0
-        """Number of samples that these requests run at a time, without beams."""
+        """Number of samples that hold places, without beams."""
         self.num_beams = 0
         """Number of beams that the searches among these requests run at a time."""
         self.prefill_tokens = 0
@@ -109,6 +109,11 @@ class FlowController:
     def num_queued(self) -> int:
         """Number of queued requests."""
         return self._total.requests
+
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether requests, or further samples of dispatched requests, are queued."""
+        return any(map(len, self._queues))
 
     @property
     def queued_bytes(self) -> int:
@@ -131,7 +136,7 @@ class FlowController:
         return sum(queue.num_flows for queue in self._queues)
 
     def queued(self) -> Iterator[QueueEntry]:
-        """Yield all queued entries, in no particular order."""
+        """Yield all queued entries, further samples of dispatched requests included, in no particular order."""
         return chain.from_iterable(queue.queued() for queue in self._queues)
 
     def used(self, room: Room) -> int:
@@ -247,8 +252,9 @@ class FlowController:
             entry.on(EntryEvent.DISPATCH)
             self._queues[entry.is_search].begin(entry)
             self._count(entry, -1)
-            self._rate.note(now)
-            self.num_dispatched += 1
+            if not entry.is_part:
+                self._rate.note(now)
+                self.num_dispatched += 1
             self._run(entry, 1)
             entry.open_prefill_tokens = entry.prefill_tokens
             self.prefill_tokens += entry.prefill_tokens
@@ -275,6 +281,15 @@ class FlowController:
             self.num_beams += sign * entry.num_sequences
         else:
             self.num_sequences += sign * entry.num_sequences
+
+    def give_back(self, entry: QueueEntry) -> None:
+        """Free the places of a dispatched entry, which may go on without them; no effect if it has none."""
+        self._run(entry, -1)
+        entry.num_sequences = 0
+
+    def rerank(self, entry: QueueEntry, rank: int) -> None:
+        """Change the rank of a queued entry."""
+        self._queues[entry.is_search].rerank(entry, rank)
 
     def expire(self, entry: QueueEntry) -> None:
         """Remove a queued entry whose deadline in the queue has passed."""
@@ -303,8 +318,8 @@ class FlowController:
         """
         entry.on(EntryEvent.END)
         self.prefilled(entry)
-        self.num_dispatched -= 1
-        self._run(entry, -1)
+        self.num_dispatched -= not entry.is_part
+        self.give_back(entry)
         self._queues[entry.is_search].end(entry, used)
 
     def _leave(self, entry: QueueEntry, event: EntryEvent) -> None:
@@ -313,6 +328,8 @@ class FlowController:
         self._count(entry, -1)
 
     def _count(self, entry: QueueEntry, sign: int) -> None:
+        if entry.is_part:
+            return
         self._total.add(entry, sign)
         _count_in(self._by_tenant, entry.tenant, entry, sign)
         _count_in(self._by_band, entry.priority, entry, sign)

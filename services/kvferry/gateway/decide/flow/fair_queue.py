@@ -70,19 +70,23 @@ MACHINE: Machine[EntryState, EntryEvent] = Machine(
 
 @dataclass(slots=True, eq=False)
 class QueueEntry:
-    """One request, with all of its prompts and samples. Everything except the fields at the end is constant."""
+    """One request, with its first sample, or a further sample of one. Only the fields at the end change."""
 
     tenant: str
     priority: int
     """Band of the request; lower numbers are served first."""
     cost: float
-    """Expected number of tokens, uncached prompt tokens plus output tokens, over all samples; greater than 0."""
-    num_sequences: int = 1
-    """Maximum number of samples or beams that run at a time."""
+    """Expected number of tokens, uncached prompt tokens plus output tokens, of the sample or of all beams; greater than
+    0."""
+    is_part: bool = False
+    """Whether this is a further sample of a dispatched request: it is never displaced, and does not count as a queued
+    request."""
     is_search: bool = False
     """Whether the request is a beam search; see `capacity.Room.searches`."""
     prefill_tokens: int = 1
     """Expected prompt tokens that are computed before the request's first tokens."""
+    num_held: int = 1
+    """Number of samples or beams that count while a pool without workers holds the request: those that would run."""
     num_bytes: int = 0
     """Memory of the queued request in bytes."""
     weight: float = 1.0
@@ -94,6 +98,10 @@ class QueueEntry:
     arrived: float = 0.0
     """Time at which the request was queued, monotonic seconds."""
     state: EntryState = MACHINE.initial
+    num_sequences: int = 1
+    """Number of samples or beams that hold places when the entry is dispatched; 0 when they have been given back."""
+    rank: int = 0
+    """Number of samples of the same request that have begun; a tenant's entries with lower numbers are served first."""
     open_prefill_tokens: int = 0
     """Part of `prefill_tokens` that holds capacity."""
 
@@ -194,19 +202,26 @@ class _Flow:
         """Service in tokens per weight."""
         self.waiting: OrderedDict[int, QueueEntry] = OrderedDict()
         """Queued entries by number, in order of arrival."""
-        self.order: list[tuple[float, int, QueueEntry]] = []
-        """Heap of entries by deadline, then arrival; those that left the queue are skipped."""
+        self.order: list[tuple[int, float, int, QueueEntry]] = []
+        """Heap of entries by rank, deadline, then arrival; those that left the queue, and those whose rank has changed,
+        are skipped."""
         self.num_running = 0
 
     def first(self) -> QueueEntry:
-        """Return the queued entry with the earliest deadline; there must be one."""
-        while self.order[0][2].state is not EntryState.QUEUED:
+        """Return the queued entry with the lowest rank, then the earliest deadline; there must be one."""
+        while True:
+            rank, _, _, entry = self.order[0]
+            if entry.state is EntryState.QUEUED and rank == entry.rank:
+                return entry
             heapq.heappop(self.order)
-        return self.order[0][2]
+
+    def enter(self, entry: QueueEntry) -> None:
+        """Add an entry to the heap, with its current rank."""
+        heapq.heappush(self.order, (entry.rank, entry.deadline, entry.number, entry))
 
     def compact(self) -> None:
         if len(self.order) > 2 * len(self.waiting) + _SLACK:
-            self.order = [(entry.deadline, entry.number, entry) for entry in self.waiting.values()]
+            self.order = [(entry.rank, entry.deadline, entry.number, entry) for entry in self.waiting.values()]
             heapq.heapify(self.order)
 
 
@@ -292,8 +307,15 @@ class FairQueue:
             flow.served = max(flow.served, band.virtual_time)
             band.rank(flow)
         band.waiting[entry.number] = flow.waiting[entry.number] = entry
-        heapq.heappush(flow.order, (entry.deadline, entry.number, entry))
+        flow.enter(entry)
         self._num_queued += 1
+
+    def rerank(self, entry: QueueEntry, rank: int) -> None:
+        """Change the rank of a queued entry."""
+        flow = self._bands[entry.priority].flows[entry.tenant]
+        entry.rank = rank
+        flow.enter(entry)
+        flow.compact()
 
     def next(self) -> QueueEntry | None:
         """Return the entry that is to be dispatched next, without removing it; `None` if the queue is empty."""
@@ -335,7 +357,7 @@ class FairQueue:
         self._tidy(band, flow, entry.priority)
 
     def newest_below(self, priority: int, tenant: str | None = None) -> Iterator[QueueEntry]:
-        """Yield queued entries of larger priority numbers than `priority`: the last band first, the newest first.
+        """Yield queued requests of larger priority numbers than `priority`: the last band first, the newest first.
 
         Args:
             priority: priority number; lower numbers are served first.
@@ -344,9 +366,12 @@ class FairQueue:
         for lower in sorted((p for p, band in self._bands.items() if p > priority and band.waiting), reverse=True):
             band = self._bands[lower]
             if tenant is None:
-                yield from reversed(band.waiting.values())
+                waiting = band.waiting
             elif tenant in band.flows:
-                yield from reversed(band.flows[tenant].waiting.values())
+                waiting = band.flows[tenant].waiting
+            else:
+                continue
+            yield from (entry for entry in reversed(waiting.values()) if not entry.is_part)
 
     def queued(self) -> Iterator[QueueEntry]:
         """Yield all queued entries, in no particular order."""

@@ -41,6 +41,9 @@ class Traffic(RuleBasedStateMachine):
     def of(self, state: EntryState) -> list[QueueEntry]:
         return [one for one in self.all if one.state is state]
 
+    def requests(self, state: EntryState) -> list[QueueEntry]:
+        return [one for one in self.of(state) if not one.is_part]
+
     @rule(
         tenant=st.sampled_from("abc"),
         priority=st.sampled_from([-1, 0, 4]),
@@ -52,10 +55,17 @@ class Traffic(RuleBasedStateMachine):
     )
     def arrive(self, tenant, priority, cost, num_bytes, sequences, is_search, life):
         one = QueueEntry(
-            tenant, priority, cost, sequences, is_search, cost, num_bytes=num_bytes, deadline=self.now + life
+            tenant,
+            priority,
+            cost,
+            is_search=is_search,
+            prefill_tokens=cost,
+            num_bytes=num_bytes,
+            deadline=self.now + life,
+            num_sequences=sequences,
         )
         self.all.append(one)
-        before = {id(other) for other in self.of(EntryState.QUEUED)}
+        before = {id(other) for other in self.of(EntryState.QUEUED)}  # further samples are never displaced
         try:
             victims = self.controller.make_room(one, OWN, self.now)
         except Overloaded:
@@ -63,7 +73,7 @@ class Traffic(RuleBasedStateMachine):
                 "a refused request displaces no other request"
             )
             return
-        assert all(victim.priority > priority for victim in victims)
+        assert all(victim.priority > priority and not victim.is_part for victim in victims)
         assert len({victim.number for victim in victims}) == len(victims)
         self.controller.submit(one, self.now)
 
@@ -94,6 +104,26 @@ class Traffic(RuleBasedStateMachine):
     def finish(self, data, used):
         self.controller.finish(data.draw(st.sampled_from(self.of(EntryState.DISPATCHED))), used)
 
+    @precondition(lambda self: self.requests(EntryState.DISPATCHED))
+    @rule(data=st.data(), cost=st.integers(1, 50), rank=st.integers(0, 3))
+    def further_sample(self, data, cost, rank):
+        of = data.draw(st.sampled_from(self.requests(EntryState.DISPATCHED)))
+        one = QueueEntry(of.tenant, of.priority, cost, is_part=True, deadline=of.deadline, rank=rank)
+        self.all.append(one)
+        self.controller.submit(one, self.now)
+
+    @precondition(lambda self: self.of(EntryState.QUEUED))
+    @rule(data=st.data(), rank=st.integers(0, 3))
+    def rerank(self, data, rank):
+        self.controller.rerank(data.draw(st.sampled_from(self.of(EntryState.QUEUED))), rank)
+
+    @precondition(lambda self: self.of(EntryState.DISPATCHED))
+    @rule(data=st.data())
+    def give_back(self, data):
+        one = data.draw(st.sampled_from(self.of(EntryState.DISPATCHED)))
+        self.controller.give_back(one)
+        assert one.num_sequences == 0
+
     @precondition(lambda self: self.of(EntryState.DISPATCHED))
     @rule(data=st.data(), tokens=st.integers(0, 60))
     def prefilled(self, data, tokens):
@@ -110,8 +140,9 @@ class Traffic(RuleBasedStateMachine):
 
     @invariant()
     def bounds_hold_and_counts_agree(self):
-        waiting, running = self.of(EntryState.QUEUED), self.of(EntryState.DISPATCHED)
+        waiting, running = self.requests(EntryState.QUEUED), self.of(EntryState.DISPATCHED)
         controller = self.controller
+        assert controller.is_waited_for == bool(self.of(EntryState.QUEUED))
         assert controller.num_queued == len(waiting) <= TOTAL.requests
         assert controller.queued_bytes == sum(one.num_bytes for one in waiting) <= TOTAL.num_bytes
         for tenant in "abc":
@@ -123,7 +154,7 @@ class Traffic(RuleBasedStateMachine):
             assert len(own) <= OWN.requests
             assert sum(one.num_bytes for one in own) <= OWN.num_bytes
         assert sum(size.requests for size in controller.by_band.values()) == len(waiting)
-        assert controller.num_dispatched == len(running)
+        assert controller.num_dispatched == len(self.requests(EntryState.DISPATCHED))
         assert controller.num_sequences == sum(one.num_sequences for one in running if not one.is_search)
         assert controller.num_beams == sum(one.num_sequences for one in running if one.is_search)
         assert controller.prefill_tokens == sum(one.open_prefill_tokens for one in running) >= 0
@@ -133,7 +164,7 @@ class Traffic(RuleBasedStateMachine):
         """End all requests; check that each has one final state and that the controller is idle."""
         for one in self.of(EntryState.DISPATCHED):
             self.controller.finish(one, 1.0)
-        while self.controller.num_queued:
+        while self.controller.is_waited_for:
             assert self.controller.dispatch(OPEN, self.now)
             for one in self.of(EntryState.DISPATCHED):
                 self.controller.finish(one, 1.0)
