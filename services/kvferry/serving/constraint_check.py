@@ -100,12 +100,11 @@ class ConstraintCheck:
     async def _decide(self, digest: bytes, constraint: Constraint, tenant: str) -> InvalidRequest | int:
         """Compile a constraint in the process, and keep the verdict."""
         verdict: InvalidRequest | int
-        begun = asyncio.get_running_loop().time()
         try:
             verdict = await self._process.run_as(tenant, len(constraint.source), compile_constraint, constraint)
         except InvalidRequest as error:
-            if isinstance(error, JobEndedProcess) and asyncio.get_running_loop().time() - begun < CHECK_SECONDS:
-                raise  # the process ended for another reason, such as a signal: no verdict is kept
+            if isinstance(error, JobEndedProcess) and error.was_killed:
+                raise  # the constraint may be valid: no verdict is kept
             verdict = error
         self._verdicts[digest] = verdict
         if len(self._verdicts) > MAX_VERDICTS:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from kvferry.core.inference.tools import Tool
 from kvferry.model.source import ModelSource, open_model
 from kvferry.serving.text_model import ChatMessages, TextModel
-from kvferry.text.grammar.compiler import GrammarCompiler
+from kvferry.text.grammar.compiler import CHECK_STACK_BYTES, GrammarCompiler
 from kvferry.text.requests.answer_rules import AnswerParsers, answer_form
 from kvferry.text.requests.stop_strings import StopMatcher
 from kvferry.text.tokenizing.tokenizer import Detokenizer
@@ -41,7 +41,7 @@ def text_model_of(source: ModelSource, parsers: AnswerParsers | None = None) -> 
         new_stop_matcher=StopMatcher,
         max_prompt_chars=source.config.max_model_tokens * tokenizer.max_token_chars,
         encode_chat=None if template is None else chat,
-        check_constraint=GrammarCompiler(tokenizer).check,
+        check_constraint=GrammarCompiler(tokenizer, stack_bytes=CHECK_STACK_BYTES).check,
         answer_form=answer_form(template, tokenizer, parsers or AnswerParsers()),
         hidden_size=source.config.hidden_size,
     )

@@ -14,7 +14,7 @@ import multiprocessing
 import os
 import resource
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -27,6 +27,7 @@ from kvferry.core.process.priority import lower_priority
 from kvferry.serving.text_model import TextModel
 
 _log = logging.getLogger(__name__)
+_CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 _EXIT_TRIES, _EXIT_SECONDS = 100, 0.05
 _Pool = tuple[ProcessPoolExecutor, set[BaseProcess]]
 P = ParamSpec("P")
@@ -36,7 +37,10 @@ _START_SECONDS = 30.0
 
 
 class JobEndedProcess(InvalidRequest):
-    """The process ended during a job, which exceeded a limit of time or memory, or was killed by a signal."""
+    """The process ended during a job, which exceeded a limit of time or memory, or crashed it, twice."""
+
+    was_killed = False
+    """Whether somebody else has killed the process, for example the kernel for lack of memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +150,7 @@ class TextProcess:
         """Run a job. If the process exits, run it once more in a new process: the old one may have been killed between
         two jobs."""
         begun = asyncio.get_running_loop().time()
+        codes: list[int | None] = []
         for is_last in (False, True):
             try:
                 async with asyncio.timeout(self._limits.wall_seconds + _START_SECONDS):
@@ -154,9 +159,9 @@ class TextProcess:
                 self._abandon()
                 raise Unavailable("the text process did not respond; it is restarted") from None
             except BrokenProcessPool:
-                was_slow = -signal.SIGALRM in [await _exit_code(child) for child in self._children]
+                codes = [await _exit_code(child) for child in self._children]
                 self._replace()
-                if was_slow:
+                if -signal.SIGALRM in codes:
                     raise Overloaded(
                         f"the machine is too busy to check the {self._limits.field}; retry later",
                         retry_after_seconds=5.0,
@@ -164,13 +169,14 @@ class TextProcess:
                 took_all = asyncio.get_running_loop().time() - begun >= self._limits.job_seconds
                 if is_last or took_all:
                     break
-        _log.warning("the text process exited during a job; the next job starts a new process")
-        raise JobEndedProcess(
-            f"reading the {self._limits.field} took more than {self._limits.job_seconds:g} s of processor time or "
-            f"{self._limits.memory_bytes >> 20} MiB; {self._limits.remedy}",
+        _log.warning("the text process exited during a job (%s); the next job starts a new process", codes)
+        ended = JobEndedProcess(
+            f"reading the {self._limits.field} {_cause(codes, self._limits)}; {self._limits.remedy}",
             field=self._limits.field,
             reason=self._limits.reason,
         )
+        ended.was_killed = any(code in (-signal.SIGKILL, -signal.SIGTERM) for code in codes)
+        raise ended
 
     def _abandon(self) -> None:
         """Kill a process that does not respond, for example because it is stopped."""
@@ -210,6 +216,16 @@ class TextProcess:
         for executor in executors:
             if executor is not None:
                 await asyncio.to_thread(executor.shutdown, cancel_futures=True)
+
+
+def _cause(codes: Sequence[int | None], limits: TextLimits) -> str:
+    """Return why a job ended its process, from the exit codes of its attempts."""
+    if -signal.SIGPROF in codes:
+        return f"took more than {limits.job_seconds:g} s of processor time"
+    crashes = [signal.Signals(-code).name for code in codes if code is not None and -code in _CRASHES]
+    if crashes:
+        return f"ended the process that reads it ({crashes[-1]})"
+    return f"took more than {limits.job_seconds:g} s of processor time or {limits.memory_bytes >> 20} MiB"
 
 
 async def _exit_code(child: BaseProcess) -> int | None:

@@ -12,6 +12,7 @@ from kvferry.core.errors import InvalidRequest
 from kvferry.serving import constraint_check
 from kvferry.serving.constraint_check import CHECK_SECONDS, ConstraintCheck
 from kvferry.serving.model_text import open_text_model
+from kvferry.serving.text_process import JobEndedProcess
 from kvferry.text.grammar.compiler import MAX_GRAMMAR_BYTES
 
 GOOD = Constraint(ConstraintKind.JSON_SCHEMA, '{"type": "integer"}')
@@ -63,6 +64,25 @@ async def test_a_constraint_that_never_compiles_is_rejected_in_time_and_remember
         await check.check(endless)
     assert time.monotonic() - begun < CHECK_SECONDS / 2, "the constraint was compiled again"
     await check.check(Constraint(ConstraintKind.CHOICE, '["another"]'))
+
+
+@pytest.mark.parametrize("was_killed", [False, True])
+async def test_a_crash_is_remembered_unless_somebody_killed_the_process(
+    check: ConstraintCheck, monkeypatch: pytest.MonkeyPatch, was_killed: bool
+) -> None:
+    ended = JobEndedProcess("the process ended", field="constraint", reason="CONSTRAINT_TOO_COSTLY")
+    ended.was_killed = was_killed
+    calls = []
+
+    async def run_as(*given: object) -> None:
+        calls.append(given)
+        raise ended
+
+    monkeypatch.setattr(check._process, "run_as", run_as)
+    for _ in range(3):
+        with pytest.raises(InvalidRequest, match="the process ended"):
+            await check.check(GOOD)
+    assert len(calls) == (3 if was_killed else 1)
 
 
 async def test_verdicts_are_bounded(check: ConstraintCheck, monkeypatch: pytest.MonkeyPatch) -> None:

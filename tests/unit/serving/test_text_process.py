@@ -17,7 +17,7 @@ from kvferry.core.errors import InvalidRequest, Overloaded, Unavailable
 from kvferry.serving import text_process
 from kvferry.serving.prompts import encode_text
 from kvferry.serving.text_model import TextModel
-from kvferry.serving.text_process import TextLimits, TextProcess
+from kvferry.serving.text_process import JobEndedProcess, TextLimits, TextProcess
 
 LIMITS = TextLimits(job_seconds=1.0, memory_bytes=512 << 20, max_waiting=3)
 
@@ -58,6 +58,10 @@ def crash(_model: TextModel) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def overflow(_model: TextModel) -> None:
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
 def divide(_model: TextModel) -> float:
     return 1 / 0
 
@@ -84,6 +88,21 @@ async def test_a_job_that_ends_the_process_fails_alone(process: TextProcess, job
     assert bad.reason == "PROMPT_TOO_COSTLY"
     assert good == [BOS, 104, 105]
     assert await process.run(pid) != before
+
+
+@pytest.mark.parametrize(
+    ("job", "cause", "was_killed"),
+    [
+        (loop_for_ever, r"more than 1 s of processor time;", False),
+        (fill_memory, r"or 512 MiB;", False),
+        (crash, r"or 512 MiB;", True),
+        (overflow, r"ended the process that reads it \(SIGSEGV\);", False),
+    ],
+)
+async def test_the_error_has_the_cause_of_the_end(process: TextProcess, job, cause: str, was_killed: bool) -> None:
+    with pytest.raises(JobEndedProcess, match=cause) as caught:
+        await process.run(job)
+    assert caught.value.was_killed is was_killed
 
 
 async def test_waiting_jobs_are_bounded(process: TextProcess) -> None:

@@ -14,6 +14,7 @@ from kvferry.core.errors import InvalidRequest, shortened
 from kvferry.core.process.memory import allocated_bytes
 from kvferry.text.grammar.grammar import Grammar, Numbers, first_line, is_limit, too_complex
 from kvferry.text.grammar.grammar_text import grammar_text
+from kvferry.text.grammar.large_stack import call_with_stack
 from kvferry.text.grammar.library_tokenizer import library_tokenizer, named_tokens
 from kvferry.text.tokenizing.tokenizer import Tokenizer
 
@@ -29,6 +30,9 @@ MAX_STATES = 20_000
 MAX_GROWTH_BYTES = 256 << 20
 """Growth of the memory of native libraries, visited states included, at which the cache is emptied: grammars in use
 live until their outputs end."""
+STACK_BYTES, CHECK_STACK_BYTES = 256 << 20, 128 << 20
+"""Sizes of the stack on which workers compile constraints, and of the smaller one on which they are checked before.
+The longest chains of references for which a constraint has room take less than 64 MiB."""
 _GROWTH_SECONDS = 1.0
 """Interval between measurements of that memory."""
 
@@ -43,14 +47,20 @@ class GrammarCompiler:
     """Compiles constraints for the vocabulary of a model. Thread-safe."""
 
     def __init__(
-        self, tokenizer: Tokenizer, clock: Clock | None = None, allocated: Callable[[], int] = allocated_bytes
+        self,
+        tokenizer: Tokenizer,
+        clock: Clock | None = None,
+        allocated: Callable[[], int] = allocated_bytes,
+        stack_bytes: int = STACK_BYTES,
     ) -> None:
         """
         Args:
             tokenizer: the model's tokenizer.
             clock: spaces the measurements of memory.
             allocated: returns the bytes that the process has allocated.
+            stack_bytes: size of the stack on which constraints are compiled.
         """
+        self._stack_bytes = stack_bytes
         self._tokenizer = tokenizer
         self._clock = clock or SystemClock()
         self._allocated = allocated
@@ -142,7 +152,10 @@ class GrammarCompiler:
         prepared = self._prepared()
 
         def make() -> LLMatcher:
-            matcher = LLMatcher(prepared, text, log_level=0, limits=_limits())
+            # The library recurses as deep as references are chained.
+            matcher = call_with_stack(
+                self._stack_bytes, lambda: LLMatcher(prepared, text, log_level=0, limits=_limits())
+            )
             if not matcher.is_error():
                 return matcher
             error = matcher.get_error()

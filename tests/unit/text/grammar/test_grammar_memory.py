@@ -15,6 +15,7 @@ from kvferry.text.grammar import compiler as module
 from kvferry.text.grammar import grammar
 from kvferry.text.grammar.compiler import GrammarCompiler
 from kvferry.text.grammar.grammar import Grammar, GrammarState
+from kvferry.text.grammar.large_stack import call_with_stack
 
 TOKENIZER = tiny.tokenizer(tiny.config())
 MIB = 1 << 20
@@ -127,3 +128,13 @@ def test_an_output_that_needs_too_many_states_is_refused(monkeypatch: pytest.Mon
         draw(GrammarCompiler(TOKENIZER).compile(WORDS).start(), 0)
     assert caught.value.reason == "CONSTRAINT_TOO_COMPLEX"
     assert len(compiled) <= grammar.MAX_RENEWALS
+
+
+def test_a_chain_of_references_does_not_need_the_stack_of_the_caller() -> None:
+    """300 definitions take more than the 256 KiB of the thread here; a constraint has room for a few thousand."""
+    chain = {f"a{number}": {"$ref": f"#/$defs/a{number + 1}"} for number in range(300)}
+    schema = {"$ref": "#/$defs/a0", "$defs": {**chain, "a300": {"const": 7}}}
+    of = Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(schema))
+    compiler = GrammarCompiler(TOKENIZER)
+    state = call_with_stack(256 << 10, lambda: compiler.compile(of).start())
+    assert bytes(draw(state, 0)) == b"7"
