@@ -133,3 +133,16 @@ def test_a_stack_runs_under_a_given_key(tmp_path: Path) -> None:
             stub = worker_admin_pb2_grpc.WorkerAdminStub(signed_blocking(channel, signer, address))
             assert stub.Status(worker_admin_pb2.StatusRequest(), timeout=SECONDS).ready
         assert stack.stop() == 0
+
+
+def test_processes_that_read_prompts_inherit_no_secrets() -> None:
+    secrets = {name: value for name, value in TEST_KEYS.items() if name != "KVFERRY_TICKET_KEY"}
+    assert {"KVFERRY_GATEWAY_KEY", "KVFERRY_TENANT_KEY"} <= set(secrets)
+    with running("gateway", "--model", "tiny", "--both", "127.0.0.1:1", *ADDRESSES, env=secrets) as gateway:
+        url = f"http://{gateway.wait_for('listening')['http']}/v1/completions"
+        body = {"prompt": "a", "response_format": {"type": "json_object"}}
+        assert httpx.post(url, json=body, timeout=SECONDS).status_code == 503, "no worker; the constraint was checked"
+        children = Path(f"/proc/{gateway.process.pid}/task/{gateway.process.pid}/children").read_text().split()
+        inherited = [Path(f"/proc/{child}/environ").read_bytes() for child in children]
+        assert sum(b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes() for child in children) >= 2
+        assert not any(value.encode() in found for value in secrets.values() for found in inherited)

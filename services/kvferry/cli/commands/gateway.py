@@ -11,6 +11,7 @@ import click
 from kvferry.cli.options import Values, pool_tls_files, read_key, traces_of, with_settings
 from kvferry.cli.supervised import announce, follow_parent, leave_on_signals
 from kvferry.core.errors import UsageError
+from kvferry.core.process.config import forget_variables
 from kvferry.core.process.memory import return_freed_memory
 from kvferry.core.process.open_files import raise_open_files
 from kvferry.core.settings import processes as settings
@@ -62,6 +63,8 @@ def command(values: Values) -> None:
         gc.freeze()
 
     keys = WorkerKeys(functools.partial(read_key, values, "gateway_key")) if has_workers else None
+    # The processes that read prompts and constraints, which may be hostile, inherit the environment.
+    forget_variables(setting.variable for setting in settings.GATEWAY if setting.is_secret)
     parsers = AnswerParsers(values["tool_call_parser"], values["reasoning_parser"])
     open_model = functools.partial(open_text_model, values["model"], values["served_name"], parsers)
     asyncio.run(

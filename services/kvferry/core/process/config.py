@@ -2,7 +2,7 @@
 
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -26,6 +26,16 @@ def child_environment(changes: Mapping[str, str]) -> dict[str, str]:
     """
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(ENVIRONMENT_PREFIX)}
     return {**inherited, **changes}
+
+
+def forget_variables(names: Iterable[str]) -> None:
+    """Remove environment variables, which children that are started without an environment of their own would inherit.
+
+    Args:
+        names: names of variables with secrets, which have been read.
+    """
+    for name in names:
+        os.environ.pop(name, None)
 
 
 def silence_grpc() -> None:
