@@ -110,7 +110,7 @@ class TierStack:
         self._fetching = ThreadPoolExecutor(parallel, thread_name_prefix="tier-fetch")
         self._loading = ThreadPoolExecutor(parallel, thread_name_prefix="tier-load")
         self._behind = WriteBehind(
-            self._memory, tuple(self._slow.values()), block_bytes * self._object_pages, listener, self._count
+            self._memory, tuple(self._slow.values()), block_bytes * self._object_pages, listener, self._count, clock
         )
         self._jobs: dict[int, _Job] = {}
         self._waiting_requests: dict[BlockHash, set[RequestId]] = {}

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
+from kvferry.core.clock import Clock, SystemClock
+from kvferry.core.rare_lines import RareLines, more
 from kvferry.kv.interface.tiering import KvListener, StoreDone
 from kvferry.kv.tiers.dram import DramTier
 from kvferry.kv.tiers.interface.tier import ObjectKey, Presence, Tier, TierError, TierMiss
@@ -42,6 +44,7 @@ class WriteBehind:
         object_bytes: int,
         listener: KvListener,
         count: Callable[..., None],
+        clock: Clock | None = None,
     ) -> None:
         """
         Args:
@@ -50,7 +53,9 @@ class WriteBehind:
             object_bytes: length of every object.
             listener: called with `StoreDone` for each store.
             count: function (tier name, counters) that adds to a tier's statistics.
+            clock: spaces the log lines about failures.
         """
+        self._lines = RareLines(clock or SystemClock())
         self._memory = memory
         self._slow = slow
         self._listener = listener
@@ -64,7 +69,7 @@ class WriteBehind:
             self._buffers.put(memoryview(mmap.mmap(-1, object_bytes)))
         self._recent = RecentStores(_REMEMBERED)
         self._num_active = 0
-        self._lock = threading.Lock()  # guards the two fields above
+        self._lock = threading.Lock()  # guards the two fields above, and `_lines`
         self._closing = threading.Event()
 
     def was_given(self, key: ObjectKey) -> bool:
@@ -182,7 +187,10 @@ class WriteBehind:
                 kept += 1
             except TierError as error:
                 self._count(tier.name, failures=1)
-                _log.info("object not stored in tier %s: %s", tier.name, error)
+                with self._lock:
+                    left_out = self._lines.left_out(f"{tier.name} {error}")
+                if left_out is not None:
+                    _log.warning("objects are not stored in tier %s: %s%s", tier.name, error, more(left_out))
         return kept == len(self._slow)
 
     def _ended(self, key: ObjectKey, *, is_there: bool) -> None:

@@ -23,6 +23,7 @@ from pathlib import Path
 from kvferry.core.clock import Clock
 from kvferry.core.errors import UsageError
 from kvferry.core.ids import BlockHash
+from kvferry.core.rare_lines import RareLines, more
 from kvferry.core.settings.parsers import boolean, size_bytes
 from kvferry.kv.tiers.disk.disk_probe import direct_is_better
 from kvferry.kv.tiers.disk.object_file import TEMPORARY, Reading, aligned_buffer, file_bytes, sweep, write_object
@@ -78,7 +79,8 @@ class DiskTier:
         """Objects stored since the start of the last scan, which may have missed their files."""
         self._bounces: list[memoryview] = []
         """Idle aligned buffers; at most `_MAX_BOUNCES`."""
-        self._lock = threading.Lock()  # guards the four fields above; not held during file accesses
+        self._lock = threading.Lock()  # guards the four fields above and `_lines`; not held during file accesses
+        self._lines = RareLines(clock)
         self._scanning = threading.Lock()  # held by the thread that scans the folder
 
     # ------------------------------------------------------------------ Tier
@@ -242,9 +244,17 @@ class DiskTier:
     def _discard(self, name: BlockHash, why: str) -> None:
         """Remove a damaged file, since it would prevent a later store under its name."""
         self._forget(name)
-        with suppress(OSError):
-            self._path(name).unlink()
-        _log.warning("tier %s: removed a damaged file (%s)", self._options.text, why)
+        try:
+            self._path(name).unlink(missing_ok=True)
+        except OSError as error:  # for example a directory
+            what = f"{self._path(name)} is damaged and cannot be removed ({error.strerror}); remove it"
+            kind = "kept"
+        else:
+            what, kind = f"removed a damaged file ({why})", why
+        with self._lock:
+            left_out = self._lines.left_out(kind)
+        if left_out is not None:
+            _log.warning("tier %s: %s%s", self._options.text, what, more(left_out))
 
     def _forget(self, name: BlockHash) -> None:
         with self._lock:

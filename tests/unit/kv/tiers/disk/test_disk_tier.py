@@ -301,3 +301,32 @@ def test_a_store_during_a_scan_is_counted(tmp_path: Path, monkeypatch: pytest.Mo
     tier.scan()
     assert tier.num_bytes == 2 * file_bytes(SIZE)
     assert there(tier, range(4)) == [1, 2]
+
+
+def test_damaged_files_and_folders_take_one_log_line_a_minute(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    clock = ManualClock()
+    tier = open_disk(tmp_path, clock, num_files=40)
+    for number in range(12):
+        put(tier, number)
+        tier._path(name(number)).write_bytes(b"\0" * 100)
+    for number in range(10):
+        with pytest.raises(TierError):
+            get(tier, number)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "removed a damaged file" in caplog.text
+    assert not tier._path(name(3)).exists()
+    clock.advance(61)
+    with pytest.raises(TierError):
+        get(tier, 10)
+    assert "; 9 more since the last line" in caplog.text
+    caplog.clear()
+    path = tier._path(name(11))
+    path.unlink()
+    path.mkdir()
+    for _ in range(3):
+        with pytest.raises(TierError):
+            get(tier, 11)
+    assert path.is_dir()
+    (record,) = caplog.records
+    assert "cannot be removed" in record.getMessage()
+    assert str(path) in record.getMessage()
