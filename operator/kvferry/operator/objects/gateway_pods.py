@@ -2,6 +2,7 @@
 
 from kvferry.operator.objects.pods import (
     KEYS_FOLDER,
+    arguments,
     child,
     confined,
     environment,
@@ -157,7 +158,7 @@ def _arguments(pool: InferencePool) -> list[str]:
     if spec.gateway.client_ca_secret:
         flags["tls-client-ca-file"] = f"{_CLIENT_CA_FOLDER}/ca.crt"
     flags |= tls_flags(pool)
-    return ["gateway", *(f"--{name}={value}" for name, value in flags.items())]
+    return arguments("gateway", flags)
 
 
 def can_scale_to_zero(pool: InferencePool) -> bool:

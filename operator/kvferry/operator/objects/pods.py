@@ -1,6 +1,7 @@
 """Common parts of worker and gateway pods: owner, security context, volumes, and the user's template."""
 
 import re
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from kvferry.operator.objects.overlay import overlay
@@ -128,7 +129,7 @@ def environment(pool: InferencePool) -> list[Json]:
         {"name": "POD_NAME", "valueFrom": {"fieldRef": {"apiVersion": "v1", "fieldPath": "metadata.name"}}},
         {"name": "POD_IP", "valueFrom": {"fieldRef": {"apiVersion": "v1", "fieldPath": "status.podIP"}}},
         {"name": "HOME", "value": CACHE_HOME},
-        {"name": "XDG_CACHE_HOME", "value": home},
+        {"name": "XDG_CACHE_HOME", "value": literal(home)},
     ]
 
 
@@ -140,6 +141,24 @@ def keys_secret_of(pool: InferencePool) -> str:
 def size(quantity: str) -> str:
     """Convert a Kubernetes quantity (`8Gi`) to the notation of kvferry's flags (`8GiB`)."""
     return _SUFFIXES.sub(r"\1iB", quantity)
+
+
+def literal(text: str) -> str:
+    """Return a text for arguments and variables of a container that reaches the process unchanged: the kubelet replaces
+    `$(NAME)` by the value of a variable, which may be a secret, and `$$` by `$`."""
+    return text.replace("$", "$$")
+
+
+def arguments(command: str, flags: Mapping[str, object], references: Collection[str] = ()) -> list[str]:
+    """Return the arguments of a container.
+
+    Args:
+        command: command of `kvferry`.
+        flags: values by flag.
+        references: flags whose values name variables, which the kubelet replaces; it leaves the others unchanged.
+    """
+    values = {name: value if name in references else literal(str(value)) for name, value in flags.items()}
+    return [command, *(f"--{name}={value}" for name, value in values.items())]
 
 
 def shared_flags(pool: InferencePool) -> dict[str, object]:

@@ -15,9 +15,11 @@ from kvferry.core.settings.parsers import size_or_auto
 from kvferry.operator.objects.adapter_list import ADAPTERS_FILE
 from kvferry.operator.objects.pods import (
     KEYS_FOLDER,
+    arguments,
     confined,
     environment,
     keys_secret_of,
+    literal,
     model_volume,
     pod_template,
     scratch,
@@ -215,7 +217,7 @@ def _arguments(pool: InferencePool, role: RoleSpec) -> list[str]:
     }
     if spec.tls.mode != "Off":
         flags |= {**tls_flags(pool), "health": f"0.0.0.0:{names.PORT_HEALTH}"}
-    return ["worker", *(f"--{name}={value}" for name, value in flags.items())]
+    return arguments("worker", flags, references=("advertise-host", "worker-id"))
 
 
 def _tier_environment(tiers: tuple[StorageTierSpec, ...]) -> list[Json]:
@@ -231,7 +233,7 @@ def _tier_environment(tiers: tuple[StorageTierSpec, ...]) -> list[Json]:
             variables.append({"name": name, "valueFrom": {"secretKeyRef": secret}})
             urls.append(f"$({name})")
         elif tier.type == "redis":
-            urls.append(tier.url)
+            urls.append(literal(tier.url))
         elif tier.type == "disk":
             urls.append(f"disk://{_DISK_TIER}/{i}?size={size(tier.size)}")
         elif tier.type == "dram":
