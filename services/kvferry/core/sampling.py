@@ -16,6 +16,8 @@ MAX_LOGIT_BIAS = 1024
 MAX_OUTPUT_TOKENS = 1 << 20
 MAX_PRIORITY = 1000
 """Largest absolute value of a request's priority."""
+MAX_ANSWER_LOGPROBS = 1 << 20
+"""Maximum number of log-probabilities of an answer that is sent as a whole: about 150 bytes each."""
 MAX_PROMPT_LOGPROBS = 1 << 16
 """Maximum number of log-probabilities of a prompt: its tokens times (`prompt_logprobs` + 1)."""
 MAX_ALLOWED_TOKEN_IDS = 1024

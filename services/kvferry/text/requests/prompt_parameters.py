@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from kvferry.core.errors import InvalidRequest
-from kvferry.core.sampling import MAX_BAD_WORD_SEQUENCES, MAX_PROMPT_LOGPROBS, SamplingParams
+from kvferry.core.sampling import MAX_ANSWER_LOGPROBS, MAX_BAD_WORD_SEQUENCES, MAX_PROMPT_LOGPROBS, SamplingParams
 
 
 class Encoder(Protocol):
@@ -98,6 +98,29 @@ def check_prompt_logprobs(sampling: SamplingParams, num_prompt: int) -> None:
             f"prompt tokens, counted for each sample; at most {MAX_PROMPT_LOGPROBS} are returned: reduce it, or "
             "shorten the prompt",
             field="prompt_logprobs",
+        )
+
+
+def check_answer_logprobs(sampling: SamplingParams, num_samples: int) -> None:
+    """Check that the log-probabilities of an answer that is sent as a whole stay within the limit. A single sample may
+    always have those of the whole context.
+
+    Args:
+        sampling: complete parameters of the request.
+        num_samples: number of samples of all prompts.
+
+    Raises:
+        InvalidRequest: the answer may have too many log-probabilities.
+    """
+    if sampling.logprobs is None or sampling.max_tokens is None or num_samples == 1:
+        return
+    count = num_samples * sampling.max_tokens * (sampling.logprobs + 1)
+    if count > MAX_ANSWER_LOGPROBS:
+        raise InvalidRequest(
+            f"{num_samples} samples of up to {sampling.max_tokens} tokens may have {count} log-probabilities; at most "
+            f"{MAX_ANSWER_LOGPROBS} are kept for an answer that is not streamed: set stream, or reduce max_tokens, n "
+            "or the number of log-probabilities per token",
+            field="logprobs",
         )
 
 

@@ -26,7 +26,7 @@ from kvferry.serving.request import Caller, Request
 from kvferry.serving.text_model import TextModel
 from kvferry.serving.text_service import MAX_RUNNING_SAMPLES, TextService
 from kvferry.text.answers.answer import SplitOptions
-from kvferry.text.requests.prompt_parameters import check_prompt_logprobs, with_bad_word_tokens
+from kvferry.text.requests.prompt_parameters import check_answer_logprobs, check_prompt_logprobs, with_bad_word_tokens
 
 MAX_REQUEST_SAMPLES = 128
 """Maximum number of samples per request, over all its prompts."""
@@ -360,6 +360,8 @@ async def prepared(service: TextService, caller: Caller, read: ReadRequest, *, i
         )
         for number, ids in enumerate(read.prompts)
     )
+    if not read.stream:
+        check_answer_logprobs(requests[0].sampling, read.num_samples * len(requests))
     check_prompt_logprobs(sampling, read.num_samples * sum(len(request.token_ids) for request in requests))
     if read.sampling.constraint is not None:
         try:
