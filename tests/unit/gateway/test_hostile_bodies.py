@@ -122,17 +122,3 @@ async def test_a_large_answer_stops_no_other_request(gateway, path):
         size = sum([len(part) async for part in answered.aiter_bytes()])
     assert size > 500_000
     assert lag.busy_seconds < _MAX_BUSY_SECONDS
-
-
-@pytest.mark.parametrize("path", [_TEXT, _CHAT])
-async def test_log_probabilities_of_a_whole_answer_are_bounded(gateway, path):
-    body = {"n": 128, "max_tokens": 420, "ignore_eos": True}
-    body |= {"messages": [{"role": "user", "content": "a"}]} if "chat" in path else {"prompt": "a"}
-    body |= {"logprobs": True, "top_logprobs": 20} if "chat" in path else {"logprobs": 20}
-    async with httpx.AsyncClient(base_url=gateway.url) as client:
-        answer = await client.post(path, json=body)
-    assert answer.status_code == 400, answer.text
-    error = answer.json()["error"]
-    assert error["param"] == "logprobs"
-    assert "may have 1128960 log-probabilities; at most 1048576" in error["message"]
-    assert "set stream" in error["message"]
