@@ -40,6 +40,8 @@ class Caller:
     """Seconds that the request has waited for its admission."""
     is_explained: bool = False
     """Whether the choices of the routing policies that are not in use are recorded too."""
+    is_background: bool = False
+    """Whether the request is a line of a batch, which gets the lowest priority, whatever `priority` is."""
     scope: str = field(init=False)
     """Scope of the request's block names: tenant, salt and adapter."""
 

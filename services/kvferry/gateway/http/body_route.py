@@ -6,7 +6,7 @@ The ASGI handler of such a route cancels a request whose client disconnects. Ans
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -29,6 +29,8 @@ _STREAM_HEADERS = (
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx passes events on at once
 )
+BACKGROUND_TENANT = "kvferry.background_tenant"
+"""Entry of the scope of a request that the gateway makes itself, a line of a batch: its tenant."""
 IGNORED = "kvferry.ignored"
 """Entry of a request's scope: the names of its fields without effect."""
 _log = logging.getLogger(__name__)
@@ -132,7 +134,7 @@ async def read_body(request: Request, config: HttpConfig, buffered: BufferedBody
     limit = config.max_body_bytes
     length = request.headers.get("content-length", "")
     if length.isdecimal() and (len(length) > _MAX_LENGTH_DIGITS or int(length) > limit):
-        await _discard_body(request)
+        await discard_body(request)
         raise BodyTooLarge(f"the body has {shortened(length)} bytes; at most {limit} are accepted")
     body = bytearray()
     try:
@@ -141,7 +143,7 @@ async def read_body(request: Request, config: HttpConfig, buffered: BufferedBody
                 body += part
                 buffered.grow(len(body))
                 if len(body) > limit:
-                    await _discard_body(request)
+                    await discard_body(request)
                     raise BodyTooLarge(f"the body has more than {limit} bytes")
     except TimeoutError:
         raise BodyTooSlow(f"the body did not arrive within {config.body_timeout_seconds:g} s") from None
@@ -150,7 +152,7 @@ async def read_body(request: Request, config: HttpConfig, buffered: BufferedBody
     return bytes(body)
 
 
-async def _discard_body(request: Request) -> None:
+async def discard_body(request: Request) -> None:
     """Receive the rest of a body for a short time: closing a connection with unread data would reset it, and the client
     would not receive the response."""
     with contextlib.suppress(TimeoutError):
@@ -175,15 +177,19 @@ class ApiContext:
             Unauthenticated: the API key is missing or unknown.
             Overloaded: too many unknown keys came from the client's address.
         """
+        request_id, arrived = request.scope["kvferry.request_id"], self.service.clock.monotonic()
+        background: str | None = request.scope.get(BACKGROUND_TENANT)
+        if background is not None:
+            return Caller(request_id, background, arrived=arrived, is_background=True)
         address = request.client.host if request.client is not None else ""
         authorization = request.headers.get("authorization")
         if authorization is None and (key := request.headers.get("x-api-key")) is not None:
             authorization = f"Bearer {key}"  # Anthropic's clients
         tenant = self.service.tenant_of(authorization, address)
         return Caller(
-            request.scope["kvferry.request_id"],
+            request_id,
             tenant,
-            arrived=self.service.clock.monotonic(),
+            arrived=arrived,
             is_explained=EXPLAIN_HEADER in request.headers,
         )
 
@@ -340,3 +346,11 @@ async def _cancelled(task: "asyncio.Task[None] | None") -> None:
 def note_ignored(request: Request, ignored: Sequence[str]) -> None:
     """Record the fields of a request that have no effect, for the header of the answer and the metric."""
     request.scope[IGNORED] = ignored
+
+
+def query_fields(params: Mapping[str, str]) -> dict[str, Any]:
+    """Return the parameters of a query, with a whole number in `limit` converted to an integer."""
+    return {
+        name: int(value) if value.isascii() and value.isdecimal() and len(value) < 10 and name == "limit" else value
+        for name, value in params.items()
+    }

@@ -22,6 +22,7 @@ from kvferry.gateway.http.fields.request_fields import (
     AllowedTools,
     FunctionDefinition,
     FunctionName,
+    Metadata,
     NamedChoice,
     ToolDefinition,
     choice_type,
@@ -43,7 +44,6 @@ from kvferry.gateway.http.responses.items import KINDS, Item, check_kinds, in_it
 from kvferry.serving.prompts import check_num_tokens
 from kvferry.serving.text_model import TextModel
 
-MAX_METADATA = 16
 _LOGPROBS = "message.output_text.logprobs"
 _CARRIER = "reasoning.encrypted_content"
 _OTHER_TOOL: JsonSchemaValue = {
@@ -114,10 +114,6 @@ class EventOptions(Strict):
     RULES: ClassVar[Rules] = field_policy.STREAM_OPTIONS
 
 
-_Value = Annotated[str, Field(max_length=512)]
-_Metadata = dict[Annotated[str, Field(max_length=64)], _Value]
-
-
 class ResponseRequest(SamplingFields):
     """Body of POST /v1/responses."""
 
@@ -133,7 +129,7 @@ class ResponseRequest(SamplingFields):
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None
-    metadata: Annotated[_Metadata, Field(max_length=MAX_METADATA)] | None = None
+    metadata: Metadata | None = None
     tools: Annotated[list[FunctionTool], Field(fail_fast=True)] | None = None
     """Functions; `parse_response` has taken out the other tools."""
     tool_choice: str | FunctionChoices | None = None

@@ -135,7 +135,8 @@ async def create(
     earlier = _earlier(caller, body, store)
     read = await _read(service, body, earlier, service.served_tokens, key, is_strict=is_strict)
     generation = await prepared(service, caller, read.chat, is_chat=True)
-    return Creation(read, generation, earlier, store, caller.tenant, key)
+    kept = None if caller.is_background else store  # the lines of a batch would displace the responses of all others
+    return Creation(read, generation, earlier, kept, caller.tenant, key)
 
 
 async def count(

@@ -1,6 +1,5 @@
 """The routes of responses: create, retrieve, delete, list the input's items."""
 
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -10,7 +9,15 @@ from starlette.responses import Response
 from starlette.types import Send
 
 from kvferry.core.errors import InvalidRequest, shortened
-from kvferry.gateway.http.body_route import JSON, ApiContext, BodyRoute, note_ignored, prepared, while_connected
+from kvferry.gateway.http.body_route import (
+    JSON,
+    ApiContext,
+    BodyRoute,
+    note_ignored,
+    prepared,
+    query_fields,
+    while_connected,
+)
 from kvferry.gateway.http.fields.strict import Strict, parse_fields
 from kvferry.gateway.http.openai.reply import encode
 from kvferry.gateway.http.responses.carrier import CarrierKey
@@ -70,7 +77,7 @@ class ResponseRoutes:
             ResponseNotFound: the response is not stored.
         """
         kept = self._kept(request)
-        query = parse_fields(ItemsQuery, _query(request.query_params), is_strict=True)
+        query = parse_fields(ItemsQuery, query_fields(request.query_params), is_strict=True)
         name = request.path_params["response_id"]
         items = [_listed(item, f"{name}_{number}") for number, item in enumerate(msgspec.json.decode(kept.own_items))]
         if query.order == "desc":
@@ -142,14 +149,6 @@ class _CountTokens(BodyRoute):
             num_tokens, ignored = await prepared(receive, body, counting)
         note_ignored(request, ignored)
         await Response(encode(InputTokens(num_tokens)), media_type=JSON)(request.scope, receive, send)
-
-
-def _query(params: Mapping[str, str]) -> dict[str, Any]:
-    """Return the parameters of a query, with whole numbers converted to integers."""
-    return {
-        name: int(value) if value.isascii() and value.isdecimal() and len(value) < 10 and name == "limit" else value
-        for name, value in params.items()
-    }
 
 
 def _listed(item: dict[str, Any], name: str) -> dict[str, Any]:
