@@ -294,7 +294,7 @@ class BatchRun:
     async def _finish(self) -> None:
         """Make the files of the results visible, and enter the final state."""
         if self.record.status is BatchState.IN_PROGRESS and self._reason is None:
-            await self._change(BatchEvent.FINISH, **self.counts())
+            await self._change(BatchEvent.FINISH, (), **self.counts())
         files, fields = await asyncio.to_thread(self._result_files)
         ends = {BatchState.FINALIZING: BatchEvent.COMPLETE, BatchState.CANCELLING: BatchEvent.STOP}
         event = ends.get(self.record.status, BatchEvent.EXPIRE)

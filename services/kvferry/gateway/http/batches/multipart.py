@@ -95,7 +95,7 @@ class MultipartReader:
 
     def _take_boundary(self) -> None:
         head = self._delimiter if self._is_first else b""
-        if len(self._rest) < len(head) + 2:
+        if len(self._rest) < len(head) + 2 and head.startswith(self._rest[: len(head)]):
             return
         end = bytes(self._rest[len(head) : len(head) + 2])
         if not self._rest.startswith(head) or end not in (b"--", b"\r\n"):

@@ -8,7 +8,7 @@ from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import Send
+from starlette.types import Message, Send
 
 from kvferry.core.errors import InvalidRequest, KvferryError, RequestCancelled, shortened
 from kvferry.gateway.batches.batch_service import BatchService
@@ -118,11 +118,18 @@ class CreateFile(BodyRoute):
 
     async def serve(self, request: Request, send: Send) -> None:
         """See `BodyRoute.serve`."""
-        tenant = self.context.caller(request).tenant
+        tenant, is_whole = self.context.caller(request).tenant, False
+
+        async def receive() -> Message:
+            nonlocal is_whole
+            message = await request.receive()
+            is_whole = not message.get("more_body", False)
+            return message
+
         try:
-            answer, ignored = await self._receive(request, tenant)
+            answer, ignored = await self._receive(Request(request.scope, receive), tenant)
         except KvferryError as error:
-            if not isinstance(error, RequestCancelled | BodyTooSlow):
+            if not is_whole and not isinstance(error, BodyTooSlow):
                 await discard_body(request)
             raise
         note_ignored(request, ignored)
