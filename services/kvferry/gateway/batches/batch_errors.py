@@ -20,8 +20,8 @@ class NoSuchBatch(InvalidRequest):
     reason = "BATCH_NOT_FOUND"
 
 
-class Conflict(InvalidRequest):
+class WrongState(InvalidRequest):
     """The state of the object does not allow the operation."""
 
     http_status = 409
-    reason = "CONFLICT"
+    reason = "WRONG_STATE"

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager, contextmanager
 
 from kvferry.core.clock import Clock
 from kvferry.core.errors import Overloaded
-from kvferry.gateway.batches.batch_errors import Conflict
+from kvferry.gateway.batches.batch_errors import WrongState
 from kvferry.gateway.batches.folder import BatchFolder, Upload
 from kvferry.gateway.batches.records import BatchRecord, FileRecord, Purpose, new_batch_id, new_file_id
 from kvferry.gateway.batches.states import BATCH_MACHINE, BatchEvent, BatchState
@@ -184,7 +184,7 @@ class BatchService:
 
         Raises:
             NoSuchBatch: the tenant has no such batch.
-            Conflict: the batch is over, or all its lines are computed.
+            WrongState: the batch is over, or all its lines are computed.
         """
         found = await self.batch(tenant, batch_id)
         if found.status in (BatchState.CANCELLING, BatchState.CANCELLED):
@@ -193,7 +193,7 @@ class BatchService:
         changed = await asyncio.to_thread((await self._records()).change, found.id, BatchEvent.CANCEL, now)
         if changed is None:
             found = await self.batch(tenant, batch_id)
-            raise Conflict(f"batch {batch_id!r} is {found.status.value} and cannot be cancelled", field="batch_id")
+            raise WrongState(f"batch {batch_id!r} is {found.status.value} and cannot be cancelled", field="batch_id")
         self.changed.set()
         return changed
 

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from kvferry.core.errors import Overloaded, Unavailable, shortened
-from kvferry.gateway.batches.batch_errors import FOLDER_SETTING, Conflict, NoSuchBatch, NoSuchFile
+from kvferry.gateway.batches.batch_errors import FOLDER_SETTING, NoSuchBatch, NoSuchFile, WrongState
 from kvferry.gateway.batches.records import BatchRecord, FileRecord
 from kvferry.gateway.batches.states import BATCH_MACHINE, BatchEvent, BatchState
 
@@ -175,13 +175,13 @@ class RecordStore:
 
         Raises:
             NoSuchFile: the tenant has no such file.
-            Conflict: a batch that is not over reads the file.
+            WrongState: a batch that is not over reads the file.
         """
         self.file(tenant, file_id, now)
         with self._changing() as db:
             row = db.execute("SELECT id FROM batches WHERE input_file_id = ? AND NOT is_over", (file_id,)).fetchone()
             if row is not None:
-                raise Conflict(
+                raise WrongState(
                     f"file {file_id!r} is the input of batch {row[0]!r}, which is not over; cancel the batch first",
                     field="file_id",
                 )

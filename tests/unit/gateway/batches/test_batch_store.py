@@ -7,7 +7,7 @@ import pytest
 
 from kvferry.core.errors import Overloaded, Unavailable
 from kvferry.gateway.batches import store as stores
-from kvferry.gateway.batches.batch_errors import Conflict, NoSuchBatch, NoSuchFile
+from kvferry.gateway.batches.batch_errors import NoSuchBatch, NoSuchFile, WrongState
 from kvferry.gateway.batches.folder import BatchFolder
 from kvferry.gateway.batches.records import BatchRecord, FileRecord, new_batch_id, new_file_id, result_ids
 from kvferry.gateway.batches.states import BATCH_MACHINE, BatchEvent, BatchState
@@ -96,7 +96,7 @@ def test_expired_files_are_not_found_and_are_swept_unless_a_batch_reads_them(fol
 def test_the_input_of_a_batch_is_not_deleted(folder):
     file = stored(folder)
     batch = begun(folder, file)
-    with pytest.raises(Conflict, match=batch.id):
+    with pytest.raises(WrongState, match=batch.id):
         folder.delete("a", file.id, NOW)
     folder.records.change(batch.id, BatchEvent.REFUSE, NOW)
     folder.delete("a", file.id, NOW)

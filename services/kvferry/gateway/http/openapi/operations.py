@@ -26,7 +26,7 @@ from kvferry.core.errors import (
     Unavailable,
     UnknownModel,
 )
-from kvferry.gateway.batches.batch_errors import Conflict, NoSuchBatch, NoSuchFile
+from kvferry.gateway.batches.batch_errors import NoSuchBatch, NoSuchFile, WrongState
 from kvferry.gateway.http.batches.bodies import (
     BatchesQuery,
     BatchList,
@@ -271,7 +271,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "/v1/files/{file_id}",
         "Deletes a file.",
         DeletedFile,
-        errors=(*KEPT, NoSuchFile, Conflict),
+        errors=(*KEPT, NoSuchFile, WrongState),
     ),
     Operation(
         "createBatch",
@@ -300,7 +300,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "/v1/batches/{batch_id}/cancel",
         "Cancels a batch.",
         BatchObject,
-        errors=(*KEPT, NoSuchBatch, Conflict),
+        errors=(*KEPT, NoSuchBatch, WrongState),
     ),
     Operation("listModels", "GET", "/v1/models", "Lists the model and its adapters.", reply.ModelList, errors=KEYED),
     Operation(
