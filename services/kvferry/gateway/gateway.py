@@ -182,7 +182,7 @@ class Gateway:
         if parts.service.constraints is not None:
             await parts.service.constraints.stop()
         if parts.batches is not None:
-            await asyncio.to_thread(parts.batches.close)
+            parts.batches.close()
         await parts.dispatcher.wait_idle()
         await self._servers.admin.stop()
         await self._stop_tasks(self._following)

@@ -145,7 +145,9 @@ class BatchRun:
             await self._change(BatchEvent.EXPIRE)
             return
         if self.record.total:
-            self._stored_bytes = await asyncio.to_thread(self._parts.folder.records.stored_bytes, self.record.tenant)
+            self._stored_bytes = await self._parts.folder.run(
+                self._parts.folder.records.stored_bytes, self.record.tenant
+            )
             if self.record.status is not BatchState.FINALIZING:
                 async with self._opened() as results:
                     await self._compute(results)
@@ -159,7 +161,7 @@ class BatchRun:
         path = self._parts.folder.content(self.record.input_file_id)
         limit = self._parts.config.max_body_bytes
         try:
-            found = await asyncio.to_thread(lines.validate, path, self.record.endpoint, limit)
+            found = await self._parts.folder.run(lines.validate, path, self.record.endpoint, limit)
         except FileNotFoundError:
             found = Validation([LineError("file_not_found", "the input file does not exist any more", "input_file_id")])
         if not found.errors:
@@ -176,8 +178,9 @@ class BatchRun:
 
     @asynccontextmanager
     async def _opened(self) -> AsyncIterator[_Results]:
-        output, errors = await asyncio.to_thread(self._open_both)
-        results = self._results = _Results(ResultWriter(output), ResultWriter(errors))
+        output, errors = await self._parts.folder.run(self._open_both)
+        run = self._parts.folder.run
+        results = self._results = _Results(ResultWriter(output, run), ResultWriter(errors, run))
         try:
             yield results
         finally:
@@ -202,7 +205,7 @@ class BatchRun:
             reader = lines.valid_lines(file, self.record.endpoint, self._parts.config.max_body_bytes)
             try:
                 while not stopped.done():
-                    line = await asyncio.to_thread(_next, reader, done)
+                    line = await self._parts.folder.run(_next, reader, done)
                     if line is None:
                         break
                     while self._is_full(running, len(line.body)) and not stopped.done():
@@ -275,7 +278,7 @@ class BatchRun:
             error, outcome = lines.CANCELLED, "cancelled"
         async with self._opened() as results:
             path, done = self._parts.folder.content(self.record.input_file_id), results.done
-            count = await asyncio.to_thread(self._append_errors, path, done, results.errors.file, error)
+            count = await self._parts.folder.run(self._append_errors, path, done, results.errors.file, error)
         for _ in range(count):
             self._parts.on_line(outcome)
 
@@ -295,7 +298,7 @@ class BatchRun:
         """Make the files of the results visible, and enter the final state."""
         if self.record.status is BatchState.IN_PROGRESS and self._reason is None:
             await self._change(BatchEvent.FINISH, (), **self.counts())
-        files, fields = await asyncio.to_thread(self._result_files)
+        files, fields = await self._parts.folder.run(self._result_files)
         ends = {BatchState.FINALIZING: BatchEvent.COMPLETE, BatchState.CANCELLING: BatchEvent.STOP}
         event = ends.get(self.record.status, BatchEvent.EXPIRE)
         await self._change(event, files, **fields, **self.counts())
@@ -323,9 +326,9 @@ class BatchRun:
     async def _change(self, event: BatchEvent, files: Sequence[FileRecord] = (), **fields: Any) -> None:
         """Apply an event. If another process has cancelled the batch, take over its state instead."""
         records, now = self._parts.folder.records, self._parts.clock.wall()
-        changed = await asyncio.to_thread(records.change, self.record.id, event, now, files, **fields)
+        changed = await self._parts.folder.run(records.change, self.record.id, event, now, files, **fields)
         if changed is None:
-            self.record = await asyncio.to_thread(records.batch, self.record.tenant, self.record.id)
+            self.record = await self._parts.folder.run(records.batch, self.record.tenant, self.record.id)
         else:
             self.record = changed
             self._parts.on_state(changed.status)

@@ -75,15 +75,15 @@ class BatchRunner:
         """Start and stop runs; log what prevents it, once."""
         folder = self._parts.folder
         try:
-            if not await asyncio.to_thread(lambda: folder.exists):
+            if not await folder.run(lambda: folder.exists):
                 return
-            if not await asyncio.to_thread(folder.try_lock):
+            if not await folder.run(folder.try_lock):
                 self._complain(f"another gateway process runs the batches of {folder.path}; this one only keeps them")
                 return
-            records = await asyncio.to_thread(lambda: folder.records)
+            records = await folder.run(lambda: folder.records)
             await self._sweep()
             await self._write_progress()
-            self._follow(await asyncio.to_thread(records.open_batches))
+            self._follow(await folder.run(records.open_batches))
             self._complaint = ""
         except KvferryError as error:
             self._complain(f"batches cannot be run: {error.message}")
@@ -97,8 +97,8 @@ class BatchRunner:
         now = self._parts.clock.monotonic()
         if now >= self._next_sweep:
             wall = self._parts.clock.wall()
-            await asyncio.to_thread(self._parts.folder.sweep, wall)
-            await asyncio.to_thread(self._parts.folder.records.drop_batches, wall - KEPT_SECONDS)
+            await self._parts.folder.run(self._parts.folder.sweep, wall)
+            await self._parts.folder.run(self._parts.folder.records.drop_batches, wall - KEPT_SECONDS)
             self._next_sweep = now + _SWEEP_SECONDS
 
     async def _write_progress(self) -> None:
@@ -108,7 +108,7 @@ class BatchRunner:
             if counts and counts != self._written.get(batch_id):
                 now = self._parts.clock.wall()
                 with suppress(KvferryError):
-                    await asyncio.to_thread(self._parts.folder.records.change, batch_id, None, now, (), **counts)
+                    await self._parts.folder.run(self._parts.folder.records.change, batch_id, None, now, (), **counts)
                     self._written[batch_id] = counts
 
     def _follow(self, batches: Sequence[BatchRecord]) -> None:

@@ -53,12 +53,12 @@ class BatchService:
             Unavailable: the folder cannot be used.
         """
         with self._reserved(tenant, num_bytes) as others:
-            await asyncio.to_thread(self._check_room, tenant, sum(others), len(others))
-            upload = await asyncio.to_thread(self.folder.new_upload, new_file_id())
+            await self.folder.run(self._check_room, tenant, sum(others), len(others))
+            upload = await self.folder.run(self.folder.new_upload, new_file_id())
             try:
                 yield upload
             finally:
-                await asyncio.to_thread(upload.__exit__)
+                await self.folder.run(upload.__exit__)
 
     @contextmanager
     def _reserved(self, tenant: str, num_bytes: int) -> Iterator[list[int]]:
@@ -101,12 +101,12 @@ class BatchService:
         expires = now + (FILE_SECONDS if seconds is None else seconds)
         record = FileRecord(upload.path.name, tenant, purpose, filename, upload.num_bytes, now, expires)
         limits = {"max_files": config.tenant_files, "max_bytes": config.tenant_file_bytes}
-        await asyncio.shield(asyncio.to_thread(self.folder.add, upload, record, **limits))
+        await asyncio.shield(self.folder.run(self.folder.add, upload, record, **limits))
         return record
 
     async def file(self, tenant: str, file_id: str, field: str = "file_id") -> FileRecord:
         """Return a file; see `RecordStore.file`."""
-        return await asyncio.to_thread((await self._records()).file, tenant, file_id, self._clock.wall(), field)
+        return await self.folder.run((await self._records()).file, tenant, file_id, self._clock.wall(), field)
 
     async def open_content(self, tenant: str, file_id: str) -> tuple[FileRecord, int]:
         """Return a file and a descriptor of its content, which the caller closes.
@@ -116,20 +116,20 @@ class BatchService:
             Unavailable: the folder cannot be used.
         """
         record = await self.file(tenant, file_id)
-        return record, await asyncio.to_thread(self.folder.open_content, record)
+        return record, await self.folder.run(self.folder.open_content, record)
 
     async def files(
         self, tenant: str, *, limit: int, after: str | None, is_ascending: bool, purpose: str | None
     ) -> Sequence[FileRecord]:
         """Return files of a tenant; see `RecordStore.files`."""
         listing, now = (await self._records()).files, self._clock.wall()
-        return await asyncio.to_thread(
+        return await self.folder.run(
             listing, tenant, now, limit=limit, after=after, is_ascending=is_ascending, purpose=purpose
         )
 
     async def delete_file(self, tenant: str, file_id: str) -> None:
         """Delete a file; see `RecordStore.delete_file`."""
-        await asyncio.to_thread(self.folder.delete, tenant, file_id, self._clock.wall())
+        await self.folder.run(self.folder.delete, tenant, file_id, self._clock.wall())
 
     # -- batches -----------------------------------------------------------------------------------------------
 
@@ -167,17 +167,17 @@ class BatchService:
             FILE_SECONDS if output_seconds is None else output_seconds,
             metadata,
         )
-        await asyncio.to_thread((await self._records()).add_batch, record)
+        await self.folder.run((await self._records()).add_batch, record)
         self.changed.set()
         return record
 
     async def batch(self, tenant: str, batch_id: str) -> BatchRecord:
         """Return a batch; see `RecordStore.batch`."""
-        return await asyncio.to_thread((await self._records()).batch, tenant, batch_id)
+        return await self.folder.run((await self._records()).batch, tenant, batch_id)
 
     async def batches(self, tenant: str, *, limit: int, after: str | None) -> Sequence[BatchRecord]:
         """Return batches of a tenant; see `RecordStore.batches`."""
-        return await asyncio.to_thread((await self._records()).batches, tenant, limit=limit, after=after)
+        return await self.folder.run((await self._records()).batches, tenant, limit=limit, after=after)
 
     async def cancel_batch(self, tenant: str, batch_id: str) -> BatchRecord:
         """Cancel a batch that is not over; its lines end soon after.
@@ -186,13 +186,12 @@ class BatchService:
             NoSuchBatch: the tenant has no such batch.
             WrongState: the batch is over, or all its lines are computed.
         """
-        found = await self.batch(tenant, batch_id)
-        if found.status in (BatchState.CANCELLING, BatchState.CANCELLED):
-            return found
-        now = self._clock.wall()
-        changed = await asyncio.to_thread((await self._records()).change, found.id, BatchEvent.CANCEL, now)
+        found, now = await self.batch(tenant, batch_id), self._clock.wall()
+        changed = await self.folder.run((await self._records()).change, found.id, BatchEvent.CANCEL, now)
         if changed is None:
             found = await self.batch(tenant, batch_id)
+            if found.status in (BatchState.CANCELLING, BatchState.CANCELLED):
+                return found
             raise WrongState(f"batch {batch_id!r} is {found.status.value} and cannot be cancelled", field="batch_id")
         self.changed.set()
         return changed
@@ -203,4 +202,4 @@ class BatchService:
 
     async def _records(self) -> RecordStore:
         """Return the records; the first call opens or creates the folder."""
-        return await asyncio.to_thread(lambda: self.folder.records)
+        return await self.folder.run(lambda: self.folder.records)

@@ -3,21 +3,28 @@ batches.
 
 FOLDER/records.sqlite   FOLDER/runner.lock   FOLDER/files/ID   FOLDER/uploads/ID
 
-Methods block, and may be called on any thread. The folder is created by the first upload.
+Methods other than `run` block, and may be called on any thread. The folder is created by the first upload.
 """
 
+import asyncio
 import fcntl
+import functools
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 from kvferry.core.errors import Unavailable
 from kvferry.gateway.batches.batch_errors import FOLDER_SETTING, NoSuchFile
 from kvferry.gateway.batches.records import FileRecord, result_ids
 from kvferry.gateway.batches.store import RecordStore
 
+_THREADS = 4
+P = ParamSpec("P")
+R = TypeVar("R")
 _ABANDONED_SECONDS = 2 * 3600
 """Time since its last change after which a file without a record is deleted; no upload takes so long."""
 
@@ -73,8 +80,14 @@ class BatchFolder:
         self.path = path
         self._lock = threading.Lock()
         self._records: RecordStore | None = None
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="batch folder")
         self._runner = -1
         """Descriptor of the locked file; -1 if this process does not run batches."""
+
+    async def run(self, call: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Call a function that blocks on one of the folder's own threads, so that a slow disk delays nothing else."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, functools.partial(call, *args, **kwargs))
 
     @property
     def exists(self) -> bool:
@@ -181,7 +194,8 @@ class BatchFolder:
                             os.unlink(entry.path)
 
     def close(self) -> None:
-        """Close the database and return the lock."""
+        """Close the database, return the lock, and end the threads."""
+        self._threads.shutdown(wait=False)
         with self._lock:
             if self._records is not None:
                 self._records.close()

@@ -7,7 +7,9 @@ import asyncio
 import logging
 import os
 import threading
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 from kvferry.gateway.batches.lines import done_id
 
@@ -85,8 +87,13 @@ class ResultFile:
 class ResultWriter:
     """Appends the lines of several tasks: those that arrive during a sync are written together."""
 
-    def __init__(self, file: ResultFile) -> None:
-        self.file = file
+    def __init__(self, file: ResultFile, run: Callable[..., Coroutine[Any, Any, None]]) -> None:
+        """
+        Args:
+            file: the file.
+            run: calls a function with arguments on a thread.
+        """
+        self.file, self._run = file, run
         self._lines: list[bytes] = []
         self._turn = asyncio.Lock()
         self._writing: asyncio.Future[None] | None = None
@@ -102,7 +109,7 @@ class ResultWriter:
             if not any(each is line for each in self._lines):
                 return  # written together with an earlier line
             taken, self._lines = self._lines, []
-            self._writing = asyncio.ensure_future(asyncio.to_thread(self.file.append, b"".join(taken)))
+            self._writing = asyncio.ensure_future(self._run(self.file.append, b"".join(taken)))
             try:
                 await asyncio.shield(self._writing)
             except OSError:
@@ -114,4 +121,4 @@ class ResultWriter:
         self._lines.clear()
         if self._writing is not None:
             await asyncio.gather(self._writing, return_exceptions=True)
-        await asyncio.to_thread(self.file.close)
+        await self._run(self.file.close)

@@ -1,6 +1,5 @@
 """The routes of files and batches, except for uploads."""
 
-import asyncio
 import os
 from collections.abc import Sequence
 from typing import Protocol, TypeVar
@@ -10,6 +9,7 @@ from starlette.responses import Response
 from starlette.types import Send
 
 from kvferry.gateway.batches.batch_service import BatchService
+from kvferry.gateway.batches.folder import BatchFolder
 from kvferry.gateway.http.batches.bodies import (
     BatchesQuery,
     BatchList,
@@ -111,19 +111,20 @@ class _FileContent(BodyRoute):
     async def serve(self, request: Request, send: Send) -> None:
         """See `BodyRoute.serve`."""
         tenant = self.context.caller(request).tenant
-        record, descriptor = await opened(self._service).open_content(tenant, request.path_params["file_id"])
+        service = opened(self._service)
+        record, descriptor = await service.open_content(tenant, request.path_params["file_id"])
         try:
-            await while_connected(request.receive, _send_file(descriptor, record.num_bytes, send))
+            await while_connected(request.receive, _send_file(service.folder, descriptor, record.num_bytes, send))
         finally:
             os.close(descriptor)
 
 
-async def _send_file(descriptor: int, num_bytes: int, send: Send) -> None:
+async def _send_file(folder: BatchFolder, descriptor: int, num_bytes: int, send: Send) -> None:
     headers = [(b"content-type", OCTETS.encode()), (b"content-length", str(num_bytes).encode())]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     place = 0
     while place < num_bytes:
-        data = await asyncio.to_thread(os.pread, descriptor, min(_READ_BYTES, num_bytes - place), place)
+        data = await folder.run(os.pread, descriptor, min(_READ_BYTES, num_bytes - place), place)
         if not data:
             raise OSError(f"the file has {place} bytes instead of {num_bytes}")
         place += len(data)

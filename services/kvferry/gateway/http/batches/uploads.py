@@ -43,10 +43,11 @@ _MAX_LENGTH_DIGITS = 18
 class _Form:
     """The fields of a form, and the file that is being written."""
 
-    def __init__(self, upload: Upload, max_file_bytes: int) -> None:
+    def __init__(self, upload: Upload, service: BatchService) -> None:
         self.fields: dict[str, Any] = {}
         self.filename = ""
-        self._upload, self._limit = upload, max_file_bytes
+        self._upload, self._limit = upload, service.config.max_file_bytes
+        self._run = service.folder.run
         self._name = ""
         self._text = bytearray()
         self._file = bytearray()
@@ -94,7 +95,7 @@ class _Form:
 
     async def _write(self) -> None:
         data, self._file = bytes(self._file), bytearray()
-        await asyncio.to_thread(self._upload.write, data)
+        await self._run(self._upload.write, data)
 
     def _end_field(self) -> None:
         if self._name not in ("", "file"):
@@ -141,7 +142,7 @@ class CreateFile(BodyRoute):
         most = service.config.max_file_bytes
         size = _declared_size(request, most + _FORM_BYTES)
         async with service.receiving(tenant, min(most, most if size is None else size)) as upload:
-            form = _Form(upload, most)
+            form = _Form(upload, service)
             try:
                 async with asyncio.timeout(UPLOAD_SECONDS):
                     await _read(request, reader, form, self.context.config.body_timeout_seconds)

@@ -1,6 +1,7 @@
 """OpenAI's client and raw requests against the routes of files and batches."""
 
 import asyncio
+import hashlib
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -302,3 +303,47 @@ async def test_a_gateway_without_a_folder_names_the_setting(tmp_path):
             await http.post("/v1/files", data={"purpose": "batch"}, files={"file": b"x"}),
         ):
             assert (answer.status_code, answer.json()["error"]["param"]) == (503, "batch_folder")
+
+
+async def test_lines_take_half_of_a_tenants_places_and_the_lowest_priority_beyond_its_range(tmp_path):
+    tenants = tmp_path / "tenants.toml"
+    digest = hashlib.sha256(b"key-a").hexdigest()
+    tenants.write_text(f'[tenants.a]\nkeys = ["sha256:{digest}"]\npriority = [-9, 0]\nconcurrent_requests = 2\n')
+    batches = BatchConfig(tmp_path / "batches")
+    async with (
+        scripted_gateway(tenants_file=tenants, batches=batches) as gateway,
+        openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="key-a", max_retries=0) as client,
+        httpx.AsyncClient() as admin,
+    ):
+        batch = await start(client, lines(CHAT, 40, max_tokens=4000, ignore_eos=True))
+        await eventually(lambda: gateway.gateway.dispatcher.open_streams > 0)
+        for _ in range(5):
+            answer = await client.completions.create(model="bytes", prompt="hi", max_tokens=2)
+            assert answer.usage is not None
+        await client.batches.cancel(batch.id)
+        await finished(client, batch.id)
+        metrics = (await admin.get(f"{gateway.admin_url}/metrics")).text
+        assert 'queue_seconds_count{band="low"}' in metrics
+        assert 'refusals_total{reason="priority"}' not in metrics
+
+
+@pytest.mark.parametrize("query", ["limit=0", "limit=-1", "limit=x", "limit=99999999999", "limit=", "order=up", "x=1"])
+async def test_a_wrong_parameter_of_a_list_is_refused_by_name(http, query):
+    for path in ("/v1/files", "/v1/batches"):
+        answer = await http.get(f"{path}?{query}")
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, query.partition("=")[0])
+
+
+async def test_the_same_file_deleted_and_read_at_once_is_found_or_not(client):
+    for _ in range(10):
+        file = await client.files.create(file=b"x" * 300_000, purpose="batch")
+        read, deleted = client.files.content(file.id), client.files.delete(file.id)
+        found, _ = await asyncio.gather(read, deleted, return_exceptions=True)
+        assert isinstance(found, openai.NotFoundError) or len(found.content) == 300_000
+
+
+async def test_cancellations_at_once_agree(client):
+    batch = await start(client, lines(CHAT, 30, max_tokens=4000, ignore_eos=True))
+    answers = await asyncio.gather(*(client.batches.cancel(batch.id) for _ in range(8)))
+    assert {answer.status for answer in answers} <= {"cancelling", "cancelled"}
+    assert (await finished(client, batch.id)).status == "cancelled"
