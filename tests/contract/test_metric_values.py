@@ -10,6 +10,7 @@ from kvferry.core import metrics
 from kvferry.core.errors import KvferryError
 from kvferry.core.handoffs import LOST, TRIED, HandoffOutcome
 from kvferry.core.metrics import Metric
+from kvferry.gateway.batches.states import BatchState
 from kvferry.gateway.decide.cache_map.audit import AuditOutcome
 from kvferry.gateway.decide.cache_map.cache_map import Basis
 from kvferry.gateway.decide.cache_map.map_states import LOSSES, MapState
@@ -29,6 +30,7 @@ EMITTED: Mapping[tuple[str, str], Iterable[str]] = {
     (metrics.GATEWAY_MAP_STATE.name, "state"): set(MapState) - {MapState.GONE},
     (metrics.GATEWAY_MAP_LOSSES.name, "reason"): LOSSES,
     (metrics.GATEWAY_MAP_AUDITS.name, "outcome"): {*set(AuditOutcome) - {AuditOutcome.WAIT}, "failed", "stalled"},
+    (metrics.GATEWAY_BATCHES.name, "state"): set(BatchState) - {BatchState.VALIDATING, BatchState.CANCELLING},
     (metrics.GATEWAY_QUEUE.name, "band"): instruments.BANDS,
 }
 """Values by metric and label, for labels whose values have an enumeration in the code."""

@@ -10,14 +10,14 @@ from harness.servers.processes import RunningProcess, a_worker
 from harness.servers.real_gateway import real_gateway
 
 from kvferry.gateway.admission import key_guesses
-from kvferry.gateway.decide.config import Endpoint, FleetConfig, GatewayConfig, HttpConfig
+from kvferry.gateway.decide.config import BatchConfig, Endpoint, FleetConfig, GatewayConfig, HttpConfig
 
 KEY = "key-of-the-tests"
 # A body that the schema accepts may still be refused for a combination of fields: a tool that was not offered, a
 # prompt that is too long, top_logprobs without logprobs.
 SETTINGS = """
 [checks.positive_data_acceptance]
-expected-statuses = ["2xx", 400, 404, 429]
+expected-statuses = ["2xx", 400, 404, 409, 429]
 """
 
 
@@ -39,6 +39,7 @@ async def url(worker: RunningProcess, tmp_path: Path, monkeypatch: pytest.Monkey
         fleet=FleetConfig(both=(Endpoint(str(listening["grpc"]), str(listening["admin"])),)),
         http=HttpConfig(address="127.0.0.1:0", api_keys_file=keys),
         grpc_address="127.0.0.1:0",
+        batches=BatchConfig(tmp_path / "batches", max_file_bytes=1 << 20),
     )
     async with real_gateway(config) as gateway:
         yield f"http://{gateway.listening.http}"

@@ -284,6 +284,22 @@ GATEWAY_TENANT_TOKENS = Metric(
     values={"kind": ("prompt", "cached", "output")},
 )
 
+GATEWAY_BATCH_LINES = Metric(
+    "kvferry_gateway_batch_lines_total",
+    MetricKind.COUNTER,
+    "Lines of batches by outcome (completed, failed, expired, cancelled), or sent again later for lack of room "
+    "(retried).",
+    ("outcome",),
+    values={"outcome": ("completed", "failed", "expired", "cancelled", "retried")},
+)
+GATEWAY_BATCHES = Metric(
+    "kvferry_gateway_batches_total",
+    MetricKind.COUNTER,
+    "Batches that entered a state, by state.",
+    ("state",),
+    values={"state": ("failed", "in_progress", "finalizing", "completed", "expired", "cancelled")},
+)
+
 GATEWAY_HELD = Metric("kvferry_gateway_held_requests", MetricKind.GAUGE, "Samples held until the pool has a worker.")
 GATEWAY_WAKES = Metric(
     "kvferry_gateway_scale_from_zero_total", MetricKind.COUNTER, "Roles of the pool scaled from 0 replicas to 1."

@@ -3,11 +3,17 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from starlette.types import ASGIApp
+
 from kvferry.core.clock import Clock
 from kvferry.core.ids import new_incarnation
 from kvferry.core.traces.spans import Tracer
 from kvferry.gateway.admission.flow_gate import FlowGate
 from kvferry.gateway.admission.tenants import Tenants
+from kvferry.gateway.batches.batch_run import RunParts
+from kvferry.gateway.batches.batch_runner import BatchRunner
+from kvferry.gateway.batches.batch_service import BatchService
+from kvferry.gateway.batches.line_slots import LineSlots
 from kvferry.gateway.decide.cache_map.cache_map import CacheMap
 from kvferry.gateway.decide.config import DispatchConfig, FlowConfig, GatewayConfig
 from kvferry.gateway.decide.lifecycle.sample_run import SampleRun
@@ -27,6 +33,7 @@ from kvferry.gateway.fleet.readiness import FleetCollector, PoolCollector
 from kvferry.gateway.fleet.waking import Waker
 from kvferry.gateway.fleet.worker_keys import WorkerKeys
 from kvferry.gateway.http.admin_api import AdminApi
+from kvferry.gateway.http.batches.inner_call import InnerCall
 from kvferry.gateway.http.client_api import ClientApi
 from kvferry.gateway.http.pin_routes import PinRoutes
 from kvferry.gateway.http.server.tls import Certificate
@@ -42,6 +49,9 @@ from kvferry.serving.constraint_check import ConstraintCheck
 from kvferry.serving.text_model import TextModel
 from kvferry.serving.text_process import TextProcess
 from kvferry.serving.text_service import TextService
+
+_MAX_LINES = 256
+"""Maximum number of lines of batches that run at a time, if no setting has another one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +77,12 @@ class GatewayParts:
     tracer: Tracer | None
     request_trace: TraceFile | None
     status: GatewayStatus
+    batches: BatchService | None
+    """Files and batches; `None` if they are not served."""
+    batch_runner: BatchRunner | None
     client_api: ClientApi
+    client_app: ASGIApp
+    """The application of `client_api`."""
     admin_api: AdminApi
 
 
@@ -160,6 +175,7 @@ def build_gateway(
         instruments, History(), pool_tls,
     )  # fmt: skip
     pins = FleetPins(fleet, clock)
+    batches = None if config.batches is None else BatchService(config.batches, clock)
     client_api = ClientApi(
         service,
         config.http,
@@ -168,7 +184,9 @@ def build_gateway(
         dispatcher.journal,
         needs_key=tenants.keys.are_required,
         secret=config.tenant_key,
+        batches=batches,
     )
+    client_app = client_api.app()
     admin_api = AdminApi(
         registry,
         dispatcher.journal,
@@ -182,8 +200,44 @@ def build_gateway(
     )
     return GatewayParts(
         config, clock, pool, certificate, pool_tls, instruments, fleet, membership, cache_map, cache_feeds, waker,
-        tenants, gate, dispatcher, pins, service, tracer, request_trace, status, client_api, admin_api,
+        tenants, gate, dispatcher, pins, service, tracer, request_trace, status, batches,
+        None if batches is None else _batch_runner(batches, service, client_app, gate, tenants, instruments),
+        client_api, client_app, admin_api,
     )  # fmt: skip
+
+
+def _batch_runner(
+    batches: BatchService,
+    service: TextService,
+    client_app: ASGIApp,
+    gate: FlowGate,
+    tenants: Tenants,
+    instruments: GatewayInstruments,
+) -> BatchRunner:
+    """Return what runs the batches; lines take the way of requests of their tenants."""
+
+    def check_model(tenant: str, name: str) -> None:
+        adapter = service.adapter_of(name)
+        service.check_access(tenant, service.model.name if adapter is None else adapter.name)
+
+    def tenant_lines(tenant: str) -> int:
+        most = tenants.policy(tenant).concurrent_requests
+        return _MAX_LINES if most is None else max(1, most // 2)
+
+    given = batches.config.lines
+    parts = RunParts(
+        batches.folder,
+        batches.config,
+        service.clock,
+        LineSlots(lambda: given or max(1, min(_MAX_LINES, gate.room.now().sequences // 2))),
+        InnerCall(client_app),
+        check_model=check_model,
+        has_tenant=lambda tenant: not tenants.keys.are_required or tenant in tenants.keys.tenants,
+        tenant_lines=tenant_lines,
+        on_line=lambda outcome: instruments.batch_lines.labels(outcome).inc(),
+        on_state=lambda state: instruments.batches.labels(state.value).inc(),
+    )
+    return BatchRunner(parts, batches.changed)
 
 
 def _forget_cached(dispatcher: Dispatcher, pins: FleetPins) -> None:

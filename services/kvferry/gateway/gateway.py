@@ -71,7 +71,7 @@ class _Servers:
             )
             bound.push_async_callback(rpc.stop, 0)
             http = await HttpServer.start(
-                parts.client_api.app(),
+                parts.client_app,
                 config.http.address,
                 field="http",
                 drain_seconds=config.drain_seconds,
@@ -124,6 +124,9 @@ class Gateway:
             following["certificate"] = _renew(parts.certificate)
         if parts.pool_tls is not None:
             following["pool tls"] = parts.pool_tls.follow()
+        self._batches = (
+            None if parts.batch_runner is None else asyncio.create_task(parts.batch_runner.run(), name="batches")
+        )
         self._following = [asyncio.create_task(work, name=name) for name, work in following.items()]
         self._health = asyncio.create_task(self._follow_readiness(), name="readiness")
 
@@ -171,6 +174,8 @@ class Gateway:
         """Report not ready, reject new requests, wait for running streams up to `drain_seconds`, close all servers."""
         parts = self.parts
         await self.linger(0)
+        if self._batches is not None:
+            await self._stop_tasks([self._batches])
         drain_seconds = parts.config.drain_seconds
         await asyncio.gather(
             self._servers.rpc.stop(drain_seconds),
@@ -181,6 +186,8 @@ class Gateway:
             await parts.service.process.stop()
         if parts.service.constraints is not None:
             await parts.service.constraints.stop()
+        if parts.batches is not None:
+            parts.batches.close()
         await parts.dispatcher.wait_idle()
         await self._servers.admin.stop()
         await self._stop_tasks(self._following)

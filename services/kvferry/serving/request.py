@@ -41,6 +41,8 @@ class Caller:
     """Seconds that the request has waited for its admission."""
     is_explained: bool = False
     """Whether the choices of the routing policies that are not in use are recorded too."""
+    is_batch_line: bool = False
+    """Whether the request is a line of a batch, which gets the lowest priority, whatever `priority` is."""
     scope: str = field(init=False)
     """Scope of the request's block names: tenant, salt and adapter."""
 

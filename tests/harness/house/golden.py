@@ -21,6 +21,7 @@ from kvferry.core.ids import BlockHash
 from kvferry.core.philox import uniform
 from kvferry.core.states import Machine
 from kvferry.engine.schedule.step.sequence import SEQUENCE_MACHINE
+from kvferry.gateway.batches.states import BATCH_MACHINE
 from kvferry.gateway.decide.cache_map.map_states import MAP_MACHINE
 from kvferry.gateway.decide.lifecycle.sample_states import MACHINE as RELEASE_MACHINE
 from kvferry.kv.handoff.offers import OFFER_MACHINE
@@ -43,6 +44,7 @@ MACHINES: tuple[Machine, ...] = (  # type: ignore[type-arg]
     RELEASE_MACHINE,
     BREAKER_MACHINE,
     MAP_MACHINE,
+    BATCH_MACHINE,
 )
 _MARK = re.compile(r"(<!-- generated: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 

@@ -114,6 +114,11 @@ NO_FIELD = {
     "cors_origins": "of a gateway's clients. As KVFERRY_CORS_ORIGINS in gateway.template",
     "kernels": "for comparisons; auto measures. As KVFERRY_KERNELS in roles[].template",
     "async_steps": "for comparisons. As KVFERRY_ASYNC_STEPS in roles[].template",
+    "batch_folder": "a folder in a pod. As KVFERRY_BATCH_FOLDER, with a volume, in gateway.template",
+    "max_file_bytes": "of the batch folder. As KVFERRY_MAX_FILE_BYTES in gateway.template",
+    "tenant_file_bytes": "of the batch folder. As KVFERRY_TENANT_FILE_BYTES in gateway.template",
+    "tenant_files": "of the batch folder. As KVFERRY_TENANT_FILES in gateway.template",
+    "batch_lines": "of the batch folder. As KVFERRY_BATCH_LINES in gateway.template",
     "trace_file": "a file in a pod, for recordings. As KVFERRY_TRACE_FILE, with a volume, in gateway.template",
     "trace_file_bytes": "a file in a pod, for recordings. As KVFERRY_TRACE_FILE_BYTES in gateway.template",
 }

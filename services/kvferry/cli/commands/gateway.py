@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import gc
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,8 +19,10 @@ from kvferry.core.settings import processes as settings
 from kvferry.core.settings.class_weights import weights_in_use
 
 if TYPE_CHECKING:
-    from kvferry.gateway.decide.config import GatewayConfig
+    from kvferry.gateway.decide.config import BatchConfig, GatewayConfig
 
+_NOT_IN_NAMES = re.compile(r"[^\w-]")
+"""Characters of a model's name that the name of its folder does not have."""
 _ROLES = ("prefill", "decode", "both")
 
 
@@ -148,7 +151,26 @@ def _config(values: Values) -> "GatewayConfig":
         drain_seconds=values["drain_seconds"],
         traces=traces_of(values),
         request_trace=(Path(values["trace_file"]), values["trace_file_bytes"]) if values["trace_file"] else None,
+        batches=_batches(values),
         shares_ports=values["share_ports"],
+    )
+
+
+def _batches(values: Values) -> "BatchConfig | None":
+    """Return the settings of files and batches; `None` if they are off."""
+    from kvferry.core.process.config import cache_dir
+    from kvferry.gateway.decide.config import BatchConfig
+
+    given = values["batch_folder"]
+    if given == "off":
+        return None
+    name = _NOT_IN_NAMES.sub("_", (values["served_name"] or values["model"]).strip("/").rpartition("/")[2])
+    return BatchConfig(
+        folder=Path(given) if given else cache_dir() / "batches" / name,
+        max_file_bytes=values["max_file_bytes"],
+        tenant_file_bytes=values["tenant_file_bytes"],
+        tenant_files=values["tenant_files"],
+        lines=values["batch_lines"],
     )
 
 

@@ -208,6 +208,23 @@ REQUEST_TRACE = (
         parse=size_bytes,
     ),
 )
+BATCHES = (
+    Setting(
+        "batch_folder",
+        "",
+        "Folder of uploaded files and of batches; off: neither is served. Default: a folder of the model in the cache "
+        "folder.",
+    ),
+    Setting("max_file_bytes", 200 << 20, "Maximum size of an uploaded file.", parse=size_bytes),
+    Setting("tenant_file_bytes", 4 << 30, "Maximum size of a tenant's files together.", parse=size_bytes),
+    Setting("tenant_files", 1000, "Maximum number of a tenant's files.", parse=whole(1, 1 << 20)),
+    Setting(
+        "batch_lines",
+        0,
+        "Maximum lines of batches that are computed at a time; 0: half of the sequences of the workers.",
+        parse=whole(0, 1 << 16),
+    ),
+)
 PROCESSES = Setting(
     "processes",
     1,
@@ -346,6 +363,7 @@ GATEWAY = (
     Setting("request_timeout", 600.0, "Maximum seconds per request.", parse=seconds(1, 86400)),
     *TRACES,
     *REQUEST_TRACE,
+    *BATCHES,
     PROCESSES,
     Setting(
         "share_ports",
@@ -408,6 +426,7 @@ UP = (
     *TICKET_KEY,
     *TRACES,
     *REQUEST_TRACE,
+    *BATCHES,
     PROCESSES,
     DRAIN,
 )

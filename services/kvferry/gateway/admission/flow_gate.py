@@ -19,6 +19,7 @@ from types import TracebackType
 
 from kvferry.core.clock import Clock
 from kvferry.core.errors import DeadlinePassed, Forbidden, KvferryError, Overloaded, Unavailable, UnknownModel
+from kvferry.core.sampling import MAX_PRIORITY
 from kvferry.gateway.admission.flow_report import flow_report
 from kvferry.gateway.admission.tenants import Tenants
 from kvferry.gateway.decide.config import FlowConfig
@@ -455,6 +456,8 @@ class FlowGate:
         work, now = slot.work, self._clock.monotonic()
         policy = self._tenants.policy(work.caller.tenant)
         slot.priority = policy.priority_of(work.caller.priority)
+        if work.caller.is_batch_line:
+            slot.priority = MAX_PRIORITY
         prompt = sum(map(len, work.prompts))
         output = self.quotas.expected_output(work.caller.tenant, work.max_tokens)
         slot.expected_tokens = prompt * work.num_samples + output * len(work.prompts) * work.num_samples

@@ -232,6 +232,24 @@ class HttpConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class BatchConfig:
+    """Settings of files and batches."""
+
+    folder: Path
+    """Folder of the files and of the records; created by the first use."""
+    max_file_bytes: int = 200 << 20
+    """Maximum size of an uploaded file."""
+    tenant_file_bytes: int = 4 << 30
+    """Maximum size of a tenant's files together, uploads and results."""
+    tenant_files: int = 1000
+    """Maximum number of a tenant's files."""
+    lines: int = 0
+    """Maximum number of lines that are computed at a time; 0 for half of the sequences of the workers."""
+    max_body_bytes: int = 8 << 20
+    """Maximum size of the body of a line."""
+
+
+@dataclass(frozen=True, slots=True)
 class GatewayConfig:
     """Settings of one gateway process."""
 
@@ -269,6 +287,8 @@ class GatewayConfig:
     """Settings of traces; `None` for no traces."""
     request_trace: tuple[Path, int] | None = None
     """File for an anonymous trace of the requests, and its maximum size in bytes; `None` for no trace."""
+    batches: BatchConfig | None = None
+    """Settings of files and batches; `None` if they are not served."""
     hold: HoldConfig = field(default_factory=HoldConfig)
     """Limits on held requests; used only if `fleet.pool` is set."""
     shares_ports: bool = False

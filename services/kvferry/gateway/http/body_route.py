@@ -6,7 +6,7 @@ The ASGI handler of such a route cancels a request whose client disconnects. Ans
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -29,6 +29,10 @@ _STREAM_HEADERS = (
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx passes events on at once
 )
+BATCH_TENANT = "kvferry.batch_tenant"
+"""Entry of the scope of a request that the gateway makes itself, a line of a batch: its tenant."""
+_QUERY_NUMBERS, _QUERY_FLAGS = ("limit", "starting_after"), ("stream", "include_obfuscation")
+"""Parameters of queries that are numbers, and those that are true or false."""
 IGNORED = "kvferry.ignored"
 """Entry of a request's scope: the names of its fields without effect."""
 _log = logging.getLogger(__name__)
@@ -132,7 +136,7 @@ async def read_body(request: Request, config: HttpConfig, buffered: BufferedBody
     limit = config.max_body_bytes
     length = request.headers.get("content-length", "")
     if length.isdecimal() and (len(length) > _MAX_LENGTH_DIGITS or int(length) > limit):
-        await _discard_body(request)
+        await discard_body(request)
         raise BodyTooLarge(f"the body has {shortened(length)} bytes; at most {limit} are accepted")
     body = bytearray()
     try:
@@ -141,7 +145,7 @@ async def read_body(request: Request, config: HttpConfig, buffered: BufferedBody
                 body += part
                 buffered.grow(len(body))
                 if len(body) > limit:
-                    await _discard_body(request)
+                    await discard_body(request)
                     raise BodyTooLarge(f"the body has more than {limit} bytes")
     except TimeoutError:
         raise BodyTooSlow(f"the body did not arrive within {config.body_timeout_seconds:g} s") from None
@@ -150,7 +154,7 @@ async def read_body(request: Request, config: HttpConfig, buffered: BufferedBody
     return bytes(body)
 
 
-async def _discard_body(request: Request) -> None:
+async def discard_body(request: Request) -> None:
     """Receive the rest of a body for a short time: closing a connection with unread data would reset it, and the client
     would not receive the response."""
     with contextlib.suppress(TimeoutError):
@@ -175,15 +179,19 @@ class ApiContext:
             Unauthenticated: the API key is missing or unknown.
             Overloaded: too many unknown keys came from the client's address.
         """
+        request_id, arrived = request.scope["kvferry.request_id"], self.service.clock.monotonic()
+        batch_tenant: str | None = request.scope.get(BATCH_TENANT)
+        if batch_tenant is not None:
+            return Caller(request_id, batch_tenant, arrived=arrived, is_batch_line=True)
         address = request.client.host if request.client is not None else ""
         authorization = request.headers.get("authorization")
         if authorization is None and (key := request.headers.get("x-api-key")) is not None:
             authorization = f"Bearer {key}"  # Anthropic's clients
         tenant = self.service.tenant_of(authorization, address)
         return Caller(
-            request.scope["kvferry.request_id"],
+            request_id,
             tenant,
-            arrived=self.service.clock.monotonic(),
+            arrived=arrived,
             is_explained=EXPLAIN_HEADER in request.headers,
         )
 
@@ -340,3 +348,14 @@ async def _cancelled(task: "asyncio.Task[None] | None") -> None:
 def note_ignored(request: Request, ignored: Sequence[str]) -> None:
     """Record the fields of a request that have no effect, for the header of the answer and the metric."""
     request.scope[IGNORED] = ignored
+
+
+def query_fields(params: Mapping[str, str]) -> dict[str, Any]:
+    """Return the parameters of a query, with numbers converted to integers, and truth values to bool."""
+    found: dict[str, Any] = dict(params)
+    for name, value in params.items():
+        if name in _QUERY_NUMBERS and value.isascii() and value.isdecimal() and len(value) < 10:
+            found[name] = int(value)
+        elif name in _QUERY_FLAGS and value in ("true", "false"):
+            found[name] = value == "true"
+    return found

@@ -28,8 +28,10 @@ from kvferry.core.errors import (
 )
 from kvferry.core.ids import RequestId, new_request_id
 from kvferry.core.traces.spans import TRACEPARENT, TRACESTATE, Span, TraceContext, Tracer, use_span
+from kvferry.gateway.batches.batch_service import BatchService
 from kvferry.gateway.decide.config import HttpConfig
 from kvferry.gateway.dispatch.journal import Journal
+from kvferry.gateway.http.batches.routes import BatchRoutes
 from kvferry.gateway.http.body_route import (
     IGNORED,
     JSON,
@@ -95,6 +97,8 @@ class ClientApi:
     journal: Journal
     needs_key: bool = False
     """Whether requests need an API key."""
+    batches: BatchService | None = None
+    """Files and batches; `None` if this gateway keeps none."""
     secret: bytes = b""
     """The pool's secret; empty for one of this process alone."""
     context: ApiContext = field(init=False)
@@ -117,6 +121,7 @@ class ClientApi:
     def app(self) -> ASGIApp:
         """Create the ASGI application of the client API."""
         responses = self.responses
+        batches = BatchRoutes(self.context, self.batches)
         handlers: dict[str, Any] = {
             "createChatCompletion": _Generate(self.context, is_chat=True),
             "createCompletion": _Generate(self.context, is_chat=False),
@@ -129,6 +134,15 @@ class ClientApi:
             "cancelResponse": responses.cancel,
             "deleteResponse": responses.delete,
             "listResponseItems": responses.input_items,
+            "createFile": batches.create_file,
+            "listFiles": batches.files,
+            "retrieveFile": batches.file,
+            "downloadFile": batches.content,
+            "deleteFile": batches.delete_file,
+            "createBatch": batches.create_batch,
+            "listBatches": batches.batches,
+            "retrieveBatch": batches.batch,
+            "cancelBatch": batches.cancel_batch,
             "listModels": self._models,
             "retrieveModel": self._model,
             "explainRequest": self._explain,

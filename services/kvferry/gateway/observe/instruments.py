@@ -81,6 +81,8 @@ class GatewayInstruments:
         self.ignored_fields = self._counter(metrics.GATEWAY_IGNORED_FIELDS)
         self.tenant_requests = self._counter(metrics.GATEWAY_TENANT_REQUESTS)
         self.tenant_tokens = self._counter(metrics.GATEWAY_TENANT_TOKENS)
+        self.batch_lines = self._counter(metrics.GATEWAY_BATCH_LINES)
+        self.batches = self._counter(metrics.GATEWAY_BATCHES)
 
     def stream_ended(self, outcome: str, usage: Usage, timing: Timing) -> None:
         """Record the outcome, usage and timing of an ended sample.

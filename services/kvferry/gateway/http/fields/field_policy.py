@@ -138,6 +138,12 @@ RESPONSE: Rules = {
 }
 """Body of POST /v1/responses."""
 
+FILE: Rules = {}
+"""Form of POST /v1/files."""
+
+BATCH: Rules = {}
+"""Body of POST /v1/batches."""
+
 EMBEDDINGS: Rules = {**_HINTS, "truncate_prompt_tokens": FieldRule("inputs are used as a whole")}
 """Body of POST /v1/embeddings."""
 

@@ -25,6 +25,11 @@ _TOOL_RULE = re.compile(r"\(rule (?:arguments|call)_(\d+)")
 """Rule of a tool's arguments in the error of a grammar of calls; see `kvferry.text.tools.grammars`."""
 Schema = dict[str, Any] | str
 """A JSON Schema, as an object or as its JSON text."""
+MAX_METADATA = 16
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=MAX_METADATA)
+]
+"""Texts that a client attaches to an object."""
 Choices = Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
 
 

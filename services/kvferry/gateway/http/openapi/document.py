@@ -78,7 +78,7 @@ def openapi_document(version: str, *, needs_key: bool, operations: Iterable[Oper
 
 
 def _operation(op: Operation, answers: Mapping[str, Any], *, needs_key: bool) -> dict[str, Any]:
-    content: dict[str, Any] = {JSON: {"schema": answers[_name(op.answer)]}}
+    content: dict[str, Any] = {op.answer_media: {"schema": answers[_name(op.answer)]}}
     if op.event is not None:
         content[EVENTS] = {"schema": _event_schema(op, answers[_name(op.event)])}
     headers = _id_header() if op.body is None else {"headers": {**_id_header()["headers"], **_IGNORED}}
@@ -106,7 +106,7 @@ def _operation(op: Operation, answers: Mapping[str, Any], *, needs_key: bool) ->
         "responses": dict(sorted(responses.items())),
     }
     if op.body is not None:
-        content = {JSON: {"schema": {"$ref": f"{_REF}{_param(op.body.__name__, True)}"}}}
+        content = {op.media: {"schema": {"$ref": f"{_REF}{_param(op.body.__name__, True)}"}}}
         made["requestBody"] = {"required": True, "content": content}
     if op.has_key:
         made["security"] = [{_KEY: []}] if needs_key else [{_KEY: []}, {}]

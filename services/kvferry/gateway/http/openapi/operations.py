@@ -26,7 +26,21 @@ from kvferry.core.errors import (
     Unavailable,
     UnknownModel,
 )
-from kvferry.gateway.http.body_route import BodyTooLarge, BodyTooSlow, UnsupportedMedia
+from kvferry.gateway.batches.batch_errors import NoSuchBatch, NoSuchFile, WrongState
+from kvferry.gateway.http.batches.bodies import (
+    BatchesQuery,
+    BatchList,
+    BatchObject,
+    BatchRequest,
+    DeletedFile,
+    FileList,
+    FileObject,
+    FilesQuery,
+    FileUpload,
+)
+from kvferry.gateway.http.batches.routes import OCTETS
+from kvferry.gateway.http.batches.switched_off import BatchesOff
+from kvferry.gateway.http.body_route import JSON, BodyTooLarge, BodyTooSlow, UnsupportedMedia
 from kvferry.gateway.http.encoding.comparisons import Ranking, RerankBody, ScoreBody, ScoreList
 from kvferry.gateway.http.encoding.embeddings import EmbeddingList, EmbeddingObject, EmbeddingsBody
 from kvferry.gateway.http.encoding.token_ids import DetokenizeBody, TokenIds, TokenizeBody, TokenText
@@ -48,6 +62,8 @@ EDGE: Errors = (InvalidRequest, InvariantBroken)
 KEYED: Errors = (*EDGE, Unauthenticated, Overloaded)
 BODY: Errors = (*KEYED, UnknownModel, BodyTooSlow, BodyTooLarge, UnsupportedMedia, Unavailable)
 COMPUTED: Errors = (*BODY, Forbidden, RequestRefused, GenerationFailed, DeadlinePassed)
+KEPT: Errors = (*KEYED, BatchesOff, Unavailable)
+"""Errors of routes of files and batches."""
 ROUTING: Errors = (NoSuchRoute, MethodNotAllowed)
 """Errors of paths and methods that are not in the table."""
 
@@ -75,6 +91,10 @@ class Operation:
     also: Mapping[int, Any] | None = None
     """Types of answers by status, other than `status`; `None` if there are none."""
     status: int = 200
+    media: str = JSON
+    """Media type of the body."""
+    answer_media: str = JSON
+    """Media type of the answer."""
     failure: Any = reply.ErrorBody
     """Type of the body of errors."""
 
@@ -226,6 +246,71 @@ OPERATIONS: tuple[Operation, ...] = (
     ),
     Operation(
         "detokenize", "POST", "/detokenize", "Returns the text of token ids.", TokenText, DetokenizeBody, errors=BODY
+    ),
+    Operation(
+        "createFile",
+        "POST",
+        "/v1/files",
+        "Stores a file, the input of a batch.",
+        FileObject,
+        FileUpload,
+        errors=(*KEPT, BodyTooSlow, BodyTooLarge, UnsupportedMedia),
+        media="multipart/form-data",
+    ),
+    Operation("listFiles", "GET", "/v1/files", "Lists files.", FileList, query=FilesQuery, errors=(*KEPT, NoSuchFile)),
+    Operation(
+        "retrieveFile",
+        "GET",
+        "/v1/files/{file_id}",
+        "Returns a file's size and times.",
+        FileObject,
+        errors=(*KEPT, NoSuchFile),
+    ),
+    Operation(
+        "downloadFile",
+        "GET",
+        "/v1/files/{file_id}/content",
+        "Returns the content of a file.",
+        bytes,
+        errors=(*KEPT, NoSuchFile),
+        answer_media=OCTETS,
+    ),
+    Operation(
+        "deleteFile",
+        "DELETE",
+        "/v1/files/{file_id}",
+        "Deletes a file.",
+        DeletedFile,
+        errors=(*KEPT, NoSuchFile, WrongState),
+    ),
+    Operation(
+        "createBatch",
+        "POST",
+        "/v1/batches",
+        "Begins to answer the requests of a file.",
+        BatchObject,
+        BatchRequest,
+        errors=(*KEPT, NoSuchFile, BodyTooSlow, BodyTooLarge, UnsupportedMedia),
+    ),
+    Operation(
+        "listBatches",
+        "GET",
+        "/v1/batches",
+        "Lists batches.",
+        BatchList,
+        query=BatchesQuery,
+        errors=(*KEPT, NoSuchBatch),
+    ),
+    Operation(
+        "retrieveBatch", "GET", "/v1/batches/{batch_id}", "Returns a batch.", BatchObject, errors=(*KEPT, NoSuchBatch)
+    ),
+    Operation(
+        "cancelBatch",
+        "POST",
+        "/v1/batches/{batch_id}/cancel",
+        "Cancels a batch.",
+        BatchObject,
+        errors=(*KEPT, NoSuchBatch, WrongState),
     ),
     Operation("listModels", "GET", "/v1/models", "Lists the model and its adapters.", reply.ModelList, errors=KEYED),
     Operation(

@@ -17,6 +17,7 @@ from kvferry.core.limits import MAX_CACHE_SALT_CHARS
 from kvferry.core.sampling import RANGES, Range
 from kvferry.gateway.http.fields import field_policy
 from kvferry.gateway.http.fields.field_policy import Rules
+from kvferry.gateway.http.fields.request_fields import Metadata
 from kvferry.gateway.http.fields.strict import (
     Priority,
     SamplingFields,
@@ -41,7 +42,6 @@ from kvferry.gateway.http.responses.tools import (
 from kvferry.serving.prompts import check_num_tokens
 from kvferry.serving.text_model import TextModel
 
-MAX_METADATA = 16
 _LOGPROBS = "message.output_text.logprobs"
 _CARRIER = "reasoning.encrypted_content"
 R = TypeVar("R")
@@ -73,10 +73,6 @@ class EventOptions(Strict):
     RULES: ClassVar[Rules] = field_policy.STREAM_OPTIONS
 
 
-_Value = Annotated[str, Field(max_length=512)]
-_Metadata = dict[Annotated[str, Field(max_length=64)], _Value]
-
-
 class ResponseRequest(SamplingFields):
     """Body of POST /v1/responses."""
 
@@ -92,7 +88,7 @@ class ResponseRequest(SamplingFields):
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None
-    metadata: Annotated[_Metadata, Field(max_length=MAX_METADATA)] | None = None
+    metadata: Metadata | None = None
     tools: Annotated[list[OfferedTool], Field(fail_fast=True)] | None = None
     """Functions and custom tools; `parse_response` has taken out the other tools."""
     tool_choice: str | FunctionChoices | None = None

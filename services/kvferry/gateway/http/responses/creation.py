@@ -179,6 +179,8 @@ async def create(
         raise InvalidRequest(
             "background needs a stored response; leave store out, or set it to true", field="background"
         )
+    if read.body.background and caller.is_batch_line:
+        raise InvalidRequest("background is not supported in a batch; leave it out", field="background")
     if read.body.background and store is None:
         raise InvalidRequest(
             "background is not supported by this gateway, which stores no responses because it runs as several "
@@ -186,7 +188,8 @@ async def create(
             field="background",
         )
     generation = await prepared(service, caller, read.chat, is_chat=True)
-    return Creation(read, generation, earlier, store, caller.tenant, key)
+    kept = None if caller.is_batch_line else store  # the lines of a batch would displace the responses of all others
+    return Creation(read, generation, earlier, kept, caller.tenant, key)
 
 
 async def count(

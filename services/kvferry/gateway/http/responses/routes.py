@@ -1,6 +1,6 @@
 """The routes of responses: create, retrieve, cancel, delete, list the input's items."""
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -11,7 +11,15 @@ from starlette.types import Send
 
 from kvferry.core.errors import InvalidRequest, KvferryError, shortened
 from kvferry.core.process.struct_types import describe
-from kvferry.gateway.http.body_route import JSON, ApiContext, BodyRoute, note_ignored, prepared, while_connected
+from kvferry.gateway.http.body_route import (
+    JSON,
+    ApiContext,
+    BodyRoute,
+    note_ignored,
+    prepared,
+    query_fields,
+    while_connected,
+)
 from kvferry.gateway.http.fields.strict import Strict, parse_fields
 from kvferry.gateway.http.openai.reply import encode
 from kvferry.gateway.http.responses.background import BackgroundRuns, NotStreamed
@@ -19,9 +27,6 @@ from kvferry.gateway.http.responses.carrier import CarrierKey
 from kvferry.gateway.http.responses.creation import count, create
 from kvferry.gateway.http.responses.output import DeletedResponse, InputTokens, ItemList
 from kvferry.gateway.http.responses.store import KeptResponse, ResponseNotFound, ResponseStore
-
-_NUMBERS, _FLAGS = ("limit", "starting_after"), ("stream", "include_obfuscation")
-"""Parameters of queries that are numbers, and those that are true or false."""
 
 
 class ItemsQuery(Strict):
@@ -100,7 +105,7 @@ class ResponseRoutes:
             ResponseNotFound: the response is not stored.
         """
         kept = self._kept(request)
-        query = parse_fields(ItemsQuery, _query(request.query_params), is_strict=True)
+        query = parse_fields(ItemsQuery, query_fields(request.query_params), is_strict=True)
         name = request.path_params["response_id"]
         items = [_listed(item, f"{name}_{number}") for number, item in enumerate(msgspec.json.decode(kept.own_items))]
         if query.order == "desc":
@@ -178,7 +183,7 @@ class _Retrieve(BodyRoute):
             ResponseNotFound: the response is neither running nor stored.
         """
         tenant, name = self.context.caller(request).tenant, request.path_params["response_id"]
-        query = parse_fields(RetrieveQuery, _query(request.query_params), is_strict=True)
+        query = parse_fields(RetrieveQuery, query_fields(request.query_params), is_strict=True)
         run = None if self._runs is None else self._runs.find(tenant, name)
         kept = None if run is not None else _opened(self._store, name).get(tenant, name, "response_id")
         if not query.stream:
@@ -231,21 +236,6 @@ class _CountTokens(BodyRoute):
             num_tokens, ignored = await prepared(receive, body, counting)
         note_ignored(request, ignored)
         await Response(encode(InputTokens(num_tokens)), media_type=JSON)(request.scope, receive, send)
-
-
-def _query(params: Mapping[str, str]) -> dict[str, Any]:
-    """Return the parameters of a query, with whole numbers converted to integers, and truth values to bool."""
-    return {
-        name: value == "true" if name in _FLAGS and value in ("true", "false") else value
-        for name, value in _numbered(params).items()
-    }
-
-
-def _numbered(params: Mapping[str, str]) -> dict[str, Any]:
-    return {
-        name: int(value) if name in _NUMBERS and value.isascii() and value.isdecimal() and len(value) < 10 else value
-        for name, value in params.items()
-    }
 
 
 def _listed(item: dict[str, Any], name: str) -> dict[str, Any]:

@@ -1,8 +1,10 @@
 """The OpenAPI document describes each route, field, answer and error, and real answers match it."""
 
+import asyncio
 import json
 import re
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,6 +18,7 @@ from starlette.routing import Route
 
 from kvferry.core import errors
 from kvferry.core.sampling import RANGES, SamplingParams
+from kvferry.gateway.decide.config import BatchConfig
 from kvferry.gateway.http.body_route import BodyTooLarge, BodyTooSlow, UnsupportedMedia
 from kvferry.gateway.http.fields.field_policy import Effect
 from kvferry.gateway.http.fields.strict import Strict
@@ -39,10 +42,14 @@ VALID: dict[str, dict[str, Any]] = {
     "/detokenize": {"tokens": [97, 98]},
 }
 
+FILES = ("/v1/files", "/v1/batches")
+"""Routes whose examples depend on each other; see `test_files_and_batches_are_as_described`."""
+
 
 @pytest.fixture
-async def client() -> AsyncIterator[httpx.AsyncClient]:
-    async with scripted_gateway() as gateway, httpx.AsyncClient(base_url=gateway.url) as opened:
+async def client(tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
+    batches = BatchConfig(tmp_path / "batches")
+    async with scripted_gateway(batches=batches) as gateway, httpx.AsyncClient(base_url=gateway.url) as opened:
         opened.gateway = gateway  # type: ignore[attr-defined]
         yield opened
 
@@ -72,7 +79,8 @@ async def test_each_route_of_the_server_is_described_and_each_described_route_is
     assert len(names) == len(set(names))
     for path, body in VALID.items():
         assert (await client.post(path, json=body)).status_code == 200, path
-    assert VALID.keys() >= {op.path for op in OPERATIONS if op.body and not op.path.startswith(("/score", "/rerank"))}
+    elsewhere = ("/score", "/rerank", *FILES)
+    assert VALID.keys() >= {op.path for op in OPERATIONS if op.body and not op.path.startswith(elsewhere)}
 
 
 @pytest.mark.parametrize("body", list(dict.fromkeys(op.body for op in OPERATIONS if op.body)), ids=lambda b: b.__name__)
@@ -172,6 +180,35 @@ async def test_answers_are_as_described(client, path):
     assert data["contentMediaType"] == "application/json"
     for event in events:
         validator(data["contentSchema"]).validate(json.loads(event))
+
+
+async def test_files_and_batches_are_as_described(client):
+    async def check(method: str, path: str, url: str, **sent: Any) -> Any:
+        answer = await client.request(method, url, **sent)
+        described = DOCUMENT["paths"][path][method.lower()]["responses"][str(answer.status_code)]
+        (kind,) = described["content"]
+        assert answer.headers["content-type"] == kind
+        if kind == "application/json":
+            validator(described["content"][kind]["schema"]).validate(answer.json())
+            return answer.json()
+        return None
+
+    form = DOCUMENT["paths"]["/v1/files"]["post"]["requestBody"]["content"]
+    assert form == {"multipart/form-data": {"schema": {"$ref": "#/components/schemas/FileUpload"}}}
+    file = (await check("POST", "/v1/files", "/v1/files", data={"purpose": "batch"}, files={"file": b"x"}))["id"]
+    await check("GET", "/v1/files", "/v1/files?limit=1&order=asc&purpose=batch")
+    await check("GET", "/v1/files/{file_id}", f"/v1/files/{file}")
+    await check("GET", "/v1/files/{file_id}/content", f"/v1/files/{file}/content")
+    asked = {"input_file_id": file, "endpoint": "/v1/embeddings", "completion_window": "24h"}
+    batch = (await check("POST", "/v1/batches", "/v1/batches", json=asked))["id"]
+    async with asyncio.timeout(10):
+        while (await check("GET", "/v1/batches/{batch_id}", f"/v1/batches/{batch}"))["status"] != "failed":
+            pass
+    await check("GET", "/v1/batches", "/v1/batches?limit=1")
+    refused = await check("POST", "/v1/batches/{batch_id}/cancel", f"/v1/batches/{batch}/cancel")
+    assert refused["error"]["code"] == "wrong_state"
+    await check("DELETE", "/v1/files/{file_id}", f"/v1/files/{file}")
+    assert (await check("GET", "/v1/files/{file_id}", f"/v1/files/{file}"))["error"]["code"] == "file_not_found"
 
 
 async def test_other_answers_and_errors_are_as_described(client):

@@ -1,0 +1,225 @@
+"""The folder of files and batches: contents of files, uploads, the database, and the lock of the process that runs
+batches.
+
+FOLDER/records.sqlite   FOLDER/runner.lock   FOLDER/files/ID   FOLDER/uploads/ID
+
+Methods other than `run` block, and may be called on any thread. The folder is created by the first upload.
+"""
+
+import asyncio
+import fcntl
+import functools
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+from kvferry.core.errors import Unavailable
+from kvferry.gateway.batches.batch_errors import FOLDER_SETTING, NoSuchFile
+from kvferry.gateway.batches.records import FileRecord, result_ids
+from kvferry.gateway.batches.store import RecordStore
+
+_THREADS = 4
+P = ParamSpec("P")
+R = TypeVar("R")
+_ABANDONED_SECONDS = 2 * 3600
+"""Time since its last change after which a file without a record is deleted; no upload takes so long."""
+
+
+class Upload:
+    """A file that is being received. It is deleted at the end of the `with` block, unless `keep` was called."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.num_bytes = 0
+        self._file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb")
+
+    def write(self, data: bytes) -> None:
+        """Append bytes.
+
+        Raises:
+            Unavailable: the disk is full, or the file cannot be written.
+        """
+        with folder_errors(self.path):
+            self._file.write(data)
+            self.num_bytes += len(data)
+
+    def keep(self, path: Path) -> None:
+        """Sync the file and move it to its final path.
+
+        Raises:
+            Unavailable: the disk is full, or the file cannot be written.
+        """
+        with folder_errors(self.path):
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+            os.rename(self.path, path)
+
+    def __enter__(self) -> "Upload":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(OSError):
+            self._file.close()
+        with suppress(OSError):
+            self.path.unlink(missing_ok=True)
+
+
+class BatchFolder:
+    """One folder, which several gateway processes may use."""
+
+    def __init__(self, path: Path) -> None:
+        """
+        Args:
+            path: the folder; it may be missing.
+        """
+        self.path = path
+        self._lock = threading.Lock()
+        self._records: RecordStore | None = None
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="batch folder")
+        self._runner = -1
+        """Descriptor of the locked file; -1 if this process does not run batches."""
+
+    async def run(self, call: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Call a function that blocks on one of the folder's own threads, so that a slow disk delays nothing else."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, functools.partial(call, *args, **kwargs))
+
+    @property
+    def exists(self) -> bool:
+        """Whether a file was stored before."""
+        return (self.path / "records.sqlite").exists()
+
+    @property
+    def is_runner(self) -> bool:
+        """Whether this process has the lock."""
+        return self._runner >= 0
+
+    @property
+    def records(self) -> RecordStore:
+        """The records; the first use creates the folder.
+
+        Raises:
+            Unavailable: the folder cannot be used.
+        """
+        with self._lock:
+            if self._records is None:
+                with folder_errors(self.path):
+                    for name in ("files", "uploads"):
+                        (self.path / name).mkdir(mode=0o700, parents=True, exist_ok=True)
+                    os.chmod(self.path, 0o700)
+                self._records = RecordStore(self.path / "records.sqlite")
+            return self._records
+
+    def content(self, file_id: str) -> Path:
+        """Return the path of a file's content."""
+        return self.path / "files" / file_id
+
+    def new_upload(self, file_id: str) -> Upload:
+        """Create the file of an upload.
+
+        Raises:
+            Unavailable: the folder cannot be used.
+        """
+        _ = self.records
+        with folder_errors(self.path):
+            return Upload(self.path / "uploads" / file_id)
+
+    def add(self, upload: Upload, record: FileRecord, *, max_files: int, max_bytes: int) -> None:
+        """Store a received file; see `RecordStore.add_file`."""
+        path = self.content(record.id)
+        upload.keep(path)
+        try:
+            self.records.add_file(record, max_files=max_files, max_bytes=max_bytes)
+        except BaseException:
+            with suppress(OSError):
+                path.unlink()
+            raise
+
+    def open_content(self, record: FileRecord) -> int:
+        """Return a descriptor of a file's content.
+
+        Raises:
+            NoSuchFile: the file was deleted meanwhile.
+            Unavailable: the file cannot be read.
+        """
+        with folder_errors(self.path):
+            try:
+                return os.open(self.content(record.id), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            except FileNotFoundError:
+                raise NoSuchFile(f"file {record.id!r} was deleted", field="file_id") from None
+
+    def delete(self, tenant: str, file_id: str, now: float) -> None:
+        """Delete a file; see `RecordStore.delete_file`."""
+        self.records.delete_file(tenant, file_id, now)
+        with suppress(OSError):
+            self.content(file_id).unlink()
+
+    def try_lock(self) -> bool:
+        """Try to become the process that runs batches; return whether it is this one."""
+        with self._lock:
+            if self._runner >= 0:
+                return True
+            with folder_errors(self.path):
+                found = os.open(self.path / "runner.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(found, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                os.close(found)
+                return False
+            self._runner = found
+            return True
+
+    def sweep(self, now: float) -> None:
+        """Delete expired files, and contents without a record that have not changed for two hours.
+
+        Args:
+            now: Unix time in seconds.
+        """
+        for file_id in self.records.drop_expired(now):
+            with suppress(OSError):
+                self.content(file_id).unlink()
+        known = set(self.records.file_ids())
+        for batch in self.records.open_batches():
+            known.update(result_ids(batch.id))
+        with folder_errors(self.path):
+            for folder in ("files", "uploads"):
+                for entry in os.scandir(self.path / folder):
+                    with suppress(OSError):
+                        if entry.name not in known and entry.stat().st_mtime < now - _ABANDONED_SECONDS:
+                            os.unlink(entry.path)
+
+    def close(self) -> None:
+        """Close the database, return the lock, and end the threads."""
+        self._threads.shutdown(wait=False)
+        with self._lock:
+            if self._records is not None:
+                self._records.close()
+                self._records = None
+            if self._runner >= 0:
+                os.close(self._runner)
+                self._runner = -1
+
+
+@contextmanager
+def folder_errors(path: Path) -> Iterator[None]:
+    """Convert errors of the operating system.
+
+    Args:
+        path: the folder or file, for the message.
+
+    Raises:
+        Unavailable: the folder cannot be used.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise Unavailable(
+            f"{FOLDER_SETTING}: {str(path)!r} cannot be used: {error.strerror}; use a folder with free space that this "
+            "user may write",
+            field=FOLDER_SETTING,
+        ) from error

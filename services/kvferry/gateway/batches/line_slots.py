@@ -1,0 +1,51 @@
+"""Places of the lines that are computed at a time, over all batches; waiting lines get them in order of arrival."""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+
+class LineSlots:
+    """A bound that may change while lines run. Used on the event loop's thread only."""
+
+    def __init__(self, limit: Callable[[], int]) -> None:
+        """
+        Args:
+            limit: returns the current maximum number of lines, at least 1.
+        """
+        self.limit = limit
+        self.num_taken = 0
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    @asynccontextmanager
+    async def taken(self) -> AsyncIterator[None]:
+        """Hold a place for the length of the `with` block."""
+        if self._waiting or self.num_taken >= self.limit():
+            await self._wait()
+        else:
+            self.num_taken += 1
+        try:
+            yield
+        finally:
+            self._free()
+
+    async def _wait(self) -> None:
+        place = asyncio.get_running_loop().create_future()
+        self._waiting.append(place)
+        try:
+            await place
+        except asyncio.CancelledError:
+            if place.done() and not place.cancelled():
+                self._free()  # the place was given to a task that was cancelled before it continued
+            else:
+                self._waiting.remove(place)
+            raise
+
+    def _free(self) -> None:
+        self.num_taken -= 1
+        while self._waiting and self.num_taken < self.limit():
+            place = self._waiting.popleft()
+            if not place.done():
+                self.num_taken += 1
+                place.set_result(None)
