@@ -353,8 +353,8 @@ class RecordStore:
             yield
         except sqlite3.Error as error:
             raise Unavailable(
-                f"{FOLDER_SETTING}: the database of files cannot be used: {error}; the gateway's administrator must set a "
-                "local folder with free space that its user may write",
+                f"{FOLDER_SETTING}: the database of files cannot be used: {error}; the gateway's administrator must "
+                "set a local folder with free space that its user may write",
                 field=FOLDER_SETTING,
             ) from error
 
