@@ -111,6 +111,8 @@ class BatchRun:
         """Why the rest of the lines is not computed; `None` if all are."""
         self._results: _Results | None = None
         self._stored_bytes = 0
+        self._has_complained = False
+        """Whether the log has an error of the disk."""
 
     def stop(self, reason: BatchEvent) -> None:
         """End the batch without the lines that are not computed yet.
@@ -257,15 +259,15 @@ class BatchRun:
 
     async def _write(self, writer: ResultWriter, line: bytes) -> None:
         """Write a result; while the disk is full, try again."""
-        pause, is_logged = _FIRST_PAUSE_SECONDS, False
+        pause = _FIRST_PAUSE_SECONDS
         while True:
             try:
                 await writer.add(line)
                 return
             except OSError as error:
-                if not is_logged:
+                if not self._has_complained:
                     _log.error("batch %s: a result cannot be written: %s; it is tried again", self.record.id, error)
-                is_logged = True
+                self._has_complained = True
             await self._parts.pause(pause)
             pause = min(2 * pause, _MAX_PAUSE_SECONDS)
 

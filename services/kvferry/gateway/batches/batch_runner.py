@@ -86,7 +86,7 @@ class BatchRunner:
             self._follow(await folder.run(records.open_batches))
             self._complaint = ""
         except KvferryError as error:
-            self._complain(f"batches cannot be run: {error.message}")
+            self._complain(f"the batches of {folder.path} cannot be run: {error.message}")
 
     def _complain(self, text: str) -> None:
         if text != self._complaint:

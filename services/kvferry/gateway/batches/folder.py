@@ -43,7 +43,7 @@ class Upload:
         Raises:
             Unavailable: the disk is full, or the file cannot be written.
         """
-        with folder_errors(self.path):
+        with folder_errors():
             self._file.write(data)
             self.num_bytes += len(data)
 
@@ -53,7 +53,7 @@ class Upload:
         Raises:
             Unavailable: the disk is full, or the file cannot be written.
         """
-        with folder_errors(self.path):
+        with folder_errors():
             self._file.flush()
             os.fsync(self._file.fileno())
             self._file.close()
@@ -108,10 +108,11 @@ class BatchFolder:
         """
         with self._lock:
             if self._records is None:
-                with folder_errors(self.path):
+                with folder_errors():
+                    self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
                     for name in ("files", "uploads"):
-                        (self.path / name).mkdir(mode=0o700, parents=True, exist_ok=True)
-                    os.chmod(self.path, 0o700)
+                        (self.path / name).mkdir(mode=0o700, exist_ok=True)
+                    (self.path / "records.sqlite").touch(mode=0o600)
                 self._records = RecordStore(self.path / "records.sqlite")
             return self._records
 
@@ -126,7 +127,7 @@ class BatchFolder:
             Unavailable: the folder cannot be used.
         """
         _ = self.records
-        with folder_errors(self.path):
+        with folder_errors():
             return Upload(self.path / "uploads" / file_id)
 
     def add(self, upload: Upload, record: FileRecord, *, max_files: int, max_bytes: int) -> None:
@@ -147,7 +148,7 @@ class BatchFolder:
             NoSuchFile: the file was deleted meanwhile.
             Unavailable: the file cannot be read.
         """
-        with folder_errors(self.path):
+        with folder_errors():
             try:
                 return os.open(self.content(record.id), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
             except FileNotFoundError:
@@ -164,7 +165,7 @@ class BatchFolder:
         with self._lock:
             if self._runner >= 0:
                 return True
-            with folder_errors(self.path):
+            with folder_errors():
                 found = os.open(self.path / "runner.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 fcntl.flock(found, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -186,7 +187,7 @@ class BatchFolder:
         known = set(self.records.file_ids())
         for batch in self.records.open_batches():
             known.update(result_ids(batch.id))
-        with folder_errors(self.path):
+        with folder_errors():
             for folder in ("files", "uploads"):
                 for entry in os.scandir(self.path / folder):
                     with suppress(OSError):
@@ -206,11 +207,8 @@ class BatchFolder:
 
 
 @contextmanager
-def folder_errors(path: Path) -> Iterator[None]:
-    """Convert errors of the operating system.
-
-    Args:
-        path: the folder or file, for the message.
+def folder_errors() -> Iterator[None]:
+    """Convert errors of the operating system; the message does not reveal the path, since clients see it.
 
     Raises:
         Unavailable: the folder cannot be used.
@@ -219,7 +217,7 @@ def folder_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise Unavailable(
-            f"{FOLDER_SETTING}: {str(path)!r} cannot be used: {error.strerror}; use a folder with free space that this "
-            "user may write",
+            f"{FOLDER_SETTING}: the folder of files cannot be used: {error.strerror}; the gateway's administrator must "
+            "set a folder with free space that its user may write",
             field=FOLDER_SETTING,
         ) from error

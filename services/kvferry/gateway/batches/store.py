@@ -57,7 +57,6 @@ class RecordStore:
         Raises:
             Unavailable: the file cannot be used.
         """
-        self._path = path
         self._lock = threading.Lock()
         with self._errors():
             # autocommit; `_changing` begins transactions
@@ -354,8 +353,8 @@ class RecordStore:
             yield
         except sqlite3.Error as error:
             raise Unavailable(
-                f"{FOLDER_SETTING}: the database {str(self._path)!r} cannot be used: {error}; use a local folder with "
-                "free space that this user may write",
+                f"{FOLDER_SETTING}: the database of files cannot be used: {error}; the gateway's administrator must "
+                "set a local folder with free space that its user may write",
                 field=FOLDER_SETTING,
             ) from error
 

@@ -157,11 +157,13 @@ def test_a_folder_that_cannot_be_used_names_its_setting(tmp_path):
     broken = BatchFolder(tmp_path / "broken")
     broken.path.mkdir()
     (broken.path / "records.sqlite").write_bytes(b"no database" * 100)
-    with pytest.raises(Unavailable, match="batch_folder"):
+    with pytest.raises(Unavailable, match="batch_folder") as refused:
         _ = broken.records
+    assert str(tmp_path) not in refused.value.message, "clients see the message"
 
 
 def test_files_are_readable_by_their_owner_only(folder):
     file = stored(folder)
     assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
-    assert stat.S_IMODE(folder.content(file.id).stat().st_mode) == 0o600
+    for path in (folder.content(file.id), folder.path / "records.sqlite"):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600

@@ -177,24 +177,24 @@ async def test_a_cancelled_batch_leaves_nothing_in_flight(gateway, client):
         await client.batches.cancel((await finished(client, (await start(client, lines(CHAT, 1))).id)).id)
 
 
-@pytest.mark.parametrize(
-    ("form", "field"),
-    [
-        ({"data": {"purpose": "user_data"}, "files": {"file": b"x"}}, "purpose"),
-        ({"data": {"purpose": "batch"}}, None),
-        ({"data": {"purpose": "batch", "a": "b"}, "files": {"b": b"x"}}, "file"),
-        ({"files": {"file": b"x"}}, "purpose"),
-        ({"data": {"purpose": "batch", "expires_after[anchor]": "x"}, "files": {"file": b"x"}}, "expires_after"),
-        ({"data": {"purpose": "batch", "expires_after[seconds]": "5"}, "files": {"file": b"x"}}, "expires_after"),
-        ({"data": {"purpose": "batch", "a": "x" * 5000}, "files": {"file": b"x"}}, "a"),
-        ({"data": {"purpose": "batch"}, "files": [("file", b"x"), ("file", b"x")]}, "file"),
-    ],
-)
-async def test_a_wrong_form_is_refused_by_name_and_leaves_nothing(gateway, http, form, field):
-    answer = await http.post("/v1/files", **form)
-    assert answer.status_code == (400 if field is not None else 415), answer.text
-    assert (answer.json()["error"]["param"] or "").partition(".")[0] == (field or "")
-    assert left(gateway) == []
+WRONG_FORMS: list[tuple[dict[str, Any], str | None]] = [
+    ({"data": {"purpose": "user_data"}, "files": {"file": b"x"}}, "purpose"),
+    ({"data": {"purpose": "batch"}}, None),
+    ({"data": {"purpose": "batch", "a": "b"}, "files": {"b": b"x"}}, "file"),
+    ({"files": {"file": b"x"}}, "purpose"),
+    ({"data": {"purpose": "batch", "expires_after[anchor]": "x"}, "files": {"file": b"x"}}, "expires_after"),
+    ({"data": {"purpose": "batch", "expires_after[seconds]": "5"}, "files": {"file": b"x"}}, "expires_after"),
+    ({"data": {"purpose": "batch", "a": "x" * 5000}, "files": {"file": b"x"}}, "a"),
+    ({"data": {"purpose": "batch"}, "files": [("file", b"x"), ("file", b"x")]}, "file"),
+]
+
+
+async def test_a_wrong_form_is_refused_by_name_and_leaves_nothing(gateway, http):
+    for form, field in WRONG_FORMS:
+        answer = await http.post("/v1/files", **form)
+        assert answer.status_code == (400 if field is not None else 415), answer.text
+        assert (answer.json()["error"]["param"] or "").partition(".")[0] == (field or "")
+        assert left(gateway) == []
 
 
 async def test_unknown_fields_of_a_form_are_named(http):
@@ -274,20 +274,20 @@ async def test_uploads_at_a_time_and_files_of_a_tenant_are_bounded(gateway, http
         await client.files.create(file=b"x", purpose="batch")
 
 
-@pytest.mark.parametrize(
-    ("changes", "field"),
-    [
-        ({"endpoint": "/v1/messages"}, "endpoint"),
-        ({"completion_window": "1h"}, "completion_window"),
-        ({"input_file_id": 7}, "input_file_id"),
-        ({"metadata": {str(number): "" for number in range(17)}}, "metadata"),
-        ({"output_expires_after": {"anchor": "created_at", "seconds": 3599}}, "output_expires_after.seconds"),
-    ],
-)
-async def test_a_wrong_field_of_a_batch_is_refused_by_name(http, changes, field):
-    body = {"input_file_id": "file-0", "endpoint": CHAT, "completion_window": "24h", **changes}
-    answer = await http.post("/v1/batches", json=body)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
+WRONG_BATCHES: list[tuple[dict[str, Any], str]] = [
+    ({"endpoint": "/v1/messages"}, "endpoint"),
+    ({"completion_window": "1h"}, "completion_window"),
+    ({"input_file_id": 7}, "input_file_id"),
+    ({"metadata": {str(number): "" for number in range(17)}}, "metadata"),
+    ({"output_expires_after": {"anchor": "created_at", "seconds": 3599}}, "output_expires_after.seconds"),
+]
+
+
+async def test_a_wrong_field_of_a_batch_is_refused_by_name(http):
+    for changes, field in WRONG_BATCHES:
+        body = {"input_file_id": "file-0", "endpoint": CHAT, "completion_window": "24h", **changes}
+        answer = await http.post("/v1/batches", json=body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
 
 
 async def test_a_gateway_without_a_folder_names_the_setting(tmp_path):
@@ -327,11 +327,11 @@ async def test_lines_take_half_of_a_tenants_places_and_the_lowest_priority_beyon
         assert 'refusals_total{reason="priority"}' not in metrics
 
 
-@pytest.mark.parametrize("query", ["limit=0", "limit=-1", "limit=x", "limit=99999999999", "limit=", "order=up", "x=1"])
-async def test_a_wrong_parameter_of_a_list_is_refused_by_name(http, query):
-    for path in ("/v1/files", "/v1/batches"):
-        answer = await http.get(f"{path}?{query}")
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, query.partition("=")[0])
+async def test_a_wrong_parameter_of_a_list_is_refused_by_name(http):
+    for query in ("limit=0", "limit=-1", "limit=x", "limit=99999999999", "limit=", "order=up", "x=1"):
+        for path in ("/v1/files", "/v1/batches"):
+            answer = await http.get(f"{path}?{query}")
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, query.partition("=")[0])
 
 
 async def test_the_same_file_deleted_and_read_at_once_is_found_or_not(client):
