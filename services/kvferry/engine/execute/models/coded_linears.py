@@ -60,7 +60,7 @@ class CodedLinears:
         if joined is None:
             self._note("dequantized: tensors with the same inputs have different formats", names[0])
             return None
-        weight = _on_device(joined, self._device)
+        weight = on_device(joined, self._device)
         packed = self._ops.pack_codes(weight, bias)
         if isinstance(packed, str):
             self._note(f"dequantized: {packed}", names[0])
@@ -125,7 +125,14 @@ def _are_equal(one: np.ndarray | None, other: np.ndarray | None) -> bool:
     return one is other if one is None or other is None else np.array_equal(one, other)
 
 
-def _on_device(codes: GroupedCodes, device: torch.device) -> CodedWeight:
+def on_device(codes: GroupedCodes, device: torch.device) -> CodedWeight:
+    """Copy codes to a device.
+
+    Args:
+        codes: the codes.
+        device: the device.
+    """
+
     def moved(values: np.ndarray) -> torch.Tensor:
         # Views of a mapped file are read-only; torch warns about them.
         owned = values if values.flags.writeable and values.flags.c_contiguous else values.copy()
