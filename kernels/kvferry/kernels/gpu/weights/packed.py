@@ -3,8 +3,8 @@
 Codes of 4 bits: int32 [outputs, tiles * 32]. A tile has 256 inputs; nibble i of its word j is the code of input 32 i +
 j of the tile. A program therefore reads 128 bytes of a row at once, and the 32 inputs of a nibble are a tile of a
 product without any exchange between threads. Codes of 8 bits: int8 (code - 128) or the bytes of e4m3 values
-[outputs, inputs]. Rows are padded with zeros to whole tiles; scales, zero points and minima are [groups, outputs], so that a program reads
-those of its outputs at once.
+[outputs, inputs]. Rows are padded with zeros to whole tiles; scales, zero points and minima are [groups, outputs], so
+that a program reads those of its outputs at once.
 """
 
 import math
