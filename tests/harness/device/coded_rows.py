@@ -16,6 +16,7 @@ from kvferry.engine.execute.models.transformer import Transformer
 from kvferry.engine.execute.models.weights import Mlp
 from kvferry.kernels.coded_weights import CodeKind
 from kvferry.kernels.gpu import launch
+from kvferry.kernels.gpu.device import device_class
 from kvferry.kernels.gpu.weights.products import CodedLinear, pack_codes
 from kvferry.weights.tensors import linear_weights
 
@@ -118,7 +119,7 @@ def sweep(session: Session, *, outputs: int = 14336, inputs: int = 4096) -> Iter
                 sizes = {"rows": tile, "outputs": block, "programs": programs}
                 choice = replace(
                     base,
-                    device=launch.device_class(session.device),
+                    device=device_class(session.device),
                     shape=size,
                     sizes=sizes,
                     warps=warps,
