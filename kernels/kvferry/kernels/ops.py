@@ -19,6 +19,7 @@ import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Protocol
 
 import torch
 
@@ -34,10 +35,25 @@ from kvferry.kernels.batch import (
     SingleRows,
 )
 from kvferry.kernels.block_moves import Overlay
+from kvferry.kernels.coded_weights import CodedWeight
 from kvferry.kernels.logit_rows import Adjustments, Draws
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
 """A projection with its weights: maps [T, in] to [T, out]."""
+
+
+class CodedProjection(Protocol):
+    """A `Linear` with coded weights."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the weights in memory."""
+        ...
+
+    def __call__(self, x: torch.Tensor, /) -> torch.Tensor:
+        """Map [T, in] to [T, out]."""
+        ...
+
 
 AttentionPlan = object
 """Plan of a step's attention, used in every layer; its type depends on the backend."""
@@ -135,6 +151,10 @@ class Ops:
     """Compute the weighted sum of each row's experts without host synchronization: (x [T, hidden], chosen experts [T,
     A] int64, distinct within a row, their weights [T, A] float32, matrices, gate function [P, 2 n] to [P, n]) -> [T,
     hidden]. `None` if models apply each expert's projections to its rows separately."""
+
+    pack_codes: Callable[[CodedWeight, torch.Tensor | None], CodedProjection | str] | None = None
+    """Build a projection whose weights stay codes in memory: (weight, bias [out] or `None`) -> projection, or the
+    reason why the kernels do not support the weight, as a clause. `None` if the backend dequantizes all weights."""
 
     why_not: Callable[[torch.device], str | None] = _runs_anywhere
     """Map a device to the reason why this backend cannot run on it, with a remedy; `None` if it can."""

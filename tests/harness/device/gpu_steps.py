@@ -7,6 +7,8 @@ for the device. Both are measured with and without CUDA graphs, in the same proc
 import statistics
 from collections.abc import Iterator, Sequence
 
+from harness.device.coded_rows import GROUP as CODED_GROUP
+from harness.device.coded_rows import use_codes
 from kvferry.bench.formulas.gpu_work import GpuRow, GpuTiming, Spec, row
 from kvferry.bench.formulas.work import KernelWork
 from kvferry.bench.gpu.session import Session
@@ -15,6 +17,7 @@ from kvferry.core.clock import Clock
 from kvferry.core.settings.engine import SchedulerLimits
 from kvferry.engine.execute.gpu.runner import DeviceRunner
 from kvferry.engine.offline.llm import LLM
+from kvferry.kernels.coded_weights import CodeKind
 from kvferry.kv.pages.layout import KvLayout
 from kvferry.model.shapes import shape_of
 
@@ -25,7 +28,14 @@ _WARM_UP_STEPS = 4
 
 
 def decode_rows(
-    session: Session, clock: Clock, *, model: str, batches: Sequence[int], context: int, steps: int
+    session: Session,
+    clock: Clock,
+    *,
+    model: str,
+    batches: Sequence[int],
+    context: int,
+    steps: int,
+    codes: CodeKind | None = None,
 ) -> Iterator[GpuRow]:
     """Measure decode steps for each batch size, with and without CUDA graphs.
 
@@ -36,6 +46,7 @@ def decode_rows(
         batches: batch sizes.
         context: tokens of each prompt; sequences grow during the measurement.
         steps: number of measured steps.
+        codes: type of the weights of the projections, which are then random codes; default: 16-bit weights.
 
     Raises:
         UnknownModel: `model` is unknown.
@@ -53,6 +64,9 @@ def decode_rows(
         block_tokens=_BLOCK_TOKENS,
         limits=SchedulerLimits(max_mixed_tokens=2048, max_num_seqs=max(batches)),  # prefill is not measured
     )
+    title = model if codes is None else f"{model} {codes.value}"
+    if codes is not None:
+        use_codes(llm.model, codes, group=CODED_GROUP if shape_of(model).hidden_size >= CODED_GROUP else 32)
     bench, runner = Bench(llm, 1, clock), llm.runner
     launches: tuple[str, ...] = (PLAIN,)
     if isinstance(runner, DeviceRunner):
@@ -77,7 +91,7 @@ def decode_rows(
             for op, needed, taken in found:
                 yield row(
                     session.about,
-                    Spec.of(f"{op} {model}", batch=batch, context=context),
+                    Spec.of(f"{op} {title}", batch=batch, context=context),
                     needed,
                     GpuTiming.of(taken),
                     session.rates,

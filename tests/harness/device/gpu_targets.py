@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvferry.bench.formulas.gpu_work import GpuRow
+from kvferry.kernels.coded_weights import CodeKind
 
 OURS = "triton"
 _LARGE_BYTES = 16 << 20
@@ -42,7 +43,7 @@ def verdicts(rows: Sequence[GpuRow]) -> list[Verdict]:
     ours = [row for row in rows if row.kernels == OURS]
     decode = [row for row in ours if row.op == "decode_attention" and "batch=64 " in row.shape]
     small = [row for row in ours if row.op in _SMALL_OPS and row.bytes >= _LARGE_BYTES]
-    steps = [row for row in ours if row.op.startswith("decode_step ") and row.launch != _PLAIN]
+    steps = [row for row in ours if row.op.startswith("decode_step ") and row.launch != _PLAIN and not _is_coded(row)]
     prefill = [
         (best / row.ms, row)
         for row in ours
@@ -58,6 +59,11 @@ def verdicts(rows: Sequence[GpuRow]) -> list[Verdict]:
         ),
         _worst("decode step, share of its roofline bound", 0.8, [(r.share_of_bound, r) for r in steps]),
     ]
+
+
+def _is_coded(row: GpuRow) -> bool:
+    """Return whether a row is of a step with coded weights, which has no target."""
+    return any(row.op.endswith(f" {kind.value}") for kind in CodeKind)
 
 
 def _best_of_torch(rows: Sequence[GpuRow], ours: GpuRow) -> float | None:

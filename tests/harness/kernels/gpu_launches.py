@@ -5,6 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from harness.kernels.coded_cases import coded_weight
 from kvferry.kernels.batch import (
     AttentionBatch,
     AttentionRules,
@@ -17,12 +18,14 @@ from kvferry.kernels.batch import (
 )
 from kvferry.kernels.block_moves import Overlay
 from kvferry.kernels.coded_pages import CODES, coded_pages
+from kvferry.kernels.coded_weights import CodeKind
 from kvferry.kernels.gpu import blocks, digest, heads, norms, rows
 from kvferry.kernels.gpu.attention import attend, plan
 from kvferry.kernels.gpu.experts import products
 from kvferry.kernels.gpu.latent import place
 from kvferry.kernels.gpu.latent.attend import attend_latent
 from kvferry.kernels.gpu.sampling import draw, logits
+from kvferry.kernels.gpu.weights import products as coded_products
 from kvferry.kernels.logit_rows import Adjustments, Draws, TokenLists
 
 BF16 = torch.bfloat16
@@ -130,6 +133,21 @@ def _half(gate_up: torch.Tensor) -> torch.Tensor:
     return gate_up.chunk(2, dim=-1)[0].contiguous()
 
 
+def _coded_weights(kind: CodeKind, dtype: torch.dtype) -> None:
+    forms = {
+        CodeKind.INT4: ("middle", "zeros", "minima"),
+        CodeKind.INT8: ("middle", "zeros"),
+        CodeKind.FP8: ("middle",),
+    }
+    for form in forms[kind]:
+        for group in (32, 128):
+            run = coded_products.pack_codes(coded_weight(kind, 256, 4096, group, form), None)
+            assert not isinstance(run, str), run
+            for count in (2, 64):
+                run(torch.zeros(count, 4096, dtype=dtype))
+            run.values_into(torch.zeros(256, 4096, dtype=dtype), 0)
+
+
 def _sampling() -> None:
     given = torch.zeros(2, 128256)
     ints, floats = torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.float64)
@@ -163,6 +181,11 @@ CASES: dict[str, Callable[[], None]] = {
     "latent blocks": _latent_blocks,
     "experts bfloat16": lambda: _experts(BF16),
     "experts float32": lambda: _experts(torch.float32),
+    **{
+        f"coded weights {kind.value} {name}": lambda kind=kind, name=name: _coded_weights(kind, getattr(torch, name))  # type: ignore[misc]
+        for kind in CodeKind
+        for name in ("bfloat16", "float16", "float32")
+    },
     "sampling": _sampling,
     "blocks": _blocks,
 }

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from harness.device.coded_rows import linear_rows
 from harness.device.gpu_steps import decode_rows
 from harness.device.gpu_targets import verdicts
 from harness.device.host_timer import HostTimer
@@ -21,6 +22,7 @@ from kvferry.engine import build as engine_build
 from kvferry.engine.execute.gpu.runner import DeviceRunner
 from kvferry.engine.execute.models.transformer import Transformer
 from kvferry.engine.execute.tensors.paged_kv import PagedKv
+from kvferry.kernels.coded_weights import CodeKind
 from kvferry.kernels.ops import device_ops_for
 
 SCRIPT = Path(__file__).parents[2] / "bench" / "bench_gpu.py"
@@ -120,3 +122,21 @@ def test_without_a_gpu_the_command_fails_with_the_reason(only: tuple[str, ...], 
     assert done.returncode == 1
     assert done.stderr.splitlines() == ["no GPU: torch detects none, so nothing was measured"]
     assert not (tmp_path / "gpu.csv").exists()
+
+
+def test_projections_with_codes_are_measured_beside_16_bits() -> None:
+    rows = list(linear_rows(SESSION, matrices=((32, 256),), counts=(1, 3)))
+    assert [row.op for row in rows[:4]] == ["linear_w4a16", "linear_w8a16", "linear_fp8", "linear_16bit"]
+    assert len(rows) == 8
+    four, eight, fp8, plain = (row.bytes for row in rows[:4])
+    assert four < eight < fp8 < plain
+    assert all("rows=16" in row.launch for row in rows if row.op != "linear_16bit")
+
+
+def test_decode_steps_with_codes_read_fewer_bytes() -> None:
+    coded, plain = (
+        next(decode_rows(SESSION, SystemClock(), model="tiny", batches=(1,), context=9, steps=1, codes=codes))
+        for codes in (CodeKind.INT4, None)
+    )
+    assert coded.op == "decode_step tiny W4A16"
+    assert coded.bytes < plain.bytes

@@ -18,6 +18,9 @@ PARTS = [
     "128 fp8",
     "latent 128 bfloat16",
     "experts bfloat16",
+    "coded weights W4A16 bfloat16",
+    "coded weights W8A16 bfloat16",
+    "coded weights FP8 bfloat16",
     "sampling",
     "blocks",
 ]

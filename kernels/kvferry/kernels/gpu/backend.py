@@ -1,4 +1,4 @@
-"""Operation tables of the Triton backend. Projections use cuBLAS through torch."""
+"""Operation tables of the Triton backend. Projections use cuBLAS through torch, unless their weights are codes."""
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
@@ -9,6 +9,7 @@ from kvferry.kernels.gpu.experts import products
 from kvferry.kernels.gpu.latent import attend as latent_attend
 from kvferry.kernels.gpu.latent import place
 from kvferry.kernels.gpu.sampling import draw, logits
+from kvferry.kernels.gpu.weights.products import pack_codes
 from kvferry.kernels.ops import DeviceOps, Linear, Ops
 from kvferry.kernels.unfused import gelu_mul
 
@@ -37,6 +38,7 @@ OPS = Ops(
     place_latent=place.place_latent,
     attend_latent=latent_attend.attend_latent,
     run_experts=products.run_experts,
+    pack_codes=pack_codes,
     why_not=device.why_not,
 )
 

@@ -22,6 +22,7 @@ from kvferry.weights.files.row_orders import stored_rows
 from kvferry.weights.files.safetensors_file import FLOAT_TYPES, QUANTIZED_TYPES, StoredTensor, open_tensors
 from kvferry.weights.files.stacked_experts import ExpertTensor, split_experts
 from kvferry.weights.quantized.checkpoint import FIELD, collect, read_method, without_idle_biases
+from kvferry.weights.quantized.grouped import GroupedCodes
 from kvferry.weights.quantized.representation import MatrixChoice, QuantizedMatrix, report
 from kvferry.weights.tensors import BF16, EMBEDDING, F16, F32, HEAD, Shape, Stored, check_shapes, expected_shapes
 
@@ -120,6 +121,13 @@ class SafetensorsModel:
         values = self._tensors[name].values() if matrix is None else matrix.values()
         order = stored_rows(self.config, name, len(values))
         return values if order is None else values[order]
+
+    def grouped(self, name: str) -> GroupedCodes | None:
+        """See `GroupedSource.grouped`."""
+        matrix = self._matrices.get(name)
+        found = None if matrix is None else matrix.grouped()
+        order = None if found is None else stored_rows(self.config, name, len(found.codes))
+        return found if found is None or order is None else found.reordered(order)
 
     def stored(self, name: str) -> Stored:
         """Return the rows of a matrix, as stored in the file, or as a quantized matrix is kept."""

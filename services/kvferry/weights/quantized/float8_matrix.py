@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.weights.quantized.grouped import CodeType, GroupedCodes
 from kvferry.weights.quantized.representation import Kept, MatrixChoice
 from kvferry.weights.tensors import Shape, Stored
 
@@ -67,6 +68,13 @@ class Float8Matrix:
         with np.errstate(all="ignore"):  # a damaged scale may be infinite; the loader checks the values
             values *= scales[outputs[self.span]][:, inputs]
         return values
+
+    def grouped(self) -> GroupedCodes:
+        """See `QuantizedMatrix.grouped`. Scales of blocks are repeated for each output."""
+        codes, scales = self.load_bytes(), self.load_scales()
+        outputs = np.minimum(np.arange(codes.shape[0]) // self.block[0], len(scales) - 1)
+        size = self.block[1] if scales.shape[1] > 1 else self.shape[1]
+        return GroupedCodes(CodeType.FP8, codes[self.span], scales[outputs[self.span]], size)
 
     def stored(self) -> Stored:
         """See `QuantizedMatrix.stored`."""

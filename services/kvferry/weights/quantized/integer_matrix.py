@@ -12,6 +12,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.weights.quantized.grouped import CodeType, GroupedCodes
 from kvferry.weights.quantized.representation import BLOCK, Kept, MatrixChoice
 from kvferry.weights.tensors import Shape, Stored
 
@@ -81,6 +82,20 @@ class IntegerMatrix:
         with np.errstate(all="ignore"):  # a damaged scale may be infinite; the loader checks the values
             values *= self._spread(scales)
         return values
+
+    def grouped(self) -> GroupedCodes | None:
+        """See `QuantizedMatrix.grouped`. The inputs of act-order matrices are sorted by group; `None` if a group then
+        has too few of them."""
+        codes, size, order = self.load_codes()[self.span], self.grouping.size, None
+        if self.grouping.of_input is not None:
+            order = np.argsort(self.grouping.of_input, kind="stable")
+            if not np.array_equal(self.grouping.of_input[order], np.arange(self.shape[1]) // size):
+                return None
+            codes = codes[:, order]
+        scales, zeros = self._scales_and_zeros()
+        has_middle = bool((zeros == self._middle).all())
+        kind = CodeType.INT4 if self.bits == 4 else CodeType.INT8
+        return GroupedCodes(kind, codes, scales, size, None if has_middle else zeros, order=order)
 
     @functools.cached_property
     def choice(self) -> MatrixChoice:

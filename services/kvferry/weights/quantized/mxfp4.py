@@ -120,6 +120,10 @@ class Mxfp4Matrix:
         """See `QuantizedMatrix.values`."""
         return (TWICE[self._codes()] * _halves(self._scales())).reshape(self.shape)
 
+    def grouped(self) -> None:
+        """See `QuantizedMatrix.grouped`: e2m1 values are not whole numbers."""
+        return
+
     def stored(self) -> Stored:
         """See `QuantizedMatrix.stored`."""
         return Stored.later(self.choice.kept.type_id, self._rows, self.shape[0])

@@ -12,6 +12,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.weights.quantized.grouped import GroupedCodes
 from kvferry.weights.tensors import Shape, Stored
 
 BLOCK = 32
@@ -80,6 +81,10 @@ class QuantizedMatrix(Protocol):
 
     def stored(self) -> Stored:
         """Return the rows as they are kept, in order; they are converted when `Stored.data` is read."""
+        ...
+
+    def grouped(self) -> GroupedCodes | None:
+        """Return the codes and scales; `None` if groups have no common form."""
         ...
 
     def rows(self, first: int, count: int) -> "QuantizedMatrix":

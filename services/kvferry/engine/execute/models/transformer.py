@@ -143,7 +143,8 @@ class Transformer:
         self.dtype, self.device = kv_dtype or str(dtype).removeprefix("torch."), str(self.torch_device)
         self.kernels = ops.name
         self.rounds_inputs = False
-        self.weight_bytes = dtype.itemsize * (linear_weights(config) + config.vocab_size * config.hidden_size)
+        floats = linear_weights(config) + config.vocab_size * config.hidden_size - weights.coded_values
+        self.weight_bytes = dtype.itemsize * floats + weights.coded_bytes
         """See `model.Model.weight_bytes`."""
         self.weights = weights
         """The parameters."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from kvferry.core.errors import ModelFileError
+from kvferry.engine.execute.models.coded_linears import CodedLinears
 from kvferry.engine.execute.models.latent import LatentWeights
 from kvferry.engine.execute.models.random_tensors import RandomTensors
 from kvferry.kernels.batch import ExpertWeights, HeadNorms, LatentUp
@@ -82,6 +83,10 @@ class Weights:
     layers: tuple[LayerWeights, ...]
     final_norm: torch.Tensor
     head: Linear
+    coded_values: int = 0
+    """Number of weights that are kept as codes."""
+    coded_bytes: int = 0
+    """Bytes of these codes, with their scales."""
 
 
 def load_weights(
@@ -106,7 +111,11 @@ def load_weights(
     embedding = reader.tensor(EMBEDDING)
     head = ops.pack_linear(embedding, None) if config.tie_word_embeddings else reader.linear(HEAD)
     layers = tuple(_layer(reader, config, index) for index in range(config.num_layers))
-    return Weights(embedding, layers, reader.norm(FINAL_NORM, config), head)
+    reader.coded.report()
+    if reader.coded.values and device.type == "cuda":
+        torch.cuda.empty_cache()  # codes were converted on the device; what is free here is counted for KV
+    final = reader.norm(FINAL_NORM, config)
+    return Weights(embedding, layers, final, head, reader.coded.values, reader.coded.num_bytes)
 
 
 def _layer(reader: "Reader", config: ModelConfig, index: int) -> LayerWeights:
@@ -210,6 +219,8 @@ class Reader:
         self._ops = ops
         self._dtype = dtype
         self._device = device
+        self.coded = CodedLinears(tensors, ops, device)
+        """The projections whose weights stay codes."""
 
     def tensor(self, *names: str) -> torch.Tensor:
         """Read tensors and concatenate them along the first axis, [sum of their rows, ..], in newly allocated memory.
@@ -260,5 +271,7 @@ class Reader:
         return weight + config.norm_offset if config.norm_offset else weight
 
     def linear(self, *names: str, bias: tuple[str, ...] = ()) -> Linear:
-        """Read and fuse projections that have the same input."""
-        return self._ops.pack_linear(self.tensor(*names), self.tensor(*bias) if bias else None)
+        """Read and fuse projections that have the same input. Their weights stay codes if the kernels support it."""
+        added = self.tensor(*bias) if bias else None
+        coded = self.coded.linear(names, added)
+        return self._ops.pack_linear(self.tensor(*names), added) if coded is None else coded

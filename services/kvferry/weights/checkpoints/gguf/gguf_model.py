@@ -17,6 +17,7 @@ from kvferry.weights.checkpoints.gguf.tensor_views import ROPE_DIVISORS, LatentU
 from kvferry.weights.config import ModelConfig
 from kvferry.weights.families.registry import read_config
 from kvferry.weights.files.row_orders import Rows, halves_from_pairs, stored_rows
+from kvferry.weights.quantized.grouped import GroupedCodes, gguf_codes
 from kvferry.weights.rope import DividedRope
 from kvferry.weights.tensors import F32, Shape, Stored, check_shapes
 
@@ -112,6 +113,15 @@ class GgufModel:
         values = dequantize(self._rows(view), info)
         order = self._order(name, view.shape[0])
         return values if order is None else np.ascontiguousarray(values[order])
+
+    def grouped(self, name: str) -> GroupedCodes | None:
+        """See `GroupedSource.grouped`."""
+        view = self._views[name]
+        if isinstance(view, LatentUp):
+            return None
+        found = gguf_codes(view.info.type_name, self._rows(view), view.shape[0])
+        order = None if found is None else self._order(name, view.shape[0])
+        return found if found is None or order is None else found.reordered(order)
 
     def stored(self, name: str) -> Stored:
         """Return the quantized rows of a matrix, as stored in the file."""
