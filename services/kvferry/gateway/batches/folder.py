@@ -3,7 +3,8 @@ batches.
 
 FOLDER/records.sqlite   FOLDER/runner.lock   FOLDER/files/ID   FOLDER/uploads/ID
 
-Methods other than `run` block, and may be called on any thread. The folder is created by the first upload.
+Methods other than `run` block, and may be called on any thread. The folder is created by the first call that uses the
+records.
 """
 
 import asyncio
@@ -91,7 +92,7 @@ class BatchFolder:
 
     @property
     def exists(self) -> bool:
-        """Whether a file was stored before."""
+        """Whether there are records."""
         return (self.path / "records.sqlite").exists()
 
     @property
