@@ -2,7 +2,7 @@
 
 import asyncio
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from kvferry.core.errors import Forbidden, InvalidRequest, ModelFileError, UsageError, shortened
@@ -29,6 +29,10 @@ class AdapterLoader:
         self._loop = loop
         self._folder = folder
         self._turn = asyncio.Lock()
+
+    def served(self) -> Mapping[str, AdapterId]:
+        """Return the current version of each adapter by name."""
+        return {info.adapter.name: info.adapter for info in self._loop.adapters if info.retired_until is None}
 
     async def load(self, name: str, path: str) -> AdapterId:
         """Load an adapter for a caller, or replace the one with the same name, and return its version.

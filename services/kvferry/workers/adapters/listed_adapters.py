@@ -1,4 +1,5 @@
-"""Keeps an engine's adapters equal to a list in a file, which is read again when it changes.
+"""Keeps the adapters of an engine equal to a list in a file, which is read again when it changes. Listed adapters that a
+call has removed or replaced are loaded again.
 
 In a cluster, the file is a mounted ConfigMap that the operator writes from `spec.adapters`.
 """
@@ -11,6 +12,7 @@ from pathlib import Path
 
 from kvferry.core.clock import Clock
 from kvferry.core.errors import KvferryError, Unavailable, UnknownModel, UsageError
+from kvferry.core.ids import AdapterId
 from kvferry.workers.adapters.adapter_list import MAX_LIST_BYTES, ListedAdapter, changes, read_adapter_list
 from kvferry.workers.adapters.adapter_loader import AdapterLoader
 
@@ -38,6 +40,8 @@ class ListedAdapters:
         self._raw: bytes | None = None
         self._listed: Mapping[str, ListedAdapter] = {}
         self._loaded: dict[str, ListedAdapter] = {}
+        self._versions: dict[str, AdapterId] = {}
+        """The versions of these adapters that were loaded."""
         self._retry_at: dict[ListedAdapter, float] = {}
         self.failures: dict[str, str] = {}
         """Reason why a listed adapter is not loaded, by its name; under the file's name, the reason why the list cannot
@@ -68,12 +72,22 @@ class ListedAdapters:
         if raw is not None and raw != self._raw:
             self._raw = raw
             self._take(raw)
+        self._forget_changed()
         to_load, to_remove = changes(self._loaded, self._listed)
         for name in to_remove:
             await self._remove(name)
         for one in to_load:
             if self._clock.monotonic() >= self._retry_at.get(one, 0.0):
                 await self._load(one)
+
+    def _forget_changed(self) -> None:
+        """Have listed adapters loaded again that a call has removed or replaced: the list is what the pool states."""
+        served = self._loader.served()
+        for name in [name for name in self._loaded if served.get(name) != self._versions[name]]:
+            if name in self._listed:
+                what = "replaced" if name in served else "removed"
+                _log.warning("adapter %s was %s by a call, but is in %s: it is loaded again", name, what, self._file)
+                del self._loaded[name]
 
     def _read(self) -> bytes | None:
         try:
@@ -100,7 +114,7 @@ class ListedAdapters:
             self._retry_at[one] = self._clock.monotonic() + RETRY_SECONDS
             self._fail(one.name, error.message)
             return
-        self._loaded[one.name] = one
+        self._loaded[one.name], self._versions[one.name] = one, adapter
         self._retry_at.pop(one, None)
         self.failures.pop(one.name, None)
         _log.info("adapter %s loaded from %s, digest %s", one.name, one.path, adapter.digest.hex())
@@ -109,6 +123,7 @@ class ListedAdapters:
         with suppress(UnknownModel):  # an administrator may have removed it by a call
             await self._loader.unload(name)
         del self._loaded[name]
+        del self._versions[name]
         _log.info("adapter %s removed", name)
 
     def _fail(self, name: str, why: str) -> None:

@@ -23,13 +23,21 @@ class FakeLoader:
         self.good = set(good)
         self.calls: list[str] = []
         self.loaded: dict[str, str] = {}
+        self.versions: dict[str, AdapterId] = {}
+
+    def served(self) -> dict[str, AdapterId]:
+        return {name: self.versions[name] for name in self.loaded}
+
+    def replace(self, name: str) -> None:
+        """Load another version, as a call of an administrator does."""
+        self.loaded[name], self.versions[name] = "/other", AdapterId(name, bytes([1] * 32))
 
     async def load_listed(self, name: str, path: Path, digest: str) -> AdapterId:
         self.calls.append(f"load {name} {path}")
         if str(path) not in self.good:
             raise ModelFileError(f"{path} is missing")
-        self.loaded[name] = f"{path}{digest}"
-        return AdapterId(name, bytes(32))
+        self.loaded[name], self.versions[name] = f"{path}{digest}", AdapterId(name, bytes(32))
+        return self.versions[name]
 
     async def unload(self, name: str) -> AdapterId:
         self.calls.append(f"unload {name}")
@@ -106,6 +114,27 @@ async def test_an_adapter_that_fails_is_reported_and_tried_again(tmp_path: Path)
     await listed.refresh()
     assert set(loader.loaded) == {"x", "y"}
     assert listed.failures == {}
+
+
+async def test_a_listed_adapter_that_a_call_changes_is_loaded_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file, loader = tmp_path / "list.toml", FakeLoader("/a")
+    file.write_text(entry("x"))
+    listed = ListedAdapters(file, loader, ManualClock())  # type: ignore[arg-type]
+    await listed.refresh()
+    for change, word in ((loader.unload, "removed"), (loader.replace, "replaced")):
+        caplog.clear()
+        changed = change("x")
+        if changed is not None:
+            await changed
+        for _ in range(2):
+            await listed.refresh()
+        assert loader.loaded == {"x": "/a"}
+        assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
+            f"adapter x was {word} by a call, but is in {file}: it is loaded again"
+        ]
+    assert loader.calls == ["load x /a", "unload x", "load x /a", "load x /a"]
 
 
 async def test_an_adapter_that_an_administrator_has_removed_may_leave_the_list(tmp_path: Path) -> None:
