@@ -1,5 +1,5 @@
-"""Keeps the adapters of an engine equal to a list in a file, which is read again when it changes. Listed adapters that a
-call has removed or replaced are loaded again.
+"""Keeps the adapters of an engine equal to a list in a file, which is read again when it changes; those that a call has
+removed or replaced are loaded again.
 
 In a cluster, the file is a mounted ConfigMap that the operator writes from `spec.adapters`.
 """
