@@ -1,11 +1,14 @@
 """The dashboard of a real stack in a real browser."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +135,76 @@ def test_markup_in_a_tenants_name_or_an_error_stays_text(stack, browser: Chromiu
     }})"""
     browser.wait_for("document.readyState === 'complete'")
     assert browser.evaluate(script) == [0, 5]
+
+
+FORM = "application/x-www-form-urlencoded"
+
+
+class _Elsewhere(BaseHTTPRequestHandler):
+    """An empty page of another origin."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("content-type", "text/html")
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def elsewhere() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Elsewhere)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_a_page_of_another_origin_changes_nothing(stack, browser: Chromium, elsewhere: str, host: str) -> None:
+    """A page of another port, which is of the same site, and one of another site."""
+    pin = {"prompt": "Some words. " * 30, "ttl_seconds": 600, "tenant": "alice"}
+    made = httpx.post(f"http://{stack['admin']}/pin_prefix", json=pin, timeout=SECONDS)
+    assert made.status_code == 200, made.text
+    pinned = _pins(stack)
+    assert pinned
+    before = _requests(stack)
+    browser.open(f"http://{elsewhere.replace('127.0.0.1', host)}/")
+    browser.wait_for(f"location.port === '{elsewhere.partition(':')[2]}' && document.readyState === 'complete'")
+    script = """(async () => {
+      const bodies = [undefined, '{"lora_name": "a", "lora_path": "a"}', PIN];
+      for (const url of URLS) for (const body of bodies) for (const type of ['text/plain', 'FORM'])
+        await fetch(url, {method: 'POST', mode: 'no-cors', headers: {'content-type': type}, body});
+      for (const url of URLS) {
+        const json = {method: 'POST', headers: {'content-type': 'application/json'}, body: '{}'};
+        if (await fetch(url, json).then(() => true, () => false)) return url;
+      }
+      return 'done';
+    })()"""
+    admin = ("reset_prefix_cache", "pin_prefix", "unpin_prefix", "v1/load_lora_adapter", "v1/unload_lora_adapter")
+    client = ("v1/completions", "v1/chat/completions")
+    urls = [f"http://{stack['admin']}/{path}" for path in admin] + [f"http://{stack['http']}/{path}" for path in client]
+    for name, value in {"URLS": json.dumps(urls), "PIN": json.dumps(json.dumps(pin)), "FORM": FORM}.items():
+        script = script.replace(name, value)
+    assert browser.evaluate(script) == "done"
+    assert _pins(stack) == pinned
+    assert _requests(stack) == before
+    # A link from that page opens the dashboard.
+    browser.evaluate(f"location.href = 'http://{stack['admin']}/'")
+    browser.wait_for("document.querySelector('#status')?.innerText.startsWith('Last updated')")
+
+
+def _pins(stack: dict[str, Any]) -> list[tuple[str, list[str]]]:
+    found = httpx.get(f"http://{stack['admin']}/pins").json()["pins"]
+    return [(one["id"], one["workers"]) for one in found]
+
+
+def _requests(stack: dict[str, Any]) -> list[str]:
+    found = httpx.get(f"http://{stack['admin']}/debug/requests?limit=200").json()["requests"]
+    return [one["request_id"] for one in found]
 
 
 def test_the_page_shows_that_the_gateway_is_gone(stack, browser: Chromium) -> None:

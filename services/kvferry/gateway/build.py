@@ -34,6 +34,7 @@ from kvferry.gateway.fleet.waking import Waker
 from kvferry.gateway.fleet.worker_keys import WorkerKeys
 from kvferry.gateway.http.admin_api import AdminApi
 from kvferry.gateway.http.batches.inner_call import InnerCall
+from kvferry.gateway.http.browsers import BrowserRules
 from kvferry.gateway.http.client_api import ClientApi
 from kvferry.gateway.http.pin_routes import PinRoutes
 from kvferry.gateway.http.server.tls import Certificate
@@ -197,6 +198,7 @@ def build_gateway(
         status.overview,
         status.readiness,
         PinRoutes(service, pins, config.http),
+        BrowserRules.of(config.admin_address, config.http.allowed_hosts),
     )
     return GatewayParts(
         config, clock, pool, certificate, pool_tls, instruments, fleet, membership, cache_map, cache_feeds, waker,

@@ -110,7 +110,12 @@ def _stack() -> Iterator[Stack]:
 
 def _request(path: str, body: object, *headers: str) -> bytes:
     content = json.dumps(body).encode()
-    lines = [f"POST {path} HTTP/1.1", "Host: x", "Content-Type: application/json", f"Content-Length: {len(content)}"]
+    lines = [
+        f"POST {path} HTTP/1.1",
+        "Host: localhost",
+        "Content-Type: application/json",
+        f"Content-Length: {len(content)}",
+    ]
     return "\r\n".join([*lines, *headers, "", ""]).encode() + content
 
 
@@ -132,9 +137,12 @@ def _http_seeds() -> list[bytes]:
         _request(
             "/v1/chat/completions", {"messages": [user], "max_completion_tokens": 2, "tools": [], "logprobs": True}
         ),
-        b"GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer k\r\nX-Request-Id: abc\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n{\r\n0\r\na: b\r\n\r\n",
-        b"GET /healthz HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\nGET /v1/models HTTP/1.0\r\n\r\n",
+        b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer k\r\nX-Request-Id: abc\r\n\r\n",
+        (
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+            b"1\r\n{\r\n0\r\na: b\r\n\r\n"
+        ),
+        b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\nGET /v1/models HTTP/1.0\r\n\r\n",
     ]
 
 

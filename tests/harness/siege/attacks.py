@@ -35,7 +35,7 @@ Attack = Callable[[Target], Coroutine[Any, Any, None]]
 
 
 def _post(path: str, body: bytes, *headers: bytes) -> bytes:
-    lines = [b"POST " + path.encode() + b" HTTP/1.1", b"host: x", b"content-type: application/json", *headers]
+    lines = [b"POST " + path.encode() + b" HTTP/1.1", b"host: localhost", b"content-type: application/json", *headers]
     return b"\r\n".join([*lines, b"content-length: %d" % len(body), b"", body])
 
 
@@ -72,7 +72,7 @@ async def slow_heads(target: Target) -> None:
     while True:
         with contextlib.suppress(OSError):
             _, writer = await target.connect()
-            for byte in b"GET /health HTTP/1.1\r\nhost: x":
+            for byte in b"GET /health HTTP/1.1\r\nhost: localhost":
                 writer.write(bytes([byte]))
                 await asyncio.sleep(1.0)
             writer.close()

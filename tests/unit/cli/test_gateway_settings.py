@@ -6,6 +6,7 @@ from click.testing import CliRunner
 from kvferry.cli.commands.gateway import _config, command
 from kvferry.cli.commands.up import flags_for
 from kvferry.cli.options import Values
+from kvferry.core.errors import UsageError
 from kvferry.core.settings import processes
 from kvferry.core.settings.resolve import resolve
 from kvferry.core.settings.setting import Setting
@@ -15,6 +16,7 @@ GIVEN = {
     "sse_keepalive": "3",
     "http_keepalive": "60",
     "cors_origins": ["https://a", "https://b"],
+    "allowed_hosts": ["llm.example", "10.0.0.7"],
 }
 
 
@@ -26,13 +28,20 @@ def test_a_gateway_has_the_settings_of_its_http_api() -> None:
     http = _config(resolved(processes.GATEWAY, GIVEN)).http
     assert (http.strict_fields, http.sse_keepalive_seconds, http.http_keepalive_seconds) == (True, 3.0, 60.0)
     assert http.cors_origins == ("https://a", "https://b")
+    assert http.allowed_hosts == ("llm.example", "10.0.0.7")
     default = _config(resolved(processes.GATEWAY, {})).http
     assert (default.strict_fields, default.sse_keepalive_seconds, default.http_keepalive_seconds) == (
         False,
         15.0,
         120.0,
     )
-    assert default.cors_origins == ()
+    assert (default.cors_origins, default.allowed_hosts) == ((), ())
+
+
+@pytest.mark.parametrize("given", ["http://a", "a:80", "", "a b", "*"])
+def test_a_host_has_neither_scheme_nor_port(given: str) -> None:
+    with pytest.raises(UsageError, match="without scheme and port"):
+        resolved(processes.GATEWAY, {"allowed_hosts": [given]})
 
 
 def test_a_local_stack_hands_them_to_its_gateway() -> None:

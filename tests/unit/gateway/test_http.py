@@ -104,7 +104,7 @@ async def test_a_body_that_never_arrives_is_given_up():
         host, port = gateway.gateway.listening.http.split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         writer.write(
-            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
             b"content-length: 100\r\n\r\n{"
         )
         async with asyncio.timeout(10):
@@ -117,7 +117,8 @@ async def test_a_client_that_disconnects_while_sending_affects_no_other_request(
     host, port = gateway.gateway.listening.http.split(":")
     _reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(
-        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n{"
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        b"content-length: 100\r\n\r\n{"
     )
     await writer.drain()
     writer.close()

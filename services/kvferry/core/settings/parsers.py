@@ -1,6 +1,9 @@
 """Parsers of the text of settings. Each raises ValueError, whose message states the accepted values."""
 
+import re
 from collections.abc import Callable
+
+_HOST = re.compile(r"[a-z0-9_]([-a-z0-9_.]{0,251}[a-z0-9_])?|[0-9a-f:.]+")
 
 _UNITS = {
     "": 1,
@@ -84,6 +87,18 @@ def device_name(text: str) -> str:
     if text in ("auto", "cpu", "cuda") or (name == "cuda" and colon and number.isdecimal() and len(number) < 4):
         return text
     raise ValueError("must be auto, cpu, cuda or cuda:N, for example cuda:1")
+
+
+def host_name(text: str) -> str:
+    """Parse a host name or an IP address, without scheme and port.
+
+    Raises:
+        ValueError: the text is invalid; the message states the accepted values.
+    """
+    host = text.strip().strip("[]").lower()
+    if not _HOST.fullmatch(host) or (":" in host and host.count(":") < 2):
+        raise ValueError("must be a host without scheme and port, for example llm.example.com")
+    return host
 
 
 def boolean(text: str) -> bool:

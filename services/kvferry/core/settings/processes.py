@@ -1,7 +1,7 @@
 """Settings of the processes: workers, gateways and the local stack, and of the commands that measure an engine."""
 
 from kvferry.core.settings.engine import EngineSettings, SchedulerLimits
-from kvferry.core.settings.parsers import boolean, seconds, share, size_bytes, whole
+from kvferry.core.settings.parsers import boolean, host_name, seconds, share, size_bytes, whole
 from kvferry.core.settings.setting import Setting, settings_of
 
 _OFFLINE = {"served_name", "load_format", "cuda_graphs", "max_scored_rows", "reserve_share"}
@@ -167,6 +167,14 @@ CLIENTS = (
         "cors_origins",
         (),
         "Origin whose web pages may call the HTTP API, such as https://chat.example.com, or *; may be repeated.",
+        is_repeated=True,
+    ),
+    Setting(
+        "allowed_hosts",
+        (),
+        "Host name, without port, under which the HTTP and admin ports accept requests, against DNS rebinding; may be "
+        "repeated. Default: loopback names on loopback, any elsewhere.",
+        parse=host_name,
         is_repeated=True,
     ),
 )

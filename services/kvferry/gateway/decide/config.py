@@ -226,6 +226,8 @@ class HttpConfig:
     """Time in seconds after which an idle connection is closed."""
     cors_origins: tuple[str, ...] = ()
     """Origins whose web pages may call the API; `*` for all."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Hosts, without port, that requests may name in addition to loopback's, also at the admin API."""
     api_keys_file: Path | None = None
     """File with one `key tenant` pair per line; `None` disables authentication, and all requests use the default
     tenant."""

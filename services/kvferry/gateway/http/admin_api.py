@@ -19,6 +19,7 @@ from starlette.types import ASGIApp
 from kvferry.core.errors import InvalidRequest, KvferryError, encodable, shortened
 from kvferry.core.ids import RequestId
 from kvferry.gateway.dispatch.journal import MAX_LISTED, Journal
+from kvferry.gateway.http.browsers import BrowserGuard, BrowserRules
 from kvferry.gateway.http.client_api import error_response
 from kvferry.gateway.http.openai import reply as openai_reply
 from kvferry.gateway.http.page_files import PageFiles
@@ -69,11 +70,13 @@ class AdminApi:
     """Function that returns whether requests are accepted, and the reasons."""
     pins: PinRoutes
     """Routes of pinned prefixes."""
+    rules: BrowserRules
+    """Requests of browsers that are accepted."""
 
-    def app(self) -> ASGIApp:
-        """Create the ASGI application of the admin API."""
+    def routes(self) -> list[Route]:
+        """Return the routes."""
         page = PageFiles.load()
-        routes = [
+        return [
             Route("/", page.index, methods=["GET"]),
             Route("/page/{name}", page.file, methods=["GET"]),
             Route("/debug/overview", self._overview, methods=["GET"]),
@@ -88,7 +91,11 @@ class AdminApi:
             Route("/health", self._health, methods=["GET"]),
             Route("/ready", self._ready, methods=["GET"]),
         ]
-        return Starlette(routes=routes, exception_handlers={HTTPException: _on_http_exception})
+
+    def app(self) -> ASGIApp:
+        """Create the ASGI application of the admin API."""
+        app = Starlette(routes=self.routes(), exception_handlers={HTTPException: _on_http_exception})
+        return BrowserGuard(app, self.rules, lambda _scope, error: error_response(error))
 
     async def _metrics(self, _request: Request) -> Response:
         return Response(generate_latest(self.registry), media_type=CONTENT_TYPE_LATEST)

@@ -102,16 +102,24 @@ class BufferedBody:
         self._budget.num_bytes -= self._own
 
 
+def check_media_type(request: Request) -> None:
+    """Reject bodies that are not declared as JSON: browsers send other types across sites without a preflight request.
+
+    Raises:
+        UnsupportedMedia: the media type is not JSON.
+    """
+    kind = request.headers.get("content-type", "")
+    if kind.partition(";")[0].strip().lower() != JSON:
+        raise UnsupportedMedia(f"the body must be sent as {JSON}, not as {shortened(kind)!r}; set content-type")
+
+
 def check_media(request: Request) -> None:
-    """Reject bodies that are not declared as plain JSON: browsers send other types across sites without a preflight
-    request.
+    """Reject bodies that are not declared as plain JSON.
 
     Raises:
         UnsupportedMedia: the media type is not JSON, or the body is compressed.
     """
-    kind = request.headers.get("content-type", "")
-    if kind.partition(";")[0].strip().lower() != JSON:
-        raise UnsupportedMedia(f"the body must be sent as {JSON}, not as {shortened(kind)!r}")
+    check_media_type(request)
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.strip().lower() != "identity":
         raise UnsupportedMedia(

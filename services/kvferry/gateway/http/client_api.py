@@ -42,6 +42,7 @@ from kvferry.gateway.http.body_route import (
     prepared,
     while_connected,
 )
+from kvferry.gateway.http.browsers import BrowserGuard, BrowserRules
 from kvferry.gateway.http.encoding.routes import ANSWERS, UnaryRoute
 from kvferry.gateway.http.fields.field_policy import Effect, FieldRule
 from kvferry.gateway.http.fields.strict import effects
@@ -118,8 +119,8 @@ class ClientApi:
         document = openapi_document(version("kvferry"), needs_key=self.needs_key)
         object.__setattr__(self, "description", openai_reply.encode(document))
 
-    def app(self) -> ASGIApp:
-        """Create the ASGI application of the client API."""
+    def routes(self) -> list[Route]:
+        """Return the routes."""
         responses = self.responses
         batches = BatchRoutes(self.context, self.batches)
         handlers: dict[str, Any] = {
@@ -152,16 +153,20 @@ class ClientApi:
             "getReadiness": self._ready,
             "getDescription": self._describe,
         }
-        routes = [
+        return [
             Route(op.path, handlers.get(op.name) or UnaryRoute(self.context, ANSWERS[op.path]), methods=[op.method])
             for op in OPERATIONS
         ]
+
+    def app(self) -> ASGIApp:
+        """Create the ASGI application of the client API."""
         failures: dict[Any, Any] = {
             KvferryError: _on_error,
             HTTPException: _on_http_exception,
             Exception: _on_unexpected,
         }
-        app: ASGIApp = Starlette(routes=routes, exception_handlers=failures)
+        rules = BrowserRules.of(self.config.address, self.config.allowed_hosts, self.config.cors_origins)
+        app: ASGIApp = BrowserGuard(Starlette(routes=self.routes(), exception_handlers=failures), rules, _failure)
         if self.config.cors_origins:
             app = CORSMiddleware(
                 app,

@@ -76,6 +76,7 @@ async def test_clients_routes_are_not_served_to_operators(gateway: ScriptedGatew
 async def test_a_text_that_is_not_unicode_is_refused(gateway: ScriptedGateway, field: str) -> None:
     body = json.dumps({"lora_name": "a", "lora_path": "a"} | {field: "\ud800"})
     async with httpx.AsyncClient(timeout=20) as client:
-        refused = await client.post(f"{gateway.admin_url}/v1/load_lora_adapter", content=body)
+        headers = {"content-type": "application/json"}
+        refused = await client.post(f"{gateway.admin_url}/v1/load_lora_adapter", content=body, headers=headers)
     assert refused.status_code == 400
     assert f"{field} is not valid Unicode" in refused.json()["error"]["message"]

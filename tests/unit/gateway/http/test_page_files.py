@@ -80,7 +80,7 @@ async def sent(address: str, path: str) -> bytes:
     host, _, port = address.rpartition(":")
     async with asyncio.timeout(20):
         reader, writer = await asyncio.open_connection(host, int(port))
-        writer.write(f"GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode())
+        writer.write(f"GET {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n".encode())
         answer = await reader.read()
         writer.close()
         await writer.wait_closed()

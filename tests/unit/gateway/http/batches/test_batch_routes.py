@@ -229,7 +229,7 @@ async def declared(gateway: ScriptedGateway, head: bytes, headers: dict[str, str
     """Declare a large body, send its begin only, and return the answer."""
     reader, writer = await asyncio.open_connection(*gateway.gateway.listening.http.split(":"))
     fields = "".join(f"{name}: {value}\r\n" for name, value in headers.items() if name != "expect")
-    writer.write(f"POST /v1/files HTTP/1.1\r\nhost: a\r\nauthorization: Bearer key-a\r\n{fields}\r\n".encode() + head)
+    writer.write(f"POST /v1/files HTTP/1.1\r\nhost: 127.0.0.1\r\nauthorization: Bearer key-a\r\n{fields}\r\n".encode() + head)
     async with asyncio.timeout(10):
         raw = await reader.read()
     writer.close()
@@ -245,7 +245,7 @@ async def test_a_client_that_disconnects_or_cuts_its_form_leaves_nothing(gateway
     assert "ends before" in answer.json()["error"]["message"]
     _, writer = await asyncio.open_connection(*gateway.gateway.listening.http.split(":"))
     writer.write(
-        b"POST /v1/files HTTP/1.1\r\nhost: a\r\nauthorization: Bearer key-a\r\ncontent-length: 1000\r\n"
+        b"POST /v1/files HTTP/1.1\r\nhost: 127.0.0.1\r\nauthorization: Bearer key-a\r\ncontent-length: 1000\r\n"
         b"content-type: multipart/form-data; boundary=b\r\n\r\n" + head
     )
     await eventually(lambda: bool(left(gateway)))
@@ -258,7 +258,7 @@ async def test_uploads_at_a_time_and_files_of_a_tenant_are_bounded(gateway, http
     for _ in range(MAX_UPLOADS):
         _, writer = await asyncio.open_connection(*gateway.gateway.listening.http.split(":"))
         writer.write(
-            b"POST /v1/files HTTP/1.1\r\nhost: a\r\nauthorization: Bearer key-a\r\ncontent-length: 1000\r\n"
+            b"POST /v1/files HTTP/1.1\r\nhost: 127.0.0.1\r\nauthorization: Bearer key-a\r\ncontent-length: 1000\r\n"
             b"content-type: multipart/form-data; boundary=b\r\n\r\n"
         )
         writers.append(writer)
