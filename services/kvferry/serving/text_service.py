@@ -176,7 +176,7 @@ def _added(
     parts, kept, stop_reason = AnswerParts(""), tuple[SampledToken, ...](), None
     finish: FinishReason | None = None
     num_reasoning = 0
-    is_each_split = splitter is not None and splitter.may_reason
+    is_each_split = splitter is not None and (splitter.may_reason or (writer.has_stop_strings and splitter.may_exempt))
     for group in _groups(event.tokens, split, is_each_split=is_each_split):
         was_reasoning = splitter is not None and splitter.is_reasoning
         is_last = len(kept) + len(group) == len(event.tokens)

@@ -91,10 +91,17 @@ class AnswerSplitter:
         return self._whole is not None or (self._reasoning is not None and self._reasoning.may_reason)
 
     def may_stop(self, text: str) -> bool:
-        """Return whether a stop string may end in `text`, which comes next. Stop strings end the answer, not the
-        reasoning."""
+        """Return whether a stop string may end in `text`, which comes next. Stop strings end the answer's text, not the
+        reasoning, and not a call, whose arguments would be cut."""
         parser = self._whole or self._reasoning
+        if self._calls is not None and self._calls.is_reading:
+            return False
         return parser is None or parser.may_stop(text)
+
+    @property
+    def may_exempt(self) -> bool:
+        """Whether stop strings may not apply to text that follows."""
+        return self.may_reason or self._calls is not None
 
     def feed(self, text: str) -> AnswerParts:
         """Add text and return the parts that it completes."""

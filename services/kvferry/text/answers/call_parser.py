@@ -72,6 +72,11 @@ class CallParser:
         """Whether all calls to report have ended."""
         return self._calls.is_complete
 
+    @property
+    def is_reading(self) -> bool:
+        """Whether the text so far ends inside a call, or inside what may become one."""
+        return self._reading is not None
+
     def feed(self, text: str) -> AnswerParts:
         """Add text; return the content that is certain by now and the new parts of calls."""
         content: list[str] = []

@@ -69,8 +69,8 @@ class HarmonySplitter:
         return self._state is _State.REASONING
 
     def may_stop(self, _text: str) -> bool:
-        """Return whether a stop string may end in the text that comes next: not in reasoning or headers."""
-        return self._state not in (_State.REASONING, _State.HEADER, _State.BETWEEN)
+        """Return whether a stop string may end in the text that comes next: not in reasoning, calls or headers."""
+        return self._state not in (_State.REASONING, _State.CALL, _State.HEADER, _State.BETWEEN)
 
     def feed(self, text: str) -> AnswerParts:
         """Add text and return the parts that it completes."""

@@ -63,6 +63,11 @@ class OutputText:
         self._stops = stops
         self._num_tokens = 0
 
+    @property
+    def has_stop_strings(self) -> bool:
+        """Whether the output may end with a stop string."""
+        return self._stops is not None
+
     def add(
         self,
         tokens: tuple[SampledToken, ...],

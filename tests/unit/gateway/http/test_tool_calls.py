@@ -367,3 +367,27 @@ async def test_arguments_in_the_history_need_not_be_json(hermes):
     cut = {"id": "x", "type": "function", "function": {"name": "now", "arguments": '{"a": 1'}}
     messages = [*USER, {"role": "assistant", "content": None, "tool_calls": [cut]}, RESULT]
     assert (await whole(client, messages=messages, tools=TOOLS)).message.content == "ok"
+
+
+@pytest.mark.parametrize("bytes_per_step", [1, 3, 10_000])
+@pytest.mark.parametrize("call_format", FORMATS)
+async def test_stop_strings_end_the_text_and_no_call(call_format: CallFormat, bytes_per_step: int) -> None:
+    """A call that a stop string cut would be run with wrong arguments."""
+    async with (
+        answering_api(call_format) as api,
+        openai.AsyncOpenAI(base_url=api.url, api_key="any", max_retries=0) as client,
+    ):
+        api.source.bytes_per_step = bytes_per_step
+        api.source.answers = [written(call_format, [("get_weather", {"city": "Oslo"})], has_types=True)]
+        messages: Any = [{"role": "user", "content": "Weather?"}]
+        for stop in ("sl", "city", "Oslo"):
+            answer = await client.chat.completions.create(model="bytes", messages=messages, tools=TOOLS, stop=stop)
+            choice = answer.choices[0]
+            assert choice.finish_reason == "tool_calls", stop
+            assert choice.message.tool_calls is not None
+            (call,) = choice.message.tool_calls
+            assert call.type == "function"
+            assert json.loads(call.function.arguments) == {"city": "Oslo"}
+        api.source.answers = ["Let me look. It is cold."]
+        answer = await client.chat.completions.create(model="bytes", messages=messages, tools=TOOLS, stop="look")
+        assert (answer.choices[0].finish_reason, answer.choices[0].message.content) == ("stop", "Let me ")

@@ -229,7 +229,9 @@ async def declared(gateway: ScriptedGateway, head: bytes, headers: dict[str, str
     """Declare a large body, send its begin only, and return the answer."""
     reader, writer = await asyncio.open_connection(*gateway.gateway.listening.http.split(":"))
     fields = "".join(f"{name}: {value}\r\n" for name, value in headers.items() if name != "expect")
-    writer.write(f"POST /v1/files HTTP/1.1\r\nhost: 127.0.0.1\r\nauthorization: Bearer key-a\r\n{fields}\r\n".encode() + head)
+    writer.write(
+        f"POST /v1/files HTTP/1.1\r\nhost: 127.0.0.1\r\nauthorization: Bearer key-a\r\n{fields}\r\n".encode() + head
+    )
     async with asyncio.timeout(10):
         raw = await reader.read()
     writer.close()
