@@ -19,7 +19,7 @@ def test_a_new_pool_gets_its_objects_and_conditions(world):
     assert set(world.all("service")) == {"chat", "chat-gateway", "chat-prefill", "chat-decode"}
     assert set(world.all("poolrolescaler")) == {"chat-prefill", "chat-decode"}
     assert set(world.all("pdb")) == {"chat-prefill", "chat-decode", "chat-gateway"}
-    assert set(world.all("networkpolicy")) == {"chat-workers"}
+    assert set(world.all("networkpolicy")) == {"chat-workers", "chat-gateways"}
     assert set(world.all("serviceaccount")) - {"default"} == {"chat-worker", "chat-gateway"}
     assert set(world.all("role")) == set(world.all("rolebinding")) == {"chat-gateway"}
     assert set(world.all("secret")) == {"chat-keys"}

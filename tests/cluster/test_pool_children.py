@@ -71,7 +71,7 @@ def test_the_network_policy_follows_its_field(world):
     world.apply(networkPolicy="Off")
     world.until(lambda: not world.all("networkpolicy"))
     world.apply(networkPolicy="Restricted")
-    world.until(lambda: "chat-workers" in world.all("networkpolicy"))
+    world.until(lambda: {"chat-workers", "chat-gateways"} <= set(world.all("networkpolicy")))
 
 
 def test_an_optional_kind_that_is_not_installed_is_a_condition(world):

@@ -32,9 +32,10 @@ from kvferry.gateway.fleet.pool_api import PoolApi
 from kvferry.gateway.fleet.readiness import FleetCollector, PoolCollector
 from kvferry.gateway.fleet.waking import Waker
 from kvferry.gateway.fleet.worker_keys import WorkerKeys
+from kvferry.gateway.http.admin_access import AdminAccess
 from kvferry.gateway.http.admin_api import AdminApi
 from kvferry.gateway.http.batches.inner_call import InnerCall
-from kvferry.gateway.http.browsers import BrowserRules
+from kvferry.gateway.http.browsers import BrowserRules, is_loopback_address
 from kvferry.gateway.http.client_api import ClientApi
 from kvferry.gateway.http.pin_routes import PinRoutes
 from kvferry.gateway.http.server.tls import Certificate
@@ -177,6 +178,8 @@ def build_gateway(
     )  # fmt: skip
     pins = FleetPins(fleet, clock)
     batches = None if config.batches is None else BatchService(config.batches, clock)
+    access = AdminAccess(is_loopback_address(config.admin_address), config.admin_token_file)
+    access.warn()
     client_api = ClientApi(
         service,
         config.http,
@@ -199,6 +202,7 @@ def build_gateway(
         status.readiness,
         PinRoutes(service, pins, config.http),
         BrowserRules.of(config.admin_address, config.http.allowed_hosts),
+        access,
     )
     return GatewayParts(
         config, clock, pool, certificate, pool_tls, instruments, fleet, membership, cache_map, cache_feeds, waker,

@@ -1,5 +1,7 @@
 """Settings of the HTTP API reach the gateway, also from `kvferry up`."""
 
+from pathlib import Path
+
 import pytest
 from click.testing import CliRunner
 
@@ -42,6 +44,16 @@ def test_a_gateway_has_the_settings_of_its_http_api() -> None:
 def test_a_host_has_neither_scheme_nor_port(given: str) -> None:
     with pytest.raises(UsageError, match="without scheme and port"):
         resolved(processes.GATEWAY, {"allowed_hosts": [given]})
+
+
+@pytest.mark.parametrize("command", ["gateway", "up"])
+def test_the_admin_port_has_the_file_of_its_tokens(command: str) -> None:
+    given: dict[str, object] = {"admin_token_file": "tokens"}
+    if command == "up":
+        flags = flags_for(processes.GATEWAY, resolved(processes.UP, given))
+        assert flags[flags.index("--admin-token-file") + 1] == "tokens"
+    assert _config(resolved(processes.GATEWAY, given)).admin_token_file == Path("tokens")
+    assert _config(resolved(processes.GATEWAY, {})).admin_token_file is None
 
 
 def test_a_local_stack_hands_them_to_its_gateway() -> None:

@@ -480,7 +480,11 @@ EFFECTS: dict[str, tuple[dict[str, Any], Any, Any]] = {
         lambda pool: [flag("trace-sample")(pool), flag("trace-sample", GATEWAY)(pool)],
         ["0.25"] * 2,
     ),
-    "networkPolicy": ({"networkPolicy": "Off"}, at("NetworkPolicy/chat-workers", "kind"), None),
+    "networkPolicy": (
+        {"networkPolicy": "Off"},
+        lambda pool: [at(f"NetworkPolicy/chat-{of}", "kind")(pool) for of in ("workers", "gateways")],
+        [None, None],
+    ),
     "disruption.maxUnavailable": (
         {"disruption": {"maxUnavailable": "30%"}},
         at("PodDisruptionBudget/chat-decode", "spec.maxUnavailable"),

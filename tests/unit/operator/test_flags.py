@@ -66,6 +66,7 @@ FIELD_OF = {
     "ticket_key_file": "internalKeys.secretName",
     "tenant_key_file": "internalKeys.secretName",
     "gateway_key_file": "internalKeys.secretName",
+    "admin_token_file": "internalKeys.secretName",
     "policy": "routing.policy",
     "prefix_blocks": "routing.prefixBlocks",
     "skip_prefill_below": "routing.skipPrefillBelowTokens",

@@ -127,7 +127,7 @@ class Executor:
             case ApplyObject():
                 return self._apply(action)
             case CreateKeys():
-                keys = key_secret_data(secrets.token_hex(32), secrets.token_hex(32))
+                keys = key_secret_data(*(secrets.token_hex(32) for _ in range(3)))
                 data = {name: base64.b64encode(key.encode()).decode() for name, key in keys.items()}
                 created = self._api.create({**action.manifest, "data": data})
                 self._applied(created or action.manifest)

@@ -1,5 +1,6 @@
 """Gateway Deployment of a pool. Kubernetes itself rolls it out, since every gateway can use every worker."""
 
+from kvferry.operator.objects.keys import ADMIN_ENTRY
 from kvferry.operator.objects.pods import (
     KEYS_FOLDER,
     arguments,
@@ -21,6 +22,7 @@ _DRAIN_MARGIN_SECONDS = 15
 _API_KEYS_FOLDER = "/etc/kvferry/api-keys"
 _TENANTS_FOLDER = "/etc/kvferry/tenants"
 _TLS_FOLDER = "/etc/kvferry/tls"
+_ADMIN_FOLDER = "/etc/kvferry/admin"
 _CLIENT_CA_FOLDER = "/etc/kvferry/client-ca"
 _START_SECONDS = 600
 
@@ -84,6 +86,10 @@ def _pod(pool: InferencePool, default_image: str) -> Json:
     keys = {"secretName": keys_secret_of(pool), "items": items}
     volumes.append({"name": "keys", "secret": keys})
     mounts.append({"name": "keys", "mountPath": KEYS_FOLDER, "readOnly": True})
+    # A volume of its own, since pods must start although the entry is missing.
+    token = {"secretName": keys_secret_of(pool), "items": [{"key": ADMIN_ENTRY, "path": ADMIN_ENTRY}], "optional": True}
+    volumes.append({"name": ADMIN_ENTRY, "secret": token})
+    mounts.append({"name": ADMIN_ENTRY, "mountPath": _ADMIN_FOLDER, "readOnly": True})
     drain = pool.spec.drain
     return {
         "serviceAccountName": f"{pool.name}-gateway",
@@ -131,6 +137,7 @@ def _arguments(pool: InferencePool) -> list[str]:
         "http": f"0.0.0.0:{names.GATEWAY_HTTP}",
         "grpc": f"0.0.0.0:{names.GATEWAY_GRPC}",
         "admin": f"0.0.0.0:{names.GATEWAY_ADMIN}",
+        "admin-token-file": f"{_ADMIN_FOLDER}/{ADMIN_ENTRY}",
         "tenant-key-file": f"{KEYS_FOLDER}/tenant-key",
         "gateway-key-file": f"{KEYS_FOLDER}/gateway-key",
         "policy": spec.routing.policy,

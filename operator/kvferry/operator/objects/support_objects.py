@@ -20,7 +20,7 @@ def surroundings(pool: InferencePool, installed: frozenset[tuple[str, str]]) -> 
     """
     made = [*_accounts(pool), *_services(pool), *_budgets(pool), adapter_list(pool)]
     if pool.spec.network_policy == "Restricted":
-        made.append(_network_policy(pool))
+        made += [_worker_policy(pool), _gateway_policy(pool)]
     if pool.spec.observability.pod_monitor == "Auto" and POD_MONITOR in installed:
         made.append(_pod_monitor(pool))
     if pool.spec.gateway.inference_extension == "Auto" and EXTENSION_POOL in installed:
@@ -111,7 +111,8 @@ def _services(pool: InferencePool) -> list[Json]:
             "Service",
             names.role_object(pool.name, names.ROLE_GATEWAY),
             names.ROLE_GATEWAY,
-            # The admin port has no authentication, so it is not in the client Service, whose type may be LoadBalancer.
+            # The admin port is read without authentication, so it is not in the client Service, whose type may be
+            # LoadBalancer.
             spec={
                 "type": "ClusterIP",
                 "selector": {names.LABEL_POOL: pool.name, names.LABEL_ROLE: names.ROLE_GATEWAY},
@@ -161,12 +162,12 @@ def _budgets(pool: InferencePool) -> list[Json]:
     ]
 
 
-def _network_policy(pool: InferencePool) -> Json:
+def _worker_policy(pool: InferencePool) -> Json:
     return child(
         pool,
         "networking.k8s.io/v1",
         "NetworkPolicy",
-        f"{pool.name}-workers",
+        names.worker_policy(pool.name),
         spec={
             "podSelector": {
                 "matchLabels": {names.LABEL_POOL: pool.name},
@@ -179,6 +180,40 @@ def _network_policy(pool: InferencePool) -> Json:
                 # Gateways connect to workers, and workers connect to each other on ports chosen by the transport.
                 {"from": [{"podSelector": {"matchLabels": {names.LABEL_POOL: pool.name}}}]},
                 {"ports": [{"port": names.PORT_METRICS, "protocol": "TCP"}]},
+            ],
+        },
+    )
+
+
+def _gateway_policy(pool: InferencePool) -> Json:
+    """Build the policy of gateways: clients come from everywhere, the admin ports are for the operator and monitoring,
+    in any namespace."""
+
+    def pods(label: str, value: str) -> Json:
+        return {"namespaceSelector": {}, "podSelector": {"matchLabels": {label: value}}}
+
+    def tcp(*ports: int) -> list[Json]:
+        return [{"port": port, "protocol": "TCP"} for port in ports]
+
+    admin = range(names.GATEWAY_ADMIN, names.GATEWAY_ADMIN + pool.spec.gateway.processes)
+    return child(
+        pool,
+        "networking.k8s.io/v1",
+        "NetworkPolicy",
+        names.gateway_policy(pool.name),
+        spec={
+            "podSelector": {"matchLabels": {names.LABEL_POOL: pool.name, names.LABEL_ROLE: names.ROLE_GATEWAY}},
+            "policyTypes": ["Ingress"],
+            "ingress": [
+                {"ports": tcp(names.GATEWAY_HTTP, names.GATEWAY_GRPC)},
+                {
+                    "from": [
+                        pods("app.kubernetes.io/name", names.OPERATOR_APP),
+                        pods("app.kubernetes.io/name", "prometheus"),
+                        pods(names.LABEL_ADMIN_ACCESS, "true"),
+                    ],
+                    "ports": tcp(*admin),
+                },
             ],
         },
     )

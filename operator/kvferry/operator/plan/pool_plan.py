@@ -186,7 +186,8 @@ def _unwanted(ctx: PlanContext) -> list[Action]:
     spec, name = ctx.pool.spec, ctx.pool.name
     found = []
     if spec.network_policy == "Off":
-        found.append(DeleteObject("networking.k8s.io/v1", "NetworkPolicy", f"{name}-workers"))
+        policies = (names.worker_policy(name), names.gateway_policy(name))
+        found += [DeleteObject("networking.k8s.io/v1", "NetworkPolicy", policy) for policy in policies]
     if spec.observability.pod_monitor == "Off" and POD_MONITOR in ctx.installed:
         found.append(DeleteObject(POD_MONITOR[0], "PodMonitor", name))
     if spec.gateway.inference_extension == "Off" and EXTENSION_POOL in ctx.installed:

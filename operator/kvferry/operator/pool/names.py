@@ -35,6 +35,10 @@ LABEL_REVISION = f"{GROUP}/revision"
 LABEL_SEEN = f"{GROUP}/seen-at"
 """Label written by the watch probe. It is not an annotation, since that would increment the generation of a Deployment,
 whose status would be stale until its controller has observed the change."""
+LABEL_ADMIN_ACCESS = f"{GROUP}/admin-access"
+"""Label of pods, set by users; `true` lets them connect to the admin ports of gateways."""
+OPERATOR_APP = "kvferry-operator"
+"""Value of the label `app.kubernetes.io/name` of the operator's pods, set by the chart."""
 ANNOTATION_WAKE = f"{GROUP}/wake"
 """Annotation of a scaler; `true` allows the gateway to scale the role from 0 to 1."""
 ANNOTATION_KEYS = f"{GROUP}/keys"
@@ -109,6 +113,16 @@ def deployment_name(pool: str, role: str, revision: str) -> str:
 def gateway_admin_ports(processes: int) -> list[str]:
     """Return the names of the admin ports of a gateway pod, one for each process; their numbers are consecutive."""
     return ["admin", *(f"admin-{number}" for number in range(1, processes))]
+
+
+def worker_policy(pool: str) -> str:
+    """Return the name of the NetworkPolicy of a pool's workers."""
+    return f"{pool}-workers"
+
+
+def gateway_policy(pool: str) -> str:
+    """Return the name of the NetworkPolicy of a pool's gateways."""
+    return f"{pool}-gateways"
 
 
 def keys_secret(pool: str) -> str:

@@ -132,6 +132,7 @@ def _config(values: Values) -> "GatewayConfig":
         ),
         grpc_address=values["grpc"],
         admin_address=values["admin"],
+        admin_token_file=Path(values["admin_token_file"]) if values["admin_token_file"] else None,
         tls=_tls(values),
         pool_tls=pool_tls_files(values),
         tenant_key=next(iter(read_key(values, "tenant_key")), b""),

@@ -96,8 +96,14 @@ LINGER = Setting(
 ADMIN = Setting(
     "admin",
     "127.0.0.1:0",
-    "HOST:PORT of the gateway's admin API (/metrics, /fleet, /debug/requests/ID), without authentication; "
+    "HOST:PORT of the gateway's admin API (/metrics, /fleet, /debug/requests/ID), readable without authentication; "
     "port 0 selects a free port.",
+)
+ADMIN_TOKEN = Setting(
+    "admin_token_file",
+    "",
+    "File with the bearer tokens for changes by the admin API, a line `TOKEN [NAME]` each, read for every change; "
+    "default: changes are accepted on loopback only.",
 )
 POOL = Setting(
     "pool",
@@ -335,6 +341,7 @@ GATEWAY = (
     HTTP,
     GRPC,
     ADMIN,
+    ADMIN_TOKEN,
     *CLIENTS,
     API_KEYS,
     TENANTS,
@@ -425,6 +432,7 @@ UP = (
     HTTP,
     GRPC,
     ADMIN,
+    ADMIN_TOKEN,
     *CLIENTS,
     POLICY,
     API_KEYS,

@@ -260,8 +260,10 @@ class GatewayConfig:
     grpc_address: str = "127.0.0.1:9000"
     """`host:port` of the gRPC services Inference, health and reflection; port 0 selects a free port."""
     admin_address: str = "127.0.0.1:0"
-    """`host:port` of the admin API: metrics, fleet, ended requests. It has no authentication and therefore listens on
-    loopback by default."""
+    """`host:port` of the admin API: metrics, fleet, ended requests. It is read without authentication and therefore
+    listens on loopback by default."""
+    admin_token_file: Path | None = None
+    """File with the tokens of changes by the admin API; `None` to accept changes on loopback only."""
     tls: tuple[Path, Path, Path | None] | None = None
     """Certificate chain and key, PEM, for HTTP and gRPC, and the CA of client certificates, if clients must present
     one; `None` disables TLS.

@@ -1,6 +1,6 @@
 """The admin HTTP API: dashboard, metrics, fleet, ended requests.
 
-For operators; bound to loopback unless configured otherwise.
+For operators; bound to loopback unless configured otherwise. Reading is open; changes need access (`admin_access`).
 """
 
 import json
@@ -19,6 +19,7 @@ from starlette.types import ASGIApp
 from kvferry.core.errors import InvalidRequest, KvferryError, encodable, shortened
 from kvferry.core.ids import RequestId
 from kvferry.gateway.dispatch.journal import MAX_LISTED, Journal
+from kvferry.gateway.http.admin_access import AdminAccess, ChangeGuard
 from kvferry.gateway.http.browsers import BrowserGuard, BrowserRules
 from kvferry.gateway.http.client_api import error_response
 from kvferry.gateway.http.openai import reply as openai_reply
@@ -72,6 +73,8 @@ class AdminApi:
     """Routes of pinned prefixes."""
     rules: BrowserRules
     """Requests of browsers that are accepted."""
+    access: AdminAccess
+    """Who may make changes."""
 
     def routes(self) -> list[Route]:
         """Return the routes."""
@@ -95,7 +98,7 @@ class AdminApi:
     def app(self) -> ASGIApp:
         """Create the ASGI application of the admin API."""
         app = Starlette(routes=self.routes(), exception_handlers={HTTPException: _on_http_exception})
-        return BrowserGuard(app, self.rules, lambda _scope, error: error_response(error))
+        return BrowserGuard(ChangeGuard(app, self.access), self.rules, lambda _scope, error: error_response(error))
 
     async def _metrics(self, _request: Request) -> Response:
         return Response(generate_latest(self.registry), media_type=CONTENT_TYPE_LATEST)

@@ -152,7 +152,7 @@ class BrowserGuard:
             try:
                 self._rules.check(scope)
             except KvferryError as refused:
-                _log.info("%s: %s: %s", shortened(scope["path"]), refused.reason, refused.message)
+                _log.info("%r: %s: %s", shortened(scope["path"]), refused.reason, refused.message)
                 await self._answer(scope, refused)(scope, receive, send)
                 return
         await self._inner(scope, receive, send)

@@ -150,7 +150,7 @@ def test_a_preview_shows_no_keys_and_all_fields():
     cluster.settle()
     (create,) = (a for actions in cluster.executor.actions for a in actions if isinstance(a, CreateKeys))
     assert "data" not in as_json(create)["manifest"]
-    assert len(set(cluster.api.objects["v1", "Secret", "chat-keys"]["data"].values())) == 3
+    assert len(set(cluster.api.objects["v1", "Secret", "chat-keys"]["data"].values())) == 4
 
 
 def test_a_static_number_with_another_owner_is_followed_in_the_same_pass():
