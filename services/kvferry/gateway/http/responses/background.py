@@ -110,6 +110,7 @@ class BackgroundRuns:
         run.add(creation.queue())
         task = asyncio.create_task(_work(run), name=f"background {creation.response_id}")
         self._runs[key] = run, task
+        self._store.running.add(key)
         task.add_done_callback(lambda done: self._ended(key, is_cancelled=done.cancelled()))
         return run
 
@@ -137,8 +138,9 @@ class BackgroundRuns:
 
     def _ended(self, key: tuple[str, str], *, is_cancelled: bool) -> None:
         run, _ = self._runs.pop(key)
+        self._store.running.discard(key)
         if is_cancelled:
-            run.creation.cancel()
+            run.add([run.creation.cancel()])
         if not run.is_over:
             run.end()
 

@@ -248,6 +248,8 @@ def read_response(
     chat = first_fitting([0, *starts], read)
     shown = [item.model_dump(mode="json", by_alias=True, exclude_none=True) for item in own]
     ignored = [*request.ignored]
+    if request.top_logprobs is not None and _LOGPROBS not in (request.include or ()):
+        ignored.append("top_logprobs")
     ignored += ["input.encrypted_content"] if is_lost else []
     ignored += ["tools.format"] if has_unenforced_format(request.tools or (), request.tool_choice) else []
     return ReadResponse(chat, request, shown, tuple(ignored))

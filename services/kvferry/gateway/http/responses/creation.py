@@ -126,9 +126,9 @@ class Creation:
         """Put a response in the background, which waits to begin; return its first events."""
         return [_sse(event) for event in self._progress.queue()]
 
-    def cancel(self) -> None:
-        """End a response before it is complete."""
-        self._progress.cancel(self._generation.service.clock.wall())
+    def cancel(self) -> bytes:
+        """End a response before it is complete; return its last event."""
+        return _sse(self._progress.cancel(self._generation.service.clock.wall()))
 
     def failed(self, error: KvferryError) -> bytes:
         """Return the last event of a stream that failed."""

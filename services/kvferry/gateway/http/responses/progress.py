@@ -119,13 +119,14 @@ class ResponseProgress:
         )
         return out.ResponseFailed(self._next(), self.response)
 
-    def cancel(self, now: float) -> None:
-        """End a response that is cancelled; there is no event for it.
+    def cancel(self, now: float) -> out.Event:
+        """End a response that is cancelled. OpenAI has no event for it: clients end at `response.incomplete`.
 
         Args:
             now: wall-clock seconds since the epoch.
         """
         self.response = replace(self.response, status="cancelled", completed_at=now, output=self._output("incomplete"))
+        return out.ResponseIncomplete(self._next(), self.response)
 
     # -- items -----------------------------------------------------------------------------------------------------
 

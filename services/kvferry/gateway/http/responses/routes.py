@@ -105,7 +105,7 @@ class ResponseRoutes:
             ResponseNotFound: the response is not stored.
         """
         kept = self._kept(request)
-        query = parse_fields(ItemsQuery, query_fields(request.query_params), is_strict=True)
+        query = parse_fields(ItemsQuery, _queried(request), is_strict=True)
         name = request.path_params["response_id"]
         items = [_listed(item, f"{name}_{number}") for number, item in enumerate(msgspec.json.decode(kept.own_items))]
         if query.order == "desc":
@@ -183,7 +183,7 @@ class _Retrieve(BodyRoute):
             ResponseNotFound: the response is neither running nor stored.
         """
         tenant, name = self.context.caller(request).tenant, request.path_params["response_id"]
-        query = parse_fields(RetrieveQuery, query_fields(request.query_params), is_strict=True)
+        query = parse_fields(RetrieveQuery, _queried(request), is_strict=True)
         run = None if self._runs is None else self._runs.find(tenant, name)
         kept = None if run is not None else _opened(self._store, name).get(tenant, name, "response_id")
         if not query.stream:
@@ -199,6 +199,12 @@ class _Retrieve(BodyRoute):
             )
         events = run.read(first) if run is not None else _replayed(recorded[first:])
         await self.stream(request, send, events, end=b"", failed=_no_event)
+
+
+def _queried(request: Request) -> dict[str, Any]:
+    """Return the fields of a query, without `include`: a response has what its creation included."""
+    fields = query_fields(request.query_params)
+    return {name: value for name, value in fields.items() if name not in ("include", "include[]")}
 
 
 async def _replayed(events: Sequence[bytes]) -> AsyncGenerator[bytes, None]:

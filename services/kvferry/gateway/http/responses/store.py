@@ -62,6 +62,8 @@ class ResponseStore:
         self._tenants: OrderedDict[str, _Tenant] = OrderedDict()
         """Tenants by their last use, the oldest first."""
         self.num_bytes = 0
+        self.running: set[tuple[str, str]] = set()
+        """Tenants and ids of the responses that are being created in the background."""
 
     def put(self, tenant: str, response_id: str, kept: KeptResponse) -> None:
         """Keep a response; evicts the tenant's least recently used ones, then responses of the least recently active
@@ -93,6 +95,12 @@ class ResponseStore:
         self._expire()
         owner = self._tenants.get(tenant)
         found = None if owner is None else owner.responses.get(response_id)
+        if (tenant, response_id) in self.running:
+            raise ResponseNotFound(
+                f"response {shortened(response_id)!r} is still being created in the background; wait until it has "
+                "ended, or cancel it",
+                field=field,
+            )
         if owner is None or found is None:
             raise ResponseNotFound(
                 f"response {shortened(response_id)!r} is not stored by this gateway: it was never stored, has expired, "

@@ -227,7 +227,8 @@ def input_of(arguments: str) -> str:
         found = from_json(arguments, allow_partial="trailing-strings")
     except ValueError:
         return arguments
-    text = found.get("input", "") if isinstance(found, dict) else arguments
+    is_cut = not arguments.rstrip().endswith("}")
+    text = found.get("input", "" if is_cut else arguments) if isinstance(found, dict) else arguments
     return text if isinstance(text, str) else json.dumps(text, ensure_ascii=False)
 
 

@@ -99,6 +99,32 @@ async def test_a_cancelled_response_keeps_what_it_has(api, client, is_begun):
     assert await client.responses.cancel(begun.id) == await client.responses.retrieve(begun.id) == found
 
 
+async def test_a_stream_of_a_cancelled_response_ends_with_an_event(api, client):
+    api.source.held = asyncio.Event()
+    stream = await begin(client, stream=True)
+    events = [await anext(stream)]
+    async for event in stream:
+        events.append(event)
+        if event.type == "response.output_text.delta" and event.delta:
+            await client.responses.cancel(events[0].response.id)
+    assert (events[-1].type, events[-1].response.status) == ("response.incomplete", "cancelled")
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+
+
+async def test_a_running_response_is_named_where_an_ended_one_is_needed(api, client):
+    api.source.held = asyncio.Event()
+    begun = await begin(client)
+    with pytest.raises(openai.NotFoundError, match="still being created"):
+        await client.responses.create(model="bytes", input="why?", previous_response_id=begun.id)
+    with pytest.raises(openai.NotFoundError, match="still being created"):
+        await client.responses.input_items.list(begun.id)
+    api.source.held.set()
+    await ended(client, begun.id)
+    await client.responses.retrieve(begun.id, include=["message.output_text.logprobs"])
+    listed = await client.responses.input_items.list(begun.id, include=["message.output_text.logprobs"])
+    assert len(listed.data) == 1
+
+
 async def test_a_deleted_response_ends_and_is_forgotten(api, client):
     api.source.held = asyncio.Event()
     begun = await begin(client)

@@ -126,6 +126,14 @@ async def test_invalid_tools_are_refused_by_name(api, tool, field):
     assert not api.source.requests
 
 
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [('{"text": "fig"}', '{"text": "fig"}'), ('{"inp', ""), ("fig", "fig"), ('{"input": 7}', "7"), ("[1]", "[1]")],
+)
+def test_arguments_without_an_input_are_the_input(arguments: str, text: str) -> None:
+    assert input_of(arguments) == text
+
+
 @given(st.text(), st.integers(0, 100))
 def test_inputs_survive_the_form_of_arguments(text, cut):
     arguments = arguments_of(text)
