@@ -24,8 +24,10 @@ _DISCARD_SECONDS = 2.0
 _MAX_LENGTH_DIGITS = 18
 _SMALL_BODY_BYTES = 64 << 10
 """Bodies up to this size do not count towards `HttpConfig.max_buffered_bytes`."""
+EVENT_STREAM = b"text/event-stream"
+"""Media type of streams."""
 _STREAM_HEADERS = (
-    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"content-type", EVENT_STREAM + b"; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx passes events on at once
 )

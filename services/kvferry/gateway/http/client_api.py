@@ -1,5 +1,6 @@
 """The HTTP API for clients: OpenAI's routes and error bodies; a request is cancelled when its client disconnects."""
 
+import asyncio
 import logging
 import math
 import re
@@ -23,6 +24,7 @@ from kvferry.core.errors import (
     InvalidRequest,
     InvariantBroken,
     KvferryError,
+    Unavailable,
     UnknownModel,
     shortened,
 )
@@ -33,6 +35,7 @@ from kvferry.gateway.decide.config import HttpConfig
 from kvferry.gateway.dispatch.journal import Journal
 from kvferry.gateway.http.batches.routes import BatchRoutes
 from kvferry.gateway.http.body_route import (
+    EVENT_STREAM,
     IGNORED,
     JSON,
     ApiContext,
@@ -301,14 +304,15 @@ class _Edge:
             return
         request_id = _request_id(scope)
         scope["kvferry.request_id"] = request_id
-        status = 0
+        status, has_events = 0, False
         tracer = self._service.tracer()
         span = None if tracer is None else _begin_span(tracer, scope, request_id, self._service.clock.monotonic())
 
         async def send_with_id(message: Message) -> None:
-            nonlocal status
+            nonlocal status, has_events
             if message["type"] == "http.response.start":
                 status = message["status"]
+                has_events = any(value.startswith(EVENT_STREAM) for _, value in message["headers"])
                 message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
                 if scope["path"] in MESSAGE_PATHS:
                     message["headers"].append((b"request-id", request_id.encode()))
@@ -320,6 +324,15 @@ class _Edge:
 
         try:
             await self._inner(scope, receive, send_with_id)
+        except asyncio.CancelledError:  # the server cancels what runs at the end of its drain
+            if status and not has_events:
+                raise
+            cut = Unavailable("the gateway is stopping; send the request again", retry_after_seconds=1.0)
+            _log.info("%s: cut at the end of the drain", shortened(scope["path"]), extra={"request_id": request_id})
+            if has_events:
+                await send({"type": "http.response.body", "body": _cut_event(scope, cut), "more_body": False})
+            else:
+                await _failure(scope, cut)(scope, receive, send_with_id)
         except Exception:
             _log.exception("%s failed unexpectedly", shortened(scope["path"]), extra={"request_id": request_id})
         finally:
@@ -368,6 +381,13 @@ def _failure(scope: Scope, error: KvferryError) -> Response:
     if scope["path"] in MESSAGE_PATHS:
         return error_response(error, messages.error_body(error, scope["kvferry.request_id"]))
     return error_response(error)
+
+
+def _cut_event(scope: Scope, error: KvferryError) -> bytes:
+    """Return the last event of a stream that is cut, in the form of its route."""
+    if scope["path"] in MESSAGE_PATHS:
+        return b"event: error\ndata: " + messages.error_body(error, scope["kvferry.request_id"]) + b"\n\n"
+    return _last_event(error)
 
 
 def error_response(error: KvferryError, body: bytes | None = None) -> Response:
