@@ -53,7 +53,7 @@ def test_the_keys_are_drawn_once(world):
     world.apply()
     world.settled()
     drawn = world.get("secret", "chat-keys")["data"]
-    assert len(set(drawn.values())) == 3
+    assert len(set(drawn.values())) == 4
     world.apply(drain={"seconds": 31})
     world.settled()
     assert world.get("secret", "chat-keys")["data"] == drawn
@@ -107,4 +107,4 @@ def test_keys_of_an_earlier_pool_are_replaced_after_their_deletion(world):
     world.settled()
     world.kubectl("delete", "secret", "chat-keys")
     drawn = world.until(lambda: "chat-keys" in world.all("secret") and world.get("secret", "chat-keys")["data"])
-    assert set(drawn) == {"ticket-key", "tenant-key", "gateway-key"}
+    assert set(drawn) == {"ticket-key", "tenant-key", "gateway-key", "admin-token"}
