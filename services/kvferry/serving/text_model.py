@@ -60,8 +60,9 @@ class TextModel:
     how the prompt ends; `None` if the model has no chat template. Raises InvalidRequest for a
     conversation that the template rejects."""
     check_constraint: Callable[[Constraint], int]
-    """Function that compiles a constraint for the model's vocabulary. Raises InvalidRequest for a constraint that
-    workers cannot compile. A hostile constraint may take minutes to compile; use `constraint_check`."""
+    """Function that compiles a constraint for the model's vocabulary, and returns its memory in bytes. Raises
+    InvalidRequest for a constraint that workers cannot compile. A hostile constraint may take minutes to compile; use
+    `constraint_check`."""
     answer_form: AnswerForm = field(default_factory=AnswerForm)
     """How reasoning and tool calls are written in the model's answers."""
     hidden_size: int = 0

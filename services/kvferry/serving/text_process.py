@@ -40,7 +40,7 @@ class JobEndedProcess(InvalidRequest):
     """The process ended during a job, which exceeded a limit of time or memory, or crashed it, twice."""
 
     was_killed = False
-    """Whether somebody else has killed the process, for example the kernel for lack of memory."""
+    """Whether the process ended by SIGKILL or SIGTERM, for example because the machine ran out of memory."""
 
 
 @dataclass(frozen=True, slots=True)

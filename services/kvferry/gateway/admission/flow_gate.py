@@ -62,7 +62,7 @@ class RequestSlot:
     """Implements `serving.admission.Slot`."""
 
     __slots__ = (
-        "_entries", "_gate", "_has_begun", "_samples", "_turn", "charged_parts", "entered", "entry", "expected_tokens",
+        "_entries", "_gate", "_samples", "_turn", "charged_parts", "entered", "entry", "expected_tokens",
         "handed_out_at", "priority", "queued_seconds", "recomputed_tokens", "waiting", "work",
     )  # fmt: skip
 
@@ -71,7 +71,6 @@ class RequestSlot:
         self._samples: dict[int, _Sample] = {}
         self._entries: dict[int, QueueEntry] = {}
         """Entries by sample, if the request has several."""
-        self._has_begun = False
         self._turn: asyncio.Lock | None = None
         """Held by the sample that waits for a place."""
         self.waiting: QueueEntry | None = None
@@ -111,8 +110,7 @@ class RequestSlot:
     async def place(self, sample: int) -> AsyncIterator[None]:
         """See `serving.admission.Slot.place`."""
         assert self.entry is not None, "a sample began before its request was admitted"
-        if not self._has_begun:
-            self._has_begun = True
+        if not self._entries:
             entry = self.entry
         else:
             self._turn = self._turn or asyncio.Lock()
@@ -286,15 +284,8 @@ class FlowGate:
             raise
         self.quotas.begin(tenant, slot.expected_tokens)
         try:
-            self._pump()
-            if entry.state is EntryState.QUEUED:
-                await self._wait(entry)
-            if entry.state is not EntryState.DISPATCHED:
-                raise self._ending(entry)
+            await self._dispatched(entry)
         except BaseException as error:
-            if entry.state is EntryState.DISPATCHED:  # cancelled after the dispatch, before this task continued
-                self.controller.finish(entry, used=0.0)
-                self._pump()
             self.quotas.end(tenant, slot.expected_tokens, used=0.0)
             reason = _reason(error) if isinstance(error, KvferryError) else "cancelled"
             self._metrics.refused(tenant, reason)
@@ -355,16 +346,7 @@ class FlowGate:
         self.controller.submit(entry, now)
         slot.waiting = entry
         try:
-            self._pump()
-            if entry.state is EntryState.QUEUED:
-                await self._wait(entry)
-            if entry.state is not EntryState.DISPATCHED:
-                raise self._ending(entry)
-        except BaseException:
-            if entry.state is EntryState.DISPATCHED:  # cancelled after the dispatch, before this task continued
-                self.controller.finish(entry, used=0.0)
-                self._pump()
-            raise
+            await self._dispatched(entry)
         finally:
             slot.waiting = None
         slot.charged_parts += entry.cost
@@ -511,6 +493,24 @@ class FlowGate:
             self._was_asleep = self.room.is_asleep
             for event in self._waiters.values():
                 event.set()
+
+    async def _dispatched(self, entry: QueueEntry) -> None:
+        """Return when a queued entry is dispatched; it holds nothing if this raises.
+
+        Raises:
+            KvferryError: the entry left the queue in another way; see `_ending` and `_wait`.
+        """
+        try:
+            self._pump()
+            if entry.state is EntryState.QUEUED:
+                await self._wait(entry)
+            if entry.state is not EntryState.DISPATCHED:
+                raise self._ending(entry)
+        except BaseException:
+            if entry.state is EntryState.DISPATCHED:  # cancelled after the dispatch, before this task continued
+                self.controller.finish(entry, used=0.0)
+                self._pump()
+            raise
 
     async def _wait(self, entry: QueueEntry) -> None:
         """Wait until a queued entry has left the queue.
