@@ -112,6 +112,14 @@ class RequestAdmission(Protocol):
         """
         ...
 
+    def check_quota(self, tenant: str) -> None:
+        """Check that the tenant may send another request, without counting it.
+
+        Raises:
+            Overloaded: the tenant's quota of requests is used up.
+        """
+        ...
+
     def check_model(self, tenant: str, model: str) -> None:
         """Check that the tenant may use a model.
 

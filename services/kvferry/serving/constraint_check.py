@@ -60,15 +60,15 @@ class ConstraintCheck:
         self._verdicts: OrderedDict[bytes, InvalidRequest | int] = OrderedDict()
         """The memory of valid constraints in bytes, and the errors of others."""
         self._running: dict[tuple[str, bytes], _Running] = {}
-        """Checks by tenant and constraint, since each runs at the turn of its tenant."""
+        """Checks by owner and constraint, since each runs at the turn of its owner."""
 
-    async def check(self, constraint: Constraint, tenant: str = "") -> int:
-        """Check that workers can compile a constraint; return its memory in bytes. Tenants take turns; requests of a
-        tenant that wait for the same constraint wait for one check.
+    async def check(self, constraint: Constraint, owner: str) -> int:
+        """Check that workers can compile a constraint; return its memory in bytes. Owners take turns; requests of an
+        owner that wait for the same constraint wait for one check.
 
         Args:
             constraint: constraint of a request.
-            tenant: tenant of the request.
+            owner: owner of the check; see `request.ClientIdentity.owner`.
 
         Raises:
             InvalidRequest: the constraint is invalid, uses an unsupported feature, or takes too much time or memory.
@@ -80,10 +80,10 @@ class ConstraintCheck:
             self._verdicts.move_to_end(digest)
             known = self._verdicts[digest]
         else:
-            key = tenant, digest
+            key = owner, digest
             running = self._running.get(key)
             if running is None:
-                running = self._running[key] = _Running(asyncio.create_task(self._decide(digest, constraint, tenant)))
+                running = self._running[key] = _Running(asyncio.create_task(self._decide(digest, constraint, owner)))
             running.num_waiting += 1
             try:
                 known = await asyncio.shield(running.task)
@@ -97,11 +97,11 @@ class ConstraintCheck:
             raise InvalidRequest(known.message, field=known.field, reason=known.reason)
         return known
 
-    async def _decide(self, digest: bytes, constraint: Constraint, tenant: str) -> InvalidRequest | int:
+    async def _decide(self, digest: bytes, constraint: Constraint, owner: str) -> InvalidRequest | int:
         """Compile a constraint in the process, and keep the verdict."""
         verdict: InvalidRequest | int
         try:
-            verdict = await self._process.run_as(tenant, len(constraint.source), compile_constraint, constraint)
+            verdict = await self._process.run(owner, len(constraint.source), compile_constraint, constraint)
         except InvalidRequest as error:
             if isinstance(error, JobEndedProcess) and error.was_killed:
                 raise  # the constraint may be valid: no verdict is kept

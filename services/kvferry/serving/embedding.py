@@ -11,7 +11,7 @@ from kvferry.core.limits import MAX_MESSAGE_BYTES, MAX_TOKEN_IDS
 from kvferry.core.sampling import NO_SAMPLING
 from kvferry.serving import prompts
 from kvferry.serving.admission import RequestSize, Slot
-from kvferry.serving.request import Caller, Request
+from kvferry.serving.request import Caller, ClientIdentity, Request
 from kvferry.serving.text_model import TextModel
 from kvferry.serving.text_service import TextService
 from kvferry.serving.token_source import Vector, VectorSource
@@ -79,11 +79,14 @@ def check_vectors(service: TextService, params: PoolingParams, count: int, field
         )
 
 
-async def read_inputs(service: TextService, inputs: Sequence[Input], names: Sequence[str]) -> list[list[int]]:
+async def read_inputs(
+    service: TextService, client: ClientIdentity, inputs: Sequence[Input], names: Sequence[str]
+) -> list[list[int]]:
     """Tokenize the inputs and check their tokens.
 
     Args:
         service: the served model, and the process that tokenizes.
+        client: the client that sent them.
         inputs: each a string or a list of token ids.
         names: name of each input in the request, for errors.
 
@@ -91,7 +94,7 @@ async def read_inputs(service: TextService, inputs: Sequence[Input], names: Sequ
         InvalidRequest: an input is empty, too long or not text, or the inputs have too many tokens in total.
     """
     size = sum(len(text) for text in inputs if isinstance(text, str))
-    return await service.read(encode_inputs, size, inputs, names, service.served_tokens)
+    return await service.read(client, encode_inputs, size, inputs, names, service.served_tokens)
 
 
 def encode_inputs(

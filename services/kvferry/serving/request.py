@@ -4,6 +4,7 @@ An edge (HTTP, gRPC, the offline API) creates one `Caller` and one `Request` for
 on unchanged: text serving, admission, routing, and the source of the tokens.
 """
 
+import ipaddress
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
@@ -17,6 +18,35 @@ from kvferry.text.answers.answer import SplitOptions
 EXPLAIN_HEADER = "x-kvferry-explain"
 """Header or gRPC metadata, any value, that asks for the choices of the routing policies that are not in use; see
 `kvferry explain`."""
+
+
+_SUBNET_BITS = 64
+"""Length of the prefix that one user of IPv6 usually has."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClientIdentity:
+    """Who sent a request, for fairness in work that needs no worker."""
+
+    tenant: str = ""
+    """Tenant of the client; empty for the default tenant."""
+    address: str = ""
+    """Host of the client; empty if unknown."""
+
+    @property
+    def owner(self) -> str:
+        """Owner of the client's jobs: its tenant, or its host if it has none. A host of IPv6 stands for its /64."""
+        return self.tenant or f"address {_subnet(self.address)}"
+
+
+def _subnet(address: str) -> str:
+    try:
+        parsed = ipaddress.ip_address(address)
+    except ValueError:
+        return address
+    if isinstance(parsed, ipaddress.IPv4Address):
+        return address
+    return str(ipaddress.IPv6Network((int(parsed), _SUBNET_BITS), strict=False))
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +73,18 @@ class Caller:
     """Whether the choices of the routing policies that are not in use are recorded too."""
     is_batch_line: bool = False
     """Whether the request is a line of a batch, which gets the lowest priority, whatever `priority` is."""
+    address: str = ""
+    """Host of the client; empty if unknown."""
     scope: str = field(init=False)
     """Scope of the request's block names: tenant, salt and adapter."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "scope", cache_scope(self.tenant, self.cache_salt, self.adapter))
+
+    @property
+    def client(self) -> ClientIdentity:
+        """The client that sent the request."""
+        return ClientIdentity(self.tenant, self.address)
 
 
 @dataclass(frozen=True, slots=True)

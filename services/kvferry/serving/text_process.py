@@ -8,7 +8,6 @@ process is kept, so that no job waits for the start of a process that another on
 """
 
 import asyncio
-import itertools
 import logging
 import multiprocessing
 import os
@@ -24,6 +23,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from kvferry.core.errors import InvalidRequest, KvferryError, Overloaded, Unavailable
 from kvferry.core.process.parent import die_with_parent
 from kvferry.core.process.priority import lower_priority
+from kvferry.serving.job_turns import JobTurns, Turn
 from kvferry.serving.text_model import TextModel
 
 _log = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ class TextProcess:
         self._prepare = prepare
         self._executor: ProcessPoolExecutor | None = None
         self._spare: _Pool | None = None
-        self._turns = _Turns()
+        self._turns = JobTurns(self._limits.max_waiting, self._limits.field)
         self._running: set[asyncio.Task[Any]] = set()
         self._children: set[BaseProcess] = set()
 
@@ -95,8 +95,21 @@ class TextProcess:
         """Start the process in the background, so that the first job does not wait for it."""
         self._process()
 
-    async def run(self, job: Callable[Concatenate[TextModel, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run `job(model, ...)` in the process; `job` must be a module-level function with picklable arguments.
+    async def run(
+        self,
+        owner: str,
+        size: int,
+        job: Callable[Concatenate[TextModel, P], R],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> R:
+        """Run `job(model, ...)` in the process, at the turn of its owner; see `JobTurns`.
+
+        Args:
+            owner: whose job it is; see `request.ClientIdentity.owner`.
+            size: estimated cost of the job, for example its bytes.
+            job: module-level function, called as `job(model, *args, **kwargs)`.
+            *args, **kwargs: picklable arguments of the job.
 
         Raises:
             KvferryError: raised by the job.
@@ -104,35 +117,6 @@ class TextProcess:
             Overloaded: too many jobs are waiting, or the machine is too busy for the job.
             Unavailable: the process does not respond.
         """
-        return await self.run_as(None, 0, job, *args, **kwargs)
-
-    async def run_as(
-        self,
-        owner: str | None,
-        size: int,
-        job: Callable[Concatenate[TextModel, P], R],
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> R:
-        """Run a job like `run`. Owners take turns by the time that their jobs have used, and among the jobs of one
-        owner the smallest is first. An owner may have half of the waiting jobs.
-
-        Args:
-            owner: tenant of the request; `None` for jobs that have no owner.
-            size: estimated cost of the job, for example its bytes.
-            job: module-level function, called as `job(model, *args, **kwargs)`.
-            *args, **kwargs: picklable arguments of the job.
-
-        Raises:
-            KvferryError: see `run`; `Overloaded` also if the owner has half of the waiting jobs.
-        """
-        limit = self._limits.max_waiting
-        has_share = owner is None or self._turns.num_jobs(owner) < max(1, limit // 2)
-        if self._turns.num_jobs() >= limit or not has_share:
-            raise Overloaded(
-                f"too many requests are already waiting for their {self._limits.field} to be checked; retry later",
-                retry_after_seconds=1.0,
-            )
         turn = await self._turns.enter(owner, size)  # a caller that is cancelled here leaves no job
         task = asyncio.create_task(self._execute(lambda: self._process().submit(_run, self._limits, job, args, kwargs)))
         self._running.add(task)
@@ -140,7 +124,7 @@ class TextProcess:
         result: R = await asyncio.shield(task)  # a running job occupies its turn even if its caller is cancelled
         return result
 
-    def _discard(self, task: "asyncio.Task[Any]", turn: "_Turn") -> None:
+    def _discard(self, task: "asyncio.Task[Any]", turn: Turn) -> None:
         self._running.discard(task)
         self._turns.leave(turn)
         if not task.cancelled():
@@ -236,70 +220,6 @@ async def _exit_code(child: BaseProcess) -> int | None:
         if child.exitcode is not None:
             return child.exitcode
     return None
-
-
-@dataclass(eq=False, slots=True)
-class _Turn:
-    """A waiting or running job."""
-
-    owner: str | None
-    size: int
-    number: int
-    """Order of arrival."""
-    granted: "asyncio.Future[None]"
-    begun: float = 0.0
-
-
-class _Turns:
-    """Grants turns to one job at a time: to the owner whose jobs have taken the least time since jobs began to wait,
-    and to the smallest job of that owner."""
-
-    def __init__(self) -> None:
-        self._running: _Turn | None = None
-        self._waiting: list[_Turn] = []
-        self._seconds: dict[str | None, float] = {}
-        """Time that the jobs of each owner have taken; forgotten when no job waits."""
-        self._numbers = itertools.count()
-
-    def num_jobs(self, owner: str | None = None) -> int:
-        """Return the number of waiting and running jobs: of an owner, or of all."""
-        jobs = [*self._waiting, *([] if self._running is None else [self._running])]
-        return sum(owner is None or job.owner == owner for job in jobs)
-
-    async def enter(self, owner: str | None, size: int) -> _Turn:
-        """Return when it is the job's turn; the caller must then pass the turn to `leave`."""
-        loop = asyncio.get_running_loop()
-        turn = _Turn(owner, size, next(self._numbers), loop.create_future())
-        self._waiting.append(turn)
-        self._grant()
-        try:
-            await turn.granted
-        except BaseException:
-            if turn is self._running:
-                self.leave(turn)
-            else:
-                self._waiting.remove(turn)
-            raise
-        turn.begun = loop.time()
-        return turn
-
-    def leave(self, turn: _Turn) -> None:
-        """End a turn."""
-        assert turn is self._running
-        self._running = None
-        if turn.begun:
-            took = asyncio.get_running_loop().time() - turn.begun
-            self._seconds[turn.owner] = self._seconds.get(turn.owner, 0.0) + took
-        if not self._waiting:
-            self._seconds.clear()
-        self._grant()
-
-    def _grant(self) -> None:
-        if self._running is None and self._waiting:
-            first = min(self._waiting, key=lambda one: (self._seconds.get(one.owner, 0.0), one.size, one.number))
-            self._waiting.remove(first)
-            self._running = first
-            first.granted.set_result(None)
 
 
 # ---------------------------------------------------------------------- code of the child process

@@ -8,13 +8,13 @@ Only answers that may contain reasoning or tool calls have a splitter.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from kvferry.core.clock import Clock, SystemClock
-from kvferry.core.errors import InvariantBroken
+from kvferry.core.errors import InvalidRequest, InvariantBroken, Overloaded
 from kvferry.core.ids import AdapterId
 from kvferry.core.inference.beams import BeamParams
 from kvferry.core.inference.chunks import StopReason, TextChunk, Usage
@@ -24,7 +24,7 @@ from kvferry.serving import beam_search, prompts
 from kvferry.serving.admission import RequestAdmission, RequestSize, Slot
 from kvferry.serving.constraint_check import ConstraintCheck
 from kvferry.serving.merging import merge
-from kvferry.serving.request import BeamRound, Request
+from kvferry.serving.request import BeamRound, ClientIdentity, Request
 from kvferry.serving.text_model import TextModel
 from kvferry.serving.text_process import TextProcess
 from kvferry.serving.token_source import SearchSource, TokenEvent, TokenSource, VectorSource
@@ -290,40 +290,69 @@ class TextService:
         return None
 
     async def read(
-        self, job: Callable[Concatenate[TextModel, P], R], size: int, *args: P.args, **kwargs: P.kwargs
+        self,
+        client: ClientIdentity,
+        job: Callable[Concatenate[TextModel, P], R],
+        size: int,
+        *args: P.args,
+        **kwargs: P.kwargs,
     ) -> R:
         """Run `job(model, ...)` on text of `size` characters or bytes: in this thread if the text is small, otherwise
-        in the text process.
+        in the text process, as a job of the client. A large text that is refused counts towards its quota of requests.
 
         Args:
+            client: the client that sent the text.
             job: function at module level, whose first argument is the model.
             size: number of characters or bytes of the text.
             args: further arguments of the job.
             kwargs: keyword arguments of the job.
 
         Raises:
-            KvferryError: raised by the job, or by `TextProcess.run`.
+            KvferryError: raised by the job, or by `TextProcess.run`; `Overloaded` also if the text is large and the
+                client's quota of requests is used up.
         """
         if size < LARGE_CHARS:
             return job(self.model, *args, **kwargs)
-        if self.process is None:
-            return await asyncio.to_thread(job, self.model, *args, **kwargs)
-        return await self.process.run(job, *args, **kwargs)
+        with self._charged_if_refused(client.tenant):
+            if self.process is None:
+                return await asyncio.to_thread(job, self.model, *args, **kwargs)
+            return await self.process.run(client.owner, size, job, *args, **kwargs)
+
+    @contextmanager
+    def _charged_if_refused(self, tenant: str) -> Iterator[None]:
+        """Count a request towards the tenant's quota if the costly check in the `with` block refuses it: a request that
+        is accepted is counted when it is admitted.
+
+        Raises:
+            Overloaded: the tenant's quota of requests is used up.
+        """
+        if self.admission is None:
+            yield
+            return
+        self.admission.check_quota(tenant)
+        try:
+            yield
+        except InvalidRequest:
+            with suppress(Overloaded):  # requests that were checked at the same time have used it up
+                self.admission.count(tenant)
+            raise
 
     async def checked(self, request: Request) -> Request:
         """Check that workers can compile the constraint of a request, if it has one; return the request with the
-        constraint's memory.
+        constraint's memory. A constraint that is refused counts towards the tenant's quota of requests.
 
         Raises:
-            KvferryError: see `ConstraintCheck.check`.
+            KvferryError: see `ConstraintCheck.check`; `Overloaded` also if the quota of requests is used up.
         """
         constraint = request.sampling.constraint
         if constraint is None:
             return request
-        if self.constraints is None:
-            cost = await asyncio.to_thread(self.model.check_constraint, constraint)
-        else:
-            cost = await self.constraints.check(constraint, request.caller.tenant)
+        client = request.caller.client
+        with self._charged_if_refused(client.tenant):
+            if self.constraints is None:
+                cost = await asyncio.to_thread(self.model.check_constraint, constraint)
+            else:
+                cost = await self.constraints.check(constraint, client.owner)
         sampling = replace(request.sampling, constraint=replace(constraint, cost_bytes=cost))
         return replace(request, sampling=sampling)
 

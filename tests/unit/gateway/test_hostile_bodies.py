@@ -32,7 +32,7 @@ the answer takes 0.66 s.
 async def gateway() -> AsyncIterator[ScriptedGateway]:
     process = TextProcess(byte_model, TextLimits(job_seconds=20.0))
     async with scripted_gateway(text_process=process) as opened:
-        await process.run(len_of, b"")  # The checking process is started first, so its start is not measured.
+        await process.run("", 0, len_of, b"")  # The checking process is started first, so its start is not measured.
         yield opened
 
 

@@ -32,38 +32,38 @@ async def check() -> AsyncIterator[ConstraintCheck]:
 
 
 async def test_the_memory_of_a_constraint_is_measured_and_bounded(check: ConstraintCheck) -> None:
-    small, large = await check.check(GOOD), await check.check(multiple_of(4999))
+    small, large = await check.check(GOOD, ""), await check.check(multiple_of(4999), "")
     assert 10_000 < small < 1 << 20
     assert small + (1 << 20) < large < MAX_GRAMMAR_BYTES
-    assert await check.check(multiple_of(4999)) == large, "the verdict is kept"
+    assert await check.check(multiple_of(4999), "") == large, "the verdict is kept"
     for _ in range(2):
         with pytest.raises(InvalidRequest, match=r"takes \d+ MiB of memory .* at most 32 MiB") as caught:
-            await check.check(multiple_of(99_991))
+            await check.check(multiple_of(99_991), "")
         assert (caught.value.field, caught.value.reason) == ("constraint", "CONSTRAINT_TOO_COSTLY")
-    assert await check.check(GOOD) == small, "the process has not ended"
+    assert await check.check(GOOD, "") == small, "the process has not ended"
 
 
 async def test_a_good_constraint_passes_and_a_bad_one_is_rejected(check: ConstraintCheck) -> None:
-    await check.check(GOOD)
+    await check.check(GOOD, "")
     for _ in range(2):  # computed first, and cached afterwards
         with pytest.raises(InvalidRequest, match="frob") as caught:
-            await check.check(Constraint(ConstraintKind.JSON_SCHEMA, '{"type": "frob"}'))
+            await check.check(Constraint(ConstraintKind.JSON_SCHEMA, '{"type": "frob"}'), "")
         assert (caught.value.field, caught.value.reason) == ("constraint", "CONSTRAINT_INVALID")
 
 
 async def test_a_constraint_that_never_compiles_is_rejected_in_time_and_remembered(check: ConstraintCheck) -> None:
     endless = multiple_of(99_999_999)
-    await check.check(GOOD)  # starts the process
+    await check.check(GOOD, "")  # starts the process
     begun = time.monotonic()
     with pytest.raises(InvalidRequest, match="simplify") as caught:
-        await check.check(endless)
+        await check.check(endless, "")
     assert (caught.value.field, caught.value.reason) == ("constraint", "CONSTRAINT_TOO_COSTLY")
     assert time.monotonic() - begun >= CHECK_SECONDS / 2, "the constraint was not compiled"
     begun = time.monotonic()
     with pytest.raises(InvalidRequest):
-        await check.check(endless)
+        await check.check(endless, "")
     assert time.monotonic() - begun < CHECK_SECONDS / 2, "the constraint was compiled again"
-    await check.check(Constraint(ConstraintKind.CHOICE, '["another"]'))
+    await check.check(Constraint(ConstraintKind.CHOICE, '["another"]'), "")
 
 
 @pytest.mark.parametrize("was_killed", [False, True])
@@ -74,21 +74,21 @@ async def test_a_crash_is_remembered_unless_somebody_killed_the_process(
     ended.was_killed = was_killed
     calls = []
 
-    async def run_as(*given: object) -> None:
+    async def run(*given: object) -> None:
         calls.append(given)
         raise ended
 
-    monkeypatch.setattr(check._process, "run_as", run_as)
+    monkeypatch.setattr(check._process, "run", run)
     for _ in range(3):
         with pytest.raises(InvalidRequest, match="the process ended"):
-            await check.check(GOOD)
+            await check.check(GOOD, "")
     assert len(calls) == (3 if was_killed else 1)
 
 
 async def test_verdicts_are_bounded(check: ConstraintCheck, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constraint_check, "MAX_VERDICTS", 2)
     for number in range(4):
-        await check.check(Constraint(ConstraintKind.CHOICE, f'["{number}"]'))
+        await check.check(Constraint(ConstraintKind.CHOICE, f'["{number}"]'), "")
     assert len(check._verdicts) == 2
 
 
@@ -100,7 +100,7 @@ class Held:
         self.go = asyncio.Event()
         self.error: InvalidRequest | None = None
 
-    async def run_as(self, *_: object) -> None:
+    async def run(self, *_: object) -> None:
         self.begun += 1
         try:
             await self.go.wait()
@@ -117,7 +117,7 @@ async def test_requests_with_the_same_constraint_wait_for_one_check(
     held = Held()
     monkeypatch.setattr(check, "_process", held)
     held.error = InvalidRequest("no")
-    waiting = [asyncio.create_task(check.check(GOOD)) for _ in range(200)]
+    waiting = [asyncio.create_task(check.check(GOOD, "")) for _ in range(200)]
     waiting.append(asyncio.create_task(check.check(GOOD, "another tenant")))
     await asyncio.sleep(0)
     waiting[0].cancel()  # the first request, which began the check
@@ -134,7 +134,7 @@ async def test_a_check_that_no_request_waits_for_is_cancelled(
 ) -> None:
     held = Held()
     monkeypatch.setattr(check, "_process", held)
-    waiting = [asyncio.create_task(check.check(GOOD)) for _ in range(2)]
+    waiting = [asyncio.create_task(check.check(GOOD, "")) for _ in range(2)]
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     for task in waiting:
@@ -143,5 +143,5 @@ async def test_a_check_that_no_request_waits_for_is_cancelled(
     await asyncio.sleep(0)
     assert (held.begun, held.cancelled, check._running) == (1, 1, {})
     held.go.set()
-    await check.check(GOOD)
+    await check.check(GOOD, "")
     assert held.begun == 2

@@ -22,6 +22,10 @@ from kvferry.serving.text_process import JobEndedProcess, TextLimits, TextProces
 LIMITS = TextLimits(job_seconds=1.0, memory_bytes=512 << 20, max_waiting=3)
 
 
+async def run(process: TextProcess, job: Any, *args: Any) -> Any:
+    return await process.run("", 0, job, *args)
+
+
 @asynccontextmanager
 async def opened(**limits: Any) -> AsyncIterator[TextProcess]:
     process = TextProcess(partial(byte_model, 64), replace(LIMITS, **limits))
@@ -67,27 +71,27 @@ def divide(_model: TextModel) -> float:
 
 
 async def test_jobs_run_in_one_other_process_with_its_own_model(process: TextProcess) -> None:
-    first, second = await process.run(pid), await process.run(pid)
+    first, second = await run(process, pid), await run(process, pid)
     assert first == second != os.getpid()
-    assert await process.run(encode_text, "hi") == [BOS, 104, 105]
+    assert await run(process, encode_text, "hi") == [BOS, 104, 105]
 
 
 async def test_errors_keep_their_reason_and_field(process: TextProcess) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        await process.run(encode_text, "x" * 5000)
+        await run(process, encode_text, "x" * 5000)
     assert (caught.value.reason, caught.value.field) == ("CONTEXT_LENGTH_EXCEEDED", "prompt")
     with pytest.raises(InvalidRequest, match="cannot be processed: ZeroDivisionError"):
-        await process.run(divide)
+        await run(process, divide)
 
 
 @pytest.mark.parametrize("job", [loop_for_ever, fill_memory, crash])
 async def test_a_job_that_ends_the_process_fails_alone(process: TextProcess, job) -> None:
-    before = await process.run(pid)
-    bad, good = await asyncio.gather(process.run(job), process.run(encode_text, "hi"), return_exceptions=True)
+    before = await run(process, pid)
+    bad, good = await asyncio.gather(run(process, job), run(process, encode_text, "hi"), return_exceptions=True)
     assert isinstance(bad, InvalidRequest)
     assert bad.reason == "PROMPT_TOO_COSTLY"
     assert good == [BOS, 104, 105]
-    assert await process.run(pid) != before
+    assert await run(process, pid) != before
 
 
 @pytest.mark.parametrize(
@@ -101,94 +105,87 @@ async def test_a_job_that_ends_the_process_fails_alone(process: TextProcess, job
 )
 async def test_the_error_has_the_cause_of_the_end(process: TextProcess, job, cause: str, was_killed: bool) -> None:
     with pytest.raises(JobEndedProcess, match=cause) as caught:
-        await process.run(job)
+        await run(process, job)
     assert caught.value.was_killed is was_killed
 
 
 async def test_waiting_jobs_are_bounded(process: TextProcess) -> None:
-    results = await asyncio.gather(*(process.run(encode_text, "hi") for _ in range(5)), return_exceptions=True)
+    results = await asyncio.gather(*(run(process, encode_text, "hi") for _ in range(5)), return_exceptions=True)
     assert [type(result) for result in results] == [list] * 3 + [Overloaded] * 2
 
 
 async def test_a_caller_that_leaves_does_not_leave_its_job_to_the_next(process: TextProcess) -> None:
-    leaving = asyncio.create_task(process.run(loop_for_ever))
+    leaving = asyncio.create_task(run(process, loop_for_ever))
     await asyncio.sleep(0)
     leaving.cancel()
     with pytest.raises(asyncio.CancelledError):
         await leaving
-    assert await process.run(encode_text, "hi") == [BOS, 104, 105]
+    assert await run(process, encode_text, "hi") == [BOS, 104, 105]
 
 
 async def test_a_process_that_was_killed_between_jobs_costs_no_request(process: TextProcess) -> None:
-    number = await process.run(pid)
+    number = await run(process, pid)
     os.kill(number, signal.SIGKILL)
-    assert await process.run(encode_text, "hi") == [BOS, 104, 105]
-    assert await process.run(pid) != number
+    assert await run(process, encode_text, "hi") == [BOS, 104, 105]
+    assert await run(process, pid) != number
 
 
 async def test_a_stopped_process_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     async with opened(wall_seconds=1.0) as process:
-        number = await process.run(pid)
+        number = await run(process, pid)
         monkeypatch.setattr(text_process, "_START_SECONDS", 0.0)
         os.kill(number, signal.SIGSTOP)
         with pytest.raises(Unavailable, match="did not respond"):
-            await process.run(encode_text, "hi")
+            await run(process, encode_text, "hi")
         monkeypatch.undo()
-        assert await process.run(encode_text, "hi") == [BOS, 104, 105]
+        assert await run(process, encode_text, "hi") == [BOS, 104, 105]
 
 
 async def test_a_job_that_gets_no_processor_time_is_not_called_costly() -> None:
     async with opened(wall_seconds=0.5) as process:
-        await process.run(pid)
+        await run(process, pid)
         with pytest.raises(Overloaded, match="too busy to check the prompt"):
-            await process.run(wait)
+            await run(process, wait)
 
 
 async def test_a_spare_process_takes_over_after_a_second_job_has_ended_one() -> None:
     async with opened() as process:
         for _ in range(2):
             with pytest.raises(InvalidRequest):
-                await process.run(loop_for_ever)
+                await run(process, loop_for_ever)
         spares = {child.pid for child in multiprocessing.active_children()}
         with pytest.raises(InvalidRequest):
-            await process.run(loop_for_ever)
-        assert await process.run(pid) in spares
+            await run(process, loop_for_ever)
+        assert await run(process, pid) in spares
 
 
 async def test_owners_take_turns_and_small_jobs_are_first() -> None:
     order: list[tuple[str, int]] = []
 
-    async def run(owner: str, size: int) -> None:
-        await process.run_as(owner, size, pid)
+    async def measured(owner: str, size: int) -> None:
+        await process.run(owner, size, pid)
         order.append((owner, size))
 
     async with opened(max_waiting=16) as process:
-        await process.run(pid)
-        await asyncio.gather(run("a", 3), run("a", 2), run("a", 1), run("b", 9))
+        await run(process, pid)
+        await asyncio.gather(measured("a", 3), measured("a", 2), measured("a", 1), measured("b", 9))
     assert order == [("a", 3), ("b", 9), ("a", 1), ("a", 2)]
 
 
-async def test_one_owner_has_half_of_the_waiting_jobs() -> None:
-    async with opened(max_waiting=4) as process:
-        jobs = [process.run_as(owner, 0, encode_text, "hi") for owner in "aaabbb"]
-        results = await asyncio.gather(*jobs, return_exceptions=True)
-    assert [type(result) for result in results] == [list, list, Overloaded] * 2
-
-
 async def test_a_caller_that_leaves_while_it_waits_leaves_no_job(process: TextProcess) -> None:
-    first = asyncio.create_task(process.run(pid))
-    waiting = [asyncio.create_task(process.run(loop_for_ever)) for _ in range(2)]
+    first = asyncio.create_task(run(process, pid))
+    waiting = [asyncio.create_task(run(process, loop_for_ever)) for _ in range(2)]
     await asyncio.sleep(0)
     for task in waiting:
         task.cancel()
     await asyncio.gather(*waiting, return_exceptions=True)
-    assert await process.run(pid) == await first, "a cancelled job must not run, since it would end the process"
+    assert await run(process, pid) == await first, "a cancelled job must not run, since it would end the process"
 
 
 async def test_stop_waits_for_no_job_and_leaves_no_process() -> None:
     process = TextProcess(byte_model, LIMITS)
-    number = await process.run(pid)
-    running = asyncio.create_task(process.run(loop_for_ever))
+    number = await run(process, pid)
+    running = asyncio.create_task(run(process, loop_for_ever))
     await asyncio.sleep(0)
     async with asyncio.timeout(30):
         await process.stop()

@@ -12,8 +12,8 @@ The slot of a request counts the tokens that the request uses, to free its capac
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 from kvferry.core.clock import Clock
@@ -53,7 +53,7 @@ def all_uncached(_scope: str, token_ids: Sequence[int]) -> int:
 
 
 class FlowGate:
-    """Implements `serving.admission.Admission`. Used on the event loop's thread only."""
+    """Implements `serving.admission.RequestAdmission`. Used on the event loop's thread only."""
 
     def __init__(
         self,
@@ -103,19 +103,29 @@ class FlowGate:
     # -- interface to text serving -----------------------------------------------------------------------------
 
     def enter(self, work: RequestSize) -> RequestSlot:
-        """Return the slot of a request; see `serving.admission.Admission.enter`."""
+        """Return the slot of a request; see `serving.admission.RequestAdmission.enter`."""
         return RequestSlot(self, work)
 
     def count(self, tenant: str) -> None:
-        """Count a request that computes no tokens; see `serving.admission.Admission.count`."""
-        try:
+        """Count a request that computes no tokens; see `serving.admission.RequestAdmission.count`."""
+        with self._counted_refusal(tenant):
             self.quotas.count(tenant, self._tenants.policy(tenant), self._clock.monotonic())
+
+    def check_quota(self, tenant: str) -> None:
+        """Check that the tenant may send another request; see `serving.admission.RequestAdmission.check_quota`."""
+        with self._counted_refusal(tenant):
+            self.quotas.check_requests(tenant, self._tenants.policy(tenant), self._clock.monotonic())
+
+    @contextmanager
+    def _counted_refusal(self, tenant: str) -> Iterator[None]:
+        try:
+            yield
         except KvferryError as error:
             self._metrics.refused(tenant, _reason(error))
             raise
 
     def check_model(self, tenant: str, model: str) -> None:
-        """Check that the tenant may use a model; see `serving.admission.Admission.check_model`."""
+        """Check that the tenant may use a model; see `serving.admission.RequestAdmission.check_model`."""
         try:
             self._tenants.policy(tenant).check_model(model)
         except UnknownModel:

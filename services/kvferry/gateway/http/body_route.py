@@ -203,6 +203,7 @@ class ApiContext:
             tenant,
             arrived=arrived,
             is_explained=EXPLAIN_HEADER in request.headers,
+            address=address,
         )
 
 

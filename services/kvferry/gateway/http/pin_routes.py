@@ -16,9 +16,11 @@ from kvferry.gateway.http.body_route import BodyBudget, BufferedBody, check_medi
 from kvferry.gateway.http.client_api import error_response
 from kvferry.gateway.http.encoding.pin_bodies import PinBody, PrefixBody, read_prefix
 from kvferry.gateway.http.openai import reply
+from kvferry.serving.request import ClientIdentity
 from kvferry.serving.text_service import TextService
 
 _JSON = "application/json"
+_ADMINISTRATOR = ClientIdentity("administrator")
 _HEADERS = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
 PATHS = ("POST /pin_prefix", "POST /unpin_prefix", "/pins")
 
@@ -56,13 +58,13 @@ class PinRoutes:
         return Response(reply.encode(self.pins.report()), headers=_HEADERS, media_type=_JSON)
 
     async def _pin(self, body: bytes) -> dict[str, object]:
-        ids, fields = await self.service.read(read_prefix, len(body), body, has_ttl=True)
+        ids, fields = await self.service.read(_ADMINISTRATOR, read_prefix, len(body), body, has_ttl=True)
         assert isinstance(fields, PinBody)
         made, waiting = await self.pins.pin(self._prefix(ids, fields), fields.ttl_seconds)
         return {"workers": _listed(made), "waiting": waiting}
 
     async def _unpin(self, body: bytes) -> dict[str, object]:
-        ids, fields = await self.service.read(read_prefix, len(body), body, has_ttl=False)
+        ids, fields = await self.service.read(_ADMINISTRATOR, read_prefix, len(body), body, has_ttl=False)
         return {"workers": _listed(await self.pins.unpin(self._prefix(ids, fields)))}
 
     def _prefix(self, ids: Sequence[int], fields: PrefixBody) -> Prefix:

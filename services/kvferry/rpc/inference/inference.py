@@ -3,6 +3,7 @@
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from typing import Any, Concatenate, ParamSpec, TypeVar
+from urllib.parse import unquote
 
 import grpc
 
@@ -25,7 +26,7 @@ from kvferry.rpc.wire import pooling_from_wire
 from kvferry.serving import embedding, prompts
 from kvferry.serving.embedding import VectorRequest
 from kvferry.serving.prompts import PreparedChat
-from kvferry.serving.request import EXPLAIN_HEADER, Caller, Request
+from kvferry.serving.request import EXPLAIN_HEADER, Caller, ClientIdentity, Request
 from kvferry.serving.text_model import TextModel
 from kvferry.serving.text_service import TextService
 from kvferry.v1 import inference_pb2, inference_pb2_grpc
@@ -47,12 +48,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         arrived = self._text.clock.monotonic()
-        tenant = self._tenant(context)
+        client = self._client(context)
         adapter = self._text.adapter_of(request.model)
-        self._text.check_access(tenant, request.model or self._text.model.name)
+        self._text.check_access(client.tenant, request.model or self._text.model.name)
         num_samples = wire.num_samples_from_wire(request.n)
-        prepared = await self._prepared(request, wire.sampling_from_wire(request.sampling))
-        caller = self._caller(request, context, tenant, arrived, adapter)
+        prepared = await self._prepared(client, request, wire.sampling_from_wire(request.sampling))
+        caller = self._caller(request, context, client, arrived, adapter)
         checked = self._text.fit(
             Request(
                 caller,
@@ -73,17 +74,18 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def Tokenize(  # noqa: N802
         self, request: inference_pb2.TokenizeRequest, context: Context
     ) -> inference_pb2.TokenizeResponse:
-        self._text.count(self._admit(request.model, context))
+        client = self._admit(request.model, context)
         if request.WhichOneof("input") == "chat":
-            ids = await self._read_chat(_encode_chat, request.chat)
+            ids = await self._read_chat(client, _encode_chat, request.chat)
         else:
-            ids = await self._encode_text(request.text)
+            ids = await self._encode_text(client, request.text)
+        self._text.count(client.tenant)
         return inference_pb2.TokenizeResponse(token_ids=ids)
 
     async def Detokenize(  # noqa: N802
         self, request: inference_pb2.DetokenizeRequest, context: Context
     ) -> inference_pb2.DetokenizeResponse:
-        self._text.count(self._admit(request.model, context))
+        self._text.count(self._admit(request.model, context).tenant)
         prompts.check_num_tokens(self._text.model, len(request.token_ids) - 1)  # a whole context may be detokenized
         ids = wire.token_ids_from_wire(request.token_ids, "token_ids")
         prompts.check_token_ids(self._text.model, ids, "token_ids")
@@ -106,14 +108,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.EmbedRequest, context: Context
     ) -> inference_pb2.EmbedResponse:
         arrived = self._text.clock.monotonic()
-        tenant = self._admit(request.model, context)
-        caller = self._caller(request, context, tenant, arrived, None)
+        client = self._admit(request.model, context)
+        caller = self._caller(request, context, client, arrived, None)
         params = pooling_from_wire(request.pooling)
         embedding.check_vectors(self._text, params, len(request.inputs), "inputs")
         names = [f"inputs.{number}" for number in range(len(request.inputs))]
         given = [_input(item, name) for item, name in zip(request.inputs, names, strict=True)]
         vectors = VectorRequest(
-            caller, await embedding.read_inputs(self._text, given, names), params, held_bytes=request.ByteSize()
+            caller, await embedding.read_inputs(self._text, client, given, names), params, held_bytes=request.ByteSize()
         )
         with self._traced("Embed", caller.request_id, arrived, context):
             return vectors_to_wire(caller.request_id, await embedding.embed(self._text, vectors))
@@ -122,7 +124,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self,
         request: inference_pb2.GenerateRequest | inference_pb2.EmbedRequest,
         context: Context,
-        tenant: str,
+        client: ClientIdentity,
         arrived: float,
         adapter: AdapterId | None,
     ) -> Caller:
@@ -130,13 +132,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         remaining = context.time_remaining()
         return Caller(
             RequestId(wire.check_request_id(named)) if named else new_request_id(),
-            tenant,
+            client.tenant,
             wire.check_cache_salt(request.cache_salt),
             adapter,
             wire.check_priority(request.priority),
             arrived,
             None if remaining is None else arrived + remaining,
             is_explained=any(key == EXPLAIN_HEADER for key, _ in context.invocation_metadata() or ()),
+            address=client.address,
         )
 
     @contextmanager
@@ -161,37 +164,41 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             if span is not None:
                 span.end(failure)
 
-    def _admit(self, model: str, context: Context) -> str:
-        """Check the API key, the model name and the tenant's access to it; return the caller's tenant."""
-        tenant = self._tenant(context)
+    def _admit(self, model: str, context: Context) -> ClientIdentity:
+        """Check the API key, the model name and the tenant's access to it; return the client."""
+        client = self._client(context)
         prompts.check_model(self._text.model, model)
-        self._text.check_access(tenant, model or self._text.model.name)
-        return tenant
+        self._text.check_access(client.tenant, model or self._text.model.name)
+        return client
 
-    def _tenant(self, context: Context) -> str:
-        """Check the API key; return the caller's tenant."""
+    def _client(self, context: Context) -> ClientIdentity:
+        """Check the API key; return the client."""
         header: str | None = None
         for key, value in context.invocation_metadata() or ():
             if key == "authorization" and isinstance(value, str):
                 header = value
-        return self._text.tenant_of(header, _host_of(context.peer() or ""))
+        address = _host_of(context.peer() or "")
+        return ClientIdentity(self._text.tenant_of(header, address), address)
 
-    async def _prepared(self, request: inference_pb2.GenerateRequest, sampling: SamplingParams) -> PreparedChat:
+    async def _prepared(
+        self, client: ClientIdentity, request: inference_pb2.GenerateRequest, sampling: SamplingParams
+    ) -> PreparedChat:
         kind = request.WhichOneof("prompt")
         if kind == "text":
-            return PreparedChat(await self._encode_text(request.text), sampling)
+            return PreparedChat(await self._encode_text(client, request.text), sampling)
         if kind == "tokens":
             return PreparedChat(wire.token_ids_from_wire(request.tokens.ids, "prompt"), sampling)
         if kind == "chat":
-            return await self._read_chat(_prepare_chat, request.chat, sampling)
+            return await self._read_chat(client, _prepare_chat, request.chat, sampling)
         raise InvalidRequest("the request has no prompt; set text, tokens or chat", field="prompt")
 
-    async def _encode_text(self, text: str) -> list[int]:
+    async def _encode_text(self, client: ClientIdentity, text: str) -> list[int]:
         prompts.check_num_chars(self._text.model, len(text))
-        return await self._text.read(prompts.encode_text, len(text), text)
+        return await self._text.read(client, prompts.encode_text, len(text), text)
 
     async def _read_chat(
         self,
+        client: ClientIdentity,
         job: Callable[Concatenate[TextModel, bytes, P], R],
         chat: inference_pb2.Chat,
         *args: P.args,
@@ -200,7 +207,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         prompts.check_num_messages(len(chat.messages))
         # Each message and tool adds a fixed cost to rendering, however short it is.
         size = chat.ByteSize() + _MESSAGE_CHARS * (len(chat.messages) + len(chat.tools))
-        return await self._text.read(job, size, chat.SerializeToString(), *args, **kwargs)
+        return await self._text.read(client, job, size, chat.SerializeToString(), *args, **kwargs)
 
 
 def _input(item: inference_pb2.EmbedRequest.Input, name: str) -> embedding.Input:
@@ -228,5 +235,5 @@ def inference_service(text: TextService) -> Service:
 
 
 def _host_of(peer: str) -> str:
-    """Return the host from gRPC's name for a peer, for example `ipv4:10.0.0.5:40000`."""
-    return peer.partition(":")[2].rpartition(":")[0]
+    """Return the host from gRPC's name for a peer, for example `ipv4:10.0.0.5:40000` or `ipv6:%5B::1%5D:40000`."""
+    return unquote(peer.partition(":")[2].rpartition(":")[0]).strip("[]")

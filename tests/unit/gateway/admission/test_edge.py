@@ -310,6 +310,36 @@ async def test_every_method_that_costs_is_counted(tenants):
         await edge.grpc.model_info()
 
 
+_LARGE = "x" * (1 << 20)
+_WRONG_SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"title": "unsupported"}}}
+
+
+@pytest.mark.parametrize(
+    "wrong", [body(messages=[{"role": "user", "content": _LARGE}]), body(response_format=_WRONG_SCHEMA)]
+)
+async def test_costly_requests_that_are_refused_are_counted(tenants, wrong):
+    path = tenants(tenant("a", "requests_per_minute = 2") + tenant("b"))
+    async with an_edge(room=100, tenants_file=path) as edge:
+        edge.go.set()
+        for _ in range(2):
+            assert (await edge.post(key="key-of-a", **wrong)).status_code == 400
+        for fields in (wrong, body()):
+            refused = await edge.post(key="key-of-a", **fields)
+            assert refused.status_code == 429
+            assert "requests_per_minute = 2" in refused.json()["error"]["message"]
+        assert (await edge.post(key="key-of-b", **wrong)).status_code == 400
+        assert (await edge.post(key="key-of-b")).status_code == 200
+
+
+async def test_a_small_request_that_is_refused_is_not_counted(tenants):
+    path = tenants(tenant("a", "requests_per_minute = 1"))
+    async with an_edge(room=100, tenants_file=path) as edge:
+        edge.go.set()
+        for _ in range(3):
+            assert (await edge.post(key="key-of-a", **body(temperature=-1))).status_code == 400
+        assert (await edge.post(key="key-of-a")).status_code == 200
+
+
 async def test_concurrent_requests_are_limited(tenants):
     path = tenants(tenant("a", "concurrent_requests = 1"))
     async with an_edge(tenants_file=path) as edge:

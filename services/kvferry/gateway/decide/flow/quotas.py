@@ -111,15 +111,28 @@ class Quotas:
         limit = policy.concurrent_requests
         if limit is not None and account.num_open >= limit:
             raise _over(tenant, "concurrent_requests", limit, account.seconds / limit)
-        wait = self._request_wait(account, policy, now)
-        if wait:
-            raise _over(tenant, "requests_per_minute", policy.requests_per_minute, wait)
+        self.check_requests(tenant, policy, now)
         if policy.tokens_per_minute is not None:
             bucket = account.tokens = account.tokens or Bucket(policy.token_capacity, now)
             bucket.refill(policy.tokens_per_minute, policy.token_capacity, now)
             wait = bucket.wait_seconds(tokens, policy.tokens_per_minute, policy.token_capacity)
             if wait:
                 raise _over(tenant, "tokens_per_minute", policy.tokens_per_minute, wait)
+
+    def check_requests(self, tenant: str, policy: TenantPolicy, now: float) -> None:
+        """Check that the quota of requests allows one more.
+
+        Args:
+            tenant: the tenant.
+            policy: the tenant's quotas.
+            now: monotonic seconds.
+
+        Raises:
+            QuotaExceeded: the quota of requests is exhausted.
+        """
+        wait = self._request_wait(self.account(tenant), policy, now)
+        if wait:
+            raise _over(tenant, "requests_per_minute", policy.requests_per_minute, wait)
 
     def _request_wait(self, account: Account, policy: TenantPolicy, now: float) -> float:
         if policy.requests_per_minute is None:
@@ -151,11 +164,8 @@ class Quotas:
         Raises:
             QuotaExceeded: the quota of requests is exhausted.
         """
-        account = self.account(tenant)
-        wait = self._request_wait(account, policy, now)
-        if wait:
-            raise _over(tenant, "requests_per_minute", policy.requests_per_minute, wait)
-        self._charge(account, 1.0, 0.0)
+        self.check_requests(tenant, policy, now)
+        self._charge(self.account(tenant), 1.0, 0.0)
 
     def end(self, tenant: str, expected: float, used: float) -> None:
         """Close a request, and correct its charge to the tokens that it used.

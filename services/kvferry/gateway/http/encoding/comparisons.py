@@ -199,7 +199,7 @@ async def answer_score(service: TextService, caller: Caller, body: bytes, *, is_
     Raises:
         KvferryError: the request is invalid, or could not be computed.
     """
-    request = await service.read(read_score, len(body), body, service.served_tokens, is_strict=is_strict)
+    request = await service.read(caller.client, read_score, len(body), body, service.served_tokens, is_strict=is_strict)
     vectors, scores = await _compare(service, caller, request, "text_2")
     answer = ScoreList(
         f"score-{caller.request_id}",
@@ -217,7 +217,9 @@ async def answer_rerank(service: TextService, caller: Caller, body: bytes, *, is
     Raises:
         KvferryError: the request is invalid, or could not be computed.
     """
-    request = await service.read(read_rerank, len(body), body, service.served_tokens, is_strict=is_strict)
+    request = await service.read(
+        caller.client, read_rerank, len(body), body, service.served_tokens, is_strict=is_strict
+    )
     vectors, scores = await _compare(service, caller, request, "documents")
     ranked = sorted(range(len(scores)), key=lambda index: -scores[index])
     results: list[Ranked] = []

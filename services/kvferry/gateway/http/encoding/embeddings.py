@@ -126,7 +126,7 @@ async def answer_embeddings(service: TextService, caller: Caller, body: bytes, *
         KvferryError: the request is invalid, or could not be computed.
     """
     inputs, is_base64, ignored = await service.read(
-        read_embeddings, len(body), body, service.served_tokens, is_strict=is_strict
+        caller.client, read_embeddings, len(body), body, service.served_tokens, is_strict=is_strict
     )
     vectors = await compute_vectors(service, caller, inputs, "input")
     data: list[Raw] = []

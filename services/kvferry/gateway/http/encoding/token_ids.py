@@ -119,8 +119,9 @@ async def answer_tokenize(service: TextService, caller: Caller, body: bytes, *, 
     Raises:
         KvferryError: the request is invalid.
     """
-    _count(service, caller)
-    ids, wants_texts, ignored = await service.read(read_tokenize, len(body), body, is_strict=is_strict)
+    service.check_access(caller.tenant, service.model.name)
+    ids, wants_texts, ignored = await service.read(caller.client, read_tokenize, len(body), body, is_strict=is_strict)
+    service.count(caller.tenant)
     spell = service.model.tokenizer.token_bytes
     texts = [spell(token).decode("utf-8", "replace") for token in ids] if wants_texts else None
     return encode(TokenIds(len(ids), service.served_tokens, ids, texts)), ignored
@@ -132,11 +133,7 @@ async def answer_detokenize(service: TextService, caller: Caller, body: bytes, *
     Raises:
         KvferryError: the request is invalid.
     """
-    _count(service, caller)
-    text, ignored = await service.read(read_detokenize, len(body), body, is_strict=is_strict)
-    return encode(TokenText(text)), ignored
-
-
-def _count(service: TextService, caller: Caller) -> None:
     service.check_access(caller.tenant, service.model.name)
+    text, ignored = await service.read(caller.client, read_detokenize, len(body), body, is_strict=is_strict)
     service.count(caller.tenant)
+    return encode(TokenText(text)), ignored

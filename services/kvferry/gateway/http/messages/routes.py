@@ -97,7 +97,7 @@ async def create(service: TextService, caller: Caller, body: bytes, *, is_strict
         InvalidRequest: a field is invalid or not supported.
         UnknownModel: this gateway serves a different model.
     """
-    read = await service.read(read_message, len(body), body, is_strict=is_strict)
+    read = await service.read(caller.client, read_message, len(body), body, is_strict=is_strict)
     try:
         return MessageCreation(read, await chat.prepared(service, caller, read.chat, is_chat=True))
     except InvalidRequest as error:
@@ -134,10 +134,10 @@ class CountMessageTokens(BodyRoute):
         """See `BodyRoute.serve`."""
         service, receive = self.context.service, request.receive
         async with self.body(request) as (caller, body):
-            service.count(caller.tenant)
             is_strict = self.context.config.strict_fields
-            reading = service.read(read_count, len(body), body, is_strict=is_strict)
+            reading = service.read(caller.client, read_count, len(body), body, is_strict=is_strict)
             read = await prepared(receive, body, reading)
+        service.count(caller.tenant)
         note_ignored(request, read.ignored)
         adapter = service.adapter_of(read.model)
         service.check_access(caller.tenant, service.model.name if adapter is None else adapter.name)

@@ -302,7 +302,7 @@ async def prepare_chat(service: TextService, caller: Caller, body: bytes, *, is_
         InvalidRequest: a field is invalid or not supported.
         UnknownModel: this gateway serves a different model.
     """
-    read = await service.read(read_chat, len(body), body, is_strict=is_strict)
+    read = await service.read(caller.client, read_chat, len(body), body, is_strict=is_strict)
     return await prepared(service, caller, read, is_chat=True)
 
 
@@ -322,7 +322,7 @@ async def prepare_completion(
         InvalidRequest: a field is invalid or not supported.
         UnknownModel: this gateway serves a different model.
     """
-    request = await service.read(read_completion, len(body), body, max_prompts, is_strict=is_strict)
+    request = await service.read(caller.client, read_completion, len(body), body, max_prompts, is_strict=is_strict)
     return await prepared(service, caller, request, is_chat=False)
 
 

@@ -173,7 +173,7 @@ async def prepare_tokens(
         InvalidRequest: a field is invalid or not supported.
         UnknownModel: this gateway serves a different model.
     """
-    read = await service.read(read_tokens, len(body), body, is_strict=is_strict)
+    read = await service.read(caller.client, read_tokens, len(body), body, is_strict=is_strict)
     with _own_fields():
         generation = await prepared(service, caller, read.request, is_chat=False)
     return TokenGeneration(generation, read.request_id or caller.request_id)

@@ -16,7 +16,7 @@ from kvferry.gateway.http.responses.body import ReadResponse, read_response
 from kvferry.gateway.http.responses.carrier import CarrierKey
 from kvferry.gateway.http.responses.progress import ResponseProgress
 from kvferry.gateway.http.responses.store import KeptResponse, ResponseStore, history, transcript
-from kvferry.serving.request import Caller
+from kvferry.serving.request import Caller, ClientIdentity
 from kvferry.serving.text_service import TextService
 
 
@@ -174,7 +174,7 @@ async def create(
         UnknownModel: this gateway serves a different model.
     """
     earlier = _earlier(caller, body, store)
-    read = await _read(service, body, earlier, service.served_tokens, key, is_strict=is_strict)
+    read = await _read(service, caller.client, body, earlier, service.served_tokens, key, is_strict=is_strict)
     if read.body.background and not read.body.is_stored:
         raise InvalidRequest(
             "background needs a stored response; leave store out, or set it to true", field="background"
@@ -217,8 +217,8 @@ async def count(
         ResponseNotFound: the previous response is not stored.
         UnknownModel: this gateway serves a different model.
     """
+    read = await _read(service, caller.client, body, _earlier(caller, body, store), None, key, is_strict=is_strict)
     service.count(caller.tenant)
-    read = await _read(service, body, _earlier(caller, body, store), None, key, is_strict=is_strict)
     adapter = service.adapter_of(read.chat.model)
     service.check_access(caller.tenant, service.model.name if adapter is None else adapter.name)
     return len(read.chat.prompts[0]), read.ignored
@@ -226,6 +226,7 @@ async def count(
 
 async def _read(
     service: TextService,
+    client: ClientIdentity,
     body: bytes,
     earlier: KeptResponse | None,
     context_tokens: int | None,
@@ -235,7 +236,7 @@ async def _read(
 ) -> ReadResponse:
     before = history(earlier)
     size = len(body) + sum(map(len, before))
-    return await service.read(read_response, size, body, before, context_tokens, key.key, is_strict=is_strict)
+    return await service.read(client, read_response, size, body, before, context_tokens, key.key, is_strict=is_strict)
 
 
 def _earlier(caller: Caller, body: bytes, store: ResponseStore | None) -> KeptResponse | None:
