@@ -40,6 +40,10 @@ async def test_words_and_code(client: httpx.AsyncClient, path: str, text: str, s
     error = answer.json()["error"]
     assert (error.get("code") or error["details"]["error_code"]) == "context_length_exceeded"
     assert error["type"] == "invalid_request_error"
+    if "param" in error:
+        fields = {"/v1/chat/completions": "messages", "/v1/responses": "input", "/v1/completions": "prompt"}
+        assert error["param"] == fields[path]
+        assert f"; shorten the {fields[path]} by at least " in error["message"]
     # Agents parse the first words, which are Anthropic's; the others are OpenAI's.
     assert re.match(
         rf"prompt is too long: \d+ tokens > {CONTEXT - 1} maximum; "

@@ -55,7 +55,9 @@ async def test_a_response_has_tokens_and_no_text(http, api):
 
 async def test_the_default_limit_is_the_one_of_vllm(http, api):
     await generate(http)
-    assert api.source.requests[0].sampling.max_tokens == 16
+    await generate(http, sampling_params={"max_tokens": None})
+    limits = [request.sampling.max_tokens for request in api.source.requests]
+    assert limits == [16, (1 << 16) - len(PROMPT)], "a null is no limit"
 
 
 async def test_a_response_without_request_id_has_the_one_of_the_header(http):

@@ -8,12 +8,13 @@ guided_json, ...      vLLM's older names
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag
 
 from kvferry.core.constraint import Constraint, ConstraintKind
-from kvferry.core.errors import InvalidRequest, shortened
+from kvferry.core.errors import CONTEXT_LENGTH_EXCEEDED, InvalidRequest, shortened
 from kvferry.core.inference.tools import MAX_TOOLS, Tool, ToolMode, ToolUse
 from kvferry.gateway.http.fields import field_policy
 from kvferry.gateway.http.fields.field_policy import Rules
@@ -316,6 +317,26 @@ class ConstraintFields(Strict):
         yield "guided_regex", ConstraintKind.REGEX, self.guided_regex
         yield "guided_choice", ConstraintKind.CHOICE, self.guided_choice
         yield "guided_grammar", ConstraintKind.GRAMMAR, self.guided_grammar
+
+
+@contextmanager
+def overflow_in(field: str) -> Iterator[None]:
+    """Name a request field in the errors of the `with` block about a prompt that is too long.
+
+    Args:
+        field: name of the field with the prompt, for example `messages`.
+
+    Raises:
+        InvalidRequest: raised in the block.
+    """
+    try:
+        yield
+    except InvalidRequest as error:
+        if error.reason != CONTEXT_LENGTH_EXCEEDED:
+            raise
+        # Clients recognize the error by its first words, which do not contain the field.
+        message = error.message.replace(f"shorten the {error.field}", f"shorten the {field}", 1)
+        raise InvalidRequest(message, field=field, reason=error.reason) from None
 
 
 def in_field(error: InvalidRequest, field: str) -> InvalidRequest:

@@ -221,6 +221,11 @@ class MessageRequest(SamplingFields, CountTokensRequest):
                 self.LIMITS[name].check(name, value)
         config = self.output_config or OutputConfig()
         wanted = config.format or self.output_format
+        if config.format and self.output_format and config.format != self.output_format:
+            raise InvalidRequest(
+                "output_format and output_config.format differ; leave out output_format, the older name",
+                field="output_format",
+            )
         format_ = None if wanted is None else {"name": "output", "schema": wanted.body}
         names = ("model", "temperature", "top_p", "top_k", "stream", "seed", "min_p", "ignore_eos", "cache_salt")
         return parse_fields(

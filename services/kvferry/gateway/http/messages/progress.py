@@ -3,7 +3,7 @@
 thinking ──► text ──► tool_use        each block is started, receives its deltas, and is stopped
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from pydantic_core import from_json
 
 from kvferry.core.inference.chunks import TextChunk, Usage
+from kvferry.core.inference.tool_calls import CallDelta
 from kvferry.core.sampling import FinishReason
 from kvferry.gateway.http.messages import output as out
 
@@ -53,18 +54,23 @@ class MessageProgress:
         if chunk.reasoning:
             yield from self._enter(out.ThinkingOutput("", ""))
             yield self._delta(chunk.reasoning, out.ThinkingAdded(chunk.reasoning))
+        continued, others = chunk.calls_by_order()
+        yield from self._calls(continued)
         if chunk.text:
             yield from self._enter(out.Text(""))
             yield self._delta(chunk.text, out.TextAdded(chunk.text))
-        for call in chunk.tool_calls:
+        yield from self._calls(others)
+        if chunk.finish_reason is not None:
+            yield from self._close()
+            yield from self._finish(chunk)
+
+    def _calls(self, deltas: Sequence[CallDelta]) -> Iterator[out.Event]:
+        for call in deltas:
             if call.name:
                 yield from self._close()
                 yield from self._enter(out.ToolUseOutput(call.call_id, call.name, {}))
             if call.arguments:
                 yield self._delta(call.arguments, out.InputAdded(call.arguments))
-        if chunk.finish_reason is not None:
-            yield from self._close()
-            yield from self._finish(chunk)
 
     def _enter(self, start: out.Content) -> Iterator[out.Event]:
         """Open a block, unless one of its type is open."""

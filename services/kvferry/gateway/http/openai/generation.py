@@ -17,7 +17,7 @@ from kvferry.core.inference.beams import BeamParams
 from kvferry.core.inference.chunks import TextChunk
 from kvferry.core.inference.tools import ToolUse
 from kvferry.core.sampling import FinishReason, SamplingParams
-from kvferry.gateway.http.fields.request_fields import in_field
+from kvferry.gateway.http.fields.request_fields import in_field, overflow_in
 from kvferry.gateway.http.openai import reply
 from kvferry.gateway.http.openai.schema import ChatRequest, CompletionRequest, parse
 from kvferry.serving import prompts
@@ -302,8 +302,9 @@ async def prepare_chat(service: TextService, caller: Caller, body: bytes, *, is_
         InvalidRequest: a field is invalid or not supported.
         UnknownModel: this gateway serves a different model.
     """
-    read = await service.read(caller.client, read_chat, len(body), body, is_strict=is_strict)
-    return await prepared(service, caller, read, is_chat=True)
+    with overflow_in("messages"):
+        read = await service.read(caller.client, read_chat, len(body), body, is_strict=is_strict)
+        return await prepared(service, caller, read, is_chat=True)
 
 
 async def prepare_completion(

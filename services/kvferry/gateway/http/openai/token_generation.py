@@ -14,6 +14,7 @@ from pydantic import Field
 from kvferry.core.errors import CONTEXT_LENGTH_EXCEEDED, InvalidRequest
 from kvferry.core.inference.chunks import StopReason, TextChunk, Timing
 from kvferry.core.limits import MAX_CACHE_SALT_CHARS
+from kvferry.core.sampling import MAX_OUTPUT_TOKENS
 from kvferry.gateway.http.fields import field_policy
 from kvferry.gateway.http.fields.field_policy import Rules
 from kvferry.gateway.http.fields.request_fields import StructuredOutputs
@@ -59,10 +60,13 @@ class TokenRequest(Strict):
 
     def as_completion(self) -> CompletionRequest:
         """Return the completions request that generates the same tokens."""
-        given = self.sampling_params.model_dump(exclude_none=True, exclude={"structured_outputs"})
+        sampling = self.sampling_params
+        given = sampling.model_dump(exclude_none=True, exclude={"structured_outputs"})
+        if sampling.max_tokens is None and "max_tokens" in sampling.model_fields_set:
+            given["max_tokens"] = MAX_OUTPUT_TOKENS  # a null is no limit, as in vLLM; completions have a default
         return CompletionRequest.model_construct(
             prompt=self.token_ids,
-            structured_outputs=self.sampling_params.structured_outputs,
+            structured_outputs=sampling.structured_outputs,
             model=self.model,
             stream=self.stream,
             stream_options=self.stream_options,

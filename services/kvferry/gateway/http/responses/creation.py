@@ -9,6 +9,7 @@ import msgspec
 from kvferry.core.errors import InvalidRequest, KvferryError
 from kvferry.core.ids import new_request_id
 from kvferry.core.process.struct_types import describe
+from kvferry.gateway.http.fields.request_fields import overflow_in
 from kvferry.gateway.http.openai.generation import Generation, prepared
 from kvferry.gateway.http.openai.reply import encode
 from kvferry.gateway.http.responses import output as out
@@ -16,6 +17,7 @@ from kvferry.gateway.http.responses.body import ReadResponse, read_response
 from kvferry.gateway.http.responses.carrier import CarrierKey
 from kvferry.gateway.http.responses.progress import ResponseProgress
 from kvferry.gateway.http.responses.store import KeptResponse, ResponseStore, history, transcript
+from kvferry.gateway.http.responses.tools import without_function
 from kvferry.serving.request import Caller, ClientIdentity
 from kvferry.serving.text_service import TextService
 
@@ -174,7 +176,8 @@ async def create(
         UnknownModel: this gateway serves a different model.
     """
     earlier = _earlier(caller, body, store)
-    read = await _read(service, caller.client, body, earlier, service.served_tokens, key, is_strict=is_strict)
+    with overflow_in("input"):
+        read = await _read(service, caller.client, body, earlier, service.served_tokens, key, is_strict=is_strict)
     if read.body.background and not read.body.is_stored:
         raise InvalidRequest(
             "background needs a stored response; leave store out, or set it to true", field="background"
@@ -187,7 +190,11 @@ async def create(
             "processes; leave it out",
             field="background",
         )
-    generation = await prepared(service, caller, read.chat, is_chat=True)
+    try:
+        with overflow_in("input"):
+            generation = await prepared(service, caller, read.chat, is_chat=True)
+    except InvalidRequest as error:
+        raise without_function(error) from None
     kept = None if caller.is_batch_line else store  # the lines of a batch would displace the responses of all others
     return Creation(read, generation, earlier, kept, caller.tenant, key)
 

@@ -94,11 +94,14 @@ class ResponseProgress:
         if chunk.reasoning:
             yield from self._enter("reasoning", "rs")
             yield self._delta(chunk.reasoning)
+        continued, others = chunk.calls_by_order()
+        for call in continued:
+            yield from self._call(call)
         logprobs = reply.chat_logprobs(chunk.tokens, self._spell) if chunk.text else None
         if chunk.text:
             yield from self._enter("message", "msg")
             yield self._delta(chunk.text, [] if logprobs is None else logprobs.content)
-        for call in chunk.tool_calls:
+        for call in others:
             yield from self._call(call)
         if chunk.finish_reason is not None:
             yield from self._finish(chunk)

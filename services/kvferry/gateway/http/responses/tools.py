@@ -39,6 +39,8 @@ OTHER_TOOL: JsonSchemaValue = {
 """Schema of the tools of other types."""
 _OFFERED = ("function", "custom")
 """Types of tools that the model may call."""
+_GROUP_MARK = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\\\]])*\]|[()]", re.DOTALL)
+"""An escaped character, a class, or the mark of a group in a regular expression."""
 _Definition = Annotated[str, Field(min_length=1, max_length=MAX_DESCRIPTION_CHARS)]
 
 
@@ -105,6 +107,11 @@ class CustomTool(Strict):
         for name in ("syntax", "definition"):
             if getattr(self.format, name) is None:
                 raise InvalidRequest(f"{where}.format.{name} is missing", field=f"{where}.format.{name}")
+        if self.pattern is not None and _closes_early(self.format.definition or ""):
+            raise InvalidRequest(
+                f"{where}.format.definition has a `)` without its `(`; escape it as `\\)`",
+                field=f"{where}.format.definition",
+            )
 
     def as_function(self) -> FunctionDefinition:
         """Return the function that models know the tool as."""
@@ -118,6 +125,17 @@ class CustomTool(Strict):
         return FunctionDefinition(
             name=self.name, description="\n\n".join(parts) or None, parameters=schema, strict=True
         )
+
+
+def _closes_early(pattern: str) -> bool:
+    """Return whether a regular expression closes a group that it has not opened, and so would end the group that makes
+    it match the whole input."""
+    depth = 0
+    for found in _GROUP_MARK.finditer(pattern):
+        depth += {"(": 1, ")": -1}.get(found[0], 0)
+        if depth < 0:
+            return True
+    return False
 
 
 def _kind(value: Any) -> Any:
@@ -175,7 +193,7 @@ def use_of(tools: Sequence[OfferedTool], given: str | FunctionChoices | None, is
     try:
         return tool_use(offered, choice, is_parallel)
     except InvalidRequest as error:
-        raise _without_function(error) from None
+        raise without_function(error) from None
 
 
 def has_unenforced_format(tools: Sequence[OfferedTool], choice: str | FunctionChoices | None) -> bool:
@@ -235,7 +253,7 @@ def input_of(arguments: str) -> str:
 _FUNCTION = re.compile(r"^(tools\.\d+)\.function\b")
 
 
-def _without_function(error: InvalidRequest) -> InvalidRequest:
+def without_function(error: InvalidRequest) -> InvalidRequest:
     """Return an error about a tool with the path that it has in this API, where functions are not nested."""
     if error.field is None:
         return error

@@ -45,6 +45,11 @@ async def test_types_of_errors():
         assert "max_tokens is missing" in check_error(
             await client.post("/v1/messages", json=missing), 400, "invalid_request_error"
         )
+        a, b = ({"type": "json_schema", "schema": {"type": kind}} for kind in ("object", "array"))
+        both = {**GOOD, "output_format": a, "output_config": {"format": b}}
+        assert "output_format and output_config.format differ" in check_error(
+            await client.post("/v1/messages", json=both), 400, "invalid_request_error"
+        )
         for path in ("/v1/messages", "/v1/messages/count_tokens"):
             other = await client.post(path, json={**GOOD, "model": "claude"})
             assert "'claude' is not served here" in check_error(other, 404, "not_found_error")

@@ -97,6 +97,22 @@ async def test_a_regular_expression_is_enforced_if_a_call_must_be_made(api, choi
     assert "[a-c]+|x" in constraint.source
 
 
+@pytest.mark.parametrize("definition", ["a)|(?:b", r"\\)", "a)", "(a))(b", r"[^]\]]))"])
+async def test_a_regular_expression_cannot_leave_the_group_around_it(api, definition):
+    tool = {**TOOL, "format": {"type": "grammar", "syntax": "regex", "definition": definition}}
+    answer = await post(api, tools=[tool], tool_choice="required")
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "tools.0.format.definition"
+    assert "has a `)` without its `(`" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("definition", [r"\)a", "[)]a", "[]()]", r"(a(b)*)|[^])]", r"[\])]x"])
+async def test_other_parentheses_are_taken(api, definition):
+    tool = {**TOOL, "format": {"type": "grammar", "syntax": "regex", "definition": definition}}
+    answer = await post(api, tools=[tool])
+    assert answer.status_code == 200, answer.text
+
+
 @pytest.mark.parametrize("syntax", ["lark", "regex"])
 async def test_formats_that_are_only_described_are_named(api, syntax):
     tool = {**TOOL, "format": {"type": "grammar", "syntax": syntax, "definition": "start: /a/"}}
