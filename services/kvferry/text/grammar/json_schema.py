@@ -18,6 +18,7 @@ from decimal import Decimal
 from typing import Any, NoReturn, TypeGuard
 from urllib.parse import unquote
 
+from kvferry.core.constraint import MAX_CONSTRAINT_BYTES
 from kvferry.core.errors import InvalidRequest, shortened
 from kvferry.text.grammar.errors import invalid
 from kvferry.text.grammar.patterns import MAX_NAME, enforceable_pattern, other_names, without_lookaheads
@@ -49,6 +50,10 @@ LAYOUT = ("item_separator", "key_separator", "whitespace_flexible", "whitespace_
 """Options that a schema may set at its root: the layout of its JSON. Others change what the compiler enforces."""
 WHITESPACE = " "
 """Whitespace between two JSON tokens, if there is any. A small model would fill `max_tokens` with line breaks."""
+_MAX_COPIED_CHARS = MAX_CONSTRAINT_BYTES
+"""Maximum length of all definitions that take the place of references, as JSON."""
+_MAX_EXPANDED_CHARS = 1 << 20
+"""Maximum length of the members of an object whose names are an enum, as JSON."""
 _MAX_PLACES = 60
 """Maximum number of decimal places of a bound; the compiler's expressions for more are nested too deeply."""
 
@@ -81,7 +86,7 @@ def enforced(schema: Any, options: Collection[str] = ()) -> Any:
     if isinstance(schema, dict) and OPTIONS in schema:
         _check_options(schema[OPTIONS], options)
     try:
-        return _enforceable(_with_names(distinguished(schema), schema))
+        return _enforceable(_with_names(distinguished(schema), _Definitions(schema)))
     except RecursionError:
         raise _nested() from None
 
@@ -140,31 +145,52 @@ def _enforceable(schema: Any) -> Any:
     return made
 
 
-def _with_names(schema: Any, root: Any) -> Any:
+def _with_names(schema: Any, definitions: "_Definitions") -> Any:
     """Return a schema in which `propertyNames` that refers to a definition has its content, as for keys of an enum."""
     if isinstance(schema, list):
-        return [_with_names(each, root) for each in schema]
+        return [_with_names(each, definitions) for each in schema]
     if not isinstance(schema, dict):
         return schema
     made = {
-        key: value if key in _CONSTANTS | _ANNOTATIONS else _with_names(value, root) for key, value in schema.items()
+        key: value if key in _CONSTANTS | _ANNOTATIONS else _with_names(value, definitions)
+        for key, value in schema.items()
     }
     names = made.get("propertyNames")
     if isinstance(names, dict) and names.keys() == {"$ref"}:
-        defined = _definition(names["$ref"], root)
+        defined = definitions.content(names["$ref"])
         if defined is not None:
-            made["propertyNames"] = {key: value for key, value in defined.items() if key not in _REMARKS}
+            made["propertyNames"] = defined
     return made
 
 
-def _definition(reference: object, root: Any) -> dict[str, Any] | None:
-    """Return a definition of the schema by its reference, such as `#/$defs/Color`; `None` for any other reference."""
-    parts = reference.split("/") if isinstance(reference, str) else []
-    if len(parts) != 3 or parts[0] != "#" or parts[1] not in ("$defs", "definitions"):
-        return None
-    table = root.get(parts[1]) if isinstance(root, dict) else None
-    found = table.get(unquote(parts[2]).replace("~1", "/").replace("~0", "~")) if isinstance(table, dict) else None
-    return found if isinstance(found, dict) else None
+class _Definitions:
+    """The definitions of one schema, which take the place of references to them."""
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self._num_chars_left = _MAX_COPIED_CHARS
+
+    def content(self, reference: object) -> dict[str, Any] | None:
+        """Return a definition by its reference, such as `#/$defs/Color`, without remarks; `None` for other references.
+
+        Raises:
+            InvalidRequest: the copies of definitions are too long in total.
+        """
+        parts = reference.split("/") if isinstance(reference, str) else []
+        if len(parts) != 3 or parts[0] != "#" or parts[1] not in ("$defs", "definitions"):
+            return None
+        table = self._root.get(parts[1]) if isinstance(self._root, dict) else None
+        found = table.get(unquote(parts[2]).replace("~1", "/").replace("~0", "~")) if isinstance(table, dict) else None
+        if not isinstance(found, dict):
+            return None
+        kept = {key: value for key, value in found.items() if key not in _REMARKS}
+        self._num_chars_left -= len(json.dumps(kept))
+        if self._num_chars_left < 0:
+            raise invalid(
+                f"propertyNames refers to {shortened(reference)!r} too often; the definitions in its place are more "
+                f"than {_MAX_COPIED_CHARS} characters in total"
+            )
+        return kept
 
 
 def _read_names(schema: dict[str, Any]) -> None:
@@ -177,6 +203,11 @@ def _read_names(schema: dict[str, Any]) -> None:
         return
     others = schema.get("additionalProperties", True)
     if isinstance(names.get("enum"), list) and names.keys() <= {"type", "enum"}:
+        if len(names["enum"]) * len(json.dumps(others)) > _MAX_EXPANDED_CHARS:
+            raise invalid(
+                f"propertyNames has {len(names['enum'])} names; the schema of their members is too long to be repeated "
+                "for each; move it to $defs"
+            )
         schema["properties"] = {name: others for name in names["enum"] if isinstance(name, str)}
     elif isinstance(names.get("pattern"), str) and names.keys() <= {"type", "pattern"}:
         schema[_PATTERNS] = {names["pattern"]: others}

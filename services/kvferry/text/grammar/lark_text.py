@@ -24,9 +24,9 @@ class NamedTokens:
 
 _TOKEN = re.compile(
     r"""
-      (?P<name> ^ [ \t]* [?!]? _* [^\W\d] \w* (?: \. -? \d+ )? [ \t]* (?= [\[:] ) )
+      (?P<name> ^ [ \t]* [?!]? [^\W\d] \w* (?: \. -? \d+ )? [ \t]* (?= [\[:] ) )
     | (?P<colon> : )
-    | (?P<literal> (?: // | \# ) [^\n]* | " (?: \\. | [^"\\\n] )* " | / (?: \\. | [^/\\] )+ / )
+    | (?P<literal> (?: // | \# ) [^\n]* | " (?: \\. | [^"\\\n] )* "? | / (?: \\. | [^/\\] )+ /? )
     | (?P<json> %json \b \s* )
     | (?P<control> < [^<>\s]+ > )
     | (?P<temperature> \b temperature \s* = )
@@ -34,7 +34,8 @@ _TOKEN = re.compile(
     re.VERBOSE | re.MULTILINE,
 )
 """Tokens of the compiler's lexer: the name of a rule, before its attributes; the colon after them; a literal, which is
-a comment, a string, or a regex, which may have line breaks."""
+a comment, a string, or a regex, which may have line breaks. A string or regex that is not closed, which the compiler
+rejects, is read to its end only once."""
 _JSON = "%json"
 
 
@@ -75,7 +76,7 @@ def prepared_lark(text: str, tokens: NamedTokens) -> str:
             try:
                 schema, end = json.JSONDecoder().raw_decode(text, at)
             except (ValueError, RecursionError):
-                continue  # the compiler reports it
+                raise invalid(f"{_JSON} is not followed by a valid JSON schema") from None
             made += (text[copied:at], json.dumps(with_layout(enforced(schema, LAYOUT)), ensure_ascii=False))
             copied = at = end
     return "".join((*made, text[copied:]))

@@ -7,18 +7,20 @@ from every class: every output still matches the pattern, but no output contains
 
 import itertools
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Sequence
 
 from kvferry.core.errors import shortened
 from kvferry.text.grammar.errors import invalid
 
 MAX_NAME = 61
 """Maximum length of a name in `other_names`; each character nests the pattern four levels deeper, of 250."""
+_MAX_FLAGS = 16
+"""Maximum length of a group's flags; there are 8."""
 _REMOVED = r"\x1f"
 _SYNTAX = re.compile(
     r"""
-    \\ (?: [DWS] | [pP] (?: \{ [^}]* \} | . ) )      (?# a class without brackets)
-    | \\ (?: x [0-9A-Fa-f]{2} | [xuU] \{ [0-9A-Fa-f]+ \} | u [0-9A-Fa-f]{4} | U [0-9A-Fa-f]{8} )
+    \\ (?: [DWS] | [pP] (?: \{ [^}]{0,64} \} | . ) )      (?# a class without brackets)
+    | \\ (?: x [0-9A-Fa-f]{2} | [xuU] \{ [0-9A-Fa-f]{1,64} \} | u [0-9A-Fa-f]{4} | U [0-9A-Fa-f]{8} )
     | \\ .
     | [^\\]
     """,
@@ -40,7 +42,7 @@ def enforceable_pattern(pattern: str) -> str:
     while at < len(parts):
         part = parts[at]
         end = at + 1
-        if part == "(" and _sets_extended(parts[at + 1 :]):
+        if part == "(" and _sets_extended(parts, at + 1):
             raise invalid(f"pattern {shortened(pattern)!r} sets the flag x, which is not supported; remove it")
         if part == "[":
             end = _class_end(parts, at)
@@ -61,15 +63,17 @@ def without_lookaheads(pattern: str) -> list[str]:
     """Return patterns that hold together for the texts that a pattern matches: lookaheads at its start, `^(?=A)B`, are
     patterns of their own, since the compiler has no lookahead; the last one is the rest of the pattern."""
     parts = [found.group() for found in _SYNTAX.finditer(pattern)]
+    if parts[:4] != ["^", "(", "?", "="] or _has_alternatives(parts):
+        return [pattern]
     found: list[str] = []
-    while parts[:4] == ["^", "(", "?", "="]:
-        end = _group_end(parts, 1)
-        rest = parts[end:]
-        if end > len(parts) or _has_alternatives(rest):
+    at = 1
+    while parts[at : at + 3] == ["(", "?", "="]:
+        end = _group_end(parts, at)
+        if end > len(parts):
             break
-        found.append(f"^(?:{''.join(parts[4 : end - 1])})")
-        parts = ["^", *rest]
-    return [*found, "".join(parts)]
+        found.append(f"^(?:{''.join(parts[at + 3 : end - 1])})")
+        at = end
+    return [*found, "".join(["^", *parts[at:]])]
 
 
 def _group_end(parts: list[str], start: int) -> int:
@@ -137,11 +141,13 @@ def _literal_class(parts: list[str]) -> str:
     return "[" + "".join("\\-" if part == "-" and "-" in (before, after) else part for before, part, after in places)
 
 
-def _sets_extended(parts: Iterable[str]) -> bool:
-    """Return whether a group has the flag with which white space and comments are ignored. JSON Schema's dialect lacks
-    it."""
-    flags = itertools.takewhile(lambda part: part.isalpha() or part == "-", itertools.islice(parts, 1, None))
-    return next(iter(parts), "") == "?" and "x" in flags
+def _sets_extended(parts: Sequence[str], start: int) -> bool:
+    """Return whether the group with its content from `start` has the flag with which white space and comments are
+    ignored. JSON Schema's dialect lacks it."""
+    if parts[start : start + 1] != ["?"]:
+        return False
+    flags = itertools.takewhile(lambda part: part.isalpha() or part == "-", parts[start + 1 : start + 1 + _MAX_FLAGS])
+    return "x" in flags
 
 
 def _is_removed(part: str) -> bool:

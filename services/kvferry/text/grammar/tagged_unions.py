@@ -5,9 +5,14 @@ are strings. Pydantic and Zod also write tags that are numbers, tags behind `$re
 not in `required`. Such a `oneOf` accepts the same values as an `anyOf` whose alternatives require their tags.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
+from kvferry.text.grammar.errors import invalid
+
+MAX_COMPARED = 1 << 16
+"""Maximum number of members that are compared in all unions of a schema: references let a short schema have unions of
+many large alternatives."""
 _NOT_SCHEMAS = frozenset({"const", "enum", "default", "examples"})
 
 
@@ -17,55 +22,84 @@ def distinguished(schema: Any) -> Any:
     Args:
         schema: a JSON Schema; it is not modified.
     """
-    required: dict[str, str] = {}
-    made = _rewritten(schema, schema, required)
-    for reference, tag in required.items():
+    union = _Unions(schema)
+    made = union.rewritten(schema)
+    for reference, tag in union.required.items():
         target = _target(made, reference)
         if isinstance(target, dict):
             _require(target, tag)
     return made
 
 
-def _rewritten(schema: Any, root: Any, required: dict[str, str]) -> Any:
-    """Return a schema with the unions that `distinguished` changes; `required` receives the tags of references."""
-    if isinstance(schema, list):
-        return [_rewritten(each, root, required) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    made = {key: value if key in _NOT_SCHEMAS else _rewritten(value, root, required) for key, value in schema.items()}
-    alternatives = made.get("oneOf")
-    if not isinstance(alternatives, list) or "anyOf" in made:
-        return made
-    tag = _tag([_resolved(each, root) for each in alternatives])
-    if tag is None:
-        return made
-    for each in alternatives:
-        if isinstance(each.get("$ref"), str):
-            required[each["$ref"]] = tag
-        else:
-            _require(each, tag)
-    return {("anyOf" if key == "oneOf" else key): value for key, value in made.items()}
+class _Unions:
+    """Rewrites the unions of one schema."""
 
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self.required: dict[str, str] = {}
+        """Tags of the alternatives that are references, by reference."""
+        self._num_left = MAX_COMPARED
 
-def _tag(alternatives: list[Any]) -> str | None:
-    """Return a member whose constants differ in all alternatives, and that each has always or by default."""
-    if not all(isinstance(each, dict) and isinstance(each.get("properties"), dict) for each in alternatives):
-        return None
-    for name in alternatives[0]["properties"] if alternatives else ():
-        seen: list[str] = []
+    def rewritten(self, schema: Any) -> Any:
+        """Return a part of the schema with the unions that `distinguished` changes."""
+        if isinstance(schema, list):
+            return [self.rewritten(each) for each in schema]
+        if not isinstance(schema, dict):
+            return schema
+        made = {key: value if key in _NOT_SCHEMAS else self.rewritten(value) for key, value in schema.items()}
+        alternatives = made.get("oneOf")
+        if not isinstance(alternatives, list) or "anyOf" in made:
+            return made
+        tag = self._tag([_resolved(each, self._root) for each in alternatives])
+        if tag is None:
+            return made
         for each in alternatives:
-            member = each["properties"].get(name)
-            values = list(_constants(member))
-            names = each.get("required")
-            is_required = isinstance(names, list) and name in names
-            is_given = is_required or (isinstance(member, dict) and "default" in member)
-            if not values or not is_given:
-                break
-            seen += values
-        else:
-            if len(set(seen)) == len(seen):
+            if isinstance(each.get("$ref"), str):
+                self.required[each["$ref"]] = tag
+            else:
+                _require(each, tag)
+        return {("anyOf" if key == "oneOf" else key): value for key, value in made.items()}
+
+    def _tag(self, alternatives: list[Any]) -> str | None:
+        """Return a member whose constants differ in all alternatives, and that each has always or by default.
+
+        Raises:
+            InvalidRequest: the schema has too many members in alternatives.
+        """
+        if not all(isinstance(each, dict) and isinstance(each.get("properties"), dict) for each in alternatives):
+            return None
+        self._count(len(alternatives))
+        required = [_texts(each.get("required"), self._count) for each in alternatives]
+        for name in alternatives[0]["properties"] if alternatives else ():
+            seen: set[str] = set()
+            for each, names in zip(alternatives, required, strict=True):
+                self._count(1)
+                member = each["properties"].get(name)
+                is_given = name in names or (isinstance(member, dict) and "default" in member)
+                values = list(_constants(member)) if is_given else []
+                self._count(len(values))
+                if not values or len(set(values)) < len(values) or not seen.isdisjoint(values):
+                    break
+                seen.update(values)
+            else:
                 return str(name)
-    return None
+        return None
+
+    def _count(self, num_compared: int) -> None:
+        self._num_left -= num_compared
+        if self._num_left < 0:
+            raise invalid(
+                f"oneOf: more than {MAX_COMPARED} members of alternatives must be compared; use anyOf, or fewer "
+                "alternatives"
+            )
+
+
+def _texts(names: Any, count: Callable[[int], None]) -> Collection[str]:
+    """Return the names of a list as a set, after they were counted."""
+    if not isinstance(names, list):
+        return ()
+    count(len(names))
+    return frozenset(name for name in names if isinstance(name, str))
 
 
 def _constants(member: Any) -> Iterator[str]:

@@ -6,7 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvferry.core.constraint import Constraint, ConstraintKind
 from kvferry.core.errors import InvalidRequest
+from kvferry.model import tiny
+from kvferry.text.grammar.compiler import GrammarCompiler
 from kvferry.text.grammar.json_schema import WHITESPACE
 from kvferry.text.grammar.lark_text import NamedTokens, prepared_lark
 
@@ -24,12 +27,23 @@ TIGHT = '"x-guidance": {"whitespace_flexible": false}'
         ("start: a // <s>\na: <s> # <s>", "start: a // <s>\na: <[2]> # <s>"),
         (f'start: %json {{"const": "<s>", {TIGHT}}} <s>', f'start: %json {{"const": "<s>", {TIGHT}}} <[2]>'),
         (f'start: %json\n{{"type": "integer", {TIGHT}}}"x"', f'start: %json\n{{"type": "integer", {TIGHT}}}"x"'),
-        ("start: %json {broken <s>", "start: %json {broken <[2]>"),
         ("start: %json true <s>", "start: %json true <[2]>"),
     ],
 )
 def test_control_tokens_are_referred_to_by_id(given_text, expected) -> None:
     assert prepared_lark(given_text, IDS) == expected
+
+
+def test_a_schema_that_is_not_json_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="%json is not followed by a valid JSON schema"):
+        prepared_lark("start: %json {broken <s>", IDS)
+
+
+@pytest.mark.parametrize("text", ['start: "a', r'start: "a\"', "start: /a", r"start: /a\/"])
+def test_the_compiler_rejects_a_literal_that_is_not_closed(text) -> None:
+    compiler = GrammarCompiler(tiny.tokenizer(tiny.config()))
+    with pytest.raises(InvalidRequest, match="lexer"):
+        compiler.compile(Constraint(ConstraintKind.GRAMMAR, text))
 
 
 def test_the_patterns_of_an_embedded_schema_are_made_enforceable() -> None:
