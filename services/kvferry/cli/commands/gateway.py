@@ -180,9 +180,10 @@ def _run_group(values: Values) -> None:
     """Run several gateway processes until a signal."""
     from kvferry.core.clock import SystemClock
     from kvferry.stack.gateway_group import run_gateway_group
+    from kvferry.stack.plan.restarts import death_text
 
     def report_death(name: str, status: int, pause: float) -> None:
-        click.echo(f"{name} exited with status {status}; restarting in {pause:.1f} s", err=True)
+        click.echo(death_text(name, status, pause), err=True)
 
     asyncio.run(run_gateway_group(values.resolved, clock=SystemClock(), announce=announce, on_death=report_death))
 

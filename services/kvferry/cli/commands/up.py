@@ -21,6 +21,7 @@ from kvferry.gateway.admission.tenants import Tenants, read_keys
 from kvferry.kv.tiers.registry import check_tiers
 from kvferry.stack.local_stack import LocalStack
 from kvferry.stack.plan.processes import StackConfig
+from kvferry.stack.plan.restarts import death_text
 
 
 def stack_config(values: Values, *, http: str, grpc: str, admin: str) -> StackConfig:
@@ -144,7 +145,7 @@ async def _run(config: StackConfig, drain_seconds: float, stop: asyncio.Event, *
             click.echo(f"  {text} ...", err=True)
 
     def report_death(name: str, status: int, pause: float) -> None:
-        click.echo(f"{name} exited with status {status}; restarting in {pause:.1f} s", err=True)
+        click.echo(death_text(name, status, pause), err=True)
 
     stack = LocalStack(config, clock=SystemClock(), on_progress=say, on_death=report_death)
     try:

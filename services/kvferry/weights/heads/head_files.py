@@ -5,6 +5,7 @@ a file cannot make this process allocate more than the file's own size.
 """
 
 import math
+import mmap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -13,10 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.core.errors import ModelFileError
+from kvferry.weights.files.regular_file import copy_file
 from kvferry.weights.files.safetensors_file import FLOAT_TYPES, StoredTensor, open_tensors
 from kvferry.weights.tensors import BF16, F16, F32, Shape, Stored
 
 CONFIG_FILE = "config.json"
+_MAX_FILE_BYTES = 16 << 30
 _MAX_HEADER_BYTES = 1 << 20  # a head has fewer than 200 tensors
 _TYPES = (*FLOAT_TYPES, "I64", "BOOL")
 _TYPE_IDS = {"F32": F32, "F16": F16, "BF16": BF16}
@@ -50,7 +53,7 @@ class HeadTensors:
         Raises:
             KeyError: the head has no tensor with this name.
         """
-        return np.array(self._found[name].values())  # a copy: the mapped file may be changed
+        return np.array(self._found[name].values())  # a copy, so that the memory of the file can be freed
 
     def stored(self, name: str) -> Stored:
         """Return a matrix in its stored format."""
@@ -124,6 +127,10 @@ def _is_finite(tensor: StoredTensor) -> bool:
     )
 
 
+def _copied(path: Path) -> mmap.mmap:
+    return copy_file(path, _MAX_FILE_BYTES)
+
+
 def open_head(folder: Path, files: Sequence[str], renamed: Mapping[str, str], ignored: Sequence[str]) -> HeadTensors:
     """Open the safetensors file of a head.
 
@@ -150,7 +157,7 @@ def open_head(folder: Path, files: Sequence[str], renamed: Mapping[str, str], ig
             field="speculation",
         )
     found: dict[str, StoredTensor] = {}
-    for name, tensor in open_tensors(path, _MAX_HEADER_BYTES, _TYPES).items():
+    for name, tensor in open_tensors(path, _MAX_HEADER_BYTES, _TYPES, read=_copied).items():
         start = next((start for start in renamed if name.startswith(start)), "")
         own = renamed[start] + name[len(start) :] if start else name
         if own in found:
