@@ -30,8 +30,8 @@ def test_a_pause_is_always_within_bounds(runs: list[float]) -> None:
         (1, "exited with status 1"),
         (-9, "was ended by SIGKILL (the kernel ends processes when memory runs out)"),
         (-11, "was ended by SIGSEGV"),
-        (-7, "was ended by SIGBUS (a file of the model was truncated while it was in use, or its disk failed; replace "
-         "models by new files, and do not write to files that are served)"),
+        (-7, ("was ended by SIGBUS (a file of the model was truncated while it was in use, or its disk failed; replace "
+         "models by new files, and do not write to files that are served)")),
         (-1000, "exited with status -1000"),
     ],
 )  # fmt: skip
