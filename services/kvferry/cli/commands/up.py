@@ -4,7 +4,7 @@ import asyncio
 import secrets
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import click
@@ -16,12 +16,13 @@ from kvferry.core.process.cores import usable_cores
 from kvferry.core.process.stop_signals import STOP_SIGNALS, stop_signals
 from kvferry.core.settings import processes as settings
 from kvferry.core.settings.setting import Setting
-from kvferry.engine.execute.tensors.device import check_driver
+from kvferry.engine.execute.tensors.device import CPU, check_driver, has_driver
 from kvferry.gateway.admission.tenants import Tenants, read_keys
 from kvferry.kv.tiers.registry import check_tiers
 from kvferry.stack.local_stack import LocalStack
 from kvferry.stack.plan.processes import StackConfig
 from kvferry.stack.plan.restarts import death_text
+from kvferry.stack.plan.worker_counts import worker_counts
 
 
 def stack_config(values: Values, *, http: str, grpc: str, admin: str) -> StackConfig:
@@ -31,9 +32,9 @@ def stack_config(values: Values, *, http: str, grpc: str, admin: str) -> StackCo
         UsageError: a setting is not possible on this machine.
     """
     check_driver(values["device"])
+    counts, _ = _workers(values)
     api_key, probe_key = _keys(values)
     has = values.resolved
-    counts = {name: values[name] for name in ("prefill", "decode", "both") if name in has}
     return StackConfig(
         model=values["model"],
         connector=values["connector"],
@@ -53,6 +54,19 @@ def stack_config(values: Values, *, http: str, grpc: str, admin: str) -> StackCo
     )
 
 
+def _workers(values: Values) -> tuple[Mapping[str, int], str]:
+    """Return the number of workers by role, and why there is no pair; empty for the commands that always start one."""
+    if not all(role in values.resolved for role in _ROLES):
+        return {}, ""
+    return worker_counts(
+        {role: values[role] for role in _ROLES},
+        usable_cores(),
+        has_gpu=values["device"] != CPU and has_driver(),
+        has_handoff=any(values.is_given(name) for name in ("connector", "kv_prefetch")),
+    )
+
+
+_ROLES = ("prefill", "decode", "both")
 _OF_STACK = frozenset(
     {"model", "connector", "threads", "tier", "http", "grpc", "admin", "prefill", "decode", "both", "ticket_key"}
 )
@@ -119,12 +133,16 @@ def command(values: Values, *, as_json: bool) -> None:
     \b
       kvferry up
       kvferry up --prefill 2 --decode 2 --connector nixl --http 127.0.0.1:0
+      kvferry up --prefill 1 --decode 1                   a pair, also on a few cores
       kvferry up --both 1 --prefill 0 --decode 0          one aggregated worker, no hand-off
       kvferry up --tier "dram://?size=4GiB" --tier redis://127.0.0.1:6379/0
       kvferry up --pool-tls on                            calls between the processes are encrypted
     """
     check_tiers(values["tier"])
     config = stack_config(values, http=values["http"], grpc=values["grpc"], admin=values["admin"])
+    _, reason = _workers(values)
+    if reason:
+        click.echo(reason, err=True)
     raise SystemExit(asyncio.run(_up(config, values["drain_seconds"], as_json=as_json)))
 
 

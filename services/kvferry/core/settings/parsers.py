@@ -42,6 +42,12 @@ def seconds(low: float, high: float) -> Callable[[str], float]:
     return parse
 
 
+def whole_or_auto(low: int, high: int) -> Callable[[str], int | str]:
+    """Return a parser of whole numbers from `low` to `high`, or `auto`."""
+    parse = whole(low, high)
+    return lambda text: "auto" if text.strip().lower() == "auto" else parse(text)
+
+
 def size_bytes(text: str) -> int:
     """Parse a size in bytes, for example `512MiB`, `2GiB` or `1000000`.
 

@@ -1,7 +1,7 @@
 """Settings of the processes: workers, gateways and the local stack, and of the commands that measure an engine."""
 
-from kvferry.core.settings.engine import EngineSettings, SchedulerLimits
-from kvferry.core.settings.parsers import boolean, host_name, seconds, share, size_bytes, whole
+from kvferry.core.settings.engine import AUTO, EngineSettings, SchedulerLimits
+from kvferry.core.settings.parsers import boolean, host_name, seconds, share, size_bytes, whole, whole_or_auto
 from kvferry.core.settings.setting import Setting, settings_of
 
 _OFFLINE = {"served_name", "load_format", "cuda_graphs", "max_scored_rows", "reserve_share"}
@@ -424,9 +424,15 @@ UP_TLS = Setting(
 )
 
 UP = (
-    Setting("prefill", 1, "Number of prefill workers.", parse=whole(0, 64)),
-    Setting("decode", 1, "Number of decode workers.", parse=whole(0, 64)),
-    Setting("both", 0, "Number of workers of role both.", parse=whole(0, 64)),
+    Setting(
+        "prefill",
+        AUTO,
+        "Number of prefill workers. auto: 1. If --prefill, --decode, --both, --connector and --kv-prefetch are not "
+        "given, on up to 4 CPU cores without a GPU: one worker of role both instead of a pair.",
+        parse=whole_or_auto(0, 64),
+    ),
+    Setting("decode", AUTO, "Number of decode workers. auto: as --prefill.", parse=whole_or_auto(0, 64)),
+    Setting("both", AUTO, "Number of workers of role both. auto: 0; see --prefill.", parse=whole_or_auto(0, 64)),
     *STACK,
     *ANSWERS,
     HTTP,

@@ -43,6 +43,11 @@ def choose_device(setting: str, *, kernels: str = AUTO) -> str:
     )
 
 
+def has_driver() -> bool:
+    """Return whether this machine has a GPU driver; torch is not imported."""
+    return any(driver.exists() for driver in _DRIVERS)
+
+
 def check_driver(setting: str) -> None:
     """Check that a machine has a GPU driver if a GPU is requested, before processes are started and torch is imported.
 
@@ -52,7 +57,7 @@ def check_driver(setting: str) -> None:
     Raises:
         UsageError: there is no driver.
     """
-    if setting.partition(":")[0] == CUDA and not any(driver.exists() for driver in _DRIVERS):
+    if setting.partition(":")[0] == CUDA and not has_driver():
         raise UsageError(
             f"device '{setting}' needs a GPU, but this machine has no GPU driver (none of "
             f"{', '.join(map(str, _DRIVERS))} exists): use --device cpu, or install the driver",
@@ -90,7 +95,7 @@ def _only(number: int) -> None:
 def sees_gpu() -> bool:
     """Return whether a GPU is available. Torch, which takes a second to import, is imported only if a GPU driver is
     present."""
-    return any(driver.exists() for driver in _DRIVERS) and torch_sees_gpu()
+    return has_driver() and torch_sees_gpu()
 
 
 def torch_sees_gpu() -> bool:
