@@ -62,7 +62,7 @@ def _workers(values: Values) -> tuple[Mapping[str, int], str]:
         {role: values[role] for role in _ROLES},
         usable_cores(),
         has_gpu=values["device"] != CPU and has_driver(),
-        has_handoff=any(values.is_given(name) for name in ("connector", "kv_prefetch")),
+        has_handoff=any(values.is_given(name) for name in ("connector", "kv_prefetch_tokens")),
     )
 
 

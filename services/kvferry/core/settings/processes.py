@@ -427,8 +427,8 @@ UP = (
     Setting(
         "prefill",
         AUTO,
-        "Number of prefill workers. auto: 1. If --prefill, --decode, --both, --connector and --kv-prefetch are not "
-        "given, on up to 4 CPU cores without a GPU: one worker of role both instead of a pair.",
+        "Number of prefill workers. auto: 1. If --prefill, --decode, --both, --connector and --kv-prefetch-tokens are "
+        "not given, on up to 4 CPU cores without a GPU: one worker of role both instead of a pair.",
         parse=whole_or_auto(0, 64),
     ),
     Setting("decode", AUTO, "Number of decode workers. auto: as --prefill.", parse=whole_or_auto(0, 64)),

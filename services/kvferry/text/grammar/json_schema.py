@@ -187,8 +187,8 @@ class _Definitions:
         self._num_chars_left -= len(json.dumps(kept))
         if self._num_chars_left < 0:
             raise invalid(
-                f"propertyNames refers to {shortened(str(reference))!r} too often; the definitions in its place are more "
-                f"than {_MAX_COPIED_CHARS} characters in total"
+                f"propertyNames refers to {shortened(str(reference))!r} too often; the definitions in its place are "
+                f"more than {_MAX_COPIED_CHARS} characters in total"
             )
         return kept
 
