@@ -11,6 +11,7 @@ import yaml
 
 from kvferry.core import metrics
 from kvferry.core.metrics import Metric, MetricKind
+from kvferry.gateway.http.openapi.operations import OPERATIONS
 
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "charts/kvferry"
@@ -75,14 +76,19 @@ def problems_of_matcher(metric: Metric, label: str, operator: str, text: str) ->
     """Return the values of a matcher that the metric never has. An alternation is checked part by part."""
     if label not in metric.labels:
         return []
-    if label not in metric.values:
+    values = PATHS if label == "path" else metric.values.get(label)
+    if values is None:
         return [f"label {label} of {metric.name} has no closed set of values; add it to the table"]
     parts = text.split("|") if "~" in operator else [re.escape(text)]
     return [
         f"{metric.name} never has {label} {part}"
         for part in parts
-        if not any(re.fullmatch(part, value) for value in metric.values[label])
+        if not any(re.fullmatch(part, value) for value in values)
     ]
+
+
+PATHS = ("other", *(operation.path for operation in OPERATIONS))
+"""Values of the label `path`, which the table of metrics does not know."""
 
 
 def test_the_dashboards_have_queries() -> None:
@@ -107,6 +113,7 @@ def test_a_query_names_metrics_and_labels_that_exist(file: str, query: str) -> N
         ('rate(kvferry_gateway_handoffs_total{outcome="lost"}[5m])', "never has outcome lost"),
         ('rate(kvferry_gateway_handoffs_total{outcome=~"failed|lost"}[5m])', "never has outcome lost"),
         ('rate(kvferry_gateway_requests_total{status=~"6.."}[5m])', "never has status 6.."),
+        ('rate(kvferry_gateway_requests_total{path!~"/healthz"}[5m])', "never has path /healthz"),
         ('rate(kvferry_gateway_tenant_requests_total{tenant="a"}[5m])', "no closed set of values"),
         ("up", "no metric"),
     ],

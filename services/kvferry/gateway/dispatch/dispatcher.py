@@ -163,6 +163,7 @@ class Dispatcher:
         self.open_streams += num_streams
         self._no_streams.clear()
         self._instruments.streams_open.inc(num_streams)
+        self._instruments.prompt_tokens.inc(len(run.request.token_ids))
         try:
             with self._lifetime(run):
                 yield
@@ -217,8 +218,12 @@ class Dispatcher:
                 async with aclosing(steps) as events:
                     async for event in events:
                         now = self._clock.monotonic()
-                        if len(run.emitted) > len(event.tokens):
+                        is_first = len(run.emitted) == len(event.tokens)
+                        if not is_first:
                             self._instruments.token_gap_seconds.observe(now - last_event_at)
+                        if event.tokens and not run.is_step:
+                            first_seconds = run.timing.first_token_seconds if is_first else None
+                            self._instruments.tokens_arrived(len(event.tokens), first_seconds)
                         last_event_at = now
                         yield event
             except WorkerLost as lost:

@@ -84,8 +84,20 @@ class GatewayInstruments:
         self.batch_lines = self._counter(metrics.GATEWAY_BATCH_LINES)
         self.batches = self._counter(metrics.GATEWAY_BATCHES)
 
+    def tokens_arrived(self, count: int, first_token_seconds: float | None) -> None:
+        """Record output tokens of a sample when they arrive.
+
+        Args:
+            count: number of tokens.
+            first_token_seconds: seconds from the arrival of the request, for the first tokens of the sample; `None` for
+                later ones.
+        """
+        self.output_tokens.inc(count)
+        if first_token_seconds is not None:
+            self.first_token_seconds.observe(first_token_seconds)
+
     def stream_ended(self, outcome: str, usage: Usage, timing: Timing) -> None:
-        """Record the outcome, usage and timing of an ended sample.
+        """Record the outcome, usage and timing of an ended sample; its prompt and output are counted before.
 
         Args:
             outcome: final state of the sample, a value of `State`.
@@ -93,18 +105,14 @@ class GatewayInstruments:
             timing: its durations and sources of KV.
         """
         self.streams.labels(outcome).inc()
-        self.prompt_tokens.inc(usage.prompt_tokens)
         num_local = usage.cached_tokens - usage.loaded_tokens
         self.cached_tokens.inc(num_local)
-        self.output_tokens.inc(usage.output_tokens)
         if usage.output_tokens or outcome == State.DONE:
             sources = prompt_sources(usage.prompt_tokens, num_local, timing)
             for source in SOURCES:
                 self.prompt_source_tokens.labels(source).inc(getattr(sources, source))
             self.handoff_tokens.inc(sources.handed_off)
         self.stream_seconds.observe(timing.total_seconds)
-        if usage.output_tokens:
-            self.first_token_seconds.observe(timing.first_token_seconds)
 
     def kv_reported(self, reports: Sequence[KvReport]) -> None:
         """Record the decisions whether to load KV."""

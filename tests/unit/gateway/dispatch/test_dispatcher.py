@@ -617,6 +617,20 @@ async def test_a_passed_deadline_calls_no_worker(pair):
     assert pair.workers.prefill[0].prefills == []
 
 
+async def test_tokens_are_counted_while_they_arrive(pair):
+    def count(name: str) -> float | None:
+        return pair.instruments.registry.get_sample_value(f"kvferry_gateway_{name}")
+
+    names = ("prompt_tokens_total", "time_to_first_token_seconds_count", "output_tokens_total")
+    request = ask()
+    async with aclosing(pair.dispatcher.stream(request)) as events:
+        assert [count(name) for name in names] == [0, 0, 0]
+        for number in range(1, 4):
+            await anext(events)
+            assert [count(name) for name in names] == [len(request.token_ids), 1, number]
+    await pair.idle()
+
+
 async def test_streams_are_counted_by_how_they_end(pair):
     await collect(pair, ask())
     async with aclosing(pair.dispatcher.stream(ask())) as events:

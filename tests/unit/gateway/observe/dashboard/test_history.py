@@ -86,6 +86,8 @@ def test_the_instruments_of_a_gateway_are_read() -> None:
     assert empty.sources == {"computed": 0, "cached": 0, "peer": 0, "tier": 0}
     report = KvReport("d", "peer", num_tokens=90, num_chosen=90, blocks_loaded=6)
     timing = Timing(prefill_worker="p", decode_worker="d", first_token_seconds=0.03, total_seconds=1.0, kv=(report,))
+    instruments.tokens_arrived(3, timing.first_token_seconds)
+    instruments.tokens_arrived(4, None)
     instruments.stream_ended("done", Usage(100, 7, 40), timing)
     instruments.stream_ended("failed", Usage(100, 0, 0), Timing())
     instruments.token_gap_seconds.observe(0.004)
