@@ -126,7 +126,7 @@ def _open(spec: str, cache: Path | None, progress: Progress | None) -> ModelSour
         return _open_gguf_file(path)
     known = ", ".join([*CATALOG, tiny.NAME])
     raise UnknownModel(
-        f"model {spec!r} is not a known name ({known}), a .gguf file, a folder, or ORG/NAME on the Hugging Face Hub",
+        f"model {spec!r} is not a known name ({known}), ORG/NAME on the Hugging Face Hub, a .gguf file or a folder",
         field="model",
     )
 
