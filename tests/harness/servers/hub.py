@@ -77,8 +77,8 @@ class StandInHub:
         """Status of every answer; 0 for none."""
 
     def environment(self) -> dict[str, str]:
-        """Return the variables with which huggingface_hub uses the stand-in, and no token of this user."""
-        return {"HF_ENDPOINT": self.url, "HF_TOKEN": "", "HF_HUB_DISABLE_IMPLICIT_TOKEN": "1"}
+        """Return the variables with which huggingface_hub uses the stand-in, without a token."""
+        return {"HF_ENDPOINT": self.url, "HF_TOKEN": ""}
 
     def fetched(self) -> list[str]:
         """Return the names of the files that were sent, in order."""
@@ -119,8 +119,8 @@ class _Handler(BaseHTTPRequestHandler):
         text, author = (query.get(key, [""])[0].lower() for key in ("search", "author"))
         found = [
             {"id": name}
-            for name in self.hub.repos
-            if text in name.lower() and (not author or name.lower().startswith(f"{author}/"))
+            for name, repo in self.hub.repos.items()
+            if not repo.private and text in name.lower() and (not author or name.lower().startswith(f"{author}/"))
         ]
         self._send(200, json.dumps(found[: int(query.get("limit", ["1000"])[0])]).encode())
 
@@ -236,7 +236,7 @@ def stand_in_hub() -> Iterator[StandInHub]:
         for is_store in (False, True)
     ]
     hub.url, hub.store_url = (f"http://127.0.0.1:{server.server_port}" for server in servers)
-    threads = [threading.Thread(target=server.serve_forever, daemon=True) for server in servers]
+    threads = [threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True) for server in servers]
     for thread in threads:
         thread.start()
     try:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvferry.core.errors import KvferryError, ModelFileError
-from kvferry.core.process.config import cache_dir
+from kvferry.core.process.config import cache_dir, silence_hub_telemetry
 from kvferry.model.fetch import Progress
 from kvferry.model.hub.digests import VerifiedFiles, discard, name_digest
 from kvferry.model.hub.failures import explained, hide_queries, is_missing, is_unreachable
@@ -36,7 +36,7 @@ from kvferry.model.hub.files import (
     weight_files,
 )
 from kvferry.model.hub.names import SCHEME, HubName, is_commit, is_repo, parse_hub_name
-from kvferry.model.hub.transfer import Transfer, download
+from kvferry.model.hub.transfer import Transfer, client, download
 from kvferry.weights.checkpoints.safetensors_dir import read_json
 from kvferry.weights.families.registry import family_of
 from kvferry.weights.files.regular_file import read_file
@@ -118,6 +118,7 @@ def fetch_hub_model(name: HubName, *, progress: Progress | None = None, access: 
         ModelFileError: the model is gated, has no files that can be served, does not fit on the disk, or a file does
             not have the digest that the hub gives.
     """
+    silence_hub_telemetry()
     hide_queries()
     fetched = _Fetch(name, access or HubAccess(), progress or (lambda *_: None)).run()
     _log.info("model %s: commit %s, in %s", name.served, fetched.name.revision, fetched.path)
@@ -166,7 +167,7 @@ class _Fetch:
         """Ask the hub for the commit of the revision, and for its files."""
         from huggingface_hub import HfApi
 
-        info = HfApi(endpoint=self._endpoint, library_name="kvferry").model_info(
+        info = HfApi(endpoint=self._endpoint, **client()).model_info(
             self._name.repo, revision=self._name.revision or None, timeout=_ANSWER_SECONDS, files_metadata=True
         )
         commit = info.sha or ""
@@ -322,7 +323,7 @@ class _Fetch:
         answer = get_session().get(
             f"{self._endpoint}/api/models",
             params={**query, "limit": _MAX_SEARCHED},
-            headers=build_hf_headers(library_name="kvferry"),
+            headers=build_hf_headers(**client()),
             timeout=_SUGGEST_SECONDS,
         )
         answer.raise_for_status()

@@ -62,10 +62,10 @@ def explained(error: BaseException, name: HubName, endpoint: str, similar: Seque
             field="model",
         )
     if is_missing(error):
-        meant = f"; did you mean {', '.join(similar)}?" if similar else ""
+        meant = f"; did you mean {', '.join(similar)}?" if similar else "; check the name."
         return UnknownModel(
-            f"{what} is neither a local folder nor a model that {hub} shows{meant}. Check the name; for a private "
-            "model, set HF_TOKEN to a token that may read it",
+            f"{what} is neither a local folder nor a model that {hub} shows{meant} For a private model, set HF_TOKEN "
+            "to a token that may read it",
             field="model",
         )
     if isinstance(error, RevisionNotFoundError):
@@ -77,7 +77,7 @@ def explained(error: BaseException, name: HubName, endpoint: str, similar: Seque
         status = error.response.status_code
         if status in {401, 403}:
             return ModelFileError(
-                f"{what}: {hub} refused access ({status}); set HF_TOKEN to a valid token that may read it",
+                f"{what}: {hub} refuses access ({status}); set HF_TOKEN to a valid token that may read it",
                 field="model",
             )
         if status == 429:

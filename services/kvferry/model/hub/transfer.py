@@ -4,6 +4,7 @@ import functools
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,9 @@ def _download_one(transfer: Transfer, repo: str, commit: str, cache: Path, endpo
     from huggingface_hub import hf_hub_download
 
     bar: Any = type("FileBar", (_Bar,), {"transfer": transfer, "size": file.size})
-    hf_hub_download(
-        repo, file.path, revision=commit, cache_dir=cache, endpoint=endpoint, library_name="kvferry", tqdm_class=bar
-    )
+    hf_hub_download(repo, file.path, revision=commit, cache_dir=cache, endpoint=endpoint, tqdm_class=bar, **client())
+
+
+def client() -> dict[str, str]:
+    """Return what the hub is told about this program."""
+    return {"library_name": "kvferry", "library_version": version("kvferry")}
