@@ -46,7 +46,9 @@ def test_a_model_is_fetched_into_the_shared_cache(hub: StandInHub, tmp_path: Pat
     done = run(hub, tmp_path, "pull", REPO)
     assert (done.returncode, done.stderr) == (0, "")
     commit, _ = hub.repos[REPO].at("main") or ("", None)
-    assert done.stdout.startswith(f"{REPO} is in the cache, commit {commit}, sha256 ")
+    assert done.stdout.startswith(f"{REPO} is in the cache, sha256 ")
+    path = tmp_path / "home/hub/models--org--tiny-model/snapshots" / commit
+    assert done.stdout.endswith(f", commit {commit}, at {path}\n")
     assert (tmp_path / "home/hub/models--org--tiny-model/refs/main").read_text() == commit
     assert f"Bearer {TOKEN}" in {one.authorization for one in hub.requests}
     hub.requests.clear()

@@ -9,8 +9,7 @@ from kvferry.cli.options import print_json, reported
 from kvferry.core.dtypes import DTYPES
 from kvferry.kv.pages.layout import KvLayout
 from kvferry.model.catalog import CATALOG, DEFAULT_MODEL
-from kvferry.model.hub.download import pinned_model
-from kvferry.model.hub.names import parse_hub_name
+from kvferry.model.hub.download import fetch_hub_model, hub_name
 from kvferry.model.source import ModelSource, open_model
 from kvferry.weights.features import model_digest
 
@@ -54,13 +53,15 @@ def fetch_model(name: str) -> None:
 
 
 def fetch_and_report(name: str) -> None:
-    """Fetch a model, open it without its weights, and print its name, commit and digest."""
+    """Fetch a model, open it without its weights, and print its name, commit, digest and path."""
     with reported():
-        pinned = pinned_model(name, progress_bar())
-        source = open_model(pinned, progress=progress_bar())
-        hub = parse_hub_name(pinned)
-        commit = f", commit {hub.revision}" if hub is not None and hub.is_pinned else ""
-        click.echo(f"{source.config.name} is in the cache{commit}, sha256 {source.digest}")
+        hub = hub_name(name)
+        found = None if hub is None else fetch_hub_model(hub, progress=progress_bar())
+        source = open_model(name if found is None else str(found.name), progress=progress_bar())
+        click.echo(
+            f"{source.config.name} is in the cache, sha256 {source.digest}"
+            + ("" if found is None else f", commit {found.name.revision}, at {found.path}")
+        )
 
 
 @command.command("inspect")

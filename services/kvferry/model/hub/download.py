@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 
 from kvferry.core.errors import KvferryError, ModelFileError
@@ -36,7 +37,7 @@ from kvferry.model.hub.files import (
     weight_files,
 )
 from kvferry.model.hub.names import SCHEME, HubName, is_commit, is_repo, parse_hub_name
-from kvferry.model.hub.transfer import Transfer, client, download
+from kvferry.model.hub.transfer import LIBRARY, Transfer, download
 from kvferry.weights.checkpoints.safetensors_dir import read_json
 from kvferry.weights.families.registry import family_of
 from kvferry.weights.files.regular_file import read_file
@@ -167,7 +168,7 @@ class _Fetch:
         """Ask the hub for the commit of the revision, and for its files."""
         from huggingface_hub import HfApi
 
-        info = HfApi(endpoint=self._endpoint, **client()).model_info(
+        info = HfApi(endpoint=self._endpoint, library_name=LIBRARY, library_version=version(LIBRARY)).model_info(
             self._name.repo, revision=self._name.revision or None, timeout=_ANSWER_SECONDS, files_metadata=True
         )
         commit = info.sha or ""
@@ -318,12 +319,11 @@ class _Fetch:
         return difflib.get_close_matches(self._name.repo, dict.fromkeys(found), n=_MAX_SUGGESTED, cutoff=0.7)
 
     def _search(self, query: Mapping[str, str]) -> list[str]:
-        from huggingface_hub.utils import build_hf_headers, get_session
+        from huggingface_hub import get_session
 
         answer = get_session().get(
             f"{self._endpoint}/api/models",
             params={**query, "limit": _MAX_SEARCHED},
-            headers=build_hf_headers(**client()),
             timeout=_SUGGEST_SECONDS,
         )
         answer.raise_for_status()

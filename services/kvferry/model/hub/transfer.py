@@ -11,6 +11,8 @@ from typing import Any
 from kvferry.model.hub.failures import TooMuchSent, TransferStopped
 from kvferry.model.hub.files import RepoFile
 
+LIBRARY = "kvferry"
+"""What the hub is told about this program, with its version."""
 _MAX_FILES_AT_ONCE = 4
 _SLACK_BYTES = 64 << 20
 """A file may be sent so much longer than announced before its transfer is ended; its size is checked at the end."""
@@ -112,9 +114,13 @@ def _download_one(transfer: Transfer, repo: str, commit: str, cache: Path, endpo
     from huggingface_hub import hf_hub_download
 
     bar: Any = type("FileBar", (_Bar,), {"transfer": transfer, "size": file.size})
-    hf_hub_download(repo, file.path, revision=commit, cache_dir=cache, endpoint=endpoint, tqdm_class=bar, **client())
-
-
-def client() -> dict[str, str]:
-    """Return what the hub is told about this program."""
-    return {"library_name": "kvferry", "library_version": version("kvferry")}
+    hf_hub_download(
+        repo,
+        file.path,
+        revision=commit,
+        cache_dir=cache,
+        endpoint=endpoint,
+        library_name=LIBRARY,
+        library_version=version(LIBRARY),
+        tqdm_class=bar,
+    )
