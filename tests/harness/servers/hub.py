@@ -152,7 +152,11 @@ class _Handler(BaseHTTPRequestHandler):
             size = repo.sizes.get(path, len(data))
             one: dict[str, object] = {"rfilename": path, "size": size, "blobId": _git_sha1(data)}
             if path.endswith(repo.large):
-                one["lfs"] = {"size": size, "sha256": _sha256(data), "pointerSize": 134}
+                pointer = (
+                    f"version https://git-lfs.github.com/spec/v1\noid sha256:{_sha256(data)}\nsize {size}\n".encode()
+                )
+                large = {"size": size, "sha256": _sha256(data), "pointerSize": len(pointer)}
+                one |= {"blobId": _git_sha1(pointer), "lfs": large}
             siblings.append(one)
         siblings += [{"rfilename": path, "size": 1, "blobId": _git_sha1(b"x")} for path in repo.listed]
         body = {"id": name, "sha": commit, "private": repo.private, "siblings": siblings}

@@ -125,9 +125,12 @@ def shown_url(endpoint: str) -> str:
 
 
 def hide_queries() -> None:
-    """Remove the queries of URLs, which may be signatures, from the log of huggingface_hub. Idempotent."""
-    for name in ("huggingface_hub.file_download", "huggingface_hub.utils._http"):
+    """Keep the queries of URLs, which may be signatures, out of the logs of huggingface_hub and of its HTTP client.
+    Idempotent."""
+    for name in ("huggingface_hub.file_download", "huggingface_hub.utils._http", "httpx2"):
         logging.getLogger(name).addFilter(_without_query)
+    headers = logging.getLogger("httpcore2")  # logs the headers of answers, with the addresses of redirects
+    headers.setLevel(max(logging.INFO, headers.level))
 
 
 def _without_query(record: logging.LogRecord) -> bool:

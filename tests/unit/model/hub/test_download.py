@@ -267,6 +267,7 @@ def test_a_gated_model_needs_a_token_which_is_never_shown(
     assert {one.authorization for one in stored} == {""}, "the store of large files gets no token"
     assert "hf_wrong" not in caught.value.message + caplog.text
     assert "hf_right" not in caplog.text
+    assert caplog.text.count("X-Signature") == 0, "addresses of large files are signed"
 
 
 @pytest.mark.parametrize(
