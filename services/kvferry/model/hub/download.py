@@ -225,31 +225,50 @@ class _Fetch:
             except Exception as error:
                 raise explained(error, self._name, self._endpoint) from error
             report(stage, total, total)
-        self._verify(snapshot, [(file.path, file.digest) for file in files])
+        self._verify(snapshot, [(file.path, file.digest) for file in files], is_shown=is_shown)
 
-    def _verify(self, snapshot: Path, files: Sequence[tuple[str, str]]) -> None:
-        """Compare files with their digests. A file with another content is removed from the cache.
+    def _verify(self, snapshot: Path, files: Sequence[tuple[str, str]], *, is_shown: bool = True) -> None:
+        """Compare files with their digests, those that have not been compared yet. A file with another content is
+        removed from the cache.
+
+        Args:
+            snapshot: folder of the files.
+            files: path and digest of each file; an empty digest if none is known.
+            is_shown: whether the progress is reported.
 
         Raises:
             ModelFileError: a file has another content, or cannot be read.
         """
+        report = self._progress if is_shown else (lambda *_: None)
+        total = sum(os.path.getsize(snapshot / path) for path, _ in files if (snapshot / path).exists())
+        stage, done = f"verify {_size(total)}", 0
+
+        def count(num_bytes: int) -> None:
+            nonlocal done
+            done += num_bytes
+            report(stage, min(done, total - 1), total)
+
         for path, digest in files:
-            place = snapshot / path
-            try:
-                if not digest or self._verified.holds(place, digest, lambda _: None):
-                    continue
-                discard(place)
-            except OSError as error:
-                raise ModelFileError(
-                    f"model {self._name.served!r}: {place} cannot be read ({error.strerror}); remove "
-                    f"{self._folder}, and run `kvferry pull {self._name.given}`",
-                    field="model",
-                ) from error
+            self._verify_one(snapshot / path, digest, count)
+        if done:
+            report(stage, total, total)
+
+    def _verify_one(self, place: Path, digest: str, count: Callable[[int], None]) -> None:
+        what, again = f"model {self._name.served!r}", f"`kvferry pull {self._name.given}`"
+        try:
+            if not digest or self._verified.holds(place, digest, count):
+                return
+            discard(place)
+        except OSError as error:
             raise ModelFileError(
-                f"model {self._name.served!r}: {path} does not have the digest {digest} that the hub gives; it was "
-                f"removed from the cache. Run `kvferry pull {self._name.given}` again, or check HF_ENDPOINT",
+                f"{what}: {place} cannot be read ({error.strerror}); remove {self._folder}, and run {again}",
                 field="model",
-            )
+            ) from error
+        raise ModelFileError(
+            f"{what}: {place.name} does not have the digest {digest} that the hub gives; it was removed from the "
+            f"cache. Run {again}, or check HF_ENDPOINT",
+            field="model",
+        )
 
     def _check_space(self, needed: int) -> None:
         try:

@@ -52,10 +52,12 @@ def test_the_needed_files_are_fetched_once_and_open(hub: StandInHub, access: Hub
     assert sorted(hub.fetched()) == ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
     assert sorted(path.name for path in found.path.iterdir()) == sorted(hub.fetched())
     size = len(hub.repos[REPO].files["model.safetensors"])
-    stage = f"download {size / (1 << 20):.1f} MiB"
-    assert events[0] == (stage, 0, size)
-    assert events[-1] == (stage, size, size)
-    assert [done for _, done, _ in events] == sorted(done for _, done, _ in events)
+    for stage in (f"download {size / (1 << 20):.1f} MiB", f"verify {size / (1 << 20):.1f} MiB"):
+        steps = [event[1:] for event in events if event[0] == stage]
+        assert steps[-1] == (size, size)
+        assert [done for done, _ in steps] == sorted(done for done, _ in steps)
+        assert [done for done, _ in steps].count(size) == (2 if stage.startswith("download") else 1)
+    assert events[0] == (f"download {size / (1 << 20):.1f} MiB", 0, size)
     hub.requests.clear()
     assert fetch(NAME, access) == found
     assert [one.path for one in hub.requests] == [f"/api/models/{REPO}"], "only the commit is asked for"
