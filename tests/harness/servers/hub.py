@@ -34,6 +34,8 @@ class HubRepo:
     private: bool = False
     """Whether all of it needs `token`."""
     token: str = ""
+    is_withheld: bool = False
+    """Whether its files are refused as those of a repository that does not exist, although it is listed."""
     large: tuple[str, ...] = (".safetensors", ".gguf")
     """Endings of files in large-file storage."""
     sizes: dict[str, int] = field(default_factory=dict)
@@ -128,7 +130,7 @@ class _Handler(BaseHTTPRequestHandler):
         """Return a repository; send the error and return `None` if it does not exist for the caller."""
         repo = self.hub.repos.get(name)
         has_token = repo is not None and self.headers.get("Authorization") == f"Bearer {repo.token}"
-        if repo is None or (repo.private and not has_token):
+        if repo is None or (repo.private and not has_token) or (file and repo.is_withheld):
             # The hub does not tell strangers whether a repository exists.
             self._send(401, b'{"error":"Invalid username or password."}', {"X-Error-Code": "RepoNotFound"})
             return None

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 
+from kvferry.core.clock import Clock, SystemClock
 from kvferry.core.errors import KvferryError, ModelFileError
 from kvferry.core.process.config import cache_dir, silence_hub_telemetry
 from kvferry.model.fetch import Progress
@@ -37,7 +38,7 @@ from kvferry.model.hub.files import (
     weight_files,
 )
 from kvferry.model.hub.names import SCHEME, HubName, is_commit, is_repo, parse_hub_name
-from kvferry.model.hub.transfer import LIBRARY, Transfer, download
+from kvferry.model.hub.transfer import LIBRARY, Transfer, download, remove_leftovers
 from kvferry.weights.checkpoints.safetensors_dir import read_json
 from kvferry.weights.families.registry import family_of
 from kvferry.weights.files.regular_file import read_file
@@ -47,6 +48,8 @@ _DEFAULT_REVISION = "main"
 _ANSWER_SECONDS = 10.0
 """Time limit of the hub for each part of an answer."""
 _SUGGEST_SECONDS = 5.0
+_LEFTOVER_SECONDS = 3600.0
+"""Time without a byte after which an incomplete file that no process has locked is removed."""
 _MAX_SUGGESTED = 3
 _MAX_SEARCHED = 50
 _GIB, _MIB = 1 << 30, 1 << 20
@@ -68,6 +71,7 @@ class HubAccess:
     """Folder of the shared cache; `None` for that of huggingface_hub (`HF_HUB_CACHE`, `HF_HOME`)."""
     free_bytes: Callable[[Path], int] = field(default=_free_bytes, compare=False)
     """Returns the free bytes of the disk of a folder, which may not exist yet."""
+    clock: Clock = field(default_factory=SystemClock, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +137,7 @@ class _Fetch:
         self._name = name
         self._progress = progress
         self._free_bytes = access.free_bytes
+        self._clock = access.clock
         self._endpoint = access.endpoint or constants.ENDPOINT
         self._cache = access.cache or Path(constants.HF_HUB_CACHE)
         self._folder = self._cache / f"models--{name.repo.replace('/', '--')}"
@@ -212,18 +217,19 @@ class _Fetch:
         missing = [file for file in files if not (snapshot / file.path).exists()]
         total = sum(file.size for file in missing)
         if missing:
+            remove_leftovers(self._folder, self._clock.wall() - _LEFTOVER_SECONDS)
             self._check_space(total)
             stage = f"download {_size(total)}"
             report = self._progress if is_shown else (lambda *_: None)
             _log.info("model %s: fetching %s in %d files", self._name.served, _size(total), len(missing))
             report(stage, 0, total)
-            transfer = Transfer(lambda done: report(stage, min(max(done, 0), total), total))
+            transfer = Transfer(lambda done: report(stage, max(0, min(done, total - 1)), total))
             try:
                 download(
                     missing, transfer, repo=self._name.repo, commit=commit, cache=self._cache, endpoint=self._endpoint
                 )
             except Exception as error:
-                raise explained(error, self._name, self._endpoint) from error
+                raise explained(error, self._name, self._endpoint, is_listed=True) from error
             report(stage, total, total)
         self._verify(snapshot, [(file.path, file.digest) for file in files], is_shown=is_shown)
 

@@ -41,7 +41,9 @@ def is_missing(error: BaseException) -> bool:
     return isinstance(error, RepositoryNotFoundError) and not isinstance(error, GatedRepoError)
 
 
-def explained(error: BaseException, name: HubName, endpoint: str, similar: Sequence[str] = ()) -> KvferryError:
+def explained(
+    error: BaseException, name: HubName, endpoint: str, similar: Sequence[str] = (), *, is_listed: bool = False
+) -> KvferryError:
     """Return the error of kvferry for an error of huggingface_hub.
 
     Args:
@@ -49,6 +51,7 @@ def explained(error: BaseException, name: HubName, endpoint: str, similar: Seque
         name: name of the model.
         endpoint: URL of the hub.
         similar: names of existing models, for a name that does not exist.
+        is_listed: whether the hub has listed the files of the model before.
     """
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RevisionNotFoundError
 
@@ -61,7 +64,7 @@ def explained(error: BaseException, name: HubName, endpoint: str, similar: Seque
             "that may read gated repositories",
             field="model",
         )
-    if is_missing(error):
+    if is_missing(error) and not is_listed:
         meant = f"; did you mean {', '.join(similar)}?" if similar else "; check the name."
         return UnknownModel(
             f"{what} is neither a local folder nor a model that {hub} shows{meant} For a private model, set HF_TOKEN "
@@ -113,7 +116,7 @@ def explained(error: BaseException, name: HubName, endpoint: str, similar: Seque
         )
     return ModelFileError(
         f"{what}: the download failed ({type(error).__name__}); run `kvferry pull {name.given}` again, "
-        "or check HF_ENDPOINT",
+        "set HF_HUB_DISABLE_XET=1 for plain HTTP, or check HF_ENDPOINT",
         field="model",
     )
 

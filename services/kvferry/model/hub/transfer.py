@@ -1,9 +1,11 @@
 """Downloads files of a repository into the shared cache by huggingface_hub, several at a time."""
 
+import fcntl
 import functools
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -108,6 +110,23 @@ def download(
             transfer.is_stopped = True
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+
+
+def remove_leftovers(repo_folder: Path, before: float) -> None:
+    """Remove files that killed downloads have left in a repository's folder of the shared cache: those that have not
+    been written since `before`, and that no process has locked.
+
+    Args:
+        repo_folder: `models--ORG--NAME` in the cache.
+        before: seconds since the epoch.
+    """
+    for path in (repo_folder / "blobs").glob("*.incomplete"):
+        lock = repo_folder.parent / ".locks" / repo_folder.name / f"{path.name.partition('.')[0]}.lock"
+        with suppress(OSError):  # a lock of another process, or a cache that cannot be written
+            if path.stat().st_mtime < before:
+                with lock.open("a") as handle:
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    path.unlink()
 
 
 def _download_one(transfer: Transfer, repo: str, commit: str, cache: Path, endpoint: str, file: RepoFile) -> None:
