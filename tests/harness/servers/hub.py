@@ -40,6 +40,8 @@ class HubRepo:
     """Endings of files in large-file storage."""
     sizes: dict[str, int] = field(default_factory=dict)
     """Sizes that are claimed for files, by path."""
+    digests: dict[str, object] = field(default_factory=dict)
+    """Digests that are claimed for files, by path."""
     listed: tuple[str, ...] = ()
     """Further paths in the list of files."""
 
@@ -152,12 +154,16 @@ class _Handler(BaseHTTPRequestHandler):
         siblings: list[dict[str, object]] = []
         for path, data in files.items():
             size = repo.sizes.get(path, len(data))
-            one: dict[str, object] = {"rfilename": path, "size": size, "blobId": _git_sha1(data)}
+            one: dict[str, object] = {
+                "rfilename": path,
+                "size": size,
+                "blobId": repo.digests.get(path, _git_sha1(data)),
+            }
             if path.endswith(repo.large):
                 pointer = (
                     f"version https://git-lfs.github.com/spec/v1\noid sha256:{_sha256(data)}\nsize {size}\n".encode()
                 )
-                large = {"size": size, "sha256": _sha256(data), "pointerSize": len(pointer)}
+                large = {"size": size, "sha256": repo.digests.get(path, _sha256(data)), "pointerSize": len(pointer)}
                 one |= {"blobId": _git_sha1(pointer), "lfs": large}
             siblings.append(one)
         siblings += [{"rfilename": path, "size": 1, "blobId": _git_sha1(b"x")} for path in repo.listed]

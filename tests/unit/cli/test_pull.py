@@ -96,3 +96,12 @@ def test_a_model_is_named_once(hub: StandInHub, tmp_path: Path) -> None:
     assert any(line.split()[:2] == ["model", REPO] for line in shown.stdout.splitlines())
     assert hub.requests == []
     assert os.listdir(tmp_path) == ["made"]
+
+
+def test_a_local_model_does_not_load_the_library_of_the_hub() -> None:
+    code = (
+        "import sys; from kvferry.model.source import open_model; open_model('tiny');"
+        "print('huggingface_hub' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "False\n"

@@ -23,7 +23,12 @@ def name_digest(path: Path) -> str:
         found = os.path.basename(os.readlink(path))
     except OSError:
         return ""
-    return found if _DIGEST.fullmatch(found) else ""
+    return checked_digest(found)
+
+
+def checked_digest(text: str) -> str:
+    """Return a digest, or an empty text if it is none: 64 or 40 hex digits in lower case."""
+    return text if _DIGEST.fullmatch(text) else ""
 
 
 class VerifiedFiles:

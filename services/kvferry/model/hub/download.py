@@ -25,7 +25,7 @@ from kvferry.core.clock import Clock, SystemClock
 from kvferry.core.errors import KvferryError, ModelFileError
 from kvferry.core.process.config import cache_dir, silence_hub_telemetry
 from kvferry.model.fetch import Progress
-from kvferry.model.hub.digests import VerifiedFiles, discard, name_digest
+from kvferry.model.hub.digests import VerifiedFiles, checked_digest, discard, name_digest
 from kvferry.model.hub.failures import explained, hide_queries, is_missing, is_unreachable
 from kvferry.model.hub.files import (
     CONFIG,
@@ -186,8 +186,7 @@ class _Fetch:
             RepoFile(
                 str(one.rfilename),
                 one.size if isinstance(one.size, int) else -1,
-                sha256=str(one.lfs.sha256) if one.lfs else "",
-                git_sha1="" if one.lfs else str(one.blob_id or ""),
+                checked_digest(str(one.lfs.sha256 if one.lfs else one.blob_id)),
             )
             for one in info.siblings or ()
         ]
@@ -231,22 +230,22 @@ class _Fetch:
             except Exception as error:
                 raise explained(error, self._name, self._endpoint, is_listed=True) from error
             report(stage, total, total)
-        self._verify(snapshot, [(file.path, file.digest) for file in files], is_shown=is_shown)
+        self._verify(snapshot, files, is_shown=is_shown)
 
-    def _verify(self, snapshot: Path, files: Sequence[tuple[str, str]], *, is_shown: bool = True) -> None:
+    def _verify(self, snapshot: Path, files: Sequence[RepoFile], *, is_shown: bool = True) -> None:
         """Compare files with their digests, those that have not been compared yet. A file with another content is
         removed from the cache.
 
         Args:
             snapshot: folder of the files.
-            files: path and digest of each file; an empty digest if none is known.
+            files: the files; without a digest, that in the name of the content is used.
             is_shown: whether the progress is reported.
 
         Raises:
             ModelFileError: a file has another content, or cannot be read.
         """
         report = self._progress if is_shown else (lambda *_: None)
-        total = sum(os.path.getsize(snapshot / path) for path, _ in files if (snapshot / path).exists())
+        total = sum(os.path.getsize(place) for file in files if (place := snapshot / file.path).exists())
         stage, done = f"verify {_size(total)}", 0
 
         def count(num_bytes: int) -> None:
@@ -254,15 +253,19 @@ class _Fetch:
             done += num_bytes
             report(stage, min(done, total - 1), total)
 
-        for path, digest in files:
-            self._verify_one(snapshot / path, digest, count)
+        for file in files:
+            self._verify_one(snapshot / file.path, file.digest, count)
         if done:
             report(stage, total, total)
 
     def _verify_one(self, place: Path, digest: str, count: Callable[[int], None]) -> None:
         what, again = f"model {self._name.served!r}", f"`kvferry pull {self._name.given}`"
+        digest = digest or name_digest(place)
         try:
-            if not digest or self._verified.holds(place, digest, count):
+            if not digest:
+                _log.warning("%s is not verified: the hub gives no digest, or the cache has no links", place)
+                return
+            if self._verified.holds(place, digest, count):
                 return
             discard(place)
         except OSError as error:
@@ -309,7 +312,7 @@ class _Fetch:
                 path = snapshot
         except KvferryError:  # a file is missing
             return None
-        self._verify(snapshot, [(file.path, name_digest(snapshot / file.path)) for file in chosen])
+        self._verify(snapshot, chosen)
         return HubModel(self._name.pinned(commit), path)
 
     @property

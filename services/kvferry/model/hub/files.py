@@ -50,15 +50,9 @@ class RepoFile:
     path: str
     size: int
     """Bytes."""
-    sha256: str = ""
-    """SHA-256 of the content, for files in large-file storage; otherwise empty."""
-    git_sha1: str = ""
-    """Name of the content in git, for all other files; empty if it is not known."""
-
-    @property
-    def digest(self) -> str:
-        """SHA-256 (64 hex digits), or the name in git (40); empty if the hub gives none."""
-        return self.sha256 or self.git_sha1
+    digest: str = ""
+    """SHA-256 of the content (64 hex digits) for files in large-file storage, otherwise its name in git (40); empty if
+    it is not known."""
 
 
 def checked_files(name: HubName, files: Sequence[RepoFile]) -> dict[str, RepoFile]:

@@ -211,6 +211,35 @@ def test_a_wrong_digest_is_an_error_and_the_file_is_removed(hub: StandInHub, acc
     assert (fetch(NAME, access).path / file).read_bytes() == hub.repos[REPO].files[file]
 
 
+@pytest.mark.parametrize("claimed", ["/dev/zero", "../../x", "", None, "A" * 64, 7])
+def test_without_a_digest_in_the_list_the_one_of_the_transfer_is_used(
+    hub: StandInHub, access: HubAccess, claimed: object
+) -> None:
+    hub.repos[REPO].digests = {"model.safetensors": claimed, "tokenizer.json": claimed}
+    hub.instead["model.safetensors"] = changed(hub.repos[REPO].files["model.safetensors"])
+    with pytest.raises(ModelFileError, match=r"model\.safetensors does not have the digest [0-9a-f]{64} "):
+        fetch(NAME, access)
+    hub.instead.clear()
+    fetch(NAME, access)
+
+
+def test_a_cache_without_links_is_verified_by_the_list(
+    hub: StandInHub, access: HubAccess, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_SYMLINKS", True)
+    found = fetch(NAME, access)
+    assert not (found.path / "model.safetensors").is_symlink()
+    assert "is not verified" not in caplog.text
+    fetch(found.name, access)
+    assert "model.safetensors is not verified: the hub gives no digest, or the cache has no links" in caplog.text
+
+
+def test_a_digest_of_the_list_that_is_not_that_of_the_transfer_is_an_error(hub: StandInHub, access: HubAccess) -> None:
+    hub.repos[REPO].digests = {"model.safetensors": "0" * 64}
+    with pytest.raises(ModelFileError, match=f"does not have the digest {'0' * 64}"):
+        fetch(NAME, access)
+
+
 @pytest.mark.parametrize("is_offline", [True, False])
 def test_a_file_that_changes_in_the_cache_is_found(
     hub: StandInHub, access: HubAccess, monkeypatch: pytest.MonkeyPatch, is_offline: bool
