@@ -36,6 +36,7 @@ _COMMANDS = {
     "explain": ("kvferry.cli.commands.explain", "Explain an ended request: route, source of its KV, timing."),
     "key": ("kvferry.cli.commands.key", "Create the keys with which a pool's processes authenticate each other."),
     "model": ("kvferry.cli.commands.model", "List, fetch and inspect models."),
+    "pull": ("kvferry.cli.commands.pull", "Download a model of the Hugging Face Hub, or a known one."),
 }
 
 
@@ -75,6 +76,7 @@ def main() -> None:
     \b
       kvferry demo                     run one request with a timeline, on this machine
       kvferry up                       serve http://127.0.0.1:8000/v1 and gRPC on 127.0.0.1:9000
+      kvferry up Qwen/Qwen3-0.6B       a model of the Hugging Face Hub
       kvferry up --prefill 2 --decode 2 --connector nixl
       kvferry model inspect smollm2-135m-instruct
 

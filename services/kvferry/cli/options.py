@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from kvferry.core.errors import KvferryError, UsageError
+from kvferry.core.errors import KvferryError, UsageError, shortened
 from kvferry.core.process import config, logs
 from kvferry.core.settings.class_weights import checked_weights
 from kvferry.core.settings.parsers import boolean
@@ -38,6 +38,8 @@ CHECKS: Mapping[str, Callable[[str], object]] = {"speculation": checked_speculat
 """Full checks of text settings, by setting."""
 _PASSWORD = re.compile(r"://[^/@\s]*@")
 """Pattern of user and password in a URL, which are hidden when settings are printed."""
+_BARE = "bare_value"
+"""Name of the parameter for a setting that is given without its flag."""
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 
@@ -70,15 +72,25 @@ def bound(setting: Setting) -> Setting:
     return replace(setting, parse=CHECKS.get(setting.name, setting.parse))
 
 
-def with_settings(settings: Sequence[Setting]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorate a command: add a flag per setting and pass the resolved settings as the first argument, a `Values`."""
+def with_settings(
+    settings: Sequence[Setting], *, argument: str = ""
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorate a command: add a flag per setting and pass the resolved settings as the first argument, a `Values`.
+
+    Args:
+        settings: the settings of the command.
+        argument: name of a setting that may also be given without its flag; empty for none.
+    """
     everything = tuple(map(bound, (*settings, *LOGGING)))
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(function)
         def run(*, config_file: Path | None, print_config: bool, **flags: Any) -> None:
             own = {s.name: flags.pop(s.name, None) for s in everything if not s.is_secret}
+            bare = flags.pop(_BARE, None)
             with reported():
+                if bare is not None:
+                    own[argument] = _one_of(argument, bare, own[argument])
                 file = config.read_settings_file(config_file)
                 values = Values(resolve(everything, own, config.environment(), file, str(config_file or "")))
                 if print_config:
@@ -90,6 +102,8 @@ def with_settings(settings: Sequence[Setting]) -> Callable[[Callable[..., None]]
         command: Callable[..., None] = run
         for setting in reversed([s for s in everything if not s.is_secret]):
             command = _option(setting)(command)
+        if argument:
+            command = click.argument(_BARE, metavar=f"[{argument.upper()}]", required=False)(command)
         command = click.option(
             "--print-config", is_flag=True, help="Print every setting with its value and source, then exit."
         )(command)
@@ -101,6 +115,19 @@ def with_settings(settings: Sequence[Setting]) -> Callable[[Callable[..., None]]
         )(command)
 
     return decorate
+
+
+def _one_of(name: str, bare: str, flag: str | None) -> str:
+    """Return the value of a setting that is given without its flag.
+
+    Raises:
+        UsageError: the flag has another value.
+    """
+    if flag is not None and flag != bare:
+        raise UsageError(
+            f"{name} is given twice: {shortened(bare)!r} and --{name} {shortened(flag)!r}; give one of them", field=name
+        )
+    return bare
 
 
 def read_key(values: Values, name: str) -> list[bytes]:

@@ -307,6 +307,12 @@ GATEWAY_WAKES = Metric(
 
 _WORKER = ("worker",)
 WORKER_READY = Metric("kvferry_worker_ready", MetricKind.GAUGE, "1 while the worker takes new requests.", _WORKER)
+WORKER_LOAD_SECONDS = Metric(
+    "kvferry_model_load_seconds",
+    MetricKind.GAUGE,
+    "Seconds that the process took to open the model and load its weights, without a download.",
+    _WORKER,
+)
 WORKER_RUNNING = Metric("kvferry_worker_running", MetricKind.GAUGE, "Sequences in the running batch.", _WORKER)
 WORKER_WAITING = Metric("kvferry_worker_waiting", MetricKind.GAUGE, "Sequences waiting for pages or a slot.", _WORKER)
 WORKER_LOADING = Metric(

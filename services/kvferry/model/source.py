@@ -10,6 +10,7 @@ from kvferry.core.errors import ModelFileError, UnknownModel, shortened
 from kvferry.model import tiny
 from kvferry.model.catalog import CATALOG, embedded
 from kvferry.model.fetch import Progress, fetch, file_sha256
+from kvferry.model.hub.download import fetch_hub_model, hub_name
 from kvferry.text.templates.chat_template import ChatTemplate
 from kvferry.text.tokenizing.gguf.header_tokenizer import tokenizer_from_gguf
 from kvferry.text.tokenizing.tokenizer import Tokenizer
@@ -78,17 +79,20 @@ class ModelSource:
 def open_model(
     spec: str, *, served_name: str = "", cache: Path | None = None, progress: Progress | None = None
 ) -> ModelSource:
-    """Open a model; fetch it first if its name is in the catalog.
+    """Open a model; fetch it first if its name is in the catalog, or one of the Hugging Face Hub.
 
     Args:
-        spec: a name in the catalog, `tiny`, a path ending in `.gguf`, or a Hugging Face folder.
-        served_name: model name for clients; empty selects the name in the model's files.
-        cache: folder for fetched files; `None` selects `core.process.config.cache_dir()`.
+        spec: a name in the catalog, `tiny`, a path ending in `.gguf`, a Hugging Face folder, or
+            `ORG/NAME[:QUANTIZATION][@REVISION]`; an existing folder `ORG/NAME` comes before the hub.
+        served_name: model name for clients; empty selects the name in the model's files, or `ORG/NAME`.
+        cache: folder for fetched files of the catalog; `None` selects `core.process.config.cache_dir()`.
         progress: callback for the progress of a download; `None` for no reports.
 
     Raises:
-        UnknownModel: `spec` is neither a known name nor an existing path.
+        UnknownModel: `spec` is neither a known name nor an existing path, or the hub has no such model.
+        Unavailable: the hub cannot be reached, and the model is not in its cache.
         ModelFileError: the files are missing, damaged or not supported.
+        UsageError: the quantization or the revision is invalid.
     """
     source = _open(spec, cache, progress)
     if served_name:
@@ -105,6 +109,12 @@ def _open(spec: str, cache: Path | None, progress: Progress | None) -> ModelSour
     if spec in CATALOG:
         model = embedded(spec)
         return _open_gguf(fetch(model, cache=cache, progress=progress), model.name, lambda: model.sha256)
+    name = hub_name(spec)
+    if name is not None:
+        found = fetch_hub_model(name, progress=progress)
+        opened = _open_folder(found.path) if found.path.is_dir() else _open_gguf_file(found.path)
+        opened.config = replace(opened.config, name=name.served)
+        return opened
     path = Path(spec)
     try:
         is_folder = path.is_dir()
@@ -113,9 +123,16 @@ def _open(spec: str, cache: Path | None, progress: Progress | None) -> ModelSour
     if is_folder:
         return _open_folder(path)
     if path.suffix == ".gguf":
-        return _open_gguf(path, None, lambda: _digest_of(part_paths(path)))
+        return _open_gguf_file(path)
     known = ", ".join([*CATALOG, tiny.NAME])
-    raise UnknownModel(f"model {spec!r} is not a known name ({known}), a .gguf file or a folder", field="model")
+    raise UnknownModel(
+        f"model {spec!r} is not a known name ({known}), ORG/NAME on the Hugging Face Hub, a .gguf file or a folder",
+        field="model",
+    )
+
+
+def _open_gguf_file(path: Path) -> ModelSource:
+    return _open_gguf(path, None, lambda: _digest_of(part_paths(path)))
 
 
 def _open_gguf(path: Path, name: str | None, digest: Callable[[], str]) -> ModelSource:

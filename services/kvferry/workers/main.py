@@ -97,7 +97,10 @@ class _Process:
         name = config.worker_id or places[0].listen
         self._tracer = open_tracer(config.traces, f"kvferry-{config.role}", name, self._clock)
         tls = None if config.pool_tls is None else PoolTls(config.pool_tls, is_worker=True)
+        loading = self._clock.monotonic()
         model = await asyncio.to_thread(_load, config)
+        load_seconds = self._clock.monotonic() - loading
+        _log.info("loaded the model %s in %.1f s", model.config.name, load_seconds)
         for place in places:
             unit = await WorkerUnit.start(
                 _settings_of(config, place),
@@ -117,7 +120,7 @@ class _Process:
             self._health = await self._units[-1].report_health(self._config.health)
             addresses["health"] = self._health.address
         if self._config.metrics:
-            self._page = MetricsPage(self._config.metrics, self._units, tls)
+            self._page = MetricsPage(self._config.metrics, self._units, tls, load_seconds=load_seconds)
             addresses["metrics"] = self._page.address
         self._announce({"event": "listening", **addresses})
         for unit in self._units:

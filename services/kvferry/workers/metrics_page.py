@@ -125,13 +125,16 @@ def families(units: Sequence[StatusResponse]) -> Iterator[GaugeMetricFamily]:
 class MetricsPage:
     """The metrics server, which runs from construction until `close`."""
 
-    def __init__(self, address: str, units: Sequence[WorkerUnit], tls: PoolTls | None = None) -> None:
+    def __init__(
+        self, address: str, units: Sequence[WorkerUnit], tls: PoolTls | None = None, *, load_seconds: float = 0.0
+    ) -> None:
         """Serve `/metrics`. Must be called on a running event loop.
 
         Args:
             address: `host:port`; port 0 selects a free port.
             units: the worker units of this process.
             tls: TLS of the pool, whose certificate has a metric; `None` for plain connections.
+            load_seconds: seconds that the process took to load the model.
 
         Raises:
             UsageError: the address cannot be bound.
@@ -140,7 +143,7 @@ class MetricsPage:
         if not separator or not port.isdecimal() or int(port) > 0xFFFF:
             raise UsageError(f"{address!r} is not an address; use host:port", field="metrics")
         registry = CollectorRegistry()
-        registry.register(_FromUnits(units, asyncio.get_running_loop(), tls))
+        registry.register(_FromUnits(units, asyncio.get_running_loop(), tls, load_seconds))
         self._server: wsgiref.simple_server.WSGIServer
         try:
             self._server, self._thread = start_http_server(int(port), host.strip("[]"), registry)
@@ -156,8 +159,15 @@ class MetricsPage:
 
 
 class _FromUnits(Collector):
-    def __init__(self, units: Sequence[WorkerUnit], loop: asyncio.AbstractEventLoop, tls: PoolTls | None) -> None:
+    def __init__(
+        self,
+        units: Sequence[WorkerUnit],
+        loop: asyncio.AbstractEventLoop,
+        tls: PoolTls | None,
+        load_seconds: float,
+    ) -> None:
         self._units = units
+        self._load_seconds = load_seconds
         self._tls = tls
         self._loop = loop
 
@@ -168,6 +178,8 @@ class _FromUnits(Collector):
         future = asyncio.run_coroutine_threadsafe(self._numbers(), self._loop)
         units = future.result(_ANSWER_SECONDS)
         yield from families(units)
+        loads = [(u.identity.worker_id, self._load_seconds) for u in units]
+        yield _by_worker(metrics.WORKER_LOAD_SECONDS, loads)
         if self._tls is not None:
             yield _gauge(metrics.TLS_NOT_AFTER, ["pool"], self._tls.not_after)
         engines = [(u.identity.worker_id, unit.engine) for u, unit in zip(units, self._units, strict=True)]

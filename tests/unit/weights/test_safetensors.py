@@ -74,6 +74,14 @@ def test_a_folder_opens_as_the_model_that_was_saved(tmp_path: Path) -> None:
     assert again.chat_template.source == "new"
 
 
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "model.pt"])
+def test_weights_that_can_run_code_are_refused_with_what_to_do(tmp_path: Path, name: str) -> None:
+    folder = make_folder(tmp_path / "pickled")
+    (folder / "model.safetensors").rename(folder / name)
+    with pytest.raises(ModelFileError, match=rf"run code when they are read \({name}\); convert it to safetensors"):
+        open_model(str(folder))
+
+
 def test_half_precision_is_widened_exactly(tmp_path: Path) -> None:
     halves = {name: values.astype(np.float16) for name, values in weights().items()}
     model = SafetensorsModel(make_folder(tmp_path / "f16", tensors=halves))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from kvferry.cli.fetching import fetch_first
 from kvferry.cli.options import Values, pool_tls_files, read_key, traces_of, with_settings
 from kvferry.cli.supervised import announce, follow_parent, leave_on_signals
 from kvferry.core.errors import UsageError
@@ -17,6 +18,7 @@ from kvferry.core.process.memory import return_freed_memory
 from kvferry.core.process.open_files import raise_open_files
 from kvferry.core.settings import processes as settings
 from kvferry.core.settings.class_weights import weights_in_use
+from kvferry.model.hub.names import SCHEME, parse_hub_name
 
 if TYPE_CHECKING:
     from kvferry.gateway.decide.config import BatchConfig, GatewayConfig
@@ -45,6 +47,7 @@ def command(values: Values) -> None:
     raise_open_files()
     return_freed_memory()
     follow_parent()
+    fetch_first(values)
     if values["processes"] > 1:
         _run_group(values)
         return
@@ -166,7 +169,12 @@ def _batches(values: Values) -> "BatchConfig | None":
     given = values["batch_folder"]
     if given == "off":
         return None
-    name = _NOT_IN_NAMES.sub("_", (values["served_name"] or values["model"]).strip("/").rpartition("/")[2])
+    model = values["model"]
+    hub = (
+        parse_hub_name(model) if model.startswith(SCHEME) else None
+    )  # the folder stays the same when the model gets another commit
+    served = values["served_name"] or (model if hub is None else hub.served)
+    name = _NOT_IN_NAMES.sub("_", served.strip("/").rpartition("/")[2])
     return BatchConfig(
         folder=Path(given) if given else cache_dir() / "batches" / name,
         max_file_bytes=values["max_file_bytes"],

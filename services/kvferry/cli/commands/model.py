@@ -1,15 +1,15 @@
 """`kvferry model`: list, fetch and inspect models."""
 
 import math
-import sys
-from collections.abc import Callable
 
 import click
 
+from kvferry.cli.fetching import progress_bar
 from kvferry.cli.options import print_json, reported
 from kvferry.core.dtypes import DTYPES
 from kvferry.kv.pages.layout import KvLayout
 from kvferry.model.catalog import CATALOG, DEFAULT_MODEL
+from kvferry.model.hub.download import fetch_hub_model, hub_name
 from kvferry.model.source import ModelSource, open_model
 from kvferry.weights.features import model_digest
 
@@ -23,6 +23,7 @@ def command() -> None:
     \b
       kvferry model list
       kvferry model fetch
+      kvferry model fetch Qwen/Qwen3-0.6B        the same as kvferry pull
       kvferry model inspect model.gguf --json
     """
 
@@ -44,10 +45,23 @@ def list_models(*, as_json: bool) -> None:
 @command.command("fetch")
 @click.argument("name", default=DEFAULT_MODEL)
 def fetch_model(name: str) -> None:
-    """Download a model by name, unless it is cached, and verify its digest."""
+    """Download a model by name, unless it is cached, and verify its digest.
+
+    NAME is a known name, or ORG/NAME[:QUANTIZATION][@REVISION] on the Hugging Face Hub.
+    """
+    fetch_and_report(name)
+
+
+def fetch_and_report(name: str) -> None:
+    """Fetch a model, open it without its weights, and print its name, commit, digest and path."""
     with reported():
-        source = open_model(name, progress=progress_bar())
-        click.echo(f"{source.config.name} is in the cache, sha256 {source.digest}")
+        hub = hub_name(name)
+        found = None if hub is None else fetch_hub_model(hub, progress=progress_bar())
+        source = open_model(name if found is None else str(found.name), progress=progress_bar())
+        click.echo(
+            f"{source.config.name} is in the cache, sha256 {source.digest}"
+            + ("" if found is None else f", commit {found.name.revision}, at {found.path}")
+        )
 
 
 @command.command("inspect")
@@ -96,15 +110,3 @@ def describe(source: ModelSource, dtype: str, block_tokens: int) -> dict[str, ob
         "kv_bytes_per_block": layout.block_bytes,
         "layout_fingerprint": layout.fingerprint.hex(),
     }
-
-
-def progress_bar() -> Callable[[str, int, int], None]:
-    """Create a progress callback for downloads, which prints only if standard error is a terminal."""
-    if not sys.stderr.isatty():
-        return lambda *_: None
-
-    def show(stage: str, done: int, total: int) -> None:
-        share = f"{100 * done / total:5.1f} %" if total else f"{done / _MIB:.0f} MiB"
-        click.echo(f"\r  {stage} {share} ", err=True, nl=done >= total)
-
-    return show

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import click
 
+from kvferry.cli.fetching import fetch_first
 from kvferry.cli.options import Values, print_json, read_key, with_settings
 from kvferry.core.clock import SystemClock
 from kvferry.core.errors import UsageError
@@ -26,17 +27,18 @@ from kvferry.stack.plan.worker_counts import worker_counts
 
 
 def stack_config(values: Values, *, http: str, grpc: str, admin: str) -> StackConfig:
-    """Convert a command's settings to the configuration of a local stack.
+    """Convert a command's settings to the configuration of a local stack; fetch its model if it is one of the hub.
 
     Raises:
         UsageError: a setting is not possible on this machine.
+        KvferryError: the model cannot be fetched.
     """
     check_driver(values["device"])
     counts, _ = _workers(values)
     api_key, probe_key = _keys(values)
     has = values.resolved
     return StackConfig(
-        model=values["model"],
+        model=fetch_first(values),
         connector=values["connector"],
         http=http,
         grpc=grpc,
@@ -126,12 +128,13 @@ def _first_key(path: Path) -> str:
 
 @click.command("up")
 @click.option("--json", "as_json", is_flag=True, help="When ready, print the addresses as one JSON object.")
-@with_settings(settings.UP)
+@with_settings(settings.UP, argument="model")
 def command(values: Values, *, as_json: bool) -> None:
     """Start gateway, prefill and decode workers on this machine and keep them running; Ctrl-C drains.
 
     \b
       kvferry up
+      kvferry up Qwen/Qwen3-0.6B                          a model of the Hugging Face Hub, see kvferry pull
       kvferry up --prefill 2 --decode 2 --connector nixl --http 127.0.0.1:0
       kvferry up --prefill 1 --decode 1                   a pair, also on a few cores
       kvferry up --both 1 --prefill 0 --decode 0          one aggregated worker, no hand-off

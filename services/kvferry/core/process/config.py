@@ -45,6 +45,13 @@ def silence_grpc() -> None:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 
+def silence_hub_telemetry() -> None:
+    """Make huggingface_hub tell the hub nothing about this process but versions, unless the environment sets this: by
+    default it sends which coding agent has started the process. Must be called before huggingface_hub is imported.
+    """
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+
+
 def tokenize_on_one_thread() -> None:
     """Make the tokenizer library use only the calling thread, unless the environment sets this: waking a thread pool
     takes longer than tokenizing a text, and the pool would compete with the model for the cores."""

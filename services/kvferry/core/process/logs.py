@@ -54,5 +54,5 @@ def setup(level: str, *, as_json: bool) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
-    for noisy in ("asyncio", "grpc", "httpx", "uvicorn.access"):
+    for noisy in ("asyncio", "filelock", "grpc", "httpcore2", "httpx", "httpx2", "uvicorn.access"):
         logging.getLogger(noisy).setLevel("WARNING")

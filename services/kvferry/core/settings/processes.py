@@ -56,7 +56,10 @@ LOGGING = (
     Setting("log_json", False, "Write log lines as JSON instead of text.", parse=boolean),
 )
 MODEL = Setting(
-    "model", "smollm2-135m-instruct", "A known name, a .gguf file, or a folder with safetensors and config.json."
+    "model",
+    "smollm2-135m-instruct",
+    "A known name, a .gguf file, a folder with safetensors and config.json, or ORG/NAME[:QUANTIZATION][@REVISION] on "
+    "the Hugging Face Hub.",
 )
 ANSWERS = (
     Setting(

@@ -48,8 +48,8 @@ class LLM:
     def __init__(self, model: str, **settings: Any) -> None:
         """
         Args:
-            model: a catalog name, a `.gguf` file or a folder with safetensors files; a key of `model.shapes.SHAPES` if
-                `load_format` is "dummy".
+            model: a catalog name, a `.gguf` file, a folder with safetensors files, or `ORG/NAME` on the Hugging Face
+                Hub (see docs/models.md); a key of `model.shapes.SHAPES` if `load_format` is "dummy".
             settings: fields of `EngineSettings` and `SchedulerLimits`, which have the names of the flags of `kvferry
                 worker`; `adapters` has folders of LoRA adapters by name.
 

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.core.errors import ModelFileError
+from kvferry.weights.checkpoints.pickled import CONVERT, is_pickled
 from kvferry.weights.config import ModelConfig
 from kvferry.weights.families.config_fields import Json
 from kvferry.weights.families.registry import family_of, read_config
@@ -212,6 +213,11 @@ def _weight_files(folder: Path) -> list[Path]:
     if not is_present(index):
         single = folder / _SINGLE
         if not is_present(single):
+            pickles = sorted(path.name for path in folder.iterdir() if is_pickled(path.name))
+            if pickles:
+                raise ModelFileError(
+                    f"{folder} has only weights that can run code when they are read ({pickles[0]}); {CONVERT}"
+                )
             raise ModelFileError(f"{folder} has neither model.safetensors nor model.safetensors.index.json")
         return [single]
     table = read_json(index).get("weight_map")
