@@ -170,9 +170,8 @@ def _batches(values: Values) -> "BatchConfig | None":
     if given == "off":
         return None
     model = values["model"]
-    hub = (
-        parse_hub_name(model) if model.startswith(SCHEME) else None
-    )  # the folder stays the same when the model gets another commit
+    # The folder stays the same when the model gets another commit.
+    hub = parse_hub_name(model) if model.startswith(SCHEME) else None
     served = values["served_name"] or (model if hub is None else hub.served)
     name = _NOT_IN_NAMES.sub("_", served.strip("/").rpartition("/")[2])
     return BatchConfig(
