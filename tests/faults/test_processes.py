@@ -309,4 +309,4 @@ def test_the_settings_are_shown_with_their_sources(tmp_path: Path, capfd: pytest
     assert rows["prefill"] == ["2", "KVFERRY_PREFILL"]
     assert rows["decode"][0] == "3"
     assert rows["connector"] == ["nixl", "--connector"]
-    assert rows["both"] == ["0", "default"]
+    assert rows["both"] == ["auto", "default"]

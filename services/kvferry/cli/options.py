@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from kvferry.core.errors import KvferryError, UsageError, shortened
+from kvferry.core.errors import KvferryError, ModelFileError, UsageError, shortened
 from kvferry.core.process import config, logs
 from kvferry.core.settings.class_weights import checked_weights
 from kvferry.core.settings.parsers import boolean
-from kvferry.core.settings.processes import LOGGING
-from kvferry.core.settings.resolve import Resolved, resolve
+from kvferry.core.settings.processes import EVERY_NAME, LOGGING
+from kvferry.core.settings.resolve import Resolved, check_variables, resolve
 from kvferry.core.settings.setting import Setting
 from kvferry.core.traces.spans import TraceSettings
 from kvferry.engine.schedule.speculation.settings import checked_speculation
@@ -91,6 +91,7 @@ def with_settings(
             with reported():
                 if bare is not None:
                     own[argument] = _one_of(argument, bare, own[argument])
+                check_variables(config.environment(), everything, EVERY_NAME)
                 file = config.read_settings_file(config_file)
                 values = Values(resolve(everything, own, config.environment(), file, str(config_file or "")))
                 if print_config:
@@ -193,8 +194,9 @@ class reported:  # noqa: N801  lower case, since it is used like a keyword: `wit
 
 
 def fail(error: KvferryError) -> NoReturn:
-    """Print the error and exit: status 2 for wrong usage, 1 for all other errors."""
-    usage = isinstance(error, UsageError) or error.http_status in {400, 404}
+    """Print the error and exit: status 2 for wrong usage and unusable files of a model, which fail again at the next
+    start, and 1 for all other errors."""
+    usage = isinstance(error, UsageError | ModelFileError) or error.http_status in {400, 404}
     click.echo(f"kvferry: {error.message}", err=True)
     raise SystemExit(EXIT_USAGE if usage else EXIT_FAILED)
 

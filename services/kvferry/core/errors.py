@@ -19,6 +19,8 @@
 Messages contain the field, the value and the remedy, but never a secret or a prompt.
 """
 
+import errno
+import os
 from typing import ClassVar
 
 STEP_FAILED = "STEP_FAILED"
@@ -220,3 +222,23 @@ def context_overflow(
         field=field,
         reason=CONTEXT_LENGTH_EXCEEDED,
     )
+
+
+def cannot_listen(name: str, address: str, error: OSError) -> UsageError:
+    """Return the error for an address that cannot be bound.
+
+    Args:
+        name: name of the setting with the address.
+        address: the address, `host:port`.
+        error: the failure.
+    """
+    flag = "--" + name.replace("_", "-")
+    remedies = {
+        errno.EADDRINUSE: f"stop the process that uses the port, or let {flag} {address.rpartition(':')[0]}:0 select a "
+        "free one",
+        errno.EADDRNOTAVAIL: f"set {flag} to an address of this machine",
+        errno.EACCES: f"ports below 1024 need privileges; set {flag} to a higher port",
+    }
+    reason = str(error) if error.errno is None else os.strerror(error.errno)
+    remedy = remedies.get(error.errno or 0, f"set {flag} to another address")
+    return UsageError(f"cannot listen on {address} ({flag}): {reason}; {remedy}", field=name)

@@ -5,7 +5,7 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 
 from kvferry.core.clock import Clock
-from kvferry.core.errors import UsageError
+from kvferry.core.errors import UsageError, cannot_listen
 from kvferry.core.process.stop_signals import stop_signals
 from kvferry.core.settings.resolve import Resolved
 from kvferry.stack.plan.gateway_processes import SharedAddresses, admin_address, gateway_process_specs
@@ -81,7 +81,7 @@ class GatewayGroup:
             held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             held.bind((bare, int(port)))
         except OSError as error:
-            raise UsageError(f"cannot listen on {address} (--{name}): {error.strerror}", field=name) from error
+            raise cannot_listen(name, address, error) from error
         return f"{host}:{held.getsockname()[1]}"
 
 

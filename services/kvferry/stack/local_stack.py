@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from kvferry.client import AsyncClient
 from kvferry.core.clock import Clock
-from kvferry.core.errors import KvferryError, Unavailable, UsageError
+from kvferry.core.errors import KvferryError, Unavailable, UsageError, cannot_listen
 from kvferry.core.process.config import lasting_secret
 from kvferry.core.sampling import SamplingParams
 from kvferry.rpc.access.call_keys import role_key
@@ -53,7 +53,7 @@ def check_free(name: str, address: str) -> None:
     try:
         socket.create_server((bare, int(port)), family=socket.AF_INET6 if ":" in bare else socket.AF_INET).close()
     except OSError as error:
-        raise UsageError(f"cannot listen on {address} (--{name}): {error.strerror}", field=name) from error
+        raise cannot_listen(name, address, error) from error
 
 
 class LocalStack:

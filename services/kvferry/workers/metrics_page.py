@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from kvferry.core import metrics
-from kvferry.core.errors import UsageError
+from kvferry.core.errors import UsageError, cannot_listen
 from kvferry.core.histogram import Histogram
 from kvferry.core.metrics import Metric
 from kvferry.engine.engine import Engine
@@ -148,7 +148,7 @@ class MetricsPage:
         try:
             self._server, self._thread = start_http_server(int(port), host.strip("[]"), registry)
         except OSError as error:
-            raise UsageError(f"cannot listen on {address}: {error}", field="metrics") from error
+            raise cannot_listen("metrics", address, error) from error
         self.address = f"{host}:{self._server.server_port}"
 
     def close(self) -> None:

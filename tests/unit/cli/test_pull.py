@@ -56,7 +56,7 @@ def test_a_model_is_fetched_into_the_shared_cache(hub: StandInHub, tmp_path: Pat
     assert (again.returncode, again.stdout) == (0, done.stdout)
     assert hub.requests == []
     elsewhere = run(hub, tmp_path, "pull", REPO, HF_HUB_OFFLINE="1", HF_HUB_CACHE=str(tmp_path / "other"))
-    assert elsewhere.returncode == 1
+    assert elsewhere.returncode == 2
     assert f"not in the cache {tmp_path / 'other'}" in elsewhere.stderr
     assert hub.requests == []
 
@@ -66,7 +66,7 @@ def test_a_model_is_fetched_into_the_shared_cache(hub: StandInHub, tmp_path: Pat
     [
         ("org/tiny-modell", 2, f"did you mean {REPO}?"),
         (f"{REPO}@v9", 2, "has no revision 'v9'"),
-        (f"{REPO}:Q4_K_M", 1, "the repository has no GGUF files"),
+        (f"{REPO}:Q4_K_M", 2, "the repository has no GGUF files"),
         (f"{REPO}:Q4 K", 2, "is not a quantization"),
         ("./models/x", 2, "or a folder"),
     ],

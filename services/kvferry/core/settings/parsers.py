@@ -8,6 +8,10 @@ _HOST = re.compile(r"[a-z0-9_]([-a-z0-9_.]{0,251}[a-z0-9_])?|[0-9a-f:.]+")
 _UNITS = {
     "": 1,
     "b": 1,
+    "k": 1 << 10,
+    "m": 1 << 20,
+    "g": 1 << 30,
+    "t": 1 << 40,
     "kib": 1 << 10,
     "mib": 1 << 20,
     "gib": 1 << 30,
@@ -49,7 +53,8 @@ def whole_or_auto(low: int, high: int) -> Callable[[str], int | str]:
 
 
 def size_bytes(text: str) -> int:
-    """Parse a size in bytes, for example `512MiB`, `2GiB` or `1000000`.
+    """Parse a size in bytes, for example `512MiB`, `2GiB`, `2G` or `1000000`. Units without a B are powers of 1024, as
+    for Docker and Java.
 
     Raises:
         ValueError: the text is invalid; the message states the accepted values.

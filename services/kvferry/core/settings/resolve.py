@@ -4,12 +4,16 @@ Precedence: flag, environment (`KVFERRY_<NAME>`), TOML file, default. An invalid
 setting, the source and the remedy; the default is never used instead.
 """
 
-from collections.abc import Mapping, Sequence
+import difflib
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kvferry.core.errors import UsageError
-from kvferry.core.settings.setting import Setting
+from kvferry.core.settings.setting import ENVIRONMENT_PREFIX, Setting
+
+_NEAR = 0.85
+"""Similarity from which a variable is taken for a misspelled setting."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +64,35 @@ def resolve(
             continue
         found[setting.name] = Resolved(setting, _read(setting, value, source), source)
     return found
+
+
+def check_variables(environment: Mapping[str, str], settings: Sequence[Setting], others: Collection[str]) -> None:
+    """Check that no environment variable is a misspelled setting.
+
+    Other variables with kvferry's prefix are ignored: a Service in Kubernetes named `kvferry` makes some of them.
+
+    Args:
+        environment: environment variables by name.
+        settings: the settings of the command.
+        others: names of the settings of all commands.
+
+    Raises:
+        UsageError: a variable is nearly the one of a setting, and no setting itself.
+    """
+    known = {setting.variable: _letters(setting.variable) for setting in settings}
+    for variable in sorted(environment):
+        name = variable.removeprefix(ENVIRONMENT_PREFIX)
+        if name == variable or variable in known or name.lower() in others:
+            continue
+        letters = _letters(variable)
+        near = difflib.get_close_matches(letters, known.values(), 1, _NEAR)
+        if near:
+            meant = next(one for one, text in known.items() if text == near[0])
+            raise UsageError(f"{variable} is not a setting; did you mean {meant}? Correct or unset it", field=variable)
+
+
+def _letters(variable: str) -> str:
+    return variable.removeprefix(ENVIRONMENT_PREFIX).replace("_", "")
 
 
 def _read(setting: Setting, value: object, source: str) -> object:

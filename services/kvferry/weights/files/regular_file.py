@@ -22,7 +22,7 @@ def read_file(path: Path, max_bytes: int = MAX_JSON_BYTES) -> bytes:
         with _open(path) as handle:
             content = handle.read(max_bytes + 1)
     except OSError as error:
-        raise ModelFileError(f"cannot read {path}: {error}") from error
+        raise ModelFileError(f"cannot read {path}: {_reason(error)}") from error
     if len(content) > max_bytes:
         raise ModelFileError(f"{path} is larger than {max_bytes} bytes; it is not a model's JSON file")
     return content
@@ -42,7 +42,7 @@ def is_present(path: Path) -> bool:
         if not path.is_symlink():
             return False
     except OSError as error:
-        raise ModelFileError(f"cannot read {path}: {error}") from error
+        raise ModelFileError(f"cannot read {path}: {_reason(error)}") from error
     except ValueError:  # a name that no file can have
         return False
     raise ModelFileError(f"{path} is not a regular file, or a link without one; restore the file, or remove the name")
@@ -58,7 +58,7 @@ def map_file(path: Path) -> mmap.mmap:
         with _open(path) as handle:
             return mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
-        raise ModelFileError(f"cannot open {path}: {error}") from error
+        raise ModelFileError(f"cannot open {path}: {_reason(error)}") from error
 
 
 def copy_file(path: Path, max_bytes: int) -> mmap.mmap:
@@ -78,7 +78,7 @@ def copy_file(path: Path, max_bytes: int) -> mmap.mmap:
                 raise ModelFileError(f"{path} was truncated while it was read; save it again")
             return copy
     except (OSError, ValueError) as error:
-        raise ModelFileError(f"cannot open {path}: {error}") from error
+        raise ModelFileError(f"cannot open {path}: {_reason(error)}") from error
 
 
 def _open(path: Path) -> BufferedReader:
@@ -88,3 +88,8 @@ def _open(path: Path) -> BufferedReader:
         handle.close()
         raise OSError(f"{path.name} is not a regular file")
     return handle
+
+
+def _reason(error: Exception) -> str:
+    """Return what went wrong, without number and path."""
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)

@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from kvferry.core.errors import UsageError
 from kvferry.core.settings.parsers import boolean, seconds, size_bytes, whole
-from kvferry.core.settings.resolve import resolve
+from kvferry.core.settings.processes import BENCH, DOCTOR, EVERY_NAME, EXPLAIN, GATEWAY, UP, WORKER
+from kvferry.core.settings.resolve import check_variables, resolve
 from kvferry.core.settings.setting import Setting
 
 PORT = Setting("port", 8000, "A port.", parse=whole(0, 65535))
@@ -67,7 +68,10 @@ def test_a_file_with_an_unknown_setting_is_refused() -> None:
         resolve([PORT], {}, {}, {"prot": 1}, "kvferry.toml")
 
 
-@pytest.mark.parametrize(("text", "size"), [("1", 1), ("2KiB", 2048), ("1.5 GiB", 3 << 29), ("3mb", 3_000_000)])
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("1", 1), ("2KiB", 2048), ("1.5 GiB", 3 << 29), ("3mb", 3_000_000), ("8k", 8192), ("4G", 4 << 30)],
+)
 def test_sizes(text: str, size: int) -> None:
     assert size_bytes(text) == size
 
@@ -97,3 +101,23 @@ def test_whole_numbers_keep_their_bounds(number: int) -> None:
     else:
         with pytest.raises(ValueError, match="between 0 and 9"):
             whole(0, 9)(str(number))
+
+
+@pytest.mark.parametrize("variable", ["KVFERRY_KVMEMORY", "KVFERRY_KV_MEMROY", "KVFERRY_KV_MEM_ORY"])
+def test_a_misspelled_variable_is_refused(variable: str) -> None:
+    with pytest.raises(UsageError, match=f"{variable} is not a setting; did you mean KVFERRY_KV_MEMORY"):
+        check_variables({variable: "1GiB", "PATH": "/bin"}, [Setting("kv_memory", 1, "Memory.")], set())
+
+
+@pytest.mark.parametrize(
+    "variable", ["KVFERRY_KV_MEMORY", "KVFERRY_OTHER", "KVFERRY_SERVICE_HOST", "KVFERRY_PORT_80_TCP", "KV_MEMORY"]
+)
+def test_settings_of_other_commands_and_other_variables_are_ignored(variable: str) -> None:
+    check_variables({variable: "x"}, [Setting("kv_memory", 1, "Memory."), Setting("threads", 1, "N.")], {"other"})
+
+
+def test_every_command_ignores_the_variables_of_the_others_and_of_a_service() -> None:
+    service = ("SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_HTTP", "PORT", "PORT_80_TCP_ADDR", "GATEWAY_PORT")
+    every = {f"KVFERRY_{name.upper()}": "x" for name in (*EVERY_NAME, *service, "PARENT_PID", "PROBE_KEY")}
+    for table in (WORKER, GATEWAY, UP, BENCH, DOCTOR, EXPLAIN):
+        check_variables(every, table, EVERY_NAME)

@@ -11,7 +11,7 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
-from kvferry.core.errors import UsageError
+from kvferry.core.errors import UsageError, cannot_listen
 from kvferry.core.process.open_files import max_connections
 from kvferry.gateway.http.server.http_protocol import ConnectionLimits, protocol_under
 from kvferry.gateway.http.server.tls import Certificate
@@ -176,4 +176,4 @@ def _bind(address: str, field: str, *, shares_port: bool) -> socket.socket:
         return bound
     except OSError as error:
         bound.close()
-        raise UsageError(f"cannot listen on {address}: {error}", field=field) from error
+        raise cannot_listen(field, address, error) from error
