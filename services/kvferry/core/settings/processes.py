@@ -416,6 +416,12 @@ EXPLAIN = (
     Setting("api_key", "", "API key of the request's tenant.", is_secret=True),
 )
 
+CHAT = (
+    Setting("url", "http://127.0.0.1:8000", "URL of the gateway, with or without /v1."),
+    Setting("api_key", "", "API key of the gateway.", is_secret=True),
+    Setting("api_key_file", "", "File with the API key, instead of KVFERRY_API_KEY."),
+)
+
 UP_TLS = Setting(
     "pool_tls",
     "off",
