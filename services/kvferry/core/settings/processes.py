@@ -183,6 +183,7 @@ CLIENTS = (
         parse=host_name,
         is_repeated=True,
     ),
+    Setting("no_page", False, "Do not serve the chat page at / of the HTTP port.", parse=boolean),
 )
 API_KEYS = Setting("api_keys_file", "", "File with one `key tenant` pair per line; default: no authentication.")
 TENANTS = Setting(
