@@ -1,7 +1,7 @@
 """Calls a gateway over HTTP: the models that it lists, and an answer as a stream of chunks. Each wait ends."""
 
 import ssl
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from socket import SHUT_RDWR, socket
@@ -90,7 +90,7 @@ class ChatClient:
                         return
                     chunk = parse_chunk(data)
                     if chunk.error is not None:
-                        raise stream_failure(chunk.error)
+                        raise stream_failure(chunk.error, exchange.headers)
                     yield chunk
             raise broken("the server ended it before its last event")
 
@@ -110,8 +110,7 @@ class ChatClient:
             try:
                 exchange.send(method, self.url.prefix + path, body, self._headers)
                 if exchange.status != _OK:
-                    retry_after = exchange.header("retry-after")
-                    raise refusal(exchange.status, exchange.whole(), retry_after, str(self.url))
+                    raise refusal(exchange.status, exchange.whole(), exchange.headers, str(self.url))
                 yield exchange
             except TimeoutError:
                 raise DeadlinePassed(
@@ -153,9 +152,10 @@ class _Exchange:
         """HTTP status of the answer."""
         return self.response.status
 
-    def header(self, name: str) -> str | None:
-        """Return a header of the answer."""
-        return self.response.headers.get(name)
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """Headers of the answer, by their names in lower case."""
+        return {name.lower(): value for name, value in self.response.headers.items()}
 
     def parts(self) -> Iterator[bytes]:
         """Yield the body as it arrives."""

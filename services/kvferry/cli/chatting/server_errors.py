@@ -1,5 +1,7 @@
 """Errors that a server answered, as one line with the remedy."""
 
+from collections.abc import Mapping
+
 import msgspec
 from msgspec import Struct
 
@@ -16,6 +18,8 @@ from kvferry.core.errors import (
     UnknownModel,
 )
 
+_SERVER_ERROR = 500
+_MAX_DIGITS = 9
 _KINDS: dict[int, type[KvferryError]] = {
     401: Unauthenticated,
     403: Forbidden,
@@ -33,13 +37,13 @@ class ErrorAnswer(Struct):
 _ERRORS = msgspec.json.Decoder(ErrorAnswer)
 
 
-def refusal(status: int, body: bytes, retry_after: str | None, url: str) -> KvferryError:
+def refusal(status: int, body: bytes, headers: Mapping[str, str], url: str) -> KvferryError:
     """Return the error for an answer with a status other than 200.
 
     Args:
         status: HTTP status.
         body: body of the answer, also of servers that are no gateways.
-        retry_after: the header `retry-after`, if there is one.
+        headers: headers of the answer.
         url: the server, for servers whose answers have no error object.
     """
     try:
@@ -48,15 +52,21 @@ def refusal(status: int, body: bytes, retry_after: str | None, url: str) -> Kvfe
         error = StreamedError()
     if not error.message:
         return _kind(status)(f"{url} answered HTTP {status} without saying why; set --url to a kvferry gateway")
-    seconds = float(retry_after) if retry_after is not None and retry_after.isdecimal() else None
-    remedy = remedy_of(status, str(error.code or ""), seconds)
+    retry_after = headers.get("retry-after", "")
+    seconds = float(retry_after) if retry_after.isdecimal() and len(retry_after) < _MAX_DIGITS else None
+    remedy = remedy_of(status, str(error.code or ""), seconds) + (_request(headers) if status >= _SERVER_ERROR else "")
     return _kind(status)(f"{shown_line(error.message)}{remedy}", retry_after_seconds=seconds)
 
 
-def stream_failure(error: StreamedError) -> KvferryError:
-    """Return the error for an event that ends a stream whose request was accepted."""
+def stream_failure(error: StreamedError, headers: Mapping[str, str]) -> KvferryError:
+    """Return the error for an event that ends a stream whose request was accepted.
+
+    Args:
+        error: the event.
+        headers: headers of the answer.
+    """
     why = shown_line(error.message) or "the server did not say why"
-    return Unavailable(f"the answer failed: {why}{remedy_of(200, str(error.code or ''), None)}")
+    return Unavailable(f"the answer failed: {why}{remedy_of(200, str(error.code or ''), None)}{_request(headers)}")
 
 
 def remedy_of(status: int, code: str, retry_after_seconds: float | None) -> str:
@@ -78,6 +88,12 @@ def remedy_of(status: int, code: str, retry_after_seconds: float | None) -> str:
     if status == 429 or status >= 500 or status == 200:
         return "; try again"
     return ""
+
+
+def _request(headers: Mapping[str, str]) -> str:
+    """Return the request's id in brackets, under which the gateway's log has more; empty if there is none."""
+    found = shown_line(headers.get("x-request-id", ""))
+    return f" (request {found})" if found else ""
 
 
 def _kind(status: int) -> type[KvferryError]:

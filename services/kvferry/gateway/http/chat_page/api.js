@@ -50,7 +50,7 @@ export async function answer(request, stopping, onChunk) {
         break;
       }
       const chunk = JSON.parse(data);
-      if (chunk.error) throw failure(200, chunk.error, null);
+      if (chunk.error) throw failure(200, chunk.error, response.headers);
       onChunk(chunk);
     }
   } catch (error) {
@@ -74,13 +74,14 @@ async function asked(path, options) {
   }
   if (response.ok) return response;
   const body = await response.json().catch(() => null);
-  throw failure(response.status, body?.error ?? {}, response.headers.get("retry-after"));
+  throw failure(response.status, body?.error ?? {}, response.headers);
 }
 
-function failure(status, error, retryAfter) {
+function failure(status, error, headers) {
   const said = typeof error.message === "string" && error.message ? error.message : `The gateway answered status ${status}`;
-  const remedy = remedyOf(status, String(error.code ?? ""), retryAfter);
-  return new ApiError(remedy ? `${said.replace(/\.$/, "")}. ${remedy}` : said, status);
+  const remedy = remedyOf(status, String(error.code ?? ""), headers.get("retry-after"));
+  const id = status >= 500 || status === 200 ? headers.get("x-request-id") : null;
+  return new ApiError(`${said.replace(/\.$/, "")}.${remedy ? ` ${remedy}` : ""}${id ? ` (Request ${id})` : ""}`, status);
 }
 
 function remedyOf(status, code, retryAfter) {
