@@ -142,8 +142,7 @@ async def test_a_chat_in_a_terminal(api: AnsweringApi, tmp_path: Path) -> None:
             person.keys(UP)
             person.until("//slash")
             person.keys("\x15")  # empties the line
-            person.keys(CTRL_D)
-            status = person.end()
+            status = person.end(CTRL_D)
             assert b"\x1b]0" not in person.shown
             assert b"\x1b[2J" not in person.shown
             return status
@@ -173,8 +172,7 @@ async def test_ctrl_c_stops_an_answer_and_keeps_the_chat(api: AnsweringApi, tmp_
             person.keys("again?\n")
             assert "TTFT" not in person.until(PROMPT)
             assert source.prompt == "<user>go<assistant>beg<user>again?<assistant>"
-            person.keys(CTRL_C)
-            return person.end()
+            return person.end(CTRL_C)
 
     assert await asyncio.to_thread(talk) == 0
 

@@ -13,6 +13,7 @@ from kvferry.core.clock import SystemClock
 from kvferry.core.process.config import child_environment
 
 _SECONDS = 60.0
+_AGAIN_SECONDS = 1.0
 CTRL_C, CTRL_D, UP = "\x03", "\x04", "\x1b[A"
 
 
@@ -34,19 +35,32 @@ class Terminal:
         """Return what is shown next up to and including `mark`; fail after a minute."""
         deadline = SystemClock().monotonic() + _SECONDS
         while mark.encode() not in self._unread:
-            readable, _, _ = select.select([self._descriptor], [], [], max(0.0, deadline - SystemClock().monotonic()))
-            assert readable, f"{mark!r} was not shown within {_SECONDS} s, but {self._unread!r}"
-            assert self._read(), f"the command ended before it showed {mark!r}, after {self._unread!r}"
+            assert self._read(deadline), f"the command ended before it showed {mark!r}, after {self._unread!r}"
         before, _, self._unread = self._unread.partition(mark.encode())
         return (before + mark.encode()).decode()
 
-    def end(self) -> int:
-        """Wait for the command's end, and return its status."""
-        while self._read():
+    def end(self, key: str = "") -> int:
+        """Return the command's status when it has ended; fail after a minute.
+
+        Args:
+            key: typed again while nothing is shown: Python misses a signal that arrives as it begins to wait for a key.
+        """
+        deadline = SystemClock().monotonic() + _SECONDS
+        self.keys(key)
+        while self._is_open(deadline, key):
             pass
         return self.process.wait(_SECONDS)
 
-    def _read(self) -> bool:
+    def _is_open(self, deadline: float, key: str) -> bool:
+        while key and not select.select([self._descriptor], [], [], _AGAIN_SECONDS)[0]:
+            assert SystemClock().monotonic() < deadline, f"did not end within {_SECONDS} s, after {self.shown[-500:]!r}"
+            self.keys(key)
+        return self._read(deadline)
+
+    def _read(self, deadline: float) -> bool:
+        remaining = max(0.0, deadline - SystemClock().monotonic())
+        readable, _, _ = select.select([self._descriptor], [], [], remaining)
+        assert readable, f"nothing more was shown within {_SECONDS} s, after {self.shown[-500:]!r}"
         try:
             more = os.read(self._descriptor, 1 << 16)
         except OSError:  # the command has closed the terminal
