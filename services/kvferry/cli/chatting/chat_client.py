@@ -1,7 +1,7 @@
 """Calls a gateway over HTTP: the models that it lists, and an answer as a stream of chunks. Each wait ends."""
 
 import ssl
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from socket import SHUT_RDWR, socket
@@ -75,7 +75,7 @@ class ChatClient:
             raise Unavailable(f"{self.url} lists no models; set --url to a kvferry gateway, or --model")
         return models[0].id
 
-    def answer(self, body: bytes) -> Iterator[StreamedChunk]:
+    def answer(self, body: bytes) -> Generator[StreamedChunk, None, None]:
         """Send a chat request, JSON with `stream`, and yield its chunks. Closing the iterator closes the connection, at
         which the server cancels the request.
 

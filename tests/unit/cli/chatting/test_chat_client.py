@@ -127,7 +127,7 @@ def test_closing_an_answer_closes_the_connection() -> None:
     with answering(HEAD + chunked(ONE), holds=True) as server:
         chunks = client(server.port).answer(b"{}")
         assert next(iter(chunks)).choices
-        chunks.close()  # type: ignore[attr-defined]
+        chunks.close()
         assert server.closed.wait(SECONDS)
 
 
