@@ -18,6 +18,7 @@ _COMMANDS = {
         "Run one request through prefill, hand-off and decode, and print a timeline.",
     ),
     "up": ("kvferry.cli.commands.up", "Run the whole stack on this machine."),
+    "chat": ("kvferry.cli.commands.chat", "Chat with a running gateway, or get one answer."),
     "worker": ("kvferry.cli.commands.worker", "Run one worker process."),
     "gateway": ("kvferry.cli.commands.gateway", "Run one gateway process."),
     "operator": ("kvferry.cli.commands.operator", "Reconcile InferencePools in Kubernetes, and preview a rollout."),
@@ -78,6 +79,7 @@ def main() -> None:
       kvferry up                       serve http://127.0.0.1:8000/v1 and gRPC on 127.0.0.1:9000
       kvferry up Qwen/Qwen3-0.6B       a model of the Hugging Face Hub
       kvferry up --prefill 2 --decode 2 --connector nixl
+      kvferry chat                     talk to the model that it serves
       kvferry model inspect smollm2-135m-instruct
 
     Every flag can also be set as KVFERRY_<FLAG> in the environment or in a TOML file (--config).

@@ -19,6 +19,7 @@ GIVEN = {
     "http_keepalive": "60",
     "cors_origins": ["https://a", "https://b"],
     "allowed_hosts": ["llm.example", "10.0.0.7"],
+    "no_page": "true",
 }
 
 
@@ -31,13 +32,14 @@ def test_a_gateway_has_the_settings_of_its_http_api() -> None:
     assert (http.strict_fields, http.sse_keepalive_seconds, http.http_keepalive_seconds) == (True, 3.0, 60.0)
     assert http.cors_origins == ("https://a", "https://b")
     assert http.allowed_hosts == ("llm.example", "10.0.0.7")
+    assert not http.has_page
     default = _config(resolved(processes.GATEWAY, {})).http
     assert (default.strict_fields, default.sse_keepalive_seconds, default.http_keepalive_seconds) == (
         False,
         15.0,
         120.0,
     )
-    assert (default.cors_origins, default.allowed_hosts) == ((), ())
+    assert (default.cors_origins, default.allowed_hosts, default.has_page) == ((), (), True)
 
 
 @pytest.mark.parametrize("given", ["http://a", "a:80", "", "a b", "*"])

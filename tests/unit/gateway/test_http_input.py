@@ -258,7 +258,8 @@ async def test_bad_completions_are_refused_by_name(client, change, param, words)
 @pytest.mark.parametrize(
     ("method", "path", "status", "code"),
     [
-        ("GET", "/", 404, "not_found"),
+        ("GET", "/nothing", 404, "not_found"),
+        ("GET", "/page/none.js", 404, "not_found"),
         ("POST", "/v1/images/generations", 404, "not_found"),
         ("GET", "/v1/chat/completions", 405, "method_not_allowed"),
         ("DELETE", "/v1/models", 405, "method_not_allowed"),

@@ -114,6 +114,7 @@ NO_FIELD = {
     "http_keepalive": "of a gateway's clients. As KVFERRY_HTTP_KEEPALIVE in gateway.template",
     "cors_origins": "of a gateway's clients. As KVFERRY_CORS_ORIGINS in gateway.template",
     "allowed_hosts": "of a gateway's clients. As KVFERRY_ALLOWED_HOSTS in gateway.template",
+    "no_page": "of a gateway's clients. As KVFERRY_NO_PAGE in gateway.template",
     "kernels": "for comparisons; auto measures. As KVFERRY_KERNELS in roles[].template",
     "async_steps": "for comparisons. As KVFERRY_ASYNC_STEPS in roles[].template",
     "batch_folder": "a folder in a pod. As KVFERRY_BATCH_FOLDER, with a volume, in gateway.template",

@@ -129,6 +129,7 @@ def _config(values: Values) -> "GatewayConfig":
             http_keepalive_seconds=values["http_keepalive"],
             cors_origins=tuple(values["cors_origins"]),
             allowed_hosts=tuple(values["allowed_hosts"]),
+            has_page=not values["no_page"],
             api_keys_file=Path(values["api_keys_file"]) if values["api_keys_file"] else None,
             # The next request of a conversation may arrive at another process.
             kept_responses=None if values["share_ports"] else StoreLimits(),

@@ -186,6 +186,7 @@ CLIENTS = (
         parse=host_name,
         is_repeated=True,
     ),
+    Setting("no_page", False, "Do not serve the chat page at / of the HTTP port.", parse=boolean),
 )
 API_KEYS = Setting("api_keys_file", "", "File with one `key tenant` pair per line; default: no authentication.")
 TENANTS = Setting(
@@ -417,6 +418,12 @@ DOCTOR = (
 EXPLAIN = (
     Setting("http", "127.0.0.1:8000", "HOST:PORT of the gateway that served the request."),
     Setting("api_key", "", "API key of the request's tenant.", is_secret=True),
+)
+
+CHAT = (
+    Setting("url", "http://127.0.0.1:8000", "URL of the gateway, with or without /v1."),
+    Setting("api_key", "", "API key of the gateway.", is_secret=True),
+    Setting("api_key_file", "", "File with the API key, instead of KVFERRY_API_KEY."),
 )
 
 UP_TLS = Setting(

@@ -228,6 +228,8 @@ class HttpConfig:
     """Origins whose web pages may call the API; `*` for all."""
     allowed_hosts: tuple[str, ...] = ()
     """Hosts, without port, that requests may name in addition to loopback's, also at the admin API."""
+    has_page: bool = True
+    """Whether `/` is the chat page."""
     api_keys_file: Path | None = None
     """File with one `key tenant` pair per line; `None` disables authentication, and all requests use the default
     tenant."""

@@ -78,10 +78,10 @@ class AdminApi:
 
     def routes(self) -> list[Route]:
         """Return the routes."""
-        page = PageFiles.load()
+        page = PageFiles.dashboard()
         return [
             Route("/", page.index, methods=["GET"]),
-            Route("/page/{name}", page.file, methods=["GET"]),
+            Route("/page/{file}", page.file, methods=["GET"]),
             Route("/debug/overview", self._overview, methods=["GET"]),
             Route("/debug/requests", self._requests, methods=["GET"]),
             Route("/metrics", self._metrics, methods=["GET"]),

@@ -57,7 +57,8 @@ from kvferry.gateway.http.openai import reply as openai_reply
 from kvferry.gateway.http.openai.generation import prepare_chat, prepare_completion
 from kvferry.gateway.http.openai.token_generation import prepare_tokens
 from kvferry.gateway.http.openapi.document import openapi_document
-from kvferry.gateway.http.openapi.operations import OPERATIONS
+from kvferry.gateway.http.openapi.operations import OPERATIONS, PAGE
+from kvferry.gateway.http.page_files import PageFiles
 from kvferry.gateway.http.responses.routes import ResponseRoutes
 from kvferry.gateway.http.responses.store import ResponseStore
 from kvferry.gateway.http.route_errors import MethodNotAllowed, NoSuchRoute, no_such_request
@@ -156,9 +157,13 @@ class ClientApi:
             "getReadiness": self._ready,
             "getDescription": self._describe,
         }
+        if self.config.has_page:
+            page = PageFiles.chat()
+            handlers |= {"getPage": page.index, "getPageFile": page.file}
         return [
             Route(op.path, handlers.get(op.name) or UnaryRoute(self.context, ANSWERS[op.path]), methods=[op.method])
             for op in OPERATIONS
+            if op.name in handlers or op.name not in PAGE
         ]
 
     def app(self) -> ASGIApp:

@@ -1,8 +1,8 @@
-"""Serves the files of the dashboard: a fixed set, read once, with headers that forbid the page to load anything
-else."""
+"""Serves the files of the dashboard and of the chat page: fixed sets, read once, with headers that forbid a page to
+load anything else."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +13,10 @@ from starlette.responses import Response
 from kvferry.gateway.observe import dashboard
 
 FOLDER = Path(dashboard.__file__).with_name("page")
+"""Files of the dashboard."""
+CHAT_FOLDER = Path(__file__).with_name("chat_page")
+"""Files of the chat page, which also has some of the dashboard's."""
+_SHARED = ("base.css", "elements.js", "formats.js", "icon.svg")
 _INDEX = "index.html"
 _TYPES = {
     ".html": "text/html; charset=utf-8",
@@ -45,31 +49,41 @@ class PageFile:
 
 @dataclass(frozen=True, slots=True)
 class PageFiles:
-    """All files of the page by name. A request is answered from this table and never opens a file."""
+    """All files of a page by name. A request is answered from this table and never opens a file."""
 
     files: Mapping[str, PageFile]
 
     @classmethod
-    def load(cls, folder: Path = FOLDER) -> "PageFiles":
-        """Read the files of `folder`.
+    def dashboard(cls) -> "PageFiles":
+        """Read the files of the dashboard.
 
         Raises:
             OSError: the folder or a file cannot be read.
             KeyError: a file has a suffix without media type.
         """
-        return cls({path.name: _read(path) for path in sorted(folder.iterdir()) if path.is_file()})
+        return cls.load(FOLDER.iterdir())
+
+    @classmethod
+    def chat(cls) -> "PageFiles":
+        """Read the files of the chat page; see `dashboard` for the errors."""
+        return cls.load((*CHAT_FOLDER.iterdir(), *(FOLDER / name for name in _SHARED)))
+
+    @classmethod
+    def load(cls, paths: Iterable[Path]) -> "PageFiles":
+        """Read files; see `dashboard` for the errors."""
+        return cls({path.name: _read(path) for path in sorted(paths) if path.is_file()})
 
     async def index(self, request: Request) -> Response:
         """Answer `GET /`."""
         return _answer(request, self.files[_INDEX])
 
     async def file(self, request: Request) -> Response:
-        """Answer `GET /page/{name}`.
+        """Answer `GET /page/{file}`.
 
         Raises:
             HTTPException: 404, the page has no such file.
         """
-        found = self.files.get(request.path_params["name"])
+        found = self.files.get(request.path_params["file"])
         if found is None:
             raise HTTPException(404)
         return _answer(request, found)

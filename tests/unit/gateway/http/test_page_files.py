@@ -1,4 +1,4 @@
-"""The dashboard's files over HTTP, and the lists that it reads."""
+"""The files of the dashboard and of the chat page over HTTP, and the lists that the dashboard reads."""
 
 import asyncio
 import re
@@ -10,9 +10,11 @@ from harness.fakes.scripted_gateway import ScriptedGateway, scripted_gateway
 from harness.waiting import eventually
 
 from kvferry.core.ids import RequestId
-from kvferry.gateway.http.page_files import FOLDER, PageFiles
+from kvferry.gateway.decide.config import HttpConfig
+from kvferry.gateway.http.page_files import CHAT_FOLDER, FOLDER, PageFiles
 
-NAMES = sorted(path.name for path in FOLDER.iterdir())
+PAGES = {"dashboard": PageFiles.dashboard(), "chat": PageFiles.chat()}
+TEXTS = {page: {name: file.body.decode() for name, file in files.files.items()} for page, files in PAGES.items()}
 OUTSIDE = [
     "/page/",
     "/page/../quantiles.py",
@@ -27,7 +29,8 @@ OUTSIDE = [
     "/page/" + "a" * 5000,
     "/index.html",
 ]
-INDEX = (FOLDER / "index.html").read_text("utf-8")
+SINKS = re.compile(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|new Function|DOMParser|setHTML")
+"""What makes a text into elements or code."""
 
 
 @pytest.fixture
@@ -38,14 +41,27 @@ async def gateway() -> AsyncIterator[ScriptedGateway]:
 
 @pytest.fixture
 async def client(gateway: ScriptedGateway) -> AsyncIterator[httpx.AsyncClient]:
+    """Client of the port of the dashboard."""
     async with httpx.AsyncClient(base_url=gateway.admin_url, timeout=20) as opened:
         yield opened
 
 
-async def test_the_page_and_its_files_are_served_under_a_strict_policy(client: httpx.AsyncClient) -> None:
+@pytest.fixture(params=PAGES)
+def page(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+async def port(gateway: ScriptedGateway, page: str) -> AsyncIterator[httpx.AsyncClient]:
+    """Client of the port of the page."""
+    async with httpx.AsyncClient(base_url=gateway.admin_url if page == "dashboard" else gateway.url) as opened:
+        yield opened
+
+
+async def test_the_page_and_its_files_are_served_under_a_strict_policy(port: httpx.AsyncClient, page: str) -> None:
     kinds = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
-    for path in ("/", *(f"/page/{name}" for name in NAMES)):
-        answer = await client.get(path)
+    for path in ("/", *(f"/page/{name}" for name in TEXTS[page])):
+        answer = await port.get(path)
         assert answer.status_code == 200, path
         suffix = "html" if path == "/" else path.rpartition(".")[2]
         assert answer.headers["content-type"].partition(";")[0] == kinds[suffix]
@@ -56,21 +72,22 @@ async def test_the_page_and_its_files_are_served_under_a_strict_policy(client: h
         assert answer.headers["referrer-policy"] == "no-referrer"
 
 
-async def test_an_unchanged_file_is_not_sent_again(client: httpx.AsyncClient) -> None:
-    first = await client.get("/page/app.js")
+async def test_an_unchanged_file_is_not_sent_again(port: httpx.AsyncClient, page: str) -> None:
+    first = await port.get("/page/app.js")
     tag = first.headers["etag"]
     for known in (tag, f"W/{tag}", f'"other", {tag}', "*"):
-        again = await client.get("/page/app.js", headers={"if-none-match": known})
+        again = await port.get("/page/app.js", headers={"if-none-match": known})
         assert (again.status_code, again.content, again.headers["etag"]) == (304, b"", tag)
         assert "content-security-policy" in again.headers
-    changed = await client.get("/page/app.js", headers={"if-none-match": '"other"'})
+    changed = await port.get("/page/app.js", headers={"if-none-match": '"other"'})
     assert changed.content == first.content
-    assert len({file.etag for file in PageFiles.load().files.values()}) == len(NAMES)
+    assert len({file.etag for file in PAGES[page].files.values()}) == len(TEXTS[page])
 
 
-async def test_no_file_outside_of_the_page_is_served(gateway: ScriptedGateway) -> None:
+async def test_no_file_outside_of_the_page_is_served(gateway: ScriptedGateway, page: str) -> None:
+    listening = gateway.gateway.listening
     for path in OUTSIDE:
-        answer = await sent(gateway.gateway.listening.admin, path)
+        answer = await sent(listening.admin if page == "dashboard" else listening.http, path)
         assert int(answer.split(b" ", 2)[1]) in (404, 307), (path, answer[:200])  # 307: redirect without final slash
         assert len(answer) < 2000, path
 
@@ -93,23 +110,45 @@ async def test_the_page_is_only_read(client: httpx.AsyncClient) -> None:
             assert (await client.request(method, path)).status_code == 404
 
 
-def test_the_page_loads_its_own_files_only_and_has_no_inline_code() -> None:
-    for name in NAMES:
-        text = (FOLDER / name).read_text("utf-8").replace("http://www.w3.org/2000/svg", "")
-        assert "://" not in text, name
-        assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|new Function", text), name
+async def test_the_chat_page_is_only_read_and_may_be_switched_off() -> None:
+    for has_page, status in ((True, 405), (False, 404)):
+        http = HttpConfig(address="127.0.0.1:0", has_page=has_page)
+        async with scripted_gateway(http=http) as gateway, httpx.AsyncClient(base_url=gateway.url) as clients:
+            for path in ("/", "/page/app.js"):
+                assert (await clients.get(path)).status_code == (200 if has_page else 404)
+                refused = await clients.post(path, json={})
+                assert refused.status_code == status
+                assert refused.json()["error"]["code"] == ("method_not_allowed" if has_page else "not_found")
+            assert (await clients.get("/page/none.js")).json()["error"]["code"] == "not_found"
+
+
+def test_the_page_loads_its_own_files_only_and_has_no_inline_code(page: str) -> None:
+    index = TEXTS[page]["index.html"]
+    for name, text in TEXTS[page].items():
+        assert "://" not in text.replace("http://www.w3.org/2000/svg", ""), name
+        assert not SINKS.search(text), name
         for module in re.findall(r'from "\./([a-z]+\.js)"', text):
-            assert module in NAMES
-    assert not re.search(r"<script(?![^>]*\bsrc=)|<style|\son[a-z]+=|\sstyle=", INDEX)
-    assert set(re.findall(r'(?:src|href)="page/([^"]+)"', INDEX)) <= set(NAMES)
-    labels = re.findall(r'aria-labelledby="([^"]+)"', INDEX)
+            assert module in TEXTS[page]
+    assert not re.search(r"<script(?![^>]*\bsrc=)|<style|\son[a-z]+=|\sstyle=", index)
+    loaded = set(re.findall(r'(?:src|href)="page/([^"]+)"', index))
+    assert len(loaded) == 4
+    assert loaded <= TEXTS[page].keys()
+
+
+def test_each_part_of_a_page_has_a_name() -> None:
+    dashboard, chat = TEXTS["dashboard"]["index.html"], TEXTS["chat"]["index.html"]
+    labels = re.findall(r'aria-labelledby="([^"]+)"', dashboard)
     assert len(labels) >= 8
-    assert all(f'id="{label}"' in INDEX for label in labels)
+    assert all(f'id="{label}"' in dashboard for label in labels)
+    fields = re.findall(r'<(?:input|select|textarea) id="([^"]+)"([^>]*)', chat)
+    assert len(fields) == 6
+    assert [name for name, rest in fields if f'for="{name}"' not in chat and "aria-label=" not in rest] == []
 
 
-def test_every_file_of_the_page_is_small() -> None:
-    for name in NAMES:
-        assert (FOLDER / name).read_text("utf-8").count("\n") <= 200, name
+def test_every_file_of_a_page_is_small() -> None:
+    for folder in (FOLDER, CHAT_FOLDER):
+        for path in folder.iterdir():
+            assert path.read_text("utf-8").count("\n") <= 200, path.name
 
 
 async def test_requests_are_listed_newest_first_up_to_the_limit(

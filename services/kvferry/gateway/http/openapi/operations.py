@@ -341,4 +341,24 @@ OPERATIONS: tuple[Operation, ...] = (
         also={503: Ready},
     ),
     Operation("getDescription", "GET", "/openapi.json", "Returns this description.", dict[str, Any]),
+    Operation(
+        "getPage",
+        "GET",
+        "/",
+        "Returns the chat page, for browsers.",
+        str,
+        errors=(*EDGE, NoSuchRoute),
+        answer_media="text/html; charset=utf-8",
+    ),
+    Operation(
+        "getPageFile",
+        "GET",
+        "/page/{file}",
+        "Returns a file of the chat page.",
+        bytes,
+        errors=(*EDGE, NoSuchRoute),
+        answer_media="*/*",
+    ),
 )
+PAGE = frozenset({"getPage", "getPageFile"})
+"""Operations that a gateway without the chat page does not have."""
