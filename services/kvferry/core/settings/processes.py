@@ -465,7 +465,7 @@ UP = (
 
 EVERY_NAME = frozenset(
     setting.name
-    for table in (WORKER, GATEWAY, UP, BENCH, DOCTOR, EXPLAIN, LOGGING, TENANT_KEY, GATEWAY_KEY)
+    for table in (WORKER, GATEWAY, UP, BENCH, CHAT, DOCTOR, EXPLAIN, LOGGING, TENANT_KEY, GATEWAY_KEY)
     for setting in table
 )
 """Names of the settings of all commands."""
