@@ -73,13 +73,14 @@ def bound(setting: Setting) -> Setting:
 
 
 def with_settings(
-    settings: Sequence[Setting], *, argument: str = ""
+    settings: Sequence[Setting], *, argument: str = "", listens: str = ""
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Decorate a command: add a flag per setting and pass the resolved settings as the first argument, a `Values`.
 
     Args:
         settings: the settings of the command.
         argument: name of a setting that may also be given without its flag; empty for none.
+        listens: name of a setting `HOST:PORT` that may also be given by `--host` and `--port`; empty for none.
     """
     everything = tuple(map(bound, (*settings, *LOGGING)))
 
@@ -87,12 +88,15 @@ def with_settings(
         @functools.wraps(function)
         def run(*, config_file: Path | None, print_config: bool, **flags: Any) -> None:
             own = {s.name: flags.pop(s.name, None) for s in everything if not s.is_secret}
-            bare = flags.pop(_BARE, None)
+            bare, host, port = flags.pop(_BARE, None), flags.pop("host", None), flags.pop("port", None)
             with reported():
                 if bare is not None:
                     own[argument] = _one_of(argument, bare, own[argument])
                 check_variables(config.environment(), everything, EVERY_NAME)
                 file = config.read_settings_file(config_file)
+                if host is not None or port is not None:
+                    found = resolve(everything, {}, config.environment(), file, str(config_file or ""))
+                    own[listens] = _address(listens, own[listens], str(found[listens].value), host, port)
                 values = Values(resolve(everything, own, config.environment(), file, str(config_file or "")))
                 if print_config:
                     values.show()
@@ -105,6 +109,11 @@ def with_settings(
             command = _option(setting)(command)
         if argument:
             command = click.argument(_BARE, metavar=f"[{argument.upper()}]", required=False)(command)
+        if listens:
+            flag = "--" + listens.replace("_", "-")
+            port_range = click.IntRange(0, 0xFFFF)
+            command = click.option("--port", type=port_range, help=f"Port of {flag}; 0 selects a free one.")(command)
+            command = click.option("--host", help=f"Host of {flag}; 0.0.0.0 for all addresses.")(command)
         command = click.option(
             "--print-config", is_flag=True, help="Print every setting with its value and source, then exit."
         )(command)
@@ -129,6 +138,21 @@ def _one_of(name: str, bare: str, flag: str | None) -> str:
             f"{name} is given twice: {shortened(bare)!r} and --{name} {shortened(flag)!r}; give one of them", field=name
         )
     return bare
+
+
+def _address(name: str, given: str | None, default: str, host: str | None, port: int | None) -> str:
+    """Return a setting `HOST:PORT` with another host or port.
+
+    Raises:
+        UsageError: the setting is given too.
+    """
+    if given is not None:
+        flag = "--" + name.replace("_", "-")
+        raise UsageError(f"{flag} {shortened(given)!r} has host and port; leave out --host and --port", field=name)
+    default_host, _, default_port = default.rpartition(":")
+    if host is not None and ":" in host and not host.startswith("["):
+        host = f"[{host}]"
+    return f"{default_host if host is None else host}:{default_port if port is None else port}"
 
 
 def read_key(values: Values, name: str) -> list[bytes]:

@@ -7,6 +7,30 @@ from kvferry.cli.commands import up
 from kvferry.stack.plan.processes import StackConfig
 
 
+async def started(config: StackConfig, *_: object, **__: object) -> int:
+    print(f"http={config.http}")
+    return 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "said"),
+    [
+        (("--port", "8080"), {}, "http=127.0.0.1:8080"),
+        (("--host", "0.0.0.0"), {}, "http=0.0.0.0:8000"),
+        (("--host", "::1", "--port", "0"), {}, "http=[::1]:0"),
+        (("--port", "8080"), {"KVFERRY_HTTP": "127.0.0.2:1"}, "http=127.0.0.2:8080"),
+        (("--port", "8080", "--http", "127.0.0.1:1"), {}, "--http '127.0.0.1:1' has host and port"),
+        (("--port", "70000"), {}, "0<=x<=65535"),
+    ],
+)
+def test_host_and_port(flags, environment, said, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(up, "_up", started)
+    result = CliRunner().invoke(up.command, ["--model", "tiny", "--device", "cpu", *flags], env=environment)
+    assert said in result.output
+    assert (result.exit_code == 0) == said.startswith("http=")
+    assert ("whoever reaches this machine" in result.output) == ("0.0.0.0" in flags)
+
+
 @pytest.mark.parametrize(
     ("flags", "cores", "workers"),
     [

@@ -29,7 +29,7 @@ _ROLES = ("prefill", "decode", "both")
 
 
 @click.command("gateway")
-@with_settings(settings.GATEWAY)
+@with_settings(settings.GATEWAY, listens="http")
 def command(values: Values) -> None:
     """Run one gateway process: OpenAI-compatible HTTP and gRPC in front of workers.
 

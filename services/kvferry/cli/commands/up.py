@@ -1,6 +1,7 @@
 """`kvferry up`: runs the whole stack on this machine."""
 
 import asyncio
+import ipaddress
 import secrets
 import signal
 import sys
@@ -128,13 +129,14 @@ def _first_key(path: Path) -> str:
 
 @click.command("up")
 @click.option("--json", "as_json", is_flag=True, help="When ready, print the addresses as one JSON object.")
-@with_settings(settings.UP, argument="model")
+@with_settings(settings.UP, argument="model", listens="http")
 def command(values: Values, *, as_json: bool) -> None:
     """Start gateway, prefill and decode workers on this machine and keep them running; Ctrl-C drains.
 
     \b
       kvferry up
       kvferry up Qwen/Qwen3-0.6B                          a model of the Hugging Face Hub, see kvferry pull
+      kvferry up --port 8080                              host and port of the HTTP API
       kvferry up --prefill 2 --decode 2 --connector nixl --http 127.0.0.1:0
       kvferry up --prefill 1 --decode 1                   a pair, also on a few cores
       kvferry up --both 1 --prefill 0 --decode 0          one aggregated worker, no hand-off
@@ -146,7 +148,28 @@ def command(values: Values, *, as_json: bool) -> None:
     _, reason = _workers(values)
     if reason:
         click.echo(reason, err=True)
+    if not (_is_local(config.http) and _is_local(config.grpc)) and not (values["api_keys_file"] or values["tenants"]):
+        click.echo(
+            "warning: whoever reaches this machine may send requests; set --api-keys-file or --tenants, or listen on "
+            "127.0.0.1",
+            err=True,
+        )
     raise SystemExit(asyncio.run(_up(config, values["drain_seconds"], as_json=as_json)))
+
+
+def _is_local(address: str) -> bool:
+    """Return whether only processes of this machine reach an address, `host:port`."""
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _described(config: StackConfig) -> str:
+    """Return the workers of a stack, as text."""
+    counts = {"prefill": config.prefill, "decode": config.decode, "both": config.both}
+    return "workers: " + ", ".join(f"{count} {role}" for role, count in counts.items() if count)
 
 
 async def _up(config: StackConfig, drain_seconds: float, *, as_json: bool) -> int:
@@ -183,6 +206,7 @@ async def _run(config: StackConfig, drain_seconds: float, stop: asyncio.Event, *
             print_json({**ready, "workers": stack.worker_admin})
         else:
             click.echo(f"ready  http://{addresses.http}/v1  grpc {addresses.grpc}  admin http://{addresses.admin}")
+            click.echo(f"       {config.model}; {_described(config)}; chat: kvferry chat --url http://{addresses.http}")
         sys.stdout.flush()
         await stopping
         if sys.stderr.isatty():
