@@ -11,8 +11,8 @@ from msgspec import Struct
 
 from kvferry.cli.chatting.safe_text import shown_line
 from kvferry.cli.chatting.server_errors import refusal, stream_failure
-from kvferry.cli.chatting.server_url import ServerUrl
 from kvferry.cli.chatting.stream_events import DONE, ServerSentEvents, StreamedChunk, broken, parse_chunk
+from kvferry.cli.server_url import ServerUrl
 from kvferry.core.clock import Clock
 from kvferry.core.errors import DeadlinePassed, Unavailable, UsageError
 

@@ -16,6 +16,7 @@ from kvferry.bench.workload import arrivals as processes
 from kvferry.bench.workload import requests as workloads
 from kvferry.cli.options import NumberRange, Values, print_json, with_settings
 from kvferry.cli.output_files import OUTPUT_FILE, write_file
+from kvferry.cli.server_url import ServerUrl
 from kvferry.core.clock import SystemClock
 from kvferry.core.errors import Unavailable, UsageError
 from kvferry.core.settings.setting import Setting
@@ -99,7 +100,7 @@ def command(
 
     targets = parse_slo(slo)
     requests, num_cut = _requests(**shape)
-    target = Target(url, model, values["api_key"], timeout)
+    target = Target(str(ServerUrl.parse(url)), model, values["api_key"], timeout)
     with _progress(len(requests)) as advance:
         name, answers = asyncio.run(
             run(requests, target, SystemClock(), max_concurrency=max_concurrency, on_answer=advance)

@@ -57,7 +57,7 @@ def command(
     from kvferry.cli.chatting.chat_session import ChatForm, ChatSession
     from kvferry.cli.chatting.conversation import Conversation
     from kvferry.cli.chatting.screen import Screen
-    from kvferry.cli.chatting.server_url import ServerUrl
+    from kvferry.cli.server_url import ServerUrl
 
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # an answer may have any character, the terminal only some

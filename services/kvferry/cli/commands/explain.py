@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from kvferry.cli.options import Values, print_json, with_settings
+from kvferry.cli.server_url import ServerUrl
 from kvferry.core.errors import InvalidRequest, Unavailable
 from kvferry.core.settings.processes import EXPLAIN
 
@@ -29,7 +30,7 @@ def command(values: Values, *, request_id: str, as_json: bool) -> None:
 
     A gateway keeps its last 1,024 requests; each tenant can read only its own.
     """
-    found = _ask(values["http"], request_id, values["api_key"])
+    found = _ask(ServerUrl.parse(values["http"]), request_id, values["api_key"])
     if as_json:
         print_json(found)
         return
@@ -101,20 +102,21 @@ def _basis(candidate: dict[str, Any]) -> str:
     return f"estimated from requests sent there; {state}"
 
 
-def _ask(http: str, request_id: str, api_key: str) -> Any:
+def _ask(gateway: ServerUrl, request_id: str, api_key: str) -> Any:
     """Fetch a request's report from the gateway.
 
     Raises:
         InvalidRequest: the gateway has no ended request with this id and tenant.
         Unavailable: the gateway cannot be reached.
     """
-    url = f"http://{http}/v1/requests/{urllib.parse.quote(request_id, safe='')}"
-    request = urllib.request.Request(url, headers={"authorization": f"Bearer {api_key}"} if api_key else {})
+    url = f"{gateway}/v1/requests/{urllib.parse.quote(request_id, safe='')}"
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    request = urllib.request.Request(url, headers=headers)  # noqa: S310  the scheme is HTTP
     try:
-        with urllib.request.urlopen(request, timeout=_SECONDS) as answer:  # noqa: S310  the scheme is always http
+        with urllib.request.urlopen(request, timeout=_SECONDS) as answer:  # noqa: S310  the scheme is HTTP
             return json.loads(answer.read(_MAX_BYTES))
     except urllib.error.HTTPError as error:
         body = json.loads(error.read(_MAX_BYTES))
         raise InvalidRequest(body["error"]["message"], field="request_id") from error
     except (OSError, ValueError) as error:
-        raise Unavailable(f"the gateway at {http} does not answer ({error}); set --http HOST:PORT") from error
+        raise Unavailable(f"the gateway at {gateway} does not answer ({error}); set --http") from error

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from kvferry.cli.chatting.chat_client import ChatClient
-from kvferry.cli.chatting.server_url import ServerUrl
+from kvferry.cli.server_url import ServerUrl
 from kvferry.core import errors
 from kvferry.core.clock import SystemClock
 from kvferry.core.errors import UsageError

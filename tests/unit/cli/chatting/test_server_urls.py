@@ -5,8 +5,8 @@ import json
 import pytest
 
 from kvferry.cli.chatting.server_errors import refusal, stream_failure
-from kvferry.cli.chatting.server_url import ServerUrl
 from kvferry.cli.chatting.stream_events import StreamedError
+from kvferry.cli.server_url import ServerUrl
 from kvferry.core import errors
 from kvferry.core.errors import UsageError
 
