@@ -81,6 +81,11 @@ def test_a_killed_gateway_goes_on_after_its_start_and_does_nothing_twice(
     with running(*arguments) as second, client_of(second) as client:
         done = over(client, batch)
         assert (done.status, done.request_counts.completed, done.request_counts.failed) == ("completed", count, 0)
+        texts = client.files.content(done.output_file_id).text.splitlines()
+        used = [json.loads(text)["response"]["body"]["usage"] for text in texts]
+        assert done.usage is not None
+        assert done.usage.output_tokens == sum(one["completion_tokens"] for one in used) > count
+        assert done.usage.total_tokens == sum(one["total_tokens"] for one in used)
         assert sorted(ids(client, done.output_file_id)) == sorted(f"line-{number}" for number in range(count))
         whole = before[: before.rindex(b"\n") + 1]
         assert client.files.content(done.output_file_id).content.startswith(whole), "results were not computed again"

@@ -16,6 +16,7 @@ from msgspec import Raw
 from kvferry.core.clock import Clock
 from kvferry.core.errors import KvferryError
 from kvferry.gateway.batches import lines
+from kvferry.gateway.batches.batch_usage import BatchUsage, usage_of
 from kvferry.gateway.batches.folder import BatchFolder
 from kvferry.gateway.batches.line_slots import LineSlots
 from kvferry.gateway.batches.lines import InputLine, LineFailure, LineResponse, Validation
@@ -307,8 +308,9 @@ class BatchRun:
         if not self.record.is_over:  # cancelled meanwhile
             await self._change(BatchEvent.STOP, files, **fields, **self.counts())
 
-    def _result_files(self) -> tuple[list[FileRecord], dict[str, str]]:
-        now, found, fields = int(self._parts.clock.wall()), list[FileRecord](), dict[str, str]()
+    def _result_files(self) -> tuple[list[FileRecord], dict[str, Any]]:
+        """Return the records of the files, and the fields of the batch that follow from the files."""
+        now, found, fields = int(self._parts.clock.wall()), list[FileRecord](), dict[str, Any](usage=BatchUsage())
         kinds = ("output", "error")
         for kind, file_id in zip(kinds, result_ids(self.record.id), strict=True):
             path = self._parts.folder.content(file_id)
@@ -320,6 +322,9 @@ class BatchRun:
                 path.unlink(missing_ok=True)
                 continue
             fields[f"{kind}_file_id"] = file_id
+            if kind == "output":
+                with path.open("rb") as lines_of_file:
+                    fields["usage"] = usage_of(lines_of_file)
             name = f"{self.record.id}_{kind}.jsonl"
             expires = now + self.record.output_seconds
             found.append(FileRecord(file_id, self.record.tenant, "batch_output", name, size, now, expires))

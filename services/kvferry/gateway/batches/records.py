@@ -7,6 +7,7 @@ from typing import Literal
 from msgspec import Struct
 
 from kvferry.core.process.struct_types import describe
+from kvferry.gateway.batches.batch_usage import BatchUsage
 from kvferry.gateway.batches.states import BATCH_MACHINE, BatchState
 
 Purpose = Literal["batch", "batch_output"]
@@ -60,6 +61,8 @@ class BatchRecord(Struct, frozen=True):
     failed: int = 0
     output_file_id: str | None = None
     error_file_id: str | None = None
+    usage: BatchUsage | None = None
+    """Tokens of the completed lines; `None` before the final state."""
 
     @property
     def expires_at(self) -> int:

@@ -17,6 +17,7 @@ from kvferry.gateway.batches import batch_runner
 from kvferry.gateway.batches.batch_run import LineAnswer, RunParts
 from kvferry.gateway.batches.batch_runner import BatchRunner
 from kvferry.gateway.batches.batch_service import BatchService
+from kvferry.gateway.batches.batch_usage import BatchUsage
 from kvferry.gateway.batches.line_slots import LineSlots
 from kvferry.gateway.batches.records import WINDOW_SECONDS, BatchRecord
 from kvferry.gateway.batches.states import BatchState
@@ -150,6 +151,7 @@ async def test_a_batch_is_completed_with_a_bounded_number_of_lines_at_a_time(rig
         done = await rig.over(batch)
         assert (done.status, done.total, done.completed, done.failed) == (BatchState.COMPLETED, 20, 20, 0)
         assert list(done.times) == ["in_progress", "finalizing", "completed"]
+        assert done.usage == BatchUsage(), "the bodies of these answers have none"
         assert rig.ids(done.output_file_id) == sorted(names)
         assert done.error_file_id is None
         assert 1 <= rig.api.most <= 2

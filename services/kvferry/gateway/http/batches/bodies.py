@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar, Literal
 from msgspec import Struct
 from pydantic import Field
 
+from kvferry.gateway.batches.batch_usage import BatchUsage
 from kvferry.gateway.batches.records import BatchRecord, FileRecord, LineError
 from kvferry.gateway.batches.states import BatchState
 from kvferry.gateway.http.fields import field_policy
@@ -141,6 +142,8 @@ class BatchObject(Struct):
     cancelled_at: int | None
     request_counts: RequestCounts
     metadata: Mapping[str, str] | None
+    usage: BatchUsage | None
+    """Tokens of the completed lines; set in a final state."""
     object: str = "batch"
 
 
@@ -185,4 +188,5 @@ def batch_object(record: BatchRecord) -> BatchObject:
         cancelled_at=at("cancelled"),
         request_counts=RequestCounts(record.total, record.completed, record.failed),
         metadata=record.metadata,
+        usage=record.usage,
     )
