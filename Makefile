@@ -39,7 +39,8 @@ redis: ## redis-server for the tests, from the distribution, if it can be instal
 $(READY): requirements.lock pyproject.toml CMakeLists.txt $(wildcard kernels/cpu/* kernels/cpu/*/*)
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "kvferry needs Python 3.11 or newer; set PYTHON=...")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "setting up $(VENV): $$(grep -c == requirements.lock) packages, once; a minute on a fast network"
+	@echo "setting up $(VENV), once: $$(grep -c == requirements.lock) packages (6 GB, most of it for GPUs)," \
+	  "half a minute on a fast network; then the C++ kernels are compiled, about three minutes on two cores"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check uv || echo "uv is not available: falling back to pip"
 	@quiet=--quiet; if test -t 2; then quiet=; fi; \
 	if test -x $(BIN)/uv; then \
