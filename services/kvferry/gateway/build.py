@@ -178,7 +178,7 @@ def build_gateway(
     )  # fmt: skip
     pins = FleetPins(fleet, clock)
     batches = None if config.batches is None else BatchService(config.batches, clock)
-    access = AdminAccess(is_loopback_address(config.admin_address), config.admin_token_file)
+    access = AdminAccess(is_loopback_address(config.admin_address), config.admin_token_file, clock)
     access.warn()
     client_api = ClientApi(
         service,

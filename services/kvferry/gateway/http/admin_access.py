@@ -3,14 +3,18 @@
 import asyncio
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from hashlib import sha256
 from hmac import compare_digest
 from pathlib import Path
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvferry.core.errors import Forbidden, KvferryError, Unauthenticated, UsageError, shortened
+from kvferry.core.clock import Clock, SystemClock
+from kvferry.core.errors import Forbidden, KvferryError, Overloaded, Unauthenticated, UsageError, shortened
+from kvferry.core.rare_lines import RareLines, more
+from kvferry.gateway.admission.key_guesses import MAX_WRONG_KEYS, KeyGuesses
 from kvferry.gateway.http.browsers import SAFE_METHODS
 from kvferry.gateway.http.client_api import error_response
 
@@ -79,6 +83,9 @@ class AdminAccess:
     """Whether the admin port is bound to loopback."""
     path: Path | None = None
     """The file of tokens, read for each change; `None` for no tokens."""
+    clock: Clock = field(default_factory=SystemClock)
+    guesses: KeyGuesses = field(default_factory=KeyGuesses)
+    """Unknown tokens by the address that sent them."""
 
     def warn(self) -> None:
         """Log a warning if no change would be accepted because of the file."""
@@ -88,15 +95,17 @@ class AdminAccess:
             except UsageError as error:
                 _log.warning("the admin port refuses changes: %s", error.message)
 
-    async def name_of(self, authorization: str | None) -> str:
+    async def name_of(self, authorization: str | None, address: str) -> str:
         """Return the name of who makes a change.
 
         Args:
             authorization: value of the `Authorization` header; `None` if there is none.
+            address: host of the client, by which unknown tokens are counted.
 
         Raises:
             ChangesOff: there is no valid file of tokens, and it is given or the port is not bound to loopback.
             Unauthenticated: the token is missing or unknown.
+            Overloaded: too many unknown tokens came from this address within the last minute.
         """
         if self.path is None:
             if self.is_local:
@@ -113,8 +122,18 @@ class AdminAccess:
         if authorization is None or not authorization.lower().startswith(_SCHEME):
             raise Unauthenticated(f"changes need a token of {_FLAG}; send `Authorization: Bearer <token>`")
         given = authorization[len(_SCHEME) :].strip().encode("utf-8", "surrogateescape")
+        digest, now = sha256(given).digest(), self.clock.monotonic()
+        if wait := self.guesses.wait_seconds(address, digest, now):
+            raise Overloaded(
+                f"{MAX_WRONG_KEYS} unknown tokens came from {address} within a minute; retry in {wait:.0f} s",
+                reason="TOO_MANY_KEYS",
+                retry_after_seconds=wait,
+            )
         names = [token.name for token in tokens if compare_digest(token.value, given)]  # compares with every token
-        if not names:
+        if names:
+            self.guesses.note_right(address, digest)
+        else:
+            self.guesses.note_wrong(address, now)
             raise Unauthenticated(f"unknown token; send one of the file of {_FLAG}")
         return names[0]
 
@@ -131,6 +150,7 @@ class ChangeGuard:
         """
         self._inner = inner
         self._access = access
+        self._refusals = RareLines(access.clock)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] in SAFE_METHODS:
@@ -138,9 +158,11 @@ class ChangeGuard:
             return
         route = f"{scope['method']} {shortened(scope['path'])!r}"
         try:
-            who = await self._access.name_of(Headers(scope=scope).get("authorization"))
+            who = await self._access.name_of(Headers(scope=scope).get("authorization"), (scope["client"] or ("",))[0])
         except KvferryError as refused:
-            _audit.info("change refused: %s: %s", route, refused.reason)
+            left_out = self._refusals.left_out(refused.reason) if isinstance(refused, Overloaded) else 0
+            if left_out is not None:
+                _audit.info("change refused: %s: %s%s", route, refused.reason, more(left_out))
             await error_response(refused)(scope, receive, send)
             return
         status = 500

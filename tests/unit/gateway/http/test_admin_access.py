@@ -67,6 +67,21 @@ async def test_every_change_needs_a_token_and_reading_does_not(
         assert [worker.num_resets for worker in gateway.workers.all] == [1, 1]
 
 
+async def test_guessed_tokens_are_limited_and_the_right_one_still_passes(
+    file: Path, client: httpx.AsyncClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with scripted_gateway(admin_token_file=file) as gateway:
+        url = admin_url(gateway) + RESET
+        assert (await client.post(url, headers=bearer(TOKEN))).status_code == 200
+        answers = [await client.post(url, headers=bearer(f"{number:020}")) for number in range(40)]
+        assert [answer.status_code for answer in answers] == [401] * 10 + [429] * 30
+        assert 1 <= int(answers[-1].headers["retry-after"]) <= 60
+        assert (await client.post(url, headers=bearer(TOKEN))).status_code == 200, "used before from this address"
+        assert (await client.post(url, headers=bearer(OTHER))).status_code == 429
+    refused = [record for record in caplog.records if "change refused" in record.message]
+    assert len(refused) == 11, "guesses do not fill the log"
+
+
 async def test_an_address_that_is_not_loopback_needs_a_file(client: httpx.AsyncClient) -> None:
     async with scripted_gateway(admin_address="0.0.0.0:0") as gateway:
         for method, path in routes(gateway):
@@ -144,4 +159,4 @@ def test_an_invalid_file_is_refused_without_its_text(tmp_path: Path, text: str, 
 async def test_a_file_that_cannot_be_read_permits_no_change(tmp_path: Path, is_local: bool) -> None:
     for path in (tmp_path, tmp_path / "missing"):
         with pytest.raises(ChangesOff, match="--admin-token-file"):
-            await AdminAccess(is_local, path).name_of(None)
+            await AdminAccess(is_local, path).name_of(None, "")
