@@ -54,7 +54,7 @@ HOSTILE = {
     "spaces": (_TEXT, '{"prompt": "' + " " * 8_000_000 + '"}', "prompt"),
     "empty messages": (_CHAT, '{"messages": [' + '{"role": "user", "content": ""},' * 190_000 + "{}]}", "messages"),
     "empty parts": (_CHAT, chat("[" + '{"type": "text", "text": ""},' * 200_000 + "1]"), "messages.0.content"),
-    "a long message": (_CHAT, chat('"' + "1" * 8_000_000 + '"'), "prompt"),
+    "a long message": (_CHAT, chat('"' + "1" * 8_000_000 + '"'), "messages"),
     "unknown fields": (_CHAT, json.dumps({f"k{i}": i for i in range(400_000)}), None),
     "one long field": (_TEXT, '{"prompt": "hi", "' + "k" * 8_000_000 + '": 1}', "k" * 39 + "…"),
     "biases": (_TEXT, json.dumps({**_GOOD, "logit_bias": {str(i): 1 for i in range(400_000)}}), "logit_bias"),

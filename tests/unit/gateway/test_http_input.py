@@ -103,7 +103,7 @@ def check_error(response: httpx.Response, status: int, param: str | None = None,
         ({"messages": [{"role": "user", "content": "x", "audio": {"id": "a"}}]}, "messages.0.audio", "not supported"),
         ({"messages": [{"role": "user", "content": "x", "reasoning": "y"}]}, "messages.0.reasoning", "assistant"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0.type", ""),
-        ({"messages": [{"role": "user", "content": "x" * 600}]}, "prompt", "is 512"),
+        ({"messages": [{"role": "user", "content": "x" * 600}]}, "messages", "is 512"),
         ({"model": ""}, "model", "model '' is not served here"),
     ],
 )
