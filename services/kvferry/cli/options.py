@@ -92,7 +92,9 @@ def with_settings(
             with reported():
                 if bare is not None:
                     own[argument] = _one_of(argument, bare, own[argument])
-                check_variables(config.environment(), everything, EVERY_NAME)
+                doubtful = check_variables(config.environment(), everything, EVERY_NAME)
+                for variable, meant in doubtful.items():
+                    click.echo(f"warning: {variable} is a setting of other commands; did you mean {meant}?", err=True)
                 file = config.read_settings_file(config_file)
                 if host is not None or port is not None:
                     found = resolve(everything, {}, config.environment(), file, str(config_file or ""))

@@ -1,6 +1,7 @@
 """Turns of jobs that run one at a time, fair between their owners in order and in room.
 
-Order: the owner whose jobs have taken the least time is first, and among the jobs of one owner the smallest.
+Order: the owner whose jobs have taken the least time is first, and among the jobs of one owner the smallest. Idle time
+earns no credit: an owner that comes back, or is new, begins with the time that an owner had on average meanwhile.
 Room: a job that finds no room displaces the newest job of the owner that has the most, so that one owner may use all
 room only while no other needs it.
 """
@@ -41,6 +42,9 @@ class JobTurns:
         self._waiting: list[Turn] = []
         self._seconds: dict[str, float] = {}
         """Time that the jobs of each owner have taken; forgotten when no job waits."""
+        self._share = 0.0
+        """Time that an owner with waiting jobs has had on average since jobs began to wait: the virtual time of fair
+        queueing (Demers, Keshav and Shenker, 1989)."""
         self._numbers = itertools.count()
 
     async def enter(self, owner: str, size: int) -> Turn:
@@ -55,6 +59,7 @@ class JobTurns:
         """
         self._make_room(owner)
         loop = asyncio.get_running_loop()
+        self._seconds[owner] = max(self._seconds.get(owner, 0.0), self._share)
         turn = Turn(owner, size, next(self._numbers), loop.create_future())
         self._waiting.append(turn)
         self._grant()
@@ -76,8 +81,10 @@ class JobTurns:
         if turn.begun:
             took = asyncio.get_running_loop().time() - turn.begun
             self._seconds[turn.owner] = self._seconds.get(turn.owner, 0.0) + took
+            self._share += took / len({turn.owner, *(one.owner for one in self._waiting)})
         if not self._waiting:
             self._seconds.clear()
+            self._share = 0.0
         self._grant()
 
     def _make_room(self, owner: str) -> None:
@@ -94,7 +101,8 @@ class JobTurns:
             raise self._overloaded()
         displaced = max((turn for turn in self._waiting if turn.owner == largest), key=lambda turn: turn.number)
         self._waiting.remove(displaced)
-        displaced.granted.set_exception(self._overloaded())
+        if not displaced.granted.done():  # its caller may have been cancelled just now
+            displaced.granted.set_exception(self._overloaded())
 
     def _overloaded(self) -> Overloaded:
         return Overloaded(
@@ -103,8 +111,15 @@ class JobTurns:
         )
 
     def _grant(self) -> None:
-        if self._running is None and self._waiting:
-            first = min(self._waiting, key=lambda one: (self._seconds.get(one.owner, 0.0), one.size, one.number))
+        arrived: dict[str, int] = {}
+        for one in reversed(self._waiting):
+            arrived[one.owner] = one.number  # of the owner's first job, which decides between equal owners
+        while self._running is None and self._waiting:
+            first = min(
+                self._waiting,
+                key=lambda one: (self._seconds.get(one.owner, 0.0), arrived[one.owner], one.size, one.number),
+            )
             self._waiting.remove(first)
-            self._running = first
-            first.granted.set_result(None)
+            if not first.granted.done():  # its caller may have been cancelled just now
+                self._running = first
+                first.granted.set_result(None)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kvferry.core.errors import InvalidRequest, UnknownModel, context_overflow, shortened
-from kvferry.core.inference.tools import ToolUse
+from kvferry.core.inference.tools import ToolMode, ToolUse
 from kvferry.core.sampling import SamplingParams
 from kvferry.serving.text_model import ChatMessages, TextModel
 from kvferry.text.answers.answer import SplitOptions
@@ -18,10 +18,16 @@ from kvferry.text.requests.prompt_parameters import check_output_length, token_f
 from kvferry.text.tools.conversations import PromptEnd, check_calls, with_names
 
 MAX_MESSAGES = 4096
+MAX_SCHEMA_CHARS = 2048
+"""Maximum length of the schemas of a call that are prepared on an event loop."""
 _NO_TOOLS = ToolUse()
 """Maximum number of messages in a conversation."""
 
 DrawSeed = Callable[[], int]
+
+
+class TooCostlyHere(Exception):
+    """A request must be read where a costly preparation stops nobody else; see `TextModel.is_apart`."""
 
 
 def draw_seed() -> int:
@@ -226,9 +232,13 @@ def prepare_chat(
         end: how the prompt ends.
 
     Raises:
+        TooCostlyHere: the schemas of a call must be prepared elsewhere.
         InvalidRequest: see `encode_chat`; a message of role `tool` does not match a call; a call is required
             together with another constraint, or with a schema that no grammar can express.
     """
+    has_grammar = use.choice is ToolMode.REQUIRED or sampling.constraint is not None
+    if has_grammar and not model.is_apart and sum(len(repr(t.schema)) for t in use.offered) > MAX_SCHEMA_CHARS:
+        raise TooCostlyHere
     ids = encode_chat(model, messages, use, variables, end)
     form = model.answer_form
     is_open = opens_reasoning(form, ids, model.new_detokenizer(False, form.marks.by_token))

@@ -20,6 +20,8 @@ EXPLAIN_HEADER = "x-kvferry-explain"
 `kvferry explain`."""
 
 
+_TRANSLATED = ipaddress.ip_network("64:ff9b::/96")
+"""Addresses of IPv4 behind NAT64 (RFC 6052)."""
 _SUBNET_BITS = 64
 """Length of the prefix that one user of IPv6 usually has."""
 
@@ -45,6 +47,10 @@ def _subnet(address: str) -> str:
     except ValueError:
         return address
     if isinstance(parsed, ipaddress.IPv4Address):
+        return address
+    if parsed.ipv4_mapped is not None:  # how a listener for both versions writes IPv4
+        return str(parsed.ipv4_mapped)
+    if not parsed.is_global or parsed in _TRANSLATED:
         return address
     return str(ipaddress.IPv6Network((int(parsed), _SUBNET_BITS), strict=False))
 

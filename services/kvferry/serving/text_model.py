@@ -65,5 +65,7 @@ class TextModel:
     `constraint_check`."""
     answer_form: AnswerForm = field(default_factory=AnswerForm)
     """How reasoning and tool calls are written in the model's answers."""
+    is_apart: bool = False
+    """Whether the model is used where a costly preparation stops nobody else: in the text process, or on a thread."""
     hidden_size: int = 0
     """Number of values of a pooled vector; 0 if vectors are not served."""

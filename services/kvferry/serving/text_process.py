@@ -16,7 +16,7 @@ import signal
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.process import BaseProcess
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -86,6 +86,8 @@ class TextProcess:
         self._limits = limits or TextLimits()
         self._prepare = prepare
         self._executor: ProcessPoolExecutor | None = None
+        self._ready_one: ProcessPoolExecutor | None = None
+        """The last process that is known to have started."""
         self._spare: _Pool | None = None
         self._turns = JobTurns(self._limits.max_waiting, self._limits.field)
         self._running: set[asyncio.Task[Any]] = set()
@@ -118,7 +120,8 @@ class TextProcess:
             Unavailable: the process does not respond.
         """
         turn = await self._turns.enter(owner, size)  # a caller that is cancelled here leaves no job
-        task = asyncio.create_task(self._execute(lambda: self._process().submit(_run, self._limits, job, args, kwargs)))
+        execution = self._execute(turn, lambda: self._process().submit(_run, self._limits, job, args, kwargs))
+        task = asyncio.create_task(execution)
         self._running.add(task)
         task.add_done_callback(lambda done: self._discard(done, turn))
         result: R = await asyncio.shield(task)  # a running job occupies its turn even if its caller is cancelled
@@ -130,7 +133,7 @@ class TextProcess:
         if not task.cancelled():
             task.exception()  # mark the exception as retrieved, in case the caller was cancelled
 
-    async def _execute(self, submit: Callable[[], Any]) -> Any:
+    async def _execute(self, turn: Turn, submit: Callable[[], Any]) -> Any:
         """Run a job. If the process exits, run it once more in a new process: the old one may have been killed between
         two jobs."""
         begun = asyncio.get_running_loop().time()
@@ -138,6 +141,7 @@ class TextProcess:
         for is_last in (False, True):
             try:
                 async with asyncio.timeout(self._limits.wall_seconds + _START_SECONDS):
+                    await self._started_before(turn)
                     return await asyncio.wrap_future(submit())
             except TimeoutError:
                 self._abandon()
@@ -161,6 +165,14 @@ class TextProcess:
         )
         ended.was_killed = any(code in (-signal.SIGKILL, -signal.SIGTERM) for code in codes)
         raise ended
+
+    async def _started_before(self, turn: Turn) -> None:
+        """Wait until the process has started, whose start does not count as time of the job."""
+        executor = self._process()
+        if executor is not self._ready_one:
+            await asyncio.wrap_future(executor.submit(_ready))
+            self._ready_one = executor
+            turn.begun = asyncio.get_running_loop().time()
 
     def _abandon(self) -> None:
         """Kill a process that does not respond, for example because it is stopped."""
@@ -238,7 +250,7 @@ def _begin(
     # The terminal signals the whole process group, but the parent stops this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     lower_priority(limits.niceness)
-    _model = open_model()
+    _model = replace(open_model(), is_apart=True)
     if prepare is not None:
         prepare(_model)
     resource.setrlimit(resource.RLIMIT_DATA, (limits.memory_bytes, limits.memory_bytes))

@@ -297,8 +297,9 @@ class TextService:
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> R:
-        """Run `job(model, ...)` on text of `size` characters or bytes: in this thread if the text is small, otherwise
-        in the text process, as a job of the client. A large text that is refused counts towards its quota of requests.
+        """Run `job(model, ...)` on text of `size` characters or bytes: in this thread if the text is small and cheap,
+        otherwise in the text process, as a job of the client. A costly text that is refused counts towards its quota of
+        requests.
 
         Args:
             client: the client that sent the text.
@@ -308,14 +309,15 @@ class TextService:
             kwargs: keyword arguments of the job.
 
         Raises:
-            KvferryError: raised by the job, or by `TextProcess.run`; `Overloaded` also if the text is large and the
+            KvferryError: raised by the job, or by `TextProcess.run`; `Overloaded` also if the text is costly and the
                 client's quota of requests is used up.
         """
         if size < LARGE_CHARS:
-            return job(self.model, *args, **kwargs)
+            with suppress(prompts.TooCostlyHere):
+                return job(self.model, *args, **kwargs)
         with self._charged_if_refused(client.tenant):
             if self.process is None:
-                return await asyncio.to_thread(job, self.model, *args, **kwargs)
+                return await asyncio.to_thread(job, replace(self.model, is_apart=True), *args, **kwargs)
             return await self.process.run(client.owner, size, job, *args, **kwargs)
 
     @contextmanager

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Mapping
 
 from kvferry.core.clock import Clock
-from kvferry.core.errors import Unavailable
+from kvferry.core.errors import Unavailable, UsageError
 from kvferry.core.process.config import child_environment
 from kvferry.stack.plan.processes import ProcessSpec
 from kvferry.stack.plan.restarts import RestartHistory, RestartPolicy
@@ -128,7 +128,8 @@ class SupervisedProcess:
                 return
             if not self._listening.done() and (status == _WRONG_USAGE or self.num_starts >= _MAX_FIRST_STARTS):
                 # A usage error or a damaged file will fail again.
-                self._listening.set_exception(Unavailable(f"{self.spec.name} cannot start; see its message above"))
+                kind = UsageError if status == _WRONG_USAGE else Unavailable
+                self._listening.set_exception(kind(f"{self.spec.name} cannot start; see its message above"))
                 return
             history, pause = history.after_death(self._policy, self._clock.monotonic() - started)
             self._on_death(self.spec.name, status, pause)

@@ -80,6 +80,42 @@ async def test_a_caller_that_leaves_at_its_turn_passes_it_on() -> None:
     await jobs.tasks[2][1]
 
 
+async def test_a_waiter_that_is_cancelled_as_its_turn_comes_is_passed_over() -> None:
+    turns = JobTurns(4, "prompt")
+    first = await turns.enter("a", 0)
+    gone, next_one = (asyncio.create_task(turns.enter(owner, 0)) for owner in "bc")
+    await settled()
+    gone.cancel()
+    turns.leave(first)  # before the cancelled task has run
+    turns.leave(await next_one)
+    with pytest.raises(asyncio.CancelledError):
+        await gone
+    turns.leave(await turns.enter("d", 0))
+
+
+async def test_new_owners_do_not_keep_an_earlier_one_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    turns = JobTurns(8, "prompt")
+    monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now)
+    order: list[str] = []
+
+    async def job(owner: str) -> None:
+        nonlocal now
+        turn = await turns.enter(owner, 0)
+        order.append(owner)
+        await settled()
+        now += 1.0
+        turns.leave(turn)
+
+    tasks = [asyncio.create_task(job(owner)) for owner in ("new0", "victim", "new1", "victim")]
+    for number in range(2, 20):  # another new owner with each job
+        await settled()
+        tasks.append(asyncio.create_task(job(f"new{number}")))
+        await asyncio.sleep(0)
+    await asyncio.gather(*tasks)
+    assert [number for number, owner in enumerate(order) if owner == "victim"][-1] <= 8, order
+
+
 def run(scenario: Callable[[], Awaitable[None]]) -> None:
     async def bounded() -> None:
         async with asyncio.timeout(60):
@@ -107,8 +143,12 @@ def test_an_owner_below_its_share_is_not_refused(max_jobs: int, owners: list[str
     [
         (ClientIdentity("team", "10.0.0.1"), "team"),
         (ClientIdentity("", "10.0.0.1"), "address 10.0.0.1"),
-        (ClientIdentity("", "2001:db8:1:2:3::4"), "address 2001:db8:1:2::/64"),
-        (ClientIdentity("", "2001:db8:1:2:ffff::"), "address 2001:db8:1:2::/64"),
+        (ClientIdentity("", "2a00:1450:1:2:3::4"), "address 2a00:1450:1:2::/64"),
+        (ClientIdentity("", "2a00:1450:1:2:ffff::"), "address 2a00:1450:1:2::/64"),
+        (ClientIdentity("", "::ffff:10.0.0.1"), "address 10.0.0.1"),
+        (ClientIdentity("", "64:ff9b::a00:1"), "address 64:ff9b::a00:1"),
+        (ClientIdentity("", "::1"), "address ::1"),
+        (ClientIdentity("", "fd00::1"), "address fd00::1"),
         (ClientIdentity("", "client.example"), "address client.example"),
         (ClientIdentity(), "address "),
     ],

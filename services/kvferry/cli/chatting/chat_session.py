@@ -5,6 +5,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
+import click
 import msgspec
 
 from kvferry.cli.chatting.answer_stats import stats_line, stats_report
@@ -216,6 +217,8 @@ class ChatSession:
         try:
             path = Path(name).expanduser().absolute()
             OUTPUT_FILE.convert(str(path), None, None)
+        except click.BadParameter as error:
+            raise UsageError(error.message, field="save") from None
         except (OSError, RuntimeError, ValueError):
             raise UsageError("this is no name of a file; use another one", field="save") from None
         if path.exists() and path not in self._saved:

@@ -12,8 +12,10 @@ from typing import Any
 from kvferry.core.errors import UsageError
 from kvferry.core.settings.setting import ENVIRONMENT_PREFIX, Setting
 
-_NEAR = 0.85
+_NEAR = 0.8
 """Similarity from which a variable is taken for a misspelled setting."""
+_NEAREST = 0.92
+"""Similarity from which a setting of another command may be meant for this one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +68,11 @@ def resolve(
     return found
 
 
-def check_variables(environment: Mapping[str, str], settings: Sequence[Setting], others: Collection[str]) -> None:
-    """Check that no environment variable is a misspelled setting.
+def check_variables(
+    environment: Mapping[str, str], settings: Sequence[Setting], others: Collection[str]
+) -> dict[str, str]:
+    """Check that no environment variable is a misspelled setting; return the variables that are settings of other
+    commands and nearly one of this command, with the latter.
 
     Other variables with kvferry's prefix are ignored: a Service in Kubernetes named `kvferry` makes some of them.
 
@@ -80,15 +85,21 @@ def check_variables(environment: Mapping[str, str], settings: Sequence[Setting],
         UsageError: a variable is nearly the one of a setting, and no setting itself.
     """
     known = {setting.variable: _letters(setting.variable) for setting in settings}
+    doubtful: dict[str, str] = {}
     for variable in sorted(environment):
         name = variable.removeprefix(ENVIRONMENT_PREFIX)
-        if name == variable or variable in known or name.lower() in others:
+        if name == variable or variable in known:
             continue
-        letters = _letters(variable)
-        near = difflib.get_close_matches(letters, known.values(), 1, _NEAR)
-        if near:
-            meant = next(one for one, text in known.items() if text == near[0])
+        is_other = name.lower() in others
+        near = difflib.get_close_matches(_letters(variable), known.values(), 1, _NEAREST if is_other else _NEAR)
+        if not near:
+            continue
+        meant = next(one for one, text in known.items() if text == near[0])
+        if not is_other:
             raise UsageError(f"{variable} is not a setting; did you mean {meant}? Correct or unset it", field=variable)
+        if meant not in environment:
+            doubtful[variable] = meant
+    return doubtful
 
 
 def _letters(variable: str) -> str:

@@ -52,8 +52,10 @@ WHITESPACE = " "
 """Whitespace between two JSON tokens, if there is any. A small model would fill `max_tokens` with line breaks."""
 _MAX_COPIED_CHARS = MAX_CONSTRAINT_BYTES
 """Maximum length of all definitions that take the place of references, as JSON."""
-_MAX_EXPANDED_CHARS = 1 << 20
+_MAX_EXPANDED_CHARS = 1 << 18
 """Maximum length of the members of an object whose names are an enum, as JSON."""
+_MAX_NAMES_CHARS = 1 << 13
+"""Maximum length of all names of an object, if other names have a pattern, which is some fifty times as long."""
 _MAX_PLACES = 60
 """Maximum number of decimal places of a bound; the compiler's expressions for more are nested too deeply."""
 
@@ -89,6 +91,8 @@ def enforced(schema: Any, options: Collection[str] = ()) -> Any:
         return _enforceable(_with_names(distinguished(schema), _Definitions(schema)))
     except RecursionError:
         raise _nested() from None
+    except (TypeError, AttributeError):  # such as a number where the keyword has a list
+        raise invalid("json_schema is not a valid schema: a keyword has a value of a wrong type") from None
 
 
 def with_layout(schema: Any) -> Any:
@@ -251,12 +255,17 @@ def _name_members(schema: dict[str, Any]) -> None:
     # Other names need a pattern of their own if their members have a schema, which known members need not match, or if
     # a known name has a control character, which can be spelled in several ways.
     is_distinct = others not in (True, {}) or any(_CONTROL.search(name) for name in known)
+    if is_distinct and sum(map(len, known)) > _MAX_NAMES_CHARS:
+        raise invalid(
+            f"other members beside names of more than {_MAX_NAMES_CHARS} characters in total cannot be enforced; set "
+            "additionalProperties to false in the same object"
+        )
     if is_distinct and any(len(name) > MAX_NAME or "\x1f" in name for name in known):
         raise invalid(
             f"other members beside names of more than {MAX_NAME} characters, or with the control character U+001F, "
             "cannot be enforced; set additionalProperties to false in the same object"
         )
-    name = enforceable_pattern(other_names(known)) if is_distinct else _ANY_NAME
+    name = other_names(known) if is_distinct else _ANY_NAME
     schema |= {_PATTERNS: {name: others}, "additionalProperties": False}
 
 

@@ -77,7 +77,11 @@ def prepared_lark(text: str, tokens: NamedTokens) -> str:
                 schema, end = json.JSONDecoder().raw_decode(text, at)
             except (ValueError, RecursionError):
                 raise invalid(f"{_JSON} is not followed by a valid JSON schema") from None
-            made += (text[copied:at], json.dumps(with_layout(enforced(schema, LAYOUT)), ensure_ascii=False))
+            try:
+                prepared = json.dumps(with_layout(enforced(schema, LAYOUT)), ensure_ascii=False)
+            except RecursionError:
+                raise invalid(f"the schema after {_JSON} is nested too deeply") from None
+            made += (text[copied:at], prepared)
             copied = at = end
     return "".join((*made, text[copied:]))
 

@@ -101,7 +101,7 @@ def _has_alternatives(parts: list[str]) -> bool:
 
 
 def other_names(names: Collection[str]) -> str:
-    """Return a pattern that matches every string except the given ones.
+    """Return a pattern that matches every string except the given ones, and that the compiler enforces.
 
     Args:
         names: the strings to exclude, each of at most `MAX_NAME` characters.
@@ -117,7 +117,7 @@ def _after(names: list[str]) -> str:
     for first, group in itertools.groupby(names[is_name:], key=lambda name: name[0]):
         begun.append(f"\\u{{{ord(first):x}}}")
         ways.append(begun[-1] + _after([name[1:] for name in group]))
-    ways.append(f"[^{''.join(begun)}](?s:.*)" if begun else "(?s:.+)")
+    ways.append(f"[[^{''.join(begun)}]&&[^{_REMOVED}]](?s:.*)" if begun else "(?s:.+)")
     return f"(?:{'|'.join(ways)}){'' if is_name else '?'}"
 
 

@@ -19,6 +19,8 @@ MAX_FORMATS = 512
 """Maximum number of formats in a structural tag, nested ones included."""
 MAX_DEPTH = 32
 MAX_REPEATS = 1024
+_MAX_REPEATED_CHARS = 256
+"""Length from which ends that several formats share are a rule of their own."""
 _TEXT = "/(?s:.*)/"
 _Ends = tuple[str, ...]
 """Texts of which one follows a format; empty if nothing has to follow."""
@@ -50,8 +52,12 @@ class _Translation:
         self._tokens, self._gbnf = tokens, gbnf
         self._count = 0
         self._names = sorted(tokens.by_id, key=len, reverse=True)
-        self._texts: dict[str, str] = {}
-        """Terminals of free text by their bodies."""
+        self._texts: dict[tuple[str, ...], str] = {}
+        """Terminals of free text by the texts that they exclude."""
+        self._untils: dict[tuple[str, str], str] = {}
+        """Rules of free text up to an end, by the free text and the end."""
+        self._ends: dict[_Ends, str] = {}
+        """Rules of ends."""
         self._translate: Mapping[str, Callable[[dict[str, Any], _Ends, int, str], str]] = {
             "any_text": self._any_text,
             "const_string": self._const_string,
@@ -254,7 +260,7 @@ class _Translation:
     def _triggered(
         self,
         branches: Sequence[tuple[str, str]],
-        excludes: Sequence[str],
+        excludes: tuple[str, ...],
         then: _Ends,
         *,
         loops: bool,
@@ -294,34 +300,42 @@ class _Translation:
         return f"{expression} {self._any_of(then)}" if then else expression
 
     def _any_of(self, texts: _Ends) -> str:
-        made = [self._literal(text) for text in texts]
-        return made[0] if len(made) == 1 else f"({' | '.join(made)})"
+        found = self._ends.get(texts)
+        if found is None:
+            made = [self._literal(text) for text in texts]
+            found = made[0] if len(made) == 1 else f"({' | '.join(made)})"
+            if len(found) > _MAX_REPEATED_CHARS:
+                found = self._rule("ends", found)
+            self._ends[texts] = found
+        return found
 
-    def _free(self, excludes: Sequence[str]) -> str:
+    def _free(self, excludes: tuple[str, ...]) -> str:
         """Return free text without the excluded texts."""
-        body = _without(excludes)
-        if body not in self._texts:
-            self._texts[body] = self._rule("TEXT", body)
-        return self._texts[body]
+        if excludes not in self._texts:
+            self._texts[excludes] = self._rule("TEXT", _without(excludes))
+        return self._texts[excludes]
 
-    def _until(self, ends: _Ends, excludes: Sequence[str]) -> str:
+    def _until(self, ends: _Ends, excludes: tuple[str, ...]) -> str:
         """Return free text up to and including the first of some texts."""
-        others = [text for text in excludes if text not in ends]
-        made = [self._until_one(end, others) for end in ends]
+        excluded_ends = frozenset(ends).intersection(excludes)
+        free = self._free(tuple(text for text in excludes if text not in excluded_ends))
+        made = [self._until_one(end, free) for end in ends]
         return made[0] if len(made) == 1 else f"({' | '.join(made)})"
 
-    def _until_one(self, end: str, excludes: Sequence[str]) -> str:
+    def _until_one(self, end: str, free: str) -> str:
         name = next((name for name in self._names if end.startswith(name)), None)
         if name is None:
-            return self._lazy(end, excludes)
+            return self._lazy(end, free)
         rest = self._literal(end[len(name) :])
-        by_token = f"{self._free(excludes)} <[{self._tokens.by_id[name]}]> {rest}"
-        return f"({by_token} | {self._lazy(end, excludes)})" if name in self._tokens.ordinary else f"({by_token})"
+        by_token = f"{free} <[{self._tokens.by_id[name]}]> {rest}"
+        return f"({by_token} | {self._lazy(end, free)})" if name in self._tokens.ordinary else f"({by_token})"
 
-    def _lazy(self, end: str, excludes: Sequence[str]) -> str:
-        """Return free text that ends at the first occurrence of the text `end`."""
+    def _lazy(self, end: str, free: str) -> str:
+        """Return the free text of a terminal that ends at the first occurrence of the text `end`."""
         first = min((place for name in self._names if (place := end.find(name)) > 0), default=len(end))
-        name = self._rule("until", f"{self._free(excludes)} {quoted(end[:first])}", "[lazy]")
+        name = self._untils.get((free, end))
+        if name is None:
+            name = self._untils[free, end] = self._rule("until", f"{free} {quoted(end[:first])}", "[lazy]")
         return f"{name} {self._literal(end[first:])}"
 
     def _literal(self, text: str) -> str:
@@ -336,14 +350,14 @@ class _Translation:
         token = f"<[{self._tokens.by_id[name]}]>"
         return f"({token} | {quoted(name)})" if name in self._tokens.ordinary else token
 
-    def _excludes(self, value: object, where: str) -> list[str]:
+    def _excludes(self, value: object, where: str) -> tuple[str, ...]:
         """Return the texts that free text does not contain; control tokens are never a part of it."""
         found = value.get("excludes") if isinstance(value, dict) else None
         if found is None:
-            return []
+            return ()
         if not isinstance(found, list) or not all(isinstance(text, str) and text for text in found):
             raise invalid(f"structural_tag: {where}.excludes must be a list of texts that are not empty")
-        return [text for text in found if text not in self._names or text in self._tokens.ordinary]
+        return tuple(text for text in found if text not in self._tokens.by_id or text in self._tokens.ordinary)
 
 
 def _without(excludes: Sequence[str]) -> str:

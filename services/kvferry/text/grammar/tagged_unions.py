@@ -5,7 +5,7 @@ are strings. Pydantic and Zod also write tags that are numbers, tags behind `$re
 not in `required`. Such a `oneOf` accepts the same values as an `anyOf` whose alternatives require their tags.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from typing import Any
 
 from kvferry.text.grammar.errors import invalid
@@ -13,6 +13,8 @@ from kvferry.text.grammar.errors import invalid
 MAX_COMPARED = 1 << 16
 """Maximum number of members that are compared in all unions of a schema: references let a short schema have unions of
 many large alternatives."""
+_CHARS_COMPARED = 32
+"""Number of characters of constants that count as one comparison."""
 _NOT_SCHEMAS = frozenset({"const", "enum", "default", "examples"})
 
 
@@ -76,14 +78,27 @@ class _Unions:
                 self._count(1)
                 member = each["properties"].get(name)
                 is_given = name in names or (isinstance(member, dict) and "default" in member)
-                values = list(_constants(member)) if is_given else []
-                self._count(len(values))
+                values = self._constants(member) if is_given else []
                 if not values or len(set(values)) < len(values) or not seen.isdisjoint(values):
                     break
                 seen.update(values)
             else:
                 return str(name)
         return None
+
+    def _constants(self, member: Any) -> list[str]:
+        """Return the constants of a member, as text that differs by type; none if other values, or values with parts,
+        are possible."""
+        given = member if isinstance(member, dict) else {}
+        values = [given["const"]] if "const" in given else given.get("enum")
+        if not isinstance(values, list):
+            return []
+        self._count(len(values))
+        if any(isinstance(value, dict | list) for value in values):
+            return []
+        texts = [repr(_as_number(value)) for value in values]
+        self._count(sum(map(len, texts)) // _CHARS_COMPARED)
+        return texts
 
     def _count(self, num_compared: int) -> None:
         self._num_left -= num_compared
@@ -102,14 +117,9 @@ def _texts(names: Any, count: Callable[[int], None]) -> Collection[str]:
     return frozenset(name for name in names if isinstance(name, str))
 
 
-def _constants(member: Any) -> Iterator[str]:
-    """Yield the constants of a member, as text that differs by type; nothing if other values are possible."""
-    if not isinstance(member, dict):
-        return
-    values = [member["const"]] if "const" in member else member.get("enum")
-    for value in values if isinstance(values, list) else ():
-        is_whole = isinstance(value, float) and value.is_integer()  # 1.0 equals 1 in JSON Schema
-        yield repr(int(value) if is_whole else value)
+def _as_number(value: Any) -> Any:
+    """Return a whole number as an integer, since 1.0 equals 1 in JSON Schema."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _require(schema: dict[str, Any], name: str) -> None:

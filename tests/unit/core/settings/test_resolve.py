@@ -103,6 +103,17 @@ def test_whole_numbers_keep_their_bounds(number: int) -> None:
             whole(0, 9)(str(number))
 
 
+def test_a_setting_of_another_command_that_is_nearly_one_of_this_is_reported() -> None:
+    given = {"KVFERRY_API_KEY_FILE": "keys"}
+    assert check_variables(given, UP, EVERY_NAME) == {"KVFERRY_API_KEY_FILE": "KVFERRY_API_KEYS_FILE"}
+    assert check_variables({**given, "KVFERRY_API_KEYS_FILE": "keys"}, UP, EVERY_NAME) == {}
+
+
+def test_a_transposition_is_refused() -> None:
+    with pytest.raises(UsageError, match="did you mean KVFERRY_MODEL"):
+        check_variables({"KVFERRY_MODLE": "x"}, UP, EVERY_NAME)
+
+
 @pytest.mark.parametrize("variable", ["KVFERRY_KVMEMORY", "KVFERRY_KV_MEMROY", "KVFERRY_KV_MEM_ORY"])
 def test_a_misspelled_variable_is_refused(variable: str) -> None:
     with pytest.raises(UsageError, match=f"{variable} is not a setting; did you mean KVFERRY_KV_MEMORY"):

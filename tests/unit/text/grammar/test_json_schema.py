@@ -1,6 +1,7 @@
 """Bounds of numbers are enforced exactly, or refused."""
 
 import json
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -218,3 +219,26 @@ def test_a_grammar_without_texts_is_named_as_such() -> None:
     with pytest.raises(InvalidRequest) as caught:
         COMPILER.check(Constraint(ConstraintKind.REGEX, r"[^\s\S]"))
     assert caught.value.reason == "CONSTRAINT_DEAD_END"
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"pattern": "^(?=a)b", "allOf": 5},
+        {"patternProperties": {"a": {}}, "required": 5},
+        {"oneOf": [5, {"properties": {}}]},
+        {"propertyNames": {"enum": 5}, "additionalProperties": {}},
+    ],
+)
+def test_a_keyword_with_a_value_of_a_wrong_type_is_no_failure_of_the_server(schema) -> None:
+    with suppress(InvalidRequest):
+        enforced(schema)
+
+
+def test_names_of_an_object_are_bounded_if_others_have_a_schema() -> None:
+    names = {f"{number:060}": True for number in range(140)}
+    assert enforced({"properties": names})
+    with pytest.raises(
+        InvalidRequest, match=r"names of more than 8192 characters .* set additionalProperties to false"
+    ):
+        enforced({"properties": names, "additionalProperties": {"type": "integer"}})

@@ -103,7 +103,8 @@ def test_that_character_is_refused_outside_of_a_class(pattern: str) -> None:
 @settings(deadline=None, max_examples=200)
 @given(st.sets(st.text('ab"é', max_size=4), min_size=1, max_size=5), st.text('ab"éc', max_size=6))
 def test_other_names_are_all_strings_but_some(names: set[str], text: str) -> None:
-    pattern = re.sub(r"\\u\{([0-9a-f]+)\}", lambda found: re.escape(chr(int(found[1], 16))), other_names(names))
+    plain = other_names(names).replace(r"]&&[^\x1f]]", "]").replace("[[", "[")  # Python has no intersections
+    pattern = re.sub(r"\\u\{([0-9a-f]+)\}", lambda found: re.escape(chr(int(found[1], 16))), plain)
     assert (re.fullmatch(pattern, text) is not None) == (text not in names)
 
 

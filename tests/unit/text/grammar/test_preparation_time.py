@@ -19,6 +19,7 @@ from kvferry.text.grammar.lark_text import NamedTokens
 MAX_SECONDS = 5.0
 TOKENS = NamedTokens({"<|a|>": 5, "<t>": 6}, ("<t>",))
 _NAMES = [f"a{number}" for number in range(4000)]
+_LONG_NAMES = [f"{number:061}" for number in range(1800)]
 _LARGE = {"properties": {name: {"const": 1} for name in _NAMES}, "required": _NAMES}
 
 
@@ -28,6 +29,10 @@ def pattern(part: str) -> Callable[[int], str]:
 
 def schema(value: object) -> Callable[[int], str]:
     return lambda _: json.dumps(value)
+
+
+def tag(end: object, content: object) -> Callable[[int], str]:
+    return schema({"format": {"type": "tag", "begin": "<a>", "end": end, "content": content}})
 
 
 def repeated(start: str, part: str) -> Callable[[int], str]:
@@ -54,6 +59,33 @@ SOURCES: dict[str, tuple[ConstraintKind, Callable[[int], str]]] = {
     "many unions": (
         SCHEMA,
         schema({"$defs": {"a": _LARGE}, "anyOf": [{"oneOf": [{"$ref": "#/$defs/a"}] * 2}] * 1500}),
+    ),
+    "long constants": (
+        SCHEMA,
+        schema(
+            {
+                "$defs": {"a": {"properties": {"t": {"const": [1.5] * 25_000}}, "required": ["t"]}},
+                "anyOf": [{"oneOf": [{"$ref": "#/$defs/a"}] * 2}] * 1500,
+            }
+        ),
+    ),
+    "ends and exclusions": (
+        ConstraintKind.STRUCTURAL_TAG,
+        tag([f"e{n}" for n in range(10_000)], {"type": "any_text", "excludes": [f"x{n}" for n in range(12_000)]}),
+    ),
+    "ends of alternatives": (
+        ConstraintKind.STRUCTURAL_TAG,
+        tag(
+            [f"e{n}" for n in range(15_000)], {"type": "or", "elements": [{"type": "const_string", "value": "a"}] * 480}
+        ),
+    ),
+    "a long end": (
+        ConstraintKind.STRUCTURAL_TAG,
+        tag("e" * 200_000, {"type": "or", "elements": [{"type": "any_text"}] * 480}),
+    ),
+    "other names": (
+        SCHEMA,
+        schema({"anyOf": [{"properties": {name: True}, "additionalProperties": {"const": 1}} for name in _LONG_NAMES]}),
     ),
     "long names": (GRAMMAR, repeated("start: x\n", "_")),
     "open strings": (GRAMMAR, repeated('start: "', '\\"')),

@@ -8,6 +8,7 @@ export async function* events(body, onIdle) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   let data = [];
+  let size = 0;
   try {
     for (;;) {
       const timer = setTimeout(onIdle, IDLE_MS);
@@ -17,10 +18,15 @@ export async function* events(body, onIdle) {
       rest = lines.pop();
       if (rest.length > MAX_EVENT_CHARS) throw new Error("an event is too large");
       for (const line of lines.map((one) => one.replace(/\r$/, ""))) {
-        if (line.startsWith("data:")) data.push(line.slice(5).replace(/^ /, ""));
+        if (line.startsWith("data:")) {
+          data.push(line.slice(5).replace(/^ /, ""));
+          size += line.length;
+          if (size > MAX_EVENT_CHARS) throw new Error("an event is too large");
+        }
         else if (line === "" && data.length) {
           yield data.join("\n");
           data = [];
+          size = 0;
         }
       }
     }
