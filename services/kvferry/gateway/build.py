@@ -174,7 +174,7 @@ def build_gateway(
     )
     status = GatewayStatus(
         incarnation, clock, clock.monotonic(), model.name, model.max_model_tokens, fleet, membership, pool, holding,
-        waker, gate, cache_map, instruments, History(), pool_tls, dispatcher,
+        waker, gate, cache_map, instruments, History(), pool_tls, lambda: dispatcher.runs,
     )  # fmt: skip
     pins = FleetPins(fleet, clock)
     batches = None if config.batches is None else BatchService(config.batches, clock)

@@ -1,6 +1,6 @@
 """Reports of a gateway: readiness, the state of its fleet, and the overview of the dashboard."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 
@@ -8,8 +8,8 @@ from kvferry.core.clock import Clock
 from kvferry.core.ids import Incarnation
 from kvferry.gateway.admission.flow_gate import FlowGate
 from kvferry.gateway.decide.cache_map.cache_map import CacheMap
+from kvferry.gateway.decide.lifecycle.sample_run import SampleRun
 from kvferry.gateway.decide.routing.holding import Holding
-from kvferry.gateway.dispatch.dispatcher import Dispatcher
 from kvferry.gateway.fleet.fleet import Fleet
 from kvferry.gateway.fleet.fleet_report import fleet_report
 from kvferry.gateway.fleet.membership import Knowledge, Membership
@@ -42,7 +42,8 @@ class GatewayStatus:
     instruments: GatewayInstruments
     history: History
     pool_tls: PoolTls | None
-    dispatcher: Dispatcher
+    runs: Callable[[], Collection[SampleRun]]
+    """Function that returns the samples and searches that have not ended."""
     is_draining: bool = False
 
     @property
@@ -96,4 +97,4 @@ class GatewayStatus:
 
     def running(self) -> tuple[list[RunningSample], int]:
         """Return the oldest samples and waiting requests, oldest first, and the number of those left out."""
-        return oldest(self.dispatcher.runs, self.gate.waiting, self.clock.monotonic())
+        return oldest(self.runs(), self.gate.waiting, self.clock.monotonic())
