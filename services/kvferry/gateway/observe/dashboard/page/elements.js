@@ -32,7 +32,8 @@ export function show(id, ...children) {
 
 /**
  * Create a table. A column has a label, a function from a row to its content, and optionally `number: true` (aligned to
- * the right) or `full: true` (on a separate line on narrow screens).
+ * the right), `full: true` (on a separate line on narrow screens) or a kind, by which long content is broken: `id`,
+ * `name` or `text`.
  * Roles are explicit, because narrow screens show rows as blocks, which removes the implicit roles.
  */
 export function table(caption, columns, rows, rowClass = () => null) {
@@ -48,7 +49,8 @@ export function table(caption, columns, rows, rowClass = () => null) {
 
 function cell(column, content, isHead) {
   const parts = [content].flat().filter((part) => part !== "" && part !== null && part !== undefined);
-  const classes = [column.number ? "number" : "", isHead ? "head" : "", column.full ? "full" : "", parts.length ? "" : "empty-cell"];
+  const classes = [column.number ? "number" : "", isHead ? "head" : "", column.full ? "full" : "", column.kind ?? "",
+    parts.length ? "" : "empty-cell"];
   return html("td", { role: "cell", "data-label": column.label, class: classes.filter(Boolean).join(" ") || null }, parts);
 }
 
