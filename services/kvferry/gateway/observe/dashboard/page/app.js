@@ -125,7 +125,7 @@ function reveal() {
 function renderDetail() {
   if (detail === null) return;
   const back = html("p", {}, html("a", { href: "#requests-title" }, "Back to the list"));
-  show("request", request(detail.found, detail.tenant, width("request")), back);
+  show("request", back, request(detail.found, detail.tenant, width("request")));
 }
 
 async function run() {

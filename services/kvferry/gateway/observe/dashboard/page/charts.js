@@ -8,7 +8,7 @@ const LEFT = 52;
 const RIGHT = 6;
 const BOTTOM = 22;
 const TOP = 8;
-const NUM_TICKS = 5;
+const WIDE = 480;
 
 /**
  * Create a chart with its legend. Return its elements, and its values at the chosen point as text.
@@ -25,7 +25,7 @@ export function chart(width, secondsAgo, span, lines, format, at) {
   const when = isLatest ? "now" : ago(secondsAgo[chosen]);
   const texts = lines.map((line) => format(line.values[chosen] ?? null));
   const picture = svg("svg", { viewBox: `0 0 ${width} ${HEIGHT}`, height: HEIGHT, "aria-hidden": "true" });
-  picture.append(...scale(width, top, y, format), ...ticks(span, x));
+  picture.append(...scale(width, top, y, format), ...ticks(span, x, width < WIDE ? 2 : 5));
   for (const line of lines) picture.append(...drawn(line, secondsAgo, x, y));
   if (at !== null && chosen >= 0) picture.append(...cursor(lines, chosen, x(secondsAgo[chosen]), y));
   const hasValues = lines.some((line) => line.values.some((value) => value !== null));
@@ -51,14 +51,19 @@ function nearest(secondsAgo, at) {
 function scale(width, top, y, format) {
   return [0, 0.5, 1].flatMap((share) => [
     svg("line", { class: "grid", x1: LEFT, x2: width - RIGHT, y1: y(top * share), y2: y(top * share) }),
-    svg("text", { x: LEFT - 6, y: y(top * share) + 4, "text-anchor": "end" }, share ? format(top * share) : "0")]);
+    svg("text", { x: LEFT - 6, y: y(top * share) + 4, "text-anchor": "end" }, share ? round(format(top * share)) : "0")]);
 }
 
-function ticks(span, x) {
+/** Leave out the zeros after the point of a formatted number. */
+function round(text) {
+  return text.replace(/\.0+(?=\D|$)/, "");
+}
+
+function ticks(span, x, most) {
   const base = HEIGHT - BOTTOM;
-  return Array.from({ length: NUM_TICKS + 1 }, (_, number) => {
-    const age = (span * number) / NUM_TICKS;
-    const anchor = number === 0 ? "end" : number === NUM_TICKS ? "start" : "middle";
+  return Array.from({ length: most + 1 }, (_, number) => {
+    const age = (span * number) / most;
+    const anchor = number === 0 ? "end" : number === most ? "start" : "middle";
     return [
       svg("line", { class: "grid", x1: x(age), x2: x(age), y1: base, y2: base + 4 }),
       svg("text", { class: "tick", x: x(age), y: base + 16, "text-anchor": anchor },

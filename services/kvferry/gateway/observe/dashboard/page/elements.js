@@ -33,7 +33,7 @@ export function show(id, ...children) {
 /**
  * Create a table. A column has a label, a function from a row to its content, and optionally `number: true` (aligned to
  * the right), `full: true` (on a separate line on narrow screens) or a kind, by which long content is broken: `id`,
- * `name` or `text`.
+ * `name`, `text`, or `fixed` (not at all).
  * Roles are explicit, because narrow screens show rows as blocks, which removes the implicit roles.
  */
 export function table(caption, columns, rows, rowClass = () => null) {

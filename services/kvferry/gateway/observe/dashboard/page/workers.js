@@ -24,9 +24,9 @@ export function mapState(name) {
 const COLUMNS = [
   { label: "Worker", kind: "name", content: (worker) => worker.worker_id ?? worker.name },
   { label: "Role", content: (worker) => worker.role },
-  { label: "State", kind: "text", content: readiness },
+  { label: "State", kind: "text", full: true, content: readiness },
   { label: "Cache map", kind: "text", full: true, content: cacheMap },
-  { label: "KV in use", full: true, content: kvUse },
+  { label: "KV in use", kind: "fixed", full: true, content: kvUse },
   { label: "Running", number: true, content: (worker) => count(worker.load.running) },
   { label: "Waiting", number: true, content: (worker) => count(worker.load.waiting) },
   { label: "Loading", number: true, content: (worker) => count(worker.load.loading) },
