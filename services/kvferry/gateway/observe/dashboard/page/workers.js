@@ -22,7 +22,7 @@ export function mapState(name) {
 }
 
 const COLUMNS = [
-  { label: "Worker", kind: "name", content: (worker) => worker.worker_id ?? worker.name },
+  { label: "Worker", kind: "id", content: (worker) => worker.worker_id ?? worker.name },
   { label: "Role", content: (worker) => worker.role },
   { label: "State", kind: "text", full: true, content: readiness },
   { label: "Cache map", kind: "text", full: true, content: cacheMap },
