@@ -72,10 +72,10 @@ function render() {
   for (const id of Object.keys(CHARTS)) draw(id);
 }
 
-/** The seconds that the charts cover, and those between two points. */
+/** The seconds that the charts cover, those between two points, and the age of each point. */
 function span() {
-  const { interval_seconds: step = 1, max_points: points = 1 } = latest?.overview ?? {};
-  return { seconds: step * points, step };
+  const { interval_seconds: step = 1, max_points: points = 1, series } = latest?.overview ?? {};
+  return { seconds: step * points, step, ages: series?.seconds_ago ?? [] };
 }
 
 function draw(id) {

@@ -31,8 +31,12 @@ export function chart(width, secondsAgo, span, lines, format, at) {
   const hasValues = lines.some((line) => line.values.some((value) => value !== null));
   return {
     elements: [legend(lines, texts, when), picture, ...(hasValues ? [] : [empty("No values in this time.")])],
-    text: hasValues ? `${when}: ${lines.map((line, number) => `${line.label} ${texts[number]}`).join(", ")}` : "no values",
+    text: hasValues ? `${when}: ${names(lines, texts)}` : "no values",
   };
+}
+
+function names(lines, texts) {
+  return lines.map((line, number) => `${line.label} ${texts[number]}`).join(", ");
 }
 
 /** Return the age in seconds of the point at x in a chart of this width, which may be out of its span. */
@@ -40,7 +44,8 @@ export function agoAt(x, width, span) {
   return span * (1 - (x - LEFT) / (width - LEFT - RIGHT));
 }
 
-function nearest(secondsAgo, at) {
+/** Return the index of the point whose age is nearest to `at` seconds; -1 if there is none. */
+export function nearest(secondsAgo, at) {
   let best = secondsAgo.length - 1;
   secondsAgo.forEach((age, number) => {
     if (Math.abs(age - at) < Math.abs(secondsAgo[best] - at)) best = number;
@@ -51,7 +56,8 @@ function nearest(secondsAgo, at) {
 function scale(width, top, y, format) {
   return [0, 0.5, 1].flatMap((share) => [
     svg("line", { class: "grid", x1: LEFT, x2: width - RIGHT, y1: y(top * share), y2: y(top * share) }),
-    svg("text", { x: LEFT - 6, y: y(top * share) + 4, "text-anchor": "end" }, share ? round(format(top * share)) : "0")]);
+    svg("text", { x: LEFT - 6, y: y(top * share) + 4, "text-anchor": "end" },
+      share ? round(format(top * share)) : "0")]);
 }
 
 /** Leave out the zeros after the point of a formatted number. */

@@ -1,6 +1,6 @@
 // The point of a chart whose values are read, chosen with a pointer or the arrow keys.
 
-import { agoAt } from "./charts.js";
+import { agoAt, nearest } from "./charts.js";
 
 const pointed = new Map();
 
@@ -11,7 +11,8 @@ export function pointedAt(id) {
 
 /**
  * Let points of a chart be chosen; the element stays when its content is replaced.
- * span: returns the seconds that the chart covers and those between two points. redraw: called after each choice.
+ * span: returns the seconds that the chart covers, those between two points, and the age of each point. redraw: called
+ * after each choice.
  */
 export function choose(id, span, redraw) {
   const place = document.getElementById(id);
@@ -30,8 +31,8 @@ export function choose(id, span, redraw) {
   place.addEventListener("focus", () => put(pointedAt(id) ?? 0));
   place.addEventListener("blur", () => put(null));
   place.addEventListener("keydown", (event) => {
-    const now = pointedAt(id) ?? 0;
-    const { seconds, step } = span();
+    const { seconds, step, ages } = span();
+    const now = ages[nearest(ages, pointedAt(id) ?? 0)] ?? 0;
     const next = { ArrowLeft: now + step, ArrowRight: now - step, PageUp: now + 60, PageDown: now - 60, Home: seconds,
       End: 0, Escape: null }[event.key];
     if (next === undefined) return;

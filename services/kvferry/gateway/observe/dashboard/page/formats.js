@@ -1,12 +1,12 @@
 // Numbers as text.
 
-/** Format a duration in seconds; "–" for none. */
+/** Format a duration in seconds, with a space that does not break; "–" for none. */
 export function seconds(value) {
   if (value === null || value === undefined) return "–";
-  if (value === 0) return "0 s";
-  if (value < 0.01) return `${(value * 1e3).toFixed(1)} ms`;
-  if (value < 1) return `${Math.round(value * 1e3)} ms`;
-  return value < 100 ? `${value.toFixed(2)} s` : `${Math.round(value)} s`;
+  if (value === 0) return "0\u00a0s";
+  if (value < 0.01) return `${(value * 1e3).toFixed(1)}\u00a0ms`;
+  if (value < 1) return `${Math.round(value * 1e3)}\u00a0ms`;
+  return value < 100 ? `${value.toFixed(2)}\u00a0s` : `${Math.round(value)}\u00a0s`;
 }
 
 /** Format a count with separators of thousands. */

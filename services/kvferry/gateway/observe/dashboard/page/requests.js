@@ -1,6 +1,6 @@
 // The list of ended requests, from /debug/requests.
 
-import { empty, html, state, table } from "./elements.js";
+import { empty, html, scrolled, state, table } from "./elements.js";
 import { count, seconds } from "./formats.js";
 
 const KINDS = { done: "good", cancelled: "warn", failed: "bad" };
@@ -33,5 +33,5 @@ export function requests(list, current) {
     { label: "Total", number: true, content: (one) => seconds(one.total_seconds) },
   ];
   const rows = table("Ended, newest first; prompt, cached and output in tokens", columns, list, (one) => (isCurrent(one) ? "selected" : null));
-  return [html("div", { class: "scroll" }, rows)];
+  return [scrolled("Ended requests", rows)];
 }

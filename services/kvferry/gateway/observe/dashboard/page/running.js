@@ -1,6 +1,6 @@
 // The list of what runs and waits, from /debug/requests.
 
-import { empty, html, table } from "./elements.js";
+import { empty, html, scrolled, table } from "./elements.js";
 import { age, count, plural } from "./formats.js";
 
 const STATES = { handoff: "hand-off", search: "beam search" };
@@ -20,7 +20,7 @@ export function running(list, numFurther) {
   if (!list.length) return [empty("No requests are running.")];
   const rows = table("Running and queued, oldest first; prompt and output in tokens", COLUMNS, list);
   const rest = numFurther ? [html("p", { class: "note" }, `and ${count(numFurther)} newer`)] : [];
-  return [html("div", { class: "scroll" }, rows), ...rest];
+  return [scrolled("Running and queued requests", rows), ...rest];
 }
 
 function named(one) {
