@@ -225,6 +225,39 @@ def test_markup_in_a_tenants_name_or_an_error_stays_text(stack, browser: Chromiu
     assert browser.evaluate(script) == [0, 5]
 
 
+def test_markup_in_a_running_request_stays_text(stack, browser: Chromium) -> None:
+    opened(browser, f"http://{stack['admin']}/")
+    markup = "<img src=x onerror=document.title=1>"
+    script = f"""import('/page/running.js').then(({{running}}) => {{
+      const one = {{request_id: {markup!r}, tenant: {markup!r}, sample_index: 1, state: {markup!r}, age_seconds: 75,
+        prompt_tokens: 1, output_tokens: 2, beam_width: 0, prefill_worker: {markup!r}, decode_worker: {markup!r}}};
+      const place = document.createElement('div');
+      place.append(...running([one], 7));
+      return [place.querySelectorAll('img').length, place.textContent.split('<img').length - 1, place.textContent];
+    }})"""
+    made, shown, text = browser.evaluate(script)
+    assert (made, shown) == (0, 4), "a worker that computes and generates is named once"
+    for expected in ("sample 1", "1 min 15 s", "and 7 newer"):
+        assert expected in text, expected
+
+
+def test_what_is_not_known_is_a_dash_and_what_is_few_is_not_zero(stack, browser: Chromium) -> None:
+    opened(browser, f"http://{stack['admin']}/")
+    script = """import('/page/stats.js').then(({stats}) => {
+      const names = ['requests', 'errors', 'failed_streams', 'output_tokens'];
+      const series = (values) => Object.fromEntries(names.map((name, n) => [`${name}_per_second`, values[n]]));
+      const numbers = (values, fleet) => {
+        const made = stats({window_seconds: 30, series: series(values)}, fleet);
+        return [...made.querySelectorAll('b')].map((one) => one.textContent);
+      };
+      const flow = {dispatched: 1, queued: 1200, sequences: {in_use: 1, bound: null}};
+      return [numbers([[], [], [], []], {held: 0}), numbers([[0.033], [0.5], [0], [1234.5]], {held: 0, flow})];
+    })"""
+    unknown, few = browser.evaluate(script)
+    assert unknown == ["–"] * 5
+    assert few == ["0.03", "0.5", "1,235", "1", "1,200"]
+
+
 FORM = "application/x-www-form-urlencoded"
 
 

@@ -211,6 +211,11 @@ async def test_a_request_is_listed_while_it_waits_and_while_it_runs_then_as_ende
         second = asyncio.create_task(ask("second"))
         await eventually(lambda: len(gateway.gateway.gate.waiting) == 1)
         assert await states() == {"first": "prefill", "second": "queued"}
+        third = asyncio.create_task(ask("third"))
+        await eventually(lambda: len(gateway.gateway.gate.waiting) == 2)
+        third.cancel()
+        await eventually(lambda: len(gateway.gateway.gate.waiting) == 1)
+        assert await states() == {"first": "prefill", "second": "queued"}
         answer = await admin.get("/debug/requests")
         assert "secret" not in answer.text
         assert answer.headers["cache-control"] == "no-store"

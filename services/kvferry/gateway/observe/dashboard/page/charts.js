@@ -88,7 +88,8 @@ function drawn(line, secondsAgo, x, y) {
   const parts = [];
   let part = [];
   const finish = () => {
-    if (part.length === 1) parts.push(svg("circle", { class: `dot ${line.kind}`, cx: part[0][0], cy: part[0][1], r: 2 }));
+    const [cx, cy] = part[0] ?? [];
+    if (part.length === 1) parts.push(svg("circle", { class: `dot ${line.kind}`, cx, cy, r: 2 }));
     if (part.length > 1) parts.push(svg("polyline", { class: `line ${line.kind}`, points: part.join(" ") }));
     part = [];
   };

@@ -6,7 +6,7 @@ import { count, duration, percent, rate } from "./formats.js";
 /** Create the row of numbers from /debug/overview and /fleet. */
 export function stats(overview, fleet) {
   const last = (name) => overview.series[name].at(-1) ?? null;
-  const [requests, errors, failed] = ["requests_per_second", "errors_per_second", "failed_streams_per_second"].map(last);
+  const [requests, errors, failed] = ["requests", "errors", "failed_streams"].map((name) => last(`${name}_per_second`));
   const over = `over ${overview.window_seconds} s`;
   const flow = fleet.flow ?? null;
   const isBad = errors > 0 || failed > 0;
@@ -14,7 +14,7 @@ export function stats(overview, fleet) {
     stat("Requests", rate(requests), "per second", `answered, ${over}`),
     stat("Errors", rate(errors), "per second", errorNote(requests, errors, failed), isBad),
     stat("Output tokens", rate(last("output_tokens_per_second")), "per second", over),
-    stat("Running", flow ? count(flow.dispatched) : "–", noun(flow?.dispatched), flow ? roomNote(flow.sequences) : ""),
+    stat("Running", flow ? count(flow.dispatched) : "–", noun(flow?.dispatched), roomNote(flow?.sequences)),
     stat("Queued", flow ? count(flow.queued) : "–", noun(flow?.queued),
       fleet.held ? `${count(fleet.held)} held for a worker` : ""));
 }
@@ -38,7 +38,7 @@ function errorNote(requests, errors, failed) {
 }
 
 function roomNote(sequences) {
-  return sequences.bound === null ? "" : `${count(sequences.in_use)} of ${count(sequences.bound)} sequences`;
+  return (sequences?.bound ?? null) === null ? "" : `${count(sequences.in_use)} of ${count(sequences.bound)} sequences`;
 }
 
 function noun(value) {
