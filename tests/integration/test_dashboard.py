@@ -1,6 +1,7 @@
 """The dashboard of a real stack, and of a gateway with scripted workers, in a real browser."""
 
 import asyncio
+import itertools
 import json
 import os
 import signal
@@ -125,15 +126,17 @@ def broken_words(browser: Chromium) -> list[str]:
 async def test_a_running_request_is_shown_and_then_has_ended(browser: Chromium, tmp_path: Path) -> None:
     may_go, is_begun, loop = asyncio.Event(), asyncio.Event(), asyncio.get_running_loop()
 
+    messages = itertools.count()
+
     async def step() -> None:
-        if len(gateway.gateway.dispatcher.runs) == 1 and next(iter(gateway.gateway.dispatcher.runs)).num_output > 1:
+        if next(messages) == 2:  # the worker has sent two messages of its stream
             is_begun.set()
             await may_go.wait()
 
     def work() -> None:
         opened(browser, f"{gateway.admin_url}/")
         shown, ended = (f"document.querySelector('#{part}').innerText" for part in ("running", "requests"))
-        row = browser.wait_for(f"{shown}.includes('a-running-one') && {shown}")
+        row = browser.wait_for(f"{shown}.includes('a-running-one') && {shown}.includes('decode') && {shown}")
         for expected in ("(default)", "decode", "p0 → d0", " s"):
             assert expected in row, expected
         assert "secret" not in row
@@ -192,16 +195,11 @@ def _luminance(colour: str) -> float:
 
 
 def test_a_queue_is_shown_by_priority_and_tenant(stack, browser: Chromium, tmp_path: Path) -> None:
-    browser.look(1280, 900, is_dark=False)
-    browser.open(f"http://{stack['admin']}/")
+    opened(browser, f"http://{stack['admin']}/")
+    text = "document.querySelector('#queues').innerText"
     with ThreadPoolExecutor(60) as threads:
-        pending = [threads.submit(ask, stack, f"queued-{number}", 400) for number in range(60)]
-        text = browser.wait_for(
-            "document.querySelector('#queues tbody') !== null && document.querySelector('#queues').innerText"
-        )
-        assert "By priority" in text
-        assert "alice" in text
-        assert "sequences 2 of 2" in text
+        pending = [threads.submit(ask, stack, f"queued-{number}", 600) for number in range(60)]
+        browser.wait_for(f"['By priority', 'alice', 'sequences 2 of 2'].every((part) => {text}.includes(part))")
         shot = Path(os.environ.get("SHOTS", tmp_path)) / "queue.png"
         browser.screenshot(shot)
         for one in pending:
