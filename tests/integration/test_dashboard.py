@@ -103,10 +103,10 @@ def test_the_page_shows_the_stack(stack, browser: Chromium, tmp_path: Path, widt
 
 def opened(browser: Chromium, url: str) -> None:
     """Open a page anew, not the page that an earlier test has left."""
-    browser.errors.clear()
     browser.look(1280, 900, is_dark=False)
     browser.open("about:blank")
     browser.wait_for("location.href === 'about:blank'")
+    browser.errors.clear()  # of the page before, whose gateway may have ended
     browser.open(url)
     browser.wait_for("document.querySelector('#status')?.innerText.startsWith('Last updated')")
 
