@@ -1,5 +1,7 @@
-"""The dashboard of a real stack in a real browser."""
+"""The dashboard of a real stack, and of a gateway with scripted workers, in a real browser."""
 
+import asyncio
+import itertools
 import json
 import os
 import signal
@@ -9,11 +11,13 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from harness.fakes.scripted_gateway import scripted_gateway
 from harness.servers.chromium import BINARY, Chromium, chromium
 from harness.servers.processes import running
 
@@ -64,11 +68,12 @@ def test_the_page_shows_the_stack(stack, browser: Chromium, tmp_path: Path, widt
     browser.open(f"http://{stack['admin']}/")
     browser.wait_for(f"document.querySelector('#requests')?.innerText.includes('{name}-2')")
     browser.wait_for("document.querySelector('#status').innerText.startsWith('Last updated')")
-    text = browser.wait_for(
-        "document.querySelector('#replicas').innerText.includes('EXACT') && document.body.innerText"
-    )
-    for expected in ("accept requests", "ready", "alice", "Computed", "p95"):
+    text = browser.wait_for("document.querySelector('#workers').innerText.includes('exact') && document.body.innerText")
+    for expected in ("accept requests", "ready", "alice", "Computed", "p95", "up ", "workers on cpu", "per second"):
         assert expected in text, expected
+    assert version("kvferry") in text
+    assert browser.evaluate("document.title") == "kvferry: tiny"
+    assert broken_words(browser) == []
     browser.wait_for("document.querySelector('#first-token .line.main, #first-token .dot.main') !== null")
     # With the keyboard alone: the link of a request keeps the focus across updates and opens the request.
     browser.evaluate(f"[...document.querySelectorAll('#requests a')].find(a => a.innerText === '{name}-1').focus()")
@@ -79,13 +84,99 @@ def test_the_page_shows_the_stack(stack, browser: Chromium, tmp_path: Path, widt
     phases = browser.wait_for("document.querySelector('#request .waterfall')?.getAttribute('aria-label')")
     assert "Prefill" in phases
     assert "Decode" in phases
-    assert "candidates" in browser.evaluate("document.querySelector('#request').innerText")
+    assert "candidate" in browser.evaluate("document.querySelector('#request').innerText")
+    browser.wait_for("Math.abs(document.querySelector('#request-title').getBoundingClientRect().top) < innerHeight")
+    browser.evaluate("document.querySelector('#request a').click()")
+    browser.wait_for("document.querySelector('.waterfall') === null")
+    browser.wait_for("document.querySelector('#requests-title').getBoundingClientRect().top < innerHeight")
     assert browser.evaluate("document.documentElement.scrollWidth") <= width, "no element is wider than the screen"
     assert contrast(browser, "body") >= 7
-    assert contrast(browser, "#replicas .state") >= 4.5
+    assert contrast(browser, "#workers .state") >= 4.5
     shot = Path(os.environ.get("SHOTS", tmp_path)) / f"{width}-{'dark' if is_dark else 'light'}.png"
     browser.screenshot(shot)
     assert shot.stat().st_size > 10_000
+    for other in (320, 760, 761, 1040, 1041, 1220, 1221):  # around the widths at which the layout changes
+        browser.look(other, 900, is_dark=is_dark)
+        browser.wait_for(f"document.documentElement.scrollWidth <= {other}")
+    assert browser.errors == []
+
+
+def opened(browser: Chromium, url: str) -> None:
+    """Open a page anew, not the page that an earlier test has left."""
+    browser.look(1280, 900, is_dark=False)
+    browser.open("about:blank")
+    browser.wait_for("location.href === 'about:blank'")
+    browser.errors.clear()  # of the page before, whose gateway may have ended
+    browser.open(url)
+    browser.wait_for("document.querySelector('#status')?.innerText.startsWith('Last updated')")
+
+
+def broken_words(browser: Chromium) -> list[str]:
+    """Return the cells that are one short word on more than one line."""
+    script = """[...document.querySelectorAll('td')].filter((cell) => {
+      const text = cell.lastChild?.nodeType === 3 ? cell.lastChild : null;
+      if (!text || text.length > 20 || text.data.includes(' ')) return false;
+      const range = document.createRange();
+      range.selectNodeContents(text);
+      return range.getClientRects().length > 1;
+    }).map((cell) => cell.innerText)"""
+    return list(browser.evaluate(script))
+
+
+async def test_a_running_request_is_shown_and_then_has_ended(browser: Chromium, tmp_path: Path) -> None:
+    may_go, is_begun, loop = asyncio.Event(), asyncio.Event(), asyncio.get_running_loop()
+
+    messages = itertools.count()
+
+    async def step() -> None:
+        if next(messages) == 2:  # the worker has sent two messages of its stream
+            is_begun.set()
+            await may_go.wait()
+
+    def work() -> None:
+        opened(browser, f"{gateway.admin_url}/")
+        shown, ended = (f"document.querySelector('#{part}').innerText" for part in ("running", "requests"))
+        row = browser.wait_for(f"{shown}.includes('a-running-one') && {shown}.includes('decode') && {shown}")
+        for expected in ("(default)", "decode", "p0 → d0", " s"):
+            assert expected in row, expected
+        assert "secret" not in row
+        assert "a-running-one" not in browser.evaluate(ended)
+        assert "1 request" in browser.evaluate("document.querySelector('#stats').innerText")
+        browser.screenshot(Path(os.environ.get("SHOTS", tmp_path)) / "running.png")
+        loop.call_soon_threadsafe(may_go.set)
+        browser.wait_for(f"{ended}.includes('a-running-one') && !{shown}.includes('a-running-one')")
+        assert browser.errors == []
+
+    async with scripted_gateway() as gateway, httpx.AsyncClient(timeout=SECONDS) as client, asyncio.timeout(SECONDS):
+        gateway.workers.all[1].step = step
+        body = {"model": "bytes", "prompt": "a secret prompt", "max_tokens": 8}
+        headers = {"x-request-id": "a-running-one"}
+        asked = asyncio.create_task(client.post(f"{gateway.url}/v1/completions", json=body, headers=headers))
+        await is_begun.wait()
+        await asyncio.to_thread(work)
+        assert (await asked).status_code == 200
+
+
+def test_a_chart_tells_the_value_at_a_point(stack, browser: Chromium) -> None:
+    ask(stack, "for-a-value")
+    opened(browser, f"http://{stack['admin']}/")
+    said = "document.querySelector('#first-token')?.getAttribute('aria-valuetext')"
+    browser.wait_for(f"{said}?.startsWith('now: p50 ')")
+    browser.evaluate("document.querySelector('#first-token').focus()")
+    for _ in range(3):
+        browser.press("ArrowLeft", 37)
+    assert " s ago: p50 " in browser.wait_for(f"{said}.includes('ago') && {said}")
+    assert browser.evaluate("document.querySelector('#first-token .cursor') !== null")
+    browser.press("Escape", 27)
+    browser.wait_for(f"{said}.startsWith('now: ')")
+    place = "document.querySelector('#rate')"
+    browser.evaluate(f"{place}.scrollIntoView({{block: 'center'}})")
+    box = f"{place}.getBoundingClientRect()"
+    x, y = browser.evaluate(f"[{box}.right - 10, {box}.top + 60]")
+    browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+    browser.wait_for(f"{place}.querySelector('.cursor') !== null && {place}.innerText.includes('ago')")
+    browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=1, y=1)
+    browser.wait_for(f"{place}.querySelector('.cursor') === null")
     assert browser.errors == []
 
 
@@ -104,16 +195,11 @@ def _luminance(colour: str) -> float:
 
 
 def test_a_queue_is_shown_by_priority_and_tenant(stack, browser: Chromium, tmp_path: Path) -> None:
-    browser.look(1280, 900, is_dark=False)
-    browser.open(f"http://{stack['admin']}/")
+    opened(browser, f"http://{stack['admin']}/")
+    text = "document.querySelector('#queues').innerText"
     with ThreadPoolExecutor(60) as threads:
-        pending = [threads.submit(ask, stack, f"queued-{number}", 400) for number in range(60)]
-        text = browser.wait_for(
-            "document.querySelector('#queues tbody') !== null && document.querySelector('#queues').innerText"
-        )
-        assert "By priority" in text
-        assert "alice" in text
-        assert "sequences 2 of 2" in text
+        pending = [threads.submit(ask, stack, f"queued-{number}", 600) for number in range(60)]
+        browser.wait_for(f"['By priority', 'alice', 'sequences 2 of 2'].every((part) => {text}.includes(part))")
         shot = Path(os.environ.get("SHOTS", tmp_path)) / "queue.png"
         browser.screenshot(shot)
         for one in pending:
@@ -124,17 +210,50 @@ def test_a_queue_is_shown_by_priority_and_tenant(stack, browser: Chromium, tmp_p
 def test_markup_in_a_tenants_name_or_an_error_stays_text(stack, browser: Chromium) -> None:
     browser.open(f"http://{stack['admin']}/")
     markup = "<img src=x onerror=document.title=1>"
-    script = f"""import('/page/replicas.js').then(({{replicas}}) => {{
+    script = f"""import('/page/workers.js').then(({{workers}}) => {{
       const load = {{running: 0, waiting: 0, loading: 0, blocks_total: 0, blocks_free: 0}};
       const worker = {{worker_id: {markup!r}, role: {markup!r}, takes_work: false, why_not: {markup!r},
         load, in_flight: 0, cache_map: {{state: 'blind', why: {markup!r}, blocks: 0}}}};
       const place = document.createElement('div');
       const source = {{state: 'stale', detail: {markup!r}}};
-      place.append(...replicas({{source, waking: {{detail: ''}}, workers: [worker]}}));
+      place.append(...workers({{source, waking: {{detail: ''}}, workers: [worker]}}));
       return [place.querySelectorAll('img').length, place.textContent.split('<img').length - 1];
     }})"""
     browser.wait_for("document.readyState === 'complete'")
     assert browser.evaluate(script) == [0, 5]
+
+
+def test_markup_in_a_running_request_stays_text(stack, browser: Chromium) -> None:
+    opened(browser, f"http://{stack['admin']}/")
+    markup = "<img src=x onerror=document.title=1>"
+    script = f"""import('/page/running.js').then(({{running}}) => {{
+      const one = {{request_id: {markup!r}, tenant: {markup!r}, sample_index: 1, state: {markup!r}, age_seconds: 75,
+        prompt_tokens: 1, output_tokens: 2, beam_width: 0, prefill_worker: {markup!r}, decode_worker: {markup!r}}};
+      const place = document.createElement('div');
+      place.append(...running([one], 7));
+      return [place.querySelectorAll('img').length, place.textContent.split('<img').length - 1, place.textContent];
+    }})"""
+    made, shown, text = browser.evaluate(script)
+    assert (made, shown) == (0, 4), "a worker that computes and generates is named once"
+    for expected in ("sample 1", "1 min 15 s", "and 7 newer"):
+        assert expected in text, expected
+
+
+def test_what_is_not_known_is_a_dash_and_what_is_few_is_not_zero(stack, browser: Chromium) -> None:
+    opened(browser, f"http://{stack['admin']}/")
+    script = """import('/page/stats.js').then(({stats}) => {
+      const names = ['requests', 'errors', 'failed_streams', 'output_tokens'];
+      const series = (values) => Object.fromEntries(names.map((name, n) => [`${name}_per_second`, values[n]]));
+      const numbers = (values, fleet) => {
+        const made = stats({window_seconds: 30, series: series(values)}, fleet);
+        return [...made.querySelectorAll('b')].map((one) => one.textContent);
+      };
+      const flow = {dispatched: 1, queued: 1200, sequences: {in_use: 1, bound: null}};
+      return [numbers([[], [], [], []], {held: 0}), numbers([[0.033], [0.5], [0], [1234.5]], {held: 0, flow})];
+    })"""
+    unknown, few = browser.evaluate(script)
+    assert unknown == ["–"] * 5
+    assert few == ["0.03", "0.5", "1,235", "1", "1,200"]
 
 
 FORM = "application/x-www-form-urlencoded"

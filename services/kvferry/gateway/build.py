@@ -173,8 +173,8 @@ def build_gateway(
         tracer=lambda: tracer,
     )
     status = GatewayStatus(
-        incarnation, clock, model.max_model_tokens, fleet, membership, pool, holding, waker, gate, cache_map,
-        instruments, History(), pool_tls,
+        incarnation, clock, clock.monotonic(), model.name, model.max_model_tokens, fleet, membership, pool, holding,
+        waker, gate, cache_map, instruments, History(), pool_tls, lambda: dispatcher.runs,
     )  # fmt: skip
     pins = FleetPins(fleet, clock)
     batches = None if config.batches is None else BatchService(config.batches, clock)
@@ -199,6 +199,7 @@ def build_gateway(
         adapters.load,
         adapters.unload,
         status.overview,
+        status.running,
         status.readiness,
         PinRoutes(service, pins, config.http),
         BrowserRules.of(config.admin_address, config.http.allowed_hosts),

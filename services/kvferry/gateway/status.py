@@ -1,12 +1,14 @@
 """Reports of a gateway: readiness, the state of its fleet, and the overview of the dashboard."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 
 from kvferry.core.clock import Clock
 from kvferry.core.ids import Incarnation
 from kvferry.gateway.admission.flow_gate import FlowGate
 from kvferry.gateway.decide.cache_map.cache_map import CacheMap
+from kvferry.gateway.decide.lifecycle.sample_run import SampleRun
 from kvferry.gateway.decide.routing.holding import Holding
 from kvferry.gateway.fleet.fleet import Fleet
 from kvferry.gateway.fleet.fleet_report import fleet_report
@@ -15,6 +17,7 @@ from kvferry.gateway.fleet.pool_api import PoolApi
 from kvferry.gateway.fleet.readiness import can_serve, notes
 from kvferry.gateway.fleet.waking import Waker
 from kvferry.gateway.observe.dashboard.history import History
+from kvferry.gateway.observe.dashboard.running import RunningSample, oldest
 from kvferry.gateway.observe.instruments import GatewayInstruments
 from kvferry.rpc.tls.pool_tls import PoolTls
 
@@ -25,6 +28,9 @@ class GatewayStatus:
 
     incarnation: Incarnation
     clock: Clock
+    started: float
+    """Monotonic seconds."""
+    model_name: str
     max_model_tokens: int
     fleet: Fleet
     membership: Membership
@@ -36,6 +42,8 @@ class GatewayStatus:
     instruments: GatewayInstruments
     history: History
     pool_tls: PoolTls | None
+    runs: Callable[[], Collection[SampleRun]]
+    """Function that returns the samples and searches that have not ended."""
     is_draining: bool = False
 
     @property
@@ -78,5 +86,15 @@ class GatewayStatus:
         self.history.add(self.clock.monotonic(), self.instruments.totals())
 
     def overview(self) -> Mapping[str, object]:
-        """Return the JSON object of the dashboard."""
-        return self.history.overview(self.clock.monotonic(), self.instruments.totals())
+        """Return the JSON object of the dashboard: what is served by which version for how long, and the history."""
+        now = self.clock.monotonic()
+        return {
+            "model": self.model_name,
+            "version": version("kvferry"),
+            "uptime_seconds": round(now - self.started, 3),
+            **self.history.overview(now, self.instruments.totals()),
+        }
+
+    def running(self) -> tuple[list[RunningSample], int]:
+        """Return the oldest samples and waiting requests, oldest first, and the number of those left out."""
+        return oldest(self.runs(), self.gate.waiting, self.clock.monotonic())

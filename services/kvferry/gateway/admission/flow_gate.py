@@ -12,7 +12,7 @@ The slot of a request counts the tokens that the request uses, to free its capac
 """
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
@@ -98,7 +98,14 @@ class FlowGate:
         self._was_asleep = False
         self._slots: set[RequestSlot] = set()
         """Slots of the requests that are admitted, without searches."""
+        self._waiting: dict[int, RequestSize] = {}
+        """Requests that wait for their admission, by number of the entry."""
         self._follower: asyncio.Task[None] | None = None
+
+    @property
+    def waiting(self) -> Collection[RequestSize]:
+        """The requests that wait for their admission."""
+        return self._waiting.values()
 
     # -- interface to text serving -----------------------------------------------------------------------------
 
@@ -155,6 +162,7 @@ class FlowGate:
             self._metrics.refused(tenant, _reason(error))
             raise
         self.quotas.begin(tenant, slot.expected_tokens)
+        self._waiting[entry.number] = slot.work
         try:
             await self._dispatched(entry)
         except BaseException as error:
@@ -162,6 +170,8 @@ class FlowGate:
             reason = _reason(error) if isinstance(error, KvferryError) else "cancelled"
             self._metrics.refused(tenant, reason)
             raise
+        finally:
+            del self._waiting[entry.number]
         if not slot.work.is_search:
             self._slots.add(slot)
         slot.entered = self._clock.monotonic()

@@ -9,7 +9,7 @@ depends only on seed and position, so the output is the same. `sample_states.DUT
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from typing import Never
@@ -106,6 +106,8 @@ class Dispatcher:
             self._instruments,
         )
         self._step_turns = StepTurns(step_places)
+        self._runs: dict[int, SampleRun] = {}
+        """The samples and searches that have not ended, by identity."""
         self.open_streams = 0
         self._no_streams = asyncio.Event()
         self._no_streams.set()
@@ -138,6 +140,11 @@ class Dispatcher:
                 except WorkerLost as lost:
                     await self._recover(run, lost)
 
+    @property
+    def runs(self) -> Collection[SampleRun]:
+        """The samples and searches that have not ended, without the steps of searches."""
+        return self._runs.values()
+
     def _trace(self, request: Request, name: str = "sample") -> NoTrace:
         span = current_span()
         if span is None:
@@ -161,6 +168,7 @@ class Dispatcher:
             )
         num_streams = max(1, run.num_beams)
         self.open_streams += num_streams
+        self._runs[id(run)] = run
         self._no_streams.clear()
         self._instruments.streams_open.inc(num_streams)
         self._instruments.prompt_tokens.inc(len(run.request.token_ids))
@@ -168,6 +176,7 @@ class Dispatcher:
             with self._lifetime(run):
                 yield
         finally:
+            del self._runs[id(run)]
             self.journal.add(run)
             if self._on_end is not None:
                 self._on_end(run)

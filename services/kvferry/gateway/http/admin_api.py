@@ -1,4 +1,4 @@
-"""The admin HTTP API: dashboard, metrics, fleet, ended requests.
+"""The admin HTTP API: dashboard, metrics, fleet, running and ended requests.
 
 For operators; bound to loopback unless configured otherwise. Reading is open; changes need access (`admin_access`).
 """
@@ -28,6 +28,7 @@ from kvferry.gateway.http.pin_routes import PATHS as PIN_PATHS
 from kvferry.gateway.http.pin_routes import PinRoutes
 from kvferry.gateway.http.route_errors import NoSuchRoute, no_such_request
 from kvferry.gateway.http.status_bodies import Ready
+from kvferry.gateway.observe.dashboard.running import RunningSample
 
 _JSON = "application/json"
 _MAX_BODY_BYTES = 64 << 10
@@ -67,6 +68,8 @@ class AdminApi:
     """Removes an adapter, given its name, from all workers; returns the digest that it had by worker address."""
     overview: Callable[[], Mapping[str, object]]
     """Function that returns the body of `GET /debug/overview`."""
+    running: Callable[[], tuple[Sequence[RunningSample], int]]
+    """Function that returns the oldest samples that run or wait, and the number of those left out."""
     readiness: Callable[[], tuple[bool, Sequence[str]]]
     """Function that returns whether requests are accepted, and the reasons."""
     pins: PinRoutes
@@ -117,7 +120,12 @@ class AdminApi:
                     f"limit must be a number from 1 to {MAX_LISTED}, not {shortened(given)!r}", field="limit"
                 )
             )
-        body = {"requests": self.journal.recent(int(given))}
+        running, num_further = self.running()
+        body = {
+            "running": running,
+            "num_further_running": num_further,
+            "requests": self.journal.recent(int(given)),
+        }
         return Response(openai_reply.encode(body), headers=_PRIVATE, media_type=_JSON)
 
     async def _request(self, request: Request) -> Response:

@@ -27,6 +27,8 @@ SOURCES = ("computed", "cached", "peer", "tier")
 MAX_TENANT_LABELS = 100
 """Number of tenants that get their own label, in order of their first requests; further ones share the label
 `other`."""
+PROBES = frozenset({"/health", "/ready", "/ping"})
+"""Paths of probes, which are no requests of clients."""
 BANDS = ("high", "normal", "low")
 
 
@@ -153,10 +155,13 @@ class GatewayInstruments:
     def totals(self) -> Totals:
         """Return a reading of the histograms and counters that the dashboard shows over time."""
         sources = {labels["source"]: n for labels, n in _totals(self.prompt_source_tokens)}
+        answers = [(labels["status"], n) for labels, n in _totals(self.requests) if labels["path"] not in PROBES]
         return Totals(
             first_token=_buckets(self.first_token_seconds),
             token_gap=_buckets(self.token_gap_seconds),
             output_tokens=_total(self.output_tokens),
+            requests=sum(n for _, n in answers),
+            errors=sum(n for status, n in answers if int(status) >= 500),
             streams={labels["outcome"]: n for labels, n in _totals(self.streams)},
             sources={source: sources.get(source, 0) for source in SOURCES},
             handoff_tokens=_total(self.handoff_tokens),

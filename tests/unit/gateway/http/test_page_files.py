@@ -3,6 +3,8 @@
 import asyncio
 import re
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from importlib.metadata import version
 
 import httpx
 import pytest
@@ -184,3 +186,43 @@ async def test_the_overview_has_series_and_totals(client: httpx.AsyncClient) -> 
     overview = (await client.get("/debug/overview")).json()
     assert set(overview["totals"]["prompt_tokens_by_source"]) == {"computed", "cached", "peer", "tier"}
     assert {len(values) for values in overview["series"].values()} == {len(overview["series"]["seconds_ago"])}
+    assert (overview["model"], overview["version"]) == ("bytes", version("kvferry"))
+    assert overview["uptime_seconds"] > 0
+
+
+async def test_a_request_is_listed_while_it_waits_and_while_it_runs_then_as_ended() -> None:
+    body = {"model": "bytes", "prompt": "a secret prompt", "max_tokens": 3, "stream": True}
+    async with scripted_gateway(prefill=0, decode=0, both=1, max_streams=1) as gateway, AsyncExitStack() as opened:
+        client = await opened.enter_async_context(httpx.AsyncClient(base_url=gateway.url, timeout=20))
+        admin = await opened.enter_async_context(httpx.AsyncClient(base_url=gateway.admin_url, timeout=20))
+
+        async def states() -> dict[str, str]:
+            listed = (await admin.get("/debug/requests")).json()
+            return {one["request_id"]: one["state"] for one in listed["running"]}
+
+        async def ask(name: str) -> None:
+            answer = await client.post("/v1/completions", json=body, headers={"x-request-id": name})
+            assert answer.status_code == 200, answer.text
+
+        may_go = asyncio.Event()
+        gateway.workers.all[0].step = may_go.wait
+        first = asyncio.create_task(ask("first"))
+        await eventually(lambda: gateway.gateway.dispatcher.open_streams == 1)
+        second = asyncio.create_task(ask("second"))
+        await eventually(lambda: len(gateway.gateway.gate.waiting) == 1)
+        assert await states() == {"first": "prefill", "second": "queued"}
+        third = asyncio.create_task(ask("third"))
+        await eventually(lambda: len(gateway.gateway.gate.waiting) == 2)
+        third.cancel()
+        await eventually(lambda: len(gateway.gateway.gate.waiting) == 1)
+        assert await states() == {"first": "prefill", "second": "queued"}
+        answer = await admin.get("/debug/requests")
+        assert "secret" not in answer.text
+        assert answer.headers["cache-control"] == "no-store"
+        assert answer.json()["num_further_running"] == 0
+        may_go.set()
+        await asyncio.gather(first, second)
+        await eventually(lambda: gateway.gateway.dispatcher.open_streams == 0)
+        assert await states() == {}
+        ended = (await admin.get("/debug/requests")).json()["requests"]
+        assert {one["request_id"] for one in ended} == {"first", "second"}

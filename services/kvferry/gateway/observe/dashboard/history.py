@@ -15,6 +15,7 @@ MAX_POINTS = 300
 """Number of points: 10 minutes."""
 _WINDOW_READINGS = round(WINDOW_SECONDS / INTERVAL_SECONDS) + 1
 _SHARES = (0.5, 0.95)
+_RATES = ("output_tokens_per_second", "requests_per_second", "errors_per_second", "failed_streams_per_second")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,10 @@ class Totals:
     first_token: Buckets
     token_gap: Buckets
     output_tokens: float
+    requests: int
+    """Number of answered HTTP requests, without probes."""
+    errors: int
+    """Number of those with a status of 500 or above."""
     streams: Mapping[str, int]
     """Number of ended samples by outcome."""
     sources: Mapping[str, int]
@@ -43,6 +48,11 @@ class Point:
     token_gap: tuple[float | None, ...]
     """Median and 95th percentile of the time between messages with tokens in seconds."""
     output_tokens_per_second: float
+    requests_per_second: float
+    errors_per_second: float
+    """Answers with a status of 500 or above."""
+    failed_streams_per_second: float
+    """Samples that ended with an error, those of an answer whose status was sent before included."""
 
 
 @dataclass(slots=True)
@@ -66,7 +76,7 @@ class History:
                     now,
                     tuple(quantiles(earlier.first_token, totals.first_token, _SHARES)),
                     tuple(quantiles(earlier.token_gap, totals.token_gap, _SHARES)),
-                    max(0.0, totals.output_tokens - earlier.output_tokens) / (now - begun),
+                    *(max(0.0, new - old) / (now - begun) for old, new in _counts(earlier, totals)),
                 )
             )
         self._readings.append((now, totals))
@@ -89,12 +99,24 @@ class History:
                 "first_token_p95": [point.first_token[1] for point in points],
                 "token_gap_p50": [point.token_gap[0] for point in points],
                 "token_gap_p95": [point.token_gap[1] for point in points],
-                "output_tokens_per_second": [round(point.output_tokens_per_second, 3) for point in points],
+                **{name: [round(getattr(point, name), 3) for point in points] for name in _RATES},
             },
             "totals": {
                 "output_tokens": int(totals.output_tokens),
+                "requests": totals.requests,
+                "errors": totals.errors,
                 "streams": dict(totals.streams),
                 "prompt_tokens_by_source": dict(totals.sources),
                 "handoff_tokens": totals.handoff_tokens,
             },
         }
+
+
+def _counts(earlier: Totals, later: Totals) -> list[tuple[float, float]]:
+    """Return the counts of two readings whose differences are the rates of a point, in the order of `_RATES`."""
+    return [
+        (earlier.output_tokens, later.output_tokens),
+        (earlier.requests, later.requests),
+        (earlier.errors, later.errors),
+        (earlier.streams.get("failed", 0), later.streams.get("failed", 0)),
+    ]

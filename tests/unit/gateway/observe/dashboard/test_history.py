@@ -13,10 +13,12 @@ from kvferry.gateway.observe.dashboard.quantiles import Buckets
 from kvferry.gateway.observe.instruments import GatewayInstruments
 
 
-def totals(fast: int = 0, slow: int = 0, tokens: int = 0) -> Totals:
-    """Return a reading with `fast` observations below 1 s and `slow` ones below 2 s in both histograms."""
+def totals(fast: int = 0, slow: int = 0, tokens: int = 0, requests: int = 0, errors: int = 0) -> Totals:
+    """Return a reading with `fast` observations below 1 s and `slow` ones below 2 s in both histograms, and a failed
+    stream for each two errors."""
     buckets = Buckets((1.0, 2.0, math.inf), (fast, fast + slow, fast + slow))
-    return Totals(buckets, buckets, tokens, {"done": fast}, {"computed": 1, "cached": 0, "peer": 0, "tier": 0}, 0)
+    sources = {"computed": 1, "cached": 0, "peer": 0, "tier": 0}
+    return Totals(buckets, buckets, tokens, requests, errors, {"done": fast, "failed": errors // 2}, sources, 0)
 
 
 def test_the_first_reading_makes_no_point() -> None:
@@ -36,6 +38,33 @@ def test_a_point_covers_the_window_before_it() -> None:
     assert series["first_token_p95"][-1] == pytest.approx(1.95)
     assert series["token_gap_p50"] == series["first_token_p50"]
     assert series["seconds_ago"][-1] == pytest.approx(2.0)
+
+
+def test_requests_and_errors_are_rates_of_the_window() -> None:
+    history = History()
+    for number in range(30):  # 4 requests per second, of which one fails
+        history.add(number * INTERVAL_SECONDS, totals(requests=number * 8, errors=number * 2))
+    overview = history.overview(60.0, totals(requests=300, errors=60))
+    assert overview["series"]["requests_per_second"] == [pytest.approx(4.0)] * 29
+    assert overview["series"]["errors_per_second"] == [pytest.approx(1.0)] * 29
+    assert overview["series"]["failed_streams_per_second"] == [pytest.approx(0.5)] * 29
+    assert (overview["totals"]["requests"], overview["totals"]["errors"]) == (300, 60)
+
+
+def test_answers_of_probes_are_no_requests_and_only_servers_faults_are_errors() -> None:
+    instruments = GatewayInstruments()
+    for path, status in (
+        ("/v1/completions", "200"),
+        ("/v1/completions", "429"),
+        ("/v1/messages", "503"),
+        ("/health", "200"),
+        ("/ready", "503"),
+        ("/ping", "200"),
+        ("other", "0"),
+    ):
+        instruments.requests.labels(path, status).inc()
+    found = instruments.totals()
+    assert (found.requests, found.errors) == (4, 1)
 
 
 def test_observations_before_a_pause_are_not_counted_after_it() -> None:

@@ -1,15 +1,23 @@
 // Polls the gateway and fills the page.
 
 import { chart } from "./charts.js";
-import { empty, show } from "./elements.js";
+import { choose, pointedAt } from "./cursor.js";
+import { empty, html, show } from "./elements.js";
 import { decimal, seconds } from "./formats.js";
 import { queues, sources } from "./queues.js";
-import { replicas } from "./replicas.js";
 import { requests, selected } from "./requests.js";
+import { running } from "./running.js";
+import { about, stats } from "./stats.js";
 import { request } from "./waterfall.js";
+import { workers } from "./workers.js";
 
 const INTERVAL_MS = 2000;
 const TIMEOUT_MS = 5000;
+const CHARTS = {
+  "first-token": { keys: [["p50", "first_token_p50"], ["p95", "first_token_p95"]], format: seconds },
+  "token-gap": { keys: [["p50", "token_gap_p50"], ["p95", "token_gap_p95"]], format: seconds },
+  rate: { keys: [["tokens/s", "output_tokens_per_second"]], format: decimal },
+};
 
 let latest = null;
 let detail = null;
@@ -26,7 +34,7 @@ async function poll() {
   try {
     const [fleet, overview, list] = await Promise.all(
       [fetched("fleet"), fetched("debug/overview"), fetched("debug/requests?limit=50")]);
-    latest = { fleet, overview, list: list.requests };
+    latest = { fleet, overview, list };
     updated = new Date();
     render();
     report(true, `Last updated ${updated.toLocaleTimeString()}`);
@@ -52,26 +60,45 @@ function width(id) {
 function render() {
   if (latest === null) return;
   const { fleet, overview, list } = latest;
-  document.getElementById("pool").textContent = fleet.pool || "gateway";
-  show("replicas", replicas(fleet));
+  document.title = `kvferry: ${overview.model}`;
+  document.getElementById("model").textContent = overview.model;
+  document.getElementById("about").textContent = about(overview, fleet);
+  show("stats", stats(overview, fleet));
+  show("workers", workers(fleet));
   show("queues", queues(fleet));
   show("sources", sources(overview, width("sources")));
-  show("requests", requests(list, selected(location.hash)));
-  lines("first-token", "Time to first token", [["p50", "first_token_p50"], ["p95", "first_token_p95"]], seconds);
-  lines("token-gap", "Inter-token latency", [["p50", "token_gap_p50"], ["p95", "token_gap_p95"]], seconds);
-  lines("rate", "Output tokens per second", [["tokens/s", "output_tokens_per_second"]], decimal);
+  show("running", running(list.running, list.num_further_running));
+  show("requests", requests(list.requests, selected(location.hash)));
+  for (const id of Object.keys(CHARTS)) draw(id);
 }
 
-function lines(id, name, keys, format) {
-  const { series, interval_seconds: interval, max_points: points } = latest.overview;
-  const drawn = keys.map(([label, key], number) => ({ label, values: series[key], kind: number ? "second" : "main" }));
-  show(id, chart(name, width(id), series.seconds_ago, interval * points, drawn, format));
+/** The seconds that the charts cover, those between two points, and the age of each point. */
+function span() {
+  const { interval_seconds: step = 1, max_points: points = 1, series } = latest?.overview ?? {};
+  return { seconds: step * points, step, ages: series?.seconds_ago ?? [] };
 }
 
-async function select() {
+function draw(id) {
+  if (latest === null) return;
+  const { keys, format } = CHARTS[id];
+  const { series } = latest.overview;
+  const lines = keys.map(([label, key], number) => ({ label, values: series[key], kind: number ? "second" : "main" }));
+  const at = pointedAt(id);
+  const { elements, text } = chart(width(id), series.seconds_ago, span().seconds, lines, format, at);
+  show(id, elements);
+  const place = document.getElementById(id);
+  const values = { min: -span().seconds, max: 0, now: -Math.round(at ?? 0), text };
+  for (const [key, value] of Object.entries(values)) place.setAttribute(`aria-value${key}`, String(value));
+}
+
+async function select(mayScroll) {
   const current = selected(location.hash);
   render();
-  if (current === null) return;
+  if (current === null) {
+    detail = null;
+    show("request", empty("Select an ended request in the list."));
+    return;
+  }
   let found = null;
   let failure = "";
   try {
@@ -83,10 +110,22 @@ async function select() {
   detail = found && { found, tenant: current.tenant };
   if (detail === null) show("request", empty(failure));
   else renderDetail();
+  if (mayScroll) reveal();
+}
+
+/** Bring the selected request into view, unless its begin is already seen. */
+function reveal() {
+  const title = document.getElementById("request-title");
+  const { top } = title.getBoundingClientRect();
+  if (top >= 0 && top < window.innerHeight * 0.6) return;
+  title.parentElement.scrollIntoView({ block: "start" });
+  title.focus({ preventScroll: true });
 }
 
 function renderDetail() {
-  if (detail !== null) show("request", request(detail.found, detail.tenant, width("request")));
+  if (detail === null) return;
+  const back = html("p", {}, html("a", { href: "#requests-title" }, "Back to the list"));
+  show("request", back, request(detail.found, detail.tenant, width("request")));
 }
 
 async function run() {
@@ -96,8 +135,9 @@ async function run() {
   }
 }
 
-window.addEventListener("hashchange", select);
+for (const id of Object.keys(CHARTS)) choose(id, span, () => draw(id));
+window.addEventListener("hashchange", () => select(true));
 window.addEventListener("resize", () => { render(); renderDetail(); });
 document.addEventListener("visibilitychange", () => { if (!document.hidden) poll(); });
-select();
+select(false);
 run();

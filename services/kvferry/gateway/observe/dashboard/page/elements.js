@@ -20,19 +20,28 @@ function filled(element, attributes, children) {
   return element;
 }
 
-/** Replace the content of the element with this id; the element that has the focus keeps it, by its href. */
+/**
+ * Replace the content of the element with this id. What has the focus keeps it: a link by its href, a scrolled part by
+ * its number.
+ */
 export function show(id, ...children) {
   const place = document.getElementById(id);
   const focused = place.contains(document.activeElement) ? document.activeElement.getAttribute("href") : null;
-  const tops = [...place.querySelectorAll(".scroll")].map((part) => part.scrollTop);
+  const parts = [...place.querySelectorAll(".scroll")];
+  const focusedPart = parts.indexOf(document.activeElement);
+  const tops = parts.map((part) => part.scrollTop);
   place.replaceChildren(...children.flat());
-  place.querySelectorAll(".scroll").forEach((part, number) => (part.scrollTop = tops[number] ?? 0));
+  place.querySelectorAll(".scroll").forEach((part, number) => {
+    part.scrollTop = tops[number] ?? 0;
+    if (number === focusedPart) part.focus({ preventScroll: true });
+  });
   if (focused) [...place.querySelectorAll("a")].find((link) => link.getAttribute("href") === focused)?.focus();
 }
 
 /**
  * Create a table. A column has a label, a function from a row to its content, and optionally `number: true` (aligned to
- * the right) or `full: true` (on a separate line on narrow screens).
+ * the right), `full: true` (on a separate line on narrow screens) or a kind, by which long content is broken: `id`,
+ * `name`, `text`, or `fixed` (not at all).
  * Roles are explicit, because narrow screens show rows as blocks, which removes the implicit roles.
  */
 export function table(caption, columns, rows, rowClass = () => null) {
@@ -48,8 +57,14 @@ export function table(caption, columns, rows, rowClass = () => null) {
 
 function cell(column, content, isHead) {
   const parts = [content].flat().filter((part) => part !== "" && part !== null && part !== undefined);
-  const classes = [column.number ? "number" : "", isHead ? "head" : "", column.full ? "full" : "", parts.length ? "" : "empty-cell"];
+  const classes = [column.number ? "number" : "", isHead ? "head" : "", column.full ? "full" : "", column.kind ?? "",
+    parts.length ? "" : "empty-cell"];
   return html("td", { role: "cell", "data-label": column.label, class: classes.filter(Boolean).join(" ") || null }, parts);
+}
+
+/** Create a part that scrolls by itself, also with the keyboard. */
+export function scrolled(name, ...children) {
+  return html("div", { class: "scroll", tabindex: 0, role: "group", "aria-label": name }, ...children);
 }
 
 /** Create a paragraph in place of missing data. */

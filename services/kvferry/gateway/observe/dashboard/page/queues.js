@@ -8,14 +8,14 @@ export function queues(fleet) {
   const flow = fleet.flow;
   if (!flow) return [empty("This gateway has no flow control.")];
   const text = `${count(flow.queued)} queued (${bytes(flow.queued_bytes)}), ${count(flow.dispatched)} dispatched, ` +
-    `${count(fleet.held)} held for a replica; sequences ${inUse(flow.sequences)}, prefill tokens ${inUse(flow.prefill_tokens)}`;
+    `${count(fleet.held)} held for a worker; sequences ${inUse(flow.sequences)}, prefill tokens ${inUse(flow.prefill_tokens)}`;
   const bands = table("By priority (lower numbers first)", [
     { label: "Priority", content: (band) => String(band.priority) },
     { label: "Queued", number: true, content: (band) => count(band.queued) },
     { label: "Memory", number: true, content: (band) => bytes(band.queued_bytes) },
   ], flow.bands);
   const tenants = table("By tenant", [
-    { label: "Tenant", content: (tenant) => tenant.tenant || "(default)" },
+    { label: "Tenant", kind: "name", content: (tenant) => tenant.tenant || "(default)" },
     { label: "Queued", number: true, content: (tenant) => count(tenant.queued) },
     { label: "Memory", number: true, content: (tenant) => bytes(tenant.queued_bytes) },
     { label: "Dispatched", number: true, content: (tenant) => count(tenant.dispatched) },
@@ -31,7 +31,7 @@ export function queues(fleet) {
 }
 
 function inUse(room) {
-  return `${count(room.in_use)} of ${room.bound === null ? "no bound" : count(room.bound)}`;
+  return `${count(room.in_use)}${room.bound === null ? ", no limit" : ` of ${count(room.bound)}`}`;
 }
 
 const SOURCES = [["computed", "Computed"], ["cached", "Cached"], ["peer", "Fetched from a peer"], ["tier", "Loaded from a tier"]];

@@ -1,6 +1,6 @@
-// The list of recent requests, from /debug/requests.
+// The list of ended requests, from /debug/requests.
 
-import { empty, html, state, table } from "./elements.js";
+import { empty, html, scrolled, state, table } from "./elements.js";
 import { count, seconds } from "./formats.js";
 
 const KINDS = { done: "good", cancelled: "warn", failed: "bad" };
@@ -22,16 +22,16 @@ export function requests(list, current) {
   if (!list.length) return [empty("No requests have ended yet.")];
   const isCurrent = (one) => current !== null && current.id === one.request_id && (current.tenant ?? one.tenant) === one.tenant;
   const columns = [
-    { label: "Request", content: (one) => html("a",
+    { label: "Request", kind: "id", content: (one) => html("a",
       { href: fragment(one), "aria-current": isCurrent(one) ? "true" : null }, one.request_id) },
-    { label: "Tenant", content: (one) => one.tenant || "(default)" },
+    { label: "Tenant", kind: "name", content: (one) => one.tenant || "(default)" },
     { label: "Outcome", content: (one) => state(KINDS[one.outcome] ?? "bad", one.outcome) },
     { label: "Prompt", number: true, content: (one) => count(one.prompt_tokens) },
     { label: "Cached", number: true, content: (one) => count(one.cached_tokens) },
     { label: "Output", number: true, content: (one) => count(one.output_tokens) },
-    { label: "First token", number: true, content: (one) => seconds(one.first_token_seconds || null) },
+    { label: "Time to first token", number: true, content: (one) => seconds(one.first_token_seconds || null) },
     { label: "Total", number: true, content: (one) => seconds(one.total_seconds) },
   ];
-  const rows = table("Newest first; tokens and seconds", columns, list, (one) => (isCurrent(one) ? "selected" : null));
-  return [html("div", { class: "scroll" }, rows)];
+  const rows = table("Ended, newest first; prompt, cached and output in tokens", columns, list, (one) => (isCurrent(one) ? "selected" : null));
+  return [scrolled("Ended requests", rows)];
 }

@@ -1,7 +1,8 @@
 // One request in detail: facts, waterfall, routes with their candidates, sources of its KV. From /debug/requests/{id}.
 
 import { empty, html, state, svg, table } from "./elements.js";
-import { bytes, count, seconds } from "./formats.js";
+import { bytes, count, plural, seconds } from "./formats.js";
+import { mapState } from "./workers.js";
 
 const NAMES = { queue: "Queue", prefill: "Prefill", first_token: "First token", handoff: "Hand-off", decode: "Decode" };
 
@@ -21,12 +22,12 @@ export function request(found, tenant, width) {
 function facts(id, tenant, sample) {
   const timing = sample.timing;
   const workers = [timing.prefill_worker, timing.decode_worker].filter((worker) => worker).join(" → ");
-  const moved = timing.handoff_blocks ? `, ${count(timing.handoff_blocks)} blocks, ${bytes(timing.handoff_bytes)}, ${timing.connector}` : "";
+  const moved = timing.handoff_blocks ? `, ${plural(timing.handoff_blocks, "block")}, ${bytes(timing.handoff_bytes)}, ${timing.connector}` : "";
   const rows = [
     ["Request", id], ["Tenant", tenant || "(default)"], ["Error", sample.error],
     ["Tokens", `${count(sample.prompt_tokens)} prompt (${count(sample.cached_tokens)} cached), ${count(sample.output_tokens)} generated`],
     ["Workers", workers], ["Hand-off", timing.handoff_outcome ? timing.handoff_outcome + moved : ""],
-    ["Resumed", timing.resumed ? `${count(timing.resumed)} times` : ""],
+    ["Resumed", timing.resumed ? plural(timing.resumed, "time") : ""],
   ];
   return html("dl", { class: "facts" },
     rows.filter(([, value]) => value).map(([name, value]) => [html("dt", {}, name), html("dd", {}, value)]).flat());
@@ -59,15 +60,15 @@ function waterfall(sample, width) {
 function routes(sample) {
   return sample.routes.map((route, number) => {
     const home = route.worker === route.preferred ? "ranks first" : `${route.preferred} was full`;
-    const text = `${route.worker}: ${route.reason}, ${home}; load ${route.load} of ${route.capacity}, ` +
-      `${route.num_candidates} candidates`;
+    const load = `load ${route.load}${route.capacity ? ` of ${route.capacity}` : ", no limit"}`;
+    const text = `${route.worker}: ${route.reason}, ${home}; ${load}; ${plural(route.num_candidates, "candidate")}`;
     const columns = [
-      { label: "Candidate", content: (one) => one.worker },
+      { label: "Candidate", kind: "name", content: (one) => one.worker },
       { label: "Load", number: true, content: (one) => count(one.load) },
       { label: "Cached", number: true, content: (one) => count(one.cached_tokens) },
       { label: "Reported", number: true, content: (one) => count(one.confirmed_tokens) },
       { label: "Basis", content: (one) => one.basis },
-      { label: "Map", content: (one) => one.map_state },
+      { label: "Map", content: (one) => mapState(one.map_state).text },
     ];
     const isChosen = (one) => (one.worker === route.worker ? "selected" : null);
     return html("div", {}, html("h3", {}, `Route ${number + 1}: ${route.role}`), table(text, columns, route.candidates, isChosen));
@@ -78,13 +79,13 @@ function loads(sample) {
   const reports = sample.timing.kv;
   if (!reports.length) return [];
   const columns = [
-    { label: "Worker", content: (kv) => kv.worker_id },
+    { label: "Worker", kind: "name", content: (kv) => kv.worker_id },
     { label: "Source", content: (kv) => kv.source },
     { label: "Choice", content: (kv) => (kv.num_chosen ? `load ${count(kv.num_chosen)} tokens` : `compute ${count(kv.num_tokens)} tokens`) },
     { label: "Load expected", number: true, content: (kv) => seconds(kv.expected_load_seconds) },
     { label: "Compute expected", number: true, content: (kv) => seconds(kv.expected_compute_seconds) },
     { label: "Loaded", number: true, content: (kv) => (kv.num_chosen ? `${bytes(kv.bytes_loaded)} in ${seconds(kv.load_seconds)}` : "") },
-    { label: "Failure", content: (kv) => (kv.failure ? [state("bad", "failed"), " ", kv.failure] : "") },
+    { label: "Failure", kind: "text", content: (kv) => (kv.failure ? [state("bad", "failed"), " ", kv.failure] : "") },
   ];
   return [html("h3", {}, "Load or compute"), table("Decisions on the KV of the prompt", columns, reports)];
 }
