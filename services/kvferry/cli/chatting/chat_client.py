@@ -1,6 +1,7 @@
 """Calls a gateway over HTTP: the models that it lists, and an answer as a stream of chunks. Each wait ends."""
 
 import ssl
+import threading
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
@@ -112,11 +113,11 @@ class ChatClient:
                 if exchange.status != _OK:
                     raise refusal(exchange.status, exchange.whole(), exchange.headers, str(self.url))
                 yield exchange
-            except TimeoutError:
-                raise DeadlinePassed(
-                    f"{self.url} did not finish the answer within {seconds:g} s; use a longer --timeout"
-                ) from None
             except (OSError, HTTPException) as error:
+                if isinstance(error, TimeoutError) or exchange.is_late:
+                    raise DeadlinePassed(
+                        f"{self.url} did not finish the answer within {seconds:g} s; use a longer --timeout"
+                    ) from None
                 raise broken(shown_line(str(error)) or type(error).__name__) from None
             finally:
                 exchange.end()
@@ -130,6 +131,15 @@ class _Exchange:
         self._connection, self._clock, self._deadline = connection, clock, deadline
         self._socket = connection.sock  # the connection lets go of it when the answer ends with its closing
         self._response: HTTPResponse | None = None
+        # The library reads as many lines before an answer as a server sends, each within the time limit of a read.
+        self._watchdog = threading.Timer(max(0.0, deadline - clock.monotonic()), self._cut)
+        self._watchdog.daemon = True
+        self._watchdog.start()
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the time for the answer is over."""
+        return self._clock.monotonic() >= self._deadline
 
     def send(self, method: str, path: str, body: bytes | None, headers: dict[str, str]) -> None:
         """Send the request and receive the head of its answer."""
@@ -177,10 +187,14 @@ class _Exchange:
 
     def end(self) -> None:
         """Close the connection, also in the middle of an answer."""
-        with suppress(OSError):
-            self._socket.shutdown(SHUT_RDWR)
+        self._watchdog.cancel()
+        self._cut()
         if self._response is not None:
             self._response.close()
+
+    def _cut(self) -> None:
+        with suppress(OSError):
+            self._socket.shutdown(SHUT_RDWR)
 
     def _wait(self) -> None:
         remaining = self._deadline - self._clock.monotonic()

@@ -174,3 +174,21 @@ def test_a_key_that_cannot_be_sent_is_refused_and_not_shown(key: str) -> None:
     with pytest.raises(UsageError) as refused:
         client(1, api_key=key)
     assert key not in refused.value.message
+
+
+def test_a_server_that_never_begins_its_answer_is_cut_at_the_deadline() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def announce() -> None:
+            with closing(listener.accept()[0]) as connection, suppress(OSError):
+                while True:
+                    connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+        thread = threading.Thread(target=announce)
+        thread.start()
+        url = ServerUrl.parse(f"http://127.0.0.1:{listener.getsockname()[1]}")
+        client = ChatClient(url, SystemClock(), timeout_seconds=1.0)
+        with pytest.raises(errors.DeadlinePassed, match="did not finish the answer within 1 s"):
+            list(client.answer(b"{}"))
+        thread.join(SECONDS)
+        assert not thread.is_alive()
