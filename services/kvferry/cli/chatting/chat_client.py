@@ -15,7 +15,7 @@ from kvferry.cli.chatting.server_errors import refusal, stream_failure
 from kvferry.cli.chatting.stream_events import DONE, ServerSentEvents, StreamedChunk, broken, parse_chunk
 from kvferry.cli.server_url import ServerUrl
 from kvferry.core.clock import Clock
-from kvferry.core.errors import DeadlinePassed, Unavailable, UsageError
+from kvferry.core.errors import DeadlinePassed, KvferryError, Unavailable, UsageError
 
 _CONNECT_SECONDS = 10.0
 _LIST_SECONDS = 30.0
@@ -108,19 +108,23 @@ class ChatClient:
             except OSError as error:
                 why = shown_line(error.strerror or str(error))
                 raise Unavailable(f"{self.url} cannot be reached ({why}); start a gateway, or set --url") from None
+            failure: KvferryError | None = None
             try:
                 exchange.send(method, self.url.prefix + path, body, self._headers)
                 if exchange.status != _OK:
                     raise refusal(exchange.status, exchange.whole(), exchange.headers, str(self.url))
                 yield exchange
             except (OSError, HTTPException) as error:
+                failure = broken(shown_line(str(error)) or type(error).__name__)
                 if isinstance(error, TimeoutError) or exchange.is_late:
-                    raise DeadlinePassed(
+                    failure = DeadlinePassed(
                         f"{self.url} did not finish the answer within {seconds:g} s; use a longer --timeout"
-                    ) from None
-                raise broken(shown_line(str(error)) or type(error).__name__) from None
+                    )
             finally:
                 exchange.end()
+            # Raised here, since the traceback of the library's error would keep the socket open.
+            if failure is not None:
+                raise failure
 
 
 class _Exchange:

@@ -181,6 +181,7 @@ def test_a_server_that_never_begins_its_answer_is_cut_at_the_deadline() -> None:
 
         def announce() -> None:
             with closing(listener.accept()[0]) as connection, suppress(OSError):
+                connection.settimeout(2.0)  # ends when the client reads no more
                 while True:
                     connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
 
