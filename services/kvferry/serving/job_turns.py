@@ -81,7 +81,10 @@ class JobTurns:
         if turn.begun:
             took = asyncio.get_running_loop().time() - turn.begun
             self._seconds[turn.owner] = self._seconds.get(turn.owner, 0.0) + took
-            self._share += took / len({turn.owner, *(one.owner for one in self._waiting)})
+            owners = {one.owner for one in self._waiting}
+            self._share += took / len(owners | {turn.owner})
+            # Others would begin with `_share` again.
+            self._seconds = {one: t for one, t in self._seconds.items() if one in owners or t > self._share}
         if not self._waiting:
             self._seconds.clear()
             self._share = 0.0

@@ -116,6 +116,19 @@ async def test_new_owners_do_not_keep_an_earlier_one_waiting(monkeypatch: pytest
     assert [number for number, owner in enumerate(order) if owner == "victim"][-1] <= 8, order
 
 
+async def test_owners_that_have_gone_are_forgotten_while_others_wait() -> None:
+    turns = JobTurns(4, "prompt")
+    running = await turns.enter("first", 0)
+    for number in range(200):
+        waiting = asyncio.create_task(turns.enter(f"owner{number}", 0))
+        await settled()
+        turns.leave(running)
+        running = await waiting
+        assert len(turns._seconds) <= 8
+    turns.leave(running)
+    assert turns._seconds == {}
+
+
 def run(scenario: Callable[[], Awaitable[None]]) -> None:
     async def bounded() -> None:
         async with asyncio.timeout(60):
