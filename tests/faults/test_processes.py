@@ -281,7 +281,7 @@ def test_nixl_without_a_usable_device_names_the_variables(variable: str, capfd: 
 def test_a_damaged_model_ends_the_start_with_its_name(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "cut.gguf").write_bytes(b"GGUF\x03\x00\x00\x00")
     with running("up", *ADDRESSES, "--model", str(tmp_path / "cut.gguf")) as process:
-        assert process.process.wait(SECONDS) == 1
+        assert process.process.wait(SECONDS) == 2
     shown = capfd.readouterr().err
     assert "cut.gguf" in shown
     assert "cannot start" in shown
