@@ -102,7 +102,7 @@ def test_the_page_shows_the_stack(stack, browser: Chromium, tmp_path: Path, widt
 
 
 def opened(browser: Chromium, url: str) -> None:
-    """Open a page anew, not the page that an earlier test has left."""
+    """Load a page again, after the page of an earlier test was left."""
     browser.look(1280, 900, is_dark=False)
     browser.open("about:blank")
     browser.wait_for("location.href === 'about:blank'")

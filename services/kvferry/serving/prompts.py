@@ -18,16 +18,16 @@ from kvferry.text.requests.prompt_parameters import check_output_length, token_f
 from kvferry.text.tools.conversations import PromptEnd, check_calls, with_names
 
 MAX_MESSAGES = 4096
-MAX_SCHEMA_CHARS = 2048
-"""Maximum length of the schemas of a call that are prepared on an event loop."""
-_NO_TOOLS = ToolUse()
 """Maximum number of messages in a conversation."""
+MAX_SCHEMA_CHARS = 2048
+"""Maximum length of the schemas of tools whose grammar is prepared on an event loop."""
+_NO_TOOLS = ToolUse()
 
 DrawSeed = Callable[[], int]
 
 
-class TooCostlyHere(Exception):
-    """A request must be read where a costly preparation stops nobody else; see `TextModel.is_apart`."""
+class BlocksEventLoop(Exception):
+    """The preparation of a request would block the event loop; it must run elsewhere, see `TextModel.is_off_loop`."""
 
 
 def draw_seed() -> int:
@@ -232,13 +232,13 @@ def prepare_chat(
         end: how the prompt ends.
 
     Raises:
-        TooCostlyHere: the schemas of a call must be prepared elsewhere.
+        BlocksEventLoop: the schemas of a call must be prepared elsewhere.
         InvalidRequest: see `encode_chat`; a message of role `tool` does not match a call; a call is required
             together with another constraint, or with a schema that no grammar can express.
     """
     has_grammar = use.choice is ToolMode.REQUIRED or sampling.constraint is not None
-    if has_grammar and not model.is_apart and sum(len(repr(t.schema)) for t in use.offered) > MAX_SCHEMA_CHARS:
-        raise TooCostlyHere
+    if has_grammar and not model.is_off_loop and sum(len(repr(t.schema)) for t in use.offered) > MAX_SCHEMA_CHARS:
+        raise BlocksEventLoop
     ids = encode_chat(model, messages, use, variables, end)
     form = model.answer_form
     is_open = opens_reasoning(form, ids, model.new_detokenizer(False, form.marks.by_token))

@@ -65,7 +65,8 @@ class TextModel:
     `constraint_check`."""
     answer_form: AnswerForm = field(default_factory=AnswerForm)
     """How reasoning and tool calls are written in the model's answers."""
-    is_apart: bool = False
-    """Whether the model is used where a costly preparation stops nobody else: in the text process, or on a thread."""
+    is_off_loop: bool = False
+    """Whether jobs with this model run outside of an event loop, in the text process or on a thread, so that a costly
+    preparation does not block other requests."""
     hidden_size: int = 0
     """Number of values of a pooled vector; 0 if vectors are not served."""

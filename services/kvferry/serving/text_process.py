@@ -86,7 +86,7 @@ class TextProcess:
         self._limits = limits or TextLimits()
         self._prepare = prepare
         self._executor: ProcessPoolExecutor | None = None
-        self._ready_one: ProcessPoolExecutor | None = None
+        self._last_started: ProcessPoolExecutor | None = None
         """The last process that is known to have started."""
         self._spare: _Pool | None = None
         self._turns = JobTurns(self._limits.max_waiting, self._limits.field)
@@ -141,7 +141,7 @@ class TextProcess:
         for is_last in (False, True):
             try:
                 async with asyncio.timeout(self._limits.wall_seconds + _START_SECONDS):
-                    await self._started_before(turn)
+                    await self._wait_started(turn)
                     return await asyncio.wrap_future(submit())
             except TimeoutError:
                 self._abandon()
@@ -166,12 +166,12 @@ class TextProcess:
         ended.was_killed = any(code in (-signal.SIGKILL, -signal.SIGTERM) for code in codes)
         raise ended
 
-    async def _started_before(self, turn: Turn) -> None:
+    async def _wait_started(self, turn: Turn) -> None:
         """Wait until the process has started, whose start does not count as time of the job."""
         executor = self._process()
-        if executor is not self._ready_one:
+        if executor is not self._last_started:
             await asyncio.wrap_future(executor.submit(_ready))
-            self._ready_one = executor
+            self._last_started = executor
             turn.begun = asyncio.get_running_loop().time()
 
     def _abandon(self) -> None:
@@ -250,7 +250,7 @@ def _begin(
     # The terminal signals the whole process group, but the parent stops this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     lower_priority(limits.niceness)
-    _model = replace(open_model(), is_apart=True)
+    _model = replace(open_model(), is_off_loop=True)
     if prepare is not None:
         prepare(_model)
     resource.setrlimit(resource.RLIMIT_DATA, (limits.memory_bytes, limits.memory_bytes))

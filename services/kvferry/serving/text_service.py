@@ -313,11 +313,11 @@ class TextService:
                 client's quota of requests is used up.
         """
         if size < LARGE_CHARS:
-            with suppress(prompts.TooCostlyHere):
+            with suppress(prompts.BlocksEventLoop):
                 return job(self.model, *args, **kwargs)
         with self._charged_if_refused(client.tenant):
             if self.process is None:
-                return await asyncio.to_thread(job, replace(self.model, is_apart=True), *args, **kwargs)
+                return await asyncio.to_thread(job, replace(self.model, is_off_loop=True), *args, **kwargs)
             return await self.process.run(client.owner, size, job, *args, **kwargs)
 
     @contextmanager

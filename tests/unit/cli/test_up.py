@@ -28,7 +28,7 @@ def test_host_and_port(flags, environment, said, monkeypatch: pytest.MonkeyPatch
     result = CliRunner().invoke(up.command, ["--model", "tiny", "--device", "cpu", *flags], env=environment)
     assert said in result.output
     assert (result.exit_code == 0) == said.startswith("http=")
-    assert ("whoever reaches this machine" in result.output) == ("0.0.0.0" in flags)
+    assert ("not loopback, without API keys" in result.output) == ("0.0.0.0" in flags)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from kvferry.model.source import ModelSource
 from kvferry.rpc.channel import open_channel
 from kvferry.rpc.errors import error_from_rpc
 from kvferry.serving.model_text import text_model_of
-from kvferry.serving.prompts import TooCostlyHere, encode_chat, prepare_chat
+from kvferry.serving.prompts import BlocksEventLoop, encode_chat, prepare_chat
 from kvferry.serving.text_model import TextModel
 from kvferry.text.answers.registry import CallFormat
 from kvferry.text.grammar.compiler import GrammarCompiler
@@ -36,16 +36,16 @@ USER: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 
 
-def test_large_schemas_of_a_call_are_prepared_where_nobody_waits() -> None:
+def test_large_schemas_of_a_call_are_not_prepared_on_the_event_loop() -> None:
     names = {f"{number:060}": True for number in range(60)}
     large = Tool("f", "", {"type": "object", "properties": names, "additionalProperties": {"type": "integer"}})
     model = model_with("{{ messages[0].content }}")
     required = ToolUse((large,), ToolMode.REQUIRED)
     answer = SamplingParams(constraint=Constraint(ConstraintKind.JSON_OBJECT, ""))
     for use, sampling in ((required, SamplingParams()), (ToolUse((large,)), answer)):
-        with pytest.raises(TooCostlyHere):
+        with pytest.raises(BlocksEventLoop):
             prepare_chat(model, USER, use, sampling)
-        assert prepare_chat(replace(model, is_apart=True), USER, use, sampling).sampling.constraint is not None
+        assert prepare_chat(replace(model, is_off_loop=True), USER, use, sampling).sampling.constraint is not None
     prepare_chat(model, USER, ToolUse((large,)), SamplingParams())  # no grammar is made
     prepare_chat(model, USER, ToolUse(TOOLS, ToolMode.REQUIRED), SamplingParams())
 

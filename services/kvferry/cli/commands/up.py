@@ -1,7 +1,6 @@
 """`kvferry up`: runs the whole stack on this machine."""
 
 import asyncio
-import ipaddress
 import secrets
 import signal
 import sys
@@ -26,16 +25,24 @@ from kvferry.stack.plan.processes import StackConfig
 from kvferry.stack.plan.restarts import death_text
 from kvferry.stack.plan.worker_counts import worker_counts
 
+_ROLES = ("prefill", "decode", "both")
 
-def stack_config(values: Values, *, http: str, grpc: str, admin: str) -> StackConfig:
+
+def stack_config(
+    values: Values, *, http: str, grpc: str, admin: str, workers: Mapping[str, int] | None = None
+) -> StackConfig:
     """Convert a command's settings to the configuration of a local stack; fetch its model if it is one of the hub.
+
+    Args:
+        values: settings of the command.
+        http, grpc, admin: addresses of the gateway.
+        workers: number of workers by role; `None` for a pair.
 
     Raises:
         UsageError: a setting is not possible on this machine.
         KvferryError: the model cannot be fetched.
     """
     check_driver(values["device"])
-    counts, _ = _workers(values)
     api_key, probe_key = _keys(values)
     has = values.resolved
     return StackConfig(
@@ -53,14 +60,12 @@ def stack_config(values: Values, *, http: str, grpc: str, admin: str) -> StackCo
         probe_key=probe_key,
         ticket_key=_text_key(values) if "ticket_key" in has else "",
         pool_tls="pool_tls" in has and values["pool_tls"] == "on",
-        **counts,
+        **(workers or {}),
     )
 
 
 def _workers(values: Values) -> tuple[Mapping[str, int], str]:
-    """Return the number of workers by role, and why there is no pair; empty for the commands that always start one."""
-    if not all(role in values.resolved for role in _ROLES):
-        return {}, ""
+    """Return the number of workers by role, and the reason if there is no pair; see `worker_counts`."""
     return worker_counts(
         {role: values[role] for role in _ROLES},
         usable_cores(),
@@ -69,7 +74,6 @@ def _workers(values: Values) -> tuple[Mapping[str, int], str]:
     )
 
 
-_ROLES = ("prefill", "decode", "both")
 _OF_STACK = frozenset(
     {"model", "connector", "threads", "tier", "http", "grpc", "admin", "prefill", "decode", "both", "ticket_key"}
 )
@@ -143,27 +147,21 @@ def command(values: Values, *, as_json: bool) -> None:
       kvferry up --tier "dram://?size=4GiB" --tier redis://127.0.0.1:6379/0
       kvferry up --pool-tls on                            calls between the processes are encrypted
     """
+    from kvferry.gateway.http.browsers import is_loopback_address  # imports starlette, which would delay `--help`
+
     check_tiers(values["tier"])
-    config = stack_config(values, http=values["http"], grpc=values["grpc"], admin=values["admin"])
-    _, reason = _workers(values)
+    workers, reason = _workers(values)
+    config = stack_config(values, http=values["http"], grpc=values["grpc"], admin=values["admin"], workers=workers)
     if reason:
         click.echo(reason, err=True)
-    if not (_is_local(config.http) and _is_local(config.grpc)) and not (values["api_keys_file"] or values["tenants"]):
+    is_local = is_loopback_address(config.http) and is_loopback_address(config.grpc)
+    if not (is_local or values["api_keys_file"] or values["tenants"]):
         click.echo(
-            "warning: whoever reaches this machine may send requests; set --api-keys-file or --tenants, or listen on "
-            "127.0.0.1",
+            "warning: the gateway listens on an address that is not loopback, without API keys; set --api-keys-file or "
+            "--tenants, or listen on 127.0.0.1",
             err=True,
         )
     raise SystemExit(asyncio.run(_up(config, values["drain_seconds"], as_json=as_json)))
-
-
-def _is_local(address: str) -> bool:
-    """Return whether only processes of this machine reach an address, `host:port`."""
-    host = address.rpartition(":")[0].strip("[]")
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _described(config: StackConfig) -> str:

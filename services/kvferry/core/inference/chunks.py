@@ -94,7 +94,7 @@ class TextChunk:
     tool_calls: tuple[CallDelta, ...] = ()
     """Parts of tool calls, in the order of the calls."""
 
-    def calls_by_order(self) -> tuple[tuple[CallDelta, ...], tuple[CallDelta, ...]]:
+    def calls_around_text(self) -> tuple[tuple[CallDelta, ...], tuple[CallDelta, ...]]:
         """Return the parts of calls that come before the text, since they continue an earlier call, and the others."""
         count = next((number for number, call in enumerate(self.tool_calls) if call.name), len(self.tool_calls))
         return self.tool_calls[:count], self.tool_calls[count:]

@@ -104,7 +104,7 @@ class OfflineRequests:
         if self.service.model.encode_chat is None:
             raise UsageError("this model has no chat template; use generate", field="model")
         given = [_template_message(message, f"messages.{number}") for number, message in enumerate(messages)]
-        model = replace(self.service.model, is_apart=True)  # no event loop waits for the caller's thread
+        model = replace(self.service.model, is_off_loop=True)  # no event loop waits for the caller's thread
         chat = prepare_chat(model, given, use, sampling, variables)
         return self._fit(chat.token_ids, chat.sampling, adapter, chat.split)
 

@@ -34,6 +34,8 @@ SMALL = (
     "chat_template.json",
 )
 """Files that a safetensors model may have beside its weights and their index."""
+_FAST = "`AutoTokenizer.from_pretrained(SOURCE).save_pretrained(FOLDER)`"
+"""Command that writes a tokenizer.json."""
 _SAFE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+ -]{0,199}(?:/[A-Za-z0-9_][A-Za-z0-9_.+ -]{0,199}){0,3}")
 _NUMBERED = re.compile(r"(.*)-(\d{5})-of-(\d{5})")
 _LABEL = re.compile(
@@ -99,9 +101,6 @@ def small_files(name: HubName, files: Mapping[str, RepoFile]) -> list[RepoFile]:
                 field="model",
             )
     return _bounded(name, found)
-
-
-_FAST = "`AutoTokenizer.from_pretrained(SOURCE).save_pretrained(FOLDER)`"
 
 
 def weight_files(name: HubName, files: Mapping[str, RepoFile], index: bytes | None) -> list[RepoFile]:

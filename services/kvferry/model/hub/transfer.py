@@ -14,7 +14,7 @@ from kvferry.model.hub.failures import TooMuchSent, TransferStopped
 from kvferry.model.hub.files import RepoFile
 
 LIBRARY = "kvferry"
-"""What the hub is told about this program, with its version."""
+"""Name of this program in requests to the hub, sent with its version."""
 _MAX_FILES_AT_ONCE = 4
 _SLACK_BYTES = 64 << 20
 """A file may be sent so much longer than announced before its transfer is ended; its size is checked at the end."""

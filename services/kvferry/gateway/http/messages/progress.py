@@ -54,7 +54,7 @@ class MessageProgress:
         if chunk.reasoning:
             yield from self._enter(out.ThinkingOutput("", ""))
             yield self._delta(chunk.reasoning, out.ThinkingAdded(chunk.reasoning))
-        continued, others = chunk.calls_by_order()
+        continued, others = chunk.calls_around_text()
         yield from self._calls(continued)
         if chunk.text:
             yield from self._enter(out.Text(""))

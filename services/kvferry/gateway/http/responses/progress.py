@@ -94,7 +94,7 @@ class ResponseProgress:
         if chunk.reasoning:
             yield from self._enter("reasoning", "rs")
             yield self._delta(chunk.reasoning)
-        continued, others = chunk.calls_by_order()
+        continued, others = chunk.calls_around_text()
         for call in continued:
             yield from self._call(call)
         logprobs = reply.chat_logprobs(chunk.tokens, self._spell) if chunk.text else None
