@@ -8,6 +8,9 @@ from typing import Any
 
 import msgspec
 
+MAX_PARTS = 1 << 15
+"""Most values in one mutated document: repeated parts of repeated parts would otherwise exhaust the memory."""
+
 _NUMBERS = (0, 1, 2, 7, 127, 128, 255, 256, 65535, 1 << 20, (1 << 31) - 1, 1 << 31, 1 << 32, 1 << 40, 1 << 53, 1 << 63)
 _LARGEST = (1 << 64) - 1
 _VALUES: tuple[object, ...] = (
@@ -70,6 +73,8 @@ def json_at_random(data: bytes, random: Random, words: Sequence[str] = ()) -> by
         return bytes_at_random(data, random)
     for _ in range(random.choice((1, 1, 2, 4))):
         value = _changed(value, random, (*_VALUES, *words))
+        if _num_parts(value) > MAX_PARTS:
+            return data
     return json.dumps(value).encode("utf-8", "replace")
 
 
@@ -81,6 +86,8 @@ def packed_at_random(data: bytes, random: Random) -> bytes:
             return bytes_at_random(data, random)
         for _ in range(random.choice((1, 1, 2))):
             value = _changed(value, random, (*_VALUES, b"", b"\x00" * 16, b"\xff" * 5000))
+            if _num_parts(value) > MAX_PARTS:
+                return data
         return msgspec.msgpack.encode(value)
     except (msgspec.MsgspecError, OverflowError, UnicodeError, RecursionError):
         return bytes_at_random(data, random)
@@ -144,7 +151,8 @@ def _changed(value: object, random: Random, values: Sequence[object], chance: fl
     if isinstance(value, list) and value and random.random() > chance:
         at = random.randrange(len(value))
         if random.random() < 0.2:
-            return value[:at] + value[at : at + 1] * random.choice((0, 2, 300)) + value[at + 1 :]
+            most = max(1, MAX_PARTS // _num_parts(value))
+            return value[:at] + value[at : at + 1] * min(random.choice((0, 2, 300)), most) + value[at + 1 :]
         return [*value[:at], _changed(value[at], random, values), *value[at + 1 :]]
     if isinstance(value, str) and value and random.random() < 0.4:
         text = bytes_at_random(value.encode("utf-8", "surrogatepass"), random, most=1 << 14)
@@ -152,3 +160,16 @@ def _changed(value: object, random: Random, values: Sequence[object], chance: fl
     if isinstance(value, int) and random.random() < 0.3:
         return value + random.choice((-1, 1, 1 << 31, -(1 << 31)))
     return random.choice(values)
+
+
+def _num_parts(value: object) -> int:
+    """Return the number of values in a document; long strings count once for each 64 characters."""
+    waiting, parts = [value], 0
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, dict):
+            waiting += [*part, *part.values()]
+        elif isinstance(part, list):
+            waiting += part
+        parts += 1 + len(part) // 64 if isinstance(part, str | bytes) else 1
+    return parts
