@@ -11,6 +11,7 @@ from harness.servers.processes import RunningProcess, running
 from harness.waiting import until
 
 from kvferry.client import Client
+from kvferry.core.retention import CacheHints, Retention, RetentionOutcome
 from kvferry.core.sampling import SamplingParams
 from kvferry.engine import LLM
 
@@ -98,3 +99,25 @@ def test_a_pinned_prefix_survives_a_flood_and_a_restart_and_is_evictable_afterwa
         assert [pin["num_blocks"] for pin in ended.json()["workers"]] == [6]
         flood(client, 20)
         assert cached(client, PROMPT) == 0
+
+
+def test_a_retained_prompt_survives_a_flood_and_its_client_is_told_so(stack: RunningProcess) -> None:
+    url = f"http://{stack.events['ready']['http']}"
+    conversation = {"role": "user", "content": [{"type": "text", "text": "Remember the number seven. " * 3}]}
+    marked = {**conversation["content"][0], "cache_control": {"type": "ephemeral", "ttl": "1h"}}  # type: ignore[index]
+    body = {"max_tokens": 2, "messages": [{**conversation, "content": [marked]}]}
+    first = httpx.post(f"{url}/v1/messages", json=body, timeout=SECONDS)
+    assert first.status_code == 200, first.text
+    granted = first.json()["kvferry"]["retention"]
+    assert (granted["outcome"], granted["seconds"]) == ("retained", 3600.0)
+    assert 64 <= granted["num_tokens"] <= 96
+    with Client(str(stack.events["ready"]["grpc"]), timeout=SECONDS) as client:
+        flood(client, 30)
+        again = httpx.post(f"{url}/v1/messages", json=body, timeout=SECONDS).json()
+        assert again["usage"]["cache_read_input_tokens"] >= granted["num_tokens"] - 16
+        (large,) = client.complete(list(range(112)), GREEDY, hints=CacheHints(retain_seconds=60.0))
+        assert large.timing.retention == Retention(RetentionOutcome.QUOTA)
+        (plain,) = client.complete(list(range(40)), GREEDY)
+        assert plain.timing.retention is None
+    reset = admin(stack, "/reset_prefix_cache")
+    assert reset.status_code == 200, reset.text

@@ -635,3 +635,70 @@ class KvLayout(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___KvLayout: _TypeAlias = KvLayout  # noqa: Y015
+
+@_typing.final
+class Retention(_message.Message):
+    """Answer to a request that asked the cache to keep its prompt's KV."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    class _Outcome:
+        ValueType = _typing.NewType("ValueType", _builtins.int)
+        V: _TypeAlias = ValueType  # noqa: Y015
+
+    class _OutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[Retention._Outcome.ValueType], _builtins.type):
+        DESCRIPTOR: _descriptor.EnumDescriptor
+        OUTCOME_UNSPECIFIED: Retention._Outcome.ValueType  # 0
+        OUTCOME_RETAINED: Retention._Outcome.ValueType  # 1
+        """kept until `seconds` after the prompt was computed"""
+        OUTCOME_QUOTA: Retention._Outcome.ValueType  # 2
+        """the share of the tenant, or of all tenants, does not suffice"""
+        OUTCOME_OFF: Retention._Outcome.ValueType  # 3
+        """the worker retains nothing"""
+        OUTCOME_SHORT: Retention._Outcome.ValueType  # 4
+        """the prompt has no full block"""
+        OUTCOME_EVICTED: Retention._Outcome.ValueType  # 5
+        """the blocks left the cache before they could be kept"""
+        OUTCOME_DRAINING: Retention._Outcome.ValueType  # 6
+        """the worker drains"""
+
+    class Outcome(_Outcome, metaclass=_OutcomeEnumTypeWrapper): ...
+    OUTCOME_UNSPECIFIED: Retention.Outcome.ValueType  # 0
+    OUTCOME_RETAINED: Retention.Outcome.ValueType  # 1
+    """kept until `seconds` after the prompt was computed"""
+    OUTCOME_QUOTA: Retention.Outcome.ValueType  # 2
+    """the share of the tenant, or of all tenants, does not suffice"""
+    OUTCOME_OFF: Retention.Outcome.ValueType  # 3
+    """the worker retains nothing"""
+    OUTCOME_SHORT: Retention.Outcome.ValueType  # 4
+    """the prompt has no full block"""
+    OUTCOME_EVICTED: Retention.Outcome.ValueType  # 5
+    """the blocks left the cache before they could be kept"""
+    OUTCOME_DRAINING: Retention.Outcome.ValueType  # 6
+    """the worker drains"""
+
+    OUTCOME_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    EXPIRES_AT_FIELD_NUMBER: _builtins.int
+    outcome: Global___Retention.Outcome.ValueType
+    num_tokens: _builtins.int
+    """leading tokens of the prompt whose KV is kept"""
+    seconds: _builtins.float
+    expires_at: _builtins.float
+    """end of the retention, Unix seconds on the gateway's clock; 0: unknown"""
+    def __init__(
+        self,
+        *,
+        outcome: Global___Retention.Outcome.ValueType = ...,
+        num_tokens: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+        expires_at: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expires_at", b"expires_at", "num_tokens", b"num_tokens", "outcome", b"outcome", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Retention: _TypeAlias = Retention  # noqa: Y015

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvferry.v1 import common_pb2 as kvferry_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvferry/v1/decode.proto\x12\nkvferry.v1\x1a\x17kvferry/v1/common.proto\"\xa8\x02\n\rDecodeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x15\n\ttoken_ids\x18\x03 \x03(\rB\x02\x10\x01\x12\x15\n\rnum_generated\x18\x04 \x01(\r\x12,\n\x08sampling\x18\x05 \x01(\x0b\x32\x1a.kvferry.v1.SamplingParams\x12\x14\n\x0csample_index\x18\x06 \x01(\r\x12\r\n\x05scope\x18\x07 \x01(\t\x12\x0e\n\x06ticket\x18\x08 \x01(\x0c\x12\x0f\n\x07\x61ttempt\x18\t \x01(\r\x12\x1a\n\x12want_cached_ticket\x18\n \x01(\x08\x12\x10\n\x08priority\x18\x0b \x01(\x11\x12$\n\x07\x61\x64\x61pter\x18\x0c \x01(\x0b\x32\x13.kvferry.v1.Adapter\"\xa6\x01\n\x11PrefetchKvRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\ttoken_ids\x18\x02 \x03(\rB\x02\x10\x01\x12\r\n\x05scope\x18\x03 \x01(\t\x12\x11\n\tticket_id\x18\x04 \x01(\t\x12+\n\x07prefill\x18\x05 \x01(\x0b\x32\x1a.kvferry.v1.WorkerIdentity\x12\x17\n\x0fprefill_address\x18\x06 \x01(\t\"(\n\x12PrefetchKvResponse\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\"\xc7\x02\n\x0e\x44\x65\x63odeResponse\x12!\n\x06tokens\x18\x01 \x03(\x0b\x32\x11.kvferry.v1.Token\x12/\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x18.kvferry.v1.FinishReason\x12$\n\x07handoff\x18\x03 \x01(\x0b\x32\x13.kvferry.v1.Handoff\x12 \n\x02kv\x18\x04 \x03(\x0b\x32\x14.kvferry.v1.KvReport\x12\x15\n\rcached_ticket\x18\x05 \x01(\x0c\x12 \n\x18num_cached_ticket_tokens\x18\x06 \x01(\r\x12\x15\n\rqueue_seconds\x18\x08 \x01(\x01\x12\x17\n\x0fprefill_seconds\x18\t \x01(\x01\x12\x30\n\x0fprompt_logprobs\x18\x07 \x03(\x0b\x32\x17.kvferry.v1.ScoredToken\"\x81\x03\n\x07Handoff\x12,\n\x07outcome\x18\x01 \x01(\x0e\x32\x1b.kvferry.v1.Handoff.Outcome\x12\x11\n\tconnector\x18\x02 \x01(\t\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\x11\n\tnum_bytes\x18\x04 \x01(\x04\x12\x0f\n\x07seconds\x18\x05 \x01(\x01\x12\x19\n\x11num_cached_tokens\x18\x06 \x01(\r\x12\x0e\n\x06reason\x18\x07 \x01(\t\x12\x19\n\x11num_loaded_tokens\x18\x08 \x01(\r\x12\x1a\n\x12num_written_tokens\x18\t \x01(\r\"\x9a\x01\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x10\n\x0cOUTCOME_NONE\x10\x01\x12\x13\n\x0fOUTCOME_FETCHED\x10\x02\x12\x11\n\rOUTCOME_LOCAL\x10\x03\x12\x16\n\x12OUTCOME_RECOMPUTED\x10\x04\x12\x10\n\x0cOUTCOME_TIER\x10\x05\x12\x12\n\x0eOUTCOME_FAILED\x10\x06\x32\x95\x01\n\x06\x44\x65\x63ode\x12>\n\x03Run\x12\x19.kvferry.v1.DecodeRequest\x1a\x1a.kvferry.v1.DecodeResponse0\x01\x12K\n\nPrefetchKv\x12\x1d.kvferry.v1.PrefetchKvRequest\x1a\x1e.kvferry.v1.PrefetchKvResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvferry/v1/decode.proto\x12\nkvferry.v1\x1a\x17kvferry/v1/common.proto\"\xc0\x02\n\rDecodeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x15\n\ttoken_ids\x18\x03 \x03(\rB\x02\x10\x01\x12\x15\n\rnum_generated\x18\x04 \x01(\r\x12,\n\x08sampling\x18\x05 \x01(\x0b\x32\x1a.kvferry.v1.SamplingParams\x12\x14\n\x0csample_index\x18\x06 \x01(\r\x12\r\n\x05scope\x18\x07 \x01(\t\x12\x0e\n\x06ticket\x18\x08 \x01(\x0c\x12\x0f\n\x07\x61ttempt\x18\t \x01(\r\x12\x1a\n\x12want_cached_ticket\x18\n \x01(\x08\x12\x10\n\x08priority\x18\x0b \x01(\x11\x12$\n\x07\x61\x64\x61pter\x18\x0c \x01(\x0b\x32\x13.kvferry.v1.Adapter\x12\x16\n\x0eretain_seconds\x18\r \x01(\x01\"\xa6\x01\n\x11PrefetchKvRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\ttoken_ids\x18\x02 \x03(\rB\x02\x10\x01\x12\r\n\x05scope\x18\x03 \x01(\t\x12\x11\n\tticket_id\x18\x04 \x01(\t\x12+\n\x07prefill\x18\x05 \x01(\x0b\x32\x1a.kvferry.v1.WorkerIdentity\x12\x17\n\x0fprefill_address\x18\x06 \x01(\t\"(\n\x12PrefetchKvResponse\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\"\xf1\x02\n\x0e\x44\x65\x63odeResponse\x12!\n\x06tokens\x18\x01 \x03(\x0b\x32\x11.kvferry.v1.Token\x12/\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x18.kvferry.v1.FinishReason\x12$\n\x07handoff\x18\x03 \x01(\x0b\x32\x13.kvferry.v1.Handoff\x12 \n\x02kv\x18\x04 \x03(\x0b\x32\x14.kvferry.v1.KvReport\x12\x15\n\rcached_ticket\x18\x05 \x01(\x0c\x12 \n\x18num_cached_ticket_tokens\x18\x06 \x01(\r\x12\x15\n\rqueue_seconds\x18\x08 \x01(\x01\x12\x17\n\x0fprefill_seconds\x18\t \x01(\x01\x12(\n\tretention\x18\n \x01(\x0b\x32\x15.kvferry.v1.Retention\x12\x30\n\x0fprompt_logprobs\x18\x07 \x03(\x0b\x32\x17.kvferry.v1.ScoredToken\"\x81\x03\n\x07Handoff\x12,\n\x07outcome\x18\x01 \x01(\x0e\x32\x1b.kvferry.v1.Handoff.Outcome\x12\x11\n\tconnector\x18\x02 \x01(\t\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\x11\n\tnum_bytes\x18\x04 \x01(\x04\x12\x0f\n\x07seconds\x18\x05 \x01(\x01\x12\x19\n\x11num_cached_tokens\x18\x06 \x01(\r\x12\x0e\n\x06reason\x18\x07 \x01(\t\x12\x19\n\x11num_loaded_tokens\x18\x08 \x01(\r\x12\x1a\n\x12num_written_tokens\x18\t \x01(\r\"\x9a\x01\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x10\n\x0cOUTCOME_NONE\x10\x01\x12\x13\n\x0fOUTCOME_FETCHED\x10\x02\x12\x11\n\rOUTCOME_LOCAL\x10\x03\x12\x16\n\x12OUTCOME_RECOMPUTED\x10\x04\x12\x10\n\x0cOUTCOME_TIER\x10\x05\x12\x12\n\x0eOUTCOME_FAILED\x10\x06\x32\x95\x01\n\x06\x44\x65\x63ode\x12>\n\x03Run\x12\x19.kvferry.v1.DecodeRequest\x1a\x1a.kvferry.v1.DecodeResponse0\x01\x12K\n\nPrefetchKv\x12\x1d.kvferry.v1.PrefetchKvRequest\x1a\x1e.kvferry.v1.PrefetchKvResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,17 +37,17 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PREFETCHKVREQUEST'].fields_by_name['token_ids']._loaded_options = None
   _globals['_PREFETCHKVREQUEST'].fields_by_name['token_ids']._serialized_options = b'\020\001'
   _globals['_DECODEREQUEST']._serialized_start=65
-  _globals['_DECODEREQUEST']._serialized_end=361
-  _globals['_PREFETCHKVREQUEST']._serialized_start=364
-  _globals['_PREFETCHKVREQUEST']._serialized_end=530
-  _globals['_PREFETCHKVRESPONSE']._serialized_start=532
-  _globals['_PREFETCHKVRESPONSE']._serialized_end=572
-  _globals['_DECODERESPONSE']._serialized_start=575
-  _globals['_DECODERESPONSE']._serialized_end=902
-  _globals['_HANDOFF']._serialized_start=905
-  _globals['_HANDOFF']._serialized_end=1290
-  _globals['_HANDOFF_OUTCOME']._serialized_start=1136
-  _globals['_HANDOFF_OUTCOME']._serialized_end=1290
-  _globals['_DECODE']._serialized_start=1293
-  _globals['_DECODE']._serialized_end=1442
+  _globals['_DECODEREQUEST']._serialized_end=385
+  _globals['_PREFETCHKVREQUEST']._serialized_start=388
+  _globals['_PREFETCHKVREQUEST']._serialized_end=554
+  _globals['_PREFETCHKVRESPONSE']._serialized_start=556
+  _globals['_PREFETCHKVRESPONSE']._serialized_end=596
+  _globals['_DECODERESPONSE']._serialized_start=599
+  _globals['_DECODERESPONSE']._serialized_end=968
+  _globals['_HANDOFF']._serialized_start=971
+  _globals['_HANDOFF']._serialized_end=1356
+  _globals['_HANDOFF_OUTCOME']._serialized_start=1202
+  _globals['_HANDOFF_OUTCOME']._serialized_end=1356
+  _globals['_DECODE']._serialized_start=1359
+  _globals['_DECODE']._serialized_end=1508
 # @@protoc_insertion_point(module_scope)

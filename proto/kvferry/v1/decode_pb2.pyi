@@ -36,6 +36,7 @@ class DecodeRequest(_message.Message):
     WANT_CACHED_TICKET_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
+    RETAIN_SECONDS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     model: _builtins.str
     num_generated: _builtins.int
@@ -53,6 +54,8 @@ class DecodeRequest(_message.Message):
     """
     priority: _builtins.int
     """priority of the request; lower numbers first"""
+    retain_seconds: _builtins.float
+    """time for which the prompt's blocks are kept in the cache; 0: no retention"""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt and all tokens generated so far, including the first."""
@@ -78,10 +81,11 @@ class DecodeRequest(_message.Message):
         want_cached_ticket: _builtins.bool = ...,
         priority: _builtins.int = ...,
         adapter: _common_pb2.Adapter | None = ...,
+        retain_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "attempt", b"attempt", "model", b"model", "num_generated", b"num_generated", "priority", b"priority", "request_id", b"request_id", "sample_index", b"sample_index", "sampling", b"sampling", "scope", b"scope", "ticket", b"ticket", "token_ids", b"token_ids", "want_cached_ticket", b"want_cached_ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "attempt", b"attempt", "model", b"model", "num_generated", b"num_generated", "priority", b"priority", "request_id", b"request_id", "retain_seconds", b"retain_seconds", "sample_index", b"sample_index", "sampling", b"sampling", "scope", b"scope", "ticket", b"ticket", "token_ids", b"token_ids", "want_cached_ticket", b"want_cached_ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -158,6 +162,7 @@ class DecodeResponse(_message.Message):
     NUM_CACHED_TICKET_TOKENS_FIELD_NUMBER: _builtins.int
     QUEUE_SECONDS_FIELD_NUMBER: _builtins.int
     PREFILL_SECONDS_FIELD_NUMBER: _builtins.int
+    RETENTION_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     finish_reason: _common_pb2.FinishReason.ValueType
     """set on the last message"""
@@ -180,6 +185,10 @@ class DecodeResponse(_message.Message):
         """set on the first message: source of the KV"""
 
     @_builtins.property
+    def retention(self) -> _common_pb2.Retention:
+        """set on the first message if `retain_seconds` was set"""
+
+    @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.ScoredToken]:
         """set on the first message if requested: prompt tokens from the second on"""
 
@@ -194,11 +203,12 @@ class DecodeResponse(_message.Message):
         num_cached_ticket_tokens: _builtins.int = ...,
         queue_seconds: _builtins.float = ...,
         prefill_seconds: _builtins.float = ...,
+        retention: _common_pb2.Retention | None = ...,
         prompt_logprobs: _abc.Iterable[_common_pb2.ScoredToken] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["handoff", b"handoff"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["handoff", b"handoff", "retention", b"retention"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_ticket", b"cached_ticket", "finish_reason", b"finish_reason", "handoff", b"handoff", "kv", b"kv", "num_cached_ticket_tokens", b"num_cached_ticket_tokens", "prefill_seconds", b"prefill_seconds", "prompt_logprobs", b"prompt_logprobs", "queue_seconds", b"queue_seconds", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_ticket", b"cached_ticket", "finish_reason", b"finish_reason", "handoff", b"handoff", "kv", b"kv", "num_cached_ticket_tokens", b"num_cached_ticket_tokens", "prefill_seconds", b"prefill_seconds", "prompt_logprobs", b"prompt_logprobs", "queue_seconds", b"queue_seconds", "retention", b"retention", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

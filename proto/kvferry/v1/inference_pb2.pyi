@@ -246,6 +246,8 @@ class GenerateRequest(_message.Message):
     N_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    RETAIN_SECONDS_FIELD_NUMBER: _builtins.int
+    AFFINITY_KEY_FIELD_NUMBER: _builtins.int
     BEAMS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """empty: the server generates one; also accepted as metadata x-request-id"""
@@ -259,6 +261,10 @@ class GenerateRequest(_message.Message):
     """lower numbers first, in the gateway's queue and by workers that use priorities"""
     cache_salt: _builtins.str
     """requests with unequal salts share no KV; empty: the tenant's cache"""
+    retain_seconds: _builtins.float
+    """ask the cache to keep the prompt's KV for this time; 0: no retention"""
+    affinity_key: _builtins.str
+    """requests with equal keys go to one worker, as load permits"""
     @_builtins.property
     def tokens(self) -> _common_pb2.TokenIds: ...
     @_builtins.property
@@ -283,11 +289,13 @@ class GenerateRequest(_message.Message):
         n: _builtins.int = ...,
         priority: _builtins.int = ...,
         cache_salt: _builtins.str = ...,
+        retain_seconds: _builtins.float = ...,
+        affinity_key: _builtins.str = ...,
         beams: Global___BeamSearch | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["beams", b"beams", "chat", b"chat", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["beams", b"beams", "cache_salt", b"cache_salt", "chat", b"chat", "model", b"model", "n", b"n", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["affinity_key", b"affinity_key", "beams", b"beams", "cache_salt", b"cache_salt", "chat", b"chat", "model", b"model", "n", b"n", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "retain_seconds", b"retain_seconds", "sampling", b"sampling", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "tokens", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
@@ -478,6 +486,7 @@ class Timing(_message.Message):
     DECODE_WORKER_FIELD_NUMBER: _builtins.int
     RESUMED_FIELD_NUMBER: _builtins.int
     KV_FIELD_NUMBER: _builtins.int
+    RETENTION_FIELD_NUMBER: _builtins.int
     queue_seconds: _builtins.float
     prefill_seconds: _builtins.float
     first_token_seconds: _builtins.float
@@ -497,6 +506,10 @@ class Timing(_message.Message):
     def kv(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.KvReport]:
         """source of the KV, per worker"""
 
+    @_builtins.property
+    def retention(self) -> _common_pb2.Retention:
+        """set if the request asked for retention and its prompt was computed"""
+
     def __init__(
         self,
         *,
@@ -513,10 +526,11 @@ class Timing(_message.Message):
         decode_worker: _builtins.str = ...,
         resumed: _builtins.int = ...,
         kv: _abc.Iterable[_common_pb2.KvReport] | None = ...,
+        retention: _common_pb2.Retention | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["retention", b"retention"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["connector", b"connector", "decode_worker", b"decode_worker", "first_token_seconds", b"first_token_seconds", "handoff_blocks", b"handoff_blocks", "handoff_bytes", b"handoff_bytes", "handoff_outcome", b"handoff_outcome", "handoff_seconds", b"handoff_seconds", "kv", b"kv", "prefill_seconds", b"prefill_seconds", "prefill_worker", b"prefill_worker", "queue_seconds", b"queue_seconds", "resumed", b"resumed", "total_seconds", b"total_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["connector", b"connector", "decode_worker", b"decode_worker", "first_token_seconds", b"first_token_seconds", "handoff_blocks", b"handoff_blocks", "handoff_bytes", b"handoff_bytes", "handoff_outcome", b"handoff_outcome", "handoff_seconds", b"handoff_seconds", "kv", b"kv", "prefill_seconds", b"prefill_seconds", "prefill_worker", b"prefill_worker", "queue_seconds", b"queue_seconds", "resumed", b"resumed", "retention", b"retention", "total_seconds", b"total_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -35,6 +35,7 @@ class PrefillRequest(_message.Message):
     PRIOR_TURN_TICKET_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
+    RETAIN_SECONDS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     model: _builtins.str
     sample_index: _builtins.int
@@ -55,6 +56,8 @@ class PrefillRequest(_message.Message):
     """A decode worker's `cached_ticket` of the conversation's previous turn, whose KV may still be cached there; optional."""
     priority: _builtins.int
     """priority of the request; lower numbers first"""
+    retain_seconds: _builtins.float
+    """time for which the prompt's blocks are kept in the cache; 0: no retention"""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -78,10 +81,11 @@ class PrefillRequest(_message.Message):
         prior_turn_ticket: _builtins.bytes = ...,
         priority: _builtins.int = ...,
         adapter: _common_pb2.Adapter | None = ...,
+        retain_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "model", b"model", "num_generated", b"num_generated", "offer", b"offer", "prior_turn_ticket", b"prior_turn_ticket", "priority", b"priority", "request_id", b"request_id", "sample_index", b"sample_index", "sampling", b"sampling", "scope", b"scope", "ticket_id", b"ticket_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "model", b"model", "num_generated", b"num_generated", "offer", b"offer", "prior_turn_ticket", b"prior_turn_ticket", "priority", b"priority", "request_id", b"request_id", "retain_seconds", b"retain_seconds", "sample_index", b"sample_index", "sampling", b"sampling", "scope", b"scope", "ticket_id", b"ticket_id", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -102,6 +106,7 @@ class PrefillResponse(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     NUM_LOADED_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_WRITTEN_TOKENS_FIELD_NUMBER: _builtins.int
+    RETENTION_FIELD_NUMBER: _builtins.int
     finish_reason: _common_pb2.FinishReason.ValueType
     """set when the first token is the last"""
     ticket: _builtins.bytes
@@ -125,6 +130,10 @@ class PrefillResponse(_message.Message):
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.ScoredToken]:
         """set if requested: the prompt's tokens from the second on"""
 
+    @_builtins.property
+    def retention(self) -> _common_pb2.Retention:
+        """set if `retain_seconds` was set"""
+
     def __init__(
         self,
         *,
@@ -139,10 +148,11 @@ class PrefillResponse(_message.Message):
         prompt_logprobs: _abc.Iterable[_common_pb2.ScoredToken] | None = ...,
         num_loaded_tokens: _builtins.int = ...,
         num_written_tokens: _builtins.int = ...,
+        retention: _common_pb2.Retention | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["first_token", b"first_token"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["first_token", b"first_token", "retention", b"retention"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "first_token", b"first_token", "kv", b"kv", "num_cached_tokens", b"num_cached_tokens", "num_loaded_tokens", b"num_loaded_tokens", "num_written_tokens", b"num_written_tokens", "prefill_seconds", b"prefill_seconds", "prompt_logprobs", b"prompt_logprobs", "queue_seconds", b"queue_seconds", "ticket", b"ticket", "ticket_id", b"ticket_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "first_token", b"first_token", "kv", b"kv", "num_cached_tokens", b"num_cached_tokens", "num_loaded_tokens", b"num_loaded_tokens", "num_written_tokens", b"num_written_tokens", "prefill_seconds", b"prefill_seconds", "prompt_logprobs", b"prompt_logprobs", "queue_seconds", b"queue_seconds", "retention", b"retention", "ticket", b"ticket", "ticket_id", b"ticket_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

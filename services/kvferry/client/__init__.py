@@ -18,11 +18,13 @@ from kvferry.core.inference.beams import BeamParams
 from kvferry.core.inference.chunks import TextChunk
 from kvferry.core.inference.tool_calls import CallDelta, ToolCall
 from kvferry.core.inference.tools import Tool
+from kvferry.core.retention import CacheHints, Retention, RetentionOutcome
 from kvferry.core.sampling import FinishReason, SamplingParams
 
 __all__ = [
     "AsyncClient",
     "BeamParams",
+    "CacheHints",
     "CallDelta",
     "Client",
     "ClientTls",
@@ -34,6 +36,8 @@ __all__ = [
     "KvferryError",
     "ModelInfo",
     "Prompt",
+    "Retention",
+    "RetentionOutcome",
     "SamplingParams",
     "TextChunk",
     "Tool",

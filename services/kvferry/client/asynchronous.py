@@ -16,6 +16,7 @@ from kvferry.core.inference.chunks import TextChunk
 from kvferry.core.inference.pooling import PoolingParams, pooling_named
 from kvferry.core.inference.tool_inputs import ToolInput
 from kvferry.core.inference.tools import Tool
+from kvferry.core.retention import NO_HINTS, CacheHints
 from kvferry.core.sampling import SamplingParams
 from kvferry.rpc.channel import open_channel
 from kvferry.rpc.errors import error_from_rpc
@@ -80,6 +81,7 @@ class AsyncClient:
         cache_salt: str = "",
         beams: BeamParams | None = None,
         chat_template_kwargs: Mapping[str, object] | None = None,
+        hints: CacheHints = NO_HINTS,
     ) -> AsyncGenerator[TextChunk, None]:
         """Stream text and tokens as they are generated; closing the generator stops the generation.
 
@@ -97,13 +99,14 @@ class AsyncClient:
             cache_salt: requests with unequal salts share no KV; empty for the tenant's cache.
             beams: parameters of a beam search, whose best `n` outputs are returned instead of samples.
             chat_template_kwargs: further variables of the chat template, such as `enable_thinking`.
+            hints: what to ask of the cache; `Timing.retention` has what was granted.
 
         Raises:
             KvferryError: the error that the gateway raised, as the same subclass.
         """
         use = messages.tool_use(tools, tool_choice, is_parallel=parallel_tool_calls)
         request = messages.generate_request(
-            prompt, sampling, n, model, request_id, use, priority, cache_salt, beams, chat_template_kwargs
+            prompt, sampling, n, model, request_id, use, priority, cache_salt, beams, chat_template_kwargs, hints
         )
         limit = self._timeout if timeout is None else timeout
         call = self._stub.Generate(request, timeout=limit, metadata=self._metadata)
@@ -131,6 +134,7 @@ class AsyncClient:
         cache_salt: str = "",
         beams: BeamParams | None = None,
         chat_template_kwargs: Mapping[str, object] | None = None,
+        hints: CacheHints = NO_HINTS,
     ) -> list[Completion]:
         """Generate `n` samples and return them when complete; same arguments and errors as `generate`.
 
@@ -151,6 +155,7 @@ class AsyncClient:
             cache_salt=cache_salt,
             beams=beams,
             chat_template_kwargs=chat_template_kwargs,
+            hints=hints,
         )
         async with aclosing(stream) as chunks:
             return messages.gather([chunk async for chunk in chunks])

@@ -12,6 +12,7 @@ from kvferry.core.inference.pooling import PoolingParams
 from kvferry.core.inference.tool_calls import AssembledCalls, ToolCall
 from kvferry.core.inference.tool_inputs import ToolInput, calls_from_input, content_from_input, use_from_input
 from kvferry.core.inference.tools import Tool, ToolMode, ToolUse
+from kvferry.core.retention import NO_HINTS, CacheHints
 from kvferry.core.sampling import FinishReason, Range, SampledToken, SamplingParams, ScoredToken
 from kvferry.rpc import wire
 from kvferry.rpc.wire import pooling_to_wire
@@ -75,6 +76,7 @@ def generate_request(
     cache_salt: str = "",
     beams: BeamParams | None = None,
     chat_template_kwargs: Mapping[str, object] | None = None,
+    hints: CacheHints = NO_HINTS,
 ) -> inference_pb2.GenerateRequest:
     """Build the message for `Inference.Generate`.
 
@@ -89,6 +91,7 @@ def generate_request(
         cache_salt: requests with unequal salts share no KV; empty for the tenant's cache.
         beams: parameters of a beam search; `None` to sample.
         chat_template_kwargs: further variables of the chat template.
+        hints: what to ask of the cache.
 
     Raises:
         InvalidRequest: the prompt is empty, so it is unknown whether it has tokens or messages, or tools are set for a
@@ -96,7 +99,13 @@ def generate_request(
     """
     _NUM_SAMPLES.check("n", n)
     request = inference_pb2.GenerateRequest(
-        model=model, request_id=request_id, n=n, priority=priority, cache_salt=cache_salt
+        model=model,
+        request_id=request_id,
+        n=n,
+        priority=priority,
+        cache_salt=cache_salt,
+        retain_seconds=hints.retain_seconds,
+        affinity_key=hints.affinity_key,
     )
     if sampling is not None:
         request.sampling.CopyFrom(wire.sampling_to_wire(sampling))

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 
 from kvferry.core.inference.chunks import TextChunk, Timing, Usage
 from kvferry.core.inference.tool_calls import CallDelta
-from kvferry.rpc import wire
+from kvferry.rpc import retention_wire, wire
 from kvferry.v1 import inference_pb2
 
 
@@ -32,8 +32,9 @@ def chunk_from_wire(message: inference_pb2.GenerateResponse) -> TextChunk:
             cache_write_tokens=given.cache_write_tokens,
         )
     if message.HasField("timing"):
-        plain = {f.name: getattr(message.timing, f.name) for f in fields(Timing) if f.name != "kv"}
-        timing = Timing(**plain, kv=wire.kv_reports_from_wire(message.timing.kv))
+        plain = {f.name: getattr(message.timing, f.name) for f in fields(Timing) if f.name not in ("kv", "retention")}
+        retention = retention_wire.retention_from_wire(message.timing.retention)
+        timing = Timing(**plain, kv=wire.kv_reports_from_wire(message.timing.kv), retention=retention)
     stopped = message.WhichOneof("stop_reason")
     return TextChunk(
         index=message.index,

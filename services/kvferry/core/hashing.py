@@ -34,6 +34,7 @@ SALT_DIGEST_CHARS = 33
 ADAPTER_DIGEST_CHARS = 33
 """Number of characters that an adapter adds to a tenant: a separator and a digest."""
 _ADAPTER_MARK = "\x1e"
+_SALT_MARK = "\x1f"
 
 
 class BlockNamer:
@@ -174,8 +175,17 @@ def cache_scope(tenant: str, salt: str, adapter: AdapterId | None = None) -> str
         salt: the request's cache salt; empty for none.
         adapter: version of the adapter with which the KV is computed; `None` for the base model.
     """
-    salted = f"{tenant}\x1f{blake3(salt.encode('utf-8', 'surrogatepass')).hexdigest(16)}" if salt else tenant
+    salted = f"{tenant}{_SALT_MARK}{blake3(salt.encode('utf-8', 'surrogatepass')).hexdigest(16)}" if salt else tenant
     return salted + _adapter_part(adapter)
+
+
+def tenant_of_scope(scope: str) -> str:
+    """Return the tenant of a scope; empty for the default tenant.
+
+    Args:
+        scope: a result of `cache_scope`.
+    """
+    return scope.partition(_ADAPTER_MARK)[0].partition(_SALT_MARK)[0]
 
 
 def is_scope_of(scope: str, adapter: AdapterId | None) -> bool:

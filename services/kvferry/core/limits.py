@@ -8,3 +8,6 @@ MAX_TOKEN_IDS = 1 << 20
 
 MAX_CACHE_SALT_CHARS = 1024
 """Largest number of characters of a cache salt."""
+
+MAX_AFFINITY_KEY_CHARS = 1024
+"""Largest number of characters of a key that keeps the requests of a conversation on one worker."""

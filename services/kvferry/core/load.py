@@ -37,7 +37,7 @@ class WorkerLoad:
     pins: int = 0
     """Number of pinned prefixes."""
     blocks_pinned: int = 0
-    """Number of KV blocks that pinned prefixes hold; a block in several of them counts once."""
+    """Number of KV blocks that pinned and retained prefixes hold; a block in several of them counts once."""
 
     @property
     def num_requests(self) -> int:

@@ -10,6 +10,7 @@ from enum import StrEnum
 from http import HTTPStatus
 
 from kvferry.core.handoffs import HandoffOutcome
+from kvferry.core.retention import RetentionOutcome
 
 
 class MetricKind(StrEnum):
@@ -94,6 +95,13 @@ GATEWAY_HANDOFFS = Metric(
     f"Hand-offs by outcome ({', '.join(HandoffOutcome)}).",
     ("outcome",),
     values={"outcome": tuple(HandoffOutcome)},
+)
+GATEWAY_RETENTIONS = Metric(
+    "kvferry_gateway_retentions_total",
+    MetricKind.COUNTER,
+    f"Requests that asked the cache to keep their prompt, by outcome ({', '.join(RetentionOutcome)}).",
+    ("outcome",),
+    values={"outcome": tuple(RetentionOutcome)},
 )
 GATEWAY_PROMPT_TOKENS = Metric("kvferry_gateway_prompt_tokens_total", MetricKind.COUNTER, "Prompt tokens accepted.")
 GATEWAY_CACHED_TOKENS = Metric(

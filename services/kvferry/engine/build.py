@@ -308,6 +308,7 @@ def build_engine(
         adapters=_adapters(loaded, runner, post),
         runs_ahead=settings.async_steps == ON,
         pin_share=settings.pin_share,
+        retention_share=settings.retention_share,
         clock=clock,
     )
     return Engine(parts)

@@ -22,6 +22,8 @@ from kvferry.engine.schedule.adapters.adapter_store import AdapterInfo, LoadedAd
 from kvferry.engine.schedule.loads.kv_prefetch import KvPrefetchRequest
 from kvferry.engine.schedule.messages import EngineRequest, StepOutput
 from kvferry.engine.schedule.pins.pinning import Pinning
+from kvferry.engine.schedule.pins.pins import PageUses
+from kvferry.engine.schedule.pins.retaining import Retaining
 from kvferry.engine.schedule.plan.prompt_length import check_length
 from kvferry.engine.schedule.speculation.speculation import Speculation
 from kvferry.engine.schedule.step.kv_jobs import Export, SequenceUpdate
@@ -65,11 +67,18 @@ class Engine:
         self._activation = AdapterActivation(
             self.scheduler, self.adapters, None if adapters is None else adapters.activate, self._clock, self._end
         )
+        self._pinned = PageUses()
+        """The pages that pins or retentions hold."""
         self.pinning = Pinning(
-            self.allocator, share=parts.pin_share, max_model_tokens=self.max_model_tokens, clock=self._clock,
-            add=self.add, check=self._check, namer=self.namer,
+            self.allocator, share=parts.pin_share, room=lambda: self._spare_pages - self.retaining.num_pages,
+            clock=self._clock, add=self.add, check=self._check, namer=self.namer, all_uses=self._pinned,
         )  # fmt: skip
         """Pinned prefixes."""
+        self.retaining = Retaining(
+            self.allocator, share=parts.retention_share, room=lambda: self._spare_pages - self.pinning.pins.num_pages,
+            clock=self._clock, namer=self.namer, all_uses=self._pinned,
+        )  # fmt: skip
+        """Prompts whose blocks are kept because their requests asked for it."""
         self.failed_step: frozenset[RequestId] = frozenset()
         """Requests of the step that raised an exception; empty if no step did."""
         self.watch: StepWatch = NO_WATCH
@@ -118,6 +127,7 @@ class Engine:
         self.watch.added(request, total)
         if sequence.sampling.may_load:
             self._loads.arrive(sequence)
+        self.retaining.add(request)
 
     def abort(self, request_id: RequestId) -> bool:
         """Abort a request; return whether it existed. Idempotent."""
@@ -125,6 +135,7 @@ class Engine:
         return self._end(request_id)
 
     def _end(self, request_id: RequestId) -> bool:
+        self.retaining.forget(request_id)
         self._loads.cancel(request_id)
         self.statistics.forget(request_id)
         self.watch.aborted(request_id)
@@ -152,7 +163,7 @@ class Engine:
         outcomes = self._loads.take_in()
         self._loads.store_full_objects()  # before `schedule`, which may preempt a sequence and reuse its pages
         self.watch.phase(PLAN)
-        self.pinning.expire()
+        self._expire_pins()
         plan = self._pipeline.take(self.scheduler.has_sequence) or self.scheduler.schedule()
         self._loads.start_planned()
         self._activation.apply()
@@ -170,12 +181,13 @@ class Engine:
             self.statistics.forget(update.request_id)
         updates = [*failed, *overdue, *(self._run(plan) if plan.scheduled else [])]
         self.pinning.ended(updates)
+        retained = self.retaining.stepped(updates)
         exports = {u.request_id: self._keep_export(u.export) for u in updates if u.export is not None}
         self._loads.store_full_objects()
         self.watch.stepped(plan, updates, is_ahead=self._pipeline.is_ahead)
         changes, progress = self.allocator.index.take_changes(), self.scheduler.blocks.take_progress()
         decisions = self._loads.take_decisions()
-        return StepOutput(updates, exports, outcomes, decisions, progress, changes, ran=bool(plan.scheduled))
+        return StepOutput(updates, exports, outcomes, decisions, progress, changes, retained, ran=bool(plan.scheduled))
 
     @property
     def has_work(self) -> bool:
@@ -183,7 +195,7 @@ class Engine:
         has_sequences = self.scheduler.num_running or self.scheduler.num_waiting
         has_results = self._loads.has_messages or self._pipeline.is_ahead or self.allocator.index.has_changes
         has_results = has_results or self._activation.has_failed
-        return has_results or bool(has_sequences) or self.pinning.seconds_left == 0.0
+        return has_results or bool(has_sequences) or self.pin_seconds_left == 0.0
 
     def post(self, message: KvMessage) -> None:
         """Enqueue a message for the next step. Thread-safe; the caller must notify the engine's thread."""
@@ -203,7 +215,9 @@ class Engine:
     def change_adapter(self, name: str, loaded: LoadedAdapter | None) -> AdapterId:
         """Register, replace or remove an adapter; see `AdapterActivation.change`. Pins of its other versions end."""
         adapter = self._activation.change(name, loaded)
-        self.pinning.keep_version(name, None if loaded is None else adapter)
+        kept = None if loaded is None else adapter
+        self.pinning.keep_version(name, kept)
+        self.retaining.keep_version(name, kept)
         return adapter
 
     def adapter_loaded(self, adapter: AdapterId, outcome: LoadedAdapter | KvferryError) -> None:
@@ -213,11 +227,24 @@ class Engine:
 
     # ------------------------------------------------------------------ the prefix cache
 
+    def close_pins(self) -> None:
+        """End all pins and retentions and refuse further ones, because the worker drains."""
+        self.pinning.close()
+        self.retaining.close()
+
+    @property
+    def pin_seconds_left(self) -> float | None:
+        """Seconds until the next pin or retention expires, at least 0; `None` without any."""
+        deadlines = (self.pinning.pins.next_deadline, self.retaining.next_deadline)
+        next_deadline = min((deadline for deadline in deadlines if deadline is not None), default=None)
+        return None if next_deadline is None else max(0.0, next_deadline - self._clock.monotonic())
+
     def reset_prefix_cache(self) -> int:
         """Empty the prefix cache, which also invalidates peers' tickets for cached blocks; return the number of dropped
-        blocks. Sequences keep their pages, and tiers their objects. All pins end."""
+        blocks. Sequences keep their pages, and tiers their objects. All pins and retentions end."""
         self.watch.reset()
         self.pinning.clear()
+        self.retaining.clear()
         return self.allocator.reset_cache()
 
     # ------------------------------------------------------------------ views
@@ -235,7 +262,9 @@ class Engine:
     def load(self) -> WorkerLoad:
         """Count all resources that the engine holds; the worker adds its tickets and calls."""
         held_pages = [len(pages) for pages in self._exports.values()]
-        return engine_load(self.scheduler, self._loads, held_pages, self.pinning.pins)
+        return engine_load(
+            self.scheduler, self._loads, held_pages, num_pins=len(self.pinning.pins), num_pinned=len(self._pinned)
+        )
 
     @property
     def speculation(self) -> Speculation | None:
@@ -256,11 +285,11 @@ class Engine:
     def is_idle(self) -> bool:
         """Whether the engine holds no sequence, export, transfer or store, and every page is free or pinned."""
         held, pool = self._exports or self._loads.num_transfers, self.allocator.pool
-        return self.scheduler.is_idle and not held and pool.num_free + self.pinning.pins.num_pages == pool.num_blocks
+        return self.scheduler.is_idle and not held and pool.num_free + len(self._pinned) == pool.num_blocks
 
     def check_integrity(self) -> None:
         """Check the pool's invariants and invariant I4: a page's references are exactly those of block tables, exports,
-        stores, prefetches and pins.
+        stores, prefetches, pins and retentions.
 
         Raises:
             InvariantBroken: an invariant is violated; the message has the numbers.
@@ -268,11 +297,21 @@ class Engine:
         self.allocator.check_integrity()
         tables = (s.kv.table.pages for s in self.scheduler.sequences)
         held = [*self._exports.values(), *self._loads.stores_held, *self._loads.prefetches_held]
-        held += self.pinning.pins.held
+        held += [*self.pinning.pins.held, *self.retaining.held]
         self.allocator.pool.check_references(chain(tables, held))
         self.pinning.check_integrity()
+        self.retaining.check_integrity()
 
     # ------------------------------------------------------------------ internals
+
+    @property
+    def _spare_pages(self) -> int:
+        """Number of pages beside those of the longest request."""
+        return self.allocator.pool.num_blocks - self.allocator.needs.pages_for(self.max_model_tokens)
+
+    def _expire_pins(self) -> None:
+        self.pinning.expire()
+        self.retaining.expire(self._clock.monotonic())
 
     def _first_mask(self, request: EngineRequest, num_prompt: int) -> TokenMask | None:
         constraint = request.sampling.constraint

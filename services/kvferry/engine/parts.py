@@ -97,6 +97,7 @@ class EngineParts:
     masks: GrammarMasks | None
     adapters: AdapterSupport | None
     pin_share: float
+    retention_share: float
     max_waiting: int
     clock: Clock
 
@@ -114,6 +115,7 @@ def assemble(
     adapters: AdapterSupport | None = None,
     runs_ahead: bool = True,
     pin_share: float = 0.25,
+    retention_share: float = 0.25,
     max_waiting: int = 1024,
     clock: Clock | None = None,
 ) -> EngineParts:
@@ -131,6 +133,7 @@ def assemble(
         adapters: the adapters; without it, requests with an adapter are rejected.
         runs_ahead: whether a step may be launched before the previous one's tokens are read, if the runner can.
         pin_share: maximum share of the pages that pinned prefixes hold; 0 refuses pins.
+        retention_share: maximum share of the pages that clients' retentions hold; 0 refuses them.
         max_waiting: maximum number of waiting requests; further requests are rejected.
         clock: measures the steps, and the time to live of pins. Default: the system's clock.
     """
@@ -163,6 +166,7 @@ def assemble(
         masks=masks,
         adapters=adapters,
         pin_share=pin_share,
+        retention_share=retention_share,
         max_waiting=max_waiting,
         clock=clock or SystemClock(),
     )

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from kvferry.core.hashing import cache_scope
 from kvferry.core.ids import AdapterId, RequestId
 from kvferry.core.inference.beams import BeamParams
+from kvferry.core.retention import NO_HINTS, CacheHints
 from kvferry.core.sampling import SamplingParams
 from kvferry.text.answers.answer import SplitOptions
 
@@ -81,6 +82,8 @@ class Caller:
     """Whether the request is a line of a batch, which gets the lowest priority, whatever `priority` is."""
     address: str = ""
     """Host of the client; empty if unknown."""
+    hints: CacheHints = NO_HINTS
+    """What the client asks of the cache."""
     scope: str = field(init=False)
     """Scope of the request's block names: tenant, salt and adapter."""
 
@@ -126,6 +129,11 @@ class Request:
     """Called after each round of a beam search."""
     place: Callable[[int], AbstractAsyncContextManager[None]] | None = None
     """Returns a context in which the sample with this index has a place; `None` if the request has one sample."""
+
+    @property
+    def retain_seconds(self) -> float:
+        """Time for which this sample's worker is asked to keep the prompt; 0 except for the first sample."""
+        return 0.0 if self.sample_index else self.caller.hints.retain_seconds
 
     @property
     def num_sequences(self) -> int:

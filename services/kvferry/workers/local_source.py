@@ -4,6 +4,7 @@ from collections.abc import AsyncGenerator
 
 from kvferry.core.inference.chunks import Timing
 from kvferry.core.inference.pooling import PoolingParams
+from kvferry.core.retention import Retention
 from kvferry.engine.offline.engine_requests import engine_request, token_event
 from kvferry.serving.request import Request
 from kvferry.serving.token_source import TokenEvent, Vector
@@ -23,15 +24,18 @@ class LocalSource:
         clock = self._context.clock
         begun = clock.monotonic()
         first: float | None = None
+        retention: Retention | None = None
         name = sequence_id(request.caller.request_id, request.sample_index)
         stream = self._context.loop.submit(engine_request(request, name))
         kv_report = KvReportBuilder(self._context.worker_id)
         with stream:
             async for item in stream:
                 kv_report.add(item)
-                updates = [i.update for i in (item, *stream.take_ready()) if i.update is not None]
+                items = (item, *stream.take_ready())
+                updates = [i.update for i in items if i.update is not None]
                 if not updates:
                     continue
+                retention = next((i.retention for i in items if i.retention is not None), retention)
                 if first is None:
                     first = clock.monotonic()
                 timing = Timing(
@@ -41,6 +45,7 @@ class LocalSource:
                     handoff_outcome="none",
                     decode_worker=self._context.worker_id,
                     kv=tuple(kv_report.reports),
+                    retention=retention,
                 )
                 yield token_event(updates, timing)
 

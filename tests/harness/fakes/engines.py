@@ -253,6 +253,7 @@ def an_engine(
     clock: Clock | None = None,
     windows: tuple[int | None, ...] = (None,),
     pin_share: float = 0.25,
+    retention_share: float = 0.25,
 ) -> tuple[Engine, ArithmeticRunner]:
     """Create a small engine and its runner."""
     runner = ArithmeticRunner(num_blocks, block_tokens, windows)
@@ -268,6 +269,7 @@ def an_engine(
         clock=clock,
         windows=windows,
         pin_share=pin_share,
+        retention_share=retention_share,
     )
     return engine, runner
 
@@ -321,6 +323,7 @@ def a_request(
     scope: str = "",
     priority: int = 0,
     prompt_logprobs: int | None = None,
+    retain_seconds: float = 0.0,
 ) -> EngineRequest:
     """Create a request with greedy sampling."""
     return EngineRequest(
@@ -332,6 +335,7 @@ def a_request(
         exports=exports,
         remote=remote,
         scope=scope,
+        retain_seconds=retain_seconds,
     )
 
 

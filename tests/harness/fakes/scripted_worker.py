@@ -18,9 +18,11 @@ from harness.fakes.scripted_tokens import next_token, scores_of, vector_of
 from harness.gateways.scripted_pins import ScriptedPins
 from kvferry.core.errors import KvferryError, TicketRejected, Unavailable
 from kvferry.core.ids import new_incarnation
+from kvferry.core.retention import Retention, RetentionOutcome
 from kvferry.core.sampling import FinishReason
 from kvferry.rpc import wire
 from kvferry.rpc.call_interceptor import STARTED_METADATA
+from kvferry.rpc.retention_wire import retention_to_wire
 from kvferry.rpc.server import RpcServer, Service, start_server
 from kvferry.rpc.wire import pooling_from_wire
 from kvferry.v1 import (
@@ -259,6 +261,9 @@ class ScriptedWorker(prefill_pb2_grpc.PrefillServicer, ScriptedPins):
             queue_seconds=0.25,
             prefill_seconds=0.5,
         )
+        if request.retain_seconds:
+            granted = Retention(RetentionOutcome.RETAINED, len(request.token_ids), request.retain_seconds)
+            response.retention.CopyFrom(retention_to_wire(granted))
         response.prompt_logprobs.extend(wire.scores_to_wire(scores_of(request.token_ids, sampling)))
         if sampling.max_tokens == request.num_generated + 1:
             response.finish_reason = wire.finish_to_wire(FinishReason.LENGTH)

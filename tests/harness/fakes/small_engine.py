@@ -22,6 +22,7 @@ def engine_for(
     speculation: Speculation | None = None,
     runs_ahead: bool = True,
     pin_share: float = 0.25,
+    retention_share: float = 0.25,
     clock: Clock | None = None,
 ) -> Engine:
     """Create an engine that names blocks with a key of its own."""
@@ -34,6 +35,7 @@ def engine_for(
         speculation=speculation,
         runs_ahead=runs_ahead,
         pin_share=pin_share,
+        retention_share=retention_share,
         clock=clock,
     )
     return Engine(parts)

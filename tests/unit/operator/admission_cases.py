@@ -187,6 +187,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "a GPU's memory in percent": (prefill(engine={"gpuMemoryUtilization": 90}), "less than or equal to 1"),
     "no GPU memory": (prefill(engine={"gpuMemoryUtilization": 0}), "greater than 0"),
     "pins in percent": (prefill(engine={"pinShare": 25}), "less than or equal to 1"),
+    "retentions below zero": (prefill(engine={"retentionShare": -0.1}), "greater than or equal to 0"),
     "traces in percent": ({"observability": {"traceSample": 5}}, "less than or equal to 1"),
     "skew in percent": ({"rollout": {"maxSkew": 25}}, "less than or equal to 1"),
     "off as a boolean": ({"model": {"name": "m", "reasoningParser": False}}, "spec.model.reasoningParser"),
@@ -235,7 +236,7 @@ GOOD: dict[str, dict[str, Any]] = {
     "a short image": {"image": "kvferry"},
     "a local image": {"image": "localhost/kvferry-host:1"},
     "shares": {
-        **prefill(engine={"gpuMemoryUtilization": 1, "pinShare": 0}),
+        **prefill(engine={"gpuMemoryUtilization": 1, "pinShare": 0, "retentionShare": 0}),
         "observability": {"traceSample": 0},
         "rollout": {"maxSkew": 1},
     },

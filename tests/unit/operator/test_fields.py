@@ -297,6 +297,7 @@ EFFECTS: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "roles[].engine.adapterSlots": (prefill(engine={"adapterSlots": 0}), flag("adapter-slots"), "0"),
     "roles[].engine.maxAdapterRank": (prefill(engine={"maxAdapterRank": 8}), flag("max-adapter-rank"), "8"),
     "roles[].engine.pinShare": (prefill(engine={"pinShare": 0.4}), flag("pin-share"), "0.4"),
+    "roles[].engine.retentionShare": (prefill(engine={"retentionShare": 0.1}), flag("retention-share"), "0.1"),
     "routing.policy": ({"routing": {"policy": "random"}}, flag("policy", GATEWAY), "random"),
     "routing.prefixBlocks": ({"routing": {"prefixBlocks": 9}}, flag("prefix-blocks", GATEWAY), "9"),
     "model.blockTokens": ({"model": {"name": "m", "blockTokens": 32}}, flag("block-tokens"), "32"),

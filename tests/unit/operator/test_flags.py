@@ -30,6 +30,7 @@ FIELD_OF = {
     "kv_memory": "roles[].engine.kvMemory",
     "gpu_memory_utilization": "roles[].engine.gpuMemoryUtilization",
     "pin_share": "roles[].engine.pinShare",
+    "retention_share": "roles[].engine.retentionShare",
     "block_tokens": "model.blockTokens",
     "window_pages": "model.windowPages",
     "max_model_len": "model.maxModelLen",

@@ -204,6 +204,7 @@ def _arguments(pool: InferencePool, role: RoleSpec) -> list[str]:
         "max-adapter-rank": engine.max_adapter_rank,
         "adapter-memory": size(engine.adapter_memory),
         "pin-share": engine.pin_share,
+        "retention-share": engine.retention_share,
         "adapters-file": f"{_ADAPTERS_FOLDER}/{ADAPTERS_FILE}",
         "tier-object-tokens": spec.engine.tier_object_tokens,
         "load-policy": spec.engine.load_policy,

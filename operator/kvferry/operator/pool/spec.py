@@ -95,6 +95,7 @@ class RoleEngineSpec(_Struct, frozen=True):
     max_adapter_rank: int = 64
     adapter_memory: str = "1Gi"
     pin_share: float = 0.25
+    retention_share: float = 0.25
     speculation: str = "off"
 
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from kvferry.core.inference.tool_calls import CallDelta
+from kvferry.core.retention import Retention
 from kvferry.core.sampling import FinishReason, SampledToken, ScoredToken
 
 StopReason = str | int | None
@@ -50,6 +51,8 @@ class Timing:
     """Number of times that the stream resumed on a different worker."""
     kv: tuple[KvReport, ...] = ()
     """Reports on the source of the KV, in the order of the workers involved."""
+    retention: Retention | None = None
+    """What the worker that computed the prompt granted; `None` if the request asked for no retention."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -185,6 +185,12 @@ class EngineSettings:
         "longest request are never pinned.",
         may_be_zero=True,
     )
+    retention_share: float = fraction(
+        0.25,
+        "Maximum share of the KV pages that are kept for clients that ask for it (cache_control, prompt_cache_options, "
+        "kv_hints), one tenant at most half of it; 0 keeps none. Pins have their own share.",
+        may_be_zero=True,
+    )
     window_pages: str = choice(
         AUTO,
         "KV pages behind the sliding windows of layers. keep: until the request ends; release: free them early, if "

@@ -285,7 +285,7 @@ class EngineLoop:
                 output = (
                     self._engine.step(self._announce)
                     if self._engine.has_work
-                    else StepOutput([], {}, [], [], [], [], ran=False)
+                    else StepOutput([], {}, [], [], [], [], {}, ran=False)
                 )
                 self._hand_out(output)
                 idle = not output.ran
@@ -298,7 +298,7 @@ class EngineLoop:
         """Execute queued commands; return whether to continue. If the engine is idle, wait for a command, at most until
         a pin expires."""
         try:
-            command = self._commands.get(block=wait, timeout=self._engine.pinning.seconds_left if wait else None)
+            command = self._commands.get(block=wait, timeout=self._engine.pin_seconds_left if wait else None)
             while not isinstance(command, _Stop):
                 self._carry_out(command)
                 command = self._commands.get(block=False)
@@ -331,7 +331,7 @@ class EngineLoop:
             case UnpinPrefix(scope, token_ids, unpinned):
                 unpinned(self._engine.pinning.unpin(scope, token_ids))
             case ClosePins(closed):
-                self._engine.pinning.close()
+                self._engine.close_pins()
                 closed(None)
             case BeginRecording(settings, begun):
                 begun(begin_recording(self._engine, settings))
@@ -364,7 +364,8 @@ class EngineLoop:
                 continue
             export = output.exports.get(update.request_id)
             over = export is not None or update.finish_reason is not None
-            items.append((update.request_id, StreamItem(update=update, export=export), over))
+            retention = output.retained.get(update.request_id)
+            items.append((update.request_id, StreamItem(update=update, export=export, retention=retention), over))
         if items := self._interval.due(items):
             self._call_soon(self._deliver, items)
         if output.cache_changes:

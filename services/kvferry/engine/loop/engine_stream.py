@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from kvferry.core.errors import KvferryError
 from kvferry.core.ids import RequestId
+from kvferry.core.retention import Retention
 from kvferry.engine.schedule.step.kv_jobs import NewBlocks, SequenceUpdate
 from kvferry.kv.interface.connector import LoadOutcome
 from kvferry.kv.pricing.price import LoadDecision
@@ -18,6 +19,8 @@ class StreamItem:
     update: SequenceUpdate | None = None
     export: int | None = None
     """Number of an export, which the receiver must release; set only together with `update`."""
+    retention: Retention | None = None
+    """Result of the retention that the request asked for; set only together with its first `update`."""
     load: LoadOutcome | None = None
     decision: LoadDecision | None = None
     progress: NewBlocks | None = None

@@ -4,18 +4,20 @@ from collections.abc import Sequence
 
 from kvferry.core.load import WorkerLoad
 from kvferry.engine.schedule.loads.kv_loads import KvLoads
-from kvferry.engine.schedule.pins.pins import Pins
 from kvferry.engine.schedule.plan.scheduler import Scheduler
 
 
-def engine_load(scheduler: Scheduler, loads: KvLoads, exports: Sequence[int], pins: Pins | None = None) -> WorkerLoad:
+def engine_load(
+    scheduler: Scheduler, loads: KvLoads, exports: Sequence[int], *, num_pins: int = 0, num_pinned: int = 0
+) -> WorkerLoad:
     """Count all resources that an engine holds. The cost is proportional only to the number of running sequences.
 
     Args:
         scheduler: the engine's scheduler.
         loads: the engine's loads, prefetches and stores.
         exports: number of pages of each prompt that is pinned for offers.
-        pins: the pinned prefixes; `None` for an engine that pins none.
+        num_pins: number of pinned prefixes.
+        num_pinned: number of pages that pins or retentions hold.
     """
     pool = scheduler.allocator.pool
     return WorkerLoad(
@@ -31,6 +33,6 @@ def engine_load(scheduler: Scheduler, loads: KvLoads, exports: Sequence[int], pi
         stores=len(loads.stores_held),
         tokens_to_compute=scheduler.num_tokens_to_compute,
         blocks_cached=len(scheduler.allocator.index),
-        pins=0 if pins is None else len(pins),
-        blocks_pinned=0 if pins is None else pins.num_pages,
+        pins=num_pins,
+        blocks_pinned=num_pinned,
     )

@@ -40,6 +40,7 @@ def engine_request(request: Request, name: RequestId, pooling: PoolingParams | N
         deadline=caller.deadline,
         scope=caller.scope,
         adapter=caller.adapter,
+        retain_seconds=request.retain_seconds,
     )
 
 

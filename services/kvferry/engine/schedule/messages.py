@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from kvferry.core.errors import KvferryError
 from kvferry.core.ids import AdapterId, BlockHash, RequestId
 from kvferry.core.inference.pooling import PoolingParams
+from kvferry.core.retention import Retention
 from kvferry.core.sampling import NO_SAMPLING, SamplingParams
 from kvferry.engine.schedule.adapters.adapter_store import LoadedAdapter
 from kvferry.engine.schedule.blocks.prefix_index import CacheChange
@@ -39,6 +40,8 @@ class EngineRequest:
     """Whether to sample one token and then export the pages to an offer."""
     keeps: bool = False
     """Whether to report the pages of the full blocks when the sequence ends, without holding references to them."""
+    retain_seconds: float = 0.0
+    """Time to live of the prompt's blocks in the cache, from its first token; 0 for no retention."""
     remote: RemoteKv | None = None
     pooling: PoolingParams | None = None
     """Set for a pooling request: it returns a vector of its prompt and samples no tokens."""
@@ -192,5 +195,7 @@ class StepOutput:
     """Newly full blocks of prompts whose prefill is running and whose KV will be handed off."""
     cache_changes: list[CacheChange]
     """Named blocks added to the prefix cache or removed from it, in order."""
+    retained: dict[RequestId, Retention]
+    """Results of the retentions that requests asked for, with their first token."""
     ran: bool
     """Whether a step was computed; if not, no sequence can run until a message arrives or a page is freed."""

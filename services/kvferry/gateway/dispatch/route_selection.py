@@ -14,7 +14,7 @@ from kvferry.gateway.decide.cache_map.cache_map import CacheMap
 from kvferry.gateway.decide.config import RoutingConfig
 from kvferry.gateway.decide.estimates.estimates import Commitment, Commitments, Estimates, Process
 from kvferry.gateway.decide.lifecycle.sample_run import SampleRun
-from kvferry.gateway.decide.routing.cached_prefix import PromptCaches, PromptNames, prefix_key
+from kvferry.gateway.decide.routing.cached_prefix import PromptCaches, PromptNames, routing_key
 from kvferry.gateway.decide.routing.policies import RoutingPolicies
 from kvferry.gateway.decide.routing.prefix_hash import PrefixHash
 from kvferry.gateway.decide.routing.route_notes import RouteNote, route_notes
@@ -272,7 +272,13 @@ class RouteSelection:
 
     def _request(self, run: SampleRun, candidates: Candidates, cached: CachedTokens) -> RouteRequest:
         request = run.request
-        key = prefix_key(self._namers, request.caller.scope, request.token_ids, self._config.prefix_blocks)
+        key = routing_key(
+            self._namers,
+            request.caller.scope,
+            request.token_ids,
+            self._config.prefix_blocks,
+            request.caller.hints.affinity_key,
+        )
         return RouteRequest(key, cached, len(run.token_ids), run.max_new_tokens, _source(run, candidates))
 
     def _route(

@@ -23,7 +23,7 @@ from kvferry.gateway.dispatch.releases import Releases
 from kvferry.gateway.dispatch.route_selection import WorkRecords
 from kvferry.gateway.fleet.fleet import Fleet
 from kvferry.gateway.observe.instruments import GatewayInstruments
-from kvferry.rpc import wire, worker_wire
+from kvferry.rpc import retention_wire, wire, worker_wire
 from kvferry.rpc.inference.vector_wire import vector_from_wire
 from kvferry.rpc.wire import pooling_to_wire
 from kvferry.serving.token_source import TokenEvent, Vector
@@ -48,6 +48,7 @@ def prefill_request(run: SampleRun, prior_turn_ticket: bytes) -> prefill_pb2.Pre
         offer=True,
         ticket_id=new_ticket_id(),
         prior_turn_ticket=prior_turn_ticket,
+        retain_seconds=_retain_seconds(run),
         priority=request.caller.priority,
         adapter=worker_wire.adapter_to_wire(request.caller.adapter),
     )
@@ -85,6 +86,7 @@ def decode_request(run: SampleRun) -> decode_pb2.DecodeRequest:
         sample_index=request.sample_index,
         scope=request.caller.scope,
         want_cached_ticket=True,
+        retain_seconds=0.0 if run.emitted else _retain_seconds(run),
         priority=request.caller.priority,
         adapter=worker_wire.adapter_to_wire(request.caller.adapter),
     )
@@ -173,6 +175,7 @@ class WorkerCalls:
         reports = wire.kv_reports_from_wire(answer.kv)
         run.report_kv(reports)
         self._instruments.prior_turn_reported(reports)
+        self._note_retention(run, answer)
         if answer.ticket_id:
             run.on(SampleEvent.OFFER)
             run.ticket = replace(requested, ticket_id=answer.ticket_id, sealed=answer.ticket)
@@ -280,6 +283,14 @@ class WorkerCalls:
             queued = run.request.caller.queued_seconds + answer.queue_seconds
             run.time(queue_seconds=queued, prefill_seconds=answer.prefill_seconds)
 
+    def _note_retention(self, run: SampleRun, answer: prefill_pb2.PrefillResponse | decode_pb2.DecodeResponse) -> None:
+        """Record what the worker that computed the prompt granted."""
+        retention = retention_wire.retention_from_wire(answer.retention) if answer.HasField("retention") else None
+        if retention is not None:
+            expires_at = self._clock.wall() + retention.seconds if retention.num_tokens else 0.0
+            run.time(retention=replace(retention, expires_at=expires_at))
+            self._instruments.retentions.labels(retention.outcome).inc()
+
     def _note_handoff(self, run: SampleRun, address: str, answer: decode_pb2.DecodeResponse) -> None:
         """Record the source of the prompt's KV, as reported in the first message; release the ticket if it was not
         used."""
@@ -288,6 +299,7 @@ class WorkerCalls:
                 self._ending.drop_ticket(run, "unused")
             return
         handoff = answer.handoff
+        self._note_retention(run, answer)
         run.report_kv(wire.kv_reports_from_wire(answer.kv))
         outcome = worker_wire.handoff_outcome_from_wire(handoff.outcome)
         self._instruments.handoffs.labels(outcome).inc()
@@ -338,6 +350,11 @@ class _Output:
         else:
             self.num_tokens += num_tokens
             self.seconds = now - self._first
+
+
+def _retain_seconds(run: SampleRun) -> float:
+    """Return the time for which the worker is asked to keep the prompt; the steps of a beam search ask for none."""
+    return 0.0 if run.num_beams else run.request.retain_seconds
 
 
 def _scores(

@@ -64,6 +64,7 @@ class GatewayInstruments:
         self.resumes = self._counter(metrics.GATEWAY_RESUMES)
         self.releases = self._counter(metrics.GATEWAY_RELEASES)
         self.handoffs = self._counter(metrics.GATEWAY_HANDOFFS)
+        self.retentions = self._counter(metrics.GATEWAY_RETENTIONS)
         self.kv_decisions = self._counter(metrics.GATEWAY_KV_DECISIONS)
         self.predictions = self._counter(metrics.GATEWAY_CACHE_PREDICTIONS)
         self.predicted_tokens = self._counter(metrics.GATEWAY_CACHE_PREDICTED)

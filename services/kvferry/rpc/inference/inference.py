@@ -9,9 +9,10 @@ import grpc
 
 from kvferry.core.errors import InvalidRequest, KvferryError
 from kvferry.core.ids import AdapterId, RequestId, new_request_id
+from kvferry.core.retention import NO_HINTS, CacheHints
 from kvferry.core.sampling import SamplingParams
 from kvferry.core.traces.spans import context_of, use_span
-from kvferry.rpc import wire
+from kvferry.rpc import retention_wire, wire
 from kvferry.rpc.call_interceptor import request_id_of
 from kvferry.rpc.inference.text_wire import (
     beams_from_wire,
@@ -140,6 +141,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             None if remaining is None else arrived + remaining,
             is_explained=any(key == EXPLAIN_HEADER for key, _ in context.invocation_metadata() or ()),
             address=client.address,
+            hints=_hints(request),
         )
 
     @contextmanager
@@ -237,3 +239,9 @@ def inference_service(text: TextService) -> Service:
 def _host_of(peer: str) -> str:
     """Return the host from gRPC's name for a peer, for example `ipv4:10.0.0.5:40000` or `ipv6:%5B::1%5D:40000`."""
     return unquote(peer.partition(":")[2].rpartition(":")[0]).strip("[]")
+
+
+def _hints(request: inference_pb2.GenerateRequest | inference_pb2.EmbedRequest) -> CacheHints:
+    if isinstance(request, inference_pb2.EmbedRequest):
+        return NO_HINTS
+    return retention_wire.hints_from_wire(request.retain_seconds, request.affinity_key)

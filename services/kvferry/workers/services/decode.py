@@ -16,7 +16,7 @@ from kvferry.engine.schedule.step.kv_jobs import Export, SequenceUpdate
 from kvferry.engine.schedule.step.kv_progress import RemoteKv
 from kvferry.kv.interface.connector import FetchSource, Peer, PeerControl
 from kvferry.kv.interface.ticket import Keyring, Ticket, check_ticket, digest_tokens
-from kvferry.rpc import wire, worker_wire
+from kvferry.rpc import retention_wire, wire, worker_wire
 from kvferry.rpc.access.hosts import is_host
 from kvferry.rpc.call_interceptor import STARTED_METADATA
 from kvferry.v1 import decode_pb2, decode_pb2_grpc
@@ -128,6 +128,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
                 priority=wire.check_priority(request.priority),
                 deadline=self._context.deadline_in(context.time_remaining()),
                 keeps=request.want_cached_ticket,
+                retain_seconds=retention_wire.check_retain_seconds(request.retain_seconds),
                 remote=remote,
             )
         )
@@ -272,6 +273,8 @@ def _message(items: list[StreamItem], handoff: _Handoff) -> decode_pb2.DecodeRes
         if item.update is not None:
             message.tokens.extend(map(wire.token_to_wire, item.update.tokens))
             message.prompt_logprobs.extend(wire.scores_to_wire(item.update.scores))
+            if item.retention is not None:
+                message.retention.CopyFrom(retention_wire.retention_to_wire(item.retention))
             last = item.update
             handoff.kept = item.update.kept
             if item.update.finish_reason is not None:

@@ -13,7 +13,7 @@ from kvferry.engine.schedule.messages import EngineRequest
 from kvferry.engine.schedule.step.kv_progress import RemoteKv
 from kvferry.kv.interface.connector import FetchSource
 from kvferry.kv.interface.ticket import Keyring, check_ticket
-from kvferry.rpc import wire, worker_wire
+from kvferry.rpc import retention_wire, wire, worker_wire
 from kvferry.rpc.call_interceptor import STARTED_METADATA
 from kvferry.rpc.wire import pooling_from_wire
 from kvferry.v1 import prefill_pb2, prefill_pb2_grpc
@@ -77,6 +77,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
                 priority=wire.check_priority(request.priority),
                 deadline=self._context.deadline_in(context.time_remaining()),
                 exports=True,
+                retain_seconds=retention_wire.check_retain_seconds(request.retain_seconds),
                 remote=self._earlier(request, tokens),
             )
         )
@@ -189,6 +190,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             num_written_tokens=update.num_written,
             prefill_seconds=seconds,
             prompt_logprobs=wire.scores_to_wire(update.scores),
+            retention=None if item.retention is None else retention_wire.retention_to_wire(item.retention),
         )
         if item.export is None or update.export is None:
             return answer

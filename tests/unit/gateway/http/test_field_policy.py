@@ -28,9 +28,6 @@ GOOD: dict[str, dict[str, Any]] = {
     "/detokenize": {"tokens": [97]},
 }
 HINTS = {
-    "prompt_cache_key": "session-1",
-    "prompt_cache_options": {"ttl": "30m"},
-    "prompt_cache_retention": "24h",
     "safety_identifier": "user-1",
     "service_tier": "flex",
     "request_id": "r-1",
@@ -87,10 +84,7 @@ async def test_unknown_fields_have_no_effect_and_are_named(client, path):
         ({"messages": [{**HI, "id": "m1"}, {**HI, "id": "m2"}]}, "messages.id"),
         ({"messages": [HI, {**ASSISTANT, "annotations": [], "audio": None, "function_call": None}]}, ""),
         ({"messages": [HI, {**ASSISTANT, "annotations": [{"type": "url_citation"}]}]}, "messages.annotations"),
-        (
-            {"messages": [{**HI, "content": [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}]}]},
-            "messages.content.cache_control",
-        ),
+        ({"messages": [{**HI, "content": [{"type": "text", "text": "a", "id": "p1"}]}]}, "messages.content.id"),
         ({"response_format": {"type": "text", "x": 1}, "chat_template_kwargs": {"y": 1}}, "response_format.x"),
         ({"reasoning": {"effort": "low", "summary": "auto"}}, "reasoning.summary"),
     ],
@@ -112,14 +106,14 @@ async def test_streams_and_refused_requests_have_the_header(client, path):
 
 
 async def test_fields_are_counted_under_names_of_the_table_only(gateway, client):
-    body = {**GOOD[CHAT], "messages": [{**HI, "id": "m"}], "prompt_cache_key": "k", "made_up": 1, "also_made_up": 2}
+    body = {**GOOD[CHAT], "messages": [{**HI, "id": "m"}], "safety_identifier": "k", "made_up": 1, "also_made_up": 2}
     for _ in range(2):
         await client.post(CHAT, json=body)
     text = (await client.get(f"{gateway.admin_url}/metrics")).text
     counted = [line for line in text.splitlines() if line.startswith("kvferry_gateway_ignored_fields_total{")]
     assert sorted(counted) == [
         'kvferry_gateway_ignored_fields_total{field="messages.id"} 2.0',
-        'kvferry_gateway_ignored_fields_total{field="prompt_cache_key"} 2.0',
+        'kvferry_gateway_ignored_fields_total{field="safety_identifier"} 2.0',
         'kvferry_gateway_ignored_fields_total{field="unknown"} 4.0',
     ]
 
@@ -135,11 +129,11 @@ def test_names_are_bounded_and_schemas_are_no_objects_of_requests():
     kept, names = kept_fields(ChatRequest, many, is_strict=False)
     assert kept["messages"] == [HI] * 200
     assert names == tuple(f"messages.x{number}" for number in range(MAX_IGNORED))
-    function = {"name": "f", "parameters": {"properties": {"cache_control": {}}}}
-    tool = {"type": "function", "cache_control": {}, "function": {**function, "x": 1}}
+    function = {"name": "f", "parameters": {"properties": {"id": {}}}}
+    tool = {"type": "function", "id": "t", "function": {**function, "x": 1}}
     kept, names = kept_fields(ChatRequest, {"tools": [tool]}, is_strict=False)
     assert kept == {"tools": [{"type": "function", "function": function}]}
-    assert names == ("tools.cache_control", "tools.function.x")
+    assert names == ("tools.id", "tools.function.x")
 
 
 async def test_a_strict_gateway_refuses_unknown_fields_at_their_place():
@@ -180,7 +174,7 @@ def test_the_table_says_what_happens_to_each_field():
     found = effects(ChatRequest)
     assert found["temperature"] is found["messages.content"] is found["messages.tool_calls.function.name"]
     assert found["temperature"] is Effect.HONOURED
-    assert found["messages.cache_control"] == FieldRule()
+    assert found["messages.id"] == FieldRule()
     assert FieldRule("why").effect is Effect.REFUSED
     for op in OPERATIONS:
         for rule in [] if op.body is None else effects(op.body).values():

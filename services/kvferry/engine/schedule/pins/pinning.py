@@ -18,7 +18,7 @@ from kvferry.core.ids import AdapterId, BlockHash, RequestId
 from kvferry.core.sampling import SamplingParams
 from kvferry.engine.schedule.blocks.allocation import Allocator
 from kvferry.engine.schedule.messages import EngineRequest, PinnedPrefix, PinReply
-from kvferry.engine.schedule.pins.pins import MAX_TTL_SECONDS, Pin, Pins
+from kvferry.engine.schedule.pins.pins import MAX_TTL_SECONDS, PageUses, Pin, Pins
 from kvferry.engine.schedule.step.kv_jobs import SequenceUpdate
 from kvferry.kv.pages.layer_groups import handed_over
 
@@ -49,32 +49,34 @@ class Pinning:
         allocator: Allocator,
         *,
         share: float,
-        max_model_tokens: int,
+        room: Callable[[], int],
         clock: Clock,
         add: Callable[[EngineRequest], None],
         check: Callable[[EngineRequest], None],
         namer: Callable[[str], BlockNamer],
+        all_uses: PageUses,
     ) -> None:
         """
         Args:
             allocator: the pages and the prefix index.
             share: maximum share of the pages that are pinned; 0 refuses pins.
-            max_model_tokens: length of the longest request in tokens; the pages that it needs are never pinned.
+            room: returns how many pages pins may hold so that the longest request still fits.
             clock: measures the time to live.
             add: runs a request.
             check: raises an error if a request is invalid.
             namer: returns the block namer of a scope.
+            all_uses: counts the pages of all pins and retentions.
         """
         self._allocator = allocator
         self._share = share
-        self._max_model_tokens = max_model_tokens
+        self._room = room
         self._clock = clock
         self._add = add
         self._check = check
         self._namer = namer
         self._pending: dict[RequestId, _Pending] = {}
         self._is_closed = False
-        self.pins = Pins(allocator.pool, self._quota)
+        self.pins = Pins(allocator.pool, self._quota, all_uses)
         """The pins."""
 
     def pin(self, request: EngineRequest, ttl_seconds: float, reply: PinReply) -> None:
@@ -156,12 +158,6 @@ class Pinning:
         """
         self.pins.drop(lambda pin: pin.adapter is not None and pin.adapter.name == name and pin.adapter != adapter)
 
-    @property
-    def seconds_left(self) -> float | None:
-        """Seconds until the next pin expires, at least 0; `None` without pins."""
-        deadline = self.pins.next_deadline
-        return None if deadline is None else max(0.0, deadline - self._clock.monotonic())
-
     def check_integrity(self) -> None:
         """Check that pinned pages are in the prefix index and that the quota is kept.
 
@@ -177,9 +173,7 @@ class Pinning:
     # ------------------------------------------------------------------ internals
 
     def _quota(self) -> int:
-        num_blocks = self._allocator.pool.num_blocks
-        spare = num_blocks - self._allocator.needs.pages_for(self._max_model_tokens)
-        return max(0, min(int(num_blocks * self._share), spare))
+        return max(0, min(int(self._allocator.pool.num_blocks * self._share), self._room()))
 
     def _begin(self, request: EngineRequest, ttl_seconds: float, reply: PinReply) -> None:
         if not (math.isfinite(ttl_seconds) and 0 < ttl_seconds <= MAX_TTL_SECONDS):

@@ -40,19 +40,45 @@ class Pin:
     """Version of the adapter that computed the prefix; `None` for the base model."""
 
 
-class Pins:
-    """All pins of one engine. Owned by the engine's thread."""
+class PageUses:
+    """Counts the pins of each page."""
 
-    def __init__(self, pool: BlockPool, quota: Callable[[], int]) -> None:
+    def __init__(self) -> None:
+        self._counts: Counter[BlockId] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    def __contains__(self, page: BlockId) -> bool:
+        return page in self._counts
+
+    def add(self, pages: Iterable[BlockId]) -> None:
+        """Count the pages of a pin."""
+        self._counts.update(pages)
+
+    def remove(self, pages: Iterable[BlockId]) -> None:
+        """Forget the pages of a pin that was counted."""
+        for page in pages:
+            self._counts[page] -= 1
+            if not self._counts[page]:
+                del self._counts[page]
+
+
+class Pins:
+    """A set of pins of one engine. Owned by the engine's thread."""
+
+    def __init__(self, pool: BlockPool, quota: Callable[[], int], all_uses: "PageUses | None" = None) -> None:
         """
         Args:
             pool: the pages.
             quota: returns the maximum number of pinned pages.
+            all_uses: counts the pages of all pins of the engine, if it has several sets of pins.
         """
         self._pool = pool
         self._quota = quota
+        self._all_uses = PageUses() if all_uses is None else all_uses
         self._pins: dict[BlockHash, Pin] = {}
-        self._uses: Counter[BlockId] = Counter()
+        self._uses = PageUses()
         self.next_deadline: float | None = None
         """Earliest deadline of all pins, monotonic seconds; `None` without pins."""
 
@@ -107,9 +133,18 @@ class Pins:
     def add(self, pin: Pin) -> None:
         """Add a pin and hold its pages; `check_room` must have accepted them, and the name must be new."""
         self._pool.hold(pin.pages)
-        self._uses.update(pin.pages)
+        self._uses.add(pin.pages)
+        self._all_uses.add(pin.pages)
         self._pins[pin.name] = pin
         self._note_deadline()
+
+    def find(self, name: BlockHash) -> Pin | None:
+        """Return the pin of a prefix; `None` if there is none.
+
+        Args:
+            name: name of the prefix's last block.
+        """
+        return self._pins.get(name)
 
     def renew(self, name: BlockHash, deadline: float) -> Pin | None:
         """Extend a pin to a later deadline; an earlier one has no effect. Return the pin; `None` without one.
@@ -129,10 +164,8 @@ class Pins:
         pin = self._pins.pop(name, None)
         if pin is not None:
             self._pool.release(pin.pages)
-            for page in pin.pages:
-                self._uses[page] -= 1
-                if not self._uses[page]:
-                    del self._uses[page]
+            self._uses.remove(pin.pages)
+            self._all_uses.remove(pin.pages)
             self._note_deadline()
         return pin
 

@@ -11,6 +11,7 @@ from kvferry.core.errors import KvferryError
 from kvferry.core.inference.chunks import KvReport, Timing
 from kvferry.core.inference.pooling import PoolingParams
 from kvferry.core.philox import uniform
+from kvferry.core.retention import Retention
 from kvferry.core.sampling import FinishReason, SampledToken, ScoredToken
 from kvferry.core.traces.spans import Attribute, Span, SpanKind
 from kvferry.gateway.decide.config import RetryConfig
@@ -242,7 +243,7 @@ class SampleRun:
         """Whether `max_tokens` tokens were generated, even if the stream was lost before its finish reason."""
         return len(self.emitted) >= (self.request.sampling.max_tokens or 0)
 
-    def time(self, **changes: float | int | str) -> None:
+    def time(self, **changes: float | int | str | Retention) -> None:
         """Update fields of `timing`."""
         self.timing = replace(self.timing, **changes)  # type: ignore[arg-type]  # dataclasses.replace is untyped
 

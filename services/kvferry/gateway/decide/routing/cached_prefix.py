@@ -6,6 +6,8 @@ leading block; prior turns are looked up by the hashes of all blocks; workers' c
 
 from collections.abc import Sequence
 
+from blake3 import blake3
+
 from kvferry.core.hashing import BlockNamers
 from kvferry.core.ids import BlockHash
 from kvferry.gateway.decide.cache_map.cache_map import CacheMap, Lookup
@@ -53,6 +55,25 @@ class PromptNames:
             namer = namers.of(tenant, fingerprint=replica.layout_fingerprint, block_tokens=size)
             names += namer.chain(token_ids[len(names) * size : num_blocks * size], names[-1] if names else None)
         return names[:num_blocks]
+
+
+def routing_key(
+    namers: BlockNamers, tenant: str, token_ids: Sequence[int], prefix_blocks: int, affinity_key: str = ""
+) -> PrefixKey:
+    """Return the key by which a request is routed to a replica: the client's affinity key, or else the beginning of the
+    prompt (`prefix_key`).
+
+    Args:
+        namers: factory of block namers, keyed like the workers'.
+        tenant: cache scope of the request; keys of different scopes are unrelated.
+        token_ids: the prompt; at least one token.
+        prefix_blocks: number of leading full blocks in the key.
+        affinity_key: the client's key; empty if there is none.
+    """
+    if not affinity_key:
+        return prefix_key(namers, tenant, token_ids, prefix_blocks)
+    key = blake3(b"\x00".join((tenant.encode(), affinity_key.encode("utf-8", "surrogatepass")))).digest()
+    return lambda _: key
 
 
 def prefix_key(namers: BlockNamers, tenant: str, token_ids: Sequence[int], prefix_blocks: int) -> PrefixKey:

@@ -45,26 +45,31 @@ ACCEPTED = FieldRule()
 _TEXT_ONLY = "answers are text"
 _NO_STATE = "the gateway keeps no such object"
 
-_HINTS: Rules = {
-    "kv_hints": ACCEPTED,
+_ACCOUNTING: Rules = {
     "kv_transfer_params": ACCEPTED,
     "metadata": FieldRule(neutral=(None, {})),
-    "prompt_cache_key": ACCEPTED,
-    "prompt_cache_options": ACCEPTED,
-    "prompt_cache_retention": ACCEPTED,
     "request_id": ACCEPTED,
     "safety_identifier": ACCEPTED,
     "service_tier": FieldRule(neutral=(None, "auto", "default")),
-    "session_id": ACCEPTED,
     "store": FieldRule(neutral=(None, False)),
     "user": ACCEPTED,
     "verbosity": FieldRule(neutral=(None, "medium")),
     "vllm_xargs": ACCEPTED,
 }
-"""Hints about caches, scheduling, accounting and abuse, which are not part of the question."""
+"""Hints about scheduling, accounting and abuse, which are not part of the question."""
+
+_ALL_HINTS: Rules = {
+    **_ACCOUNTING,
+    "kv_hints": ACCEPTED,
+    "prompt_cache_key": ACCEPTED,
+    "prompt_cache_options": ACCEPTED,
+    "prompt_cache_retention": ACCEPTED,
+    "session_id": ACCEPTED,
+}
+"""Hints of requests without output tokens, whose prompts are not kept (`fields.cache_fields`)."""
 
 _GENERATION: Rules = {
-    **_HINTS,
+    **_ACCOUNTING,
     "audio": FieldRule(_TEXT_ONLY),
     "guided_decoding_backend": ACCEPTED,
     "guided_whitespace_pattern": FieldRule("white space of a constrained output follows the constraint alone"),
@@ -104,7 +109,7 @@ COMPLETION: Rules = {
 """Body of POST /v1/completions."""
 
 TOKENS: Rules = {
-    **{name: rule for name, rule in _HINTS.items() if name not in ("request_id", "verbosity")},
+    **{name: rule for name, rule in _ACCOUNTING.items() if name not in ("request_id", "verbosity")},
     "features": FieldRule(_TEXT_ONLY),
 }
 """Body of POST /inference/v1/generate."""
@@ -125,7 +130,7 @@ TOKEN_SAMPLING: Rules = {
 """The object `sampling_params` of POST /inference/v1/generate."""
 
 RESPONSE: Rules = {
-    **{name: rule for name, rule in _HINTS.items() if name not in ("metadata", "store", "user", "verbosity")},
+    **{name: rule for name, rule in _ACCOUNTING.items() if name not in ("metadata", "store", "user", "verbosity")},
     "access_programs": FieldRule(_NO_STATE),
     "background_options": FieldRule("responses in the background have no options"),
     "context_management": FieldRule("the input is used as a whole", (None, [])),
@@ -144,11 +149,11 @@ FILE: Rules = {}
 BATCH: Rules = {}
 """Body of POST /v1/batches."""
 
-EMBEDDINGS: Rules = {**_HINTS, "truncate_prompt_tokens": FieldRule("inputs are used as a whole")}
+EMBEDDINGS: Rules = {**_ALL_HINTS, "truncate_prompt_tokens": FieldRule("inputs are used as a whole")}
 """Body of POST /v1/embeddings."""
 
 SCORE: Rules = {
-    **_HINTS,
+    **_ALL_HINTS,
     "truncate_prompt_tokens": FieldRule("texts are used as a whole"),
     "truncation": FieldRule("texts are used as a whole", (None, False)),
 }
@@ -172,7 +177,6 @@ TOKENIZE: Rules = {
 MESSAGE: Rules = {
     "annotations": FieldRule(neutral=(None, [])),
     "audio": FieldRule(_TEXT_ONLY, (None, [])),
-    "cache_control": ACCEPTED,
     "function_call": FieldRule("calls are sent in tool_calls", (None, [])),
     "id": ACCEPTED,
     "partial": FieldRule("use continue_final_message", (None, False)),
@@ -183,11 +187,8 @@ MESSAGE: Rules = {
 }
 """Message of a conversation; clients copy fields of answers into it."""
 
-PART: Rules = {"annotations": ACCEPTED, "cache_control": ACCEPTED, "id": ACCEPTED}
+PART: Rules = {"annotations": ACCEPTED, "id": ACCEPTED}
 """Part of a message's content."""
-
-TOOL: Rules = {"cache_control": ACCEPTED}
-"""Tool of a conversation."""
 
 TOOL_CALL: Rules = {
     "cache_control": ACCEPTED,

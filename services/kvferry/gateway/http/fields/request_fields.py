@@ -17,6 +17,7 @@ from kvferry.core.constraint import Constraint, ConstraintKind
 from kvferry.core.errors import CONTEXT_LENGTH_EXCEEDED, InvalidRequest, shortened
 from kvferry.core.inference.tools import MAX_TOOLS, Tool, ToolMode, ToolUse
 from kvferry.gateway.http.fields import field_policy
+from kvferry.gateway.http.fields.cache_fields import CacheBreakpoint, CacheControl
 from kvferry.gateway.http.fields.field_policy import Rules
 from kvferry.gateway.http.fields.strict import Strict
 from kvferry.text.grammar.grammar_text import MAX_CHOICES
@@ -41,6 +42,8 @@ class TextPart(Strict):
 
     type: Literal["text"]
     text: str
+    cache_control: CacheControl | None = None
+    prompt_cache_breakpoint: CacheBreakpoint | None = None
 
 
 class RefusalPart(Strict):
@@ -102,6 +105,14 @@ class Message(Strict):
     """Older name of `reasoning`."""
     thinking: str | None = None
     """Further name of `reasoning`, as in templates of gpt-oss."""
+    cache_control: CacheControl | None = None
+
+    @property
+    def cache_marks(self) -> list[CacheControl | CacheBreakpoint | None]:
+        """Marks of the message and its parts that ask the cache to keep the prompt."""
+        parts = [part for part in self.content if isinstance(part, TextPart)] if isinstance(self.content, list) else []
+        of_parts = [mark for part in parts for mark in (part.cache_control, part.prompt_cache_breakpoint)]
+        return [self.cache_control, *of_parts]
 
     def as_template_input(self, where: str) -> dict[str, object]:
         """Return the message in the form that chat templates expect.
@@ -160,10 +171,9 @@ class FunctionDefinition(Strict):
 class ToolDefinition(Strict):
     """An item of `tools`; only tools of type function are supported."""
 
-    RULES: ClassVar[Rules] = field_policy.TOOL
-
     type: Literal["function"]
     function: FunctionDefinition
+    cache_control: CacheControl | None = None
 
 
 class FunctionName(Strict):

@@ -10,6 +10,7 @@ from pydantic import Discriminator, Field, Tag
 
 from kvferry.core.errors import InvalidRequest, shortened
 from kvferry.gateway.http.fields import field_policy
+from kvferry.gateway.http.fields.cache_fields import CacheControl
 from kvferry.gateway.http.fields.field_policy import Rules
 from kvferry.gateway.http.fields.strict import MAX_PARTS, Strict
 from kvferry.text.tools.conversations import MAX_ID_CHARS
@@ -31,8 +32,7 @@ Id = Annotated[str, Field(min_length=1, max_length=MAX_ID_CHARS)]
 
 
 class _Block(Strict):
-    cache_control: Any = None
-    """No effect: all prompts are cached, and found by their content."""
+    cache_control: CacheControl | None = None
 
 
 class TextBlock(_Block):
@@ -97,6 +97,20 @@ class ConversationMessage(Strict):
 
     role: Literal["user", "assistant", "system"]
     content: str | Annotated[list[Block], Field(fail_fast=True)]
+
+
+def block_marks(system: SystemPrompt | None, messages: Sequence[ConversationMessage]) -> list[CacheControl | None]:
+    """Return the marks of a conversation's blocks that ask the cache to keep the prompt.
+
+    Args:
+        system: the system prompt; `None` for none.
+        messages: the messages.
+    """
+    contents = [system, *(message.content for message in messages)]
+    blocks: list[_Block] = [block for content in contents if isinstance(content, list) for block in content]
+    results = [block.content for block in blocks if isinstance(block, ToolResultBlock)]
+    blocks += [block for content in results if isinstance(content, list) for block in content]
+    return [block.cache_control for block in blocks]
 
 
 def check_blocks(fields: Mapping[str, Any]) -> None:

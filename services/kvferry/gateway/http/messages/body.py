@@ -14,8 +14,10 @@ from pydantic import Discriminator, Field, Tag, WithJsonSchema
 from kvferry.core.errors import InvalidRequest, shortened
 from kvferry.core.inference.tools import ToolUse
 from kvferry.core.limits import MAX_CACHE_SALT_CHARS
+from kvferry.core.retention import CacheHints
 from kvferry.core.sampling import RANGES, Range
 from kvferry.gateway.http.fields import field_policy
+from kvferry.gateway.http.fields.cache_fields import CacheControl, CacheHintFields
 from kvferry.gateway.http.fields.field_policy import Rules
 from kvferry.gateway.http.fields.request_fields import (
     FunctionDefinition,
@@ -36,6 +38,7 @@ from kvferry.gateway.http.fields.strict import (
 from kvferry.gateway.http.messages.blocks import (
     ConversationMessage,
     SystemPrompt,
+    block_marks,
     check_blocks,
     conversation,
 )
@@ -60,8 +63,7 @@ class ClientTool(Strict):
     description: str | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None
-    cache_control: Any = None
-    """No effect; see `blocks`."""
+    cache_control: CacheControl | None = None
 
 
 class OtherTool(Strict):
@@ -123,8 +125,12 @@ class CountTokensRequest(Strict):
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
     """Older name of `output_config.format`."""
-    cache_control: Any = None
-    """No effect; see `blocks`."""
+    cache_control: CacheControl | None = None
+
+    def cache_marks(self) -> list[CacheControl | None]:
+        """Return the marks of the request, its blocks and its tools that ask the cache to keep the prompt."""
+        tools = [tool.cache_control for tool in self.tools or () if isinstance(tool, ClientTool)]
+        return [self.cache_control, *tools, *block_marks(self.system, self.messages)]
 
     def to_tool_use(self) -> ToolUse:
         """Convert the tools and the choice of a tool.
@@ -233,12 +239,17 @@ class MessageRequest(SamplingFields, CountTokensRequest):
             {
                 **{name: getattr(self, name) for name in names},
                 **self.prompt_fields(messages),
+                "prompt_cache_options": _cache_options(CacheHintFields().cache_hints(self.cache_marks())),
                 "max_tokens": max(1, self.max_tokens),
                 "stop": self.stop_sequences,
                 "priority": self.priority,
                 "response_format": None if format_ is None else {"type": "json_schema", "json_schema": format_},
             },
         )
+
+
+def _cache_options(hints: CacheHints) -> dict[str, str] | None:
+    return {"ttl": f"{int(hints.retain_seconds)}s"} if hints.retain_seconds else None
 
 
 def _type_of(tool: object) -> object:

@@ -16,6 +16,7 @@ from kvferry.core.ids import RequestId
 from kvferry.core.inference.beams import BeamParams
 from kvferry.core.inference.chunks import TextChunk
 from kvferry.core.inference.tools import ToolUse
+from kvferry.core.retention import NO_HINTS, CacheHints
 from kvferry.core.sampling import FinishReason, SamplingParams
 from kvferry.gateway.http.fields.request_fields import in_field, overflow_in
 from kvferry.gateway.http.openai import reply
@@ -70,6 +71,8 @@ class ReadRequest:
     priority: int
     constraint_field: str
     """Field of the request that sets the constraint of `sampling`; empty if the output is free."""
+    hints: CacheHints = NO_HINTS
+    """What the request asks of the cache."""
     num_choices: int | None = None
     """Number of samples per prompt that are returned, the ones with the highest log-probability; `None` for all."""
     echoes: tuple[str | None, ...] = ()
@@ -127,12 +130,13 @@ def read_conversation(model: TextModel, request: ChatRequest, use: ToolUse, cons
         stream=bool(request.stream),
         cache_salt=request.cache_salt or "",
         priority=request.priority,
+        hints=request.cache_hints(request.cache_marks()),
         constraint_field=constraint_field,
         prompt_logprobs=request.prompt_logprobs,
         split=chat.split,
         beams=request.beam_params(sampling.max_tokens),
         form=ReplyForm.of(request),
-        ignored=request.ignored,
+        ignored=(*request.ignored, *request.actions_without_effect()),
     )
 
 
@@ -185,6 +189,7 @@ def read_prompts(model: TextModel, request: CompletionRequest, max_prompts: int)
         stream=bool(request.stream),
         cache_salt=request.cache_salt or "",
         priority=request.priority,
+        hints=request.cache_hints(),
         constraint_field=request.constraint()[0],
         num_choices=request.num_samples if request.num_generated > request.num_samples and beams is None else None,
         echoes=tuple(prompt if isinstance(prompt, str) else None for prompt in found) if request.echo else (),
@@ -192,7 +197,7 @@ def read_prompts(model: TextModel, request: CompletionRequest, max_prompts: int)
         is_echo_alone=request.is_echo_alone,
         beams=beams,
         form=ReplyForm.of(request),
-        ignored=request.ignored,
+        ignored=(*request.ignored, *request.actions_without_effect()),
     )
 
 
@@ -345,7 +350,7 @@ async def prepared(service: TextService, caller: Caller, read: ReadRequest, *, i
     sampling = read.sampling
     if read.num_choices is not None and sampling.logprobs is None:
         sampling = replace(sampling, logprobs=0)  # the samples are compared by their log-probabilities
-    caller = replace(caller, cache_salt=read.cache_salt, adapter=adapter, priority=read.priority)
+    caller = replace(caller, cache_salt=read.cache_salt, adapter=adapter, priority=read.priority, hints=read.hints)
     requests = tuple(
         _fitted(
             service,

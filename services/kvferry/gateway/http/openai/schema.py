@@ -13,6 +13,7 @@ from kvferry.core.inference.tools import ToolUse
 from kvferry.core.limits import MAX_CACHE_SALT_CHARS
 from kvferry.core.sampling import MAX_OUTPUT_TOKENS, RANGES, Range, SamplingParams
 from kvferry.gateway.http.fields import field_policy
+from kvferry.gateway.http.fields.cache_fields import CacheBreakpoint, CacheControl, CacheHintFields
 from kvferry.gateway.http.fields.field_policy import Rules
 from kvferry.gateway.http.fields.request_fields import ConstraintFields, Message, ToolChoice, ToolDefinition, tool_use
 from kvferry.gateway.http.fields.strict import (
@@ -96,7 +97,7 @@ class GenerationFields(SamplingFields):
     speculation: bool | None = None
 
 
-class _Common(ConstraintFields, GenerationFields):
+class _Common(ConstraintFields, CacheHintFields, GenerationFields):
     model: str | None = None
     """Model name; `None` selects the served model. OpenAI requires this field; a gateway serves one model only."""
     stream: bool | None = None
@@ -308,6 +309,11 @@ class ChatRequest(_Common):
                 field="continue_final_message",
             )
         return PromptEnd.OPEN
+
+    def cache_marks(self) -> list[CacheControl | CacheBreakpoint | None]:
+        """Return the marks of messages and tools that ask the cache to keep the prompt."""
+        of_messages = [mark for message in self.messages for mark in message.cache_marks]
+        return [*of_messages, *(tool.cache_control for tool in self.tools or ())]
 
     def template_inputs(self) -> list[dict[str, object]]:
         """Return the messages in the form that chat templates expect.

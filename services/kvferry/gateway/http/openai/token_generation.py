@@ -16,9 +16,10 @@ from kvferry.core.inference.chunks import StopReason, TextChunk, Timing
 from kvferry.core.limits import MAX_CACHE_SALT_CHARS
 from kvferry.core.sampling import MAX_OUTPUT_TOKENS
 from kvferry.gateway.http.fields import field_policy
+from kvferry.gateway.http.fields.cache_fields import CacheHintFields
 from kvferry.gateway.http.fields.field_policy import Rules
 from kvferry.gateway.http.fields.request_fields import StructuredOutputs
-from kvferry.gateway.http.fields.strict import Priority, Strict, check_sizes, json_object, parse_fields
+from kvferry.gateway.http.fields.strict import Priority, check_sizes, json_object, parse_fields
 from kvferry.gateway.http.openai import reply
 from kvferry.gateway.http.openai.completions import RunningUsage, in_parts
 from kvferry.gateway.http.openai.generation import Generation, ReadRequest, prepared, read_prompts
@@ -42,7 +43,7 @@ class TokenSampling(GenerationFields):
     structured_outputs: StructuredOutputs | None = None
 
 
-class TokenRequest(Strict):
+class TokenRequest(CacheHintFields):
     """Request body of POST /inference/v1/generate."""
 
     RULES: ClassVar[Rules] = field_policy.TOKENS
@@ -73,6 +74,7 @@ class TokenRequest(Strict):
             cache_salt=self.cache_salt,
             priority=self.priority,
             return_token_ids=True,
+            **{name: getattr(self, name) for name in CacheHintFields.model_fields},
             **given,
         )
 
@@ -128,7 +130,8 @@ def read_tokens(model: TextModel, body: bytes, *, is_strict: bool = False) -> Re
         if request.request_id is not None:
             check_request_id(request.request_id)
         read = read_prompts(model, request.as_completion(), 1)
-    return ReadTokens(replace(read, ignored=request.ignored), request.request_id)
+    ignored = (*request.ignored, *request.actions_without_effect())
+    return ReadTokens(replace(read, ignored=ignored), request.request_id)
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from kvferry.core.inference.tools import ToolUse
 from kvferry.core.limits import MAX_CACHE_SALT_CHARS
 from kvferry.core.sampling import RANGES, Range
 from kvferry.gateway.http.fields import field_policy
+from kvferry.gateway.http.fields.cache_fields import CacheHintFields
 from kvferry.gateway.http.fields.field_policy import Rules
 from kvferry.gateway.http.fields.request_fields import Metadata
 from kvferry.gateway.http.fields.strict import (
@@ -73,7 +74,7 @@ class EventOptions(Strict):
     RULES: ClassVar[Rules] = field_policy.STREAM_OPTIONS
 
 
-class ResponseRequest(SamplingFields):
+class ResponseRequest(SamplingFields, CacheHintFields):
     """Body of POST /v1/responses."""
 
     RULES: ClassVar[Rules] = field_policy.RESPONSE
@@ -179,6 +180,7 @@ class ResponseRequest(SamplingFields):
                 "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
                 "cache_salt": self.cache_salt,
                 "priority": self.priority,
+                **self.model_dump(include=set(CacheHintFields.model_fields)),
                 "logprobs": wants_logprobs,
                 "top_logprobs": self.top_logprobs if wants_logprobs else None,
                 "response_format": _response_format(self.text),
@@ -247,7 +249,7 @@ def read_response(
     starts = _starts(messages) if request.truncation == "auto" and context_tokens is not None else []
     chat = first_fitting([0, *starts], read)
     shown = [item.model_dump(mode="json", by_alias=True, exclude_none=True) for item in own]
-    ignored = [*request.ignored]
+    ignored = [*request.ignored, *request.actions_without_effect()]
     if request.top_logprobs is not None and _LOGPROBS not in (request.include or ()):
         ignored.append("top_logprobs")
     ignored += ["input.encrypted_content"] if is_lost else []

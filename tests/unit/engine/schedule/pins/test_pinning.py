@@ -45,15 +45,15 @@ def test_an_idle_engine_has_work_when_a_pin_expires() -> None:
     clock = ManualClock()
     engine, _ = an_engine(clock=clock)
     pinner = Pinner(engine)
-    assert engine.pinning.seconds_left is None
+    assert engine.pin_seconds_left is None
     pinner.pin(PREFIX, ttl=5.0)
     clock.advance(2.0)
-    assert engine.pinning.seconds_left == 3.0
+    assert engine.pin_seconds_left == 3.0
     assert not engine.has_work
     clock.advance(3.0)
     assert engine.has_work
     run_until_idle(engine)
-    assert engine.pinning.seconds_left is None
+    assert engine.pin_seconds_left is None
     assert engine.allocator.pool.is_idle
 
 

@@ -4,7 +4,7 @@ from harness.fakes.engines import an_engine
 
 from kvferry.core.hashing import BlockNamers
 from kvferry.core.ids import WorkerId
-from kvferry.gateway.decide.routing.cached_prefix import block_names, prefix_key
+from kvferry.gateway.decide.routing.cached_prefix import block_names, prefix_key, routing_key
 from kvferry.gateway.decide.routing.routes import Replica
 
 TENANT_KEY = b"secret"
@@ -47,3 +47,13 @@ def test_tenants_and_layouts_do_not_share_keys() -> None:
     assert key(tokens, tenant="a") != key(tokens, tenant="b")
     assert key(tokens) != key(tokens, of=replica(b"other"))
     assert key(tokens) != key(tokens, of=replica(block_tokens=2))
+
+
+def test_an_affinity_key_replaces_the_beginning_of_the_prompt_within_a_scope() -> None:
+    def key(scope: str, tokens: list[int], affinity: str) -> bytes:
+        return routing_key(NAMERS, scope, tokens, 2, affinity)(replica())
+
+    assert key("a", list(range(40)), "session") == key("a", [7] * 40, "session")
+    assert key("a", list(range(40)), "session") != key("a", list(range(40)), "other")
+    assert key("a", list(range(40)), "session") != key("b", list(range(40)), "session")
+    assert key("a", list(range(40)), "") == prefix_key(NAMERS, "a", list(range(40)), 2)(replica())

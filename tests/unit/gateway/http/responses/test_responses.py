@@ -386,7 +386,7 @@ async def test_what_coding_agents_send_is_accepted(api):
     answer = await post(api, **body)
     assert answer.status_code == 200, answer.text
     named = answer.headers["kvferry-ignored"].split(", ")
-    assert named == ["reasoning.summary", "prompt_cache_key", "text.verbosity"]
+    assert named == ["reasoning.summary", "text.verbosity"]
 
 
 async def test_a_failure_in_a_stream_is_its_last_event(api, client):
@@ -448,7 +448,7 @@ async def test_a_coding_agent_completes_two_turns(api):
     api.source.answers = [written(CallFormat.HERMES, [("shell", {"command": ["ls"]})])]
     first = await post(api, **body)
     assert first.status_code == 200, first.text
-    assert {"prompt_cache_key", "tools.format", "tools.web_search"} <= set(first.headers["kvferry-ignored"].split(", "))
+    assert {"tools.format", "tools.web_search"} <= set(first.headers["kvferry-ignored"].split(", "))
     assert "apply_patch" in api.source.prompt
     assert "Sandbox: read-only." in api.source.prompt
     events = [json.loads(line[6:]) for line in first.text.split("\n") if line.startswith("data: ")]
