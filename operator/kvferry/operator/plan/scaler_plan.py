@@ -91,7 +91,8 @@ def _auto(ctx: PlanContext, role: RoleSpec) -> tuple[int, list[Action], Recommen
     history = ctx.memory.histories.get(role.name)
     if role.name not in ctx.facts.scalers:
         return *_external(ctx, role), history or Recommendations(busy_at=ctx.now, began_at=ctx.now)
-    decision = decide(role, current, ready, ctx.facts.report, history, ctx.now)
+    gateways = sum(d.ready for d in ctx.facts.deployments.values() if d.role == names.ROLE_GATEWAY)
+    decision = decide(role, current, ready, ctx.facts.report, history, ctx.now, num_gateways=gateways)
     actions = _seed(ctx, role)
     if role.name in ctx.scaled or _is_refused(ctx, role) or decision.replicas == current:
         return ctx.scaled.get(role.name, current), actions, decision.history

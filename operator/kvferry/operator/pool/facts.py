@@ -172,6 +172,21 @@ class WorkerReport:
 
 
 @dataclass(frozen=True, slots=True)
+class GatewayQueue:
+    """The requests that wait in one gateway for room on the workers, and what they wait for."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    """Prompt tokens of these requests that are not cached, as the gateway expects."""
+    dispatched_prompt_tokens: int = 0
+    """Prompt tokens of dispatched requests that are not computed yet."""
+    waits_for_prefill: bool = False
+    """Whether the gateway dispatches no further prompts, because workers have enough prompt tokens to compute."""
+    waits_for_sequences: bool = False
+    """Whether the gateway dispatches no further requests, because all places in the workers' batches are taken."""
+
+
+@dataclass(frozen=True, slots=True)
 class FleetReport:
     """A gateway's report about its workers."""
 
@@ -188,6 +203,7 @@ class FleetReport:
     """Context length of the model in tokens; 0 if unknown."""
     certificate_not_after: int = 0
     """End of the validity of the gateway's certificate for the pool, wall-clock seconds; 0 without TLS."""
+    queue: GatewayQueue = GatewayQueue()
 
     def of_role(self, role: str) -> tuple[WorkerReport, ...]:
         """Return the workers of one role."""

@@ -24,6 +24,7 @@ def flow_report(controller: FlowController, quotas: Quotas, room: Room) -> dict[
     return {
         "queued": controller.num_queued,
         "queued_bytes": controller.queued_bytes,
+        "queued_prompt_tokens": controller.queued_prefill_tokens,
         "dispatched": controller.num_dispatched,
         "sequences": {"in_use": controller.used(room), "bound": _bound(room.sequences)},
         "beams": {"in_use": controller.num_beams, "bound": _bound(room.searches)},

@@ -95,6 +95,7 @@ async def test_a_request_waits_for_room_and_reports_how_long():
         await edge.queued(1)
         flow = await edge.flow()
         assert (flow["queued"], flow["dispatched"], flow["sequences"]) == (1, 1, {"in_use": 1, "bound": 1})
+        assert 0 < flow["queued_prompt_tokens"] < 100
         assert [(band["priority"], band["queued"]) for band in flow["bands"]] == [(0, 1)]
         assert [(t["tenant"], t["queued"], t["dispatched"]) for t in flow["tenants"]] == [("", 1, 1)]
         text = await edge.metrics()

@@ -1,12 +1,16 @@
 """The autoscaler's decisions: replica counts, delays, and missing data, which does not count as idleness."""
 
+import math
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.core.load import WorkerLoad
+from kvferry.gateway.decide.flow.capacity import PREFILL_TOKENS_PER_WORKER
 from kvferry.operator.plan.autoscale import Recommendations, decide
-from kvferry.operator.pool.facts import FleetReport, WorkerReport
+from kvferry.operator.pool.facts import FleetReport, GatewayQueue, WorkerReport
 from kvferry.operator.pool.spec import RoleSpec, ScaleDownSpec, ScalingSpec
 
 NOW = 10_000.0
@@ -118,3 +122,95 @@ def test_never_beyond_the_bounds(current, loads, recommendations, bounds):
     wanted = role(min_replicas=bounds[0], max_replicas=bounds[1])
     decision = decide(wanted, current, len(loads), pods(*loads), watched(*recommendations), NOW)
     assert bounds[0] <= decision.replicas <= bounds[1]
+
+
+def saturated(num_pods: int, prompt_tokens: int, queued: int, role: str = "prefill") -> FleetReport:
+    """Return the report of a gateway that has dispatched all prompts that it may, and has a queue."""
+    per_pod = math.ceil(PREFILL_TOKENS_PER_WORKER / prompt_tokens)
+    workers = tuple(
+        WorkerReport(f"p{i}", role, takes_work=True, load=replace(a_load(per_pod, 0.25), tokens_to_compute=0))
+        for i in range(num_pods)
+    )
+    queue = GatewayQueue(
+        requests=queued,
+        prompt_tokens=queued * prompt_tokens,
+        dispatched_prompt_tokens=PREFILL_TOKENS_PER_WORKER * num_pods,
+        waits_for_prefill=True,
+    )
+    return FleetReport(NOW, workers, queue=queue)
+
+
+@pytest.mark.parametrize("prompt_tokens", [500, 1000, 1500, 2000, 4000, 30_000])
+@pytest.mark.parametrize("queued", [1, 40])
+def test_prefill_grows_while_prompts_wait_for_it_whatever_their_length(prompt_tokens: int, queued: int) -> None:
+    history, number = watched(), 4
+    for second in range(0, 1200, 15):
+        report = replace(saturated(number, prompt_tokens, queued), at=NOW + second)
+        prefill = RoleSpec("prefill", scaling=ScalingSpec(mode="Auto"))
+        decision = decide(prefill, number, number, report, history, NOW + second)
+        assert decision.replicas >= number
+        number, history = decision.replicas, decision.history
+    assert number == 10
+
+
+def test_the_reason_names_the_work_that_decides() -> None:
+    prefill = RoleSpec("prefill", scaling=ScalingSpec(mode="Auto", max_replicas=99))
+    decision = decide(prefill, 4, 4, saturated(4, 4000, 20), watched(), NOW)
+    assert (decision.replicas, decision.reason) == (8, "145536 prompt tokens to compute, target 8192 per pod")
+    few = decide(prefill, 40, 40, saturated(40, 30_000, 1), watched(), NOW)
+    assert few.replicas == 80
+    cached = replace(saturated(4, 10, 1), queue=GatewayQueue(requests=1, prompt_tokens=1, waits_for_prefill=True))
+    assert decide(prefill, 500, 4, cached, watched(), NOW).reason.startswith("6557 requests")
+
+
+@pytest.mark.parametrize(
+    ("name", "queue", "wanted"),
+    [
+        ("decode", GatewayQueue(requests=5, waits_for_sequences=True), 3),
+        ("decode", GatewayQueue(requests=5, waits_for_prefill=True), 2),
+        ("prefill", GatewayQueue(requests=5, waits_for_sequences=True), 2),
+        ("both", GatewayQueue(requests=5, waits_for_prefill=True), 3),
+        ("both", GatewayQueue(requests=5, waits_for_sequences=True), 3),
+        ("both", GatewayQueue(requests=5), 2),
+    ],
+)
+def test_only_the_role_that_requests_wait_for_grows(name: str, queue: GatewayQueue, wanted: int) -> None:
+    workers = tuple(WorkerReport(f"w{i}", name, takes_work=True, load=a_load(16, 0.1)) for i in range(2))
+    report = FleetReport(NOW, workers, queue=queue)
+    assert decide(RoleSpec(name, scaling=ScalingSpec(mode="Auto")), 2, 2, report, watched(), NOW).replicas == wanted
+
+
+def test_each_gateway_has_a_queue() -> None:
+    report = FleetReport(
+        NOW,
+        (WorkerReport("d", "decode", takes_work=True, load=a_load(16, 0.1)),),
+        queue=GatewayQueue(requests=40, waits_for_sequences=True),
+    )
+    one, three = (decide(role(), 1, 1, report, watched(), NOW, num_gateways=number) for number in (1, 3))
+    assert (one.replicas, three.replicas) == (4, 5)
+    assert three.reason == "136 requests, 120 of them waiting, target 16 per pod"
+
+
+def test_a_queue_keeps_a_role_awake() -> None:
+    report = replace(pods((0, 0.0)), queue=GatewayQueue(requests=1, waits_for_sequences=True))
+    assert decide(role(min_replicas=0), 1, 1, report, watched(busy_at=NOW - 600), NOW).replicas >= 1
+
+
+@given(
+    loads=st.lists(st.tuples(st.integers(0, 100), st.floats(0, 1)), min_size=1, max_size=8),
+    queue=st.tuples(st.integers(0, 100), st.integers(0, 10**6), st.integers(0, 10**6), st.booleans(), st.booleans()),
+    more=st.tuples(st.integers(0, 100), st.integers(0, 10**6), st.integers(0, 10**6)),
+    name=st.sampled_from(["prefill", "decode", "both"]),
+)
+def test_more_queue_never_means_fewer_pods(loads, queue, more, name) -> None:
+    report = pods(*loads)
+    workers = tuple(replace(worker, role=name) for worker in report.workers)
+    spec = RoleSpec(name, scaling=ScalingSpec(mode="Auto", max_replicas=1000))
+    less = GatewayQueue(*queue)
+    requests, prompt_tokens, dispatched = (a + b for a, b in zip(queue[:3], more, strict=True))
+    larger = GatewayQueue(requests, prompt_tokens, dispatched, waits_for_prefill=True, waits_for_sequences=True)
+    numbers = [
+        decide(spec, 4, len(loads), replace(report, workers=workers, queue=one), watched(), NOW).replicas
+        for one in (GatewayQueue(), less, larger)
+    ]
+    assert numbers == sorted(numbers)

@@ -7,7 +7,7 @@ import msgspec
 
 from kvferry.core.handoffs import HandoffOutcome
 from kvferry.core.load import WorkerLoad
-from kvferry.operator.pool.facts import FleetReport, WorkerReport
+from kvferry.operator.pool.facts import FleetReport, GatewayQueue, WorkerReport
 
 MAX_BYTES = 4 << 20
 _MAX_WORKERS = 5000
@@ -50,6 +50,18 @@ class _Worker(msgspec.Struct):
     load: _Load = msgspec.field(default_factory=_Load)
 
 
+class _Capacity(msgspec.Struct):
+    in_use: _Count = 0
+    bound: _Count | None = None
+
+
+class _Flow(msgspec.Struct):
+    queued: _Count = 0
+    queued_prompt_tokens: _Count = 0
+    sequences: _Capacity = msgspec.field(default_factory=_Capacity)
+    prefill_tokens: _Capacity = msgspec.field(default_factory=_Capacity)
+
+
 class _Page(msgspec.Struct):
     workers: Annotated[list[_Worker], msgspec.Meta(max_length=_MAX_WORKERS)]
     gateway: _Text = ""
@@ -57,6 +69,7 @@ class _Page(msgspec.Struct):
     model_tokens: _Count = 0
     pool_certificate_not_after: _Count = 0
     handoffs: Annotated[dict[_Text, _Count], msgspec.Meta(max_length=64)] = {}
+    flow: _Flow = msgspec.field(default_factory=_Flow)
 
 
 _DECODER = msgspec.json.Decoder(_Page)
@@ -75,8 +88,29 @@ def read_fleet(raw: bytes, at: float) -> FleetReport:
     handoffs = {outcome.value: page.handoffs[outcome] for outcome in HandoffOutcome if outcome in page.handoffs}
     workers = tuple(_report(worker) for worker in page.workers)
     return FleetReport(
-        at, workers, page.held, handoffs, page.gateway, page.model_tokens, page.pool_certificate_not_after
+        at,
+        workers,
+        page.held,
+        handoffs,
+        page.gateway,
+        page.model_tokens,
+        page.pool_certificate_not_after,
+        _queue(page.flow),
     )
+
+
+def _queue(flow: _Flow) -> GatewayQueue:
+    return GatewayQueue(
+        requests=flow.queued,
+        prompt_tokens=flow.queued_prompt_tokens,
+        dispatched_prompt_tokens=flow.prefill_tokens.in_use,
+        waits_for_prefill=_is_full(flow.prefill_tokens),
+        waits_for_sequences=_is_full(flow.sequences),
+    )
+
+
+def _is_full(capacity: _Capacity) -> bool:
+    return capacity.bound is not None and capacity.in_use >= capacity.bound
 
 
 def _report(worker: _Worker) -> WorkerReport:

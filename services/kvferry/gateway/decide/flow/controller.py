@@ -38,6 +38,8 @@ class QueueSize:
 
     requests: int = 0
     num_bytes: int = 0
+    prefill_tokens: int = 0
+    """Expected prompt tokens to compute."""
 
     def add(self, entry: QueueEntry, sign: int) -> None:
         """Count an entry that enters or leaves.
@@ -48,6 +50,7 @@ class QueueSize:
         """
         self.requests += sign
         self.num_bytes += sign * entry.num_bytes
+        self.prefill_tokens += sign * entry.prefill_tokens
 
     def exceeds(self, bounds: QueueBounds, extra: QueueEntry) -> str:
         """Return the bound that one more entry would exceed, with its value; empty if there is none.
@@ -114,6 +117,11 @@ class FlowController:
     def is_waited_for(self) -> bool:
         """Whether requests, or further samples of dispatched requests, are queued."""
         return any(map(len, self._queues))
+
+    @property
+    def queued_prefill_tokens(self) -> int:
+        """Expected prompt tokens to compute of all queued requests."""
+        return self._total.prefill_tokens
 
     @property
     def queued_bytes(self) -> int:
