@@ -220,6 +220,8 @@ def prepare_chat(
     sampling: SamplingParams,
     variables: Mapping[str, object] | None = None,
     end: PromptEnd = PromptEnd.ANSWER,
+    *,
+    max_reasoning_tokens: int | None = None,
 ) -> PreparedChat:
     """Tokenize a conversation with its tools, and complete the sampling parameters for tool calls.
 
@@ -230,6 +232,7 @@ def prepare_chat(
         sampling: sampling parameters of the request.
         variables: further variables of the chat template.
         end: how the prompt ends.
+        max_reasoning_tokens: maximum number of tokens of the reasoning; `None` for no limit.
 
     Raises:
         BlocksEventLoop: the schemas of a call must be prepared elsewhere.
@@ -242,5 +245,5 @@ def prepare_chat(
     ids = encode_chat(model, messages, use, variables, end)
     form = model.answer_form
     is_open = opens_reasoning(form, ids, model.new_detokenizer(False, form.marks.by_token))
-    sampling, split = answer_rules(form, use, sampling, is_open=is_open)
+    sampling, split = answer_rules(form, use, sampling, is_open=is_open, max_reasoning_tokens=max_reasoning_tokens)
     return PreparedChat(ids, sampling, split)

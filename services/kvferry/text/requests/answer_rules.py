@@ -18,7 +18,7 @@ from kvferry.text.answers.registry import AUTO, CallFormat, recognized
 from kvferry.text.requests.output_text import TextDecoder
 from kvferry.text.templates.chat_template import ChatTemplate
 from kvferry.text.tokenizing.tokenizer import Tokenizer
-from kvferry.text.tools.grammars import answer_frame, calls_grammar, thought_rules
+from kvferry.text.tools.grammars import answer_frame, calls_grammar, check_budget, free_answer, thought_rules
 
 TAIL_TOKENS = 32
 """Number of tokens at the end of a prompt that are searched for the start of the reasoning."""
@@ -80,7 +80,12 @@ def opens_reasoning(form: AnswerForm, token_ids: Sequence[int], detokenizer: Tex
 
 
 def answer_rules(
-    form: AnswerForm, use: ToolUse, sampling: SamplingParams, *, is_open: bool
+    form: AnswerForm,
+    use: ToolUse,
+    sampling: SamplingParams,
+    *,
+    is_open: bool,
+    max_reasoning_tokens: int | None = None,
 ) -> tuple[SamplingParams, SplitOptions | None]:
     """Return the sampling parameters with the constraint of the whole answer, and the options for splitting the answer;
     `None` if it is not split.
@@ -94,10 +99,12 @@ def answer_rules(
         use: the tools that are offered, and how they may be used.
         sampling: sampling parameters of the request.
         is_open: whether the prompt ends with the opening of the reasoning.
+        max_reasoning_tokens: maximum number of tokens of the reasoning, which then ends; `None` for no limit. Without
+            effect for a model without reasoning.
 
     Raises:
         InvalidRequest: calls are required, or possible beside a constraint, and a tool has a schema that no grammar can
-            express.
+            express; or the length of this model's reasoning cannot be limited.
     """
     names = tuple(tool.name for tool in use.callable_tools)
     is_required = use.choice is ToolMode.REQUIRED
@@ -107,8 +114,13 @@ def answer_rules(
         split = SplitOptions(names, use.max_calls, is_open, is_required, schemas)
     constraint = sampling.constraint
     thought = ""
+    has_budget = form.has_reasoning and max_reasoning_tokens is not None
+    if has_budget:
+        check_budget(form.call_format, form.marks, is_open=is_open)
     if form.has_reasoning:
-        thought = thought_rules(form.marks, is_open=is_open, call_format=form.call_format)
+        thought = thought_rules(
+            form.marks, is_open=is_open, call_format=form.call_format, max_tokens=max_reasoning_tokens
+        )
     is_single = use.max_calls == 1
     if is_required:
         grammar = calls_grammar(form.call_format, use.callable_tools, form.marks, is_single=is_single, thought=thought)
@@ -116,4 +128,7 @@ def answer_rules(
     elif constraint is not None and not (constraint.after or constraint.frame) and (thought or names):
         frame = answer_frame(form.call_format, use.callable_tools, form.marks, is_single=is_single, thought=thought)
         sampling = replace(sampling, constraint=replace(constraint, frame=frame))
+    elif has_budget:
+        grammar = free_answer(form.call_format, form.marks, thought=thought, is_open=is_open)
+        sampling = replace(sampling, constraint=Constraint(ConstraintKind.GRAMMAR, grammar))
     return sampling, split

@@ -82,28 +82,79 @@ def _with_thought(answer: str, thought: str, rules: Sequence[str]) -> str:
     return "\n".join([*lines, *rules]) + "\n"
 
 
-def thought_rules(marks: Marks, *, is_open: bool, call_format: CallFormat = CallFormat.HERMES) -> str:
+def free_answer(call_format: CallFormat, marks: Marks, *, thought: str, is_open: bool) -> str:
+    """Return the grammar of reasoning before an answer of any tokens.
+
+    Args:
+        call_format: the model's format of calls.
+        marks: markers that are control tokens of the model.
+        thought: rules of the reasoning, from `thought_rules`.
+        is_open: whether the prompt has opened the reasoning.
+    """
+    if call_format is CallFormat.HARMONY:
+        rest = f'{_terminal(HARMONY[0], marks)} ("final" | "commentary") <[*]>*'
+    elif is_open:
+        rest = "<[*]>*"
+    else:  # an answer that begins with the opener would be reasoning without the rules of `thought`
+        rest = f"(<[^{marks.token_ids['<think>']}]> <[*]>*)?"
+    return _with_thought("rest", thought, [f"rest: {rest}"])
+
+
+def textual_marks(call_format: CallFormat, marks: Marks, *, is_open: bool = False) -> list[str]:
+    """Return the marks of the reasoning that are text and no tokens of the model, so that a grammar cannot enforce its
+    end after a number of tokens.
+
+    Args:
+        call_format: the model's format of calls.
+        marks: markers that are control tokens of the model.
+        is_open: whether the prompt has opened the reasoning.
+    """
+    ends = ("</think>",) if is_open else ("<think>", "</think>")
+    needed = (HARMONY[0], HARMONY[1], HARMONY[3], HARMONY[4]) if call_format is CallFormat.HARMONY else ends
+    return [mark for mark in needed if mark not in marks.token_ids]
+
+
+def check_budget(call_format: CallFormat, marks: Marks, *, is_open: bool) -> None:
+    """Check that the length of the reasoning can be limited.
+
+    Raises:
+        InvalidRequest: its marks are text.
+    """
+    if missing := textual_marks(call_format, marks, is_open=is_open):
+        raise InvalidRequest(
+            f"the length of the reasoning cannot be limited for this model, since {', '.join(missing)} is text and no "
+            "token; leave thinking_token_budget out and use max_tokens",
+            field="thinking_token_budget",
+        )
+
+
+def thought_rules(
+    marks: Marks, *, is_open: bool, call_format: CallFormat = CallFormat.HERMES, max_tokens: int | None = None
+) -> str:
     """Return the rules of reasoning before the answer, which may have none unless the prompt has opened it.
 
     Args:
         call_format: the model's format of calls; harmony's reasoning is a separate message.
         marks: markers that are control tokens of the model.
         is_open: whether the prompt has opened the reasoning.
+        max_tokens: maximum number of tokens between the marks, which must be tokens (`check_budget`); `None` for no
+            limit.
     """
+    limit = "" if max_tokens is None else f"[max_tokens={max_tokens}]"
     if call_format is CallFormat.HARMONY:
-        return _harmony_thought(marks)
+        return _harmony_thought(marks, limit)
     closer = marks.token_ids.get("</think>")
     body = f"thought_text <[{closer}]>" if closer is not None else "thought_text"
-    ending = "" if closer is not None else '[suffix="</think>"]'
+    ending = limit if closer is not None else '[suffix="</think>"]'
     whole = f'{body} "\\n"{{0,2}}'
     rule = whole if is_open else f"({_terminal('<think>', marks)} {whole})?"
     return f"thought: {rule}\nthought_text{ending}: /(?s:.*)/"
 
 
-def _harmony_thought(marks: Marks) -> str:
+def _harmony_thought(marks: Marks, limit: str) -> str:
     channel, message, _, start, end, *_ = (_terminal(marker, marks) for marker in HARMONY)
     is_token = HARMONY[4] in marks.token_ids
-    ending = "" if is_token else f"[suffix={end}]"
+    ending = limit if is_token else f"[suffix={end}]"
     body = f"thought_text {end}" if is_token else "thought_text"
     opening = f'thought: ({channel} "analysis" {message} {body} {start} "assistant")?'
     return f"{opening}\nthought_text{ending}: /(?s:.*)/"

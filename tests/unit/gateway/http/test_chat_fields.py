@@ -262,3 +262,16 @@ async def test_reasoning_tokens_of_channels_are_counted():
                 answer = await chat(http)
         assert answer["choices"][0]["message"]["reasoning"] == "abc"
         assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 1 + len(parts[1])}
+
+
+@pytest.mark.parametrize("fields", [{"thinking_token_budget": 3}, {"reasoning": {"max_tokens": 3}}])
+async def test_a_budget_of_the_reasoning_is_refused_where_its_marks_are_text(http, fields):
+    answer = await http.post("chat/completions", json={"messages": [HI], **fields})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "thinking_token_budget"
+
+
+def test_a_budget_of_the_reasoning_has_two_names():
+    for fields in ({"thinking_token_budget": 3}, {"reasoning": {"max_tokens": 3}}):
+        assert parse(ChatRequest, json.dumps({"messages": [HI], **fields}).encode()).max_reasoning_tokens() == 3
+    assert parse(ChatRequest, json.dumps({"messages": [HI]}).encode()).max_reasoning_tokens() is None

@@ -128,7 +128,7 @@ async def test_fields_without_effect_are_named(http):
         (
             {"token_ids": PROMPT, "sampling_params": {"thinking_token_budget": 5}},
             "sampling_params.thinking_token_budget",
-            "max_tokens",
+            "chat/completions",
         ),
         ({"token_ids": [1] * (1 << 17)}, "token_ids", "prompt is too long: 131072 tokens > 65535 maximum"),
         ({"token_ids": PROMPT, "sampling_params": [1]}, "sampling_params", "sampling_params must be an object, not"),

@@ -12,6 +12,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from kvferry.core.constraint import Constraint, ConstraintKind
+from kvferry.core.errors import InvalidRequest
 from kvferry.core.inference.tools import Tool, ToolMode, ToolUse
 from kvferry.core.sampling import SamplingParams
 from kvferry.text.answers.answer import AnswerForm, AnswerSplitter
@@ -192,3 +193,85 @@ def test_an_answer_of_llama_may_begin_like_a_call(text) -> None:
     state = GrammarCompiler(tokenizer).compile(sampling.constraint).start()
     state.advance([*text.encode()])
     assert state.is_accepting
+
+
+BUDGET = 6
+
+
+def reasoning_of(state, form: AnswerForm, closer: int, opening: list[int]) -> list[int]:
+    """Think for as long as the constraint permits; return the tokens between the marks."""
+    state.advance(opening)
+    thought: list[int] = []
+    while state.allowed()[ord("a")]:
+        thought.append(ord("a"))
+        state.advance([ord("a")])
+        assert len(thought) <= BUDGET
+    assert state.forced_tokens()[:1] == [closer]
+    state.advance([closer])
+    return thought
+
+
+@pytest.mark.parametrize("is_special", [True, False], ids=["special", "ordinary"])
+@pytest.mark.parametrize("answer", ["free", "tools", "required", "schema"])
+@pytest.mark.parametrize("call_format", list(CallFormat))
+def test_reasoning_ends_at_its_budget_and_the_answer_follows(call_format, answer, is_special) -> None:
+    is_harmony = call_format is CallFormat.HARMONY
+    tokenizer = vocabulary(is_special=is_special, is_harmony=is_harmony)
+    form = form_of(tokenizer, call_format, has_reasoning=True)
+    use = {
+        "tools": USE,
+        "required": replace(USE, choice=ToolMode.REQUIRED),
+    }.get(answer, ToolUse(()))
+    sampling = SamplingParams(constraint=SCHEMA if answer == "schema" else None)
+    marks = form.marks.token_ids
+    if is_harmony:
+        opening = [marks[HARMONY[0]], *b"analysis", marks[HARMONY[1]]]
+        closer = marks[HARMONY[4]]
+    else:
+        opening, closer = [marks["<think>"]], marks["</think>"]
+    for is_open in (False,) if is_harmony else (False, True):
+        limited, split = answer_rules(form, use, sampling, is_open=is_open, max_reasoning_tokens=BUDGET)
+        assert limited.constraint is not None
+        assert split is not None
+        state = GrammarCompiler(tokenizer).compile(limited.constraint).start()
+        thought = reasoning_of(state, form, closer, [] if is_open else opening)
+        assert len(thought) == BUDGET
+        if is_harmony:
+            state.advance([marks[HARMONY[3]], *b"assistant", marks[HARMONY[0]]])
+            assert state.allowed()[ord("a")] == 0, "a second analysis would not be limited"
+        elif answer in ("free", "tools"):
+            for token in (*b"a", marks.get("<tool_call>", ord("b")), 200):
+                assert state.allowed()[token], "the answer has any tokens"
+                state.advance([token])
+            assert state.allowed()[256]
+
+
+def test_a_budget_of_zero_ends_the_reasoning_at_once() -> None:
+    tokenizer = vocabulary(is_special=True, is_harmony=False)
+    form = form_of(tokenizer, CallFormat.HERMES, has_reasoning=True)
+    sampling, _ = answer_rules(form, ToolUse(()), SamplingParams(), is_open=True, max_reasoning_tokens=0)
+    assert sampling.constraint is not None
+    state = GrammarCompiler(tokenizer).compile(sampling.constraint).start()
+    assert state.forced_tokens()[:1] == [form.marks.token_ids["</think>"]]
+
+
+def test_an_answer_without_reasoning_is_free_but_cannot_open_it() -> None:
+    tokenizer = vocabulary(is_special=True, is_harmony=False)
+    form = form_of(tokenizer, CallFormat.HERMES, has_reasoning=True)
+    sampling, _ = answer_rules(form, ToolUse(()), SamplingParams(), is_open=False, max_reasoning_tokens=BUDGET)
+    assert sampling.constraint is not None
+    state = GrammarCompiler(tokenizer).compile(sampling.constraint).start()
+    assert state.allowed()[256], "an empty answer"
+    state.advance([*b"yes"])
+    assert state.allowed()[256]
+
+
+def test_without_reasoning_a_budget_has_no_effect_and_marks_of_text_are_refused() -> None:
+    tokenizer = vocabulary(is_special=True, is_harmony=False)
+    plain = form_of(tokenizer, CallFormat.HERMES, has_reasoning=False)
+    sampling, _ = answer_rules(plain, ToolUse(()), SamplingParams(), is_open=False, max_reasoning_tokens=BUDGET)
+    assert sampling == SamplingParams()
+    textual = AnswerForm(CallFormat.HERMES, True, Marks({}))
+    with pytest.raises(InvalidRequest, match="since <think>, </think> is text and no token") as caught:
+        answer_rules(textual, ToolUse(()), SamplingParams(), is_open=False, max_reasoning_tokens=BUDGET)
+    assert caught.value.field == "thinking_token_budget"

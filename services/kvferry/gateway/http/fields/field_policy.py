@@ -82,7 +82,6 @@ _GENERATION: Rules = {
     "return_tokens_as_token_ids": FieldRule("tokens are returned as text; use return_token_ids", (None, False)),
     "spaces_between_special_tokens": ACCEPTED,
     "stream_interval": ACCEPTED,
-    "thinking_token_budget": FieldRule("the length of the reasoning is not limited apart; use max_tokens"),
     "web_search_options": FieldRule("the gateway searches no web"),
 }
 
@@ -101,6 +100,7 @@ CHAT: Rules = {
 COMPLETION: Rules = {
     **_GENERATION,
     "messages": FieldRule("conversations are answered by POST /v1/chat/completions"),
+    "thinking_token_budget": FieldRule("reasoning is recognized in POST /v1/chat/completions"),
     "parallel_tool_calls": ACCEPTED,
     "suffix": FieldRule("text is continued at its end only", (None, "")),
     "tool_choice": FieldRule("functions are called in POST /v1/chat/completions", (None, "none", "auto")),
@@ -125,7 +125,7 @@ TOKEN_SAMPLING: Rules = {
     "skip_reading_prefix_cache": ACCEPTED,
     "spaces_between_special_tokens": ACCEPTED,
     "stream_interval": ACCEPTED,
-    "thinking_token_budget": FieldRule("the length of the reasoning is not limited apart; use max_tokens"),
+    "thinking_token_budget": FieldRule("reasoning is recognized in POST /v1/chat/completions"),
 }
 """The object `sampling_params` of POST /inference/v1/generate."""
 
@@ -212,7 +212,6 @@ STRUCTURED: Rules = {
 REASONING: Rules = {
     "enabled": FieldRule("use effort", (None, True)),
     "generate_summary": ACCEPTED,
-    "max_tokens": FieldRule("the length of the reasoning is not limited apart; use effort"),
     "summary": ACCEPTED,
 }
 """The object `reasoning`."""
@@ -268,7 +267,7 @@ CLIENT_TOOL: Rules = {
 }
 """Tool of the Messages API."""
 
-THINKING: Rules = {"budget_tokens": ACCEPTED, "display": ACCEPTED}
+THINKING: Rules = {"display": ACCEPTED}
 """The object `thinking` of the Messages API."""
 
 TEXT_BLOCK: Rules = {"citations": ACCEPTED, "parsed_output": ACCEPTED}

@@ -15,7 +15,7 @@ from kvferry.core.errors import InvalidRequest, shortened
 from kvferry.core.inference.tools import ToolUse
 from kvferry.core.limits import MAX_CACHE_SALT_CHARS
 from kvferry.core.retention import CacheHints
-from kvferry.core.sampling import RANGES, Range
+from kvferry.core.sampling import MAX_OUTPUT_TOKENS, RANGES, Range
 from kvferry.gateway.http.fields import field_policy
 from kvferry.gateway.http.fields.cache_fields import CacheControl, CacheHintFields
 from kvferry.gateway.http.fields.field_policy import Rules
@@ -46,6 +46,7 @@ from kvferry.gateway.http.openai.generation import ReadRequest, read_conversatio
 from kvferry.gateway.http.openai.schema import ChatRequest, renamed
 from kvferry.serving import prompts
 from kvferry.serving.text_model import TextModel
+from kvferry.text.tools.grammars import textual_marks
 
 _CLIENT = (None, "custom")
 """Types of tools that the client runs, with a schema of its own."""
@@ -94,6 +95,8 @@ class Thinking(Strict):
     RULES: ClassVar[Rules] = field_policy.THINKING
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+    budget_tokens: Annotated[int, Field(ge=1, le=MAX_OUTPUT_TOKENS)] | None = None
+    """Maximum number of tokens of the reasoning; the answer then begins."""
 
 
 class OutputFormat(Strict):
@@ -216,8 +219,12 @@ class MessageRequest(SamplingFields, CountTokensRequest):
     cache_salt: Annotated[str, Field(max_length=MAX_CACHE_SALT_CHARS)] | None = None
     priority: Priority = 0
 
-    def as_chat(self, messages: list[dict[str, Any]]) -> ChatRequest:
+    def as_chat(self, messages: list[dict[str, Any]], *, has_budget: bool = True) -> ChatRequest:
         """Return the chat request with the same prompt and parameters, but without tools.
+
+        Args:
+            messages: the messages for the chat template.
+            has_budget: whether the length of the reasoning is limited.
 
         Raises:
             InvalidRequest: a parameter is out of range, or the messages are not a valid conversation.
@@ -239,6 +246,7 @@ class MessageRequest(SamplingFields, CountTokensRequest):
             {
                 **{name: getattr(self, name) for name in names},
                 **self.prompt_fields(messages),
+                "thinking_token_budget": self.thinking.budget_tokens if self.thinking and has_budget else None,
                 "prompt_cache_options": _cache_options(CacheHintFields().cache_hints(self.cache_marks())),
                 "max_tokens": max(1, self.max_tokens),
                 "stop": self.stop_sequences,
@@ -260,6 +268,7 @@ _NAMES = {
     "stop": "stop_sequences",
     "response_format": "output_config.format",
     "reasoning_effort": "output_config.effort",
+    "thinking_token_budget": "thinking.budget_tokens",
 }
 _PLACE = re.compile(r"messages\.(\d+)(\.tool_call_id)?")
 _TOOL = re.compile(r"tools\.(\d+)\.function(\.parameters)?")
@@ -332,14 +341,18 @@ def read_message(model: TextModel, body: bytes, *, is_strict: bool = False) -> R
     """
     request = _parsed(MessageRequest, body, is_strict=is_strict)
     messages, names = _converted(request)
+    # Agents send a budget to every model, so that it is no reason to refuse the request.
+    has_budget = not textual_marks(model.answer_form.call_format, model.answer_form.marks)
+    is_ignored = not has_budget and request.thinking is not None and request.thinking.budget_tokens is not None
     try:
-        chat = request.as_chat(messages)
+        chat = request.as_chat(messages, has_budget=has_budget)
         has_format = chat.response_format is not None
         read = read_conversation(model, chat, request.to_tool_use(), _FORMAT if has_format else "tools")
     except InvalidRequest as error:
         raise names.of(error) from None
     read = replace(read, is_echo_alone=request.max_tokens == 0)
-    return ReadMessage(read, request.max_tokens, request.without_effect(), names)
+    ignored = (*request.without_effect(), *(("thinking.budget_tokens",) if is_ignored else ()))
+    return ReadMessage(read, request.max_tokens, ignored, names)
 
 
 def read_count(model: TextModel, body: bytes, *, is_strict: bool = False) -> ReadCount:

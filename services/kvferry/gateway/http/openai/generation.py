@@ -120,7 +120,13 @@ def read_conversation(model: TextModel, request: ChatRequest, use: ToolUse, cons
     name = _model_name(model, request.model)
     sampling = with_bad_word_tokens(request.to_sampling(), model.tokenizer)
     chat = prompts.prepare_chat(
-        model, request.template_inputs(), use, sampling, request.template_variables(), request.prompt_end()
+        model,
+        request.template_inputs(),
+        use,
+        sampling,
+        request.template_variables(),
+        request.prompt_end(),
+        max_reasoning_tokens=request.max_reasoning_tokens(),
     )
     return ReadRequest(
         model=name,

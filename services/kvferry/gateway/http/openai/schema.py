@@ -40,7 +40,7 @@ _BIAS_SCHEMA = {
 }
 
 
-_NOT_WITH_BEAMS = ("stream", "echo")
+_NOT_WITH_BEAMS = ("stream", "echo", "thinking_token_budget")
 """Fields that have no meaning for the outputs of a beam search, besides those that `check_beam_sampling` refuses."""
 
 
@@ -58,12 +58,17 @@ class StreamOptions(Strict):
     """Whether each chunk has the usage so far, if `include_usage` is set; named as in vLLM."""
 
 
+Budget = Annotated[int, Field(ge=0, le=MAX_OUTPUT_TOKENS)]
+"""Maximum number of tokens of the reasoning."""
+
+
 class ReasoningOptions(Strict):
     """The object form of `reasoning_effort`."""
 
     RULES: ClassVar[Rules] = field_policy.REASONING
 
     effort: Effort | None = None
+    max_tokens: Budget | None = None
 
 
 class GenerationFields(SamplingFields):
@@ -251,6 +256,8 @@ class ChatRequest(_Common):
     reasoning_effort: Effort | None = None
     reasoning: ReasoningOptions | None = None
     # Extensions to OpenAI's API, named as in vLLM.
+    thinking_token_budget: Budget | None = None
+    """Maximum number of tokens of the reasoning; the answer then begins."""
     include_reasoning: bool | None = None
     """Whether the response has the reasoning, true by default."""
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=MAX_FIELDS)] | None = None
@@ -269,6 +276,21 @@ class ChatRequest(_Common):
             InvalidRequest: the tools exceed a limit, or contradict the choice.
         """
         return tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
+
+    def max_reasoning_tokens(self) -> int | None:
+        """Return the maximum number of tokens of the reasoning; `None` for no limit.
+
+        Raises:
+            InvalidRequest: `thinking_token_budget` and `reasoning.max_tokens` differ.
+        """
+        budgets = {self.thinking_token_budget, None if self.reasoning is None else self.reasoning.max_tokens} - {None}
+        if len(budgets) > 1:
+            raise InvalidRequest(
+                f"thinking_token_budget is {self.thinking_token_budget} and reasoning.max_tokens another one; set only "
+                "one",
+                field="thinking_token_budget",
+            )
+        return next(iter(budgets), None)
 
     def template_variables(self) -> dict[str, Any]:
         """Return the further variables of the chat template: `chat_template_kwargs` and those of other fields.

@@ -178,6 +178,7 @@ class ResponseRequest(SamplingFields, CacheHintFields):
                 "messages": messages,
                 "max_tokens": self.max_output_tokens,
                 "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
+                "thinking_token_budget": None if self.reasoning is None else self.reasoning.max_tokens,
                 "cache_salt": self.cache_salt,
                 "priority": self.priority,
                 **self.model_dump(include=set(CacheHintFields.model_fields)),
@@ -347,6 +348,7 @@ def _response_format(options: TextOptions | None) -> dict[str, Any] | None:
 
 _NAMES = {
     "reasoning_effort": "reasoning.effort",
+    "thinking_token_budget": "reasoning.max_tokens",
     "max_tokens": "max_output_tokens",
     "logprobs": "top_logprobs",
     "response_format": "text.format",

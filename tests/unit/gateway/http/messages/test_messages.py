@@ -200,8 +200,14 @@ def test_reasoning_of_the_history_reaches_the_template():
     ("kind", "is_enabled"), [("enabled", True), ("adaptive", True), ("between_tools", True), ("disabled", False)]
 )
 async def test_thinking_is_a_variable_of_the_template(api, kind, is_enabled):
-    response = await post(api, thinking={"type": kind, "budget_tokens": 2000})
+    response = await post(api, thinking={"type": kind, "display": "summarized"})
     assert f'{{"enable_thinking": {str(is_enabled).lower()}}}' in api.source.prompt
+    assert response.headers["kvferry-ignored"] == "thinking.display"
+
+
+async def test_a_budget_is_no_reason_to_refuse_where_it_cannot_be_enforced(api):
+    response = await post(api, thinking={"type": "enabled", "budget_tokens": 2000})
+    assert response.status_code == 200
     assert response.headers["kvferry-ignored"] == "thinking.budget_tokens"
 
 
