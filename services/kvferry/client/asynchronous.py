@@ -82,6 +82,7 @@ class AsyncClient:
         beams: BeamParams | None = None,
         chat_template_kwargs: Mapping[str, object] | None = None,
         hints: CacheHints = NO_HINTS,
+        max_reasoning_tokens: int | None = None,
     ) -> AsyncGenerator[TextChunk, None]:
         """Stream text and tokens as they are generated; closing the generator stops the generation.
 
@@ -100,13 +101,25 @@ class AsyncClient:
             beams: parameters of a beam search, whose best `n` outputs are returned instead of samples.
             chat_template_kwargs: further variables of the chat template, such as `enable_thinking`.
             hints: what to ask of the cache; `Timing.retention` has what was granted.
+            max_reasoning_tokens: maximum number of tokens of the reasoning, which then ends; `None` for no limit.
 
         Raises:
             KvferryError: the error that the gateway raised, as the same subclass.
         """
         use = messages.tool_use(tools, tool_choice, is_parallel=parallel_tool_calls)
         request = messages.generate_request(
-            prompt, sampling, n, model, request_id, use, priority, cache_salt, beams, chat_template_kwargs, hints
+            prompt,
+            sampling,
+            n,
+            model,
+            request_id,
+            use,
+            priority,
+            cache_salt,
+            beams,
+            chat_template_kwargs,
+            hints,
+            max_reasoning_tokens,
         )
         limit = self._timeout if timeout is None else timeout
         call = self._stub.Generate(request, timeout=limit, metadata=self._metadata)
@@ -135,6 +148,7 @@ class AsyncClient:
         beams: BeamParams | None = None,
         chat_template_kwargs: Mapping[str, object] | None = None,
         hints: CacheHints = NO_HINTS,
+        max_reasoning_tokens: int | None = None,
     ) -> list[Completion]:
         """Generate `n` samples and return them when complete; same arguments and errors as `generate`.
 
@@ -156,6 +170,7 @@ class AsyncClient:
             beams=beams,
             chat_template_kwargs=chat_template_kwargs,
             hints=hints,
+            max_reasoning_tokens=max_reasoning_tokens,
         )
         async with aclosing(stream) as chunks:
             return messages.gather([chunk async for chunk in chunks])

@@ -77,6 +77,7 @@ def generate_request(
     beams: BeamParams | None = None,
     chat_template_kwargs: Mapping[str, object] | None = None,
     hints: CacheHints = NO_HINTS,
+    max_reasoning_tokens: int | None = None,
 ) -> inference_pb2.GenerateRequest:
     """Build the message for `Inference.Generate`.
 
@@ -92,6 +93,7 @@ def generate_request(
         beams: parameters of a beam search; `None` to sample.
         chat_template_kwargs: further variables of the chat template.
         hints: what to ask of the cache.
+        max_reasoning_tokens: maximum number of tokens of the reasoning; `None` for no limit.
 
     Raises:
         InvalidRequest: the prompt is empty, so it is unknown whether it has tokens or messages, or tools are set for a
@@ -121,6 +123,13 @@ def generate_request(
         request.chat.CopyFrom(chat_to_wire(cast("Sequence[ChatMessage]", prompt), use))
         if chat_template_kwargs:
             request.chat.chat_template_kwargs = _variables(chat_template_kwargs)
+    if max_reasoning_tokens is not None:
+        if not request.HasField("chat") or not 0 <= max_reasoning_tokens < 1 << 32:
+            raise InvalidRequest(
+                "max_reasoning_tokens must be a number of tokens, and needs a conversation; pass messages",
+                field="max_reasoning_tokens",
+            )
+        request.chat.max_reasoning_tokens = max_reasoning_tokens
     if chat_template_kwargs and not request.HasField("chat"):
         raise InvalidRequest(
             "chat_template_kwargs needs a conversation; pass messages instead of text or tokens",
@@ -207,6 +216,7 @@ def chat_to_wire(messages: Sequence[ChatMessage], use: ToolUse | None = None) ->
         )
         chat.tool_choice.mode = _MODES[use.choice]
         chat.tool_choice.function = use.function
+        chat.tool_choice.allowed.extend(sorted(use.allowed or ()))
         chat.parallel_tool_calls = use.is_parallel
     return chat
 

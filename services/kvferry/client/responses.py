@@ -30,6 +30,7 @@ def chunk_from_wire(message: inference_pb2.GenerateResponse) -> TextChunk:
             given.cached_tokens,
             given.unreturned_tokens,
             cache_write_tokens=given.cache_write_tokens,
+            reasoning_tokens=given.reasoning_tokens,
         )
     if message.HasField("timing"):
         plain = {f.name: getattr(message.timing, f.name) for f in fields(Timing) if f.name not in ("kv", "retention")}

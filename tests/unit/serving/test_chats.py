@@ -193,6 +193,18 @@ async def test_calls_over_grpc_with_the_asynchronous_client():
         assert (one.text, one.tool_calls) == ("It is 2.", ())
 
 
+async def test_reasoning_over_grpc_is_counted_and_its_budget_checked():
+    async with answering_api(CallFormat.HERMES, has_reasoning=True) as api, AsyncClient(api.grpc) as client:
+        api.source.answers = ("<think>abc</think>yes",)
+        (answer,) = await client.complete(USER)
+        assert (answer.reasoning, answer.text) == ("abc", "yes")
+        assert answer.usage.reasoning_tokens == len(">abc</think>")
+        with pytest.raises(InvalidRequest, match="since <think>, </think> is text"):
+            await client.complete(USER, max_reasoning_tokens=5)
+        with pytest.raises(InvalidRequest, match="needs a conversation"):
+            await client.complete("text", max_reasoning_tokens=5)
+
+
 async def test_choices_over_grpc():
     async with answering_api(CallFormat.HERMES) as api, AsyncClient(api.grpc) as client:
         api.source.answers = (CALL + CALL,)
@@ -204,6 +216,13 @@ async def test_choices_over_grpc():
         assert len(answer.tool_calls) == 1
         (answer,) = await client.complete(USER, tools=TOOLS, parallel_tool_calls=False)
         assert len(answer.tool_calls) == 1
+        allowed = {"mode": "required", "tools": [{"type": "function", "function": {"name": "now"}}]}
+        await client.complete(USER, tools=TOOLS, tool_choice={"type": "allowed_tools", "allowed_tools": allowed})
+        constraint = api.source.requests[-1].sampling.constraint
+        assert constraint is not None
+        assert "now" in constraint.source
+        assert 'add\\"' not in constraint.source
+        assert all(name in api.source.prompt for name in ("add", "now")), "the others stay in the prompt"
         (answer,) = await client.complete(USER, tools=TOOLS, tool_choice="none")
         assert (answer.tool_calls, answer.text) == ((), CALL + CALL)
 
@@ -232,6 +251,7 @@ def chat_of(*messages: inference_pb2.ChatMessage, **fields: Any) -> inference_pb
         (chat_of(tool_choice=inference_pb2.ToolChoice(mode=inference_pb2.ToolChoice.MODE_REQUIRED)), "tool_choice"),
         (chat_of(tool_choice=inference_pb2.ToolChoice(mode=9)), "tool_choice"),  # type: ignore[arg-type]
         (chat_of(tool_choice=inference_pb2.ToolChoice(function="f")), "tool_choice"),
+        (chat_of(tool_choice=inference_pb2.ToolChoice(allowed=["f"])), "tool_choice"),
     ],
 )
 async def test_bad_chats_are_refused_by_field(chat, field):

@@ -43,12 +43,16 @@ def use_from_input(
     Args:
         tools: tools that the model may call.
         choice: `auto`, `none`, `required`, or the name of the tool to call, also as `{"type": "function", "function":
-            {"name": ..}}`.
+            {"name": ..}}`; or the tools that may be called, as `{"type": "allowed_tools", "allowed_tools": {"mode":
+            "auto", "tools": [{"type": "function", "function": {"name": ..}}]}}`.
         is_parallel: whether an answer may have several calls.
 
     Raises:
         InvalidRequest: `choice` has another form; see also `ToolUse` and `tool_from_input`.
     """
+    allowed: frozenset[str] | None = None
+    if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
+        choice, allowed = _allowed(choice.get("allowed_tools"))
     if isinstance(choice, Mapping):
         function = choice.get("function")
         choice = function.get("name", choice) if isinstance(function, Mapping) else choice
@@ -56,8 +60,20 @@ def use_from_input(
         raise _wrong("tool_choice", "auto, none, required, or the name of a tool", choice)
     given = tuple(tool_from_input(tool, number) for number, tool in enumerate(tools))
     if choice in tuple(ToolMode):
-        return ToolUse(given, ToolMode(choice), is_parallel=is_parallel)
+        return ToolUse(given, ToolMode(choice), is_parallel=is_parallel, allowed=allowed)
     return ToolUse(given, ToolMode.REQUIRED, choice, is_parallel=is_parallel)
+
+
+def _allowed(value: object) -> tuple[str, frozenset[str]]:
+    """Return the mode and the names of a choice of several tools."""
+    tools = value.get("tools") if isinstance(value, Mapping) else None
+    functions = [tool.get("function") for tool in tools or () if isinstance(tool, Mapping)]
+    names = [function.get("name") for function in functions if isinstance(function, Mapping)]
+    mode = value.get("mode") if isinstance(value, Mapping) else None
+    is_whole = bool(names) and len(names) == len(tools or ()) and all(isinstance(name, str) for name in names)
+    if mode not in (ToolMode.AUTO, ToolMode.REQUIRED) or not is_whole:
+        raise _wrong("tool_choice.allowed_tools", "a mode, auto or required, and the tools by name", value)
+    return str(mode), frozenset(map(str, names))
 
 
 def call_from_input(value: object, where: str) -> ToolCall:

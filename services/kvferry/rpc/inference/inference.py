@@ -227,7 +227,15 @@ def _encode_chat(model: TextModel, chat: bytes) -> list[int]:
 def _prepare_chat(model: TextModel, chat: bytes, sampling: SamplingParams) -> PreparedChat:
     read = inference_pb2.Chat.FromString(chat)
     variables = variables_from_wire(read)
-    return prompts.prepare_chat(model, messages_from_wire(read), tool_use_from_wire(read), sampling, variables)
+    budget = read.max_reasoning_tokens if read.HasField("max_reasoning_tokens") else None
+    return prompts.prepare_chat(
+        model,
+        messages_from_wire(read),
+        tool_use_from_wire(read),
+        sampling,
+        variables,
+        max_reasoning_tokens=budget,
+    )
 
 
 def inference_service(text: TextService) -> Service:

@@ -45,6 +45,7 @@ def chunk_to_wire(request_id: RequestId, chunk: TextChunk) -> inference_pb2.Gene
         response.usage.output_tokens = chunk.usage.output_tokens
         response.usage.cached_tokens = chunk.usage.cached_tokens
         response.usage.cache_write_tokens = chunk.usage.cache_write_tokens
+        response.usage.reasoning_tokens = chunk.usage.reasoning_tokens
         response.usage.unreturned_tokens = chunk.usage.unreturned_tokens
         response.timing.CopyFrom(_timing_to_wire(chunk.timing))
     return response
@@ -147,7 +148,12 @@ def tool_use_from_wire(chat: inference_pb2.Chat) -> ToolUse:
         Tool(tool.name, tool.description, _json_object(tool.parameters, f"tools.{number}.function.parameters"))
         for number, tool in enumerate(chat.tools)
     )
-    return ToolUse(tools, choice, chat.tool_choice.function, is_parallel=is_parallel)
+    allowed = frozenset(chat.tool_choice.allowed) or None
+    if allowed is not None and chat.tool_choice.function:
+        raise InvalidRequest(
+            "tool_choice has both function and allowed; leave one of them out", field="tool_choice.allowed"
+        )
+    return ToolUse(tools, choice, chat.tool_choice.function, is_parallel=is_parallel, allowed=allowed)
 
 
 def variables_from_wire(chat: inference_pb2.Chat) -> dict[str, object]:

@@ -7,7 +7,7 @@ import pytest
 
 from kvferry.core.errors import InvalidRequest
 from kvferry.core.inference.tool_calls import ToolCall
-from kvferry.core.inference.tool_inputs import calls_from_input, content_from_input, tool_from_input
+from kvferry.core.inference.tool_inputs import calls_from_input, content_from_input, tool_from_input, use_from_input
 from kvferry.core.inference.tools import Tool
 from kvferry.text.tools.conversations import check_calls
 
@@ -83,3 +83,18 @@ def test_roles_and_names_of_calls_are_checked(messages: list[dict[str, object]],
     with pytest.raises(InvalidRequest) as caught:
         check_calls(messages)
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        {"mode": "auto"},
+        {"mode": "none", "tools": [{"function": {"name": "f"}}]},
+        {"mode": "auto", "tools": [{"function": {"name": 1}}]},
+        {"mode": "auto", "tools": [{"function": {"name": "f"}}, {}]},
+    ],
+)
+def test_allowed_tools_of_another_form_are_refused(value):
+    with pytest.raises(InvalidRequest, match=r"tool_choice\.allowed_tools must be a mode"):
+        use_from_input([Tool("f", "", {})], {"type": "allowed_tools", "allowed_tools": value}, is_parallel=True)
