@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import tomllib
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -305,8 +306,9 @@ def test_the_settings_are_shown_with_their_sources(tmp_path: Path, capfd: pytest
         assert output is not None
         shown = output.read().decode()
         assert process.process.wait(SECONDS) == 0
-    rows = {line.split()[0]: line.split()[1:] for line in shown.splitlines()}
-    assert rows["prefill"] == ["2", "KVFERRY_PREFILL"]
-    assert rows["decode"][0] == "3"
-    assert rows["connector"] == ["nixl", "--connector"]
-    assert rows["both"] == ["auto", "default"]
+    assert tomllib.loads(shown) == {"prefill": 2, "decode": 3, "connector": "nixl"}
+    rows = {line.split()[0]: line.rpartition("  # ")[2] for line in shown.splitlines() if " = " in line}
+    assert rows["prefill"] == "from KVFERRY_PREFILL"
+    assert rows["decode"] == f"from {tmp_path / 'k.toml'}"
+    assert rows["connector"] == "from --connector"
+    assert '# both = "auto" ' in shown

@@ -11,6 +11,7 @@ import click
 
 from kvferry.cli.commands.bench_serve import command as serve
 from kvferry.cli.engine_settings import engine_settings
+from kvferry.cli.help_pages import SettingsCommand
 from kvferry.cli.options import Values, print_json, reported, with_settings
 from kvferry.cli.output_files import JSON_FILE, OUTPUT_FILE, write_file
 from kvferry.core.clock import SystemClock
@@ -63,7 +64,7 @@ def _engine_options(function: Callable[..., None]) -> Callable[..., None]:
     return function
 
 
-@command.command("latency")
+@command.command("latency", cls=SettingsCommand)
 @click.option("--batch", "batches", multiple=True, type=click.IntRange(1, 1024), help="Batch size; may be repeated.")
 @click.option(
     "--input-tokens", default=128, show_default=True, type=click.IntRange(1, 1 << 20), help="Tokens per prompt."
@@ -102,7 +103,7 @@ def latency(
     _report(bench, runs, json_file)
 
 
-@command.command("throughput")
+@command.command("throughput", cls=SettingsCommand)
 @click.option(
     "--requests",
     default=64,
@@ -122,7 +123,7 @@ def throughput(values: Values, *, requests: int, rounds: int, json_file: Path | 
     _report(bench, [run], json_file)
 
 
-@command.command("kernels")
+@command.command("kernels", cls=SettingsCommand)
 @click.option(
     "--rounds", default=15, show_default=True, type=click.IntRange(1, 10_000), help="Rounds per product; CPU only."
 )

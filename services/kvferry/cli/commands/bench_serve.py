@@ -14,6 +14,7 @@ import click
 
 from kvferry.bench.workload import arrivals as processes
 from kvferry.bench.workload import requests as workloads
+from kvferry.cli.help_pages import SettingsCommand
 from kvferry.cli.options import NumberRange, Values, print_json, with_settings
 from kvferry.cli.output_files import OUTPUT_FILE, write_file
 from kvferry.cli.server_url import ServerUrl
@@ -30,7 +31,7 @@ _API_KEY = (Setting("api_key", "", "API key of the server.", is_secret=True),)
 _SIZE = click.IntRange(1, 1 << 20)
 
 
-@click.command("serve")
+@click.command("serve", cls=SettingsCommand)
 @click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="Base URL of the server.")
 @click.option("--model", default="", help="Model name; default: the first model that the server lists.")
 @click.option(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvferry.cli.engine_settings import engine_settings
+from kvferry.cli.help_pages import SettingsCommand
 from kvferry.cli.operator_settings import CLUSTER
 from kvferry.cli.options import EXIT_FAILED, Values, print_json, with_settings
 from kvferry.core.clock import SystemClock
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from kvferry.bench.doctor import MeasuredSource
 
 
-@click.command("doctor")
+@click.command("doctor", cls=SettingsCommand)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--cluster", is_flag=True, help="Inspect a Kubernetes cluster instead of this machine.")
 @with_settings((*DOCTOR, *CLUSTER))

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from kvferry.cli.help_pages import SettingsCommand
 from kvferry.cli.options import Values, print_json, with_settings
 from kvferry.cli.server_url import ServerUrl
 from kvferry.core.errors import InvalidRequest, Unavailable
@@ -17,7 +18,7 @@ _SECONDS = 10.0
 _MAX_BYTES = 1 << 20
 
 
-@click.command("explain")
+@click.command("explain", cls=SettingsCommand)
 @click.argument("request_id")
 @click.option("--json", "as_json", is_flag=True, help="Print the gateway's report as one JSON object.")
 @with_settings(EXPLAIN)

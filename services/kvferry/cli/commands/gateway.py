@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvferry.cli.fetching import fetch_first
+from kvferry.cli.help_pages import SettingsCommand
 from kvferry.cli.options import Values, pool_tls_files, read_key, traces_of, with_settings
 from kvferry.cli.supervised import announce, follow_parent, leave_on_signals
 from kvferry.core.errors import UsageError
@@ -28,7 +29,7 @@ _NOT_IN_NAMES = re.compile(r"[^\w-]")
 _ROLES = ("prefill", "decode", "both")
 
 
-@click.command("gateway")
+@click.command("gateway", cls=SettingsCommand)
 @with_settings(settings.GATEWAY, listens="http")
 def command(values: Values) -> None:
     """Run one gateway process: OpenAI-compatible HTTP and gRPC in front of workers.

@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 
 from kvferry.cli.fetching import fetch_first
+from kvferry.cli.help_pages import SettingsCommand
 from kvferry.cli.options import Values, print_json, read_key, with_settings
 from kvferry.core.clock import SystemClock
 from kvferry.core.errors import UsageError
@@ -131,7 +132,7 @@ def _first_key(path: Path) -> str:
     return next(iter(keys))
 
 
-@click.command("up")
+@click.command("up", cls=SettingsCommand)
 @click.option("--json", "as_json", is_flag=True, help="When ready, print the addresses as one JSON object.")
 @with_settings(settings.UP, argument="model", listens="http")
 def command(values: Values, *, as_json: bool) -> None:
