@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from kvferry.cli.setting_options import SettingOption, value_type
+from kvferry.cli.supervised import announce
 from kvferry.core.errors import KvferryError, ModelFileError, UsageError, shortened
 from kvferry.core.process import config, logs
 from kvferry.core.settings.class_weights import checked_weights
@@ -99,7 +100,8 @@ def with_settings(
                 if print_config:
                     values.show()
                     return
-                logs.setup(values["log_level"], as_json=values["log_json"])
+                name = config.environment().get(logs.LOG_NAME_VARIABLE, "")
+                logs.setup(values["log_level"], as_json=values["log_json"], process=name)
                 function(values, **flags)
 
         command: Callable[..., None] = run
@@ -226,7 +228,10 @@ def fail(error: KvferryError) -> NoReturn:
     """Print the error and exit: status 2 for wrong usage and unusable files of a model, which fail again at the next
     start, and 1 for all other errors."""
     usage = isinstance(error, UsageError | ModelFileError) or error.http_status in {400, 404}
-    click.echo(f"kvferry: {error.message}", err=True)
+    if config.environment().get(logs.LOG_NAME_VARIABLE):  # its supervisor prints the error, once for all processes
+        announce({"event": "failed", "message": error.message})
+    else:
+        click.echo(f"kvferry: {error.message}", err=True)
     raise SystemExit(EXIT_USAGE if usage else EXIT_FAILED)
 
 

@@ -189,12 +189,9 @@ def _run_group(values: Values) -> None:
     """Run several gateway processes until a signal."""
     from kvferry.core.clock import SystemClock
     from kvferry.stack.gateway_group import run_gateway_group
-    from kvferry.stack.plan.restarts import death_text
 
-    def report_death(name: str, status: int, pause: float) -> None:
-        click.echo(death_text(name, status, pause), err=True)
-
-    asyncio.run(run_gateway_group(values.resolved, clock=SystemClock(), announce=announce, on_death=report_death))
+    on_death = functools.partial(click.echo, err=True)
+    asyncio.run(run_gateway_group(values.resolved, clock=SystemClock(), announce=announce, on_death=on_death))
 
 
 def _tls(values: Values) -> tuple[Path, Path, Path | None] | None:

@@ -5,6 +5,7 @@ import secrets
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import click
@@ -23,7 +24,6 @@ from kvferry.gateway.admission.tenants import Tenants, read_keys
 from kvferry.kv.tiers.registry import check_tiers
 from kvferry.stack.local_stack import LocalStack
 from kvferry.stack.plan.processes import StackConfig
-from kvferry.stack.plan.restarts import death_text
 from kvferry.stack.plan.worker_counts import worker_counts
 
 _ROLES = ("prefill", "decode", "both")
@@ -187,10 +187,7 @@ async def _run(config: StackConfig, drain_seconds: float, stop: asyncio.Event, *
         if sys.stderr.isatty():
             click.echo(f"  {text} ...", err=True)
 
-    def report_death(name: str, status: int, pause: float) -> None:
-        click.echo(death_text(name, status, pause), err=True)
-
-    stack = LocalStack(config, clock=SystemClock(), on_progress=say, on_death=report_death)
+    stack = LocalStack(config, clock=SystemClock(), on_progress=say, on_death=partial(click.echo, err=True))
     try:
         starting = asyncio.create_task(stack.start())
         stopping = asyncio.create_task(stop.wait())
