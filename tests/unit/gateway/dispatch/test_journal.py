@@ -77,7 +77,7 @@ def test_the_record_names_workers_reasons_and_durations() -> None:
     story = "\n".join(report_lines("r", sample))
     assert "r  sample 0  cancelled" in story
     assert "loaded 64 tokens from position 0 (cheaper); expected: dram 1.0 ms, computing 50.0 ms" in story
-    assert "4 blocks, 1.0 MB in 2.0 ms; then disk: flipped bits" in story
+    assert "4 blocks, 1.0 MiB in 2.0 ms; then disk: flipped bits" in story
     assert "computed 32 tokens" in story
     assert "pair by policy prefix-hash" in story
     assert "candidates" in story
