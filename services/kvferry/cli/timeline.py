@@ -22,26 +22,14 @@ def timeline(timing: Timing, usage: Usage | None, ttft_seconds: float, total_sec
     rate = (output - 1) / (total_seconds - first_at) if output > 1 and total_seconds > first_at else 0.0
     size = size_of(timing.handoff_bytes)
     moved = f"{timing.handoff_outcome}: {counted(timing.handoff_blocks, 'block')}, {size} over {timing.connector}"
-    computed, decoded = (
-        f"{counted(prompt, 'token')}, {cached} cached",
-        f"{counted(output, 'token')}, {rate:.1f} tokens/s",
-    )
+    computed = f"{counted(prompt, 'token')}, {cached} cached, {timing.prefill_worker}"
+    decoded = f"{counted(output, 'token')}, {rate:.1f} tokens/s, {timing.decode_worker}"
     rows = [
         ("queue", 0.0, timing.queue_seconds, ""),
-        (
-            "prefill",
-            prefill_at,
-            timing.prefill_seconds,
-            f"{computed}, {timing.prefill_worker}",
-        ),
+        ("prefill", prefill_at, timing.prefill_seconds, computed),
         ("first token", first_at, 0.0, "streamed before the hand-off" if timing.handoff_outcome else ""),
         ("hand-off", first_at, timing.handoff_seconds, moved if timing.handoff_outcome else "none"),
-        (
-            "decode",
-            decode_from,
-            decode_seconds,
-            f"{decoded}, {timing.decode_worker}",
-        ),
+        ("decode", decode_from, decode_seconds, decoded),
     ]
     return "\n".join(_row(name, start, span, note, total_seconds).rstrip() for name, start, span, note in rows)
 

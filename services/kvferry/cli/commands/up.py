@@ -22,7 +22,7 @@ from kvferry.core.settings.setting import Setting
 from kvferry.engine.execute.tensors.device import CPU, check_driver, has_driver
 from kvferry.gateway.admission.tenants import Tenants, read_keys
 from kvferry.kv.tiers.registry import check_tiers
-from kvferry.stack.local_stack import LocalStack
+from kvferry.stack.local_stack import LocalStack, check_free
 from kvferry.stack.plan.processes import StackConfig
 from kvferry.stack.plan.worker_counts import worker_counts
 
@@ -152,7 +152,7 @@ def command(values: Values, *, as_json: bool) -> None:
 
     check_tiers(values["tier"])
     workers, reason = _workers(values)
-    config = stack_config(values, http=values["http"], grpc=values["grpc"], admin=values["admin"], workers=workers)
+    config = stack_config(values, http=values["http"], grpc=values["grpc"], admin=_admin(values), workers=workers)
     if reason:
         click.echo(reason, err=True)
     is_local = is_loopback_address(config.http) and is_loopback_address(config.grpc)
@@ -163,6 +163,19 @@ def command(values: Values, *, as_json: bool) -> None:
             err=True,
         )
     raise SystemExit(asyncio.run(_up(config, values["drain_seconds"], as_json=as_json)))
+
+
+def _admin(values: Values) -> str:
+    """Return the address of the admin API: a free port if the default one is taken."""
+    address = str(values["admin"])
+    if not values.is_given("admin"):
+        try:
+            check_free("admin", address)
+        except UsageError:
+            host, _, port = address.rpartition(":")
+            click.echo(f"port {port} is taken; the admin API uses a free one, see below (--admin sets it)", err=True)
+            return f"{host}:0"
+    return address
 
 
 def _described(config: StackConfig) -> str:

@@ -1,5 +1,7 @@
 """Settings of the processes: workers, gateways and the local stack, and of the commands that measure an engine."""
 
+from dataclasses import replace
+
 from kvferry.core.settings.engine import AUTO, EngineSettings, SchedulerLimits
 from kvferry.core.settings.parsers import (
     ADDRESS,
@@ -495,6 +497,12 @@ UP_TLS = Setting(
     choices=("on", "off"),
 )
 
+UP_ADMIN = replace(
+    ADMIN,
+    default="127.0.0.1:8002",
+    help=f"{ADMIN.help} If it is not given and its port is taken, a free one is used.",
+)
+
 UP = (
     Setting(
         "prefill",
@@ -509,7 +517,7 @@ UP = (
     *ANSWERS,
     HTTP,
     GRPC,
-    ADMIN,
+    UP_ADMIN,
     ADMIN_TOKEN,
     *CLIENTS,
     POLICY,
