@@ -6,15 +6,14 @@ model (`kv.pricing.price`).
 
 import logging
 import os
-import platform
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from shutil import which
 
 from kvferry.bench import bounds, transfer
+from kvferry.bench.processor import processor_facts, processor_name
 from kvferry.bench.sampling import alternate
 from kvferry.core.clock import Clock
 from kvferry.core.errors import KvferryError
@@ -77,7 +76,7 @@ class MeasuredSource:
 
 def machine() -> list[DoctorFinding]:
     """Report cores, instruction sets, memory, accelerators, packages and programs of this machine."""
-    info = _cpuinfo()
+    info = processor_facts()
     flags = set(info.get("flags", info.get("Features", "")).split())
     sets, levels = [f for f in _INSTRUCTION_SETS if f in flags], list(compiled.levels())
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -87,7 +86,7 @@ def machine() -> list[DoctorFinding]:
             f"{len(os.sched_getaffinity(0))} for this process, {os.cpu_count()} in all",
             {"usable": len(os.sched_getaffinity(0)), "all": os.cpu_count()},
         ),
-        DoctorFinding("processor", info.get("model name", platform.machine())),
+        DoctorFinding("processor", processor_name()),
         DoctorFinding("instructions", " ".join(sets) or "baseline only", sets),
         DoctorFinding("kernels", "compiled: " + " ".join(levels) if levels else _NOT_COMPILED, levels),
         DoctorFinding("memory", f"{memory / 2**30:.1f} GiB", {"bytes": memory}),
@@ -217,15 +216,6 @@ def _run(llm: LLM, tokens: list[int]) -> None:
     llm.engine.add(EngineRequest(name, tokens, SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)))
     while llm.engine.has_work:
         llm.engine.step()
-
-
-def _cpuinfo() -> dict[str, str]:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return {}
-    pairs = (line.partition(":") for line in lines[:40])
-    return {name.strip(): value.strip() for name, _, value in pairs}
 
 
 def _gpu() -> str:

@@ -20,6 +20,7 @@ from kvferry.cli.output_files import JSON_FILE, OUTPUT_FILE, write_file, write_j
 from kvferry.cli.server_url import ServerUrl
 from kvferry.core.clock import SystemClock
 from kvferry.core.errors import Unavailable, UsageError
+from kvferry.core.process.cores import usable_cores
 from kvferry.core.settings.setting import Setting
 
 if TYPE_CHECKING:
@@ -120,7 +121,24 @@ def command(
     if svg_file is not None:
         from kvferry.bench.serving.picture import picture
 
-        write_file(svg_file, picture(answers, f"{name}: {len(answers)} requests, {shape['arrivals']}"))
+        write_file(svg_file, picture(answers, f"{name}: {_load(shape, len(answers))}", _machine(), targets))
+
+
+def _load(shape: Mapping[str, Any], count: int) -> str:
+    """Return the load as text: number of requests, arrivals, rate and lengths."""
+    if shape["arrivals"].startswith(_TRACE):
+        return f"{counted(count, 'request')} of {Path(shape['arrivals'].removeprefix(_TRACE)).name}"
+    rate = "all at once" if math.isinf(shape["rate"]) else f"{shape['arrivals']} at {shape['rate']:g} requests/s"
+    lengths = f"{shape['input_tokens']} input and {shape['output_tokens']} output tokens"
+    return f"{counted(count, 'request')}, {shape['workload']}, {rate}, {lengths}"
+
+
+def _machine() -> str:
+    """Return where and when the load was sent, as text."""
+    from kvferry.bench.processor import processor_name
+
+    cores = counted(usable_cores(), "core")
+    return f"sent from {processor_name()}, {cores}, {time.strftime('%Y-%m-%d %H:%M')}"
 
 
 def _requests(**shape: Any) -> tuple[list[workloads.BenchRequest], int]:
