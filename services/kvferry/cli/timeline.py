@@ -22,8 +22,8 @@ def timeline(timing: Timing, usage: Usage | None, ttft_seconds: float, total_sec
     rate = (output - 1) / (total_seconds - first_at) if output > 1 and total_seconds > first_at else 0.0
     size = size_of(timing.handoff_bytes)
     moved = f"{timing.handoff_outcome}: {counted(timing.handoff_blocks, 'block')}, {size} over {timing.connector}"
-    computed = f"{counted(prompt, 'token')}, {cached} cached, {timing.prefill_worker}"
-    decoded = f"{counted(output, 'token')}, {rate:.1f} tokens/s, {timing.decode_worker}"
+    computed = _listed(counted(prompt, "token"), f"{cached} cached", timing.prefill_worker)
+    decoded = _listed(counted(output, "token"), f"{rate:.1f} tokens/s", timing.decode_worker)
     rows = [
         ("queue", 0.0, timing.queue_seconds, ""),
         ("prefill", prefill_at, timing.prefill_seconds, computed),
@@ -32,6 +32,11 @@ def timeline(timing: Timing, usage: Usage | None, ttft_seconds: float, total_sec
         ("decode", decode_from, decode_seconds, decoded),
     ]
     return "\n".join(_row(name, start, span, note, total_seconds).rstrip() for name, start, span, note in rows)
+
+
+def _listed(*parts: str) -> str:
+    """Return the parts that are known; a worker that computes all of an answer has no prefill worker beside it."""
+    return ", ".join(filter(None, parts))
 
 
 def _row(name: str, start: float, span: float, note: str, total: float) -> str:

@@ -259,5 +259,5 @@ def step_times() -> Outcome:
         + f"; the constant part is worth {knee:.1f} tokens",
         len(points) >= 3 and end > 2 * floor,
         "two cores without matrix units are saturated by a few tokens; the rows are those of make bench-steps",
-        [("decoding sequences", "milliseconds of a step", [("", [(float(c), ms) for c, ms in points])])],
+        [Panel("decoding sequences", "milliseconds of a step", [Curve("", [(float(c), ms) for c, ms in points])])],
     )

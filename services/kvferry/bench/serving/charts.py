@@ -160,8 +160,9 @@ def _panel(left: float, top: float, chart: Panel) -> str:
             parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"><title>{about}</title></circle>')
         if curve.name or curve.marks:
             row += _ROW
-            words = [curve.name, *(f"{mark.name} {_number(mark.x)}" for mark in curve.marks)]
-            parts.append(f'<text x="{_LEFT}" y="{row}" fill="{colour}">{escape("  ".join(filter(None, words)))}</text>')
+            marks = ", ".join(f"{mark.name} {_number(mark.x)}" for mark in curve.marks)
+            words = ": ".join(filter(None, (curve.name, marks)))
+            parts.append(f'<text x="{_LEFT}" y="{row}" fill="{colour}">{escape(words)}</text>')
     if not any(curve.points for curve in curves):
         middle = (_TOP + _HEIGHT) / 2
         parts.append(f'<text x="{(_LEFT + _WIDTH) / 2}" y="{middle}" text-anchor="middle">no values</text>')

@@ -38,6 +38,7 @@ def _curve(label: str, histogram: WeightedHistogram) -> Curve:
 
 
 def _shares(histogram: WeightedHistogram) -> Points:
-    shares = [(1e3 * value, share) for value, share in histogram.shares() if share < 0.9999]
+    every = [(1e3 * value, share) for value, share in histogram.shares()]
+    shares = [point for point in every if point[1] < 0.9999] or every[:1]
     step = max(1, len(shares) // _MAX_POINTS)
     return shares[::step]

@@ -73,7 +73,7 @@ def test_the_picture_marks_percentiles_and_targets_and_has_a_dark_form() -> None
     drawn = picture(answers, "load", "machine <1>", {"ttft": 0.5})
     assert "machine &lt;1&gt;" in drawn
     ttft = drawn[: drawn.index("time per output token")]
-    assert "p50 505  p90 901  p99 990" in ttft
+    assert "p50 505, p90 901, p99 990" in ttft
     assert ttft.count("<circle") == 3
     assert "target 500" in ttft
     assert drawn.count("target") == 1

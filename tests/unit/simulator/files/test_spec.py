@@ -219,7 +219,10 @@ def test_the_command_writes_the_documented_json_and_a_picture(fleet: Path, tmp_p
     for name in ("ttft_ms", "itl_ms", "e2e_ms"):
         assert set(found[name]) == {"p50", "p90", "p99"}
     assert (found["requests"], found["hit_rate"]) == (30, 0.0)
-    assert (tmp_path / "r.svg").read_text().startswith("<svg")
+    drawn = (tmp_path / "r.svg").read_text()
+    assert drawn.startswith("<svg")
+    assert "30 requests for each of 1 pool, poisson at 4 requests/s" in drawn
+    assert drawn.count("<polyline") == 4, "values that are all 0 are drawn too"
 
 
 def test_compare_shows_both_and_the_change(fleet: Path, tmp_path: Path) -> None:
