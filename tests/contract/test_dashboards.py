@@ -120,3 +120,27 @@ def test_a_query_names_metrics_and_labels_that_exist(file: str, query: str) -> N
 )
 def test_wrong_queries_are_found(query: str, problem: str) -> None:
     assert any(problem in found for found in problems(query))
+
+
+@pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.name)
+def test_each_panel_says_what_it_shows_and_takes_the_selected_pools(path: Path) -> None:
+    dashboard = json.loads(path.read_text("utf-8"))
+    variables = {one["name"]: one for one in dashboard["templating"]["list"]}
+    assert all(variables[name]["allValue"] == ".*" for name in ("namespace", "pool")), "series without labels count too"
+    places = set()
+    for panel in dashboard["panels"]:
+        assert panel["description"].endswith("."), panel["title"]
+        place = panel["gridPos"]
+        assert place["x"] + place["w"] <= 24
+        places.add((place["x"], place["y"]))
+        for query in queries_of(panel):
+            assert "kvferry_operator_" in query or 'namespace=~"$namespace",kvferry_dev_pool=~"$pool"' in query
+    assert len(places) == len(dashboard["panels"])
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(places)
+
+
+def test_each_alerted_metric_of_pools_has_a_panel() -> None:
+    shown = {name for file, query in QUERIES if file.endswith(".json") for name in _NAME.findall(query)}
+    alerted = {name for file, query in QUERIES if file == "kvferry.yaml" for name in _NAME.findall(query)}
+    of_pools = {name for name in alerted if not name.startswith(("kvferry_operator_", "kvferry_tls_"))}
+    assert of_pools - shown == set()

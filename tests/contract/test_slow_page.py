@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,15 @@ COMMANDS = sorted(set(re.findall(r"`?kvferry ((?:bench |profile )?[a-z]+)", PAGE
 PROCESSES = ("gateway", "worker", "up")
 
 
+@cache
 def help_of(command: str) -> str:
-    arguments = [sys.executable, "-m", "kvferry.cli.main", *command.split(), "--help"]
-    return subprocess.run(arguments, capture_output=True, text=True, check=True, timeout=60).stdout
+    arguments = [sys.executable, "-m", "kvferry.cli.main", *command.split()]
+
+    def page(flag: str) -> str:
+        return subprocess.run([*arguments, flag], capture_output=True, text=True, check=True, timeout=60).stdout
+
+    short = page("--help")
+    return page("--help-all") if "--help-all" in short else short
 
 
 @pytest.mark.parametrize("command", COMMANDS)

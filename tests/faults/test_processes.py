@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import tomllib
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -244,7 +245,7 @@ def test_a_frozen_decode_worker_does_not_hang_its_stream(expected: list[int]) ->
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("up", "--connector", "pigeon"), "not one of memory, nixl, shm, tcp"),
+        (("up", "--connector", "pigeon"), "not one of 'memory', 'nixl', 'shm', 'tcp'"),
         (("up", "--prefill", "0"), "cannot serve requests"),
         (("up", "--model", "no-such-model"), "model 'no-such-model' is not a known name"),
         (("up", "--tier", "pigeon://x"), "unknown tier"),
@@ -288,6 +289,26 @@ def test_a_damaged_model_ends_the_start_with_its_name(tmp_path: Path, capfd: pyt
     assert "Traceback" not in shown
 
 
+def test_an_error_of_all_workers_is_told_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    missing = tmp_path / "missing.gguf"
+    with running("up", *ADDRESSES, "--model", str(missing), "--prefill", "2", "--decode", "2") as process:
+        assert process.process.wait(SECONDS) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.endswith(f"cannot start: cannot open {missing}: No such file or directory")
+
+
+def test_lines_of_a_stack_name_the_process_and_what_it_serves(capfd: pytest.CaptureFixture[str]) -> None:
+    with a_stack("--log-level", "info") as process:
+        assert process.stop() == 0
+    lines = capfd.readouterr().err.splitlines()
+    assert all(line.partition(": ")[0] in {"prefill-0", "decode-0", "gateway"} for line in lines)
+    for role in ("prefill", "decode"):
+        (line,) = [one for one in lines if one.startswith(f"{role}-0: ") and "KV pages" in one]
+        assert f": {role}, " in line
+        assert " MiB), loaded in " in line
+    assert not any("uvicorn" in line for line in lines)
+
+
 def test_a_taken_port_is_named(capfd: pytest.CaptureFixture[str]) -> None:
     with a_stack() as process:
         taken = str(process.events["ready"]["http"])
@@ -305,8 +326,9 @@ def test_the_settings_are_shown_with_their_sources(tmp_path: Path, capfd: pytest
         assert output is not None
         shown = output.read().decode()
         assert process.process.wait(SECONDS) == 0
-    rows = {line.split()[0]: line.split()[1:] for line in shown.splitlines()}
-    assert rows["prefill"] == ["2", "KVFERRY_PREFILL"]
-    assert rows["decode"][0] == "3"
-    assert rows["connector"] == ["nixl", "--connector"]
-    assert rows["both"] == ["auto", "default"]
+    assert tomllib.loads(shown) == {"prefill": 2, "decode": 3, "connector": "nixl"}
+    rows = {line.split()[0]: line.rpartition("  # ")[2] for line in shown.splitlines() if " = " in line}
+    assert rows["prefill"] == "from KVFERRY_PREFILL"
+    assert rows["decode"] == f"from {tmp_path / 'k.toml'}"
+    assert rows["connector"] == "from --connector"
+    assert '# both = "auto" ' in shown

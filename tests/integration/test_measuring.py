@@ -23,10 +23,14 @@ def test_transfers_are_measured_against_their_bounds(tmp_path: Path) -> None:
     report = tmp_path / "rows.json"
     sizes = ("--blocks", "1", "--blocks", "4", "--block-size", "64KiB", "--rounds", "3")
     text = output_of("bench", "transfer", *flags, *sizes, "--json", str(report))
-    summary = json.loads(text.splitlines()[-1])
-    assert [row["transport"] for row in summary] == list(names)
     found = json.loads(report.read_text())
-    assert found["summary"] == summary
+    assert [row["transport"] for row in found["summary"]] == list(names)
+    header, *rows = text.splitlines()
+    assert header.split()[:3] == ["transport", "blocks", "pages"]
+    assert [row.split()[0] for row in rows] == [row["transport"] for row in found["runs"]]
+    assert all(f"GB/s of {run['bound']}" in row for row, run in zip(rows, found["runs"], strict=True))
+    bounds = {row["transport"]: row["bound"] for row in found["runs"]}
+    assert (bounds["shm"], bounds["tcp"], bounds["nixl"]) == ("a copy in memory", "a TCP stream", "bare NIXL")
     assert len(found["runs"]) == 3 * len(names), "runs of one block, four blocks, and four scattered blocks"
     for row in found["runs"]:
         assert row["gbps"] > 0
@@ -38,8 +42,11 @@ def test_the_doctor_reports_the_break_even_length_of_loads(tmp_path: Path) -> No
     tiers = ("--tier", "dram://?size=8MiB", "--tier", f"disk://{tmp_path}/kv?size=64MiB")
     text = output_of("doctor", "--model", "tiny", "--dtype", "float32", *tiers, "--json")
     found = json.loads(text.splitlines()[-1])
-    assert "cores" in found["machine"]
-    assert "prefill" in found["machine"]
+    machine = found["machine"]
+    assert machine["cores"]["usable"] <= machine["cores"]["all"]
+    assert machine["memory"]["bytes"] > 1 << 20
+    assert machine["memory_copy"]["gbps"] > 0
+    assert set(machine["prefill"]["tokens_per_second"]) == {"32", "128", "512"}
     by_name = {source["name"]: source for source in found["sources"]}
     assert {"dram", "disk", "shm (this host)", "tcp (this host)"} <= set(by_name)
     for name in ("dram", "disk", "shm (this host)"):

@@ -54,7 +54,7 @@ def expressions(value: Any) -> Iterator[str]:
 
 
 def without_variables(query: str) -> str:
-    return query.replace("$__rate_interval", "1m").replace("$pool", "chat|faulty")
+    return query.replace("$__rate_interval", "1m").replace("$pool", "chat|faulty").replace("$namespace", ".*")
 
 
 @dataclass(frozen=True)

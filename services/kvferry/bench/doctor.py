@@ -6,15 +6,14 @@ model (`kv.pricing.price`).
 
 import logging
 import os
-import platform
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from shutil import which
 
 from kvferry.bench import bounds, transfer
+from kvferry.bench.processor import processor_facts, processor_name
 from kvferry.bench.sampling import alternate
 from kvferry.core.clock import Clock
 from kvferry.core.errors import KvferryError
@@ -58,6 +57,9 @@ class DoctorFinding:
 
     name: str
     value: str
+    """What a person reads."""
+    data: object = None
+    """What a program reads, with units in the names of numbers; `None` for `value`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +76,20 @@ class MeasuredSource:
 
 def machine() -> list[DoctorFinding]:
     """Report cores, instruction sets, memory, accelerators, packages and programs of this machine."""
-    info = _cpuinfo()
+    info = processor_facts()
     flags = set(info.get("flags", info.get("Features", "")).split())
+    sets, levels = [f for f in _INSTRUCTION_SETS if f in flags], list(compiled.levels())
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return [
-        DoctorFinding("cores", f"{len(os.sched_getaffinity(0))} for this process, {os.cpu_count()} in all"),
-        DoctorFinding("processor", info.get("model name", platform.machine())),
-        DoctorFinding("instructions", " ".join(f for f in _INSTRUCTION_SETS if f in flags) or "baseline only"),
-        DoctorFinding("kernels", "compiled: " + " ".join(compiled.levels()) if compiled.levels() else _NOT_COMPILED),
-        DoctorFinding("memory", f"{memory / 2**30:.1f} GiB"),
+        DoctorFinding(
+            "cores",
+            f"{len(os.sched_getaffinity(0))} for this process, {os.cpu_count()} in all",
+            {"usable": len(os.sched_getaffinity(0)), "all": os.cpu_count()},
+        ),
+        DoctorFinding("processor", processor_name()),
+        DoctorFinding("instructions", " ".join(sets) or "baseline only", sets),
+        DoctorFinding("kernels", "compiled: " + " ".join(levels) if levels else _NOT_COMPILED, levels),
+        DoctorFinding("memory", f"{memory / 2**30:.1f} GiB", {"bytes": memory}),
         DoctorFinding("gpu", _gpu()),
         DoctorFinding("nixl", _nixl()),
         DoctorFinding("redis-server", which("redis-server") or "not on the path; needed only to run a server here"),
@@ -94,12 +101,13 @@ def copy_rate(clock: Clock) -> DoctorFinding:
     """Measure the memory copy rate of a single thread."""
     with bounds.memory_copy(_COPY_BYTES) as copy:
         seconds = alternate({"copy": copy}, rounds=_ROUNDS, clock=clock)["copy"].median
-    return DoctorFinding("memory copy", f"{_COPY_BYTES / seconds / 1e9:.1f} GB/s, one thread")
+    rate = _COPY_BYTES / seconds / 1e9
+    return DoctorFinding("memory copy", f"{rate:.1f} GB/s, one thread", {"gbps": round(rate, 3), "threads": 1})
 
 
 def teach_compute(llm: LLM, prices: PriceBook, clock: Clock) -> DoctorFinding:
     """Measure prefill for several prompt lengths, record the times in `prices`, and report the rates."""
-    rates: list[str] = []
+    rates: dict[str, float] = {}
     for length in (32, 128, 512):
         for round_ in range(2):
             tokens = [(7 * i + 13 * length + round_) % 200 + 1 for i in range(length)]
@@ -107,8 +115,9 @@ def teach_compute(llm: LLM, prices: PriceBook, clock: Clock) -> DoctorFinding:
             _run(llm, tokens)
             seconds = clock.monotonic() - begun
         prices.observe_compute(0, length, seconds)
-        rates.append(f"{length}: {length / seconds:.0f}")
-    return DoctorFinding("prefill", "tokens/s by prompt length: " + ", ".join(rates))
+        rates[str(length)] = round(length / seconds, 1)
+    shown = ", ".join(f"{rate:.0f} tokens/s for {length} tokens" for length, rate in rates.items())
+    return DoctorFinding("prefill", shown, {"tokens_per_second": rates})
 
 
 def transports(block_bytes: int, block_tokens: int, prices: PriceBook, clock: Clock) -> list[MeasuredSource]:
@@ -207,15 +216,6 @@ def _run(llm: LLM, tokens: list[int]) -> None:
     llm.engine.add(EngineRequest(name, tokens, SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)))
     while llm.engine.has_work:
         llm.engine.step()
-
-
-def _cpuinfo() -> dict[str, str]:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return {}
-    pairs = (line.partition(":") for line in lines[:40])
-    return {name.strip(): value.strip() for name, _, value in pairs}
 
 
 def _gpu() -> str:

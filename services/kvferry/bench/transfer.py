@@ -40,7 +40,11 @@ class TransferRun:
     gbps: float
     """Median rate in 10^9 bytes per second."""
     bound_gbps: float
+    """Median rate of the transfer with which it is compared."""
     share_of_bound: float
+    """Ratio of the two rates; above 1 if the transport is faster."""
+    bound: str = ""
+    """Name of the transfer with which it is compared."""
 
 
 @contextmanager
@@ -139,6 +143,7 @@ def measure(name: str, num_blocks: int, block_bytes: int, *, scattered: bool, ro
         gbps=size / own.median / 1e9,
         bound_gbps=size / least.median / 1e9,
         share_of_bound=least.median / own.median,
+        bound=_BOUNDS.get(name, _COPY),
     )
 
 
@@ -157,6 +162,11 @@ def summary(runs: Sequence[TransferRun]) -> list[dict[str, object]]:
         }
         for r in best.values()
     ]
+
+
+_COPY = "a copy in memory"
+_BOUNDS = {"nixl": "bare NIXL", "tcp": "a TCP stream"}
+"""Name of the transfer with which each transport is compared, if that is not a copy in memory."""
 
 
 def _bound(name: str, num_blocks: int, block_bytes: int) -> AbstractContextManager[Callable[[], None]]:

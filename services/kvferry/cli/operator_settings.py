@@ -1,7 +1,7 @@
 """Settings of the operator and of commands that access a cluster. Their names, units and defaults are a public
 interface."""
 
-from kvferry.core.settings.parsers import seconds, whole
+from kvferry.core.settings.parsers import ADDRESS, FILE, NAME, Parser, seconds, whole
 from kvferry.core.settings.setting import Setting
 
 OPERATOR = (
@@ -9,14 +9,22 @@ OPERATOR = (
         "namespace",
         (),
         "Namespace whose pools are reconciled; may be repeated. Default: all namespaces.",
+        parse=NAME,
         is_repeated=True,
     ),
-    Setting("image", "", "Default image for pools without spec.image; default: kvferry:<this version>."),
-    Setting("kubeconfig", "", "Kubeconfig file; default: the pod's service account, or else ~/.kube/config."),
-    Setting("lease_namespace", "default", "Namespace of the leader election lease."),
+    Setting(
+        "image",
+        "",
+        "Default image for pools without spec.image; default: kvferry:<this version>.",
+        parse=Parser("IMAGE", str),
+    ),
+    Setting(
+        "kubeconfig", "", "Kubeconfig file; default: the pod's service account, or else ~/.kube/config.", parse=FILE
+    ),
+    Setting("lease_namespace", "default", "Namespace of the leader election lease.", parse=NAME),
     Setting("lease_seconds", 15.0, "Duration of the leader election lease in seconds.", parse=seconds(2, 300)),
-    Setting("identity", "", "Identity in the lease; default: the host name."),
-    Setting("health", "0.0.0.0:8080", "HOST:PORT of /healthz, /readyz and /metrics."),
+    Setting("identity", "", "Identity in the lease; default: the host name.", parse=NAME),
+    Setting("health", "0.0.0.0:8080", "HOST:PORT of /healthz, /readyz and /metrics.", parse=ADDRESS),
     Setting("watch_probe_seconds", 10.0, "Seconds between liveness probes of each watch.", parse=seconds(1, 3600)),
     Setting(
         "discovery_seconds",
@@ -34,6 +42,11 @@ OPERATOR_CHECK = (
 
 CLUSTER = (
     *(s for s in OPERATOR if s.name == "kubeconfig"),
-    Setting("lease_namespace", "", "Namespace of the leader election lease; default: all namespaces are searched."),
+    Setting(
+        "lease_namespace",
+        "",
+        "Namespace of the leader election lease; default: all namespaces are searched.",
+        parse=NAME,
+    ),
     Setting("timeout", 10.0, "Seconds to wait for a leading operator.", parse=seconds(1, 3600)),
 )

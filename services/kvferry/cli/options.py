@@ -3,7 +3,6 @@
 import functools
 import json
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,13 +10,15 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
+from kvferry.cli.setting_options import SettingOption, value_type
+from kvferry.cli.supervised import announce
 from kvferry.core.errors import KvferryError, ModelFileError, UsageError, shortened
 from kvferry.core.process import config, logs
 from kvferry.core.settings.class_weights import checked_weights
-from kvferry.core.settings.parsers import boolean
 from kvferry.core.settings.processes import EVERY_NAME, LOGGING
-from kvferry.core.settings.resolve import Resolved, check_variables, resolve
+from kvferry.core.settings.resolve import DEFAULT_SOURCE, Resolved, check_variables, resolve
 from kvferry.core.settings.setting import Setting
+from kvferry.core.settings.settings_file import settings_file
 from kvferry.core.traces.spans import TraceSettings
 from kvferry.engine.schedule.speculation.settings import checked_speculation
 from kvferry.gateway.decide.config import POLICIES
@@ -36,8 +37,6 @@ REGISTRIES: Mapping[str, tuple[str, ...]] = {
 """Choices that are registered outside of the table of settings, by the name that a setting gives."""
 CHECKS: Mapping[str, Callable[[str], object]] = {"speculation": checked_speculation, "class_weights": checked_weights}
 """Full checks of text settings, by setting."""
-_PASSWORD = re.compile(r"://[^/@\s]*@")
-"""Pattern of user and password in a URL, which are hidden when settings are printed."""
 _BARE = "bare_value"
 """Name of the parameter for a setting that is given without its flag."""
 EXIT_FAILED = 1
@@ -55,21 +54,19 @@ class Values:
 
     def is_given(self, name: str) -> bool:
         """Return whether setting `name` was set by flag, environment or file."""
-        return self.resolved[name].source != "default"
+        return self.resolved[name].source != DEFAULT_SOURCE
 
     def show(self) -> None:
-        """Print the value and source of every setting."""
-        for name, found in self.resolved.items():
-            value = "(hidden)" if found.setting.is_secret and found.value else found.value
-            value = _PASSWORD.sub("://(hidden)@", str(value))
-            click.echo(f"{name:<24} {value!s:<32} {found.source}")
+        """Print every setting with its source, as a file for `--config`."""
+        click.echo(settings_file(self.resolved.values()), nl=False)
 
 
 def bound(setting: Setting) -> Setting:
     """Return a setting with the names that other packages register as its choices, and with its full check."""
     if setting.registry:
         setting = replace(setting, choices=REGISTRIES[setting.registry])
-    return replace(setting, parse=CHECKS.get(setting.name, setting.parse))
+    check = CHECKS.get(setting.name)
+    return replace(setting, parse=replace(setting.parse, parse=check)) if check else setting
 
 
 def with_settings(
@@ -103,21 +100,29 @@ def with_settings(
                 if print_config:
                     values.show()
                     return
-                logs.setup(values["log_level"], as_json=values["log_json"])
+                name = config.environment().get(logs.LOG_NAME_VARIABLE, "")
+                logs.setup(values["log_level"], as_json=values["log_json"], process=name)
                 function(values, **flags)
 
         command: Callable[..., None] = run
         for setting in reversed([s for s in everything if not s.is_secret]):
-            command = _option(setting)(command)
+            command = click.option(setting.flag, setting.name, cls=SettingOption, setting=setting)(command)
         if argument:
-            command = click.argument(_BARE, metavar=f"[{argument.upper()}]", required=False)(command)
+            kind = value_type(next(one for one in everything if one.name == argument))
+            command = click.argument(_BARE, metavar=f"[{argument.upper()}]", required=False, type=kind)(command)
         if listens:
             flag = "--" + listens.replace("_", "-")
             port_range = click.IntRange(0, 0xFFFF)
-            command = click.option("--port", type=port_range, help=f"Port of {flag}; 0 selects a free one.")(command)
-            command = click.option("--host", help=f"Host of {flag}; 0.0.0.0 for all addresses.")(command)
+            command = click.option(
+                "--port", type=port_range, metavar="PORT", help=f"Port of {flag}; 0 selects a free one."
+            )(command)
+            command = click.option("--host", metavar="HOST", help=f"Host of {flag}; 0.0.0.0 for all addresses.")(
+                command
+            )
         command = click.option(
-            "--print-config", is_flag=True, help="Print every setting with its value and source, then exit."
+            "--print-config",
+            is_flag=True,
+            help="Print all settings as a file for --config, then exit.",
         )(command)
         return click.option(
             "--config",
@@ -223,7 +228,10 @@ def fail(error: KvferryError) -> NoReturn:
     """Print the error and exit: status 2 for wrong usage and unusable files of a model, which fail again at the next
     start, and 1 for all other errors."""
     usage = isinstance(error, UsageError | ModelFileError) or error.http_status in {400, 404}
-    click.echo(f"kvferry: {error.message}", err=True)
+    if config.environment().get(logs.LOG_NAME_VARIABLE):  # its supervisor prints the error, once for all processes
+        announce({"event": "failed", "message": error.message})
+    else:
+        click.echo(f"kvferry: {error.message}", err=True)
     raise SystemExit(EXIT_USAGE if usage else EXIT_FAILED)
 
 
@@ -245,19 +253,3 @@ class NumberRange(click.FloatRange):
 def print_json(value: object) -> None:
     """Print one JSON object as the last line of standard output."""
     click.echo(json.dumps(value, ensure_ascii=False))
-
-
-def _option(setting: Setting) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    default = "" if setting.default in (None, "", ()) else f"; default {setting.default}"
-    choices = f" One of {', '.join(setting.choices)}." if setting.choices else ""
-    # A flag that is true or false needs no value: `--log-json` is `--log-json true`.
-    optional: dict[str, Any] = {"is_flag": False, "flag_value": "true"} if setting.parse is boolean else {}
-    return click.option(
-        setting.flag,
-        setting.name,
-        default=None,
-        multiple=setting.is_repeated,
-        metavar="VALUE",
-        **optional,
-        help=f"{setting.help}{choices} [{setting.variable}{default}]",
-    )

@@ -2,7 +2,9 @@
 
 import json
 import os
-from contextlib import suppress
+import sys
+from collections.abc import Mapping
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,17 +43,52 @@ class OutputFile(click.Path):
 
 
 OUTPUT_FILE = OutputFile()
-JSON_FILE = click.option("--json", "json_file", type=OUTPUT_FILE, help="Write the results to a file.")
+STANDARD_OUTPUT = Path("-")
+"""What `--json` takes for the standard output."""
+
+
+class JsonFile(OutputFile):
+    """Parameter type for the file of `--json`; with `-` the JSON is all of the standard output, and text goes to
+    standard error."""
+
+    name = "file"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the path.
+
+        Raises:
+            click.BadParameter: see `OutputFile`.
+        """
+        if value not in ("-", STANDARD_OUTPUT):
+            return super().convert(value, param, ctx)
+        if ctx is not None and _OUTPUT not in ctx.meta:
+            ctx.meta[_OUTPUT] = sys.stdout
+            ctx.with_resource(redirect_stdout(sys.stderr))
+        return STANDARD_OUTPUT
+
+
+_OUTPUT = "kvferry.standard-output"
+JSON_FILE = click.option(
+    "--json", "json_file", type=JsonFile(), metavar="FILE|-", help="Write the results to a file; -: to standard output."
+)
 """Option for commands that call `write_json`."""
 
 
-def write_json(file: Path | None, result: dict[str, Any]) -> None:
-    """Write results to the file of `--json`, and print them as the last line; without a file, do nothing."""
-    if file is not None:
+def write_json(file: Path | None, result: Mapping[str, Any]) -> None:
+    """Write results to the file of `--json`; without a file, do nothing.
+
+    Raises:
+        UsageError: the file cannot be written; the results are printed, so that they are not lost.
+    """
+    text = json.dumps(result, indent=2, ensure_ascii=False)
+    if file == STANDARD_OUTPUT:
+        click.echo(text, file=click.get_current_context().meta[_OUTPUT])
+    elif file is not None:
         try:
-            write_file(file, json.dumps(result, indent=2) + "\n")
-        finally:
+            write_file(file, text + "\n")
+        except UsageError:
             print_json(result)
+            raise
 
 
 def write_file(path: Path, text: str) -> None:

@@ -1,5 +1,6 @@
 """Draws the timing of a request as a text timeline."""
 
+from kvferry.cli.amounts import counted, size_of
 from kvferry.core.inference.chunks import Timing, Usage
 
 _WIDTH = 40
@@ -19,16 +20,23 @@ def timeline(timing: Timing, usage: Usage | None, ttft_seconds: float, total_sec
     decode_from = first_at + timing.handoff_seconds
     decode_seconds = max(0.0, total_seconds - decode_from)
     rate = (output - 1) / (total_seconds - first_at) if output > 1 and total_seconds > first_at else 0.0
-    size = timing.handoff_bytes / (1 << 20)
-    moved = f"{timing.handoff_outcome}: {timing.handoff_blocks} blocks, {size:.1f} MiB over {timing.connector}"
+    size = size_of(timing.handoff_bytes)
+    moved = f"{timing.handoff_outcome}: {counted(timing.handoff_blocks, 'block')}, {size} over {timing.connector}"
+    computed = _listed(counted(prompt, "token"), f"{cached} cached", timing.prefill_worker)
+    decoded = _listed(counted(output, "token"), f"{rate:.1f} tokens/s", timing.decode_worker)
     rows = [
         ("queue", 0.0, timing.queue_seconds, ""),
-        ("prefill", prefill_at, timing.prefill_seconds, f"{prompt} tokens, {cached} cached, {timing.prefill_worker}"),
-        ("first token", first_at, 0.0, "streamed before the hand-off"),
+        ("prefill", prefill_at, timing.prefill_seconds, computed),
+        ("first token", first_at, 0.0, "streamed before the hand-off" if timing.handoff_outcome else ""),
         ("hand-off", first_at, timing.handoff_seconds, moved if timing.handoff_outcome else "none"),
-        ("decode", decode_from, decode_seconds, f"{output} tokens, {rate:.1f} tokens/s, {timing.decode_worker}"),
+        ("decode", decode_from, decode_seconds, decoded),
     ]
-    return "\n".join(_row(name, start, span, note, total_seconds) for name, start, span, note in rows)
+    return "\n".join(_row(name, start, span, note, total_seconds).rstrip() for name, start, span, note in rows)
+
+
+def _listed(*parts: str) -> str:
+    """Return the parts that are known; a worker that computes all of an answer has no prefill worker beside it."""
+    return ", ".join(filter(None, parts))
 
 
 def _row(name: str, start: float, span: float, note: str, total: float) -> str:

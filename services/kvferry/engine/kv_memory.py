@@ -24,7 +24,8 @@ def kv_memory(settings: EngineSettings, config: ModelConfig, device: str) -> int
         num_bytes, limit = settings.kv_memory or DEFAULT_KV_BYTES, usable_memory()
         if num_bytes > limit:
             raise UsageError(
-                f"kv_memory must be at most this process's memory limit of {limit} bytes, not {num_bytes} bytes",
+                f"kv_memory (--kv-memory) must be at most this process's memory limit of {limit >> 20}MiB, "
+                f"not {num_bytes >> 20}MiB",
                 field="kv_memory",
             )
         return num_bytes

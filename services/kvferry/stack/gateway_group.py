@@ -24,7 +24,7 @@ class GatewayGroup:
         settings: Mapping[str, Resolved],
         *,
         clock: Clock,
-        on_death: Callable[[str, int, float], None] | None = None,
+        on_death: Callable[[str], None] | None = None,
     ) -> None:
         """
         Args:
@@ -90,7 +90,7 @@ async def run_gateway_group(
     *,
     clock: Clock,
     announce: Callable[[Mapping[str, object]], None],
-    on_death: Callable[[str, int, float], None],
+    on_death: Callable[[str], None],
 ) -> None:
     """Serve until SIGTERM or SIGINT, then drain all processes; a second signal has its default effect.
 

@@ -65,7 +65,7 @@ class LocalStack:
         *,
         clock: Clock,
         on_progress: Callable[[str], None] | None = None,
-        on_death: Callable[[str, int, float], None] | None = None,
+        on_death: Callable[[str], None] | None = None,
     ) -> None:
         """
         Args:

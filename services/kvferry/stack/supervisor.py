@@ -1,7 +1,8 @@
 """Supervises processes: starts them, reads their announcements, restarts them after an exit, stops them.
 
 A supervised process prints one JSON object per line on standard output: `{"event": "listening", ...}` with its bound
-addresses, later `{"event": "ready", ...}`. Its standard error is passed through.
+addresses, later `{"event": "ready", ...}`, and `{"event": "failed", "message": ...}` if it ends with an error. Its
+standard error is passed through; its name is in its environment and precedes the lines of its log.
 """
 
 import asyncio
@@ -15,8 +16,9 @@ from collections.abc import Callable, Mapping
 from kvferry.core.clock import Clock
 from kvferry.core.errors import Unavailable, UsageError
 from kvferry.core.process.config import child_environment
+from kvferry.core.process.logs import LOG_NAME_VARIABLE
 from kvferry.stack.plan.processes import ProcessSpec
-from kvferry.stack.plan.restarts import RestartHistory, RestartPolicy
+from kvferry.stack.plan.restarts import RestartHistory, RestartPolicy, death_text
 
 _log = logging.getLogger(__name__)
 
@@ -38,20 +40,19 @@ class SupervisedProcess:
         *,
         clock: Clock,
         policy: RestartPolicy | None = None,
-        on_death: Callable[[str, int, float], None] | None = None,
+        on_death: Callable[[str], None] | None = None,
     ) -> None:
         """
         Args:
             spec: command and name of the process.
             clock: clock of restarts.
             policy: delays before restarts; default: `RestartPolicy()`.
-            on_death: called after an exit with the process's name, its exit status and the time until the restart in
-                seconds.
+            on_death: called after an exit that is followed by a restart, with the line to print about it.
         """
         self.spec = spec
         self._clock = clock
         self._policy = policy or RestartPolicy()
-        self._on_death = on_death or (lambda *_: None)
+        self._on_death = on_death or (lambda _: None)
         self._task: asyncio.Task[None] | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._stopping = False
@@ -59,6 +60,8 @@ class SupervisedProcess:
         self._ready: asyncio.Future[Event] = asyncio.get_running_loop().create_future()
         self._bound: dict[str, str] = {}
         """Addresses bound by the first start; restarts reuse them, since other processes are configured with them."""
+        self._reason = ""
+        """Error with which the latest run ended; empty if it announced none."""
         self.num_starts = 0
 
     def prefer(self, addresses: Mapping[str, str]) -> None:
@@ -129,10 +132,11 @@ class SupervisedProcess:
             if not self._listening.done() and (status == _WRONG_USAGE or self.num_starts >= _MAX_FIRST_STARTS):
                 # A usage error or a damaged file will fail again.
                 kind = UsageError if status == _WRONG_USAGE else Unavailable
-                self._listening.set_exception(kind(f"{self.spec.name} cannot start; see its message above"))
+                reason = self._reason or "see its message above"
+                self._listening.set_exception(kind(f"{self.spec.name} cannot start: {reason}"))
                 return
             history, pause = history.after_death(self._policy, self._clock.monotonic() - started)
-            self._on_death(self.spec.name, status, pause)
+            self._on_death(death_text(self.spec.name, status, pause, self._reason))
             await asyncio.sleep(pause)
 
     async def _run_once(self) -> int:
@@ -144,11 +148,14 @@ class SupervisedProcess:
             *arguments,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
-            env=child_environment({**self.spec.environment, "KVFERRY_PARENT_PID": str(os.getpid())}),
+            env=child_environment(
+                {**self.spec.environment, "KVFERRY_PARENT_PID": str(os.getpid()), LOG_NAME_VARIABLE: self.spec.name}
+            ),
             limit=_MAX_LINE_BYTES,
             start_new_session=True,  # Ctrl-C signals only the supervisor, which stops the processes in order
         )
         self.num_starts += 1
+        self._reason = ""
         output = self._process.stdout
         try:
             while output is not None and (line := await output.readline()):
@@ -171,6 +178,8 @@ class SupervisedProcess:
             self._bound.update({k: str(v) for k, v in event.items()})
             if not self._listening.done():
                 self._listening.set_result(event)
+        elif event.get("event") == "failed":
+            self._reason = str(event.get("message", ""))
         elif event.get("event") == "ready" and not self._ready.done():
             self._ready.set_result(event)
 

@@ -22,7 +22,7 @@ from kvferry.core.ids import new_incarnation
 from kvferry.core.process.stop_signals import stop_signals
 from kvferry.core.traces.spans import Tracer
 from kvferry.engine.build import LoadedModel, load_model
-from kvferry.engine.execute.tensors.device import CPU
+from kvferry.engine.execute.models.build import resolve_kernels
 from kvferry.engine.schedule.speculation.settings import OFF
 from kvferry.rpc.otlp import open_tracer
 from kvferry.rpc.server import RpcServer
@@ -30,9 +30,12 @@ from kvferry.rpc.tls.pool_tls import PoolTls
 from kvferry.workers.build import UnitEndpoint, host_of
 from kvferry.workers.config import WorkerConfig
 from kvferry.workers.metrics_page import MetricsPage
+from kvferry.workers.throughput import WorkDone, throughput_text
 from kvferry.workers.unit import WorkerUnit
 
 _log = logging.getLogger(__name__)
+_REPORT_SECONDS = 10.0
+"""Time between two lines about an engine's throughput."""
 Announce = Callable[[Mapping[str, object]], None]
 """Callback for process events: `listening` with the bound addresses, then `ready`."""
 
@@ -77,6 +80,7 @@ class _Process:
         self._page: MetricsPage | None = None
         self._health: RpcServer | None = None
         self._renewing: asyncio.Task[None] | None = None
+        self._reporting: asyncio.Task[None] | None = None
         self._tracer: Tracer | None = None
         self.stop = asyncio.Event()
 
@@ -100,7 +104,6 @@ class _Process:
         loading = self._clock.monotonic()
         model = await asyncio.to_thread(_load, config)
         load_seconds = self._clock.monotonic() - loading
-        _log.info("loaded the model %s in %.1f s", model.config.name, load_seconds)
         for place in places:
             unit = await WorkerUnit.start(
                 _settings_of(config, place),
@@ -122,6 +125,8 @@ class _Process:
         if self._config.metrics:
             self._page = MetricsPage(self._config.metrics, self._units, tls, load_seconds=load_seconds)
             addresses["metrics"] = self._page.address
+        for unit in self._units:
+            _log.info("%s", _described(unit, model, load_seconds))
         self._announce({"event": "listening", **addresses})
         for unit in self._units:
             await unit.warm_up()
@@ -130,13 +135,27 @@ class _Process:
         gc.freeze()
         seconds = round(self._clock.monotonic() - begun, 3)
         self._announce({"event": "ready", "seconds": seconds, "dtype": model.dtype})
+        if _log.isEnabledFor(logging.INFO):
+            self._reporting = asyncio.create_task(self._report_throughput(), name="throughput")
+
+    async def _report_throughput(self) -> None:
+        """Log what each engine does, from time to time."""
+        before = [_work_done(unit, self._clock) for unit in self._units]
+        while True:
+            await asyncio.sleep(_REPORT_SECONDS)
+            after = [_work_done(unit, self._clock) for unit in self._units]
+            for unit, earlier, now in zip(self._units, before, after, strict=True):
+                if text := throughput_text(earlier, now):
+                    _log.info("%s%s", f"{unit.parts.endpoint.role}: " if len(self._units) > 1 else "", text)
+            before = after
 
     async def drain(self) -> None:
         """Drain and stop all units."""
         seconds = 0 if self._failures else self._config.drain_seconds
         await asyncio.gather(*(unit.stop(seconds) for unit in self._units))
-        if self._renewing is not None:
-            self._renewing.cancel()
+        for task in (self._renewing, self._reporting):
+            if task is not None:
+                task.cancel()
         if self._health is not None:
             await self._health.stop(0)
         if self._tracer is not None:
@@ -161,10 +180,33 @@ class _Process:
 
 def _load(config: WorkerConfig) -> LoadedModel:
     # A prefill worker does not draft, so it loads no draft model.
-    loaded = load_model(replace(config.engine, speculation=OFF) if config.role == "prefill" else config.engine)
-    if loaded.model.device != CPU:
-        _log.info("computing on %s, with %d MiB for KV", loaded.model.device, loaded.kv_bytes >> 20)
-    return loaded
+    return load_model(replace(config.engine, speculation=OFF) if config.role == "prefill" else config.engine)
+
+
+def _described(unit: WorkerUnit, model: LoadedModel, load_seconds: float) -> str:
+    """Return the line about what a unit serves, and with what."""
+    kernels = resolve_kernels(model.settings.kernels, model.config, model.dtype, model.model.device)
+    role, pages = unit.parts.endpoint.role, unit.status().load.blocks_total
+    return (
+        f"{model.config.name}: {role}, {model.dtype} on {model.model.device} with kernels {kernels}, "
+        f"{pages} KV pages of {model.settings.block_tokens} tokens ({model.kv_bytes / (1 << 20):.0f} MiB), "
+        f"loaded in {load_seconds:.1f} s"
+    )
+
+
+def _work_done(unit: WorkerUnit, clock: Clock) -> WorkDone:
+    engine = unit.engine
+    load, statistics, admission = unit.status().load, engine.statistics, engine.scheduler.admission
+    return WorkDone(
+        at=clock.monotonic(),
+        prompt_tokens=statistics.num_prompt_tokens,
+        output_tokens=statistics.num_output_tokens,
+        queried_tokens=admission.num_queried_tokens,
+        hit_tokens=admission.num_hit_tokens,
+        running=load.running,
+        waiting=load.waiting + load.loading,
+        kv_usage=1 - load.blocks_free / load.blocks_total if load.blocks_total else 0.0,
+    )
 
 
 def _check_reach(config: WorkerConfig, place: UnitEndpoint) -> None:

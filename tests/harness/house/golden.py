@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from harness.explorer import report
-from harness.house import public_names
+from harness.house import public_names, settings_page
 from kvferry.core.hashing import BlockNamer
 from kvferry.core.ids import BlockHash
 from kvferry.core.philox import uniform
@@ -193,6 +193,7 @@ def documents() -> dict[Path, str]:
     """Return the content of every document with regenerated parts, by path."""
     parts = {machine.name: f"```mermaid\n{machine.mermaid()}\n```\n" for machine in MACHINES}
     parts |= {"scenarios": report.scenarios(), "mutations": report.mutations()} | public_names.parts()
+    parts["settings"] = settings_page.settings()
     found: dict[Path, str] = {}
     for path in sorted((ROOT / "docs").rglob("*.md")):
         text = path.read_text("utf-8")

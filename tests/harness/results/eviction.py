@@ -9,6 +9,7 @@ import numpy as np
 from harness.results.memory import requests
 from harness.results.one_worker import serve, settings_of
 from harness.results.rows import Outcome
+from kvferry.bench.serving.charts import Curve, Panel
 from kvferry.bench.workload.lengths import ALPACA, SHAREGPT
 from kvferry.core.clock import SystemClock
 from kvferry.core.sampling import SamplingParams
@@ -36,9 +37,9 @@ def recompute_or_copy() -> Outcome:
         " slower than they copy its KV. As published, computing does not depend on the block size, and blocks of one"
         " token cost twice as much to copy as large ones."
         " Whether to load or to compute is therefore decided by measured prices and not by a rule",
-        [("tokens per block", "milliseconds", [
-            ("computed again", [(float(size), recompute) for size, (recompute, _) in found.items()]),
-            ("copied", [(float(size), copy) for size, (_, copy) in found.items()]),
+        [Panel("tokens per block", "milliseconds", [
+            Curve("computed again", [(float(size), recompute) for size, (recompute, _) in found.items()]),
+            Curve("copied", [(float(size), copy) for size, (_, copy) in found.items()]),
         ])],
     )  # fmt: skip
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from harness.fakes.small_engine import engine_for
 from harness.results.rows import Outcome
+from kvferry.bench.serving.charts import Curve, Panel
 from kvferry.core.clock import SystemClock
 from kvferry.core.ids import BlockId, RequestId
 from kvferry.core.sampling import SampledToken, SamplingParams
@@ -170,9 +171,9 @@ def table_deltas() -> Outcome:
         + f"; {ratio:.0f} times faster",
         ratio >= 100 and growth < 3.0,
         picture=[
-            ("million entries", "milliseconds", [
-                ("all entries", [(n / 1e6, 1e3 * b) for n, _, b in rows]),
-                ("changed entries", [(n / 1e6, 1e3 * a) for n, a, _ in rows]),
+            Panel("million entries", "milliseconds", [
+                Curve("all entries", [(n / 1e6, 1e3 * b) for n, _, b in rows]),
+                Curve("changed entries", [(n / 1e6, 1e3 * a) for n, a, _ in rows]),
             ])
         ],
     )  # fmt: skip
@@ -258,5 +259,5 @@ def step_times() -> Outcome:
         + f"; the constant part is worth {knee:.1f} tokens",
         len(points) >= 3 and end > 2 * floor,
         "two cores without matrix units are saturated by a few tokens; the rows are those of make bench-steps",
-        [("decoding sequences", "milliseconds of a step", [("", [(float(c), ms) for c, ms in points])])],
+        [Panel("decoding sequences", "milliseconds of a step", [Curve("", [(float(c), ms) for c, ms in points])])],
     )

@@ -2,6 +2,7 @@
 
 from harness.results.fleets import DEVICE, KV_BYTES, LINK, TAPE
 from harness.results.rows import Outcome
+from kvferry.bench.serving.charts import Curve, Panel
 from kvferry.bench.workload.arrivals import Arrivals
 from kvferry.bench.workload.lengths import UNIFORM, LengthMix
 from kvferry.cli.commands.bench import latency
@@ -48,7 +49,7 @@ def followed_mix() -> Outcome:
     followed = sum(shares[n][phase] for phase, n in enumerate(chosen)) / len(_PHASES)
     cells = ", ".join(f"{n}:{_WORKERS - n} for {name}" for n, (name, _, _) in zip(chosen, _PHASES, strict=True))
     curves = [
-        (name, [(float(n), 100 * shares[n][phase]) for n in splits]) for phase, (name, _, _) in enumerate(_PHASES)
+        Curve(name, [(float(n), 100 * shares[n][phase]) for n in splits]) for phase, (name, _, _) in enumerate(_PHASES)
     ]
     return Outcome(
         f"{100 * followed:.0f} % of the requests in time with {cells}; {100 * fixed[best_fixed]:.0f} % with the best"
@@ -56,7 +57,7 @@ def followed_mix() -> Outcome:
         followed >= 0.9 * fixed[best_fixed],
         "each phase starts with empty workers, and the change of a worker's role takes no time, so that the gain is an"
         " upper bound",
-        [(f"prefill workers of {_WORKERS}", "% of requests in time", curves)],
+        [Panel(f"prefill workers of {_WORKERS}", "% of requests in time", curves)],
     )
 
 

@@ -52,13 +52,16 @@ def running(
 ) -> Iterator[RunningProcess]:
     """Run `kvferry ARGUMENTS...`; kill it at the end of the `with` block if it is still running.
 
-    A stack has a prefill and a decode worker, unless `arguments` have other workers, whatever the number of cores.
+    A stack has a prefill and a decode worker, unless `arguments` have other workers, whatever the number of cores, and
+    a free admin port unless they have another.
 
     Args:
         prefix: command prefix that executes the command in the same process, for example `ip netns exec NAME`.
     """
     if arguments[0] == "up" and not set(arguments) & {"--prefill", "--decode", "--both", "--config"}:
         arguments = (*arguments, "--prefill", "1", "--decode", "1")
+    if arguments[0] == "up" and not {"--admin", "--print-config"} & set(arguments):
+        arguments = (*arguments, "--admin", "127.0.0.1:0")  # stacks of several tests run at the same time
     process = subprocess.Popen(
         [*prefix, sys.executable, "-m", "kvferry.cli.main", *arguments],
         stdout=subprocess.PIPE,

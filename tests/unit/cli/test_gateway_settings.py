@@ -9,6 +9,7 @@ from kvferry.cli.commands.gateway import _config, command
 from kvferry.cli.commands.up import flags_for
 from kvferry.cli.options import Values
 from kvferry.core.errors import UsageError
+from kvferry.core.process.toml_text import parse_toml
 from kvferry.core.settings import processes
 from kvferry.core.settings.resolve import resolve
 from kvferry.core.settings.setting import Setting
@@ -70,10 +71,8 @@ def test_a_local_stack_hands_them_to_its_gateway() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "shown"),
-    [(["--strict-fields"], "True"), (["--strict-fields", "false"], "False"), (["--strict-fields=on"], "True")],
+    [(["--strict-fields"], True), (["--strict-fields", "false"], False), (["--strict-fields=on"], True)],
 )
-def test_a_switch_needs_no_value(arguments: list[str], shown: str) -> None:
+def test_a_switch_needs_no_value(arguments: list[str], shown: bool) -> None:
     result = CliRunner().invoke(command, [*arguments, "--log-json", "--print-config"])
-    found = {line.split()[0]: line.split()[1:] for line in result.output.splitlines()}
-    assert found["strict_fields"] == [shown, "--strict-fields"]
-    assert found["log_json"] == ["True", "--log-json"]
+    assert parse_toml(result.output) == {"strict_fields": shown, "log_json": True}

@@ -1,9 +1,15 @@
 """The workers that `kvferry up` starts."""
 
+import socket
+from dataclasses import replace
+
 import pytest
 from click.testing import CliRunner
 
 from kvferry.cli.commands import up
+from kvferry.cli.options import Values
+from kvferry.core.settings.processes import UP, UP_ADMIN
+from kvferry.core.settings.resolve import resolve
 from kvferry.stack.plan.processes import StackConfig
 
 
@@ -56,3 +62,17 @@ def test_the_workers_of_a_stack(flags, cores, workers, monkeypatch: pytest.Monke
     (config,) = started
     assert (config.prefill, config.decode, config.both) == workers
     assert ("one worker computes prompts and outputs" in result.output) == (not flags and cores == 2)
+
+
+def test_the_admin_port_is_a_known_one_and_a_free_one_if_that_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    assert UP_ADMIN in UP
+    assert UP_ADMIN.default == "127.0.0.1:8002"
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        of_default = Values(resolve([replace(UP_ADMIN, default=address)], {}, {}, {}))
+        assert up._admin(of_default) == "127.0.0.1:0"
+        assert f"port {taken.getsockname()[1]} is taken" in capsys.readouterr().err
+        given = Values(resolve([UP_ADMIN], {"admin": address}, {}, {}))
+        assert up._admin(given) == address, "an address that was given is refused later, not replaced"
+    assert up._admin(of_default) == address
+    assert capsys.readouterr().err == ""

@@ -97,7 +97,7 @@ def meets(answer: MeasuredAnswer, slo: Mapping[str, float]) -> bool:
     measured = {
         "ttft": answer.ttft,
         "tpot": answer.tpot or 0.0,
-        "itl": _percentile(sorted(answer.gaps), 99),
+        "itl": percentile(sorted(answer.gaps), 99),
         "e2el": answer.e2el,
     }
     return all(measured[name] <= limit for name, limit in slo.items())
@@ -136,13 +136,13 @@ def _statistics(name: str, seconds: Sequence[float]) -> dict[str, float]:
     ordered = sorted(seconds)
     found = {
         f"mean_{name}_ms": 1e3 * statistics.fmean(ordered) if ordered else 0.0,
-        f"median_{name}_ms": 1e3 * _percentile(ordered, 50),
+        f"median_{name}_ms": 1e3 * percentile(ordered, 50),
         f"std_{name}_ms": 1e3 * statistics.pstdev(ordered) if ordered else 0.0,
     }
-    return found | {f"p{p}_{name}_ms": 1e3 * _percentile(ordered, p) for p in _PERCENTILES}
+    return found | {f"p{p}_{name}_ms": 1e3 * percentile(ordered, p) for p in _PERCENTILES}
 
 
-def _percentile(ordered: Sequence[float], percent: float) -> float:
+def percentile(ordered: Sequence[float], percent: float) -> float:
     """Return a percentile of ascending values, interpolated linearly; 0 if there are none."""
     if not ordered:
         return 0.0

@@ -1,6 +1,5 @@
 """`kvferry bench`: repeatable measurements, each compared with a bound that is measured in the same run."""
 
-import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -9,10 +8,12 @@ from typing import TYPE_CHECKING
 
 import click
 
+from kvferry.cli.amounts import duration_of
 from kvferry.cli.commands.bench_serve import command as serve
 from kvferry.cli.engine_settings import engine_settings
-from kvferry.cli.options import Values, print_json, reported, with_settings
-from kvferry.cli.output_files import JSON_FILE, OUTPUT_FILE, write_file
+from kvferry.cli.help_pages import SettingsCommand
+from kvferry.cli.options import Values, reported, with_settings
+from kvferry.cli.output_files import JSON_FILE, OUTPUT_FILE, write_json
 from kvferry.core.clock import SystemClock
 from kvferry.core.errors import KvferryError, UsageError
 from kvferry.core.process.cores import usable_cores
@@ -63,7 +64,7 @@ def _engine_options(function: Callable[..., None]) -> Callable[..., None]:
     return function
 
 
-@command.command("latency")
+@command.command("latency", cls=SettingsCommand)
 @click.option("--batch", "batches", multiple=True, type=click.IntRange(1, 1024), help="Batch size; may be repeated.")
 @click.option(
     "--input-tokens", default=128, show_default=True, type=click.IntRange(1, 1 << 20), help="Tokens per prompt."
@@ -102,7 +103,7 @@ def latency(
     _report(bench, runs, json_file)
 
 
-@command.command("throughput")
+@command.command("throughput", cls=SettingsCommand)
 @click.option(
     "--requests",
     default=64,
@@ -122,11 +123,11 @@ def throughput(values: Values, *, requests: int, rounds: int, json_file: Path | 
     _report(bench, [run], json_file)
 
 
-@command.command("kernels")
+@command.command("kernels", cls=SettingsCommand)
 @click.option(
     "--rounds", default=15, show_default=True, type=click.IntRange(1, 10_000), help="Rounds per product; CPU only."
 )
-@click.option("--json", "json_file", type=OUTPUT_FILE, help="Write the rows to a JSON file.")
+@JSON_FILE
 @click.option(
     "--csv",
     "csv_file",
@@ -163,7 +164,7 @@ def kernels(
 
         session = on_gpu(torch.device(device), SystemClock(), say=lambda text: click.echo(f"  {text}", err=True))
         found = kernels.run(session, ops, click.echo, tune=tune, csv_file=csv_file)
-        _write(json_file, {"rows": [as_row(row) for row in found]})
+        write_json(json_file, {"rows": [as_row(row) for row in found]})
         return
     for flag, is_given in (("--tune", tune), ("--csv", csv_file is not None), ("--op", bool(ops))):
         if is_given:
@@ -195,7 +196,7 @@ def _products(values: Values, rounds: int, json_file: Path | None) -> None:
             f"{row.op:<8} {row.shape:<18} {row.dtype:<9} {row.ms:9.4f} ms  {row.bytes / row.ms / 1e6:7.1f} GB/s "
             f"{row.flops / row.ms / 1e6:7.0f} GFLOP/s  {100 * row.share_of_bound:5.1f} % of the bound"
         )
-    _write(json_file, {"rows": [as_row(row) for row in rows]})
+    write_json(json_file, {"rows": [as_row(row) for row in rows]})
 
 
 def _bench(values: Values) -> "Bench":
@@ -220,16 +221,11 @@ def _report(bench: "Bench", runs: "list[InferenceRun]", json_file: Path | None) 
     report = BenchmarkReport(tuple(runs), bench.machine())
     machine = report.machine
     click.echo(f"machine rates: {machine.read_gbps:.1f} GB/s read, {machine.gflops:.0f} GFLOP/s")
-    _write(json_file, report.as_json())
+    write_json(json_file, report.as_json())
 
 
 def _phases_line(milliseconds: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {ms:.2f}" for name, ms in milliseconds.items() if ms >= _MIN_MS)
-
-
-def _write(file: Path | None, found: Mapping[str, object]) -> None:
-    if file is not None:
-        write_file(file, json.dumps(found, indent=1) + "\n")
 
 
 def _run_line(run: "InferenceRun") -> str:
@@ -264,15 +260,14 @@ def _progress(label: str, length: int) -> Iterator[Callable[[], None]]:
 )
 @click.option("--block-size", default="360KiB", show_default=True, help="Block size.")
 @click.option("--rounds", default=15, show_default=True, type=click.IntRange(1, 10_000), help="Rounds per size.")
-@click.option(
-    "--json",
-    "json_file",
-    type=OUTPUT_FILE,
-    help="Write summary and rows to a JSON file.",
-)
+@JSON_FILE
 def transfer(names: tuple[str, ...], counts: tuple[int, ...], block_size: str, rounds: int, json_file: Path) -> None:
-    """Measure KV page transfers between two processes by transport, size and scatter; compare with memcpy, TCP and
-    NIXL."""
+    """Measure KV page transfers between two processes by transport, size and scatter.
+
+    Each row is compared with a simpler transfer of as many bytes, measured in the same rounds: a copy in memory by one
+    thread for shm and memory, a TCP stream over loopback for tcp, bare NIXL for nixl. Reads of a memory that is in the
+    processor's cache, or by several threads, may be faster than that.
+    """
     from kvferry.bench import transfer as bench
     from kvferry.bench.rows import as_row
     from kvferry.kv import registry
@@ -297,20 +292,22 @@ def transfer(names: tuple[str, ...], counts: tuple[int, ...], block_size: str, r
                             raise
                         click.echo(f"{name}: skipped: {error.message}", err=True)
                         continue
+                    if not runs:
+                        click.echo(_HEADER)
                     runs.append(run)
                     click.echo(_line(run))
         found = {"summary": bench.summary(runs), "runs": [as_row(run) for run in runs]}
-        _write(json_file, found)
-        print_json(found["summary"])
+        write_json(json_file, found)
+
+
+_HEADER = f"{'transport':<10} {'blocks':>6} {'pages':<9} {'median':>10} {'least':>10} {'most':>10} {'rate':>11}"
 
 
 def _line(run: "TransferRun") -> str:
-    scatter = "scattered" if run.is_scattered else "together"
-    return (
-        f"{run.transport:<7} {run.num_blocks:>4} blocks {scatter:<9} {run.ms:9.3f} ms "
-        f"({run.ms_least:.3f} to {run.ms_most:.3f})  {run.gbps:6.2f} GB/s  "
-        f"{100 * run.share_of_bound:5.1f} % of {run.bound_gbps:.2f}"
-    )
+    pages = "scattered" if run.is_scattered else "together"
+    times = " ".join(f"{duration_of(ms):>10}" for ms in (run.ms, run.ms_least, run.ms_most))
+    ratio = f"{run.share_of_bound:.2f} times the {run.bound_gbps:.2f} GB/s of {run.bound}"
+    return f"{run.transport:<10} {run.num_blocks:>6} {pages:<9} {times} {run.gbps:>6.2f} GB/s   {ratio}"
 
 
 def _size(text: str) -> int:

@@ -1,7 +1,6 @@
 """`kvferry bench serve`: measures any OpenAI-compatible server under an open-loop workload."""
 
 import asyncio
-import json
 import math
 import sys
 import time
@@ -14,11 +13,14 @@ import click
 
 from kvferry.bench.workload import arrivals as processes
 from kvferry.bench.workload import requests as workloads
-from kvferry.cli.options import NumberRange, Values, print_json, with_settings
-from kvferry.cli.output_files import OUTPUT_FILE, write_file
+from kvferry.cli.amounts import counted
+from kvferry.cli.help_pages import SettingsCommand
+from kvferry.cli.options import NumberRange, Values, with_settings
+from kvferry.cli.output_files import JSON_FILE, OUTPUT_FILE, write_file, write_json
 from kvferry.cli.server_url import ServerUrl
 from kvferry.core.clock import SystemClock
 from kvferry.core.errors import Unavailable, UsageError
+from kvferry.core.process.cores import usable_cores
 from kvferry.core.settings.setting import Setting
 
 if TYPE_CHECKING:
@@ -30,7 +32,7 @@ _API_KEY = (Setting("api_key", "", "API key of the server.", is_secret=True),)
 _SIZE = click.IntRange(1, 1 << 20)
 
 
-@click.command("serve")
+@click.command("serve", cls=SettingsCommand)
 @click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="Base URL of the server.")
 @click.option("--model", default="", help="Model name; default: the first model that the server lists.")
 @click.option(
@@ -67,7 +69,7 @@ _SIZE = click.IntRange(1, 1 << 20)
 @click.option(
     "--timeout", default=600.0, show_default=True, type=NumberRange(1.0, 86400.0), help="Seconds for one request."
 )
-@click.option("--json", "json_file", type=OUTPUT_FILE, help="Write the results to this file.")
+@JSON_FILE
 @click.option("--detailed", is_flag=True, help="Write each answer's times to the JSON file too.")
 @click.option("--svg", "svg_file", type=OUTPUT_FILE, help="Write a chart of the results, SVG.")
 @with_settings(_API_KEY)
@@ -107,7 +109,7 @@ def command(
         )
     found = summary(answers, targets)
     for error, number in common_errors(answers):
-        click.echo(f"{number} requests failed: {error}", err=True)
+        click.echo(f"{counted(number, 'request')} failed: {error}", err=True)
     if not found["completed"]:
         raise Unavailable(f"none of {len(answers)} requests was answered; see the errors above")
     _print(found, targets, num_cut)
@@ -115,12 +117,28 @@ def command(
     report = {**settings, "max_concurrency": max_concurrency, "slo": slo, **found}
     if json_file is not None:
         details = _details(answers) if detailed else {}
-        write_file(json_file, json.dumps({**report, **details}) + "\n")
+        write_json(json_file, {**report, **details})
     if svg_file is not None:
         from kvferry.bench.serving.picture import picture
 
-        write_file(svg_file, picture(answers, f"{name}: {len(answers)} requests, {shape['arrivals']}"))
-    print_json(report)
+        write_file(svg_file, picture(answers, f"{name}: {_load(shape, len(answers))}", _machine(), targets))
+
+
+def _load(shape: Mapping[str, Any], count: int) -> str:
+    """Return the load as text: number of requests, arrivals, rate and lengths."""
+    if shape["arrivals"].startswith(_TRACE):
+        return f"{counted(count, 'request')} of {Path(shape['arrivals'].removeprefix(_TRACE)).name}"
+    rate = "all at once" if math.isinf(shape["rate"]) else f"{shape['arrivals']} at {shape['rate']:g} requests/s"
+    lengths = f"{shape['input_tokens']} input and {shape['output_tokens']} output tokens"
+    return f"{counted(count, 'request')}, {shape['workload']}, {rate}, {lengths}"
+
+
+def _machine() -> str:
+    """Return where and when the load was sent, as text."""
+    from kvferry.bench.processor import processor_name
+
+    cores = counted(usable_cores(), "core")
+    return f"sent from {processor_name()}, {cores}, {time.strftime('%Y-%m-%d %H:%M')}"
 
 
 def _requests(**shape: Any) -> tuple[list[workloads.BenchRequest], int]:
@@ -177,7 +195,7 @@ def _details(answers: Sequence["MeasuredAnswer"]) -> dict[str, object]:
 
 def _print(found: Mapping[str, Any], targets: Mapping[str, float], num_cut: int) -> None:
     click.echo(
-        f"{found['completed']} answers, {found['failed']} failed, in {found['duration']:.1f} s: "
+        f"{counted(found['completed'], 'answer')}, {found['failed']} failed, in {found['duration']:.1f} s: "
         f"{found['request_throughput']:.2f} requests/s, {found['output_throughput']:.1f} output tokens/s"
     )
     for name, title in (("ttft", "TTFT"), ("itl", "ITL"), ("tpot", "TPOT"), ("e2el", "end to end")):
@@ -186,7 +204,7 @@ def _print(found: Mapping[str, Any], targets: Mapping[str, float], num_cut: int)
     if targets:
         click.echo(f"  goodput      {found['request_goodput']:.2f} requests/s within the targets")
     if num_cut:
-        click.echo(f"  {num_cut} requests were cut to the maximum lengths")
+        click.echo(f"  {counted(num_cut, 'request')} cut to the maximum lengths")
     if found["max_send_delay_ms"] > _LATE_MS:
         click.echo(f"  requests were sent up to {found['max_send_delay_ms']:.0f} ms late, which counts in their times")
 

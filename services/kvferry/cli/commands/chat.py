@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from kvferry.cli.help_pages import SettingsCommand
 from kvferry.cli.options import NumberRange, Values, with_settings
 from kvferry.core.clock import SystemClock
 from kvferry.core.errors import UsageError
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 _MAX_PROMPT_BYTES = 8 << 20
 
 
-@click.command("chat")
+@click.command("chat", cls=SettingsCommand)
 @click.argument("prompt", required=False)
 @click.option("--model", default="", help="Model name; default: the first model that the gateway lists.")
 @click.option("--system", default="", help="System prompt.")

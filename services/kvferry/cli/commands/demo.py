@@ -9,6 +9,7 @@ import click
 
 from kvferry.cli.commands.up import stack_config
 from kvferry.cli.engine_settings import engine_settings
+from kvferry.cli.help_pages import SettingsCommand
 from kvferry.cli.options import EXIT_FAILED, Values, print_json, with_settings
 from kvferry.cli.timeline import timeline
 from kvferry.client import AsyncClient
@@ -67,7 +68,7 @@ class DemoResult:
         }
 
 
-@click.command("demo")
+@click.command("demo", cls=SettingsCommand)
 @click.option("--prompt", default=DEFAULT_PROMPT, help="User message to send.")
 @click.option("--max-tokens", default=96, type=click.IntRange(1, 4096), help="Maximum number of tokens to generate.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")

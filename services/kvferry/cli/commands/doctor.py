@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 
 import click
 
+from kvferry.cli.amounts import counted, duration_of
 from kvferry.cli.engine_settings import engine_settings
+from kvferry.cli.help_pages import SettingsCommand
 from kvferry.cli.operator_settings import CLUSTER
 from kvferry.cli.options import EXIT_FAILED, Values, print_json, with_settings
 from kvferry.core.clock import SystemClock
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
     from kvferry.bench.doctor import MeasuredSource
 
 
-@click.command("doctor")
+@click.command("doctor", cls=SettingsCommand)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--cluster", is_flag=True, help="Inspect a Kubernetes cluster instead of this machine.")
 @with_settings((*DOCTOR, *CLUSTER))
@@ -64,7 +66,7 @@ def command(values: Values, *, as_json: bool, cluster: bool) -> None:
     object_bytes = object_tokens // block_tokens * block_bytes
     sources += doctor.tiers(values["tier"], object_bytes, object_tokens, prices, clock)
     if as_json:
-        found = {f.name.replace(" ", "_").replace("-", "_"): f.value for f in findings}
+        found = {f.name.replace(" ", "_").replace("-", "_"): f.value if f.data is None else f.data for f in findings}
         print_json({"machine": found, "sources": [asdict(s) for s in sources]})
         return
     for finding in findings:
@@ -98,5 +100,5 @@ def _cluster(values: Values, as_json: bool) -> None:
 def _line(source: "MeasuredSource") -> str:
     if source.note:
         return f"{source.name:<20} {source.note}"
-    wins = "never" if source.break_even_tokens is None else f"{source.break_even_tokens} tokens"
-    return f"{source.name:<20} {source.trip_ms:>9.2f} ms {source.gbps:>7.2f} GB/s   {wins}"
+    wins = "never" if source.break_even_tokens is None else counted(source.break_even_tokens, "token")
+    return f"{source.name:<20} {duration_of(source.trip_ms):>12} {source.gbps:>7.2f} GB/s   {wins}"

@@ -4,20 +4,25 @@ import json
 import urllib.error
 import urllib.parse
 import urllib.request
+from dataclasses import fields
 from typing import Any
 
 import click
 
+from kvferry.cli.amounts import counted, size_of
+from kvferry.cli.help_pages import SettingsCommand
 from kvferry.cli.options import Values, print_json, with_settings
 from kvferry.cli.server_url import ServerUrl
+from kvferry.cli.timeline import timeline
 from kvferry.core.errors import InvalidRequest, Unavailable
+from kvferry.core.inference.chunks import Timing, Usage
 from kvferry.core.settings.processes import EXPLAIN
 
 _SECONDS = 10.0
 _MAX_BYTES = 1 << 20
 
 
-@click.command("explain")
+@click.command("explain", cls=SettingsCommand)
 @click.argument("request_id")
 @click.option("--json", "as_json", is_flag=True, help="Print the gateway's report as one JSON object.")
 @with_settings(EXPLAIN)
@@ -48,18 +53,14 @@ def report_lines(request_id: str, sample: dict[str, Any]) -> list[str]:
     lines = [f"{request_id}  {what}  {sample['outcome']}{error}"]
     counts = f"{sample['prompt_tokens']} prompt ({sample['cached_tokens']} cached), {sample['output_tokens']} generated"
     lines.append(f"  tokens     {counts}")
-    for note in sample["routes"]:
+    for note in _distinct(sample["routes"]):
         home = "" if note["worker"] == note["preferred"] else f", its prefix prefers {note['preferred']}"
         load = f"load {note['load']} of {note['capacity']}" if note["capacity"] else f"load {note['load']}"
         lines.append(
             f"  {note['role']:<9}  {note['worker']}: {note['reason']} by policy {note['policy']}{home}; "
-            f"{load}, {note['num_candidates']} candidates"
+            f"{load}, {counted(note['num_candidates'], 'candidate')}"
         )
-        lines += [
-            f"             {one['worker']}: {one['cached_tokens']} tokens cached ({_basis(one)}), load {one['load']}"
-            f"{_terms(one['terms_ms'])}"
-            for one in note["candidates"]
-        ]
+        lines += [f"             {_candidate(one)}" for one in note["candidates"]]
         for other in note["others"]:
             workers = " and ".join(filter(None, (other["prefill"], other["decode"])))
             lines.append(
@@ -69,21 +70,45 @@ def report_lines(request_id: str, sample: dict[str, Any]) -> list[str]:
         way = "loaded" if kv["num_chosen"] else "computed"
         why = "forced by the policy or by a measurement" if kv["is_forced"] else "cheaper"
         load, compute = 1e3 * kv["expected_load_seconds"], 1e3 * kv["expected_compute_seconds"]
+        tokens = counted(kv["num_chosen"] or kv["num_tokens"], "token")
         lines.append(
-            f"  kv         {way} {kv['num_chosen'] or kv['num_tokens']} tokens from position {kv['first_token']} "
-            f"({why}); expected: {kv['source']} {load:.1f} ms, computing {compute:.1f} ms"
+            f"  kv         {way} {tokens} from position {kv['first_token']} ({why}); "
+            f"expected: {kv['source']} {load:.1f} ms, computing {compute:.1f} ms"
         )
         if kv["num_chosen"]:
             failure = f"; then {kv['failure']}" if kv["failure"] else ""
-            took = f"{kv['bytes_loaded'] / 1e6:.1f} MB in {1e3 * kv['load_seconds']:.1f} ms"
-            lines.append(f"             {kv['blocks_loaded']} blocks, {took}{failure}")
+            took = f"{size_of(kv['bytes_loaded'])} in {1e3 * kv['load_seconds']:.1f} ms"
+            lines.append(f"             {counted(kv['blocks_loaded'], 'block')}, {took}{failure}")
     lines.append(
         f"  time       TTFT {1e3 * timing['first_token_seconds']:.1f} ms (queue "
         f"{1e3 * timing['queue_seconds']:.1f}, prefill {1e3 * timing['prefill_seconds']:.1f}), hand-off "
         f"{timing['handoff_outcome'] or 'none'} {1e3 * timing['handoff_seconds']:.1f} ms, "
-        f"total {1e3 * timing['total_seconds']:.1f} ms, resumed {timing['resumed']} times"
+        f"decode {1e3 * _decode_seconds(timing):.1f} ms, total {1e3 * timing['total_seconds']:.1f} ms, "
+        f"resumed {counted(timing['resumed'], 'time')}"
     )
-    return lines
+    usage = Usage(sample["prompt_tokens"], sample["output_tokens"], sample["cached_tokens"])
+    drawn = timeline(_timing(timing), usage, timing["first_token_seconds"], timing["total_seconds"])
+    return [*lines, "", *(f"  {line}" for line in drawn.splitlines())]
+
+
+def _timing(given: dict[str, Any]) -> Timing:
+    """Return the timing without the reports on the source of the KV; fields of a newer gateway are ignored."""
+    names = {one.name for one in fields(Timing)} - {"kv"}
+    return Timing(**{name: value for name, value in given.items() if name in names})
+
+
+def _decode_seconds(timing: dict[str, Any]) -> float:
+    return float(max(0.0, timing["total_seconds"] - timing["first_token_seconds"] - timing["handoff_seconds"]))
+
+
+def _distinct(notes: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the notes without repetitions: a worker that was chosen for both parts of a request has two."""
+    return [note for index, note in enumerate(notes) if note not in notes[:index]]
+
+
+def _candidate(one: dict[str, Any]) -> str:
+    cached = f"{counted(one['cached_tokens'], 'token')} cached ({_basis(one)})"
+    return f"{one['worker']}: {cached}, load {one['load']}{_terms(one['terms_ms'])}"
 
 
 def _terms(terms_ms: dict[str, float]) -> str:

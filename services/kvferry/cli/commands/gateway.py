@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvferry.cli.fetching import fetch_first
+from kvferry.cli.help_pages import SettingsCommand
 from kvferry.cli.options import Values, pool_tls_files, read_key, traces_of, with_settings
 from kvferry.cli.supervised import announce, follow_parent, leave_on_signals
 from kvferry.core.errors import UsageError
@@ -28,7 +29,7 @@ _NOT_IN_NAMES = re.compile(r"[^\w-]")
 _ROLES = ("prefill", "decode", "both")
 
 
-@click.command("gateway")
+@click.command("gateway", cls=SettingsCommand)
 @with_settings(settings.GATEWAY, listens="http")
 def command(values: Values) -> None:
     """Run one gateway process: OpenAI-compatible HTTP and gRPC in front of workers.
@@ -188,12 +189,9 @@ def _run_group(values: Values) -> None:
     """Run several gateway processes until a signal."""
     from kvferry.core.clock import SystemClock
     from kvferry.stack.gateway_group import run_gateway_group
-    from kvferry.stack.plan.restarts import death_text
 
-    def report_death(name: str, status: int, pause: float) -> None:
-        click.echo(death_text(name, status, pause), err=True)
-
-    asyncio.run(run_gateway_group(values.resolved, clock=SystemClock(), announce=announce, on_death=report_death))
+    on_death = functools.partial(click.echo, err=True)
+    asyncio.run(run_gateway_group(values.resolved, clock=SystemClock(), announce=announce, on_death=on_death))
 
 
 def _tls(values: Values) -> tuple[Path, Path, Path | None] | None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from kvferry.cli.help_pages import SettingsCommand
 from kvferry.cli.options import NumberRange, Values, read_key, reported, with_settings
 from kvferry.core.clock import SystemClock
 from kvferry.core.errors import UsageError
@@ -61,14 +62,14 @@ def hash_key() -> None:
     click.echo(KEY_PREFIX + key_digest(key).hex())
 
 
-@command.command("gateway")
+@command.command("gateway", cls=SettingsCommand)
 @with_settings(settings.TICKET_KEY)
 def gateway(values: Values) -> None:
     """Print the gateway key that belongs to a ticket key."""
     click.echo(_derived(values, CallerRole.GATEWAY))
 
 
-@command.command("operator")
+@command.command("operator", cls=SettingsCommand)
 @with_settings(settings.TICKET_KEY)
 def operator(values: Values) -> None:
     """Print the key of programs that read the status of workers and drain them."""

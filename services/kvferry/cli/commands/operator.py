@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from kvferry.cli import operator_settings
+from kvferry.cli.help_pages import SettingsCommand
 from kvferry.cli.options import Values, with_settings
 from kvferry.cli.supervised import announce, follow_parent
 
@@ -22,7 +23,7 @@ def command() -> None:
     """
 
 
-@command.command("run")
+@command.command("run", cls=SettingsCommand)
 @with_settings(operator_settings.OPERATOR)
 def run(values: Values) -> None:
     """Run the operator until SIGTERM. One replica holds the lease; other replicas are on standby.
@@ -52,7 +53,7 @@ def run(values: Values) -> None:
     raise SystemExit(asyncio.run(run_operator(config, KubeApi.connect(values["kubeconfig"]), announce)))
 
 
-@command.command("check")
+@command.command("check", cls=SettingsCommand)
 @with_settings(operator_settings.OPERATOR_CHECK)
 def check(values: Values) -> None:
     """Check that an operator holds and renews the lease. `helm test` runs this command.

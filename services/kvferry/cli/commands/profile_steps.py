@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvferry.cli.engine_settings import engine_settings
+from kvferry.cli.help_pages import SettingsCommand
 from kvferry.cli.options import NumberRange, Values, pool_tls_files, read_key, with_settings
 from kvferry.cli.output_files import JSON_FILE, OUTPUT_FILE, check_distinct, write_file, write_json
 from kvferry.core.clock import SystemClock
@@ -54,7 +55,7 @@ def command() -> None:
     """
 
 
-@command.command("model")
+@command.command("model", cls=SettingsCommand)
 @_STEPS
 @click.option("--batch", default=4, show_default=True, type=click.IntRange(1, 512), help="Number of requests.")
 @click.option(
@@ -80,7 +81,7 @@ def of_model(
     _write(recording.timeline.spans, recording.log, **files)
 
 
-@command.command("worker")
+@command.command("worker", cls=SettingsCommand)
 @click.argument("address")
 @_STEPS
 @click.option(
@@ -122,7 +123,7 @@ def of_worker(
     _write(spans_of(trace), read_log(log_text.splitlines()), trace=trace, log_text=log_text, **files)
 
 
-@command.command("replay")
+@command.command("replay", cls=SettingsCommand)
 @click.argument("log", type=click.Path(path_type=Path, dir_okay=False, exists=True))
 @click.option(
     "--against",

@@ -5,11 +5,13 @@ import secrets
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import click
 
 from kvferry.cli.fetching import fetch_first
+from kvferry.cli.help_pages import SettingsCommand
 from kvferry.cli.options import Values, print_json, read_key, with_settings
 from kvferry.core.clock import SystemClock
 from kvferry.core.errors import UsageError
@@ -20,9 +22,8 @@ from kvferry.core.settings.setting import Setting
 from kvferry.engine.execute.tensors.device import CPU, check_driver, has_driver
 from kvferry.gateway.admission.tenants import Tenants, read_keys
 from kvferry.kv.tiers.registry import check_tiers
-from kvferry.stack.local_stack import LocalStack
+from kvferry.stack.local_stack import LocalStack, check_free
 from kvferry.stack.plan.processes import StackConfig
-from kvferry.stack.plan.restarts import death_text
 from kvferry.stack.plan.worker_counts import worker_counts
 
 _ROLES = ("prefill", "decode", "both")
@@ -131,7 +132,7 @@ def _first_key(path: Path) -> str:
     return next(iter(keys))
 
 
-@click.command("up")
+@click.command("up", cls=SettingsCommand)
 @click.option("--json", "as_json", is_flag=True, help="When ready, print the addresses as one JSON object.")
 @with_settings(settings.UP, argument="model", listens="http")
 def command(values: Values, *, as_json: bool) -> None:
@@ -151,7 +152,7 @@ def command(values: Values, *, as_json: bool) -> None:
 
     check_tiers(values["tier"])
     workers, reason = _workers(values)
-    config = stack_config(values, http=values["http"], grpc=values["grpc"], admin=values["admin"], workers=workers)
+    config = stack_config(values, http=values["http"], grpc=values["grpc"], admin=_admin(values), workers=workers)
     if reason:
         click.echo(reason, err=True)
     is_local = is_loopback_address(config.http) and is_loopback_address(config.grpc)
@@ -162,6 +163,19 @@ def command(values: Values, *, as_json: bool) -> None:
             err=True,
         )
     raise SystemExit(asyncio.run(_up(config, values["drain_seconds"], as_json=as_json)))
+
+
+def _admin(values: Values) -> str:
+    """Return the address of the admin API: a free port if the default one is taken."""
+    address = str(values["admin"])
+    if not values.is_given("admin"):
+        try:
+            check_free("admin", address)
+        except UsageError:
+            host, _, port = address.rpartition(":")
+            click.echo(f"port {port} is taken; the admin API uses a free one, see below (--admin sets it)", err=True)
+            return f"{host}:0"
+    return address
 
 
 def _described(config: StackConfig) -> str:
@@ -186,10 +200,7 @@ async def _run(config: StackConfig, drain_seconds: float, stop: asyncio.Event, *
         if sys.stderr.isatty():
             click.echo(f"  {text} ...", err=True)
 
-    def report_death(name: str, status: int, pause: float) -> None:
-        click.echo(death_text(name, status, pause), err=True)
-
-    stack = LocalStack(config, clock=SystemClock(), on_progress=say, on_death=report_death)
+    stack = LocalStack(config, clock=SystemClock(), on_progress=say, on_death=partial(click.echo, err=True))
     try:
         starting = asyncio.create_task(stack.start())
         stopping = asyncio.create_task(stop.wait())

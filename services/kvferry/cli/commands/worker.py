@@ -6,13 +6,14 @@ import secrets
 import click
 
 from kvferry.cli.engine_settings import engine_settings
+from kvferry.cli.help_pages import SettingsCommand
 from kvferry.cli.options import Values, pool_tls_files, read_key, traces_of, with_settings
 from kvferry.cli.supervised import announce, follow_parent, leave_on_signals
 from kvferry.core.process.open_files import raise_open_files
 from kvferry.core.settings import processes as settings
 
 
-@click.command("worker")
+@click.command("worker", cls=SettingsCommand)
 @with_settings(settings.WORKER)
 def command(values: Values) -> None:
     """Run one worker process; prints its addresses as JSON when it listens and when it is ready.

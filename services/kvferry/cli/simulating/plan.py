@@ -60,12 +60,15 @@ def command(fleet: Path, *, rates: str, attain: float, simulations: int, json_fi
         )
         base = spec.demand.arrivals.rate if spec.demand is not None else 1.0
         rows = planner.plan(_rates(rates) or [base * factor for factor in (0.5, 1.0, 2.0, 4.0)])
-        click.echo(f"{'requests/s':>10}  {'workers':<28} {'within slo':>10} {'per hour':>9}")
+        has_prices = any(row.price_per_hour for row in rows)
+        cost = f" {'cost/hour':>9}" if has_prices else ""
+        click.echo(f"{'requests/s':>10}  {'workers':<28} {'within slo':>10}{cost}")
         for row in rows:
             note = "" if row.is_enough else "  not enough"
-            click.echo(
-                f"{row.rate:>10g}  {named(row.sizes):<28} {row.attained:>10.1%} {row.price_per_hour:>9.2f}{note}"
-            )
+            cost = f" {row.price_per_hour:>9.2f}" if has_prices else ""
+            click.echo(f"{row.rate:>10g}  {named(row.sizes):<28} {row.attained:>10.1%}{cost}{note}")
+        if has_prices:
+            click.echo("cost/hour: all workers, in the currency of the file's price_per_hour")
         result = {
             "attain": attain,
             "simulations": planner.num_simulations,

@@ -1,5 +1,6 @@
 """`kvferry simulate`: a fleet under a workload, in virtual time."""
 
+import math
 import multiprocessing
 import os
 import signal
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from kvferry.cli.amounts import counted
 from kvferry.cli.options import reported
 from kvferry.cli.output_files import JSON_FILE, OUTPUT_FILE, check_distinct, error_text, write_file, write_json
 from kvferry.core.errors import Unavailable, UsageError
@@ -97,7 +99,16 @@ def command(
             drawn.append((compare.stem, other.measures))
         write_json(json_file, found)
         if svg_file is not None:
-            write_file(svg_file, picture(f"Simulated latencies, seed {base_spec.seed}", drawn))
+            write_file(svg_file, picture(f"Simulated latencies, seed {base_spec.seed}", drawn, _demand(base_spec)))
+
+
+def _demand(spec: "FleetSpec") -> str:
+    """Return the workload of a fleet as text."""
+    if spec.demand is None:
+        return f"{counted(spec.num_requests, 'request')} of a trace"
+    arrivals = spec.demand.arrivals
+    rate = "all at once" if math.isinf(arrivals.rate) else f"{arrivals.process} at {arrivals.rate:g} requests/s"
+    return f"{counted(spec.num_requests, 'request')} for each of {counted(spec.pools, 'pool')}, {rate}"
 
 
 def _simulate(path: Path, seed: int | None, processes: int | None) -> "tuple[FleetSpec, PoolResult]":

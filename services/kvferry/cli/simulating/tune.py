@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvferry.cli.amounts import counted, duration_of
 from kvferry.cli.options import reported
 from kvferry.cli.output_files import JSON_FILE, OUTPUT_FILE, check_distinct, write_file, write_json
 from kvferry.cli.simulating.simulate import read_fleet_with_slo
 
 if TYPE_CHECKING:
     from kvferry.simulator.files.spec import FleetSpec
-    from kvferry.simulator.studies.tuning import Tuned
+    from kvferry.simulator.studies.tuning import StudyScore, Tuned
 
 
 @click.command("tune")
@@ -77,29 +78,39 @@ def command(
     """
     with reported():
         from kvferry.simulator.studies.run import simulate_pool
-        from kvferry.simulator.studies.tuning import StudyScore, fields_of, tune
+        from kvferry.simulator.studies.tuning import StudyScore as Score
+        from kvferry.simulator.studies.tuning import fields_of, tune
 
         check_distinct(fleet, json_file, out)
         spec = read_fleet_with_slo(fleet)
         shown = sys.stderr.isatty()
         found = tune(
             spec,
-            lambda one: StudyScore.of(simulate_pool(one, 0)),
+            lambda one: Score.of(simulate_pool(one, 0)),
             max_simulations=simulations,
             on_try=lambda text: click.echo(f"  {text}", err=True) if shown else None,
         )
         for change in found.changes:
-            click.echo(f"{change.name}: {change.before} -> {change.after}, {100 * change.gain:+.1f} %")
+            click.echo(
+                f"{change.name}: {change.before} -> {change.after}, {change.quantity} {100 * change.gain:+.1f} %"
+            )
         click.echo(
-            f"goodput {found.base.goodput:.3f} -> {found.score.goodput:.3f} requests/s, "
-            f"in {found.simulations} simulations"
+            f"goodput {found.base.goodput:.3f} -> {found.score.goodput:.3f} requests/s, mean time of a request "
+            f"{_mean_time(found.base)} -> {_mean_time(found.score)}, in {counted(found.simulations, 'simulation')}"
         )
         result: dict[str, Any] = {
             "goodput": found.score.goodput,
             "base_goodput": found.base.goodput,
             "simulations": found.simulations,
             "changes": [
-                {"field": c.name, "before": c.before, "after": c.after, "gain": round(c.gain, 4)} for c in found.changes
+                {
+                    "field": c.name,
+                    "before": c.before,
+                    "after": c.after,
+                    "gain": round(c.gain, 4),
+                    "quantity": c.quantity,
+                }
+                for c in found.changes
             ],
         }
         chosen = found.spec
@@ -111,6 +122,10 @@ def command(
         write_json(json_file, result)
         if out is not None:
             write_file(out, text)
+
+
+def _mean_time(score: "StudyScore") -> str:
+    return duration_of(1e3 / score.speed) if score.speed else "unknown"
 
 
 def _run_live(

@@ -6,7 +6,7 @@ from typing import Any
 
 from kvferry.core.dtypes import DTYPES
 from kvferry.core.settings.class_weights import Weights, read_weights, weights_in_use
-from kvferry.core.settings.parsers import device_name
+from kvferry.core.settings.parsers import NAME, Parser, device_name
 from kvferry.core.settings.setting import check_names, check_settings, choice, fraction, number, size, text
 
 AUTO, ON, OFF, KEEP, RELEASE = "auto", "on", "off", "keep", "release"
@@ -60,6 +60,7 @@ class SchedulerLimits:
     class_weights: str = text(
         "",
         "With scheduling=weighted: weights as PRIORITY=WEIGHT,..., such as 0=4,1=2; other priorities have weight 1.",
+        Parser("PRIORITY=WEIGHT,...", str),
     )
     max_scored_rows: int = number(
         64,
@@ -100,7 +101,7 @@ class EngineSettings:
     model: str
     """A catalog name, a `.gguf` file or a folder with safetensors files; a key of `model.shapes.SHAPES` if
     `load_format` is "dummy"."""
-    served_name: str = text("", "Model name for clients; default: the name in the model's files.")
+    served_name: str = text("", "Model name for clients; default: the name in the model's files.", NAME)
     load_format: str = choice(
         AUTO,
         "auto: the model's files. dummy: random weights of the shape named by --model, generated on the device; "
@@ -155,11 +156,12 @@ class EngineSettings:
     )
     speculation: str = text(
         OFF,
-        "Draft tokens that a step verifies after the next token: off; from earlier text of the request: auto, a number "
+        "Draft tokens that a step verifies after the next token. off; from earlier text of the request: auto, a number "
         "chosen by measurement, suffix?k=16, or ngram?k=5, a fixed number; from a small model with the same "
         "vocabulary: draft=MODEL?k=8; from heads that were trained for the model: eagle=FOLDER?k=6 or "
         "medusa=FOLDER?k=4, and with &width=3 as a tree with up to three candidates for a token. The parameter "
         "accept=rejection, available with all of these, accepts more of a draft model's tokens at high temperature.",
+        Parser("SPEC", str),
     )
     threads: int = number(
         0,

@@ -1,7 +1,15 @@
-"""Parsers of the text of settings. Each raises ValueError, whose message states the accepted values."""
+"""Kinds of values of settings: how each is parsed from text, named in help and written back.
 
+Parsing raises ValueError, whose message states the accepted values.
+"""
+
+import math
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
 
 _HOST = re.compile(r"[a-z0-9_]([-a-z0-9_.]{0,251}[a-z0-9_])?|[0-9a-f:.]+")
 
@@ -22,105 +30,155 @@ _UNITS = {
 }
 
 
-def whole(low: int, high: int) -> Callable[[str], int]:
+@dataclass(frozen=True, slots=True)
+class Parser(Generic[T]):
+    """A kind of values of settings. Called with text, it returns the value or raises ValueError."""
+
+    metavar: str
+    """Name of the kind or of its unit in help, such as BYTES or HOST:PORT."""
+    parse: Callable[[str], T]
+    show: Callable[[T], str] = str
+    """Returns the text of a value, from which `parse` makes the same value."""
+
+    def __call__(self, text: str) -> T:
+        return self.parse(text)
+
+
+def whole(low: int, high: int) -> Parser[int]:
     """Return a parser for integers from `low` to `high`; it raises ValueError for any other text."""
 
     def parse(text: str) -> int:
-        number = int(text)
+        try:
+            number = int(text)
+        except ValueError:
+            raise ValueError(f"must be a whole number from {low} to {high}") from None
         if not low <= number <= high:
             raise ValueError(f"must be between {low} and {high}")
         return number
 
-    return parse
+    return Parser("N", parse)
 
 
-def seconds(low: float, high: float) -> Callable[[str], float]:
+def seconds(low: float, high: float) -> Parser[float]:
     """Return a parser for durations from `low` to `high` seconds; it raises ValueError for any other text."""
 
     def parse(text: str) -> float:
-        number = float(text)
+        try:
+            number = float(text)
+        except ValueError:
+            raise ValueError(f"must be a number of seconds from {low:g} to {high:g}") from None
         if not low <= number <= high:  # also rejects NaN
             raise ValueError(f"must be between {low:g} and {high:g} seconds")
         return number
 
-    return parse
+    return Parser("SECONDS", parse, lambda number: f"{number:.15g}")
 
 
-def whole_or_auto(low: int, high: int) -> Callable[[str], int | str]:
+def whole_or_auto(low: int, high: int) -> Parser[int | str]:
     """Return a parser of whole numbers from `low` to `high`, or `auto`."""
-    parse = whole(low, high)
-    return lambda text: "auto" if text.strip().lower() == "auto" else parse(text)
+    of_numbers = whole(low, high)
+
+    def parse(text: str) -> int | str:
+        return "auto" if text.strip().lower() == "auto" else of_numbers(text)
+
+    return Parser("N|auto", parse)
 
 
-def size_bytes(text: str) -> int:
-    """Parse a size in bytes, for example `512MiB`, `2GiB`, `2G` or `1000000`. Units without a B are powers of 1024, as
-    for Docker and Java.
+def size_text(size: int) -> str:
+    """Return a size in bytes as text in the largest binary unit of which it is a multiple, such as `64MiB`."""
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        if size and size % _UNITS[unit.lower()] == 0:
+            return f"{size // _UNITS[unit.lower()]}{unit}"
+    return str(size)
 
-    Raises:
-        ValueError: the text is invalid; the message states the accepted values.
-    """
+
+def _size_bytes(text: str) -> int:
     stripped = text.strip()
     digits = stripped.rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ")
     unit = stripped[len(digits) :].strip().lower()
     if unit not in _UNITS:
-        raise ValueError(f"unknown unit {unit!r}; use KiB, MiB or GiB")
-    number = int(float(digits) * _UNITS[unit])
+        raise ValueError(f"unknown unit {unit!r}; use KiB, MiB, GiB or TiB")
+    try:
+        # Digits alone are exact; a double would round sizes from 8 PiB.
+        number = int(digits) * _UNITS[unit] if digits.isdecimal() else int(float(digits) * _UNITS[unit])
+    except (ValueError, OverflowError):
+        raise ValueError("must be a number with a unit, such as 512MiB or 4GiB") from None
     if number <= 0:
         raise ValueError("must be greater than 0")
     return number
 
 
-def size_or_auto(text: str) -> int:
-    """Parse a size in bytes, or `auto`, which is 0."""
+size_bytes = Parser("BYTES", _size_bytes, size_text)
+"""Sizes in bytes, for example `512MiB`, `2GiB`, `2G` or `1000000`. Units without a B are powers of 1024, as for Docker
+and Java."""
+
+
+def _size_or_auto(text: str) -> int:
     return 0 if text.strip().lower() in ("auto", "0") else size_bytes(text)
 
 
-def share(*, may_be_zero: bool = False) -> Callable[[str], float]:
+size_or_auto = Parser("BYTES|auto", _size_or_auto, lambda size: size_text(size) if size else "auto")
+"""Sizes in bytes, or `auto`, which is 0."""
+
+
+def share(*, may_be_zero: bool = False) -> Parser[float]:
     """Return a parser for shares: numbers up to 1 that are greater than 0, or at least 0 if `may_be_zero`. It raises
     ValueError for any other text."""
 
     def parse(text: str) -> float:
-        number = float(text)
+        try:
+            number = float(text)
+        except ValueError:
+            number = math.nan
         if not 0 <= number <= 1 or (number == 0 and not may_be_zero):  # also rejects NaN
             raise ValueError(f"must be {'between 0 and 1' if may_be_zero else 'greater than 0 and at most 1'}")
         return number
 
-    return parse
+    return Parser("SHARE", parse, lambda number: f"{number:.15g}")
 
 
-def device_name(text: str) -> str:
-    """Parse `auto`, `cpu`, `cuda` or `cuda:N`.
-
-    Raises:
-        ValueError: the text is invalid; the message states the accepted values.
-    """
+def _device_name(text: str) -> str:
     name, colon, number = text.partition(":")
     if text in ("auto", "cpu", "cuda") or (name == "cuda" and colon and number.isdecimal() and len(number) < 4):
         return text
     raise ValueError("must be auto, cpu, cuda or cuda:N, for example cuda:1")
 
 
-def host_name(text: str) -> str:
-    """Parse a host name or an IP address, without scheme and port.
+device_name = Parser("DEVICE", _device_name)
+"""Devices: `auto`, `cpu`, `cuda` or `cuda:N`."""
 
-    Raises:
-        ValueError: the text is invalid; the message states the accepted values.
-    """
+
+def _host_name(text: str) -> str:
     host = text.strip().strip("[]").lower()
     if not _HOST.fullmatch(host) or (":" in host and host.count(":") < 2):
         raise ValueError("must be a host without scheme and port, for example llm.example.com")
     return host
 
 
-def boolean(text: str) -> bool:
-    """Parse `true` or `false` in their usual spellings.
+host_name = Parser("HOST", _host_name)
+"""Host names or IP addresses, without scheme and port."""
 
-    Raises:
-        ValueError: the text is invalid; the message states the accepted values.
-    """
+
+def _boolean(text: str) -> bool:
     lowered = text.strip().lower()
     if lowered in {"1", "true", "yes", "on"}:
         return True
     if lowered in {"0", "false", "no", "off"}:
         return False
     raise ValueError("must be true or false")
+
+
+boolean = Parser("BOOL", _boolean, lambda value: str(value).lower())
+"""`true` or `false` in their usual spellings."""
+
+
+TEXT = Parser("TEXT", str)
+NAME = Parser("NAME", str)
+NAME_AND_PATH = Parser("NAME=PATH", str)
+ADDRESS = Parser("HOST:PORT", str)
+ENDPOINT = Parser("HOST:PORT[/ADMIN_PORT]", str)
+FILE = Parser("FILE", str)
+FOLDER = Parser("FOLDER", str)
+URL = Parser("URL", str)
+MODEL_NAME = Parser("MODEL", str)
+"""A known name, a name on the Hugging Face Hub, or a path."""

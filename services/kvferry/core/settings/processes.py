@@ -1,7 +1,26 @@
 """Settings of the processes: workers, gateways and the local stack, and of the commands that measure an engine."""
 
+from dataclasses import replace
+
 from kvferry.core.settings.engine import AUTO, EngineSettings, SchedulerLimits
-from kvferry.core.settings.parsers import boolean, host_name, seconds, share, size_bytes, whole, whole_or_auto
+from kvferry.core.settings.parsers import (
+    ADDRESS,
+    ENDPOINT,
+    FILE,
+    FOLDER,
+    MODEL_NAME,
+    NAME,
+    NAME_AND_PATH,
+    URL,
+    Parser,
+    boolean,
+    host_name,
+    seconds,
+    share,
+    size_bytes,
+    whole,
+    whole_or_auto,
+)
 from kvferry.core.settings.setting import Setting, settings_of
 
 _OFFLINE = {"served_name", "load_format", "cuda_graphs", "max_scored_rows", "reserve_share"}
@@ -19,17 +38,20 @@ ADAPTERS = (
         (),
         "NAME=PATH of a LoRA adapter (a PEFT folder), which requests use as their model; may be repeated.",
         is_repeated=True,
+        parse=NAME_AND_PATH,
     ),
     *(_ENGINE[name] for name in _OF_ADAPTERS),
     Setting(
         "adapters_file",
         "",
         "TOML file that lists adapters ([[adapters]] with name, path, digest); read again whenever it changes.",
+        parse=FILE,
     ),
     Setting(
         "adapter_folder",
         "",
         "Folder below which adapters may be loaded while serving (POST /v1/load_lora_adapter); default: none.",
+        parse=FOLDER,
     ),
 )
 TIERS = (
@@ -39,6 +61,7 @@ TIERS = (
         "KV tiers beyond the pages, nearest first: dram://?size=2GiB, disk:///FOLDER?size=20GiB, "
         "redis://HOST:6379/0; may be repeated.",
         is_repeated=True,
+        parse=URL,
     ),
     Setting("tier_object_tokens", 64, "Tokens per storage object of a tier.", parse=whole(1, 1 << 16)),
     _ENGINE["load_policy"],
@@ -60,6 +83,7 @@ MODEL = Setting(
     "smollm2-135m-instruct",
     "A known name, a .gguf file, a folder with safetensors and config.json, or ORG/NAME[:QUANTIZATION][@REVISION] on "
     "the Hugging Face Hub.",
+    parse=MODEL_NAME,
 )
 ANSWERS = (
     Setting(
@@ -82,8 +106,10 @@ CONNECTOR = Setting(
     "Transport of KV from prefill to decode: shm (one host), nixl (RDMA, TCP), tcp (plain), memory (one process).",
     registry="connectors",
 )
-HTTP = Setting("http", "127.0.0.1:8000", "HOST:PORT of the OpenAI-compatible API; port 0 selects a free port.")
-GRPC = Setting("grpc", "127.0.0.1:9000", "HOST:PORT of the gRPC API; port 0 selects a free port.")
+HTTP = Setting(
+    "http", "127.0.0.1:8000", "HOST:PORT of the OpenAI-compatible API; port 0 selects a free port.", parse=ADDRESS
+)
+GRPC = Setting("grpc", "127.0.0.1:9000", "HOST:PORT of the gRPC API; port 0 selects a free port.", parse=ADDRESS)
 KV_PREFETCH = Setting(
     "kv_prefetch_tokens",
     1024,
@@ -101,18 +127,21 @@ ADMIN = Setting(
     "127.0.0.1:0",
     "HOST:PORT of the gateway's admin API (/metrics, /fleet, /debug/requests/ID), readable without authentication; "
     "port 0 selects a free port.",
+    parse=ADDRESS,
 )
 ADMIN_TOKEN = Setting(
     "admin_token_file",
     "",
     "File with the bearer tokens for changes by the admin API, a line `TOKEN [NAME]` each, read for every change; "
     "default: changes are accepted on loopback only.",
+    parse=FILE,
 )
 POOL = Setting(
     "pool",
     "",
     "NAMESPACE/NAME of the InferencePool whose workers are used instead of listed ones; accessed with the pod's "
     "service account or KUBECONFIG.",
+    parse=Parser("NAMESPACE/NAME", str),
 )
 HOLD = (
     Setting(
@@ -132,19 +161,21 @@ HEALTH = Setting(
     "health",
     "",
     "HOST:PORT of grpc.health.v1.Health without TLS, for probes; default: only on --listen and --admin.",
+    parse=ADDRESS,
 )
-METRICS = Setting("metrics", "", "HOST:PORT of Prometheus metrics, at /metrics; default: not served.")
+METRICS = Setting("metrics", "", "HOST:PORT of Prometheus metrics, at /metrics; default: not served.", parse=ADDRESS)
 DRAIN = Setting(
     "drain_seconds", 30.0, "Maximum seconds for running requests to finish after SIGTERM.", parse=seconds(0, 3600)
 )
 TLS = (
-    Setting("tls_cert_file", "", "Certificate chain, PEM, for HTTP and gRPC; default: no TLS."),
-    Setting("tls_key_file", "", "Private key, PEM. Renewed files are reloaded while serving."),
+    Setting("tls_cert_file", "", "Certificate chain, PEM, for HTTP and gRPC; default: no TLS.", parse=FILE),
+    Setting("tls_key_file", "", "Private key, PEM. Renewed files are reloaded while serving.", parse=FILE),
     Setting(
         "tls_client_ca_file",
         "",
         "CA certificates, PEM: clients need a certificate signed by one of them, for HTTP and gRPC; default: none "
         "needed.",
+        parse=FILE,
     ),
 )
 POOL_TLS = (
@@ -153,9 +184,17 @@ POOL_TLS = (
         "",
         "Certificate chain of this process, PEM, for mutual TLS with the pool's other processes; default: no TLS. "
         "`kvferry key certificate` creates it.",
+        parse=FILE,
     ),
-    Setting("pool_tls_key_file", "", "Private key of that certificate, PEM. Renewed files are reloaded while serving."),
-    Setting("pool_tls_ca_file", "", "Certificates of the pool's CA, PEM; several during a rotation of the CA."),
+    Setting(
+        "pool_tls_key_file",
+        "",
+        "Private key of that certificate, PEM. Renewed files are reloaded while serving.",
+        parse=FILE,
+    ),
+    Setting(
+        "pool_tls_ca_file", "", "Certificates of the pool's CA, PEM; several during a rotation of the CA.", parse=FILE
+    ),
 )
 CLIENTS = (
     Setting(
@@ -177,6 +216,7 @@ CLIENTS = (
         (),
         "Origin whose web pages may call the HTTP API, such as https://chat.example.com, or *; may be repeated.",
         is_repeated=True,
+        parse=Parser("ORIGIN", str),
     ),
     Setting(
         "allowed_hosts",
@@ -188,11 +228,14 @@ CLIENTS = (
     ),
     Setting("no_page", False, "Do not serve the chat page at / of the HTTP port.", parse=boolean),
 )
-API_KEYS = Setting("api_keys_file", "", "File with one `key tenant` pair per line; default: no authentication.")
+API_KEYS = Setting(
+    "api_keys_file", "", "File with one `key tenant` pair per line; default: no authentication.", parse=FILE
+)
 TENANTS = Setting(
     "tenants",
     "",
     "TOML file with the tenants' hashed keys, shares, quotas and models; read again when it changes.",
+    parse=FILE,
 )
 POLICY = Setting(
     "policy",
@@ -203,7 +246,10 @@ POLICY = Setting(
 )
 TRACES = (
     Setting(
-        "otlp", "", "URL of a collector of traces, OTLP over HTTP, for example http://127.0.0.1:4318; default: none."
+        "otlp",
+        "",
+        "URL of a collector of traces, OTLP over HTTP, for example http://127.0.0.1:4318; default: none.",
+        parse=URL,
     ),
     Setting(
         "trace_sample",
@@ -218,6 +264,7 @@ REQUEST_TRACE = (
         "",
         "File of an anonymous trace of the requests (arrivals, lengths, keyed block ids) for `kvferry simulate`; "
         "default: none.",
+        parse=FILE,
     ),
     Setting(
         "trace_file_bytes",
@@ -232,6 +279,7 @@ BATCHES = (
         "",
         "Folder of uploaded files and of batches; off: neither is served. Default: a folder of the model in the cache "
         "folder.",
+        parse=FOLDER,
     ),
     Setting("max_file_bytes", 200 << 20, "Maximum size of an uploaded file.", parse=size_bytes),
     Setting("tenant_file_bytes", 4 << 30, "Maximum size of a tenant's files together.", parse=size_bytes),
@@ -274,7 +322,7 @@ TICKET_KEY = (
     Setting(
         "ticket_key", "", "Secret key that seals hand-off tickets; must be the same for all workers.", is_secret=True
     ),
-    Setting("ticket_key_file", "", "File with the ticket key; a second line may contain the previous key."),
+    Setting("ticket_key_file", "", "File with the ticket key; a second line may contain the previous key.", parse=FILE),
 )
 GATEWAY_KEY = (
     Setting(
@@ -283,13 +331,18 @@ GATEWAY_KEY = (
         "Key with which the gateway's calls to workers are signed, 64 hexadecimal digits.",
         is_secret=True,
     ),
-    Setting("gateway_key_file", "", "File with the gateway key; kvferry key gateway derives it from the ticket key."),
+    Setting(
+        "gateway_key_file",
+        "",
+        "File with the gateway key; kvferry key gateway derives it from the ticket key.",
+        parse=FILE,
+    ),
 )
 TENANT_KEY = (
     Setting(
         "tenant_key", "", "Secret key of the block names; must be the same for workers and gateways.", is_secret=True
     ),
-    Setting("tenant_key_file", "", "File with the tenant key."),
+    Setting("tenant_key_file", "", "File with the tenant key.", parse=FILE),
 )
 
 WORKER = (
@@ -303,16 +356,17 @@ WORKER = (
     SERVED_NAME,
     *ANSWERS,
     CONNECTOR,
-    Setting("listen", "127.0.0.1:0", "HOST:PORT of the services for requests."),
-    Setting("admin", "127.0.0.1:0", "HOST:PORT of WorkerAdmin."),
-    Setting("decode_listen", "127.0.0.1:0", "Like --listen, for the decode engine of role split."),
-    Setting("decode_admin", "127.0.0.1:0", "Like --admin, for the decode engine of role split."),
+    Setting("listen", "127.0.0.1:0", "HOST:PORT of the services for requests.", parse=ADDRESS),
+    Setting("admin", "127.0.0.1:0", "HOST:PORT of WorkerAdmin.", parse=ADDRESS),
+    Setting("decode_listen", "127.0.0.1:0", "Like --listen, for the decode engine of role split.", parse=ADDRESS),
+    Setting("decode_admin", "127.0.0.1:0", "Like --admin, for the decode engine of role split.", parse=ADDRESS),
     Setting(
         "advertise_host",
         "",
         "Host name or address under which other workers reach this worker; default: the listening host.",
+        parse=Parser("HOST", str),
     ),
-    Setting("worker_id", "", "Stable name of the worker; default: the advertised address."),
+    Setting("worker_id", "", "Stable name of the worker; default: the advertised address.", parse=NAME),
     METRICS,
     HEALTH,
     *ENGINE,
@@ -337,9 +391,19 @@ GATEWAY = (
     MODEL,
     SERVED_NAME,
     *ANSWERS,
-    Setting("prefill", (), "HOST:PORT[/ADMIN_PORT] of a prefill worker; may be repeated.", is_repeated=True),
-    Setting("decode", (), "HOST:PORT[/ADMIN_PORT] of a decode worker; may be repeated.", is_repeated=True),
-    Setting("both", (), "HOST:PORT[/ADMIN_PORT] of a worker of role both; may be repeated.", is_repeated=True),
+    Setting(
+        "prefill", (), "HOST:PORT[/ADMIN_PORT] of a prefill worker; may be repeated.", is_repeated=True, parse=ENDPOINT
+    ),
+    Setting(
+        "decode", (), "HOST:PORT[/ADMIN_PORT] of a decode worker; may be repeated.", is_repeated=True, parse=ENDPOINT
+    ),
+    Setting(
+        "both",
+        (),
+        "HOST:PORT[/ADMIN_PORT] of a worker of role both; may be repeated.",
+        is_repeated=True,
+        parse=ENDPOINT,
+    ),
     POOL,
     *HOLD,
     HTTP,
@@ -416,14 +480,14 @@ DOCTOR = (
 )
 
 EXPLAIN = (
-    Setting("http", "127.0.0.1:8000", "HOST:PORT or URL of the gateway that served the request."),
+    Setting("http", "127.0.0.1:8000", "HOST:PORT or URL of the gateway that served the request.", parse=ADDRESS),
     Setting("api_key", "", "API key of the request's tenant.", is_secret=True),
 )
 
 CHAT = (
-    Setting("url", "http://127.0.0.1:8000", "URL of the gateway, with or without /v1."),
+    Setting("url", "http://127.0.0.1:8000", "URL of the gateway, with or without /v1.", parse=URL),
     Setting("api_key", "", "API key of the gateway.", is_secret=True),
-    Setting("api_key_file", "", "File with the API key, instead of KVFERRY_API_KEY."),
+    Setting("api_key_file", "", "File with the API key, instead of KVFERRY_API_KEY.", parse=FILE),
 )
 
 UP_TLS = Setting(
@@ -431,6 +495,12 @@ UP_TLS = Setting(
     "off",
     "Mutual TLS between the processes; on: with a CA that is generated for this run and whose key is not stored.",
     choices=("on", "off"),
+)
+
+UP_ADMIN = replace(
+    ADMIN,
+    default="127.0.0.1:8002",
+    help=f"{ADMIN.help} If it is not given and its port is taken, a free one is used.",
 )
 
 UP = (
@@ -447,7 +517,7 @@ UP = (
     *ANSWERS,
     HTTP,
     GRPC,
-    ADMIN,
+    UP_ADMIN,
     ADMIN_TOKEN,
     *CLIENTS,
     POLICY,

@@ -9,9 +9,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvferry.core.errors import UsageError
+from kvferry.core.errors import UsageError, shortened
 from kvferry.core.settings.setting import ENVIRONMENT_PREFIX, Setting
 
+DEFAULT_SOURCE = "default"
+"""Source of values that are not set."""
 _NEAR = 0.8
 """Similarity from which a variable is taken for a misspelled setting."""
 _NEAREST = 0.92
@@ -62,7 +64,7 @@ def resolve(
         elif setting.name in file:
             value, source = file[setting.name], file_name
         else:
-            found[setting.name] = Resolved(setting, setting.default, "default")
+            found[setting.name] = Resolved(setting, setting.default, DEFAULT_SOURCE)
             continue
         found[setting.name] = Resolved(setting, _read(setting, value, source), source)
     return found
@@ -114,12 +116,14 @@ def _read(setting: Setting, value: object, source: str) -> object:
 
 
 def _read_one(setting: Setting, value: object, source: str) -> object:
+    if isinstance(value, list | dict):
+        raise UsageError(f"{source}: {setting.name} must be one value, not a list or a table", field=setting.name)
     try:
-        parsed = setting.parse(value) if isinstance(value, str) else setting.parse(str(value))
+        parsed = setting.parse(value if isinstance(value, str) else str(value))
     except ValueError as error:
         if setting.is_secret:  # do not show the value or an error message that may quote it
             raise UsageError(f"{source}: the value is invalid; {setting.help}", field=setting.name) from None
-        raise UsageError(f"{source}: {value!r} is invalid ({error}); {setting.help}", field=setting.name) from error
+        raise UsageError(f"{source}: {shortened(repr(value))} is invalid: {error}", field=setting.name) from error
     if setting.choices and parsed not in setting.choices:
         raise UsageError(f"{source}: {value!r} is not one of {', '.join(setting.choices)}", field=setting.name)
     return parsed

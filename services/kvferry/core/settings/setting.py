@@ -6,7 +6,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 from kvferry.core.errors import UsageError, shortened
-from kvferry.core.settings.parsers import share, size_bytes, size_or_auto, whole
+from kvferry.core.settings.parsers import TEXT, Parser, share, size_bytes, size_or_auto, whole
 
 ENVIRONMENT_PREFIX = "KVFERRY_"
 _METADATA = "setting"
@@ -23,8 +23,8 @@ class Setting:
     default: object
     help: str
     """Help text, with the unit."""
-    parse: Callable[[str], object] = str
-    """Function that converts text to a value; raises ValueError if the text is invalid."""
+    parse: Parser[Any] = TEXT
+    """Converts text to a value and back; raises ValueError if the text is invalid."""
     choices: tuple[str, ...] = ()
     registry: str = ""
     """Registry whose names are the choices, for choices that are registered in another package: `connectors`,
@@ -44,6 +44,10 @@ class Setting:
         """Environment variable of the setting."""
         return ENVIRONMENT_PREFIX + self.name.upper()
 
+    def shown(self, value: Any) -> str:
+        """Return a value as text that `parse` accepts, with its unit; the values of a repeated setting with commas."""
+        return ",".join(map(self.parse.show, value)) if self.is_repeated else self.parse.show(value)
+
 
 @dataclass(frozen=True, slots=True)
 class Checked:
@@ -53,7 +57,7 @@ class Checked:
     check: Callable[[object], object]
     """Function that returns the value, converted from text where the setting is a size; raises ValueError with what the
     value must be."""
-    parse: Callable[[str], object] = str
+    parse: Parser[Any] = TEXT
     choices: tuple[str, ...] = ()
 
 
@@ -115,7 +119,7 @@ def choice(default: str, about: str, choices: tuple[str, ...]) -> Any:
     return _field(default, Checked(about, check, choices=choices))
 
 
-def text(default: str, about: str, parse: Callable[[str], object] = str) -> Any:
+def text(default: str, about: str, parse: Parser[Any] = TEXT) -> Any:
     """Return a field for text that `parse` accepts."""
 
     def check(value: object) -> object:

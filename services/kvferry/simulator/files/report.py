@@ -80,7 +80,10 @@ def lines(found: Mapping[str, Any]) -> list[str]:
             f"mean batch {totals['mean_batch']:.1f}, KV in use {totals['kv_usage']:.1%}"
         )
     if "cost_per_million_output_tokens" in found:
-        shown.append(f"  cost         {found['cost_per_million_output_tokens']:.2f} per million output tokens")
+        shown.append(
+            f"  cost         {found['cost_per_million_output_tokens']:.2f} per million output tokens, "
+            "in the currency of price_per_hour"
+        )
     return shown
 
 

@@ -28,6 +28,8 @@ ENGINE_FIELDS: Mapping[str, tuple[int, ...]] = {
 }
 """Fields of `SchedulerLimits` with the values to try, ascending."""
 SPLIT = "prefill:decode"
+GOODPUT, SPEED = "goodput", "speed"
+"""Quantities of scores: requests per second within the latency targets, and requests per second of mean time."""
 _SKIPS = (0, 64, 256, 1024, 4096)
 
 
@@ -48,10 +50,16 @@ class StudyScore:
 
     def gain_over(self, other: "StudyScore") -> float:
         """Return the relative gain in goodput, or in speed if goodput differs by less than `MIN_GAIN`."""
-        gain = self.goodput / other.goodput - 1.0 if other.goodput else float(self.goodput > 0.0)
-        if abs(gain) >= MIN_GAIN or not other.speed:
-            return gain
-        return self.speed / other.speed - 1.0
+        if self.gains_in(other) == SPEED:
+            return self.speed / other.speed - 1.0
+        return self._goodput_gain(other)
+
+    def gains_in(self, other: "StudyScore") -> str:
+        """Return the quantity of `gain_over`: `goodput`, or `speed` if goodput differs by less than `MIN_GAIN`."""
+        return GOODPUT if abs(self._goodput_gain(other)) >= MIN_GAIN or not other.speed else SPEED
+
+    def _goodput_gain(self, other: "StudyScore") -> float:
+        return self.goodput / other.goodput - 1.0 if other.goodput else float(self.goodput > 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +71,8 @@ class Change:
     after: str
     gain: float
     """Relative gain over the fleet before the change."""
+    quantity: str
+    """What gained, `goodput` or `speed`."""
 
 
 @dataclass(slots=True)
@@ -128,7 +138,7 @@ def _improve(found: Tuned, name: str, simulate: Simulate, max_simulations: int, 
         if best is None:
             return is_changed
         gain, value, spec, score = best
-        found.changes.append(Change(name, _value(found.spec, name), value, gain))
+        found.changes.append(Change(name, _value(found.spec, name), value, gain, score.gains_in(found.score)))
         found.spec, found.score, is_changed = spec, score, True
     return is_changed
 

@@ -40,16 +40,19 @@ class RestartHistory:
         return replace(self, deaths=deaths), pause
 
 
-def death_text(name: str, status: int, pause_seconds: float) -> str:
+def death_text(name: str, status: int, pause_seconds: float, reason: str = "") -> str:
     """Return the line about a process that has ended.
 
     Args:
         name: name of the process.
         status: its exit status; -N if signal N ended it.
         pause_seconds: time until its restart.
+        reason: the error with which it ended; empty if it announced none.
     """
     ended = f"exited with status {status}"
     if status < 0 and -status in set(signal.Signals):
         number = signal.Signals(-status)
         ended = f"was ended by {number.name}" + (f" ({_CAUSES[number]})" if number in _CAUSES else "")
+    if reason:
+        ended += f": {reason}"
     return f"{name} {ended}; restarting in {pause_seconds:.1f} s"

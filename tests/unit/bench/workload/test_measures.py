@@ -65,3 +65,26 @@ def test_the_picture_has_a_line_for_each_measure_and_escapes_names() -> None:
     assert "a &lt;model&gt; &amp; more" in drawn
     assert drawn.count("<polyline") == 4
     assert picture([FAILED], "none").count("<polyline") == 0
+    assert picture([FAILED], "none").count("no values") == 4
+
+
+def test_the_picture_marks_percentiles_and_targets_and_has_a_dark_form() -> None:
+    answers = [MeasuredAnswer(0.0, 0.0, (0.01 * n, 0.02 * n), 10, 2) for n in range(1, 101)]
+    drawn = picture(answers, "load", "machine <1>", {"ttft": 0.5})
+    assert "machine &lt;1&gt;" in drawn
+    ttft = drawn[: drawn.index("time per output token")]
+    assert "p50 505, p90 901, p99 990" in ttft
+    assert ttft.count("<circle") == 3
+    assert "target 500" in ttft
+    assert drawn.count("target") == 1
+    assert "@media(prefers-color-scheme:dark)" in drawn
+    assert "logarithmic" not in drawn
+
+
+def test_outliers_make_an_axis_logarithmic() -> None:
+    answers = [MeasuredAnswer(0.0, 0.0, (0.001 * n,), 10, 1) for n in (*range(1, 100), 60_000)]
+    drawn = picture(answers, "load")
+    ttft = drawn[: drawn.index("time per output token")]
+    assert "time to first token, ms, logarithmic" in ttft
+    assert ">100,000<" in ttft
+    assert "e+0" not in drawn

@@ -8,7 +8,7 @@ import pytest
 
 from kvferry.core.process import logs
 
-NOISY = ("asyncio", "grpc", "httpx", "uvicorn.access")
+NOISY = ("asyncio", "grpc", "httpx", "uvicorn.access", "uvicorn.error")
 
 
 @pytest.fixture(autouse=True)
@@ -61,3 +61,15 @@ def test_control_characters_of_a_message_are_escaped_in_text_too(capsys: pytest.
     logging.getLogger("kvferry.x").info("path %s", "/a\n12:00:00 ERROR forged\x1b[2J\x00\x85\u2028é")
     (line,) = capsys.readouterr().err.splitlines()
     assert line.endswith(r"path /a\n12:00:00 ERROR forged\x1b[2J\x00\x85\u2028é")
+
+
+def test_lines_of_a_supervised_process_have_its_name(capsys: pytest.CaptureFixture[str]) -> None:
+    logs.setup("info", as_json=False, process="prefill-0%s")
+    logging.getLogger("kvferry.x").info("loaded")
+    logging.getLogger("uvicorn.error").info("Started server process")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("prefill-0%s: ")
+    assert line.endswith("INFO    kvferry.x: loaded")
+    logs.setup("info", as_json=True, process="prefill-0")
+    logging.getLogger("kvferry.x").info("loaded")
+    assert json.loads(capsys.readouterr().err)["process"] == "prefill-0"

@@ -129,6 +129,6 @@ def test_settings_of_other_commands_and_other_variables_are_ignored(variable: st
 
 def test_every_command_ignores_the_variables_of_the_others_and_of_a_service() -> None:
     service = ("SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_HTTP", "PORT", "PORT_80_TCP_ADDR", "GATEWAY_PORT")
-    every = {f"KVFERRY_{name.upper()}": "x" for name in (*EVERY_NAME, *service, "PARENT_PID", "PROBE_KEY")}
+    every = {f"KVFERRY_{name.upper()}": "x" for name in (*EVERY_NAME, *service, "PARENT_PID", "LOG_NAME", "PROBE_KEY")}
     for table in (WORKER, GATEWAY, UP, BENCH, DOCTOR, EXPLAIN):
         check_variables(every, table, EVERY_NAME)

@@ -103,7 +103,7 @@ def test_a_value_of_another_type_is_refused_by_name(field: str, value: object) -
         ({"threads": -1}, "threads must be a whole number from 0 to 1024, not -1"),
         ({"window_pages": "x"}, "window_pages must be one of auto, keep, release, not 'x'"),
         ({"max_num_seq": 4}, "unknown setting 'max_num_seq'; did you mean max_num_seqs?"),
-        ({"kv_memory": 1 << 49}, "must be at most this process's memory limit of .* bytes"),
+        ({"kv_memory": 1 << 49}, r"must be at most this process's memory limit of \d+MiB, not 536870912MiB"),
     ],
 )
 def test_settings_are_checked_before_a_model_is_opened(make: Any, settings: dict[str, object], message: str) -> None:

@@ -77,11 +77,29 @@ def test_the_record_names_workers_reasons_and_durations() -> None:
     story = "\n".join(report_lines("r", sample))
     assert "r  sample 0  cancelled" in story
     assert "loaded 64 tokens from position 0 (cheaper); expected: dram 1.0 ms, computing 50.0 ms" in story
-    assert "4 blocks, 1.0 MB in 2.0 ms; then disk: flipped bits" in story
+    assert "4 blocks, 1.0 MiB in 2.0 ms; then disk: flipped bits" in story
     assert "computed 32 tokens" in story
     assert "pair by policy prefix-hash" in story
     assert "candidates" in story
     assert "random would take w0 and w1: 250.0 ms estimated" in story
+
+
+def test_the_report_draws_the_time_line() -> None:
+    journal = Journal()
+    journal.add(a_run("r"))
+    (sample,) = journal.find("a", RequestId("r")) or []
+    times = {"queue_seconds": 0.1, "prefill_seconds": 0.3, "first_token_seconds": 0.4, "handoff_seconds": 0.1}
+    moved = {"handoff_outcome": "fetched", "handoff_blocks": 1, "handoff_bytes": 3 << 20, "connector": "shm"}
+    sample["timing"] |= {**times, **moved, "total_seconds": 1.5, "resumed": 1, "of_a_newer_gateway": 7}
+    sample["routes"] = [*sample["routes"], *sample["routes"]]
+    lines = report_lines("r", sample)
+    assert "hand-off fetched 100.0 ms, decode 1000.0 ms, total 1500.0 ms, resumed 1 time" in "\n".join(lines)
+    rows = {line.split()[0]: line for line in lines[lines.index("") + 1 :]}
+    assert list(rows) == ["queue", "prefill", "first", "hand-off", "decode"]
+    assert "400.0 ms" in rows["first"]
+    assert rows["hand-off"].endswith("100.0 ms  fetched: 1 block, 3.0 MiB over shm")
+    assert rows["decode"].index("█") > rows["prefill"].index("█")
+    assert len([line for line in lines if "by policy" in line]) == len(sample["routes"]) // 2
 
 
 def test_the_header_is_one_line_of_ascii() -> None:

@@ -72,7 +72,11 @@ def test_the_command_prints_rows_and_writes_json(tmp_path: Path) -> None:
     found = json.loads(out.read_text())
     assert [row["rate"] for row in found["rows"]] == [5.0, 10.0]
     assert all(row["replicas"].keys() == {"prefill", "decode"} for row in found["rows"])
-    assert json.loads(done.output.splitlines()[-1]) == found
+    assert "cost/hour" not in done.output, "the file has no prices"
+    fleet.write_text(SPLIT.replace("[[role]]", "[[role]]\nprice_per_hour = 1.5", 1))
+    done = CliRunner().invoke(main, ["plan", str(fleet), "--rates", "5", "--attain", "0.8", "--json", "-"])
+    assert json.loads(done.stdout)["rows"][0]["price_per_hour"] > 0
+    assert "in the currency of the file's price_per_hour" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,8 @@ def test_nothing_is_changed_for_less_than_the_least_gain() -> None:
 
 def test_speed_decides_between_equal_goodputs_and_goodput_between_unequal_ones() -> None:
     assert StudyScore(1.0, 2.0).gain_over(StudyScore(1.0, 1.0)) == pytest.approx(1.0)
+    assert StudyScore(1.0, 2.0).gains_in(StudyScore(1.0, 1.0)) == "speed"
+    assert StudyScore(2.0, 1.0).gains_in(StudyScore(1.0, 9.0)) == "goodput"
     assert StudyScore(2.0, 1.0).gain_over(StudyScore(1.0, 9.0)) == pytest.approx(1.0)
     assert StudyScore(0.0, 9.0).gain_over(StudyScore(1.0, 1.0)) == pytest.approx(-1.0)
     assert StudyScore(1.0, 1.0).gain_over(StudyScore(0.0, 0.0)) > 0
@@ -87,8 +89,10 @@ def test_the_command_tunes_a_fleet_with_too_few_prefill_workers(tmp_path: Path) 
         main, ["tune", str(fleet), "--simulations", "12", "--write", str(out), "--json", str(result)]
     )
     assert run.exit_code == 0, run.output
-    found = json.loads(run.output.splitlines()[-1])
-    assert found == json.loads(result.read_text())
+    found = json.loads(result.read_text())
+    assert all(f"{one['field']}: " in run.output for one in found["changes"])
+    assert "goodput +" in run.output
+    assert {one["quantity"] for one in found["changes"]} <= {"goodput", "speed"}
     assert found["goodput"] > 1.1 * found["base_goodput"]
     assert "prefill:decode" in {change["field"] for change in found["changes"]}
 

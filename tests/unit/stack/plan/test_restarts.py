@@ -37,3 +37,8 @@ def test_a_pause_is_always_within_bounds(runs: list[float]) -> None:
 )  # fmt: skip
 def test_the_line_about_an_exit_names_the_signal_and_its_usual_cause(status: int, said: str) -> None:
     assert death_text("prefill-0", status, 0.2) == f"prefill-0 {said}; restarting in 0.2 s"
+
+
+def test_the_line_about_an_exit_has_its_error() -> None:
+    line = death_text("decode-1", 1, 1.0, "no memory")
+    assert line == "decode-1 exited with status 1: no memory; restarting in 1.0 s"

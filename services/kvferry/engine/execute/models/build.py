@@ -67,7 +67,7 @@ def build_model(
     if numerics == FAST:
         _check_fast(level, dtype)
     for line in tensors.weights():
-        _log.info("weights: %s", line)
+        _log.debug("weights: %s", line)
     count = threads or usable_cores()
     if level:
         form = WEIGHTS[weights]
