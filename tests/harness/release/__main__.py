@@ -55,7 +55,7 @@ def _interpreter(version: str) -> str:
     found = shutil.which(f"python{version}") if not managed else str(managed[-1])
     if found is None:
         raise click.ClickException(
-            f"Python {version} was not found, and a release has a wheel for it; install it, or leave it out: --python 3.11"
+            f"Python {version} was not found, and a release has a wheel for it; install it, or name others: --python"
         )
     return found
 
@@ -117,7 +117,8 @@ def main(out: Path, pythons: tuple[str, ...], image: bool, fold: bool) -> None:
     version, address = project["version"], project["urls"]["Source"]
     epoch = _run(["git", "log", "-1", "--format=%ct"]).strip()
     if fold:
-        return _fold(version, int(epoch))
+        _fold(version, int(epoch))
+        return
     if changed := _run(["git", "status", "--porcelain", "--untracked-files=no"]).strip():
         raise click.ClickException(f"a release is built from a commit; commit or discard these changes:\n{changed}")
     out = out.resolve()
@@ -128,9 +129,8 @@ def main(out: Path, pythons: tuple[str, ...], image: bool, fold: bool) -> None:
     source = work / "source"
     source.mkdir()
     click.echo(f"kvferry {version} of {_run(['git', 'rev-parse', '--short=12', 'HEAD']).strip()}, into {dist}")
-    subprocess.run(
-        f"git archive HEAD | tar -x -C '{source}'", shell=True, cwd=ROOT, timeout=_SECONDS, check=True
-    )  # only what is committed
+    _run(["git", "archive", "-o", work / "source.tar", "HEAD"])  # only what is committed
+    _run(["tar", "-x", "-f", work / "source.tar", "-C", source])
     readme = source / "README.md"
     readme.write_text(absolute_links(readme.read_text("utf-8"), address, version), encoding="utf-8")
 

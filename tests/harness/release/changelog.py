@@ -12,7 +12,7 @@ _WORDS = {
     "Engine": r"engine|kernels?|GPUs?|steps?|LLM|scheduler|adapters?|workers?|speculation|samples?",
     "Tools": r"`kvferry (?:bench|simulate|plan|tune|chat|completion|explain|model|up)\b|make|CLI|command line|docs",
 }
-"""Words by which an entry belongs to an area; the first area with most words wins, and without any it is the gateway's."""
+"""Words by which an entry belongs to an area; the first area with most words wins; without any: the gateway."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ def parse(name: str, text: str) -> Fragment:
 
 def area_of(text: str) -> str:
     """Return the area of an entry by its words."""
-    counts = {area: len(re.findall(rf"(?<!\w)(?:{words})", text)) for area, words in _WORDS.items()}
+    counts = {area: len(re.findall(rf"(?<!\w)(?:{words})", text, re.IGNORECASE)) for area, words in _WORDS.items()}
     most = max(counts.values())
     return next(area for area in counts if counts[area] == most) if most else AREAS[0]
 
@@ -46,8 +46,8 @@ def area_of(text: str) -> str:
 def fold(changelog: str, fragments: list[Fragment], version: str, date: str) -> str:
     """Return the changelog with a dated section of the version.
 
-    Before the first release nobody had what was changed, fixed or removed, so that the first section takes only what was
-    added; later sections take all, and name the kind of what was not added.
+    Before the first release nobody had what was changed, fixed or removed, so that the first section takes only
+    what was added; later sections take all, and name the kind of what was not added.
 
     Raises:
         ValueError: the changelog has a section of this version already, with a date.
