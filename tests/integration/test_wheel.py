@@ -77,4 +77,4 @@ def test_a_wheel_serves_where_nothing_can_be_built(version: str, tmp_path: Path)
         assert reply.json()["usage"]["completion_tokens"] == 4
     finally:
         stack.terminate()
-        stack.wait(60)
+        stack.communicate(timeout=60)  # closes the pipe, too
