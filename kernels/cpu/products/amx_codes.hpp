@@ -54,7 +54,8 @@ static inline void with_row_pairs(int rows, F&& f) {
 }
 
 // out [R][16] with row stride `out_stride` = `rows` rows of x times a quantized panel: the sum in codes.hpp, or, if
-// `Bytes`, in bytes.hpp. If `rows` is R - 1, the last row is computed and stored twice. Every block's accumulator is stored, since the block's scales are applied in vector registers. The loop
+// `Bytes`, in bytes.hpp. If `rows` is R - 1, the last row is computed and stored twice. Every block's
+// accumulator is stored, since the block's scales are applied in vector registers. The loop
 // is software-pipelined: block b is multiplied, block b - 2 is stored and block b - 4 is loaded and scaled, so that no
 // load waits for the matrix unit. `unpacked` contains the panel as weight tiles; the first row tile fills it for all
 // row tiles.

@@ -1,5 +1,5 @@
-// Matrix products over packed panels, as the phases of a step call them. One translation unit of a level has the kernels
-// (dispatch.hpp), so that they are compiled once and beside the phases.
+// Matrix products over packed panels, as the phases of a step call them. One translation unit of a level has the
+// kernels (dispatch.hpp), so that they are compiled once and beside the phases.
 #pragma once
 #include <cstddef>
 #include <cstdint>
