@@ -142,7 +142,7 @@ def main(out: Path, pythons: tuple[str, ...], image: bool, fold: bool) -> None:
             _build(python, "build_sdist", source, dist, epoch)
         wheel = _build(python, "build_wheel", source, work, epoch)
         path = f"{tools.parent}:{os.environ['PATH']}"
-        repair = [tools, "-m", "auditwheel", "repair", "--wheel-dir", dist, wheel]
+        repair: list[str | Path] = [tools, "-m", "auditwheel", "repair", "--wheel-dir", dist, wheel]
         _run(repair, SOURCE_DATE_EPOCH=epoch, PATH=path)
     _run([tools, "-m", "twine", "check", "--strict", *sorted(dist.iterdir())])
 
