@@ -42,12 +42,18 @@ template <class Form, bool Bytes>
   }
 }
 
-// Calls f(Count<R>) for the least R that is 1 or even and at least `rows`: an instance for every number of rows would
-// double the time to compile, and one row more costs less than a block's loads.
+// Whether `with_row_pairs` calls an instance for R rows with R rows only. Most tiles have all rows.
+template <int R>
+constexpr bool kIsExact = R == 1 || R >= kAmxRows - 1;
+
+// Calls f(Count<R>) for the least R that is 1, even, or above 14, and at least `rows`: an instance for every number of
+// rows would double the time to compile, and one row more costs less than a block's loads.
 template <class F>
 static inline void with_row_pairs(int rows, F&& f) {
   if (rows == 1) {
     f(Count<1>{});
+  } else if (rows == kAmxRows - 1) {
+    f(Count<kAmxRows - 1>{});
   } else {
     with_count<kAmxRows / 2>((rows + 1) / 2, [&](auto pairs) { f(Count<2 * decltype(pairs)::value>{}); });
   }
@@ -71,7 +77,7 @@ template <class Form, bool Bytes, int R>
   const int blocks = m.depth / block;
   const size_t stride = size_t(x.stride) * input_bytes;
   const size_t groups = size_t(x.stride / kGroup);
-  const auto row = [last = size_t(rows - 1)](int r) { return r + 1 < R ? size_t(r) : last; };
+  const auto row = [last = size_t(rows - 1)](int r) { return kIsExact<R> || r + 1 < R ? size_t(r) : last; };
   BlockCursor<Form> packed(m, m.data + size_t(panel) * m.panel_bytes), scaled = packed;
   const uint8_t* inputs = Bytes ? (const uint8_t*)x.bytes : (const uint8_t*)x.bf16;
   constexpr bool is_table = Form::format == Format::table4;
@@ -104,16 +110,17 @@ template <class Form, bool Bytes, int R>
       const float* from = sums[done % kRing];
       const float* scales = Bytes ? x.scales + size_t(done) * block / kGroup : nullptr;
       const float* sums_of_inputs = input_sums.sums + done;
-      V scale, minimum;
+      V scale, minimum, sum[R][1];
       scaled.load_scales(m, scale, minimum);
       scaled.move(m, done);
       if (raised) minimum = v_fma(scale, v_set(-kCodeBias), minimum);
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r) {
         const float* at = from + row(r) * kPanel;
-        const V sum = Bytes ? v_mul(s_float4(s_load(at)), v_set(scales[row(r) * groups])) : v_load(at);
-        total[r][0] = v_fma(scale, sum, total[r][0]);
+        sum[r][0] = Bytes ? v_mul(s_float4(s_load(at)), v_set(scales[row(r) * groups])) : v_load(at);
       }
+#pragma GCC unroll 16
+      for (int r = 0; r < R; ++r) total[r][0] = v_fma(scale, sum[r][0], total[r][0]);
       if (has_min)
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r)
