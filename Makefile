@@ -6,17 +6,19 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+RUN_READY := $(VENV)/.ready-run
+export PYTHON TORCH_INDEX
 export PYTHONSAFEPATH := 1
 NODE_PACKAGES := containerd runc containernetworking-plugins nftables conntrack iproute2 procps
 PROTOS := $(wildcard proto/kvferry/v1/*.proto)
 CPP := $(wildcard kernels/cpu/*.[ch]pp kernels/cpu/*/*.[ch]pp)
 
-.PHONY: fuzz endurance siege sanitize help run setup redis test check format lint types layers proto golden verify lock bench bench-gpu bench-tiers bench-transfer bench-turns bench-hints bench-bursts bench-adapters bench-constraints bench-cache-map bench-flow bench-gateway bench-tenants bench-hostile-schemas bench-routing bench-scheduler bench-speculation train-head bench-moe bench-peers bench-async-steps bench-steps bench-calibration bench-tls results explore faults test-clients test-long test-gpu test-cluster cluster-assets zero-loss cluster-up cluster-down image node-tools coverage clean
+.PHONY: release fuzz endurance siege sanitize help run setup redis test check format lint types layers proto golden verify lock bench bench-gpu bench-tiers bench-transfer bench-turns bench-hints bench-bursts bench-adapters bench-constraints bench-cache-map bench-flow bench-gateway bench-tenants bench-hostile-schemas bench-routing bench-scheduler bench-speculation train-head bench-moe bench-peers bench-async-steps bench-steps bench-calibration bench-tls results explore faults test-clients test-long test-gpu test-cluster cluster-assets zero-loss cluster-up cluster-down image node-tools coverage clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-run: $(READY) ## set-up if needed, then `kvferry demo`: one request through prefill, hand-off and decode (ARGS="--connector nixl")
+run: $(RUN_READY) ## set-up if needed, then `kvferry demo`: one request through prefill, hand-off and decode (ARGS="--connector nixl")
 	@$(BIN)/kvferry demo $(ARGS)
 
 setup: $(READY) redis ## .venv with everything `run` and `test` need; quick when nothing changed
@@ -34,24 +36,13 @@ redis: ## redis-server for the tests, from the distribution, if it can be instal
 	fi; \
 	command -v redis-server >/dev/null || echo "no redis-server: the tests of the redis tier will fail; install it with: apt-get install redis-server"
 
-# One environment for running and testing. uv installs it in a fraction of pip's time; if uv itself
-# cannot be installed, pip does the same from the same lock.
-$(READY): requirements.lock pyproject.toml CMakeLists.txt $(wildcard kernels/cpu/* kernels/cpu/*/*)
-	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "kvferry needs Python 3.11 or newer; set PYTHON=...")'
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "setting up $(VENV), once: $$(grep -c == requirements.lock) packages (6 GB, most of it for GPUs)," \
-	  "half a minute on a fast network; then the C++ kernels are compiled, about three minutes on two cores"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check uv || echo "uv is not available: falling back to pip"
-	@quiet=--quiet; if test -t 2; then quiet=; fi; \
-	if test -x $(BIN)/uv; then \
-	  VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install $$quiet -r requirements.lock && \
-	  VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install $$quiet --no-deps --no-build-isolation --reinstall-package kvferry -e '.[serve,nixl,encryption,bench,operator,traces]'; \
-	else \
-	  $(BIN)/python -m pip install $$quiet --disable-pip-version-check --no-deps -r requirements.lock && \
-	  $(BIN)/python -m pip install $$quiet --disable-pip-version-check --no-deps --no-build-isolation -e '.[serve,nixl,encryption,bench,operator,traces]'; \
-	fi
-	@$(BIN)/python -c 'import pathlib, sysconfig; pathlib.Path(sysconfig.get_path("purelib"), "kvferry-tests.pth").write_text(str(pathlib.Path("tests").resolve()))'
-	@touch $(READY)
+# One environment for running and testing; `run` needs a part of it.
+SOURCES := pyproject.toml CMakeLists.txt $(wildcard kernels/cpu/* kernels/cpu/*/*)
+$(RUN_READY): requirements-build.lock requirements-run.lock $(SOURCES)
+	@tests/harness/set_up.sh $$(if test -e $(READY); then echo test; else echo run; fi)
+
+$(READY): requirements-build.lock requirements.lock $(SOURCES)
+	@tests/harness/set_up.sh test
 
 # Tests of one process run on all cores, those of whole stacks alone; with ARGS, one pytest runs what they select.
 QUICK := not gpu and not cluster and not node and not scale and not long
@@ -93,8 +84,16 @@ golden: $(READY) ## rewrite tests/golden and the generated parts of docs; review
 verify: $(READY) ## check that generated files match their sources
 	@$(BIN)/python -m harness.house.golden verify
 
-lock: $(READY) ## resolve the dependencies into requirements.lock (ARGS="--upgrade")
-	@$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --no-header --no-annotate --extra serve --extra nixl --extra encryption --extra bench --extra operator --extra traces --group dev pyproject.toml -o requirements.lock $(ARGS)
+RESOLVE = $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --no-header --no-annotate --generate-hashes
+EXTRAS := $(foreach extra,serve nixl encryption bench operator traces,--extra $(extra))
+lock: $(READY) ## resolve the dependencies into requirements.lock and its parts for set-up (ARGS="--upgrade")
+	@$(RESOLVE) pyproject.toml $(EXTRAS) --group dev -o requirements.lock $(ARGS)
+	@$(RESOLVE) pyproject.toml $(EXTRAS) --group build -c requirements.lock -o requirements-run.lock
+	@$(RESOLVE) --group build -c requirements.lock -o requirements-build.lock
+	@$(RESOLVE) --group release -o requirements-release.lock $(ARGS)
+
+release: $(READY) ## sdist, wheels, chart, SBOM and checksums of this commit in build/release; docs/releasing.md (ARGS="--image", "--fold")
+	@PYTHONPATH=tests $(BIN)/python -m harness.release $(ARGS)
 
 bench: $(READY) ## the benchmarks; rows appended to tests/bench/results/*.csv
 	@$(BIN)/python tests/bench/bench_line.py $(ARGS)

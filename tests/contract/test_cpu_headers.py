@@ -41,9 +41,10 @@ def _flags(target: str) -> list[str]:
     if target == PORTABLE:
         return []
     cmake = (ROOT / "CMakeLists.txt").read_text()
-    options = re.search(rf'level_{target}\.cpp[^")]*PROPERTIES COMPILE_OPTIONS\s+"([^"]*)"', cmake)
-    assert options is not None, f"CMakeLists.txt has no flags for level_{target}.cpp"
-    return [f"-D{TARGETS[target]}", *options[1].split(";")]
+    options = dict(re.findall(r'set\(KVFERRY_FLAGS_(\w+) "([^"]*)"', cmake))
+    assert target in options, f"CMakeLists.txt has no flags for the level {target}"
+    flags = re.sub(r"\$\{KVFERRY_FLAGS_(\w+)\}", lambda found: options[found[1]], options[target])
+    return [f"-D{TARGETS[target]}", *flags.split(";")]
 
 
 def _own_includes(source: str) -> Iterator[str]:

@@ -114,11 +114,25 @@ def test_tests_are_not_packages() -> None:
     assert all(p[1] == "harness" for p in packages), "tests/operator/__init__.py would hide Python's own `operator`"
 
 
-def test_the_lock_names_no_index_or_path() -> None:
-    lock = (ROOT / "requirements.lock").read_text()
+LOCKS = sorted(path.name for path in ROOT.glob("requirements*.lock"))
+
+
+@pytest.mark.parametrize("name", LOCKS)
+def test_a_lock_has_hashes_and_names_no_index_or_path(name: str) -> None:
+    lock = (ROOT / name).read_text()
     assert "://" not in lock
     assert "index" not in lock
-    assert len(re.findall(r"^\S+==\S+", lock, re.MULTILINE)) > 50
+    entries = re.split(r"^(?=\S)", lock, flags=re.MULTILINE)[1:]
+    assert entries
+    assert [entry.split()[0] for entry in entries if "==" not in entry or "--hash=sha256:" not in entry] == []
+
+
+@pytest.mark.parametrize("part", ["requirements-run.lock", "requirements-build.lock"])
+def test_the_parts_of_the_lock_have_its_versions(part: str) -> None:
+    whole, some = (
+        {*re.findall(r"^\S+==\S+", (ROOT / name).read_text(), re.MULTILINE)} for name in ("requirements.lock", part)
+    )
+    assert some <= whole
 
 
 def test_generated_code_accepts_the_locked_runtime() -> None:

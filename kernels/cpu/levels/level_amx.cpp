@@ -1,4 +1,4 @@
-// Kernels compiled for AVX-512 and AMX.
+// Phases of a step compiled for AVX-512 and AMX.
 #define KVFERRY_TARGET_AMX_BF16
 #include "step/phases.hpp"
 

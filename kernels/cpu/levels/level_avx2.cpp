@@ -1,4 +1,4 @@
-// Kernels compiled for AVX2, FMA and F16C.
+// Phases of a step compiled for AVX2, FMA and F16C.
 #define KVFERRY_TARGET_AVX2
 #include "step/phases.hpp"
 

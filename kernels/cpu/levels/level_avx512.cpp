@@ -1,4 +1,4 @@
-// Kernels compiled for AVX-512 with BF16 and VNNI.
+// Phases of a step compiled for AVX-512 with BF16 and VNNI.
 #define KVFERRY_TARGET_AVX512_BF16
 #include "step/phases.hpp"
 

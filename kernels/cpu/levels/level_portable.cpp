@@ -1,4 +1,4 @@
-// Kernels compiled for the baseline of the architecture.
+// Phases of a step compiled for the baseline of the architecture.
 #include "step/phases.hpp"
 
 #include "products/inputs.hpp"

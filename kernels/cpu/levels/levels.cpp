@@ -10,16 +10,13 @@
 
 namespace kvferry {
 
+// CMakeLists.txt defines KVFERRY_HAS_* for the levels that are built.
 namespace portable { extern const Level kLevel; }
-#if defined(__x86_64__)
 namespace avx2 { extern const Level kLevel; }
 namespace avx512_bf16 { extern const Level kLevel; }
-#if defined(__linux__)
 namespace amx_bf16 { extern const Level kLevel; }
-#endif
-#endif
 
-#if defined(__x86_64__) && defined(__linux__)
+#if defined(KVFERRY_HAS_AMX) && defined(__linux__)
 // Whether the CPU has AMX with bf16 and int8, and the operating system allows this process to use tile state (Linux:
 // Documentation/arch/x86/xstate.rst).
 static bool has_amx() {
@@ -32,20 +29,27 @@ static bool has_amx() {
 #endif
 
 std::vector<const Level*> usable_levels() {
-  std::vector<const Level*> levels{&portable::kLevel};
+  std::vector<const Level*> levels;
+#ifdef KVFERRY_HAS_PORTABLE
+  levels.push_back(&portable::kLevel);
+#endif
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
-    levels.push_back(&avx2::kLevel);
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bf16") &&
-        __builtin_cpu_supports("avx512vnni")) {
-      levels.push_back(&avx512_bf16::kLevel);
-#if defined(__linux__)
-      if (has_amx()) levels.push_back(&amx_bf16::kLevel);
+  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !__builtin_cpu_supports("f16c"))
+    return levels;
+#ifdef KVFERRY_HAS_AVX2
+  levels.push_back(&avx2::kLevel);
 #endif
-    }
-  }
+  if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
+      !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512dq") ||
+      !__builtin_cpu_supports("avx512bf16") || !__builtin_cpu_supports("avx512vnni"))
+    return levels;
+#ifdef KVFERRY_HAS_AVX512
+  levels.push_back(&avx512_bf16::kLevel);
+#endif
+#if defined(KVFERRY_HAS_AMX) && defined(__linux__)
+  if (has_amx()) levels.push_back(&amx_bf16::kLevel);
+#endif
 #endif
   return levels;
 }

@@ -147,9 +147,8 @@ static inline void unpack_panel_quads(const Matrix& m, int panel, uint8_t* to) {
 #endif
 
 // Multiplies any number of rows by panels [panel, panel + panels); see `product` for `scratch` and `epilogue`.
-template <class Epilogue>
 static void product_of_bytes(const Matrix& m, const Rows& x, int rows, int panel, int panels,
-                             [[maybe_unused]] uint8_t* scratch, Epilogue&& epilogue) {
+                             [[maybe_unused]] uint8_t* scratch, const Epilogue& epilogue) {
   alignas(64) float out[kByteRows * 2 * kPanel];
   const int step = balanced_rows(rows, kByteRows);
 #if KVFERRY_PAIRS

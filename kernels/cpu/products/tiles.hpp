@@ -18,6 +18,20 @@ struct Tile {
   V at(int r, int c) const { return v_load(values + (r * columns + c) * kPanel); }
 };
 
+// A reference to what receives the tiles of a product; it must outlive the call. One indirect call per tile, whose
+// values are in memory, is not measurable, and a product is compiled once per level instead of once per receiver.
+class Epilogue {
+ public:
+  template <class F>
+  explicit Epilogue(const F& receive)
+      : receiver_(&receive), call_([](const void* to, const Tile& tile) { (*static_cast<const F*>(to))(tile); }) {}
+  void operator()(const Tile& tile) const { call_(receiver_, tile); }
+
+ private:
+  const void* receiver_;
+  void (*call_)(const void*, const Tile&);
+};
+
 // Adjacent inputs of a row as 32 bits: two inputs of 16 bits or four inputs of 8 bits.
 static inline uint32_t inputs_at(const void* p) {
   uint32_t inputs;

@@ -134,9 +134,8 @@ static inline void tile_words(const Matrix& m, const uint8_t* at, const Rows& x,
 }
 
 // Multiplies any number of rows by panels [panel, panel + panels); see `product` for `scratch` and `epilogue`.
-template <class Epilogue>
 static void product_of_words(const Matrix& m, const Rows& x, int rows, int panel, int panels, uint8_t* scratch,
-                             Epilogue&& epilogue) {
+                             const Epilogue& epilogue) {
   alignas(64) float out[kWordRows * kPanel];
   const int step = balanced_rows(rows, kWordRows);
   with_codes(m, [&](auto form) {

@@ -193,11 +193,12 @@ static inline void multiply_head(Step& step, const Matrix& m, const Rows& x, int
   float* out = to + size_t(first_row) * stride + size_t(head) * apart;
   for (int p = 0; p < panels; p += at_a_time) {
     const int some = panels - p < at_a_time ? panels - p : at_a_time;
-    product(m, of_head, count, first_panel + p, some, step.scratch(thread), [=](const Tile& tile) {
+    const auto store = [=](const Tile& tile) {
       for (int r = 0; r < tile.rows; ++r)
         for (int c = 0; c < tile.columns; ++c)
           v_store(out + size_t(tile.row + r) * stride + size_t(tile.panel + c - first_panel) * kPanel, tile.at(r, c));
-    });
+    };
+    product(m, of_head, count, first_panel + p, some, step.scratch(thread), Epilogue(store));
   }
 }
 

@@ -1,0 +1,3 @@
+// Matrix products compiled for AVX-512 and AMX.
+#define KVFERRY_TARGET_AMX_BF16
+#include "products/dispatch.hpp"

@@ -1,0 +1,1 @@
+"""Builds everything that a release publishes, from one commit (docs/releasing.md)."""
