@@ -38,7 +38,8 @@ TOKEN_BYTES = 23_040
 """KV bytes per token of SmolLM2-135M in bfloat16."""
 CACHE_TOKENS = 6_400
 ONE = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
-RETAIN = CacheHints(retain_seconds=600.0)
+RETAIN = CacheHints(retain_seconds=20.0)
+"""Longer than a round, and over before the same stack has its next one."""
 
 
 @dataclass(frozen=True, slots=True)
