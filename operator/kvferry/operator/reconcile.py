@@ -23,6 +23,7 @@ from kvferry.operator.plan.memory import PassMemory, begin_pass, remember
 from kvferry.operator.plan.pool_plan import Plan, plan_pool, verify
 from kvferry.operator.plan.pool_report import plan_report, status_change
 from kvferry.operator.plan.status import unreadable_status
+from kvferry.operator.plan.template_policy import TemplatePolicy
 from kvferry.operator.pool.facts import Key, PoolFacts
 from kvferry.operator.pool.spec import Json, parse_pool
 
@@ -41,6 +42,7 @@ class Reconciler:
         identity: str,
         operator: str = "",
         default_image: str,
+        template: TemplatePolicy = TemplatePolicy.ANY,
         installed: Installed,
         applied: Callable[[Json], None] = lambda body: None,
     ) -> None:
@@ -51,6 +53,7 @@ class Reconciler:
             identity: identity of the operator, for events.
             operator: namespace and name of the operator's lease, for the status.
             default_image: image for pools without `spec.image`.
+            template: what the templates of pools may contain.
             installed: optional kinds that the cluster serves.
             applied: called with every applied object, on the thread of the reconcile.
         """
@@ -58,6 +61,7 @@ class Reconciler:
         self._clock = clock
         self._executor = Executor(api, identity, lambda: rfc3339(clock.wall()), applied, clock.wall)
         self._default_image = default_image
+        self._template = template
         self._operator = operator
         self._installed = installed
         self._memories: dict[Key, PassMemory] = {}
@@ -85,7 +89,7 @@ class Reconciler:
             if memory.keys:  # newer than the keys in `status`, which may be outdated
                 pool = msgspec.structs.replace(pool, keys=memory.keys)
             if memory.verified_generation != pool.generation:
-                verify(pool, self._default_image)
+                verify(pool, self._default_image, self._template)
                 memory = replace(memory, verified_generation=pool.generation)
         except UsageError as error:
             self._report_unreadable(key, memory, unreadable_status(body, error.message, stamp), stamp)

@@ -19,6 +19,13 @@ OPERATOR = (
         parse=Parser("IMAGE", str),
     ),
     Setting(
+        "template",
+        "Any",
+        "What the templates of pools may contain: Any, or Restricted to labels, annotations, placement, resources and "
+        "env values. A pool with more is refused.",
+        choices=("Any", "Restricted"),
+    ),
+    Setting(
         "kubeconfig", "", "Kubeconfig file; default: the pod's service account, or else ~/.kube/config.", parse=FILE
     ),
     Setting("lease_namespace", "default", "Namespace of the leader election lease.", parse=NAME),

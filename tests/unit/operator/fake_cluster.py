@@ -11,6 +11,7 @@ from kvferry.core.errors import Unavailable
 from kvferry.operator.api import ApiRefusal, Conflict, FieldConflict
 from kvferry.operator.apply.executor import Executor, PoolTarget
 from kvferry.operator.plan.actions import Action, Outcome
+from kvferry.operator.plan.template_policy import TemplatePolicy
 from kvferry.operator.pool import names
 from kvferry.operator.pool.facts import Key, Store
 from kvferry.operator.process.watches import POLLED, WATCHED
@@ -173,6 +174,8 @@ class Cluster:
         self.api, self.clock = FakeApi(), FakeClock()
         self.body = {**body(**spec), "status": {}}
         self.installed = installed
+        self.template = TemplatePolicy.ANY
+        """The operator's setting for templates, from its next start on."""
         self.restart()
         self.report = None
         self.api.objects[_place(self.body)] = self.body
@@ -180,7 +183,12 @@ class Cluster:
     def restart(self) -> None:
         """Replace the operator by a new one without the memory of the first."""
         self.reconciler = Reconciler(
-            self.api, self.clock, identity="op", default_image=IMAGE, installed=lambda: self.installed
+            self.api,
+            self.clock,
+            identity="op",
+            default_image=IMAGE,
+            template=self.template,
+            installed=lambda: self.installed,
         )
         self.executor = RecordingExecutor(self.api, "op", lambda: "now", wall=self.clock.wall)
         self.executor.actions = []

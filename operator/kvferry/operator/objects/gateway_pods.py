@@ -105,7 +105,7 @@ def _pod(pool: InferencePool, default_image: str) -> Json:
         "containers": [
             confined(
                 {
-                    "name": "gateway",
+                    "name": names.GATEWAY_CONTAINER,
                     "image": pool.spec.image or default_image,
                     "imagePullPolicy": pool.spec.image_pull_policy,
                     "args": _arguments(pool),

@@ -152,7 +152,7 @@ def _pod(pool: InferencePool, role: RoleSpec, default_image: str) -> Json:
         "containers": [
             confined(
                 {
-                    "name": "worker",
+                    "name": names.WORKER_CONTAINER,
                     "image": pool.spec.image or default_image,
                     "imagePullPolicy": pool.spec.image_pull_policy,
                     "args": _arguments(pool, role),

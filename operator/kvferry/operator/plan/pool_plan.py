@@ -43,6 +43,7 @@ from kvferry.operator.plan.revisions import record, recorded
 from kvferry.operator.plan.rollout import Count, RoleState, Step, next_step
 from kvferry.operator.plan.scaler_plan import plan_scale_status, plan_scalers
 from kvferry.operator.plan.status import first_status
+from kvferry.operator.plan.template_policy import TemplatePolicy, check_templates
 from kvferry.operator.plan.tls_plan import plan_tls
 from kvferry.operator.pool import names
 from kvferry.operator.pool.spec import InferencePool, Json
@@ -81,12 +82,18 @@ class _Target:
     problem: Problem | None = None
 
 
-def verify(pool: InferencePool, default_image: str) -> None:
+def verify(pool: InferencePool, default_image: str, policy: TemplatePolicy = TemplatePolicy.ANY) -> None:
     """Check a spec by building all manifests of the pool, since user templates have no schema and can fail in any way.
 
+    Args:
+        pool: the pool.
+        default_image: image for pools without `spec.image`.
+        policy: what its templates may contain.
+
     Raises:
-        UsageError: the manifests cannot be built.
+        UsageError: the manifests cannot be built, or a template has a field that is not permitted.
     """
+    check_templates(pool, policy)
     try:
         surroundings(pool, frozenset({POD_MONITOR, EXTENSION_POOL}))
         gateway_deployment(pool, default_image)

@@ -48,6 +48,8 @@ ANNOTATION_ACCOUNT = f"{GROUP}/account"
 ANNOTATION_DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
 
 ROLE_GATEWAY = "gateway"
+WORKER_CONTAINER, GATEWAY_CONTAINER = "worker", "gateway"
+"""Names of the containers of pods, by which templates change them."""
 WORKER_ROLES = ("prefill", "decode", "both")
 """Roles of worker pods, the values of `kvferry worker --role`."""
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from kvferry.operator.plan.process.lease import LeaseTimes
+from kvferry.operator.plan.template_policy import TemplatePolicy
 
 LEASE = "kvferry-operator"
 
@@ -13,6 +14,8 @@ class OperatorConfig:
 
     default_image: str
     """Image for pools without `spec.image`."""
+    template: TemplatePolicy = TemplatePolicy.ANY
+    """What the templates of pools may contain."""
     namespaces: tuple[str, ...] = ()
     """Namespaces whose pools are reconciled; all namespaces if empty."""
     own_namespace: str = "default"

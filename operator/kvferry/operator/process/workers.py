@@ -10,6 +10,7 @@ from kvferry.core.clock import Clock
 from kvferry.core.errors import KvferryError
 from kvferry.operator.api import KubeApi
 from kvferry.operator.plan.process.work_queue import WorkQueue
+from kvferry.operator.plan.template_policy import TemplatePolicy
 from kvferry.operator.pool import names
 from kvferry.operator.pool.facts import Key, Store
 from kvferry.operator.process.instruments import OperatorInstruments
@@ -30,6 +31,7 @@ class Workers:
         identity: str,
         operator: str,
         default_image: str,
+        template: TemplatePolicy,
         installed: Installed,
     ) -> None:
         """
@@ -40,6 +42,7 @@ class Workers:
             identity: identity of the operator, for events.
             operator: namespace and name of the operator's lease, for statuses.
             default_image: image for pools without `spec.image`.
+            template: what the templates of pools may contain.
             installed: optional kinds that the cluster serves.
         """
         self._api = api
@@ -55,6 +58,7 @@ class Workers:
             identity=identity,
             operator=operator,
             default_image=default_image,
+            template=template,
             installed=installed,
             applied=self._applied,
         )

@@ -34,12 +34,14 @@ def run(values: Values) -> None:
     """
     from kvferry.operator.api import KubeApi
     from kvferry.operator.plan.process.lease import LeaseTimes
+    from kvferry.operator.plan.template_policy import TemplatePolicy
     from kvferry.operator.process.config import OperatorConfig
     from kvferry.operator.process.run import run_operator
 
     lease = values["lease_seconds"]
     config = OperatorConfig(
         default_image=values["image"] or f"kvferry:{version('kvferry')}",
+        template=TemplatePolicy(values["template"]),
         namespaces=tuple(values["namespace"]),
         own_namespace=values["lease_namespace"],
         identity=values["identity"] or socket.gethostname(),

@@ -49,7 +49,7 @@ TOPICS: Mapping[str, Sequence[str]] = MappingProxyType(
             "tls_client_ca_file",
         ),
         "Kubernetes": (
-            "kubeconfig", "namespace", "image", "lease_namespace", "identity", "watch_probe_seconds",
+            "kubeconfig", "namespace", "image", "template", "lease_namespace", "identity", "watch_probe_seconds",
             "discovery_seconds", "workers", "timeout",
         ),
         "Logs and traces": (

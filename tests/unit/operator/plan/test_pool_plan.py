@@ -20,6 +20,7 @@ from kvferry.operator.plan.memory import PassMemory
 from kvferry.operator.plan.pool_plan import plan_pool
 from kvferry.operator.plan.pool_report import again_seconds
 from kvferry.operator.plan.revisions import record
+from kvferry.operator.plan.template_policy import TemplatePolicy
 from kvferry.operator.pool import names
 from kvferry.operator.pool.facts import FleetReport, PoolFacts, WorkerReport
 from kvferry.operator.pool.spec import parse_pool
@@ -252,6 +253,21 @@ def test_a_spec_that_cannot_be_read_is_reported_once():
     assert cluster.reconcile() == ["apply InferencePool chat"]
     assert cluster.condition("Ready")[1] == "InvalidSpec"
     assert cluster.reconcile() == []
+
+
+def test_a_template_that_the_operator_does_not_permit_is_reported_and_changes_nothing():
+    cluster = Cluster()
+    cluster.settle()
+    cluster.template = TemplatePolicy.RESTRICTED
+    cluster.restart()
+    cluster.settle()
+    before = cluster.replicas("Deployment")
+    roles = [{"name": "prefill", "template": {"spec": {"hostPID": True}}}, {"name": "decode"}]
+    cluster.change(roles=roles)
+    assert cluster.reconcile() == ["apply InferencePool chat"]
+    assert cluster.condition("Ready")[1] == "InvalidSpec"
+    assert "roles[prefill].template.spec.hostPID is not permitted" in cluster.condition("Ready")[2]
+    assert cluster.replicas("Deployment") == before
 
 
 def test_a_pool_that_is_being_deleted_is_left_to_the_garbage_collector():
