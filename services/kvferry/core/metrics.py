@@ -344,6 +344,7 @@ WORKER_TRANSFERS = Metric("kvferry_worker_transfers", MetricKind.GAUGE, "KV read
 WORKER_OPEN_CALLS = Metric("kvferry_worker_open_calls", MetricKind.GAUGE, "Calls in flight.", _WORKER)
 
 _COUNT_BUCKETS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0)
+_LENGTH_BUCKETS = (*_COUNT_BUCKETS, 16384.0, 32768.0, 65536.0, 131072.0)
 _MASK_BUCKETS = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5)
 WORKER_STEPS = Metric("kvferry_worker_steps_total", MetricKind.COUNTER, "Steps computed.", _WORKER)
 WORKER_STEP_TOKENS = Metric(
@@ -398,6 +399,34 @@ WORKER_REQUEST_SECONDS = Metric(
     "Seconds from arrival to the end.",
     _WORKER,
     _LATENCY_BUCKETS,
+)
+WORKER_DECODE_SECONDS = Metric(
+    "kvferry_worker_decode_seconds",
+    MetricKind.HISTOGRAM,
+    "Seconds from a request's first output token to its last, of requests with several.",
+    _WORKER,
+    _LATENCY_BUCKETS,
+)
+WORKER_OUTPUT_TOKEN_SECONDS = Metric(
+    "kvferry_worker_output_token_seconds",
+    MetricKind.HISTOGRAM,
+    "Mean seconds per output token after the first, by request.",
+    _WORKER,
+    _STEP_BUCKETS,
+)
+WORKER_REQUEST_PROMPT_TOKENS = Metric(
+    "kvferry_worker_request_prompt_tokens",
+    MetricKind.HISTOGRAM,
+    "Prompt tokens of ended requests.",
+    _WORKER,
+    _LENGTH_BUCKETS,
+)
+WORKER_REQUEST_OUTPUT_TOKENS = Metric(
+    "kvferry_worker_request_output_tokens",
+    MetricKind.HISTOGRAM,
+    "Output tokens of ended requests.",
+    _WORKER,
+    _LENGTH_BUCKETS,
 )
 WORKER_COMPILE_SECONDS = Metric(
     "kvferry_worker_grammar_compile_seconds",
@@ -522,6 +551,23 @@ VLLM_INTER_TOKEN_SECONDS = Metric(
 )
 VLLM_REQUEST_SECONDS = Metric(
     "vllm:e2e_request_latency_seconds", MetricKind.HISTOGRAM, WORKER_REQUEST_SECONDS.help, _MODEL, _LATENCY_BUCKETS
+)
+
+VLLM_DECODE_SECONDS = Metric(
+    "vllm:request_decode_time_seconds", MetricKind.HISTOGRAM, WORKER_DECODE_SECONDS.help, _MODEL, _LATENCY_BUCKETS
+)
+VLLM_OUTPUT_TOKEN_SECONDS = Metric(
+    "vllm:request_time_per_output_token_seconds",
+    MetricKind.HISTOGRAM,
+    WORKER_OUTPUT_TOKEN_SECONDS.help,
+    _MODEL,
+    _STEP_BUCKETS,
+)
+VLLM_REQUEST_PROMPT_TOKENS = Metric(
+    "vllm:request_prompt_tokens", MetricKind.HISTOGRAM, WORKER_REQUEST_PROMPT_TOKENS.help, _MODEL, _LENGTH_BUCKETS
+)
+VLLM_REQUEST_OUTPUT_TOKENS = Metric(
+    "vllm:request_generation_tokens", MetricKind.HISTOGRAM, WORKER_REQUEST_OUTPUT_TOKENS.help, _MODEL, _LENGTH_BUCKETS
 )
 
 TLS_NOT_AFTER = Metric(

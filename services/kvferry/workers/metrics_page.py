@@ -77,6 +77,14 @@ _HISTOGRAMS: tuple[tuple[Metric, Metric | None, Callable[[Engine], Histogram | N
     (metrics.WORKER_FIRST_TOKEN_SECONDS, metrics.VLLM_FIRST_TOKEN_SECONDS, lambda e: e.statistics.first_token_seconds),
     (metrics.WORKER_INTER_TOKEN_SECONDS, metrics.VLLM_INTER_TOKEN_SECONDS, lambda e: e.statistics.inter_token_seconds),
     (metrics.WORKER_REQUEST_SECONDS, metrics.VLLM_REQUEST_SECONDS, lambda e: e.statistics.request_seconds),
+    (metrics.WORKER_DECODE_SECONDS, metrics.VLLM_DECODE_SECONDS, lambda e: e.statistics.decode_seconds),
+    (
+        metrics.WORKER_OUTPUT_TOKEN_SECONDS,
+        metrics.VLLM_OUTPUT_TOKEN_SECONDS,
+        lambda e: e.statistics.output_token_seconds,
+    ),
+    (metrics.WORKER_REQUEST_PROMPT_TOKENS, metrics.VLLM_REQUEST_PROMPT_TOKENS, lambda e: e.statistics.prompt_lengths),
+    (metrics.WORKER_REQUEST_OUTPUT_TOKENS, metrics.VLLM_REQUEST_OUTPUT_TOKENS, lambda e: e.statistics.output_lengths),
     (metrics.WORKER_COMPILE_SECONDS, None, lambda e: None if e.masks is None else e.masks.compile_seconds),
     (metrics.WORKER_MASK_SECONDS, None, lambda e: None if e.masks is None else e.masks.mask_seconds),
 )

@@ -28,7 +28,9 @@ class _Times:
     arrived: float
     num_prompt: int
     started: float | None = None
+    first_token: float | None = None
     last_token: float | None = None
+    num_output: int = 0
 
 
 @dataclass(slots=True)
@@ -47,6 +49,10 @@ class EngineStatistics:
     first_token_seconds: Histogram = field(default_factory=lambda: _of(metrics.WORKER_FIRST_TOKEN_SECONDS))
     inter_token_seconds: Histogram = field(default_factory=lambda: _of(metrics.WORKER_INTER_TOKEN_SECONDS))
     request_seconds: Histogram = field(default_factory=lambda: _of(metrics.WORKER_REQUEST_SECONDS))
+    decode_seconds: Histogram = field(default_factory=lambda: _of(metrics.WORKER_DECODE_SECONDS))
+    output_token_seconds: Histogram = field(default_factory=lambda: _of(metrics.WORKER_OUTPUT_TOKEN_SECONDS))
+    prompt_lengths: Histogram = field(default_factory=lambda: _of(metrics.WORKER_REQUEST_PROMPT_TOKENS))
+    output_lengths: Histogram = field(default_factory=lambda: _of(metrics.WORKER_REQUEST_OUTPUT_TOKENS))
     _times: dict[RequestId, _Times] = field(default_factory=dict)
 
     def arrive(self, request_id: RequestId, num_prompt: int, now: float) -> None:
@@ -91,8 +97,7 @@ class EngineStatistics:
             if update.tokens:
                 self._sampled(times, len(update.tokens), now)
             if update.finish_reason is not None or update.export is not None:
-                self.num_finished += 1
-                self.request_seconds.observe(now - times.arrived)
+                self._finished(times, now)
                 self.forget(update.request_id)
             elif update.error is not None:
                 self.forget(update.request_id)
@@ -106,9 +111,21 @@ class EngineStatistics:
         """Number of requests that have arrived and not ended."""
         return len(self._times)
 
+    def _finished(self, times: _Times, now: float) -> None:
+        self.num_finished += 1
+        self.request_seconds.observe(now - times.arrived)
+        self.prompt_lengths.observe(times.num_prompt)
+        self.output_lengths.observe(times.num_output)
+        if times.first_token is not None and times.last_token is not None and times.num_output > 1:
+            seconds = times.last_token - times.first_token
+            self.decode_seconds.observe(seconds)
+            self.output_token_seconds.observe(seconds / (times.num_output - 1))
+
     def _sampled(self, times: _Times, count: int, now: float) -> None:
         self.num_output_tokens += count
+        times.num_output += count
         if times.last_token is None:
+            times.first_token = now
             self.first_token_seconds.observe(now - times.arrived)
             self.prefill_seconds.observe(now - (times.arrived if times.started is None else times.started))
         else:

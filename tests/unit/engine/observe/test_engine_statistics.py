@@ -26,6 +26,10 @@ def test_phases_of_a_request() -> None:
     assert (found.prefill_seconds.count, found.prefill_seconds.total) == (2, 0.0)
     assert (found.inter_token_seconds.count, found.inter_token_seconds.total) == (2, 2.0)
     assert (found.request_seconds.count, found.request_seconds.total) == (2, 3.0 + 4.0)
+    assert (found.decode_seconds.count, found.decode_seconds.total) == (1, 2.0)
+    assert (found.output_token_seconds.count, found.output_token_seconds.total) == (1, 1.0)
+    assert (found.prompt_lengths.count, found.prompt_lengths.total) == (2, 2 + 3)
+    assert (found.output_lengths.count, found.output_lengths.total) == (2, 3 + 1)
     assert (found.step_tokens.count, found.step_tokens.total) == (4, 2 + 1 + 1 + 3)
 
 
