@@ -7,6 +7,7 @@ endlessly.
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,6 +16,7 @@ from kvferry.core.errors import InvalidRequest
 from kvferry.core.inference.tools import Tool
 from kvferry.text.answers import json_calls, pythonic
 from kvferry.text.answers.marks import HARMONY, Marks
+from kvferry.text.answers.reasoning import OPENER
 from kvferry.text.answers.registry import CallFormat
 from kvferry.text.tools.argument_schemas import check_arguments, closed
 from kvferry.text.tools.pythonic_grammar import pythonic_call
@@ -91,13 +93,24 @@ def free_answer(call_format: CallFormat, marks: Marks, *, thought: str, is_open:
         thought: rules of the reasoning, from `thought_rules`.
         is_open: whether the prompt has opened the reasoning.
     """
+    if is_open and call_format is not CallFormat.HARMONY:
+        return _with_thought("rest", thought, ["rest: <[*]>*"])
+    return _with_thought("rest", thought, _free_rest(call_format, marks))
+
+
+def _free_rest(call_format: CallFormat, marks: Marks) -> list[str]:
+    """Return the rule `rest` of an answer of any tokens that has no reasoning, neither by the token of its opener nor
+    by its text, and also not after whitespace, which `answers.reasoning` skips."""
     if call_format is CallFormat.HARMONY:
-        rest = f'{_terminal(HARMONY[0], marks)} ("final" | "commentary") <[*]>*'
-    elif is_open:
-        rest = "<[*]>*"
-    else:  # an answer that begins with the opener would be reasoning without the rules of `thought`
-        rest = f"(<[^{marks.token_ids['<think>']}]> <[*]>*)?"
-    return _with_thought("rest", thought, [f"rest: {rest}"])
+        channel, message, constrain, *_ = (_terminal(marker, marks) for marker in HARMONY)
+        head = f'{channel} ("final" | "commentary") / [^<]*/? ({constrain} /[a-z]*/)? {message}'
+        return ["rest: message+", f"message: {head} <[^{marks.token_ids[HARMONY[0]]}]>*"]
+    opener = marks.token_ids["<think>"]
+    others = sorted({token for text, token in marks.token_ids.items() if text != "<think>"})
+    # Text that is not the opener: another character at one of its places.
+    places = "|".join(f"{re.escape(OPENER[:n])}[^{OPENER[n]}{'' if n else chr(92) + 's'}]" for n in range(len(OPENER)))
+    first = [f"/(?s:\\s*({places}))/", *(f"/\\s*/ <[{token}]>" for token in others)]
+    return [f"rest: (({' | '.join(first)}) <[^{opener}]>*)? | /\\s+/"]
 
 
 def textual_marks(call_format: CallFormat, marks: Marks, *, is_open: bool = False) -> list[str]:

@@ -275,3 +275,42 @@ def test_without_reasoning_a_budget_has_no_effect_and_marks_of_text_are_refused(
     with pytest.raises(InvalidRequest, match="since <think>, </think> is text and no token") as caught:
         answer_rules(textual, ToolUse(()), SamplingParams(), is_open=False, max_reasoning_tokens=BUDGET)
     assert caught.value.field == "thinking_token_budget"
+
+
+@pytest.mark.parametrize("is_special", [True, False], ids=["special", "ordinary"])
+@pytest.mark.parametrize(
+    ("call_format", "parts"),
+    [
+        (CallFormat.HERMES, ["\n", "<think>"]),
+        (CallFormat.HERMES, ["<", "think>"]),
+        (CallFormat.HERMES, [" ", "<", "think>"]),
+        (CallFormat.HERMES, ["<think>", "a", "</think>", "<think>"]),
+        (CallFormat.HARMONY, [*HARMONY[:1], "final", HARMONY[1], "a", HARMONY[4], HARMONY[3], "assistant", HARMONY[0],
+                              "analysis", HARMONY[1]]),
+        (CallFormat.HARMONY, [HARMONY[0], "commentary", HARMONY[0], "analysis", HARMONY[1]]),
+        (CallFormat.HARMONY, [HARMONY[0], "finalanalysis", HARMONY[1]]),
+    ],
+)  # fmt: skip
+def test_no_other_way_leads_to_reasoning_beyond_the_budget(call_format, parts, is_special) -> None:
+    tokenizer = vocabulary(is_special=is_special, is_harmony=call_format is CallFormat.HARMONY)
+    form = form_of(tokenizer, call_format, has_reasoning=True)
+    sampling, split = answer_rules(form, ToolUse(()), SamplingParams(), is_open=False, max_reasoning_tokens=BUDGET)
+    assert sampling.constraint is not None
+    assert split is not None
+    state = GrammarCompiler(tokenizer).compile(sampling.constraint).start()
+    written: list[int] = []
+    for token in (one for part in (*parts, "z" * 40) for one in ids_of(form, part)):
+        if not state.allowed()[token]:
+            break
+        state.advance([token])
+        written.append(token)
+    detokenizer = Detokenizer(tokenizer, marks=form.marks.by_token)
+    splitter = AnswerSplitter(form, split)
+    text = detokenizer.feed(written) + detokenizer.finish()
+    found = [splitter.feed(text), splitter.finish()]
+    assert len("".join(part.reasoning for part in found)) <= BUDGET, written
+
+
+def ids_of(form: AnswerForm, text: str) -> list[int]:
+    token = form.marks.token_ids.get(text)
+    return [*text.encode()] if token is None else [token]
