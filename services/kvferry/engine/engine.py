@@ -70,12 +70,12 @@ class Engine:
         self._pinned = PageUses()
         """The pages that pins or retentions hold."""
         self.pinning = Pinning(
-            self.allocator, share=parts.pin_share, room=lambda: self._spare_pages - self.retaining.num_pages,
+            self.allocator, share=parts.pin_share, room=lambda: self._spare_pages,
             clock=self._clock, add=self.add, check=self._check, namer=self.namer, all_uses=self._pinned,
         )  # fmt: skip
         """Pinned prefixes."""
         self.retaining = Retaining(
-            self.allocator, share=parts.retention_share, room=lambda: self._spare_pages - self.pinning.pins.num_pages,
+            self.allocator, share=parts.retention_share, room=lambda: self._spare_pages - self.pinning.pins.quota,
             clock=self._clock, namer=self.namer, all_uses=self._pinned,
         )  # fmt: skip
         """Prompts whose blocks are kept because their requests asked for it."""

@@ -78,7 +78,8 @@ def _installed(folder: Path) -> Path:
     """Install the wheel and what it requires into an empty environment; return the interpreter. The requirements are
     copied from the environment of the tests, so that no index is asked."""
     build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    build += ["--no-build-isolation", "--config-settings=wheel.cmake=false", "--wheel-dir", str(folder), str(ROOT)]
+    build += ["--no-build-isolation", "--config-settings=wheel.cmake=false", "--config-settings=wheel.py-api=py3"]
+    build += ["--wheel-dir", str(folder), str(ROOT)]
     _run(build)
     (wheel,) = folder.glob("*.whl")
     _run([sys.executable, "-m", "venv", "--without-pip", str(folder / "venv")])

@@ -20,6 +20,7 @@ from kvferry.core.settings.engine import SchedulerLimits
 from kvferry.engine import LLM
 from kvferry.engine.offline.llm import Completion
 from kvferry.engine.schedule.messages import EngineRequest
+from kvferry.gateway.http.fields.cache_fields import CacheHintFields
 from kvferry.gateway.http.fields.request_fields import ConstraintFields
 from kvferry.gateway.http.openai.schema import ChatRequest, CompletionRequest
 from kvferry.v1 import common_pb2
@@ -297,7 +298,7 @@ def test_a_field_has_its_effect(llm: LLM, field: str) -> None:
 
 NOT_SAMPLING = {
     "model", "prompt", "stream", "stream_options", "n", "return_token_ids", "priority", "cache_salt", "echo", "best_of",
-    "use_beam_search", "length_penalty", "early_stopping",
+    "use_beam_search", "length_penalty", "early_stopping", *CacheHintFields.model_fields,
 }  # fmt: skip
 """Fields of a completion request that are not in `SamplingParams`; `test_openai_choices` and `test_beams` test those
 that change the choices.

@@ -126,7 +126,7 @@ def _recommend(scaling: ScalingSpec, workers: Sequence[WorkerReport], work: _Wor
         (math.ceil(requests / scaling.target_requests),
          f"{requests} requests{waiting}, target {scaling.target_requests} per pod"),
         (by_kv, f"KV use {use:.0%} at the 90th percentile of pods, target {scaling.target_kv_usage:.0%}"),
-        (math.ceil(work.prompt_tokens / _PROMPT_TOKENS),
+        (min(math.ceil(work.prompt_tokens / _PROMPT_TOKENS), requests),
          f"{work.prompt_tokens} prompt tokens to compute, target {_PROMPT_TOKENS} per pod"),
         (ready + 1 if work.queued else 0, f"{work.queued} requests wait in the gateways for this role"),
     )  # fmt: skip

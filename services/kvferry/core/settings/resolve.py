@@ -123,7 +123,8 @@ def _read_one(setting: Setting, value: object, source: str) -> object:
     except ValueError as error:
         if setting.is_secret:  # do not show the value or an error message that may quote it
             raise UsageError(f"{source}: the value is invalid; {setting.help}", field=setting.name) from None
-        raise UsageError(f"{source}: {shortened(repr(value))} is invalid: {error}", field=setting.name) from error
+        place = source if source in (setting.flag, setting.variable) else f"{source}: {setting.name}"
+        raise UsageError(f"{place}: {shortened(repr(value))} is invalid: {error}", field=setting.name) from error
     if setting.choices and parsed not in setting.choices:
         raise UsageError(f"{source}: {value!r} is not one of {', '.join(setting.choices)}", field=setting.name)
     return parsed

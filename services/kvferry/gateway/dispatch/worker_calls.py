@@ -175,7 +175,7 @@ class WorkerCalls:
         reports = wire.kv_reports_from_wire(answer.kv)
         run.report_kv(reports)
         self._instruments.prior_turn_reported(reports)
-        self._note_retention(run, answer)
+        self._note_retention(run, answer, address)
         if answer.ticket_id:
             run.on(SampleEvent.OFFER)
             run.ticket = replace(requested, ticket_id=answer.ticket_id, sealed=answer.ticket)
@@ -283,12 +283,14 @@ class WorkerCalls:
             queued = run.request.caller.queued_seconds + answer.queue_seconds
             run.time(queue_seconds=queued, prefill_seconds=answer.prefill_seconds)
 
-    def _note_retention(self, run: SampleRun, answer: prefill_pb2.PrefillResponse | decode_pb2.DecodeResponse) -> None:
+    def _note_retention(
+        self, run: SampleRun, answer: prefill_pb2.PrefillResponse | decode_pb2.DecodeResponse, address: str
+    ) -> None:
         """Record what the worker that computed the prompt granted."""
         retention = retention_wire.retention_from_wire(answer.retention) if answer.HasField("retention") else None
         if retention is not None:
             expires_at = self._clock.wall() + retention.seconds if retention.num_tokens else 0.0
-            run.time(retention=replace(retention, expires_at=expires_at))
+            run.retained(replace(retention, expires_at=expires_at), address)
             self._instruments.retentions.labels(retention.outcome).inc()
 
     def _note_handoff(self, run: SampleRun, address: str, answer: decode_pb2.DecodeResponse) -> None:
@@ -299,7 +301,7 @@ class WorkerCalls:
                 self._ending.drop_ticket(run, "unused")
             return
         handoff = answer.handoff
-        self._note_retention(run, answer)
+        self._note_retention(run, answer, address)
         run.report_kv(wire.kv_reports_from_wire(answer.kv))
         outcome = worker_wire.handoff_outcome_from_wire(handoff.outcome)
         self._instruments.handoffs.labels(outcome).inc()
@@ -354,7 +356,7 @@ class _Output:
 
 def _retain_seconds(run: SampleRun) -> float:
     """Return the time for which the worker is asked to keep the prompt; the steps of a beam search ask for none."""
-    return 0.0 if run.num_beams else run.request.retain_seconds
+    return 0.0 if run.is_step else run.request.retain_seconds
 
 
 def _scores(

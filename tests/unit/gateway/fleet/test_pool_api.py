@@ -85,6 +85,6 @@ def test_the_command_refuses_contradicting_options(flags, why, monkeypatch):
 
 
 def test_help_documents_pools():
-    shown = CliRunner().invoke(command, ["--help"]).output
+    shown = CliRunner().invoke(command, ["--help-all"]).output
     for flag in ("--pool", "--max-held", "--hold-seconds", "--linger-seconds"):
         assert flag in shown

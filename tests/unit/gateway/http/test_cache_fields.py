@@ -8,12 +8,16 @@ import pytest
 from harness.fakes.scripted_gateway import ScriptedGateway, scripted_gateway
 from pydantic import ValidationError
 
-from kvferry.core.errors import InvalidRequest
-from kvferry.core.retention import CacheHints
+from kvferry.core.errors import InvalidRequest, Unavailable
+from kvferry.core.ids import RequestId
+from kvferry.core.retention import CacheHints, Retention, RetentionOutcome
+from kvferry.core.sampling import SamplingParams
+from kvferry.gateway.decide.lifecycle.sample_run import SampleRun
 from kvferry.gateway.http.fields.cache_fields import CacheControl, CacheHintFields
 from kvferry.gateway.http.fields.strict import parse_fields
 from kvferry.gateway.http.messages.body import MessageRequest
 from kvferry.gateway.http.openai.schema import ChatRequest
+from kvferry.serving.request import Caller, Request
 
 HI = {"role": "user", "content": "hi"}
 MARK = {"type": "ephemeral"}
@@ -53,6 +57,7 @@ def test_fields_of_the_body_say_how_long_and_with_which_key(fields: Any, seconds
     [
         ({"messages": [{**HI, "content": [{"type": "text", "text": "a", "cache_control": MARK}]}]}, 300.0),
         ({"messages": [{**HI, "cache_control": HOUR}, HI]}, 3600.0),
+        ({"messages": [HI], "cache_control": HOUR}, 3600.0),
         ({"messages": [HI], "tools": [{"type": "function", "function": {"name": "f"}, "cache_control": MARK}]}, 300.0),
         (
             {
@@ -74,6 +79,7 @@ def test_marks_in_a_chat_keep_its_whole_prompt(body: dict[str, Any], seconds: fl
     ("fields", "seconds"),
     [
         ({"cache_control": MARK}, 300.0),
+        ({"cache_control": {"type": "ephemeral", "ttl": "999h"}}, 86_400.0),
         ({"system": [{"type": "text", "text": "a", "cache_control": HOUR}]}, 3600.0),
         ({"tools": [{"name": "f", "input_schema": {}, "cache_control": MARK}]}, 300.0),
         ({"messages": [{**HI, "content": [{"type": "text", "text": "a", "cache_control": HOUR}]}]}, 3600.0),
@@ -94,6 +100,7 @@ def test_marks_of_the_messages_api_keep_its_whole_prompt(fields: dict[str, Any],
         {"prompt_cache_key": "k" * 1025},
         {"prompt_cache_retention": "2h"},
         {"kv_hints": {"actions": []}},
+        envelope(*[action("prefetch")] * 33),
     ],
 )
 def test_hints_of_another_form_are_refused(fields: dict[str, Any]) -> None:
@@ -161,3 +168,24 @@ async def test_the_samples_of_a_prompt_ask_once(gateway: ScriptedGateway) -> Non
 async def gateway_metrics(gateway: ScriptedGateway) -> str:
     async with httpx.AsyncClient(base_url=gateway.admin_url, timeout=20) as client:
         return (await client.get("/metrics")).text
+
+
+async def test_a_beam_search_keeps_nothing(gateway: ScriptedGateway) -> None:
+    body = {"prompt": "hi", "max_tokens": 2, "n": 2, "use_beam_search": True, "prompt_cache_options": {"ttl": "1h"}}
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=20) as client:
+        answer = await client.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["kvferry"]["retention"] is None
+    assert {request.retain_seconds for worker in gateway.workers.all for request in worker.prefills} == {0.0}
+
+
+def test_what_a_lost_worker_kept_is_lost() -> None:
+    run = SampleRun(Request(Caller(RequestId("r")), [1, 2], SamplingParams(seed=1, max_tokens=4)))
+    kept = Retention(RetentionOutcome.RETAINED, 2, 60.0)
+    run.retained(kept, "a:1")
+    run.failed(Unavailable("gone"), "b:1")
+    assert run.timing.retention == kept
+    run.failed(Unavailable("gone"), "a:1")
+    assert run.timing.retention is None
+    run.retained(kept, "b:1")
+    assert run.timing.retention == kept

@@ -158,7 +158,7 @@ def test_the_reason_names_the_work_that_decides() -> None:
     decision = decide(prefill, 4, 4, saturated(4, 4000, 20), watched(), NOW)
     assert (decision.replicas, decision.reason) == (8, "145536 prompt tokens to compute, target 8192 per pod")
     few = decide(prefill, 40, 40, saturated(40, 30_000, 1), watched(), NOW)
-    assert few.replicas == 80
+    assert few.replicas == 41, "a prompt is computed by one pod"
     cached = replace(saturated(4, 10, 1), queue=GatewayQueue(requests=1, prompt_tokens=1, waits_for_prefill=True))
     assert decide(prefill, 500, 4, cached, watched(), NOW).reason.startswith("6557 requests")
 
@@ -214,3 +214,14 @@ def test_more_queue_never_means_fewer_pods(loads, queue, more, name) -> None:
         for one in (GatewayQueue(), less, larger)
     ]
     assert numbers == sorted(numbers)
+
+
+@pytest.mark.parametrize("num_gateways", [1, 3])
+def test_one_long_prompt_needs_one_pod(num_gateways: int) -> None:
+    report = FleetReport(
+        NOW,
+        (WorkerReport("p", "prefill", takes_work=True, load=a_load(1, 0.1)),),
+        queue=GatewayQueue(dispatched_prompt_tokens=128_000),
+    )
+    prefill = RoleSpec("prefill", scaling=ScalingSpec(mode="Auto"))
+    assert decide(prefill, 1, 1, report, watched(), NOW, num_gateways=num_gateways).replicas == 1

@@ -79,6 +79,8 @@ class Pins:
         self._all_uses = PageUses() if all_uses is None else all_uses
         self._pins: dict[BlockHash, Pin] = {}
         self._uses = PageUses()
+        self.num_references = 0
+        """Number of pages of all pins; a page counts once for each pin that contains it."""
         self.next_deadline: float | None = None
         """Earliest deadline of all pins, monotonic seconds; `None` without pins."""
 
@@ -136,6 +138,7 @@ class Pins:
         self._uses.add(pin.pages)
         self._all_uses.add(pin.pages)
         self._pins[pin.name] = pin
+        self.num_references += len(pin.pages)
         self._note_deadline()
 
     def find(self, name: BlockHash) -> Pin | None:
@@ -161,11 +164,8 @@ class Pins:
 
     def remove(self, name: BlockHash) -> Pin | None:
         """End a pin; return it, or `None` if there is no such pin. Its blocks stay cached until they are evicted."""
-        pin = self._pins.pop(name, None)
+        pin = self._take(name)
         if pin is not None:
-            self._pool.release(pin.pages)
-            self._uses.remove(pin.pages)
-            self._all_uses.remove(pin.pages)
             self._note_deadline()
         return pin
 
@@ -182,8 +182,19 @@ class Pins:
         """End the pins that meet a condition; return their number."""
         dropped = [pin.name for pin in self._pins.values() if condition(pin)]
         for name in dropped:
-            self.remove(name)
+            self._take(name)
+        if dropped:
+            self._note_deadline()
         return len(dropped)
+
+    def _take(self, name: BlockHash) -> Pin | None:
+        pin = self._pins.pop(name, None)
+        if pin is not None:
+            self._pool.release(pin.pages)
+            self._uses.remove(pin.pages)
+            self._all_uses.remove(pin.pages)
+            self.num_references -= len(pin.pages)
+        return pin
 
     def _note_deadline(self) -> None:
         self.next_deadline = min((pin.deadline for pin in self._pins.values()), default=None)

@@ -9,7 +9,7 @@ conversation replaces the retention of its beginning. Pure.
 Retentions have a quota of their own, so that clients cannot take the operator's. One tenant holds at most half of it.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvferry.core.clock import Clock
@@ -19,11 +19,14 @@ from kvferry.core.ids import AdapterId, BlockId, RequestId
 from kvferry.core.retention import MAX_RETENTION_SECONDS, Retention, RetentionOutcome
 from kvferry.engine.schedule.blocks.allocation import Allocator
 from kvferry.engine.schedule.messages import EngineRequest
-from kvferry.engine.schedule.pins.pins import PageUses, Pin, Pins
+from kvferry.engine.schedule.pins.pins import MAX_PINS, PageUses, Pin, Pins
 from kvferry.engine.schedule.step.kv_jobs import SequenceUpdate
 
 _TENANT_PART = 2
-"""One tenant holds at most this part of the quota: one half."""
+"""One tenant holds at most this part of the quota, and of the number of retentions: one half."""
+_MAX_SHARED = 8
+"""References to pages that a tenant's retentions may have for each page of its quota: many retentions with a common
+beginning share its pages, but each of them takes time when it ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +110,7 @@ class Retaining:
         """Forget a request that was aborted."""
         self._asked.pop(request_id, None)
 
-    def stepped(self, updates: Iterable[SequenceUpdate]) -> dict[RequestId, Retention]:
+    def stepped(self, updates: Sequence[SequenceUpdate]) -> dict[RequestId, Retention]:
         """Retain the prompts whose first token was sampled in a step; return the result by request. To be called before
         another step is planned.
 
@@ -117,9 +120,9 @@ class Retaining:
         results: dict[RequestId, Retention] = {}
         if not self._asked and not self._tenants:
             return results
+        if self._tenants and any(update.error is not None for update in updates):
+            self._drop(lambda pin: not all(map(self._allocator.is_listed, pin.pages)))
         for update in updates:
-            if update.error is not None:
-                self._drop(lambda pin: not all(map(self._allocator.is_listed, pin.pages)))
             asked = self._asked.pop(update.request_id, None)
             if asked is not None and update.error is None:
                 results[update.request_id] = self._retain(asked)
@@ -192,19 +195,31 @@ class Retaining:
         )
         renewed = pins.renew(name, deadline)
         if renewed is not None:
-            return Retention(RetentionOutcome.RETAINED, num_tokens, renewed.deadline - now)
+            return _granted(num_tokens, renewed.deadline - now)
+        is_over = (
+            len(pins) >= MAX_PINS // _TENANT_PART or pins.num_references + len(hit.pages) > _MAX_SHARED * pins.quota
+        )
         try:
             pins.check_room(pins.num_unpinned(hit.pages), num_reserved=0, num_pins=len(self) - len(pins))
         except Overloaded:
+            is_over = True
+        if is_over:
             return Retention(RetentionOutcome.QUOTA)
-        earlier = [pin for pin in map(pins.find, names[: num_blocks - 1]) if pin is not None]
+        # With windows, a longer prompt may not hold the pages that a hit of its beginning reads.
+        pages = set(hit.pages)
+        found = (pin for pin in map(pins.find, names[: num_blocks - 1]) if pin is not None)
+        earlier = [pin for pin in found if pages.issuperset(pin.pages)]
         deadline = max([deadline, *(pin.deadline for pin in earlier)])
         pins.add(Pin(name, num_tokens, num_blocks, tuple(hit.pages), deadline, asked.adapter))
         for pin in earlier:
             pins.remove(pin.name)
         self._tenants[tenant] = pins
-        return Retention(RetentionOutcome.RETAINED, num_tokens, deadline - now)
+        return _granted(num_tokens, deadline - now)
 
     def _tenant_quota(self, tenant: str) -> int:
         others = sum(pins.num_pages for name, pins in self._tenants.items() if name != tenant)
         return max(0, min(self.quota // _TENANT_PART, self.quota - others))
+
+
+def _granted(num_tokens: int, seconds: float) -> Retention:
+    return Retention(RetentionOutcome.RETAINED, num_tokens, round(seconds, 3))

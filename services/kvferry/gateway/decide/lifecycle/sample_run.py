@@ -193,6 +193,8 @@ class SampleRun:
     num_loaded_tokens: int = 0
     """Number of the cached tokens that were loaded from a tier or another worker."""
     num_written_tokens: int = 0
+    retained_at: str = ""
+    """Address of the worker that keeps the prompt; empty if none does."""
     """Number of prompt tokens whose KV was computed and put in a prefix cache."""
     timing: Timing = field(default_factory=Timing)
     routes: list[RouteNote] = field(default_factory=list)
@@ -258,6 +260,11 @@ class SampleRun:
         self.num_cached_tokens = num_cached + num_loaded
         self.num_loaded_tokens, self.num_written_tokens = num_loaded, num_written
 
+    def retained(self, retention: Retention, address: str) -> None:
+        """Record what a worker granted, as long as it is not lost."""
+        self.time(retention=retention)
+        self.retained_at = address
+
     def report_kv(self, reports: tuple[KvReport, ...]) -> None:
         """Add a worker's reports on the source of the KV to `timing`."""
         if reports:
@@ -302,6 +309,8 @@ class SampleRun:
         self.last_error = error
         if address is not None:
             self.excluded.add(address)
+            if address == self.retained_at:  # what a lost worker kept is lost with it
+                self.timing, self.retained_at = replace(self.timing, retention=None), ""
 
     def backoff_seconds(self, config: RetryConfig, *, elsewhere: bool) -> float:
         """Return the delay before the next attempt in seconds: exponential with a jitter factor in [0.5, 1), so that

@@ -19,7 +19,7 @@ from pydantic import Field
 from kvferry.core.errors import InvalidRequest
 from kvferry.core.limits import MAX_AFFINITY_KEY_CHARS
 from kvferry.core.retention import CacheHints
-from kvferry.gateway.http.fields.strict import MAX_ITEMS, Strict
+from kvferry.gateway.http.fields.strict import Strict, shown
 
 _TTL = r"^[1-9][0-9]{0,5}[smh]$"
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
@@ -28,6 +28,8 @@ _DEFAULT_CONTROL = "5m"
 _DEFAULT_OPTIONS = "30m"
 """Time of `prompt_cache_options` without `ttl` (OpenAI, API reference of chat completions)."""
 _MAX_ACTION_CHARS = 64
+_MAX_ACTIONS = 32
+"""Actions of a request, whose names may all be in the header of ignored fields."""
 Ttl = Annotated[str, Field(pattern=_TTL)]
 """A time such as `300s`, `30m` or `1h`."""
 AffinityKey = Annotated[str, Field(max_length=MAX_AFFINITY_KEY_CHARS)]
@@ -68,7 +70,7 @@ class KvHints(Strict):
 
     protocol_version: str
     message_id: str
-    actions: Annotated[list[HintAction], Field(max_length=MAX_ITEMS, fail_fast=True)] = Field(default_factory=list)
+    actions: Annotated[list[HintAction], Field(max_length=_MAX_ACTIONS, fail_fast=True)] = Field(default_factory=list)
 
 
 class CacheHintFields(Strict):
@@ -129,8 +131,8 @@ def _seconds(ttl: str) -> float:
 
 
 def _ttl_seconds(value: object, where: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
-        raise InvalidRequest(f"{where} must be a time in seconds above 0", field=where)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise InvalidRequest(f"{where} must be a time in seconds above 0, not {shown(value)}", field=where)
     return float(value)
 
 

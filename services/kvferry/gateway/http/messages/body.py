@@ -14,7 +14,7 @@ from pydantic import Discriminator, Field, Tag, WithJsonSchema
 from kvferry.core.errors import InvalidRequest, shortened
 from kvferry.core.inference.tools import ToolUse
 from kvferry.core.limits import MAX_CACHE_SALT_CHARS
-from kvferry.core.retention import CacheHints
+from kvferry.core.retention import MAX_RETENTION_SECONDS, CacheHints
 from kvferry.core.sampling import MAX_OUTPUT_TOKENS, RANGES, Range
 from kvferry.gateway.http.fields import field_policy
 from kvferry.gateway.http.fields.cache_fields import CacheControl, CacheHintFields
@@ -257,7 +257,8 @@ class MessageRequest(SamplingFields, CountTokensRequest):
 
 
 def _cache_options(hints: CacheHints) -> dict[str, str] | None:
-    return {"ttl": f"{int(hints.retain_seconds)}s"} if hints.retain_seconds else None
+    seconds = int(min(hints.retain_seconds, MAX_RETENTION_SECONDS))
+    return {"ttl": f"{seconds}s"} if seconds else None
 
 
 def _type_of(tool: object) -> object:

@@ -247,6 +247,7 @@ class ChatRequest(_Common):
     }
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+    cache_control: CacheControl | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -335,7 +336,7 @@ class ChatRequest(_Common):
     def cache_marks(self) -> list[CacheControl | CacheBreakpoint | None]:
         """Return the marks of messages and tools that ask the cache to keep the prompt."""
         of_messages = [mark for message in self.messages for mark in message.cache_marks]
-        return [*of_messages, *(tool.cache_control for tool in self.tools or ())]
+        return [self.cache_control, *of_messages, *(tool.cache_control for tool in self.tools or ())]
 
     def template_inputs(self) -> list[dict[str, object]]:
         """Return the messages in the form that chat templates expect.

@@ -4,17 +4,17 @@ from collections.abc import Sequence
 
 import pytest
 from harness.engines.pinner import Pinner, cached_tokens, flood
-from harness.fakes.engines import a_request, an_engine, run_until_idle
+from harness.fakes.engines import a_request, a_windowed_engine, an_engine, run_until_idle
 from harness.idle import assert_idle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.core.clock import ManualClock
-from kvferry.core.errors import Overloaded
 from kvferry.core.hashing import cache_scope
 from kvferry.core.ids import AdapterId, RequestId
 from kvferry.core.retention import MAX_RETENTION_SECONDS, Retention, RetentionOutcome
 from kvferry.engine.engine import Engine
+from kvferry.engine.schedule.pins.pins import MAX_PINS
 
 PROMPT = [7, *range(13)]
 """14 tokens: three full blocks of 4."""
@@ -107,16 +107,48 @@ def test_retentions_leave_the_quota_of_pins_alone() -> None:
     assert engine.load().blocks_pinned == 11
 
 
-def test_pins_and_retentions_together_leave_the_pages_of_the_longest_request() -> None:
-    engine, _ = an_engine(num_blocks=40, max_model_tokens=128, pin_share=1.0, retention_share=1.0)
-    pinner = Pinner(engine)
-    assert retain(engine, PROMPT).outcome is RetentionOutcome.RETAINED
-    with pytest.raises(Overloaded, match="needs 6 more pages, but pins may use 5 pages"):
-        pinner.pin([50, *range(23)])
-    pinner.pin([50, *range(19)])
+def test_retentions_get_what_the_longest_request_and_the_quota_of_pins_leave() -> None:
+    engine, _ = an_engine(num_blocks=48, max_model_tokens=128, pin_share=0.25, retention_share=0.25)
+    assert (engine.pinning.pins.quota, engine.retaining.quota) == (12, 4)
+    assert retain(engine, range(8)).outcome is RetentionOutcome.RETAINED
     assert retain(engine, [60, *range(7)]) == Retention(RetentionOutcome.QUOTA)
+    assert Pinner(engine).pin([50, *range(47)]).num_blocks == 12
     flood(engine)
     assert_idle(engine)
+    full, _ = an_engine(num_blocks=40, max_model_tokens=128, pin_share=1.0, retention_share=1.0)
+    assert retain(full, PROMPT) == Retention(RetentionOutcome.QUOTA)
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 8), (8,), (8, 16)])
+def test_the_promise_to_a_shorter_prompt_is_kept_beside_a_longer_one(windows: tuple[int | None, ...]) -> None:
+    engine, _ = a_windowed_engine(windows, num_blocks=200)
+    short = [3, *range(27)]
+    granted = retain(engine, short)
+    assert granted.outcome is RetentionOutcome.RETAINED
+    assert retain(engine, [*short, *range(40, 64)]).outcome is RetentionOutcome.RETAINED
+    flood(engine)
+    assert cached_tokens(engine, [*short, 1]) >= granted.num_tokens
+    assert_idle(engine)
+
+
+def test_nested_and_branching_retentions_have_a_bound_of_references() -> None:
+    engine, _ = an_engine(num_blocks=400, max_model_tokens=400, pin_share=0.1, retention_share=0.5)
+    quota = engine.retaining.quota // 2
+    prompt = [(n * n + n // 97) % 97 for n in range(4 * 90)]
+    engine.add(a_request("computed", prompt, max_tokens=1))
+    run_until_idle(engine)
+    outcomes = [retain(engine, prompt[: 4 * length]).outcome for length in range(90, 0, -1)]
+    assert RetentionOutcome.QUOTA in outcomes
+    (pins,) = engine.retaining._tenants.values()
+    assert sum(len(pages) for pages in engine.retaining.held) == pins.num_references <= 8 * quota
+
+
+def test_one_tenant_has_at_most_half_of_the_number_of_retentions() -> None:
+    engine, _ = an_engine(num_blocks=3000, max_model_tokens=64, pin_share=0.1, retention_share=0.9)
+    outcomes = [retain(engine, [n % 60, n // 60, 1, 2], tenant="a").outcome for n in range(MAX_PINS // 2 + 1)]
+    assert outcomes[:-1] == [RetentionOutcome.RETAINED] * (MAX_PINS // 2)
+    assert outcomes[-1] is RetentionOutcome.QUOTA
+    assert retain(engine, [1, 1, 1, 2], tenant="b").outcome is RetentionOutcome.RETAINED
 
 
 @pytest.mark.parametrize(
