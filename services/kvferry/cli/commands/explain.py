@@ -79,6 +79,10 @@ def report_lines(request_id: str, sample: dict[str, Any]) -> list[str]:
             failure = f"; then {kv['failure']}" if kv["failure"] else ""
             took = f"{size_of(kv['bytes_loaded'])} in {1e3 * kv['load_seconds']:.1f} ms"
             lines.append(f"             {counted(kv['blocks_loaded'], 'block')}, {took}{failure}")
+    if retention := timing.get("retention"):
+        kept = f"{counted(retention['num_tokens'], 'token')} for {retention['seconds']:.0f} s"
+        outcome = kept if retention["num_tokens"] else f"nothing: {retention['outcome']}"
+        lines.append(f"  retention  keeps {outcome}")
     lines.append(
         f"  time       TTFT {1e3 * timing['first_token_seconds']:.1f} ms (queue "
         f"{1e3 * timing['queue_seconds']:.1f}, prefill {1e3 * timing['prefill_seconds']:.1f}), hand-off "
@@ -93,7 +97,7 @@ def report_lines(request_id: str, sample: dict[str, Any]) -> list[str]:
 
 def _timing(given: dict[str, Any]) -> Timing:
     """Return the timing without the reports on the source of the KV; fields of a newer gateway are ignored."""
-    names = {one.name for one in fields(Timing)} - {"kv"}
+    names = {one.name for one in fields(Timing)} - {"kv", "retention"}
     return Timing(**{name: value for name, value in given.items() if name in names})
 
 

@@ -1,8 +1,13 @@
 """Requests that the journal keeps: for which tenant and for how long."""
 
+from dataclasses import replace
+
+import pytest
+
 from kvferry.cli.commands.explain import report_lines
 from kvferry.core.ids import RequestId, WorkerId
 from kvferry.core.inference.chunks import KvReport, Timing
+from kvferry.core.retention import Retention, RetentionOutcome
 from kvferry.core.sampling import SamplingParams
 from kvferry.gateway.decide.lifecycle.sample_run import SampleRun
 from kvferry.gateway.decide.lifecycle.sample_states import SampleEvent
@@ -108,3 +113,20 @@ def test_the_header_is_one_line_of_ascii() -> None:
     assert "\n" not in line
     assert "dram at p: load 64 tokens" in line
     assert kv_line(Timing()) == "computed"
+
+
+@pytest.mark.parametrize(
+    ("retention", "line"),
+    [
+        (Retention(RetentionOutcome.RETAINED, 96, 3600.0), "retention  keeps 96 tokens for 3600 s"),
+        (Retention(RetentionOutcome.QUOTA), "retention  keeps nothing: quota"),
+        (None, None),
+    ],
+)
+def test_the_report_says_what_is_kept(retention: Retention | None, line: str | None) -> None:
+    journal, run = Journal(), a_run("r")
+    run.timing = replace(run.timing, retention=retention)
+    journal.add(run)
+    (sample,) = journal.find("a", RequestId("r")) or []
+    found = [one.strip() for one in report_lines("r", sample) if "retention" in one]
+    assert found == ([] if line is None else [line])
