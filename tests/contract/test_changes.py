@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-FRAGMENTS = sorted((ROOT / "docs/changes").iterdir())
+FRAGMENTS = sorted((ROOT / "docs/changes").glob("*"))
 CHANGELOG = (ROOT / "CHANGELOG.md").read_text("utf-8")
 AREAS = ["Gateway and API", "Engine", "KV and hand-off", "Kubernetes", "Models", "Tools"]
 

@@ -98,7 +98,7 @@ def _checksums(folder: Path) -> str:
 
 def _fold(version: str, epoch: int) -> None:
     folder, page = ROOT / "docs/changes", ROOT / "CHANGELOG.md"
-    fragments = [changelog.parse(path.name, path.read_text("utf-8")) for path in sorted(folder.iterdir())]
+    fragments = [changelog.parse(path.name, path.read_text("utf-8")) for path in sorted(folder.glob("*"))]
     date = datetime.fromtimestamp(epoch, UTC).date().isoformat()
     page.write_text(changelog.fold(page.read_text("utf-8"), fragments, version, date), encoding="utf-8")
     for one in fragments:

@@ -33,7 +33,8 @@ def parse(name: str, text: str) -> Fragment:
     found = re.fullmatch(rf"[a-z0-9_-]+\.({'|'.join(KINDS)})\.md", name)
     if found is None:
         raise ValueError(f"docs/changes/{name}: the name must be TOPIC.KIND.md, with a KIND of {', '.join(KINDS)}")
-    return Fragment(name, found[1], " ".join(text.split()))
+    from_the_root = text.replace("](../", "](docs/")  # CHANGELOG.md is above docs
+    return Fragment(name, found[1], " ".join(from_the_root.split()))
 
 
 def area_of(text: str) -> str:

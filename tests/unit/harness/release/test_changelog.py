@@ -45,3 +45,9 @@ def test_long_entries_are_wrapped() -> None:
 def test_an_entry_belongs_to_the_area_of_most_of_its_words() -> None:
     assert area_of("The operator restarts pods of a pool with a model.") == "Kubernetes"
     assert area_of("/v1/messages") == "Gateway and API"
+
+
+def test_links_lead_to_the_pages_from_the_changelog() -> None:
+    assert parse("a.added.md", "See [pages](../pages.md) and [grpc](../grpc.md#go).\n").text == (
+        "See [pages](docs/pages.md) and [grpc](docs/grpc.md#go)."
+    )
