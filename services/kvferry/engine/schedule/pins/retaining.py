@@ -188,22 +188,12 @@ class Retaining:
         pins = self._tenants.get(tenant) or Pins(
             self._allocator.pool, lambda: self._tenant_quota(tenant), self._all_uses
         )
-        num_tokens, name, deadline = (
-            num_blocks * self._allocator.block_tokens,
-            names[num_blocks - 1],
-            now + asked.ttl_seconds,
-        )
+        num_tokens, name = num_blocks * self._allocator.block_tokens, names[num_blocks - 1]
+        deadline = now + asked.ttl_seconds
         renewed = pins.renew(name, deadline)
         if renewed is not None:
             return _granted(num_tokens, renewed.deadline - now)
-        is_over = (
-            len(pins) >= MAX_PINS // _TENANT_PART or pins.num_references + len(hit.pages) > _MAX_SHARED * pins.quota
-        )
-        try:
-            pins.check_room(pins.num_unpinned(hit.pages), num_reserved=0, num_pins=len(self) - len(pins))
-        except Overloaded:
-            is_over = True
-        if is_over:
+        if not self._has_room(pins, hit.pages):
             return Retention(RetentionOutcome.QUOTA)
         # With windows, a longer prompt may not hold the pages that a hit of its beginning reads.
         pages = set(hit.pages)
@@ -215,6 +205,16 @@ class Retaining:
             pins.remove(pin.name)
         self._tenants[tenant] = pins
         return _granted(num_tokens, deadline - now)
+
+    def _has_room(self, pins: Pins, pages: Sequence[BlockId]) -> bool:
+        """Return whether another retention with these pages fits beside those of its tenant and of the others."""
+        if len(pins) >= MAX_PINS // _TENANT_PART or pins.num_references + len(pages) > _MAX_SHARED * pins.quota:
+            return False
+        try:
+            pins.check_room(pins.num_unpinned(pages), num_reserved=0, num_pins=len(self) - len(pins))
+        except Overloaded:
+            return False
+        return True
 
     def _tenant_quota(self, tenant: str) -> int:
         others = sum(pins.num_pages for name, pins in self._tenants.items() if name != tenant)
