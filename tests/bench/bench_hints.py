@@ -106,7 +106,8 @@ def main() -> None:
                     running(
                         "up", "--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--json", "--log-level", "error",
                         "--prefill", "0", "--decode", "0", "--both", "1", "--max-model-len", "2048",
-                        "--kv-memory", str(CACHE_TOKENS * TOKEN_BYTES), "--retention-share", "0.5", *flags,
+                        "--kv-memory", str(CACHE_TOKENS * TOKEN_BYTES), "--retention-share", "0.5", "--pin-share", "0",
+                        *flags,
                     )
                 )  # fmt: skip
                 address = str(process.wait_for("ready", 180.0)["grpc"])
