@@ -115,7 +115,7 @@ class Pinning:
             return
         for update in updates:
             if update.error is not None and self.pins:
-                self.pins.drop(lambda pin: not all(map(self._allocator.is_listed, pin.pages)))
+                self.pins.keep_listed(self._allocator.is_listed)
             if update.error is None and update.finish_reason is None:
                 continue
             pending = self._pending.pop(update.request_id, None)
@@ -150,13 +150,8 @@ class Pinning:
         self.clear()
 
     def keep_version(self, name: str, adapter: AdapterId | None) -> None:
-        """End the pins of an adapter's other versions, whose KV no new request can use.
-
-        Args:
-            name: name of the adapter.
-            adapter: its current version; `None` if it was removed.
-        """
-        self.pins.drop(lambda pin: pin.adapter is not None and pin.adapter.name == name and pin.adapter != adapter)
+        """End the pins of an adapter's other versions; see `Pins.keep_version`."""
+        self.pins.keep_version(name, adapter)
 
     def check_integrity(self) -> None:
         """Check that pinned pages are in the prefix index and that the quota is kept.

@@ -79,8 +79,6 @@ class Pins:
         self._all_uses = PageUses() if all_uses is None else all_uses
         self._pins: dict[BlockHash, Pin] = {}
         self._uses = PageUses()
-        self.num_references = 0
-        """Number of pages of all pins; a page counts once for each pin that contains it."""
         self.next_deadline: float | None = None
         """Earliest deadline of all pins, monotonic seconds; `None` without pins."""
 
@@ -91,6 +89,11 @@ class Pins:
     def num_pages(self) -> int:
         """Number of pinned pages; a page in several pins counts once."""
         return len(self._uses)
+
+    @property
+    def num_references(self) -> int:
+        """Number of pages of all pins; a page counts once for each pin that contains it."""
+        return sum(len(pin.pages) for pin in self._pins.values())
 
     @property
     def quota(self) -> int:
@@ -138,7 +141,6 @@ class Pins:
         self._uses.add(pin.pages)
         self._all_uses.add(pin.pages)
         self._pins[pin.name] = pin
-        self.num_references += len(pin.pages)
         self._note_deadline()
 
     def find(self, name: BlockHash) -> Pin | None:
@@ -178,6 +180,23 @@ class Pins:
         if self.next_deadline is not None and self.next_deadline <= now:
             self.drop(lambda pin: pin.deadline <= now)
 
+    def keep_version(self, name: str, adapter: AdapterId | None) -> None:
+        """End the pins of an adapter's other versions, whose KV no new request can use.
+
+        Args:
+            name: name of the adapter.
+            adapter: its current version; `None` if it was removed.
+        """
+        self.drop(lambda pin: pin.adapter is not None and pin.adapter.name == name and pin.adapter != adapter)
+
+    def keep_listed(self, is_listed: Callable[[BlockId], bool]) -> None:
+        """End the pins of which a failure has removed a block from the cache.
+
+        Args:
+            is_listed: returns whether a page is in the prefix index.
+        """
+        self.drop(lambda pin: not all(map(is_listed, pin.pages)))
+
     def drop(self, condition: Callable[[Pin], bool]) -> int:
         """End the pins that meet a condition; return their number."""
         dropped = [pin.name for pin in self._pins.values() if condition(pin)]
@@ -193,7 +212,6 @@ class Pins:
             self._pool.release(pin.pages)
             self._uses.remove(pin.pages)
             self._all_uses.remove(pin.pages)
-            self.num_references -= len(pin.pages)
         return pin
 
     def _note_deadline(self) -> None:

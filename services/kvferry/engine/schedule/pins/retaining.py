@@ -121,7 +121,7 @@ class Retaining:
         if not self._asked and not self._tenants:
             return results
         if self._tenants and any(update.error is not None for update in updates):
-            self._drop(lambda pin: not all(map(self._allocator.is_listed, pin.pages)))
+            self._each(lambda pins: pins.keep_listed(self._allocator.is_listed))
         for update in updates:
             asked = self._asked.pop(update.request_id, None)
             if asked is not None and update.error is None:
@@ -136,15 +136,15 @@ class Retaining:
         """
         deadline = self.next_deadline
         if deadline is not None and deadline <= now:
-            self._drop(lambda pin: pin.deadline <= now)
+            self._each(lambda pins: pins.expire(now))
 
     def keep_version(self, name: str, adapter: AdapterId | None) -> None:
-        """End the retentions of an adapter's other versions; see `Pinning.keep_version`."""
-        self._drop(lambda pin: pin.adapter is not None and pin.adapter.name == name and pin.adapter != adapter)
+        """End the retentions of an adapter's other versions; see `Pins.keep_version`."""
+        self._each(lambda pins: pins.keep_version(name, adapter))
 
     def clear(self) -> None:
         """End all retentions."""
-        self._drop(lambda _: True)
+        self._each(lambda pins: pins.drop(lambda _: True))
 
     def close(self) -> None:
         """End all retentions and refuse further ones, because the worker drains."""
@@ -165,9 +165,10 @@ class Retaining:
 
     # ------------------------------------------------------------------ internals
 
-    def _drop(self, condition: Callable[[Pin], bool]) -> None:
+    def _each(self, end_some: Callable[[Pins], object]) -> None:
+        """End retentions of each tenant, and forget the tenants that have none left."""
         for pins in self._tenants.values():
-            pins.drop(condition)
+            end_some(pins)
         self._tenants = {tenant: pins for tenant, pins in self._tenants.items() if pins}
 
     def _retain(self, asked: _Asked) -> Retention:
