@@ -42,7 +42,7 @@ class Reconciler:
         identity: str,
         operator: str = "",
         default_image: str,
-        template: TemplatePolicy = TemplatePolicy.ANY,
+        template_policy: TemplatePolicy = TemplatePolicy.ANY,
         installed: Installed,
         applied: Callable[[Json], None] = lambda body: None,
     ) -> None:
@@ -53,7 +53,7 @@ class Reconciler:
             identity: identity of the operator, for events.
             operator: namespace and name of the operator's lease, for the status.
             default_image: image for pools without `spec.image`.
-            template: what the templates of pools may contain.
+            template_policy: what the templates of pools may contain.
             installed: optional kinds that the cluster serves.
             applied: called with every applied object, on the thread of the reconcile.
         """
@@ -61,7 +61,7 @@ class Reconciler:
         self._clock = clock
         self._executor = Executor(api, identity, lambda: rfc3339(clock.wall()), applied, clock.wall)
         self._default_image = default_image
-        self._template = template
+        self._template_policy = template_policy
         self._operator = operator
         self._installed = installed
         self._memories: dict[Key, PassMemory] = {}
@@ -89,7 +89,7 @@ class Reconciler:
             if memory.keys:  # newer than the keys in `status`, which may be outdated
                 pool = msgspec.structs.replace(pool, keys=memory.keys)
             if memory.verified_generation != pool.generation:
-                verify(pool, self._default_image, self._template)
+                verify(pool, self._default_image, self._template_policy)
                 memory = replace(memory, verified_generation=pool.generation)
         except UsageError as error:
             self._report_unreadable(key, memory, unreadable_status(body, error.message, stamp), stamp)

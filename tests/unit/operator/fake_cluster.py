@@ -174,7 +174,7 @@ class Cluster:
         self.api, self.clock = FakeApi(), FakeClock()
         self.body = {**body(**spec), "status": {}}
         self.installed = installed
-        self.template = TemplatePolicy.ANY
+        self.template_policy = TemplatePolicy.ANY
         """The operator's setting for templates, from its next start on."""
         self.restart()
         self.report = None
@@ -187,7 +187,7 @@ class Cluster:
             self.clock,
             identity="op",
             default_image=IMAGE,
-            template=self.template,
+            template_policy=self.template_policy,
             installed=lambda: self.installed,
         )
         self.executor = RecordingExecutor(self.api, "op", lambda: "now", wall=self.clock.wall)

@@ -14,7 +14,7 @@ class OperatorConfig:
 
     default_image: str
     """Image for pools without `spec.image`."""
-    template: TemplatePolicy = TemplatePolicy.ANY
+    template_policy: TemplatePolicy = TemplatePolicy.ANY
     """What the templates of pools may contain."""
     namespaces: tuple[str, ...] = ()
     """Namespaces whose pools are reconciled; all namespaces if empty."""

@@ -97,7 +97,7 @@ class Operator:
             identity=config.identity,
             operator=config.lease_id,
             default_image=config.default_image,
-            template=config.template,
+            template_policy=config.template_policy,
             installed=self._optional.installed,
         )
         installed = self._optional.installed

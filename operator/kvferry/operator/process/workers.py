@@ -31,7 +31,7 @@ class Workers:
         identity: str,
         operator: str,
         default_image: str,
-        template: TemplatePolicy,
+        template_policy: TemplatePolicy,
         installed: Installed,
     ) -> None:
         """
@@ -42,7 +42,7 @@ class Workers:
             identity: identity of the operator, for events.
             operator: namespace and name of the operator's lease, for statuses.
             default_image: image for pools without `spec.image`.
-            template: what the templates of pools may contain.
+            template_policy: what the templates of pools may contain.
             installed: optional kinds that the cluster serves.
         """
         self._api = api
@@ -58,7 +58,7 @@ class Workers:
             identity=identity,
             operator=operator,
             default_image=default_image,
-            template=template,
+            template_policy=template_policy,
             installed=installed,
             applied=self._applied,
         )

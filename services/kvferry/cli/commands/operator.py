@@ -41,7 +41,7 @@ def run(values: Values) -> None:
     lease = values["lease_seconds"]
     config = OperatorConfig(
         default_image=values["image"] or f"kvferry:{version('kvferry')}",
-        template=TemplatePolicy(values["template"]),
+        template_policy=TemplatePolicy(values["template"]),
         namespaces=tuple(values["namespace"]),
         own_namespace=values["lease_namespace"],
         identity=values["identity"] or socket.gethostname(),

@@ -258,7 +258,7 @@ def test_a_spec_that_cannot_be_read_is_reported_once():
 def test_a_template_that_the_operator_does_not_permit_is_reported_and_changes_nothing():
     cluster = Cluster()
     cluster.settle()
-    cluster.template = TemplatePolicy.RESTRICTED
+    cluster.template_policy = TemplatePolicy.RESTRICTED
     cluster.restart()
     cluster.settle()
     before = cluster.replicas("Deployment")
