@@ -88,8 +88,7 @@ def test_marks_in_a_chat_keep_its_whole_prompt(body: dict[str, Any], seconds: fl
 )
 def test_marks_of_the_messages_api_keep_its_whole_prompt(fields: dict[str, Any], seconds: float) -> None:
     request = parse_fields(MessageRequest, {"messages": [HI], "max_tokens": 1, **fields})
-    chat = request.as_chat([HI])
-    assert chat.cache_hints(chat.cache_marks()).retain_seconds == seconds
+    assert request.cache_hints().retain_seconds == seconds
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from pydantic import Field
 
 from kvferry.core.errors import InvalidRequest
 from kvferry.core.limits import MAX_AFFINITY_KEY_CHARS
-from kvferry.core.retention import CacheHints
+from kvferry.core.retention import MAX_RETENTION_SECONDS, CacheHints
 from kvferry.gateway.http.fields.strict import Strict, shown
 
 _TTL = r"^[1-9][0-9]{0,5}[smh]$"
@@ -83,7 +83,7 @@ class CacheHintFields(Strict):
     session_id: AffinityKey | None = None
     kv_hints: KvHints | None = None
 
-    def cache_hints(self, marks: "Iterable[CacheControl | CacheBreakpoint | None]" = ()) -> CacheHints:
+    def cache_hints(self, marks: Iterable[CacheControl | CacheBreakpoint | None] = ()) -> CacheHints:
         """Return what the request asks of the cache.
 
         Args:
@@ -110,7 +110,7 @@ class CacheHintFields(Strict):
                 times.append(_ttl_seconds(payload.get("ttl_seconds"), f"{where}.ttl_seconds"))
             else:
                 keys.append(_session(payload.get("session_id"), f"{where}.session_id"))
-        return CacheHints(max(times, default=0.0), next((key for key in keys if key), ""))
+        return CacheHints(min(max(times, default=0.0), MAX_RETENTION_SECONDS), next((key for key in keys if key), ""))
 
     def actions_without_effect(self) -> tuple[str, ...]:
         """Return the names of the actions of `kv_hints` that are not implemented, each once."""

@@ -14,7 +14,7 @@ from pydantic import Discriminator, Field, Tag, WithJsonSchema
 from kvferry.core.errors import InvalidRequest, shortened
 from kvferry.core.inference.tools import ToolUse
 from kvferry.core.limits import MAX_CACHE_SALT_CHARS
-from kvferry.core.retention import MAX_RETENTION_SECONDS, CacheHints
+from kvferry.core.retention import CacheHints
 from kvferry.core.sampling import MAX_OUTPUT_TOKENS, RANGES, Range
 from kvferry.gateway.http.fields import field_policy
 from kvferry.gateway.http.fields.cache_fields import CacheControl, CacheHintFields
@@ -130,10 +130,10 @@ class CountTokensRequest(Strict):
     """Older name of `output_config.format`."""
     cache_control: CacheControl | None = None
 
-    def cache_marks(self) -> list[CacheControl | None]:
-        """Return the marks of the request, its blocks and its tools that ask the cache to keep the prompt."""
+    def cache_hints(self) -> CacheHints:
+        """Return what the marks of the request, its blocks and its tools ask of the cache."""
         tools = [tool.cache_control for tool in self.tools or () if isinstance(tool, ClientTool)]
-        return [self.cache_control, *tools, *block_marks(self.system, self.messages)]
+        return CacheHintFields().cache_hints([self.cache_control, *tools, *block_marks(self.system, self.messages)])
 
     def to_tool_use(self) -> ToolUse:
         """Convert the tools and the choice of a tool.
@@ -247,18 +247,12 @@ class MessageRequest(SamplingFields, CountTokensRequest):
                 **{name: getattr(self, name) for name in names},
                 **self.prompt_fields(messages),
                 "thinking_token_budget": self.thinking.budget_tokens if self.thinking and has_budget else None,
-                "prompt_cache_options": _cache_options(CacheHintFields().cache_hints(self.cache_marks())),
                 "max_tokens": max(1, self.max_tokens),
                 "stop": self.stop_sequences,
                 "priority": self.priority,
                 "response_format": None if format_ is None else {"type": "json_schema", "json_schema": format_},
             },
         )
-
-
-def _cache_options(hints: CacheHints) -> dict[str, str] | None:
-    seconds = int(min(hints.retain_seconds, MAX_RETENTION_SECONDS))
-    return {"ttl": f"{seconds}s"} if seconds else None
 
 
 def _type_of(tool: object) -> object:
@@ -351,7 +345,7 @@ def read_message(model: TextModel, body: bytes, *, is_strict: bool = False) -> R
         read = read_conversation(model, chat, request.to_tool_use(), _FORMAT if has_format else "tools")
     except InvalidRequest as error:
         raise names.of(error) from None
-    read = replace(read, is_echo_alone=request.max_tokens == 0)
+    read = replace(read, is_echo_alone=request.max_tokens == 0, hints=request.cache_hints())
     ignored = (*request.without_effect(), *(("thinking.budget_tokens",) if is_ignored else ()))
     return ReadMessage(read, request.max_tokens, ignored, names)
 
