@@ -89,7 +89,8 @@ struct World {
     }
     model.hidden = one_of({64, 72, 80, 96, 128, 256});
     model.intermediate = draw(0, 1) ? draw(1, 300) : 32 * draw(1, 16);
-    model.vocabulary = draw(20, 200);
+    model.vocabulary = model.all_tokens = draw(20, 200);
+    model.page_kv_heads = model.kv_heads;
     model.max_tokens = kLongest + 20;
     model.epsilon = 1e-5f;
     model.scale = 1.0f / std::sqrt(float(model.head_dim));

@@ -16,6 +16,7 @@
 #include "data/matrix.hpp"
 #include "data/model.hpp"
 #include "runtime/pool.hpp"
+#include "runtime/ranks.hpp"
 #include "weights/pack.hpp"
 #include "attention/item.hpp"
 #include "step/level.hpp"
@@ -45,10 +46,29 @@ struct PackedAdapter {
   std::vector<nb::object> owners;
 };
 
+// The ranks of a model in an array that several processes map; the array stays alive with the object.
+struct SharedRanks {
+  Bytes memory;
+  Ranks ranks;
+
+  SharedRanks(Bytes shared, int rank, int size, size_t part_floats, double seconds)
+      : memory(shared), ranks(checked(shared, rank, size, part_floats), rank, size, part_floats, seconds) {}
+
+ private:
+  static uint8_t* checked(const Bytes& shared, int rank, int size, size_t part_floats) {
+    require(size > 1 && size <= kMaxRanks && rank >= 0 && rank < size, "a group has 2 to 64 ranks");
+    require(shared.size() >= Ranks::bytes(size, part_floats), "the ranks' memory is too small");
+    require(reinterpret_cast<uintptr_t>(shared.data()) % 64 == 0, "the ranks' memory is not aligned");
+    return shared.data();
+  }
+};
+
 // A runnable model: its description, references that keep its memory alive, and its Step.
 class Runner {
  public:
-  Runner(nb::dict shape, nb::dict parts, nb::list layers, const std::string& level, Pool& pool) : pool_(pool) {
+  // `ranks`: the group that computes the model, of which this runner has a share; null for a whole model.
+  Runner(nb::dict shape, nb::dict parts, nb::list layers, const std::string& level, Pool& pool, SharedRanks* ranks)
+      : pool_(pool), ranks_(ranks ? &ranks->ranks : nullptr) {
     const auto whole = [&](const char* name) { return nb::cast<int>(shape[name]); };
     Model& m = model_;
     m.hidden = whole("hidden");
@@ -57,6 +77,10 @@ class Runner {
     m.kv_heads = whole("kv_heads");
     m.head_dim = whole("head_dim");
     m.vocabulary = whole("vocabulary");
+    m.first_kv_head = whole("first_kv_head");
+    m.page_kv_heads = whole("page_kv_heads");
+    m.first_token = whole("first_token");
+    m.all_tokens = whole("all_tokens");
     m.max_tokens = whole("max_tokens");
     m.epsilon = nb::cast<float>(shape["epsilon"]);
     m.scale = nb::cast<float>(shape["scale"]);
@@ -73,6 +97,11 @@ class Runner {
     require(is_width(m.input_bits), "input_bits must be 8, 16 or 32");
     require(m.head_dim % 16 == 0 && m.head_dim <= kMaxHeadDim, "head_dim must be a multiple of 16, at most 256");
     require(m.kv_heads > 0 && m.heads % m.kv_heads == 0, "heads must be a multiple of kv_heads");
+    require(m.first_kv_head >= 0 && m.first_kv_head + m.kv_heads <= m.page_kv_heads && m.first_token >= 0 &&
+                m.first_token + m.vocabulary <= m.all_tokens,
+            "the share of the model is beyond its KV heads or its vocabulary");
+    require(ranks_ || (m.kv_heads == m.page_kv_heads && m.vocabulary == m.all_tokens),
+            "a share of a model needs ranks");
     if (shape.contains("rank")) {
       m.latent = {whole("rank"), whole("rotated"), whole("plain"), whole("value"), whole("query_rank")};
       const Latent& of = m.latent;
@@ -140,7 +169,8 @@ class Runner {
     require(!layers_.empty(), "a model needs at least one layer");
     m.layers = layers_.data();
     m.num_layers = int(layers_.size());
-    step_ = std::make_unique<Step>(model_, usable(level), pool.threads());
+    require(!ranks_ || m.embedding.data, "only models over tokens have ranks");
+    step_ = std::make_unique<Step>(model_, usable(level), pool.threads(), ranks_);
   }
 
   // Returns the time by phase since the last call in seconds, accumulated over all threads. The first call starts the
@@ -206,7 +236,7 @@ class Runner {
             "tokens, positions and slots differ in number");
     require(contexts.size() == queries.size() && tables.ndim() == 2 && tables.shape(0) == queries.size(),
             "the sequences' arrays differ in number");
-    require(logits.size() == sampled.size() * size_t(model_.vocabulary) && greedy.size() == sampled.size() &&
+    require(logits.size() == sampled.size() * size_t(model_.all_tokens) && greedy.size() == sampled.size() &&
                 finite.size() == sampled.size(),
             "the results have the wrong size");
     require(hidden.size() == shown.size() * size_t(model_.hidden), "the hidden states have the wrong size");
@@ -216,7 +246,7 @@ class Runner {
     check_indices(taps.data(), taps.size(), 0, model_.num_layers, "a tapped layer does not exist");
     if (model_.embedding.data) {
       require(!inputs.size() && !residuals.size(), "rows must be tokens, not vectors");
-      check_indices(tokens.data(), rows, 0, model_.vocabulary, "a token is not in the vocabulary");
+      check_indices(tokens.data(), rows, 0, model_.all_tokens, "a token is not in the vocabulary");
     } else {
       require(inputs.size() == rows * size_t(model_.inputs) && residuals.size() == rows * size_t(model_.hidden),
               "the rows' vectors have the wrong size");
@@ -281,8 +311,17 @@ class Runner {
     b.tapped = tapped.data();
     nb::gil_scoped_release released;  // before the lock, since its holder needs the GIL to return
     std::lock_guard<std::mutex> lock(one_step_);
+    if (!ranks_) {
+      step_->prepare(b);
+      return pool_.run(*step_);
+    }
+    require(size_t(b.rows) * size_t(row_floats(model_.hidden)) <= ranks_->part_floats(),
+            "the ranks' memory is too small for the step");
     step_->prepare(b);
     pool_.run(*step_);
+    if (ranks_->missing() >= 0)
+      throw std::runtime_error("rank " + std::to_string(ranks_->missing()) +
+                               " of the model has ended, or did not compute its part in time");
   }
 
  private:
@@ -331,6 +370,7 @@ class Runner {
   }
 
   Pool& pool_;
+  Ranks* ranks_;
   Model model_;
   std::vector<Layer> layers_;
   std::vector<std::vector<Expert>> experts_;  // experts of each MoE layer
@@ -355,6 +395,15 @@ NB_MODULE(_cpu, m) {
   m.def("levels", &level_names,
         "Instruction sets that the kernels are compiled for and this machine supports, slowest first.");
   nb::class_<Pool>(m, "Pool").def(nb::init<int>(), "threads"_a).def_prop_ro("threads", &Pool::threads);
+  nb::class_<SharedRanks>(m, "Ranks")
+      .def(nb::init<Bytes, int, int, size_t, double>(), "memory"_a.noconvert(), "rank"_a, "size"_a, "part_floats"_a,
+           "seconds"_a)
+      .def_static("bytes", &Ranks::bytes, "size"_a, "part_floats"_a)
+      .def_static(
+          "row_floats", [](int hidden) { return row_floats(hidden); }, "hidden"_a)
+      .def(
+          "fail", [](SharedRanks& shared, int rank) { shared.ranks.fail(rank); }, "rank"_a)
+      .def_prop_ro("missing", [](const SharedRanks& shared) { return shared.ranks.missing(); });
   nb::class_<PackedMatrix>(m, "Matrix")
       .def(
           "__init__",
@@ -375,8 +424,9 @@ NB_MODULE(_cpu, m) {
       .def("attach", &attach, "data"_a, "bias"_a = nb::none());
   nb::class_<PackedAdapter>(m, "Adapter");
   nb::class_<Runner>(m, "Runner")
-      .def(nb::init<nb::dict, nb::dict, nb::list, const std::string&, Pool&>(), "shape"_a, "parts"_a, "layers"_a,
-           "level"_a, "pool"_a, nb::keep_alive<1, 6>())
+      .def(nb::init<nb::dict, nb::dict, nb::list, const std::string&, Pool&, SharedRanks*>(), "shape"_a, "parts"_a,
+           "layers"_a, "level"_a, "pool"_a, "ranks"_a.none() = nb::none(), nb::keep_alive<1, 6>(),
+           nb::keep_alive<1, 7>())
       .def("adapter", &Runner::adapter, "layers"_a, "is_bf16"_a)
       .def("phase_seconds", &Runner::phase_seconds)
       .def("step", &Runner::step, "tokens"_a, "positions"_a, "slots"_a, "queries"_a, "contexts"_a, "tables"_a,

@@ -15,9 +15,10 @@ namespace kvferry::KVFERRY_LEVEL {
 // One layer of the KV pages, with the layout of pages and heads.
 struct AttentionGeometry {
   Place place;
-  int kv_heads, group, head_dim, block_tokens;  // group: query heads per KV head
-  int planes;     // 2 for keys and values; 1 for latent vectors, whose first elements are the value
-  int value_dim;  // head_dim with 2 planes
+  int first_kv_head, page_kv_heads;   // the model's first KV head in a page, and the KV heads of a page
+  int group, head_dim, block_tokens;  // group: query heads per KV head
+  int planes;                         // 2 for keys and values; 1 for latent vectors, whose first elements are the value
+  int value_dim;                      // head_dim with 2 planes
   float scale;
   int window;      // number of tokens that a row attends to, including its own; 0 for all
   float soft_cap;  // 0 for none
@@ -37,13 +38,14 @@ template <KvType K>
 static inline Key key_at(const Batch& batch, const AttentionGeometry& g, const Sequence& s, int kv_head, int token) {
   const size_t page = size_t(s.pages[token / g.block_tokens]), place = size_t(token % g.block_tokens),
                row = row_bytes<K>(g);
-  const uint8_t* head = batch.pages + ((page * g.place.page_layers + g.place.layer) * g.planes * g.kv_heads + kv_head) *
+  const size_t in_page = size_t(g.place.layer) * g.planes * g.page_kv_heads + g.first_kv_head + kv_head;
+  const uint8_t* head = batch.pages + (page * g.place.page_layers * g.planes * g.page_kv_heads + in_page) *
                                           head_bytes(K, g.block_tokens, g.head_dim);
   return {head + place * row, head + size_t(g.block_tokens) * row + place * kScaleBytes};
 }
 template <KvType K>
 static inline size_t value_offset(const AttentionGeometry& g) {
-  return size_t(g.planes - 1) * g.kv_heads * head_bytes(K, g.block_tokens, g.head_dim);
+  return size_t(g.planes - 1) * g.page_kv_heads * head_bytes(K, g.block_tokens, g.head_dim);
 }
 
 // Keys and values of 16 tokens that are contiguous in memory; scales are set only for int8 and fp8.

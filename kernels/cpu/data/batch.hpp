@@ -33,7 +33,7 @@ struct Batch {
   int num_sequences = 0;
   const int64_t* sampled = nullptr;  // [num_sampled]: indices of the rows whose logits are computed
   int num_sampled = 0;
-  uint8_t* pages = nullptr;  // [pages][page_layers][2][kv_heads], each `head_bytes`: [block_tokens][head_dim]
+  uint8_t* pages = nullptr;  // [pages][page_layers][2][page_kv_heads], each `head_bytes`: [block_tokens][head_dim]
   // [layers][2]: layer group of each layer, and the layer's index in the group's pages. Null if pages hold all layers
   // in order. `slots` and the sequences' tables belong to group 0; the arrays below hold the further groups in order.
   const int64_t* places = nullptr;
@@ -43,7 +43,7 @@ struct Batch {
   size_t table_width = 0;
   KvType kv_type = KvType::f32;
   int block_tokens = 0;
-  float* logits = nullptr;         // [num_sampled, vocabulary]
+  float* logits = nullptr;         // [num_sampled, all_tokens]
   int64_t* greedy = nullptr;       // [num_sampled] argmax; the lowest index on ties
   uint8_t* finite = nullptr;       // [num_sampled] 1 if all logits of the row are finite
   const int64_t* shown = nullptr;  // [num_shown]: indices of the rows whose hidden states are returned

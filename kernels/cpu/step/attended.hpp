@@ -34,7 +34,8 @@ static inline void attend_item(Step& step, const Layer& layer, int layer_index, 
   // A partition before the windows of all rows has no partial result; `merge_partials` skips it.
   if (is_cut && item.end * kPartition <= hidden_tokens(layer.window, first_position(sequence))) return;
   const AttentionGeometry g{place_of(step.batch, layer_index, m.num_layers),
-                            m.kv_heads,
+                            m.first_kv_head,
+                            m.page_kv_heads,
                             m.heads / m.kv_heads,
                             m.key_dim(),
                             step.batch.block_tokens,

@@ -41,19 +41,23 @@ static inline void gather_entries(Step& step, int first, int end) {
   }
 }
 
-// Adds the outputs of a row's experts, in the order of experts, to the residual.
+// Adds the outputs of a row's experts, in the order of experts, to the residual, or stores them as this rank's part.
 static inline void combine_rows(Step& step, int first, int end) {
   const size_t stride = size_t(step.x.stride);
   const ExpertPlan& plan = step.experts;
   for (int row = first; row < end; ++row) {
     float* residual = step.residual + size_t(row) * stride;
+    float* part = step.ranks ? step.ranks->own_part() + size_t(row) * stride : nullptr;
     const int* entries = plan.entries_of.data() + size_t(row) * size_t(plan.per_row);
     for (size_t i = 0; i < stride; i += kPanel) {
       V sum = v_zero();
       for (int k = 0; k < plan.per_row; ++k)
         sum = v_fma(v_set(plan.share_of[size_t(entries[k])]), v_load(step.expert_out + size_t(entries[k]) * stride + i),
                     sum);
-      v_store(residual + i, v_fma(sum, v_set(step.model.residual_scale), v_load(residual + i)));
+      if (part)
+        v_store(part + i, sum);
+      else
+        v_store(residual + i, v_fma(sum, v_set(step.model.residual_scale), v_load(residual + i)));
     }
   }
 }

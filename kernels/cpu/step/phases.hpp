@@ -46,6 +46,16 @@ static inline void tap_rows(Step& step, int layer, int first, int end) {
   }
 }
 
+// Scales an embedding, the first residual, and writes the inputs of the first layer.
+static inline void enter_row(Step& step, int row, float* residual) {
+  const Model& m = step.model;
+  if (m.embedding_scale != 1.0f)
+    for (int i = 0; i < m.hidden; ++i) residual[i] *= m.embedding_scale;
+  float* wide = step.x.f32 + size_t(row) * step.x.stride;
+  norm_or_copy(m, residual, m.layers[0].attention_norm, wide);
+  write_input(step.x, row, m.hidden, wide);
+}
+
 static inline void embed_rows(Step& step, int chunk) {
   const Model& m = step.model;
   const int end = step.batch.rows < (chunk + 1) * step.row_chunk ? step.batch.rows : (chunk + 1) * step.row_chunk;
@@ -57,24 +67,65 @@ static inline void embed_rows(Step& step, int chunk) {
       write_input(step.x, row, m.inputs, b.inputs + size_t(row) * m.inputs);
       continue;
     }
+    if (step.ranks) {  // the part is zero for tokens of other ranks; `finish_embedding` sums the parts
+      float* part = step.ranks->own_part() + size_t(row) * step.x.stride;
+      const int64_t token = step.batch.tokens[row] - m.first_token;
+      if (token >= 0 && token < m.vocabulary)
+        dequantize_matrix_row(m.embedding, int(token), part);
+      else
+        std::memset(part, 0, size_t(m.hidden) * 4);
+      continue;
+    }
     dequantize_matrix_row(m.embedding, int(step.batch.tokens[row]), residual);
-    if (m.embedding_scale != 1.0f)
-      for (int i = 0; i < m.hidden; ++i) residual[i] *= m.embedding_scale;
-    float* wide = step.x.f32 + size_t(row) * step.x.stride;
-    norm_or_copy(m, residual, m.layers[0].attention_norm, wide);
-    write_input(step.x, row, m.hidden, wide);
+    enter_row(step, row, residual);
   }
-  tap_rows(step, 0, chunk * step.row_chunk, end);
+  if (!step.ranks) tap_rows(step, 0, chunk * step.row_chunk, end);
 }
 
-// Returns a row of the residual. If the previous sublayer has a post-norm, its output is in `projected` and has not
-// been added yet: `to` then receives the sum of the residual and the normalized output.
-static inline const float* residual_row(Step& step, const float* output_norm, int row, float* to) {
+// Sums the ranks' parts of a row, in the order of ranks, so that every rank gets the same bits.
+static inline void sum_parts(const Step& step, int row, float* to) {
+  const size_t at = size_t(row) * step.x.stride;
+  const float* first = step.ranks->part_of(0) + at;
+  for (int i = 0; i < step.x.stride; i += kPanel) v_store(to + i, v_load(first + i));
+  for (int r = 1; r < step.ranks->size(); ++r) {
+    const float* part = step.ranks->part_of(r) + at;
+    for (int i = 0; i < step.x.stride; i += kPanel) v_store(to + i, v_add(v_load(to + i), v_load(part + i)));
+  }
+}
+
+// The end of `embed_rows`, if several ranks compute the model.
+static inline void finish_embedding(Step& step, int chunk) {
+  const Model& m = step.model;
+  const int first = chunk * step.row_chunk;
+  const int end = step.batch.rows < first + step.row_chunk ? step.batch.rows : first + step.row_chunk;
+  for (int row = first; row < end; ++row) {
+    float* residual = step.residual + size_t(row) * step.x.stride;
+    sum_parts(step, row, residual);
+    enter_row(step, row, residual);
+  }
+  tap_rows(step, 0, first, end);
+}
+
+// Returns a row of the residual. If the previous sublayer has a post-norm, or if ranks have parts of its output, this
+// output has not been added yet: `to` then receives the sum of the residual and the output. `summed`: memory for a row
+// of the output, which may be `to`.
+static inline const float* residual_row(Step& step, const float* output_norm, int row, float* to, float* summed) {
   const Model& m = step.model;
   const float* residual = step.residual + size_t(row) * step.x.stride;
-  if (!output_norm) return residual;
-  add_normed(residual, step.projected + size_t(row) * step.x.stride, output_norm, m.hidden, m.epsilon, m.residual_scale,
-             to);
+  const float* output = step.projected + size_t(row) * step.x.stride;
+  if (step.ranks) {
+    sum_parts(step, row, summed);
+    output = summed;
+  }
+  if (output_norm) {
+    add_normed(residual, output, output_norm, m.hidden, m.epsilon, m.residual_scale, to);
+  } else if (step.ranks) {
+    const V by = v_set(m.residual_scale);
+    for (int i = 0; i < step.x.stride; i += kPanel)
+      v_store(to + i, v_fma(v_load(output + i), by, v_load(residual + i)));
+  } else {
+    return residual;
+  }
   return to;
 }
 
@@ -83,8 +134,8 @@ static inline const float* residual_row(Step& step, const float* output_norm, in
 static inline void norm_rows(Step& step, const float* output_norm, const float* weight, int first, int end) {
   for (int i = first; i < end; ++i) {
     float* wide = step.x.f32 + size_t(i) * step.x.stride;
-    norm_or_copy(step.model, residual_row(step, output_norm, i, step.residual + size_t(i) * step.x.stride), weight,
-                 wide);
+    const size_t at = size_t(i) * step.x.stride;
+    norm_or_copy(step.model, residual_row(step, output_norm, i, step.residual + at, step.projected + at), weight, wide);
     write_input(step.x, i, step.model.hidden, wide);
   }
 }
@@ -95,7 +146,7 @@ static inline void norm_sampled_rows(Step& step, const float* output_norm, int f
   const Model& m = step.model;
   for (int i = first; i < end; ++i) {
     float* wide = step.x.f32 + size_t(i) * step.x.stride;
-    norm_or_copy(m, residual_row(step, output_norm, int(step.batch.sampled[i]), wide), m.head_norm, wide);
+    norm_or_copy(m, residual_row(step, output_norm, int(step.batch.sampled[i]), wide, wide), m.head_norm, wide);
     write_input(step.x, i, m.hidden, wide);
   }
 }
@@ -105,7 +156,9 @@ static inline void show_rows(Step& step, const float* output_norm, int first, in
   const Model& m = step.model;
   for (int i = first < 0 ? 0 : first; i < end; ++i) {
     float* to = step.batch.hidden + size_t(i) * m.hidden;
-    norm_or_copy(m, residual_row(step, output_norm, int(step.batch.shown[i]), to), m.final_norm, to);
+    const int row = int(step.batch.shown[i]);
+    float* sum = step.ranks ? step.projected + size_t(row) * step.x.stride : to;  // sums fill the stride of a row
+    norm_or_copy(m, residual_row(step, output_norm, row, sum, sum), m.final_norm, to);
   }
 }
 
@@ -132,20 +185,22 @@ static inline void rope_rows(Step& step, const Layer& layer, int layer_index, in
     const size_t page = size_t(slots[row] / b.block_tokens), slot = size_t(slots[row] % b.block_tokens);
     for (int half = 0; half < 2; ++half)
       for (int h = 0; h < m.kv_heads; ++h) {
-        const size_t head = ((page * place.page_layers + place.layer) * 2 + half) * m.kv_heads + h;
+        const size_t head =
+            ((page * place.page_layers + place.layer) * 2 + half) * m.page_kv_heads + m.first_kv_head + h;
         write_kv(b, b.pages + head * head_bytes(b.kv_type, b.block_tokens, D), slot,
                  qkv + (m.heads + half * m.kv_heads + h) * D, D);
       }
   }
 }
 
-// Adds a sublayer's output to the residual, or stores it if the sublayer has a post-norm, which needs whole rows.
+// Adds a sublayer's output to the residual, or stores it if the sublayer has a post-norm, which needs whole rows, or if
+// it is a rank's part of the output.
 static inline void accumulate_chunk(Step& step, const Matrix& m, const float* output_norm, const Rows& from,
                                     const Blocking& blocking, const Expansion* expansion, int chunk, int thread) {
   const size_t stride = size_t(step.x.stride);
-  if (output_norm)
-    return store_product(m, from, step.batch.rows, blocking, expansion, chunk, step.scratch(thread), step.projected,
-                         stride);
+  if (output_norm || step.ranks)
+    return store_product(m, from, step.batch.rows, blocking, expansion, chunk, step.scratch(thread),
+                         step.ranks ? step.ranks->own_part() : step.projected, stride);
   product_chunk(m, from, step.batch.rows, blocking, chunk, step.scratch(thread), expansion,
                 [residual = step.residual, stride, by = step.model.residual_scale](const Tile& tile) {
                   float* to = residual + size_t(tile.row) * stride + size_t(tile.panel) * kPanel;
@@ -158,9 +213,10 @@ static inline void accumulate_chunk(Step& step, const Matrix& m, const float* ou
 }
 
 static inline void head_chunk(Step& step, int chunk, int thread) {
-  product_chunk(
-      step.model.head, step.x, step.batch.num_sampled, step.head_blocking, chunk, step.scratch(thread), nullptr,
-      [to = step.batch.logits, n = step.model.vocabulary](const Tile& tile) { store_tile(tile, to, size_t(n), n); });
+  product_chunk(step.model.head, step.x, step.batch.num_sampled, step.head_blocking, chunk, step.scratch(thread),
+                nullptr,
+                [to = step.batch.logits + step.model.first_token, n = step.model.vocabulary,
+                 stride = size_t(step.model.all_tokens)](const Tile& tile) { store_tile(tile, to, stride, n); });
 }
 
 static inline void cap_logits(float* logits, int n, float cap) {
@@ -174,7 +230,7 @@ static inline void cap_logits(float* logits, int n, float cap) {
 
 // Computes the argmax of a row's logits (lowest index on ties), and whether all logits are finite.
 static inline void argmax_row(Step& step, int row) {
-  const int n = step.model.vocabulary;
+  const int n = step.model.all_tokens;
   float* logits = step.batch.logits + size_t(row) * n;
   if (step.model.logit_soft_cap > 0.0f) cap_logits(logits, n, step.model.logit_soft_cap);
   V top = v_set(-__builtin_inff()), poison = v_zero();
@@ -209,6 +265,7 @@ static void run_chunk(Step& step, Phase phase, int layer_index, int chunk, int t
   const auto until = [&](int rows) { return rows < first + step.row_chunk ? rows : first + step.row_chunk; };
   switch (phase) {
     case Phase::embed: embed_rows(step, chunk); break;
+    case Phase::embedded: finish_embedding(step, chunk); break;
     case Phase::qkv: {
       const int width = layer.qkv.panels * kPanel;
       product_chunk(layer.qkv, step.x, step.batch.rows, step.qkv_blocking, chunk, step.scratch(thread),

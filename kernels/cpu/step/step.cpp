@@ -40,7 +40,7 @@ bool has_row_affinity(const Level& level, int rows, int threads) {
 
 }  // namespace
 
-Step::Step(const Model& m, const Level& l, int threads) : model(m), level(l), threads_(threads) {
+Step::Step(const Model& m, const Level& l, int threads, Ranks* r) : model(m), level(l), ranks(r), threads_(threads) {
   scratches_.resize(size_t(threads));
   seconds.resize(size_t(threads));
   for (auto& scratch : scratches_) scratch.reserve(level.scratch_bytes(model));
@@ -77,10 +77,14 @@ Step::Step(const Model& m, const Level& l, int threads) : model(m), level(l), th
   }
 }
 
-Rows Step::allocate_rows(Buffer& buffer, int rows, int width, InputForms forms) {
+int row_floats(int width) {
   // Padding inputs are multiplied by zero weights and must be finite, so writers fill the whole stride of a row.
-  int stride = round_up(width, kGroup);
-  if (stride / kGroup % 2 == 0) stride += kGroup;  // avoids cache set conflicts between rows
+  const int stride = round_up(width, kGroup);
+  return stride / kGroup % 2 ? stride : stride + kGroup;  // avoids cache set conflicts between rows
+}
+
+Rows Step::allocate_rows(Buffer& buffer, int rows, int width, InputForms forms) {
+  const int stride = row_floats(width);
   auto* memory = static_cast<uint8_t*>(buffer.reserve(Rows::memory_bytes(rows, stride, forms)));
   return Rows::over(memory, rows, stride, forms);
 }
@@ -120,7 +124,7 @@ void Step::prepare(const Batch& b) {
   attended = allocate_rows(attended_, capacity, model.attended_width(), attended_forms_);
   if (first_dense_ >= 0) hidden_up = allocate_rows(up_, capacity, round_up(model.intermediate, kPanel), up_forms_);
   residual = static_cast<float*>(residual_.reserve(size_t(capacity) * x.stride * 4));
-  if (has_output_norms_) projected = static_cast<float*>(projected_.reserve(size_t(capacity) * x.stride * 4));
+  if (has_output_norms_ || ranks) projected = static_cast<float*>(projected_.reserve(size_t(capacity) * x.stride * 4));
   qkv = static_cast<float*>(qkv_.reserve(size_t(capacity) * model.layers[0].qkv.panels * kPanel * 4));
   qkv_blocking = choose_blocking(level, model.layers[0].qkv, batch.rows, threads_);
   output_blocking = choose_blocking(level, model.layers[0].output, batch.rows, threads_);
@@ -292,8 +296,8 @@ void Step::plan_partition(int partition, int heads_at_once, int max_sharers) {
 }
 
 int Step::phases() const {
-  return 1 + layer_phases(batch.num_adapters > 0, first_mixture_ >= 0, model.latent.rank > 0).count * model.num_layers +
-         (batch.num_sampled ? 2 : 0);
+  const int each = layer_phases(batch.num_adapters > 0, first_mixture_ >= 0, model.latent.rank > 0).count;
+  return kNumFirst + each * model.num_layers + (batch.num_sampled ? kNumLast : 0);
 }
 
 int Step::chunks(int index) const {
@@ -322,7 +326,9 @@ int Step::chunks(int index) const {
     case Phase::shrink_qkv:
     case Phase::shrink_output: return int(adapter_runs.size());
     case Phase::head: return head_blocking.count;
-    case Phase::pick: return batch.num_sampled;
+    case Phase::pick: return ranks && ranks->rank() ? 0 : batch.num_sampled;
+    case Phase::meet: return ranks ? 1 : 0;
+    case Phase::embedded: return ranks ? ceil_div(batch.rows, row_chunk) : 0;
     case Phase::next_norm:
       if (layer + 1 == model.num_layers) return ceil_div(batch.num_sampled + batch.num_shown, row_chunk);
       [[fallthrough]];
@@ -339,6 +345,8 @@ void Step::run(int index, int chunk, int thread) {
     if (phase == Phase::plan_experts) {
       const Mixture& mixture = model.layers[layer].mixture;
       experts.plan(mixture, level, router_logits, mixture.router.panels * kPanel, batch.rows, threads_);
+    } else if (phase == Phase::meet) {
+      ranks->meet();
     } else {
       level.run(*this, phase, layer, chunk, thread);
     }

@@ -11,6 +11,7 @@
 #include "data/rows.hpp"
 #include "runtime/buffer.hpp"
 #include "runtime/pool.hpp"
+#include "runtime/ranks.hpp"
 #include "products/blocking.hpp"
 #include "attention/item.hpp"
 #include "step/experts.hpp"
@@ -18,12 +19,16 @@
 
 namespace kvferry {
 
+// Floats from one row to the next, in rows of `width` floats.
+int row_floats(int width);
+
 // `least`: minimum panels per chunk, 2 or 4.
 Blocking choose_blocking(const Level& level, const Matrix& matrix, int rows, int threads, int least = 2);
 
 class Step final : public Job {
  public:
-  Step(const Model& model, const Level& level, int threads);
+  // `ranks`: the ranks that compute the model together, each with its share of the weights; null for one process.
+  Step(const Model& model, const Level& level, int threads, Ranks* ranks = nullptr);
 
   // Plans a batch; pool.run(step) computes it.
   void prepare(const Batch& batch);
@@ -34,10 +39,11 @@ class Step final : public Job {
 
   const Model& model;
   const Level& level;
+  Ranks* const ranks;
   Batch batch;
   Rows x, attended, hidden_up;  // inputs of qkv, gate_up and head; inputs of output; inputs of down
   float* residual = nullptr;    // [rows][stride of x]
-  float* projected = nullptr;   // [rows][stride of x]: outputs that are normalized before they are added
+  float* projected = nullptr;   // [rows][stride of x]: outputs that are normalized before they are added, or summed
   float* qkv = nullptr;         // [rows][panels * 16]
   float* partials = nullptr;    // for split sequences: [head_dim values, max score, sum] per row, partition and head
   Blocking qkv_blocking, output_blocking, gate_up_blocking, down_blocking, head_blocking;

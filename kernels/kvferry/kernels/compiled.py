@@ -25,7 +25,7 @@ import numpy.typing as npt
 from kvferry.core.errors import UsageError
 
 if TYPE_CHECKING:
-    from kvferry.kernels._cpu import Matrix, Pool, Runner
+    from kvferry.kernels._cpu import Matrix, Pool, Ranks, Runner
 
 FLOAT_LEVEL = "avx2"
 """Fastest level that does not round activations."""
@@ -130,6 +130,7 @@ def make_runner(
     layers: "list[dict[str, Matrix | npt.NDArray[np.float32] | int | dict[str, object] | None]]",
     level: str,
     pool: "Pool",
+    ranks: "Ranks | None" = None,
 ) -> "Runner":
     """Create the native model object, which computes steps.
 
@@ -139,11 +140,56 @@ def make_runner(
         layers: matrices, vectors and settings of each layer, by name.
         level: instruction set of the kernels, one of `levels()`.
         pool: compute threads.
+        ranks: the ranks that compute the model together, if `shape` and the matrices are the share of one of them.
     """
     module = extension()
     assert module is not None, "the compiled kernels are not built"
-    runner: Runner = module.Runner(shape, parts, layers, level, pool)
+    runner: Runner = module.Runner(shape, parts, layers, level, pool, ranks)
     return runner
+
+
+def row_bytes(type_id: int, cols: int) -> int:
+    """Return the bytes of a stored row of `cols` values; 0 if `cols` is not a multiple of the type's blocks.
+
+    Args:
+        type_id: number of the row format, as in `make_matrix`.
+        cols: number of values.
+    """
+    module = extension()
+    assert module is not None, "the compiled kernels are not built"
+    num_bytes: int = module.row_bytes(type_id, cols)
+    return num_bytes
+
+
+def ranks_bytes(size: int, hidden: int, rows: int) -> int:
+    """Return the bytes of the memory that the ranks of a model share for their sums.
+
+    Args:
+        size: number of ranks.
+        hidden: size of the model's hidden state.
+        rows: maximum number of rows of a step.
+    """
+    module = extension()
+    assert module is not None, "the compiled kernels are not built"
+    num_bytes: int = module.Ranks.bytes(size, rows * module.Ranks.row_floats(hidden))
+    return num_bytes
+
+
+def make_ranks(memory: npt.NDArray[np.uint8], rank: int, size: int, hidden: int, rows: int, seconds: float) -> "Ranks":
+    """Create this process's end of the sums over ranks.
+
+    Args:
+        memory: memory of `ranks_bytes` bytes that all ranks map, zeros at first.
+        rank: this process's rank.
+        size: number of ranks.
+        hidden: size of the model's hidden state.
+        rows: maximum number of rows of a step.
+        seconds: how long a rank waits for the others; then the group fails.
+    """
+    module = extension()
+    assert module is not None, "the compiled kernels are not built"
+    ranks: Ranks = module.Ranks(memory, rank, size, rows * module.Ranks.row_floats(hidden), seconds)
+    return ranks
 
 
 def product(

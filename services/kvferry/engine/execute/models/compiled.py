@@ -13,22 +13,32 @@ from kvferry.engine.execute.models.compiled_adapter import CompiledAdapter, pack
 from kvferry.engine.execute.models.compiled_latent import latent_sizes
 from kvferry.engine.execute.models.compiled_loader import ArenaLoader
 from kvferry.engine.execute.models.model import LATENT_TAKES_NO_ADAPTERS, Logits
+from kvferry.engine.execute.models.share_tensors import ShareTensors
 from kvferry.engine.execute.tensors.batch import StepBatch
 from kvferry.engine.execute.tensors.device import CPU
 from kvferry.engine.execute.tensors.paged_kv import PagedKv
 from kvferry.kernels import compiled
 from kvferry.weights.adapters.adapter_folder import Adapter
 from kvferry.weights.config import Activation, ModelConfig
+from kvferry.weights.shares import Share, config_of_share
 from kvferry.weights.tensors import TensorSource, check_shapes
 
 if TYPE_CHECKING:
-    from kvferry.kernels._cpu import Runner
+    from kvferry.kernels._cpu import Ranks, Runner
 
 _GATES = {Activation.SILU: 0, Activation.GELU_TANH: 1, Activation.CLAMPED_SWIGLU: 2}
 _NO_HIDDEN = np.empty((0, 0), np.float32)
 _NO_TAPS = np.empty(0, np.int64)
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankPlace:
+    """A process's place among the ranks that compute a model together."""
+
+    share: Share
+    ranks: "Ranks"
 
 
 class CompiledTransformer:
@@ -45,6 +55,7 @@ class CompiledTransformer:
         level: str,
         threads: int,
         rounds_inputs: bool = False,
+        place: "RankPlace | None" = None,
     ) -> None:
         """
         Args:
@@ -55,17 +66,24 @@ class CompiledTransformer:
             level: kernel level, one of `compiled.levels()`.
             threads: number of compute threads.
             rounds_inputs: round inputs to 8 bits where weights are quantized.
+            place: this process's place among the ranks that compute the model together; `None` if it computes the whole
+                model.
 
         Raises:
             ModelFileError: the weights do not match the configuration, or are not finite.
-            UsageError: `rounds_inputs` is set, but the model has no quantized weights.
+            UsageError: `rounds_inputs` is set, but the model has no quantized weights; or quantized weights cannot be
+                divided among the ranks.
         """
         check_shapes(config, tensors.shapes(), f"model {config.name!r}")
         self.config = config
         self.dtype = dtype
         self.device = CPU
         self.kernels = f"compiled-{level}"
-        loader = ArenaLoader(config, tensors, form)
+        self.place = place
+        own = config
+        if place is not None:
+            own, tensors = config_of_share(config, place.share), ShareTensors(tensors, config, place.share)
+        loader = ArenaLoader(own, tensors, form)
         parts, layers = loader.load()
         tensors.release()  # all tensors were copied; mapped pages of the file would count as memory of this process
         if rounds_inputs and not loader.has_codes:
@@ -85,11 +103,27 @@ class CompiledTransformer:
         """Threads of the kernels; jobs are serialized."""
         self.embedding, self.head = loader.of_vocabulary
         """Packed embedding and output head, each [vocabulary, hidden]."""
-        self._runner = compiled.make_runner(native_shape(config, self.input_bits), parts, layers, level, self.pool)
+        self._runner = compiled.make_runner(
+            native_shape(config, self.input_bits, place=place),
+            parts,
+            layers,
+            level,
+            self.pool,
+            None if place is None else place.ranks,
+        )
 
     def compute(self, batch: StepBatch, kv: PagedKv) -> Logits:
         """See `model.Model.compute`."""
-        room = self._room_for(len(batch.sample_rows))
+        return self.compute_into(batch, kv, self._room_for(len(batch.sample_rows)))
+
+    def compute_into(self, batch: StepBatch, kv: PagedKv, room: "LogitRoom") -> Logits:
+        """Compute a step with given memory for the logits, which ranks share.
+
+        Args:
+            batch: see `model.Model.compute`.
+            kv: see `model.Model.compute`.
+            room: memory for the rows that are sampled.
+        """
         num_hidden = len(batch.hidden_rows)
         width, num_taps = self.config.hidden_size, len(batch.tapped_layers)
         hidden = np.empty((num_hidden, width), np.float32) if num_hidden else _NO_HIDDEN
@@ -114,14 +148,14 @@ class CompiledTransformer:
         """See `model.Model.pack_adapter`."""
         return pack_adapter(adapter, self._runner, self.config.num_layers, is_bf16=self.dtype != FLOAT32)
 
-    def _room_for(self, rows: int) -> "_Scratch":
+    def _room_for(self, rows: int) -> "LogitRoom":
         """Return scratch memory for `rows` rows. Each thread reuses its memory for all steps, since new memory would
         cause a page fault per 4 KiB."""
-        room: _Scratch | None = getattr(self._own, "room", None)
+        room: LogitRoom | None = getattr(self._own, "room", None)
         if room is None or len(room.memory) < rows:
-            room = _Scratch.of(np.empty((rows, self.config.vocab_size), np.float32), rows)
+            room = LogitRoom.of(np.empty((rows, self.config.vocab_size), np.float32), rows)
         elif len(room.values) != rows:
-            room = _Scratch.of(room.memory, rows)
+            room = LogitRoom.of(room.memory, rows)
         self._own.room = room
         return room
 
@@ -132,7 +166,7 @@ class CompiledTransformer:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Scratch:
+class LogitRoom:
     """Output buffers of a step; views of the memory are created once per number of rows."""
 
     memory: Floats
@@ -143,7 +177,7 @@ class _Scratch:
     finite: npt.NDArray[np.uint8]
 
     @classmethod
-    def of(cls, memory: Floats, rows: int) -> "_Scratch":
+    def of(cls, memory: Floats, rows: int) -> "LogitRoom":
         """Create views of the first `rows` rows of `memory`."""
         return cls(memory, memory[:rows], np.empty(rows, np.int64), np.empty(rows, np.uint8))
 
@@ -222,22 +256,33 @@ def run_step(
     )
 
 
-def native_shape(config: ModelConfig, input_bits: int, inputs: int = 0) -> dict[str, int | float]:
+def native_shape(
+    config: ModelConfig, input_bits: int, inputs: int = 0, place: "RankPlace | None" = None
+) -> dict[str, int | float]:
     """Return the numbers that describe a model, or a head, to the compiled kernels.
 
     Args:
         config: the model's shape.
         input_bits: precision of inputs of quantized matrices.
         inputs: inputs of the attention of the first layer, if rows are vectors.
+        place: the rank whose share of the model is described; `None` for the whole model.
     """
+    own, kv_heads, tokens = config, range(config.num_kv_heads), range(config.vocab_size)
+    if place is not None:
+        own = config_of_share(config, place.share)
+        kv_heads, tokens = place.share.kv_heads_of(config.num_kv_heads), place.share.tokens_of(config.vocab_size)
     return {
         "inputs": inputs or config.hidden_size,
         "hidden": config.hidden_size,
-        "intermediate": config.intermediate_size,
-        "heads": config.num_heads,
-        "kv_heads": config.num_kv_heads,
+        "intermediate": own.intermediate_size,
+        "heads": own.num_heads,
+        "kv_heads": own.num_kv_heads,
+        "first_kv_head": kv_heads.start,
+        "page_kv_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
-        "vocabulary": config.vocab_size,
+        "vocabulary": own.vocab_size,
+        "first_token": tokens.start,
+        "all_tokens": config.vocab_size,
         "max_tokens": config.max_model_tokens,
         "epsilon": config.rms_norm_eps,
         "scale": config.score_scale,
