@@ -14,6 +14,7 @@ from kvferry.core.dtypes import activation_dtype
 from kvferry.core.epochs import EpochTable
 from kvferry.core.errors import UsageError
 from kvferry.core.hashing import BlockNamers
+from kvferry.core.process.memory_file import MemoryFile
 from kvferry.core.settings.engine import ON, EngineSettings
 from kvferry.engine.adapter_settings import check_adapter_settings
 from kvferry.engine.engine import Engine
@@ -26,6 +27,8 @@ from kvferry.engine.execute.dtypes.dtype_record import recorded_dtype
 from kvferry.engine.execute.grammar.grammar_masks import OFFLINE_SECONDS, GrammarMasks
 from kvferry.engine.execute.models.build import build_model
 from kvferry.engine.execute.models.model import Model
+from kvferry.engine.execute.ranks.build_ranked import build_ranked_model
+from kvferry.engine.execute.ranks.ranked_model import RankedModel
 from kvferry.engine.execute.run.runner import Runner
 from kvferry.engine.execute.tensors.device import CPU, choose_device
 from kvferry.engine.execute.tensors.paged_kv import PagedKv
@@ -180,16 +183,7 @@ def load_model(settings: EngineSettings, *, device: str | None = None, releases_
     dtype = _dtype(settings, config, where)
     tensors = _random_tensors(config, dtype, where, settings.seed) if source is None else source.tensors
     try:
-        model = build_model(
-            config,
-            tensors,
-            dtype=dtype,
-            weights=settings.weights,
-            numerics=settings.numerics,
-            device=where,
-            kernels=settings.kernels,
-            threads=settings.threads,
-        )
+        model = _build_model(settings, config, tensors, dtype, where)
     except (
         RuntimeError
     ) as error:  # torch's error for exhausted memory, whose class cannot be named without importing torch
@@ -207,6 +201,23 @@ def load_model(settings: EngineSettings, *, device: str | None = None, releases_
     loaded = LoadedModel(settings, config, source, model, dtype, kv_bytes, draft)
     released = releases_window_pages(settings, model, loaded.context_tokens, is_default=releases_windows)
     return replace(loaded, releases_windows=released)
+
+
+def _build_model(
+    settings: EngineSettings, config: ModelConfig, tensors: TensorSource, dtype: str, device: str
+) -> Model:
+    if settings.tensor_parallel > 1:
+        return build_ranked_model(config, tensors, settings, dtype=dtype, device=device)
+    return build_model(
+        config,
+        tensors,
+        dtype=dtype,
+        weights=settings.weights,
+        numerics=settings.numerics,
+        device=device,
+        kernels=settings.kernels,
+        threads=settings.threads,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,10 +266,7 @@ def runner_for(loaded: LoadedModel, memory: PageMemory | None = None) -> Runner:
     """
     settings = loaded.settings
     layout = loaded.page_layout  # without digest: a runner checks only the shape of its pages
-    if memory is None:
-        pages = PagedKv.allocate(layout, loaded.num_blocks, loaded.model.device)
-    else:
-        pages = PagedKv.over(layout, memory.pages)
+    pages = _pages(loaded, layout, memory)
     return build_runner(
         loaded.model,
         pages,
@@ -266,6 +274,22 @@ def runner_for(loaded: LoadedModel, memory: PageMemory | None = None) -> Runner:
         cuda_graphs=settings.cuda_graphs,
         runs_ahead=settings.async_steps == ON,
     )
+
+
+def _pages(loaded: LoadedModel, layout: KvLayout, memory: PageMemory | None) -> PagedKv:
+    model = loaded.model
+    if not isinstance(model, RankedModel):
+        if memory is None:
+            return PagedKv.allocate(layout, loaded.num_blocks, model.device)
+        return PagedKv.over(layout, memory.pages)
+    if memory is None:
+        file = MemoryFile("kvferry-pages", loaded.num_blocks * layout.block_bytes)
+        pages, place = PagedKv.over(layout, file.memory), file.place
+    else:
+        assert memory.place is not None, "transports of models with ranks share their memory"
+        pages, place = PagedKv.over(layout, memory.pages), memory.place
+    model.share_pages(pages, place)
+    return pages
 
 
 def build_engine(

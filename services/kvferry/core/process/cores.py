@@ -21,6 +21,33 @@ def usable_cores(cgroup: Path = _CGROUP) -> int:
     return affinity if quota is None else max(1, min(affinity, math.ceil(quota)))
 
 
+def core_groups(count: int, nodes: Path = Path("/sys/devices/system/node")) -> list[tuple[int, ...]]:
+    """Divide the CPU cores of this process into equal groups, each on one NUMA node where the sizes allow it.
+
+    Args:
+        count: number of groups.
+        nodes: the system's description of NUMA nodes.
+
+    Returns:
+        The cores of each group; empty groups, for all cores, where there are fewer cores than groups.
+    """
+    if not hasattr(os, "sched_getaffinity"):
+        return [()] * count
+    node_of = {core: node for node, folder in enumerate(sorted(nodes.glob("node[0-9]*"))) for core in _cores_of(folder)}
+    cores = sorted(os.sched_getaffinity(0), key=lambda core: (node_of.get(core, 0), core))
+    each = len(cores) // count
+    return [tuple(cores[i * each : (i + 1) * each]) for i in range(count)]
+
+
+def _cores_of(node: Path) -> list[int]:
+    """Return the cores of a NUMA node, from ranges such as "0-15,32-47"; empty if they cannot be read."""
+    try:
+        ranges = [part.split("-") for part in (node / "cpulist").read_text().strip().split(",") if part]
+        return [core for part in ranges for core in range(int(part[0]), int(part[-1]) + 1)]
+    except (OSError, ValueError):
+        return []
+
+
 def _quota(cgroup: Path) -> float | None:
     """Return the CPU quota in cores; `None` if it is unlimited or cannot be read."""
     try:

@@ -169,6 +169,13 @@ class EngineSettings:
         low=0,
         high=1024,
     )
+    tensor_parallel: int = number(
+        1,
+        "Processes on this host that compute the model together, each with a share of its heads, weights and threads, "
+        "for example one per CPU socket; the KV pages are shared. CPUs only.",
+        low=1,
+        high=64,
+    )
     kv_memory: int = size(
         0,
         "Memory for KV pages, for example 512MiB or 4GiB; auto: 1GiB on the CPU, and the rest of "

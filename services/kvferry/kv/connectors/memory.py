@@ -9,6 +9,7 @@ import msgspec
 from kvferry.core.epochs import EpochTable
 from kvferry.core.ids import BlockId, Incarnation
 from kvferry.kv.connectors.checks import allocated, check_address
+from kvferry.kv.connectors.page_files import OwnMemory
 from kvferry.kv.connectors.windows import CompletedRead, Pages, as_pages, copy_pages, copy_raw, epochs_of
 from kvferry.kv.interface.connector import PageMemory, Peer, Read, ReadError, TransportSetup
 from kvferry.kv.interface.packed import unpacked
@@ -24,19 +25,22 @@ class MemoryTransport:
     domain = secrets.token_hex(8)
     """Domain of this process, a random id."""
 
-    def __init__(self, incarnation: Incarnation) -> None:
+    def __init__(self, incarnation: Incarnation, setup: TransportSetup) -> None:
         self._incarnation = incarnation
+        self._setup = setup
+        self._memory: OwnMemory | None = None
         self._pages: Pages | None = None
         self._epochs: EpochTable | None = None
         self._connected: set[str] = set()
 
     def allocate(self, num_blocks: int, block_bytes: int) -> PageMemory:
-        memory = memoryview(bytearray(num_blocks * block_bytes))
+        self._memory = OwnMemory(num_blocks * block_bytes, self._setup)
+        memory = self._memory.memory
         epochs = memoryview(bytearray(num_blocks * 8)).cast("Q")
         self._pages, self._epochs = as_pages(memory, num_blocks, block_bytes), epochs
         with _guard:
             _exposed[self._incarnation] = self
-        return PageMemory(memory, epochs)
+        return PageMemory(memory, epochs, self._memory.place)
 
     def address(self) -> bytes:
         return msgspec.msgpack.encode(self._incarnation)
@@ -94,6 +98,6 @@ class MemoryTransport:
         return found
 
 
-def open_transport(incarnation: Incarnation, _setup: TransportSetup) -> MemoryTransport:
+def open_transport(incarnation: Incarnation, setup: TransportSetup) -> MemoryTransport:
     """Create the transport of one incarnation in this process."""
-    return MemoryTransport(incarnation)
+    return MemoryTransport(incarnation, setup)

@@ -36,6 +36,7 @@ from kvferry.core.process.struct_types import describe
 from kvferry.kv.connectors.address_proof import checked, proved
 from kvferry.kv.connectors.checks import allocated, check_address, check_page_ids
 from kvferry.kv.connectors.nixl_peers import Peers, Remote, check_open_files
+from kvferry.kv.connectors.page_files import OwnMemory
 from kvferry.kv.interface.connector import PageMemory, Peer, Read, ReadError, TransportSetup
 from kvferry.kv.interface.packed import unpacked
 
@@ -129,9 +130,10 @@ class NixlTransport:
     name = "nixl"
     domain = ""
 
-    def __init__(self, incarnation: Incarnation, clock: Clock, secrets: Sequence[bytes] = ()) -> None:
+    def __init__(self, incarnation: Incarnation, clock: Clock, setup: TransportSetup) -> None:
         self._incarnation = incarnation
-        self._secrets = secrets
+        self._setup = setup
+        self._secrets = setup.secrets
         self._clock = clock
         # Serializes all calls to the agent, which is not thread-safe.
         self._lock = threading.Lock()
@@ -140,6 +142,7 @@ class NixlTransport:
         if "UCX" not in self._agent.backends:
             raise UsageError("connector 'nixl': NIXL has no UCX backend on this machine", field="connector")
         self._peers = Peers(self._remove)
+        self._memory: OwnMemory | None = None
         self._own: _Address | None = None
         self._landing_lock = threading.Lock()  # for epoch reads, which share one receive buffer; taken before _lock
         self._readers_expected = False
@@ -159,9 +162,9 @@ class NixlTransport:
         # One anonymous mapping: pages | their epochs | receive buffer for peers' epochs, with one entry per page of
         # this worker.
         split = num_blocks * block_bytes
-        self._map = mmap.mmap(-1, split + 2 * num_blocks * _EPOCH_BYTES)
-        whole = memoryview(self._map)
-        base = np.frombuffer(self._map, dtype=np.uint8).ctypes.data
+        self._memory = OwnMemory(split + 2 * num_blocks * _EPOCH_BYTES, self._setup)
+        whole = self._memory.memory
+        base = _address(whole)
         self._landing = whole[split + num_blocks * _EPOCH_BYTES :].cast("Q")
         with self._lock:
             self._registration = self._agent.register_memory([(base, len(whole), 0, "kvferry")], "DRAM")
@@ -170,7 +173,8 @@ class NixlTransport:
             metadata = self._agent.get_agent_metadata()
         self._own = _Address(self._incarnation, metadata, base, base + split, num_blocks, block_bytes)
         self._helper = start_thread(self._progress, "nixl-progress", self._stop_progress)
-        return PageMemory(whole[:split], whole[split : split + num_blocks * _EPOCH_BYTES].cast("Q"))
+        epochs = whole[split : split + num_blocks * _EPOCH_BYTES].cast("Q")
+        return PageMemory(whole[:split], epochs, self._memory.place)
 
     def address(self) -> bytes:
         return proved(self._secrets, msgspec.msgpack.encode(self._own))
@@ -371,7 +375,7 @@ def open_transport(incarnation: Incarnation, setup: TransportSetup) -> NixlTrans
         UsageError: NIXL has no UCX backend on this machine, or UCX finds no device that it may use.
     """
     try:
-        return NixlTransport(incarnation, SystemClock(), setup.secrets)
+        return NixlTransport(incarnation, SystemClock(), setup)
     except _NIXL_ERRORS as error:
         given = [f"{name}={environment().get(name, '(unset)')}" for name in ("UCX_NET_DEVICES", "UCX_TLS")]
         raise UsageError(

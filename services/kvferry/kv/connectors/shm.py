@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 from kvferry.core.ids import BlockId, Incarnation
+from kvferry.core.process.memory_file import MemoryPlace
 from kvferry.core.process.struct_types import describe
 from kvferry.kv.connectors.checks import allocated, check_address
 from kvferry.kv.connectors.windows import CompletedRead, Pages, as_pages, copy_pages, copy_raw, epochs_of
@@ -87,7 +88,8 @@ class ShmTransport:
         inode = os.fstat(self._fd).st_ino
         self._where = _Address(self._incarnation, os.getpid(), self._fd, inode, num_blocks, block_bytes)
         self._own = _Window(self._fd, self._where, writable=True)
-        return PageMemory(self._own.memory, self._own.epochs)
+        place = MemoryPlace(os.getpid(), self._fd, inode, self._where.size)
+        return PageMemory(self._own.memory, self._own.epochs, place)
 
     def address(self) -> bytes:
         return msgspec.msgpack.encode(self._where)

@@ -19,6 +19,7 @@ from kvferry.core.ids import BlockId, Incarnation
 from kvferry.core.process.struct_types import describe
 from kvferry.kv.connectors import tcp_wire as wire
 from kvferry.kv.connectors.checks import allocated, check_address, check_page_ids
+from kvferry.kv.connectors.page_files import OwnMemory
 from kvferry.kv.connectors.tcp_read import ParallelRead, TcpRead, split_buffers
 from kvferry.kv.connectors.tcp_server import PageServer, runs
 from kvferry.kv.connectors.windows import CompletedRead
@@ -113,6 +114,7 @@ class TcpTransport:
         self._setup = setup
         self._clock = clock
         self._memory: PageMemory | None = None
+        self._pages: OwnMemory | None = None
         self._where: _Address | None = None
         self._server: PageServer | None = None
         self._owners: dict[str, _Owner] = {}
@@ -120,8 +122,9 @@ class TcpTransport:
         self._readers = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="kv-tcp-read")
 
     def allocate(self, num_blocks: int, block_bytes: int) -> PageMemory:
-        pages = memoryview(mmap.mmap(-1, num_blocks * block_bytes))
-        memory = PageMemory(pages, memoryview(bytearray(num_blocks * 8)).cast("Q"))
+        self._pages = OwnMemory(num_blocks * block_bytes, self._setup)
+        pages = self._pages.memory
+        memory = PageMemory(pages, memoryview(bytearray(num_blocks * 8)).cast("Q"), self._pages.place)
         keys = [wire.connection_key(secret, self._incarnation) for secret in self._setup.secrets]
         self._server = PageServer(self._setup.listen_host, pages, memory.epochs, block_bytes, keys, self._clock)
         host = self._setup.advertise_host or self._setup.listen_host

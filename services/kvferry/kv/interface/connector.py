@@ -25,6 +25,7 @@ from typing import Protocol, runtime_checkable
 
 from kvferry.core.epochs import EpochTable
 from kvferry.core.ids import BlockId, Incarnation, RequestId, TicketId, WorkerId
+from kvferry.core.process.memory_file import MemoryPlace
 from kvferry.kv.interface.ticket import Ticket
 from kvferry.kv.pages.layout import KvLayout
 
@@ -37,6 +38,8 @@ class PageMemory:
     """Writable memory of num_blocks x block_bytes bytes."""
     epochs: EpochTable
     """Epoch of each page, an unsigned 64-bit number; readable by peers, written only by the block pool."""
+    place: MemoryPlace | None = None
+    """Memory file that begins with the pages, for other processes of this worker; `None` if the memory is private."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,8 @@ class TransportSetup:
     """Host name under which peers reach the worker; if empty, `listen_host`."""
     secrets: tuple[bytes, ...] = ()
     """Shared secrets of the pool, newest first; a peer authenticates with any of them."""
+    has_ranks: bool = False
+    """Whether other processes of this worker compute with the pages, which must then be in a memory file."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,7 +65,7 @@ def build_model(
     chosen = resolve_kernels(kernels, config, dtype, device)
     level = level_of(chosen)
     if numerics == FAST:
-        _check_fast(level, dtype)
+        check_fast(level, dtype)
     for line in tensors.weights():
         _log.debug("weights: %s", line)
     count = threads or usable_cores()
@@ -134,7 +134,16 @@ def _check_coded(kernels: str, config: ModelConfig, dtype: str, device: str, rea
         )
 
 
-def _check_fast(level: str, dtype: str) -> None:
+def check_fast(level: str, dtype: str) -> None:
+    """Check that `fast` numerics are possible.
+
+    Args:
+        level: level of the compiled kernels; empty for other kernels.
+        dtype: data type of the KV.
+
+    Raises:
+        UsageError: the kernels or the data type do not allow inputs rounded to 8 bits.
+    """
     if not level:
         raise UsageError("numerics=fast needs the compiled kernels; use exact", field="numerics")
     if dtype == FLOAT32:

@@ -1,0 +1,265 @@
+"""Starts and watches the processes of a model's ranks, and sends them their messages."""
+
+import itertools
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing.connection import Connection
+
+from kvferry.core.clock import Clock, SystemClock
+from kvferry.core.errors import InvariantBroken, KvferryError, ModelFileError, UsageError
+from kvferry.core.process.config import child_environment, environment
+from kvferry.core.process.exit_threads import start_thread
+from kvferry.core.process.logs import LOG_NAME_VARIABLE
+from kvferry.core.process.memory_file import MemoryFile
+from kvferry.engine.execute.ranks.messages import (
+    Message,
+    ModelPlan,
+    Packed,
+    RankPages,
+    RankReady,
+    RankStart,
+    RankStep,
+    receive,
+    send,
+    socket_pair,
+)
+from kvferry.engine.execute.ranks.share_model import sent_adapter, share_of_adapter
+from kvferry.kernels import compiled
+from kvferry.weights.adapters.adapter_folder import Adapter
+from kvferry.weights.config import ModelConfig
+from kvferry.weights.shares import Share
+
+_log = logging.getLogger(__name__)
+_MODULE = "kvferry.engine.execute.ranks.rank_process"
+_REPLY_SECONDS = 60.0
+"""How long a rank may take to map pages."""
+_LOAD_SECONDS = 600.0
+"""How much longer than the first rank another one may take to load its share."""
+_STOP_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Member:
+    """The process of a rank, and the ends of its sockets."""
+
+    rank: int
+    process: subprocess.Popen[bytes]
+    connection: Connection
+    lifeline: int
+    """Write end of a pipe; the process exits when it is closed."""
+
+
+@dataclass(slots=True)
+class _Health:
+    """Whether the ranks of a model can compute."""
+
+    model: str
+    failure: str = ""
+    """Why they cannot; empty while they can."""
+    stopping: threading.Event = field(default_factory=threading.Event)
+    """Set before the processes are stopped on purpose."""
+    fail: Callable[[int], None] = lambda _: None
+    """Ends the waits of all ranks because of one of them."""
+
+    def error(self) -> InvariantBroken:
+        reason = self.failure or "a rank did not compute its part in time"
+        return InvariantBroken(f"the ranks of model {self.model} stop: {reason}")
+
+
+class RankGroup:
+    """The other ranks of a model, whose first rank is this process. `send_step` is called from one thread at a time."""
+
+    def __init__(
+        self, plan: ModelPlan, config: ModelConfig, cores: Sequence[Sequence[int]], clock: Clock | None = None
+    ) -> None:
+        """Start the processes, which begin to load their shares.
+
+        Args:
+            plan: the model, and how ranks compute it.
+            config: configuration of the model, as served.
+            cores: CPU cores of each rank; an empty sequence for all cores.
+            clock: measures deadlines; default: the system's clock.
+        """
+        self._config, self._size = config, plan.size
+        self._clock = clock or SystemClock()
+        self._sending = threading.Lock()
+        self._numbers = itertools.count()
+        self._forgotten: deque[int] = deque()
+        self._health = _Health(config.name)
+        num_bytes = compiled.ranks_bytes(plan.size, config.hidden_size, plan.step_rows)
+        self._file = MemoryFile("kvferry-ranks", num_bytes)
+        self.sums: memoryview = self._file.memory
+        """Memory for sums over ranks."""
+        self._members: list[_Member] = []
+        self._close = weakref.finalize(self, _stop, self._members, self._health)
+        for rank in range(1, plan.size):
+            self._members.append(_started(rank))
+        for member in self._members:
+            start = RankStart(plan, member.rank, tuple(cores[member.rank]), self._file.place, _log.getEffectiveLevel())
+            send(member.connection, start)
+
+    def watch(self, fail: Callable[[int], None]) -> None:
+        """Watch the processes from now on.
+
+        Args:
+            fail: called with the rank whose process has ended unexpectedly, on another thread.
+        """
+        self._health.fail = fail
+        for member in self._members:
+            start_thread(
+                partial(_watch, member, self._health), f"rank-{member.rank}", partial(_kill, member, self._health)
+            )
+
+    def wait_ready(self) -> None:
+        """Wait until all ranks have loaded their shares.
+
+        Raises:
+            ModelFileError: a rank cannot load its share of the files.
+            UsageError: a rank's share is not possible.
+            InvariantBroken: a process has ended, or takes too long.
+        """
+        for member in self._members:
+            self._answer(member, _LOAD_SECONDS)
+
+    def add_pages(self, pages: RankPages) -> None:
+        """Have all ranks map the pages of an engine.
+
+        Raises:
+            InvariantBroken: a process has ended, or takes too long.
+        """
+        with self._sending:
+            self._send(pages)
+            for member in self._members:
+                self._answer(member, _REPLY_SECONDS)
+
+    def add_adapter(self, adapter: Adapter) -> int:
+        """Send an adapter to all ranks; return its number.
+
+        Raises:
+            InvariantBroken: a process has ended or does not read.
+        """
+        number = next(self._numbers)
+        with self._sending:
+            for member in self._members:
+                share = share_of_adapter(adapter, self._config, Share(member.rank, self._size))
+                self._send(sent_adapter(share, number), [member])
+        return number
+
+    def forget_adapter(self, number: int) -> None:
+        """Let all ranks forget an adapter with the next step. Callable from finalizers."""
+        self._forgotten.append(number)
+
+    def send_step(self, index: int, batch: tuple[Packed, ...], adapters: tuple[int, ...]) -> None:
+        """Send a step to all ranks, which compute it.
+
+        Args:
+            index: number of the engine.
+            batch: `messages.packed_batch`.
+            adapters: numbers of the step's adapters.
+
+        Raises:
+            InvariantBroken: a process has ended or does not read.
+        """
+        forgotten = tuple(self._forgotten.popleft() for _ in range(len(self._forgotten)))
+        with self._sending:
+            self._send(RankStep(index, batch, adapters, forgotten))
+
+    def failure(self) -> InvariantBroken:
+        """Return the error of steps, after the group has failed."""
+        return self._health.error()
+
+    def close(self) -> None:
+        """Stop the processes; idempotent."""
+        self._close()
+
+    def _send(self, message: Message, members: Sequence[_Member] | None = None) -> None:
+        if self._health.failure:
+            raise self.failure()
+        try:
+            for member in self._members if members is None else members:
+                send(member.connection, message)
+        except OSError as error:
+            raise self.failure() from error
+
+    def _answer(self, member: _Member, seconds: float) -> None:
+        deadline = self._clock.monotonic() + seconds
+        try:
+            if not member.connection.poll(max(0.0, deadline - self._clock.monotonic())):
+                raise InvariantBroken(f"rank {member.rank} does not answer within {seconds:.0f} s")
+            answer = receive(member.connection, RankReady)
+        except (EOFError, OSError) as error:
+            status = _exit_text(member.process)
+            raise InvariantBroken(f"the process of rank {member.rank} {status}") from error
+        if answer.error:
+            raise _error_of(answer, member.rank)
+
+
+def _error_of(answer: RankReady, rank: int) -> KvferryError:
+    if answer.error_field:
+        return UsageError(answer.error, field=answer.error_field)
+    return ModelFileError(f"rank {rank}: {answer.error}")
+
+
+def _started(rank: int) -> _Member:
+    connection, other = socket_pair()
+    ends, lifeline = os.pipe()
+    name = environment().get(LOG_NAME_VARIABLE)
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-m", _MODULE, str(other.fileno()), str(ends)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            pass_fds=(other.fileno(), ends),
+            env=child_environment({LOG_NAME_VARIABLE: name} if name else {}),
+            start_new_session=True,  # signals of the terminal reach only the first rank
+        )
+    finally:
+        other.close()
+        os.close(ends)
+    return _Member(rank, process, connection, lifeline)
+
+
+def _watch(member: _Member, health: _Health) -> None:
+    """Wait for the end of a process, and end the waits of the other ranks."""
+    member.process.wait()
+    if not health.stopping.is_set():
+        health.failure = health.failure or f"the process of rank {member.rank} {_exit_text(member.process)}"
+        _log.error("%s", health.failure)
+        health.fail(member.rank)
+
+
+def _kill(member: _Member, health: _Health) -> None:
+    health.stopping.set()
+    member.process.kill()
+
+
+def _exit_text(process: subprocess.Popen[bytes]) -> str:
+    try:
+        status = process.wait(_STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        return "has closed its connection"
+    if status < 0:
+        return f"was ended by {signal.Signals(-status).name}"
+    return f"ended with status {status}; see its log above"
+
+
+def _stop(members: list[_Member], health: _Health) -> None:
+    health.stopping.set()
+    for member in members:
+        member.connection.close()
+        os.close(member.lifeline)
+    for member in members:
+        try:
+            member.process.wait(_STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            member.process.kill()
+            member.process.wait()
