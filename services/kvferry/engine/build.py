@@ -36,7 +36,7 @@ from kvferry.engine.kv_memory import kv_memory, releases_window_pages
 from kvferry.engine.parts import AdapterSupport, KvPages, KvSources, LoadAdapter, ServedModel, assemble
 from kvferry.engine.schedule.adapters.adapter_store import AdapterStore, LoadedAdapter
 from kvferry.engine.schedule.messages import AdapterLoaded, MaskReady
-from kvferry.engine.schedule.speculation.settings import parse_speculation
+from kvferry.engine.schedule.speculation.settings import EAGLE, MEDUSA, parse_speculation
 from kvferry.engine.schedule.speculation.speculation import Speculation, speculation_of
 from kvferry.kernels.backends import device_kind
 from kvferry.kv.interface.connector import KvLoader, PageMemory
@@ -151,6 +151,11 @@ class LoadedModel:
                 field="kv_memory",
             )
 
+    def close(self) -> None:
+        """Stop the other processes that compute the model, if there are any; idempotent. The model is then unusable."""
+        if isinstance(self.model, RankedModel):
+            self.model.close()
+
     @property
     def context_tokens(self) -> int:
         """Context length in tokens as set, at most the model's; the KV memory may hold less."""
@@ -174,6 +179,12 @@ def load_model(settings: EngineSettings, *, device: str | None = None, releases_
         raise UsageError(
             f"speculation with accept=rejection needs the CPU sampler and is not supported on {where}; use "
             "accept=exact",
+            field="speculation",
+        )
+    if settings.tensor_parallel > 1 and speculation.method in (EAGLE, MEDUSA):
+        raise UsageError(
+            f"speculation with {speculation.method} heads needs the whole model in one process; set tensor_parallel to "
+            "1, or use another kind of drafts",
             field="speculation",
         )
     source = None if settings.load_format == "dummy" else open_model(settings.model, served_name=settings.served_name)

@@ -7,7 +7,7 @@ TOPICS: Mapping[str, Sequence[str]] = MappingProxyType(
     {
         "Model": (
             "model", "served_name", "load_format", "device", "dtype", "weights", "numerics", "kernels", "cuda_graphs",
-            "threads", "max_model_len", "tool_call_parser", "reasoning_parser",
+            "threads", "tensor_parallel", "max_model_len", "tool_call_parser", "reasoning_parser",
         ),
         "Workers": (
             "role", "prefill", "decode", "both", "worker_id", "advertise_host", "pool", "max_held", "hold_seconds",

@@ -274,6 +274,11 @@ class LLM:
         """
         self.engine.change_adapter(name, None)
 
+    def close(self) -> None:
+        """Stop the processes of the other ranks at once, with `tensor_parallel`; otherwise they end with the object or
+        this process. Idempotent; nothing can be generated afterwards."""
+        self._loaded.close()
+
     def _adapters(self, model: str | Sequence[str], count: int) -> list[AdapterId | None]:
         """Return the adapter of each prompt, by the model names of the requests."""
         names = [model] * count if isinstance(model, str) else list(model)

@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
@@ -70,9 +71,10 @@ class _Health:
     fail: Callable[[int], None] = lambda _: None
     """Ends the waits of all ranks because of one of them."""
 
-    def error(self) -> InvariantBroken:
-        reason = self.failure or "a rank did not compute its part in time"
-        return InvariantBroken(f"the ranks of model {self.model} stop: {reason}")
+    def note(self, reason: str) -> InvariantBroken:
+        """Record why the ranks cannot compute, unless it is known; return the error of this and all later steps."""
+        self.failure = self.failure or reason
+        return InvariantBroken(f"the ranks of model {self.model} stop: {self.failure}")
 
 
 class RankGroup:
@@ -173,9 +175,13 @@ class RankGroup:
         with self._sending:
             self._send(RankStep(index, batch, adapters, forgotten))
 
-    def failure(self) -> InvariantBroken:
-        """Return the error of steps, after the group has failed."""
-        return self._health.error()
+    def failed(self, reason: str) -> InvariantBroken:
+        """Return the error of a step that could not be computed, and of all later steps.
+
+        Args:
+            reason: why, if no rank's process is known to have ended.
+        """
+        return self._health.note(reason)
 
     def close(self) -> None:
         """Stop the processes; idempotent."""
@@ -183,12 +189,12 @@ class RankGroup:
 
     def _send(self, message: Message, members: Sequence[_Member] | None = None) -> None:
         if self._health.failure:
-            raise self.failure()
-        try:
-            for member in self._members if members is None else members:
+            raise self.failed("")
+        for member in self._members if members is None else members:
+            try:
                 send(member.connection, message)
-        except OSError as error:
-            raise self.failure() from error
+            except OSError as error:
+                raise self.failed(_end_of(member)) from error
 
     def _answer(self, member: _Member, seconds: float) -> None:
         deadline = self._clock.monotonic() + seconds
@@ -197,8 +203,7 @@ class RankGroup:
                 raise InvariantBroken(f"rank {member.rank} does not answer within {seconds:.0f} s")
             answer = receive(member.connection, RankReady)
         except (EOFError, OSError) as error:
-            status = _exit_text(member.process)
-            raise InvariantBroken(f"the process of rank {member.rank} {status}") from error
+            raise InvariantBroken(_end_of(member)) from error
         if answer.error:
             raise _error_of(answer, member.rank)
 
@@ -232,8 +237,7 @@ def _watch(member: _Member, health: _Health) -> None:
     """Wait for the end of a process, and end the waits of the other ranks."""
     member.process.wait()
     if not health.stopping.is_set():
-        health.failure = health.failure or f"the process of rank {member.rank} {_exit_text(member.process)}"
-        _log.error("%s", health.failure)
+        _log.error("%s", health.note(_end_of(member)))
         health.fail(member.rank)
 
 
@@ -242,14 +246,15 @@ def _kill(member: _Member, health: _Health) -> None:
     member.process.kill()
 
 
-def _exit_text(process: subprocess.Popen[bytes]) -> str:
+def _end_of(member: _Member) -> str:
+    """Return how the process of a rank ended, or that it does not read."""
     try:
-        status = process.wait(_STOP_SECONDS)
+        status = member.process.wait(_STOP_SECONDS)
     except subprocess.TimeoutExpired:
-        return "has closed its connection"
+        return f"rank {member.rank} does not answer"
     if status < 0:
-        return f"was ended by {signal.Signals(-status).name}"
-    return f"ended with status {status}; see its log above"
+        return f"rank {member.rank} was ended by {signal.Signals(-status).name}"
+    return f"rank {member.rank} ended with status {status}; its log says why"
 
 
 def _stop(members: list[_Member], health: _Health) -> None:
@@ -258,8 +263,7 @@ def _stop(members: list[_Member], health: _Health) -> None:
         member.connection.close()
         os.close(member.lifeline)
     for member in members:
-        try:
-            member.process.wait(_STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            member.process.kill()
-            member.process.wait()
+        with suppress(subprocess.TimeoutExpired):
+            member.process.wait(0 if health.failure else _STOP_SECONDS)
+        member.process.kill()  # no effect on a process that has ended
+        member.process.wait()

@@ -100,7 +100,7 @@ class RankedModel:
             try:
                 return self._own.compute_into(batch, pages.kv, pages.room_for(len(batch.sample_rows)))
             except RuntimeError as error:
-                raise self._group.failure() from error
+                raise self._group.failed(str(error)) from error
 
     def phase_seconds(self) -> dict[str, float]:
         """See `CompiledTransformer.phase_seconds`; of the first rank."""
