@@ -191,6 +191,12 @@ def test_no_rank_outlives_its_worker(number: signal.Signals) -> None:
         until(lambda: not any(map(is_alive, ranks)), "the end of the rank")
 
 
+def test_an_idle_worker_stops_when_a_rank_has_ended() -> None:
+    with a_worker("both", "--tensor-parallel", "2", model="tiny") as worker:
+        end(ranks_of(worker.process.pid))
+        assert worker.process.wait(SECONDS) != 0
+
+
 def test_a_stream_survives_the_death_of_a_rank(whole: LLM) -> None:
     flags = ("--dtype", "float32", "--threads", "1", "--kv-memory", "16MiB", "--tensor-parallel", "2", "--both", "2")
     addresses = ("--log-level", "error", "--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--json")

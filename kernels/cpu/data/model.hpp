@@ -74,8 +74,8 @@ struct Layer {
 struct Model {
   int inputs = 0;  // inputs of the first layer's attention: `hidden`, or more if rows are given as vectors
   int hidden = 0, intermediate = 0, heads = 0, kv_heads = 0, head_dim = 0, vocabulary = 0, max_tokens = 0;
-  // If several ranks compute the model, the sizes above are this rank's share, and the fields below say which share: the
-  // first KV head in pages of `page_kv_heads` heads, and the first token in logits of `all_tokens` tokens.
+  // If several ranks compute the model, the sizes above are this rank's share. The fields below say which share: its
+  // first KV head in pages of `page_kv_heads` heads, and its first token in logits of `all_tokens` tokens.
   int first_kv_head = 0, page_kv_heads = 0, first_token = 0, all_tokens = 0;
   float epsilon = 0.0f;
   float scale = 0.0f;                                      // factor of attention scores

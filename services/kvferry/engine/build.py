@@ -35,7 +35,7 @@ from kvferry.engine.execute.tensors.paged_kv import PagedKv
 from kvferry.engine.kv_memory import kv_memory, releases_window_pages
 from kvferry.engine.parts import AdapterSupport, KvPages, KvSources, LoadAdapter, ServedModel, assemble
 from kvferry.engine.schedule.adapters.adapter_store import AdapterStore, LoadedAdapter
-from kvferry.engine.schedule.messages import AdapterLoaded, MaskReady
+from kvferry.engine.schedule.messages import AdapterLoaded, MaskReady, ModelFailed
 from kvferry.engine.schedule.speculation.settings import EAGLE, MEDUSA, parse_speculation
 from kvferry.engine.schedule.speculation.speculation import Speculation, speculation_of
 from kvferry.kernels.backends import device_kind
@@ -311,7 +311,7 @@ def build_engine(
     epochs: EpochTable | None = None,
     loader: KvLoader | None = None,
     tiers: KvTiers | None = None,
-    post: Callable[[MaskReady | AdapterLoaded], None] | None = None,
+    post: Callable[[MaskReady | ModelFailed | AdapterLoaded], None] | None = None,
     clock: Clock | None = None,
 ) -> Engine:
     """Build an engine for a loaded model.
@@ -324,13 +324,16 @@ def build_engine(
         loader: fetches KV from peers; `None` if this engine does not fetch from peers.
         tiers: KV tiers to load from and store to; `None` without tiers.
         post: puts a command into the queue of the engine's owner, from another thread: the mask of a postponed sequence
-            is ready, or an adapter is loaded. `None` if steps wait for both, because the engine has no other callers.
+            is ready, an adapter is loaded, or a rank of the model has ended. `None` if steps wait for masks and
+            adapters, because the engine has no other callers.
         clock: measures the steps; default: the system's clock.
 
     Raises:
         ModelFileError: an adapter of the settings is missing or damaged, or does not fit the model.
     """
     settings, config, layout = loaded.settings, loaded.config, loaded.layout
+    if post is not None and isinstance(loaded.model, RankedModel):
+        loaded.model.notify(lambda error: post(ModelFailed(error)))
     parts = assemble(
         runner,
         ServedModel(loaded.context_tokens, config.vocab_size, config.eos_token_ids, layout.fingerprint),

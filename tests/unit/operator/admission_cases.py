@@ -122,6 +122,11 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "a model name with a space": ({"model": {"name": "my model"}}, "must be a name of letters, digits"),
     "no name of a Secret": ({"internalKeys": {"secretName": "My_Keys"}}, "spec.internalKeys.secretName"),
     "negative threads": (prefill(engine={"threads": -2}), "spec.roles[0].engine.threads"),
+    "no processes": (prefill(parallelism={"tensor": 0}), "spec.roles[0].parallelism.tensor"),
+    "processes of a GPU": (
+        prefill(parallelism={"tensor": 2}, engine={"device": "cuda"}, resources={"limits": {"nvidia.com/gpu": 1}}),
+        "parallelism.tensor above 1 is for CPUs",
+    ),
     "no token budget": (prefill(engine={"tokenBudget": 0}), "spec.roles[0].engine.tokenBudget"),
     "no sequences": (prefill(engine={"maxNumSeqs": 0}), "spec.roles[0].engine.maxNumSeqs"),
     "restart policy": (prefill(template={"spec": {"restartPolicy": "Never"}}), "worker pods use Always"),

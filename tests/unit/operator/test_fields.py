@@ -185,6 +185,7 @@ EFFECTS: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "roles[].scaling.scaleToZero.idleSeconds": (auto(scaleToZero={"idleSeconds": 800}), decided(1, busy=False), 0),
     "roles[].engine.kvMemory": (prefill(engine={"kvMemory": "2Gi"}), flag("kv-memory"), "2GiB"),
     "roles[].engine.threads": (prefill(engine={"threads": 3}), flag("threads"), "3"),
+    "roles[].parallelism.tensor": (prefill(parallelism={"tensor": 2}), flag("tensor-parallel"), "2"),
     "roles[].engine.tokenBudget": (prefill(engine={"tokenBudget": 64}), flag("token-budget"), "64"),
     "roles[].engine.maxNumSeqs": (prefill(engine={"maxNumSeqs": 7}), flag("max-num-seqs"), "7"),
     "roles[].engine.speculation": (prefill(engine={"speculation": "suffix?k=8"}), flag("speculation"), "suffix?k=8"),

@@ -27,6 +27,7 @@ FIELD_OF = {
     "weights": "model.weights",
     "numerics": "engine.numerics",
     "threads": "roles[].engine.threads",
+    "tensor_parallel": "roles[].parallelism.tensor",
     "kv_memory": "roles[].engine.kvMemory",
     "gpu_memory_utilization": "roles[].engine.gpuMemoryUtilization",
     "pin_share": "roles[].engine.pinShare",

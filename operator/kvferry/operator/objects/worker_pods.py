@@ -194,6 +194,7 @@ def _arguments(pool: InferencePool, role: RoleSpec) -> list[str]:
         "kv-memory": size(engine.kv_memory),
         "gpu-memory-utilization": engine.gpu_memory_utilization,
         "threads": engine.threads,
+        "tensor-parallel": role.parallelism.tensor,
         "token-budget": engine.token_budget,
         "max-chunk-tokens": engine.max_chunk_tokens,
         "max-mixed-tokens": engine.max_mixed_tokens,

@@ -99,6 +99,13 @@ class RoleEngineSpec(_Struct, frozen=True):
     speculation: str = "off"
 
 
+class ParallelismSpec(_Struct, frozen=True):
+    """How a worker divides its model."""
+
+    tensor: int = 1
+    """Processes of a pod that compute the model together."""
+
+
 class RoleSpec(_Struct, frozen=True):
     """One role of worker pods."""
 
@@ -106,6 +113,7 @@ class RoleSpec(_Struct, frozen=True):
     replicas: int = 1
     scaling: ScalingSpec = ScalingSpec()
     engine: RoleEngineSpec = RoleEngineSpec()
+    parallelism: ParallelismSpec = ParallelismSpec()
     resources: Json = {}
     template: Json = {}
 

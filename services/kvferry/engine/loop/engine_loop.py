@@ -39,6 +39,7 @@ from kvferry.engine.schedule.messages import (
     Command,
     EngineRequest,
     MaskReady,
+    ModelFailed,
     PinnedPrefix,
     PinPrefix,
     ReleaseExport,
@@ -340,6 +341,8 @@ class EngineLoop:
                 ended(None)
             case AdapterLoaded(adapter, loaded):
                 self._engine.adapter_loaded(adapter, loaded)
+            case ModelFailed(error):
+                raise error
             case MaskReady():
                 pass  # the next step finds the mask
             case message:

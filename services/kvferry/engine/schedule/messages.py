@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvferry.core.errors import KvferryError
+from kvferry.core.errors import InvariantBroken, KvferryError
 from kvferry.core.ids import AdapterId, BlockHash, RequestId
 from kvferry.core.inference.pooling import PoolingParams
 from kvferry.core.retention import Retention
@@ -92,6 +92,13 @@ class MaskReady:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelFailed:
+    """Command: stop with an error, since no further step can be computed."""
+
+    error: InvariantBroken
+
+
+@dataclass(frozen=True, slots=True)
 class AdapterLoaded:
     """Command: take an adapter that was loaded again for sequences that wait for it."""
 
@@ -169,6 +176,7 @@ Command = (
     | Abort
     | ReleaseExport
     | MaskReady
+    | ModelFailed
     | AdapterLoaded
     | ResetPrefixCache
     | PinPrefix

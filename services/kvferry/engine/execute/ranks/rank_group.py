@@ -70,6 +70,8 @@ class _Health:
     """Set before the processes are stopped on purpose."""
     fail: Callable[[int], None] = lambda _: None
     """Ends the waits of all ranks because of one of them."""
+    listeners: list[Callable[[InvariantBroken], None]] = field(default_factory=list)
+    """Called when a process has ended unexpectedly."""
 
     def note(self, reason: str) -> InvariantBroken:
         """Record why the ranks cannot compute, unless it is known; return the error of this and all later steps."""
@@ -120,6 +122,12 @@ class RankGroup:
             start_thread(
                 partial(_watch, member, self._health), f"rank-{member.rank}", partial(_kill, member, self._health)
             )
+
+    def notify(self, failed: Callable[[InvariantBroken], None]) -> None:
+        """Have a function called, on another thread, when a process has ended unexpectedly."""
+        self._health.listeners.append(failed)
+        if self._health.failure:
+            failed(self.failed(""))
 
     def wait_ready(self) -> None:
         """Wait until all ranks have loaded their shares.
@@ -237,8 +245,11 @@ def _watch(member: _Member, health: _Health) -> None:
     """Wait for the end of a process, and end the waits of the other ranks."""
     member.process.wait()
     if not health.stopping.is_set():
-        _log.error("%s", health.note(_end_of(member)))
+        error = health.note(_end_of(member))
+        _log.error("%s", error)
         health.fail(member.rank)
+        for listener in health.listeners:
+            listener(error)
 
 
 def _kill(member: _Member, health: _Health) -> None:

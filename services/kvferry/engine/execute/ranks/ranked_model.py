@@ -3,8 +3,10 @@
 import itertools
 import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from kvferry.core.errors import InvariantBroken
 from kvferry.core.process.memory_file import MemoryFile, MemoryPlace
 from kvferry.engine.execute.models.compiled import CompiledTransformer
 from kvferry.engine.execute.models.compiled_adapter import CompiledAdapter
@@ -101,6 +103,14 @@ class RankedModel:
                 return self._own.compute_into(batch, pages.kv, pages.room_for(len(batch.sample_rows)))
             except RuntimeError as error:
                 raise self._group.failed(str(error)) from error
+
+    def notify(self, failed: Callable[[InvariantBroken], None]) -> None:
+        """Have a function called, on another thread, when a rank has ended unexpectedly.
+
+        Args:
+            failed: called with the error of all further steps.
+        """
+        self._group.notify(failed)
 
     def phase_seconds(self) -> dict[str, float]:
         """See `CompiledTransformer.phase_seconds`; of the first rank."""
