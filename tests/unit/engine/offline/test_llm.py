@@ -166,9 +166,9 @@ OTHER = {
     "load_format": "dummy", "device": "cuda:1", "dtype": "int8", "weights": "float32", "numerics": "fast",
     "kernels": "torch", "cuda_graphs": "off", "kv_memory": 1 << 20, "gpu_memory_utilization": 0.25, "block_tokens": 32,
     "window_pages": "keep", "limits": SchedulerLimits(token_budget=77), "async_steps": "off", "speculation": "suffix",
-    "threads": 3, "tensor_parallel": 2, "seed": 5, "adapters": {"a": "/folder"}, "adapter_slots": 3, "max_adapter_rank": 8,
-    "adapter_memory": 1 << 20, "served_name": "another", "pin_share": 0.5, "retention_share": 0.125,
-    "load_policy": "always", "stream_interval": 3, "max_model_len": 300,
+    "threads": 3, "tensor_parallel": 2, "seed": 5, "adapters": {"a": "/folder"}, "adapter_slots": 3,
+    "max_adapter_rank": 8, "adapter_memory": 1 << 20, "served_name": "another", "pin_share": 0.5,
+    "retention_share": 0.125, "load_policy": "always", "stream_interval": 3, "max_model_len": 300,
 }  # fmt: skip
 """A value other than the default of every setting of an engine."""
 OTHER_LIMITS = {

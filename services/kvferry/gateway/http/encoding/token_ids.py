@@ -10,8 +10,9 @@ from kvferry.gateway.http.encoding.bodies import Answered, Body, Ids, is_ids, pa
 from kvferry.gateway.http.encoding.conversations import anything, chat_of, check_prompt_or_messages, encoded
 from kvferry.gateway.http.fields import field_policy
 from kvferry.gateway.http.fields.field_policy import Rules
-from kvferry.gateway.http.fields.request_fields import Message, ToolDefinition
+from kvferry.gateway.http.fields.request_fields import Message
 from kvferry.gateway.http.fields.strict import shown
+from kvferry.gateway.http.fields.tool_fields import ChatTool
 from kvferry.gateway.http.openai.reply import encode
 from kvferry.serving import prompts
 from kvferry.serving.request import Caller
@@ -49,7 +50,7 @@ class TokenizeBody(Body):
     prompt: str | None = None
     messages: Annotated[Any, PlainValidator(anything, json_schema_input_type=list[Message] | None)] = None
     """Checked by the schema of chat requests."""
-    tools: Annotated[Any, PlainValidator(anything, json_schema_input_type=list[ToolDefinition] | None)] = None
+    tools: Annotated[Any, PlainValidator(anything, json_schema_input_type=list[ChatTool] | None)] = None
     """Checked by the schema of chat requests."""
     chat_template_kwargs: Annotated[Any, PlainValidator(anything, json_schema_input_type=dict[str, Any] | None)] = None
     """Checked by the schema of chat requests."""

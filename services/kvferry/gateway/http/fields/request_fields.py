@@ -1,4 +1,4 @@
-"""Fields of OpenAI's and vLLM's requests that are objects: messages, tools, and constraints of the output.
+"""Fields of OpenAI's and vLLM's requests that are objects: messages, and constraints of the output.
 
 response_format       OpenAI: text, json_object, json_schema; vLLM: structural_tag
 structured_outputs    vLLM: one of json, json_object, regex, choice, grammar, structural_tag
@@ -7,19 +7,19 @@ guided_json, ...      vLLM's older names
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag
 
 from kvferry.core.constraint import Constraint, ConstraintKind
-from kvferry.core.errors import CONTEXT_LENGTH_EXCEEDED, InvalidRequest, shortened
-from kvferry.core.inference.tools import MAX_TOOLS, Tool, ToolMode, ToolUse
+from kvferry.core.errors import CONTEXT_LENGTH_EXCEEDED, InvalidRequest
 from kvferry.gateway.http.fields import field_policy
 from kvferry.gateway.http.fields.cache_fields import CacheBreakpoint, CacheControl
+from kvferry.gateway.http.fields.custom_tools import arguments_of
 from kvferry.gateway.http.fields.field_policy import Rules
-from kvferry.gateway.http.fields.strict import Strict
+from kvferry.gateway.http.fields.strict import Strict, type_of
 from kvferry.text.grammar.grammar_text import MAX_CHOICES
 from kvferry.text.tools.conversations import MAX_CALLS, MAX_ID_CHARS, call_input
 
@@ -61,8 +61,7 @@ class RefusalPart(Strict):
 
 
 def _part_type(value: Any) -> str:
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return "<refusal>" if kind == "refusal" else "<text>"
+    return "<refusal>" if type_of(value) == "refusal" else "<text>"
 
 
 Part = Annotated[
@@ -86,6 +85,37 @@ class MessageToolCall(Strict):
     type: Literal["function"] = "function"
     function: CalledFunction
 
+    def as_template_input(self) -> dict[str, object]:
+        """Return the call in the form that chat templates expect."""
+        return call_input(self.id, self.function.name, self.function.arguments)
+
+
+class CalledCustomTool(Strict):
+    """The custom tool of a call, with its input."""
+
+    name: str
+    input: str
+
+
+class CustomToolCall(Strict):
+    """A call of a custom tool in an assistant's message."""
+
+    RULES: ClassVar[Rules] = field_policy.TOOL_CALL
+
+    id: Annotated[str, Field(min_length=1, max_length=MAX_ID_CHARS)]
+    type: Literal["custom"]
+    custom: CalledCustomTool
+
+    def as_template_input(self) -> dict[str, object]:
+        """Return the call of the function that models know the tool as."""
+        return call_input(self.id, self.custom.name, arguments_of(self.custom.input))
+
+
+MessageCall = Annotated[
+    Annotated[MessageToolCall, Tag("<function>")] | Annotated[CustomToolCall, Tag("<custom>")],
+    Discriminator(lambda value: "<custom>" if type_of(value) == "custom" else "<function>"),
+]
+
 
 class Message(Strict):
     """A message of a conversation."""
@@ -95,7 +125,7 @@ class Message(Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[Part], Field(fail_fast=True)] | None = None
     name: str | None = None
-    tool_calls: Annotated[list[MessageToolCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None = None
+    tool_calls: Annotated[list[MessageCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None = None
     tool_call_id: Annotated[str, Field(max_length=MAX_ID_CHARS)] | None = None
     refusal: str | None = None
     """Text of an assistant's message that has no content."""
@@ -130,9 +160,7 @@ class Message(Strict):
         # `developer` is OpenAI's newer name of the role `system`, which templates use.
         message: dict[str, object] = {"role": "system" if self.role == "developer" else self.role, "content": text}
         if self.tool_calls:
-            message["tool_calls"] = [
-                call_input(call.id, call.function.name, call.function.arguments) for call in self.tool_calls
-            ]
+            message["tool_calls"] = [call.as_template_input() for call in self.tool_calls]
         if self.tool_call_id is not None:
             message["tool_call_id"] = self.tool_call_id
         if self.name is not None:
@@ -157,103 +185,6 @@ class Message(Strict):
                 f"{where}.tool_call_id is missing; set it to the id of the call that the message answers",
                 field=f"{where}.tool_call_id",
             )
-
-
-class FunctionDefinition(Strict):
-    """The function of a tool that the model may call."""
-
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class ToolDefinition(Strict):
-    """An item of `tools`; only tools of type function are supported."""
-
-    type: Literal["function"]
-    function: FunctionDefinition
-    cache_control: CacheControl | None = None
-
-
-class FunctionName(Strict):
-    """The tool that `tool_choice` names."""
-
-    name: str
-
-
-class NamedChoice(Strict):
-    """A `tool_choice` of a single tool."""
-
-    type: Literal["function"]
-    function: FunctionName
-
-
-class AllowedTools(Strict):
-    """The tools of an `AllowedChoice`, and whether one of them must be called."""
-
-    mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedChoice], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
-
-
-class AllowedChoice(Strict):
-    """A `tool_choice` of several tools; the others stay in the prompt."""
-
-    type: Literal["allowed_tools"]
-    allowed_tools: AllowedTools
-
-
-def choice_type(value: Any) -> str:
-    """Return the tag of a `tool_choice` that is an object, for its validation."""
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return "<allowed_tools>" if kind == "allowed_tools" else "<function>"
-
-
-ToolChoice = (
-    str
-    | Annotated[
-        Annotated[NamedChoice, Tag("<function>")] | Annotated[AllowedChoice, Tag("<allowed_tools>")],
-        Discriminator(choice_type),
-    ]
-)
-
-
-def tool_use(
-    tools: Sequence[ToolDefinition] | None,
-    choice: str | NamedChoice | AllowedChoice | None,
-    is_parallel: bool | None,
-) -> ToolUse:
-    """Return the tools of a request and how they may be used.
-
-    Raises:
-        InvalidRequest: see `ToolUse`; the choice is unknown.
-    """
-    offered = tuple(
-        Tool(
-            tool.function.name,
-            tool.function.description or "",
-            tool.function.parameters or {},
-            is_strict=bool(tool.function.strict),
-        )
-        for tool in tools or ()
-    )
-    name = ""
-    wanted = ToolMode.AUTO
-    allowed: frozenset[str] | None = None
-    if isinstance(choice, NamedChoice):
-        wanted, name = ToolMode.REQUIRED, choice.function.name
-    elif isinstance(choice, AllowedChoice):
-        wanted = ToolMode(choice.allowed_tools.mode)
-        allowed = frozenset(tool.function.name for tool in choice.allowed_tools.tools)
-    elif choice is not None:
-        if choice not in tuple(ToolMode):
-            raise InvalidRequest(
-                f"tool_choice {shortened(choice)!r} is unknown; use {', '.join(ToolMode)}, or a tool's name as "
-                '{"type": "function", "function": {"name": ...}}',
-                field="tool_choice",
-            )
-        wanted = ToolMode(choice)
-    return ToolUse(offered, wanted, name, is_parallel=is_parallel is not False, allowed=allowed)
 
 
 class JsonSchemaFormat(Strict):

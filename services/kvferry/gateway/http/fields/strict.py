@@ -57,6 +57,11 @@ def _is_same(value: object, other: object) -> bool:
     return True
 
 
+def type_of(value: object) -> object:
+    """Return the field `type` of an object of a body, or of its parsed form, which selects one of several classes."""
+    return value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+
+
 class Strict(BaseModel):
     """A part of a request; types are not converted. `kept_fields` handles fields that the class does not have."""
 

@@ -19,13 +19,6 @@ from kvferry.core.sampling import MAX_OUTPUT_TOKENS, RANGES, Range
 from kvferry.gateway.http.fields import field_policy
 from kvferry.gateway.http.fields.cache_fields import CacheControl, CacheHintFields
 from kvferry.gateway.http.fields.field_policy import Rules
-from kvferry.gateway.http.fields.request_fields import (
-    FunctionDefinition,
-    FunctionName,
-    NamedChoice,
-    ToolDefinition,
-    tool_use,
-)
 from kvferry.gateway.http.fields.strict import (
     MAX_IGNORED,
     Priority,
@@ -34,6 +27,13 @@ from kvferry.gateway.http.fields.strict import (
     check_sizes,
     json_object,
     parse_fields,
+)
+from kvferry.gateway.http.fields.tool_fields import (
+    FunctionDefinition,
+    FunctionName,
+    NamedChoice,
+    ToolDefinition,
+    tool_use,
 )
 from kvferry.gateway.http.messages.blocks import (
     ConversationMessage,

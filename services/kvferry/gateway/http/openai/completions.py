@@ -163,10 +163,8 @@ class _Sample:
         text = "".join(self.texts)
         token_ids = self.token_ids if self.generation.form.has_token_ids else UNSET
         if self.generation.is_chat:
-            calls = [
-                reply.ToolCallObject(call.call_id, reply.FunctionDelta(call.arguments, call.name))
-                for call in self.tool_calls.whole()
-            ]
+            custom = self.generation.form.custom_tools
+            calls = [reply.call_object(call, custom) for call in self.tool_calls.whole()]
             reasoning = "".join(self.reasoning) or UNSET
             message = reply.ChatMessage(
                 text or None if calls else text,
@@ -199,7 +197,7 @@ def _chat_events(generation: Generation) -> Callable[[TextChunk], Sequence[reply
     split = generation.requests[0].split
     greeting = "" if split is None or not split.tool_names else None  # an answer with calls may have no content
     greeted: set[int] = set()
-    calling: set[int] = set()
+    calling: dict[int, reply.CallParts] = {}
 
     def make(chunk: TextChunk) -> list[reply.ChunkChoice]:
         made: list[reply.ChunkChoice] = []
@@ -208,17 +206,21 @@ def _chat_events(generation: Generation) -> Callable[[TextChunk], Sequence[reply
             made.append(reply.ChunkChoice(chunk.index, reply.Delta("assistant", greeting)))
         logprobs = reply.chat_logprobs(chunk.tokens, spell)
         token_ids = generation.output_token_ids(chunk)
-        if chunk.reasoning or chunk.text or chunk.tool_calls or logprobs is not None or token_ids:
+        calls: list[reply.ToolCallDelta] = []
+        if chunk.tool_calls:
+            parts = calling.setdefault(chunk.index, reply.CallParts(generation.form.custom_tools))
+            calls = parts.add(chunk.tool_calls)
+        if chunk.finish_reason is not None and chunk.index in calling:
+            calls += calling[chunk.index].close()
+        if chunk.reasoning or chunk.text or calls or logprobs is not None or token_ids:
             reasoning = chunk.reasoning or None
             delta = reply.Delta(
                 content=chunk.text or (None if reasoning else greeting),
                 reasoning=reasoning,
                 reasoning_content=reasoning,
-                tool_calls=[reply.call_delta(delta) for delta in chunk.tool_calls] or None,
+                tool_calls=calls or None,
             )
             made.append(reply.ChunkChoice(chunk.index, delta, logprobs, token_ids=token_ids))
-        if chunk.tool_calls:
-            calling.add(chunk.index)
         if chunk.finish_reason is not None:
             # As in OpenAI's API, the finish reason is sent in a separate chunk with an empty delta.
             finish = _finish(chunk.finish_reason.value, has_calls=chunk.index in calling)

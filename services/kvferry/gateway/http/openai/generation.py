@@ -19,6 +19,7 @@ from kvferry.core.inference.tools import ToolUse
 from kvferry.core.retention import NO_HINTS, CacheHints
 from kvferry.core.sampling import FinishReason, SamplingParams
 from kvferry.gateway.http.fields.request_fields import in_field, overflow_in
+from kvferry.gateway.http.fields.tool_fields import custom_names
 from kvferry.gateway.http.openai import reply
 from kvferry.gateway.http.openai.schema import ChatRequest, CompletionRequest, parse
 from kvferry.serving import prompts
@@ -44,6 +45,8 @@ class ReplyForm:
     has_token_ids: bool = False
     """Whether the response has the token ids of prompts and outputs."""
     has_reasoning: bool = True
+    custom_tools: frozenset[str] = frozenset()
+    """Names of the tools whose calls have a free text as input."""
 
     @classmethod
     def of(cls, request: ChatRequest | CompletionRequest) -> "ReplyForm":
@@ -53,6 +56,7 @@ class ReplyForm:
             request.has_running_usage,
             bool(request.return_token_ids),
             not isinstance(request, ChatRequest) or request.include_reasoning is not False,
+            custom_names(request.tools) if isinstance(request, ChatRequest) else frozenset(),
         )
 
 
@@ -142,7 +146,7 @@ def read_conversation(model: TextModel, request: ChatRequest, use: ToolUse, cons
         split=chat.split,
         beams=request.beam_params(sampling.max_tokens),
         form=ReplyForm.of(request),
-        ignored=(*request.ignored, *request.actions_without_effect()),
+        ignored=(*request.ignored, *request.actions_without_effect(), *request.described_formats()),
     )
 
 

@@ -1,7 +1,7 @@
 """OpenAI's responses as structs that msgspec encodes: whole responses, stream chunks, errors."""
 
 import codecs
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Generic, Protocol, TypeVar
 
 import msgspec
@@ -9,8 +9,9 @@ from msgspec import UNSET, Struct, UnsetType
 
 from kvferry.core.errors import KvferryError
 from kvferry.core.inference.chunks import StopReason, TextChunk, Timing
-from kvferry.core.inference.tool_calls import CallDelta
+from kvferry.core.inference.tool_calls import CallDelta, ToolCall
 from kvferry.core.sampling import SampledToken, ScoredToken
+from kvferry.gateway.http.fields.custom_tools import input_of
 from kvferry.rpc.errors import MAX_MESSAGE_CHARS
 
 _ERROR_TYPES: Mapping[int, str] = {
@@ -101,21 +102,35 @@ class FunctionDelta(Struct, omit_defaults=True):
     name: str | None = None
 
 
+class CustomDelta(Struct, omit_defaults=True):
+    """The custom tool of a call; its name is in the first part of a stream."""
+
+    input: str
+    name: str | None = None
+
+
 class ToolCallDelta(Struct, omit_defaults=True):
     """A part of a call; the first part has id, type and name."""
 
     index: int
-    function: FunctionDelta
+    function: FunctionDelta | None = None
+    custom: CustomDelta | None = None
     id: str | None = None
     type: str | None = None
 
 
-class ToolCallObject(Struct):
-    """A call of a whole response."""
+class ToolCallObject(Struct, tag="function"):
+    """A call of a function in a whole response."""
 
     id: str
     function: FunctionDelta
-    type: str = "function"
+
+
+class CustomCallObject(Struct, tag="custom"):
+    """A call of a custom tool in a whole response."""
+
+    id: str
+    custom: CustomDelta
 
 
 class Delta(Struct, omit_defaults=True):
@@ -144,7 +159,7 @@ class ChatMessage(Struct):
     reasoning: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
     """Older name of `reasoning`, with the same text."""
-    tool_calls: list[ToolCallObject] | UnsetType = UNSET
+    tool_calls: Sequence[ToolCallObject | CustomCallObject] | UnsetType = UNSET
 
 
 class ChatChoice(Struct):
@@ -229,11 +244,57 @@ class TokenBytes(Protocol):
     def __call__(self, token_id: int) -> bytes: ...
 
 
-def call_delta(delta: CallDelta) -> ToolCallDelta:
-    """Convert a part of a call."""
-    if not delta.name:
-        return ToolCallDelta(delta.index, FunctionDelta(delta.arguments))
-    return ToolCallDelta(delta.index, FunctionDelta(delta.arguments, delta.name), delta.call_id, "function")
+def call_object(call: ToolCall, custom: Collection[str]) -> ToolCallObject | CustomCallObject:
+    """Convert a call of a whole response.
+
+    Args:
+        call: the call.
+        custom: names of the custom tools.
+    """
+    if call.name in custom:
+        return CustomCallObject(call.call_id, CustomDelta(input_of(call.arguments), call.name))
+    return ToolCallObject(call.call_id, FunctionDelta(call.arguments, call.name))
+
+
+class CallParts:
+    """The calls of a stream, in parts. The input of a custom tool is sent as a whole, when the JSON text of the
+    function's arguments is complete."""
+
+    def __init__(self, custom: Collection[str]) -> None:
+        """
+        Args:
+            custom: names of the custom tools.
+        """
+        self._custom = custom
+        self._open: tuple[int, list[str]] | None = None
+        """Number of a call of a custom tool, and the parts of its arguments so far."""
+
+    def add(self, deltas: Sequence[CallDelta]) -> list[ToolCallDelta]:
+        """Convert parts of calls, in order."""
+        made: list[ToolCallDelta] = []
+        for delta in deltas:
+            if delta.name:
+                made += self.close()
+                if delta.name in self._custom:
+                    self._open = delta.index, [delta.arguments]
+                    head = CustomDelta("", delta.name)
+                    made.append(ToolCallDelta(delta.index, custom=head, id=delta.call_id, type="custom"))
+                    continue
+                function = FunctionDelta(delta.arguments, delta.name)
+                made.append(ToolCallDelta(delta.index, function, id=delta.call_id, type="function"))
+            elif self._open is not None:
+                self._open[1].append(delta.arguments)
+            else:
+                made.append(ToolCallDelta(delta.index, FunctionDelta(delta.arguments)))
+        return made
+
+    def close(self) -> list[ToolCallDelta]:
+        """Return the input of a custom tool whose call has ended, if there is one."""
+        if self._open is None:
+            return []
+        index, arguments = self._open
+        self._open = None
+        return [ToolCallDelta(index, custom=CustomDelta(input_of("".join(arguments))))]
 
 
 def error_body(error: KvferryError) -> bytes:

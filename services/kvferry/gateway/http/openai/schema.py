@@ -15,7 +15,7 @@ from kvferry.core.sampling import MAX_OUTPUT_TOKENS, RANGES, Range, SamplingPara
 from kvferry.gateway.http.fields import field_policy
 from kvferry.gateway.http.fields.cache_fields import CacheBreakpoint, CacheControl, CacheHintFields
 from kvferry.gateway.http.fields.field_policy import Rules
-from kvferry.gateway.http.fields.request_fields import ConstraintFields, Message, ToolChoice, ToolDefinition, tool_use
+from kvferry.gateway.http.fields.request_fields import ConstraintFields, Message
 from kvferry.gateway.http.fields.strict import (
     MAX_FIELDS,
     Priority,
@@ -27,6 +27,7 @@ from kvferry.gateway.http.fields.strict import (
     json_object,
     parse_fields,
 )
+from kvferry.gateway.http.fields.tool_fields import ChatTool, ToolChoice, has_described_format, tool_use
 from kvferry.rpc.wire import MAX_SAMPLES
 from kvferry.text.tools.conversations import PromptEnd
 
@@ -251,7 +252,7 @@ class ChatRequest(_Common):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: Annotated[list[ToolDefinition], Field(fail_fast=True)] | None = None
+    tools: Annotated[list[ChatTool], Field(fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | None = None
@@ -277,6 +278,11 @@ class ChatRequest(_Common):
             InvalidRequest: the tools exceed a limit, or contradict the choice.
         """
         return tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
+
+    def described_formats(self) -> list[str]:
+        """Return the name of the format of custom tools, for the header of ignored fields, if a grammar is described to
+        the model, but not enforced."""
+        return ["tools.custom.format"] if has_described_format(self.tools, self.tool_choice) else []
 
     def max_reasoning_tokens(self) -> int | None:
         """Return the maximum number of tokens of the reasoning; `None` for no limit.

@@ -8,10 +8,10 @@ from pydantic import Discriminator, Field, Tag
 
 from kvferry.core.errors import InvalidRequest, shortened
 from kvferry.gateway.http.fields import field_policy
+from kvferry.gateway.http.fields.custom_tools import arguments_of
 from kvferry.gateway.http.fields.field_policy import Rules
 from kvferry.gateway.http.fields.strict import Strict
 from kvferry.gateway.http.responses.carrier import MAX_CARRIER_CHARS, CarrierKey
-from kvferry.gateway.http.responses.tools import arguments_of
 from kvferry.text.tools.conversations import MAX_ID_CHARS
 
 MAX_ITEMS = 4096

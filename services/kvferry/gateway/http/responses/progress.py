@@ -13,9 +13,9 @@ from kvferry.core.errors import KvferryError
 from kvferry.core.inference.chunks import TextChunk, Usage
 from kvferry.core.inference.tool_calls import CallDelta
 from kvferry.core.sampling import FinishReason
+from kvferry.gateway.http.fields.custom_tools import input_of
 from kvferry.gateway.http.openai import reply
 from kvferry.gateway.http.responses import output as out
-from kvferry.gateway.http.responses.tools import input_of
 
 Seal = Callable[[str], str]
 _ANSWERS = out.OutputMessage | out.OutputCall | out.OutputCustomCall

@@ -1,34 +1,30 @@
 """The tools of the Responses API: functions, custom tools, and the choice of a tool.
 
-A custom tool has free text as its input. Models know functions only, so that it is a function with one argument,
-`input`. A `regex` format is enforced if a call must be made. Other grammars cannot be enforced within the JSON text of
-a call: they are in the tool's description.
+A custom tool has free text as its input; see `fields.custom_tools`.
 """
 
-import json
 import re
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag
 from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import from_json
 
 from kvferry.core.errors import InvalidRequest, shortened
 from kvferry.core.inference.tools import MAX_DESCRIPTION_CHARS, MAX_TOOLS, ToolUse
 from kvferry.gateway.http.fields import field_policy
+from kvferry.gateway.http.fields.custom_tools import InputGrammar, described, input_schema, is_unenforced
 from kvferry.gateway.http.fields.field_policy import Rules
-from kvferry.gateway.http.fields.request_fields import (
+from kvferry.gateway.http.fields.strict import MAX_NAME_CHARS, Strict, type_of
+from kvferry.gateway.http.fields.tool_fields import (
     AllowedChoice,
     AllowedTools,
     FunctionDefinition,
     FunctionName,
     NamedChoice,
     ToolDefinition,
-    choice_type,
     tool_use,
 )
-from kvferry.gateway.http.fields.strict import MAX_NAME_CHARS, Strict
 
 OTHER_TOOL: JsonSchemaValue = {
     "type": "object",
@@ -39,8 +35,6 @@ OTHER_TOOL: JsonSchemaValue = {
 """Schema of the tools of other types."""
 _OFFERED = ("function", "custom")
 """Types of tools that the model may call."""
-_GROUP_MARK = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\\\]])*\]|[()]", re.DOTALL)
-"""An escaped character, a class, or the mark of a group in a regular expression."""
 _Definition = Annotated[str, Field(min_length=1, max_length=MAX_DESCRIPTION_CHARS)]
 
 
@@ -81,17 +75,12 @@ class CustomTool(Strict):
     format: InputFormat | None = None
 
     @property
-    def pattern(self) -> str | None:
-        """Regular expression of the whole input; `None` if there is none."""
+    def grammar(self) -> InputGrammar | None:
+        """The grammar of the input; `None` for free text."""
         given = self.format
-        if given is None or given.type != "grammar" or given.syntax != "regex" or given.definition is None:
+        if given is None or given.type != "grammar" or given.syntax is None or given.definition is None:
             return None
-        return f"^(?:{given.definition})$"
-
-    @property
-    def has_grammar(self) -> bool:
-        """Whether the input has a format other than free text."""
-        return self.format is not None and self.format.type == "grammar"
+        return InputGrammar(given.syntax, given.definition)
 
     def check(self, where: str) -> None:
         """Check that a grammar is complete.
@@ -100,51 +89,30 @@ class CustomTool(Strict):
             where: path of the tool.
 
         Raises:
-            InvalidRequest: the grammar has no syntax or no definition.
+            InvalidRequest: the grammar has no syntax or no definition, or its definition is not a whole pattern.
         """
         if self.format is None or self.format.type != "grammar":
             return
         for name in ("syntax", "definition"):
             if getattr(self.format, name) is None:
                 raise InvalidRequest(f"{where}.format.{name} is missing", field=f"{where}.format.{name}")
-        if self.pattern is not None and _closes_early(self.format.definition or ""):
-            raise InvalidRequest(
-                f"{where}.format.definition has a `)` without its `(`; escape it as `\\)`",
-                field=f"{where}.format.definition",
-            )
+        if self.grammar is not None:
+            self.grammar.check(f"{where}.format.definition")
 
     def as_function(self) -> FunctionDefinition:
         """Return the function that models know the tool as."""
-        text: dict[str, Any] = {"type": "string"}
-        if self.pattern is not None:
-            text["pattern"] = self.pattern
-        parts = [] if self.description is None else [self.description]
-        if self.has_grammar and self.format is not None:
-            parts.append(f"The input must match this {self.format.syntax} grammar:\n{self.format.definition}")
-        schema = {"type": "object", "properties": {"input": text}, "required": ["input"], "additionalProperties": False}
+        grammar = self.grammar
         return FunctionDefinition(
-            name=self.name, description="\n\n".join(parts) or None, parameters=schema, strict=True
+            name=self.name,
+            description=described(self.description, grammar),
+            parameters=input_schema(grammar),
+            strict=True,
         )
-
-
-def _closes_early(pattern: str) -> bool:
-    """Return whether a regular expression closes a group that it has not opened, and so would end the group that makes
-    it match the whole input."""
-    depth = 0
-    for found in _GROUP_MARK.finditer(pattern):
-        depth += {"(": 1, ")": -1}.get(found[0], 0)
-        if depth < 0:
-            return True
-    return False
-
-
-def _kind(value: Any) -> Any:
-    return value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
 
 
 OfferedTool = Annotated[
     Annotated[FunctionTool, Tag("<function>")] | Annotated[CustomTool, Tag("<custom>")],
-    Discriminator(lambda value: "<custom>" if _kind(value) == "custom" else "<function>"),
+    Discriminator(lambda value: "<custom>" if type_of(value) == "custom" else "<function>"),
 ]
 
 
@@ -165,7 +133,7 @@ class AllowedFunctions(Strict):
 
 FunctionChoices = Annotated[
     Annotated[FunctionChoice, Tag("<function>")] | Annotated[AllowedFunctions, Tag("<allowed_tools>")],
-    Discriminator(choice_type),
+    Discriminator(lambda value: "<allowed_tools>" if type_of(value) == "allowed_tools" else "<function>"),
 ]
 
 
@@ -200,8 +168,8 @@ def has_unenforced_format(tools: Sequence[OfferedTool], choice: str | FunctionCh
     """Return whether a custom tool has a format that is only described: every one unless a call must be made."""
     must_call = choice == "required" or isinstance(choice, FunctionChoice)
     must_call = must_call or (isinstance(choice, AllowedFunctions) and choice.mode == "required")
-    custom = [tool for tool in tools if isinstance(tool, CustomTool) and tool.has_grammar]
-    return any(tool.pattern is None or not must_call for tool in custom)
+    grammars = [tool.grammar for tool in tools if isinstance(tool, CustomTool)]
+    return is_unenforced(grammars, must_call=must_call)
 
 
 def take_other_tools(fields: dict[str, Any]) -> list[str]:
@@ -228,26 +196,6 @@ def take_other_tools(fields: dict[str, Any]) -> list[str]:
     if others:
         fields["tools"] = [tool for tool, kind in zip(tools, kinds, strict=True) if kind in (*_OFFERED, None)]
     return list(dict.fromkeys(f"tools.{kind[:MAX_NAME_CHARS]}" for _, kind in others))
-
-
-def arguments_of(text: str) -> str:
-    """Return the arguments of the function, as JSON, for an input."""
-    return json.dumps({"input": text}, ensure_ascii=False)
-
-
-def input_of(arguments: str) -> str:
-    """Return the input in the arguments of a call.
-
-    Args:
-        arguments: JSON text; may be cut off. Text that is not an object with `input` is the input itself.
-    """
-    try:
-        found = from_json(arguments, allow_partial="trailing-strings")
-    except ValueError:
-        return arguments
-    is_cut = not arguments.rstrip().endswith("}")
-    text = found.get("input", "" if is_cut else arguments) if isinstance(found, dict) else arguments
-    return text if isinstance(text, str) else json.dumps(text, ensure_ascii=False)
 
 
 _FUNCTION = re.compile(r"^(tools\.\d+)\.function\b")

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.core.sampling import FinishReason
-from kvferry.gateway.http.responses.tools import arguments_of, input_of
+from kvferry.gateway.http.fields.custom_tools import arguments_of, input_of
 from kvferry.text.answers.registry import CallFormat
 
 PATCH = '*** Begin Patch\n+"å" \\ 1\n*** End Patch'
