@@ -22,7 +22,7 @@ from kvferry.operator.plan.process.work_queue import WorkQueue
 from kvferry.operator.plan.revisions import next_number, record, recorded, superfluous
 from kvferry.operator.pool import names
 from kvferry.operator.pool.facts import Key, Store, WorkerReport
-from kvferry.operator.pool.ownership import version_of
+from kvferry.operator.pool.ownership import entry_removal, version_of
 from kvferry.operator.pool.spec import parse_pool, pods_of
 from kvferry.operator.preview.preview import preview
 from kvferry.operator.process.checkup import judge_definitions, judge_nodes, judge_pool, judge_version
@@ -332,6 +332,19 @@ def test_the_late_answer_to_a_write_does_not_restore_a_deleted_object():
 def managed(*entries: tuple[str, str, dict]) -> dict:
     fields = [{"manager": m, "operation": o, "time": "t", "fieldsV1": f} for m, o, f in entries]
     return {"metadata": {"resourceVersion": "7", "managedFields": fields}}
+
+
+def test_the_removal_of_a_manager_keeps_the_other_entries_and_those_of_the_status():
+    ours = (names.FIELD_MANAGER, "Apply", {"f:spec": {}})
+    found = managed(("edit", "Update", {}), ours, ("edit", "Update", {}), ("edit", "Update", {}))
+    found["metadata"]["managedFields"][3]["subresource"] = "status"
+    assert entry_removal(found, {"edit"}) == [
+        {"op": "test", "path": "/metadata/managedFields/2/manager", "value": "edit"},
+        {"op": "remove", "path": "/metadata/managedFields/2"},
+        {"op": "test", "path": "/metadata/managedFields/0/manager", "value": "edit"},
+        {"op": "remove", "path": "/metadata/managedFields/0"},
+    ]
+    assert entry_removal(found, {"nobody"}) == entry_removal({"metadata": {}}, {"edit"}) == []
 
 
 def test_the_version_of_an_object_is_that_of_the_fields_that_the_operator_applied():
