@@ -167,6 +167,22 @@ def test_a_change_of_the_mode_changes_no_number(kube: Kube, namespace: str) -> N
     eventually(lambda: ready(kube, namespace, 3))
 
 
+@pytest.mark.parametrize("ran", [0, 3])
+def test_a_deleted_scaler_is_restored_with_the_number_that_ran(kube: Kube, namespace: str, ran: int) -> None:
+    kube.apply(a_pool(namespace, roles=decode(scaling={"mode": "External", "minReplicas": 0})))
+    kube.rolled_out(namespace)
+    kube.kubectl("scale", "kvscale/chat-decode", f"--replicas={ran}", "-n", namespace)
+    eventually(lambda: ready(kube, namespace, ran))
+    before, generation = scaler(kube, namespace), deployment(kube, namespace)["metadata"]["generation"]
+    kube.kubectl("delete", "kvscale", "chat-decode", "-n", namespace)
+    after = eventually(lambda: kube.api.get(API, "PoolRoleScaler", namespace, "chat-decode"))
+    assert after["metadata"]["uid"] != before["metadata"]["uid"]
+    eventually(lambda: owners(kube, namespace) == {"kvferry-operator-seed"})
+    assert scaler(kube, namespace)["spec"]["replicas"] == ran
+    kube.rolled_out(namespace)
+    assert deployment(kube, namespace)["metadata"]["generation"] == generation, "the Deployment was not scaled"
+
+
 def give_back(kube: Kube, namespace: str, replicas: int) -> None:
     """Release the field with the command that the condition's message gives."""
     words = (

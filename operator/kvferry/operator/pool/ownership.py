@@ -46,8 +46,8 @@ def order_of(body: Mapping[str, Any]) -> int:
 
 
 def entry_removal(body: Mapping[str, Any], managers: Container[str]) -> list[dict[str, Any]]:
-    """Return the JSON patch (RFC 6902) that removes the entries of field managers from `metadata.managedFields`, so that
-    they own no fields of the object; empty if there are none. Entries of the status are kept.
+    """Return the JSON patch (RFC 6902) that removes the entries of field managers from `metadata.managedFields`, so
+    that they own no fields of the object; empty if there are none. Entries of the status are kept.
 
     Each removal follows a test of the entry's manager, so that the patch is rejected if the entries were reordered.
     """

@@ -190,6 +190,26 @@ def test_a_new_scaler_belongs_to_the_pool_and_its_number_to_the_seed(mode):
     assert cluster.condition("ChildrenApplied")[0] == "True"
 
 
+@pytest.mark.parametrize("mode", ["External", "Auto"])
+@pytest.mark.parametrize("ran", [0, 5])
+def test_a_deleted_scaler_is_restored_with_the_number_of_pods_that_ran(mode, ran):
+    cluster = Cluster(roles=roles_with(scaling={"mode": mode, "minReplicas": 0, "maxReplicas": 9}))
+    cluster.settle()
+    place = (names.API_VERSION, "PoolRoleScaler", "chat-decode")
+    cluster.api.objects[place]["spec"]["replicas"] = ran
+    cluster.api.replica_owners[place] = "hpa"
+    cluster.settle()
+    name = f"chat-decode-{cluster.body['status']['revision']}"
+    assert cluster.replicas("Deployment")[name] == ran
+    for restart in (False, True):
+        if restart:
+            cluster.restart()
+        del cluster.api.objects[place], cluster.api.replica_owners[place]
+        cluster.settle()
+        assert cluster.replicas("PoolRoleScaler")["chat-decode"] == ran
+        assert cluster.replicas("Deployment")[name] == ran
+
+
 def test_the_autoscaler_writes_under_its_own_manager_and_a_refusal_keeps_the_number():
     auto = {"mode": "Auto", "targetRequests": 1, "maxReplicas": 9}
     cluster = Cluster(roles=roles_with(scaling=auto))
