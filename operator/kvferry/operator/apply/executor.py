@@ -165,8 +165,7 @@ class Executor:
                 return self._emit(pool, action)
 
     def _apply(self, action: ApplyObject) -> Done:
-        if action.check_owner:
-            self._check_owner(action.manifest)
+        is_created = action.check_owner and not self._check_owner(action.manifest)
         stored = self._api.apply(action.manifest)
         # Such an entry owns every field of the object besides the operator, which could then remove none of them.
         removal = entry_removal(stored, {names.RESET_MANAGER})
@@ -176,7 +175,7 @@ class Executor:
                 action.manifest["apiVersion"], action.manifest["kind"], meta["namespace"], meta["name"], removal
             )
         self._applied(stored)
-        return Done(action, stored)
+        return Done(action, stored, is_created=is_created)
 
     def _held(self, action: Action, refusal: ApiRefusal) -> Json:
         """Return the object whose fields other managers own, to name its entries of managed fields; empty if the action
@@ -193,11 +192,16 @@ class Executor:
             return {}
         return found or {}
 
-    def _check_owner(self, manifest: Mapping[str, Any]) -> None:
+    def _check_owner(self, manifest: Mapping[str, Any]) -> bool:
+        """Return whether an object exists.
+
+        Raises:
+            NameTaken: it does not belong to the pool, or is being deleted.
+        """
         meta = manifest["metadata"]
         found = self._api.get(manifest["apiVersion"], manifest["kind"], meta["namespace"], meta["name"])
         if found is None:
-            return
+            return False
         is_terminating = "deletionTimestamp" in found["metadata"]
         is_ours = owner_of(found) == owner_of(manifest) or is_orphan(found)
         if not is_ours or is_terminating:
@@ -206,6 +210,7 @@ class Executor:
             # The object belongs to an earlier pool of the same name and has not been garbage-collected yet.
             was_ours = meta["ownerReferences"][0]["name"] in pools
             raise NameTaken(target_of(manifest), is_terminating=is_terminating or was_ours)
+        return True
 
     def _create_record(self, pool: PoolTarget, action: CreateRecord) -> Done:
         stored = self._api.create(action.manifest)
