@@ -1,4 +1,4 @@
-"""Events about what a pass has repaired: deleted objects, lost keys, and numbers of replicas that others wrote. Pure."""
+"""Events about what a pass has repaired: deleted objects, lost keys, numbers of replicas that others wrote. Pure."""
 
 from collections.abc import Iterator
 

@@ -238,7 +238,7 @@ def events_of(cluster: Cluster, passes: int = 1) -> list[EmitEvent]:
 
 def test_a_pool_without_the_secret_of_its_keys_gets_new_ones_with_an_event():
     cluster = Cluster()
-    assert [event.reason for event in events_of(cluster)][0] == "KeysGenerated"
+    assert events_of(cluster)[0].reason == "KeysGenerated"
     cluster.settle()
     del cluster.api.objects["v1", "Secret", "chat-keys"]
     event = events_of(cluster)[0]
