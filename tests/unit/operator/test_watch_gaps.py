@@ -72,7 +72,7 @@ async def test_objects_that_were_deleted_in_a_gap_are_dropped_at_once(
             for job in [*jobs, *tasks]:
                 job.cancel()
             await asyncio.wait([*jobs, *tasks], timeout=SECONDS)
-            logging.getLogger("kopf.objects").setLevel(logging.NOTSET)
+            logging.getLogger("kopf").setLevel(logging.NOTSET)
     assert store.names("Service") == {("team", name) for name in ("stays", "goes")[:left]}
 
 

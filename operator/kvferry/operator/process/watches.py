@@ -119,8 +119,8 @@ def settings(workers: int) -> kopf.OperatorSettings:
         if kind != names.POOL_KIND:  # only kvferry's objects are listed
             made.watching.label_selectors[resource(group, version, plural)] = names.LABEL_POOL
     made.persistence.finalizer = f"{names.GROUP}/finalizer"
-    # This logger would write "succeeded" for every event of every object.
-    logging.getLogger("kopf.objects").setLevel(logging.WARNING)
+    # kopf would write about its login at each start, and "succeeded" for every event of every object.
+    logging.getLogger("kopf").setLevel(logging.WARNING)
     return made
 
 
