@@ -1,13 +1,8 @@
 """Replica counts set by others: an HPA, kubectl, KEDA. The operator follows them, or reports the other manager."""
 
 import base64
-import datetime
-import http.server
-import json
-import ssl
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +11,9 @@ import yaml
 from cluster.neighbours import definition
 from cluster.operators import API, Kube, a_cluster, a_pool, an_operator, eventually, fake_pods, stays
 from harness.kube.certificates import Authority
+from harness.prometheus.metrics_adapter import running_adapter
+from harness.prometheus.server import Target, running_prometheus
+from prometheus_client import CollectorRegistry, Gauge, start_http_server
 
 pytestmark = pytest.mark.cluster
 
@@ -35,46 +33,41 @@ def namespace(kube: Kube) -> Iterator[str]:
         yield name
 
 
-class Metric:
-    """The value of the external metric."""
-
-    value = 0
+@contextmanager
+def exported_by_workers(namespace: str) -> Iterator[tuple[Gauge, list[Target]]]:
+    """Serve a page with the metric of the example; yield it and its targets, one of them in another namespace."""
+    with ExitStack() as servers:
+        targets = []
+        gauges = []
+        for place in (namespace, "elsewhere"):
+            registry = CollectorRegistry()
+            gauges.append(Gauge("kvferry_worker_running", "Sequences.", ["worker"], registry=registry))
+            server, thread = start_http_server(0, "127.0.0.1", registry)
+            servers.callback(thread.join, 10)
+            servers.callback(server.server_close)
+            servers.callback(server.shutdown)
+            labels = {"namespace": place, "kvferry_dev_pool": "chat", "kvferry_dev_role": "decode", "pod": place}
+            targets.append(Target(f"127.0.0.1:{server.server_port}", labels))
+        gauges[1].labels("a").set(1000)
+        yield gauges[0], targets
 
 
 @contextmanager
-def external_metric(kube: Kube, namespace: str, folder: Path) -> Iterator[Metric]:
-    """Serve an external metric through API aggregation, as a metrics adapter does."""
-    metric = Metric()
-
-    class Answer(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            stamp = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-            name = self.path.partition("?")[0].rpartition("/")[2]
-            item = {"metricName": name, "metricLabels": {}, "timestamp": stamp, "value": str(metric.value)}
-            body = {"kind": "ExternalMetricValueList", "apiVersion": f"{METRICS}/v1beta1", "items": [item]}
-            if "/namespaces/" not in self.path:
-                body = {"kind": "APIResourceList", "apiVersion": "v1", "groupVersion": f"{METRICS}/v1beta1"}
-                body["resources"] = []
-            text = json.dumps(body).encode()
-            self.send_response(200)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(text)))
-            self.end_headers()
-            self.wfile.write(text)
-
-        def log_message(self, *_: object) -> None:
-            """Write no log."""
-
+def external_metric(kube: Kube, namespace: str, folder: Path) -> Iterator[Gauge]:
+    """Serve the running sequences of workers as an external metric, by Prometheus and prometheus-adapter with the rule
+    of the example."""
     authority = Authority.make("metrics")
     authority.server([f"metrics.{namespace}.svc"], [], folder / "metrics")
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(folder / "metrics.crt", folder / "metrics.key")
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answer) as server:
-        server.daemon_threads = True
-        server.socket = context.wrap_socket(server.socket, server_side=True)
-        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-        thread.start()
-        port = server.server_address[1]
+    for name in ("prometheus", "adapter"):
+        (folder / name).mkdir()
+    with ExitStack() as stack:
+        running_sequences, targets = stack.enter_context(exported_by_workers(namespace))
+        prometheus = stack.enter_context(running_prometheus(folder / "prometheus", targets))
+        prometheus.wait_for(f"count(up == 1) == {len(targets)}")
+        rules = EXAMPLES / "prometheus-adapter.yaml"
+        port = stack.enter_context(
+            running_adapter(folder / "adapter", kube.kubeconfig, prometheus.url, rules, folder / "metrics")
+        )
         service = {
             "apiVersion": "v1",
             "kind": "Service",
@@ -95,13 +88,9 @@ def external_metric(kube: Kube, namespace: str, folder: Path) -> Iterator[Metric
             },
         }
         kube.apply(service, api)
-        try:
-            kube.kubectl("wait", f"apiservice/v1beta1.{METRICS}", "--for=condition=Available", "--timeout=30s")
-            yield metric
-        finally:
-            kube.kubectl("delete", f"apiservice/v1beta1.{METRICS}")
-            server.shutdown()
-            thread.join(10)
+        stack.callback(kube.kubectl, "delete", f"apiservice/v1beta1.{METRICS}")
+        kube.kubectl("wait", f"apiservice/v1beta1.{METRICS}", "--for=condition=Available", "--timeout=60s")
+        yield running_sequences
 
 
 def decode(**role: Any) -> list[dict[str, Any]]:
@@ -143,11 +132,13 @@ def test_an_hpa_drives_a_role_up_and_down(kube: Kube, namespace: str, tmp_path: 
     hpa["spec"]["behavior"] = {"scaleDown": {"stabilizationWindowSeconds": 0}}
     hpa["spec"]["behavior"]["scaleUp"] = {"stabilizationWindowSeconds": 0}
     with external_metric(kube, namespace, tmp_path) as metric:
-        metric.value = 4 * 16
+        metric.labels("a").set(2 * 16)
+        metric.labels("b").set(2 * 16)
         kube.apply(hpa)
         eventually(lambda: ready(kube, namespace, 4), "four decode pods", 60)
         assert owners(kube, namespace) == {"kube-controller-manager"}
-        metric.value = 16
+        metric.labels("b").set(0)
+        metric.labels("a").set(16)
         eventually(lambda: ready(kube, namespace, 1), "one decode pod", 60)
         assert owners(kube, namespace) == {"kube-controller-manager"}
     assert contested(kube, namespace)["status"] == "False"
@@ -165,6 +156,22 @@ def test_a_change_of_the_mode_changes_no_number(kube: Kube, namespace: str) -> N
     assert deployment(kube, namespace)["metadata"]["generation"] == before
     kube.change(namespace, roles=decode(replicas=3))  # the number comes from the pool's spec again
     eventually(lambda: ready(kube, namespace, 3))
+
+
+@pytest.mark.parametrize("ran", [0, 3])
+def test_a_deleted_scaler_is_restored_with_the_number_that_ran(kube: Kube, namespace: str, ran: int) -> None:
+    kube.apply(a_pool(namespace, roles=decode(scaling={"mode": "External", "minReplicas": 0})))
+    kube.rolled_out(namespace)
+    kube.kubectl("scale", "kvscale/chat-decode", f"--replicas={ran}", "-n", namespace)
+    eventually(lambda: ready(kube, namespace, ran))
+    before, generation = scaler(kube, namespace), deployment(kube, namespace)["metadata"]["generation"]
+    kube.kubectl("delete", "kvscale", "chat-decode", "-n", namespace)
+    after = eventually(lambda: kube.api.get(API, "PoolRoleScaler", namespace, "chat-decode"))
+    assert after["metadata"]["uid"] != before["metadata"]["uid"]
+    eventually(lambda: owners(kube, namespace) == {"kvferry-operator-seed"})
+    assert scaler(kube, namespace)["spec"]["replicas"] == ran
+    kube.rolled_out(namespace)
+    assert deployment(kube, namespace)["metadata"]["generation"] == generation, "the Deployment was not scaled"
 
 
 def give_back(kube: Kube, namespace: str, replicas: int) -> None:

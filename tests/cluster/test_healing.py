@@ -71,6 +71,11 @@ class Pool:
         raw = self.kubectl("get", child, "--ignore-not-found", "-o", "json")
         return json.loads(raw)["metadata"] if raw.strip() else {}
 
+    def managers(self, child: str) -> set[str]:
+        """Return the field managers of an object."""
+        raw = self.kubectl("get", child, "-o", "json", "--show-managed-fields")
+        return {entry["manager"] for entry in json.loads(raw)["metadata"].get("managedFields") or ()}
+
     def healed(self, child: str, what: str, is_healed: Callable[[dict[str, Any]], Any]) -> float:
         begun = CLOCK.monotonic()
         eventually(lambda: is_healed(self.meta(child)), f"{child} {what}: {self.meta(child)}", SLOW_SECONDS)
@@ -165,3 +170,26 @@ def test_a_field_of_another_manager_is_reported_and_the_printed_command_returns_
         pool.kube.kubectl(*command[1:])
         pool.healed(child, "returned", lambda now: now["labels"]["app.kubernetes.io/managed-by"] == "kvferry-operator")
         eventually(lambda: pool.kube.condition(pool.namespace, "ChildrenApplied")["status"] == "True", child)
+        assert not {"somebody", "before-first-apply"} & pool.managers(child)
+
+
+def test_a_field_that_the_pool_drops_is_removed_also_after_the_managed_fields_were_cleared(pool: Pool) -> None:
+    """The API server then assigns all fields to a manager of its own, besides the operator."""
+
+    def env() -> list[dict[str, Any]]:
+        made = json.loads(pool.kubectl("get", "deployment", "chat-gateway", "-o", "json"))
+        return [one for one in made["spec"]["template"]["spec"]["containers"][0]["env"] if one["name"] == "EXTRA"]
+
+    extra = {"spec": {"containers": [{"name": "gateway", "env": [{"name": "EXTRA", "value": "1"}]}]}}
+    pool.kube.change(pool.namespace, gateway={"inferenceExtension": "Auto", "template": extra})
+    eventually(env, "the variable of the template")
+    cleared = '[{"op":"replace","path":"/metadata/managedFields","value":[{}]}]'
+    for child in pool.children():
+        if not child.startswith(("secrets/", "controllerrevisions/", "inferencepools.")):
+            pool.kubectl("patch", child, "--type=json", "-p", cleared)
+            pool.healed(child, "cleared", lambda _, child=child: "kvferry-operator" in pool.managers(child))
+            eventually(lambda child=child: "before-first-apply" not in pool.managers(child), child)
+    pool.kube.change(pool.namespace, gateway={"inferenceExtension": "Auto", "template": None})
+    eventually(lambda: not env(), "no variable is left", SLOW_SECONDS)
+    pool.kube.rolled_out(pool.namespace)
+    assert pool.kube.condition(pool.namespace, "ChildrenApplied")["status"] == "True"

@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -156,6 +158,20 @@ def test_an_operator_continues_after_an_outage_of_the_api_server(kube: Kube, nam
         kube.rolled_out(namespace, seconds=90)  # Kubernetes' own controllers reconnect later
         assert kube.pool(namespace)["status"]["roles"][1]["summary"] == "2/2"
         assert operator.get("/healthz")[0] == 200
+
+
+def test_the_doctor_names_a_pool_outside_of_the_namespaces_of_the_operators(kube: Kube, namespace: str) -> None:
+    with kube.namespace() as other, an_operator(kube.kubeconfig, namespace, "--identity", "one"):
+        kube.apply(a_pool(namespace), a_pool(other))
+        eventually(lambda: is_seen(kube, namespace))
+        command = ["doctor", "--cluster", "--json", "--kubeconfig", str(kube.kubeconfig)]
+        done = subprocess.run(
+            [sys.executable, "-m", "kvferry.cli.main", *command], capture_output=True, text=True, timeout=60
+        )
+        found = {one["about"]: one["detail"] for one in json.loads(done.stdout)["cluster"]}
+    assert f"one leads and reconciles pools in namespaces {namespace} (lease in" in found["operator"]
+    assert found[f"pool {other}/chat"].startswith(f"no operator reconciles pools in namespace {other}, only in")
+    assert "no operator reconciles" not in found[f"pool {namespace}/chat"]
 
 
 def scaler_number(kube: Kube, namespace: str) -> int:

@@ -49,3 +49,16 @@ def test_a_second_operator_over_the_same_namespace_refuses_to_start(kube, api, n
     assert f"pool {namespace}/chat is reconciled by the operator with the lease {namespace}/kvferry-operator" in log
     assert "Uninstall one of them, or assign each its own namespaces" in log
     assert "Traceback" not in log
+
+
+def test_the_log_of_a_start_has_lines_of_the_operator_only(kube, api, namespace, capfd):
+    with kubelet(api, namespace) as acting, ExitStack() as stack:
+        own = ("--namespace", namespace, "--lease-namespace", namespace, "--log-level", "info")
+        process = operator(stack, kube, *own)
+        world = World(kube, api, namespace, acting)
+        world.apply()
+        world.settled()
+        assert process.stop() == 0
+    lines = [line.split()[2] for line in capfd.readouterr().err.splitlines() if " INFO " in line or "WARN" in line]
+    assert lines
+    assert {line.rstrip(":") for line in lines if not line.startswith("kvferry.operator.")} == set()

@@ -116,7 +116,10 @@ def test_the_doctor_of_clusters_reports_the_obstacles(world):
         [sys.executable, "-m", "kvferry.cli.main", *command], capture_output=True, text=True, timeout=60
     )
     found = {finding["about"]: finding for finding in json.loads(done.stdout)["cluster"]}
-    assert found["operator"]["detail"] == "at-work leads (lease in namespace default)"
+    assert (
+        found["operator"]["detail"]
+        == "at-work leads and reconciles pools in all namespaces (lease in namespace default)"
+    )
     assert found["definitions"]["verdict"] == "ok"
     assert (found["nodes"]["verdict"], done.returncode) == ("bad", 1)
     assert "GatewayReportMissing" in found[f"pool {world.namespace}/chat"]["detail"]

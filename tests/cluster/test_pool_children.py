@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from cluster.world import COLLECTED, spec
 
 pytestmark = pytest.mark.cluster
 
@@ -108,3 +109,31 @@ def test_keys_of_an_earlier_pool_are_replaced_after_their_deletion(world):
     world.kubectl("delete", "secret", "chat-keys")
     drawn = world.until(lambda: "chat-keys" in world.all("secret") and world.get("secret", "chat-keys")["data"])
     assert set(drawn) == {"ticket-key", "tenant-key", "gateway-key", "admin-token"}
+
+
+def test_a_restored_pool_uses_the_restored_keys(world):
+    world.apply()
+    world.settled()
+    kept = world.get("secret", "chat-keys")
+    world.kubectl("delete", "kvpool", "chat")
+    world.until(lambda: "chat-keys" not in world.all("secret"), COLLECTED)
+    for field in ("ownerReferences", "uid", "resourceVersion"):
+        del kept["metadata"][field]
+    world.kubectl("create", "-f", "-", input=json.dumps(kept))
+    generated = [e for e in world.all("events").values() if e["reason"] == "KeysGenerated"]
+    world.apply()
+    world.settled()
+    assert world.get("secret", "chat-keys")["data"] == kept["data"]
+    assert [e for e in world.all("events").values() if e["reason"] == "KeysGenerated"] == generated
+    assert len(generated) == 1
+
+
+@pytest.mark.parametrize(("how", "is_removed"), [("--server-side", True), ("--server-side=false", False)])
+def test_a_null_in_a_template_removes_a_field_by_server_side_apply_only(world, how, is_removed):
+    body = {"apiVersion": "kvferry.dev/v1alpha1", "kind": "InferencePool", "metadata": {"name": "chat"}}
+    container = {"name": "gateway", "livenessProbe": None}
+    template = {"spec": {"schedulerName": "nobody", "containers": [container]}}
+    body["spec"] = spec(gateway={"template": template})
+    world.kubectl("apply", how, "-f", "-", input=json.dumps(body))
+    found = world.until(lambda: world.all("deployment").get("chat-gateway"))["spec"]["template"]["spec"]
+    assert ("livenessProbe" not in found["containers"][0]) == is_removed

@@ -4,7 +4,12 @@ import json
 
 import pytest
 
+from kvferry.core.errors import Unavailable
+from kvferry.operator.pool.names import WORKER_ROLES
+
 pytestmark = pytest.mark.cluster
+
+SCALERS = "poolrolescalers.kvferry.dev"
 
 
 def test_a_role_scales_out_and_in_without_a_new_revision(world):
@@ -39,6 +44,25 @@ def test_mode_external_follows_the_scaler_within_bounds(world):
     world.until(lambda: world.deployments()[f"chat-decode-{revision}"] == 3)
     assert world.condition("ReplicasContested")[0] == "False"
     assert world.get("kvscale", "chat-decode")["spec"]["replicas"] == 9
+
+
+def test_gateways_may_read_the_scalers_of_all_roles_and_scale_those_of_the_pool(world):
+    """A gateway looks for the scaler of each role; for a role that the pool does not have, there must be none (404),
+    not a refusal (403)."""
+    world.apply(roles=[{"name": "both", "scaling": {"mode": "External", "minReplicas": 0}}])
+    world.settled()
+
+    def may(verb: str, name: str, *flags: str) -> bool:
+        account = f"--as=system:serviceaccount:{world.namespace}:chat-gateway"
+        try:
+            return world.kubectl("auth", "can-i", verb, f"{SCALERS}/{name}", account, *flags).strip() == "yes"
+        except Unavailable:  # the exit status of "no"
+            return False
+
+    assert all(may("get", f"chat-{role}") for role in WORKER_ROLES)
+    assert not may("get", "other-both")
+    assert may("patch", "chat-both", "--subresource=scale")
+    assert not may("patch", "chat-decode", "--subresource=scale")
 
 
 def test_changing_the_scaling_mode_changes_no_number(world):

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster.world import COLLECTED
+from cluster.world import COLLECTED, World
 from harness.house.documents import fences
+from harness.kube.fake_kubelet import ready, waiting
 
 from kvferry.bench.commit import ROOT
 from kvferry.core.process.config import child_environment
@@ -60,6 +61,55 @@ def test_events_are_few(world):
     events = [e for e in world.all("events").values() if e["involvedObject"]["kind"] == "InferencePool"]
     assert len(events) <= 8
     assert {e["source"]["component"] for e in events} == {"kvferry-operator"}
+
+
+def events(world: World, reason: str) -> list[dict[str, Any]]:
+    return [event for event in world.all("events").values() if event["reason"] == reason]
+
+
+def test_a_restored_child_has_an_event(world):
+    world.apply()
+    world.settled()
+    world.kubectl("delete", "service", "chat-decode")
+    (event,) = world.until(lambda: events(world, "Restored"))
+    assert event["message"] == "created again, since it was deleted: Service chat-decode"
+    assert event["type"] == "Normal"
+
+
+def test_a_write_of_0_to_a_static_role_is_undone_with_an_event(world):
+    """After a write of 0 to the subresource /scale, no field manager owns the number."""
+    world.apply()
+    world.settled()
+    world.kubectl("scale", "kvscale/chat-decode", "--replicas=0")
+    (event,) = world.until(lambda: events(world, "ReplicasReset"))
+    assert "PoolRoleScaler chat-decode: spec.replicas was set to 0" in event["message"]
+    assert world.get("kvscale", "chat-decode")["spec"]["replicas"] == 2
+
+
+def test_every_child_that_is_not_applied_is_named(world):
+    for name in ("chat", "chat-decode"):
+        world.kubectl("create", "service", "clusterip", name, "--tcp=80:80")
+    world.apply()
+    message = world.until(lambda: (c := world.condition("ChildrenApplied"))[1] == "Refused" and c[2])
+    assert "Service chat exists and does not belong to this pool" in message
+    assert "Also affected: Service chat-decode" in message
+    (event,) = world.until(lambda: events(world, "Refused"))
+    assert event["message"] == f"ChildrenApplied is False: {message}"
+
+
+def test_an_updated_gateway_pod_that_cannot_start_is_not_counted(world):
+    world.apply(gateway={"replicas": 2})
+    world.settled()
+    world.kubelet.verdict = lambda pod: (
+        waiting("ImagePullBackOff", "no such image")
+        if pod["spec"]["containers"][0]["image"] == "no/such:image"
+        else ready(pod)
+    )
+    missing = {"spec": {"containers": [{"name": "gateway", "image": "no/such:image"}]}}
+    world.apply(gateway={"replicas": 2, "template": {"spec": {"schedulerName": "nobody", **missing["spec"]}}})
+    message = world.until(lambda: (m := world.condition("Progressing")[2]).startswith("gateway: 0 of 2") and m)
+    assert "gateway: 0 of 2 pods updated and ready, 2 old pods left" in message
+    assert world.status()["gateway"] == {"desired": 2, "ready": 2}
 
 
 def test_deleting_a_pool_keeps_another_pool_of_the_namespace(world):

@@ -300,7 +300,7 @@ def test_a_gateway_may_read_slices_and_wake_roles(
     assert rules("awake-gateway") == {slices}
     assert rules("chat-gateway") == {
         slices,
-        *(f"poolrolescalers.kvferry.dev [] [chat-{role}] [get]" for role in ("prefill", "decode")),
+        *(f"poolrolescalers.kvferry.dev [] [chat-{role}] [get]" for role in ("prefill", "decode", "both")),
         *(f"poolrolescalers.kvferry.dev/scale [] [chat-{role}] [get patch]" for role in ("prefill", "decode")),
     }
     for denied in ("list secrets", "list pods", "patch inferencepools.kvferry.dev", "create rolebindings"):

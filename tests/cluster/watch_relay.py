@@ -1,4 +1,5 @@
-"""A relay between a client (plain HTTP) and the API server that can withhold the watch events of one kind."""
+"""A relay between a client (plain HTTP) and the API server that can withhold the watch events of one kind, or cut its
+watches and expire their resource version."""
 
 import json
 import select
@@ -9,6 +10,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from urllib.parse import urlsplit
+
+_GONE = (
+    b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nConnection: close\r\n\r\n"
+    b'{"type": "ERROR", "object": {"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": "Expired", '
+    b'"message": "too old resource version", "code": 410}}\n'
+)
+"""Answer of the API server to a watch from a resource version that it no longer has."""
 
 
 class WatchRelay:
@@ -25,6 +33,11 @@ class WatchRelay:
         self._threads = [threading.Thread(target=self._accept)]
         self.stalled = ""
         """Plural of the kind whose watches get no bytes."""
+        self._cut = ""
+        self._expired = ""
+        """Plural of the kind whose next watch is answered with 410 Gone."""
+        self._watches: dict[socket.socket, str] = {}
+        """Plural of the kind that each connection of a client watches."""
         self._threads[0].start()
 
     def write_kubeconfig(self, path: Path) -> Path:
@@ -32,6 +45,21 @@ class WatchRelay:
         server = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         path.write_text(json.dumps({**self._config, "clusters": [{"name": "kvferry", "cluster": {"server": server}}]}))
         return path
+
+    def num_watches(self, plural: str) -> int:
+        """Return the number of open watches of a kind."""
+        return sum(kind == plural for kind in list(self._watches.values()))
+
+    @contextmanager
+    def gap(self, plural: str) -> Iterator[None]:
+        """End the watches of a kind, and refuse new ones until the context ends. The next watch of the kind is then
+        answered with 410 Gone, as after a gap in which the API server has compacted its history."""
+        self._cut = plural
+        self._end(*(client for client, kind in list(self._watches.items()) if kind == plural))
+        try:
+            yield
+        finally:
+            self._expired, self._cut = plural, ""
 
     def close(self) -> None:
         for one in self._open:
@@ -75,6 +103,13 @@ class WatchRelay:
                     if source is client:
                         line = data.partition(b"\r\n")[0].decode(errors="replace")
                         watched = line.partition("?")[0].rpartition("/")[2] if "watch=true" in line else ""
+                        self._watches[client] = watched
+                        if watched and watched == self._cut:
+                            return self._end(client, server)
+                        if watched and watched == self._expired:
+                            self._expired = ""
+                            client.sendall(_GONE)
+                            return self._end(client, server)
                         server.setblocking(True)
                         server.sendall(data)
                         server.setblocking(False)
@@ -84,6 +119,7 @@ class WatchRelay:
 
     def _end(self, *ends: socket.socket) -> None:
         for one in ends:
+            self._watches.pop(one, None)
             with suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
 

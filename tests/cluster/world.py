@@ -46,7 +46,7 @@ class World:
         wanted = spec(**fields)
         of_nobody = {"template": {"spec": {"schedulerName": scheduler}}}
         wanted["roles"] = [{**role, **of_nobody} for role in wanted["roles"]]
-        wanted["gateway"] = {**wanted.get("gateway", {}), **of_nobody}
+        wanted["gateway"] = {**of_nobody, **wanted.get("gateway", {})}
         body = {
             "apiVersion": "kvferry.dev/v1alpha1",
             "kind": "InferencePool",

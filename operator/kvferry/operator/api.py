@@ -4,7 +4,7 @@ Manifests are plain dictionaries, since the typed classes of the official client
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote, urlencode
@@ -254,6 +254,23 @@ class KubeApi:
         query = {"fieldManager": manager}
         return self._call("PATCH", path, kind, query, change, "application/merge-patch+json")
 
+    def json_patch(
+        self, api_version: str, kind: str, namespace: str, name: str, operations: Sequence[Mapping[str, Any]]
+    ) -> Json:
+        """Send a JSON patch for an object; return the stored object.
+
+        Args:
+            api_version, kind, namespace, name: the object.
+            operations: operations of the patch (RFC 6902).
+
+        Raises:
+            ApiRefusal: an operation cannot be applied, or the API server rejected the patch.
+        """
+        path = path_of(api_version, kind, namespace, name)
+        return self._call(
+            "PATCH", path, kind, {"fieldManager": names.FIELD_MANAGER}, operations, "application/json-patch+json"
+        )
+
     def create(self, manifest: Mapping[str, Any]) -> Json | None:
         """Create an object; return `None` if an object with its name exists."""
         path = path_of(manifest["apiVersion"], manifest["kind"], manifest["metadata"].get("namespace"))
@@ -313,7 +330,7 @@ class KubeApi:
         path: str,
         kind: str,
         query: Mapping[str, str] | None = None,
-        body: Mapping[str, Any] | None = None,
+        body: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
         content_type: str = "",
     ) -> Json:
         if method != "GET" and kind != "Lease" and not self.may_write():
@@ -351,7 +368,7 @@ class KubeApi:
         return answer if isinstance(answer, dict) else {}
 
 
-def encode(body: Mapping[str, Any]) -> bytes:
+def encode(body: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> bytes:
     """Encode JSON as Go does: keys sorted, and `<`, `>` and `&` escaped.
 
     The API server compares a ControllerRevision's data byte by byte with its own encoding. If they differ, it rejects

@@ -17,18 +17,22 @@ from kvferry.operator.plan.deletion_cost import changed_costs, deletion_costs
 from kvferry.operator.plan.pod_diagnostics import mount_failures, needs_events, troubles
 from kvferry.operator.plan.process.fleet_page import read_fleet
 from kvferry.operator.plan.process.heartbeat import Heartbeat
-from kvferry.operator.plan.process.lease import LeaseTimes, may_take, released, sighted, taken
+from kvferry.operator.plan.process.lease import LeaseTimes, may_take, released, sighted, taken, watched_by
 from kvferry.operator.plan.process.work_queue import WorkQueue
 from kvferry.operator.plan.revisions import next_number, record, recorded, superfluous
 from kvferry.operator.pool import names
 from kvferry.operator.pool.facts import Key, Store, WorkerReport
-from kvferry.operator.pool.ownership import version_of
+from kvferry.operator.pool.ownership import entry_removal, version_of
 from kvferry.operator.pool.spec import parse_pool, pods_of
 from kvferry.operator.preview.preview import preview
-from kvferry.operator.process.checkup import judge_definitions, judge_nodes, judge_pool, judge_version
+from kvferry.operator.process.checkup import judge_definitions, judge_nodes, judge_operators, judge_pool, judge_version
 from kvferry.operator.process.health import HealthServer
 from kvferry.operator.process.instruments import OperatorInstruments
 from kvferry.operator.process.keys_probe import KeysProbe
+from kvferry.operator.process.leader import LeaseHolder
+
+EVERYWHERE = {"kvferry": LeaseHolder("one")}
+"""An operator that reconciles all pools."""
 
 
 def lease(holder: str, duration: int = 15) -> dict:
@@ -50,7 +54,9 @@ def test_a_lease_is_taken_when_it_is_free_or_its_holder_is_silent_by_the_local_c
 def test_a_change_of_holder_is_counted_and_dated():
     times = LeaseTimes()
     first = taken(None, "a", times, "1", name="n", namespace="s")
-    assert first["metadata"] == {"name": "n", "namespace": "s"}
+    assert first["metadata"] == {"name": "n", "namespace": "s", "annotations": {"kvferry.dev/namespaces": ""}}
+    assert watched_by(first) == watched_by({"metadata": {}}) == ()
+    assert watched_by(taken(first, "a", times, "1", name="n", namespace="s", watched=("x", "y"))) == ("x", "y")
     assert first["spec"]["leaseTransitions"] == 0
     again = taken(first, "a", times, "2", name="n", namespace="s")
     assert (again["spec"]["acquireTime"], again["spec"]["renewTime"]) == ("1", "2")
@@ -334,6 +340,19 @@ def managed(*entries: tuple[str, str, dict]) -> dict:
     return {"metadata": {"resourceVersion": "7", "managedFields": fields}}
 
 
+def test_the_removal_of_a_manager_keeps_the_other_entries_and_those_of_the_status():
+    ours = (names.FIELD_MANAGER, "Apply", {"f:spec": {}})
+    found = managed(("edit", "Update", {}), ours, ("edit", "Update", {}), ("edit", "Update", {}))
+    found["metadata"]["managedFields"][3]["subresource"] = "status"
+    assert entry_removal(found, {"edit"}) == [
+        {"op": "test", "path": "/metadata/managedFields/2/manager", "value": "edit"},
+        {"op": "remove", "path": "/metadata/managedFields/2"},
+        {"op": "test", "path": "/metadata/managedFields/0/manager", "value": "edit"},
+        {"op": "remove", "path": "/metadata/managedFields/0"},
+    ]
+    assert entry_removal(found, {"nobody"}) == entry_removal({"metadata": {}}, {"edit"}) == []
+
+
 def test_the_version_of_an_object_is_that_of_the_fields_that_the_operator_applied():
     ours = (names.FIELD_MANAGER, "Apply", {"f:spec": {"f:ports": {}}})
     version = version_of(managed(ours))
@@ -461,14 +480,25 @@ def test_nodes_are_counted_with_their_devices():
 def test_doctor_reports_the_conditions_of_a_pool(conditions, verdict):
     listed = [{"type": t, "status": s, "reason": "R", "message": "m"} for t, s in conditions]
     seen = {**body(), "status": {"observedGeneration": 1, "conditions": listed}}
-    assert judge_pool(seen).verdict == verdict
-    assert judge_pool({**seen, "status": {**seen["status"], "observedGeneration": 0}}).verdict == "bad"
+    assert judge_pool(seen, EVERYWHERE).verdict == verdict
+    assert judge_pool({**seen, "status": {**seen["status"], "observedGeneration": 0}}, EVERYWHERE).verdict == "bad"
+
+
+def test_doctor_names_the_namespaces_of_the_operators_for_a_pool_outside_of_them():
+    leaders = {"kvferry": LeaseHolder("one", ("a", "b"))}
+    assert "reconciles pools in namespaces a, b (lease in namespace kvferry)" in judge_operators(leaders)[0].detail
+    assert "in all namespaces" in judge_operators(EVERYWHERE)[0].detail
+    found = judge_pool(body(), leaders)
+    assert found.verdict == "bad"
+    assert found.detail.startswith("no operator reconciles pools in namespace team, only in a, b; add it to operator.")
+    for others in ({"x": LeaseHolder("one", ("team",))}, EVERYWHERE, {}):
+        assert "see `operator` above" in judge_pool(body(), others).detail
 
 
 def test_doctor_reports_whether_the_pods_use_tls():
     def detail(*conditions: tuple[str, str, str]) -> str:
         listed = [{"type": t, "status": s, "reason": "R", "message": m} for t, s, m in conditions]
-        return judge_pool({**body(), "status": {"observedGeneration": 1, "conditions": listed}}).detail
+        return judge_pool({**body(), "status": {"observedGeneration": 1, "conditions": listed}}, EVERYWHERE).detail
 
     ready = ("Ready", "True", "serves")
     assert "not encrypted (spec.tls)" in detail(ready)

@@ -9,9 +9,12 @@ import base64
 import itertools
 import logging
 import secrets
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from kvferry.core.errors import KvferryError, Unavailable
 from kvferry.operator.api import ApiRefusal, FieldConflict, KubeApi
@@ -42,7 +45,7 @@ from kvferry.operator.plan.pod_diagnostics import mount_failures, needs_events, 
 from kvferry.operator.plan.revisions import superfluous
 from kvferry.operator.pool import names
 from kvferry.operator.pool.facts import Key
-from kvferry.operator.pool.ownership import is_orphan, owner_of
+from kvferry.operator.pool.ownership import entry_removal, is_orphan, owner_of
 from kvferry.operator.pool.spec import Json
 
 _log = logging.getLogger(__name__)
@@ -107,7 +110,9 @@ class Executor:
             except ApiRefusal as refusal:
                 if isinstance(action, WriteStatus) and action.manifest["kind"] == "InferencePool":
                     return Outcome(tuple(done), problems, failure=refusal)
-                problems[action.target] = problem_of(action.target, pool.key.namespace, refusal)
+                problems[action.target] = problem_of(
+                    action.target, pool.key.namespace, refusal, self._held(action, refusal)
+                )
                 if _is_required(action):
                     return Outcome(tuple(done), problems, must_replan=True)
                 continue
@@ -160,17 +165,43 @@ class Executor:
                 return self._emit(pool, action)
 
     def _apply(self, action: ApplyObject) -> Done:
-        if action.check_owner:
-            self._check_owner(action.manifest)
+        is_created = action.check_owner and not self._check_owner(action.manifest)
         stored = self._api.apply(action.manifest)
+        # Such an entry owns every field of the object besides the operator, which could then remove none of them.
+        removal = entry_removal(stored, {names.RESET_MANAGER})
+        if removal:
+            meta = stored["metadata"]
+            stored = self._api.json_patch(
+                action.manifest["apiVersion"], action.manifest["kind"], meta["namespace"], meta["name"], removal
+            )
         self._applied(stored)
-        return Done(action, stored)
+        return Done(action, stored, is_created=is_created)
 
-    def _check_owner(self, manifest: Mapping[str, Any]) -> None:
+    def _held(self, action: Action, refusal: ApiRefusal) -> Json:
+        """Return the object whose fields other managers own, to name its entries of managed fields; empty if the action
+        was rejected for a different reason, or if the object cannot be read."""
+        if not isinstance(refusal, FieldConflict) or not isinstance(action, ApplyObject | SeedScaler | Autoscale):
+            return {}
+        made = action.manifest
+        try:
+            found = self._api.get(
+                made["apiVersion"], made["kind"], made["metadata"]["namespace"], made["metadata"]["name"]
+            )
+        except KvferryError as error:
+            _log.debug("cannot read %s: %s", action.target, error.message)
+            return {}
+        return found or {}
+
+    def _check_owner(self, manifest: Mapping[str, Any]) -> bool:
+        """Return whether an object exists.
+
+        Raises:
+            NameTaken: it does not belong to the pool, or is being deleted.
+        """
         meta = manifest["metadata"]
         found = self._api.get(manifest["apiVersion"], manifest["kind"], meta["namespace"], meta["name"])
         if found is None:
-            return
+            return False
         is_terminating = "deletionTimestamp" in found["metadata"]
         is_ours = owner_of(found) == owner_of(manifest) or is_orphan(found)
         if not is_ours or is_terminating:
@@ -179,6 +210,7 @@ class Executor:
             # The object belongs to an earlier pool of the same name and has not been garbage-collected yet.
             was_ours = meta["ownerReferences"][0]["name"] in pools
             raise NameTaken(target_of(manifest), is_terminating=is_terminating or was_ours)
+        return True
 
     def _create_record(self, pool: PoolTarget, action: CreateRecord) -> Done:
         stored = self._api.create(action.manifest)
@@ -270,21 +302,35 @@ class Executor:
         return Done(action)
 
 
-def problem_of(target: str, namespace: str, refusal: ApiRefusal) -> Problem:
-    """Convert the rejection of a write to `target` (kind and name) to a problem for the pool's status."""
+def problem_of(target: str, namespace: str, refusal: ApiRefusal, held: Mapping[str, Any]) -> Problem:
+    """Convert the rejection of a write to a problem for the pool's status.
+
+    Args:
+        target: kind and name of the object.
+        namespace: namespace of the object.
+        refusal: the rejection.
+        held: the object as stored; empty if it is not known.
+    """
     if not isinstance(refusal, FieldConflict):
         message = refusal.message if refusal.message.startswith(target) else f"{target}: {refusal.message}"
         return Problem("Refused", message)
     others = [conflict for conflict in refusal.conflicts if conflict.manager not in names.OWN_MANAGERS]
-    owners = ", ".join(sorted({conflict.manager for conflict in others}))
+    managers = {conflict.manager for conflict in others}
+    owners = ", ".join(sorted(managers))
     owned = ", ".join(sorted({conflict.field for conflict in others}))
     kind, _, name = target.partition(" ")
     if owned != _REPLICAS:
+        removal = entry_removal(held, managers) if held else []
+        remedy = (
+            f"return them to the operator: kubectl patch {kind} {name} -n {namespace} --type json -p "
+            f"{shlex.quote(msgspec.json.encode(removal).decode())}"
+            if removal
+            else "delete the object, and the operator creates it again"
+        )
         return Problem(
             "FieldsOwnedByOthers",
             f"{target}: {owners} owns {owned}, so the operator does not change them. Once {owners} no longer writes "
-            f"them, return them to the operator: kubectl patch {kind} {name} -n {namespace} --type json -p "
-            """'[{"op":"replace","path":"/metadata/managedFields","value":[{}]}]'""",
+            f"them, {remedy}",
         )
     instead = (
         f"Set the role's scaling.mode to External to let {owners} scale it"

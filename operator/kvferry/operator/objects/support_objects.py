@@ -51,8 +51,10 @@ def _accounts(pool: InferencePool) -> list[Json]:
     ]
     if can_scale_to_zero(pool):
         scalers = [names.role_object(pool.name, role.name) for role in pool.spec.roles]
+        # A gateway looks for the scalers of all roles, and reports a refusal as a failure to scale the pool up.
+        every = [names.role_object(pool.name, role) for role in names.WORKER_ROLES]
         rules += [
-            {"apiGroups": [names.GROUP], "resources": [names.SCALERS], "resourceNames": scalers, "verbs": ["get"]},
+            {"apiGroups": [names.GROUP], "resources": [names.SCALERS], "resourceNames": every, "verbs": ["get"]},
             {
                 "apiGroups": [names.GROUP],
                 "resources": [f"{names.SCALERS}/scale"],

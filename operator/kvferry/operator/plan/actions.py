@@ -328,6 +328,8 @@ class Done:
     deleted: tuple[str, ...] = ()
     """Names of deleted ControllerRevisions."""
     diagnosis: str = ""
+    is_created: bool = False
+    """Whether the object did not exist before; known only for `ApplyObject` with `check_owner`."""
 
 
 @dataclass(frozen=True, slots=True)

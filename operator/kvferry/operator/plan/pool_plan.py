@@ -327,12 +327,15 @@ def _gateway_state(ctx: PlanContext, name: str) -> tuple[int, str]:
     if found is None:
         return 0, "gateway: not created yet"
     replicas = ctx.pool.spec.gateway.replicas
-    if found.settled and found.desired == found.updated == found.pods == found.ready == replicas:
-        return found.ready, ""
-    good = min(found.updated, found.ready, replicas)
-    if good == replicas:
-        return found.ready, f"gateway: {max(0, found.pods - replicas)} old pods left"
-    return found.ready, f"gateway: {good} of {replicas} pods updated and ready"
+    if not found.settled or found.desired != replicas:
+        return found.ready, "gateway: the Deployment controller has not observed the last change yet"
+    old = found.pods - found.updated
+    good = min(max(0, found.ready - old), replicas)  # All old pods may be among the ready pods.
+    if old > 0:
+        return found.ready, f"gateway: {good} of {replicas} pods updated and ready, {old} old pods left"
+    if found.pods > replicas:
+        return found.ready, f"gateway: {found.pods - replicas} more pods than desired"
+    return found.ready, "" if good == replicas else f"gateway: {good} of {replicas} pods ready"
 
 
 def _progressed(ctx: PlanContext, roles: list[RoleState], waiting_for: str) -> PassMemory:

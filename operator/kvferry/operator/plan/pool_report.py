@@ -1,6 +1,6 @@
 """Report of a pass: the pool's status, its events and the time of the next pass, planned from the outcome. Pure."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,15 +11,18 @@ from kvferry.operator.plan.context import PlanContext
 from kvferry.operator.plan.memory import PassMemory
 from kvferry.operator.plan.pool_plan import DIAGNOSE_SECONDS, Plan, pool_status
 from kvferry.operator.plan.process.rivals import RENEWED_SECONDS
+from kvferry.operator.plan.repairs import named, repair_events
 from kvferry.operator.plan.status import Observed, status_of
 from kvferry.operator.plan.tls_plan import SPREAD_SECONDS, state_of
 from kvferry.operator.pool import names
-from kvferry.operator.pool.facts import FleetReport
 from kvferry.operator.pool.names import Condition
 from kvferry.operator.pool.spec import Json
 
 _AUTOSCALE_SECONDS = 2.0
 _REFUSED_SECONDS = 5.0
+_OVERDUE_SECONDS = 15.0
+"""Time in seconds after a rollout within which the gateway's report about its pods is expected. Until then, conditions
+follow the last report."""
 _ANSWERING_SECONDS = 30.0
 """Age in seconds of a gateway's report up to which the gateway is assumed to run if its Deployment is not known."""
 
@@ -70,13 +73,14 @@ def plan_report(ctx: PlanContext, plan: Plan, outcome: Outcome, memory: PassMemo
     """
     problems = dict(outcome.problems)
     extension = _extension(ctx, problems)
-    contested = _last(problem for problem in problems.values() if problem.reason == "OtherManager")
-    refused = _last(problem for problem in problems.values() if problem.reason != "OtherManager")
+    contested = _combined({t: problem for t, problem in problems.items() if problem.reason == "OtherManager"})
+    refused = _combined({t: problem for t, problem in problems.items() if problem.reason != "OtherManager"})
     deadline = ctx.pool.spec.rollout.progress_deadline_seconds
     stuck = ""
     if ctx.now - memory.moved_at >= deadline:
         stuck = f"no progress for {deadline} s: {outcome.diagnosis or plan.waiting_for}"
-    report = _fresh_report(ctx, memory)
+    is_old = _is_report_old(ctx, memory)
+    is_overdue = is_old and memory.settled_at is not None and ctx.now - memory.settled_at >= _OVERDUE_SECONDS
     waiting_for = f"{plan.waiting_for} ({outcome.diagnosis})" if outcome.diagnosis else plan.waiting_for
     status = status_of(
         Observed(
@@ -86,7 +90,8 @@ def plan_report(ctx: PlanContext, plan: Plan, outcome: Outcome, memory: PassMemo
             waiting_for=waiting_for,
             gateway_desired=ctx.pool.spec.gateway.replicas,
             gateway_ready=plan.gateway_ready,
-            report=report,
+            report=None if is_overdue else ctx.report,
+            is_report_old=is_old and not is_overdue,
             handoffs=ctx.report.handoffs if ctx.report is not None else {},
             stuck=stuck,
             contested=contested,
@@ -107,7 +112,8 @@ def plan_report(ctx: PlanContext, plan: Plan, outcome: Outcome, memory: PassMemo
         status["scaling"] = list(log)
     if ctx.operator:
         status["operator"] = ctx.operator
-    events, reasons = new_events(status, memory.reasons)
+    changes, reasons = new_events(status, memory.reasons)
+    events = [*repair_events(ctx, outcome), *changes]
     is_due = ctx.now - memory.observed_at >= RENEWED_SECONDS
     written = None if is_due else memory
     actions: list[Action] = [*events, *status_change(ctx.pool.namespace, ctx.pool.name, status, written, ctx.stamp)]
@@ -135,14 +141,15 @@ def status_change(
 
 
 def new_events(status: Mapping[str, Any], reasons: Mapping[str, str]) -> tuple[list[EmitEvent], dict[str, str]]:
-    """Return an event for each condition whose reason changed, and the new reasons by condition type.
+    """Return an event for each condition whose reason changed, and the new reasons by condition type. `Ready` has no
+    event of its own if it repeats another condition.
 
     Args:
         status: the status, with all conditions.
         reasons: reason of the most recent event, by condition type.
     """
-    events, after = [], dict(reasons)
-    for entry in status["conditions"]:
+    events, after = dict[tuple[str, str], EmitEvent](), dict(reasons)
+    for entry in sorted(status["conditions"], key=lambda entry: entry["type"] == Condition.READY):
         condition, reason = Condition(entry["type"]), entry["reason"]
         if condition not in _WARNING_STATUS or reason in _QUIET_REASONS or reasons.get(condition) == reason:
             continue
@@ -150,8 +157,9 @@ def new_events(status: Mapping[str, Any], reasons: Mapping[str, str]) -> tuple[l
         if condition not in reasons and not is_warning and condition not in (Condition.READY, Condition.PROGRESSING):
             continue  # no event for a new pool without problems
         after[condition.value] = reason
-        events.append(EmitEvent("Warning" if is_warning else "Normal", reason, entry["message"]))
-    return events, after
+        message = f"{condition} is {entry['status']}: {entry['message']}"
+        events.setdefault((reason, entry["message"]), EmitEvent("Warning" if is_warning else "Normal", reason, message))
+    return list(events.values()), after
 
 
 def again_seconds(ctx: PlanContext, memory: PassMemory, waiting_for: str, *, is_refused: bool) -> float:
@@ -168,7 +176,7 @@ def again_seconds(ctx: PlanContext, memory: PassMemory, waiting_for: str, *, is_
     waits = []
     if any(role.scaling.mode == "Auto" for role in ctx.pool.spec.roles):
         waits.append(_AUTOSCALE_SECONDS)
-    if ctx.report is not None and _fresh_report(ctx, memory) is None:
+    if _is_report_old(ctx, memory):
         waits.append(_AUTOSCALE_SECONDS)
     if is_refused:
         waits.append(_REFUSED_SECONDS)
@@ -179,11 +187,9 @@ def again_seconds(ctx: PlanContext, memory: PassMemory, waiting_for: str, *, is_
     return min(waits, default=RENEWED_SECONDS)
 
 
-def _fresh_report(ctx: PlanContext, memory: PassMemory) -> FleetReport | None:
-    """Return the gateway's report; after the end of a rollout, only if it was read since then."""
-    report = ctx.report
-    stale = report is not None and memory.settled_at is not None and report.at < memory.settled_at
-    return None if stale else report
+def _is_report_old(ctx: PlanContext, memory: PassMemory) -> bool:
+    """Return whether the gateway's report was read before the end of the last rollout."""
+    return ctx.report is not None and memory.settled_at is not None and ctx.report.at < memory.settled_at
 
 
 def _is_answering(ctx: PlanContext) -> bool:
@@ -223,5 +229,10 @@ def _extension(ctx: PlanContext, problems: dict[str, Problem]) -> Problem | None
     )
 
 
-def _last(problems: Iterable[Problem]) -> Problem | None:
-    return next(reversed(list(problems)), None)
+def _combined(problems: Mapping[str, Problem]) -> Problem | None:
+    """Return the first problem, which names the targets of the others; `None` if there are none."""
+    if not problems:
+        return None
+    first, *others = problems.items()
+    more = f". Also affected: {named([target for target, _ in others])}" if others else ""
+    return Problem(first[1].reason, f"{first[1].message}{more}")

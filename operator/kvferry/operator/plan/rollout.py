@@ -244,7 +244,10 @@ def _waiting_for(roles: Sequence[RoleState], revision: str, rollout: RolloutSpec
         if role.is_leaving:
             behind += [f"{role.name}: removed from the spec, {role.total} pods left"] if role.total else []
         elif old:
-            behind.append(f"{role.name}: {new.ready} of {role.replicas} pods updated and ready, {old} old pods left")
+            good = min(new.ready, role.replicas)
+            behind.append(f"{role.name}: {good} of {role.replicas} pods updated and ready, {old} old pods left")
+        elif new.desired > role.replicas:
+            behind.append(f"{role.name}: {new.desired - role.replicas} more pods than desired")
         elif new.ready < role.replicas or new.desired != role.replicas:
             behind.append(f"{role.name}: {new.ready} of {role.replicas} pods ready")
     if behind and rollout.paused:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvferry.operator.objects.support_objects import scaler
-from kvferry.operator.plan.actions import Action, Autoscale, SeedScaler, WriteStatus
+from kvferry.operator.plan.actions import Action, ApplyObject, Autoscale, SeedScaler, WriteStatus
 from kvferry.operator.plan.autoscale import Recommendations, decide
 from kvferry.operator.plan.context import PlanContext
 from kvferry.operator.plan.rollout import RoleState
@@ -104,12 +104,14 @@ def _auto(ctx: PlanContext, role: RoleSpec) -> tuple[int, list[Action], Recommen
 def _seed(ctx: PlanContext, role: RoleSpec) -> list[Action]:
     """Plan to apply the scaler without `spec.replicas`, and to seed that field if it has no owner in this mode.
 
-    An existing number is seeded before the scaler is applied, since a field without owners is reset to its default.
+    An existing number is seeded before the scaler is applied, since a field without owners is reset to its default. A
+    new scaler is first applied with the number, so that it never has the default.
     """
     if _is_refused(ctx, role):
         return []
     apply = ctx.apply_if_changed(scaler(ctx.pool, role, None), is_required=True)
-    if ctx.memory.seeded.get(role.name) == role.scaling.mode:
+    is_new = role.name not in ctx.facts.scalers
+    if ctx.memory.seeded.get(role.name) == role.scaling.mode and not is_new:
         return list(apply)
     whole = scaler(ctx.pool, role, _current(ctx, role))
     required = {
@@ -119,18 +121,25 @@ def _seed(ctx: PlanContext, role: RoleSpec) -> list[Action]:
         "spec": whole["spec"],
     }
     seed = SeedScaler(role.name, role.scaling.mode, required)
-    return [*apply, seed] if role.name not in ctx.facts.scalers else [seed, *apply]
+    return [ApplyObject(whole, is_required=True), seed, *apply] if is_new else [seed, *apply]
 
 
 def _current(ctx: PlanContext, role: RoleSpec) -> int:
-    """Return the current number of replicas: from the scaler, from this pass's write, or from the spec if there is no
-    scaler."""
+    """Return the current number of replicas: from the scaler; without one, the number that ran before it was deleted;
+    and for a new role, the initial number of its mode."""
     facts = ctx.facts.scalers.get(role.name)
     if facts is not None:
         return facts.replicas
     if role.scaling.mode != "Static" and not _is_refused(ctx, role):
-        return role.bounded(max(1, role.scaling.min_replicas))
+        ran = _number_in_status(ctx, role)
+        return role.bounded(max(1, role.scaling.min_replicas) if ran is None else ran)
     return role.replicas
+
+
+def _number_in_status(ctx: PlanContext, role: RoleSpec) -> int | None:
+    """Return the number of replicas of a role in the status as last written; `None` for a new role."""
+    status = ctx.memory.status or ctx.status
+    return next((int(one["desired"]) for one in status.get("roles") or () if one["name"] == role.name), None)
 
 
 def _is_refused(ctx: PlanContext, role: RoleSpec) -> bool:

@@ -15,7 +15,7 @@ from kvferry.operator.plan.conditions.certificates import TlsSeen, certificates_
 from kvferry.operator.plan.conditions.condition_state import ConditionState
 from kvferry.operator.plan.conditions.workers import adapters_condition, devices_of
 from kvferry.operator.plan.rollout import PAIRED, RoleState
-from kvferry.operator.pool.facts import FleetReport
+from kvferry.operator.pool.facts import FleetReport, WorkerReport
 from kvferry.operator.pool.names import Condition
 from kvferry.operator.pool.spec import InferencePool, Json
 
@@ -38,13 +38,16 @@ class Observed:
     gateway_desired: int
     gateway_ready: int
     report: FleetReport | None
+    """Latest report of the gateway; `None` if there is none, or if one from after the rollout is overdue."""
+    is_report_old: bool = False
+    """Whether `report` is from before the end of the rollout."""
     handoffs: Mapping[str, int] = field(default_factory=dict)
     """Numbers of recent hand-offs, by outcome."""
     stuck: str = ""
     """Reason why the rollout exceeded its progress deadline; empty if it did not."""
     contested: Problem | None = None
     refused: Problem | None = None
-    """First rejected write of the pass, if any."""
+    """Rejected writes of the pass, if any."""
     rollback: Problem | None = None
     extension: Problem | None = None
     """State of the inference extension's InferencePool: reason `Emitted` if it was applied, `None` if it is
@@ -99,7 +102,7 @@ def status_of(seen: Observed, before: Mapping[str, Any], now: str) -> Json:
         **({"tls": seen.tls.status()} if seen.tls else {}),
         "url": f"{'https' if pool.spec.gateway.tls_secret else 'http'}://{pool.name}.{pool.namespace}.svc:{pool.spec.gateway.service.http_port}/v1",
         "roles": [_role(seen, role) for role in seen.roles if pool.spec.role(role.name) is not None],
-        "gateway": {"desired": seen.gateway_desired, "ready": seen.gateway_ready},
+        "gateway": {"desired": seen.gateway_desired, "ready": min(seen.gateway_ready, seen.gateway_desired)},
         "conditions": conditions,
     }
 
@@ -144,7 +147,7 @@ def unreadable_status(body: Mapping[str, Any], message: str, now: str) -> Json:
 def _role(seen: Observed, role: RoleState) -> Json:
     return {
         "name": role.name,
-        "summary": f"{role.ready}/{role.replicas}",
+        "summary": f"{min(role.ready, role.replicas)}/{role.replicas}",
         "desired": role.replicas,
         "ready": role.ready,
         "updated": role.of(seen.revision).ready,
@@ -178,6 +181,8 @@ def _ready(seen: Observed, states: Mapping[Condition, ConditionState]) -> Condit
         status, reason, message = states[condition]
         if status == "False":
             return "False", reason, message
+    if seen.is_report_old:
+        return "False", "NotAllReady", "the pods are ready; waiting for the gateway's report about them"
     unknown = [c for c in needed if states[c][0] == "Unknown" and not _is_scaled_to_zero(seen)]
     if unknown:
         return "Unknown", states[unknown[0]][1], states[unknown[0]][2]
@@ -224,8 +229,15 @@ def _available(seen: Observed) -> ConditionState:
         return "True", "ScaledToZero", "a request is held until a pod of each role is ready"
     if seen.fleet is None:
         return "Unknown", "GatewayReportMissing", "the gateway has not reported its workers yet"
-    why = "; ".join(f"{worker.name}: {worker.why_not}" for worker in workers[:3])
-    return "False", "NoWorkerServes", f"no workers accept requests{': ' if why else ''}{why}{_because(seen)}"
+    missing = [role.name for role in seen.roles if role.replicas and role.name not in serving]
+    those = f" of role {' and of role '.join(missing)}" if missing else ""
+    return "False", "NoWorkerServes", f"no workers{those} accept requests{_why_not(workers)}{_because(seen)}"
+
+
+def _why_not(workers: Sequence[WorkerReport]) -> str:
+    """Name the workers that accept no requests, with their reasons; empty if no reason is known."""
+    reasons = [f"{worker.name}: {worker.why_not}" for worker in workers if not worker.takes_work and worker.why_not]
+    return f": {'; '.join(reasons[:3])}" if reasons else ""
 
 
 def _because(seen: Observed) -> str:
@@ -237,7 +249,8 @@ def _gateway(seen: Observed) -> ConditionState:
         return "False", "NoGateway", "spec.gateway.replicas is 0, so requests are not served"
     if seen.gateway_ready < 1:
         return "False", "NoGatewayPodReady", f"0 of {seen.gateway_desired} gateway pods are ready{_because(seen)}"
-    return "True", "GatewayPodsReady", f"{seen.gateway_ready} of {seen.gateway_desired} gateway pods are ready"
+    ready = min(seen.gateway_ready, seen.gateway_desired)  # During a rollout, there may be more.
+    return "True", "GatewayPodsReady", f"{ready} of {seen.gateway_desired} gateway pods are ready"
 
 
 def _roles(seen: Observed) -> ConditionState:
@@ -255,9 +268,8 @@ def _model(seen: Observed) -> ConditionState:
         return "Unknown", "GatewayReportMissing", "the gateway has not reported its workers yet"
     serving = [worker for worker in seen.report.workers if worker.takes_work]
     if not serving:
-        why = "; ".join(f"{w.name}: {w.why_not}" for w in seen.report.workers[:3])
         reason = "ScaledToZero" if _is_scaled_to_zero(seen) else "NoWorkerServes"
-        return "Unknown", reason, f"no workers accept requests{': ' if why else ''}{why}"
+        return "Unknown", reason, f"no workers accept requests{_why_not(seen.report.workers)}"
     expected = seen.pool.spec.model.digest
     wrong = sorted(w.name for w in serving if expected and w.model_digest and not w.model_digest.startswith(expected))
     if wrong:

@@ -1,6 +1,6 @@
 """Ownership of Kubernetes objects: their controller, and the fields that the operator has applied."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -43,6 +43,21 @@ def order_of(body: Mapping[str, Any]) -> int:
     """Return the resourceVersion as a number, which increases with every change of an object; 0 if there is none."""
     found = str((body.get("metadata") or {}).get("resourceVersion") or "")
     return int(found) if found.isdecimal() else 0
+
+
+def entry_removal(body: Mapping[str, Any], managers: Container[str]) -> list[dict[str, Any]]:
+    """Return the JSON patch (RFC 6902) that removes the entries of field managers from `metadata.managedFields`, so
+    that they own no fields of the object; empty if there are none. Entries of the status are kept.
+
+    Each removal follows a test of the entry's manager, so that the patch is rejected if the entries were reordered.
+    """
+    patch: list[dict[str, Any]] = []
+    for index, entry in reversed(list(enumerate(body["metadata"].get("managedFields") or ()))):
+        if entry.get("manager") in managers and entry.get("subresource") != "status":
+            path = f"/metadata/managedFields/{index}"
+            patch.append({"op": "test", "path": f"{path}/manager", "value": entry["manager"]})
+            patch.append({"op": "remove", "path": path})
+    return patch
 
 
 def _own_entries(body: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

@@ -2,8 +2,7 @@
 
 The first census precedes the first reconcile, since a pool with missing objects would be planned wrongly. Optional
 kinds have no watch; a census of them is taken every few seconds. A watch with a gap reports no deletions that happened
-in the gap: a census follows at once (`Census.request`). If no object of any watched kind is left to be listed after the
-gap, it follows when the watch probe cannot write to a deleted object.
+in the gap: a census follows at once (`Census.request`).
 """
 
 import asyncio
@@ -24,7 +23,7 @@ _FIRST_SECONDS, _PERIOD_SECONDS = 5.0, 600.0
 """Time from the first to the second census, which also covers the start of the watches, and between later censuses, in
 seconds."""
 _GATHER_SECONDS = 1.0
-"""Time from a request to its census, in seconds; kopf lists many objects, and the kinds one after another."""
+"""Time from a request to its census, in seconds, since kopf lists several kinds at about the same time."""
 _POLL_SECONDS = 2.0
 """Interval between lists of the optional kinds in seconds."""
 

@@ -9,6 +9,7 @@ from kvferry.operator.api import KubeApi
 from kvferry.operator.objects.support_objects import EXTENSION_POOL, POD_MONITOR
 from kvferry.operator.pool import names
 from kvferry.operator.pool.names import Condition
+from kvferry.operator.process.leader import LeaseHolder
 
 _OLDEST = (1, 29)
 _SPECIAL = re.compile(r"(gpu|rdma|hca|roce)", re.IGNORECASE)
@@ -26,7 +27,7 @@ class CheckResult:
     """Description of the result, with a remedy if there is a problem."""
 
 
-def check_cluster(api: KubeApi, leaders: Mapping[str, str]) -> list[CheckResult]:
+def check_cluster(api: KubeApi, leaders: Mapping[str, LeaseHolder]) -> list[CheckResult]:
     """Check that a cluster meets the requirements of pools.
 
     Args:
@@ -51,7 +52,7 @@ def check_cluster(api: KubeApi, leaders: Mapping[str, str]) -> list[CheckResult]
         )
     found.append(judge_nodes(api.list("v1", "Node", None)))
     if not missing:
-        found += [judge_pool(pool) for pool in api.list(names.API_VERSION, "InferencePool", None)]
+        found += [judge_pool(pool, leaders) for pool in api.list(names.API_VERSION, "InferencePool", None)]
     return found
 
 
@@ -64,14 +65,17 @@ def judge_version(version: Mapping[str, Any]) -> CheckResult:
     return CheckResult("ok", "Kubernetes", git_version)
 
 
-def judge_operators(leaders: Mapping[str, str]) -> list[CheckResult]:
+def judge_operators(leaders: Mapping[str, LeaseHolder]) -> list[CheckResult]:
     """Check that an operator leads."""
     if not leaders:
         why = "no lease is renewed; install the chart, or check the logs of the operator pods"
         return [CheckResult("bad", "operator", why)]
-    return [
-        CheckResult("ok", "operator", f"{leader} leads (lease in namespace {at})") for at, leader in leaders.items()
-    ]
+    found = []
+    for at, leader in leaders.items():
+        where = f"namespaces {', '.join(leader.namespaces)}" if leader.namespaces else "all namespaces"
+        detail = f"{leader.identity} leads and reconciles pools in {where} (lease in namespace {at})"
+        found.append(CheckResult("ok", "operator", detail))
+    return found
 
 
 def judge_definitions(missing: Iterable[str]) -> CheckResult:
@@ -99,13 +103,28 @@ def judge_nodes(nodes: Iterable[Mapping[str, Any]]) -> CheckResult:
     return CheckResult("ok", "nodes", f"{ready} ready, {devices or 'without GPUs or RDMA devices: pods run on CPUs'}")
 
 
-def judge_pool(pool: Mapping[str, Any]) -> CheckResult:
-    """Report the conditions of a pool."""
+def judge_pool(pool: Mapping[str, Any], leaders: Mapping[str, LeaseHolder]) -> CheckResult:
+    """Report the conditions of a pool, and whether an operator reconciles its namespace.
+
+    Args:
+        pool: the InferencePool object.
+        leaders: holders of the operators' leases that are renewed, by namespace of the lease.
+    """
     meta, status = pool["metadata"], pool.get("status") or {}
     about = f"pool {meta['namespace']}/{meta['name']}"
     by_type = {c["type"]: c for c in status.get("conditions") or ()}
     ready = by_type.get(Condition.READY)
-    if ready is None or status.get("observedGeneration", 0) < meta.get("generation", 0):
+    watched = {namespace for leader in leaders.values() for namespace in leader.namespaces}
+    is_reconciled = ready is not None and status.get("observedGeneration", 0) >= meta.get("generation", 0)
+    is_watched = meta["namespace"] in watched or any(not leader.namespaces for leader in leaders.values())
+    if leaders and not is_watched and not is_reconciled:
+        return CheckResult(
+            "bad",
+            about,
+            f"no operator reconciles pools in namespace {meta['namespace']}, only in {', '.join(sorted(watched))}; add "
+            "it to operator.namespaces of the chart (--namespace of `kvferry operator run`)",
+        )
+    if ready is None or not is_reconciled:
         return CheckResult("bad", about, "the operator has not reconciled its current spec; see `operator` above")
     if ready["status"] != "True":
         return CheckResult("bad", about, f"{ready['reason']}: {ready['message']}")

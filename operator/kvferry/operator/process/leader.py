@@ -3,12 +3,14 @@
 import asyncio
 import contextlib
 import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from kvferry.core.clock import Clock
 from kvferry.core.errors import KvferryError, Unavailable
 from kvferry.operator.api import ApiRefusal, KubeApi
-from kvferry.operator.plan.process.lease import LeaseTimes, Sighting, may_take, released, sighted, taken
+from kvferry.operator.plan.process.lease import LeaseTimes, Sighting, may_take, released, sighted, taken, watched_by
 from kvferry.operator.pool.spec import Json
 from kvferry.operator.process.config import LEASE
 
@@ -28,7 +30,17 @@ class LeadershipLost(KvferryError):
 class Leader:
     """Candidate in leader election."""
 
-    def __init__(self, api: KubeApi, clock: Clock, times: LeaseTimes, *, me: str, namespace: str, name: str) -> None:
+    def __init__(
+        self,
+        api: KubeApi,
+        clock: Clock,
+        times: LeaseTimes,
+        *,
+        me: str,
+        namespace: str,
+        name: str,
+        watched: Sequence[str] = (),
+    ) -> None:
         """
         Args:
             api: client for reads and writes of the lease.
@@ -37,7 +49,9 @@ class Leader:
             me: identity of this process, unique among candidates.
             namespace: namespace of the lease.
             name: name of the lease.
+            watched: namespaces whose pools this operator reconciles; empty for all.
         """
+        self._watched = tuple(watched)
         self._api = api
         self._clock = clock
         self._times = times
@@ -115,7 +129,7 @@ class Leader:
             self._seen = sighted(self._seen, lease["metadata"]["resourceVersion"], now)
         if not may_take(lease, self._me, self._seen, now):
             return lease
-        made = taken(lease, self._me, self._times, self._stamp(), name=self._name, namespace=self._namespace)
+        made = self._taken(lease)
         try:
             self._held = self._api.create(made) if lease is None else self._api.replace(made)
             self._renewed = now
@@ -127,7 +141,7 @@ class Leader:
     def _renew(self) -> None:
         assert self._held is not None
         begun = self._clock.monotonic()  # before the write, since the expiry timers of candidates start after it
-        made = taken(self._held, self._me, self._times, self._stamp(), name=self._name, namespace=self._namespace)
+        made = self._taken(self._held)
         try:
             self._held = self._api.replace(made)
             self._renewed = begun
@@ -139,11 +153,31 @@ class Leader:
                 raise LeadershipLost("a different operator holds the lease") from refusal
             self._held = lease
 
+    def _taken(self, lease: Json | None) -> Json:
+        return taken(
+            lease,
+            self._me,
+            self._times,
+            self._stamp(),
+            name=self._name,
+            namespace=self._namespace,
+            watched=self._watched,
+        )
+
     def _stamp(self) -> str:
         return datetime.fromtimestamp(self._clock.wall(), UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
-async def leaders_of(api: KubeApi, timeout: float, name: str = LEASE) -> dict[str, str]:
+@dataclass(frozen=True, slots=True)
+class LeaseHolder:
+    """An operator that renews its lease."""
+
+    identity: str
+    namespaces: tuple[str, ...] = ()
+    """Namespaces whose pools it reconciles; empty for all."""
+
+
+async def leaders_of(api: KubeApi, timeout: float, name: str = LEASE) -> dict[str, LeaseHolder]:
     """Return the current holders of the operators' leases in all namespaces, by namespace of the lease.
 
     Args:
@@ -160,8 +194,8 @@ async def leaders_of(api: KubeApi, timeout: float, name: str = LEASE) -> dict[st
     return {place: holder for place, holder in zip(places, found, strict=True) if holder}
 
 
-async def leader_of(api: KubeApi, namespace: str, timeout: float, name: str = LEASE) -> str:
-    """Return the current holder of a lease; empty if no renewal was observed in time.
+async def leader_of(api: KubeApi, namespace: str, timeout: float, name: str = LEASE) -> LeaseHolder | None:
+    """Return the current holder of a lease; `None` if no renewal was observed in time.
 
     Args:
         api: client of the cluster's API server.
@@ -182,7 +216,7 @@ async def leader_of(api: KubeApi, namespace: str, timeout: float, name: str = LE
                 # Wait for a change of the lease instead of comparing renewTime, which is written by the clock of a
                 # different machine.
                 if spec.get("holderIdentity") and renewed and spec.get("renewTime") != renewed:
-                    return str(spec["holderIdentity"])
+                    return LeaseHolder(str(spec["holderIdentity"]), watched_by(lease or {}))
                 renewed = spec.get("renewTime") or ""
                 await asyncio.sleep(_POLL_SECONDS)
-    return ""
+    return None

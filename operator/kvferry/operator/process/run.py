@@ -117,6 +117,7 @@ class Operator:
             me=config.identity,
             namespace=config.own_namespace,
             name=config.lease_name,
+            watched=config.namespaces,
         )
         self._api.may_write = leader.holds
         stopping = asyncio.create_task(stop.wait(), name="stop")

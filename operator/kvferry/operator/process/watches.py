@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import aiohttp
 import kopf
 
 from kvferry.operator.api import KubeApi
@@ -48,16 +49,16 @@ def registry(saw: Saw, listed: Callable[[], None], api: KubeApi) -> kopf.Operato
 
     Args:
         saw: called with each event.
-        listed: called for each object that kopf has listed, at the start or after a gap in a watch. Objects that were
-            deleted in the gap can only be found by a comparison with a new list.
+        listed: called when kopf has listed a kind, at the start or after a gap in a watch. Objects that were deleted in
+            the gap can only be found by a comparison with a new list.
         api: client with the API server's address and credentials.
     """
     handlers = kopf.OperatorRegistry()
 
-    def login(**_: Any) -> kopf.ConnectionInfo:
+    async def login(**_: Any) -> kopf.AiohttpSession:
         connection = api.configuration
         scheme, __, value = api.authorization.rpartition(" ")
-        return kopf.ConnectionInfo(
+        info = kopf.ConnectionInfo(
             server=connection.host,
             ca_path=connection.ssl_ca_cert,
             insecure=not connection.verify_ssl,
@@ -66,6 +67,13 @@ def registry(saw: Saw, listed: Callable[[], None], api: KubeApi) -> kopf.Operato
             scheme=scheme or None,
             token=value or None,
         )
+        # kopf closes the session.
+        session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, ssl=info.as_ssl_context()),
+            headers=info.as_http_headers(),
+            trace_configs=[_trace_of_lists(listed)],
+        )
+        return kopf.AiohttpSession(server=info.server, aiohttp_session=session)
 
     kopf.on.login(registry=handlers, id="login")(login)
     for kind, (group, version, plural) in WATCHED.items():
@@ -73,11 +81,23 @@ def registry(saw: Saw, listed: Callable[[], None], api: KubeApi) -> kopf.Operato
         # The kind is bound as a default value, since the handler is called after the loop.
         async def on_event(body: kopf.Body, watched: str = kind, **event: Any) -> None:
             saw(watched, dict(body), event["type"] == "DELETED")
-            if event["type"] is None:
-                listed()
 
         kopf.on.event(*resource(group, version, plural), registry=handlers, id=f"saw-{plural}")(on_event)
     return handlers
+
+
+def _trace_of_lists(listed: Callable[[], None]) -> aiohttp.TraceConfig:
+    """Return a trace that calls `listed` after each list of a watched kind. kopf has no handler for the end of a list,
+    and no event if a kind has no objects."""
+    plurals = {plural for _, __, plural in WATCHED.values()}
+
+    async def ended(_: object, __: object, request: aiohttp.TraceRequestEndParams) -> None:
+        if request.url.name in plurals and "watch" not in request.url.query and request.response.status == 200:
+            listed()
+
+    trace = aiohttp.TraceConfig()
+    trace.on_request_end.append(ended)
+    return trace
 
 
 def settings(workers: int) -> kopf.OperatorSettings:
@@ -99,8 +119,8 @@ def settings(workers: int) -> kopf.OperatorSettings:
         if kind != names.POOL_KIND:  # only kvferry's objects are listed
             made.watching.label_selectors[resource(group, version, plural)] = names.LABEL_POOL
     made.persistence.finalizer = f"{names.GROUP}/finalizer"
-    # This logger would write "succeeded" for every event of every object.
-    logging.getLogger("kopf.objects").setLevel(logging.WARNING)
+    # kopf would write about its login at each start, and "succeeded" for every event of every object.
+    logging.getLogger("kopf").setLevel(logging.WARNING)
     return made
 
 

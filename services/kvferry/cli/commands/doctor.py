@@ -84,7 +84,7 @@ def _cluster(values: Values, as_json: bool) -> None:
     api = KubeApi.connect(values["kubeconfig"])
     if place := values["lease_namespace"]:
         holder = asyncio.run(leader_of(api, place, values["timeout"]))
-        leaders = {place: holder} if holder else {}
+        leaders = {} if holder is None else {place: holder}
     else:
         leaders = asyncio.run(leaders_of(api, values["timeout"]))
     findings = check_cluster(api, leaders)

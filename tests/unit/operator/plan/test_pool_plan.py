@@ -14,7 +14,7 @@ from kvferry.core.load import WorkerLoad
 from kvferry.operator.api import ApiRefusal
 from kvferry.operator.objects.support_objects import EXTENSION_POOL, POD_MONITOR
 from kvferry.operator.objects.worker_pods import deployments, revision_of
-from kvferry.operator.plan.actions import CreateKeys, WriteStatus, as_json
+from kvferry.operator.plan.actions import CreateKeys, EmitEvent, WriteStatus, as_json
 from kvferry.operator.plan.context import PlanContext
 from kvferry.operator.plan.memory import PassMemory
 from kvferry.operator.plan.pool_plan import plan_pool
@@ -190,6 +190,26 @@ def test_a_new_scaler_belongs_to_the_pool_and_its_number_to_the_seed(mode):
     assert cluster.condition("ChildrenApplied")[0] == "True"
 
 
+@pytest.mark.parametrize("mode", ["External", "Auto"])
+@pytest.mark.parametrize("ran", [0, 5])
+def test_a_deleted_scaler_is_restored_with_the_number_of_pods_that_ran(mode, ran):
+    cluster = Cluster(roles=roles_with(scaling={"mode": mode, "minReplicas": 0, "maxReplicas": 9}))
+    cluster.settle()
+    place = (names.API_VERSION, "PoolRoleScaler", "chat-decode")
+    cluster.api.objects[place]["spec"]["replicas"] = ran
+    cluster.api.replica_owners[place] = "hpa"
+    cluster.settle()
+    name = f"chat-decode-{cluster.body['status']['revision']}"
+    assert cluster.replicas("Deployment")[name] == ran
+    for restart in (False, True):
+        if restart:
+            cluster.restart()
+        del cluster.api.objects[place], cluster.api.replica_owners[place]
+        cluster.settle()
+        assert cluster.replicas("PoolRoleScaler")["chat-decode"] == ran
+        assert cluster.replicas("Deployment")[name] == ran
+
+
 def test_the_autoscaler_writes_under_its_own_manager_and_a_refusal_keeps_the_number():
     auto = {"mode": "Auto", "targetRequests": 1, "maxReplicas": 9}
     cluster = Cluster(roles=roles_with(scaling=auto))
@@ -206,6 +226,111 @@ def test_the_autoscaler_writes_under_its_own_manager_and_a_refusal_keeps_the_num
     assert cluster.replicas("PoolRoleScaler")["chat-decode"] == 4
     assert cluster.api.replica_owners[place] == names.AUTOSCALER_MANAGER
     assert cluster.body["status"]["scaling"][0]["to"] == 4
+
+
+def events_of(cluster: Cluster, passes: int = 1) -> list[EmitEvent]:
+    """Return the events of the next passes."""
+    before = len(cluster.executor.actions)
+    for _ in range(passes):
+        cluster.reconcile()
+    return [a for actions in cluster.executor.actions[before:] for a in actions if isinstance(a, EmitEvent)]
+
+
+def test_a_pool_without_the_secret_of_its_keys_gets_new_ones_with_an_event():
+    cluster = Cluster()
+    assert events_of(cluster)[0].reason == "KeysGenerated"
+    cluster.settle()
+    del cluster.api.objects["v1", "Secret", "chat-keys"]
+    event = events_of(cluster)[0]
+    assert (event.type, event.reason) == ("Warning", "KeysReplaced")
+    assert event.message.startswith("Secret chat-keys was lost: new keys were generated, and all pods are replaced")
+
+
+def test_objects_that_were_deleted_are_restored_with_one_event():
+    cluster = Cluster()
+    cluster.settle()
+    for kind, name in (("Service", "chat"), ("Service", "chat-decode"), ("ServiceAccount", "chat-worker")):
+        del cluster.api.objects["v1", kind, name]
+    del cluster.api.objects["policy/v1", "PodDisruptionBudget", "chat-decode"]
+    (event,) = events_of(cluster)
+    assert (event.type, event.reason) == ("Normal", "Restored")
+    assert event.message.startswith("created again, since it was deleted: ")
+    assert event.message.endswith(" and 1 more")
+    assert events_of(cluster, 3) == []
+    cluster.change(networkPolicy="Off")
+    cluster.settle()
+    cluster.change(networkPolicy="Restricted")
+    assert "Restored" not in {event.reason for event in events_of(cluster, 3)}
+
+
+def test_a_number_of_a_static_role_that_nobody_owns_is_reset_with_an_event():
+    cluster = Cluster(roles=roles_with(replicas=2))
+    cluster.settle()
+    place = (names.API_VERSION, "PoolRoleScaler", "chat-decode")
+    cluster.api.objects[place]["spec"]["replicas"] = 0
+    cluster.api.objects[place]["metadata"]["generation"] += 1
+    (event,) = [event for event in events_of(cluster) if event.reason == "ReplicasReset"]
+    assert event.type == "Warning"
+    assert "spec.replicas was set to 0, but role decode has scaling.mode Static" in event.message
+    assert cluster.replicas("PoolRoleScaler")["chat-decode"] == 2
+    cluster.change(roles=roles_with(replicas=3))
+    assert "ReplicasReset" not in {event.reason for event in events_of(cluster, 2)}
+
+
+def test_every_rejected_object_is_named_and_an_event_names_its_condition_once():
+    cluster = Cluster()
+    cluster.settle()
+    cluster.api.refuse = {"Service"}
+    for name in ("chat", "chat-decode", "chat-prefill"):
+        del cluster.api.objects["v1", "Service", name]
+    (event,) = events_of(cluster)
+    assert (event.type, event.reason) == ("Warning", "Refused")
+    assert event.message.startswith("ChildrenApplied is False: Service chat: not allowed. Also affected: Service chat-")
+    for name in ("chat", "chat-decode", "chat-prefill"):
+        assert f"Service {name}" in cluster.condition("ChildrenApplied")[2]
+
+
+def test_an_updated_gateway_pod_that_is_not_ready_is_not_counted():
+    cluster = Cluster(gateway={"replicas": 2})
+    cluster.settle()
+    place = ("apps/v1", "Deployment", "chat-gateway")
+
+    def waits(**status: int) -> str:
+        cluster.api.objects[place]["status"] |= status
+        cluster.reconcile()
+        return cluster.condition("Progressing")[2]
+
+    assert waits(replicas=3, readyReplicas=2, updatedReplicas=1) == (
+        "gateway: 0 of 2 pods updated and ready, 2 old pods left"
+    )
+    assert waits(readyReplicas=3) == "gateway: 1 of 2 pods updated and ready, 2 old pods left"
+    assert waits(replicas=3, updatedReplicas=3) == "gateway: 1 more pods than desired"
+    assert waits(replicas=2, readyReplicas=1, updatedReplicas=2) == "gateway: 1 of 2 pods ready"
+    cluster.api.objects[place]["metadata"]["generation"] += 1
+    assert waits(readyReplicas=2) == "gateway: the Deployment controller has not observed the last change yet"
+
+
+def test_conditions_follow_the_last_report_until_a_newer_one_is_overdue():
+    cluster = Cluster()
+    cluster.settle()
+    workers = tuple(
+        WorkerReport(role, role, takes_work=True, fingerprint="f", family="g") for role in ("prefill", "decode")
+    )
+    cluster.report = FleetReport(cluster.clock.now, workers)
+    cluster.settle()
+    assert cluster.condition("Ready")[0] == "True"
+    cluster.change(drain={"lingerSeconds": 7})
+    cluster.reconcile()
+    cluster.settle()
+    assert cluster.condition("ModelAvailable")[0] == cluster.condition("PairingCompatible")[0] == "True"
+    assert cluster.condition("Ready")[:2] == ("False", "NotAllReady")
+    cluster.report = FleetReport(cluster.clock.now, workers)
+    cluster.reconcile()
+    assert cluster.condition("Ready")[0] == "True"
+    cluster.report = FleetReport(0.0, workers)
+    cluster.clock.now += 60
+    cluster.reconcile()
+    assert cluster.condition("ModelAvailable")[:2] == ("Unknown", "GatewayReportMissing")
 
 
 def test_a_failure_in_the_middle_repeats_nothing_that_was_done():

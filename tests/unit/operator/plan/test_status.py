@@ -195,6 +195,27 @@ def test_a_transition_time_moves_only_on_a_flip():
     assert [t["Progressing"] for t in times] == ["1", "1", "3"]
 
 
+def test_a_surplus_of_ready_pods_is_not_counted():
+    roles = [RoleState("prefill", 2, {"r": Count(1, 1), "q": Count(2, 2)}), RoleState("decode", 1, {"r": Count(1, 1)})]
+    status = status_of(seen(roles=roles, gateway_desired=2, gateway_ready=3), {}, "now")
+    assert status["roles"][0]["summary"] == "2/2"
+    assert status["gateway"] == {"desired": 2, "ready": 2}
+    assert "2 of 2 gateway pods" in next(c["message"] for c in status["conditions"] if c["type"] == "GatewayReady")
+
+
+def test_a_healthy_worker_is_not_named_as_a_cause():
+    fleet = of(worker("p", "prefill"), worker("d", "decode", takes_work=False, why_not="it is draining"))
+    entries = status_of(seen(report=fleet), {}, "now")["conditions"]
+    message = next(entry["message"] for entry in entries if entry["type"] == "Available")
+    assert message == "no workers of role decode accept requests: d: it is draining"
+
+
+def test_a_report_from_before_the_end_of_a_rollout_keeps_the_conditions_and_not_ready():
+    before = {c["type"]: c["status"] for c in status_of(seen(), {}, "1")["conditions"]}
+    after = {c["type"]: c["status"] for c in status_of(seen(is_report_old=True), {}, "2")["conditions"]}
+    assert after == {**before, "Ready": "False"}
+
+
 def test_roles_show_ready_of_all_replicas_and_omit_removed_ones():
     roles = [
         RoleState("prefill", 3, {"r": Count(2, 1), "q": Count(1, 1), "o": Count(0, 0)}),

@@ -4,10 +4,11 @@ As in client-go, a lease expires if it has not changed for `leaseDurationSeconds
 clocks of different machines need not agree.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvferry.operator.pool import names
 from kvferry.operator.pool.spec import Json
 
 
@@ -62,7 +63,14 @@ def may_take(lease: Mapping[str, Any] | None, me: str, seen: Sighting | None, no
 
 
 def taken(
-    lease: Mapping[str, Any] | None, me: str, times: LeaseTimes, stamp: str, *, name: str, namespace: str
+    lease: Mapping[str, Any] | None,
+    me: str,
+    times: LeaseTimes,
+    stamp: str,
+    *,
+    name: str,
+    namespace: str,
+    watched: Sequence[str] = (),
 ) -> Json:
     """Return the lease with `me` as its holder. A change of the holder increments `leaseTransitions`.
 
@@ -73,14 +81,17 @@ def taken(
         stamp: wall-clock time, RFC 3339 with microseconds.
         name: name of a new lease.
         namespace: namespace of a new lease.
+        watched: namespaces whose pools `me` reconciles; empty for all. The lease shows them.
     """
     spec: Json = dict((lease or {}).get("spec") or {})
     changed = spec.get("holderIdentity") != me
     transitions = int(spec.get("leaseTransitions") or 0) + (1 if changed and lease is not None else 0)
+    meta: Json = (lease or {}).get("metadata") or {"name": name, "namespace": namespace}
+    annotations = {**(meta.get("annotations") or {}), names.ANNOTATION_NAMESPACES: ",".join(watched)}
     return {
         "apiVersion": "coordination.k8s.io/v1",
         "kind": "Lease",
-        "metadata": (lease or {}).get("metadata") or {"name": name, "namespace": namespace},
+        "metadata": {**meta, "annotations": annotations},
         "spec": {
             "holderIdentity": me,
             "leaseDurationSeconds": max(1, round(times.duration)),
@@ -89,6 +100,12 @@ def taken(
             "leaseTransitions": transitions,
         },
     }
+
+
+def watched_by(lease: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the namespaces whose pools the holder of a lease reconciles; empty for all, or if it is not known."""
+    shown = (lease["metadata"].get("annotations") or {}).get(names.ANNOTATION_NAMESPACES) or ""
+    return tuple(shown.split(",")) if shown else ()
 
 
 def released(lease: Mapping[str, Any], stamp: str) -> Json:
