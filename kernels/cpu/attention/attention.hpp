@@ -366,6 +366,13 @@ static void attend(const Batch& batch, const AttentionGeometry& g, const Attenti
       const TokenGroup group = token_group_at<K>(batch, g, sequence, kv_head, t, hidden, end, copy);
       pack(group, p, prefetch_target(t));
     }
+    if (!has_paths && is_tree && g.window) {  // how much the window hides follows from the row's depth in the tree
+      for (int q = 0; q < item.queries; ++q) {
+        const int position = attended_tokens(batch, sequence, item.first_query + q) - 1;
+        attend_packed(q * g.group, (q + 1) * g.group, position - q, start, end);
+      }
+      continue;
+    }
     if (!has_paths) {
       attend_packed(0, rows, first_position, start, end);
       continue;

@@ -137,6 +137,13 @@ def test_compiled_rows_have_the_bits_of_their_paths(name: str, level: str, dtype
     check(World(of_kernels(CONFIGS[name], dtype, f"compiled-{level}"), dtype), is_exact=True, rows_checked=3)
 
 
+@pytest.mark.parametrize("level", compiled.levels())
+def test_a_window_that_begins_in_an_earlier_partition_moves_with_the_depth_of_a_row(level: str) -> None:
+    """Rows of a tree hide different tokens of a partition that ends before the tree."""
+    config = replace(tiny.config(), windows=(300, 270))
+    check(World(of_kernels(config, "float32", f"compiled-{level}"), "float32"), is_exact=True, rows_checked=40)
+
+
 @pytest.mark.parametrize(
     ("name", "kernels"), [("plain", "reference"), ("latent", "reference"), *((name, "torch") for name in CONFIGS)]
 )
