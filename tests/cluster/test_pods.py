@@ -48,9 +48,12 @@ def test_the_documented_pool_answers_with_one_engines_tokens(
     header, row = pool.kubectl("get", "kvpool").splitlines()
     assert header.split() == ["NAME", "READY", "AVAILABLE", "PREFILL", "DECODE", "BOTH", "MODEL", "AGE"]
     assert row.split()[:6] == ["chat", "True", "True", "1/1", "1/1", MODEL]
-    pool.patch({"op": "replace", "path": "/spec/connector/type", "value": "tcp"})
+    pool.patch(
+        {"op": "replace", "path": "/spec/connector/type", "value": "tcp"},
+        {"op": "replace", "path": "/spec/roles/1/parallelism", "value": {"tensor": 3}},
+    )
     pool.wait_ready()
-    say("rolled over to connector tcp")
+    say("rolled over to connector tcp, and to three ranks per decode worker")
     check_answers(pool, alone, "tcp")
     say("asked again: one engine's tokens, KV fetched")
     check_adapters(pool, say)
