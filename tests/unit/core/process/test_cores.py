@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.core.process.cores import usable_cores
+from kvferry.core.process.cores import core_groups, usable_cores
 
 
 @pytest.fixture(autouse=True)
@@ -35,3 +35,15 @@ def test_unreadable_limits_are_ignored(tmp_path: Path, text: str) -> None:
     (tmp_path / "cpu.max").write_text(text)
     assert usable_cores(tmp_path) == 8
     assert usable_cores(tmp_path / "missing") == 8
+
+
+def test_groups_of_cores_follow_numa_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for node, cores in (("node0", "0-2,6-8"), ("node1", "3-5,9-11"), ("node2", "damaged")):
+        (tmp_path / node).mkdir()
+        (tmp_path / node / "cpulist").write_text(cores)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(12)), raising=False)
+    assert core_groups(2, tmp_path) == [(0, 1, 2, 6, 7, 8), (3, 4, 5, 9, 10, 11)]
+    assert core_groups(4, tmp_path) == [(0, 1, 2), (6, 7, 8), (3, 4, 5), (9, 10, 11)]
+    assert core_groups(5, tmp_path) == [(0, 1), (2, 6), (7, 8), (3, 4), (5, 9)]
+    assert core_groups(13, tmp_path) == [()] * 13
+    assert core_groups(3, tmp_path / "none") == [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11)]
