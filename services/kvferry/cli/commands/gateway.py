@@ -102,6 +102,7 @@ def _config(values: Values) -> "GatewayConfig":
         PoolName,
         RetryConfig,
         RoutingConfig,
+        StateConfig,
         StoreLimits,
     )
 
@@ -159,6 +160,7 @@ def _config(values: Values) -> "GatewayConfig":
         traces=traces_of(values),
         request_trace=(Path(values["trace_file"]), values["trace_file_bytes"]) if values["trace_file"] else None,
         batches=_batches(values),
+        state=StateConfig(values["state"], values["state_bytes"]) if values["state"] else None,
         shares_ports=values["share_ports"],
     )
 
