@@ -164,8 +164,7 @@ class StreamStore:
             "password": server.password or None,
             "socket_timeout": _TIMEOUT_SECONDS,
             "socket_connect_timeout": CLAIM_SECONDS,
-            "retry_on_timeout": False,
-            "retry": None,
+            "retry": import_module("redis.asyncio.retry").Retry(import_module("redis.backoff").NoBackoff(), 0),
             "max_connections": 8,
         }
         if server.socket:
