@@ -36,6 +36,7 @@ local function subtract(member)
   local tenant = 't:' .. string.sub(member, 1, 16)
   redis.call('HDEL', bytes, 's:' .. member)
   redis.call('ZREM', ends, member)
+  if size == 0 then return end
   if redis.call('HINCRBY', bytes, tenant, -size) <= 0 then redis.call('HDEL', bytes, tenant) end
   if redis.call('HINCRBY', bytes, 'all', -size) < 0 then redis.call('HDEL', bytes, 'all') end
 end
