@@ -417,10 +417,12 @@ def _failure(scope: Scope, error: KvferryError) -> Response:
 
 
 def _cut_event(scope: Scope, error: KvferryError) -> bytes:
-    """Return the last event of a stream that is cut, in the form of its route."""
+    """Return the last event of a stream that is cut, in the form of its route, with the time after which the client may
+    reconnect."""
+    retry = b"retry: %d\n" % round(1e3 * (error.retry_after_seconds or 0.0))
     if scope["path"] in MESSAGE_PATHS:
-        return b"event: error\ndata: " + messages.error_body(error, scope["kvferry.request_id"]) + b"\n\n"
-    return _last_event(error)
+        return b"event: error\n" + retry + b"data: " + messages.error_body(error, scope["kvferry.request_id"]) + b"\n\n"
+    return retry + _last_event(error)
 
 
 def error_response(error: KvferryError, body: bytes | None = None) -> Response:

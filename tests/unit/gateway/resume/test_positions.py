@@ -25,7 +25,7 @@ from kvferry.gateway.resume.event_ids import EventId, EventIds, EventPart, creat
 from kvferry.gateway.resume.recorded_source import RecordedSource
 from kvferry.gateway.resume.state_url import StateServer
 from kvferry.gateway.resume.stream_records import StreamRecord, StreamRecords
-from kvferry.gateway.resume.stream_store import RecordLimits, StreamStore
+from kvferry.gateway.resume.stream_store import RecordLimits, StreamStore, WriteResult
 from kvferry.gateway.resume.token_batches import PoolSeal, RecordedTokens, StreamHeader
 from kvferry.serving.request import Caller, Request
 from kvferry.serving.text_service import TextService
@@ -209,6 +209,19 @@ async def test_each_position_of_short_answers(kind: str, answer: str, apart: tup
                 kind, second, stream_id, after, RecordedTokens(tuple(tokens[:count]), None, num_cached=3, num_written=1)
             )
             assert assembled([*whole[: position + 1], *rest]) == assembled(whole), (position, count, sizes)
+
+
+async def test_a_stream_that_is_continued_elsewhere_ends_with_an_error() -> None:
+    source = Grouped(tokens_of("hello world", logprobs=False), [1], FinishReason.STOP, ends_apart=False)
+    record = unwritten(RecordedTokens())
+    generation = await generation_of("chat", RecordedSource(source, record))
+    async with aclosing(completions.events(generation, EventIds(new_stream_id(1e9), b"digest"))) as events:
+        assert [parsed(await anext(events))[1]["choices"][0]["delta"] for _ in range(2)]
+        found = record.next_write()
+        assert found is not None
+        record.written(WriteResult.FENCED, *found)
+        with pytest.raises(ResumeRefused, match="another gateway"):
+            await anext(events)
 
 
 async def test_other_tokens_than_the_clients_are_refused() -> None:
