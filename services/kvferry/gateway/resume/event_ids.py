@@ -14,7 +14,6 @@ import base64
 import re
 import secrets
 import zlib
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -100,7 +99,7 @@ class EventIds:
         Raises:
             ResumeRefused: the client has the beginning of the answer to another request.
         """
-        self._stream_id = stream_id
+        self._stream_id = stream_id.encode()
         self._check = self._first_check = zlib.crc32(digest)
         self._after = after
         self._is_verified = after is None
@@ -124,7 +123,8 @@ class EventIds:
         self._is_last = is_last
         if tokens:
             self._num_tokens += len(tokens)
-            self._check = zlib.crc32(array("I", [token.token_id for token in tokens]).tobytes(), self._check)
+            for token in tokens:
+                self._check = zlib.crc32(token.token_id.to_bytes(4, "little"), self._check)
         after = self._after
         if self._is_verified or after is None:
             return
@@ -146,13 +146,13 @@ class EventIds:
         after = self._after
         if after is not None and (not self._is_verified or (self._num_tokens, part) <= (after.num_tokens, after.part)):
             return None
-        return b"id: %s.%d.%d.%08x\n" % (self._stream_id.encode(), self._num_tokens, part, self._check)
+        return b"id: %s.%d.%d.%08x\n" % (self._stream_id, self._num_tokens, part, self._check)
 
     def greeting(self) -> bytes | None:
         """Return the line of the event before the first token; `None` if the client has it."""
         if self._after is not None:
             return None
-        return b"id: %s.0.0.%08x\n" % (self._stream_id.encode(), self._first_check)
+        return b"id: %s.0.0.%08x\n" % (self._stream_id, self._first_check)
 
     def _verify(self, after: EventId) -> None:
         if self._check != after.check:

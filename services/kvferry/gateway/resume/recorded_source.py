@@ -68,13 +68,17 @@ class RecordedSource:
             return
         if prior.tokens:
             request = replace(request, prior_ids=tuple(token.token_id for token in prior.tokens))
+        record = self.record
         async with aclosing(self.inner.stream(request)) as events:
             async for event in events:
-                if self.record.is_fenced:
+                if record.is_fenced:
                     raise ResumeRefused("the stream is continued by another gateway, where its client reconnected")
+                record.add(event)
+                if self.after is None:
+                    yield event
+                    continue
                 if prior.tokens:
                     event = replace(event, num_cached_tokens=prior.num_cached, num_written_tokens=prior.num_written)
-                self.record.add(event)
                 for part in boundary.divided(event):
                     yield part
 

@@ -21,7 +21,10 @@ from kvferry.serving.token_source import TokenEvent
 
 _log = logging.getLogger(__name__)
 _INTERVAL_SECONDS = 0.05
-"""Shortest time between two writes of a gateway."""
+"""Shortest pause between two writes of a gateway."""
+_PAUSE_FACTOR = 64
+"""The pause after a write is at least so many times the time that its records took to seal, so that a gateway with many
+streams spends its time on the streams: with 1,000 of them, each is written a few times a second."""
 _RETRY_SECONDS = 1.0
 """Time between a failed write and the next one."""
 _MAX_RECORDS_PER_WRITE = 256
@@ -83,13 +86,15 @@ class StreamRecord:
         """Add tokens that were generated."""
         if self._is_given_up:
             return
-        if not self._num_written and not self._pending:
+        pending = self._pending
+        if not pending and not self._num_written:
             self._usage = event.num_cached_tokens, event.num_written_tokens
-        self._pending += event.tokens
+        pending += event.tokens
         self._finish = event.finish_reason
-        if len(self._pending) > _MAX_PENDING_TOKENS:
-            self.give_up("slow")
-        elif self._finish is not None or len(self._pending) * _DUE_SHARE >= self._num_written:
+        if self._has_news:
+            if len(pending) > _MAX_PENDING_TOKENS:
+                self.give_up("slow")
+        elif self._finish is not None or len(pending) * _DUE_SHARE >= self._num_written:
             self._is_due()
 
     def end(self) -> None:
@@ -173,11 +178,12 @@ class StreamRecords:
         """
         Args:
             store: the pool's records.
-            clock: time of log lines.
+            clock: time of writes and log lines.
             instruments: metrics.
         """
         self.store = store
         self._instruments = instruments
+        self._clock = clock
         self._lines = RareLines(clock)
         self._due: list[StreamRecord] = []
         self._has_due = asyncio.Event()
@@ -209,8 +215,7 @@ class StreamRecords:
         """Write what is due, until cancelled."""
         while True:
             await self._has_due.wait()
-            pause = _INTERVAL_SECONDS if await self._write_once() else _RETRY_SECONDS
-            await asyncio.sleep(pause)
+            await asyncio.sleep(await self._write_once())
 
     async def drain(self, seconds: float) -> None:
         """Wait until everything is written, at most `seconds` seconds."""
@@ -220,26 +225,27 @@ class StreamRecords:
         except TimeoutError:
             _log.warning("%d records of streams were not written: Redis did not answer in time", len(self._due))
 
-    async def _write_once(self) -> bool:
-        """Write some records; return whether Redis answered."""
+    async def _write_once(self) -> float:
+        """Write some records; return the time until the next write in seconds."""
+        begun = self._clock.monotonic()
         taken = self._due[:_MAX_RECORDS_PER_WRITE]
         del self._due[:_MAX_RECORDS_PER_WRITE]
         if not self._due:
             self._has_due.clear()
         made = [(record, found) for record in taken if (found := record.next_write()) is not None]
-        is_answered = True
+        pause = max(_INTERVAL_SECONDS, _PAUSE_FACTOR * (self._clock.monotonic() - begun))
         if made:
             writes = [write for _, (write, _) in made]
             try:
                 self._note(made, await self.store.write(writes))
             except StoreUnavailable as error:
                 self.unreachable(error)
-                is_answered = False
+                pause = _RETRY_SECONDS
                 for record, _ in made:
                     record.retry()
         if not self._due:
             self._is_idle.set()
-        return is_answered
+        return pause
 
     def _note(
         self, made: Sequence[tuple[StreamRecord, tuple[RecordWrite, int]]], results: Sequence[WriteResult]
