@@ -8,6 +8,7 @@ that each pair sees the same machine. Rows are appended to tests/bench/results/r
 
 latency    streamed requests at a constant rate, one output token, from the planned send to the last byte
 streams    concurrent streams whose every token is checked; tokens per second
+processor  time of the gateway's process per token of these streams, which other processes of the machine change less
 """
 
 import argparse
@@ -18,6 +19,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
+import psutil
 from bench_gateway import MODEL, STREAM_TOKENS, TEXT, body_of, open_loop, prompts, streams, stub, wait_ready
 from harness.machine import cpu_name
 from harness.servers.processes import running
@@ -75,16 +77,18 @@ def measure(pairs: int, rate: float, seconds: float, num_streams: int) -> list[d
                 wait_ready(http)
                 asyncio.run(streams(http, 64, 16))
             for pair in range(pairs):
-                found: dict[str, tuple[float, float]] = {}
+                found: dict[str, tuple[float, float, float]] = {}
                 order = ("off", "on") if pair % 2 == 0 else ("on", "off")
                 for name in order:
                     redis.ask(b"FLUSHALL")
                     http = addresses[name]
-                    found[name] = (
-                        asyncio.run(latency(http, rate, seconds, asked)),
-                        asyncio.run(streams(http, num_streams, STREAM_TOKENS)),
-                    )
-                for cell, number, unit in (("latency p50", 0, "ms"), (f"{num_streams} streams", 1, "tokens/s")):
+                    taken = asyncio.run(latency(http, rate, seconds, asked))
+                    used = sum(psutil.Process(gateways[name].process.pid).cpu_times()[:2])
+                    streamed = asyncio.run(streams(http, num_streams, STREAM_TOKENS))
+                    used = sum(psutil.Process(gateways[name].process.pid).cpu_times()[:2]) - used
+                    found[name] = taken, streamed, 1e6 * used / (num_streams * STREAM_TOKENS)
+                cells = (("latency p50", "ms"), (f"{num_streams} streams", "tokens/s"), ("processor", "us a token"))
+                for number, (cell, unit) in enumerate(cells):
                     values = {name: round(found[name][number], 3) for name in ("off", "on")}
                     rows.append({"pair": pair, "cell": cell, **values, "unit": unit})
                     print(

@@ -10,6 +10,7 @@ A stream that cannot be recorded goes on without a record; a client that comes b
 import asyncio
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 
 from kvferry.core.clock import Clock
 from kvferry.core.rare_lines import RareLines, more
@@ -20,11 +21,12 @@ from kvferry.gateway.resume.token_batches import HEADER_FIELD, RecordSeal, Strea
 from kvferry.serving.token_source import TokenEvent
 
 _log = logging.getLogger(__name__)
-_INTERVAL_SECONDS = 0.05
+_INTERVAL_SECONDS = 0.1
 """Shortest pause between two writes of a gateway."""
-_PAUSE_FACTOR = 64
+_PAUSE_FACTOR = 200
 """The pause after a write is at least so many times the time that its records took to seal, so that a gateway with many
-streams spends its time on the streams: with 1,000 of them, each is written a few times a second."""
+streams spends its time on the streams: about 0.7 s after 256 records."""
+_DRAIN_PAUSE_SECONDS = 0.01
 _RETRY_SECONDS = 1.0
 """Time between a failed write and the next one."""
 _MAX_RECORDS_PER_WRITE = 256
@@ -186,7 +188,7 @@ class StreamRecords:
         self._clock = clock
         self._lines = RareLines(clock)
         self._due: list[StreamRecord] = []
-        self._has_due = asyncio.Event()
+        self._has_due, self._is_draining = asyncio.Event(), asyncio.Event()
         self._is_idle = asyncio.Event()
         self._is_idle.set()
 
@@ -215,15 +217,22 @@ class StreamRecords:
         """Write what is due, until cancelled."""
         while True:
             await self._has_due.wait()
-            await asyncio.sleep(await self._write_once())
+            pause = await self._write_once()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(pause):
+                    await self._is_draining.wait()
+                    await asyncio.sleep(min(pause, _DRAIN_PAUSE_SECONDS))
 
     async def drain(self, seconds: float) -> None:
-        """Wait until everything is written, at most `seconds` seconds."""
+        """Write everything without pauses, in at most `seconds` seconds."""
+        self._is_draining.set()
         try:
             async with asyncio.timeout(seconds):
                 await self._is_idle.wait()
         except TimeoutError:
             _log.warning("%d records of streams were not written: Redis did not answer in time", len(self._due))
+        finally:
+            self._is_draining.clear()
 
     async def _write_once(self) -> float:
         """Write some records; return the time until the next write in seconds."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -108,6 +109,24 @@ async def test_another_gateway_sends_the_rest_from_the_record(url: str, position
         assert [event["id"] for _, event in rest] == [whole[0][1]["id"]] * len(rest), "one answer has one id"
         assert count(second, "reconnections", "replayed") == 1
         assert count(second, "prompt_tokens") == 0, "nothing is computed"
+
+
+async def test_another_gateway_continues_what_the_first_has_not_finished(url: str) -> None:
+    body = BODY | {"max_tokens": 480, "seed": 11}
+    async with two_gateways(url) as (first, second):
+        _, whole = await read(first, body)
+        _, beginning = await read(first, body, most=40)  # then the client is gone
+        await first.idle()
+        await drained(first)
+        _, rest = await read(second, body, beginning[-1][0])
+        assert text_of(beginning) + text_of(rest) == text_of(whole)
+        assert count(second, "reconnections", "continued") == 1
+        assert count(second, "output_tokens") < 480, "recorded tokens are not computed again"
+        # The usage of the prompt is that of the first gateway, and the new record is whole.
+        await drained(second)
+        _, again = await read(first, body, beginning[-1][0])
+        assert text_of(again) == text_of(rest)
+        assert count(first, "reconnections", "replayed") == 1
 
 
 async def drained(gateway: ScriptedGateway) -> None:
@@ -388,3 +407,16 @@ async def test_state_without_a_pools_key_is_refused() -> None:
     with pytest.raises(UsageError, match="--tenant-key-file"):
         async with scripted_gateway(state=StateConfig("redis://127.0.0.1:1/0")):
             pass
+
+
+async def test_the_permissions_of_the_documentation_suffice() -> None:
+    page = (Path(__file__).parents[4] / "docs" / "resuming.md").read_text("utf-8")
+    (rule,) = re.findall(r"ACL SETUSER NAME ([^`]*)`", page)
+    with redis_server(acl=("default off", f"gateways {' '.join(rule.split())}")) as server:
+        url = f"redis://gateways:PASSWORD@127.0.0.1:{server.port}/0"
+        async with two_gateways(url) as (first, second):
+            _, whole = await read(first, BODY)
+            await drained(first)
+            _, rest = await read(second, BODY, whole[50][0])
+            assert text_of(whole[:51]) + text_of(rest) == text_of(whole)
+            assert count(second, "reconnections", "replayed") == 1
