@@ -13,7 +13,7 @@ NODE_PACKAGES := containerd runc containernetworking-plugins nftables conntrack 
 PROTOS := $(wildcard proto/kvferry/v1/*.proto)
 CPP := $(wildcard kernels/cpu/*.[ch]pp kernels/cpu/*/*.[ch]pp)
 
-.PHONY: release fuzz endurance siege sanitize help run setup redis test check format lint types layers proto golden verify lock bench bench-gpu bench-tiers bench-transfer bench-turns bench-hints bench-ranks bench-bursts bench-adapters bench-constraints bench-cache-map bench-flow bench-gateway bench-tenants bench-hostile-schemas bench-routing bench-scheduler bench-speculation train-head bench-moe bench-peers bench-async-steps bench-steps bench-calibration bench-tls results explore faults test-clients test-long test-gpu test-cluster cluster-assets zero-loss cluster-up cluster-down image node-tools coverage clean
+.PHONY: release fuzz endurance siege sanitize help run setup redis test check format lint types layers proto golden verify lock bench bench-gpu bench-tiers bench-transfer bench-turns bench-hints bench-ranks bench-bursts bench-adapters bench-constraints bench-cache-map bench-flow bench-gateway bench-resume bench-tenants bench-hostile-schemas bench-routing bench-scheduler bench-speculation train-head bench-moe bench-peers bench-async-steps bench-steps bench-calibration bench-tls results explore faults test-clients test-long test-gpu test-cluster cluster-assets zero-loss cluster-up cluster-down image node-tools coverage clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -85,7 +85,7 @@ verify: $(READY) ## check that generated files match their sources
 	@$(BIN)/python -m harness.house.golden verify
 
 RESOLVE = $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --no-header --no-annotate --generate-hashes
-EXTRAS := $(foreach extra,serve nixl encryption bench operator traces,--extra $(extra))
+EXTRAS := $(foreach extra,serve nixl encryption bench operator state traces,--extra $(extra))
 lock: $(READY) ## resolve the dependencies into requirements.lock and its parts for set-up (ARGS="--upgrade")
 	@$(RESOLVE) pyproject.toml $(EXTRAS) --group dev -o requirements.lock $(ARGS)
 	@$(RESOLVE) pyproject.toml $(EXTRAS) --group build -c requirements.lock -o requirements-run.lock
@@ -136,6 +136,9 @@ bench-speculation: $(READY) ## speculation by workload and batch size, in turn w
 
 bench-gateway: $(READY) ## the gateway's overhead and streamed tokens, with a stub worker; tests/bench/results/gateway.csv
 	@$(BIN)/python tests/bench/bench_gateway.py $(ARGS)
+
+bench-resume: $(READY) ## what records of streams cost a gateway, in pairs; tests/bench/results/resume.csv
+	@$(BIN)/python tests/bench/bench_resume.py $(ARGS)
 
 bench-tenants: $(READY) ## latencies beside a tenant that sends a hundred times its quota; tests/bench/results/tenants.csv
 	@$(BIN)/python tests/bench/bench_tenants.py $(ARGS)

@@ -109,7 +109,7 @@ def body_of(prompt: str, max_tokens: int, *, stream: bool) -> bytes:
     """Return an HTTP request."""
     fields = {"prompt": prompt, "max_tokens": max_tokens, "stream": stream, "ignore_eos": True}
     body = json.dumps(fields).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
     return head + b"content-length: %d\r\n\r\n" % len(body) + body
 
 

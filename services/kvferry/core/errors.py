@@ -14,6 +14,7 @@
     ├── UsageError          INVALID_ARGUMENT    400  a setting or flag is invalid; the process does not start
     ├── GenerationFailed    INTERNAL            500  no token could be sampled for one sequence; others continue
     ├── RequestRefused      FAILED_PRECONDITION 422  workers failed while processing the request; no retry
+    ├── ResumeRefused       ABORTED             409  a stream cannot be continued where the client asks
     └── InvariantBroken     INTERNAL            500  an internal invariant is violated; the process stops cleanly
 
 Messages contain the field, the value and the remedy, but never a secret or a prompt.
@@ -188,6 +189,14 @@ class RequestRefused(KvferryError):
     grpc_status = "FAILED_PRECONDITION"
     http_status = 422
     reason = "WORKERS_FAILED"
+
+
+class ResumeRefused(KvferryError):
+    """A stream cannot be continued at the client's position, or was continued by another gateway."""
+
+    grpc_status = "ABORTED"
+    http_status = 409
+    reason = "RESUME_REFUSED"
 
 
 class InvariantBroken(KvferryError):

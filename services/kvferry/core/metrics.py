@@ -82,6 +82,27 @@ GATEWAY_RETRIES = Metric(
 GATEWAY_RESUMES = Metric(
     "kvferry_gateway_resumes_total", MetricKind.COUNTER, "Streams resumed by a new call after their first token."
 )
+GATEWAY_RECONNECTIONS = Metric(
+    "kvferry_gateway_reconnections_total",
+    MetricKind.COUNTER,
+    "Clients that came back to a stream with Last-Event-ID: continued from a record, recomputed without one, replayed "
+    "after its end, or refused.",
+    ("outcome",),
+    values={"outcome": ("continued", "recomputed", "replayed", "refused")},
+)
+GATEWAY_RECORD_FAILURES = Metric(
+    "kvferry_gateway_stream_record_failures_total",
+    MetricKind.COUNTER,
+    "Failed writes of records (unreachable), and streams that go on without a record, by reason: Redis too slow, the "
+    "records' bound reached (full), a record too large, continued by another gateway (fenced).",
+    ("reason",),
+    values={"reason": ("unreachable", "slow", "full", "too_large", "fenced")},
+)
+GATEWAY_RECORD_BYTES = Metric(
+    "kvferry_gateway_stream_record_bytes_total",
+    MetricKind.COUNTER,
+    "Bytes of records of streams that were written to Redis, with what Redis needs besides, approximate.",
+)
 GATEWAY_RELEASES = Metric(
     "kvferry_gateway_releases_total",
     MetricKind.COUNTER,

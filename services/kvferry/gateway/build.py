@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from starlette.types import ASGIApp
 
 from kvferry.core.clock import Clock
+from kvferry.core.errors import UsageError
 from kvferry.core.ids import new_incarnation
 from kvferry.core.traces.spans import Tracer
 from kvferry.gateway.admission.flow_gate import FlowGate
@@ -15,7 +16,7 @@ from kvferry.gateway.batches.batch_runner import BatchRunner
 from kvferry.gateway.batches.batch_service import BatchService
 from kvferry.gateway.batches.line_slots import LineSlots
 from kvferry.gateway.decide.cache_map.cache_map import CacheMap
-from kvferry.gateway.decide.config import DispatchConfig, FlowConfig, GatewayConfig
+from kvferry.gateway.decide.config import DispatchConfig, FlowConfig, GatewayConfig, StateConfig
 from kvferry.gateway.decide.lifecycle.sample_run import SampleRun
 from kvferry.gateway.decide.routing.holding import Holding
 from kvferry.gateway.dispatch.dispatcher import Dispatcher
@@ -44,6 +45,11 @@ from kvferry.gateway.observe.dashboard.history import History
 from kvferry.gateway.observe.instruments import GatewayInstruments
 from kvferry.gateway.observe.request_trace.trace_file import TraceFile
 from kvferry.gateway.observe.request_trace.trace_line import TracedSample
+from kvferry.gateway.resume.resumption import StreamResumption
+from kvferry.gateway.resume.state_url import parse_state_url
+from kvferry.gateway.resume.stream_records import StreamRecords
+from kvferry.gateway.resume.stream_store import RecordLimits, StreamStore
+from kvferry.gateway.resume.token_batches import PoolSeal
 from kvferry.gateway.status import GatewayStatus
 from kvferry.rpc.otlp import open_tracer
 from kvferry.rpc.tls.pool_tls import PoolTls
@@ -86,6 +92,8 @@ class GatewayParts:
     client_app: ASGIApp
     """The application of `client_api`."""
     admin_api: AdminApi
+    resumption: StreamResumption | None = None
+    """Records and continues streams; `None` without shared state."""
 
 
 def build_gateway(
@@ -180,6 +188,7 @@ def build_gateway(
     batches = None if config.batches is None else BatchService(config.batches, clock)
     access = AdminAccess(is_loopback_address(config.admin_address), config.admin_token_file, clock)
     access.warn()
+    resumption = None if config.state is None else _resumption(config, config.state, clock, instruments)
     client_api = ClientApi(
         service,
         config.http,
@@ -189,6 +198,7 @@ def build_gateway(
         needs_key=tenants.keys.are_required,
         secret=config.tenant_key,
         batches=batches,
+        resumption=resumption,
     )
     client_app = client_api.app()
     admin_api = AdminApi(
@@ -209,8 +219,29 @@ def build_gateway(
         config, clock, pool, certificate, pool_tls, instruments, fleet, membership, cache_map, cache_feeds, waker,
         tenants, gate, dispatcher, pins, service, tracer, request_trace, status, batches,
         None if batches is None else _batch_runner(batches, service, client_app, gate, tenants, instruments),
-        client_api, client_app, admin_api,
+        client_api, client_app, admin_api, resumption,
     )  # fmt: skip
+
+
+def _resumption(
+    config: GatewayConfig, state: StateConfig, clock: Clock, instruments: GatewayInstruments
+) -> StreamResumption:
+    """Return what records and continues streams.
+
+    Raises:
+        UsageError: the URL is malformed, a package is missing, or the pool has no key.
+    """
+    server = parse_state_url(state.url)
+    if not config.tenant_key:
+        raise UsageError(
+            "--state needs the pool's key, with which records are sealed; set --tenant-key-file to the same file for "
+            "all gateways",
+            field="tenant_key",
+        )
+    seal = PoolSeal(config.tenant_key)
+    store = StreamStore(server, seal.pool, RecordLimits(state.total_bytes))
+    records = StreamRecords(store, clock, instruments)
+    return StreamResumption(records, seal, clock, instruments, config.retry.request_timeout_seconds)
 
 
 def _batch_runner(

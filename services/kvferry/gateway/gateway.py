@@ -30,6 +30,8 @@ _IDLE_SECONDS = 60.0
 """Seconds without a call after which a client's gRPC connection is closed; its next call opens a new one."""
 _CERTIFICATE_SECONDS = 10.0
 """Interval in seconds between checks for a renewed certificate."""
+_RECORD_SECONDS = 2.0
+"""Maximum number of seconds for which a gateway that stops writes records of streams."""
 _TENANTS_SECONDS = 1.0
 """Interval in seconds between checks for a changed tenants file."""
 
@@ -120,6 +122,8 @@ class Gateway:
             following["waker"] = parts.waker.run()
         if parts.config.tenants_file is not None:
             following["tenants"] = self._follow_tenants()
+        if parts.resumption is not None:
+            following["stream records"] = parts.resumption.records.run()
         if parts.certificate is not None:
             following["certificate"] = _renew(parts.certificate)
         if parts.pool_tls is not None:
@@ -189,8 +193,12 @@ class Gateway:
         if parts.batches is not None:
             parts.batches.close()
         await parts.dispatcher.wait_idle()
+        if parts.resumption is not None:
+            await parts.resumption.records.drain(_RECORD_SECONDS)
         await self._servers.admin.stop()
         await self._stop_tasks(self._following)
+        if parts.resumption is not None:
+            await parts.resumption.records.store.close()
         await parts.gate.stop()
         await parts.fleet.stop()
         if parts.pool is not None:

@@ -24,6 +24,7 @@ from kvferry.core.errors import (
     Overloaded,
     RequestCancelled,
     RequestRefused,
+    ResumeRefused,
     TicketRejected,
     Unauthenticated,
     Unavailable,
@@ -55,7 +56,7 @@ _BY_STATUS: dict[str, type[KvferryError]] = {
 }
 # Several classes share a status; the reason distinguishes them.
 _BY_REASON: dict[str, type[KvferryError]] = {
-    kind.reason: kind for kind in (ModelFileError, UsageError, GenerationFailed, RequestRefused)
+    kind.reason: kind for kind in (ModelFileError, UsageError, GenerationFailed, RequestRefused, ResumeRefused)
 }
 
 

@@ -127,6 +127,9 @@ class Request:
     """Memory that the request holds while it waits for its admission, besides its tokens, in bytes."""
     on_round: Callable[[BeamRound], None] = lambda _: None
     """Called after each round of a beam search."""
+    prior_ids: Sequence[int] = ()
+    """Tokens that an earlier stream of this request has generated. The gateway's source continues after them and yields
+    later ones only; other sources are given none."""
     place: Callable[[int], AbstractAsyncContextManager[None]] | None = None
     """Returns a context in which the sample with this index has a place; `None` if the request has one sample."""
 

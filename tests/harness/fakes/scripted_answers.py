@@ -55,7 +55,7 @@ class AnswerSource:
             self.num_open -= 1
 
     async def _events(self, request: Request) -> AsyncGenerator[TokenEvent, None]:
-        left = self.answers[request.sample_index].encode()
+        left = self.answers[request.sample_index].encode()[len(request.prior_ids) :]
         wants_logprobs = request.sampling.logprobs is not None
         await asyncio.sleep(self.delay_seconds)
         if self.error is not None:

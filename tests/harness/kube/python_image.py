@@ -29,7 +29,7 @@ from kvferry.core.errors import Unavailable
 
 Say = Callable[[str], None]
 
-EXTRAS = ("serve", "bench", "encryption", "nixl", "operator", "traces")
+EXTRAS = ("serve", "bench", "encryption", "nixl", "operator", "state", "traces")
 _SITE = f"app/lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
 _GPU = re.compile(r"nvidia-|cuda-|triton$")
 """Pattern of packages of which an image for CPUs has only the libraries that other packages link to; torch does not

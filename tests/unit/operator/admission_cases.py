@@ -148,6 +148,16 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         "url and urlSecret are mutually exclusive",
     ),
     "five tiers": (tiers(*({"type": "dram", "size": "1Gi"} for _ in range(5))), "must have at most 4 items"),
+    "state of another scheme": ({"gateway": {"state": {"url": "http://x"}}}, "start with redis://"),
+    "a password in the url of state": (
+        {"gateway": {"state": {"url": "redis://:pw@x/0"}}},
+        "store the complete URL in a Secret",
+    ),
+    "url of state twice": (
+        {"gateway": {"state": {"url": "redis://x", "urlSecret": {"name": "s"}}}},
+        "url and urlSecret are mutually exclusive",
+    ),
+    "records without a unit": ({"gateway": {"state": {"maxBytes": "256"}}}, "must be a size with a unit"),
     "no prefix": ({"routing": {"prefixBlocks": 0}}, "spec.routing.prefixBlocks"),
     "no block": ({"model": {"name": "m", "blockTokens": 0}}, "spec.model.blockTokens"),
     "negative skip": ({"routing": {"skipPrefillBelowTokens": -1}}, "spec.routing.skipPrefillBelowTokens"),

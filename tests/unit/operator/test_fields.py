@@ -391,6 +391,30 @@ EFFECTS: dict[str, tuple[dict[str, Any], Any, Any]] = {
         "/etc/kvferry/api-keys/keys",
     ),
     "gateway.tlsSecret": ({"gateway": {"tlsSecret": "t"}}, flag("tls-cert-file", GATEWAY), "/etc/kvferry/tls/tls.crt"),
+    "gateway.state.url": (
+        {"gateway": {"state": {"url": "redis://r/0"}}},
+        lambda pool: {e["name"]: e.get("value") for e in container(pool, GATEWAY)["env"]}.get("KVFERRY_STATE"),
+        "redis://r/0",
+    ),
+    "gateway.state.urlSecret.name": (
+        {"gateway": {"state": {"urlSecret": {"name": "s"}}}},
+        lambda pool: [e for e in container(pool, GATEWAY)["env"] if e["name"] == "KVFERRY_STATE"],
+        [{"name": "KVFERRY_STATE", "valueFrom": {"secretKeyRef": {"name": "s", "key": "url"}}}],
+    ),
+    "gateway.state.urlSecret.key": (
+        {"gateway": {"state": {"urlSecret": {"name": "s", "key": "k"}}}},
+        lambda pool: [
+            e["valueFrom"]["secretKeyRef"]["key"]
+            for e in container(pool, GATEWAY)["env"]
+            if e["name"] == "KVFERRY_STATE"
+        ],
+        ["k"],
+    ),
+    "gateway.state.maxBytes": (
+        {"gateway": {"state": {"url": "redis://r/0", "maxBytes": "1Gi"}}},
+        flag("state-bytes", GATEWAY),
+        "1GiB",
+    ),
     "gateway.clientCaSecret": (
         {"gateway": {"clientCaSecret": "c", "tlsSecret": "t"}},
         lambda pool: (

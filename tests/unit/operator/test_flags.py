@@ -79,6 +79,8 @@ FIELD_OF = {
     "max_queued_bytes": "flowControl.maxQueuedBytes",
     "request_timeout": "flowControl.requestTimeoutSeconds",
     "processes": "gateway.processes",
+    "state": "gateway.state.url",
+    "state_bytes": "gateway.state.maxBytes",
     "linger_seconds": "drain.lingerSeconds",
     "log_level": "observability.logLevel",
     "log_json": "observability.logJson",
@@ -221,7 +223,7 @@ def test_pods_get_the_flags_of_all_fields_and_no_others():
     full: dict[str, Any] = {
         "tls": {"mode": "Managed"},
         "engine": {"requestPolicy": "weighted", "classWeights": [{"priority": 0, "weight": 2}]},
-        "gateway": {"apiKeysSecret": "k", "tlsSecret": "t", "clientCaSecret": "c"},
+        "gateway": {"apiKeysSecret": "k", "tlsSecret": "t", "clientCaSecret": "c", "state": {"url": "redis://r"}},
         "tenants": {"secretName": "q"},
         "observability": {"otlp": "http://c:4318"},
         "tiers": [{"type": "dram", "size": "1Gi"}],
@@ -229,7 +231,8 @@ def test_pods_get_the_flags_of_all_fields_and_no_others():
     for name, settings in (("prefill-REV", WORKER), ("gateway", GATEWAY)):
         container = made_of(pool(**full))[f"Deployment/chat-{name}"]["spec"]["template"]["spec"]["containers"][0]
         given = {arg.partition("=")[0] for arg in container["args"][1:]}
-        given |= {"--tier" for variable in container["env"] if variable["name"] == "KVFERRY_TIER"}
+        variables = {"KVFERRY_TIER": "--tier", "KVFERRY_STATE": "--state"}
+        given |= {variables[one["name"]] for one in container["env"] if one["name"] in variables}
         known = {setting.name: setting.flag for setting in (*settings, *LOGGING)}
         assert given <= set(known.values())
         assert {known[flag] for flag in FIELD_OF if flag in known} <= given

@@ -8,6 +8,7 @@ from kvferry.operator.objects.pods import (
     confined,
     environment,
     keys_secret_of,
+    literal,
     model_volume,
     pod_template,
     scratch,
@@ -16,7 +17,7 @@ from kvferry.operator.objects.pods import (
 )
 from kvferry.operator.objects.pool_tls import GATEWAY, tls_flags, tls_volume
 from kvferry.operator.pool import names
-from kvferry.operator.pool.spec import InferencePool, Json
+from kvferry.operator.pool.spec import InferencePool, Json, StateSpec
 
 _DRAIN_MARGIN_SECONDS = 15
 _API_KEYS_FOLDER = "/etc/kvferry/api-keys"
@@ -109,7 +110,7 @@ def _pod(pool: InferencePool, default_image: str) -> Json:
                     "image": pool.spec.image or default_image,
                     "imagePullPolicy": pool.spec.image_pull_policy,
                     "args": _arguments(pool),
-                    "env": environment(pool),
+                    "env": [*environment(pool), *_state_environment(pool.spec.gateway.state)],
                     "ports": [
                         {"name": "http", "containerPort": names.GATEWAY_HTTP},
                         {"name": "grpc", "containerPort": names.GATEWAY_GRPC},
@@ -128,6 +129,14 @@ def _pod(pool: InferencePool, default_image: str) -> Json:
         ],
         "volumes": volumes,
     }
+
+
+def _state_environment(state: StateSpec) -> list[Json]:
+    """Return the environment variable with the URL of the shared state, which may have a password."""
+    if state.url_secret is not None:
+        secret = {"name": state.url_secret.name, "key": state.url_secret.key}
+        return [{"name": "KVFERRY_STATE", "valueFrom": {"secretKeyRef": secret}}]
+    return [{"name": "KVFERRY_STATE", "value": literal(state.url)}] if state.url else []
 
 
 def _arguments(pool: InferencePool) -> list[str]:
@@ -164,6 +173,8 @@ def _arguments(pool: InferencePool) -> list[str]:
         flags |= {"tls-cert-file": f"{_TLS_FOLDER}/tls.crt", "tls-key-file": f"{_TLS_FOLDER}/tls.key"}
     if spec.gateway.client_ca_secret:
         flags["tls-client-ca-file"] = f"{_CLIENT_CA_FOLDER}/ca.crt"
+    if spec.gateway.state.url or spec.gateway.state.url_secret is not None:
+        flags["state-bytes"] = size(spec.gateway.state.max_bytes)
     flags |= tls_flags(pool)
     return arguments("gateway", flags)
 

@@ -243,6 +243,14 @@ class ServiceSpec(_Struct, frozen=True):
     annotations: dict[str, str] = {}
 
 
+class StateSpec(_Struct, frozen=True):
+    """The Redis server that the gateway pods share."""
+
+    url: str = ""
+    url_secret: SecretKey | None = None
+    max_bytes: str = "256Mi"
+
+
 class GatewaySpec(_Struct, frozen=True):
     """The gateway pods."""
 
@@ -252,6 +260,7 @@ class GatewaySpec(_Struct, frozen=True):
     tls_secret: str = ""
     client_ca_secret: str = ""
     """Secret with ca.crt, the CA that must have signed clients' certificates; empty if clients need none."""
+    state: StateSpec = StateSpec()
     service: ServiceSpec = ServiceSpec()
     resources: Json = {}
     template: Json = {}

@@ -22,6 +22,15 @@ _LIST_SECONDS = 30.0
 _MAX_BODY_BYTES = 1 << 20
 _READ_BYTES = 1 << 16
 _OK = 200
+_RETRIED = "unavailable"
+"""Code of an error in a stream that another gateway can continue."""
+_MAX_FAILURES = 10
+"""Number of failures in a row after which a stream is not continued."""
+_FIRST_PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 0.05, 2.0
+
+
+class _Final(Unavailable):
+    """A stream failed in a way that another gateway does not change."""
 
 
 class ListedModel(Struct):
@@ -78,12 +87,34 @@ class ChatClient:
 
     def answer(self, body: bytes) -> Generator[StreamedChunk, None, None]:
         """Send a chat request, JSON with `stream`, and yield its chunks. Closing the iterator closes the connection, at
-        which the server cancels the request.
+        which the server cancels the request. An answer whose events have ids is continued after the loss of its
+        gateway, by a request for the rest.
 
         Raises:
             KvferryError: the server does not answer in time, refuses the request, or the answer fails or is cut.
         """
-        with self._exchange("POST", "/v1/chat/completions", body, self._timeout) as exchange:
+        deadline = self._clock.monotonic() + self._timeout
+        position, num_failures = "", 0
+        while True:
+            before = position
+            seconds = deadline - self._clock.monotonic() if position else self._timeout
+            try:
+                for chunk, last_id in self._chunks(body, position, seconds):
+                    position = last_id
+                    yield chunk
+                return
+            except Unavailable as error:
+                num_failures = num_failures + 1 if position == before else 1
+                pause = min(_MAX_PAUSE_SECONDS, _FIRST_PAUSE_SECONDS * 2**num_failures)
+                left = deadline - self._clock.monotonic()
+                if not position or isinstance(error, _Final) or num_failures > _MAX_FAILURES or left <= pause:
+                    raise
+                threading.Event().wait(pause)
+
+    def _chunks(self, body: bytes, position: str, seconds: float) -> Iterator[tuple[StreamedChunk, str]]:
+        """Yield the chunks after the event with the id `position`, each with the id of its event."""
+        headers = {"last-event-id": position} if position else {}
+        with self._exchange("POST", "/v1/chat/completions", body, seconds, headers) as exchange:
             events = ServerSentEvents()
             for part in exchange.parts():
                 for data in events.feed(part):
@@ -91,12 +122,15 @@ class ChatClient:
                         return
                     chunk = parse_chunk(data)
                     if chunk.error is not None:
-                        raise stream_failure(chunk.error, exchange.headers)
-                    yield chunk
+                        failure = stream_failure(chunk.error, exchange.headers)
+                        raise failure if chunk.error.code == _RETRIED else _Final(failure.message)
+                    yield chunk, events.last_id
             raise broken("the server ended it before its last event")
 
     @contextmanager
-    def _exchange(self, method: str, path: str, body: bytes | None, seconds: float) -> Iterator["_Exchange"]:
+    def _exchange(
+        self, method: str, path: str, body: bytes | None, seconds: float, headers: Mapping[str, str] | None = None
+    ) -> Iterator["_Exchange"]:
         kind = HTTPSConnection if self.url.is_tls else HTTPConnection
         with closing(kind(self.url.host, self.url.port, timeout=min(_CONNECT_SECONDS, seconds))) as connection:
             try:
@@ -110,7 +144,7 @@ class ChatClient:
                 raise Unavailable(f"{self.url} cannot be reached ({why}); start a gateway, or set --url") from None
             failure: KvferryError | None = None
             try:
-                exchange.send(method, self.url.prefix + path, body, self._headers)
+                exchange.send(method, self.url.prefix + path, body, {**self._headers, **(headers or {})})
                 if exchange.status != _OK:
                     raise refusal(exchange.status, exchange.whole(), exchange.headers, str(self.url))
                 yield exchange

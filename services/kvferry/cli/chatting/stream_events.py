@@ -9,6 +9,7 @@ from kvferry.core.errors import Unavailable
 from kvferry.core.inference.chunks import Timing
 
 _MAX_EVENT_BYTES = 4 << 20
+_MAX_ID_BYTES = 256
 _MAX_SECONDS = 1e7
 """Times above this bound are not believed, so that they cannot spoil a drawing."""
 DONE = "[DONE]"
@@ -21,6 +22,9 @@ class ServerSentEvents:
     def __init__(self) -> None:
         self._rest = b""
         self._data: list[bytes] = []
+        self._id = b""
+        self.last_id = ""
+        """Id of the last event that was yielded; empty if none had one."""
 
     def feed(self, chunk: bytes) -> Iterator[str]:
         """Add bytes, and yield the data of each event that they complete. Comments and events without data are left
@@ -34,7 +38,11 @@ class ServerSentEvents:
             line = line.removesuffix(b"\r")
             if line.startswith(b"data:"):
                 self._data.append(line[5:].removeprefix(b" "))
+            elif line.startswith(b"id:"):
+                self._id = line[3:].removeprefix(b" ")
             elif not line and self._data:
+                if len(self._id) <= _MAX_ID_BYTES and self._id.isascii():
+                    self.last_id = self._id.decode()
                 whole, self._data = b"\n".join(self._data), []
                 try:
                     yield whole.decode()

@@ -71,7 +71,8 @@ def command(values: Values) -> None:
 
     keys = WorkerKeys(functools.partial(read_key, values, "gateway_key")) if has_workers else None
     # The processes that read prompts and constraints, which may be hostile, inherit the environment.
-    forget_variables(setting.variable for setting in settings.GATEWAY if setting.is_secret)
+    may_be_secret = (setting for setting in settings.GATEWAY if setting.is_secret or setting.name == "state")
+    forget_variables(setting.variable for setting in may_be_secret)
     parsers = AnswerParsers(values["tool_call_parser"], values["reasoning_parser"])
     open_model = functools.partial(open_text_model, values["model"], values["served_name"], parsers)
     asyncio.run(
@@ -102,6 +103,7 @@ def _config(values: Values) -> "GatewayConfig":
         PoolName,
         RetryConfig,
         RoutingConfig,
+        StateConfig,
         StoreLimits,
     )
 
@@ -159,6 +161,7 @@ def _config(values: Values) -> "GatewayConfig":
         traces=traces_of(values),
         request_trace=(Path(values["trace_file"]), values["trace_file_bytes"]) if values["trace_file"] else None,
         batches=_batches(values),
+        state=StateConfig(values["state"], values["state_bytes"]) if values["state"] else None,
         shares_ports=values["share_ports"],
     )
 

@@ -291,6 +291,21 @@ BATCHES = (
         parse=whole(0, 1 << 16),
     ),
 )
+STATE = (
+    Setting(
+        "state",
+        "",
+        "Redis server that all gateways of a pool share, with which streams outlive their gateway: "
+        "redis://HOST:6379/0, rediss://..., redis+unix:///PATH; with a password: ?password_file=FILE. Default: none.",
+        parse=Parser("URL", str),
+    ),
+    Setting(
+        "state_bytes",
+        256 << 20,
+        "Maximum size of the records of streams in that server; one tenant has half of it.",
+        parse=size_bytes,
+    ),
+)
 PROCESSES = Setting(
     "processes",
     1,
@@ -447,6 +462,7 @@ GATEWAY = (
     *TRACES,
     *REQUEST_TRACE,
     *BATCHES,
+    *STATE,
     PROCESSES,
     Setting(
         "share_ports",
@@ -529,6 +545,7 @@ UP = (
     *TRACES,
     *REQUEST_TRACE,
     *BATCHES,
+    *STATE,
     PROCESSES,
     DRAIN,
 )

@@ -254,6 +254,16 @@ class BatchConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class StateConfig:
+    """Settings of the state that the gateways of a pool share."""
+
+    url: str = field(repr=False)
+    """URL of a Redis server, with its password."""
+    total_bytes: int = 256 << 20
+    """Maximum size of the records of streams in bytes, over all gateways."""
+
+
+@dataclass(frozen=True, slots=True)
 class GatewayConfig:
     """Settings of one gateway process."""
 
@@ -295,6 +305,8 @@ class GatewayConfig:
     """File for an anonymous trace of the requests, and its maximum size in bytes; `None` for no trace."""
     batches: BatchConfig | None = None
     """Settings of files and batches; `None` if they are not served."""
+    state: StateConfig | None = None
+    """Settings of the state that the gateways of a pool share; `None` if each gateway has its own."""
     hold: HoldConfig = field(default_factory=HoldConfig)
     """Limits on held requests; used only if `fleet.pool` is set."""
     shares_ports: bool = False

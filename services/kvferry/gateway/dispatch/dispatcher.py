@@ -114,7 +114,7 @@ class Dispatcher:
 
     async def stream(self, request: Request) -> AsyncGenerator[TokenEvent, None]:
         """Generate one sample's tokens; see `serving.token_source.TokenSource.stream`."""
-        run = SampleRun(request, trace=self._trace(request))
+        run = SampleRun(request, emitted=list(request.prior_ids), trace=self._trace(request))
         with self._open(run):
             async with aclosing(self._serve(run)) as events:
                 async for event in events:

@@ -9,7 +9,7 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
@@ -18,6 +18,9 @@ from kvferry.core.errors import InvalidRequest, KvferryError, Overloaded, Reques
 from kvferry.gateway.decide.config import HttpConfig
 from kvferry.serving.request import EXPLAIN_HEADER, Caller
 from kvferry.serving.text_service import LARGE_CHARS, TextService
+
+if TYPE_CHECKING:  # its records have metrics, which bodies and answers do not know
+    from kvferry.gateway.resume.resumption import StreamResumption
 
 JSON = "application/json"
 _DISCARD_SECONDS = 2.0
@@ -181,6 +184,8 @@ class ApiContext:
     config: HttpConfig
     bodies: BodyBudget
     """Memory of the bodies that are being read."""
+    resumption: "StreamResumption | None" = None
+    """Continues the streams of clients that reconnect; `None` if this gateway keeps no records of streams."""
 
     def caller(self, request: Request) -> Caller:
         """Return the caller of `request`: request id, tenant, time of arrival.

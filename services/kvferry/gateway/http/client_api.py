@@ -7,7 +7,7 @@ import re
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from typing import Any
 
@@ -54,7 +54,7 @@ from kvferry.gateway.http.messages.routes import PATHS as MESSAGE_PATHS
 from kvferry.gateway.http.messages.routes import CountMessageTokens, CreateMessage
 from kvferry.gateway.http.openai import completions, token_generation
 from kvferry.gateway.http.openai import reply as openai_reply
-from kvferry.gateway.http.openai.generation import prepare_chat, prepare_completion
+from kvferry.gateway.http.openai.generation import Generation, prepare_chat, prepare_completion
 from kvferry.gateway.http.openai.token_generation import prepare_tokens
 from kvferry.gateway.http.openapi.document import openapi_document
 from kvferry.gateway.http.openapi.operations import OPERATIONS, PAGE
@@ -64,10 +64,13 @@ from kvferry.gateway.http.responses.store import ResponseStore
 from kvferry.gateway.http.route_errors import MethodNotAllowed, NoSuchRoute, no_such_request
 from kvferry.gateway.http.status_bodies import Alive, Ready, Version
 from kvferry.gateway.observe.instruments import GatewayInstruments
+from kvferry.gateway.resume.event_ids import HEADER as LAST_EVENT_ID
+from kvferry.gateway.resume.resumption import OpenedStream, StreamResumption, refuse_position
 from kvferry.rpc.wire import check_request_id
 from kvferry.serving.text_service import TextService
 
 _log = logging.getLogger(__name__)
+_DONE = b"data: [DONE]\n\n"
 _DEBUG_HEADER = "x-kvferry-kv"
 """Request header, any value. The same header of the response describes the source of the prompt's KV and the estimated
 cost of loading and computing it."""
@@ -106,6 +109,8 @@ class ClientApi:
     """Files and batches; `None` if this gateway keeps none."""
     secret: bytes = b""
     """The pool's secret; empty for one of this process alone."""
+    resumption: StreamResumption | None = None
+    """Continues the streams of clients that reconnect; `None` if this gateway keeps no records of streams."""
     context: ApiContext = field(init=False)
     """What the handlers share."""
     responses: ResponseRoutes = field(init=False)
@@ -115,7 +120,7 @@ class ClientApi:
 
     def __post_init__(self) -> None:
         bodies = BodyBudget(self.config.max_buffered_bytes)
-        object.__setattr__(self, "context", ApiContext(self.service, self.config, bodies))
+        object.__setattr__(self, "context", ApiContext(self.service, self.config, bodies, self.resumption))
         limits = self.config.kept_responses
         store = None if limits is None else ResponseStore(limits, self.service.clock)
         responses = ResponseRoutes(self.context, store, self.secret or secrets.token_bytes(32))
@@ -252,9 +257,13 @@ class _Generate(BodyRoute):
 
     async def serve(self, request: Request, send: Send) -> None:
         """See `BodyRoute.serve`."""
-        receive, service = request.receive, self.context.service
+        receive, service, resumption = request.receive, self.context.service, self.context.resumption
+        position, attempt = request.headers.get(LAST_EVENT_ID), None
         async with self.body(request) as (caller, body):
             config = self.context.config
+            if resumption is not None:
+                attempt = resumption.begin(caller.tenant, request.scope["path"], body, position)
+                service = attempt.drawing(service)
             if self._is_chat:
                 reading = prepare_chat(service, caller, body, is_strict=config.strict_fields)
             else:
@@ -262,13 +271,32 @@ class _Generate(BodyRoute):
             generation = await prepared(receive, body, reading)
             del body, reading  # a request that waits for room holds only its tokens
         note_ignored(request, generation.ignored)
-        if generation.stream:
+        if generation.stream and resumption is not None and attempt is not None and generation.is_resumable:
+            await self._stream_recorded(
+                request, send, generation, await resumption.open(attempt, generation.service, generation.requests[0])
+            )
+        elif generation.stream:
+            why = "this gateway has no --state" if resumption is None else "a stream with several sequences has no ids"
+            refuse_position(position, why)
             events = completions.events(generation)
-            await self.stream(request, send, events, end=b"data: [DONE]\n\n", failed=_last_event)
+            await self.stream(request, send, events, end=_DONE, failed=_last_event)
         else:
             whole, timing = await while_connected(receive, completions.answer(generation))
             headers = {_DEBUG_HEADER: openai_reply.kv_line(timing)} if _DEBUG_HEADER in request.headers else None
             await Response(whole, headers=headers, media_type=JSON)(request.scope, receive, send)
+
+    async def _stream_recorded(
+        self, request: Request, send: Send, generation: Generation, opened: OpenedStream
+    ) -> None:
+        """Answer with a stream that another gateway can continue."""
+        continued = replace(generation, service=opened.service, requests=(opened.request,), created=opened.created)
+        try:
+            events = completions.events(continued, opened.ids)
+            await self.stream(request, send, events, end=_DONE, failed=_last_event)
+            if opened.ids.is_finished:
+                opened.record.end()
+        finally:
+            opened.record.leave()
 
 
 class _GenerateTokens(BodyRoute):
@@ -284,7 +312,7 @@ class _GenerateTokens(BodyRoute):
         note_ignored(request, made.generation.ignored)
         if made.generation.stream:
             events = token_generation.events(made)
-            await self.stream(request, send, events, end=b"data: [DONE]\n\n", failed=_last_event)
+            await self.stream(request, send, events, end=_DONE, failed=_last_event)
         else:
             whole = await while_connected(receive, token_generation.answer(made))
             await Response(whole, media_type=JSON)(request.scope, receive, send)
@@ -389,10 +417,12 @@ def _failure(scope: Scope, error: KvferryError) -> Response:
 
 
 def _cut_event(scope: Scope, error: KvferryError) -> bytes:
-    """Return the last event of a stream that is cut, in the form of its route."""
+    """Return the last event of a stream that is cut, in the form of its route, with the time after which the client may
+    reconnect."""
+    retry = b"retry: %d\n" % round(1e3 * (error.retry_after_seconds or 0.0))
     if scope["path"] in MESSAGE_PATHS:
-        return b"event: error\ndata: " + messages.error_body(error, scope["kvferry.request_id"]) + b"\n\n"
-    return _last_event(error)
+        return b"event: error\n" + retry + b"data: " + messages.error_body(error, scope["kvferry.request_id"]) + b"\n\n"
+    return retry + _last_event(error)
 
 
 def error_response(error: KvferryError, body: bytes | None = None) -> Response:

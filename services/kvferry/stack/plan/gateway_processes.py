@@ -22,6 +22,8 @@ _SHARED = ("max_streams", "max_queued", "max_queued_bytes", "max_held", "trace_f
 _OWN = frozenset({"processes", "share_ports", "http", "grpc", "admin"})
 _FILE = "trace_file"
 """Setting of a file; each process writes a file of its own."""
+_STATE = "state"
+"""Setting of a URL that may have a password."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,7 @@ def gateway_process_specs(
             continue
         if name in _OWN or (found.source == "default" and name not in _SHARED):
             continue
-        if setting.is_secret:  # not as a flag, which other users can read
+        if setting.is_secret or name == _STATE:  # not as a flag, which other users can read
             environment[setting.variable] = str(found.value)
             continue
         values: Sequence[Any] = found.value if setting.is_repeated else [found.value]

@@ -62,6 +62,8 @@ class OutputText:
         self._detokenizer = detokenizer
         self._stops = stops
         self._num_tokens = 0
+        self._last: int | None = None
+        """The last token."""
 
     @property
     def has_stop_strings(self) -> bool:
@@ -86,6 +88,7 @@ class OutputText:
         shown: list[str] = []
         for position, token in enumerate(tokens, start=1):
             self._num_tokens += 1
+            self._last = token.token_id
             shown.append(self._filter(self._detokenizer.feed((token.token_id,)), may_stop))
             if self._matched is not None:
                 return Written("".join(shown), tokens[:position], FinishReason.STOP, self._matched)
@@ -96,7 +99,7 @@ class OutputText:
             return Written("".join(shown), tokens, FinishReason.STOP, self._matched)
         if self._stops is not None:
             shown.append(self._stops.finish())
-        return Written("".join(shown), tokens, finish, self._stop_token(tokens, finish))
+        return Written("".join(shown), tokens, finish, self._stop_token(finish))
 
     def _filter(self, text: str, may_stop: Callable[[str], bool]) -> str:
         if self._stops is None:
@@ -110,9 +113,8 @@ class OutputText:
     def _matched(self) -> str | None:
         return None if self._stops is None else self._stops.matched
 
-    def _stop_token(self, tokens: tuple[SampledToken, ...], finish: FinishReason) -> int | None:
+    def _stop_token(self, finish: FinishReason) -> int | None:
         """Return the stop token id that ended the sequence; `None` for an end-of-sequence token of the model."""
-        if finish is not FinishReason.STOP or not tokens:
+        if finish is not FinishReason.STOP:
             return None
-        last = tokens[-1].token_id
-        return last if last in self._sampling.stop_token_ids else None
+        return self._last if self._last in self._sampling.stop_token_ids else None

@@ -103,6 +103,54 @@ def test_a_cut_or_damaged_answer_is_an_error(sent: bytes) -> None:
         texts(server.port)
 
 
+@contextmanager
+def answering_in_turn(*answers: bytes) -> Iterator[tuple[int, list[bytes]]]:
+    """Serve one answer to each connection; yield the port, and the requests."""
+    requests: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(SECONDS)
+
+        def serve() -> None:
+            for sent in answers:
+                with closing(listener.accept()[0]) as connection:
+                    connection.settimeout(SECONDS)
+                    received = b""
+                    while b"}" not in received:
+                        received += connection.recv(1 << 16)
+                    requests.append(received)
+                    connection.sendall(sent)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield listener.getsockname()[1], requests
+        finally:
+            thread.join(SECONDS)
+            assert not thread.is_alive()
+
+
+def test_an_answer_whose_gateway_is_lost_is_continued_at_the_next_connection() -> None:
+    stopping = b'data: {"error": {"message": "the gateway is stopping", "code": "unavailable"}}\n\n'
+    first = HEAD + chunked(b"id: a.1\n" + ONE) + chunked(b"id: a.2\n" + ONE[:20])
+    second = HEAD + chunked(b"id: a.2\n" + ONE + b"retry: 1000\n" + stopping) + b"0\r\n\r\n"
+    busy = b'HTTP/1.1 503 x\r\ncontent-length: 36\r\n\r\n{"error": {"message": "no worker"}}  '
+    third = HEAD + chunked(b"id: a.3\n" + ONE + END)
+    with answering_in_turn(first, second, busy, third) as (port, requests):
+        assert texts(port) == ["one"] * 3
+    assert b"last-event-id" not in requests[0]
+    assert [b"last-event-id: a.1" in request for request in requests[1:]] == [True, False, False]
+    assert [b"last-event-id: a.2" in request for request in requests[1:]] == [False, True, True]
+
+
+def test_an_answer_that_is_refused_at_its_position_is_not_tried_again() -> None:
+    refused = b'data: {"error": {"message": "continued elsewhere", "code": "resume_refused"}}\n\n'
+    with (
+        answering_in_turn(HEAD + chunked(b"id: a.1\n" + ONE + refused)) as (port, _),
+        pytest.raises(errors.Unavailable, match="continued elsewhere"),
+    ):
+        texts(port)
+
+
 def test_an_error_in_a_stream_is_reported() -> None:
     failed = b'data: {"error": {"message": "a worker is lost", "code": "unavailable"}}\n\n'
     with answering(HEAD + chunked(ONE + failed)) as server, pytest.raises(errors.Unavailable, match="a worker is lost"):

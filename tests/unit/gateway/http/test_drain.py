@@ -47,6 +47,7 @@ async def test_what_runs_at_the_end_of_the_drain_ends_with_an_error(
                 assert answer.status_code == 200
                 last = answer.text.strip().rpartition("data: ")[2]
                 assert "[DONE]" not in answer.text
+                assert "retry: 1000" in answer.text.splitlines(), "when a client may come back"
             else:
                 assert (answer.status_code, answer.headers["retry-after"]) == (503, "1"), path
                 assert answer.headers["x-request-id"]

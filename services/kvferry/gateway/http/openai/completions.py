@@ -14,6 +14,7 @@ from kvferry.core.inference.tool_calls import AssembledCalls
 from kvferry.core.sampling import FinishReason
 from kvferry.gateway.http.openai import reply
 from kvferry.gateway.http.openai.generation import Generation
+from kvferry.gateway.resume.event_ids import EventIds, EventPart
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -49,8 +50,13 @@ async def answer(generation: Generation) -> tuple[bytes, Timing]:
     return reply.encode(whole), samples[0].timing
 
 
-async def events(generation: Generation) -> AsyncGenerator[bytes, None]:
+async def events(generation: Generation, ids: EventIds | None = None) -> AsyncGenerator[bytes, None]:
     """Run the generation; yield server-sent events, without the closing `[DONE]`.
+
+    Args:
+        generation: the generation.
+        ids: ids of the events, and the client's position, before which events are left out; `None` for events without
+            ids.
 
     Raises:
         KvferryError: the generation failed, before or after the first event.
@@ -65,6 +71,8 @@ async def events(generation: Generation) -> AsyncGenerator[bytes, None]:
         async for chunk in chunks:
             usage = reply.add_usage(usage, chunk, first_sample=chunk.index % per_prompt == 0)
             timing = chunk.timing if chunk.timing is not None and chunk.index == 0 else timing
+            if ids is not None:
+                ids.add(chunk.tokens, is_last=chunk.finish_reason is not None)
             for choice in await in_parts(chunk, make, chunk):
                 event = generation.reply([choice])
                 if generation.form.include_usage:
@@ -72,13 +80,25 @@ async def events(generation: Generation) -> AsyncGenerator[bytes, None]:
                 if is_first and generation.is_chat:
                     event.prompt_token_ids = generation.prompt_token_ids(0)
                 is_first = False
-                yield reply.sse(event)
+                line = b"" if ids is None else _id_line(ids, choice)
+                if line is not None:
+                    yield reply.sse(event, line)
     if generation.form.include_usage:
         last = generation.reply([])
         last.usage = usage
         if timing is not None:
             last.kvferry = timing
-        yield reply.sse(last)
+        line = b"" if ids is None else ids.next(EventPart.USAGE)
+        if line is not None:
+            yield reply.sse(last, line)
+
+
+def _id_line(ids: EventIds, choice: reply.Choice) -> bytes | None:
+    """Return the line with the id of a choice's event; `None` if the client has the event."""
+    if isinstance(choice, reply.ChunkChoice) and choice.delta.role is not None:
+        return ids.greeting()
+    is_finish = choice.finish_reason is not None
+    return ids.next(EventPart.FINISH if is_finish else EventPart.TEXT)
 
 
 class RunningUsage:

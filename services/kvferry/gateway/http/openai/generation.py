@@ -246,6 +246,14 @@ class Generation:
     """Names of the request's fields without effect."""
 
     @property
+    def is_resumable(self) -> bool:
+        """Whether the stream can be continued by another gateway: it has one sequence, whose output is shown, and no
+        log-probabilities of its prompt."""
+        first = self.requests[0]
+        is_one = len(self.requests) == 1 and first.num_samples == 1 and first.beams is None
+        return is_one and not self.is_echo_alone and first.sampling.prompt_logprobs is None
+
+    @property
     def reply_id(self) -> str:
         """The response's `id` in OpenAI's form."""
         return f"{'chatcmpl' if self.is_chat else 'cmpl'}-{self.requests[0].caller.request_id}"

@@ -21,6 +21,7 @@ _ERROR_TYPES: Mapping[int, str] = {
     404: "invalid_request_error",
     405: "invalid_request_error",
     408: "invalid_request_error",
+    409: "invalid_request_error",
     412: "invalid_request_error",
     413: "invalid_request_error",
     415: "invalid_request_error",
@@ -303,9 +304,14 @@ def error_body(error: KvferryError) -> bytes:
     return encode(ErrorBody(ErrorDetail(error.message[:MAX_MESSAGE_CHARS], kind, error.field, error.reason.lower())))
 
 
-def sse(payload: Struct) -> bytes:
-    """Encode `payload` as one server-sent event."""
-    return b"data: " + encode(payload) + b"\n\n"
+def sse(payload: Struct, id_line: bytes = b"") -> bytes:
+    """Encode `payload` as one server-sent event.
+
+    Args:
+        payload: its data.
+        id_line: the line with its id; empty if it has none.
+    """
+    return id_line + b"data: " + encode(payload) + b"\n\n"
 
 
 def kv_line(timing: Timing) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from pydantic.json_schema import models_json_schema
 
-from kvferry.core.errors import KvferryError
+from kvferry.core.errors import KvferryError, ResumeRefused
 from kvferry.gateway.http.fields.strict import Strict
 from kvferry.gateway.http.openapi.operations import OPERATIONS, Operation
 from kvferry.rpc.wire import MAX_REQUEST_ID_CHARS
@@ -29,6 +29,13 @@ _HEADERS: tuple[tuple[str, str, dict[str, str]], ...] = (
         {},
     ),
     ("traceparent", "Position in the client's trace (W3C Trace Context). An invalid value is ignored.", {}),
+)
+_POSITION: tuple[tuple[str, str, dict[str, str]], ...] = (
+    (
+        "last-event-id",
+        "Id of the last event of a stream that a client has received; the answer is the rest of the stream.",
+        {},
+    ),
 )
 _IGNORED = {
     "kvferry-ignored": {
@@ -100,7 +107,7 @@ def _operation(op: Operation, answers: Mapping[str, Any], *, needs_key: bool) ->
             *_query(op),
             *(
                 {"name": name, "in": "header", "description": text, "schema": {"type": "string", **schema}}
-                for name, text, schema in _HEADERS
+                for name, text, schema in (*_HEADERS, *(_POSITION if ResumeRefused in op.errors else ()))
             ),
         ],
         "responses": dict(sorted(responses.items())),

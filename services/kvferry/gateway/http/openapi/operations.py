@@ -7,6 +7,7 @@ table.
 | `KEYED` | routes that check the API key |
 | `BODY` | routes with a body: its type, size, time and content |
 | `COMPUTED` | routes that compute on workers |
+| `STREAMED` | routes whose streams another gateway can continue |
 """
 
 from collections.abc import Mapping
@@ -22,6 +23,7 @@ from kvferry.core.errors import (
     KvferryError,
     Overloaded,
     RequestRefused,
+    ResumeRefused,
     Unauthenticated,
     Unavailable,
     UnknownModel,
@@ -62,6 +64,8 @@ EDGE: Errors = (InvalidRequest, InvariantBroken)
 KEYED: Errors = (*EDGE, Unauthenticated, Overloaded)
 BODY: Errors = (*KEYED, UnknownModel, BodyTooSlow, BodyTooLarge, UnsupportedMedia, Unavailable)
 COMPUTED: Errors = (*BODY, Forbidden, RequestRefused, GenerationFailed, DeadlinePassed)
+STREAMED: Errors = (*COMPUTED, ResumeRefused)
+"""Errors of routes whose streams another gateway can continue."""
 KEPT: Errors = (*KEYED, BatchesOff, Unavailable)
 """Errors of routes of files and batches."""
 ROUTING: Errors = (NoSuchRoute, MethodNotAllowed)
@@ -119,7 +123,7 @@ OPERATIONS: tuple[Operation, ...] = (
         ChatRequest,
         reply.Reply[reply.ChunkChoice],
         has_done=True,
-        errors=COMPUTED,
+        errors=STREAMED,
     ),
     Operation(
         "createResponse",
@@ -205,7 +209,7 @@ OPERATIONS: tuple[Operation, ...] = (
         CompletionRequest,
         reply.Reply[reply.TextChoice],
         has_done=True,
-        errors=COMPUTED,
+        errors=STREAMED,
     ),
     Operation(
         "generateTokens",
