@@ -316,7 +316,8 @@ class Runner {
     pool_.run(*step_);
     if (ranks_->missing() >= 0)
       throw std::runtime_error("rank " + std::to_string(ranks_->missing()) +
-                               " of the model has ended, or did not compute its part in time");
+                               " of the model has ended, or did not compute its part within " +
+                               std::to_string(int(ranks_->seconds())) + " s");
   }
 
  private:

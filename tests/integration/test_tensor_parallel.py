@@ -3,6 +3,9 @@ between any numbers of ranks, and with the features that share pages."""
 
 import os
 import signal
+import subprocess
+import sys
+import threading
 from contextlib import suppress
 from pathlib import Path
 
@@ -155,7 +158,7 @@ def test_a_killed_rank_ends_all_steps_of_its_model() -> None:
     llm = LLM("tiny", dtype="float32", kv_memory=8 << 20, tensor_parallel=2)
     (rank,) = ranks_of(os.getpid())
     rank.kill()
-    rank.wait(SECONDS)
+    until(lambda: not is_alive(rank), "the end of the rank")
     for _ in range(2):
         with pytest.raises(InvariantBroken, match="rank 1 was ended by SIGKILL"):
             tokens_of(llm, PROMPTS)
@@ -167,10 +170,65 @@ def test_a_stopped_rank_ends_the_step_after_a_deadline(monkeypatch: pytest.Monke
     llm = LLM("tiny", dtype="float32", kv_memory=8 << 20, tensor_parallel=2)
     (rank,) = ranks_of(os.getpid())
     rank.suspend()
-    with pytest.raises(InvariantBroken, match=r"rank 1 .* did not compute its part in time"):
+    with pytest.raises(InvariantBroken, match=r"rank 1 .* did not compute its part within 0 s"):
         tokens_of(llm, PROMPTS)
     llm.close()
     assert not is_alive(rank)
+
+
+FORKED = """
+import multiprocessing, os, sys
+from kvferry.core.sampling import SamplingParams
+from kvferry.engine import LLM
+
+llm = LLM("tiny", dtype="float32", kv_memory=8 << 20, tensor_parallel=2)
+child = multiprocessing.get_context("fork").Process(target=llm.close)
+child.start()
+child.join(20)
+assert child.exitcode == 0, child.exitcode
+pid = os.fork()
+if not pid:
+    sys.exit(0)
+assert os.waitpid(pid, 0)[1] == 0
+print(len(llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4, ignore_eos=True))[0].token_ids))
+"""
+
+
+def test_a_forked_child_leaves_the_ranks_to_its_parent() -> None:
+    command = [sys.executable, "-W", "ignore", "-c", FORKED]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+    assert found.stdout == "4\n", found.stderr
+
+
+def test_closing_ends_a_step_in_progress_at_once() -> None:
+    llm = LLM("tiny", dtype="float32", kv_memory=16 << 20, tensor_parallel=2)
+    outcome: list[BaseException] = []
+
+    def generate() -> None:
+        try:
+            llm.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=1500, ignore_eos=True))
+        except BaseException as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=generate)
+    thread.start()
+    until(lambda: llm.engine.has_work, "a running request")
+    llm.close()
+    thread.join(20)  # less than the deadline of a step
+    (error,) = outcome
+    assert "the model was closed" in str(error)
+    with pytest.raises(InvariantBroken, match="the model was closed"):
+        tokens_of(llm, PROMPTS)
+
+
+def test_a_file_in_the_current_folder_takes_the_place_of_no_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "json.py").write_text("raise SystemExit(3)")
+    monkeypatch.chdir(tmp_path)
+    llm = LLM("tiny", dtype="float32", kv_memory=8 << 20, tensor_parallel=2)
+    assert len(tokens_of(llm, PROMPTS)) == len(PROMPTS)
+    llm.close()
 
 
 def test_closing_ends_the_other_ranks() -> None:

@@ -1,5 +1,6 @@
 #include "runtime/ranks.hpp"
 
+#include <algorithm>
 #include <chrono>
 #include <climits>
 #include <ctime>
@@ -15,8 +16,9 @@
 namespace kvferry {
 namespace {
 
-constexpr int kSpins = 4000;          // tens of microseconds, the difference between ranks that have a core each
-constexpr long kNapNanos = 20000000;  // a sleeping rank looks at the clock this often
+constexpr int kSpins = 4000;            // tens of microseconds, the difference between ranks that have a core each
+constexpr long kNapNanos = 20000000;    // a sleeping rank looks at the clock this often
+constexpr double kMaxNapSeconds = 0.5;  // most that one nap counts, also on a busy machine
 
 static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<uint32_t>::is_always_lock_free);
 
@@ -74,17 +76,22 @@ void Ranks::meet() {
     if (absent_rank() < 0 || missing() >= 0) return;
     pause();
   }
-  const auto begun = std::chrono::steady_clock::now();
+  // Time in which this process did not run either, because a container was frozen, does not count.
+  double waited = 0.0;
+  auto before = std::chrono::steady_clock::now();
   header_->sleepers.fetch_add(1);
   for (;;) {
     const uint32_t seen = header_->news.load();
     const int absent = absent_rank();
     if (absent < 0 || missing() >= 0) break;
-    if (std::chrono::duration<double>(std::chrono::steady_clock::now() - begun).count() > seconds_) {
+    if (waited > seconds_) {
       fail(absent);
       break;
     }
     nap(header_->news, seen);
+    const auto now = std::chrono::steady_clock::now();
+    waited += std::min(std::chrono::duration<double>(now - before).count(), kMaxNapSeconds);
+    before = now;
   }
   header_->sleepers.fetch_sub(1);
 }

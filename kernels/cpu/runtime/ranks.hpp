@@ -36,6 +36,7 @@ class Ranks {
   int rank() const { return rank_; }
   int size() const { return size_; }
   size_t part_floats() const { return part_floats_; }
+  double seconds() const { return seconds_; }
   float* own_part() const { return part(rank_, met_); }
   // The part of a rank, as of the last meeting.
   const float* part_of(int rank) const { return part(rank, met_ - 1); }

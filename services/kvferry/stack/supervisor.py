@@ -143,6 +143,7 @@ class SupervisedProcess:
         arguments = [a.format_map(_Bound(self._bound)) for a in self.spec.arguments]
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
+            "-P",  # otherwise a file in the current folder could take the place of a module
             "-m",
             "kvferry.cli.main",
             *arguments,

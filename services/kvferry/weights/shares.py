@@ -44,9 +44,10 @@ class Share:
         return range(head, head + 1)
 
     def tokens_of(self, count: int) -> range:
-        """Return the token ids of this rank's part of a vocabulary; the last part may be smaller."""
-        each = -(-count // (self.size * _PANEL)) * _PANEL
-        return range(min(self.rank * each, count), min((self.rank + 1) * each, count))
+        """Return the token ids of this rank's part of a vocabulary, in whole panels; empty if there are too few."""
+        panels = -(-count // _PANEL)
+        begin, end = (part * panels // self.size * _PANEL for part in (self.rank, self.rank + 1))
+        return range(begin, min(end, count))
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,7 @@ def check_divides(config: ModelConfig, size: int) -> None:
     heads = config.num_kv_heads
     if config.latent is None and heads % size and size % heads:
         raise _refused(f"num_key_value_heads {heads} is neither a multiple nor a divisor of it", size)
-    if not Share(size - 1, size).tokens_of(config.vocab_size):
+    if -(-config.vocab_size // _PANEL) < size:
         raise _refused(f"a vocabulary of {config.vocab_size} tokens has no part for each rank", size)
 
 

@@ -65,7 +65,10 @@ def build_ranked_model(
         seconds=STEP_SECONDS,
     )
     cores = core_groups(size)
-    group = RankGroup(plan, config, cores)
+    try:
+        group = RankGroup(plan, config, cores)
+    except OSError as error:
+        raise UsageError(f"the {size} ranks of the model cannot start: {error}", field="tensor_parallel") from error
     try:
         with on_cores(cores[0]):
             own = load_share(plan, config, tensors, Share(0, size), group.sums)
@@ -75,7 +78,7 @@ def build_ranked_model(
     except BaseException:
         group.close()
         raise
-    _log.info("%d ranks compute %s, each with %d threads", size, config.name, plan.threads)
+    _log.info("%d ranks compute %s; compute threads of each: %d", size, config.name, plan.threads)
     return RankedModel(own, group, plan)
 
 

@@ -15,8 +15,8 @@ from kvferry.core.process.memory_file import MemoryPlace
 from kvferry.engine.execute.tensors.batch import StepBatch
 from kvferry.kv.pages.layout import KvLayout
 
-SOCKET_SECONDS = 30
-"""How long a message may wait for room in the socket, because the rank does not read."""
+SOCKET_SECONDS = 15
+"""How long a write of a message may wait for room in the socket, because the rank does not read."""
 Packed = tuple[tuple[int, ...], bytes]
 """An array: shape, and values in C order, of a dtype that the field states."""
 
@@ -79,6 +79,8 @@ class RankAdapter(msgspec.Struct, frozen=True, tag=True):
     number: int
     updates: tuple[tuple[int, str, Packed, Packed], ...]
     """Layer, linear layer, A and B in float32."""
+    forgotten: tuple[int, ...]
+    """As in `RankStep`."""
 
 
 class RankStep(msgspec.Struct, frozen=True, tag=True):

@@ -66,12 +66,30 @@ class _Health:
     model: str
     failure: str = ""
     """Why they cannot; empty while they can."""
+    owner: int = field(default_factory=os.getpid)
+    """The process that has started the ranks."""
     stopping: threading.Event = field(default_factory=threading.Event)
     """Set before the processes are stopped on purpose."""
     fail: Callable[[int], None] = lambda _: None
     """Ends the waits of all ranks because of one of them."""
     listeners: list[Callable[[InvariantBroken], None]] = field(default_factory=list)
     """Called when a process has ended unexpectedly."""
+
+    @property
+    def is_owner(self) -> bool:
+        """Whether this process has started the ranks; a forked child leaves them to its parent."""
+        return os.getpid() == self.owner
+
+    def end(self, rank: int, reason: str) -> InvariantBroken:
+        """Record that the ranks cannot compute because of one of them, and end all waits and the engines."""
+        is_known = bool(self.failure)
+        error = self.note(reason)
+        if not is_known:
+            _log.error("%s", error)
+            self.fail(rank)
+            for listener in self.listeners:
+                listener(error)
+        return error
 
     def note(self, reason: str) -> InvariantBroken:
         """Record why the ranks cannot compute, unless it is known; return the error of this and all later steps."""
@@ -159,9 +177,10 @@ class RankGroup:
         """
         number = next(self._numbers)
         with self._sending:
+            forgotten = self._take_forgotten()
             for member in self._members:
                 share = share_of_adapter(adapter, self._config, Share(member.rank, self._size))
-                self._send(sent_adapter(share, number), [member])
+                self._send(sent_adapter(share, number, forgotten), [member])
         return number
 
     def forget_adapter(self, number: int) -> None:
@@ -179,9 +198,8 @@ class RankGroup:
         Raises:
             InvariantBroken: a process has ended or does not read.
         """
-        forgotten = tuple(self._forgotten.popleft() for _ in range(len(self._forgotten)))
         with self._sending:
-            self._send(RankStep(index, batch, adapters, forgotten))
+            self._send(RankStep(index, batch, adapters, self._take_forgotten()))
 
     def failed(self, reason: str) -> InvariantBroken:
         """Return the error of a step that could not be computed, and of all later steps.
@@ -192,8 +210,17 @@ class RankGroup:
         return self._health.note(reason)
 
     def close(self) -> None:
-        """Stop the processes; idempotent."""
+        """Stop the processes; idempotent. A step in progress fails at once. No effect in a forked child."""
+        if not self._health.is_owner:
+            return
+        self._health.stopping.set()
+        self._health.note("the model was closed; load it again")
+        if self._close.alive:
+            self._health.fail(0)
         self._close()
+
+    def _take_forgotten(self) -> tuple[int, ...]:
+        return tuple(self._forgotten.popleft() for _ in range(len(self._forgotten)))
 
     def _send(self, message: Message, members: Sequence[_Member] | None = None) -> None:
         if self._health.failure:
@@ -202,7 +229,7 @@ class RankGroup:
             try:
                 send(member.connection, message)
             except OSError as error:
-                raise self.failed(_end_of(member)) from error
+                raise self._health.end(member.rank, _end_of(member)) from error
 
     def _answer(self, member: _Member, seconds: float) -> None:
         deadline = self._clock.monotonic() + seconds
@@ -228,7 +255,7 @@ def _started(rank: int) -> _Member:
     name = environment().get(LOG_NAME_VARIABLE)
     try:
         process = subprocess.Popen(
-            [sys.executable, "-m", _MODULE, str(other.fileno()), str(ends)],
+            [sys.executable, "-P", "-m", _MODULE, str(other.fileno()), str(ends)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             pass_fds=(other.fileno(), ends),
@@ -245,14 +272,12 @@ def _watch(member: _Member, health: _Health) -> None:
     """Wait for the end of a process, and end the waits of the other ranks."""
     member.process.wait()
     if not health.stopping.is_set():
-        error = health.note(_end_of(member))
-        _log.error("%s", error)
-        health.fail(member.rank)
-        for listener in health.listeners:
-            listener(error)
+        health.end(member.rank, _end_of(member))
 
 
 def _kill(member: _Member, health: _Health) -> None:
+    if not health.is_owner:
+        return
     health.stopping.set()
     member.process.kill()
 
@@ -269,6 +294,8 @@ def _end_of(member: _Member) -> str:
 
 
 def _stop(members: list[_Member], health: _Health) -> None:
+    if not health.is_owner:
+        return
     health.stopping.set()
     for member in members:
         member.connection.close()

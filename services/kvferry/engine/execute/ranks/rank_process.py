@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -38,7 +39,7 @@ from kvferry.engine.execute.ranks.share_model import (
 )
 from kvferry.weights.shares import Share
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("kvferry.engine.execute.ranks.rank_process")  # this module runs as __main__
 
 
 class _Rank:
@@ -59,11 +60,15 @@ class _Rank:
         self._pages[pages.index] = open_pages(pages, self._config.vocab_size)
 
     def add_adapter(self, message: RankAdapter) -> None:
+        self._forget(message.forgotten)
         self._adapters[message.number] = self._model.pack_adapter(received_adapter(message))
 
-    def compute(self, step: RankStep) -> None:
-        for number in step.forgotten:
+    def _forget(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
             self._adapters.pop(number, None)
+
+    def compute(self, step: RankStep) -> None:
+        self._forget(step.forgotten)
         batch = unpacked_batch(step.batch)
         if step.adapters:
             batch = replace(batch, adapters=tuple(self._adapters[number] for number in step.adapters))
@@ -120,7 +125,7 @@ def main(descriptors: list[str]) -> None:
     threading.Thread(target=_exit_with, args=(lifeline,), name="lifeline", daemon=True).start()
     try:
         run(Connection(connection))
-    except (EOFError, ConnectionError):
+    except (EOFError, OSError):  # the first rank has ended, or has closed the model
         pass
     except Exception:
         _log.exception("the rank stops")

@@ -118,15 +118,16 @@ def share_of_adapter(adapter: Adapter, config: ModelConfig, share: Share) -> Ada
     return Adapter(updates, adapter.digest)
 
 
-def sent_adapter(adapter: Adapter, number: int) -> RankAdapter:
+def sent_adapter(adapter: Adapter, number: int, forgotten: tuple[int, ...]) -> RankAdapter:
     """Return the message with a rank's share of an adapter.
 
     Args:
         adapter: the share.
         number: number of the adapter.
+        forgotten: numbers of adapters that no later step uses.
     """
     updates = ((layer, module, packed(u.a), packed(u.b)) for (layer, module), u in adapter.updates.items())
-    return RankAdapter(number, tuple(updates))
+    return RankAdapter(number, tuple(updates), forgotten)
 
 
 def received_adapter(message: RankAdapter) -> Adapter:
