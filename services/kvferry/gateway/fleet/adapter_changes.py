@@ -24,10 +24,15 @@ class AdapterChanges:
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
+        self._last: tuple[AdapterId, ...] = ()
 
     def served(self) -> tuple[AdapterId, ...]:
-        """Return the adapters that requests may currently name."""
-        return served_adapters(self._fleet.candidates())
+        """Return the adapters that requests may currently name. While no worker can generate, those of the last ones:
+        their requests wait as others do, instead of naming an unknown model."""
+        candidates = self._fleet.candidates()
+        if candidates.decode or candidates.both:
+            self._last = served_adapters(candidates)
+        return self._last
 
     async def load(self, name: str, path: str) -> Mapping[str, str]:
         """Load an adapter on every worker; return its digest by worker address. Idempotent.

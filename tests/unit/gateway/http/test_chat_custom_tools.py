@@ -110,9 +110,29 @@ async def test_a_pattern_is_enforced_where_a_call_must_be_made(api, choice, igno
          "tools.0.custom.format.grammar.definition"),
         ({"name": "a", "format": {"type": "grammar", "grammar": {"syntax": "ebnf", "definition": "a"}}}, "syntax"),
         ({}, "name"),
+        ({"name": "not a name!"}, "tools.0.custom.name"),
+        ({"name": "a", "description": "d" * 20_000}, "tools.0.custom.description"),
     ],
 )  # fmt: skip
 async def test_incomplete_formats_are_refused_by_name(api, custom, field):
     reply = await post(api, tools=[{"type": "custom", "custom": custom}])
     assert reply.status_code == 400
     assert field in reply.json()["error"]["param"]
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"type": "function", "function": {"name": "apply_patch"}},
+        {"type": "custom", "custom": {"name": "look"}},
+        {
+            "type": "allowed_tools",
+            "allowed_tools": {"mode": "auto", "tools": [{"type": "custom", "custom": {"name": "look"}}]},
+        },
+    ],
+)
+async def test_a_choice_of_the_other_type_is_refused(api, choice):
+    reply = await post(api, tools=[TOOL, FUNCTION], tool_choice=choice)
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == "tool_choice"
+    assert "but its type is" in reply.json()["error"]["message"]

@@ -1,5 +1,6 @@
 """Fields of OpenAI's chat requests about tools: functions, custom tools, and the choice of a tool."""
 
+import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -10,6 +11,8 @@ from kvferry.core.inference.tools import MAX_DESCRIPTION_CHARS, MAX_TOOLS, Tool,
 from kvferry.gateway.http.fields.cache_fields import CacheControl
 from kvferry.gateway.http.fields.custom_tools import InputGrammar, described, input_schema, is_unenforced
 from kvferry.gateway.http.fields.strict import Strict, type_of
+
+_FUNCTION_FIELD = re.compile(r"tools\.(\d+)\.function\.(\w+)")
 
 
 class FunctionDefinition(Strict):
@@ -79,7 +82,9 @@ class CustomToolDefinition(Strict):
         """
         form, grammar = self.custom.format, self.grammar
         if form is not None and (form.type == "grammar") != (grammar is not None):
-            state = "is missing" if grammar is None else "belongs to type grammar; leave it out"
+            state = "belongs to type grammar; leave it out"
+            if grammar is None:
+                state = 'is missing; set it to an object with "syntax" and "definition"'
             field = f"{where}.custom.format.grammar"
             raise InvalidRequest(f"{field} {state}", field=field)
         if grammar is not None:
@@ -183,6 +188,9 @@ def tool_use(
     name = ""
     wanted = ToolMode.AUTO
     allowed: frozenset[str] | None = None
+    for one in choice.allowed_tools.tools if isinstance(choice, AllowedChoice) else [choice]:
+        if isinstance(one, NamedChoice | NamedCustomChoice):
+            _check_kind(one, tools or ())
     if isinstance(choice, NamedChoice | NamedCustomChoice):
         wanted, name = ToolMode.REQUIRED, choice.name
     elif isinstance(choice, AllowedChoice):
@@ -197,6 +205,39 @@ def tool_use(
             )
         wanted = ToolMode(choice)
     return ToolUse(offered, wanted, name, is_parallel=is_parallel is not False, allowed=allowed)
+
+
+def in_custom_tools(
+    error: InvalidRequest, tools: Sequence[ToolDefinition | CustomToolDefinition] | None
+) -> InvalidRequest:
+    """Return an error about the function of a custom tool with the path of the tool's own field; other errors are
+    returned unchanged."""
+    found = _FUNCTION_FIELD.fullmatch(error.field or "")
+    if found is None or not tools or int(found[1]) >= len(tools):
+        return error
+    if not isinstance(tools[int(found[1])], CustomToolDefinition):
+        return error
+    name = "format.grammar.definition" if found[2] == "parameters" else found[2]
+    field = f"tools.{found[1]}.custom.{name}"
+    return InvalidRequest(error.message.replace(found[0], field), field=field, reason=error.reason)
+
+
+def _check_kind(
+    choice: NamedChoice | NamedCustomChoice, tools: Sequence[ToolDefinition | CustomToolDefinition]
+) -> None:
+    """Check that a choice names a tool of its type.
+
+    Raises:
+        InvalidRequest: a function is named as a custom tool, or the other way round.
+    """
+    is_custom, customs = isinstance(choice, NamedCustomChoice), custom_names(tools)
+    functions = {tool.function.name for tool in tools if isinstance(tool, ToolDefinition)}
+    if choice.name in (functions - customs if is_custom else customs - functions):
+        wanted = "function" if is_custom else "custom"
+        raise InvalidRequest(
+            f"tool_choice names {shortened(choice.name)!r} as a tool of type {choice.type}, but its type is {wanted}",
+            field="tool_choice",
+        )
 
 
 def custom_names(tools: Sequence[ToolDefinition | CustomToolDefinition] | None) -> frozenset[str]:

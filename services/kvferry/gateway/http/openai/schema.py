@@ -27,7 +27,13 @@ from kvferry.gateway.http.fields.strict import (
     json_object,
     parse_fields,
 )
-from kvferry.gateway.http.fields.tool_fields import ChatTool, ToolChoice, has_described_format, tool_use
+from kvferry.gateway.http.fields.tool_fields import (
+    ChatTool,
+    ToolChoice,
+    has_described_format,
+    in_custom_tools,
+    tool_use,
+)
 from kvferry.rpc.wire import MAX_SAMPLES
 from kvferry.text.tools.conversations import PromptEnd
 
@@ -277,7 +283,10 @@ class ChatRequest(_Common):
         Raises:
             InvalidRequest: the tools exceed a limit, or contradict the choice.
         """
-        return tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
+        try:
+            return tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
+        except InvalidRequest as error:
+            raise in_custom_tools(error, self.tools) from None
 
     def described_formats(self) -> list[str]:
         """Return the name of the format of custom tools, for the header of ignored fields, if a grammar is described to
