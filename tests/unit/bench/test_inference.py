@@ -62,9 +62,10 @@ def test_the_phases_of_a_step_are_reported() -> None:
     assert {"qkv", "attend", "gate_up", "down", "head"} <= phases.keys()
     others = {"route", "plan_experts", "gather", "expert_gate_up", "expert_down", "combine"}
     others |= {"latent_rows", "query_up", "split_queries", "absorb", "value_up", "attended_rows"}
+    others |= {"meet", "embedded"}
     others |= {name for name in phases if name.startswith("shrink_")}
     assert all(ms > 0 for name, ms in phases.items() if name not in {"embed", *others})
-    assert all(phases[name] == 0 for name in others), "the model has no adapters, experts or latent attention"
+    assert all(phases[name] == 0 for name in others), "the model has no adapters, experts, latent attention or ranks"
     slow = Bench(LLM("tiny", kv_memory=8 << 20, kernels="torch", threads=1), 1, SystemClock())
     with pytest.raises(UsageError, match="only the compiled kernels report"):
         slow.phases((9, 6), 2)
