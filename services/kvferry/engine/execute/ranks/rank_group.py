@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
 
-from kvferry.core.clock import Clock, SystemClock
 from kvferry.core.errors import InvariantBroken, KvferryError, ModelFileError, UsageError
 from kvferry.core.process.config import child_environment, environment
 from kvferry.core.process.exit_threads import start_thread
@@ -100,19 +99,15 @@ class _Health:
 class RankGroup:
     """The other ranks of a model, whose first rank is this process. `send_step` is called from one thread at a time."""
 
-    def __init__(
-        self, plan: ModelPlan, config: ModelConfig, cores: Sequence[Sequence[int]], clock: Clock | None = None
-    ) -> None:
+    def __init__(self, plan: ModelPlan, config: ModelConfig, cores: Sequence[Sequence[int]]) -> None:
         """Start the processes, which begin to load their shares.
 
         Args:
             plan: the model, and how ranks compute it.
             config: configuration of the model, as served.
             cores: CPU cores of each rank; an empty sequence for all cores.
-            clock: measures deadlines; default: the system's clock.
         """
         self._config, self._size = config, plan.size
-        self._clock = clock or SystemClock()
         self._sending = threading.Lock()
         self._numbers = itertools.count()
         self._forgotten: deque[int] = deque()
@@ -232,9 +227,8 @@ class RankGroup:
                 raise self._health.end(member.rank, _end_of(member)) from error
 
     def _answer(self, member: _Member, seconds: float) -> None:
-        deadline = self._clock.monotonic() + seconds
         try:
-            if not member.connection.poll(max(0.0, deadline - self._clock.monotonic())):
+            if not member.connection.poll(seconds):
                 raise InvariantBroken(f"rank {member.rank} does not answer within {seconds:.0f} s")
             answer = receive(member.connection, RankReady)
         except (EOFError, OSError) as error:

@@ -51,7 +51,7 @@ class RankedModel:
         self.rounds_inputs = plan.rounds_inputs
         self.weight_bytes = own.weight_bytes * plan.size
         self._computing = threading.Lock()
-        self._engines: dict[int, tuple[int, SharedPages, MemoryFile]] = {}
+        self._engines: dict[int, tuple[int, SharedPages]] = {}
         self._indices = itertools.count()
 
     @property
@@ -84,7 +84,7 @@ class RankedModel:
         index = next(self._indices)
         file = MemoryFile("kvferry-logits", self._plan.logit_rows * self.config.vocab_size * 4)
         self._group.add_pages(RankPages(index, kv.layout, kv.num_blocks, place, file.place))
-        self._engines[kv.address] = index, SharedPages(kv, logits_over(file.memory, self.config.vocab_size)), file
+        self._engines[kv.address] = index, SharedPages(kv, logits_over(file.memory, self.config.vocab_size))
 
     def compute(self, batch: StepBatch, kv: PagedKv) -> Logits:
         """See `model.Model.compute`.
@@ -92,7 +92,7 @@ class RankedModel:
         Raises:
             InvariantBroken: a rank has ended, or did not compute its part in time; no further step can be computed.
         """
-        index, pages, _ = self._engines[kv.address]
+        index, pages = self._engines[kv.address]
         ranked = [adapter for adapter in batch.adapters if isinstance(adapter, RankedAdapter)]
         values = packed_batch(batch)
         if ranked:
