@@ -34,11 +34,6 @@ class Stack:
     admin: list[str]
     gateway: str
 
-    def find(self, role: str) -> list[psutil.Process]:
-        """Return the child processes with this role."""
-        children = psutil.Process(self.process.process.pid).children()
-        return [c for c in children if c.cmdline()[3:4] == [role] or c.cmdline()[3:6:2] == ["worker", role]]
-
 
 @pytest.fixture(scope="module")
 def stack(request: pytest.FixtureRequest) -> Iterator[Stack]:
@@ -83,7 +78,7 @@ def at_once() -> bool:
 def kill(*roles: str, most: int = 8) -> Fault:
     @contextmanager
     def fault(stack: Stack, _: Sequence[Question]) -> Iterator[Felt]:
-        victims = [victim for role in roles for victim in stack.find(role)[:most]]
+        victims = [victim for role in roles for victim in stack.process.children(role)[:most]]
         assert len(victims) >= len(roles)
         for victim in victims:
             victim.kill()
@@ -97,7 +92,7 @@ def freeze(role: str, most: int = 8) -> Fault:
     @contextmanager
     def fault(stack: Stack, _: Sequence[Question]) -> Iterator[Felt]:
         with ExitStack() as afterwards:
-            for victim in stack.find(role)[:most]:
+            for victim in stack.process.children(role)[:most]:
                 afterwards.callback(victim.send_signal, signal.SIGCONT)
                 victim.send_signal(signal.SIGSTOP)
             yield at_once
@@ -110,7 +105,7 @@ def kill_while_streams_are_left(stack: Stack, question_list: Sequence[Question])
     """Start 50 streams and leave each after a random number of tokens; kill the prefill worker when the first
     is left.
     """
-    (victim,) = stack.find("prefill")
+    (victim,) = stack.process.children("prefill")
 
     async def leave_all() -> list[Ended]:
         rng = random.Random(50)

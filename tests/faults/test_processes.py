@@ -40,15 +40,6 @@ def a_stack(*flags: str) -> Iterator[RunningProcess]:
         yield process
 
 
-def child(process: RunningProcess, role: str) -> psutil.Process:
-    """Return the child process whose arguments name `role`."""
-    for found in psutil.Process(process.process.pid).children():
-        arguments = found.cmdline()
-        if role in (arguments[4:6][-1:] or [""]) or (role == "gateway" and "gateway" in arguments):
-            return found
-    raise AssertionError(f"no {role} process")
-
-
 def shared_memory() -> set[str]:
     return {name for name in os.listdir("/dev/shm") if "kvferry" in name}
 
@@ -92,7 +83,7 @@ def stream(client: Client, fault: Callable[[], None]) -> tuple[list[int], int]:
 
 def test_a_killed_prefill_worker_costs_no_request_and_is_restarted(expected: list[int]) -> None:
     with a_stack() as process, Client(str(process.events["ready"]["grpc"]), timeout=SECONDS) as client:
-        victim = child(process, "prefill")
+        victim = process.children("prefill")[0]
         assert stream(client, partial(kill, victim)) == (expected, 0)
         and_works_as_before(process, client, "prefill", victim.pid, expected)
 
@@ -100,7 +91,7 @@ def test_a_killed_prefill_worker_costs_no_request_and_is_restarted(expected: lis
 def test_a_killed_decode_worker_costs_no_request_and_is_restarted(expected: list[int]) -> None:
     with a_stack() as process, Client(str(process.events["ready"]["grpc"]), timeout=SECONDS) as client:
         for _ in range(ATTEMPTS):
-            victim = child(process, "decode")
+            victim = process.children("decode")[0]
             tokens, resumed = stream(client, partial(kill, victim))
             assert tokens == expected
             until(partial(serves_with_new, process, "decode", victim.pid), "a new decode worker that serves")
@@ -130,8 +121,8 @@ def and_works_as_before(process: RunningProcess, client: Client, role: str, old:
 
 def child_is_new(process: RunningProcess, role: str, old: int) -> bool:
     try:
-        return child(process, role).pid != old
-    except (AssertionError, psutil.NoSuchProcess):
+        return any(child.pid != old for child in process.children(role))
+    except psutil.NoSuchProcess:
         return False
 
 
@@ -190,7 +181,7 @@ def test_a_frozen_prefill_worker_does_not_hang_a_request(expected: list[int]) ->
         a_stack("--connector", "nixl") as process,
         Client(str(process.events["ready"]["grpc"]), timeout=SECONDS) as client,
     ):
-        victim = child(process, "prefill")
+        victim = process.children("prefill")[0]
         tokens: list[int] = []
         for chunk in client.generate(PROMPT, LONG):
             if not tokens:
@@ -225,7 +216,7 @@ def test_a_frozen_decode_worker_does_not_hang_its_stream(expected: list[int]) ->
         a_stack("--decode", "2") as process,
         Client(str(process.events["ready"]["grpc"]), timeout=SECONDS) as client,
     ):
-        workers = [p for p in psutil.Process(process.process.pid).children() if "decode" in p.cmdline()]
+        workers = process.children("decode")
         assert len(workers) == 2
         for _ in range(ATTEMPTS):
             frozen: list[psutil.Process] = []

@@ -4,7 +4,6 @@ evictable after they are unpinned."""
 from collections.abc import Iterator
 
 import httpx
-import psutil
 import pytest
 from harness.idle import assert_workers_idle
 from harness.servers.processes import RunningProcess, running
@@ -88,7 +87,7 @@ def test_a_pinned_prefix_survives_a_flood_and_a_restart_and_is_evictable_afterwa
         assert "needs 7 more pages, but pins may use 12 pages and use 6" in full.json()["error"]["message"]
 
         before = prefill_incarnation(stack)
-        (worker,) = [p for p in psutil.Process(stack.process.pid).children() if "prefill" in p.cmdline()]
+        (worker,) = stack.children("prefill")
         worker.kill()
         worker.wait(SECONDS)
         until(lambda: prefill_incarnation(stack) not in (before, None), "the worker has restarted")

@@ -10,11 +10,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import psutil
+
 from harness.servers.worker_channel import TEST_KEYS
 from kvferry.core.clock import SystemClock
 from kvferry.core.process.config import child_environment
 
 START_SECONDS = 120.0
+_MODULE = "kvferry.cli.main"
 
 
 @dataclass(slots=True)
@@ -45,6 +48,19 @@ class RunningProcess:
             self.process.send_signal(number)
         return self.process.wait(seconds)
 
+    def children(self, role: str) -> list[psutil.Process]:
+        """Return the child processes of a stack with a role: `gateway`, or the role of its workers."""
+        return [child for child in psutil.Process(self.process.pid).children() if role_of(child) == role]
+
+
+def role_of(process: psutil.Process) -> str:
+    """Return `gateway`, the role of a worker, or another command of a `kvferry` process; "" for other processes."""
+    words = process.cmdline()
+    if _MODULE not in words:
+        return ""
+    command, *flags = words[words.index(_MODULE) + 1 :]
+    return flags[flags.index("--role") + 1] if command == "worker" else command
+
 
 @contextmanager
 def running(
@@ -63,7 +79,7 @@ def running(
     if arguments[0] == "up" and not {"--admin", "--print-config"} & set(arguments):
         arguments = (*arguments, "--admin", "127.0.0.1:0")  # stacks of several tests run at the same time
     process = subprocess.Popen(
-        [*prefix, sys.executable, "-m", "kvferry.cli.main", *arguments],
+        [*prefix, sys.executable, "-m", _MODULE, *arguments],
         stdout=subprocess.PIPE,
         stdin=subprocess.DEVNULL,
         bufsize=0,
