@@ -13,6 +13,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from kvferry.core.constraint import Constraint, ConstraintKind
 from kvferry.core.errors import InvalidRequest
+from kvferry.core.inference.tool_calls import AssembledCalls
 from kvferry.core.inference.tools import Tool, ToolMode, ToolUse
 from kvferry.core.sampling import SamplingParams
 from kvferry.text.answers.answer import AnswerForm, AnswerSplitter
@@ -31,6 +32,7 @@ ANSWER = {
     "additionalProperties": False,
 }
 USE = ToolUse((Tool("w", "", ARGUMENTS), Tool("v", "", {})))
+PARAMETERS = {tool.name: dict(tool.parameters) for tool in USE.tools}
 SCHEMA = Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(ANSWER))
 NUM_ANSWERS = 24
 
@@ -77,39 +79,64 @@ def random_text(
     return detokenizer.feed(ids) + detokenizer.finish()
 
 
-@pytest.mark.parametrize("is_special", [True, False], ids=["special", "ordinary"])
-@pytest.mark.parametrize("reasoning", ["none", "own", "opened"])
-@pytest.mark.parametrize("call_format", list(CallFormat))
-def test_each_branch_is_reachable_and_valid(call_format, reasoning, is_special) -> None:
-    is_open = reasoning == "opened"
-    if is_open and call_format is CallFormat.HARMONY:
-        pytest.skip("prompts of this format never open the reasoning")
+def draw(call_format: CallFormat, reasoning: str, seeds: range, *, is_special: bool) -> Counter[str]:
+    """Check that each of some random answers is valid; return how many have a thought, calls, or text."""
     tokenizer = vocabulary(is_special=is_special, is_harmony=call_format is CallFormat.HARMONY)
     form = form_of(tokenizer, call_format, has_reasoning=reasoning != "none")
-    sampling, split = answer_rules(form, USE, SamplingParams(constraint=SCHEMA), is_open=is_open)
+    sampling, split = answer_rules(form, USE, SamplingParams(constraint=SCHEMA), is_open=reasoning == "opened")
     assert sampling.constraint is not None
     assert split is not None
     compiler, seen = GrammarCompiler(tokenizer), Counter[str]()
-    for seed in range(NUM_ANSWERS):
+    for seed in seeds:
         text = random_text(tokenizer, compiler, sampling.constraint, form.marks, seed)
         splitter = AnswerSplitter(form, split)
         parts = [splitter.feed(text), splitter.finish()]
         content = "".join(part.content for part in parts)
-        calls = [call for part in parts for call in part.calls]
+        calls = AssembledCalls()
+        for part in parts:
+            calls.add(part.calls)
         seen["thought"] += any(part.reasoning for part in parts)
-        if calls:
+        if whole := calls.whole():
             seen["calls"] += 1
             assert not content.strip(), text
-            arguments: dict[int, str] = {}
-            for call in calls:
-                arguments[call.index] = arguments.get(call.index, "") + call.arguments
-            assert all(isinstance(json.loads(each), dict) for each in arguments.values()), text
+            for call in whole:
+                assert call.name in PARAMETERS, text
+                jsonschema.validate(json.loads(call.arguments), {"type": "object", **PARAMETERS[call.name]})
         else:
             seen["text"] += 1
             jsonschema.validate(json.loads(content), ANSWER)
+    return seen
+
+
+ANSWERS = [
+    pytest.param(call_format, reasoning, id=f"{call_format}-{reasoning}")
+    for call_format in CallFormat
+    for reasoning in ("none", "own", "opened")
+    if (call_format, reasoning) != (CallFormat.HARMONY, "opened")  # its prompts never open the reasoning
+]
+
+
+@pytest.mark.parametrize("is_special", [True, False], ids=["special", "ordinary"])
+@pytest.mark.parametrize(("call_format", "reasoning"), ANSWERS)
+def test_each_branch_is_reachable_and_valid(call_format, reasoning, is_special) -> None:
+    seen = draw(call_format, reasoning, range(NUM_ANSWERS), is_special=is_special)
     assert seen["calls"], seen
     assert seen["text"], seen
     assert bool(seen["thought"]) == (reasoning != "none"), seen
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("call_format", list(CallFormat))
+def test_ten_thousand_random_answers_are_valid(call_format) -> None:
+    modes = [each.values[1] for each in ANSWERS if each.values[0] is call_format]
+    seeds = -(-10_000 // (2 * len(modes)))
+    seen = Counter[str]()
+    for reasoning in modes:
+        for is_special in (True, False):
+            seen += draw(call_format, reasoning, range(100, 100 + seeds), is_special=is_special)
+    assert seen["calls"] + seen["text"] >= 10_000
+    assert min(seen["calls"], seen["text"], seen["thought"]) >= 500, seen
 
 
 @pytest.mark.parametrize("call_format", list(CallFormat))

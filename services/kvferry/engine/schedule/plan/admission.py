@@ -33,6 +33,7 @@ from kvferry.engine.schedule.blocks.cached_prefix import CachedPrefix
 from kvferry.engine.schedule.plan.admitted import AdmittedSequences
 from kvferry.engine.schedule.plan.lookahead import share
 from kvferry.engine.schedule.plan.step_budget import StepBudget
+from kvferry.engine.schedule.policies.background import is_background
 from kvferry.engine.schedule.policies.policy import SchedulingPolicy
 from kvferry.engine.schedule.policies.scored_prompts import ScoredPromptsQueue
 from kvferry.engine.schedule.step.adapter_slots import NO_SLOT, AdapterSlots
@@ -191,13 +192,17 @@ class Admission:
 
     # ------------------------------------------------------------------ admission
 
-    def admit(self, room: StepBudget, planned: list[ScheduledSequence], *, before: Sequence | None = None) -> None:
+    def admit(
+        self, room: StepBudget, planned: list[ScheduledSequence], *, before: Sequence | None = None,
+        foreground: bool = False,
+    ) -> None:  # fmt: skip
         """Admit waiting sequences while they fit.
 
         Args:
             room: remaining budget of the step; reduced by the tokens of the admitted sequences.
             planned: the step's sequences so far; admitted ones are appended.
             before: if set, only sequences that precede this running sequence are admitted.
+            foreground: whether sequences of the lowest priority are not admitted.
         """
         if not len(self._waiting) or not self.has_place:
             return
@@ -206,8 +211,13 @@ class Admission:
         passed: list[Sequence] = []
         pages = self._headroom()
         # A prompt whose rows are scored is computed slowly; others do not wait for its blocks.
-        pending = {next_block(s) for s in self._admitted if not s.sampling.is_scoring}
+        # Neither do foreground sequences wait for those of a background sequence, which may pause.
+        computing = [s for s in self._admitted if not s.sampling.is_scoring]
+        pending = {next_block(s) for s in computing if not is_background(s)}
+        in_background = {next_block(s) for s in computing if is_background(s)}
         while room.tokens > 0 and (sequence := self._waiting.first()) is not None:
+            if foreground and is_background(sequence):
+                break
             if sequence.kv.is_lookup_pending:
                 self._waiting.set_aside(sequence)
                 skipped.append(sequence)
@@ -232,7 +242,7 @@ class Admission:
             if not self.has_place:
                 break
             hit = cached_prefix(self._allocator, sequence)
-            if self._awaits(sequence, len(hit), pending):
+            if self._awaits(sequence, len(hit), pending | in_background if is_background(sequence) else pending):
                 num_followers += 1
                 if num_followers > _MAX_FOLLOWERS:
                     break
@@ -242,7 +252,7 @@ class Admission:
             if not self._admit_one(sequence, hit, room, pages, planned):
                 break
             if not sequence.sampling.is_scoring:
-                pending.add(next_block(sequence))
+                (in_background if is_background(sequence) else pending).add(next_block(sequence))
             if passed and sequence.request.adapter is not None:
                 passed[0].overtaken()
         for sequence in (*skipped, *passed):

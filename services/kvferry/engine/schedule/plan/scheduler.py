@@ -14,12 +14,15 @@ One step, in order:
    loaded. A sequence whose tier lookup is pending is skipped, and one whose adapter has no free slot is passed over
    (`admission`).
 
+Sequences of the lowest priority pause while others are computed (`policies.background`).
+
 Prefill and decode are not separate phases; both are given by N - C (see `sequence`). `schedule` changes tables and
 queues; `update` must be called with its result before the next `schedule`.
 """
 
 import itertools
 from collections.abc import Collection
+from collections.abc import Sequence as OrderedView
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +37,7 @@ from kvferry.engine.schedule.plan.admitted import AdmittedSequences
 from kvferry.engine.schedule.plan.full_blocks import FullBlocks
 from kvferry.engine.schedule.plan.lookahead import MAX_AHEAD, is_same, one_ahead, share
 from kvferry.engine.schedule.plan.step_budget import StepBudget
+from kvferry.engine.schedule.policies.background import BackgroundTurns, is_background
 from kvferry.engine.schedule.policies.deadlines import Deadlines, is_overdue, overdue
 from kvferry.engine.schedule.policies.policy import policy_of
 from kvferry.engine.schedule.speculation.drafting import Drafting
@@ -70,6 +74,7 @@ class Scheduler:
         self.drafting = Drafting(speculation, allocator)
         """Draft tokens of the running sequences."""
         self._policy = policy_of(limits.scheduling)
+        self._background = BackgroundTurns(pauses=self._policy.has_background)
         self._deadlines = Deadlines()
         self._admitted = AdmittedSequences(self._policy.order)
         self._known: dict[RequestId, Sequence] = {}
@@ -119,7 +124,16 @@ class Scheduler:
         """Plan the next step; the plan is empty if no sequence can run now."""
         self._may_admit, self._num_ahead = False, 0
         self._displace()
-        running, num_waiting = self._admitted.running, self.admission.num_waiting
+        planned = self._plan(self._background.begin(self._admitted.running, self.admission.first_waiting))
+        if not planned and self._background.may_resume:  # the sequence that waits cannot start yet
+            self._background.resume()
+            planned = self._plan(self._admitted.running)
+        planned.sort(key=lambda item: item.adapter_slot)  # kernels read an adapter's weights once for adjacent rows
+        return StepPlan(tuple(planned))
+
+    def _plan(self, running: OrderedView[Sequence]) -> Planned:
+        """Plan a step of running sequences and of those that are admitted."""
+        num_waiting, foreground = self.admission.num_waiting, self._background.is_paused
         room = StepBudget(self.limits, running, num_waiting)
         planned: Planned = []
         preempted_before = self.num_preemptions
@@ -133,7 +147,7 @@ class Scheduler:
             kv, sampling = sequence.kv, sequence.sampling
             num_due = len(sampling.tokens) - kv.num_computed
             if may_precede and num_due > 1 and self.num_preemptions == preempted_before:
-                self.admission.admit(room, planned, before=sequence)
+                self.admission.admit(room, planned, before=sequence, foreground=foreground)
             if sampling.is_postponed and sampling.waits_for_mask:
                 continue
             count = 1 if num_due == 1 else room.fit_scored(sampling, kv.num_computed, room.fit(num_due))
@@ -147,9 +161,8 @@ class Scheduler:
             planned.append(share(sequence, count, draft, *self.drafting.verification(sequence, draft)))
             room.take(num_due, planned[-1].num_scheduled, planned[-1].num_scored)
         if self.num_preemptions == preempted_before:  # otherwise pages are scarce
-            self.admission.admit(room, planned)
-        planned.sort(key=lambda item: item.adapter_slot)  # kernels read an adapter's weights once for adjacent rows
-        return StepPlan(tuple(planned))
+            self.admission.admit(room, planned, foreground=foreground)
+        return planned
 
     def follow(self, plan: StepPlan) -> StepPlan | None:
         """Plan the step after a launched one that was not passed to `update`; `None` if `update` must be called first.
@@ -158,13 +171,16 @@ class Scheduler:
         sequences wait that the last `schedule` could not admit, at most `MAX_AHEAD` steps are planned in this way.
         """
         running = self._admitted.running
-        if sum(map(self.has_sequence, plan.scheduled)) != len(running):
+        if sum(map(self.has_sequence, plan.scheduled)) != len(running) - self._background.num_paused:
+            return None
+        if self._background.is_next_different:
             return None
         if self.admission.num_waiting and (self._may_admit or self._num_ahead >= MAX_AHEAD):
             return None
         if self.drafting.has_drafts(running):
             return None
         self._num_ahead += 1
+        self._background.ahead()
         return one_ahead(plan, self._known, self.allocator)
 
     def take_overdue(self, now: float) -> list[SequenceUpdate]:
@@ -316,8 +332,9 @@ class Scheduler:
 
     def _displace(self) -> None:
         """Preempt sequences of lower classes until the first waiting sequence fits, if the policy permits it."""
-        first = self.admission.first_waiting if self._policy.displaces else None
         running = self._admitted.running
+        may_displace = self._policy.displaces or (bool(running) and is_background(running[-1]))
+        first = self.admission.first_waiting if may_displace else None
         while first is not None and running and self._policy.displaced(first, running[-1]):
             if self.admission.has_place_for(first):
                 return

@@ -13,7 +13,8 @@ With `priority`, a waiting request takes the place of a running one with a highe
 time first) lets a steady stream of short prompts delay a long one without a bound. `srtf` and `two-level` compare
 priorities before remaining tokens (Kwon, "vLLM: an efficient inference engine for large language models", 2025,
 section 4.5). With `weighted`, priorities that have waiting sequences share admitted tokens in proportion to
-`class_weights`.
+`class_weights`. All others treat the lowest priority as the background (`background`): its sequences come after all
+others, and are displaced by them.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 
 from kvferry.core.errors import UsageError
 from kvferry.core.settings.class_weights import Weights
+from kvferry.engine.schedule.policies.background import is_background
 from kvferry.engine.schedule.policies.waiting_queue import (
     RankQueue,
     ShortestFirstQueue,
@@ -50,6 +52,8 @@ class SchedulingPolicy:
     """Whether sequences with fewer remaining tokens are computed first, waiting or running."""
     displaces: bool = False
     """Whether a waiting sequence displaces a running one of lower priority."""
+    has_background: bool = True
+    """Whether sequences of the lowest priority come after all others and pause beside them."""
 
     @property
     def mixes(self) -> bool:
@@ -58,7 +62,9 @@ class SchedulingPolicy:
 
     def order(self, sequence: Sequence) -> tuple[int, int]:
         """Return the sort key of running sequences; the last one is preempted first."""
-        return (sequence.request.priority if self.has_classes else 0, sequence.arrival)
+        if self.has_classes:
+            return (sequence.request.priority, sequence.arrival)
+        return (int(self.has_background and is_background(sequence)), sequence.arrival)
 
     def by_turn(self, running: Iterable[Sequence]) -> list[Sequence]:
         """Return the running sequences in the order in which a step's token budget is given to them.
@@ -97,11 +103,12 @@ class SchedulingPolicy:
 
     def displaced(self, waiting: Sequence, running: Sequence) -> bool:
         """Return whether a waiting sequence displaces a running one."""
-        return self.displaces and waiting.request.priority < running.request.priority
+        is_lower = waiting.request.priority < running.request.priority
+        return is_lower and (self.displaces or (self.has_background and is_background(running)))
 
 
 def _arrival(sequence: Sequence) -> tuple[int, ...]:
-    return (sequence.arrival,)
+    return (int(is_background(sequence)), sequence.arrival)
 
 
 def _class(sequence: Sequence) -> tuple[int, ...]:
@@ -129,7 +136,7 @@ POLICIES: Mapping[str, SchedulingPolicy] = {
             has_classes=True,
             is_shortest_first=True,
         ),
-        SchedulingPolicy("weighted", lambda _, weights: WeightedQueue(weights)),
+        SchedulingPolicy("weighted", lambda _, weights: WeightedQueue(weights), has_background=False),
     )
 }
 """All policies by name."""

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from kvferry.core.errors import InvalidRequest, InvariantBroken, Overloaded
 from kvferry.core.ids import RequestId
-from kvferry.core.sampling import FinishReason, SampledToken, SamplingParams
-from kvferry.core.settings.engine import SchedulerLimits
+from kvferry.core.sampling import MAX_PRIORITY, FinishReason, SampledToken, SamplingParams
+from kvferry.core.settings.engine import SCHEDULING_POLICIES, SchedulerLimits
 from kvferry.engine.schedule.messages import EngineRequest
 from kvferry.engine.schedule.step.kv_progress import RemoteKv
 from kvferry.engine.schedule.step.sequence import Sequence
@@ -385,7 +385,7 @@ def test_a_late_result_of_an_abandoned_load_changes_nothing() -> None:
 
 
 @st.composite
-def workloads(draw: st.DrawFn) -> tuple[int, SchedulerLimits, list[tuple[list[int], int, int, bool]]]:
+def workloads(draw: st.DrawFn) -> tuple[int, SchedulerLimits, list[tuple[list[int], int, int, bool, int]]]:
     num_blocks = draw(st.integers(8, 24))
     bounds = SchedulerLimits(
         token_budget=draw(st.integers(1, 40)),
@@ -393,6 +393,7 @@ def workloads(draw: st.DrawFn) -> tuple[int, SchedulerLimits, list[tuple[list[in
         max_mixed_tokens=draw(st.integers(1, 20)),
         max_num_seqs=draw(st.integers(1, 6)),
         reserve_share=draw(st.sampled_from([0.0, 0.1])),
+        scheduling=draw(st.sampled_from(SCHEDULING_POLICIES)),
     )
     prefix = draw(st.lists(st.integers(0, 9), max_size=9))
     requests = draw(
@@ -402,27 +403,28 @@ def workloads(draw: st.DrawFn) -> tuple[int, SchedulerLimits, list[tuple[list[in
                 st.integers(1, 8),  # max_tokens
                 st.integers(0, 30),  # step at which the request is aborted, if below 20
                 st.booleans(),  # whether the request exports its pages
+                st.sampled_from([0, 1, MAX_PRIORITY]),
             ),
             min_size=1,
             max_size=8,
         )
     )
-    return num_blocks, bounds, [([*prefix, *tail], most, when, exports) for tail, most, when, exports in requests]
+    return num_blocks, bounds, [([*prefix, *tail], *rest) for tail, *rest in requests]
 
 
 @settings(max_examples=150, deadline=None)
 @given(workloads())
 def test_any_mix_of_requests_gives_each_its_own_tokens_and_leaks_nothing(
-    workload: tuple[int, SchedulerLimits, list[tuple[list[int], int, int, bool]]],
+    workload: tuple[int, SchedulerLimits, list[tuple[list[int], int, int, bool, int]]],
 ) -> None:
     num_blocks, bounds, requests = workload
     engine, _ = an_engine(num_blocks=num_blocks, max_model_tokens=32, limits=bounds)
     tokens: dict[str, list[int]] = {}
     exports: list[int] = []
-    for i, (prompt, most, _, exporting) in enumerate(requests):
-        engine.add(a_request(str(i), prompt, max_tokens=most, exports=exporting))
+    for i, (prompt, most, _, exporting, priority) in enumerate(requests):
+        engine.add(a_request(str(i), prompt, max_tokens=most, exports=exporting, priority=priority))
     for step in range(3000):
-        for i, (_, _, when, _) in enumerate(requests):
+        for i, (_, _, when, _, _) in enumerate(requests):
             if when == step and when < 20:
                 engine.abort(RequestId(str(i)))
         output = engine.step()
@@ -435,7 +437,7 @@ def test_any_mix_of_requests_gives_each_its_own_tokens_and_leaks_nothing(
         if not engine.has_work and not exports:
             break
     assert engine.is_idle, engine.load()
-    for i, (prompt, most, when, exporting) in enumerate(requests):
+    for i, (prompt, most, when, exporting, _) in enumerate(requests):
         got = tokens.get(str(i), [])
         count = 1 if exporting else min(most, 32 - len(prompt))
         assert got == expected_tokens(prompt, count)[: len(got)]

@@ -1,0 +1,120 @@
+"""Sequences of the lowest priority pause while others are computed, and never starve."""
+
+import pytest
+from harness.fakes.engines import ArithmeticRunner, a_request, an_engine, expected_tokens, run_until_idle, small_limits
+from harness.fakes.loaders import HeldLoader
+from unit.engine.schedule.plan.test_pipeline import ahead_engine
+
+from kvferry.core.ids import RequestId
+from kvferry.core.sampling import MAX_PRIORITY, SamplingParams
+from kvferry.engine.schedule.messages import EngineRequest
+from kvferry.engine.schedule.policies.background import TURN_STEPS
+from kvferry.engine.schedule.step.kv_progress import RemoteKv
+
+PAUSING = ["fcfs", "priority", "srtf", "two-level"]
+BATCH = [1, 2, 3]
+CLIENT = [7, 8]
+
+
+def names(runner: ArithmeticRunner) -> list[set[str]]:
+    return [{str(item.request_id) for item in plan.scheduled} for plan in runner.steps]
+
+
+@pytest.mark.parametrize("scheduling", PAUSING)
+def test_a_background_sequence_pauses_beside_others_and_continues_after_them(scheduling: str) -> None:
+    engine, runner = an_engine(limits=small_limits(scheduling=scheduling))
+    engine.add(a_request("batch", BATCH, max_tokens=20, priority=MAX_PRIORITY))
+    engine.step()
+    engine.step()
+    engine.add(a_request("client", CLIENT, max_tokens=9))
+    tokens = run_until_idle(engine)
+    assert tokens["client"] == expected_tokens(CLIENT, 9)
+    assert names(runner) == [{"batch"}] * 2 + [{"client"}] * 9 + [{"batch"}] * 18
+    assert engine.is_idle
+
+
+@pytest.mark.parametrize("scheduling", PAUSING)
+def test_beside_others_it_takes_part_in_one_of_many_steps(scheduling: str) -> None:
+    engine, runner = an_engine(limits=small_limits(scheduling=scheduling))
+    engine.add(a_request("client", CLIENT, max_tokens=100))
+    engine.add(a_request("batch", BATCH, max_tokens=3, priority=MAX_PRIORITY))
+    tokens = run_until_idle(engine)
+    assert tokens == {"client": expected_tokens(CLIENT, 100), "batch": expected_tokens(BATCH, 3)}
+    together = [step for step, found in enumerate(names(runner), start=1) if "batch" in found]
+    assert together == [TURN_STEPS + 1, 2 * TURN_STEPS + 1, 3 * TURN_STEPS + 1]
+
+
+def test_steps_beside_a_paused_sequence_are_planned_ahead() -> None:
+    engine, runner = ahead_engine()
+    engine.add(EngineRequest(RequestId("batch"), BATCH, greedy(20), priority=MAX_PRIORITY))
+    engine.step()
+    engine.step()
+    engine.add(EngineRequest(RequestId("client"), CLIENT, greedy(80)))
+    run_until_idle(engine)
+    alone = [len(found) == 1 for found in names(runner)]
+    assert runner.read_before_begin <= 8, "each change of the sequences reads the result before the next step begins"
+    assert alone.count(False) == 2
+    assert engine.is_idle
+
+
+def greedy(max_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens)
+
+
+def test_a_weighted_policy_gives_it_a_share_instead() -> None:
+    engine, runner = an_engine(limits=small_limits(scheduling="weighted", class_weights="0=3,1000=1"))
+    engine.add(a_request("batch", BATCH, max_tokens=6, priority=MAX_PRIORITY))
+    engine.add(a_request("client", CLIENT, max_tokens=6))
+    run_until_idle(engine)
+    assert names(runner) == [{"batch", "client"}] * 6
+
+
+@pytest.mark.parametrize("scheduling", PAUSING)
+@pytest.mark.parametrize("limits", [{"max_num_seqs": 1}, {"max_num_seqs": 8}])
+def test_it_gives_way_to_a_sequence_that_lacks_a_place_or_pages(scheduling: str, limits: dict[str, int]) -> None:
+    engine, runner = an_engine(num_blocks=8, limits=small_limits(scheduling=scheduling, **limits))
+    engine.add(a_request("batch", list(range(20)), max_tokens=4, priority=MAX_PRIORITY))
+    engine.step()
+    engine.add(a_request("client", list(range(30, 48)), max_tokens=4))
+    tokens = run_until_idle(engine)
+    assert engine.scheduler.num_preemptions == 1
+    assert tokens["client"] == expected_tokens(list(range(30, 48)), 4)
+    assert tokens["batch"] == expected_tokens(list(range(20)), 4)[1:], "one was written before"
+    assert names(runner)[1:5] == [{"client"}] * 4
+    assert engine.is_idle
+
+
+@pytest.mark.parametrize("scheduling", PAUSING)
+def test_a_later_sequence_is_admitted_before_those_of_the_background(scheduling: str) -> None:
+    engine, runner = an_engine(limits=small_limits(scheduling=scheduling, max_num_seqs=1))
+    for number in range(3):
+        engine.add(a_request(f"batch {number}", [number, 1], max_tokens=2, priority=MAX_PRIORITY))
+    engine.add(a_request("client", CLIENT, max_tokens=2))
+    run_until_idle(engine)
+    assert names(runner)[:2] == [{"client"}] * 2
+
+
+def test_others_do_not_wait_for_a_block_of_a_paused_sequence() -> None:
+    engine, runner = an_engine(limits=small_limits(max_chunk_tokens=4))
+    prefix = list(range(12))
+    engine.add(a_request("batch", [*prefix, 1], max_tokens=2, priority=MAX_PRIORITY))
+    engine.step()  # the first block of three
+    engine.add(a_request("client", [*prefix, 2], max_tokens=2))
+    tokens = run_until_idle(engine)
+    assert tokens["client"] == expected_tokens([*prefix, 2], 2)
+    assert all("batch" not in found for found in names(runner)[1:5])
+
+
+def test_it_continues_while_the_kv_of_another_sequence_is_loaded() -> None:
+    engine, runner = an_engine()
+    loader = HeldLoader(engine)
+    engine.add(a_request("batch", BATCH, max_tokens=8, priority=MAX_PRIORITY))
+    engine.step()
+    remote = RemoteKv(source="elsewhere", first_token=0, num_tokens=8)
+    engine.add(a_request("client", list(range(9)), max_tokens=1, remote=remote))
+    for _ in range(4):
+        engine.step()
+    assert names(runner) == [{"batch"}] * 5
+    loader.end("lost")
+    run_until_idle(engine)
+    assert engine.is_idle
