@@ -13,7 +13,7 @@ NODE_PACKAGES := containerd runc containernetworking-plugins nftables conntrack 
 PROTOS := $(wildcard proto/kvferry/v1/*.proto)
 CPP := $(wildcard kernels/cpu/*.[ch]pp kernels/cpu/*/*.[ch]pp)
 
-.PHONY: release fuzz endurance siege sanitize help run setup redis test check format lint types layers proto golden verify lock bench bench-gpu bench-tiers bench-transfer bench-turns bench-hints bench-ranks bench-bursts bench-adapters bench-constraints bench-cache-map bench-flow bench-gateway bench-resume bench-tenants bench-hostile-schemas bench-routing bench-scheduler bench-speculation train-head bench-moe bench-peers bench-async-steps bench-steps bench-calibration bench-tls results explore faults test-clients test-long test-gpu test-cluster cluster-assets zero-loss cluster-up cluster-down image node-tools coverage clean
+.PHONY: release fuzz endurance siege sanitize help run setup redis test check format lint types layers proto golden verify lock bench bench-gpu bench-tiers bench-transfer bench-turns bench-hints bench-ranks bench-batches bench-bursts bench-adapters bench-constraints bench-cache-map bench-flow bench-gateway bench-resume bench-tenants bench-hostile-schemas bench-routing bench-scheduler bench-speculation train-head bench-moe bench-peers bench-async-steps bench-steps bench-calibration bench-tls results explore faults test-clients test-long test-gpu test-cluster cluster-assets zero-loss cluster-up cluster-down image node-tools coverage clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -115,6 +115,9 @@ bench-ranks: $(READY) ## a model in one process and in two ranks, in turn; tests
 
 bench-bursts: $(READY) ## inter-token latency under bursts of long prompts, disaggregated and aggregated; tests/bench/results/bursts.csv
 	@$(BIN)/python tests/bench/bench_bursts.py $(ARGS)
+
+bench-batches: $(READY) ## latencies of a client alone and beside a batch, in turn; tests/bench/results/batches.csv
+	@$(BIN)/python tests/bench/bench_batches.py $(ARGS)
 
 bench-tls: $(READY) ## hand-off and inter-token times with and without TLS between processes, in turn; tests/bench/results/tls.csv
 	@$(BIN)/python tests/bench/bench_tls.py $(ARGS)

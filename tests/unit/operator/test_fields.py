@@ -225,6 +225,7 @@ EFFECTS: dict[str, tuple[dict[str, Any], Any, Any]] = {
     ),
     "roles[].engine.maxChunkTokens": (prefill(engine={"maxChunkTokens": 64}), flag("max-chunk-tokens"), "64"),
     "roles[].engine.maxMixedTokens": (prefill(engine={"maxMixedTokens": 32}), flag("max-mixed-tokens"), "32"),
+    "roles[].engine.backgroundSteps": (prefill(engine={"backgroundSteps": 1}), flag("background-steps"), "1"),
     "roles[].engine.adapterMemory": (prefill(engine={"adapterMemory": "2Gi"}), flag("adapter-memory"), "2GiB"),
     "connector.offerSeconds": ({"connector": {"offerSeconds": 2}}, flag("offer-seconds"), "2"),
     "routing.cacheMapBlocks": ({"routing": {"cacheMapBlocks": 0}}, flag("cache-map-blocks", GATEWAY), "0"),

@@ -38,6 +38,7 @@ FIELD_OF = {
     "token_budget": "roles[].engine.tokenBudget",
     "max_chunk_tokens": "roles[].engine.maxChunkTokens",
     "max_mixed_tokens": "roles[].engine.maxMixedTokens",
+    "background_steps": "roles[].engine.backgroundSteps",
     "max_num_seqs": "roles[].engine.maxNumSeqs",
     "scheduling": "engine.requestPolicy",
     "class_weights": "engine.classWeights[].weight",

@@ -198,6 +198,7 @@ def _arguments(pool: InferencePool, role: RoleSpec) -> list[str]:
         "token-budget": engine.token_budget,
         "max-chunk-tokens": engine.max_chunk_tokens,
         "max-mixed-tokens": engine.max_mixed_tokens,
+        "background-steps": engine.background_steps,
         "max-num-seqs": engine.max_num_seqs,
         "stream-interval": spec.engine.stream_interval,
         "speculation": engine.speculation,

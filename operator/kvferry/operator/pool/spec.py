@@ -90,6 +90,7 @@ class RoleEngineSpec(_Struct, frozen=True):
     token_budget: int = 2048
     max_chunk_tokens: int = 512
     max_mixed_tokens: int = 256
+    background_steps: int = 100
     max_num_seqs: int = 64
     adapter_slots: int = 8
     max_adapter_rank: int = 64

@@ -48,6 +48,13 @@ class SchedulerLimits:
         low=1,
         high=1 << 20,
     )
+    background_steps: int = number(
+        100,
+        "Requests of the lowest priority (1000, as lines of batches have) pause beside others, except in one of this "
+        "many steps; 1 computes them like others.",
+        low=1,
+        high=10_000,
+    )
     max_num_seqs: int = number(64, "Maximum requests in the running batch, which hold KV pages.", low=1, high=4096)
     scheduling: str = choice(
         "fcfs",

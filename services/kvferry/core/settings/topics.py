@@ -26,6 +26,7 @@ TOPICS: Mapping[str, Sequence[str]] = MappingProxyType(
         "KV tiers": ("tier", "tier_object_tokens"),
         "Scheduling": (
             "max_num_seqs", "token_budget", "max_chunk_tokens", "max_mixed_tokens", "max_scored_rows", "scheduling",
+            "background_steps",
             "class_weights", "async_steps", "stream_interval",
         ),
         "Speculation": ("speculation",),

@@ -172,7 +172,7 @@ OTHER = {
 }  # fmt: skip
 """A value other than the default of every setting of an engine."""
 OTHER_LIMITS = {
-    "token_budget": 77, "max_chunk_tokens": 7, "max_mixed_tokens": 9, "max_num_seqs": 5,
+    "token_budget": 77, "max_chunk_tokens": 7, "max_mixed_tokens": 9, "background_steps": 3, "max_num_seqs": 5,
     "scheduling": "srtf", "max_scored_rows": 8, "reserve_share": 0.2,
 }  # fmt: skip
 

@@ -328,7 +328,9 @@ class Admission:
             hit = self._allocator.peek(names, tokens, max_tokens=limit, for_load=True)
             hit_tokens = len(hit) * self._allocator.block_tokens
         num_uncomputed = sequence.num_tokens - hit_tokens
-        count = room.fit_scored(sequence.sampling, hit_tokens, room.fit(num_uncomputed))
+        in_background = is_background(sequence)
+        count = room.fit(num_uncomputed, in_background=in_background)
+        count = room.fit_scored(sequence.sampling, hit_tokens, count)
         if count == 0 and not fetches:
             return False
         upto = sequence.num_tokens if fetches else hit_tokens + count
@@ -366,5 +368,5 @@ class Admission:
         self._admitted.run(sequence, SequenceEvent.ADMIT)
         self._started.append(sequence.request_id)
         planned.append(share(sequence, count))
-        room.take(num_uncomputed, count, planned[-1].num_scored)
+        room.take(num_uncomputed, count, planned[-1].num_scored, in_background=in_background)
         return True

@@ -74,7 +74,7 @@ class Scheduler:
         self.drafting = Drafting(speculation, allocator)
         """Draft tokens of the running sequences."""
         self._policy = policy_of(limits.scheduling)
-        self._background = BackgroundTurns(pauses=self._policy.has_background)
+        self._background = BackgroundTurns(limits.background_steps if self._policy.has_background else 1)
         self._deadlines = Deadlines()
         self._admitted = AdmittedSequences(self._policy.order)
         self._known: dict[RequestId, Sequence] = {}
@@ -134,7 +134,7 @@ class Scheduler:
     def _plan(self, running: OrderedView[Sequence]) -> Planned:
         """Plan a step of running sequences and of those that are admitted."""
         num_waiting, foreground = self.admission.num_waiting, self._background.is_paused
-        room = StepBudget(self.limits, running, num_waiting)
+        room = StepBudget(self.limits, running, num_waiting, self._background.max_tokens)
         planned: Planned = []
         preempted_before = self.num_preemptions
         may_precede = num_waiting > 0 and self._policy.mixes
@@ -150,7 +150,10 @@ class Scheduler:
                 self.admission.admit(room, planned, before=sequence, foreground=foreground)
             if sampling.is_postponed and sampling.waits_for_mask:
                 continue
-            count = 1 if num_due == 1 else room.fit_scored(sampling, kv.num_computed, room.fit(num_due))
+            in_background = is_background(sequence)
+            count = room.fit(num_due, in_background=in_background)
+            if num_due > 1:
+                count = room.fit_scored(sampling, kv.num_computed, count)
             if count == 0:
                 continue  # no budget for this prompt; decoding sequences still fit
             draft = drafts.get(sequence.request_id, ())[: room.tokens - count]
@@ -159,7 +162,8 @@ class Scheduler:
                 if not self._grow_or_preempt(sequence, count, planned):
                     continue
             planned.append(share(sequence, count, draft, *self.drafting.verification(sequence, draft)))
-            room.take(num_due, planned[-1].num_scheduled, planned[-1].num_scored)
+            item = planned[-1]
+            room.take(num_due, item.num_scheduled, item.num_scored, in_background=in_background)
         if self.num_preemptions == preempted_before:  # otherwise pages are scarce
             self.admission.admit(room, planned, foreground=foreground)
         return planned

@@ -1,9 +1,13 @@
 """Turns of background sequences: those of the lowest priority, such as the lines of batches, take part in steps without
-other sequences, and in every 32nd step beside them.
+other sequences, and in one of `background_steps` steps beside them.
 
 Every row of a step adds to its time, so that rows that nobody waits for would slow down the streams of those who wait.
 A background sequence therefore keeps its pages and pauses while others are computed; the tokens that it gets beside
-them show its owner that it is alive.
+them bound its wait.
+
+A request that arrives waits for the end of the step that runs. Steps of background sequences alone are therefore short
+while other requests come: they begin with `FIRST_TOKENS` tokens, and have twice as many after each `GROWTH_STEPS` steps
+in a row.
 """
 
 from collections.abc import Sequence as OrderedView
@@ -11,8 +15,12 @@ from collections.abc import Sequence as OrderedView
 from kvferry.core.sampling import MAX_PRIORITY
 from kvferry.engine.schedule.step.sequence import Sequence
 
-TURN_STEPS = 32
-"""Number of steps beside other sequences of which background sequences take part in one."""
+TURN_TOKENS = 8
+"""Maximum number of tokens of background sequences in a step beside others."""
+FIRST_TOKENS = 16
+"""Maximum number of tokens in the first steps without other sequences."""
+GROWTH_STEPS = 32
+"""Number of steps without other sequences after which the maximum doubles."""
 
 
 def is_background(sequence: Sequence) -> bool:
@@ -21,16 +29,16 @@ def is_background(sequence: Sequence) -> bool:
 
 
 class BackgroundTurns:
-    """Decides in which steps of one scheduler background sequences take part."""
+    """Decides in which steps of one scheduler background sequences take part, and with how many tokens."""
 
-    def __init__(self, *, pauses: bool) -> None:
+    def __init__(self, period: int) -> None:
         """
         Args:
-            pauses: whether background sequences pause; `False` if the policy gives their priority a share.
+            period: background sequences take part in one of this many steps beside others; 1 if they never pause.
         """
-        self._pauses = pauses
-        self._num_steps = 0
-        """Number of steps since the last one in which background sequences took part."""
+        self._period = period
+        self._num_beside = self._num_alone = 0
+        """Numbers of steps in a row beside paused background sequences, and of steps with background sequences only."""
         self._are_known = False
         """Whether there are background sequences that could take part in the step."""
         self._is_turn = False
@@ -47,20 +55,33 @@ class BackgroundTurns:
             running: the running sequences by order; background sequences are last.
             first_waiting: the sequence to admit next; `None` if none waits.
         """
-        ends = [*running[:1], *running[-1:], *(() if first_waiting is None else (first_waiting,))]
-        self._are_known = self._pauses and any(map(is_background, ends))
-        self.is_paused = self._pauses and not all(map(is_background, ends))
         self.num_paused, self._is_turn = 0, False
-        if not self._are_known or not self.is_paused:
-            self._num_steps = 0
+        if self._period == 1:
             return running
-        if self._num_steps >= TURN_STEPS - 1:
-            self._num_steps, self.is_paused, self._is_turn = 0, False, True
+        ends = [*running[:1], *running[-1:], *(() if first_waiting is None else (first_waiting,))]
+        self._are_known = any(map(is_background, ends))
+        self.is_paused = not all(map(is_background, ends))
+        if not self.is_paused:
+            self._num_beside, self._num_alone = 0, self._num_alone + self._are_known
             return running
-        self._num_steps += 1
+        self._num_alone = 0
+        if not self._are_known:
+            self._num_beside = 0
+            return running
+        if self._num_beside >= self._period - 1:
+            self._num_beside, self.is_paused, self._is_turn = 0, False, True
+            return running
+        self._num_beside += 1
         active = [sequence for sequence in running if not is_background(sequence)]
         self.num_paused = len(running) - len(active)
         return active
+
+    @property
+    def max_tokens(self) -> int | None:
+        """Maximum number of tokens of background sequences in the step; `None` if they count like others."""
+        if self._period == 1:
+            return None
+        return TURN_TOKENS if self._is_turn else FIRST_TOKENS << min(self._num_alone // GROWTH_STEPS, 20)
 
     @property
     def may_resume(self) -> bool:
@@ -74,8 +95,9 @@ class BackgroundTurns:
     @property
     def is_next_different(self) -> bool:
         """Whether the next step has other sequences than the last one because a turn begins or ends."""
-        return self._is_turn or self._num_steps >= TURN_STEPS - 1
+        return self._is_turn or self._num_beside >= self._period - 1 > 0
 
     def ahead(self) -> None:
         """Count a step with the sequences of the last one."""
-        self._num_steps += self.may_resume
+        self._num_beside += self.may_resume
+        self._num_alone += self._are_known and not self.is_paused

@@ -7,8 +7,9 @@ from unit.engine.schedule.plan.test_pipeline import ahead_engine
 
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import MAX_PRIORITY, SamplingParams
+from kvferry.core.settings.engine import SchedulerLimits
 from kvferry.engine.schedule.messages import EngineRequest
-from kvferry.engine.schedule.policies.background import TURN_STEPS
+from kvferry.engine.schedule.policies.background import FIRST_TOKENS, GROWTH_STEPS, TURN_TOKENS
 from kvferry.engine.schedule.step.kv_progress import RemoteKv
 
 PAUSING = ["fcfs", "priority", "srtf", "two-level"]
@@ -35,17 +36,17 @@ def test_a_background_sequence_pauses_beside_others_and_continues_after_them(sch
 
 @pytest.mark.parametrize("scheduling", PAUSING)
 def test_beside_others_it_takes_part_in_one_of_many_steps(scheduling: str) -> None:
-    engine, runner = an_engine(limits=small_limits(scheduling=scheduling))
+    engine, runner = an_engine(limits=small_limits(scheduling=scheduling, background_steps=32))
     engine.add(a_request("client", CLIENT, max_tokens=100))
     engine.add(a_request("batch", BATCH, max_tokens=3, priority=MAX_PRIORITY))
     tokens = run_until_idle(engine)
     assert tokens == {"client": expected_tokens(CLIENT, 100), "batch": expected_tokens(BATCH, 3)}
     together = [step for step, found in enumerate(names(runner), start=1) if "batch" in found]
-    assert together == [TURN_STEPS + 1, 2 * TURN_STEPS + 1, 3 * TURN_STEPS + 1]
+    assert together == [32 + 1, 2 * 32 + 1, 3 * 32 + 1]
 
 
 def test_steps_beside_a_paused_sequence_are_planned_ahead() -> None:
-    engine, runner = ahead_engine()
+    engine, runner = ahead_engine(limits=small_limits(background_steps=32))
     engine.add(EngineRequest(RequestId("batch"), BATCH, greedy(20), priority=MAX_PRIORITY))
     engine.step()
     engine.step()
@@ -61,8 +62,13 @@ def greedy(max_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=max_tokens)
 
 
-def test_a_weighted_policy_gives_it_a_share_instead() -> None:
-    engine, runner = an_engine(limits=small_limits(scheduling="weighted", class_weights="0=3,1000=1"))
+@pytest.mark.parametrize(
+    "limits",
+    [small_limits(scheduling="weighted", class_weights="0=3,1000=1"), small_limits(background_steps=1)],
+    ids=["weighted", "never pauses"],
+)
+def test_by_setting_it_is_computed_like_others(limits: SchedulerLimits) -> None:
+    engine, runner = an_engine(limits=limits)
     engine.add(a_request("batch", BATCH, max_tokens=6, priority=MAX_PRIORITY))
     engine.add(a_request("client", CLIENT, max_tokens=6))
     run_until_idle(engine)
@@ -73,13 +79,13 @@ def test_a_weighted_policy_gives_it_a_share_instead() -> None:
 @pytest.mark.parametrize("limits", [{"max_num_seqs": 1}, {"max_num_seqs": 8}])
 def test_it_gives_way_to_a_sequence_that_lacks_a_place_or_pages(scheduling: str, limits: dict[str, int]) -> None:
     engine, runner = an_engine(num_blocks=8, limits=small_limits(scheduling=scheduling, **limits))
-    engine.add(a_request("batch", list(range(20)), max_tokens=4, priority=MAX_PRIORITY))
+    engine.add(a_request("batch", list(range(16)), max_tokens=8, priority=MAX_PRIORITY))
     engine.step()
     engine.add(a_request("client", list(range(30, 48)), max_tokens=4))
     tokens = run_until_idle(engine)
     assert engine.scheduler.num_preemptions == 1
     assert tokens["client"] == expected_tokens(list(range(30, 48)), 4)
-    assert tokens["batch"] == expected_tokens(list(range(20)), 4)[1:], "one was written before"
+    assert tokens["batch"] == expected_tokens(list(range(16)), 8)[1:], "one was written before"
     assert names(runner)[1:5] == [{"client"}] * 4
     assert engine.is_idle
 
@@ -118,3 +124,31 @@ def test_it_continues_while_the_kv_of_another_sequence_is_loaded() -> None:
     loader.end("lost")
     run_until_idle(engine)
     assert engine.is_idle
+
+
+def test_steps_of_the_background_alone_are_short_at_first_and_grow() -> None:
+    engine, runner = an_engine(num_blocks=512, max_model_tokens=1024, limits=small_limits(token_budget=512))
+    prompt = [number % 90 for number in range(1000)]
+    engine.add(a_request("batch", prompt, max_tokens=60, priority=MAX_PRIORITY))
+    tokens = run_until_idle(engine)
+    assert tokens == {"batch": expected_tokens(prompt, len(tokens["batch"]))}
+    counts = [plan.scheduled[0].num_scheduled for plan in runner.steps]
+    assert counts[: GROWTH_STEPS - 1] == [FIRST_TOKENS] * (GROWTH_STEPS - 1)
+    assert counts[GROWTH_STEPS] == 2 * FIRST_TOKENS
+    engine.add(a_request("client", CLIENT, max_tokens=1))
+    run_until_idle(engine)
+    engine.add(a_request("next", prompt[::-1], max_tokens=1, priority=MAX_PRIORITY))
+    engine.step()
+    assert runner.steps[-1].scheduled[0].num_scheduled == FIRST_TOKENS
+
+
+def test_beside_others_few_tokens_of_the_background_are_computed() -> None:
+    engine, runner = an_engine(limits=small_limits(background_steps=4, max_num_seqs=32), num_blocks=256)
+    for number in range(20):
+        engine.add(a_request(f"batch {number}", [number, 1], max_tokens=9, priority=MAX_PRIORITY))
+    engine.step()
+    engine.add(a_request("client", CLIENT, max_tokens=40))
+    run_until_idle(engine)
+    beside = [plan for plan in runner.steps if "client" in {str(item.request_id) for item in plan.scheduled}]
+    counts = [sum(item.num_scheduled for item in plan.scheduled if item.request_id != "client") for plan in beside]
+    assert counts == [0, 0, 0, TURN_TOKENS] * 10
