@@ -87,7 +87,7 @@ def main() -> None:
     arguments = parser.parse_args()
     addresses = ("--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--admin", "127.0.0.1:0", "--json")
     flags = tuple(f"--{flag}" if number % 2 == 0 else flag for number, flag in enumerate(arguments.flags))
-    with running("up", "--both", "1", *addresses, *flags) as stack:
+    with running("up", "--prefill", "0", "--decode", "0", "--both", "1", *addresses, *flags) as stack:
         ready = stack.wait_for("ready")
         model = httpx.get(f"http://{ready['http']}/v1/models", trust_env=False).json()["data"][0]["id"]
         grpc, alone, beside, completed = str(ready["grpc"]), Canary(), Canary(), 0
