@@ -103,6 +103,28 @@ GATEWAY_RECORD_BYTES = Metric(
     MetricKind.COUNTER,
     "Bytes of records of streams that were written to Redis, with what Redis needs besides, approximate.",
 )
+GATEWAY_STATE_CALLS = Metric(
+    "kvferry_gateway_state_calls_total",
+    MetricKind.COUNTER,
+    "Calls of the Redis server that gateways share, by the part that called and by outcome: ok, no connection "
+    "(unreachable), no answer in time (slow), out of memory (full), a replica (read_only), another error.",
+    ("part", "outcome"),
+    values={
+        "part": ("streams", "quotas", "responses"),
+        "outcome": ("ok", "unreachable", "slow", "full", "read_only", "error"),
+    },
+)
+GATEWAY_STATE_SECONDS = Metric(
+    "kvferry_gateway_state_quota_wait_seconds",
+    MetricKind.HISTOGRAM,
+    "Time for which a request waited for quota from the server that gateways share; most requests do not wait.",
+    buckets=(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0),
+)
+GATEWAY_STATE_ALONE = Metric(
+    "kvferry_gateway_state_quotas_alone",
+    MetricKind.GAUGE,
+    "1 while the shared server does not answer, and this gateway has its part of each quota only; else 0.",
+)
 GATEWAY_RELEASES = Metric(
     "kvferry_gateway_releases_total",
     MetricKind.COUNTER,

@@ -10,6 +10,7 @@ from kvferry.core.errors import UsageError
 from kvferry.core.ids import new_incarnation
 from kvferry.core.traces.spans import Tracer
 from kvferry.gateway.admission.flow_gate import FlowGate
+from kvferry.gateway.admission.quota_sync import QuotaSync
 from kvferry.gateway.admission.tenants import Tenants
 from kvferry.gateway.batches.batch_run import RunParts
 from kvferry.gateway.batches.batch_runner import BatchRunner
@@ -46,10 +47,11 @@ from kvferry.gateway.observe.instruments import GatewayInstruments
 from kvferry.gateway.observe.request_trace.trace_file import TraceFile
 from kvferry.gateway.observe.request_trace.trace_line import TracedSample
 from kvferry.gateway.resume.resumption import StreamResumption
-from kvferry.gateway.resume.state_url import parse_state_url
 from kvferry.gateway.resume.stream_records import StreamRecords
 from kvferry.gateway.resume.stream_store import RecordLimits, StreamStore
-from kvferry.gateway.resume.token_batches import PoolSeal
+from kvferry.gateway.state.pool_seal import PoolSeal
+from kvferry.gateway.state.state_client import StateClient
+from kvferry.gateway.state.state_url import parse_state_url
 from kvferry.gateway.status import GatewayStatus
 from kvferry.rpc.otlp import open_tracer
 from kvferry.rpc.tls.pool_tls import PoolTls
@@ -92,8 +94,18 @@ class GatewayParts:
     client_app: ASGIApp
     """The application of `client_api`."""
     admin_api: AdminApi
-    resumption: StreamResumption | None = None
-    """Records and continues streams; `None` without shared state."""
+    shared: "SharedState | None" = None
+    """What this gateway shares with others; `None` if it has its own state."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedState:
+    """The parts of a gateway whose state all gateways of the pool share."""
+
+    client: StateClient
+    resumption: StreamResumption
+    """Records and continues streams."""
+    quotas: QuotaSync
 
 
 def build_gateway(
@@ -136,6 +148,7 @@ def build_gateway(
     CacheMapCollector(cache_map, cache_feeds, registry)
     PoolCollector(membership, holding, waker, registry)
 
+    shared = None if config.state is None else _shared(config, config.state, clock, instruments, str(incarnation))
     dispatching = DispatchConfig(config.routing, config.retry, config.max_streams, config.tenant_key)
     routing = build_routing(fleet, clock, dispatching, instruments, cache_map)
     gate = FlowGate(
@@ -153,6 +166,7 @@ def build_gateway(
         uncached=routing.routes.uncached_tokens,
         holding=None if pool is None else holding,
         waker=waker,
+        shared=None if shared is None else shared.quotas,
     )
     request_trace = None if config.request_trace is None else TraceFile(*config.request_trace, config.tenant_key)
     dispatcher = Dispatcher(
@@ -188,7 +202,6 @@ def build_gateway(
     batches = None if config.batches is None else BatchService(config.batches, clock)
     access = AdminAccess(is_loopback_address(config.admin_address), config.admin_token_file, clock)
     access.warn()
-    resumption = None if config.state is None else _resumption(config, config.state, clock, instruments)
     client_api = ClientApi(
         service,
         config.http,
@@ -198,7 +211,7 @@ def build_gateway(
         needs_key=tenants.keys.are_required,
         secret=config.tenant_key,
         batches=batches,
-        resumption=resumption,
+        resumption=None if shared is None else shared.resumption,
     )
     client_app = client_api.app()
     admin_api = AdminApi(
@@ -219,14 +232,14 @@ def build_gateway(
         config, clock, pool, certificate, pool_tls, instruments, fleet, membership, cache_map, cache_feeds, waker,
         tenants, gate, dispatcher, pins, service, tracer, request_trace, status, batches,
         None if batches is None else _batch_runner(batches, service, client_app, gate, tenants, instruments),
-        client_api, client_app, admin_api, resumption,
+        client_api, client_app, admin_api, shared,
     )  # fmt: skip
 
 
-def _resumption(
-    config: GatewayConfig, state: StateConfig, clock: Clock, instruments: GatewayInstruments
-) -> StreamResumption:
-    """Return what records and continues streams.
+def _shared(
+    config: GatewayConfig, state: StateConfig, clock: Clock, instruments: GatewayInstruments, gateway: str
+) -> SharedState:
+    """Return what the gateways of the pool share.
 
     Raises:
         UsageError: the URL is malformed, a package is missing, or the pool has no key.
@@ -239,9 +252,13 @@ def _resumption(
             field="tenant_key",
         )
     seal = PoolSeal(config.tenant_key)
-    store = StreamStore(server, seal.pool, RecordLimits(state.total_bytes))
-    records = StreamRecords(store, clock, instruments)
-    return StreamResumption(records, seal, clock, instruments, config.retry.request_timeout_seconds)
+    client = StateClient(server, lambda part, outcome: instruments.state_calls.labels(part, outcome).inc())
+    records = StreamRecords(StreamStore(client, seal.pool, RecordLimits(state.total_bytes)), clock, instruments)
+    return SharedState(
+        client,
+        StreamResumption(records, seal, clock, instruments, config.retry.request_timeout_seconds),
+        QuotaSync(client, seal, gateway, clock, instruments),
+    )
 
 
 def _batch_runner(

@@ -122,8 +122,9 @@ class Gateway:
             following["waker"] = parts.waker.run()
         if parts.config.tenants_file is not None:
             following["tenants"] = self._follow_tenants()
-        if parts.resumption is not None:
-            following["stream records"] = parts.resumption.records.run()
+        if parts.shared is not None:
+            following["stream records"] = parts.shared.resumption.records.run()
+            following["quotas"] = parts.shared.quotas.run()
         if parts.certificate is not None:
             following["certificate"] = _renew(parts.certificate)
         if parts.pool_tls is not None:
@@ -193,12 +194,13 @@ class Gateway:
         if parts.batches is not None:
             parts.batches.close()
         await parts.dispatcher.wait_idle()
-        if parts.resumption is not None:
-            await parts.resumption.records.drain(_RECORD_SECONDS)
+        if parts.shared is not None:
+            await parts.shared.resumption.records.drain(_RECORD_SECONDS)
         await self._servers.admin.stop()
         await self._stop_tasks(self._following)
-        if parts.resumption is not None:
-            await parts.resumption.records.store.close()
+        if parts.shared is not None:
+            await parts.shared.quotas.leave()
+            await parts.shared.client.close()
         await parts.gate.stop()
         await parts.fleet.stop()
         if parts.pool is not None:

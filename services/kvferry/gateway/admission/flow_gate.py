@@ -20,6 +20,7 @@ from kvferry.core.clock import Clock
 from kvferry.core.errors import DeadlinePassed, Forbidden, KvferryError, Overloaded, Unavailable, UnknownModel
 from kvferry.core.sampling import MAX_PRIORITY
 from kvferry.gateway.admission.flow_report import flow_report
+from kvferry.gateway.admission.quota_sync import QuotaSync
 from kvferry.gateway.admission.request_slot import RequestSlot
 from kvferry.gateway.admission.tenants import Tenants
 from kvferry.gateway.decide.config import FlowConfig
@@ -66,6 +67,7 @@ class FlowGate:
         uncached: UncachedTokens = all_uncached,
         holding: Holding | None = None,
         waker: Waker | None = None,
+        shared: QuotaSync | None = None,
     ) -> None:
         """
         Args:
@@ -78,6 +80,7 @@ class FlowGate:
             holding: limits on requests that wait for a pool's first worker; `None` if the workers are listed: requests
                 that arrive while there are no workers are then dispatched, and fail.
             waker: scales the pool up from zero; `None` disables scaling up.
+            shared: the quotas that this gateway shares with others; `None` if it has its own.
         """
         self._clock = clock
         self._config = config
@@ -89,7 +92,8 @@ class FlowGate:
         self.room = FleetRoom(fleet, config.max_streams, is_held_when_empty=holding is not None)
         """The room of the fleet for further requests."""
         self.controller = FlowController(QueueBounds(config.max_queued, config.max_queued_bytes), config.class_weights)
-        self.quotas = Quotas()
+        self._shared = shared
+        self.quotas = Quotas() if shared is None else shared.quotas
         self._metrics = FlowMetrics(instruments)
         QueueCollector(self.controller, instruments.registry)
         self._waiters: dict[int, asyncio.Event] = {}
@@ -156,6 +160,8 @@ class FlowGate:
             Unavailable: the pool had no workers for too long.
         """
         tenant = slot.work.caller.tenant
+        if self._shared is not None:
+            await self._shared.ensure(tenant, self._tenants.policy(tenant), self._expected_tokens(slot.work))
         try:
             entry = slot.entry = self._submit(slot)
         except KvferryError as error:
@@ -324,7 +330,7 @@ class FlowGate:
             slot.priority = MAX_PRIORITY
         prompt = sum(map(len, work.prompts))
         output = self.quotas.expected_output(work.caller.tenant, work.max_tokens)
-        slot.expected_tokens = prompt * work.num_samples + output * len(work.prompts) * work.num_samples
+        slot.expected_tokens = self._expected_tokens(work)
         begun = work if work.is_search else replace(work, prompts=work.prompts[:1], num_samples=1, num_running=1)
         output *= len(begun.prompts) * begun.num_samples
         first = sum(map(len, begun.prompts))
@@ -351,6 +357,11 @@ class FlowGate:
             entry.prefill_tokens = uncached
         self.controller.submit(entry, now)
         return entry
+
+    def _expected_tokens(self, work: RequestSize) -> float:
+        """Return the tokens that a request is charged before it begins."""
+        output = self.quotas.expected_output(work.caller.tenant, work.max_tokens)
+        return (sum(map(len, work.prompts)) + output * len(work.prompts)) * work.num_samples
 
     @property
     def _own_bounds(self) -> QueueBounds:

@@ -12,8 +12,9 @@ from kvferry.gateway.observe.instruments import GatewayInstruments
 from kvferry.gateway.resume.event_ids import EventId, EventIds, created_of, new_stream_id
 from kvferry.gateway.resume.recorded_source import RecordedSource
 from kvferry.gateway.resume.stream_records import StreamRecord, StreamRecords
-from kvferry.gateway.resume.stream_store import StoreUnavailable
-from kvferry.gateway.resume.token_batches import PoolSeal, RecordedTokens, StreamHeader, joined
+from kvferry.gateway.resume.token_batches import RecordedTokens, StreamHeader, batches_of, header_of, joined
+from kvferry.gateway.state.pool_seal import PoolSeal
+from kvferry.gateway.state.state_client import StoreUnavailable
 from kvferry.serving.request import Request
 from kvferry.serving.text_service import TextService
 
@@ -122,12 +123,12 @@ class StreamResumption:
                 fields = await self._claim(member)
                 epoch = int(fields.get(b"e", b"0"))
                 is_recorded = epoch > 0
-                found = seal.header(fields)
+                found = header_of(seal, fields)
                 if found is not None:
                     _check_same(found, header)
                     header = found
                     request = replace(request, caller=replace(request.caller, request_id=RequestId(found.request_id)))
-                    prior = joined(seal.batches(fields))
+                    prior = joined(batches_of(seal, fields))
             ids = EventIds(attempt.stream_id, digest, attempt.after)
         except ResumeRefused:
             self._instruments.reconnections.labels("refused").inc()

@@ -16,8 +16,10 @@ from kvferry.core.clock import Clock
 from kvferry.core.rare_lines import RareLines, more
 from kvferry.core.sampling import FinishReason, SampledToken
 from kvferry.gateway.observe.instruments import GatewayInstruments
-from kvferry.gateway.resume.stream_store import RecordWrite, StoreUnavailable, StreamStore, WriteResult
-from kvferry.gateway.resume.token_batches import HEADER_FIELD, RecordSeal, StreamHeader, TokenBatch
+from kvferry.gateway.resume.stream_store import RecordWrite, StreamStore, WriteResult
+from kvferry.gateway.resume.token_batches import HEADER_FIELD, StreamHeader, TokenBatch
+from kvferry.gateway.state.pool_seal import ValueSeal
+from kvferry.gateway.state.state_client import StoreUnavailable
 from kvferry.serving.token_source import TokenEvent
 
 _log = logging.getLogger(__name__)
@@ -49,7 +51,7 @@ class StreamRecord:
         self,
         records: "StreamRecords",
         member: bytes,
-        seal: RecordSeal,
+        seal: ValueSeal,
         header: StreamHeader,
         *,
         epoch: int = 0,

@@ -9,17 +9,15 @@
 POOL, TENANT and STREAM are keyed hashes. Records end by their time to live; the scripts subtract those that have ended.
 """
 
-import asyncio
-import ssl
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from importlib import import_module
 from typing import Any
 
-from kvferry.core.errors import KvferryError, UsageError
-from kvferry.gateway.resume.state_url import StateServer
+from kvferry.gateway.state.state_client import StateClient, StateScript
 
+_PART = "streams"
+"""Label of the calls in metrics."""
 _TIMEOUT_SECONDS = 2.0
 """Time limit of a write."""
 CLAIM_SECONDS = 1.0
@@ -97,12 +95,6 @@ return redis.call('HGETALL', KEYS[3])
 )
 
 
-class StoreUnavailable(KvferryError):
-    """Redis does not answer in time, or answers with an error."""
-
-    reason = "STATE_UNAVAILABLE"
-
-
 class WriteResult(IntEnum):
     """Result of the write of one record."""
 
@@ -142,45 +134,20 @@ class RecordWrite:
 
 
 class StreamStore:
-    """Connection to the Redis server of a pool's gateways. Used on the event loop's thread only."""
+    """The records of a pool's streams. Used on the event loop's thread only."""
 
-    def __init__(self, server: StateServer, pool: str, limits: RecordLimits) -> None:
+    def __init__(self, client: StateClient, pool: str, limits: RecordLimits) -> None:
         """
         Args:
-            server: the server; it is connected to with the first command.
+            client: calls the server.
             pool: name of the pool in keys.
             limits: bounds of all records.
-
-        Raises:
-            UsageError: the package that speaks Redis is not installed, or the CA cannot be read.
         """
-        self.server = server
+        self.client = client
         self._prefix = b"{kvferry:%s}:" % pool.encode()
         self._limits = limits
-        redis = _redis()
-        self._failures = (import_module("redis.exceptions").RedisError, OSError, TimeoutError)
-        shared: dict[str, Any] = {
-            "db": server.db,
-            "username": server.username or None,
-            "password": server.password or None,
-            "socket_timeout": _TIMEOUT_SECONDS,
-            "socket_connect_timeout": CLAIM_SECONDS,
-            "retry": import_module("redis.asyncio.retry").Retry(import_module("redis.backoff").NoBackoff(), 0),
-            "max_connections": 8,
-        }
-        if server.socket:
-            pooled = redis.ConnectionPool(
-                connection_class=import_module("redis.asyncio.connection").UnixDomainSocketConnection,
-                path=server.socket,
-                **shared,
-            )
-            self._client: Any = redis.Redis.from_pool(pooled)
-        else:
-            if server.is_tls:
-                shared |= {"ssl": True, "ssl_ca_certs": server.cacert or None, "ssl_cert_reqs": ssl.CERT_REQUIRED}
-            self._client = redis.Redis(host=server.host, port=server.port, **shared)
-        self._write = self._client.register_script(_WRITE)
-        self._claim = self._client.register_script(_CLAIM)
+        self._write = client.script(_PART, _WRITE)
+        self._claim = client.script(_PART, _CLAIM)
 
     async def write(self, writes: Sequence[RecordWrite]) -> list[WriteResult]:
         """Add fields to records, and return the result for each.
@@ -217,30 +184,8 @@ class StreamStore:
             return None
         return dict(zip(found[::2], found[1::2], strict=True))
 
-    async def close(self) -> None:
-        """Close the connections."""
-        await self._client.aclose()
-
     async def _run(
-        self, script: Any, members: Sequence[bytes], arguments: Sequence[bytes | int | float], seconds: float
+        self, script: StateScript, members: Sequence[bytes], arguments: Sequence[bytes | int | float], seconds: float
     ) -> list[Any]:
         keys = [self._prefix + b"ends", self._prefix + b"bytes", *(self._prefix + member for member in members)]
-        try:
-            async with asyncio.timeout(seconds):
-                found: list[Any] = await script(keys, arguments)
-        except self._failures as error:
-            # Not the error's text, which may contain keys and passwords.
-            code = str(error).partition(" ")[0]
-            shown = code if code.isascii() and code.isupper() and code.isalpha() else type(error).__name__
-            raise StoreUnavailable(f"Redis at {self.server.text} failed: {shown}") from error
-        return found
-
-
-def _redis() -> Any:
-    try:
-        return import_module("redis.asyncio")
-    except ImportError as error:
-        raise UsageError(
-            "--state needs a package that is not installed (redis); install it with: pip install 'kvferry[state]'",
-            field="state",
-        ) from error
+        return await script.run(keys, arguments, seconds)

@@ -5,21 +5,14 @@ Values are sealed with a key of their own for each record, and bound to the name
 """
 
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib import import_module
-from secrets import token_bytes
-from typing import Any
 
 import msgspec
-from blake3 import blake3
 
-from kvferry.core.errors import UsageError
 from kvferry.core.sampling import FinishReason, SampledToken
+from kvferry.gateway.state.pool_seal import ValueSeal
 
-_CONTEXT = "kvferry 2026-11 records of streams, version 1"
-_NONCE_BYTES = 12
-_TAG_BYTES = 16
 HEADER_FIELD, EPOCH_FIELD = b"h", b"e"
 
 
@@ -128,88 +121,12 @@ def joined(batches: Mapping[int, TokenBatch]) -> RecordedTokens:
     return replace(found, tokens=tuple(tokens))
 
 
-class PoolSeal:
-    """Derives the names of a pool's records, and their seals, from the pool's key."""
-
-    def __init__(self, secret: bytes) -> None:
-        """
-        Args:
-            secret: the pool's key, the same for all gateways; never logged.
-
-        Raises:
-            UsageError: the package that encrypts is not installed.
-        """
-        self._key = blake3(secret, derive_key_context=_CONTEXT).digest()
-        self._aead: Any = _aead()
-        self.pool = self._mac(b"pool").hex()[:12]
-        """Name of the pool in keys."""
-
-    def member(self, tenant: str, stream_id: str) -> bytes:
-        """Return the name of a stream's record: a hash of its tenant, and one of tenant and stream, 16 and 32
-        hexadecimal digits."""
-        owner = self._mac(b"tenant\0" + tenant.encode())
-        return b"%s:%s" % (
-            owner.hex()[:16].encode(),
-            self._mac(b"stream\0" + stream_id.encode() + b"\0" + tenant.encode()).hex()[:32].encode(),
-        )
-
-    def seed(self, tenant: str, stream_id: str) -> int:
-        """Return the seed of a stream whose request has none: 63 bits."""
-        return int.from_bytes(self._mac(b"seed\0" + stream_id.encode() + b"\0" + tenant.encode())[:8]) >> 1
-
-    def seal(self, member: bytes) -> "RecordSeal":
-        """Return the seal of a record's values."""
-        return RecordSeal(self._aead(self._mac(b"seal\0" + member)))
-
-    def _mac(self, data: bytes) -> bytes:
-        return blake3(data, key=self._key).digest()
+def header_of(seal: ValueSeal, fields: Mapping[bytes, bytes]) -> StreamHeader | None:
+    """Return the header among a record's fields; `None` if there is none that this pool sealed for this record."""
+    return seal.opened(HEADER_FIELD, fields.get(HEADER_FIELD, b""), StreamHeader)
 
 
-class RecordSeal:
-    """Encrypts and opens the values of one record."""
-
-    def __init__(self, aead: Any) -> None:
-        self._aead = aead
-
-    def sealed(self, field: bytes, value: StreamHeader | TokenBatch) -> bytes:
-        """Encrypt the value of a field."""
-        nonce = token_bytes(_NONCE_BYTES)
-        return nonce + bytes(self._aead.encrypt(nonce, msgspec.msgpack.encode(value), field))
-
-    def header(self, fields: Mapping[bytes, bytes]) -> StreamHeader | None:
-        """Return the header among a record's fields; `None` if there is none that this pool sealed for this record."""
-        found: StreamHeader | None = self._opened(HEADER_FIELD, fields.get(HEADER_FIELD, b""), StreamHeader)
-        return found
-
-    def batches(self, fields: Mapping[bytes, bytes]) -> dict[int, TokenBatch]:
-        """Return the batches among a record's fields by their first position, without those that do not open."""
-        return {int(name): batch for name, batch in self._opened_batches(fields.items())}
-
-    def _opened_batches(self, fields: Iterable[tuple[bytes, bytes]]) -> Iterable[tuple[bytes, TokenBatch]]:
-        for name, value in fields:
-            if name.isdigit() and (batch := self._opened(name, value, TokenBatch)) is not None:
-                yield name, batch
-
-    def _opened(self, field: bytes, value: bytes, kind: Any) -> Any:
-        if len(value) < _NONCE_BYTES + _TAG_BYTES:
-            return None
-        try:
-            plain = self._aead.decrypt(value[:_NONCE_BYTES], value[_NONCE_BYTES:], field)
-            return msgspec.msgpack.decode(plain, type=kind)
-        except (_invalid_tag(), msgspec.DecodeError):  # ValidationError is a DecodeError
-            return None
-
-
-def _aead() -> Any:
-    try:
-        return import_module("cryptography.hazmat.primitives.ciphers.aead").ChaCha20Poly1305
-    except ImportError as error:
-        raise UsageError(
-            "--state needs a package that is not installed (cryptography); install it with: pip install "
-            "'kvferry[state]'",
-            field="state",
-        ) from error
-
-
-def _invalid_tag() -> Any:
-    return import_module("cryptography.exceptions").InvalidTag
+def batches_of(seal: ValueSeal, fields: Mapping[bytes, bytes]) -> dict[int, TokenBatch]:
+    """Return the batches among a record's fields by their first position, without those that do not open."""
+    opened = ((name, seal.opened(name, value, TokenBatch)) for name, value in fields.items() if name.isdigit())
+    return {int(name): batch for name, batch in opened if batch is not None}

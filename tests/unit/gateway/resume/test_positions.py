@@ -23,10 +23,12 @@ from kvferry.gateway.http.openai.generation import Generation, prepare_chat, pre
 from kvferry.gateway.observe.instruments import GatewayInstruments
 from kvferry.gateway.resume.event_ids import EventId, EventIds, EventPart, created_of, new_stream_id
 from kvferry.gateway.resume.recorded_source import RecordedSource
-from kvferry.gateway.resume.state_url import StateServer
 from kvferry.gateway.resume.stream_records import StreamRecord, StreamRecords
 from kvferry.gateway.resume.stream_store import RecordLimits, StreamStore, WriteResult
-from kvferry.gateway.resume.token_batches import PoolSeal, RecordedTokens, StreamHeader
+from kvferry.gateway.resume.token_batches import RecordedTokens, StreamHeader
+from kvferry.gateway.state.pool_seal import PoolSeal
+from kvferry.gateway.state.state_client import StateClient
+from kvferry.gateway.state.state_url import StateServer
 from kvferry.serving.request import Caller, Request
 from kvferry.serving.text_service import TextService
 from kvferry.serving.token_source import TokenEvent
@@ -103,7 +105,7 @@ SEAL = PoolSeal(b"key")
 @functools.cache
 def unwritten_records() -> StreamRecords:
     """Return records that are never written: nothing runs the writer."""
-    store = StreamStore(StateServer("redis://127.0.0.1:1", "127.0.0.1", 1), SEAL.pool, RecordLimits())
+    store = StreamStore(StateClient(StateServer("redis://127.0.0.1:1", "127.0.0.1", 1)), SEAL.pool, RecordLimits())
     return StreamRecords(store, SystemClock(), GatewayInstruments())
 
 

@@ -19,9 +19,11 @@ from kvferry.core.clock import SystemClock
 from kvferry.core.errors import UsageError
 from kvferry.core.sampling import SampledToken
 from kvferry.gateway.decide.config import HttpConfig, StateConfig
-from kvferry.gateway.resume.state_url import parse_state_url
-from kvferry.gateway.resume.stream_store import RecordLimits, RecordWrite, StoreUnavailable, StreamStore, WriteResult
-from kvferry.gateway.resume.token_batches import PoolSeal, TokenBatch, joined
+from kvferry.gateway.resume.stream_store import RecordLimits, RecordWrite, StreamStore, WriteResult
+from kvferry.gateway.resume.token_batches import TokenBatch, batches_of, joined
+from kvferry.gateway.state.pool_seal import PoolSeal
+from kvferry.gateway.state.state_client import StateClient, StoreUnavailable
+from kvferry.gateway.state.state_url import parse_state_url
 
 KEY = b"k" * 32
 BODY = {"prompt": "hi", "max_tokens": 100, "stream": True}
@@ -131,10 +133,10 @@ async def test_another_gateway_continues_what_the_first_has_not_finished(url: st
 
 async def drained(gateway: ScriptedGateway) -> None:
     """Wait until all records are written."""
-    resumption = gateway.gateway.parts.resumption
-    assert resumption is not None
+    shared = gateway.gateway.parts.shared
+    assert shared is not None
     async with asyncio.timeout(10):
-        await resumption.records.drain(10)
+        await shared.resumption.records.drain(10)
 
 
 async def test_the_rest_without_a_record_is_computed_again(url: str, server: RedisServer) -> None:
@@ -257,8 +259,8 @@ async def test_streams_go_on_without_redis(server: RedisServer, url: str, fault:
 async def test_the_earlier_gateway_ends_a_stream_that_is_continued_elsewhere(url: str) -> None:
     body = BODY | {"max_tokens": 480}
     async with two_gateways(url) as (first, second):
-        resumption = first.gateway.parts.resumption
-        assert resumption is not None
+        shared = first.gateway.parts.shared
+        assert shared is not None
         stream: list[tuple[str, Any]] = []
         rest: list[tuple[str, Any]] = []
         content, headers = json.dumps(body), {"content-type": "application/json"}
@@ -285,7 +287,7 @@ async def test_the_earlier_gateway_ends_a_stream_that_is_continued_elsewhere(url
 
 
 def store_of(url: str, total_bytes: int = 1 << 20, pool: str = "p") -> StreamStore:
-    return StreamStore(parse_state_url(url), pool, RecordLimits(total_bytes))
+    return StreamStore(StateClient(parse_state_url(url)), pool, RecordLimits(total_bytes))
 
 
 def member(tenant: int, stream: int) -> bytes:
@@ -308,7 +310,7 @@ async def test_a_claim_ends_the_writes_of_the_earlier_owner(url: str) -> None:
         assert await store.claim(member(1, 3), 60.0) == {b"e": b"1"}
         assert await store.write([write(member(1, 3))]) == [WriteResult.FENCED]
     finally:
-        await store.close()
+        await store.client.close()
 
 
 async def test_records_of_clients_that_never_return_stay_within_the_bound(url: str, server: RedisServer) -> None:
@@ -326,7 +328,7 @@ async def test_records_of_clients_that_never_return_stay_within_the_bound(url: s
         claimed = await store.claim(member(1, 10_001), 60.0)
         assert claimed is None, "a claim needs room too"
     finally:
-        await store.close()
+        await store.client.close()
 
 
 async def test_the_bytes_of_records_that_have_ended_are_free_again(url: str, server: RedisServer) -> None:
@@ -340,7 +342,7 @@ async def test_the_bytes_of_records_that_have_ended_are_free_again(url: str, ser
         assert bytes_in(server) == 256
         assert server.ask(b"HKEYS", prefix() + b"bytes") != []
     finally:
-        await store.close()
+        await store.client.close()
 
 
 def prefix() -> bytes:
@@ -364,9 +366,9 @@ async def test_a_write_that_is_repeated_overwrites_itself(url: str) -> None:
         await store.write([RecordWrite(name, 0, 60.0, {b"9": seal.sealed(b"9", TokenBatch.of([SampledToken(9)]))})])
         fields = await store.claim(name, 60.0)
         assert fields is not None
-        assert [token.token_id for token in joined(seal.batches(fields)).tokens] == [0, 1, 2, 3, 4]
+        assert [token.token_id for token in joined(batches_of(seal, fields)).tokens] == [0, 1, 2, 3, 4]
     finally:
-        await store.close()
+        await store.client.close()
 
 
 async def test_errors_name_the_server_and_no_password(server: RedisServer) -> None:
@@ -376,7 +378,7 @@ async def test_errors_name_the_server_and_no_password(server: RedisServer) -> No
             await store.claim(member(1, 1), 60.0)
         assert "hunter2" not in found.value.message
     finally:
-        await store.close()
+        await store.client.close()
 
 
 @pytest.mark.parametrize(

@@ -110,14 +110,14 @@ class Quotas:
         account = self.account(tenant)
         limit = policy.concurrent_requests
         if limit is not None and account.num_open >= limit:
-            raise _over(tenant, "concurrent_requests", limit, account.seconds / limit)
+            raise over_quota(tenant, "concurrent_requests", limit, account.seconds / limit)
         self.check_requests(tenant, policy, now)
         if policy.tokens_per_minute is not None:
             bucket = account.tokens = account.tokens or Bucket(policy.token_capacity, now)
             bucket.refill(policy.tokens_per_minute, policy.token_capacity, now)
             wait = bucket.wait_seconds(tokens, policy.tokens_per_minute, policy.token_capacity)
             if wait:
-                raise _over(tenant, "tokens_per_minute", policy.tokens_per_minute, wait)
+                raise over_quota(tenant, "tokens_per_minute", policy.tokens_per_minute, wait)
 
     def check_requests(self, tenant: str, policy: TenantPolicy, now: float) -> None:
         """Check that the quota of requests allows one more.
@@ -132,7 +132,7 @@ class Quotas:
         """
         wait = self._request_wait(self.account(tenant), policy, now)
         if wait:
-            raise _over(tenant, "requests_per_minute", policy.requests_per_minute, wait)
+            raise over_quota(tenant, "requests_per_minute", policy.requests_per_minute, wait)
 
     def _request_wait(self, account: Account, policy: TenantPolicy, now: float) -> float:
         if policy.requests_per_minute is None:
@@ -203,7 +203,7 @@ class Quotas:
             account.tokens.level -= tokens
 
 
-def _over(tenant: str, quota: str, limit: float | None, wait: float) -> QuotaExceeded:
+def over_quota(tenant: str, quota: str, limit: float | None, wait: float) -> QuotaExceeded:
     seconds = min(MAX_WAIT_SECONDS, max(MIN_RETRY_SECONDS, wait))
     whose = f"tenant {tenant!r}" if tenant else "the default tenant"
     error = QuotaExceeded(
