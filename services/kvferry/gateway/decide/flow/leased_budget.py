@@ -115,18 +115,21 @@ class LeasedBudget:
             level = min(capacity, self._level + max(0.0, now - self.seen_at) * per_minute / 60.0)
         return max(0.0, level) / gateways
 
-    def report(self, per_minute: float, capacity: float, now: float) -> BudgetReport:
+    def report(self, per_minute: float, capacity: float, now: float, *, settles: bool = False) -> BudgetReport:
         """Return the report that is due; what it may give back is not used until its answer.
 
         Args:
             per_minute: units that the shared bucket gains per minute.
             capacity: its size.
             now: monotonic seconds.
+            settles: whether the report only says what was used, and wants nothing.
         """
         fresh = max(0.0, self._spent - self._sent[1]) + self._refused
         self._demand = max(fresh, self._demand * 0.5 ** ((now - self._reported_at) / INTERVAL_SECONDS))
         self._reported_at = now
-        if self._demand < self._last_cost / 4:
+        if settles:
+            self._used_at, self._need = -math.inf, 0.0
+        if settles or self._demand < self._last_cost / 4:
             self._demand = 0.0
         firm = min(capacity, self._demand)
         is_kept = now - self._used_at < _KEPT_SECONDS and self._last_cost <= capacity / _KEPT_PART

@@ -6,7 +6,7 @@ bucket had, and its part of each limit from then on.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from kvferry.gateway.decide.flow.leased_budget import (
     INTERVAL_SECONDS,
@@ -274,9 +274,12 @@ class SharedQuotas(Quotas):
 
     def _report(self, tenant: str, lease: _TenantLease, now: float) -> LeaseReport:
         lease.reported_at, lease.is_waited_for = now, False
-        made = {name: budget.report(rate, capacity, now) for name, budget, rate, capacity in lease.budgets()}
-        if lease.alone_at is not None:  # what all have used meanwhile is charged before any gets more
-            made = {name: replace(each, firm=0.0, target=0.0, need=0.0) for name, each in made.items()}
+        # What all have used without an answer is charged before any gets more.
+        settles = lease.alone_at is not None
+        made = {
+            name: budget.report(rate, capacity, now, settles=settles)
+            for name, budget, rate, capacity in lease.budgets()
+        }
         limit, slots = lease.policy.concurrent_requests, _NO_SLOTS
         if limit is not None:
             slots = lease.slots.report(limit, self.account(tenant).num_open, now)
