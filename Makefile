@@ -13,7 +13,7 @@ NODE_PACKAGES := containerd runc containernetworking-plugins nftables conntrack 
 PROTOS := $(wildcard proto/kvferry/v1/*.proto)
 CPP := $(wildcard kernels/cpu/*.[ch]pp kernels/cpu/*/*.[ch]pp)
 
-.PHONY: release fuzz endurance siege sanitize help run setup redis test check format lint types layers proto golden verify lock bench bench-gpu bench-tiers bench-transfer bench-turns bench-hints bench-ranks bench-batches bench-bursts bench-adapters bench-constraints bench-cache-map bench-flow bench-gateway bench-resume bench-tenants bench-hostile-schemas bench-routing bench-scheduler bench-speculation train-head bench-moe bench-peers bench-async-steps bench-steps bench-calibration bench-tls results explore faults test-clients test-long test-gpu test-cluster cluster-assets zero-loss cluster-up cluster-down image node-tools coverage clean
+.PHONY: release fuzz endurance siege sanitize help run setup redis test check format lint types layers proto golden verify lock bench bench-gpu bench-tiers bench-transfer bench-turns bench-hints bench-ranks bench-batches bench-bursts bench-adapters bench-constraints bench-cache-map bench-flow bench-gateway bench-resume bench-state bench-tenants bench-hostile-schemas bench-routing bench-scheduler bench-speculation train-head bench-moe bench-peers bench-async-steps bench-steps bench-calibration bench-tls results explore faults test-clients test-long test-gpu test-cluster cluster-assets zero-loss cluster-up cluster-down image node-tools coverage clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -142,6 +142,9 @@ bench-gateway: $(READY) ## the gateway's overhead and streamed tokens, with a st
 
 bench-resume: $(READY) ## what records of streams cost a gateway, in pairs; tests/bench/results/resume.csv
 	@$(BIN)/python tests/bench/bench_resume.py $(ARGS)
+
+bench-state: $(READY) ## what shared quotas cost a request, and what gateways admit; tests/bench/results/state.csv
+	@$(BIN)/python tests/bench/bench_state.py $(ARGS)
 
 bench-tenants: $(READY) ## latencies beside a tenant that sends a hundred times its quota; tests/bench/results/tenants.csv
 	@$(BIN)/python tests/bench/bench_tenants.py $(ARGS)

@@ -62,7 +62,7 @@ def test_each_http_status_of_an_error_is_a_value() -> None:
 def test_each_reason_of_a_refusal_in_the_code_is_a_value() -> None:
     quotas = (ROOT / "services/kvferry/gateway/decide/flow/quotas.py").read_text("utf-8")
     gate = (ROOT / "services/kvferry/gateway/admission/flow_gate.py").read_text("utf-8")
-    found = set(re.findall(r'_over\(tenant, "(\w+)"', quotas))
+    found = set(re.findall(r'over_quota\(tenant, "(\w+)"', quotas))
     found |= set(re.findall(r'"(\w+)"', gate[gate.index("def _reason(") :])) - {"POOL_EMPTY"}
     assert {*found, "cancelled", "model"} == set(metrics.GATEWAY_REFUSALS.values["reason"])
 

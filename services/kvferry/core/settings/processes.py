@@ -295,7 +295,8 @@ STATE = (
     Setting(
         "state",
         "",
-        "Redis server that all gateways of a pool share, with which streams outlive their gateway: "
+        "Redis server that all gateways of a pool share: quotas are those of all together, and streams outlive their "
+        "gateway; "
         "redis://HOST:6379/0, rediss://..., redis+unix:///PATH; with a password: ?password_file=FILE. Default: none.",
         parse=Parser("URL", str),
     ),

@@ -1,0 +1,135 @@
+"""What shared quotas cost a request, in alternating pairs with and without `--state`, and what three gateways admit.
+
+    make bench-state                          eight pairs
+    make bench-state ARGS="--pairs 4"
+
+Gateways, a stub worker that generates nothing and a Redis server run all the time. All gateways have a quota of
+requests. Rows are appended to tests/bench/results/state.csv.
+
+latency   requests with one token at a constant rate, from the planned send to the last byte; no quota is used up
+admitted  requests that three gateways admit together, at twice the tenant's limit, as a share of the limit; "off": the
+          same gateways, each with its own quota
+"""
+
+import argparse
+import asyncio
+import os
+import statistics
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from datetime import UTC, datetime
+from pathlib import Path
+
+from bench_gateway import MODEL, TEXT, answer, body_of, open_loop, prompts, stub, wait_ready
+from harness.machine import cpu_name
+from harness.servers.processes import running
+from harness.servers.redis_server import redis_server
+from harness.servers.worker_channel import TEST_KEYS
+
+from kvferry.bench.commit import commit
+from kvferry.bench.rows import append_csv
+from kvferry.model.source import open_model
+
+RESULTS = Path(__file__).parent / "results" / "state.csv"
+CONNECTIONS = 32
+LIMIT_PER_SECOND, BURST = 20, 20
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+async def latency(http: str, rate: float, seconds: float, asked: Sequence[str]) -> float:
+    """Return the median time of a request with one token, in milliseconds."""
+    host, _, port = http.rpartition(":")
+    requests = [body_of(prompt, 1, stream=False) for prompt in asked]
+    idle: asyncio.Queue[Connection] = asyncio.Queue()
+    for _ in range(CONNECTIONS):
+        idle.put_nowait(await asyncio.open_connection(host, int(port)))
+
+    async def call(number: int) -> None:
+        reader, writer = await idle.get()
+        writer.write(requests[number % len(requests)])
+        await answer(reader)
+        idle.put_nowait((reader, writer))
+
+    await open_loop(call, rate, 0.5)
+    taken = await open_loop(call, rate, seconds)
+    while not idle.empty():
+        idle.get_nowait()[1].close()
+    return 1e3 * statistics.median(taken)
+
+
+async def admitted(https: Sequence[str], rate: float, seconds: float) -> int:
+    """Return how many requests the gateways admit, which get them in turns."""
+    request, found = body_of("hi", 1, stream=False), 0
+
+    async def call(number: int) -> None:
+        nonlocal found
+        host, _, port = https[number % len(https)].rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(request)
+        head = await reader.readuntil(b"\r\n\r\n")
+        found += head.startswith(b"HTTP/1.1 200")
+        writer.close()
+
+    await open_loop(call, rate, seconds)
+    return found
+
+
+def measure(pairs: int, rate: float, seconds: float) -> list[dict[str, object]]:
+    """Measure gateways with and without shared state in turns."""
+    token = open_model(MODEL).tokenizer.encode(TEXT, add_special=False)[0]
+    asked, rows = prompts(64), list[dict[str, object]]()
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        for name, per_minute, burst in (("many", 10**9, 10**9), ("few", 60 * LIMIT_PER_SECOND, BURST)):
+            (folder / name).write_text(f"[default]\nrequests_per_minute = {per_minute}\nrequest_burst = {burst}\n")
+        redis = stack.enter_context(redis_server())
+        worker = stack.enter_context(stub(token, 1))
+        flags = (
+            "--both", f"{worker}/{worker.rpartition(':')[2]}", "--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0",
+            "--model", MODEL, "--batch-folder", "off",
+        )  # fmt: skip
+
+        def gateways(tenants: str, database: int | None, number: int) -> list[str]:
+            """Start gateways, and return their addresses."""
+            state = () if database is None else ("--state", f"redis://127.0.0.1:{redis.port}/{database}")
+            more = ("--tenants", str(folder / tenants), *state)
+            started = [stack.enter_context(running("gateway", *flags, *more, env=TEST_KEYS)) for _ in range(number)]
+            https = [str(each.wait_for("listening")["http"]) for each in started]
+            for http in https:
+                wait_ready(http)
+            return https
+
+        single = {"off": gateways("many", None, 1), "on": gateways("many", 0, 1)}
+        three = {"off": gateways("few", None, 3), "on": gateways("few", 1, 3)}
+        for pair in range(pairs):
+            values: dict[str, dict[str, float]] = {"latency p50": {}, "admitted": {}}
+            for name in ("off", "on") if pair % 2 == 0 else ("on", "off"):
+                values["latency p50"][name] = round(asyncio.run(latency(single[name][0], rate, seconds, asked)), 3)
+                # A bucket that refusals have emptied, so that all that is admitted is what it gains.
+                asyncio.run(admitted(three[name], 6 * LIMIT_PER_SECOND, 4.0))
+                count = asyncio.run(admitted(three[name], 2 * LIMIT_PER_SECOND, 2 * seconds))
+                values["admitted"][name] = round(count / (LIMIT_PER_SECOND * 2 * seconds), 3)
+            for cell, unit in (("latency p50", "ms"), ("admitted", "of the limit")):
+                rows.append({"pair": pair, "cell": cell, **values[cell], "unit": unit})
+                print(f"pair {pair}  {cell:12} off {values[cell]['off']:8.3f}  on {values[cell]['on']:8.3f} {unit}")
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--pairs", type=int, default=8)
+    parser.add_argument("--rate", type=float, default=100.0, help="requests per second")
+    parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--csv", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    common = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"), "commit": commit(), "cpu": cpu_name(),
+        "load_average": os.getloadavg()[0],
+    }  # fmt: skip
+    rows = measure(arguments.pairs, arguments.rate, arguments.seconds)
+    append_csv(arguments.csv, [{**common, **row} for row in rows])
+
+
+if __name__ == "__main__":
+    main()
