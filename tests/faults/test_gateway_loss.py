@@ -201,3 +201,22 @@ def test_streams_that_outlast_the_drain_continue_elsewhere(
                 victim.process.terminate()
         assert victim.process.wait(SECONDS) == 0
     assert text_of(got) == text_of(uncut["seeded"])
+
+
+def test_the_quota_that_a_killed_gateway_used_is_others_again(pool: Pool, tmp_path: Path) -> None:
+    tenants = tmp_path / "tenants.toml"
+    tenants.write_text("[default]\nconcurrent_requests = 1\n")
+    body = {"prompt": "abc", "max_tokens": 1, "temperature": 0}
+    with pool.gateway("", "--tenants", str(tenants)) as other, pool.gateway("", "--tenants", str(tenants)) as victim:
+
+        def status() -> int:
+            return httpx.post(f"{http(other)}{COMPLETIONS}", json=body, timeout=SECONDS).status_code
+
+        long = {"prompt": "abc", "stream": True, "max_tokens": 4000, "ignore_eos": True}
+        with httpx.stream("POST", f"{http(victim)}{COMPLETIONS}", json=long, timeout=SECONDS) as answer:
+            next(answer.iter_lines())
+            victim.process.send_signal(signal.SIGSTOP)  # the stream does not end before the other one is asked
+            assert status() == 429, "the only request that the tenant may have open is at the victim"
+            victim.process.kill()
+        until(lambda: status() == 200, "its lease has ended")
+    assert_workers_idle([str(pool.worker.events["listening"]["admin"])])
