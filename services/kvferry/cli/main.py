@@ -52,6 +52,10 @@ _TOPICS: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "Single processes": {
         "worker": ("kvferry.cli.commands.worker", "Run one worker process."),
         "gateway": ("kvferry.cli.commands.gateway", "Run one gateway process."),
+        "picker": (
+            "kvferry.cli.commands.picker",
+            "Run an endpoint picker for gateways of the Gateway API.",
+        ),
         "operator": (
             "kvferry.cli.commands.operator",
             "Reconcile InferencePools in Kubernetes, and preview a rollout.",

@@ -15,7 +15,8 @@ from kvferry.cli.supervised import announce
 from kvferry.core.errors import KvferryError, ModelFileError, UsageError, shortened
 from kvferry.core.process import config, logs
 from kvferry.core.settings.class_weights import checked_weights
-from kvferry.core.settings.processes import EVERY_NAME, LOGGING
+from kvferry.core.settings.every_name import EVERY_NAME
+from kvferry.core.settings.processes import LOGGING
 from kvferry.core.settings.resolve import DEFAULT_SOURCE, Resolved, check_variables, resolve
 from kvferry.core.settings.setting import Setting
 from kvferry.core.settings.settings_file import settings_file

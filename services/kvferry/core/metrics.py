@@ -356,6 +356,65 @@ GATEWAY_WAKES = Metric(
     "kvferry_gateway_scale_from_zero_total", MetricKind.COUNTER, "Roles of the pool scaled from 0 replicas to 1."
 )
 
+PICKER_PICKS = Metric(
+    "kvferry_picker_picks_total",
+    MetricKind.COUNTER,
+    "Requests for which an endpoint was chosen: one, or a pair with a prefill endpoint; by trust in the load.",
+    ("kind", "trust"),
+    values={"kind": ("one", "pair"), "trust": ("fresh", "stale", "lost")},
+)
+PICKER_REFUSALS = Metric(
+    "kvferry_picker_refusals_total",
+    MetricKind.COUNTER,
+    "Requests that were refused, by reason.",
+    ("reason",),
+    values={"reason": ("no_endpoints", "subset_empty", "shed", "queue_full", "displaced")},
+)
+PICKER_BODIES = Metric(
+    "kvferry_picker_bodies_total",
+    MetricKind.COUNTER,
+    "Bodies read, by the reason why a prompt was not found in it (none: it was).",
+    ("problem",),
+    values={"problem": ("none", "no_body", "too_large", "not_json", "no_prompt")},
+)
+PICKER_SERVED = Metric(
+    "kvferry_picker_served_total",
+    MetricKind.COUNTER,
+    "Responses by the endpoint that served them: the chosen one, a fallback, or not reported by the proxy.",
+    ("outcome",),
+    values={"outcome": ("picked", "fallback", "unknown")},
+)
+PICKER_SCRAPES = Metric(
+    "kvferry_picker_scrapes_total",
+    MetricKind.COUNTER,
+    "Scrapes of endpoints: read, without metrics of a known model server, or failed.",
+    ("outcome",),
+    values={"outcome": ("ok", "unknown", "failed")},
+)
+PICKER_CACHED_TOKENS = Metric(
+    "kvferry_picker_cached_tokens_total",
+    MetricKind.COUNTER,
+    "Estimated prompt tokens that the chosen endpoints are assumed to have cached.",
+)
+PICKER_PROMPT_TOKENS = Metric(
+    "kvferry_picker_prompt_tokens_total", MetricKind.COUNTER, "Estimated prompt tokens in full chunks."
+)
+PICKER_ENDPOINTS = Metric(
+    "kvferry_picker_endpoints",
+    MetricKind.GAUGE,
+    "Endpoints of the pool, by trust in their reported load.",
+    ("trust",),
+    values={"trust": ("fresh", "stale", "lost")},
+)
+PICKER_OPEN = Metric("kvferry_picker_open_requests", MetricKind.GAUGE, "Requests in flight that this picker has sent.")
+PICKER_QUEUED = Metric("kvferry_picker_queued_requests", MetricKind.GAUGE, "Requests that wait while the pool is full.")
+PICKER_SECONDS = Metric(
+    "kvferry_picker_decision_seconds",
+    MetricKind.HISTOGRAM,
+    "Time from the complete body to the decision, with the wait while the pool is full.",
+    buckets=(0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.2, 1.0, 5.0, 30.0),
+)
+
 _WORKER = ("worker",)
 WORKER_READY = Metric("kvferry_worker_ready", MetricKind.GAUGE, "1 while the worker takes new requests.", _WORKER)
 WORKER_LOAD_SECONDS = Metric(

@@ -24,6 +24,8 @@ from kvferry.rpc.wire import MAX_REQUEST_ID_CHARS
 _log = logging.getLogger(__name__)
 
 _OWN_PREFIX = "/kvferry."
+_SERVED_PREFIXES = (_OWN_PREFIX, "/envoy.service.ext_proc.v3.")
+"""Prefixes of the methods whose calls are counted: kvferry's own, and those of Envoy's protocol that it serves."""
 STARTED_METADATA = (("kvferry-started", "1"),)
 """Initial metadata of `Prefill.Run` and `Decode.Run`, sent before the first step that includes the request."""
 _LASTING_PREFIX = "/kvferry.v1.KvEvents/"
@@ -81,7 +83,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         method = handler_call_details.method
         if handler is None:
             return handler
-        is_counted = method.startswith(_OWN_PREFIX) and not method.startswith(_LASTING_PREFIX)
+        is_counted = method.startswith(_SERVED_PREFIXES) and not method.startswith(_LASTING_PREFIX)
         calls = self._calls if is_counted else OpenCalls()
         codecs = {
             "request_deserializer": _reader(handler.request_deserializer, _input_type(method)),

@@ -550,10 +550,3 @@ UP = (
     PROCESSES,
     DRAIN,
 )
-
-EVERY_NAME = frozenset(
-    setting.name
-    for table in (WORKER, GATEWAY, UP, BENCH, CHAT, DOCTOR, EXPLAIN, LOGGING, TENANT_KEY, GATEWAY_KEY)
-    for setting in table
-)
-"""Names of the settings of all commands."""

@@ -16,6 +16,11 @@ TOPICS: Mapping[str, Sequence[str]] = MappingProxyType(
         "Addresses": (
             "url", "http", "grpc", "admin", "listen", "decode_listen", "decode_admin", "metrics", "health",
         ),
+        "Model servers": (
+            "endpoints", "prefill_endpoints", "inference_pool", "flavor", "metrics_path", "metrics_port",
+            "scrape_seconds", "stale_seconds", "prefill_header",
+        ),
+        "Proxy": ("body_mode", "max_body_bytes", "fallbacks", "plaintext"),
         "KV memory": (
             "kv_memory", "gpu_memory_utilization", "block_tokens", "pin_share", "retention_share", "window_pages",
             "reserve_share",
@@ -35,7 +40,8 @@ TOPICS: Mapping[str, Sequence[str]] = MappingProxyType(
         ),
         "Routing and queues": (
             "policy", "prefix_blocks", "skip_prefill_below", "cache_map_blocks", "max_streams", "max_queued",
-            "max_queued_bytes", "request_timeout",
+            "max_queued_bytes", "request_timeout", "objective", "queue_seconds", "saturation_waiting",
+            "saturation_usage",
         ),
         "Clients": (
             "api_key", "api_key_file", "api_keys_file", "tenants", "admin_token_file", "strict_fields",
@@ -64,7 +70,8 @@ TOPICS: Mapping[str, Sequence[str]] = MappingProxyType(
 COMMON = frozenset(
     {
         "role", "model", "device", "dtype", "kv_memory", "gpu_memory_utilization", "max_model_len", "max_num_seqs",
-        "prefill", "decode", "both", "pool", "connector", "tier", "adapter", "speculation", "http", "grpc", "admin",
+        "prefill", "decode", "both", "endpoints", "prefill_endpoints", "inference_pool", "flavor", "pool",
+        "connector", "tier", "adapter", "speculation", "http", "grpc", "admin",
         "listen", "url", "policy", "api_key", "api_key_file", "api_keys_file", "ticket_key_file", "gateway_key_file",
         "kubeconfig", "log_level",
     }

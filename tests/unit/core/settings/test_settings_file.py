@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from kvferry.core.process.toml_text import parse_toml
 from kvferry.core.settings import processes
+from kvferry.core.settings.every_name import EVERY_NAME
 from kvferry.core.settings.parsers import Parser, boolean, seconds, size_or_auto, whole_or_auto
 from kvferry.core.settings.resolve import resolve
 from kvferry.core.settings.setting import Setting
@@ -113,4 +114,4 @@ def test_each_setting_has_one_topic() -> None:
     listed = list(itertools.chain.from_iterable(TOPICS.values()))
     assert len(listed) == len(set(listed))
     assert set(listed) >= COMMON
-    assert set(listed) >= processes.EVERY_NAME
+    assert set(listed) >= EVERY_NAME

@@ -29,13 +29,17 @@ _MAX_SHARED_SETS = 1 << 16
 class BlockIndex:
     """Map from the leading bits of names to sets of slots."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_slots: int = MAX_SLOTS) -> None:
+        """
+        Args:
+            max_slots: maximum number of slots.
+        """
         # Shards are chosen by the highest bits of a key, because dictionaries choose positions by the lowest bits.
         self._shards: list[dict[int, int]] = [{} for _ in range(1 << _SHARD_BITS)]
         self._sets: dict[int, int] = {}
         self._extra: dict[tuple[int, int], int] = {}
         """Number of additional names of a slot with equal leading bits, by (key, bit)."""
-        self._free = list(range(MAX_SLOTS - 1, -1, -1))
+        self._free = list(range(max_slots - 1, -1, -1))
         self._dead = 0
         self.exact = 0
         """The slots whose maps are exact."""
@@ -49,6 +53,11 @@ class BlockIndex:
     def take_slot(self) -> int | None:
         """Reserve a slot and return its bit; `None` if all slots are in use."""
         return 1 << self._free.pop() if self._free else None
+
+    def return_slot(self, bit: int) -> None:
+        """Free a slot at once, all of whose blocks were removed."""
+        self.exact &= ~bit
+        self._free.append(bit.bit_length() - 1)
 
     def drop_slot(self, bit: int, num_blocks: int) -> None:
         """Drop all blocks of a slot; the slot is free again after the next complete sweep.

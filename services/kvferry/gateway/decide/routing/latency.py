@@ -23,7 +23,6 @@ from kvferry.gateway.decide.routing.routes import (
     Terms,
     Work,
     readers,
-    rendezvous_weight,
 )
 
 TIE_SHARE = 0.02
@@ -137,7 +136,7 @@ class LatencyPolicy:
         written = missing + (0.0 if work is Work.PROMPT else output)
         eviction = self._evicted_tokens(replica, written) * prefill_slope * self._estimates.hit_share
         terms = Terms(queue, prefill, transfer, decode, room, eviction)
-        return Candidate(replica, cached, rendezvous_weight(request.key(replica), replica.worker_id), terms)
+        return Candidate(replica, cached, request.weight(replica), terms)
 
     def _with_transfer(self, request: RouteRequest, source: Replica, target: Candidate) -> Candidate:
         terms = (target.terms or Terms())._replace(transfer=self._handoff(request, source, target))

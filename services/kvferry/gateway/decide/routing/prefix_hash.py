@@ -19,7 +19,6 @@ from kvferry.gateway.decide.routing.routes import (
     RouteRequest,
     Work,
     readers,
-    rendezvous_weight,
 )
 
 
@@ -37,9 +36,7 @@ class PrefixHash:
         """Choose by rank within the load bound; see `Policy.one`."""
         if not replicas:
             return None
-        candidates = (
-            Candidate(one, request.cached(one), rendezvous_weight(request.key(one), one.worker_id)) for one in replicas
-        )
+        candidates = (Candidate(one, request.cached(one), request.weight(one)) for one in replicas)
         ranked = sorted(candidates, key=rank, reverse=True)
         total = sum(replica.load for replica in replicas)
         capacity = math.ceil(self._load_factor * (total + 1) / len(replicas))

@@ -164,6 +164,14 @@ class RouteRequest:
     """Maximum number of further tokens; 0 if unknown."""
     source: Replica | None = None
     """Worker that offers the prompt's KV; `None` until it is computed."""
+    order: Callable[[Replica], bytes] | None = None
+    """Weight of a replica for the prompt, where another order than rendezvous hashing of the key decides ties."""
+
+    def weight(self, replica: Replica) -> bytes:
+        """Return the weight of a replica for the prompt; of replicas that tie, the highest is preferred."""
+        if self.order is not None:
+            return self.order(replica)
+        return rendezvous_weight(self.key(replica), replica.worker_id)
 
 
 class Terms(NamedTuple):

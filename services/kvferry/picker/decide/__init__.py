@@ -1,0 +1,1 @@
+"""Decisions of the endpoint picker, without I/O: the exchange with the proxy, prompts, loads, choices, shedding."""
