@@ -42,6 +42,8 @@ class EnvoyMode:
     by_override: bool = False
     """Whether the cluster has the load balancing policy `override_host`, which tries the fallbacks of the list; else it
     is an `ORIGINAL_DST` cluster, which uses the first endpoint."""
+    is_off: bool = False
+    """Whether the picker is not asked."""
     endpoints: tuple[str, ...] = ()
     """Endpoints of the cluster of `by_override`."""
 
@@ -95,7 +97,7 @@ def _bootstrap(port: int, picker: str, mode: EnvoyMode) -> Mapping[str, Any]:
             "virtual_hosts": [{"name": "all", "domains": ["*"], "routes": [{"match": {"prefix": "/"}, "route": route}]}]
         },
         "http_filters": [
-            _ext_proc(mode),
+            *([] if mode.is_off else [_ext_proc(mode)]),
             {
                 "name": "envoy.filters.http.router",
                 "typed_config": {"@type": f"{_TYPE}.extensions.filters.http.router.v3.Router"},

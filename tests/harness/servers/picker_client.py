@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 import grpc
 
@@ -11,11 +12,24 @@ from kvferry.v1.ext_proc_pb2_grpc import ExternalProcessorStub
 Call = grpc.aio.StreamStreamCall[pb.ProcessingRequest, pb.ProcessingResponse]
 
 
+class PickerStub:
+    """Calls one picker."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._stub = ExternalProcessorStub(channel)
+
+    def open(self) -> Call:
+        """Begin a stream whose messages are written one by one."""
+        process: Any = self._stub.Process  # the type stubs lack this form
+        call: Call = process()
+        return call
+
+
 @asynccontextmanager
-async def picker_stub(address: str) -> AsyncIterator[ExternalProcessorStub]:
+async def picker_stub(address: str) -> AsyncIterator[PickerStub]:
     """Yield a stub for the picker at `address`, without TLS."""
     async with grpc.aio.insecure_channel(address) as channel:
-        yield ExternalProcessorStub(channel)
+        yield PickerStub(channel)
 
 
 def head_message(

@@ -67,7 +67,7 @@ async def test_one_request_from_its_headers_to_the_end_of_the_response():
     async with picker_of() as picker, picker_stub(picker.listening.grpc) as stub:
         page(picker, A, running=50)
         page(picker, B)
-        call = stub.Process()
+        call = stub.open()
         await call.write(head_message({"x-gateway-inference-objective": "x", "x-prefiller-host-port": "evil:1"}))
         await call.write(body_message(b'{"prompt":', is_end=False))
         await call.write(body_message(b'"x"}'))
@@ -86,7 +86,7 @@ async def test_one_request_from_its_headers_to_the_end_of_the_response():
 
 async def test_a_proxy_that_does_not_say_how_it_sends_bodies_is_taken_as_full_duplex():
     async with picker_of() as picker, picker_stub(picker.listening.grpc) as stub:
-        call = stub.Process()
+        call = stub.open()
         await call.write(head_message(mode=None))
         await call.write(body_message(b"{}"))
         assert destination(await read(call)) in (A, B)
@@ -97,7 +97,7 @@ async def test_a_proxy_that_does_not_say_how_it_sends_bodies_is_taken_as_full_du
 @pytest.mark.parametrize(("said", "fixed"), [(2, None), (4, BodyMode.BUFFERED), (None, BodyMode.BUFFERED)])
 async def test_a_buffered_body_whether_the_proxy_says_so_or_a_setting(said, fixed):
     async with picker_of(replace(CONFIG, body_mode=fixed)) as picker, picker_stub(picker.listening.grpc) as stub:
-        call = stub.Process()
+        call = stub.open()
         await call.write(head_message(mode=said))
         assert headers_of(await read(call)) == {}
         await call.write(body_message(b"{}"))
@@ -112,7 +112,7 @@ async def test_a_buffered_body_whether_the_proxy_says_so_or_a_setting(said, fixe
 @pytest.mark.parametrize("subset", [[B], B, f"{B},192.0.2.9:1"])
 async def test_the_subset_of_the_metadata(subset):
     async with picker_of() as picker, picker_stub(picker.listening.grpc) as stub:
-        call = stub.Process()
+        call = stub.open()
         await call.write(head_message(is_end=True, subset=subset))
         assert destination(await read(call)) == B
         call.cancel()
@@ -123,7 +123,7 @@ async def test_the_subset_of_the_header_and_that_of_the_metadata_first():
     async with picker_of() as picker, picker_stub(picker.listening.grpc) as stub:
         header = {"x-gateway-destination-endpoint-subset": A}
         for subset, wanted in ((None, A), ([B], B)):
-            call = stub.Process()
+            call = stub.open()
             await call.write(head_message(header, is_end=True, subset=subset))
             assert destination(await read(call)) == wanted
             call.cancel()
@@ -133,7 +133,7 @@ async def test_the_subset_of_the_header_and_that_of_the_metadata_first():
 @pytest.mark.parametrize("subset", [[], "", ["192.0.2.9:1"]])
 async def test_a_subset_without_an_endpoint_of_the_pool_is_refused(subset):
     async with picker_of() as picker, picker_stub(picker.listening.grpc) as stub:
-        call = stub.Process()
+        call = stub.open()
         await call.write(head_message(is_end=True, subset=subset))
         answer = await read(call)
         assert answer.immediate_response.status.code == 503
@@ -143,7 +143,7 @@ async def test_a_subset_without_an_endpoint_of_the_pool_is_refused(subset):
 
 async def test_messages_out_of_order_end_the_stream():
     async with picker_of() as picker, picker_stub(picker.listening.grpc) as stub:
-        call = stub.Process()
+        call = stub.open()
         await call.write(body_message(b"x"))
         assert await call.code() == grpc.StatusCode.INVALID_ARGUMENT
         await idle(picker)
@@ -151,7 +151,7 @@ async def test_messages_out_of_order_end_the_stream():
 
 async def test_a_message_of_an_unknown_kind_is_ignored_and_observed_ones_are_not_counted():
     async with picker_of() as picker, picker_stub(picker.listening.grpc) as stub:
-        call = stub.Process()
+        call = stub.open()
         await call.write(pb.ProcessingRequest())
         observed = head_message(is_end=True)
         observed.observability_mode = True
@@ -167,7 +167,7 @@ async def test_a_stream_that_is_cancelled_at_any_message_leaves_nothing():
     messages = [head_message(), body_message(b"{}", is_end=False), body_message(b"{}"), response_message(is_end=False)]
     async with picker_of() as picker, picker_stub(picker.listening.grpc) as stub:
         for count in range(len(messages) + 1):
-            call = stub.Process()
+            call = stub.open()
             for message in messages[:count]:
                 await call.write(message)
             call.cancel()
@@ -188,13 +188,13 @@ def full(picker: Picker) -> None:
 async def test_a_full_pool_sheds_and_lets_others_wait_until_there_is_room():
     async with picker_of(SATURATED) as picker, picker_stub(picker.listening.grpc) as stub:
         full(picker)
-        shed = stub.Process()
+        shed = stub.open()
         await shed.write(head_message({"x-gateway-inference-objective": "batch"}, is_end=True))
         refused = (await read(shed)).immediate_response
         assert refused.status.code == 429
         found = {option.header.key: option.header.raw_value for option in refused.headers.set_headers}
         assert found["retry-after"] == b"1"
-        waits = stub.Process()
+        waits = stub.open()
         await waits.write(head_message(is_end=True))
         await eventually(lambda: len(picker.pool.queue) > 0, SECONDS)
         page(picker, A)
@@ -206,10 +206,10 @@ async def test_a_full_pool_sheds_and_lets_others_wait_until_there_is_room():
 async def test_a_displaced_request_is_refused_and_a_cancelled_one_leaves_the_queue():
     async with picker_of(SATURATED) as picker, picker_stub(picker.listening.grpc) as stub:
         full(picker)
-        low = stub.Process()
+        low = stub.open()
         await low.write(head_message(is_end=True))
         await eventually(lambda: len(picker.pool.queue) > 0, SECONDS)
-        high = stub.Process()
+        high = stub.open()
         await high.write(head_message({"x-gateway-inference-objective": "high"}, is_end=True))
         assert (await read(low)).immediate_response.details == "displaced"
         high.cancel()
@@ -220,7 +220,7 @@ async def test_a_wait_that_is_too_long_passes():
     short = replace(SATURATED, saturation=replace(SATURATED.saturation, queue_seconds=0.05))
     async with picker_of(short) as picker, picker_stub(picker.listening.grpc) as stub:
         full(picker)
-        call = stub.Process()
+        call = stub.open()
         await call.write(head_message(is_end=True))
         assert destination(await read(call)) in (A, B)
         call.cancel()
@@ -255,7 +255,7 @@ async def test_a_picker_that_stops_finishes_open_requests():
     )
     address = (await bound).grpc
     async with picker_stub(address) as stub:
-        call = stub.Process()
+        call = stub.open()
         await call.write(head_message(is_end=True))
         await read(call)
         stop.set()

@@ -7,7 +7,7 @@ all slices are listed again, so that a lost event is corrected within minutes. F
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 
 from kvferry.core.clock import Clock
@@ -25,20 +25,29 @@ _JOIN_SECONDS = 5.0
 class EndpointSlices:
     """Yields the workers of one pool from its EndpointSlices; implements `discovery.Source`."""
 
-    def __init__(self, api: PoolApi, clock: Clock, *, relist_seconds: float = _RELIST_SECONDS) -> None:
+    def __init__(
+        self,
+        api: PoolApi,
+        clock: Clock,
+        *,
+        relist_seconds: float = _RELIST_SECONDS,
+        cache: Callable[[], SliceCache] = SliceCache,
+    ) -> None:
         """
         Args:
             api: client of the API server.
             clock: clock of the pauses between retries.
             relist_seconds: time between two complete lists.
+            cache: makes the cache of the listed objects.
         """
+        self._cache = cache
         self._api = api
         self._clock = clock
         self._relist_seconds = relist_seconds
 
     async def updates(self) -> AsyncIterator[Update]:
         """Yield the pool's workers whenever they change; see `discovery.Source.updates`."""
-        follower = _Follower(self._api, self._clock, self._relist_seconds)
+        follower = _Follower(self._api, self._clock, self._relist_seconds, self._cache)
         follower.start()
         try:
             while True:
@@ -50,7 +59,8 @@ class EndpointSlices:
 class _Follower:
     """A thread that lists and watches the slices; stores the latest update."""
 
-    def __init__(self, api: PoolApi, clock: Clock, relist_seconds: float) -> None:
+    def __init__(self, api: PoolApi, clock: Clock, relist_seconds: float, cache: Callable[[], SliceCache]) -> None:
+        self._make_cache = cache
         self._api = api
         self._clock = clock
         self._relist_seconds = relist_seconds
@@ -92,7 +102,7 @@ class _Follower:
     # ------------------------------------------------------------------ the follower's own thread
 
     def _run(self) -> None:
-        cache = SliceCache()
+        cache = self._make_cache()
         relist_at = 0.0
         pause = _FIRST_PAUSE_SECONDS
         while not self._stopped.is_set():
