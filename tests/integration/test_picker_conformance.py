@@ -21,7 +21,7 @@ from harness.waiting import eventually
 from kvferry.core.clock import SystemClock
 from kvferry.picker.config import PickerConfig, ScrapeConfig
 from kvferry.picker.decide.endpoints import PoolEndpoint
-from kvferry.picker.decide.pool_pods import PodCache, PoolSpec, pool_endpoint
+from kvferry.picker.decide.pool_pods import PodCache, PodSelection, pool_endpoint
 from kvferry.picker.picker_process import Picker
 
 SECONDS = 20.0
@@ -119,7 +119,7 @@ async def test_each_port_of_a_pod_is_an_endpoint(tmp_path):
         pods = PodCache()
         ready = {"podIP": "127.0.0.1", "conditions": [{"type": "Ready", "status": "True"}]}
         pods.replace({"items": [{"metadata": {"name": "pod"}, "status": ready}]})
-        pods.ports = PoolSpec.read(pool).ports
+        pods.ports = PodSelection.read(pool).ports
         picker = await picker_of(stack, [])
         picker.pool.states.follow(pool_endpoint(listing, 0) for listing in pods.listings())
         http = await gateway_of(stack, picker, tmp_path, EnvoyMode())

@@ -41,7 +41,12 @@ async def test_answers_and_events_of_two_stacks_pass_and_their_load_is_read(stac
 
         await asyncio.to_thread(until, fresh, "both gateways have metrics")
         model = (await http.get("/v1/models")).json()["data"][0]["id"]
-        body = {"model": model, "messages": [{"role": "user", "content": "hello " * 60}], "max_tokens": 8}
+        body = {
+            "model": model,
+            "messages": [{"role": "user", "content": "hello " * 60}],
+            "max_tokens": 8,
+            "temperature": 0,
+        }
         answers = [await http.post("/v1/chat/completions", json=body) for _ in range(3)]
         assert [answer.status_code for answer in answers] == [200] * 3
         cached = answers[-1].json()["usage"]["prompt_tokens_details"]["cached_tokens"]

@@ -8,10 +8,10 @@ from kvferry.picker.decide import headers as names
 from kvferry.picker.decide.exchange import (
     BodyMode,
     Incoming,
-    Part,
+    MessageKind,
+    ProxyReply,
     Refusal,
     Refuse,
-    Reply,
     RequestHead,
     RequestPart,
     RequestTrailers,
@@ -24,12 +24,12 @@ from kvferry.v1 import ext_proc_pb2 as pb
 MAX_HEADERS = 1024
 _OVERWRITE = 2
 _CONTINUE = {
-    Part.REQUEST_HEAD: pb.ProcessingResponse(request_headers=pb.HeadersResponse(response=pb.CommonResponse())),
-    Part.REQUEST_BODY: pb.ProcessingResponse(request_body=pb.BodyResponse(response=pb.CommonResponse())),
-    Part.REQUEST_TRAILERS: pb.ProcessingResponse(request_trailers=pb.TrailersResponse()),
-    Part.RESPONSE_HEAD: pb.ProcessingResponse(response_headers=pb.HeadersResponse(response=pb.CommonResponse())),
-    Part.RESPONSE_BODY: pb.ProcessingResponse(response_body=pb.BodyResponse(response=pb.CommonResponse())),
-    Part.RESPONSE_TRAILERS: pb.ProcessingResponse(response_trailers=pb.TrailersResponse()),
+    MessageKind.REQUEST_HEAD: pb.ProcessingResponse(request_headers=pb.HeadersResponse(response=pb.CommonResponse())),
+    MessageKind.REQUEST_BODY: pb.ProcessingResponse(request_body=pb.BodyResponse(response=pb.CommonResponse())),
+    MessageKind.REQUEST_TRAILERS: pb.ProcessingResponse(request_trailers=pb.TrailersResponse()),
+    MessageKind.RESPONSE_HEAD: pb.ProcessingResponse(response_headers=pb.HeadersResponse(response=pb.CommonResponse())),
+    MessageKind.RESPONSE_BODY: pb.ProcessingResponse(response_body=pb.BodyResponse(response=pb.CommonResponse())),
+    MessageKind.RESPONSE_TRAILERS: pb.ProcessingResponse(response_trailers=pb.TrailersResponse()),
 }
 """Responses that change nothing, by the message that they answer; never changed."""
 _MODES = frozenset(mode.value for mode in BodyMode)
@@ -112,7 +112,7 @@ def _response_head(message: pb.ProcessingRequest) -> ResponseHead:
     )
 
 
-def reply(outgoing: Reply, prefill_header: str) -> pb.ProcessingResponse:
+def reply(outgoing: ProxyReply, prefill_header: str) -> pb.ProcessingResponse:
     """Return the response for a reply.
 
     Args:

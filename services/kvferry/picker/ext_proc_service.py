@@ -12,8 +12,8 @@ from kvferry.picker.decide.exchange import (
     Complete,
     Exchange,
     Outgoing,
+    ProxyReply,
     Refuse,
-    Reply,
     RequestHead,
 )
 from kvferry.picker.envoy_messages import incoming, refusal, reply
@@ -89,7 +89,7 @@ class ExtProcService(ExternalProcessorServicer):
                 match outgoing:
                     case Ask():
                         pending += await self._decide(stream, outgoing)
-                    case Reply():
+                    case ProxyReply():
                         responses.append(reply(outgoing, self._config.prefill_header))
                     case Refuse():
                         responses.append(refusal(outgoing))

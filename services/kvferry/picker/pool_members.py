@@ -14,7 +14,7 @@ from kvferry.gateway.fleet.endpoint_slices import EndpointSlices
 from kvferry.gateway.fleet.pool_api import ApiError, PoolApi
 from kvferry.picker.config import PickerConfig
 from kvferry.picker.decide.endpoints import EndpointStates
-from kvferry.picker.decide.pool_pods import PodCache, PoolSpec, pool_endpoint
+from kvferry.picker.decide.pool_pods import PodCache, PodSelection, pool_endpoint
 
 _log = logging.getLogger(__name__)
 _AGAIN_SECONDS = 1.0
@@ -28,7 +28,7 @@ class PoolPodsApi(PoolApi):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.spec = PoolSpec("", ())
+        self.spec = PodSelection("", ())
 
     def list_slices(self) -> Mapping[str, Any]:
         """Read the pool, and list its pods.
@@ -38,7 +38,7 @@ class PoolPodsApi(PoolApi):
         """
         name = f"/apis/{_GROUP}/namespaces/{self.pool.namespace}/inferencepools/{self.pool.name}"
         try:
-            self.spec = PoolSpec.read(self._ask("GET", name))
+            self.spec = PodSelection.read(self._ask("GET", name))
         except UsageError as error:
             raise ApiError(f"{self.pool}: {error.message}") from error
         return super().list_slices()

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from kvferry.cli.operator_settings import OPERATOR, OPERATOR_CHECK
 from kvferry.cli.options import bound
 from kvferry.core.settings import processes
+from kvferry.core.settings.picker import PICKER
 from kvferry.core.settings.setting import Setting
 from kvferry.core.settings.topics import TOPICS
 
@@ -12,6 +13,7 @@ _COMMANDS: Mapping[str, Sequence[Setting]] = {
     "up": processes.UP,
     "worker": processes.WORKER,
     "gateway": processes.GATEWAY,
+    "picker": PICKER,
     "demo": processes.STACK,
     "bench": processes.BENCH,
     "doctor": processes.DOCTOR,

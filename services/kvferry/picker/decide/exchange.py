@@ -92,7 +92,7 @@ class ResponseTrailers:
 Incoming = RequestHead | RequestPart | RequestTrailers | ResponseHead | ResponsePart | ResponseTrailers
 
 
-class Part(Enum):
+class MessageKind(Enum):
     """The message of the proxy that a reply answers."""
 
     REQUEST_HEAD = "request_headers"
@@ -138,10 +138,10 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class ProxyReply:
     """A response to the proxy."""
 
-    part: Part
+    part: MessageKind
     route: PickedRoute | None = None
     """The route, which becomes headers and metadata; `None` for no change."""
     echo: bytes | None = None
@@ -170,7 +170,7 @@ class Complete:
     """The response has ended."""
 
 
-Outgoing = Ask | Reply | Refuse | Answered | Complete
+Outgoing = Ask | ProxyReply | Refuse | Answered | Complete
 
 
 class ExchangeState(StrEnum):
@@ -237,7 +237,7 @@ class Exchange:
         self._mode = self._response_mode = BodyMode.NONE
         self._held: list[RequestPart] = []
         self._num_bytes = 0
-        self._pending = Part.REQUEST_HEAD
+        self._pending = MessageKind.REQUEST_HEAD
         self._has_trailers = False
         self.state: ExchangeState = EXCHANGE_MACHINE.initial
 
@@ -259,7 +259,7 @@ class Exchange:
             case ResponsePart():
                 return self._answer_part(message)
             case ResponseTrailers():
-                return [Reply(Part.RESPONSE_TRAILERS), *self._complete()]
+                return [ProxyReply(MessageKind.RESPONSE_TRAILERS), *self._complete()]
 
     def decided(self, verdict: Verdict) -> list[Outgoing]:
         """Return the messages to the proxy after the decision that was asked for."""
@@ -268,7 +268,7 @@ class Exchange:
             self._held.clear()
             return [Refuse(verdict)]
         self._step(_E.ROUTE)
-        return [Reply(self._pending, verdict), *self._echoes()]
+        return [ProxyReply(self._pending, verdict), *self._echoes()]
 
     def closed(self) -> bool:
         """Note that the stream has ended; return whether it ended before the response."""
@@ -290,8 +290,8 @@ class Exchange:
         self._step(_E.READ)
         if self._mode in DUPLEX:
             return []
-        self._pending = Part.REQUEST_BODY
-        return [Reply(Part.REQUEST_HEAD)]
+        self._pending = MessageKind.REQUEST_BODY
+        return [ProxyReply(MessageKind.REQUEST_HEAD)]
 
     def _body(self, part: RequestPart) -> list[Outgoing]:
         if self.state is _S.NEW:
@@ -300,7 +300,7 @@ class Exchange:
             self._held.append(part)
             return []
         if self.state is not _S.READING:
-            return list(_echo(part)) if self._mode in DUPLEX else [Reply(Part.REQUEST_BODY)]
+            return list(_echo(part)) if self._mode in DUPLEX else [ProxyReply(MessageKind.REQUEST_BODY)]
         self._held.append(part)
         self._num_bytes += len(part.data)
         is_whole = part.is_end or self._mode is BodyMode.BUFFERED
@@ -314,7 +314,7 @@ class Exchange:
         if self.state in (_S.READING, _S.ASKED):
             self._has_trailers = True
             return self._ask(is_whole=True) if self.state is _S.READING else []
-        return [Reply(Part.REQUEST_TRAILERS)]
+        return [ProxyReply(MessageKind.REQUEST_TRAILERS)]
 
     def _ask(self, *, is_whole: bool) -> list[Outgoing]:
         self._step(_E.ASK)
@@ -330,26 +330,26 @@ class Exchange:
         if self._mode in DUPLEX:
             for part in held:
                 yield from _echo(part)
-        elif self._pending is Part.REQUEST_HEAD:
-            yield from (Reply(Part.REQUEST_BODY) for _ in held)
+        elif self._pending is MessageKind.REQUEST_HEAD:
+            yield from (ProxyReply(MessageKind.REQUEST_BODY) for _ in held)
         if self._has_trailers:
-            yield Reply(Part.REQUEST_TRAILERS)
+            yield ProxyReply(MessageKind.REQUEST_TRAILERS)
 
     # -- the response ------------------------------------------------------------------------------------------------
 
     def _answer(self, head: ResponseHead) -> list[Outgoing]:
         if self.state not in (_S.ROUTED, _S.ANSWERING):
             # The proxy answered by itself before it asked, for example by a redirect: nothing was picked.
-            return [Reply(Part.RESPONSE_HEAD)]
+            return [ProxyReply(MessageKind.RESPONSE_HEAD)]
         self._step(_E.ANSWER)
         done = self._complete() if head.is_end else []
-        return [Answered(head.status, head.served), Reply(Part.RESPONSE_HEAD), *done]
+        return [Answered(head.status, head.served), ProxyReply(MessageKind.RESPONSE_HEAD), *done]
 
     def _answer_part(self, part: ResponsePart) -> list[Outgoing]:
         done = self._complete() if part.is_end else []
         if self._response_mode in DUPLEX:
             return [*_echo(part), *done]
-        return [Reply(Part.RESPONSE_BODY), *done]
+        return [ProxyReply(MessageKind.RESPONSE_BODY), *done]
 
     def _complete(self) -> list[Outgoing]:
         if self.state not in (_S.ROUTED, _S.ANSWERING):
@@ -361,13 +361,13 @@ class Exchange:
         self.state = EXCHANGE_MACHINE.next(self.state, event)
 
 
-def _echo(part: RequestPart | ResponsePart) -> Iterator[Reply]:
+def _echo(part: RequestPart | ResponsePart) -> Iterator[ProxyReply]:
     """Yield the replies that send a part back, each of at most `PART_BYTES` bytes."""
-    answered = Part.REQUEST_BODY if isinstance(part, RequestPart) else Part.RESPONSE_BODY
+    answered = MessageKind.REQUEST_BODY if isinstance(part, RequestPart) else MessageKind.RESPONSE_BODY
     data = part.data
     for start in range(0, max(1, len(data)), PART_BYTES):
         is_last = start + PART_BYTES >= len(data)
-        yield Reply(answered, None, data[start : start + PART_BYTES], part.is_end and is_last)
+        yield ProxyReply(answered, None, data[start : start + PART_BYTES], part.is_end and is_last)
 
 
 def _unexpected(what: str, state: ExchangeState) -> InvalidRequest:

@@ -23,7 +23,7 @@ _MAX_LABELS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class PoolSpec:
+class PodSelection:
     """The part of an `InferencePool` that says which endpoints it has."""
 
     selector: str
@@ -31,7 +31,7 @@ class PoolSpec:
     ports: tuple[int, ...]
 
     @classmethod
-    def read(cls, found: Mapping[str, Any]) -> "PoolSpec":
+    def read(cls, found: Mapping[str, Any]) -> "PodSelection":
         """Read the JSON of an object of inference.networking.k8s.io/v1.
 
         Raises:

@@ -15,11 +15,11 @@ from kvferry.picker.decide.exchange import (
     Complete,
     Exchange,
     ExchangeState,
-    Part,
+    MessageKind,
     PickedRoute,
+    ProxyReply,
     Refusal,
     Refuse,
-    Reply,
     RequestHead,
     RequestPart,
     RequestTrailers,
@@ -42,9 +42,9 @@ def test_full_duplex_answers_the_headers_after_the_body_and_sends_it_back() -> N
     assert exchange.on(RequestPart(b"ab", False)) == []
     assert exchange.on(RequestPart(b"c", True)) == [Ask(b"abc")]
     assert exchange.decided(ROUTE) == [
-        Reply(Part.REQUEST_HEAD, ROUTE),
-        Reply(Part.REQUEST_BODY, None, b"ab", False),
-        Reply(Part.REQUEST_BODY, None, b"c", True),
+        ProxyReply(MessageKind.REQUEST_HEAD, ROUTE),
+        ProxyReply(MessageKind.REQUEST_BODY, None, b"ab", False),
+        ProxyReply(MessageKind.REQUEST_BODY, None, b"c", True),
     ]
 
 
@@ -54,17 +54,17 @@ def test_trailers_end_a_body() -> None:
     exchange.on(RequestPart(b"ab", False))
     assert exchange.on(RequestTrailers()) == [Ask(b"ab")]
     assert exchange.decided(ROUTE)[-2:] == [
-        Reply(Part.REQUEST_BODY, None, b"ab", False),
-        Reply(Part.REQUEST_TRAILERS),
+        ProxyReply(MessageKind.REQUEST_BODY, None, b"ab", False),
+        ProxyReply(MessageKind.REQUEST_TRAILERS),
     ]
 
 
 @pytest.mark.parametrize("mode", [BodyMode.BUFFERED, BodyMode.BUFFERED_PARTIAL])
 def test_buffered_puts_the_route_into_the_answer_to_the_body(mode: BodyMode) -> None:
     exchange = Exchange(MAX)
-    assert exchange.on(head(mode)) == [Reply(Part.REQUEST_HEAD)]
+    assert exchange.on(head(mode)) == [ProxyReply(MessageKind.REQUEST_HEAD)]
     assert exchange.on(RequestPart(b"abc", True)) == [Ask(b"abc")]
-    assert exchange.decided(ROUTE) == [Reply(Part.REQUEST_BODY, ROUTE)]
+    assert exchange.decided(ROUTE) == [ProxyReply(MessageKind.REQUEST_BODY, ROUTE)]
 
 
 def test_a_partial_body_is_cut() -> None:
@@ -77,17 +77,17 @@ def test_a_partial_body_is_cut() -> None:
 def test_without_a_whole_body_the_headers_decide(mode: BodyMode) -> None:
     exchange = Exchange(MAX)
     assert exchange.on(head(mode)) == [Ask(None)]
-    assert exchange.decided(ROUTE) == [Reply(Part.REQUEST_HEAD, ROUTE)]
+    assert exchange.decided(ROUTE) == [ProxyReply(MessageKind.REQUEST_HEAD, ROUTE)]
     echo = b"x" if mode in DUPLEX else None
-    assert exchange.on(RequestPart(b"x", True)) == [Reply(Part.REQUEST_BODY, None, echo, echo is not None)]
-    assert exchange.on(RequestTrailers()) == [Reply(Part.REQUEST_TRAILERS)]
+    assert exchange.on(RequestPart(b"x", True)) == [ProxyReply(MessageKind.REQUEST_BODY, None, echo, echo is not None)]
+    assert exchange.on(RequestTrailers()) == [ProxyReply(MessageKind.REQUEST_TRAILERS)]
 
 
 @pytest.mark.parametrize("mode", BodyMode)
 def test_a_request_without_a_body_is_decided_by_its_headers(mode: BodyMode) -> None:
     exchange = Exchange(MAX)
     assert exchange.on(head(mode, is_end=True)) == [Ask(None)]
-    assert exchange.decided(ROUTE) == [Reply(Part.REQUEST_HEAD, ROUTE)]
+    assert exchange.decided(ROUTE) == [ProxyReply(MessageKind.REQUEST_HEAD, ROUTE)]
 
 
 @given(
@@ -98,7 +98,7 @@ def test_a_request_without_a_body_is_decided_by_its_headers(mode: BodyMode) -> N
 def test_what_comes_in_goes_out_whatever_the_limit(parts: list[bytes], limit: int, has_trailers: bool) -> None:
     exchange = Exchange(limit)
     exchange.on(head(BodyMode.FULL_DUPLEX))
-    sent: list[Reply] = []
+    sent: list[ProxyReply] = []
     asks: list[Ask] = []
     most_held = 0
     messages: list[RequestPart | RequestTrailers] = [
@@ -109,19 +109,19 @@ def test_what_comes_in_goes_out_whatever_the_limit(parts: list[bytes], limit: in
         asked = [one for one in found if isinstance(one, Ask)]
         asks += asked
         found = exchange.decided(ROUTE) if asked else found
-        sent += [one for one in found if isinstance(one, Reply)]
+        sent += [one for one in found if isinstance(one, ProxyReply)]
         most_held = max(most_held, sum(len(part.data) for part in exchange._held))
     assert len(asks) == 1
     body = b"".join(parts)
     assert asks[0].body == body[: min(limit, len(asks[0].body or b""))]
     assert asks[0].is_cut or asks[0].body == body
     assert most_held <= limit + 3 * PART_BYTES
-    bodies = [reply for reply in sent if reply.part is Part.REQUEST_BODY]
+    bodies = [reply for reply in sent if reply.part is MessageKind.REQUEST_BODY]
     assert b"".join(reply.echo or b"" for reply in bodies) == body
     assert all(len(reply.echo or b"") <= PART_BYTES for reply in bodies)
     assert [reply.is_end for reply in bodies].count(True) == (not has_trailers)
-    assert sent[0] == Reply(Part.REQUEST_HEAD, ROUTE)
-    assert (sent[-1].part is Part.REQUEST_TRAILERS) == has_trailers
+    assert sent[0] == ProxyReply(MessageKind.REQUEST_HEAD, ROUTE)
+    assert (sent[-1].part is MessageKind.REQUEST_TRAILERS) == has_trailers
 
 
 def test_a_refusal_ends_the_exchange() -> None:
@@ -132,7 +132,7 @@ def test_a_refusal_ends_the_exchange() -> None:
     assert exchange.state is ExchangeState.DONE
     assert not exchange.closed()
     # Envoy may report its own response to the client.
-    assert exchange.on(ResponseHead(503, "", True)) == [Reply(Part.RESPONSE_HEAD)]
+    assert exchange.on(ResponseHead(503, "", True)) == [ProxyReply(MessageKind.RESPONSE_HEAD)]
 
 
 def routed(response: BodyMode = BodyMode.FULL_DUPLEX) -> Exchange:
@@ -145,17 +145,20 @@ def routed(response: BodyMode = BodyMode.FULL_DUPLEX) -> Exchange:
 def test_the_response_is_followed_to_its_end() -> None:
     exchange = routed()
     served = "10.0.0.1:8000"
-    assert exchange.on(ResponseHead(200, served, False)) == [Answered(200, served), Reply(Part.RESPONSE_HEAD)]
-    assert exchange.on(ResponsePart(b"x", False)) == [Reply(Part.RESPONSE_BODY, None, b"x", False)]
-    assert exchange.on(ResponsePart(b"", True)) == [Reply(Part.RESPONSE_BODY, None, b"", True), Complete()]
+    assert exchange.on(ResponseHead(200, served, False)) == [
+        Answered(200, served),
+        ProxyReply(MessageKind.RESPONSE_HEAD),
+    ]
+    assert exchange.on(ResponsePart(b"x", False)) == [ProxyReply(MessageKind.RESPONSE_BODY, None, b"x", False)]
+    assert exchange.on(ResponsePart(b"", True)) == [ProxyReply(MessageKind.RESPONSE_BODY, None, b"", True), Complete()]
     assert not exchange.closed()
 
 
 def test_trailers_end_a_response() -> None:
     exchange = routed(BodyMode.STREAMED)
     exchange.on(ResponseHead(200, "", False))
-    assert exchange.on(ResponsePart(b"x", False)) == [Reply(Part.RESPONSE_BODY)]
-    assert exchange.on(ResponseTrailers()) == [Reply(Part.RESPONSE_TRAILERS), Complete()]
+    assert exchange.on(ResponsePart(b"x", False)) == [ProxyReply(MessageKind.RESPONSE_BODY)]
+    assert exchange.on(ResponseTrailers()) == [ProxyReply(MessageKind.RESPONSE_TRAILERS), Complete()]
 
 
 def test_a_response_of_headers_only_is_complete() -> None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.core.errors import UsageError
-from kvferry.picker.decide.pool_pods import PodCache, PoolSpec, pool_endpoint
+from kvferry.picker.decide.pool_pods import PodCache, PodSelection, pool_endpoint
 
 POOL = {"spec": {"selector": {"matchLabels": {"app": "llama", "tier": "x"}}, "targetPorts": [{"number": 8000}]}}
 
@@ -28,7 +28,7 @@ def cache(*pods: dict[str, Any], ports: tuple[int, ...] = (8000,)) -> PodCache:
 
 
 def test_the_selector_and_the_ports_of_a_pool() -> None:
-    assert PoolSpec.read(POOL) == PoolSpec("app=llama,tier=x", (8000,))
+    assert PodSelection.read(POOL) == PodSelection("app=llama,tier=x", (8000,))
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_the_selector_and_the_ports_of_a_pool() -> None:
 )
 def test_a_pool_without_pods_or_ports_is_an_error(found: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=r"selector\.matchLabels"):
-        PoolSpec.read(found)
+        PodSelection.read(found)
 
 
 def test_ready_pods_are_endpoints() -> None:
