@@ -13,7 +13,7 @@ NODE_PACKAGES := containerd runc containernetworking-plugins nftables conntrack 
 PROTOS := $(wildcard proto/kvferry/v1/*.proto)
 CPP := $(wildcard kernels/cpu/*.[ch]pp kernels/cpu/*/*.[ch]pp)
 
-.PHONY: release fuzz endurance siege sanitize help run setup redis test check format lint types layers proto golden verify lock bench bench-gpu bench-tiers bench-transfer bench-turns bench-hints bench-ranks bench-batches bench-bursts bench-adapters bench-constraints bench-cache-map bench-flow bench-gateway bench-resume bench-state bench-tenants bench-hostile-schemas bench-routing bench-scheduler bench-speculation train-head bench-moe bench-peers bench-async-steps bench-steps bench-calibration bench-tls results explore faults test-clients test-long test-gpu test-cluster cluster-assets zero-loss cluster-up cluster-down image node-tools coverage clean
+.PHONY: release fuzz endurance siege sanitize help run setup redis test check format lint types layers proto golden verify lock bench bench-gpu bench-tiers bench-transfer bench-turns bench-hints bench-ranks bench-batches bench-bursts bench-adapters bench-constraints bench-cache-map bench-flow bench-gateway bench-resume bench-state bench-tenants bench-hostile-schemas bench-routing bench-scheduler bench-speculation train-head bench-moe bench-peers bench-picker bench-async-steps bench-steps bench-calibration bench-tls results explore faults test-clients test-long test-gpu test-cluster cluster-assets zero-loss cluster-up cluster-down image node-tools coverage clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -85,7 +85,7 @@ verify: $(READY) ## check that generated files match their sources
 	@$(BIN)/python -m harness.house.golden verify
 
 RESOLVE = $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --no-header --no-annotate --generate-hashes
-EXTRAS := $(foreach extra,serve nixl encryption bench operator state traces,--extra $(extra))
+EXTRAS := $(foreach extra,serve nixl encryption bench operator picker state traces,--extra $(extra))
 lock: $(READY) ## resolve the dependencies into requirements.lock and its parts for set-up (ARGS="--upgrade")
 	@$(RESOLVE) pyproject.toml $(EXTRAS) --group dev -o requirements.lock $(ARGS)
 	@$(RESOLVE) pyproject.toml $(EXTRAS) --group build -c requirements.lock -o requirements-run.lock
@@ -154,6 +154,9 @@ bench-hostile-schemas: $(READY) ## latencies beside costly constraints; tests/be
 
 bench-flow: $(READY) ## the gateway's flow controller: time per request, with and without a queue; tests/bench/results/flow.csv
 	@$(BIN)/python tests/bench/bench_flow.py $(ARGS)
+
+bench-picker: $(READY) ## the endpoint picker: picks a second over gRPC, and the time that it adds through Envoy; tests/bench/results/picker.csv
+	@$(BIN)/python tests/bench/bench_picker.py $(ARGS)
 
 bench-routing: $(READY) ## routing policies in the simulator, on five workloads; tests/bench/results/routing.csv
 	@$(BIN)/python tests/bench/bench_routing.py $(ARGS)

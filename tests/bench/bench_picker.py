@@ -22,11 +22,12 @@ import tempfile
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 import httpx
+import psutil
 from aiohttp import web
 from harness.machine import cpu_name
 from harness.servers.envoy import EnvoyMode, envoy, envoy_path
@@ -59,6 +60,7 @@ class Row:
     p50_ms: float
     p95_ms: float
     p99_ms: float
+    cpu_ms: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,8 @@ class PickTimes:
     p50_ms: float
     p95_ms: float
     p99_ms: float
+    cpu_ms: float = 0.0
+    """Processor time of the picker for each pick, with the scrapes meanwhile; 0 if it is not measured."""
 
 
 def times_of(seconds: list[float], elapsed: float) -> PickTimes:
@@ -155,9 +159,14 @@ async def over_grpc(num_endpoints: int, count: int) -> dict[str, PickTimes]:
             found = await asyncio.to_thread(picker.wait_for, "listening")
             address = str(found["grpc"])
             await asyncio.to_thread(in_another_process, address, 500, 4)
-            one = await asyncio.to_thread(in_another_process, address, count // 4, 1)
-            load = await asyncio.to_thread(in_another_process, address, count, 16)
-            return {"one": one, "load": load}
+            process = psutil.Process(picker.process.pid)
+
+            async def measured(count: int, streams: int) -> PickTimes:
+                before = sum(process.cpu_times()[:2])
+                times = await asyncio.to_thread(in_another_process, address, count, streams)
+                return replace(times, cpu_ms=round(1000 * (sum(process.cpu_times()[:2]) - before) / count, 3))
+
+            return {"one": await measured(count // 4, 1), "load": await measured(count, 16)}
 
 
 async def through_envoy(count: int) -> dict[str, PickTimes]:
