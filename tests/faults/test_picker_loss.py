@@ -110,6 +110,19 @@ async def test_endpoints_that_are_gone_get_nothing_while_others_are_there(tmp_pa
             assert answer.json()["served_by"] == servers[1].address
 
 
+async def test_an_endpoint_whose_metrics_hang_holds_up_no_other(tmp_path):
+    servers = [ModelServer(metrics_gate=asyncio.Event()), ModelServer(), ModelServer()]
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(model_servers(*servers))
+        flags = [flag for server in servers for flag in ("--endpoints", server.address)]
+        picker = stack.enter_context(running(*FLAGS, *flags))
+        bound = await listening(picker)
+        await until_sample(bound["metrics"], 'kvferry_picker_scrapes_total{outcome="failed"}', 1.0)
+        assert await sample(bound["metrics"], 'kvferry_picker_endpoints{trust="fresh"}') == 2
+        assert await sample(bound["metrics"], 'kvferry_picker_endpoints{trust="lost"}') == 1
+        assert min(server.scrapes for server in servers[1:]) > 5
+
+
 async def test_a_picker_that_was_stopped_for_a_while_goes_on(tmp_path):
     server = ModelServer()
     async with AsyncExitStack() as stack:

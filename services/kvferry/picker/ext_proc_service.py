@@ -22,6 +22,9 @@ from kvferry.picker.pool_picker import PoolPicker
 from kvferry.v1 import ext_proc_pb2 as pb
 from kvferry.v1.ext_proc_pb2_grpc import ExternalProcessorServicer
 
+_MAX_HELD_BYTES = 256 << 20
+"""Bytes of all bodies that are held; beyond it, requests are routed without the rest of their bodies."""
+
 
 @dataclass(slots=True)
 class _Stream:
@@ -32,6 +35,8 @@ class _Stream:
     subset: tuple[str, ...] | None = None
     picked: Picked | None = None
     entry: QueueEntry | None = None
+    num_counted: int = 0
+    """Bytes of the body that count in `num_held_bytes`."""
     is_refused: bool = False
     """Whether the picker answered the client itself, which ends the stream."""
 
@@ -51,6 +56,8 @@ class ExtProcService(ExternalProcessorServicer):
         self._metrics = metrics
         self.num_streams = 0
         """Number of open streams."""
+        self.num_held_bytes = 0
+        """Bytes of bodies that streams hold."""
 
     async def Process(  # noqa: N802  a method of the protocol
         self, request_iterator: AsyncIterator[pb.ProcessingRequest], context: object
@@ -82,7 +89,11 @@ class ExtProcService(ExternalProcessorServicer):
         if isinstance(found, RequestHead):
             stream.headers, stream.subset = found.headers, found.subset
         responses: list[pb.ProcessingResponse] = []
-        pending: list[Outgoing] = stream.exchange.on(found)
+        exchange = stream.exchange
+        if self.num_held_bytes > _MAX_HELD_BYTES:
+            exchange.max_bytes = 0  # decide with what is there, so that slow uploads cannot take all memory
+        pending: list[Outgoing] = exchange.on(found)
+        self._count_held(stream)
         while pending:
             todo, pending = pending, []
             for outgoing in todo:
@@ -98,7 +109,12 @@ class ExtProcService(ExternalProcessorServicer):
                         self._answered(stream, served)
                     case Complete():
                         self._end(stream, is_known=True)
+        self._count_held(stream)
         return responses
+
+    def _count_held(self, stream: _Stream) -> None:
+        self.num_held_bytes += stream.exchange.num_bytes - stream.num_counted
+        stream.num_counted = stream.exchange.num_bytes
 
     async def _decide(self, stream: _Stream, ask: Ask) -> list[Outgoing]:
         verdict, stream.entry = await self._picker.decide(ask, stream.headers, stream.subset)
@@ -116,6 +132,7 @@ class ExtProcService(ExternalProcessorServicer):
 
     def _close(self, stream: _Stream) -> None:
         stream.exchange.closed()
+        self._count_held(stream)
         # Proxies that do not send response bodies close the stream when the response begins.
         self._end(stream, is_known=False)
 

@@ -47,11 +47,15 @@ class ModelServer:
     gate: asyncio.Event | None = None
     """Responses wait for it after their first part, if there is one."""
     cancelled: int = 0
+    metrics_gate: asyncio.Event | None = None
+    """Scrapes wait for it, if there is one."""
 
     async def metrics(self, request: web.Request) -> web.Response:
         """Answer a scrape."""
         del request
         self.scrapes += 1
+        if self.metrics_gate is not None:
+            await self.metrics_gate.wait()
         return web.Response(text=self.page if self.page is not None else _PAGES[self.flavor](self))
 
     async def complete(self, request: web.Request) -> web.StreamResponse:

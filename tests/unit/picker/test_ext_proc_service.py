@@ -266,3 +266,24 @@ async def test_a_picker_that_stops_finishes_open_requests():
         assert await call.code() == grpc.StatusCode.OK
     async with asyncio.timeout(SECONDS):
         await running
+
+
+async def test_bodies_that_are_held_have_a_bound_over_all_streams(monkeypatch):
+    monkeypatch.setattr("kvferry.picker.ext_proc_service._MAX_HELD_BYTES", 3000)
+    async with picker_of() as picker, picker_stub(picker.listening.grpc) as stub:
+        calls = [stub.open() for _ in range(3)]
+        for number, call in enumerate(calls):
+            await call.write(head_message())
+            await call.write(body_message(b"x" * 2000, is_end=False))
+            await eventually(lambda number=number: picker.service.num_held_bytes == 2000 * (number + 1), SECONDS)  # type: ignore[misc]
+            if number == 1:
+                break
+        late = calls[2]
+        await late.write(head_message())
+        await late.write(body_message(b"y" * 10, is_end=False))
+        assert destination(await read(late)) in (A, B)
+        assert (await read(late)).request_body.response.body_mutation.streamed_response.body == b"y" * 10
+        for call in calls:
+            call.cancel()
+        await idle(picker)
+        assert picker.service.num_held_bytes == 0

@@ -233,10 +233,12 @@ class Exchange:
         Args:
             max_body_bytes: part of a body that is read before the decision, in bytes.
         """
-        self._max_bytes = max_body_bytes
+        self.max_bytes = max_body_bytes
+        """Part of a body that is read before the decision; may be lowered while it is read."""
         self._mode = self._response_mode = BodyMode.NONE
         self._held: list[RequestPart] = []
-        self._num_bytes = 0
+        self.num_bytes = 0
+        """Bytes of the body that are held."""
         self._pending = MessageKind.REQUEST_HEAD
         self._has_trailers = False
         self.state: ExchangeState = EXCHANGE_MACHINE.initial
@@ -265,7 +267,7 @@ class Exchange:
         """Return the messages to the proxy after the decision that was asked for."""
         if isinstance(verdict, Refusal):
             self._step(_E.REFUSE)
-            self._held.clear()
+            self._drop()
             return [Refuse(verdict)]
         self._step(_E.ROUTE)
         return [ProxyReply(self._pending, verdict), *self._echoes()]
@@ -275,7 +277,7 @@ class Exchange:
         if self.state is _S.DONE:
             return False
         self._step(_E.CLOSE)
-        self._held.clear()
+        self._drop()
         return True
 
     # -- the request -------------------------------------------------------------------------------------------------
@@ -302,9 +304,9 @@ class Exchange:
         if self.state is not _S.READING:
             return list(_echo(part)) if self._mode in DUPLEX else [ProxyReply(MessageKind.REQUEST_BODY)]
         self._held.append(part)
-        self._num_bytes += len(part.data)
+        self.num_bytes += len(part.data)
         is_whole = part.is_end or self._mode is BodyMode.BUFFERED
-        if not is_whole and self._num_bytes < self._max_bytes and self._mode is not BodyMode.BUFFERED_PARTIAL:
+        if not is_whole and self.num_bytes < self.max_bytes and self._mode is not BodyMode.BUFFERED_PARTIAL:
             return []
         return self._ask(is_whole=is_whole)
 
@@ -319,14 +321,19 @@ class Exchange:
     def _ask(self, *, is_whole: bool) -> list[Outgoing]:
         self._step(_E.ASK)
         body = b"".join(part.data for part in self._held)
-        is_cut = not is_whole or len(body) > self._max_bytes
+        is_cut = not is_whole or len(body) > self.max_bytes
         if self._mode in _BUFFERED:
-            self._held.clear()
-        return [Ask(body[: self._max_bytes], is_cut)]
+            self._drop()
+        return [Ask(body[: self.max_bytes], is_cut)]
+
+    def _drop(self) -> None:
+        self._held.clear()
+        self.num_bytes = 0
 
     def _echoes(self) -> Iterator[Outgoing]:
         """Yield what the proxy has sent since the headers, in full duplex mode, and what it still waits for."""
         held, self._held = self._held, []
+        self.num_bytes = 0
         if self._mode in DUPLEX:
             for part in held:
                 yield from _echo(part)
