@@ -20,6 +20,9 @@ BYTES_PER_TOKEN = 4
 """Bytes of text per token, for estimates; tokens that are given as numbers take as many bytes each."""
 MAX_CHUNKS = 1024
 """Chunks that are named; longer prompts are told apart by their first 256 KiB."""
+_MAX_TEXT = MAX_CHUNKS * CHUNK_BYTES
+_MAX_PARTS = 4096
+"""Parts of a conversation that are read, in about 10 ms; a prompt with more is told apart by them."""
 _MAX_MODEL_CHARS = 256
 _MAX_OUTPUT_TOKENS = 1 << 20
 _PROMPTS = ("prompt", "input", "text", "input_ids", "token_ids", "prompt_token_ids", "query")
@@ -50,11 +53,13 @@ class PromptBody:
     max_output_tokens: int = 0
     """0 if the body has no limit."""
     problem: BodyProblem = BodyProblem.NONE
+    num_bytes: int = 0
+    """Size of the prompt: of `text`, or of the body if `text` is only its beginning."""
 
     @property
     def num_tokens(self) -> int:
         """Estimated number of prompt tokens, at least 1."""
-        return max(1, len(self.text) // BYTES_PER_TOKEN)
+        return max(1, self.num_bytes // BYTES_PER_TOKEN)
 
 
 def read_body(body: bytes | None, *, is_cut: bool = False) -> PromptBody:
@@ -75,12 +80,13 @@ def read_body(body: bytes | None, *, is_cut: bool = False) -> PromptBody:
     if not isinstance(found, dict):
         return PromptBody(problem=BodyProblem.NOT_JSON)
     try:
-        text = _text(found)
+        text, is_whole = _text(found)
     except (RecursionError, msgspec.MsgspecError, OverflowError, TypeError, ValueError):
-        text = b""
+        text, is_whole = b"", True
     return PromptBody(
         model=_name(found.get("model")),
-        text=text,
+        text=text[:_MAX_TEXT],
+        num_bytes=len(text) if is_whole else len(body),
         salt=_name(found.get("cache_salt")),
         max_output_tokens=_limit(found),
         problem=BodyProblem.NONE if text else BodyProblem.NO_PROMPT,
@@ -121,28 +127,41 @@ def _root(prompt: PromptBody, scope: str) -> bytes:
     return blake3("\x00".join((scope, prompt.model, prompt.salt)).encode("utf-8", "surrogatepass")).digest(16)
 
 
-def _text(body: Mapping[str, Any]) -> bytes:
-    """Return the prompt in the order in which chat templates have it: tools, instructions, messages."""
-    parts = [*_json_of(body.get("tools")), *_flat(body.get("system")), *_flat(body.get("instructions"))]
+def _text(body: Mapping[str, Any]) -> tuple[bytes, bool]:
+    """Return the prompt in the order in which chat templates have it: tools, instructions, messages; and whether it is
+    whole."""
+    parts, size = list[bytes](), 0
+    for part in _parts(body):
+        parts.append(part)
+        size += len(part) + 1
+        if size > _MAX_TEXT or len(parts) >= _MAX_PARTS:
+            return b"\x1e".join(parts), False
+    return b"\x1e".join(parts), True
+
+
+def _parts(body: Mapping[str, Any]) -> Iterator[bytes]:
+    yield from _json_of(body.get("tools"))
+    yield from _flat(body.get("system"))
+    yield from _flat(body.get("instructions"))
     messages = body.get("messages")
     if isinstance(messages, list):
-        parts += [part for message in messages for part in _message(message)]
+        for message in messages:
+            yield from _message(message)
     else:
-        given = next((body[name] for name in _PROMPTS if body.get(name) not in (None, "", [])), None)
-        parts += _prompt(given)
-    return b"\x1e".join(parts)
+        yield from _prompt(next((body[name] for name in _PROMPTS if body.get(name) not in (None, "", [])), None))
 
 
-def _prompt(given: object) -> list[bytes]:
-    """Return a prompt: text, tokens, a list of either of which the first decides, or items of a conversation."""
-    if isinstance(given, list) and given:
-        first = given[0]
-        if isinstance(first, int):
-            return [_tokens(given)]
-        if isinstance(first, Mapping):
-            return [part for item in given for part in _message(item)]
-        return _prompt(first)
-    return list(_flat(given))
+def _prompt(given: object) -> Iterator[bytes]:
+    """Yield a prompt: text, tokens, a list of either of which the first decides, or items of a conversation."""
+    if not isinstance(given, list) or not given:
+        yield from _flat(given)
+    elif isinstance(given[0], int):
+        yield _tokens(given)
+    elif isinstance(given[0], Mapping):
+        for item in given:
+            yield from _message(item)
+    else:
+        yield from _prompt(given[0])
 
 
 def _tokens(given: Sequence[object]) -> bytes:

@@ -143,3 +143,21 @@ def test_no_body_breaks_it(body: dict[str, Any]) -> None:
 
 def test_a_lone_surrogate_is_routed() -> None:
     assert read_body(b'{"prompt":"\\ud800","model":"\\ud800"}').num_tokens >= 1
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": [{"a": 1}] * 100_000},
+        {"messages": ["x"] * 200_000},
+        {"prompt": list(range(150_000))},
+        {"prompt": "x" * 900_000},
+        {"input": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 30_000}] * 2},
+        {"tools": [{"a": 1}] * 100_000, "prompt": "x"},
+    ],
+)
+def test_of_large_bodies_only_the_beginning_is_read(body: dict[str, Any]) -> None:
+    text = json.dumps(body).encode()
+    found = read_body(text)
+    assert len(found.text) <= MAX_CHUNKS * CHUNK_BYTES
+    assert found.num_tokens >= min(len(text), MAX_CHUNKS * CHUNK_BYTES) // 8
