@@ -119,7 +119,8 @@ def affinity_key(prompt: PromptBody, names: Sequence[int], prefix_chunks: int, s
         scope: as for `chunk_names`.
     """
     if names:
-        return names[min(prefix_chunks, len(names)) - 1].to_bytes(8)
+        # All 64 bits, since a ring divides their whole range.
+        return (names[min(prefix_chunks, len(names)) - 1] << (64 - KEY_BITS)).to_bytes(8)
     return blake3(_root(prompt, scope) + prompt.text).digest(8)
 
 

@@ -104,6 +104,17 @@ def test_several_pickers_do_not_all_take_the_one_idle_endpoint() -> None:
     assert len(counts) >= 4
 
 
+def test_prompts_on_an_idle_pool_spread_evenly() -> None:
+    rig = ChoiceRig(16)
+    counts: Counter[str] = Counter()
+    for number in range(480):
+        picked = rig.pick(prompt(f"{number} {LONG}"))
+        counts[picked.sent.address] += 1
+        rig.states.ended(picked.sent)
+    assert len(counts) == 16
+    assert max(counts.values()) <= 90
+
+
 def test_a_thousand_endpoints_are_not_all_compared() -> None:
     rig = ChoiceRig(1000)
     assert rig.pick(prompt(LONG)).num_compared <= 12
