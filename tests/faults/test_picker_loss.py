@@ -87,7 +87,8 @@ async def test_a_proxy_that_is_killed_leaves_no_request_counted(tmp_path):
         async with AsyncExitStack() as proxy:
             http = await gateway(proxy, bound["grpc"], tmp_path, EnvoyMode())
             async with http.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True}) as answer:
-                assert await anext(answer.aiter_lines())
+                lines = answer.aiter_lines()  # kept: the end of the iterator closes the answer
+                assert await anext(lines)
                 await until_sample(bound["metrics"], "kvferry_picker_open_requests", 1.0)
         await until_sample(bound["metrics"], "kvferry_picker_open_requests", 0.0)
 

@@ -123,7 +123,8 @@ async def test_a_client_that_leaves_frees_its_place_and_the_server(tmp_path):
     server = ModelServer(gate=asyncio.Event())
     async with rig([server], tmp_path) as running:
         async with running.http.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True}) as answer:
-            assert await anext(answer.aiter_lines())
+            lines = answer.aiter_lines()  # kept: the end of the iterator closes the answer
+            assert await anext(lines)
             assert running.picker.pool.states.num_open == 1
         await running.idle()
         await eventually(lambda: server.cancelled > 0, SECONDS)
