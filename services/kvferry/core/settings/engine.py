@@ -48,13 +48,6 @@ class SchedulerLimits:
         low=1,
         high=1 << 20,
     )
-    background_steps: int = number(
-        100,
-        "Requests of the lowest priority (1000, as lines of batches have) pause beside others, except in one of this "
-        "many steps; 1 computes them like others.",
-        low=1,
-        high=10_000,
-    )
     max_num_seqs: int = number(64, "Maximum requests in the running batch, which hold KV pages.", low=1, high=4096)
     scheduling: str = choice(
         "fcfs",
@@ -79,6 +72,13 @@ class SchedulerLimits:
         0.01,
         "Share of the KV pages that admission leaves free; without it, new requests would cause preemptions.",
         may_be_zero=True,
+    )
+    background_steps: int = number(
+        100,
+        "Requests of the lowest priority (1000, as lines of batches have) pause beside others, except in one of this "
+        "many steps; 1 computes them like others.",
+        low=1,
+        high=10_000,
     )
 
     def __post_init__(self) -> None:

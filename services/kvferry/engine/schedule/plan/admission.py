@@ -158,6 +158,8 @@ class Admission:
         self._slots = slots
         self._reserve = int(allocator.pool.num_blocks * limits.reserve_share)
         self._started: list[RequestId] = []
+        self.num_waiting_background = 0
+        """Number of sequences of the lowest priority in the queue."""
         self.num_queried_tokens = self.num_hit_tokens = 0
         """Number of tokens looked up in the prefix cache at the first admission of each sequence, and number of tokens
         found."""
@@ -169,11 +171,16 @@ class Admission:
         if sequence.sampling.is_scoring and not self._has_turns:
             self._waiting, self._has_turns = ScoredPromptsQueue(self._waiting, self._policy.order), True
         self._waiting.add(sequence)
+        self.num_waiting_background += is_background(sequence)
 
     def withdraw(self, sequence: Sequence, event: SequenceEvent) -> None:
         """Remove a sequence that ends from the queue."""
-        self._waiting.remove(sequence)
+        self._leave(sequence)
         sequence.move(event)
+
+    def _leave(self, sequence: Sequence) -> None:
+        self._waiting.remove(sequence)
+        self.num_waiting_background -= is_background(sequence)
 
     @property
     def num_waiting(self) -> int:
@@ -350,7 +357,7 @@ class Admission:
         if sequence.request.adapter is not None:
             sequence.take_slot(self._slots.take(sequence.request.adapter))
         pages.admit(sequence)
-        self._waiting.remove(sequence)
+        self._leave(sequence)
         sequence.kv.start_from(len(hit), self._allocator.block_tokens, is_first=not sequence.num_preemptions)
         if not sequence.num_preemptions:
             self.num_queried_tokens += sequence.num_tokens

@@ -124,7 +124,12 @@ class Scheduler:
         """Plan the next step; the plan is empty if no sequence can run now."""
         self._may_admit, self._num_ahead = False, 0
         self._displace()
-        planned = self._plan(self._background.begin(self._admitted.running, self.admission.first_waiting))
+        active = self._background.begin(
+            self._admitted.running,
+            num_waiting=self.admission.num_waiting,
+            num_waiting_background=self.admission.num_waiting_background,
+        )
+        planned = self._plan(active)
         if not planned and self._background.may_resume:  # the sequence that waits cannot start yet
             self._background.resume()
             planned = self._plan(self._admitted.running)

@@ -48,19 +48,21 @@ class BackgroundTurns:
         self.num_paused = 0
         """Number of running sequences that the last planned step left out."""
 
-    def begin(self, running: OrderedView[Sequence], first_waiting: Sequence | None) -> OrderedView[Sequence]:
+    def begin(
+        self, running: OrderedView[Sequence], *, num_waiting: int, num_waiting_background: int
+    ) -> OrderedView[Sequence]:
         """Begin to plan a step; return the running sequences that take part.
 
         Args:
             running: the running sequences by order; background sequences are last.
-            first_waiting: the sequence to admit next; `None` if none waits.
+            num_waiting: number of waiting sequences.
+            num_waiting_background: number of background sequences among them.
         """
         self.num_paused, self._is_turn = 0, False
         if self._period == 1:
             return running
-        ends = [*running[:1], *running[-1:], *(() if first_waiting is None else (first_waiting,))]
-        self._are_known = any(map(is_background, ends))
-        self.is_paused = not all(map(is_background, ends))
+        self._are_known = num_waiting_background > 0 or (bool(running) and is_background(running[-1]))
+        self.is_paused = num_waiting > num_waiting_background or (bool(running) and not is_background(running[0]))
         if not self.is_paused:
             self._num_beside, self._num_alone = 0, self._num_alone + self._are_known
             return running

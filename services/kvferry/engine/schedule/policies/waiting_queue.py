@@ -18,6 +18,7 @@ from typing import Protocol
 
 from kvferry.core.ids import RequestId
 from kvferry.core.settings.class_weights import Weights
+from kvferry.engine.schedule.policies.background import is_background
 from kvferry.engine.schedule.step.sequence import Sequence
 
 BATCH_SIZE = 8
@@ -186,7 +187,12 @@ class TwoLevelQueue:
             while len(self._batch) < BATCH_SIZE and (sequence := self._waiting.first()) is not None:
                 self._waiting.remove(sequence)
                 self._batch.add(sequence)
-        return self._batch.first()
+        first, later = self._batch.first(), self._waiting.first()
+        if first is not None and later is not None and is_background(first) and not is_background(later):
+            self._waiting.remove(later)  # it waits for no batch of the background
+            self._batch.add(later)
+            return later
+        return first
 
     @property
     def num_tokens(self) -> int:

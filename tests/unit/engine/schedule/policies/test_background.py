@@ -42,7 +42,7 @@ def test_beside_others_it_takes_part_in_one_of_many_steps(scheduling: str) -> No
     tokens = run_until_idle(engine)
     assert tokens == {"client": expected_tokens(CLIENT, 100), "batch": expected_tokens(BATCH, 3)}
     together = [step for step, found in enumerate(names(runner), start=1) if "batch" in found]
-    assert together == [32 + 1, 2 * 32 + 1, 3 * 32 + 1]
+    assert together == [32, 64, 96]
 
 
 def test_steps_beside_a_paused_sequence_are_planned_ahead() -> None:
@@ -98,6 +98,16 @@ def test_a_later_sequence_is_admitted_before_those_of_the_background(scheduling:
     engine.add(a_request("client", CLIENT, max_tokens=2))
     run_until_idle(engine)
     assert names(runner)[:2] == [{"client"}] * 2
+
+
+def test_a_batch_of_the_background_holds_up_no_later_sequence() -> None:
+    engine, runner = an_engine(limits=small_limits(scheduling="two-level", max_num_seqs=1))
+    for number in range(12):
+        engine.add(a_request(f"batch {number}", [number, 1], max_tokens=3, priority=MAX_PRIORITY))
+    engine.step()
+    engine.add(a_request("client", CLIENT, max_tokens=3))
+    run_until_idle(engine)
+    assert names(runner)[1:4] == [{"client"}] * 3
 
 
 def test_others_do_not_wait_for_a_block_of_a_paused_sequence() -> None:
