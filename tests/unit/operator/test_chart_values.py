@@ -22,6 +22,8 @@ FREE = {
     "metrics.podMonitor.labels": "any",
     "metrics.dashboards.labels": "any",
     "metrics.alerts.labels": "any",
+    "picker.resources": "as in a container",
+    "picker.objectives": "any",
     "valkey.resources": "as in a container",
     "examplePool.spec": "as in a pool",
 }
