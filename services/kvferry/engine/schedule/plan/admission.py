@@ -169,7 +169,9 @@ class Admission:
     def wait(self, sequence: Sequence) -> None:
         """Add a sequence to the queue, new, preempted, or with a failed load."""
         if sequence.sampling.is_scoring and not self._has_turns:
-            self._waiting, self._has_turns = ScoredPromptsQueue(self._waiting, self._policy.order), True
+            pauses = self._policy.has_background and self._limits.background_steps > 1
+            self._waiting = ScoredPromptsQueue(self._waiting, self._policy.order, has_background=pauses)
+            self._has_turns = True
         self._waiting.add(sequence)
         self.num_waiting_background += is_background(sequence)
 

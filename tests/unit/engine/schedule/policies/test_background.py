@@ -110,6 +110,25 @@ def test_a_batch_of_the_background_holds_up_no_later_sequence() -> None:
     assert names(runner)[1:4] == [{"client"}] * 3
 
 
+@pytest.mark.parametrize("scheduling", PAUSING)
+@pytest.mark.parametrize("is_running", [True, False])
+def test_log_probabilities_of_its_prompt_hold_up_no_others(scheduling: str, is_running: bool) -> None:
+    engine, runner = an_engine(num_blocks=400, max_model_tokens=1024, limits=small_limits(scheduling=scheduling))
+    batch = a_request("batch", list(range(90)), max_tokens=4, priority=MAX_PRIORITY, prompt_logprobs=1)
+    if is_running:
+        engine.add(batch)
+        engine.step()
+    engine.add(a_request("stream", [7, 8], max_tokens=300))
+    engine.step()
+    if not is_running:
+        engine.add(batch)
+    engine.add(a_request("client", CLIENT, max_tokens=4, prompt_logprobs=1))
+    before = len(runner.steps)
+    run_until_idle(engine)
+    assert "client" in names(runner)[before]
+    assert engine.is_idle
+
+
 def test_others_do_not_wait_for_a_block_of_a_paused_sequence() -> None:
     engine, runner = an_engine(limits=small_limits(max_chunk_tokens=4))
     prefix = list(range(12))

@@ -134,7 +134,7 @@ def test_a_sequence_that_is_set_aside_keeps_its_share(entries: list[tuple[int, i
 @given(st.lists(st.sampled_from(["scored", "plain", "admit", "score", "abort"]), max_size=60))
 def test_one_prompt_to_be_scored_is_among_the_others(moves: list[str]) -> None:
     inner = RankQueue(lambda s: (s.arrival,))
-    queue = ScoredPromptsQueue(inner, lambda s: (s.request.priority, s.arrival))
+    queue = ScoredPromptsQueue(inner, lambda s: (s.request.priority, s.arrival), has_background=False)
     waiting: list[Sequence] = []
     running: list[Sequence] = []
     for number, move in enumerate(moves):
