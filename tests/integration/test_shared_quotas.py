@@ -374,10 +374,29 @@ def test_answers_without_sense_are_refused(text):
         LeaseAnswer.parse(text, report)
 
 
-@pytest.mark.parametrize("found", [b"\xff\xff", b"", b"\x90", b"\x81\xa1n\x05"])
+NO_RECORDS = [
+    b"\xff\xff",
+    b"",
+    b"\x90",
+    b"\x81\xa1n\x05",
+    b"\x82\xa1n\x80\xa1r\x05",  # a number as bucket
+    b"\x82\xa1n\x80\xa1r\x83\xa1l\xcb\x7f\xf8\0\0\0\0\0\0\xa1u\0\xa1g\x80",  # no number as level
+    b"\x82\xa1n\x80\xa1r\x83\xa1l\xcb\xfe7\xe4<\x88\0u\x9c\xa1u\0\xa1g\x80",  # -1e300 as level
+]
+
+
+@pytest.mark.parametrize("found", NO_RECORDS)
 def test_data_that_is_no_record_is_replaced(client, found):
     pool = Pool(client, TenantPolicy(requests_per_minute=60, request_burst=3))
     client.hset("q:t", "v", found)
+    pool.add()
+    assert sum(pool.ask(pool.gateways[0]) for _ in range(5)) == 3
+
+
+@pytest.mark.parametrize("key", ["q:t", "gateways"])
+def test_keys_of_another_type_are_replaced(client, key):
+    pool = Pool(client, TenantPolicy(requests_per_minute=60, request_burst=3))
+    client.set(key, "another's")
     pool.add()
     assert sum(pool.ask(pool.gateways[0]) for _ in range(5)) == 3
 

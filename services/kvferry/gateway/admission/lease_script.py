@@ -21,6 +21,12 @@ if not now then
   now = time[1] * 1000 + math.floor(time[2] / 1000)
 end
 local call, lease, leaves = tonumber(ARGV[3]), tonumber(ARGV[4]), ARGV[5] == '1'
+-- What someone else wrote under a key of the gateways is removed, so that it costs no other tenant its quotas.
+local function is_of(key, kind)
+  local found = redis.call('TYPE', key).ok
+  if found ~= kind and found ~= 'none' then redis.call('DEL', key) end
+end
+is_of(gateways, 'zset')
 -- First, since a server without memory lets a script go on whose first write frees some.
 redis.call('ZREMRANGEBYSCORE', gateways, '-inf', now - lease)
 redis.call('ZREMRANGEBYSCORE', gateways, now + lease, '+inf')
@@ -122,29 +128,38 @@ local function slots(kinds, at)
   return given, short
 end
 
-local answers = {text(number)}
-for place = 2, #KEYS do
-  local at = 6 + (place - 2) * 21
-  local packed = redis.call('HGET', KEYS[place], 'v')
-  local ok, kinds = pcall(cmsgpack.unpack, packed or '')
-  if not packed or not ok or type(kinds) ~= 'table' or type(kinds.n) ~= 'table' then kinds = {n = {}} end
+-- Divides what a tenant has. Without calls of Redis, so that it may be tried on any content.
+local function divide(kinds, at)
   for each, _ in pairs(kinds.n) do
     if not alive[each] and each ~= gateway then kinds.n[each] = nil end
   end
-  if (kinds.n[gateway] or 0) >= call then
-    answers[#answers + 1] = false
-  else
-    local answered = value(at)
-    local requests, left, short, full = budget(kinds, 'r', at + 1, answered)
-    local tokens, left_tokens, short_tokens, full_tokens = budget(kinds, 't', at + 9, answered)
-    local given, short_slots = slots(kinds, at + 17)
-    kinds.n[gateway] = call
-    if leaves then kinds.n[gateway] = nil end
-    redis.call('HSET', KEYS[place], 'v', cmsgpack.pack(kinds))
-    redis.call('PEXPIRE', KEYS[place], math.floor(math.min(6e8, math.max(full, full_tokens, 0)) + 4 * lease))
-    answers[#answers + 1] = table.concat({
-      text(requests), text(left), short, text(tokens), text(left_tokens), short_tokens, given, short_slots}, ' ')
+  if (kinds.n[gateway] or 0) >= call then return false end
+  local answered = value(at)
+  local requests, left, short, full = budget(kinds, 'r', at + 1, answered)
+  local tokens, left_tokens, short_tokens, full_tokens = budget(kinds, 't', at + 9, answered)
+  local given, short_slots = slots(kinds, at + 17)
+  for _, one in ipairs({requests, left, tokens, left_tokens, given}) do
+    assert(one == one and math.abs(one) < 1e15, 'no number of this script')
   end
+  kinds.n[gateway] = call
+  if leaves then kinds.n[gateway] = nil end
+  return cmsgpack.pack(kinds), math.max(full, full_tokens, 0), table.concat({
+    text(requests), text(left), short, text(tokens), text(left_tokens), short_tokens, given, short_slots}, ' ')
+end
+
+local answers = {text(number)}
+for place = 2, #KEYS do
+  local at = 6 + (place - 2) * 21
+  is_of(KEYS[place], 'hash')
+  local found, kinds = pcall(cmsgpack.unpack, redis.call('HGET', KEYS[place], 'v') or '')
+  local ok, packed, full, answer = false, nil, nil, nil
+  if found and type(kinds) == 'table' then ok, packed, full, answer = pcall(divide, kinds, at) end
+  if not ok then packed, full, answer = divide({n = {}}, at) end
+  if packed then
+    redis.call('HSET', KEYS[place], 'v', packed)
+    redis.call('PEXPIRE', KEYS[place], math.floor(math.min(6e8, full) + 4 * lease))
+  end
+  answers[#answers + 1] = answer or false
 end
 return answers
 """
