@@ -12,7 +12,7 @@ from grpc_health.v1 import health
 from prometheus_client import start_http_server
 
 from kvferry.core.clock import Clock, SystemClock
-from kvferry.core.errors import cannot_listen
+from kvferry.core.errors import UsageError, cannot_listen
 from kvferry.core.process.stop_signals import stop_signals
 from kvferry.gateway.http.server.tls import Certificate
 from kvferry.picker.config import PickerConfig
@@ -113,10 +113,10 @@ class Picker:
         host, _, port = self._config.metrics.rpartition(":")
         try:
             self._page, _ = start_http_server(int(port), host.strip("[]"), self.metrics.registry)
-        except (OSError, ValueError) as error:
-            if isinstance(error, OSError):
-                raise cannot_listen("metrics", self._config.metrics, error) from error
-            raise
+        except OSError as error:
+            raise cannot_listen("metrics", self._config.metrics, error) from error
+        except (ValueError, OverflowError):
+            raise UsageError(f"--metrics {self._config.metrics!r} is no HOST:PORT", field="metrics") from None
         return f"{host}:{self._page.server_port}"
 
     @property

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kvferry.picker.decide.endpoints import PoolEndpoint
 
 _MAX_PRIORITY = 1_000_000
+_MAX_BODY_BYTES = 1 << 30
 
 
 @click.command("picker", cls=SettingsCommand)
@@ -77,6 +78,10 @@ def _config(values: Values) -> "PickerConfig":
         raise UsageError("no endpoints; give --endpoints or --inference-pool", field="endpoints")
     if not values["metrics_path"].startswith("/"):
         raise UsageError(f"metrics_path {values['metrics_path']!r} must begin with /", field="metrics_path")
+    if values["max_body_bytes"] > _MAX_BODY_BYTES:
+        raise UsageError(
+            "--max-body-bytes must be at most 1GiB, what a message of gRPC can hold", field="max_body_bytes"
+        )
     return PickerConfig(
         listen=values["listen"],
         health=values["health"],
@@ -137,6 +142,8 @@ def _endpoints(name: str, given: Iterable[str], metrics_port: int) -> Iterable["
             raise UsageError(f"{name}: {address} is given twice", field=name)
         seen.add(address)
         other = parsed.admin_address.rpartition(":")[2]
+        if not all(0 < int(each) <= 0xFFFF for each in (port, other)):
+            raise UsageError(f"{name}: {text!r} has a port that is not from 1 to 65535", field=name)
         scraped = other if other != port else str(metrics_port or port)
         yield PoolEndpoint(
             address, address, f"{address.rpartition(':')[0]}:{scraped}", is_prefill=name == "prefill_endpoints"

@@ -29,6 +29,8 @@ _MISSED = 5
 """Number of intervals between scrapes after which a page is old."""
 _MIN_FRESH_SECONDS = 1.0
 _DEFAULT_BLOCK_TOKENS = 16
+_MAX_MEAN = 1 << 20
+"""Largest mean, in tokens or seconds, that is learned from a page."""
 _ROOM = 16
 """Requests that an endpoint without waiting ones takes between two pages."""
 
@@ -202,15 +204,18 @@ class EndpointStates:
     def _learn(self, state: EndpointState, before: EngineLoad, load: EngineLoad) -> None:
         """Add the durations between two pages to the estimates."""
         process = Process(WorkerId(state.listed.name), str(state.incarnation))
-        prompts = _between(before.prefill, load.prefill)
+        prompts, output = _between(before.prefill, load.prefill), _between(before.output, load.output)
         tokens = _rise(before.prompt_tokens, load.prompt_tokens) - _rise(before.cached_tokens, load.cached_tokens)
-        if prompts.count >= 1 and tokens > 0:
+        if (
+            prompts.count >= 1
+            and 0 < tokens <= prompts.count * _MAX_MEAN
+            and prompts.total <= prompts.count * _MAX_MEAN
+        ):
             self.estimates.observe_prefill(process, round(tokens / prompts.count), prompts.total / prompts.count)
         steps = _between(before.steps, load.steps)
-        if steps.count >= 1:
+        if steps.count >= 1 and steps.total <= steps.count * _MAX_MEAN:
             self.estimates.observe_output(process, load.running, round(steps.count), steps.total)
-        output = _between(before.output, load.output)
-        if output.count >= 1:
+        if output.count >= 1 and output.total <= output.count * _MAX_MEAN:
             self.estimates.observe_length(round(output.total / output.count))
 
     # -- requests ----------------------------------------------------------------------------------------------------

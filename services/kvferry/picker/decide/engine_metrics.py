@@ -14,10 +14,15 @@ MAX_PAGE_BYTES = 4 << 20
 """Maximum size of a page; a larger one is not read."""
 _MAX_SERIES = 64
 """Series of one metric that are read."""
+_MAX_FINDS = 4096
+"""Places of a metric's name that are looked at."""
+_MAX_LINE_BYTES = 1 << 16
+_MAX_VALUE = 1e15
 _MAX_REQUESTS = 1e6
 _MAX_BLOCKS = 1 << 28
 _MAX_ADAPTERS = 1024
-_LABEL = re.compile(rb'(\w+)="((?:[^"\\]|\\.)*)"')
+_LABEL = re.compile(rb'(?<!\w)(\w+)="((?:[^"\\]|\\.)*)"')
+"""A label; it is tried once for each name, since every letter of a long one would make the work quadratic."""
 
 AUTO = "auto"
 
@@ -155,16 +160,16 @@ def read_page(page: bytes, flavor: str = AUTO) -> EngineLoad | None:
 def _series(page: bytes, name: str) -> Iterator[tuple[Mapping[str, str], float]]:
     """Yield labels and value of each series of a metric, at most `_MAX_SERIES`."""
     wanted, position, found = name.encode(), 0, 0
-    while name and found < _MAX_SERIES:
+    for _ in range(_MAX_FINDS if name else 0):
         position = page.find(wanted, position)
-        if position < 0:
+        if position < 0 or found == _MAX_SERIES:
             return
         end = page.find(b"\n", position)
         end = len(page) if end < 0 else end
         is_line = position == 0 or page[position - 1 : position] == b"\n"
         rest = page[position + len(wanted) : end]
         position = end
-        if not is_line or rest[:1] not in (b" ", b"{"):
+        if not is_line or rest[:1] not in (b" ", b"{") or len(rest) > _MAX_LINE_BYTES:
             continue
         close = rest.rfind(b"}") if rest[:1] == b"{" else -1
         words = rest[close + 1 :].split(maxsplit=2)
@@ -178,14 +183,14 @@ def _series(page: bytes, name: str) -> Iterator[tuple[Mapping[str, str], float]]
 
 
 def _values(page: bytes, name: str) -> list[float]:
-    return [value for _, value in _series(page, name) if math.isfinite(value) and value >= 0]
+    return [value for _, value in _series(page, name) if 0 <= value <= _MAX_VALUE]
 
 
 def _requests(page: bytes, names: tuple[str, ...]) -> int | None:
     for name in names:
-        values = _values(page, name)
+        values = [value for value in _values(page, name) if value <= _MAX_REQUESTS]
         if values:
-            return int(min(sum(values), _MAX_REQUESTS))
+            return int(sum(values))
     return None
 
 

@@ -161,7 +161,7 @@ class Scheduler:
                 count = room.fit_scored(sampling, kv.num_computed, count)
             if count == 0:
                 continue  # no budget for this prompt; decoding sequences still fit
-            draft = drafts.get(sequence.request_id, ())[: room.tokens - count]
+            draft = drafts.get(sequence.request_id, ())[: room.fit_drafts(count, in_background=in_background)]
             if not self.drafting.grow(sequence, draft, len(running)):
                 draft = ()
                 if not self._grow_or_preempt(sequence, count, planned):

@@ -42,6 +42,10 @@ class StepBudget:
         share = -(-self._of_prompts // 2) if self._is_mixed and self._in_line > 1 else self._of_prompts
         return min(max_tokens, share)
 
+    def fit_drafts(self, count: int, *, in_background: bool) -> int:
+        """Return how many draft tokens fit behind `count` tokens of a sequence."""
+        return max(0, (min(self.tokens, self._of_background) if in_background else self.tokens) - count)
+
     def fit_scored(self, sampling: SamplingState, start: int, count: int) -> int:
         """Return how many of `count` tokens from position `start` fit if the rows of the prompt are scored.
 
