@@ -224,8 +224,9 @@ test-gpu: $(READY) ## the tests marked gpu, with compiled kernels on the GPU of 
 bench-gpu: $(READY) ## all kernels, decode steps of an 8B shape, comparison with transformers, on the GPU of this machine; under 9 minutes; tests/bench/results/gpu.csv
 	@TRITON_INTERPRET=0 timeout 540 $(BIN)/python tests/bench/bench_gpu.py $(ARGS)
 
-cluster-assets: $(READY) node-tools ## the binaries of a real Kubernetes, built once with Go (about ten minutes) into the user's cache
+cluster-assets: $(READY) node-tools ## the binaries of a real Kubernetes and Prometheus, built once with Go (about 15 minutes) into the user's cache
 	@$(BIN)/python -m harness.kube build control node tools
+	@$(BIN)/python -m harness.prometheus
 
 test-cluster: cluster-assets ## the tests on a real Kubernetes on this machine, as root with a node
 	@$(BIN)/python -m harness.kube.side_by_side $(ARGS)

@@ -13,6 +13,11 @@ _PACKAGE = "sigs.k8s.io/prometheus-adapter/cmd/adapter"
 _STOP_SECONDS = 20.0
 
 
+def adapter_binary() -> Path:
+    """Return the path of the adapter; build it if it is missing, which takes minutes."""
+    return go_binary(_BUILD, "prometheus-adapter", _PACKAGE)
+
+
 @contextmanager
 def running_adapter(
     folder: Path, kubeconfig: Path, prometheus_url: str, rules: Path, certificate: Path
@@ -29,7 +34,7 @@ def running_adapter(
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [
-        str(go_binary(_BUILD, "prometheus-adapter", _PACKAGE)),
+        str(adapter_binary()),
         f"--config={rules}",
         f"--prometheus-url={prometheus_url}",
         "--metrics-relist-interval=2s",

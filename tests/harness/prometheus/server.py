@@ -64,6 +64,11 @@ class Prometheus:
         return found
 
 
+def prometheus_binary() -> Path:
+    """Return the path of Prometheus; build it if it is missing, which takes minutes."""
+    return go_binary(_BUILD, "prometheus", _PACKAGE, *_BUILD_FLAGS)
+
+
 @contextmanager
 def running_prometheus(folder: Path, targets: Sequence[Target], rules: Sequence[Path] = ()) -> Iterator[Prometheus]:
     """Run a server for the `with` block.
@@ -87,7 +92,7 @@ def running_prometheus(folder: Path, targets: Sequence[Target], rules: Sequence[
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
     command = [
-        str(go_binary(_BUILD, "prometheus", _PACKAGE, *_BUILD_FLAGS)),
+        str(prometheus_binary()),
         f"--config.file={folder / 'prometheus.yml'}",
         f"--storage.tsdb.path={folder / 'data'}",
     ]
