@@ -1,5 +1,5 @@
-"""`python -m harness.prometheus`: builds Prometheus and its adapter, which takes minutes the first time, and prints their
-paths; tests have a time limit of their own."""
+"""`python -m harness.prometheus`: builds Prometheus and its adapter, and prints their paths. The first time takes
+minutes, and tests have time limits."""
 
 from harness.prometheus.metrics_adapter import adapter_binary
 from harness.prometheus.server import prometheus_binary
