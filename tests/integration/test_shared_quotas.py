@@ -272,7 +272,7 @@ def test_a_call_that_arrives_late_is_ignored_and_a_lost_answer_is_taken_back(cli
     late = pool.sent(first)
     assert first.lacks("t", pool.policy, 5.0, pool.now) in (True, False)
     pool.now += INTERVAL_SECONDS
-    pool.report(first, is_lost=True)  # the server gave, and nobody knows
+    pool.report(first, is_lost=True)  # the server granted units, and its answer is lost
     pool.report(first)
     assert pool.run(late)[1] is None
     pool.wait(10)

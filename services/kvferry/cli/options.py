@@ -185,6 +185,19 @@ def read_key(values: Values, name: str) -> list[bytes]:
     return lines
 
 
+def server_certificate(values: Values) -> tuple[Path, Path] | None:
+    """Return the files of a server's certificate chain and key; `None` if neither is set.
+
+    Raises:
+        UsageError: only one of the two is set.
+    """
+    chain, key = values["tls_cert_file"], values["tls_key_file"]
+    if bool(chain) != bool(key):
+        missing = "tls_key_file" if chain else "tls_cert_file"
+        raise UsageError(f"TLS needs a certificate and its key; {missing} is not set", field=missing)
+    return (Path(chain), Path(key)) if chain else None
+
+
 def pool_tls_files(values: Values) -> "CertificateFiles | None":
     """Return the files for the pool's TLS; `None` if none are set.
 

@@ -110,7 +110,7 @@ GATEWAY_STATE_CALLS = Metric(
     "(unreachable), no answer in time (slow), out of memory (full), a replica (read_only), another error.",
     ("part", "outcome"),
     values={
-        "part": ("streams", "quotas", "responses"),
+        "part": ("streams", "quotas"),
         "outcome": ("ok", "unreachable", "slow", "full", "read_only", "error"),
     },
 )

@@ -11,7 +11,7 @@ import click
 
 from kvferry.cli.fetching import fetch_first
 from kvferry.cli.help_pages import SettingsCommand
-from kvferry.cli.options import Values, pool_tls_files, read_key, traces_of, with_settings
+from kvferry.cli.options import Values, pool_tls_files, read_key, server_certificate, traces_of, with_settings
 from kvferry.cli.supervised import announce, follow_parent, leave_on_signals
 from kvferry.core.errors import UsageError
 from kvferry.core.process.config import forget_variables
@@ -198,13 +198,10 @@ def _run_group(values: Values) -> None:
 
 
 def _tls(values: Values) -> tuple[Path, Path, Path | None] | None:
-    chain, key = values["tls_cert_file"], values["tls_key_file"]
-    if bool(chain) != bool(key):
-        missing = "tls_key_file" if chain else "tls_cert_file"
-        raise UsageError(f"TLS needs a certificate and its key; {missing} is not set", field=missing)
+    certificate = server_certificate(values)
     client_ca = values["tls_client_ca_file"]
-    if client_ca and not chain:
+    if client_ca and certificate is None:
         raise UsageError(
             "--tls-client-ca-file needs TLS; set --tls-cert-file and --tls-key-file too", field="tls_cert_file"
         )
-    return (Path(chain), Path(key), Path(client_ca) if client_ca else None) if chain else None
+    return None if certificate is None else (*certificate, Path(client_ca) if client_ca else None)

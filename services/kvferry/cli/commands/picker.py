@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvferry.cli.help_pages import SettingsCommand
-from kvferry.cli.options import Values, with_settings
+from kvferry.cli.options import Values, server_certificate, with_settings
 from kvferry.cli.supervised import announce, follow_parent, leave_on_signals
 from kvferry.core.errors import UsageError
 from kvferry.core.process.open_files import raise_open_files
@@ -79,9 +79,7 @@ def _config(values: Values) -> "PickerConfig":
     if not values["metrics_path"].startswith("/"):
         raise UsageError(f"metrics_path {values['metrics_path']!r} must begin with /", field="metrics_path")
     if values["max_body_bytes"] > _MAX_BODY_BYTES:
-        raise UsageError(
-            "--max-body-bytes must be at most 1GiB, what a message of gRPC can hold", field="max_body_bytes"
-        )
+        raise UsageError("--max-body-bytes must be at most 1GiB, as messages of gRPC are", field="max_body_bytes")
     return PickerConfig(
         listen=values["listen"],
         health=values["health"],
@@ -170,10 +168,7 @@ def _objectives(given: Iterable[str]) -> dict[str, int]:
 
 
 def _tls(values: Values) -> tuple[Path, Path] | None:
-    chain, key = values["tls_cert_file"], values["tls_key_file"]
-    if bool(chain) != bool(key):
-        missing = "tls_key_file" if chain else "tls_cert_file"
-        raise UsageError(f"TLS needs a certificate and its key; {missing} is not set", field=missing)
-    if chain and values["plaintext"]:
+    certificate = server_certificate(values)
+    if certificate is not None and values["plaintext"]:
         raise UsageError("--plaintext serves without TLS; leave out --tls-cert-file", field="plaintext")
-    return (Path(chain), Path(key)) if chain else None
+    return certificate

@@ -76,7 +76,7 @@ class SchedulerLimits:
     background_steps: int = number(
         100,
         "Requests of the lowest priority (1000, as lines of batches have) pause beside others, except in one of this "
-        "many steps; 1 computes them like others.",
+        "many steps; 1: they never pause.",
         low=1,
         high=10_000,
     )

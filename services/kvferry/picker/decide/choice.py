@@ -72,7 +72,6 @@ class Picked:
     """The prompt's chunks."""
     num_cached: int
     """Of these, the ones that the endpoint is assumed to have."""
-    num_compared: int
     trust: Trust
 
 
@@ -123,7 +122,7 @@ class EndpointChoice:
             computing = self._replicas(more, others[0])
             weights |= more
         route = self._route(request, answering, computing, cached, weights, len(names))
-        return self._send(route, prompt, tuple(names), cached, len(answering) + len(computing), trust)
+        return self._send(route, prompt, tuple(names), cached, trust)
 
     def served(self, picked: Picked, address: str) -> bool:
         """Note which endpoint served a request; return whether it is a fallback. Its cache has the prompt now."""
@@ -245,7 +244,6 @@ class EndpointChoice:
         prompt: PromptBody,
         names: tuple[int, ...],
         cached: Mapping[str, int],
-        num_compared: int,
         trust: Trust,
     ) -> Picked:
         address = route.decode.replica.address
@@ -257,7 +255,7 @@ class EndpointChoice:
         if prefill:
             self._states.history.sent(prefill, names)
         endpoints = (address, *others[: self._config.fallbacks])
-        return Picked(PickedRoute(endpoints, prefill), sent, names, depth, num_compared, trust)
+        return Picked(PickedRoute(endpoints, prefill), sent, names, depth, trust)
 
 
 def _usable(groups: Mapping[Trust, list[str]]) -> dict[Trust, Eligible]:

@@ -19,10 +19,10 @@ CHUNK_BYTES = 256
 BYTES_PER_TOKEN = 4
 """Bytes of text per token, for estimates; tokens that are given as numbers take as many bytes each."""
 MAX_CHUNKS = 1024
-"""Chunks that are named; longer prompts are told apart by their first 256 KiB."""
+"""Chunks that are named: the text after the first 256 KiB has no effect on the choice."""
 _MAX_TEXT = MAX_CHUNKS * CHUNK_BYTES
 _MAX_PARTS = 4096
-"""Parts of a conversation that are read, in about 10 ms; a prompt with more is told apart by them."""
+"""Parts of a conversation that are read, which takes about 10 ms; later ones have no effect on the choice."""
 _MAX_MODEL_CHARS = 256
 _MAX_OUTPUT_TOKENS = 1 << 20
 _PROMPTS = ("prompt", "input", "text", "input_ids", "token_ids", "prompt_token_ids", "query")
@@ -93,14 +93,9 @@ def read_body(body: bytes | None, *, is_cut: bool = False) -> PromptBody:
     )
 
 
-def chunk_names(prompt: PromptBody, scope: str = "") -> list[int]:
-    """Return the names of the prompt's full chunks, in order, at most `MAX_CHUNKS`, as numbers of `KEY_BITS` bits.
-
-    Args:
-        prompt: the prompt.
-        scope: what else separates caches, for example an adapter.
-    """
-    last = _root(prompt, scope)
+def chunk_names(prompt: PromptBody) -> list[int]:
+    """Return the names of the prompt's full chunks, in order, at most `MAX_CHUNKS`, as numbers of `KEY_BITS` bits."""
+    last = _root(prompt)
     text, names = prompt.text, list[int]()
     for start in range(0, min(len(text) - CHUNK_BYTES + 1, MAX_CHUNKS * CHUNK_BYTES), CHUNK_BYTES):
         last = blake3(last + text[start : start + CHUNK_BYTES]).digest(16)
@@ -108,7 +103,7 @@ def chunk_names(prompt: PromptBody, scope: str = "") -> list[int]:
     return names
 
 
-def affinity_key(prompt: PromptBody, names: Sequence[int], prefix_chunks: int, scope: str = "") -> bytes:
+def affinity_key(prompt: PromptBody, names: Sequence[int], prefix_chunks: int) -> bytes:
     """Return the key by which equal beginnings meet: of the last of the first `prefix_chunks` chunks; of the whole text
     if it has no full chunk.
 
@@ -116,16 +111,15 @@ def affinity_key(prompt: PromptBody, names: Sequence[int], prefix_chunks: int, s
         prompt: the prompt.
         names: its chunks.
         prefix_chunks: number of leading chunks that count.
-        scope: as for `chunk_names`.
     """
     if names:
         # All 64 bits, since a ring divides their whole range.
         return (names[min(prefix_chunks, len(names)) - 1] << (64 - KEY_BITS)).to_bytes(8)
-    return blake3(_root(prompt, scope) + prompt.text).digest(8)
+    return blake3(_root(prompt) + prompt.text).digest(8)
 
 
-def _root(prompt: PromptBody, scope: str) -> bytes:
-    return blake3("\x00".join((scope, prompt.model, prompt.salt)).encode("utf-8", "surrogatepass")).digest(16)
+def _root(prompt: PromptBody) -> bytes:
+    return blake3("\x00".join((prompt.model, prompt.salt)).encode("utf-8", "surrogatepass")).digest(16)
 
 
 def _text(body: Mapping[str, Any]) -> tuple[bytes, bool]:

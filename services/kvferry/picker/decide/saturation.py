@@ -8,7 +8,6 @@ lowest priority.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
 
 from kvferry.gateway.decide.flow.fair_queue import EntryEvent, EntryState, FairQueue, QueueEntry, StrictOrder
 from kvferry.picker.decide.exchange import Refusal
@@ -34,13 +33,6 @@ class SaturationConfig:
     def priority(self, objective: str) -> int:
         """Return the priority of an objective; 0 if it is not listed."""
         return (self.objectives or {}).get(objective, 0)
-
-
-class Entrance(Enum):
-    """What a new request does."""
-
-    PASS = "pass"  # noqa: S105  not a password
-    WAIT = "wait"
 
 
 class SaturationQueue:

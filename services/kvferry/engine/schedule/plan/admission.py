@@ -169,7 +169,7 @@ class Admission:
     def wait(self, sequence: Sequence) -> None:
         """Add a sequence to the queue, new, preempted, or with a failed load."""
         if sequence.sampling.is_scoring and not self._has_turns:
-            pauses = self._policy.has_background and self._limits.background_steps > 1
+            pauses = self._policy.background_period(self._limits) > 1
             self._waiting = ScoredPromptsQueue(self._waiting, self._policy.order, has_background=pauses)
             self._has_turns = True
         self._waiting.add(sequence)

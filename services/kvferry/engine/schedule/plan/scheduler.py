@@ -74,7 +74,7 @@ class Scheduler:
         self.drafting = Drafting(speculation, allocator)
         """Draft tokens of the running sequences."""
         self._policy = policy_of(limits.scheduling)
-        self._background = BackgroundTurns(limits.background_steps if self._policy.has_background else 1)
+        self._background = BackgroundTurns(self._policy.background_period(limits))
         self._deadlines = Deadlines()
         self._admitted = AdmittedSequences(self._policy.order)
         self._known: dict[RequestId, Sequence] = {}

@@ -1,7 +1,7 @@
 """Turns of background sequences: those of the lowest priority, such as the lines of batches, take part in steps without
 other sequences, and in one of `background_steps` steps beside them.
 
-Every row of a step adds to its time, so that rows that nobody waits for would slow down the streams of those who wait.
+Each row adds to the time of a step, so rows of batches would increase the inter-token latency of interactive streams.
 A background sequence therefore keeps its pages and pauses while others are computed; the tokens that it gets beside
 them bound its wait.
 

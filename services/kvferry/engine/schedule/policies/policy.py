@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 from kvferry.core.errors import UsageError
 from kvferry.core.settings.class_weights import Weights
+from kvferry.core.settings.engine import SchedulerLimits
 from kvferry.engine.schedule.policies.background import is_background
 from kvferry.engine.schedule.policies.waiting_queue import (
     RankQueue,
@@ -59,6 +60,10 @@ class SchedulingPolicy:
     def mixes(self) -> bool:
         """Whether a waiting sequence may get tokens of a step before a running prompt."""
         return self.has_classes or self.is_shortest_first
+
+    def background_period(self, limits: SchedulerLimits) -> int:
+        """Return in one of how many steps beside others background sequences take part; 1 if they never pause."""
+        return limits.background_steps if self.has_background else 1
 
     def order(self, sequence: Sequence) -> tuple[int, int]:
         """Return the sort key of running sequences; the last one is preempted first."""

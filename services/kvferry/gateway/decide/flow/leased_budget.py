@@ -96,7 +96,7 @@ class LeasedBudget:
         self._spent += cost
 
     def wait_seconds(self, cost: float, per_minute: float, capacity: float, now: float) -> float:
-        """Return the time until the shared bucket can have `cost` units, if nobody else uses any; seconds."""
+        """Return the time until the shared bucket can have `cost` units, if no other request uses any; seconds."""
         gained = 0.0 if math.isinf(self.seen_at) else max(0.0, now - self.seen_at) * per_minute / 60.0
         missing = min(cost, capacity) - (self.rest - self.offered) - self._level - gained
         return max(0.0, missing) * 60.0 / per_minute
