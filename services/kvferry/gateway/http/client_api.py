@@ -140,6 +140,7 @@ class ClientApi:
             "countMessageTokens": CountMessageTokens(self.context),
             "createResponse": responses.create,
             "countResponseTokens": responses.count_tokens,
+            "compactResponse": responses.compact,
             "retrieveResponse": responses.retrieve,
             "cancelResponse": responses.cancel,
             "deleteResponse": responses.delete,

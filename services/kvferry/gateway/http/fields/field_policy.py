@@ -133,7 +133,7 @@ RESPONSE: Rules = {
     **{name: rule for name, rule in _ACCOUNTING.items() if name not in ("metadata", "store", "user", "verbosity")},
     "access_programs": FieldRule(_NO_STATE),
     "background_options": FieldRule("responses in the background have no options"),
-    "context_management": FieldRule("the input is used as a whole", (None, [])),
+    "context_management": FieldRule("use POST /v1/responses/compact", (None, [])),
     "conversation": FieldRule(f"{_NO_STATE}; use previous_response_id"),
     "image": FieldRule(_TEXT_ONLY),
     "max_tool_calls": ACCEPTED,
@@ -240,6 +240,25 @@ RESPONSE_CALL: Rules = {
     "namespace": FieldRule("functions have plain names"),
 }
 """Item of type function_call."""
+
+RESPONSE_COMPACTION: Rules = {"created_by": ACCEPTED}
+"""Item of type compaction."""
+
+COMPACT: Rules = {
+    **{name: rule for name, rule in RESPONSE.items() if name not in ("background_options", "max_tool_calls")},
+    "background": FieldRule("a summary is the answer to its request", (None, False)),
+    "include": ACCEPTED,
+    "metadata": ACCEPTED,
+    "parallel_tool_calls": ACCEPTED,
+    "store": ACCEPTED,
+    "stream": FieldRule("a summary is answered as a whole", (None, False)),
+    "stream_options": ACCEPTED,
+    "text": ACCEPTED,
+    "tool_choice": ACCEPTED,
+    "truncation": ACCEPTED,
+    "user": ACCEPTED,
+}
+"""Body of POST /v1/responses/compact."""
 
 MESSAGES: Rules = {
     "billing_policy": ACCEPTED,

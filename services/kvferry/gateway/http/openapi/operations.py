@@ -53,7 +53,15 @@ from kvferry.gateway.http.openai import reply
 from kvferry.gateway.http.openai.schema import ChatRequest, CompletionRequest
 from kvferry.gateway.http.openai.token_generation import TokenReply, TokenRequest
 from kvferry.gateway.http.responses.body import ResponseRequest
-from kvferry.gateway.http.responses.output import AnyEvent, DeletedResponse, InputTokens, ItemList, Response
+from kvferry.gateway.http.responses.compaction import CompactRequest
+from kvferry.gateway.http.responses.output import (
+    AnyEvent,
+    CompactedResponse,
+    DeletedResponse,
+    InputTokens,
+    ItemList,
+    Response,
+)
 from kvferry.gateway.http.responses.routes import ItemsQuery, RetrieveQuery
 from kvferry.gateway.http.responses.store import ResponseNotFound
 from kvferry.gateway.http.route_errors import MethodNotAllowed, NoSuchRoute
@@ -143,6 +151,15 @@ OPERATIONS: tuple[Operation, ...] = (
         InputTokens,
         ResponseRequest,
         errors=(*BODY, ResponseNotFound),
+    ),
+    Operation(
+        "compactResponse",
+        "POST",
+        "/v1/responses/compact",
+        "Summarizes a conversation, so that it can be continued from the summary.",
+        CompactedResponse,
+        CompactRequest,
+        errors=(*COMPUTED, ResponseNotFound),
     ),
     Operation(
         "createMessage",

@@ -226,10 +226,47 @@ def read_response(
     """
     request = parse_response(body, is_strict=is_strict)
     own = request.items()
+    chat, _, is_lost = read_items(model, request, own, history, context_tokens, CarrierKey(carrier_key))
+    shown = [item.model_dump(mode="json", by_alias=True, exclude_none=True) for item in own]
+    ignored = [*request.ignored, *request.actions_without_effect()]
+    if request.top_logprobs is not None and _LOGPROBS not in (request.include or ()):
+        ignored.append("top_logprobs")
+    ignored += ["input.encrypted_content"] if is_lost else []
+    ignored += ["tools.format"] if has_unenforced_format(request.tools or (), request.tool_choice) else []
+    return ReadResponse(chat, request, shown, tuple(ignored))
+
+
+def read_items(
+    model: TextModel,
+    request: ResponseRequest,
+    own: Sequence[Any],
+    history: Sequence[bytes],
+    context_tokens: int | None,
+    key: CarrierKey,
+    closing: Sequence[Mapping[str, Any]] = (),
+) -> tuple[ReadRequest, list[Any], bool]:
+    """Render the template of a conversation and tokenize the prompt; return it, all items of the conversation, and
+    whether a carrier of reasoning could not be opened.
+
+    Args:
+        model: the served model: tokenizer and chat template.
+        request: the parameters.
+        own: items of the request.
+        history: items of earlier responses, each a JSON array.
+        context_tokens: number of tokens of prompt and output for which the workers have memory; `None` to read a
+            conversation of any length.
+        key: key of the tenant's carriers.
+        closing: messages after those of the items, which no truncation leaves out.
+
+    Raises:
+        InvalidRequest, UnknownModel: the request is invalid or cannot be served by this gateway.
+    """
     before = [item for part in history for item in _ITEMS.validate_json(part)]
     paths = ["previous_response_id"] * len(before)
-    paths += [f"input.{number}" for number in range(len(own))] if isinstance(request.input, list) else ["input"]
-    items, is_lost = with_carried([*before, *own], CarrierKey(carrier_key))
+    paths += (
+        [f"input.{number}" for number in range(len(own))] if isinstance(request.input, list) else ["input"] * len(own)
+    )
+    items, is_lost = with_carried([*before, *own], paths, key)
     messages, places = messages_of(items, paths)
     instructions = [] if request.instructions is None else [{"role": "system", "content": request.instructions}]
     use = request.to_tool_use()
@@ -238,7 +275,10 @@ def read_response(
         """Read the conversation from message `first` on."""
         try:
             chat = read_conversation(
-                model, request.as_chat([*instructions, *messages[first:]]), use, constraint_field="text.format"
+                model,
+                request.as_chat([*instructions, *messages[first:], *closing]),
+                use,
+                constraint_field="text.format",
             )
             if context_tokens is not None:
                 check_num_tokens(model, len(chat.prompts[0]) + _reserve(request, context_tokens), context_tokens)
@@ -248,14 +288,7 @@ def read_response(
         return chat
 
     starts = _starts(messages) if request.truncation == "auto" and context_tokens is not None else []
-    chat = first_fitting([0, *starts], read)
-    shown = [item.model_dump(mode="json", by_alias=True, exclude_none=True) for item in own]
-    ignored = [*request.ignored, *request.actions_without_effect()]
-    if request.top_logprobs is not None and _LOGPROBS not in (request.include or ()):
-        ignored.append("top_logprobs")
-    ignored += ["input.encrypted_content"] if is_lost else []
-    ignored += ["tools.format"] if has_unenforced_format(request.tools or (), request.tool_choice) else []
-    return ReadResponse(chat, request, shown, tuple(ignored))
+    return first_fitting([0, *starts], read), items, is_lost
 
 
 def first_fitting(starts: Sequence[int], read: Callable[[int], R]) -> R:

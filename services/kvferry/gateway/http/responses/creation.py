@@ -175,7 +175,7 @@ async def create(
         ResponseNotFound: the previous response is not stored.
         UnknownModel: this gateway serves a different model.
     """
-    earlier = _earlier(caller, body, store)
+    earlier = earlier_response(caller, body, store)
     with overflow_in("input"):
         read = await _read(service, caller.client, body, earlier, service.served_tokens, key, is_strict=is_strict)
     if read.body.background and not read.body.is_stored:
@@ -224,7 +224,9 @@ async def count(
         ResponseNotFound: the previous response is not stored.
         UnknownModel: this gateway serves a different model.
     """
-    read = await _read(service, caller.client, body, _earlier(caller, body, store), None, key, is_strict=is_strict)
+    read = await _read(
+        service, caller.client, body, earlier_response(caller, body, store), None, key, is_strict=is_strict
+    )
     service.count(caller.tenant)
     adapter = service.adapter_of(read.chat.model)
     service.check_access(caller.tenant, service.model.name if adapter is None else adapter.name)
@@ -246,8 +248,14 @@ async def _read(
     return await service.read(client, read_response, size, body, before, context_tokens, key.key, is_strict=is_strict)
 
 
-def _earlier(caller: Caller, body: bytes, store: ResponseStore | None) -> KeptResponse | None:
-    """Return the response that a body continues; errors in the body are found when it is read."""
+def earlier_response(caller: Caller, body: bytes, store: ResponseStore | None) -> KeptResponse | None:
+    """Return the response that a body continues; `None` if it continues none. Errors in the body are found when it is
+    read.
+
+    Raises:
+        InvalidRequest: this gateway stores no responses.
+        ResponseNotFound: the response is not stored.
+    """
     try:
         request = msgspec.json.decode(body, type=_Peek).previous_response_id
     except (msgspec.MsgspecError, RecursionError, ValueError):

@@ -11,10 +11,12 @@ from kvferry.gateway.http.fields import field_policy
 from kvferry.gateway.http.fields.custom_tools import arguments_of
 from kvferry.gateway.http.fields.field_policy import Rules
 from kvferry.gateway.http.fields.strict import Strict
-from kvferry.gateway.http.responses.carrier import MAX_CARRIER_CHARS, CarrierKey
+from kvferry.gateway.http.responses.carrier import MAX_CARRIER_CHARS, Carried, CarrierKey
 from kvferry.text.tools.conversations import MAX_ID_CHARS
 
 MAX_ITEMS = 4096
+SUMMARY_TITLE = "Summary of the conversation so far:\n\n"
+"""Text before a summary in the prompt."""
 _Id = Annotated[str, Field(min_length=1, max_length=MAX_ID_CHARS)]
 _Status = Literal["in_progress", "completed", "incomplete"]
 
@@ -108,16 +110,42 @@ class ReasoningInput(Strict):
     status: _Status | None = None
 
 
-def with_carried(items: Sequence[Any], key: CarrierKey) -> tuple[list[Any], bool]:
-    """Return items with the text of reasoning that only its carrier has, and whether a carrier could not be opened.
+class Compaction(Strict):
+    """A summary of the conversation before it, from POST /v1/responses/compact."""
+
+    RULES: ClassVar[Rules] = field_policy.RESPONSE_COMPACTION
+
+    type: Literal["compaction"]
+    encrypted_content: Annotated[str, Field(max_length=MAX_CARRIER_CHARS)]
+    """Carrier of the summary; `with_carried` puts the text in its place."""
+    id: _Id | None = None
+
+
+def with_carried(items: Sequence[Any], paths: Sequence[str], key: CarrierKey) -> tuple[list[Any], bool]:
+    """Return items with the text that only their carriers have, and whether a carrier of reasoning could not be opened.
 
     Args:
         items: valid items (`Item`).
+        paths: path of each item in the request.
         key: key of the tenant's carriers.
+
+    Raises:
+        InvalidRequest: the carrier of a summary could not be opened: the conversation before it would be missing.
     """
     found: list[Any] = []
     is_lost = False
-    for item in items:
+    for item, path in zip(items, paths, strict=True):
+        if isinstance(item, Compaction):
+            summary = key.opened(item.encrypted_content, Carried.SUMMARY)
+            if summary is None:
+                where = f"{path}.encrypted_content"
+                raise InvalidRequest(
+                    f"{where} is not a summary that this pool made for this tenant; send the conversation's items, or "
+                    "an item of POST /v1/responses/compact",
+                    field=where,
+                )
+            found.append(item.model_copy(update={"encrypted_content": summary}))
+            continue
         if not isinstance(item, ReasoningInput) or not item.encrypted_content or item.content or item.summary:
             found.append(item)
             continue
@@ -139,7 +167,8 @@ Item = Annotated[
     | Annotated[FunctionResult, Tag("<function_call_output>")]
     | Annotated[CustomCall, Tag("<custom_tool_call>")]
     | Annotated[CustomResult, Tag("<custom_tool_call_output>")]
-    | Annotated[ReasoningInput, Tag("<reasoning>")],
+    | Annotated[ReasoningInput, Tag("<reasoning>")]
+    | Annotated[Compaction, Tag("<compaction>")],
     Discriminator(_tag),
 ]
 KINDS: Mapping[str, type[Strict]] = {
@@ -149,6 +178,7 @@ KINDS: Mapping[str, type[Strict]] = {
     "custom_tool_call": CustomCall,
     "custom_tool_call_output": CustomResult,
     "reasoning": ReasoningInput,
+    "compaction": Compaction,
 }
 
 
@@ -211,7 +241,8 @@ class _Turn:
 def messages_of(items: Sequence[Any], paths: Sequence[str]) -> tuple[list[dict[str, Any]], list[str]]:
     """Convert items to messages; return them and, for each, the path of its first item, for errors.
 
-    Consecutive reasoning, assistant messages and calls become one message.
+    Consecutive reasoning, assistant messages and calls become one message, and so do a summary and the user's messages
+    around it, since templates may expect that user and assistant take turns.
 
     Args:
         items: valid items (`Item`).
@@ -220,6 +251,8 @@ def messages_of(items: Sequence[Any], paths: Sequence[str]) -> tuple[list[dict[s
     messages: list[dict[str, Any]] = []
     places: list[str] = []
     turn, begun = _Turn(), ""
+    joins = False
+    """Whether the last message has a summary, which a message of the user continues."""
 
     def flush() -> None:
         nonlocal turn
@@ -229,7 +262,14 @@ def messages_of(items: Sequence[Any], paths: Sequence[str]) -> tuple[list[dict[s
             turn = _Turn()
 
     for item, path in zip(items, paths, strict=True):
+        is_joined = joins and isinstance(item, InputMessage) and item.role == "user"
+        joins = isinstance(item, Compaction) or is_joined
         match item:
+            case Compaction():
+                flush()
+                messages.append({"role": "user", "content": SUMMARY_TITLE + item.encrypted_content})
+                places.append(path)
+                _join_users(messages, places)
             case ReasoningInput():
                 if turn.text is not None or turn.calls:
                     flush()
@@ -253,8 +293,18 @@ def messages_of(items: Sequence[Any], paths: Sequence[str]) -> tuple[list[dict[s
                 flush()
                 messages.append({"role": item.role, "content": _text(item.content)})
                 places.append(path)
+                if is_joined:
+                    _join_users(messages, places)
     flush()
     return messages, places
+
+
+def _join_users(messages: list[dict[str, Any]], places: list[str]) -> None:
+    """Make one message of the user's last messages."""
+    while len(messages) > 1 and messages[-1]["role"] == messages[-2]["role"] == "user":
+        last = messages.pop()
+        messages[-1]["content"] += f"\n\n{last['content']}"
+        places.pop()
 
 
 def _text(content: Content) -> str:

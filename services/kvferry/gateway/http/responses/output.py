@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
-from kvferry.core.inference.chunks import Timing
+from kvferry.core.inference.chunks import Timing, Usage
 from kvferry.gateway.http.openai.reply import TokenLogprob
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
@@ -94,6 +94,17 @@ class ResponseUsage(Struct):
     output_tokens_details: ReasoningTokens
     total_tokens: int
 
+    @classmethod
+    def of(cls, usage: Usage) -> "ResponseUsage":
+        """Return the token counts of an answer in this API's form."""
+        return cls(
+            usage.prompt_tokens,
+            InputDetails(usage.cached_tokens, usage.cache_write_tokens),
+            usage.output_tokens,
+            ReasoningTokens(usage.reasoning_tokens),
+            usage.prompt_tokens + usage.output_tokens,
+        )
+
 
 class IncompleteDetails(Struct):
     reason: str
@@ -136,6 +147,40 @@ class Response(Struct):
     truncation: str = "disabled"
     kvferry: Timing | UnsetType = UNSET
     """Timing; set in a response that has ended."""
+
+
+class OutputCompaction(Struct, tag="compaction"):
+    """A summary of the conversation before it."""
+
+    id: str
+    encrypted_content: str
+    """Carrier of the summary."""
+
+
+class InputTextPart(Struct, tag="input_text"):
+    """Text of a message of the user."""
+
+    text: str
+
+
+class UserMessage(Struct, tag="message"):
+    """A message of the user, as an item of the input."""
+
+    id: str
+    content: list[InputTextPart]
+    role: str = "user"
+    status: str = "completed"
+
+
+class CompactedResponse(Struct):
+    """Response of POST /v1/responses/compact."""
+
+    id: str
+    created_at: int
+    output: list[UserMessage | OutputCompaction]
+    """The messages of the user, then the summary."""
+    usage: ResponseUsage
+    object: str = "response.compaction"
 
 
 class InputTokens(Struct):

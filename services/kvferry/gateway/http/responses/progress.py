@@ -10,7 +10,7 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from kvferry.core.errors import KvferryError
-from kvferry.core.inference.chunks import TextChunk, Usage
+from kvferry.core.inference.chunks import TextChunk
 from kvferry.core.inference.tool_calls import CallDelta
 from kvferry.core.sampling import FinishReason
 from kvferry.gateway.http.fields.custom_tools import input_of
@@ -194,7 +194,7 @@ class ResponseProgress:
             self.response,
             status="incomplete" if is_cut else "completed",
             output=list(self._items),
-            usage=None if chunk.usage is None else _usage(chunk.usage),
+            usage=None if chunk.usage is None else out.ResponseUsage.of(chunk.usage),
             incomplete_details=out.IncompleteDetails("max_output_tokens") if is_cut else None,
         )
         if chunk.timing is not None:
@@ -220,13 +220,3 @@ class ResponseProgress:
 
     def _output(self, status: out.Status) -> list[out.OutputItem]:
         return [*self._items, *([] if self._open is None else [self._open.item(status, self._seal)])]
-
-
-def _usage(usage: Usage) -> out.ResponseUsage:
-    return out.ResponseUsage(
-        usage.prompt_tokens,
-        out.InputDetails(usage.cached_tokens, usage.cache_write_tokens),
-        usage.output_tokens,
-        out.ReasoningTokens(usage.reasoning_tokens),
-        usage.prompt_tokens + usage.output_tokens,
-    )

@@ -24,7 +24,8 @@ from kvferry.gateway.http.fields.strict import Strict, parse_fields
 from kvferry.gateway.http.openai.reply import encode
 from kvferry.gateway.http.responses.background import BackgroundRuns, NotStreamed
 from kvferry.gateway.http.responses.carrier import CarrierKey
-from kvferry.gateway.http.responses.creation import count, create
+from kvferry.gateway.http.responses.compaction import compact
+from kvferry.gateway.http.responses.creation import count, create, earlier_response
 from kvferry.gateway.http.responses.output import DeletedResponse, InputTokens, ItemList
 from kvferry.gateway.http.responses.store import KeptResponse, ResponseNotFound, ResponseStore
 
@@ -64,6 +65,7 @@ class ResponseRoutes:
         self._runs = None if store is None else BackgroundRuns(store)
         self.create = _Create(context, store, self._runs, secret)
         self.count_tokens = _CountTokens(context, store, secret)
+        self.compact = _Compact(context, store, secret)
         self.retrieve = _Retrieve(context, store, self._runs)
 
     async def stop(self, seconds: float) -> None:
@@ -242,6 +244,25 @@ class _CountTokens(BodyRoute):
             num_tokens, ignored = await prepared(receive, body, counting)
         note_ignored(request, ignored)
         await Response(encode(InputTokens(num_tokens)), media_type=JSON)(request.scope, receive, send)
+
+
+class _Compact(BodyRoute):
+    """ASGI handler of POST /v1/responses/compact."""
+
+    def __init__(self, context: ApiContext, store: ResponseStore | None, secret: bytes) -> None:
+        super().__init__(context)
+        self._store, self._secret = store, secret
+
+    async def serve(self, request: Request, send: Send) -> None:
+        """See `BodyRoute.serve`."""
+        receive, context = request.receive, self.context
+        async with self.body(request) as (caller, body):
+            key, is_strict = CarrierKey.of(self._secret, caller.tenant), context.config.strict_fields
+            earlier = earlier_response(caller, body, self._store)
+            work = compact(context.service, caller, body, earlier, key, is_strict=is_strict)
+            answer, ignored = await while_connected(receive, work)
+        note_ignored(request, ignored)
+        await Response(encode(answer), media_type=JSON)(request.scope, receive, send)
 
 
 def _listed(item: dict[str, Any], name: str) -> dict[str, Any]:

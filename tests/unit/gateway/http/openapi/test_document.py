@@ -30,6 +30,7 @@ VALID: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "logprobs": True},
     "/v1/responses": {"input": "hi", "max_output_tokens": 4},
     "/v1/responses/input_tokens": {"input": "hi", "instructions": "Be kind."},
+    "/v1/responses/compact": {"input": "hi", "max_output_tokens": 4},
     "/v1/messages": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4},
     "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "hi"}], "system": "Be kind."},
     "/v1/completions": {"prompt": "abc", "max_tokens": 4, "echo": True, "logprobs": 2, "n": 2},
