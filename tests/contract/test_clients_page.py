@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from harness.clients.matrix.table import CLIENTS
+from harness.clients.matrix.table import CLIENTS, Language
 
 HARNESS = Path(__file__).resolve().parents[1] / "harness/clients/matrix"
 PAGE = (Path(__file__).resolve().parents[2] / "docs/clients.md").read_text("utf-8")
@@ -21,4 +21,5 @@ def test_each_quick_start_is_tried() -> None:
 
 def test_all_packages_are_pinned() -> None:
     for client in CLIENTS:
-        assert all(("@" if client.is_node else "==") in one[1:] for one in client.requirements), client.name
+        pin = "==" if client.language is Language.PYTHON else "@"
+        assert all(pin in one[1:] for one in client.requirements), client.name

@@ -8,10 +8,11 @@ import argparse
 import shutil
 import subprocess
 import sys
+import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.clients.matrix.table import CLIENTS, Client
+from harness.clients.matrix.table import CLIENTS, Client, Language
 from harness.servers.processes import running
 from kvferry.core.clock import SystemClock
 
@@ -39,12 +40,12 @@ class Outcome:
         return f"{self.client.name:14} {self.client.version:10} {word:7} {self.seconds:6.1f} s"
 
 
-def command_of(client: Client) -> list[str]:
+def command_of(client: Client, url: str) -> list[str]:
     """Return the command that runs a client's quick start; its environment is made now if its pinned packages changed.
 
     Raises:
-        OSError: Node is not installed.
-        subprocess.SubprocessError: the packages cannot be installed in time.
+        OSError: Node or Go is not installed.
+        subprocess.SubprocessError: the packages cannot be installed in time, or the quick start cannot be compiled.
     """
     if not client.requirements:
         return [sys.executable, str(_SCRIPTS / client.script)]
@@ -55,23 +56,46 @@ def command_of(client: Client) -> list[str]:
         folder.mkdir(parents=True)
         _install(client, folder)
         note.write_text(wanted, "utf-8")
-    if not client.is_node:
+    if client.language is Language.PYTHON:
         return [str(folder / "bin" / "python"), str(_SCRIPTS / client.script)]
+    if client.language is Language.GO:
+        return _compiled(client, folder, url)
     script = folder / client.script  # Node finds the packages beside the script
     shutil.copyfile(_SCRIPTS / client.script, script)
     return ["node", str(script)]
 
 
 def _install(client: Client, folder: Path) -> None:
-    if client.is_node:
-        install = ["npm", "install", "--silent", "--no-audit", "--no-fund", "--prefix", str(folder)]
-    else:
-        _run([sys.executable, "-m", "venv", str(folder)], _INSTALL_SECONDS)
-        python = str(folder / "bin" / "python")
-        uv = shutil.which("uv", path=str(Path(sys.executable).parent))
-        install = [uv, "pip", "install", "--python", python] if uv else [python, "-m", "pip", "install"]
-        install += ["--quiet"]
+    match client.language:
+        case Language.NODE:
+            install = ["npm", "install", "--silent", "--no-audit", "--no-fund", "--prefix", str(folder)]
+        case Language.GO:
+            _run(["go", "-C", str(folder), "mod", "init", "client"], _INSTALL_SECONDS)
+            install = ["go", "-C", str(folder), "get"]
+        case Language.PYTHON:
+            _run([sys.executable, "-m", "venv", str(folder)], _INSTALL_SECONDS)
+            python = str(folder / "bin" / "python")
+            uv = shutil.which("uv", path=str(Path(sys.executable).parent))
+            install = [uv, "pip", "install", "--python", python] if uv else [python, "-m", "pip", "install"]
+            install += ["--quiet"]
     _run([*install, *client.requirements], _INSTALL_SECONDS)
+
+
+def _compiled(client: Client, folder: Path, url: str) -> list[str]:
+    """Compile a quick start in Go, with a client that is generated first if the table says so; return its command."""
+    go = ["go", "-C", str(folder)]
+    if client.generator:
+        with urllib.request.urlopen(f"{url}/openapi.json", timeout=30) as answer:
+            (folder / "openapi.json").write_bytes(answer.read())
+        (folder / "api").mkdir(exist_ok=True)
+        package = f"{client.requirements[0].partition('@')[0]}/{client.generator}"
+        options = ["-generate", "types,client", "-package", "api", "-o", "api/api.go", "openapi.json"]
+        _run([*go, "get", package], _INSTALL_SECONDS)
+        _run([*go, "run", package, *options], _INSTALL_SECONDS)
+    shutil.copyfile(_SCRIPTS / client.script, folder / "main.go")
+    program = str(folder / client.quick_start)
+    _run([*go, "build", "-mod=mod", "-o", program, "."], _INSTALL_SECONDS)
+    return [program]
 
 
 def tried(client: Client, url: str) -> Outcome:
@@ -79,7 +103,7 @@ def tried(client: Client, url: str) -> Outcome:
     clock = SystemClock()
     started, failure = clock.monotonic(), ""
     try:
-        command = command_of(client)
+        command = command_of(client, url)
         started = clock.monotonic()
         _run([*command, url, MODEL], client.seconds)
     except subprocess.CalledProcessError as error:

@@ -50,6 +50,11 @@ assert isinstance(parsed.choices[0].message.parsed, Answer)
 first = CLIENT.responses.create(model=MODEL, input="Name a city.", max_output_tokens=8)
 assert first.output_text
 assert CLIENT.responses.create(model=MODEL, input="Another.", previous_response_id=first.id, max_output_tokens=8).output
+talk = [{"role": "user", "content": "Name a city."}, {"role": "assistant", "content": "Oslo."}]
+short = CLIENT.responses.compact(model=MODEL, input=talk, extra_body={"max_output_tokens": 20})
+assert [item.type for item in short.output] == ["message", "compaction"]
+items = [item.to_dict(warnings=False) for item in short.output]
+assert CLIENT.responses.create(model=MODEL, input=items, max_output_tokens=8).output_text
 events = [event.type for event in CLIENT.responses.create(model=MODEL, input="Hi", max_output_tokens=4, stream=True)]
 assert events[0] == "response.created"
 output = CLIENT.responses.parse(model=MODEL, input="Sunny?", text_format=Answer, max_output_tokens=60, temperature=0)
