@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvferry.v1 import common_pb2 as kvferry_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1akvferry/v1/inference.proto\x12\nkvferry.v1\x1a\x17kvferry/v1/common.proto\"7\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\targuments\x18\x03 \x01(\t\"\x8d\x01\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12(\n\ntool_calls\x18\x03 \x03(\x0b\x32\x14.kvferry.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x04 \x01(\t\x12\x0c\n\x04name\x18\x05 \x01(\t\x12\x11\n\treasoning\x18\x06 \x01(\t\"=\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x12\n\nparameters\x18\x03 \x01(\t\"\x93\x01\n\nToolChoice\x12)\n\x04mode\x18\x01 \x01(\x0e\x32\x1b.kvferry.v1.ToolChoice.Mode\x12\x10\n\x08\x66unction\x18\x02 \x01(\t\x12\x0f\n\x07\x61llowed\x18\x03 \x03(\t\"7\n\x04Mode\x12\r\n\tMODE_AUTO\x10\x00\x12\r\n\tMODE_NONE\x10\x01\x12\x11\n\rMODE_REQUIRED\x10\x02\"\x93\x02\n\x04\x43hat\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.kvferry.v1.ChatMessage\x12\x1f\n\x05tools\x18\x02 \x03(\x0b\x32\x10.kvferry.v1.Tool\x12+\n\x0btool_choice\x18\x03 \x01(\x0b\x32\x16.kvferry.v1.ToolChoice\x12 \n\x13parallel_tool_calls\x18\x04 \x01(\x08H\x00\x88\x01\x01\x12!\n\x14max_reasoning_tokens\x18\x06 \x01(\rH\x01\x88\x01\x01\x12\x1c\n\x14\x63hat_template_kwargs\x18\x05 \x01(\tB\x16\n\x14_parallel_tool_callsB\x17\n\x15_max_reasoning_tokens\"K\n\rToolCallDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\n\n\x02id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x11\n\targuments\x18\x04 \x01(\t\"\xcc\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12&\n\x06tokens\x18\x04 \x01(\x0b\x32\x14.kvferry.v1.TokenIdsH\x00\x12 \n\x04\x63hat\x18\x05 \x01(\x0b\x32\x10.kvferry.v1.ChatH\x00\x12,\n\x08sampling\x18\x06 \x01(\x0b\x32\x1a.kvferry.v1.SamplingParams\x12\t\n\x01n\x18\x07 \x01(\r\x12\x10\n\x08priority\x18\x08 \x01(\x11\x12\x12\n\ncache_salt\x18\t \x01(\t\x12\x16\n\x0eretain_seconds\x18\x0b \x01(\x01\x12\x14\n\x0c\x61\x66\x66inity_key\x18\x0c \x01(\t\x12%\n\x05\x62\x65\x61ms\x18\n \x01(\x0b\x32\x16.kvferry.v1.BeamSearchB\x08\n\x06prompt\"\xeb\x01\n\nBeamSearch\x12\r\n\x05width\x18\x01 \x01(\r\x12\x1b\n\x0elength_penalty\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x31\n\x08stopping\x18\x05 \x01(\x0e\x32\x1f.kvferry.v1.BeamSearch.Stopping\"_\n\x08Stopping\x12\x18\n\x14STOPPING_UNSPECIFIED\x10\x00\x12\x11\n\rSTOPPING_BEST\x10\x01\x12\x12\n\x0eSTOPPING_FIRST\x10\x02\x12\x12\n\x0eSTOPPING_NEVER\x10\x03\x42\x11\n\x0f_length_penaltyJ\x04\x08\x03\x10\x04J\x04\x08\x04\x10\x05\"\x90\x03\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12!\n\x06tokens\x18\x04 \x03(\x0b\x32\x11.kvferry.v1.Token\x12/\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x18.kvferry.v1.FinishReason\x12 \n\x05usage\x18\x06 \x01(\x0b\x32\x11.kvferry.v1.Usage\x12\"\n\x06timing\x18\x07 \x01(\x0b\x32\x12.kvferry.v1.Timing\x12\x15\n\x0bstop_string\x18\x08 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\t \x01(\rH\x00\x12\x30\n\x0fprompt_logprobs\x18\n \x03(\x0b\x32\x17.kvferry.v1.ScoredToken\x12-\n\ntool_calls\x18\x0b \x03(\x0b\x32\x19.kvferry.v1.ToolCallDelta\x12\x11\n\treasoning\x18\x0c \x01(\tB\r\n\x0bstop_reason\"\x9d\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\routput_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x19\n\x11unreturned_tokens\x18\x04 \x01(\r\x12\x1a\n\x12\x63\x61\x63he_write_tokens\x18\x05 \x01(\r\x12\x18\n\x10reasoning_tokens\x18\x06 \x01(\r\"\xec\x02\n\x06Timing\x12\x15\n\rqueue_seconds\x18\x01 \x01(\x01\x12\x17\n\x0fprefill_seconds\x18\x02 \x01(\x01\x12\x1b\n\x13\x66irst_token_seconds\x18\x03 \x01(\x01\x12\x17\n\x0fhandoff_seconds\x18\x04 \x01(\x01\x12\x11\n\tconnector\x18\x05 \x01(\t\x12\x16\n\x0ehandoff_blocks\x18\x06 \x01(\r\x12\x15\n\rhandoff_bytes\x18\x07 \x01(\x04\x12\x17\n\x0fhandoff_outcome\x18\x08 \x01(\t\x12\x15\n\rtotal_seconds\x18\t \x01(\x01\x12\x16\n\x0eprefill_worker\x18\n \x01(\t\x12\x15\n\rdecode_worker\x18\x0b \x01(\t\x12\x0f\n\x07resumed\x18\x0c \x01(\r\x12 \n\x02kv\x18\r \x03(\x0b\x32\x14.kvferry.v1.KvReport\x12(\n\tretention\x18\x0e \x01(\x0b\x32\x15.kvferry.v1.Retention\"[\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12 \n\x04\x63hat\x18\x03 \x01(\x0b\x32\x10.kvferry.v1.ChatH\x00\x42\x07\n\x05input\")\n\x10TokenizeResponse\x12\x15\n\ttoken_ids\x18\x01 \x03(\rB\x02\x10\x01\"9\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x15\n\ttoken_ids\x18\x02 \x03(\rB\x02\x10\x01\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"$\n\x13GetModelInfoRequest\x12\r\n\x05model\x18\x01 \x01(\t\"~\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x18\n\x10max_model_tokens\x18\x03 \x01(\r\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x19\n\reos_token_ids\x18\x05 \x03(\rB\x02\x10\x01\"\xfd\x01\n\x0c\x45mbedRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12.\n\x06inputs\x18\x03 \x03(\x0b\x32\x1e.kvferry.v1.EmbedRequest.Input\x12*\n\x07pooling\x18\x04 \x01(\x0b\x32\x19.kvferry.v1.PoolingParams\x12\x10\n\x08priority\x18\x05 \x01(\x11\x12\x12\n\ncache_salt\x18\x06 \x01(\t\x1aH\n\x05Input\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12&\n\x06tokens\x18\x02 \x01(\x0b\x32\x14.kvferry.v1.TokenIdsH\x00\x42\x07\n\x05input\"\xb6\x01\n\rEmbedResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x37\n\nembeddings\x18\x02 \x03(\x0b\x32#.kvferry.v1.EmbedResponse.Embedding\x12 \n\x05usage\x18\x03 \x01(\x0b\x32\x11.kvferry.v1.Usage\x1a\x36\n\tEmbedding\x12\x12\n\x06values\x18\x01 \x03(\x02\x42\x02\x10\x01\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r2\xf9\x02\n\tInference\x12G\n\x08Generate\x12\x1b.kvferry.v1.GenerateRequest\x1a\x1c.kvferry.v1.GenerateResponse0\x01\x12\x45\n\x08Tokenize\x12\x1b.kvferry.v1.TokenizeRequest\x1a\x1c.kvferry.v1.TokenizeResponse\x12K\n\nDetokenize\x12\x1d.kvferry.v1.DetokenizeRequest\x1a\x1e.kvferry.v1.DetokenizeResponse\x12Q\n\x0cGetModelInfo\x12\x1f.kvferry.v1.GetModelInfoRequest\x1a .kvferry.v1.GetModelInfoResponse\x12<\n\x05\x45mbed\x12\x18.kvferry.v1.EmbedRequest\x1a\x19.kvferry.v1.EmbedResponseB\"Z kvferry.dev/kvferry/v1;kvferryv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1akvferry/v1/inference.proto\x12\nkvferry.v1\x1a\x17kvferry/v1/common.proto\"7\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\targuments\x18\x03 \x01(\t\"\x8d\x01\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12(\n\ntool_calls\x18\x03 \x03(\x0b\x32\x14.kvferry.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x04 \x01(\t\x12\x0c\n\x04name\x18\x05 \x01(\t\x12\x11\n\treasoning\x18\x06 \x01(\t\"=\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x12\n\nparameters\x18\x03 \x01(\t\"\x93\x01\n\nToolChoice\x12)\n\x04mode\x18\x01 \x01(\x0e\x32\x1b.kvferry.v1.ToolChoice.Mode\x12\x10\n\x08\x66unction\x18\x02 \x01(\t\x12\x0f\n\x07\x61llowed\x18\x03 \x03(\t\"7\n\x04Mode\x12\r\n\tMODE_AUTO\x10\x00\x12\r\n\tMODE_NONE\x10\x01\x12\x11\n\rMODE_REQUIRED\x10\x02\"\xae\x02\n\x04\x43hat\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.kvferry.v1.ChatMessage\x12\x1f\n\x05tools\x18\x02 \x03(\x0b\x32\x10.kvferry.v1.Tool\x12+\n\x0btool_choice\x18\x03 \x01(\x0b\x32\x16.kvferry.v1.ToolChoice\x12 \n\x13parallel_tool_calls\x18\x04 \x01(\x08H\x00\x88\x01\x01\x12!\n\x14max_reasoning_tokens\x18\x06 \x01(\rH\x01\x88\x01\x01\x12\x19\n\x11stop_in_reasoning\x18\x07 \x01(\x08\x12\x1c\n\x14\x63hat_template_kwargs\x18\x05 \x01(\tB\x16\n\x14_parallel_tool_callsB\x17\n\x15_max_reasoning_tokens\"K\n\rToolCallDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\n\n\x02id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x11\n\targuments\x18\x04 \x01(\t\"\xcc\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12&\n\x06tokens\x18\x04 \x01(\x0b\x32\x14.kvferry.v1.TokenIdsH\x00\x12 \n\x04\x63hat\x18\x05 \x01(\x0b\x32\x10.kvferry.v1.ChatH\x00\x12,\n\x08sampling\x18\x06 \x01(\x0b\x32\x1a.kvferry.v1.SamplingParams\x12\t\n\x01n\x18\x07 \x01(\r\x12\x10\n\x08priority\x18\x08 \x01(\x11\x12\x12\n\ncache_salt\x18\t \x01(\t\x12\x16\n\x0eretain_seconds\x18\x0b \x01(\x01\x12\x14\n\x0c\x61\x66\x66inity_key\x18\x0c \x01(\t\x12%\n\x05\x62\x65\x61ms\x18\n \x01(\x0b\x32\x16.kvferry.v1.BeamSearchB\x08\n\x06prompt\"\xeb\x01\n\nBeamSearch\x12\r\n\x05width\x18\x01 \x01(\r\x12\x1b\n\x0elength_penalty\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x31\n\x08stopping\x18\x05 \x01(\x0e\x32\x1f.kvferry.v1.BeamSearch.Stopping\"_\n\x08Stopping\x12\x18\n\x14STOPPING_UNSPECIFIED\x10\x00\x12\x11\n\rSTOPPING_BEST\x10\x01\x12\x12\n\x0eSTOPPING_FIRST\x10\x02\x12\x12\n\x0eSTOPPING_NEVER\x10\x03\x42\x11\n\x0f_length_penaltyJ\x04\x08\x03\x10\x04J\x04\x08\x04\x10\x05\"\x90\x03\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12!\n\x06tokens\x18\x04 \x03(\x0b\x32\x11.kvferry.v1.Token\x12/\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x18.kvferry.v1.FinishReason\x12 \n\x05usage\x18\x06 \x01(\x0b\x32\x11.kvferry.v1.Usage\x12\"\n\x06timing\x18\x07 \x01(\x0b\x32\x12.kvferry.v1.Timing\x12\x15\n\x0bstop_string\x18\x08 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\t \x01(\rH\x00\x12\x30\n\x0fprompt_logprobs\x18\n \x03(\x0b\x32\x17.kvferry.v1.ScoredToken\x12-\n\ntool_calls\x18\x0b \x03(\x0b\x32\x19.kvferry.v1.ToolCallDelta\x12\x11\n\treasoning\x18\x0c \x01(\tB\r\n\x0bstop_reason\"\x9d\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\routput_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x19\n\x11unreturned_tokens\x18\x04 \x01(\r\x12\x1a\n\x12\x63\x61\x63he_write_tokens\x18\x05 \x01(\r\x12\x18\n\x10reasoning_tokens\x18\x06 \x01(\r\"\xec\x02\n\x06Timing\x12\x15\n\rqueue_seconds\x18\x01 \x01(\x01\x12\x17\n\x0fprefill_seconds\x18\x02 \x01(\x01\x12\x1b\n\x13\x66irst_token_seconds\x18\x03 \x01(\x01\x12\x17\n\x0fhandoff_seconds\x18\x04 \x01(\x01\x12\x11\n\tconnector\x18\x05 \x01(\t\x12\x16\n\x0ehandoff_blocks\x18\x06 \x01(\r\x12\x15\n\rhandoff_bytes\x18\x07 \x01(\x04\x12\x17\n\x0fhandoff_outcome\x18\x08 \x01(\t\x12\x15\n\rtotal_seconds\x18\t \x01(\x01\x12\x16\n\x0eprefill_worker\x18\n \x01(\t\x12\x15\n\rdecode_worker\x18\x0b \x01(\t\x12\x0f\n\x07resumed\x18\x0c \x01(\r\x12 \n\x02kv\x18\r \x03(\x0b\x32\x14.kvferry.v1.KvReport\x12(\n\tretention\x18\x0e \x01(\x0b\x32\x15.kvferry.v1.Retention\"[\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12 \n\x04\x63hat\x18\x03 \x01(\x0b\x32\x10.kvferry.v1.ChatH\x00\x42\x07\n\x05input\")\n\x10TokenizeResponse\x12\x15\n\ttoken_ids\x18\x01 \x03(\rB\x02\x10\x01\"9\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x15\n\ttoken_ids\x18\x02 \x03(\rB\x02\x10\x01\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"$\n\x13GetModelInfoRequest\x12\r\n\x05model\x18\x01 \x01(\t\"~\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x18\n\x10max_model_tokens\x18\x03 \x01(\r\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x19\n\reos_token_ids\x18\x05 \x03(\rB\x02\x10\x01\"\xfd\x01\n\x0c\x45mbedRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12.\n\x06inputs\x18\x03 \x03(\x0b\x32\x1e.kvferry.v1.EmbedRequest.Input\x12*\n\x07pooling\x18\x04 \x01(\x0b\x32\x19.kvferry.v1.PoolingParams\x12\x10\n\x08priority\x18\x05 \x01(\x11\x12\x12\n\ncache_salt\x18\x06 \x01(\t\x1aH\n\x05Input\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12&\n\x06tokens\x18\x02 \x01(\x0b\x32\x14.kvferry.v1.TokenIdsH\x00\x42\x07\n\x05input\"\xb6\x01\n\rEmbedResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x37\n\nembeddings\x18\x02 \x03(\x0b\x32#.kvferry.v1.EmbedResponse.Embedding\x12 \n\x05usage\x18\x03 \x01(\x0b\x32\x11.kvferry.v1.Usage\x1a\x36\n\tEmbedding\x12\x12\n\x06values\x18\x01 \x03(\x02\x42\x02\x10\x01\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r2\xf9\x02\n\tInference\x12G\n\x08Generate\x12\x1b.kvferry.v1.GenerateRequest\x1a\x1c.kvferry.v1.GenerateResponse0\x01\x12\x45\n\x08Tokenize\x12\x1b.kvferry.v1.TokenizeRequest\x1a\x1c.kvferry.v1.TokenizeResponse\x12K\n\nDetokenize\x12\x1d.kvferry.v1.DetokenizeRequest\x1a\x1e.kvferry.v1.DetokenizeResponse\x12Q\n\x0cGetModelInfo\x12\x1f.kvferry.v1.GetModelInfoRequest\x1a .kvferry.v1.GetModelInfoResponse\x12<\n\x05\x45mbed\x12\x18.kvferry.v1.EmbedRequest\x1a\x19.kvferry.v1.EmbedResponseB\"Z kvferry.dev/kvferry/v1;kvferryv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -52,41 +52,41 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOOLCHOICE_MODE']._serialized_start=424
   _globals['_TOOLCHOICE_MODE']._serialized_end=479
   _globals['_CHAT']._serialized_start=482
-  _globals['_CHAT']._serialized_end=757
-  _globals['_TOOLCALLDELTA']._serialized_start=759
-  _globals['_TOOLCALLDELTA']._serialized_end=834
-  _globals['_GENERATEREQUEST']._serialized_start=837
-  _globals['_GENERATEREQUEST']._serialized_end=1169
-  _globals['_BEAMSEARCH']._serialized_start=1172
-  _globals['_BEAMSEARCH']._serialized_end=1407
-  _globals['_BEAMSEARCH_STOPPING']._serialized_start=1281
-  _globals['_BEAMSEARCH_STOPPING']._serialized_end=1376
-  _globals['_GENERATERESPONSE']._serialized_start=1410
-  _globals['_GENERATERESPONSE']._serialized_end=1810
-  _globals['_USAGE']._serialized_start=1813
-  _globals['_USAGE']._serialized_end=1970
-  _globals['_TIMING']._serialized_start=1973
-  _globals['_TIMING']._serialized_end=2337
-  _globals['_TOKENIZEREQUEST']._serialized_start=2339
-  _globals['_TOKENIZEREQUEST']._serialized_end=2430
-  _globals['_TOKENIZERESPONSE']._serialized_start=2432
-  _globals['_TOKENIZERESPONSE']._serialized_end=2473
-  _globals['_DETOKENIZEREQUEST']._serialized_start=2475
-  _globals['_DETOKENIZEREQUEST']._serialized_end=2532
-  _globals['_DETOKENIZERESPONSE']._serialized_start=2534
-  _globals['_DETOKENIZERESPONSE']._serialized_end=2568
-  _globals['_GETMODELINFOREQUEST']._serialized_start=2570
-  _globals['_GETMODELINFOREQUEST']._serialized_end=2606
-  _globals['_GETMODELINFORESPONSE']._serialized_start=2608
-  _globals['_GETMODELINFORESPONSE']._serialized_end=2734
-  _globals['_EMBEDREQUEST']._serialized_start=2737
-  _globals['_EMBEDREQUEST']._serialized_end=2990
-  _globals['_EMBEDREQUEST_INPUT']._serialized_start=2918
-  _globals['_EMBEDREQUEST_INPUT']._serialized_end=2990
-  _globals['_EMBEDRESPONSE']._serialized_start=2993
-  _globals['_EMBEDRESPONSE']._serialized_end=3175
-  _globals['_EMBEDRESPONSE_EMBEDDING']._serialized_start=3121
-  _globals['_EMBEDRESPONSE_EMBEDDING']._serialized_end=3175
-  _globals['_INFERENCE']._serialized_start=3178
-  _globals['_INFERENCE']._serialized_end=3555
+  _globals['_CHAT']._serialized_end=784
+  _globals['_TOOLCALLDELTA']._serialized_start=786
+  _globals['_TOOLCALLDELTA']._serialized_end=861
+  _globals['_GENERATEREQUEST']._serialized_start=864
+  _globals['_GENERATEREQUEST']._serialized_end=1196
+  _globals['_BEAMSEARCH']._serialized_start=1199
+  _globals['_BEAMSEARCH']._serialized_end=1434
+  _globals['_BEAMSEARCH_STOPPING']._serialized_start=1308
+  _globals['_BEAMSEARCH_STOPPING']._serialized_end=1403
+  _globals['_GENERATERESPONSE']._serialized_start=1437
+  _globals['_GENERATERESPONSE']._serialized_end=1837
+  _globals['_USAGE']._serialized_start=1840
+  _globals['_USAGE']._serialized_end=1997
+  _globals['_TIMING']._serialized_start=2000
+  _globals['_TIMING']._serialized_end=2364
+  _globals['_TOKENIZEREQUEST']._serialized_start=2366
+  _globals['_TOKENIZEREQUEST']._serialized_end=2457
+  _globals['_TOKENIZERESPONSE']._serialized_start=2459
+  _globals['_TOKENIZERESPONSE']._serialized_end=2500
+  _globals['_DETOKENIZEREQUEST']._serialized_start=2502
+  _globals['_DETOKENIZEREQUEST']._serialized_end=2559
+  _globals['_DETOKENIZERESPONSE']._serialized_start=2561
+  _globals['_DETOKENIZERESPONSE']._serialized_end=2595
+  _globals['_GETMODELINFOREQUEST']._serialized_start=2597
+  _globals['_GETMODELINFOREQUEST']._serialized_end=2633
+  _globals['_GETMODELINFORESPONSE']._serialized_start=2635
+  _globals['_GETMODELINFORESPONSE']._serialized_end=2761
+  _globals['_EMBEDREQUEST']._serialized_start=2764
+  _globals['_EMBEDREQUEST']._serialized_end=3017
+  _globals['_EMBEDREQUEST_INPUT']._serialized_start=2945
+  _globals['_EMBEDREQUEST_INPUT']._serialized_end=3017
+  _globals['_EMBEDRESPONSE']._serialized_start=3020
+  _globals['_EMBEDRESPONSE']._serialized_end=3202
+  _globals['_EMBEDRESPONSE_EMBEDDING']._serialized_start=3148
+  _globals['_EMBEDRESPONSE_EMBEDDING']._serialized_end=3202
+  _globals['_INFERENCE']._serialized_start=3205
+  _globals['_INFERENCE']._serialized_end=3582
 # @@protoc_insertion_point(module_scope)

@@ -177,11 +177,14 @@ class Chat(_message.Message):
     TOOL_CHOICE_FIELD_NUMBER: _builtins.int
     PARALLEL_TOOL_CALLS_FIELD_NUMBER: _builtins.int
     MAX_REASONING_TOKENS_FIELD_NUMBER: _builtins.int
+    STOP_IN_REASONING_FIELD_NUMBER: _builtins.int
     CHAT_TEMPLATE_KWARGS_FIELD_NUMBER: _builtins.int
     parallel_tool_calls: _builtins.bool
     """whether an answer may have several calls; unset: true"""
     max_reasoning_tokens: _builtins.int
     """tokens of the reasoning, which then ends; unset: no limit"""
+    stop_in_reasoning: _builtins.bool
+    """whether stop strings end the reasoning too"""
     chat_template_kwargs: _builtins.str
     """JSON object: further variables of the template, such as enable_thinking"""
     @_builtins.property
@@ -200,11 +203,12 @@ class Chat(_message.Message):
         tool_choice: Global___ToolChoice | None = ...,
         parallel_tool_calls: _builtins.bool | None = ...,
         max_reasoning_tokens: _builtins.int | None = ...,
+        stop_in_reasoning: _builtins.bool = ...,
         chat_template_kwargs: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_reasoning_tokens", b"_max_reasoning_tokens", "_parallel_tool_calls", b"_parallel_tool_calls", "max_reasoning_tokens", b"max_reasoning_tokens", "parallel_tool_calls", b"parallel_tool_calls", "tool_choice", b"tool_choice"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_reasoning_tokens", b"_max_reasoning_tokens", "_parallel_tool_calls", b"_parallel_tool_calls", "chat_template_kwargs", b"chat_template_kwargs", "max_reasoning_tokens", b"max_reasoning_tokens", "messages", b"messages", "parallel_tool_calls", b"parallel_tool_calls", "tool_choice", b"tool_choice", "tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_reasoning_tokens", b"_max_reasoning_tokens", "_parallel_tool_calls", b"_parallel_tool_calls", "chat_template_kwargs", b"chat_template_kwargs", "max_reasoning_tokens", b"max_reasoning_tokens", "messages", b"messages", "parallel_tool_calls", b"parallel_tool_calls", "stop_in_reasoning", b"stop_in_reasoning", "tool_choice", b"tool_choice", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_reasoning_tokens: _TypeAlias = _typing.Literal["max_reasoning_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_reasoning_tokens: _TypeAlias = _typing.Literal["_max_reasoning_tokens", b"_max_reasoning_tokens"]  # noqa: Y015

@@ -222,6 +222,7 @@ def prepare_chat(
     end: PromptEnd = PromptEnd.ANSWER,
     *,
     max_reasoning_tokens: int | None = None,
+    stops_in_reasoning: bool = False,
 ) -> PreparedChat:
     """Tokenize a conversation with its tools, and complete the sampling parameters for tool calls.
 
@@ -233,6 +234,7 @@ def prepare_chat(
         variables: further variables of the chat template.
         end: how the prompt ends.
         max_reasoning_tokens: maximum number of tokens of the reasoning; `None` for no limit.
+        stops_in_reasoning: whether stop strings end the reasoning too.
 
     Raises:
         BlocksEventLoop: the schemas of a call must be prepared elsewhere.
@@ -246,4 +248,6 @@ def prepare_chat(
     form = model.answer_form
     is_open = opens_reasoning(form, ids, model.new_detokenizer(False, form.marks.by_token))
     sampling, split = answer_rules(form, use, sampling, is_open=is_open, max_reasoning_tokens=max_reasoning_tokens)
+    if split is not None and stops_in_reasoning:
+        split = replace(split, stops_in_reasoning=True)
     return PreparedChat(ids, sampling, split)

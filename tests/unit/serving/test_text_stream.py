@@ -194,8 +194,12 @@ def test_a_constraint_cannot_be_combined_with_a_beam_search() -> None:
         service.fit(replace(request(constraint=constraint), beams=BeamParams(1)))
 
 
-@given(st.lists(st.integers(1, 9), max_size=30), st.sampled_from(["\n\n", "END", "x"]))
-def test_stop_strings_end_the_answer_and_not_the_reasoning(sizes: list[int], stop: str) -> None:
+SIZES = st.lists(st.integers(1, 9), max_size=30)
+STOPS = st.sampled_from(["\n\n", "END", "x"])
+
+
+def of_sizes(sizes: list[int], stop: str, split: SplitOptions) -> list[TextChunk]:
+    """Return the chunks of an answer with reasoning, whose steps have these numbers of characters."""
     text, steps, start = "<think>\nxEND\n\nEND</think>\n\nok END\n\nx more", [], 0
     for size in [*sizes, len(text)]:
         steps.append(step(text[start : start + size], None if start + size < len(text) else FinishReason.LENGTH))
@@ -203,14 +207,28 @@ def test_stop_strings_end_the_answer_and_not_the_reasoning(sizes: list[int], sto
         if start >= len(text):
             break
     model = byte_model(has_reasoning=True)
-    text_request = replace(request(stop=(stop,)), split=SplitOptions())
+    text_request = replace(request(stop=(stop,)), split=split)
 
     async def collected() -> list[TextChunk]:
         async with aclosing(generate_text(StepSource(*steps), model, text_request, ManualClock())) as chunks:
             return [chunk async for chunk in chunks]
 
-    chunks = asyncio.run(collected())
+    return asyncio.run(collected())
+
+
+@given(SIZES, STOPS)
+def test_stop_strings_end_the_answer_and_not_the_reasoning(sizes: list[int], stop: str) -> None:
+    chunks = of_sizes(sizes, stop, SplitOptions())
     assert "".join(chunk.reasoning for chunk in chunks) == "xEND\n\nEND"
     answer = "ok END\n\nx more"
     assert text_of(chunks) == answer[: answer.index(stop)]
+    assert chunks[-1].finish_reason is FinishReason.STOP
+
+
+@given(SIZES, STOPS)
+def test_stop_strings_end_the_reasoning_by_option(sizes: list[int], stop: str) -> None:
+    chunks = of_sizes(sizes, stop, SplitOptions(stops_in_reasoning=True))
+    reasoning = "xEND\n\nEND"
+    assert "".join(chunk.reasoning for chunk in chunks) == reasoning[: reasoning.index(stop)].rstrip()
+    assert text_of(chunks) == ""
     assert chunks[-1].finish_reason is FinishReason.STOP

@@ -235,6 +235,7 @@ def _prepare_chat(model: TextModel, chat: bytes, sampling: SamplingParams) -> Pr
         sampling,
         variables,
         max_reasoning_tokens=budget,
+        stops_in_reasoning=read.stop_in_reasoning,
     )
 
 

@@ -44,6 +44,8 @@ class SplitOptions:
     has_only_calls: bool = False
     """Whether the answer has nothing but calls after the reasoning: text is then a part of a call that was cut off, and
     is dropped."""
+    stops_in_reasoning: bool = False
+    """Whether stop strings end the reasoning too, and with it the answer."""
     schemas: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     """Schemas of the tools' arguments, by the name of the tool."""
 
@@ -59,6 +61,7 @@ class AnswerSplitter:
             letters: function that returns random letters and digits for the ids of calls.
         """
         self._has_only_calls = split.has_only_calls
+        self._stops_in_reasoning = split.stops_in_reasoning
         self._whole: HarmonySplitter | None = None
         self._reasoning: ReasoningSplitter | None = None
         self._calls: CallParser | None = None
@@ -91,12 +94,12 @@ class AnswerSplitter:
         return self._whole is not None or (self._reasoning is not None and self._reasoning.may_reason)
 
     def may_stop(self, text: str) -> bool:
-        """Return whether a stop string may end in `text`, which comes next. Stop strings end the answer's text, not the
-        reasoning, and not a call, whose arguments would be cut."""
+        """Return whether a stop string may end in `text`, which comes next. Stop strings end the answer's text, not a
+        call, whose arguments would be cut, and the reasoning only by option."""
         parser = self._whole or self._reasoning
         if self._calls is not None and self._calls.is_reading:
             return False
-        return parser is None or parser.may_stop(text)
+        return parser is None or parser.may_stop(text) or (self._stops_in_reasoning and parser.is_reasoning)
 
     @property
     def may_exempt(self) -> bool:

@@ -111,7 +111,7 @@ def answer_rules(
     split = None
     if names or form.has_reasoning:
         schemas = {tool.name: tool.schema for tool in use.callable_tools}
-        split = SplitOptions(names, use.max_calls, is_open, is_required, schemas)
+        split = SplitOptions(names, use.max_calls, is_open, is_required, schemas=schemas)
     constraint = sampling.constraint
     thought = ""
     has_budget = form.has_reasoning and max_reasoning_tokens is not None

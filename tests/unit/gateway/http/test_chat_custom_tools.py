@@ -10,6 +10,7 @@ import pytest
 from harness.fakes.answers import written
 from harness.fakes.scripted_answers import AnsweringApi, answering_api
 
+from kvferry.core.errors import InvalidRequest
 from kvferry.text.answers.registry import CallFormat
 
 PATCH = '*** Begin Patch\n+"å" \\ 1\n*** End Patch'
@@ -136,3 +137,14 @@ async def test_a_choice_of_the_other_type_is_refused(api, choice):
     assert reply.status_code == 400
     assert reply.json()["error"]["param"] == "tool_choice"
     assert "but its type is" in reply.json()["error"]["message"]
+
+
+async def test_an_error_of_the_grammar_names_the_definition(api):
+    """The rule in the error shows whose grammar is invalid: the second tool's."""
+    api.source.error = InvalidRequest("constraint: no such pattern (rule arguments_1)", field="constraint")
+    custom = {"name": "a", "format": {"type": "grammar", "grammar": {"syntax": "regex", "definition": "(?=a)b"}}}
+    reply = await post(api, tools=[FUNCTION, {"type": "custom", "custom": custom}], tool_choice="required")
+    assert reply.status_code == 400
+    field = "tools.1.custom.format.grammar.definition"
+    assert reply.json()["error"]["param"] == field
+    assert reply.json()["error"]["message"].startswith(f"{field}: ")

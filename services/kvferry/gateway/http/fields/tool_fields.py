@@ -1,7 +1,7 @@
 """Fields of OpenAI's chat requests about tools: functions, custom tools, and the choice of a tool."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
@@ -207,15 +207,21 @@ def tool_use(
     return ToolUse(offered, wanted, name, is_parallel=is_parallel is not False, allowed=allowed)
 
 
-def in_custom_tools(
-    error: InvalidRequest, tools: Sequence[ToolDefinition | CustomToolDefinition] | None
-) -> InvalidRequest:
+def custom_places(tools: Sequence[ToolDefinition | CustomToolDefinition] | None) -> frozenset[int]:
+    """Return the places of the custom tools among all tools."""
+    return frozenset(place for place, tool in enumerate(tools or ()) if isinstance(tool, CustomToolDefinition))
+
+
+def in_custom_tools(error: InvalidRequest, places: Collection[int]) -> InvalidRequest:
     """Return an error about the function of a custom tool with the path of the tool's own field; other errors are
-    returned unchanged."""
+    returned unchanged.
+
+    Args:
+        error: an error about a request.
+        places: places of the custom tools among all tools.
+    """
     found = _FUNCTION_FIELD.fullmatch(error.field or "")
-    if found is None or not tools or int(found[1]) >= len(tools):
-        return error
-    if not isinstance(tools[int(found[1])], CustomToolDefinition):
+    if found is None or int(found[1]) not in places:
         return error
     name = "format.grammar.definition" if found[2] == "parameters" else found[2]
     field = f"tools.{found[1]}.custom.{name}"

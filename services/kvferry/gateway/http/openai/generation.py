@@ -19,7 +19,7 @@ from kvferry.core.inference.tools import ToolUse
 from kvferry.core.retention import NO_HINTS, CacheHints
 from kvferry.core.sampling import FinishReason, SamplingParams
 from kvferry.gateway.http.fields.request_fields import in_field, overflow_in
-from kvferry.gateway.http.fields.tool_fields import custom_names
+from kvferry.gateway.http.fields.tool_fields import custom_names, custom_places, in_custom_tools
 from kvferry.gateway.http.openai import reply
 from kvferry.gateway.http.openai.schema import ChatRequest, CompletionRequest, parse
 from kvferry.serving import prompts
@@ -47,6 +47,12 @@ class ReplyForm:
     has_reasoning: bool = True
     custom_tools: frozenset[str] = frozenset()
     """Names of the tools whose calls have a free text as input."""
+    custom_places: frozenset[int] = frozenset()
+    """Places of these tools among all tools."""
+
+    def named(self, error: InvalidRequest, constraint_field: str) -> InvalidRequest:
+        """Return a constraint's error with the name of the field that sets the constraint."""
+        return in_custom_tools(in_field(error, constraint_field), self.custom_places)
 
     @classmethod
     def of(cls, request: ChatRequest | CompletionRequest) -> "ReplyForm":
@@ -57,6 +63,7 @@ class ReplyForm:
             bool(request.return_token_ids),
             not isinstance(request, ChatRequest) or request.include_reasoning is not False,
             custom_names(request.tools) if isinstance(request, ChatRequest) else frozenset(),
+            custom_places(request.tools) if isinstance(request, ChatRequest) else frozenset(),
         )
 
 
@@ -131,6 +138,7 @@ def read_conversation(model: TextModel, request: ChatRequest, use: ToolUse, cons
         request.template_variables(),
         request.prompt_end(),
         max_reasoning_tokens=request.max_reasoning_tokens(),
+        stops_in_reasoning=request.stop_in_reasoning is True,
     )
     return ReadRequest(
         model=name,
@@ -305,7 +313,7 @@ class Generation:
                     moved = chunk if by == 0 else replace(chunk, index=chunk.index + by)
                     yield moved if cut is None else cut(moved)
         except InvalidRequest as error:
-            raise in_field(error, self.constraint_field) from None
+            raise self.form.named(error, self.constraint_field) from None
 
     def echo(self, index: int) -> str:
         """Return the text that precedes the output of sample `index`: its prompt, or nothing."""
@@ -372,7 +380,7 @@ async def prepared(service: TextService, caller: Caller, read: ReadRequest, *, i
     requests = tuple(
         _fitted(
             service,
-            read.constraint_field,
+            read,
             Request(
                 caller if len(read.prompts) == 1 else _of_prompt(caller, number),
                 ids,
@@ -392,7 +400,7 @@ async def prepared(service: TextService, caller: Caller, read: ReadRequest, *, i
             first = await service.checked(requests[0])
             requests = tuple(replace(request, sampling=first.sampling) for request in requests)
         except InvalidRequest as error:
-            raise in_field(error, read.constraint_field) from None
+            raise read.form.named(error, read.constraint_field) from None
     created = math.floor(service.clock.wall())
     decode = service.model.tokenizer.decode
     return Generation(
@@ -419,11 +427,11 @@ def _of_prompt(caller: Caller, number: int) -> Caller:
     return replace(caller, request_id=RequestId(f"{caller.request_id}-{number}"))
 
 
-def _fitted(service: TextService, constraint_field: str, request: Request) -> Request:
+def _fitted(service: TextService, read: ReadRequest, request: Request) -> Request:
     try:
         return service.fit(request)
     except InvalidRequest as error:
-        raise in_field(error, constraint_field) from None
+        raise read.form.named(error, read.constraint_field) from None
 
 
 def _without_output(chunk: TextChunk) -> TextChunk:

@@ -30,6 +30,7 @@ from kvferry.gateway.http.fields.strict import (
 from kvferry.gateway.http.fields.tool_fields import (
     ChatTool,
     ToolChoice,
+    custom_places,
     has_described_format,
     in_custom_tools,
     tool_use,
@@ -272,6 +273,8 @@ class ChatRequest(_Common):
     """Further variables of the chat template, such as `enable_thinking`."""
     documents: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     """Variable of the chat template: documents to answer from."""
+    stop_in_reasoning: bool | None = None
+    """Whether stop strings end the reasoning too, false by default."""
     add_generation_prompt: bool | None = None
     """Whether the prompt ends with the start of the assistant's answer, true by default."""
     continue_final_message: bool | None = None
@@ -286,7 +289,7 @@ class ChatRequest(_Common):
         try:
             return tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
         except InvalidRequest as error:
-            raise in_custom_tools(error, self.tools) from None
+            raise in_custom_tools(error, custom_places(self.tools)) from None
 
     def described_formats(self) -> list[str]:
         """Return the name of the format of custom tools, for the header of ignored fields, if a grammar is described to

@@ -117,6 +117,7 @@ class ResponseRequest(SamplingFields, CacheHintFields):
     top_k: int | None = None
     min_p: float | None = None
     stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
+    stop_in_reasoning: bool | None = None
     ignore_eos: bool | None = None
     cache_salt: Annotated[str, Field(max_length=MAX_CACHE_SALT_CHARS)] | None = None
     priority: Priority = 0
@@ -169,7 +170,18 @@ class ResponseRequest(SamplingFields, CacheHintFields):
         RANGES["logprobs"].check("top_logprobs", self.top_logprobs)
         shared = {
             name: getattr(self, name)
-            for name in ("model", "temperature", "top_p", "stream", "seed", "top_k", "min_p", "stop", "ignore_eos")
+            for name in (
+                "model",
+                "temperature",
+                "top_p",
+                "stream",
+                "seed",
+                "top_k",
+                "min_p",
+                "stop",
+                "ignore_eos",
+                "stop_in_reasoning",
+            )
         }
         return parse_fields(
             ChatRequest,

@@ -72,6 +72,7 @@ class ReadCompaction:
 
     chat: ReadRequest
     users: list[UserMessage]
+    tools: Sequence[OfferedTool]
     ignored: tuple[str, ...]
     """Names of the request's fields without effect."""
 
@@ -121,7 +122,7 @@ def read_compaction(
     chat, items, is_lost = read_items(model, request, own, before, context_tokens, CarrierKey(carrier_key), closing)
     users = [item for item in items if isinstance(item, InputMessage) and item.role == "user"]
     lost = ("input.encrypted_content",) if is_lost else ()
-    return ReadCompaction(chat, [_shown(item) for item in users], (*given.ignored, *lost))
+    return ReadCompaction(chat, [_shown(item) for item in users], request.tools or (), (*given.ignored, *lost))
 
 
 def _shown(message: InputMessage) -> UserMessage:
@@ -172,7 +173,7 @@ async def compact(
             try:
                 generation = await prepared(service, caller, read.chat, is_chat=True)
             except InvalidRequest as error:
-                raise without_function(error) from None
+                raise without_function(error, read.tools) from None
         summary, usage = await _summary(generation)
         if summary:
             name = f"cmp_{new_request_id()}"

@@ -194,7 +194,7 @@ async def create(
         with overflow_in("input"):
             generation = await prepared(service, caller, read.chat, is_chat=True)
     except InvalidRequest as error:
-        raise without_function(error) from None
+        raise without_function(error, read.body.tools or ()) from None
     kept = None if caller.is_batch_line else store  # the lines of a batch would displace the responses of all others
     return Creation(read, generation, earlier, kept, caller.tenant, key)
 

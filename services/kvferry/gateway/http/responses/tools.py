@@ -161,7 +161,7 @@ def use_of(tools: Sequence[OfferedTool], given: str | FunctionChoices | None, is
     try:
         return tool_use(offered, choice, is_parallel)
     except InvalidRequest as error:
-        raise without_function(error) from None
+        raise without_function(error, tools) from None
 
 
 def has_unenforced_format(tools: Sequence[OfferedTool], choice: str | FunctionChoices | None) -> bool:
@@ -198,14 +198,19 @@ def take_other_tools(fields: dict[str, Any]) -> list[str]:
     return list(dict.fromkeys(f"tools.{kind[:MAX_NAME_CHARS]}" for _, kind in others))
 
 
-_FUNCTION = re.compile(r"^(tools\.\d+)\.function\b")
+_FUNCTION = re.compile(r"(tools\.(\d+))\.function\b")
 
 
-def without_function(error: InvalidRequest) -> InvalidRequest:
-    """Return an error about a tool with the path that it has in this API, where functions are not nested."""
-    if error.field is None:
+def without_function(error: InvalidRequest, tools: Sequence[OfferedTool]) -> InvalidRequest:
+    """Return an error about a tool with the path that it has in this API, where functions are not nested, and where a
+    custom tool has a grammar instead of parameters."""
+    found = None if error.field is None else _FUNCTION.match(error.field)
+    if error.field is None or found is None:
         return error
-    field = _FUNCTION.sub(r"\1", error.field)
+    place, rest = int(found[2]), error.field[found.end() :]
+    if rest == ".parameters" and place < len(tools) and isinstance(tools[place], CustomTool):
+        rest = ".format.definition"
+    field = found[1] + rest
     return InvalidRequest(error.message.replace(error.field, field, 1), field=field, reason=error.reason)
 
 

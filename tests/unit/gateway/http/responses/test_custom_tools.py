@@ -12,8 +12,10 @@ from harness.fakes.scripted_answers import AnsweringApi, answering_api
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvferry.core.errors import InvalidRequest
 from kvferry.core.sampling import FinishReason
 from kvferry.gateway.http.fields.custom_tools import arguments_of, input_of
+from kvferry.gateway.http.responses.tools import CustomTool, FunctionTool, without_function
 from kvferry.text.answers.registry import CallFormat
 
 PATCH = '*** Begin Patch\n+"å" \\ 1\n*** End Patch'
@@ -111,6 +113,20 @@ async def test_other_parentheses_are_taken(api, definition):
     tool = {**TOOL, "format": {"type": "grammar", "syntax": "regex", "definition": definition}}
     answer = await post(api, tools=[tool])
     assert answer.status_code == 200, answer.text
+
+
+def test_errors_of_tools_have_the_paths_of_this_api():
+    tools = [FunctionTool(type="function", name="look"), CustomTool(type="custom", name="patch")]
+
+    def renamed(field: str) -> tuple[str | None, str]:
+        error = without_function(InvalidRequest(f"{field}: is wrong", field=field), tools)
+        return error.field, error.message
+
+    assert renamed("tools.0.function.parameters") == ("tools.0.parameters", "tools.0.parameters: is wrong")
+    name = "tools.1.format.definition"
+    assert renamed("tools.1.function.parameters") == (name, f"{name}: is wrong")
+    assert renamed("tools.1.function.name")[0] == "tools.1.name"
+    assert renamed("tool_choice") == ("tool_choice", "tool_choice: is wrong")
 
 
 @pytest.mark.parametrize("syntax", ["lark", "regex"])
