@@ -57,6 +57,7 @@ def check_idle(pool: SimulatedPool) -> None:
     pool.clock.run()
     for member in pool.gateway.members:
         member.replica.allocator.check_integrity()
+        member.replica.retaining.clear()
         assert member.replica.allocator.pool.is_idle, member.name
         assert member.replica.scheduler.is_idle
         assert member.desk.book.is_idle

@@ -34,6 +34,14 @@ def as_json(spec: FleetSpec, result: PoolResult) -> dict[str, Any]:
             "bytes": result.transfers.num_bytes,
             "mean_ms": round(1e3 * result.transfers.seconds / max(1, result.transfers.transfers), 3),
         },
+        "retentions": {
+            "granted": sum(totals.counts.retained for totals in result.roles.values()),
+            "refused": sum(totals.counts.unretained for totals in result.roles.values()),
+        },
+        "tenants": {
+            name: {"requests": one.e2e.count, "ttft_ms": one.ttft.in_ms(), "e2e_ms": one.e2e.in_ms()}
+            for name, one in sorted(m.tenants.items())
+        },
         "roles": {role: _role(totals, seconds) for role, totals in result.roles.items()},
         "events": result.events,
     }
@@ -74,6 +82,14 @@ def lines(found: Mapping[str, Any]) -> list[str]:
         f"  prefix hits {found['hit_rate']:.1%}, {found['preemptions']} preemptions, {found['refused']} refused, "
         f"{found['resumed']} resumed, {found['transfers']['count']} transfers"
     )
+    if any(found["retentions"].values()):
+        granted, refused = found["retentions"]["granted"], found["retentions"]["refused"]
+        shown.append(f"  prompts kept {granted} retentions granted, {refused} refused")
+    for name, one in found["tenants"].items() if len(found["tenants"]) > 1 else ():
+        shown.append(
+            f"  tenant {name or '(none)':<12} {one['requests']} requests, TTFT p50 {one['ttft_ms']['p50']:.1f} ms, p99 "
+            f"{one['ttft_ms']['p99']:.1f} ms, end to end p50 {one['e2e_ms']['p50']:.1f} ms"
+        )
     for role, totals in found["roles"].items():
         shown.append(
             f"  {role:<12} {totals['replicas']} workers, busy {totals['utilization']:.1%}, "

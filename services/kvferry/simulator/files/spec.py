@@ -11,8 +11,9 @@ from kvferry.bench.workload.requests import BenchRequest
 from kvferry.bench.workload.traces import read_trace
 from kvferry.core.errors import UsageError
 from kvferry.core.process.toml_text import parse_toml
+from kvferry.core.retention import MAX_RETENTION_SECONDS
 from kvferry.core.settings.class_weights import weights_in_use
-from kvferry.core.settings.engine import SchedulerLimits
+from kvferry.core.settings.engine import EngineSettings, SchedulerLimits
 from kvferry.engine.schedule.policies.policy import POLICIES as SCHEDULING
 from kvferry.gateway.decide.config import POLICIES, PolicyName, RoutingConfig
 from kvferry.kv.pricing.price import LoadPolicy
@@ -159,6 +160,7 @@ def _engine(table: Table) -> ReplicaSettings:
             class_weights=table.text("class_weights", default.class_weights),
             reserve_share=table.number("reserve_share", default.reserve_share, 0.0, 0.5),
         ),
+        retention_share=table.number("retention_share", EngineSettings(model="").retention_share, 0.0, 1.0),
         load_policy=LoadPolicy(table.text("load_policy", LoadPolicy.PRICE.value, [p.value for p in LoadPolicy])),
     )
     table.end()
@@ -201,6 +203,9 @@ def _tenants(tables: Iterable[Table]) -> tuple[Tenant, ...]:
                 share=table.number("share", 1.0, 1e-6, 1e6),
                 weight=table.number("weight", 1.0, 1e-3, 1e6),
                 priority=table.whole("priority", 0, -1000, 1000),
+                num_turns=table.whole("num_turns", 1, 1, 10_000) if "num_turns" in table else None,
+                turn_seconds=table.number("turn_seconds", 0.0, 0.0, 86_400.0) if "turn_seconds" in table else None,
+                retain_seconds=table.number("retain_seconds", 0.0, 0.0, MAX_RETENTION_SECONDS),
             )
         )
         table.end()

@@ -84,7 +84,9 @@ class RoleTotals:
 
     def merge(self, other: "RoleTotals") -> None:
         """Add the totals of the same role of another pool."""
-        for name in ("steps", "tokens", "sampled", "busy_seconds", "page_seconds", "sequence_seconds"):
+        for name in (
+            "steps", "tokens", "sampled", "retained", "unretained", "busy_seconds", "page_seconds", "sequence_seconds",
+        ):  # fmt: skip
             setattr(self.counts, name, getattr(self.counts, name) + getattr(other.counts, name))
         self.pages += other.pages
         self.replicas += other.replicas

@@ -224,6 +224,7 @@ class SimulatedGateway:
             names=run.names.of(self._namers, request.tenant, member.candidate, tokens, MAX_BLOCKS),
             tenant=request.tenant,
             priority=request.priority,
+            retain_seconds=request.retain_seconds,
             exports=exports,
             remote=None if ticket is None else remote_of(ticket, run.attempt),
             last=run.last,
@@ -247,7 +248,9 @@ class SimulatedGateway:
         """Note the first token of a request."""
         run = run_of(job)
         run.first = now
-        self.measures.ttft.add(now + self.settings.latency - job.arrived)
+        seconds = now + self.settings.latency - job.arrived
+        self.measures.ttft.add(seconds)
+        self.measures.of_tenant(job.tenant).ttft.add(seconds)
         self._clock.after(self.settings.latency, partial(self._prefilled, run))
 
     def _prefilled(self, run: RequestRun) -> None:
@@ -334,6 +337,7 @@ class SimulatedGateway:
         measures.input_tokens += len(request.prompt)
         measures.output_tokens += count
         measures.e2e.add(seconds)
+        measures.of_tenant(request.tenant).e2e.add(seconds)
         measures.normalized += seconds / count
         measures.ended_at = max(measures.ended_at, end)
         measures.good += self._is_good(run, job, seconds, now)

@@ -74,6 +74,14 @@ class WeightedHistogram:
 
 
 @dataclass(slots=True)
+class TenantMeasures:
+    """Measurements of one tenant's requests."""
+
+    ttft: WeightedHistogram = field(default_factory=WeightedHistogram)
+    e2e: WeightedHistogram = field(default_factory=WeightedHistogram)
+
+
+@dataclass(slots=True)
 class Measures:
     """Measurements of a simulation's clients. All times count from the arrival of the request at the gateway."""
 
@@ -98,6 +106,14 @@ class Measures:
     """Sum over completed requests of the end-to-end time per output token, in seconds."""
     ended_at: float = 0.0
     """Time of the last completion, seconds."""
+    tenants: dict[str, TenantMeasures] = field(default_factory=dict)
+
+    def of_tenant(self, name: str) -> TenantMeasures:
+        """Return the measures of a tenant."""
+        found = self.tenants.get(name)
+        if found is None:
+            found = self.tenants[name] = TenantMeasures()
+        return found
 
     def merge(self, other: "Measures") -> None:
         """Add the measures of another part of the fleet, which ran at the same time."""
@@ -109,6 +125,10 @@ class Measures:
         ):  # fmt: skip
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.ended_at = max(self.ended_at, other.ended_at)
+        for name, measures in other.tenants.items():
+            mine = self.of_tenant(name)
+            mine.ttft.merge(measures.ttft)
+            mine.e2e.merge(measures.e2e)
 
     @property
     def hit_rate(self) -> float:

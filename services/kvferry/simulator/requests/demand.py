@@ -32,6 +32,8 @@ class SimRequest:
     output: Output
     tenant: str = ""
     priority: int = 0
+    retain_seconds: float = 0.0
+    """Time for which it asks workers to keep its prompt in the cache; 0 for no retention."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +42,16 @@ class Tenant:
 
     name: str = ""
     share: float = 1.0
-    """Share of the requests, relative to other tenants."""
+    """Share of the conversations, relative to other tenants."""
     weight: float = 1.0
     """Weight in the gateway's fair queue."""
     priority: int = 0
+    num_turns: int | None = None
+    """Turns of its conversations; `None` for those of the workload."""
+    turn_seconds: float | None = None
+    """Seconds between two turns; `None` for those of the workload."""
+    retain_seconds: float = 0.0
+    """Time for which its requests ask workers to keep their prompts in the cache; 0 for no retention."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +115,14 @@ class Demand:
             num_input, num_output = turn.lengths
             prompt = [*turn.history, *tape.unique(self.num_prefixes + made, num_input)]
             output = Output.of(tape, made, num_output)
-            yield SimRequest(made, at, prompt, output, turn.tenant.name, turn.tenant.priority)
+            tenant = turn.tenant
+            yield SimRequest(made, at, prompt, output, tenant.name, tenant.priority, tenant.retain_seconds)
             made += 1
             if turn.left > 1:
-                following = _Turn([*prompt, *output.ids()], turn.left - 1, turn.tenant, self.lengths.draw(draw))
+                following = _Turn([*prompt, *output.ids()], turn.left - 1, tenant, self.lengths.draw(draw))
                 if len(following.history) + sum(following.lengths) <= self.most_tokens:
-                    heapq.heappush(later, (at + self.turn_seconds, made, following))
+                    gap = self.turn_seconds if tenant.turn_seconds is None else tenant.turn_seconds
+                    heapq.heappush(later, (at + gap, made, following))
                     waiting += len(following.history)
                     if waiting > _MAX_WAITING_TOKENS:
                         raise UsageError(
@@ -140,7 +150,8 @@ class Demand:
             tenant = draw.choices(self.tenants, [one.share for one in self.tenants])[0]
         prefix = tape.unique(draw.randrange(self.num_prefixes), self.num_prefix) if self.num_prefix else []
         room = self.most_tokens - len(prefix)
-        return _Turn(prefix, self.num_turns, tenant, _within(self.lengths.draw(draw), max(2, room)))
+        num_turns = self.num_turns if tenant.num_turns is None else tenant.num_turns
+        return _Turn(prefix, num_turns, tenant, _within(self.lengths.draw(draw), max(2, room)))
 
 
 @dataclass(slots=True)

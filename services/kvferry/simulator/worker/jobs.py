@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvferry.core.ids import BlockHash, RequestId
-from kvferry.core.settings.engine import SchedulerLimits
+from kvferry.core.settings.engine import EngineSettings, SchedulerLimits
 from kvferry.engine.schedule.step.kv_jobs import Export
 from kvferry.engine.schedule.step.kv_progress import RemoteKv
 from kvferry.engine.schedule.step.sequence import Sequence as EngineSequence
@@ -29,6 +29,8 @@ class Job:
     """Names of leading blocks, if they are known."""
     tenant: str = ""
     priority: int = 0
+    retain_seconds: float = 0.0
+    """Time for which the prompt is to be kept in the cache; 0 for no retention."""
     exports: bool = False
     """Whether the job ends after one token, and its pages are offered."""
     remote: RemoteKv | None = None
@@ -119,6 +121,8 @@ class ReplicaSettings:
     block_bytes: int = 1
     limits: SchedulerLimits = SchedulerLimits()  # noqa: RUF009  frozen
     load_policy: LoadPolicy = LoadPolicy.PRICE
+    retention_share: float = EngineSettings(model="").retention_share
+    """Maximum share of the pages that retentions hold."""
     takes_runs: bool = True
     """Whether runs of decode steps are simulated at once (`decode_runs`)."""
 
@@ -131,6 +135,10 @@ class ReplicaCounts:
     tokens: int = 0
     """Number of computed tokens."""
     sampled: int = 0
+    retained: int = 0
+    """Number of prompts whose retention was granted, and"""
+    unretained: int = 0
+    """refused."""
     busy_seconds: float = 0.0
     page_seconds: float = 0.0
     """Sum over steps of the number of pages in use times the duration in seconds."""

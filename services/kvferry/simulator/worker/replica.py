@@ -13,12 +13,16 @@ from functools import partial
 from kvferry.core.hashing import BlockNamer
 from kvferry.core.ids import BlockId, RequestId
 from kvferry.core.load import WorkerLoad
+from kvferry.core.retention import RetentionOutcome
 from kvferry.core.sampling import SamplingParams
 from kvferry.engine.observe.engine_load import engine_load
 from kvferry.engine.schedule.blocks.allocation import Allocator
 from kvferry.engine.schedule.blocks.block_pool import BlockPool
 from kvferry.engine.schedule.blocks.prefix_index import CacheChange, PrefixIndex
 from kvferry.engine.schedule.loads.kv_loads import KvLoads
+from kvferry.engine.schedule.messages import EngineRequest
+from kvferry.engine.schedule.pins.pins import PageUses
+from kvferry.engine.schedule.pins.retaining import Retaining
 from kvferry.engine.schedule.plan.scheduler import Scheduler
 from kvferry.engine.schedule.speculation.speculation import Speculation
 from kvferry.engine.schedule.step.kv_jobs import SequenceUpdate
@@ -99,6 +103,13 @@ class SimulatedReplica:
             self.scheduler, self.allocator, loader=loader, tiers=None, prices=self._prices,
             block_bytes=settings.block_bytes,
         )  # fmt: skip
+        self._retained = PageUses()
+        self.retaining = Retaining(
+            self.allocator, share=settings.retention_share, room=self._spare_pages, clock=clock, namer=namer,
+            all_uses=self._retained,
+        )  # fmt: skip
+        """Prompts whose blocks are kept because their requests asked for it."""
+        self._most_tokens = 0
         self.counts = ReplicaCounts()
         self._jobs: dict[RequestId, Job] = {}
         self._inbox: deque[Job] = deque()
@@ -173,7 +184,7 @@ class SimulatedReplica:
     @property
     def load(self) -> WorkerLoad:
         """The load that the replica reports."""
-        load = engine_load(self.scheduler, self._loads, ())
+        load = engine_load(self.scheduler, self._loads, (), num_pinned=len(self._retained))
         waiting = [len(job.tokens) for job in self._inbox]
         return replace(
             load, waiting=load.waiting + len(waiting), tokens_to_compute=load.tokens_to_compute + sum(waiting)
@@ -203,6 +214,7 @@ class SimulatedReplica:
         self._loads.take_in()
         while self._inbox:
             self._add(self._inbox.popleft())
+        self.retaining.expire(self._clock.now)
         scheduler = self.scheduler
         if not (scheduler.num_running or scheduler.num_waiting):
             return
@@ -223,6 +235,9 @@ class SimulatedReplica:
         for request_id in scheduler.take_started():
             self._jobs[request_id].started = self._clock.now
         if not plan.scheduled:
+            deadline = self.retaining.next_deadline
+            if deadline is not None:  # a sequence may wait for the pages of a retention
+                self._clock.at(deadline, self.wake)
             return
         seconds = self._profile.seconds(work_of(plan.scheduled))
         if self._jitter is not None:
@@ -250,6 +265,18 @@ class SimulatedReplica:
         job.sequence = sequence
         self.scheduler.add(sequence)
         self._loads.arrive(sequence)
+        self._most_tokens = max(self._most_tokens, request.max_tokens_total)
+        if job.retain_seconds:
+            self.retaining.add(
+                EngineRequest(
+                    job.request_id,
+                    list(job.tokens),
+                    SAMPLING,
+                    num_generated=len(job.tokens) - job.num_prompt,
+                    scope=job.tenant,
+                    retain_seconds=job.retain_seconds,
+                )
+            )
         if job.remote is not None and sequence.kv.remote is None:
             self._listener.declined(job)
 
@@ -271,7 +298,12 @@ class SimulatedReplica:
                     job.output.sampled(len(item.token_ids) - item.num_prompt, 1), item.num_scheduled
                 )
         now = self._clock.now
-        for update in self.scheduler.update(plan, StepResult(outputs)):
+        updates = self.scheduler.update(plan, StepResult(outputs))
+        for result in self.retaining.stepped(updates).values():
+            is_kept = result.outcome is RetentionOutcome.RETAINED
+            self.counts.retained += is_kept
+            self.counts.unretained += not is_kept
+        for update in updates:
             self._token(update, now)
         self._flush()
         self._begin()
@@ -353,6 +385,10 @@ class SimulatedReplica:
         counts.busy_seconds += seconds
         counts.page_seconds += seconds * (pool.num_blocks - pool.num_free)
         counts.sequence_seconds += seconds * len(plan.scheduled)
+
+    def _spare_pages(self) -> int:
+        """Return the number of pages beside those of the longest request so far."""
+        return self.allocator.pool.num_blocks - self.allocator.needs.pages_for(self._most_tokens)
 
     def _flush(self) -> None:
         self.scheduler.blocks.take_progress()

@@ -248,7 +248,7 @@ def test_errors_end_with_status_2_and_name_the_field(fleet: Path) -> None:
     assert "cannot read" in run(fleet.with_name("none.toml"), code=2)
 
 
-@pytest.mark.parametrize("name", ["fleet.toml", "fleet-split.toml", "fleet-thousand.toml"])
+@pytest.mark.parametrize("name", ["fleet.toml", "fleet-split.toml", "fleet-thousand.toml", "fleet-agents.toml"])
 def test_the_examples_of_the_docs_run(name: str, tmp_path: Path) -> None:
     """The examples run with fewer requests than documented."""
     text = (EXAMPLES / name).read_text()

@@ -12,6 +12,7 @@ from kvferry.gateway.decide.cache_map.cache_map import CacheMap
 from kvferry.gateway.decide.cache_map.map_states import MapState
 from kvferry.simulator.fleet import gateway as simulated_gateway
 from kvferry.simulator.fleet.fleet import Failure, SimulatedPool
+from kvferry.simulator.requests.demand import Demand, Tenant
 from kvferry.simulator.requests.tokens import Tape
 
 ROLES = [{"both": 3}, {"prefill": 1, "decode": 2}]
@@ -99,6 +100,53 @@ def test_turns_of_a_conversation_find_the_output_of_the_turn_before() -> None:
         count=40, rate=1.0, lengths=LengthMix(num_input=32, num_output=160), num_turns=4, turn_seconds=5.0
     )
     assert a_pool(demand, {"both": 2}).run().measures.hit_rate > 0.7
+
+
+def with_agents(retain_seconds: float) -> Demand:
+    """Return agents that wait for tools between their turns, beside others whose prompts fill the caches."""
+    agents = Tenant("agents", share=1.0, num_turns=4, turn_seconds=6.0, retain_seconds=retain_seconds)
+    return a_demand(
+        count=900,
+        rate=24.0,
+        lengths=LengthMix(num_input=240, num_output=16),
+        tenants=(agents, Tenant("others", share=9.0)),
+    )
+
+
+@pytest.mark.parametrize("roles", ROLES)
+def test_retained_prompts_are_found_by_the_next_turn(roles: dict[str, int]) -> None:
+    engine = replace(ENGINE, num_blocks=480, retention_share=0.9)
+    results = []
+    for seconds in (0.0, 20.0):
+        pool = a_pool(with_agents(seconds), roles, engine=engine)
+        results.append(pool.run())
+        check_idle(pool)
+    lru, kept = results
+    granted = {role: totals.counts.retained for role, totals in kept.roles.items()}
+    assert sum(granted.values()) > 30
+    assert all(totals.counts.retained == totals.counts.unretained == 0 for totals in lru.roles.values())
+    assert kept.measures.hit_tokens > lru.measures.hit_tokens + 5000
+    turns = [result.measures.tenants["agents"].ttft for result in (lru, kept)]
+    assert turns[0].count == turns[1].count
+    assert turns[1].mean < turns[0].mean
+
+
+def test_retentions_beyond_the_share_are_refused() -> None:
+    engine = replace(ENGINE, num_blocks=320, retention_share=0.1)
+    result = a_pool(with_agents(60.0), {"both": 2}, engine=engine).run()
+    counts = result.roles["both"].counts
+    assert counts.retained > 0
+    assert counts.unretained > 0
+
+
+def test_a_sequence_that_waits_for_retained_pages_runs_when_their_time_ends() -> None:
+    engine = replace(ENGINE, num_blocks=48, retention_share=0.5)
+    demand = a_demand(
+        count=40, rate=50.0, lengths=LengthMix(num_input=300, num_output=8), tenants=(Tenant("a", retain_seconds=5.0),)
+    )
+    pool = a_pool(demand, {"both": 1}, engine=engine)
+    assert pool.run().measures.completed == 40
+    check_idle(pool)
 
 
 @pytest.mark.parametrize("roles", ROLES)
