@@ -36,6 +36,7 @@ _END_TEXTS = (
     "<|END_OF_TURN_TOKEN|>",
     "<end_of_utterance>",
     "<｜end▁of▁sentence｜>",
+    "<start_function_response>",
 )
 """Control tokens with which chat templates end a turn. A checkpoint that does not list the one of its template would
 write the user's next turn."""

@@ -69,12 +69,25 @@ def written(
         return "\n".join(
             f"<tool_call>\n<function={n}>\n{_elements(a, has_types)}</function>\n</tool_call>" for n, a in calls
         )
+    if call_format is CallFormat.FUNCTIONGEMMA:
+        return "".join(f"<start_function_call>call:{n}{_escaped(a)}<end_function_call>" for n, a in calls)
     if call_format is CallFormat.HARMONY:
         head = "<|channel|>commentary to=functions."
         return "<|start|>assistant".join(
             f"{head}{n} <|constrain|>json<|message|>{json.dumps(a)}<|call|>" for n, a in calls
         )
     return f"[{', '.join(f'{n}({_python(a)})' for n, a in calls)}]"
+
+
+def _escaped(value: object) -> str:
+    if isinstance(value, str):
+        return f"<escape>{value}<escape>"
+    if isinstance(value, Mapping):
+        keys = {key: key if key.isidentifier() else _escaped(key) for key in value}
+        return "{" + ",".join(f"{keys[key]}:{_escaped(one)}" for key, one in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(_escaped, value)) + "]"
+    return json.dumps(value)
 
 
 def _python(arguments: Mapping[str, object]) -> str:

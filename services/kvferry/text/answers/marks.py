@@ -29,6 +29,9 @@ MARKERS = (
     "<|/tool_call|>",
     "<function_calls>",
     "</function_calls>",
+    "<start_function_call>",
+    "<end_function_call>",
+    "<escape>",
 )
 """Markers of known formats."""
 HARMONY = ("<|channel|>", "<|message|>", "<|constrain|>", "<|start|>", "<|end|>", "<|return|>", "<|call|>")

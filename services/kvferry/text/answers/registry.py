@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 
-from kvferry.text.answers import harmony, json_calls, pythonic, xml_calls
+from kvferry.text.answers import gemma_calls, harmony, json_calls, pythonic, xml_calls
 from kvferry.text.answers.call_parser import CallSyntax
 from kvferry.text.answers.marks import Marks
 
@@ -13,6 +13,7 @@ class CallFormat(StrEnum):
 
     DEEPSEEK_V3 = "deepseek-v3"
     DEEPSEEK_V31 = "deepseek-v3.1"
+    FUNCTIONGEMMA = "functiongemma"
     GRANITE = "granite"
     HERMES = "hermes"
     HARMONY = "harmony"
@@ -33,6 +34,7 @@ REASONING_PARSERS = (AUTO, "think", "off")
 _SYNTAXES: Mapping[CallFormat, Callable[[Marks], CallSyntax]] = {
     CallFormat.DEEPSEEK_V3: json_calls.DeepSeek,
     CallFormat.DEEPSEEK_V31: json_calls.DeepSeek,
+    CallFormat.FUNCTIONGEMMA: gemma_calls.FunctionGemma,
     CallFormat.GRANITE: json_calls.Granite,
     CallFormat.HERMES: json_calls.Hermes,
     CallFormat.LLAMA3_JSON: json_calls.Llama3Json,
@@ -54,6 +56,7 @@ _SIGNS: Sequence[tuple[CallFormat, tuple[str, ...]]] = (
     (CallFormat.PHI4, (json_calls.LIST_CLOSER,)),
     (CallFormat.GRANITE, (json_calls.LIST_OPENER,)),
     (CallFormat.OLMO3, (pythonic.OLMO3_OPENER,)),
+    (CallFormat.FUNCTIONGEMMA, (gemma_calls.OPENER,)),
 )
 """Strings in a template, or tokens of a vocabulary, by which a format is recognized if all of them are there; the first
 match decides. The string of the pythonic format is in the instructions for calls in Llama 3.2's and Llama 4's

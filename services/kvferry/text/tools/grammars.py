@@ -14,11 +14,12 @@ from typing import Any
 
 from kvferry.core.errors import InvalidRequest
 from kvferry.core.inference.tools import Tool
-from kvferry.text.answers import json_calls, pythonic
+from kvferry.text.answers import gemma_calls, json_calls, pythonic
 from kvferry.text.answers.marks import HARMONY, Marks
 from kvferry.text.answers.reasoning import OPENER
 from kvferry.text.answers.registry import CallFormat
 from kvferry.text.tools.argument_schemas import check_arguments, closed
+from kvferry.text.tools.gemma_grammar import gemma_call
 from kvferry.text.tools.pythonic_grammar import pythonic_call
 from kvferry.text.tools.xml_grammar import xml_call
 
@@ -322,6 +323,15 @@ def _qwen3_coder(tools: Sequence[Tool], marks: Marks, more: int) -> list[str]:
     return rules
 
 
+def _functiongemma(tools: Sequence[Tool], marks: Marks, more: int) -> list[str]:
+    opener, closer = (_terminal(marker, marks) for marker in (gemma_calls.OPENER, gemma_calls.CLOSER))
+    rules = [f"answer: tagged{{1,{more + 1}}}", f"tagged: {opener} call {closer}"]
+    rules.append("call: " + " | ".join(f"call_{number}" for number in range(len(tools))))
+    for number, tool in enumerate(tools):
+        rules += gemma_call(tool, f"call_{number}", _SPACING, _terminal(gemma_calls.QUOTE, marks))
+    return rules
+
+
 def _harmony(tools: Sequence[Tool], marks: Marks, more: int) -> list[str]:
     channel, message, constrain, start, _, _, call = (_terminal(marker, marks) for marker in HARMONY)
     several = f' ({call} {start} "assistant" call){{0,{more}}}' if more else ""
@@ -335,6 +345,7 @@ def _harmony(tools: Sequence[Tool], marks: Marks, more: int) -> list[str]:
 _FORMATS: Mapping[CallFormat, Callable[[Sequence[Tool], Marks, int], list[str]]] = {
     CallFormat.DEEPSEEK_V3: _deepseek_v3,
     CallFormat.DEEPSEEK_V31: _deepseek_v31,
+    CallFormat.FUNCTIONGEMMA: _functiongemma,
     CallFormat.GRANITE: _granite,
     CallFormat.HERMES: _hermes,
     CallFormat.HARMONY: _harmony,

@@ -9,7 +9,7 @@ from kvferry.text.answers.registry import CallFormat, recognized
 
 H, L, M, P = CallFormat.HERMES, CallFormat.LLAMA3_JSON, CallFormat.MISTRAL, CallFormat.PYTHONIC
 D, R, G = CallFormat.DEEPSEEK_V31, CallFormat.DEEPSEEK_V3, CallFormat.GRANITE
-F, A = CallFormat.PHI4, CallFormat.OLMO3
+F, A, E = CallFormat.PHI4, CallFormat.OLMO3, CallFormat.FUNCTIONGEMMA
 BEGIN, END, CALL, STOP, SEP, *_ = MARKERS[8:]
 BLOCK = f"{CALL}function{SEP}%s\n```json\n%s\n```{STOP}"
 Expected = tuple[str, list[tuple[str, Any]]]
@@ -30,6 +30,24 @@ CASES: list[tuple[CallFormat, str, Expected]] = [
     (H, '  \n<tool_call>{"name": "f"}</tool_call>', ("", [("f", {})])),
     (H, '<tool_call>{"name": "f", "arguments": {"t": "a\nb\tc"}}</tool_call>', ("", [("f", {"t": "a\nb\tc"})])),
     (H, '<tool_call>{"name": "f", "arguments": {"t": "<tool_call>"}}', ("", [("f", {"t": "<tool_call>"})])),
+    (E, "<start_function_call>call:f{}<end_function_call>", ("", [("f", {})])),
+    (
+        E,
+        (
+            '<start_function_call>call:f{a:<escape>x, {y}: "z\\<escape>,b:[1,-2.5e3,true,null],'
+            "c:{d:<escape><escape>}}<end_function_call>"
+        ),
+        ("", [("f", {"a": 'x, {y}: "z\\', "b": [1, -2500.0, True, None], "c": {"d": ""}})]),
+    ),
+    (
+        E,
+        (
+            "Wait. <start_function_call>call:f{ a : 1 , b: [ ] }<end_function_call>"
+            "<start_function_call>call:g{<escape>a:b<escape>:2}<end_function_call>"
+        ),
+        ("Wait.", [("f", {"a": 1, "b": []}), ("g", {"a:b": 2})]),
+    ),
+    (E, "<start_function_call>call:x{}<end_function_call>", ("<start_function_call>call:x{}<end_function_call>", [])),
     (L, '{"name": "f", "parameters": {"a": [1, -2.5e3, true, null]}}', ("", [("f", {"a": [1, -2500.0, True, None]})])),
     (L, '\n{"name": "f", "parameters": {}};{"name": "g", "parameters": {}}', ("", [("f", {}), ("g", {})])),
     (L, '{"name": "f", "parameters": {}} ; \n {"name": "g", "parameters": {}}', ("", [("f", {}), ("g", {})])),
@@ -171,6 +189,14 @@ def test_control_tokens_count_only_as_tokens() -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "content", "arguments"),
+    [("a:oslo}", "oslo}", '{"a": '), ("a:1,a:2}", ":2}", '{"a": 1'), ("a:<escape>x", "", '{"a": "x')],
+)
+def test_a_call_of_functiongemma_ends_where_it_is_malformed(text: str, content: str, arguments: str) -> None:
+    assert split(E, [f"<start_function_call>call:f{{{text}"]) == (content, "", [("call_1", "f", arguments)])
+
+
+@pytest.mark.parametrize(
     ("template", "tokens", "expected"),
     [
         ("... <tool_call> ...", (), H),
@@ -185,6 +211,8 @@ def test_control_tokens_count_only_as_tokens() -> None:
         ("write <|tool_call|> followed by a JSON list", ("<|tool_call|>",), G),
         ("", ("<|tool_call|>", "<|/tool_call|>"), F),
         ("<function_calls>", (), A),
+        ("{{ '<start_function_call>call:' }}", (), E),
+        ("", ("<start_function_call>", "<escape>"), E),
         ("", ("<|python_tag|>",), L),
         ("", ("[TOOL_CALLS]",), M),
         ("", ("<tool_call>", "<think>"), H),

@@ -38,6 +38,7 @@ _FRAGMENTS = [
     ),
     *("functools[", "<function_calls>", "</function_calls>", "f(a=1)", "g()"),
     *("<function=f>", "<function=", "</function>", "<parameter=a>", "</parameter>", "</param"),
+    *("<start_function_call>", "<end_function_call>", "<escape>", "call:f{", "call:g{b:", "a:", "<esc", "{a:<escape>b"),
     *("1", "-", "0.5e", "true", "None", '"name": "f"', ", ", "\n", " ", "é", "\\u00", "</think>", "hello"),
     *MARKS.by_token.values(),
 ]
@@ -102,6 +103,9 @@ def test_calls_as_models_write_them_are_read_back(call_format, calls, data):
         (CallFormat.GRANITE, "<|tool_call|>[" * 50_000),
         (CallFormat.PHI4, "functools[" * 50_000),
         (CallFormat.OLMO3, "<function_calls>" + "f()\n" * 10_000),
+        (CallFormat.FUNCTIONGEMMA, "<start_function_call>call:f{a:" + "[" * 100_000),
+        (CallFormat.FUNCTIONGEMMA, "<start_function_call>call:f{a:<escape>" + "<" * 100_000),
+        (CallFormat.FUNCTIONGEMMA, "<start_function_call>" * 30_000),
         (CallFormat.QWEN3_CODER, "<function=f><parameter=a>" + "<" * 100_000),
         (CallFormat.QWEN3_CODER, "<function=f><parameter=a>" + "[" * 100_000 + "</parameter></function>"),
         (CallFormat.QWEN3_CODER, "<function=f>" + "<function=" * 50_000),

@@ -152,6 +152,7 @@ ONE = {
     CallFormat.DEEPSEEK_V31: f'{FIRST}{CALL}h{SEP}{{"city": "x"}}{STOP}{LAST}',
     CallFormat.GRANITE: '<|tool_call|>[{"name": "h", "arguments": {"city": "x"}}]',
     CallFormat.OLMO3: '<function_calls>h(city="x")</function_calls>',
+    CallFormat.FUNCTIONGEMMA: "<start_function_call>call:h{city:<escape>x<escape>}<end_function_call>",
     CallFormat.PHI4: '<|tool_call|>[{"name": "h", "arguments": {"city": "x"}}]<|/tool_call|>',
     CallFormat.HERMES: '<tool_call>\n{"name": "h", "arguments": {"city": "x"}}\n</tool_call>',
     CallFormat.LLAMA3_JSON: '{"name": "h", "parameters": {"city": "x"}}',
@@ -166,6 +167,7 @@ TWO = {
     CallFormat.DEEPSEEK_V31: f"{ONE[CallFormat.DEEPSEEK_V31].removesuffix(LAST)}{CALL}f{SEP}{{}}{STOP}{LAST}",
     CallFormat.GRANITE: _LIST,
     CallFormat.OLMO3: '<function_calls>h(city="x")\nf()</function_calls>',
+    CallFormat.FUNCTIONGEMMA: f"{ONE[CallFormat.FUNCTIONGEMMA]}<start_function_call>call:f{{}}<end_function_call>",
     CallFormat.PHI4: f"{_LIST}<|/tool_call|>",
     CallFormat.HERMES: f"{ONE[CallFormat.HERMES]}\n{ONE[CallFormat.HERMES]}",
     CallFormat.LLAMA3_JSON: f"{ONE[CallFormat.LLAMA3_JSON]}; {ONE[CallFormat.LLAMA3_JSON]}",
@@ -186,7 +188,10 @@ def test_one_call_or_several(call_format, tokenizer):
     assert accepts(tokenizer, single, ONE[call_format])
     assert not accepts(tokenizer, single, TWO[call_format])
     assert not accepts(tokenizer, several, "no call")
-    wrong = ("\nx\n", f"\n{'x' * 9}\n") if call_format is CallFormat.QWEN3_CODER else ('"x"', "1")
+    wrong = {
+        CallFormat.QWEN3_CODER: ("\nx\n", f"\n{'x' * 9}\n"),
+        CallFormat.FUNCTIONGEMMA: ("<escape>x<escape>", "1"),
+    }.get(call_format, ('"x"', "1"))
     assert not accepts(tokenizer, several, ONE[call_format].replace(*wrong))
     assert not accepts(tokenizer, calls_grammar(call_format, tools[:2], NO_MARKS), ONE[call_format])
     assert len(split(call_format, [TWO[call_format]], names=("h", "f"))[2]) == 2
@@ -253,7 +258,9 @@ def test_schemas_that_are_no_keyword_arguments_are_refused(schema, words):
     assert caught.value.field == "tools"
 
 
-@pytest.mark.parametrize("call_format", [each for each in CallFormat if each is not CallFormat.QWEN3_CODER])
+@pytest.mark.parametrize(
+    "call_format", [each for each in CallFormat if each not in (CallFormat.QWEN3_CODER, CallFormat.FUNCTIONGEMMA)]
+)
 def test_patterns_and_members_are_enforced_exactly(call_format, tokenizer):
     inner = {"type": "object", "properties": {"k": {"type": "integer"}}, "required": ["k"]}
     properties = {"city": {"type": "string", "pattern": "^[0-9a-c]{3}$"}, "in": {"type": "array", "items": inner}}
