@@ -11,8 +11,9 @@ from typing import Any
 from grpc_health.v1 import health
 from prometheus_client import start_http_server
 
+from kvferry.core.addresses import join_address, listen_address
 from kvferry.core.clock import Clock, SystemClock
-from kvferry.core.errors import UsageError, cannot_listen
+from kvferry.core.errors import cannot_listen
 from kvferry.core.process.stop_signals import stop_signals
 from kvferry.gateway.http.server.tls import Certificate
 from kvferry.picker.config import PickerConfig
@@ -110,14 +111,12 @@ class Picker:
         self._tasks.append(asyncio.create_task(work, name=name))
 
     def _serve_metrics(self) -> str:
-        host, _, port = self._config.metrics.rpartition(":")
+        host, port = listen_address(self._config.metrics, "metrics")
         try:
-            self._page, _ = start_http_server(int(port), host.strip("[]"), self.metrics.registry)
+            self._page, _ = start_http_server(port, host, self.metrics.registry)
         except OSError as error:
             raise cannot_listen("metrics", self._config.metrics, error) from error
-        except (ValueError, OverflowError):
-            raise UsageError(f"--metrics {self._config.metrics!r} is no HOST:PORT", field="metrics") from None
-        return f"{host}:{self._page.server_port}"
+        return join_address(host, self._page.server_port)
 
     @property
     def is_ready(self) -> bool:

@@ -9,6 +9,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from kvferry.core.addresses import listen_address
 from kvferry.core.errors import UsageError
 from kvferry.core.limits import MAX_MESSAGE_BYTES
 from kvferry.rpc.access.call_keys import CallVerifier
@@ -181,9 +182,7 @@ async def start_server(
     Raises:
         UsageError: the address cannot be bound.
     """
-    _, separator, port = address.rpartition(":")
-    if not separator or not port.isdecimal() or int(port) > 0xFFFF:
-        raise UsageError(f"{address!r} is not an address; use host:port (port 0 selects a free port)", field="grpc")
+    listen_address(address, "grpc")
     calls = OpenCalls()
     options: Options = (
         *_SERVER_OPTIONS,

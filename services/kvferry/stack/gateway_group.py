@@ -4,8 +4,9 @@ import asyncio
 import socket
 from collections.abc import Callable, Mapping, Sequence
 
+from kvferry.core.addresses import join_address, listen_address
 from kvferry.core.clock import Clock
-from kvferry.core.errors import UsageError, cannot_listen
+from kvferry.core.errors import cannot_listen
 from kvferry.core.process.stop_signals import stop_signals
 from kvferry.core.settings.resolve import Resolved
 from kvferry.stack.plan.gateway_processes import SharedAddresses, admin_address, gateway_process_specs
@@ -70,19 +71,16 @@ class GatewayGroup:
     def _reserve(self, name: str) -> str:
         """Bind an address without listening, so that the group keeps its port while processes restart."""
         address = str(self._value(name))
-        host, _, port = address.rpartition(":")
-        if not host or not port.isdecimal() or int(port) > 0xFFFF:
-            raise UsageError(f"{address!r} is not an address; use host:port (port 0 selects a free port)", field=name)
-        bare = host.strip("[]")
-        held = socket.socket(socket.AF_INET6 if ":" in bare else socket.AF_INET, socket.SOCK_STREAM)
+        host, port = listen_address(address, name)
+        held = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
         self._reserved.append(held)
         try:
             held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            held.bind((bare, int(port)))
+            held.bind((host, port))
         except OSError as error:
             raise cannot_listen(name, address, error) from error
-        return f"{host}:{held.getsockname()[1]}"
+        return join_address(host, held.getsockname()[1])
 
 
 async def run_gateway_group(

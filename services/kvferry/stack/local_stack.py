@@ -7,8 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from kvferry.client import AsyncClient
+from kvferry.core.addresses import listen_address
 from kvferry.core.clock import Clock
-from kvferry.core.errors import KvferryError, Unavailable, UsageError, cannot_listen
+from kvferry.core.errors import KvferryError, Unavailable, cannot_listen
 from kvferry.core.process.config import lasting_secret
 from kvferry.core.sampling import SamplingParams
 from kvferry.rpc.access.call_keys import role_key
@@ -46,12 +47,9 @@ def check_free(name: str, address: str) -> None:
     Raises:
         UsageError: the address is invalid or in use.
     """
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 0xFFFF:
-        raise UsageError(f"{address!r} is not an address; use host:port (port 0 selects a free port)", field=name)
-    bare = host.strip("[]")
+    host, port = listen_address(address, name)
     try:
-        socket.create_server((bare, int(port)), family=socket.AF_INET6 if ":" in bare else socket.AF_INET).close()
+        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
     except OSError as error:
         raise cannot_listen(name, address, error) from error
 

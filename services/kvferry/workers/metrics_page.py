@@ -15,7 +15,8 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from kvferry.core import metrics
-from kvferry.core.errors import UsageError, cannot_listen
+from kvferry.core.addresses import join_address, listen_address
+from kvferry.core.errors import cannot_listen
 from kvferry.core.histogram import Histogram
 from kvferry.core.metrics import Metric
 from kvferry.engine.engine import Engine
@@ -147,17 +148,15 @@ class MetricsPage:
         Raises:
             UsageError: the address cannot be bound.
         """
-        host, separator, port = address.rpartition(":")
-        if not separator or not port.isdecimal() or int(port) > 0xFFFF:
-            raise UsageError(f"{address!r} is not an address; use host:port", field="metrics")
+        host, port = listen_address(address, "metrics")
         registry = CollectorRegistry()
         registry.register(_FromUnits(units, asyncio.get_running_loop(), tls, load_seconds))
         self._server: wsgiref.simple_server.WSGIServer
         try:
-            self._server, self._thread = start_http_server(int(port), host.strip("[]"), registry)
+            self._server, self._thread = start_http_server(port, host, registry)
         except OSError as error:
             raise cannot_listen("metrics", address, error) from error
-        self.address = f"{host}:{self._server.server_port}"
+        self.address = join_address(host, self._server.server_port)
 
     def close(self) -> None:
         """Stop serving."""

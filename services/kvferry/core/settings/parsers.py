@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from kvferry.core.addresses import split_address
+
 T = TypeVar("T")
 
 _HOST = re.compile(r"[a-z0-9_]([-a-z0-9_.]{0,251}[a-z0-9_])?|[0-9a-f:.]+")
@@ -172,10 +174,17 @@ boolean = Parser("BOOL", _boolean, lambda value: str(value).lower())
 """`true` or `false` in their usual spellings."""
 
 
+def _address(text: str) -> str:
+    if text:
+        split_address(text)
+    return text
+
+
 TEXT = Parser("TEXT", str)
 NAME = Parser("NAME", str)
 NAME_AND_PATH = Parser("NAME=PATH", str)
-ADDRESS = Parser("HOST:PORT", str)
+ADDRESS = Parser("HOST:PORT", _address)
+"""Addresses on which a process listens; empty for none."""
 ENDPOINT = Parser("HOST:PORT[/ADMIN_PORT]", str)
 FILE = Parser("FILE", str)
 FOLDER = Parser("FOLDER", str)

@@ -497,7 +497,7 @@ DOCTOR = (
 )
 
 EXPLAIN = (
-    Setting("http", "127.0.0.1:8000", "HOST:PORT or URL of the gateway that served the request.", parse=ADDRESS),
+    Setting("http", "127.0.0.1:8000", "HOST:PORT or URL of the gateway that served the request.", parse=URL),
     Setting("api_key", "", "API key of the request's tenant.", is_secret=True),
 )
 

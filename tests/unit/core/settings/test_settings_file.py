@@ -25,7 +25,7 @@ URL_WITH_PASSWORD = "redis://user:hunter2@10.0.0.1:6379/0"
 
 def given_value(setting: Setting) -> str:
     """Return a value that is not the default, as text."""
-    samples = ("true", "3", "auto", "0.5", "llm.example", "cpu", "0.25")
+    samples = ("true", "3", "auto", "0.5", "llm.example", "cpu", "0.25", "127.0.0.1:7001")
     for text in (*setting.choices, *(s for s in samples if not setting.choices)):
         try:
             if setting.parse(text) != setting.default:

@@ -11,7 +11,8 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
-from kvferry.core.errors import UsageError, cannot_listen
+from kvferry.core.addresses import join_address, listen_address
+from kvferry.core.errors import cannot_listen
 from kvferry.core.process.open_files import max_connections
 from kvferry.gateway.http.server.http_protocol import ConnectionLimits, protocol_under
 from kvferry.gateway.http.server.tls import Certificate
@@ -49,7 +50,7 @@ class HttpServer:
     def __init__(self, server: "_QuietUvicorn", bound: socket.socket) -> None:
         self._server = server
         host, port = bound.getsockname()[:2]
-        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self.address = join_address(host, port)
         self._serving = asyncio.create_task(server.serve(sockets=[bound]), name="http")
 
     @classmethod
@@ -157,11 +158,8 @@ class _RareAcceptErrors:
 
 
 def _bind(address: str, field: str, *, shares_port: bool) -> socket.socket:
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 0xFFFF:
-        raise UsageError(f"{address!r} is not an address; use host:port (port 0 selects a free port)", field=field)
-    bare = host.strip("[]")
-    family = socket.AF_INET6 if ":" in bare else socket.AF_INET
+    host, port = listen_address(address, field)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # Not socket.create_server, which leaves the protocol 0: asyncio sets TCP_NODELAY on accepted connections only if
     # the protocol is IPPROTO_TCP, and without it a response in two writes waits 40 ms for a delayed acknowledgement.
     bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -171,7 +169,7 @@ def _bind(address: str, field: str, *, shares_port: bool) -> socket.socket:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         if family == socket.AF_INET6:
             bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        bound.bind((bare, int(port)))
+        bound.bind((host, port))
         bound.listen(_BACKLOG)
         return bound
     except OSError as error:
