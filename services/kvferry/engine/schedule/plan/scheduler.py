@@ -182,7 +182,7 @@ class Scheduler:
         running = self._admitted.running
         if sum(map(self.has_sequence, plan.scheduled)) != len(running) - self._background.num_paused:
             return None
-        if self._background.is_next_different:
+        if self._background.is_last_planned:
             return None
         if self.admission.num_waiting and (self._may_admit or self._num_ahead >= MAX_AHEAD):
             return None

@@ -7,7 +7,7 @@ them bound its wait.
 
 A request that arrives waits for the end of the step that runs. Steps of background sequences alone are therefore short
 while other requests come: they begin with `FIRST_TOKENS` tokens, and have twice as many after each `GROWTH_STEPS` steps
-in a row.
+in a row, and none of the first ones is launched before the one that runs has ended.
 """
 
 from collections.abc import Sequence as OrderedView
@@ -95,9 +95,11 @@ class BackgroundTurns:
         self.is_paused, self.num_paused = False, 0
 
     @property
-    def is_next_different(self) -> bool:
-        """Whether the next step has other sequences than the last one because a turn begins or ends."""
-        return self._is_turn or self._num_beside >= self._period - 1 > 0
+    def is_last_planned(self) -> bool:
+        """Whether no step may be planned before the results of the last one are known: because a turn begins or ends,
+        or because a step of background sequences alone would make a request wait that may come soon."""
+        is_expected = 0 < self._num_alone < GROWTH_STEPS and not self.is_paused
+        return is_expected or self._is_turn or self._num_beside >= self._period - 1 > 0
 
     def ahead(self) -> None:
         """Count a step with the sequences of the last one."""
