@@ -98,6 +98,14 @@ GATEWAY_RECORD_FAILURES = Metric(
     ("reason",),
     values={"reason": ("unreachable", "slow", "full", "too_large", "fenced")},
 )
+GATEWAY_RESPONSE_FAILURES = Metric(
+    "kvferry_gateway_response_store_failures_total",
+    MetricKind.COUNTER,
+    "Failures of stored responses in Redis by reason: no answer (unreachable), no room for a response (full), one that "
+    "another gateway has deleted or found to have failed (fenced), one that the pool's key does not open (foreign).",
+    ("reason",),
+    values={"reason": ("unreachable", "full", "fenced", "foreign")},
+)
 GATEWAY_RECORD_BYTES = Metric(
     "kvferry_gateway_stream_record_bytes_total",
     MetricKind.COUNTER,
@@ -110,7 +118,7 @@ GATEWAY_STATE_CALLS = Metric(
     "(unreachable), no answer in time (slow), out of memory (full), a replica (read_only), another error.",
     ("part", "outcome"),
     values={
-        "part": ("streams", "quotas"),
+        "part": ("streams", "quotas", "responses"),
         "outcome": ("ok", "unreachable", "slow", "full", "read_only", "error"),
     },
 )

@@ -17,7 +17,7 @@ from kvferry.gateway.batches.batch_runner import BatchRunner
 from kvferry.gateway.batches.batch_service import BatchService
 from kvferry.gateway.batches.line_slots import LineSlots
 from kvferry.gateway.decide.cache_map.cache_map import CacheMap
-from kvferry.gateway.decide.config import DispatchConfig, FlowConfig, GatewayConfig, StateConfig
+from kvferry.gateway.decide.config import DispatchConfig, FlowConfig, GatewayConfig, StateConfig, StoreLimits
 from kvferry.gateway.decide.lifecycle.sample_run import SampleRun
 from kvferry.gateway.decide.routing.holding import Holding
 from kvferry.gateway.dispatch.dispatcher import Dispatcher
@@ -40,6 +40,7 @@ from kvferry.gateway.http.batches.inner_call import InnerCall
 from kvferry.gateway.http.browsers import BrowserRules, is_loopback_address
 from kvferry.gateway.http.client_api import ClientApi
 from kvferry.gateway.http.pin_routes import PinRoutes
+from kvferry.gateway.http.responses.shared_store import SharedResponses
 from kvferry.gateway.http.server.tls import Certificate
 from kvferry.gateway.observe.certificate_metrics import CertificateCollector
 from kvferry.gateway.observe.dashboard.history import History
@@ -106,6 +107,7 @@ class SharedState:
     resumption: StreamResumption
     """Records and continues streams."""
     quotas: QuotaSync
+    responses: SharedResponses
 
 
 def build_gateway(
@@ -212,6 +214,7 @@ def build_gateway(
         secret=config.tenant_key,
         batches=batches,
         resumption=None if shared is None else shared.resumption,
+        stored=None if shared is None else shared.responses,
     )
     client_app = client_api.app()
     admin_api = AdminApi(
@@ -258,6 +261,14 @@ def _shared(
         client,
         StreamResumption(records, seal, clock, instruments, config.retry.request_timeout_seconds),
         QuotaSync(client, seal, gateway, clock, instruments),
+        SharedResponses(
+            client,
+            seal,
+            gateway,
+            StoreLimits(tenant_bytes=state.total_bytes // 8, total_bytes=state.total_bytes),
+            clock,
+            on_failure=lambda reason: instruments.response_store_failures.labels(reason).inc(),
+        ),
     )
 
 

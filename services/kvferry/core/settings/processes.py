@@ -295,15 +295,16 @@ STATE = (
     Setting(
         "state",
         "",
-        "Redis server that all gateways of a pool share: quotas are those of all together, and streams outlive their "
-        "gateway; "
+        "Redis server that all gateways of a pool share: quotas are those of all together, streams outlive their "
+        "gateway, and stored responses are those of all; "
         "redis://HOST:6379/0, rediss://..., redis+unix:///PATH; with a password: ?password_file=FILE. Default: none.",
         parse=Parser("URL", str),
     ),
     Setting(
         "state_bytes",
         256 << 20,
-        "Maximum size of the records of streams in that server; one tenant has half of it.",
+        "Maximum size of the records of streams in that server, of which one tenant has half, and also of the stored "
+        "responses, of which one tenant has an eighth.",
         parse=size_bytes,
     ),
 )

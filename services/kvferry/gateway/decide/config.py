@@ -200,6 +200,10 @@ class StoreLimits:
     total_bytes: int = 256 << 20
     seconds: float = 3600.0
     """Time since its last use after which a response is dropped."""
+    turns: int = 512
+    """Maximum number of turns of a conversation that is continued from a stored response."""
+    conversation_bytes: int = 8 << 20
+    """Maximum size of their items."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +221,8 @@ class HttpConfig:
     max_prompts: int = 64
     """Maximum number of prompts in one completions request; each prompt has `n` samples."""
     kept_responses: StoreLimits | None = field(default_factory=StoreLimits)
-    """Bounds of the responses that are kept for `previous_response_id`; `None` keeps none."""
+    """Bounds of the responses that are kept for `previous_response_id`; `None` keeps none. Gateways with a shared state
+    keep them there instead."""
     strict_fields: bool = False
     """Whether unknown fields of requests are refused; otherwise they have no effect, and the answer names them."""
     sse_keepalive_seconds: float = 15.0
@@ -260,7 +265,7 @@ class StateConfig:
     url: str = field(repr=False)
     """URL of a Redis server, with its password."""
     total_bytes: int = 256 << 20
-    """Maximum size of the records of streams in bytes, over all gateways."""
+    """Maximum size of the records of streams in bytes, over all gateways, and also of the stored responses."""
 
 
 @dataclass(frozen=True, slots=True)

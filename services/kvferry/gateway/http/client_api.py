@@ -59,6 +59,7 @@ from kvferry.gateway.http.openai.token_generation import prepare_tokens
 from kvferry.gateway.http.openapi.document import openapi_document
 from kvferry.gateway.http.openapi.operations import OPERATIONS, PAGE
 from kvferry.gateway.http.page_files import PageFiles
+from kvferry.gateway.http.responses.memory_store import MemoryResponses
 from kvferry.gateway.http.responses.routes import ResponseRoutes
 from kvferry.gateway.http.responses.store import ResponseStore
 from kvferry.gateway.http.route_errors import MethodNotAllowed, NoSuchRoute, no_such_request
@@ -111,6 +112,8 @@ class ClientApi:
     """The pool's secret; empty for one of this process alone."""
     resumption: StreamResumption | None = None
     """Continues the streams of clients that reconnect; `None` if this gateway keeps no records of streams."""
+    stored: ResponseStore | None = None
+    """The stored responses of the pool; `None` for those of this process alone, if it keeps any."""
     context: ApiContext = field(init=False)
     """What the handlers share."""
     responses: ResponseRoutes = field(init=False)
@@ -122,8 +125,8 @@ class ClientApi:
         bodies = BodyBudget(self.config.max_buffered_bytes)
         object.__setattr__(self, "context", ApiContext(self.service, self.config, bodies, self.resumption))
         limits = self.config.kept_responses
-        store = None if limits is None else ResponseStore(limits, self.service.clock)
-        responses = ResponseRoutes(self.context, store, self.secret or secrets.token_bytes(32))
+        own = None if limits is None else MemoryResponses(limits, self.service.clock)
+        responses = ResponseRoutes(self.context, self.stored or own, self.secret or secrets.token_bytes(32))
         object.__setattr__(self, "responses", responses)
         document = openapi_document(version("kvferry"), needs_key=self.needs_key)
         object.__setattr__(self, "description", openai_reply.encode(document))

@@ -64,6 +64,7 @@ class GatewayInstruments:
         self.resumes = self._counter(metrics.GATEWAY_RESUMES)
         self.reconnections = self._counter(metrics.GATEWAY_RECONNECTIONS)
         self.stream_record_failures = self._counter(metrics.GATEWAY_RECORD_FAILURES)
+        self.response_store_failures = self._counter(metrics.GATEWAY_RESPONSE_FAILURES)
         self.stream_record_bytes = self._counter(metrics.GATEWAY_RECORD_BYTES)
         self.state_calls = self._counter(metrics.GATEWAY_STATE_CALLS)
         self.quota_wait_seconds = self._histogram(metrics.GATEWAY_STATE_SECONDS)

@@ -33,7 +33,6 @@ from kvferry.gateway.http.responses.output import (
     ResponseUsage,
     UserMessage,
 )
-from kvferry.gateway.http.responses.store import KeptResponse, history
 from kvferry.gateway.http.responses.tools import OfferedTool, take_other_tools, without_function
 from kvferry.serving.request import Caller
 from kvferry.serving.text_model import TextModel
@@ -134,7 +133,7 @@ async def compact(
     service: TextService,
     caller: Caller,
     body: bytes,
-    earlier: KeptResponse | None,
+    before: Sequence[bytes],
     key: CarrierKey,
     *,
     is_strict: bool = False,
@@ -145,7 +144,7 @@ async def compact(
         service: the served model, and its limits.
         caller: request id, tenant and arrival time.
         body: body of the request, JSON.
-        earlier: the response that the conversation continues; `None` for none.
+        before: items of the conversation that it continues, each a JSON array.
         key: key of the tenant's carriers.
         is_strict: whether unknown fields are refused.
 
@@ -153,7 +152,6 @@ async def compact(
         GenerationFailed: the model wrote no text.
         KvferryError: the request is invalid, or the generation failed.
     """
-    before = history(earlier)
     size = len(body) + sum(map(len, before))
     # The prompt has the conversation's tools, so that its KV is in the cache. If the model calls one instead of
     # writing, it is asked again without them.

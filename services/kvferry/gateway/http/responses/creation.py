@@ -1,6 +1,6 @@
 """Creates one response: reads the request, generates the output, and stores the result for the next turn."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -16,7 +16,7 @@ from kvferry.gateway.http.responses import output as out
 from kvferry.gateway.http.responses.body import ReadResponse, read_response
 from kvferry.gateway.http.responses.carrier import CarrierKey
 from kvferry.gateway.http.responses.progress import ResponseProgress
-from kvferry.gateway.http.responses.store import KeptResponse, ResponseStore, history, transcript
+from kvferry.gateway.http.responses.store import Earlier, NewResponse, ResponseStore, ResponsesUnavailable
 from kvferry.gateway.http.responses.tools import without_function
 from kvferry.serving.request import Caller, ClientIdentity
 from kvferry.serving.text_service import TextService
@@ -36,7 +36,7 @@ class Creation:
         self,
         read: ReadResponse,
         generation: Generation,
-        earlier: KeptResponse | None,
+        earlier: Earlier | None,
         store: ResponseStore | None,
         tenant: str,
         key: CarrierKey,
@@ -89,26 +89,33 @@ class Creation:
         """Generate, and return the response as JSON.
 
         Raises:
-            KvferryError: the generation failed.
+            KvferryError: the generation failed, or the response must be stored and was not.
         """
         async with aclosing(self._generation.chunks()) as chunks:
             async for chunk in chunks:
                 for _ in self._progress.add(chunk):
                     pass
-        return self.keep()
+        await self.keep()
+        return encode(self._progress.response)
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Generate, and yield server-sent events.
 
         Raises:
-            KvferryError: the generation failed, before or after the first event.
+            KvferryError: the generation failed, before or after the first event, or the response must be stored and was
+                not.
         """
-        async with aclosing(self.steps()) as steps:
+        async with aclosing(self._made()) as steps:
             async for made in steps:
                 if self.is_over:
-                    self.keep()  # before the client receives the last event and may continue from the response
+                    # Before the client receives the last event and may continue from the response, and after those
+                    # events that do not depend on it.
+                    for event in made[:-1]:
+                        yield _sse(event)
+                    del made[:-1]
+                    await self.keep()
                 for event in made:
-                    yield event
+                    yield _sse(event)
 
     async def steps(self) -> AsyncGenerator[list[bytes], None]:
         """Generate, and yield the server-sent events of each step; does not store the response.
@@ -116,13 +123,18 @@ class Creation:
         Raises:
             KvferryError: the generation failed.
         """
+        async with aclosing(self._made()) as steps:
+            async for made in steps:
+                yield [_sse(event) for event in made]
+
+    async def _made(self) -> AsyncGenerator[list[out.Event], None]:
         async with aclosing(self._generation.chunks()) as chunks:
             is_begun = False
             async for chunk in chunks:
                 # Events begin after the first chunk, so that a refused request has none.
                 made = [] if is_begun else self._progress.begin()
                 is_begun = True
-                yield [_sse(event) for event in (*made, *self._progress.add(chunk))]
+                yield [*made, *self._progress.add(chunk)]
 
     def queue(self) -> list[bytes]:
         """Put a response in the background, which waits to begin; return its first events."""
@@ -136,19 +148,32 @@ class Creation:
         """Return the last event of a stream that failed."""
         return _sse(self._progress.fail(error, self._generation.service.clock.wall()))
 
-    def keep(self, events: tuple[bytes, ...] = ()) -> bytes:
-        """Store the ended response if its request wants that; return it as JSON.
+    async def keep(self) -> None:
+        """Store the ended response if its request wants that. If it is not kept, it says so; a request that does not
+        name `store` gets its response nevertheless.
+
+        Raises:
+            ResponsesUnavailable: the request sets `store`, and the server that keeps responses does not answer.
+        """
+        response = self._progress.response
+        if self._store is None or not response.store:
+            return
+        try:
+            response.store = await self._store.put(self._tenant, response.id, self.stored())
+        except ResponsesUnavailable:
+            if self._read.body.store:
+                raise
+            response.store = False
+
+    def stored(self, events: tuple[bytes, ...] = ()) -> NewResponse:
+        """Return what is stored of the response, as it is now.
 
         Args:
             events: its events, for clients that read them again.
         """
         response = self._progress.response
-        whole = encode(response)
-        if self._store is not None and self._read.body.is_stored:
-            items = encode(self._read.items)
-            turns = transcript(self._earlier, items, encode(list(response.output)))
-            self._store.put(self._tenant, response.id, KeptResponse(whole, items, turns, events))
-        return whole
+        items = encode(self._read.items)
+        return NewResponse(encode(response), items, encode(list(response.output)), self._earlier, events)
 
 
 async def create(
@@ -173,11 +198,13 @@ async def create(
     Raises:
         InvalidRequest: a field is invalid or not supported.
         ResponseNotFound: the previous response is not stored.
+        ResponsesUnavailable: the server that keeps responses does not answer.
         UnknownModel: this gateway serves a different model.
     """
-    earlier = earlier_response(caller, body, store)
+    earlier, before = await earlier_response(caller, body, store)
     with overflow_in("input"):
-        read = await _read(service, caller.client, body, earlier, service.served_tokens, key, is_strict=is_strict)
+        read = await _read(service, caller.client, body, before, service.served_tokens, key, is_strict=is_strict)
+    del before  # a request that waits for room holds only its tokens
     if read.body.background and not read.body.is_stored:
         raise InvalidRequest(
             "background needs a stored response; leave store out, or set it to true", field="background"
@@ -187,9 +214,11 @@ async def create(
     if read.body.background and store is None:
         raise InvalidRequest(
             "background is not supported by this gateway, which stores no responses because it runs as several "
-            "processes; leave it out",
+            "processes without --state; leave it out",
             field="background",
         )
+    if store is not None and (read.body.store or read.body.background) and not caller.is_batch_line:
+        store.check()  # before anything is computed
     try:
         with overflow_in("input"):
             generation = await prepared(service, caller, read.chat, is_chat=True)
@@ -224,9 +253,8 @@ async def count(
         ResponseNotFound: the previous response is not stored.
         UnknownModel: this gateway serves a different model.
     """
-    read = await _read(
-        service, caller.client, body, earlier_response(caller, body, store), None, key, is_strict=is_strict
-    )
+    _, before = await earlier_response(caller, body, store)
+    read = await _read(service, caller.client, body, before, None, key, is_strict=is_strict)
     service.count(caller.tenant)
     adapter = service.adapter_of(read.chat.model)
     service.check_access(caller.tenant, service.model.name if adapter is None else adapter.name)
@@ -237,38 +265,41 @@ async def _read(
     service: TextService,
     client: ClientIdentity,
     body: bytes,
-    earlier: KeptResponse | None,
+    before: Sequence[bytes],
     context_tokens: int | None,
     key: CarrierKey,
     *,
     is_strict: bool,
 ) -> ReadResponse:
-    before = history(earlier)
     size = len(body) + sum(map(len, before))
     return await service.read(client, read_response, size, body, before, context_tokens, key.key, is_strict=is_strict)
 
 
-def earlier_response(caller: Caller, body: bytes, store: ResponseStore | None) -> KeptResponse | None:
-    """Return the response that a body continues; `None` if it continues none. Errors in the body are found when it is
-    read.
+async def earlier_response(
+    caller: Caller, body: bytes, store: ResponseStore | None
+) -> tuple[Earlier | None, Sequence[bytes]]:
+    """Return the response that a body continues, `None` if it continues none, and the items of its conversation. Errors
+    in the body are found when it is read.
 
     Raises:
+        ConversationTooLong: the conversation has reached a bound.
         InvalidRequest: this gateway stores no responses.
         ResponseNotFound: the response is not stored.
+        ResponsesUnavailable: the server that keeps responses does not answer.
     """
     try:
         request = msgspec.json.decode(body, type=_Peek).previous_response_id
     except (msgspec.MsgspecError, RecursionError, ValueError):
-        return None
+        return None, []
     if not isinstance(request, str):
-        return None
+        return None, []
     if store is None:
         raise InvalidRequest(
             "previous_response_id is not supported by this gateway, which stores no responses because it runs as "
-            "several processes; send the conversation's items as input",
+            "several processes without --state; send the conversation's items as input",
             field="previous_response_id",
         )
-    return store.get(caller.tenant, request, "previous_response_id")
+    return await store.continued(caller.tenant, request, "previous_response_id")
 
 
 def _begun(read: ReadResponse, generation: Generation, *, is_kept: bool) -> out.Response:

@@ -27,7 +27,7 @@ from kvferry.gateway.http.responses.carrier import CarrierKey
 from kvferry.gateway.http.responses.compaction import compact
 from kvferry.gateway.http.responses.creation import count, create, earlier_response
 from kvferry.gateway.http.responses.output import DeletedResponse, InputTokens, ItemList
-from kvferry.gateway.http.responses.store import KeptResponse, ResponseNotFound, ResponseStore
+from kvferry.gateway.http.responses.store import KeptResponse, ResponseNotFound, ResponseStore, still_running
 
 
 class ItemsQuery(Strict):
@@ -82,8 +82,8 @@ class ResponseRoutes:
         """
         tenant, response_id = self._named(request)
         if self._runs is not None:
-            await self._runs.cancel(tenant, response_id)
-        kept = self._kept(request)
+            await self._runs.cancel_anywhere(tenant, response_id)
+        kept = await self._kept(request)
         if not msgspec.json.decode(kept.response, type=_Kind).background:
             raise InvalidRequest(
                 "only a response in the background can be cancelled; close the connection to cancel another one",
@@ -96,7 +96,7 @@ class ResponseRoutes:
         tenant, response_id = self._named(request)
         if self._runs is not None:
             await self._runs.cancel(tenant, response_id)
-        _opened(self._store, response_id).delete(tenant, response_id)
+        await _opened(self._store, response_id).delete(tenant, response_id)
         return Response(encode(DeletedResponse(response_id)), media_type=JSON)
 
     async def input_items(self, request: Request) -> Response:
@@ -106,7 +106,9 @@ class ResponseRoutes:
             InvalidRequest: a query parameter is invalid, or `after` is not the id of an item.
             ResponseNotFound: the response is not stored.
         """
-        kept = self._kept(request)
+        kept = await self._kept(request)
+        if kept.is_running:
+            raise still_running(self._named(request)[1], "response_id")
         query = parse_fields(ItemsQuery, _queried(request), is_strict=True)
         name = request.path_params["response_id"]
         items = [_listed(item, f"{name}_{number}") for number, item in enumerate(msgspec.json.decode(kept.own_items))]
@@ -125,9 +127,9 @@ class ResponseRoutes:
     def _named(self, request: Request) -> tuple[str, str]:
         return self._context.caller(request).tenant, request.path_params["response_id"]
 
-    def _kept(self, request: Request) -> KeptResponse:
+    async def _kept(self, request: Request) -> KeptResponse:
         tenant, response_id = self._named(request)
-        return _opened(self._store, response_id).get(tenant, response_id, "response_id")
+        return await _opened(self._store, response_id).read(tenant, response_id, "response_id")
 
 
 class _Kind(msgspec.Struct):
@@ -157,7 +159,7 @@ class _Create(BodyRoute):
             del body, creating
         note_ignored(request, made.ignored)
         if made.is_background and self._runs is not None:
-            run = self._runs.begin(caller.tenant, made)
+            run = await self._runs.begin(caller.tenant, made)
             if made.is_streamed:
                 await self.stream(request, send, run.read(0), end=b"", failed=made.failed)
             else:
@@ -187,13 +189,19 @@ class _Retrieve(BodyRoute):
         tenant, name = self.context.caller(request).tenant, request.path_params["response_id"]
         query = parse_fields(RetrieveQuery, _queried(request), is_strict=True)
         run = None if self._runs is None else self._runs.find(tenant, name)
-        kept = None if run is not None else _opened(self._store, name).get(tenant, name, "response_id")
+        kept = None if run is not None else await _opened(self._store, name).read(tenant, name, "response_id")
         if not query.stream:
             whole = run.creation.so_far() if run is not None else kept.response if kept is not None else b""
             await Response(whole, media_type=JSON)(request.scope, request.receive, send)
             return
         first = 0 if query.starting_after is None else query.starting_after + 1
         recorded = run.events if run is not None else kept.events if kept is not None else ()
+        if kept is not None and kept.is_running:
+            raise NotStreamed(
+                f"the events of response {shortened(name)!r} are at the gateway that creates it until it has ended; "
+                "ask without stream, or again later",
+                field="stream",
+            )
         if not recorded:
             raise NotStreamed(
                 f"response {shortened(name)!r} has no events: only a request with background and stream records them",
@@ -222,7 +230,7 @@ def _opened(store: ResponseStore | None, response_id: str) -> ResponseStore:
     if store is None:
         raise ResponseNotFound(
             f"response {shortened(response_id)!r} is not stored: this gateway stores no responses, because it runs "
-            "as several processes",
+            "as several processes without --state",
             field="response_id",
         )
     return store
@@ -258,8 +266,8 @@ class _Compact(BodyRoute):
         receive, context = request.receive, self.context
         async with self.body(request) as (caller, body):
             key, is_strict = CarrierKey.of(self._secret, caller.tenant), context.config.strict_fields
-            earlier = earlier_response(caller, body, self._store)
-            work = compact(context.service, caller, body, earlier, key, is_strict=is_strict)
+            _, before = await earlier_response(caller, body, self._store)
+            work = compact(context.service, caller, body, before, key, is_strict=is_strict)
             answer, ignored = await while_connected(receive, work)
         note_ignored(request, ignored)
         await Response(encode(answer), media_type=JSON)(request.scope, receive, send)

@@ -1,87 +1,117 @@
-"""Stored responses: bounded in bytes, per tenant and in total, and in time. No I/O.
+"""Stored responses: what the implementations of the store have in common. No I/O.
 
-A conversation's items are kept once, as segments that the responses of its turns share, so that a response stays usable
-when earlier ones are evicted or deleted.
+Two implementations: `memory_store` for one gateway, `shared_store` for all gateways of a pool.
 """
 
-from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any, Protocol
 
-from kvferry.core.clock import Clock
-from kvferry.core.errors import InvalidRequest, shortened
-from kvferry.gateway.decide.config import StoreLimits
+from kvferry.core.errors import InvalidRequest, KvferryError, shortened
 
-_ENTRY_BYTES = 1024
-"""Approximate memory of an entry in addition to its JSON, in bytes."""
+LEASE_SECONDS = 10.0
+"""Time after which a response in the background has failed if its gateway has not renewed it."""
 
 
 class ResponseNotFound(InvalidRequest):
-    """The tenant has no response with this id: it was not stored, has expired, was evicted, or belongs to another
-    gateway."""
+    """The tenant has no response with this id: it was not stored, has expired, was evicted or deleted, or belongs to
+    another tenant or gateway."""
 
     http_status = 404
     reason = "RESPONSE_NOT_FOUND"
 
 
-@dataclass(slots=True, eq=False)
-class Segment:
-    """Items of one turn as a JSON array, input or output."""
+class ConversationTooLong(InvalidRequest):
+    """The response cannot be continued, since its conversation has too many turns or bytes."""
 
+    reason = "CONVERSATION_TOO_LONG"
+
+
+class ResponsesUnavailable(KvferryError):
+    """The server that keeps the responses does not answer, or refuses; a retry is safe."""
+
+    grpc_status = "UNAVAILABLE"
+    http_status = 503
+    reason = "RESPONSES_UNAVAILABLE"
+
+
+@dataclass(frozen=True, slots=True)
+class Earlier:
+    """A stored response that a new one continues."""
+
+    link: Any
+    """Reference of the store that returned it."""
+
+
+@dataclass(frozen=True, slots=True)
+class NewResponse:
+    """A response that is to be stored so that later requests can continue from it."""
+
+    response: bytes
+    """The response as JSON."""
     items: bytes
-    num_owners: int = 0
+    """The input items of its request, a JSON array."""
+    output: bytes
+    """Its output items, a JSON array."""
+    earlier: Earlier | None = None
+    """The response that it continues; `None` for the first turn."""
+    events: tuple[bytes, ...] = ()
+    """Server-sent events of a response in the background that is streamed; the index is the sequence number."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeptResponse:
-    """A finished response, stored so that later requests can continue from it."""
+    """A stored response."""
 
     response: bytes
     """The response as JSON."""
     own_items: bytes
     """The input items of its request, a JSON array."""
-    transcript: tuple[Segment, ...]
-    """All items up to and including its output, in order."""
     events: tuple[bytes, ...] = ()
-    """Server-sent events of a response in the background that is streamed; the index is the sequence number."""
+    """See `NewResponse.events`; empty while it runs."""
+    is_running: bool = False
+    """Whether a gateway creates it in the background."""
 
 
-@dataclass(slots=True)
-class _Tenant:
-    responses: OrderedDict[str, tuple[KeptResponse, float]] = field(default_factory=OrderedDict)
-    """Responses and the times of their last use, the oldest first."""
-    num_bytes: int = 0
+class ResponseStore(Protocol):
+    """The stored responses of all tenants. Used on the event loop's thread only.
 
+    All methods but `check` raise `ResponsesUnavailable` if a server keeps the responses and does not answer in time.
+    """
 
-class ResponseStore:
-    """The kept responses of all tenants. Used on the event loop's thread only."""
+    def check(self) -> None:
+        """Return if responses can be stored, as far as is known without asking.
 
-    def __init__(self, limits: StoreLimits, clock: Clock) -> None:
-        self._limits = limits
-        self._clock = clock
-        self._tenants: OrderedDict[str, _Tenant] = OrderedDict()
-        """Tenants by their last use, the oldest first."""
-        self.num_bytes = 0
-        self.running: set[tuple[str, str]] = set()
-        """Tenants and ids of the responses that are being created in the background."""
+        Raises:
+            ResponsesUnavailable: the last call failed a moment ago.
+        """
 
-    def put(self, tenant: str, response_id: str, kept: KeptResponse) -> None:
-        """Keep a response; evicts the tenant's least recently used ones, then responses of the least recently active
-        tenant. A response that exceeds the tenant's bound by itself is not kept."""
-        self._expire()
-        if tenant in self._tenants:
-            self._remove(tenant, response_id)
-        owner = self._tenants.setdefault(tenant, _Tenant())
-        self._tenants.move_to_end(tenant)
-        owner.responses[response_id] = (kept, self._clock.monotonic())
-        self._count(owner, self._enter(kept))
-        while owner.num_bytes > self._limits.tenant_bytes:
-            self._remove(tenant, next(iter(owner.responses)))
-        while self.num_bytes > self._limits.total_bytes:
-            oldest = next(iter(self._tenants))
-            self._remove(oldest, next(iter(self._tenants[oldest].responses)))
+    async def put(self, tenant: str, response_id: str, new: NewResponse, *, is_background: bool = False) -> bool:
+        """Keep a response that has ended; evicts the least recently used ones.
 
-    def get(self, tenant: str, response_id: str, field: str) -> KeptResponse:
+        Args:
+            tenant: owner of the response.
+            response_id: id of the response.
+            new: the response.
+            is_background: whether it was begun with `begin`.
+
+        Returns:
+            Whether it is kept; it is not if it exceeds a bound by itself, or if it is one in the background that was
+            deleted or has failed meanwhile.
+        """
+
+    async def begin(self, tenant: str, response_id: str, new: NewResponse) -> bool:
+        """Note a response that this gateway begins to create in the background; return whether it is kept."""
+
+    async def renew(self, running: Sequence[tuple[str, str]]) -> Sequence[tuple[str, str]]:
+        """Keep the leases of running responses; return those which are to be ended, since they were cancelled or
+        deleted at another gateway.
+
+        Args:
+            running: tenants and ids of the responses that this gateway creates.
+        """
+
+    async def read(self, tenant: str, response_id: str, field: str) -> KeptResponse:
         """Return a response, and keep it longer.
 
         Args:
@@ -92,90 +122,45 @@ class ResponseStore:
         Raises:
             ResponseNotFound: the response is not kept.
         """
-        self._expire()
-        owner = self._tenants.get(tenant)
-        found = None if owner is None else owner.responses.get(response_id)
-        if (tenant, response_id) in self.running:
-            raise ResponseNotFound(
-                f"response {shortened(response_id)!r} is still being created in the background; wait until it has "
-                "ended, or cancel it",
-                field=field,
-            )
-        if owner is None or found is None:
-            raise ResponseNotFound(
-                f"response {shortened(response_id)!r} is not stored by this gateway: it was never stored, has expired, "
-                "was evicted or deleted, or belongs to another gateway; send the conversation's items as input",
-                field=field,
-            )
-        owner.responses[response_id] = (found[0], self._clock.monotonic())
-        owner.responses.move_to_end(response_id)
-        self._tenants.move_to_end(tenant)
-        return found[0]
 
-    def delete(self, tenant: str, response_id: str) -> None:
-        """Drop a response.
+    async def continued(self, tenant: str, response_id: str, field: str) -> tuple[Earlier, Sequence[bytes]]:
+        """Return a response that a request continues, and the items of its conversation up to and including its output,
+        as JSON arrays in order; keeps it longer.
+
+        Args:
+            tenant: tenant of the caller.
+            response_id: id of the response.
+            field: field of the request that names the response.
+
+        Raises:
+            ConversationTooLong: the conversation has reached a bound.
+            ResponseNotFound: the response is not kept, runs, or a response before it is gone.
+        """
+
+    async def cancel(self, tenant: str, response_id: str) -> bool:
+        """Have the gateway that creates a response end it; return whether one does."""
+
+    async def delete(self, tenant: str, response_id: str) -> None:
+        """Drop a response. Responses that continue it keep their conversation.
 
         Raises:
             ResponseNotFound: the response is not kept.
         """
-        self.get(tenant, response_id, "response_id")
-        self._remove(tenant, response_id)
-
-    @property
-    def count(self) -> int:
-        """Number of responses."""
-        return sum(len(owner.responses) for owner in self._tenants.values())
-
-    def _expire(self) -> None:
-        limit = self._clock.monotonic() - self._limits.seconds
-        for tenant, owner in list(self._tenants.items()):
-            while owner.responses:
-                response_id, (_, used) = next(iter(owner.responses.items()))
-                if used > limit:
-                    break
-                self._remove(tenant, response_id)
-
-    def _enter(self, kept: KeptResponse) -> int:
-        """Take ownership of the segments; return the bytes that are added."""
-        added = _own_bytes(kept)
-        for segment in kept.transcript:
-            added += 0 if segment.num_owners else len(segment.items)
-            segment.num_owners += 1
-        return added
-
-    def _remove(self, tenant: str, response_id: str) -> None:
-        owner = self._tenants[tenant]
-        found = owner.responses.pop(response_id, None)
-        if found is not None:
-            kept, freed = found[0], _own_bytes(found[0])
-            for segment in kept.transcript:
-                segment.num_owners -= 1
-                freed += 0 if segment.num_owners else len(segment.items)
-            self._count(owner, -freed)
-        if not owner.responses:
-            del self._tenants[tenant]
-
-    def _count(self, owner: _Tenant, num_bytes: int) -> None:
-        owner.num_bytes += num_bytes
-        self.num_bytes += num_bytes
 
 
-def _own_bytes(kept: KeptResponse) -> int:
-    """Return the size of what a response does not share with other turns."""
-    return _ENTRY_BYTES + len(kept.response) + len(kept.own_items) + sum(map(len, kept.events))
+def still_running(response_id: str, field: str) -> ResponseNotFound:
+    """Return the error of a request that needs a response which has not ended."""
+    return ResponseNotFound(
+        f"response {shortened(response_id)!r} is still being created in the background; wait until it has ended, or "
+        "cancel it",
+        field=field,
+    )
 
 
-def transcript(earlier: KeptResponse | None, items: bytes, output: bytes) -> tuple[Segment, ...]:
-    """Return the segments of all turns: those of `earlier`, and the items and the output of a new turn.
-
-    Args:
-        earlier: the response that the new turn continues; `None` if it begins a conversation.
-        items: encoded input items of the new turn.
-        output: encoded output items of the new turn.
-    """
-    return (*(() if earlier is None else earlier.transcript), Segment(items), Segment(output))
-
-
-def history(earlier: KeptResponse | None) -> Sequence[bytes]:
-    """Return the items of all turns up to and including `earlier`."""
-    return [] if earlier is None else [segment.items for segment in earlier.transcript]
+def too_long(num_turns: int, num_bytes: int, field: str) -> ConversationTooLong:
+    """Return the error of a request that continues a conversation which has reached a bound."""
+    return ConversationTooLong(
+        f"the conversation has {num_turns} turns and {num_bytes} bytes, and is at its bound; send the items that "
+        "matter as input, without previous_response_id",
+        field=field,
+    )
