@@ -5,21 +5,17 @@ import re
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from harness.idle import assert_workers_idle
-from harness.servers.processes import RunningProcess, a_worker, running
-from harness.servers.redis_server import RedisServer, redis_server
+from harness.servers.gateway_pool import SECONDS, GatewayPool, gateway_pool, http, metric
+from harness.servers.processes import RunningProcess
 from harness.waiting import until
 
 PAGE = Path(__file__).parents[2] / "docs" / "resuming.md"
-ADDRESSES = ("--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--admin", "127.0.0.1:0", "--log-level", "error")
-SECONDS = 60.0
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -62,55 +58,14 @@ def recipe() -> Stream:
     return found
 
 
-@dataclass
-class Pool:
-    """A worker, Redis, and gateways that are started when they are needed."""
-
-    worker: RunningProcess
-    endpoint: str
-    redis: RedisServer
-
-    @contextmanager
-    def gateway(self, state: str = "", *flags: str) -> Iterator[RunningProcess]:
-        """Run a gateway that has a status of its worker."""
-        url = state or f"redis://127.0.0.1:{self.redis.port}/0"
-        with running(
-            "gateway", "--model", "tiny", "--both", self.endpoint, "--state", url, *flags, *ADDRESSES
-        ) as process:
-            process.wait_for("listening")
-            until(lambda: is_ready(process), "the gateway is ready")
-            yield process
-
-
-def http(process: RunningProcess) -> str:
-    return f"http://{process.events['listening']['http']}"
-
-
-def is_ready(process: RunningProcess) -> bool:
-    try:
-        return httpx.get(f"{http(process)}/ready", timeout=SECONDS).status_code == 200
-    except httpx.TransportError:
-        return False
-
-
-def metric(process: RunningProcess, name: str) -> float:
-    """Return the value of a series of a gateway's metrics, 0 if it is absent."""
-    for line in httpx.get(f"http://{process.events['listening']['admin']}/metrics").text.splitlines():
-        if line.startswith(name):
-            return float(line.rpartition(" ")[2])
-    return 0.0
+@pytest.fixture(scope="module")
+def pool() -> Iterator[GatewayPool]:
+    with gateway_pool() as started:
+        yield started
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    with a_worker("both") as worker, redis_server() as redis:
-        listening = worker.events["listening"]
-        endpoint = f"{listening['grpc']}/{str(listening['admin']).rpartition(':')[2]}"
-        yield Pool(worker, endpoint, redis)
-
-
-@pytest.fixture(scope="module")
-def lasting(pool: Pool) -> Iterator[RunningProcess]:
+def lasting(pool: GatewayPool) -> Iterator[RunningProcess]:
     """A gateway that is not killed."""
     with pool.gateway() as process:
         yield process
@@ -144,7 +99,7 @@ def uncut(lasting: RunningProcess) -> dict[str, list[Any]]:
 
 @pytest.mark.parametrize("position", [1, 25, 150])
 def test_a_killed_gateway_costs_no_token(
-    pool: Pool, lasting: RunningProcess, uncut: dict[str, list[Any]], position: int
+    pool: GatewayPool, lasting: RunningProcess, uncut: dict[str, list[Any]], position: int
 ) -> None:
     stream, before = recipe(), reconnections(lasting)
     got: dict[str, list[Any]] = {kind: [] for kind in REQUESTS}
@@ -171,7 +126,9 @@ def reconnections(process: RunningProcess) -> float:
     return sum(metric(process, f'kvferry_gateway_reconnections_total{{outcome="{one}"}}') for one in outcomes)
 
 
-def test_an_answer_without_a_seed_continues_with_the_seed_that_was_drawn(pool: Pool, lasting: RunningProcess) -> None:
+def test_an_answer_without_a_seed_continues_with_the_seed_that_was_drawn(
+    pool: GatewayPool, lasting: RunningProcess
+) -> None:
     stream, body = recipe(), {"prompt": "abc", **LONG}
     got = []
     with pool.gateway() as victim:
@@ -190,7 +147,7 @@ def test_an_answer_without_a_seed_continues_with_the_seed_that_was_drawn(pool: P
 
 
 def test_streams_that_outlast_the_drain_continue_elsewhere(
-    pool: Pool, lasting: RunningProcess, uncut: dict[str, list[Any]]
+    pool: GatewayPool, lasting: RunningProcess, uncut: dict[str, list[Any]]
 ) -> None:
     path, body = REQUESTS["seeded"]
     got = []
@@ -203,7 +160,7 @@ def test_streams_that_outlast_the_drain_continue_elsewhere(
     assert text_of(got) == text_of(uncut["seeded"])
 
 
-def test_the_quota_that_a_killed_gateway_used_is_others_again(pool: Pool, tmp_path: Path) -> None:
+def test_the_quota_that_a_killed_gateway_used_is_others_again(pool: GatewayPool, tmp_path: Path) -> None:
     tenants = tmp_path / "tenants.toml"
     tenants.write_text("[default]\nconcurrent_requests = 1\n")
     body = {"prompt": "abc", "max_tokens": 1, "temperature": 0}

@@ -397,7 +397,7 @@ async def test_a_full_server_refuses_to_store_and_answers_reads(
     finally:
         server.ask(b"CONFIG", b"SET", b"maxmemory", b"1gb")
     assert await store.put("t", "x", new())
-    assert reasons == ["unreachable"]
+    assert reasons == ["unreachable"] * 2
 
 
 async def test_a_replica_is_named(server: RedisServer, redis_stores: Stores) -> None:

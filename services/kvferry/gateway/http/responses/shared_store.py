@@ -102,6 +102,7 @@ class SharedResponses:
     def check(self) -> None:
         """See `ResponseStore.check`."""
         if self._failed_at is not None and self._clock.monotonic() - self._failed_at < _RETRY_SECONDS:
+            self._on_failure("unreachable")
             raise self._unavailable()
 
     async def put(self, tenant: str, response_id: str, new: NewResponse, *, is_background: bool = False) -> bool:
