@@ -7,12 +7,15 @@ Gateways, a stub worker that generates nothing and a Redis server run all the ti
 requests. Rows are appended to tests/bench/results/state.csv.
 
 latency   requests with one token at a constant rate, from the planned send to the last byte; no quota is used up
+stored    the same with responses that are stored: in the gateway's memory, or in Redis
+continued the same with responses that continue one with 16 turns, and are not stored
 admitted  requests that three gateways admit together, at twice the tenant's limit, as a share of the limit; "off": the
           same gateways, each with its own quota
 """
 
 import argparse
 import asyncio
+import json
 import os
 import statistics
 import tempfile
@@ -37,10 +40,28 @@ LIMIT_PER_SECOND, BURST = 20, 20
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
-async def latency(http: str, rate: float, seconds: float, asked: Sequence[str]) -> float:
+def response_of(prompt: str, **more: object) -> bytes:
+    """Return an HTTP request of a response with one token."""
+    body = json.dumps({"input": prompt, "max_output_tokens": 1, "ignore_eos": True, **more}).encode()
+    head = b"POST /v1/responses HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
+    return head + b"content-length: %d\r\n\r\n" % len(body) + body
+
+
+async def conversation(http: str, asked: Sequence[str]) -> str:
+    """Store a conversation of 16 turns; return the id of its last response."""
+    host, _, port = http.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    name = None
+    for prompt in asked[:16]:
+        writer.write(response_of(prompt, previous_response_id=name))
+        name = json.loads(await answer(reader))["id"]
+    writer.close()
+    return str(name)
+
+
+async def latency(http: str, rate: float, seconds: float, requests: Sequence[bytes]) -> float:
     """Return the median time of a request with one token, in milliseconds."""
     host, _, port = http.rpartition(":")
-    requests = [body_of(prompt, 1, stream=False) for prompt in asked]
     idle: asyncio.Queue[Connection] = asyncio.Queue()
     for _ in range(CONNECTIONS):
         idle.put_nowait(await asyncio.open_connection(host, int(port)))
@@ -103,14 +124,22 @@ def measure(pairs: int, rate: float, seconds: float) -> list[dict[str, object]]:
         single = {"off": gateways("many", None, 1), "on": gateways("many", 0, 1)}
         three = {"off": gateways("few", None, 3), "on": gateways("few", 1, 3)}
         for pair in range(pairs):
-            values: dict[str, dict[str, float]] = {"latency p50": {}, "admitted": {}}
+            cells = {"latency p50": "ms", "stored p50": "ms", "continued p50": "ms", "admitted": "of the limit"}
+            values: dict[str, dict[str, float]] = {cell: {} for cell in cells}
             for name in ("off", "on") if pair % 2 == 0 else ("on", "off"):
-                values["latency p50"][name] = round(asyncio.run(latency(single[name][0], rate, seconds, asked)), 3)
+                http = single[name][0]
+                last = asyncio.run(conversation(http, [prompt[:200] for prompt in asked]))
+                for cell, requests in (
+                    ("latency p50", [body_of(prompt, 1, stream=False) for prompt in asked]),
+                    ("stored p50", [response_of(prompt) for prompt in asked]),
+                    ("continued p50", [response_of("hi", previous_response_id=last, store=False)]),
+                ):
+                    values[cell][name] = round(asyncio.run(latency(http, rate, seconds, requests)), 3)
                 # A bucket that refusals have emptied, so that all that is admitted is what it gains.
                 asyncio.run(admitted(three[name], 6 * LIMIT_PER_SECOND, 4.0))
                 count = asyncio.run(admitted(three[name], 2 * LIMIT_PER_SECOND, 2 * seconds))
                 values["admitted"][name] = round(count / (LIMIT_PER_SECOND * 2 * seconds), 3)
-            for cell, unit in (("latency p50", "ms"), ("admitted", "of the limit")):
+            for cell, unit in cells.items():
                 rows.append({"pair": pair, "cell": cell, **values[cell], "unit": unit})
                 print(f"pair {pair}  {cell:12} off {values[cell]['off']:8.3f}  on {values[cell]['on']:8.3f} {unit}")
     return rows

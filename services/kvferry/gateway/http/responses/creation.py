@@ -9,6 +9,7 @@ import msgspec
 from kvferry.core.errors import InvalidRequest, KvferryError
 from kvferry.core.ids import new_request_id
 from kvferry.core.process.struct_types import describe
+from kvferry.gateway.http.body_route import BodyBudget, BufferedBody
 from kvferry.gateway.http.fields.request_fields import overflow_in
 from kvferry.gateway.http.openai.generation import Generation, prepared
 from kvferry.gateway.http.openai.reply import encode
@@ -183,6 +184,7 @@ async def create(
     store: ResponseStore | None,
     key: CarrierKey,
     *,
+    bodies: BodyBudget,
     is_strict: bool = False,
 ) -> Creation:
     """Validate a request.
@@ -193,18 +195,21 @@ async def create(
         body: body of the request, JSON.
         store: the stored responses; `None` if this gateway stores none.
         key: key of the tenant's carriers of reasoning.
+        bodies: bytes of the bodies that are being read; the items of the previous responses count as well.
         is_strict: whether unknown fields are refused.
 
     Raises:
         InvalidRequest: a field is invalid or not supported.
+        Overloaded: too many bytes are being read.
         ResponseNotFound: the previous response is not stored.
         ResponsesUnavailable: the server that keeps responses does not answer.
         UnknownModel: this gateway serves a different model.
     """
-    earlier, before = await earlier_response(caller, body, store)
-    with overflow_in("input"):
+    with BufferedBody(bodies) as buffered, overflow_in("input"):
+        earlier, before = await earlier_response(caller, body, store)
+        buffered.grow(sum(map(len, before)))
         read = await _read(service, caller.client, body, before, service.served_tokens, key, is_strict=is_strict)
-    del before  # a request that waits for room holds only its tokens
+        del before  # a request that waits for room holds only its tokens
     if read.body.background and not read.body.is_stored:
         raise InvalidRequest(
             "background needs a stored response; leave store out, or set it to true", field="background"

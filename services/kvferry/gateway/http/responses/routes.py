@@ -154,7 +154,9 @@ class _Create(BodyRoute):
         async with self.body(request) as (caller, body):
             context = self.context
             key, is_strict = CarrierKey.of(self._secret, caller.tenant), context.config.strict_fields
-            creating = create(context.service, caller, body, self._store, key, is_strict=is_strict)
+            creating = create(
+                context.service, caller, body, self._store, key, bodies=context.bodies, is_strict=is_strict
+            )
             made = await prepared(receive, body, creating)
             del body, creating
         note_ignored(request, made.ignored)

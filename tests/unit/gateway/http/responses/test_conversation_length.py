@@ -8,6 +8,7 @@ import pytest
 from harness.fakes.scripted_answers import AnsweringApi, answering_api
 
 from kvferry.core.errors import CONTEXT_LENGTH_EXCEEDED, InvalidRequest, context_overflow
+from kvferry.gateway.decide.config import HttpConfig
 from kvferry.gateway.http.responses.body import first_fitting
 from kvferry.text.answers.registry import CallFormat
 
@@ -111,3 +112,18 @@ def test_another_error_ends_the_search():
 
     with pytest.raises(InvalidRequest, match="rejects"):
         first_fitting(range(8), attempt)
+
+
+async def test_stored_conversations_that_are_read_count_as_buffered():
+    async with (
+        answering_api(CallFormat.HERMES, http=HttpConfig(max_buffered_bytes=70_000)) as api,
+        openai.AsyncOpenAI(base_url=api.url, api_key="any", max_retries=0) as client,
+    ):
+        api.source.answers = ["It is cold."]
+        name = None
+        for _ in range(2):
+            text: dict[str, Any] = {"model": "bytes", "input": "a" * 40_000, "truncation": "auto"}
+            name = (await client.responses.create(**text, previous_response_id=name)).id
+        with pytest.raises(openai.RateLimitError, match="at most 70000"):
+            await client.responses.create(model="bytes", input="more", truncation="auto", previous_response_id=name)
+        await client.responses.create(model="bytes", input="more")  # what was counted is given back
