@@ -104,7 +104,8 @@ class BackgroundRuns:
         self._store = store
         self._runs: dict[tuple[str, str], _Running] = {}
         self._renewal: asyncio.Task[None] | None = None
-        self._num_beginning = 0
+        self._beginning: list[str] = []
+        """Tenants of the responses that wait for the store."""
         self._is_stopping = False
 
     @property
@@ -127,11 +128,11 @@ class BackgroundRuns:
         self._check_room(tenant)
         run, key = BackgroundRun(creation), (tenant, creation.response_id)
         run.add(creation.queue())
-        self._num_beginning += 1
+        self._beginning.append(tenant)
         try:
             is_kept = await self._store.begin(*key, creation.stored())
         finally:
-            self._num_beginning -= 1
+            self._beginning.remove(tenant)
         if not is_kept:
             raise Overloaded("the store of responses has no room for this one", retry_after_seconds=_RETRY_SECONDS)
         if self._is_stopping:  # meanwhile
@@ -194,10 +195,11 @@ class BackgroundRuns:
     def _check_room(self, tenant: str) -> None:
         if self._is_stopping:
             raise _stopping()
-        own = sum(owner == tenant for owner, _ in self._runs)
-        if own >= MAX_TENANT_RUNNING or self.count + self._num_beginning >= MAX_RUNNING:
+        own = sum(owner == tenant for owner, _ in self._runs) + self._beginning.count(tenant)
+        total = self.count + len(self._beginning)
+        if own >= MAX_TENANT_RUNNING or total >= MAX_RUNNING:
             raise Overloaded(
-                f"{own} responses of the tenant, {self.count} of all tenants run in the background; at most "
+                f"{own} responses of the tenant, {total} of all tenants run in the background; at most "
                 f"{MAX_TENANT_RUNNING} and {MAX_RUNNING} may",
                 retry_after_seconds=_RETRY_SECONDS,
             )

@@ -8,10 +8,12 @@ import httpx
 import openai
 import pytest
 from harness.fakes.scripted_answers import AnsweringApi, answering_api
+from harness.waiting import eventually
 
 from kvferry.core.errors import Unavailable
 from kvferry.gateway.decide.config import HttpConfig
 from kvferry.gateway.http.responses import background
+from kvferry.gateway.http.responses.memory_store import MemoryResponses
 from kvferry.text.answers.registry import CallFormat
 
 
@@ -167,6 +169,26 @@ async def test_the_number_of_running_responses_is_bounded(api, client, monkeypat
         await begin(client)
     await client.responses.cancel(begun[0].id)
     await begin(client)
+
+
+async def test_responses_that_wait_for_the_store_count_as_running(api, client, monkeypatch):
+    monkeypatch.setattr(background, "MAX_TENANT_RUNNING", 2)
+    is_free, waiting, begin_now = asyncio.Event(), [], MemoryResponses.begin
+
+    async def begin_later(*arguments: Any) -> bool:
+        waiting.append(arguments)
+        await is_free.wait()
+        return await begin_now(*arguments)
+
+    monkeypatch.setattr(MemoryResponses, "begin", begin_later)
+    begun = [asyncio.create_task(begin(client)) for _ in range(2)]
+    await eventually(lambda: len(waiting) == 2)
+    with pytest.raises(openai.RateLimitError, match="at most 2"):
+        await begin(client)
+    is_free.set()
+    for response in await asyncio.gather(*begun):
+        await ended(client, response.id)
+    await ended(client, (await begin(client)).id)
 
 
 async def test_a_gateway_that_keeps_nothing_refuses_them():
