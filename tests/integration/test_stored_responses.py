@@ -376,7 +376,7 @@ async def test_nothing_is_left_of_deleted_and_expired_responses(server: RedisSer
 
 
 async def test_a_full_server_refuses_to_store_and_answers_reads(
-    server: RedisServer, redis_stores: Stores, reasons: list[str]
+    server: RedisServer, redis_stores: Stores, reasons: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     store = redis_stores.open("a")
     await conversation(store)
@@ -398,6 +398,14 @@ async def test_a_full_server_refuses_to_store_and_answers_reads(
         server.ask(b"CONFIG", b"SET", b"maxmemory", b"1gb")
     assert await store.put("t", "x", new())
     assert reasons == ["unreachable"] * 2
+    server.ask(b"CONFIG", b"SET", b"maxmemory", b"1")
+    try:
+        with pytest.raises(ResponsesUnavailable):
+            await store.put("t", "y", new())
+    finally:
+        server.ask(b"CONFIG", b"SET", b"maxmemory", b"1gb")
+    assert caplog.text.count("responses are not stored") == 1, "one line a minute"
+    assert reasons == ["unreachable"] * 3
 
 
 async def test_a_replica_is_named(server: RedisServer, redis_stores: Stores) -> None:
@@ -417,6 +425,22 @@ async def test_many_calls_at_once_share_the_connections(redis_stores: Stores) ->
     store = redis_stores.open("a")
     kept = await asyncio.gather(*(store.put(f"t{number}", "x", new()) for number in range(200)))
     assert all(kept), "of responses of the same millisecond, the new one stays"
+
+
+async def test_a_conversation_at_its_bound_is_read_with_one_call(server: RedisServer) -> None:
+    async with shared(server, StoreLimits()) as stores:
+        store = stores.open("a")
+        await conversation(store, turns=512)
+        with pytest.raises(ConversationTooLong, match="512 turns"):
+            await store.continued("t", "512", "f")
+        _, items = await store.continued("t", "511", "f")
+        assert said(items) == [f"{kind}{number}" for number in range(1, 512) for kind in "io"]
+        for number in range(1, 512):
+            await store.delete("t", str(number))
+        assert (await store.read("t", "512", "f")).own_items == new("512").items
+        await store.delete("t", "512")
+    # What was continued is kept for the requests that continue it, and nothing longer.
+    assert server.ask(b"ZCARD", PoolSeal(b"k" * 32).prefix + b"r:ends") == 512 - 1
 
 
 @settings(max_examples=40, deadline=None)
