@@ -81,6 +81,8 @@ class FinishReason(StrEnum):
     """An end-of-sequence token, a stop token or a stop string."""
     LENGTH = "length"
     """`max_tokens` or the model's context length was reached."""
+    ABORT = "abort"
+    """Generation was paused with mode `abort`."""
     CANCELLED = "cancelled"
     """The caller disconnected or cancelled the request."""
 

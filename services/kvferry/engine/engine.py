@@ -5,13 +5,15 @@ enqueue a message for the next step.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
-from kvferry.core.errors import InvalidRequest, KvferryError, Overloaded, UnknownModel, shortened
+from kvferry.core.errors import InvalidRequest, KvferryError, Overloaded, Unavailable, UnknownModel, shortened
 from kvferry.core.hashing import BlockNamer, is_scope_of
 from kvferry.core.ids import AdapterId, BlockId, RequestId
 from kvferry.core.load import WorkerLoad
+from kvferry.core.pausing import WeightVersion
 from kvferry.engine.execute.grammar.grammar_masks import GrammarMasks
 from kvferry.engine.observe.engine_load import engine_load
 from kvferry.engine.observe.engine_statistics import EngineStatistics
@@ -19,8 +21,9 @@ from kvferry.engine.observe.watch import COMPUTE, MESSAGES, NO_WATCH, PLAN, RECO
 from kvferry.engine.parts import EngineParts
 from kvferry.engine.schedule.adapters.activation import AdapterActivation
 from kvferry.engine.schedule.adapters.adapter_store import AdapterInfo, LoadedAdapter
-from kvferry.engine.schedule.loads.kv_prefetch import KvPrefetchRequest
-from kvferry.engine.schedule.messages import EngineRequest, StepOutput
+from kvferry.engine.schedule.loads.kv_prefetch import NO_JOB, KvPrefetchRequest
+from kvferry.engine.schedule.messages import EngineRequest, NewWeights, StepOutput
+from kvferry.engine.schedule.pausing import Pausing
 from kvferry.engine.schedule.pins.pinning import Pinning
 from kvferry.engine.schedule.pins.pins import PageUses
 from kvferry.engine.schedule.pins.retaining import Retaining
@@ -32,6 +35,7 @@ from kvferry.engine.schedule.step.sequence import Sequence
 from kvferry.engine.schedule.step.sequence_request import SequenceRequest
 from kvferry.engine.schedule.step.step import StepPlan
 from kvferry.engine.schedule.step.token_mask import TokenMask
+from kvferry.kv.interface.connector import LoadOutcome
 from kvferry.kv.interface.tiering import KvMessage
 from kvferry.text.requests.prompt_parameters import check_prompt_logprobs
 
@@ -79,6 +83,9 @@ class Engine:
             clock=self._clock, namer=self.namer, all_uses=self._pinned,
         )  # fmt: skip
         """Prompts whose blocks are kept because their requests asked for it."""
+        self.pausing = Pausing(self.scheduler, add=self.add, end=self._end)
+        """The pause of generation, with the requests that it holds."""
+        self._weights = WeightVersion(parts.model.weight_version)
         self.failed_step: frozenset[RequestId] = frozenset()
         """Requests of the step that raised an exception; empty if no step did."""
         self.watch: StepWatch = NO_WATCH
@@ -93,8 +100,10 @@ class Engine:
             Overloaded: too many requests are waiting.
         """
         self._check(request)
-        if self.scheduler.num_waiting >= self._max_waiting:
+        if self.scheduler.num_waiting + self.pausing.num_held >= self._max_waiting:
             raise Overloaded(f"the queue is full: {self._max_waiting} requests are waiting", retry_after_seconds=1.0)
+        if self.pausing.takes(request):
+            return
         num_prompt = len(request.token_ids) - request.num_generated
         limit = request.sampling.max_tokens
         total = self.max_model_tokens if limit is None else min(self.max_model_tokens, num_prompt + limit)
@@ -132,7 +141,7 @@ class Engine:
     def abort(self, request_id: RequestId) -> bool:
         """Abort a request; return whether it existed. Idempotent."""
         self.pinning.forget(request_id)
-        return self._end(request_id)
+        return self.pausing.forget(request_id) or self._end(request_id)
 
     def _end(self, request_id: RequestId) -> bool:
         self.retaining.forget(request_id)
@@ -143,7 +152,38 @@ class Engine:
 
     def prefetch_kv(self, request: KvPrefetchRequest) -> None:
         """Fetch blocks into the prefix cache; the outcome is reported with a later step's loads."""
-        self._loads.prefetch(request)
+        if self.pausing.mode is not None:
+            self._loads.post(LoadOutcome(request.request_id, NO_JOB, "generation is paused", 0, 0, 0.0))
+        else:
+            self._loads.prefetch(request)
+
+    # ------------------------------------------------------------------ weights
+
+    @property
+    def weights(self) -> WeightVersion:
+        """The weights that the next step computes with."""
+        return self._weights
+
+    def change_weights(self, weights: NewWeights) -> int:
+        """Compute with other weights from the next step on, and return the number of sequences that continue with them:
+        their tokens stay, and their KV is computed again. No KV of the previous weights is found any more.
+
+        Raises:
+            Unavailable: generation is not paused, or a step or a load is in flight.
+        """
+        if not self.is_pause_settled:
+            raise Unavailable(
+                "weights change only while generation is paused and nothing is in flight; pause, then retry",
+                reason="NOT_PAUSED",
+            )
+        weights.install()
+        self._model = replace(self._model, fingerprint=weights.fingerprint)
+        self._weights = WeightVersion(weights.name, self._weights.number + 1)
+        self.pausing.forget_remote()
+        sequences = self.scheduler.restart(self.namer)
+        self.reset_prefix_cache()
+        self._loads.restart(sequences)
+        return len(sequences)
 
     def namer(self, scope: str) -> BlockNamer:
         """Return the block namer of a cache scope, for the engine's KV layout."""
@@ -164,7 +204,7 @@ class Engine:
         self._loads.store_full_objects()  # before `schedule`, which may preempt a sequence and reuse its pages
         self.watch.phase(PLAN)
         self._expire_pins()
-        plan = self._pipeline.take(self.scheduler.has_sequence) or self.scheduler.schedule()
+        plan = self._pipeline.take(self.scheduler.has_sequence) or self._next_plan()
         self._loads.start_planned()
         self._activation.apply()
         for adapter, folder in self._activation.take_wanted():
@@ -179,7 +219,8 @@ class Engine:
         self.statistics.start(started, now)
         for update in (*failed, *overdue):
             self.statistics.forget(update.request_id)
-        updates = [*failed, *overdue, *(self._run(plan) if plan.scheduled else [])]
+        ended = self.pausing.take_ended()
+        updates = [*ended, *failed, *overdue, *(self._run(plan) if plan.scheduled else [])]
         self.pinning.ended(updates)
         retained = self.retaining.stepped(updates)
         exports = {u.request_id: self._keep_export(u.export) for u in updates if u.export is not None}
@@ -192,9 +233,9 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether `step` has work now; sequences that wait for a load do not count."""
-        has_sequences = self.scheduler.num_running or self.scheduler.num_waiting
+        has_sequences = self.pausing.plans_steps and (self.scheduler.num_running or self.scheduler.num_waiting)
         has_results = self._loads.has_messages or self._pipeline.is_ahead or self.allocator.index.has_changes
-        has_results = has_results or self._activation.has_failed
+        has_results = has_results or self._activation.has_failed or self.pausing.has_ended
         return has_results or bool(has_sequences) or self.pin_seconds_left == 0.0
 
     def post(self, message: KvMessage) -> None:
@@ -263,8 +304,14 @@ class Engine:
         """Count all resources that the engine holds; the worker adds its tickets and calls."""
         held_pages = [len(pages) for pages in self._exports.values()]
         return engine_load(
-            self.scheduler, self._loads, held_pages, num_pins=len(self.pinning.pins), num_pinned=len(self._pinned)
-        )
+            self.scheduler, self._loads, held_pages, num_pins=len(self.pinning.pins), num_pinned=len(self._pinned),
+            num_held=self.pausing.num_held,
+        )  # fmt: skip
+
+    @property
+    def is_pause_settled(self) -> bool:
+        """Whether generation is paused, and no step and no load is in flight."""
+        return self.pausing.is_settled(num_in_flight=self._pipeline.is_ahead + self._loads.num_transfers)
 
     @property
     def speculation(self) -> Speculation | None:
@@ -285,7 +332,8 @@ class Engine:
     def is_idle(self) -> bool:
         """Whether the engine holds no sequence, export, transfer or store, and every page is free or pinned."""
         held, pool = self._exports or self._loads.num_transfers, self.allocator.pool
-        return self.scheduler.is_idle and not held and pool.num_free + len(self._pinned) == pool.num_blocks
+        is_idle = self.scheduler.is_idle and not self.pausing.num_held
+        return is_idle and not held and pool.num_free + len(self._pinned) == pool.num_blocks
 
     def check_integrity(self) -> None:
         """Check the pool's invariants and invariant I4: a page's references are exactly those of block tables, exports,
@@ -361,11 +409,16 @@ class Engine:
                 field="token_ids",
             )
 
+    def _next_plan(self) -> StepPlan:
+        """Plan the next step; a paused engine has none."""
+        return self.scheduler.schedule() if self.pausing.plans_steps else StepPlan(())
+
     def _run(self, plan: StepPlan) -> list[SequenceUpdate]:
         begun = self._clock.monotonic()
         self.watch.phase(COMPUTE)
         try:
-            result = self._pipeline.run(plan, lambda: self.scheduler.follow(plan))
+            follows = self.pausing.plans_steps
+            result = self._pipeline.run(plan, lambda: self.scheduler.follow(plan) if follows else None)
         except BaseException:
             self.failed_step = frozenset(self._pipeline.in_flight(plan))
             raise

@@ -40,6 +40,8 @@ class ServedModel:
     """The model's end-of-sequence tokens."""
     fingerprint: bytes
     """The KV layout's fingerprint; an input of every block name."""
+    weight_version: str = ""
+    """Version of the weights; empty if it is not known."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from kvferry.core.errors import STEP_FAILED, InvariantBroken, KvferryError, Unavailable
 from kvferry.core.ids import AdapterId, RequestId
 from kvferry.core.load import WorkerLoad
+from kvferry.core.pausing import PauseMode, WeightVersion
 from kvferry.core.process.exit_threads import start_thread
 from kvferry.engine.engine import Engine
 from kvferry.engine.loop.engine_stream import EngineStream, StreamItem
@@ -35,11 +36,14 @@ from kvferry.engine.schedule.messages import (
     Abort,
     AdapterLoaded,
     ChangeAdapter,
+    ChangeWeights,
     ClosePins,
     Command,
     EngineRequest,
     MaskReady,
     ModelFailed,
+    NewWeights,
+    PauseGeneration,
     PinnedPrefix,
     PinPrefix,
     ReleaseExport,
@@ -86,6 +90,7 @@ class EngineLoop:
         name: str,
         on_failure: Callable[[BaseException], None],
         on_cache_changes: Callable[[list[CacheChange]], None] = lambda _: None,
+        on_weights: Callable[[WeightVersion], None] = lambda _: None,
         stream_interval: int = 1,
     ) -> None:
         """
@@ -96,12 +101,15 @@ class EngineLoop:
             on_failure: called on the event loop after the engine has raised an unexpected error; the process should
                 exit.
             on_cache_changes: called on the event loop with changes of the prefix cache.
+            on_weights: called on the event loop when the weights have changed, after all events of earlier steps were
+                delivered and before those of later ones.
             stream_interval: see `StreamInterval`.
         """
         self._engine = engine
         self._name = name
         self._on_failure = on_failure
         self._on_cache_changes = on_cache_changes
+        self._on_weights = on_weights
         self._commands = commands
         self._interval = StreamInterval(stream_interval)
         self._streams: dict[RequestId, EngineStream] = {}
@@ -114,6 +122,10 @@ class EngineLoop:
         """Latest snapshot of the engine's load; the engine's thread replaces it after each step."""
         self.adapters = engine.adapter_infos
         """The registered adapters; the engine's thread replaces the tuple after each change."""
+        self.is_pause_settled = False
+        """Whether generation is paused and nothing is in flight; the engine's thread updates it after each step."""
+        self.weights = engine.weights
+        """The weights of the items that are delivered."""
 
     @property
     def num_steps(self) -> int:
@@ -199,6 +211,28 @@ class EngineLoop:
             KvferryError: see `Engine.change_adapter`.
         """
         outcome: AdapterId | KvferryError = await self._ask(partial(ChangeAdapter, name, loaded))
+        if isinstance(outcome, KvferryError):
+            raise outcome
+        return outcome
+
+    async def pause_generation(self, mode: PauseMode | None) -> None:
+        """Pause generation, change the mode of the pause, or resume; see `schedule.pausing`.
+
+        Args:
+            mode: `None` to resume.
+
+        Raises:
+            Unavailable: the engine has stopped.
+        """
+        await self._ask(partial(PauseGeneration, mode))
+
+    async def change_weights(self, weights: NewWeights) -> int:
+        """Compute with other weights; see `Engine.change_weights`.
+
+        Raises:
+            Unavailable: the engine has stopped, or generation is not paused.
+        """
+        outcome: int | KvferryError = await self._ask(partial(ChangeWeights, weights))
         if isinstance(outcome, KvferryError):
             raise outcome
         return outcome
@@ -291,6 +325,7 @@ class EngineLoop:
                 self._hand_out(output)
                 idle = not output.ran
                 self.load = self._engine.load()
+                self.is_pause_settled = self._engine.is_pause_settled
         except BaseException as error:
             _log.exception("the engine stopped")
             self._call_soon(self._fail, error, self._engine.failed_step)
@@ -329,6 +364,15 @@ class EngineLoop:
                 self._engine.pinning.pin(request, ttl_seconds, reply)
             case ChangeAdapter():
                 self._change_adapter(command)
+            case PauseGeneration(mode, done):
+                if mode is None:
+                    self._engine.pausing.resume()
+                else:
+                    self._engine.pausing.pause(mode)
+                self.is_pause_settled = False  # until the next look, so that a caller never sees an earlier pause's
+                done(None)
+            case ChangeWeights():
+                self._change_weights(command)
             case UnpinPrefix(scope, token_ids, unpinned):
                 unpinned(self._engine.pinning.unpin(scope, token_ids))
             case ClosePins(closed):
@@ -356,6 +400,15 @@ class EngineLoop:
         self.adapters = self._engine.adapter_infos
         command.reply(outcome)
 
+    def _change_weights(self, command: ChangeWeights) -> None:
+        try:
+            outcome: int | KvferryError = self._engine.change_weights(command.weights)
+        except KvferryError as error:
+            outcome = error
+        else:
+            self._call_soon(self._changed_weights, self._engine.weights)
+        command.reply(outcome)
+
     def _hand_out(self, output: StepOutput) -> None:
         items: list[Delivery] = [(load.request_id, StreamItem(load=load), False) for load in output.loads]
         items += [(request_id, StreamItem(decision=made), False) for request_id, made in output.decisions]
@@ -368,7 +421,8 @@ class EngineLoop:
             export = output.exports.get(update.request_id)
             over = export is not None or update.finish_reason is not None
             retention = output.retained.get(update.request_id)
-            items.append((update.request_id, StreamItem(update=update, export=export, retention=retention), over))
+            item = StreamItem(update=update, export=export, retention=retention, weights=self._engine.weights)
+            items.append((update.request_id, item, over))
         if items := self._interval.due(items):
             self._call_soon(self._deliver, items)
         if output.cache_changes:
@@ -395,6 +449,10 @@ class EngineLoop:
                 continue
             stream.finished = stream.finished or over
             stream.put(item)
+
+    def _changed_weights(self, weights: WeightVersion) -> None:
+        self.weights = weights
+        self._on_weights(weights)
 
     def _deliver_error(self, request_id: RequestId, error: KvferryError) -> None:
         stream = self._streams.get(request_id)

@@ -6,10 +6,13 @@ from dataclasses import dataclass
 
 from kvferry.core.errors import KvferryError
 from kvferry.core.ids import RequestId
+from kvferry.core.pausing import WeightVersion
 from kvferry.core.retention import Retention
 from kvferry.engine.schedule.step.kv_jobs import NewBlocks, SequenceUpdate
 from kvferry.kv.interface.connector import LoadOutcome
 from kvferry.kv.pricing.price import LoadDecision
+
+_UNKNOWN = WeightVersion()
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +27,8 @@ class StreamItem:
     load: LoadOutcome | None = None
     decision: LoadDecision | None = None
     progress: NewBlocks | None = None
+    weights: WeightVersion = _UNKNOWN
+    """The weights of the step; set only together with `update`."""
     is_started: bool = False
     """Whether the next step is the first that includes the request."""
 

@@ -8,8 +8,9 @@ from kvferry.engine.schedule.plan.scheduler import Scheduler
 
 
 def engine_load(
-    scheduler: Scheduler, loads: KvLoads, exports: Sequence[int], *, num_pins: int = 0, num_pinned: int = 0
-) -> WorkerLoad:
+    scheduler: Scheduler, loads: KvLoads, exports: Sequence[int], *, num_pins: int = 0, num_pinned: int = 0,
+    num_held: int = 0,
+) -> WorkerLoad:  # fmt: skip
     """Count all resources that an engine holds. The cost is proportional only to the number of running sequences.
 
     Args:
@@ -18,11 +19,12 @@ def engine_load(
         exports: number of pages of each prompt that is pinned for offers.
         num_pins: number of pinned prefixes.
         num_pinned: number of pages that pins or retentions hold.
+        num_held: number of requests that wait because generation is paused.
     """
     pool = scheduler.allocator.pool
     return WorkerLoad(
         running=scheduler.num_running,
-        waiting=scheduler.num_waiting,
+        waiting=scheduler.num_waiting + num_held,
         loading=scheduler.num_loading,
         blocks_total=pool.num_blocks,
         blocks_free=pool.num_free,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from kvferry.core.errors import InvariantBroken, KvferryError
 from kvferry.core.ids import AdapterId, BlockHash, RequestId
 from kvferry.core.inference.pooling import PoolingParams
+from kvferry.core.pausing import PauseMode
 from kvferry.core.retention import Retention
 from kvferry.core.sampling import NO_SAMPLING, SamplingParams
 from kvferry.engine.schedule.adapters.adapter_store import LoadedAdapter
@@ -160,6 +161,38 @@ class ClosePins:
 
 
 @dataclass(frozen=True, slots=True)
+class PauseGeneration:
+    """Command: pause generation, change the mode of the pause, or resume."""
+
+    mode: PauseMode | None
+    """`None` to resume."""
+    reply: Callable[[None], None]
+    """Called on the engine's thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class NewWeights:
+    """Weights that are ready to be used."""
+
+    name: str
+    """Their version."""
+    fingerprint: bytes
+    """Fingerprint of the layout of the KV that they compute."""
+    install: Callable[[], None]
+    """Makes the runner and all that depends on the layout use them; called on the engine's thread, between two
+    steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChangeWeights:
+    """Command: compute with other weights; see `Engine.change_weights`."""
+
+    weights: NewWeights
+    reply: Callable[[int | KvferryError], None]
+    """Called on the engine's thread with the number of sequences that continue."""
+
+
+@dataclass(frozen=True, slots=True)
 class ChangeAdapter:
     """Command: register an adapter, replace the one with the same name, or remove it."""
 
@@ -183,6 +216,8 @@ Command = (
     | UnpinPrefix
     | ClosePins
     | ChangeAdapter
+    | PauseGeneration
+    | ChangeWeights
     | KvMessage
 )
 """Any command to an engine."""

@@ -9,6 +9,7 @@ Owned by the engine's thread, except `post`.
 """
 
 from collections import deque
+from collections.abc import Iterable
 
 from kvferry.core.errors import InvariantBroken
 from kvferry.core.ids import BlockId, RequestId
@@ -88,6 +89,12 @@ class KvLoads:
             sequence.kv.drop_remote()
         if sequence.kv.remote is None and self._tiers is not None:
             self._tiers.arrive(sequence)
+
+    def restart(self, sequences: Iterable[Sequence]) -> None:
+        """Look up the KV of waiting sequences again, because their blocks have new names."""
+        for sequence in sequences:
+            self.cancel(sequence.request_id)
+            self.arrive(sequence)
 
     def cancel(self, request_id: RequestId) -> None:
         """Cancel the loads of a request that ended; outcomes of these loads are still reported. Idempotent."""

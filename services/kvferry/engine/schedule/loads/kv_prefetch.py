@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from kvferry.core.ids import BlockHash, BlockId, RequestId
 from kvferry.engine.schedule.blocks.allocation import Allocator
 
+NO_JOB = -1
+"""Number of the outcome of a prefetch that was refused before it had a job."""
 _FREE_SHARE = 0.25
 """Share of the pages that stay free, so that a KV prefetch does not cause a preemption."""
 

@@ -15,7 +15,7 @@ from kvferry.core.clock import Clock
 from kvferry.core.errors import InvalidRequest, InvariantBroken, KvferryError, Unavailable
 from kvferry.core.hashing import BlockNamer
 from kvferry.core.ids import AdapterId, BlockHash, RequestId
-from kvferry.core.sampling import SamplingParams
+from kvferry.core.sampling import FinishReason, SamplingParams
 from kvferry.engine.schedule.blocks.allocation import Allocator
 from kvferry.engine.schedule.messages import EngineRequest, PinnedPrefix, PinReply
 from kvferry.engine.schedule.pins.pins import MAX_TTL_SECONDS, PageUses, Pin, Pins
@@ -123,6 +123,9 @@ class Pinning:
                 continue
             if update.error is not None:
                 pending.reply(update.error)
+                continue
+            if update.finish_reason is FinishReason.ABORT:
+                pending.reply(Unavailable("generation was paused, which ended this request; retry"))
                 continue
             try:
                 self._complete(pending)

@@ -21,13 +21,14 @@ queues; `update` must be called with its result before the next `schedule`.
 """
 
 import itertools
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as OrderedView
 
 import numpy as np
 import numpy.typing as npt
 
 from kvferry.core.errors import InvariantBroken, KvferryError
+from kvferry.core.hashing import BlockNamer
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import FinishReason, SampledToken, ScoredToken
 from kvferry.core.settings.engine import SchedulerLimits
@@ -201,6 +202,21 @@ class Scheduler:
                 self.abort(request_id)
                 updates.append(SequenceUpdate(request_id, (), None, 0, error=overdue(request_id)))
         return updates
+
+    def restart(self, namer: Callable[[str], BlockNamer]) -> list[Sequence]:
+        """Preempt all running sequences and name the blocks of all sequences anew, because the model's weights changed;
+        no sequence is loading. Return all sequences, which wait.
+
+        Args:
+            namer: returns the new namer of a scope.
+        """
+        for sequence in reversed(list(self._admitted.running)):
+            self._preempt(sequence)
+        self._preempted.clear()
+        self._may_admit = True
+        for sequence in self._known.values():
+            sequence.rename(namer(sequence.request.scope))
+        return list(self._known.values())
 
     def has_sequence(self, item: ScheduledSequence) -> bool:
         """Return whether the sequence of a scheduled item still exists."""

@@ -141,6 +141,13 @@ class KvProgress:
         self.num_reached = max(self.num_reached, self.num_computed)
         self.num_computed = self.num_listed = self.num_reported = 0
 
+    def forget_names(self) -> None:
+        """Forget the names of the blocks and what the caches have under them, because the model's weights changed; the
+        sequence holds no pages."""
+        self.names, self.last_lookup, self.remote = [], None, None
+        self.is_lookup_pending = False
+        self.num_stored = 0
+
     # ------------------------------------------------------------------ full blocks
 
     def listed_to(self, num_blocks: int) -> None:

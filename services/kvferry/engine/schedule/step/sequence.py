@@ -14,8 +14,10 @@ side of a hand-off (start with C = prompt, N = prompt + 1) are all changes of th
 efficient inference engine for large language models", dissertation 2025, section 4.4).
 """
 
+from dataclasses import replace
 from enum import StrEnum
 
+from kvferry.core.hashing import BlockNamer
 from kvferry.core.ids import BlockHash
 from kvferry.core.states import Machine
 from kvferry.engine.schedule.step.adapter_slots import NO_SLOT
@@ -117,6 +119,12 @@ class Sequence:
     def name_blocks(self) -> list[BlockHash]:
         """Return the names of all full blocks of the current tokens; only new blocks are hashed."""
         return self.kv.name_blocks(self.request.namer, self.sampling.tokens)
+
+    def rename(self, namer: BlockNamer) -> None:
+        """Name the blocks with another namer from now on, because the model's weights changed."""
+        self.request = replace(self.request, namer=namer)
+        self.kv.forget_names()
+        self.name_blocks()
 
     def move(self, event: SequenceEvent) -> None:
         """Apply a state transition.
