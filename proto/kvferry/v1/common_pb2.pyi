@@ -29,6 +29,8 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     """not finished"""
     FINISH_REASON_STOP: _FinishReason.ValueType  # 1
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 2
+    FINISH_REASON_ABORT: _FinishReason.ValueType  # 3
+    """generation was paused, which ended the sequence"""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper): ...
 
@@ -36,6 +38,8 @@ FINISH_REASON_UNSPECIFIED: FinishReason.ValueType  # 0
 """not finished"""
 FINISH_REASON_STOP: FinishReason.ValueType  # 1
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
+FINISH_REASON_ABORT: FinishReason.ValueType  # 3
+"""generation was paused, which ended the sequence"""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 class _Pooling:

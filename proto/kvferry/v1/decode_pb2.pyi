@@ -163,6 +163,7 @@ class DecodeResponse(_message.Message):
     QUEUE_SECONDS_FIELD_NUMBER: _builtins.int
     PREFILL_SECONDS_FIELD_NUMBER: _builtins.int
     RETENTION_FIELD_NUMBER: _builtins.int
+    WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     finish_reason: _common_pb2.FinishReason.ValueType
     """set on the last message"""
@@ -174,6 +175,8 @@ class DecodeResponse(_message.Message):
     """set on the first message: time from the call to the sequence's first step"""
     prefill_seconds: _builtins.float
     """set on the first message: time from the first step to the first token"""
+    weight_version: _builtins.str
+    """version of the weights of the tokens; empty: as in the previous message"""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Token]: ...
     @_builtins.property
@@ -204,11 +207,12 @@ class DecodeResponse(_message.Message):
         queue_seconds: _builtins.float = ...,
         prefill_seconds: _builtins.float = ...,
         retention: _common_pb2.Retention | None = ...,
+        weight_version: _builtins.str = ...,
         prompt_logprobs: _abc.Iterable[_common_pb2.ScoredToken] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["handoff", b"handoff", "retention", b"retention"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_ticket", b"cached_ticket", "finish_reason", b"finish_reason", "handoff", b"handoff", "kv", b"kv", "num_cached_ticket_tokens", b"num_cached_ticket_tokens", "prefill_seconds", b"prefill_seconds", "prompt_logprobs", b"prompt_logprobs", "queue_seconds", b"queue_seconds", "retention", b"retention", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_ticket", b"cached_ticket", "finish_reason", b"finish_reason", "handoff", b"handoff", "kv", b"kv", "num_cached_ticket_tokens", b"num_cached_ticket_tokens", "prefill_seconds", b"prefill_seconds", "prompt_logprobs", b"prompt_logprobs", "queue_seconds", b"queue_seconds", "retention", b"retention", "tokens", b"tokens", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -491,6 +491,31 @@ class Usage(_message.Message):
 Global___Usage: _TypeAlias = Usage  # noqa: Y015
 
 @_typing.final
+class WeightVersion(_message.Message):
+    """Tokens of a sample that one version of the weights made; they end where the next version's begin."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    FIRST_TOKEN_FIELD_NUMBER: _builtins.int
+    version: _builtins.str
+    first_token: _builtins.int
+    """index of the first token in the output"""
+    def __init__(
+        self,
+        *,
+        version: _builtins.str = ...,
+        first_token: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_token", b"first_token", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WeightVersion: _TypeAlias = WeightVersion  # noqa: Y015
+
+@_typing.final
 class Timing(_message.Message):
     """Timing of one sample as measured by the gateway."""
 
@@ -509,6 +534,7 @@ class Timing(_message.Message):
     DECODE_WORKER_FIELD_NUMBER: _builtins.int
     RESUMED_FIELD_NUMBER: _builtins.int
     KV_FIELD_NUMBER: _builtins.int
+    WEIGHT_VERSIONS_FIELD_NUMBER: _builtins.int
     RETENTION_FIELD_NUMBER: _builtins.int
     queue_seconds: _builtins.float
     prefill_seconds: _builtins.float
@@ -530,6 +556,10 @@ class Timing(_message.Message):
         """source of the KV, per worker"""
 
     @_builtins.property
+    def weight_versions(self) -> _containers.RepeatedCompositeFieldContainer[Global___WeightVersion]:
+        """versions of the weights that made the tokens"""
+
+    @_builtins.property
     def retention(self) -> _common_pb2.Retention:
         """set if the request asked for retention and its prompt was computed"""
 
@@ -549,11 +579,12 @@ class Timing(_message.Message):
         decode_worker: _builtins.str = ...,
         resumed: _builtins.int = ...,
         kv: _abc.Iterable[_common_pb2.KvReport] | None = ...,
+        weight_versions: _abc.Iterable[Global___WeightVersion] | None = ...,
         retention: _common_pb2.Retention | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["retention", b"retention"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["connector", b"connector", "decode_worker", b"decode_worker", "first_token_seconds", b"first_token_seconds", "handoff_blocks", b"handoff_blocks", "handoff_bytes", b"handoff_bytes", "handoff_outcome", b"handoff_outcome", "handoff_seconds", b"handoff_seconds", "kv", b"kv", "prefill_seconds", b"prefill_seconds", "prefill_worker", b"prefill_worker", "queue_seconds", b"queue_seconds", "resumed", b"resumed", "retention", b"retention", "total_seconds", b"total_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["connector", b"connector", "decode_worker", b"decode_worker", "first_token_seconds", b"first_token_seconds", "handoff_blocks", b"handoff_blocks", "handoff_bytes", b"handoff_bytes", "handoff_outcome", b"handoff_outcome", "handoff_seconds", b"handoff_seconds", "kv", b"kv", "prefill_seconds", b"prefill_seconds", "prefill_worker", b"prefill_worker", "queue_seconds", b"queue_seconds", "resumed", b"resumed", "retention", b"retention", "total_seconds", b"total_seconds", "weight_versions", b"weight_versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -107,6 +107,7 @@ class PrefillResponse(_message.Message):
     NUM_LOADED_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_WRITTEN_TOKENS_FIELD_NUMBER: _builtins.int
     RETENTION_FIELD_NUMBER: _builtins.int
+    WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
     finish_reason: _common_pb2.FinishReason.ValueType
     """set when the first token is the last"""
     ticket: _builtins.bytes
@@ -120,6 +121,8 @@ class PrefillResponse(_message.Message):
     """prompt tokens loaded from a tier or another worker"""
     num_written_tokens: _builtins.int
     """prompt tokens computed and put in this worker's prefix cache"""
+    weight_version: _builtins.str
+    """version of the weights of the token"""
     @_builtins.property
     def first_token(self) -> _common_pb2.Token: ...
     @_builtins.property
@@ -149,10 +152,11 @@ class PrefillResponse(_message.Message):
         num_loaded_tokens: _builtins.int = ...,
         num_written_tokens: _builtins.int = ...,
         retention: _common_pb2.Retention | None = ...,
+        weight_version: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["first_token", b"first_token", "retention", b"retention"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "first_token", b"first_token", "kv", b"kv", "num_cached_tokens", b"num_cached_tokens", "num_loaded_tokens", b"num_loaded_tokens", "num_written_tokens", b"num_written_tokens", "prefill_seconds", b"prefill_seconds", "prompt_logprobs", b"prompt_logprobs", "queue_seconds", b"queue_seconds", "retention", b"retention", "ticket", b"ticket", "ticket_id", b"ticket_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "first_token", b"first_token", "kv", b"kv", "num_cached_tokens", b"num_cached_tokens", "num_loaded_tokens", b"num_loaded_tokens", "num_written_tokens", b"num_written_tokens", "prefill_seconds", b"prefill_seconds", "prompt_logprobs", b"prompt_logprobs", "queue_seconds", b"queue_seconds", "retention", b"retention", "ticket", b"ticket", "ticket_id", b"ticket_id", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

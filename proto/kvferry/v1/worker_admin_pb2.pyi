@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from kvferry.v1 import common_pb2 as _common_pb2
 import builtins as _builtins
 import sys
@@ -18,6 +19,33 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _PauseMode:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _PauseModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PauseMode.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    PAUSE_MODE_UNSPECIFIED: _PauseMode.ValueType  # 0
+    """generation runs"""
+    PAUSE_MODE_ABORT: _PauseMode.ValueType  # 1
+    """running requests end with finish reason ABORT"""
+    PAUSE_MODE_WAIT: _PauseMode.ValueType  # 2
+    """running requests run until they are complete"""
+    PAUSE_MODE_KEEP: _PauseMode.ValueType  # 3
+    """running requests stop between two steps and keep their KV"""
+
+class PauseMode(_PauseMode, metaclass=_PauseModeEnumTypeWrapper): ...
+
+PAUSE_MODE_UNSPECIFIED: PauseMode.ValueType  # 0
+"""generation runs"""
+PAUSE_MODE_ABORT: PauseMode.ValueType  # 1
+"""running requests end with finish reason ABORT"""
+PAUSE_MODE_WAIT: PauseMode.ValueType  # 2
+"""running requests run until they are complete"""
+PAUSE_MODE_KEEP: PauseMode.ValueType  # 3
+"""running requests stop between two steps and keep their KV"""
+Global___PauseMode: _TypeAlias = PauseMode  # noqa: Y015
 
 @_typing.final
 class ProfileRequest(_message.Message):
@@ -78,6 +106,218 @@ class ProfilePart(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ProfilePart: _TypeAlias = ProfilePart  # noqa: Y015
+
+@_typing.final
+class PauseStatus(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REVISION_FIELD_NUMBER: _builtins.int
+    MODE_FIELD_NUMBER: _builtins.int
+    BY_FIELD_NUMBER: _builtins.int
+    SINCE_FIELD_NUMBER: _builtins.int
+    SETTLED_FIELD_NUMBER: _builtins.int
+    revision: _builtins.int
+    """number of the change; the highest one in a pool is current; 0: none yet"""
+    mode: Global___PauseMode.ValueType
+    by: _builtins.str
+    """who made the change"""
+    since: _builtins.float
+    """time of the change, seconds since the epoch"""
+    settled: _builtins.bool
+    """nothing runs and no load is in flight"""
+    def __init__(
+        self,
+        *,
+        revision: _builtins.int = ...,
+        mode: Global___PauseMode.ValueType = ...,
+        by: _builtins.str = ...,
+        since: _builtins.float = ...,
+        settled: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["by", b"by", "mode", b"mode", "revision", b"revision", "settled", b"settled", "since", b"since"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PauseStatus: _TypeAlias = PauseStatus  # noqa: Y015
+
+@_typing.final
+class SetPauseRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REVISION_FIELD_NUMBER: _builtins.int
+    MODE_FIELD_NUMBER: _builtins.int
+    BY_FIELD_NUMBER: _builtins.int
+    SINCE_FIELD_NUMBER: _builtins.int
+    TIMEOUT_SECONDS_FIELD_NUMBER: _builtins.int
+    revision: _builtins.int
+    """0: the number after the worker's present one"""
+    mode: Global___PauseMode.ValueType
+    """UNSPECIFIED: resume"""
+    by: _builtins.str
+    """at most 128 characters"""
+    since: _builtins.float
+    """0: now"""
+    timeout_seconds: _builtins.float
+    """0 to 3,600; 0: do not wait"""
+    def __init__(
+        self,
+        *,
+        revision: _builtins.int = ...,
+        mode: Global___PauseMode.ValueType = ...,
+        by: _builtins.str = ...,
+        since: _builtins.float = ...,
+        timeout_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["by", b"by", "mode", b"mode", "revision", b"revision", "since", b"since", "timeout_seconds", b"timeout_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetPauseRequest: _TypeAlias = SetPauseRequest  # noqa: Y015
+
+@_typing.final
+class WeightsStatus(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    REVISION_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    version: _builtins.str
+    revision: _builtins.int
+    """number of the update; the highest one in a pool is current; 0: none yet"""
+    digest: _builtins.str
+    """SHA-256 of the model's files"""
+    path: _builtins.str
+    """path of the update's checkpoint, as given; empty: none yet"""
+    def __init__(
+        self,
+        *,
+        version: _builtins.str = ...,
+        revision: _builtins.int = ...,
+        digest: _builtins.str = ...,
+        path: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "path", b"path", "revision", b"revision", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WeightsStatus: _TypeAlias = WeightsStatus  # noqa: Y015
+
+@_typing.final
+class PrepareWeightsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REVISION_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    revision: _builtins.int
+    """number of the update, above 0"""
+    path: _builtins.str
+    """checkpoint folder or GGUF file below the worker's weights folder"""
+    version: _builtins.str
+    """at most 128 characters; empty: the first digits of the digest"""
+    def __init__(
+        self,
+        *,
+        revision: _builtins.int = ...,
+        path: _builtins.str = ...,
+        version: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["path", b"path", "revision", b"revision", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrepareWeightsRequest: _TypeAlias = PrepareWeightsRequest  # noqa: Y015
+
+@_typing.final
+class PrepareWeightsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    version: _builtins.str
+    digest: _builtins.str
+    seconds: _builtins.float
+    def __init__(
+        self,
+        *,
+        version: _builtins.str = ...,
+        digest: _builtins.str = ...,
+        seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "seconds", b"seconds", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrepareWeightsResponse: _TypeAlias = PrepareWeightsResponse  # noqa: Y015
+
+@_typing.final
+class CommitWeightsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REVISION_FIELD_NUMBER: _builtins.int
+    TIMEOUT_SECONDS_FIELD_NUMBER: _builtins.int
+    revision: _builtins.int
+    timeout_seconds: _builtins.float
+    """time limit for the pause to settle, 0 to 3,600"""
+    def __init__(
+        self,
+        *,
+        revision: _builtins.int = ...,
+        timeout_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["revision", b"revision", "timeout_seconds", b"timeout_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CommitWeightsRequest: _TypeAlias = CommitWeightsRequest  # noqa: Y015
+
+@_typing.final
+class DiscardWeightsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REVISION_FIELD_NUMBER: _builtins.int
+    revision: _builtins.int
+    def __init__(
+        self,
+        *,
+        revision: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["revision", b"revision"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DiscardWeightsRequest: _TypeAlias = DiscardWeightsRequest  # noqa: Y015
+
+@_typing.final
+class DiscardWeightsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DiscardWeightsResponse: _TypeAlias = DiscardWeightsResponse  # noqa: Y015
 
 @_typing.final
 class StatusRequest(_message.Message):
@@ -145,6 +385,8 @@ class StatusResponse(_message.Message):
     NUM_STEPS_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
     STAGED_FIELD_NUMBER: _builtins.int
+    PAUSE_FIELD_NUMBER: _builtins.int
+    WEIGHTS_FIELD_NUMBER: _builtins.int
     ADAPTER_FAILURES_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     """prefill, decode, both"""
@@ -191,6 +433,10 @@ class StatusResponse(_message.Message):
         """replaced or removed; for requests that began with them"""
 
     @_builtins.property
+    def pause(self) -> Global___PauseStatus: ...
+    @_builtins.property
+    def weights(self) -> Global___WeightsStatus: ...
+    @_builtins.property
     def adapter_failures(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """by name: the reason why an adapter of the worker's list is not loaded"""
 
@@ -219,11 +465,13 @@ class StatusResponse(_message.Message):
         num_steps: _builtins.int = ...,
         device: _builtins.str = ...,
         staged: _builtins.bool = ...,
+        pause: Global___PauseStatus | None = ...,
+        weights: Global___WeightsStatus | None = ...,
         adapter_failures: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "load", b"load"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "load", b"load", "pause", b"pause", "weights", b"weights"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_failures", b"adapter_failures", "adapters", b"adapters", "block_tokens", b"block_tokens", "connector", b"connector", "device", b"device", "domain", b"domain", "draining", b"draining", "dtype", b"dtype", "family", b"family", "fingerprint", b"fingerprint", "identity", b"identity", "load", b"load", "max_model_tokens", b"max_model_tokens", "max_sequences", b"max_sequences", "model", b"model", "model_digest", b"model_digest", "num_steps", b"num_steps", "proof", b"proof", "ready", b"ready", "retired_adapters", b"retired_adapters", "role", b"role", "staged", b"staged", "tiers", b"tiers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_failures", b"adapter_failures", "adapters", b"adapters", "block_tokens", b"block_tokens", "connector", b"connector", "device", b"device", "domain", b"domain", "draining", b"draining", "dtype", b"dtype", "family", b"family", "fingerprint", b"fingerprint", "identity", b"identity", "load", b"load", "max_model_tokens", b"max_model_tokens", "max_sequences", b"max_sequences", "model", b"model", "model_digest", b"model_digest", "num_steps", b"num_steps", "pause", b"pause", "proof", b"proof", "ready", b"ready", "retired_adapters", b"retired_adapters", "role", b"role", "staged", b"staged", "tiers", b"tiers", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

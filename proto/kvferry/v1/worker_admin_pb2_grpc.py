@@ -69,6 +69,26 @@ class WorkerAdminStub:
                 request_serializer=kvferry_dot_v1_dot_worker__admin__pb2.UnloadAdapterRequest.SerializeToString,
                 response_deserializer=kvferry_dot_v1_dot_worker__admin__pb2.AdapterResponse.FromString,
                 _registered_method=True)
+        self.SetPause = channel.unary_unary(
+                '/kvferry.v1.WorkerAdmin/SetPause',
+                request_serializer=kvferry_dot_v1_dot_worker__admin__pb2.SetPauseRequest.SerializeToString,
+                response_deserializer=kvferry_dot_v1_dot_worker__admin__pb2.PauseStatus.FromString,
+                _registered_method=True)
+        self.PrepareWeights = channel.unary_unary(
+                '/kvferry.v1.WorkerAdmin/PrepareWeights',
+                request_serializer=kvferry_dot_v1_dot_worker__admin__pb2.PrepareWeightsRequest.SerializeToString,
+                response_deserializer=kvferry_dot_v1_dot_worker__admin__pb2.PrepareWeightsResponse.FromString,
+                _registered_method=True)
+        self.CommitWeights = channel.unary_unary(
+                '/kvferry.v1.WorkerAdmin/CommitWeights',
+                request_serializer=kvferry_dot_v1_dot_worker__admin__pb2.CommitWeightsRequest.SerializeToString,
+                response_deserializer=kvferry_dot_v1_dot_worker__admin__pb2.WeightsStatus.FromString,
+                _registered_method=True)
+        self.DiscardWeights = channel.unary_unary(
+                '/kvferry.v1.WorkerAdmin/DiscardWeights',
+                request_serializer=kvferry_dot_v1_dot_worker__admin__pb2.DiscardWeightsRequest.SerializeToString,
+                response_deserializer=kvferry_dot_v1_dot_worker__admin__pb2.DiscardWeightsResponse.FromString,
+                _registered_method=True)
         self.Profile = channel.unary_stream(
                 '/kvferry.v1.WorkerAdmin/Profile',
                 request_serializer=kvferry_dot_v1_dot_worker__admin__pb2.ProfileRequest.SerializeToString,
@@ -130,6 +150,36 @@ class WorkerAdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetPause(self, request, context):
+        """Pauses generation, changes the mode of the pause, or resumes; has no effect if the worker has a newer state. Returns
+        when a pause is settled, or after `timeout_seconds`. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PrepareWeights(self, request, context):
+        """Reads a checkpoint of the same model into memory, beside the weights in use. Replaces weights prepared before.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CommitWeights(self, request, context):
+        """Computes with the prepared weights from the next step on. Generation must be paused; waits until the pause is settled.
+        Requests that continue are computed again; the prefix cache and the pins end. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DiscardWeights(self, request, context):
+        """Frees prepared weights. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Profile(self, request, context):
         """Records the engine's next steps; one recording at a time. Returns when they are recorded, or after the timeout.
         """
@@ -174,6 +224,26 @@ def add_WorkerAdminServicer_to_server(servicer, server):
                     servicer.UnloadAdapter,
                     request_deserializer=kvferry_dot_v1_dot_worker__admin__pb2.UnloadAdapterRequest.FromString,
                     response_serializer=kvferry_dot_v1_dot_worker__admin__pb2.AdapterResponse.SerializeToString,
+            ),
+            'SetPause': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetPause,
+                    request_deserializer=kvferry_dot_v1_dot_worker__admin__pb2.SetPauseRequest.FromString,
+                    response_serializer=kvferry_dot_v1_dot_worker__admin__pb2.PauseStatus.SerializeToString,
+            ),
+            'PrepareWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.PrepareWeights,
+                    request_deserializer=kvferry_dot_v1_dot_worker__admin__pb2.PrepareWeightsRequest.FromString,
+                    response_serializer=kvferry_dot_v1_dot_worker__admin__pb2.PrepareWeightsResponse.SerializeToString,
+            ),
+            'CommitWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.CommitWeights,
+                    request_deserializer=kvferry_dot_v1_dot_worker__admin__pb2.CommitWeightsRequest.FromString,
+                    response_serializer=kvferry_dot_v1_dot_worker__admin__pb2.WeightsStatus.SerializeToString,
+            ),
+            'DiscardWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.DiscardWeights,
+                    request_deserializer=kvferry_dot_v1_dot_worker__admin__pb2.DiscardWeightsRequest.FromString,
+                    response_serializer=kvferry_dot_v1_dot_worker__admin__pb2.DiscardWeightsResponse.SerializeToString,
             ),
             'Profile': grpc.unary_stream_rpc_method_handler(
                     servicer.Profile,
@@ -370,6 +440,114 @@ class WorkerAdmin:
             '/kvferry.v1.WorkerAdmin/UnloadAdapter',
             kvferry_dot_v1_dot_worker__admin__pb2.UnloadAdapterRequest.SerializeToString,
             kvferry_dot_v1_dot_worker__admin__pb2.AdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetPause(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvferry.v1.WorkerAdmin/SetPause',
+            kvferry_dot_v1_dot_worker__admin__pb2.SetPauseRequest.SerializeToString,
+            kvferry_dot_v1_dot_worker__admin__pb2.PauseStatus.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PrepareWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvferry.v1.WorkerAdmin/PrepareWeights',
+            kvferry_dot_v1_dot_worker__admin__pb2.PrepareWeightsRequest.SerializeToString,
+            kvferry_dot_v1_dot_worker__admin__pb2.PrepareWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CommitWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvferry.v1.WorkerAdmin/CommitWeights',
+            kvferry_dot_v1_dot_worker__admin__pb2.CommitWeightsRequest.SerializeToString,
+            kvferry_dot_v1_dot_worker__admin__pb2.WeightsStatus.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DiscardWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvferry.v1.WorkerAdmin/DiscardWeights',
+            kvferry_dot_v1_dot_worker__admin__pb2.DiscardWeightsRequest.SerializeToString,
+            kvferry_dot_v1_dot_worker__admin__pb2.DiscardWeightsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -49,6 +49,18 @@ class WorkerAdminStub:
     """Loads an adapter, or replaces the one of the same name; running requests keep the version they began with."""
     UnloadAdapter: _grpc.UnaryUnaryMultiCallable[_worker_admin_pb2.UnloadAdapterRequest, _worker_admin_pb2.AdapterResponse]
     """Removes an adapter; running requests continue with it."""
+    SetPause: _grpc.UnaryUnaryMultiCallable[_worker_admin_pb2.SetPauseRequest, _worker_admin_pb2.PauseStatus]
+    """Pauses generation, changes the mode of the pause, or resumes; has no effect if the worker has a newer state. Returns
+    when a pause is settled, or after `timeout_seconds`. Idempotent.
+    """
+    PrepareWeights: _grpc.UnaryUnaryMultiCallable[_worker_admin_pb2.PrepareWeightsRequest, _worker_admin_pb2.PrepareWeightsResponse]
+    """Reads a checkpoint of the same model into memory, beside the weights in use. Replaces weights prepared before."""
+    CommitWeights: _grpc.UnaryUnaryMultiCallable[_worker_admin_pb2.CommitWeightsRequest, _worker_admin_pb2.WeightsStatus]
+    """Computes with the prepared weights from the next step on. Generation must be paused; waits until the pause is settled.
+    Requests that continue are computed again; the prefix cache and the pins end. Idempotent.
+    """
+    DiscardWeights: _grpc.UnaryUnaryMultiCallable[_worker_admin_pb2.DiscardWeightsRequest, _worker_admin_pb2.DiscardWeightsResponse]
+    """Frees prepared weights. Idempotent."""
     Profile: _grpc.UnaryStreamMultiCallable[_worker_admin_pb2.ProfileRequest, _worker_admin_pb2.ProfilePart]
     """Records the engine's next steps; one recording at a time. Returns when they are recorded, or after the timeout."""
 
@@ -73,6 +85,18 @@ class WorkerAdminAsyncStub(WorkerAdminStub):
     """Loads an adapter, or replaces the one of the same name; running requests keep the version they began with."""
     UnloadAdapter: _aio.UnaryUnaryMultiCallable[_worker_admin_pb2.UnloadAdapterRequest, _worker_admin_pb2.AdapterResponse]  # type: ignore[assignment]
     """Removes an adapter; running requests continue with it."""
+    SetPause: _aio.UnaryUnaryMultiCallable[_worker_admin_pb2.SetPauseRequest, _worker_admin_pb2.PauseStatus]  # type: ignore[assignment]
+    """Pauses generation, changes the mode of the pause, or resumes; has no effect if the worker has a newer state. Returns
+    when a pause is settled, or after `timeout_seconds`. Idempotent.
+    """
+    PrepareWeights: _aio.UnaryUnaryMultiCallable[_worker_admin_pb2.PrepareWeightsRequest, _worker_admin_pb2.PrepareWeightsResponse]  # type: ignore[assignment]
+    """Reads a checkpoint of the same model into memory, beside the weights in use. Replaces weights prepared before."""
+    CommitWeights: _aio.UnaryUnaryMultiCallable[_worker_admin_pb2.CommitWeightsRequest, _worker_admin_pb2.WeightsStatus]  # type: ignore[assignment]
+    """Computes with the prepared weights from the next step on. Generation must be paused; waits until the pause is settled.
+    Requests that continue are computed again; the prefix cache and the pins end. Idempotent.
+    """
+    DiscardWeights: _aio.UnaryUnaryMultiCallable[_worker_admin_pb2.DiscardWeightsRequest, _worker_admin_pb2.DiscardWeightsResponse]  # type: ignore[assignment]
+    """Frees prepared weights. Idempotent."""
     Profile: _aio.UnaryStreamMultiCallable[_worker_admin_pb2.ProfileRequest, _worker_admin_pb2.ProfilePart]  # type: ignore[assignment]
     """Records the engine's next steps; one recording at a time. Returns when they are recorded, or after the timeout."""
 
@@ -136,6 +160,42 @@ class WorkerAdminServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_worker_admin_pb2.AdapterResponse, _abc.Awaitable[_worker_admin_pb2.AdapterResponse]]:
         """Removes an adapter; running requests continue with it."""
+
+    @_abc_1.abstractmethod
+    def SetPause(
+        self,
+        request: _worker_admin_pb2.SetPauseRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_admin_pb2.PauseStatus, _abc.Awaitable[_worker_admin_pb2.PauseStatus]]:
+        """Pauses generation, changes the mode of the pause, or resumes; has no effect if the worker has a newer state. Returns
+        when a pause is settled, or after `timeout_seconds`. Idempotent.
+        """
+
+    @_abc_1.abstractmethod
+    def PrepareWeights(
+        self,
+        request: _worker_admin_pb2.PrepareWeightsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_admin_pb2.PrepareWeightsResponse, _abc.Awaitable[_worker_admin_pb2.PrepareWeightsResponse]]:
+        """Reads a checkpoint of the same model into memory, beside the weights in use. Replaces weights prepared before."""
+
+    @_abc_1.abstractmethod
+    def CommitWeights(
+        self,
+        request: _worker_admin_pb2.CommitWeightsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_admin_pb2.WeightsStatus, _abc.Awaitable[_worker_admin_pb2.WeightsStatus]]:
+        """Computes with the prepared weights from the next step on. Generation must be paused; waits until the pause is settled.
+        Requests that continue are computed again; the prefix cache and the pins end. Idempotent.
+        """
+
+    @_abc_1.abstractmethod
+    def DiscardWeights(
+        self,
+        request: _worker_admin_pb2.DiscardWeightsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_admin_pb2.DiscardWeightsResponse, _abc.Awaitable[_worker_admin_pb2.DiscardWeightsResponse]]:
+        """Frees prepared weights. Idempotent."""
 
     @_abc_1.abstractmethod
     def Profile(

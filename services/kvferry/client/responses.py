@@ -5,8 +5,11 @@ from dataclasses import dataclass, fields
 
 from kvferry.core.inference.chunks import TextChunk, Timing, Usage
 from kvferry.core.inference.tool_calls import CallDelta
-from kvferry.rpc import retention_wire, wire
+from kvferry.rpc import pause_wire, retention_wire, wire
 from kvferry.v1 import inference_pb2
+
+_NESTED = frozenset({"kv", "retention", "weight_versions"})
+"""Fields of `Timing` that are messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +36,14 @@ def chunk_from_wire(message: inference_pb2.GenerateResponse) -> TextChunk:
             reasoning_tokens=given.reasoning_tokens,
         )
     if message.HasField("timing"):
-        plain = {f.name: getattr(message.timing, f.name) for f in fields(Timing) if f.name not in ("kv", "retention")}
+        plain = {f.name: getattr(message.timing, f.name) for f in fields(Timing) if f.name not in _NESTED}
         retention = retention_wire.retention_from_wire(message.timing.retention)
-        timing = Timing(**plain, kv=wire.kv_reports_from_wire(message.timing.kv), retention=retention)
+        timing = Timing(
+            **plain,
+            kv=wire.kv_reports_from_wire(message.timing.kv),
+            retention=retention,
+            weight_versions=pause_wire.versions_from_wire(message.timing.weight_versions),
+        )
     stopped = message.WhichOneof("stop_reason")
     return TextChunk(
         index=message.index,

@@ -61,9 +61,9 @@ MIN_KV_TOKENS = 1024
 """Minimum number of tokens for which a worker must have KV memory, unless the context is shorter."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class LoadedModel:
-    """A loaded model, which several engines of this process can share."""
+    """A loaded model, which several engines of this process can share, unless its weights change."""
 
     settings: EngineSettings
     config: ModelConfig
@@ -78,11 +78,35 @@ class LoadedModel:
     """The draft model or the heads; `None` if there are none."""
     releases_windows: bool = False
     """Whether pages behind sliding windows are released."""
+    new_digest: str = ""
+    """Digest of the files of the weights, if they were changed since the start."""
+
+    @property
+    def files_digest(self) -> str:
+        """Digest of the files of the weights; empty if they are random."""
+        return self.new_digest or ("" if self.source is None else self.source.digest)
+
+    def take_weights(self, model: Model, digest: str) -> None:
+        """Use other weights of the same model.
+
+        Args:
+            model: the model with the weights.
+            digest: digest of their files.
+        """
+        self.model, self.new_digest = model, digest
 
     @property
     def layout(self) -> KvLayout:
         """Layout of the model's KV pages. Its model digest covers weight format, numerics and the features of the
         model's family, since all of them change the KV."""
+        return self.layout_with(self.files_digest)
+
+    def layout_with(self, files_digest: str) -> KvLayout:
+        """Return the layout of the pages with weights of other files.
+
+        Args:
+            files_digest: digest of the files.
+        """
         defaults = EngineSettings("")
         settings = self.settings
         changes = [
@@ -92,7 +116,7 @@ class LoadedModel:
         ]
         digest = ""
         if self.source is not None:
-            digest = model_digest(self.source.digest, self.source.config, self.config.max_model_tokens, changes)
+            digest = model_digest(files_digest, self.source.config, self.config.max_model_tokens, changes)
         return replace(self.page_layout, model_digest=digest)
 
     @property
@@ -194,7 +218,7 @@ def load_model(settings: EngineSettings, *, device: str | None = None, releases_
     dtype = _dtype(settings, config, where)
     tensors = _random_tensors(config, dtype, where, settings.seed) if source is None else source.tensors
     try:
-        model = _build_model(settings, config, tensors, dtype, where)
+        model = with_weights(settings, config, tensors, dtype, where)
     except (
         RuntimeError
     ) as error:  # torch's error for exhausted memory, whose class cannot be named without importing torch
@@ -214,9 +238,21 @@ def load_model(settings: EngineSettings, *, device: str | None = None, releases_
     return replace(loaded, releases_windows=released)
 
 
-def _build_model(
+def with_weights(
     settings: EngineSettings, config: ModelConfig, tensors: TensorSource, dtype: str, device: str
 ) -> Model:
+    """Build a model as an engine with these settings computes it.
+
+    Args:
+        settings: the engine's settings.
+        config: the model's shape.
+        tensors: the weights.
+        dtype: data type of the KV.
+        device: device of the model, as a torch device string.
+
+    Raises:
+        KvferryError: the weights do not match the configuration, or the kernels do not support them.
+    """
     if settings.tensor_parallel > 1:
         return build_ranked_model(config, tensors, settings, dtype=dtype, device=device)
     return build_model(
@@ -313,6 +349,7 @@ def build_engine(
     tiers: KvTiers | None = None,
     post: Callable[[MaskReady | ModelFailed | AdapterLoaded], None] | None = None,
     clock: Clock | None = None,
+    weight_version: str = "",
 ) -> Engine:
     """Build an engine for a loaded model.
 
@@ -327,6 +364,7 @@ def build_engine(
             is ready, an adapter is loaded, or a rank of the model has ended. `None` if steps wait for masks and
             adapters, because the engine has no other callers.
         clock: measures the steps; default: the system's clock.
+        weight_version: version of the weights; empty if it is not known.
 
     Raises:
         ModelFileError: an adapter of the settings is missing or damaged, or does not fit the model.
@@ -336,7 +374,7 @@ def build_engine(
         loaded.model.notify(lambda error: post(ModelFailed(error)))
     parts = assemble(
         runner,
-        ServedModel(loaded.context_tokens, config.vocab_size, config.eos_token_ids, layout.fingerprint),
+        ServedModel(loaded.context_tokens, config.vocab_size, config.eos_token_ids, layout.fingerprint, weight_version),
         KvPages(runner.kv.num_blocks, settings.block_tokens, layout.groups.windows, layout.block_bytes, epochs),
         settings.limits,
         namers,

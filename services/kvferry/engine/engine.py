@@ -170,11 +170,17 @@ class Engine:
 
         Raises:
             Unavailable: generation is not paused, or a step or a load is in flight.
+            InvalidRequest: adapters are loaded, which are packed for the model with the previous weights.
         """
         if not self.is_pause_settled:
             raise Unavailable(
                 "weights change only while generation is paused and nothing is in flight; pause, then retry",
                 reason="NOT_PAUSED",
+            )
+        if self.adapter_infos:
+            raise InvalidRequest(
+                "weights do not change while adapters are loaded; unload the adapters, then retry",
+                reason="WEIGHTS_NOT_SUPPORTED",
             )
         weights.install()
         self._model = replace(self._model, fingerprint=weights.fingerprint)

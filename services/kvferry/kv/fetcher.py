@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from kvferry.core.clock import Clock
 from kvferry.core.dtypes import FLOAT32
-from kvferry.core.errors import InvariantBroken, KvferryError
+from kvferry.core.errors import InvariantBroken, KvferryError, TicketRejected
 from kvferry.core.ids import BlockId, RequestId
 from kvferry.core.process.exit_threads import start_thread
 from kvferry.kv.handoff import attempt as effects
@@ -128,13 +128,23 @@ class Fetcher:
 
     # ------------------------------------------------------------------ scheduler side
 
+    def use_layout(self, layout: KvLayout) -> None:
+        """Fetch only what fits another layout from now on, which differs in the model's digest; no fetch is in flight.
+        Called on the scheduler's thread."""
+        self._layout = layout
+
     def start(
         self, job: int, request_id: RequestId, source: object, first_block: int, targets: Sequence[BlockId]
     ) -> None:
         if not isinstance(source, FetchSource):
             raise InvariantBroken(f"a fetch needs a ticket, not {type(source).__name__}")
         ticket, now = source.ticket, self._clock.monotonic()
-        relayout = plan_for(ticket.fingerprint, ticket.layout, self._layout)
+        try:
+            relayout = plan_for(ticket.fingerprint, ticket.layout, self._layout)
+        except TicketRejected as error:  # the weights have changed since the ticket was checked
+            self._listener(LoadOutcome(request_id, job, error.message, 0, 0, 0.0))
+            self._listener(PagesQuiet(job))
+            return
         attempt = Attempt(
             source,
             first_block,

@@ -3,7 +3,7 @@
 import functools
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvferry.core.errors import ModelFileError, UnknownModel, shortened
@@ -162,8 +162,41 @@ def _open_folder(folder: Path) -> ModelSource:
     if isinstance(source, str):
         template = ChatTemplate(source, bos_token=bos, eos_token=eos, pad_token=pad, unk_token=unk)
 
-    files = [folder / "config.json", *model.weight_files, *(folder / name for name in _TOKENIZER_FILES)]
-    return _with_ends(ModelSource(model.config, tokenizer, template, model, lambda: _digest_of(files)), eos)
+    return _with_ends(ModelSource(model.config, tokenizer, template, model, lambda: _digest_of_folder(model)), eos)
+
+
+def _digest_of_folder(model: SafetensorsModel) -> str:
+    names = ("config.json", *_TOKENIZER_FILES)
+    files = [model.path / names[0], *model.weight_files, *(model.path / name for name in names[1:])]
+    return _digest_of(files)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WeightSource:
+    """An open checkpoint, whose tokenizer is not read and may be missing."""
+
+    config: ModelConfig
+    tensors: TensorSource
+    digest: Callable[[], str]
+    """Computes `ModelSource.digest`; reads all files."""
+
+
+def open_weights(path: Path) -> WeightSource:
+    """Open a checkpoint for its weights.
+
+    Args:
+        path: a Hugging Face folder, or a GGUF file.
+
+    Raises:
+        ModelFileError: the files are missing, damaged or not supported.
+    """
+    if path.is_dir():
+        folder = SafetensorsModel(path)
+        return WeightSource(folder.config, folder, lambda: _digest_of_folder(folder))
+    if path.suffix != ".gguf" or not path.is_file():
+        raise ModelFileError(f"{shortened(path.name)!r} is neither a folder nor a .gguf file; use a checkpoint")
+    model = GgufModel(path, None)
+    return WeightSource(model.config, model, lambda: _digest_of(part_paths(path)))
 
 
 def _with_ends(source: ModelSource, eos: str = "") -> ModelSource:

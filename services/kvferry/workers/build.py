@@ -44,6 +44,8 @@ from kvferry.workers.services.decode import DecodeService
 from kvferry.workers.services.kv_events import CacheFeed, KvEventsService
 from kvferry.workers.services.prefill import PrefillService
 from kvferry.workers.services.transfer import TransferService
+from kvferry.workers.updates.pause_keeper import PauseKeeper
+from kvferry.workers.updates.weight_updates import WeightUpdates, check_version, default_version
 from kvferry.workers.worker_tiers import open_tier_stack
 
 
@@ -77,6 +79,8 @@ class UnitParts:
     cache: CacheFeed
     adapters: AdapterLoader
     listed: ListedAdapters | None
+    pauses: PauseKeeper
+    weights: WeightUpdates
     text_process: TextProcess
     constraints: ConstraintCheck
     services: tuple[Service, ...]
@@ -114,7 +118,8 @@ def build_unit(
     model.check_serves()
     source = model.source
     assert source is not None, "workers serve models with files"
-    layout = model.layout
+    check_version(config.weight_version)
+    layout, version = model.layout, config.weight_version or default_version(model.files_digest)
     identity = UnitIdentity(incarnation)
     keyring = Keyring(config.ticket_secrets)
     signer = CallSigner(CallerRole.WORKER, role_key(config.ticket_secrets[0], CallerRole.WORKER))
@@ -148,23 +153,24 @@ def build_unit(
         loader=fetcher,
         tiers=tiers,
         post=commands.put,
+        weight_version=version,
     )
     namers = BlockNamers(config.tenant_key)  # not the engine's, which its thread uses
-    fingerprint, block_tokens = layout.fingerprint, layout.block_tokens
-    cache = CacheFeed(incarnation, check_name(namers, fingerprint=fingerprint, block_tokens=block_tokens))
+    block_tokens = layout.block_tokens
+    cache = CacheFeed(incarnation, check_name(namers, fingerprint=layout.fingerprint, block_tokens=block_tokens))
     loop = EngineLoop(
         engine,
         commands,
         name=f"engine-{endpoint.role}",
         on_failure=on_failure,
         on_cache_changes=cache.apply,
+        on_weights=lambda _: changed_weights(),
         stream_interval=config.engine.stream_interval,
     )
     context = WorkerContext(
         unit=identity,
         role=endpoint.role,
         model=model.config.name,
-        model_digest=source.digest,
         layout=layout,
         connector=config.connector,
         domain=transport.domain,
@@ -176,10 +182,21 @@ def build_unit(
         clock=clock,
         tracer=tracer,
     )
+
+    def changed_weights() -> None:
+        context.layout = model.layout
+        fingerprint = context.layout.fingerprint
+        cache.rename(check_name(namers, fingerprint=fingerprint, block_tokens=block_tokens))
+
     desk = OfferDesk(context, keyring, config.offers, transport)
     publisher = PagePublisher(memory.pages, layout.block_bytes, pages.mirror, with_digests=config.verify_kv == DIGEST)
-    namer = functools.partial(namers.of, fingerprint=fingerprint, block_tokens=block_tokens)
-    prefetcher = KvPrefetcher(context, namer, signer, keyring, tls)
+    prefetcher = KvPrefetcher(
+        context,
+        lambda scope: namers.of(scope, fingerprint=context.layout.fingerprint, block_tokens=block_tokens),
+        signer,
+        keyring,
+        tls,
+    )
     open_text = functools.partial(open_text_model, config.engine.model, config.engine.served_name)
     text_process, constraints = TextProcess(open_text), ConstraintCheck(open_text)
     following = PrefillProgress()
@@ -193,9 +210,21 @@ def build_unit(
         services.append(inference_service(_text_service(config, source, context, text_process, constraints)))
     adapters = AdapterLoader(model, loop, config.adapter_folder)
     listed = ListedAdapters(Path(config.adapters_file), adapters, clock) if config.adapters_file else None
+    pauses = PauseKeeper(context, desk)
+    weights = WeightUpdates(
+        model,
+        pages.runner,
+        context,
+        config.weights_folder,
+        pauses,
+        adapters,
+        use_layout=fetcher.use_layout,
+        version=version,
+        is_shared=config.role == "split",
+    )
     return UnitParts(
         config, endpoint, tls, engine, memory, pages, transport, control, fetcher, tiers, loop, context, desk, cache,
-        adapters, listed, text_process, constraints, tuple(services),
+        adapters, listed, pauses, weights, text_process, constraints, tuple(services),
     )  # fmt: skip
 
 

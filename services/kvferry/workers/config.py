@@ -55,6 +55,10 @@ class WorkerConfig:
     """File with a list of adapters (`workers.adapters.adapter_list`), followed while serving; empty for none."""
     adapter_folder: str = ""
     """Folder below which adapters may be loaded while serving; if empty, they may not."""
+    weights_folder: str = ""
+    """Folder below which checkpoints may be named to change the weights while serving; if empty, they do not change."""
+    weight_version: str = ""
+    """Version of the weights that are loaded at the start; empty selects the first digits of their digest."""
     traces: TraceSettings | None = None
     """Settings of traces; `None` for no traces."""
     parsers: AnswerParsers = field(default_factory=AnswerParsers)

@@ -4,6 +4,7 @@ from collections.abc import AsyncGenerator
 
 from kvferry.core.inference.chunks import Timing
 from kvferry.core.inference.pooling import PoolingParams
+from kvferry.core.pausing import VersionRuns, with_version
 from kvferry.core.retention import Retention
 from kvferry.engine.offline.engine_requests import engine_request, token_event
 from kvferry.serving.request import Request
@@ -25,6 +26,8 @@ class LocalSource:
         begun = clock.monotonic()
         first: float | None = None
         retention: Retention | None = None
+        versions: VersionRuns = ()
+        num_tokens = 0
         name = sequence_id(request.caller.request_id, request.sample_index)
         stream = self._context.loop.submit(engine_request(request, name))
         kv_report = KvReportBuilder(self._context.worker_id)
@@ -35,6 +38,10 @@ class LocalSource:
                 updates = [i.update for i in items if i.update is not None]
                 if not updates:
                     continue
+                for one in items:
+                    if one.update is not None and one.update.tokens:
+                        versions = with_version(versions, one.weights.name, num_tokens)
+                        num_tokens += len(one.update.tokens)
                 retention = next((i.retention for i in items if i.retention is not None), retention)
                 if first is None:
                     first = clock.monotonic()
@@ -46,6 +53,7 @@ class LocalSource:
                     decode_worker=self._context.worker_id,
                     kv=tuple(kv_report.reports),
                     retention=retention,
+                    weight_versions=versions,
                 )
                 yield token_event(updates, timing)
 

@@ -65,8 +65,9 @@ class _Servers:
 
         verifier = CallVerifier(config.ticket_secrets)
         service = AdminService(
-            context, parts.desk, work.calls, verifier, parts.tiers, parts.adapters, parts.listed, on_drain=not_ready
-        )
+            context, parts.desk, work.calls, verifier, parts.tiers, parts.adapters, parts.listed,
+            pauses=parts.pauses, weights=parts.weights, on_drain=not_ready,
+        )  # fmt: skip
         administration = Service(
             "kvferry.v1.WorkerAdmin", lambda s: worker_admin_pb2_grpc.add_WorkerAdminServicer_to_server(service, s)
         )

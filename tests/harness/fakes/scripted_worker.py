@@ -99,6 +99,11 @@ class ScriptedWorker(prefill_pb2_grpc.PrefillServicer, ScriptedPins):
     def __init__(self, role: str, worker_id: str, offers: Offers) -> None:
         super().__init__()
         self.num_resets = 0
+        self.pause = worker_admin_pb2.PauseStatus()
+        self.weights = worker_admin_pb2.WeightsStatus(version="start", digest="00")
+        self.prepared_weights: worker_admin_pb2.PrepareWeightsRequest | None = None
+        self.fails_at: dict[str, KvferryError] = {}
+        """Errors of methods of the administration, by name."""
         self.adapters: dict[str, bytes] = {}
         """Digests of adapters by name."""
         self.prepared: list[decode_pb2.PrefetchKvRequest] = []
@@ -179,6 +184,8 @@ class ScriptedWorker(prefill_pb2_grpc.PrefillServicer, ScriptedPins):
         if self.mute:
             await asyncio.Event().wait()
         response = worker_admin_pb2.StatusResponse(
+            pause=self.pause,
+            weights=self.weights,
             adapters=[common_pb2.Adapter(name=name, digest=digest) for name, digest in self.adapters.items()],
             role=self.role,
             model=self.model,
@@ -207,6 +214,47 @@ class ScriptedWorker(prefill_pb2_grpc.PrefillServicer, ScriptedPins):
         if self.mute:
             await asyncio.Event().wait()
         return worker_admin_pb2.ResetPrefixCacheResponse(num_blocks=7)
+
+    async def SetPause(self, request: worker_admin_pb2.SetPauseRequest, context: Any) -> worker_admin_pb2.PauseStatus:
+        self._fail("SetPause")
+        if request.revision > self.pause.revision:
+            self.pause = worker_admin_pb2.PauseStatus(
+                revision=request.revision,
+                mode=request.mode,
+                by=request.by,
+                since=request.since,
+                settled=bool(request.mode),
+            )
+        return self.pause
+
+    async def PrepareWeights(
+        self, request: worker_admin_pb2.PrepareWeightsRequest, context: Any
+    ) -> worker_admin_pb2.PrepareWeightsResponse:
+        self._fail("PrepareWeights")
+        self.prepared_weights = request
+        return worker_admin_pb2.PrepareWeightsResponse(version=request.version or "of its digest", digest=request.path)
+
+    async def CommitWeights(
+        self, request: worker_admin_pb2.CommitWeightsRequest, context: Any
+    ) -> worker_admin_pb2.WeightsStatus:
+        self._fail("CommitWeights")
+        given = self.prepared_weights
+        if given is not None and given.revision == request.revision:
+            self.weights = worker_admin_pb2.WeightsStatus(
+                version=given.version or "of its digest", revision=given.revision, digest=given.path, path=given.path
+            )
+            self.fingerprint, self.prepared_weights = given.path.encode(), None
+        return self.weights
+
+    async def DiscardWeights(
+        self, request: worker_admin_pb2.DiscardWeightsRequest, context: Any
+    ) -> worker_admin_pb2.DiscardWeightsResponse:
+        self.prepared_weights = None
+        return worker_admin_pb2.DiscardWeightsResponse()
+
+    def _fail(self, method: str) -> None:
+        if method in self.fails_at:
+            raise self.fails_at[method]
 
     async def LoadAdapter(
         self, request: worker_admin_pb2.LoadAdapterRequest, context: Any

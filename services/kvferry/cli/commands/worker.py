@@ -54,6 +54,8 @@ def command(values: Values) -> None:
         tier_object_tokens=values["tier_object_tokens"],
         verify_kv=values["verify_kv"],
         adapter_folder=values["adapter_folder"],
+        weights_folder=values["weights_folder"],
+        weight_version=values["weight_version"],
         adapters_file=values["adapters_file"],
         drain_seconds=values["drain_seconds"],
         traces=traces_of(values),

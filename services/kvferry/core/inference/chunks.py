@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from kvferry.core.inference.tool_calls import CallDelta
+from kvferry.core.pausing import VersionRuns
 from kvferry.core.retention import Retention
 from kvferry.core.sampling import FinishReason, SampledToken, ScoredToken
 
@@ -53,6 +54,8 @@ class Timing:
     """Reports on the source of the KV, in the order of the workers involved."""
     retention: Retention | None = None
     """What the worker that computed the prompt granted; `None` if the request asked for no retention."""
+    weight_versions: VersionRuns = ()
+    """The versions of the weights that made the tokens, each with the index of its first token."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,6 +54,21 @@ ADAPTERS = (
         parse=FOLDER,
     ),
 )
+WEIGHTS = (
+    Setting(
+        "weights_folder",
+        "",
+        "Folder below which checkpoints may be loaded in place of the weights while serving (POST /weights); default: "
+        "none.",
+        parse=FOLDER,
+    ),
+    Setting(
+        "weight_version",
+        "",
+        "Version of the weights at the start, which answers name; default: the first digits of their digest.",
+        parse=NAME,
+    ),
+)
 TIERS = (
     Setting(
         "tier",
@@ -388,6 +403,7 @@ WORKER = (
     HEALTH,
     *ENGINE,
     *ADAPTERS,
+    *WEIGHTS,
     *TIERS,
     VERIFY_KV,
     *TICKET_KEY,
@@ -481,6 +497,7 @@ STACK = (
     CONNECTOR,
     *ENGINE,
     *ADAPTERS,
+    *WEIGHTS,
     *TIERS,
     VERIFY_KV,
 )

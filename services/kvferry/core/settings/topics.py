@@ -38,6 +38,7 @@ TOPICS: Mapping[str, Sequence[str]] = MappingProxyType(
         "Adapters": (
             "adapter", "adapter_slots", "max_adapter_rank", "adapter_memory", "adapters_file", "adapter_folder",
         ),
+        "Weights": ("weights_folder", "weight_version"),
         "Routing and queues": (
             "policy", "prefix_blocks", "skip_prefill_below", "cache_map_blocks", "max_streams", "max_queued",
             "max_queued_bytes", "request_timeout", "objective", "queue_seconds", "saturation_waiting",

@@ -182,7 +182,8 @@ class WorkerCalls:
         else:
             run.on(SampleEvent.LOSE)
         scores = _scores(run, answer)
-        event = run.emit((wire.token_from_wire(answer.first_token),), finish, self._clock.monotonic(), scores)
+        tokens = (wire.token_from_wire(answer.first_token),) if answer.HasField("first_token") else ()
+        event = run.emit(tokens, finish, self._clock.monotonic(), scores, answer.weight_version)
         if finish is not None:
             self._ending.drop_ticket(run, "finished")
             self._ending.end(run, SampleEvent.FINISH)
@@ -251,7 +252,7 @@ class WorkerCalls:
                     self._note_handoff(run, address, answer)
                     finish = wire.finish_from_wire(answer.finish_reason)
                     tokens, scores = wire.tokens_from_wire(answer.tokens), _scores(run, answer)
-                    event = run.emit(tokens, finish, self._clock.monotonic(), scores)
+                    event = run.emit(tokens, finish, self._clock.monotonic(), scores, answer.weight_version)
                     output.add(len(tokens))
                     if finish is not None:
                         self._records.generated(run, address, output.running, output.num_tokens, output.seconds)

@@ -45,6 +45,10 @@ ALLOWED: Mapping[str, frozenset[CallerRole]] = {
     "/kvferry.v1.WorkerAdmin/UnpinPrefix": _GATEWAY | _OPERATOR,
     "/kvferry.v1.WorkerAdmin/LoadAdapter": _GATEWAY | _OPERATOR,
     "/kvferry.v1.WorkerAdmin/UnloadAdapter": _GATEWAY | _OPERATOR,
+    "/kvferry.v1.WorkerAdmin/SetPause": _GATEWAY | _OPERATOR,
+    "/kvferry.v1.WorkerAdmin/PrepareWeights": _GATEWAY | _OPERATOR,
+    "/kvferry.v1.WorkerAdmin/CommitWeights": _GATEWAY | _OPERATOR,
+    "/kvferry.v1.WorkerAdmin/DiscardWeights": _GATEWAY | _OPERATOR,
     "/kvferry.v1.WorkerAdmin/Profile": _OPERATOR,
 }
 """Roles that may call each method of a worker, by full method name."""

@@ -5,13 +5,12 @@ import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from kvferry.core.errors import Forbidden, InvalidRequest, ModelFileError, UsageError, shortened
+from kvferry.core.errors import InvalidRequest, ModelFileError, UsageError
 from kvferry.core.ids import AdapterId
 from kvferry.engine.adapter_settings import check_adapter_name
 from kvferry.engine.build import LoadedModel, load_adapter
 from kvferry.engine.loop.engine_loop import EngineLoop
-
-_MAX_PATH_CHARS = 4096
+from kvferry.workers.allowed_path import AllowedFolder
 
 
 class AdapterLoader:
@@ -27,8 +26,15 @@ class AdapterLoader:
         """
         self._model = model
         self._loop = loop
-        self._folder = folder
-        self._turn = asyncio.Lock()
+        self._allowed = AllowedFolder(
+            folder,
+            "lora_path",
+            "a folder",
+            "adapter folder",
+            "this worker does not load adapters at run time; start it with --adapter-folder",
+        )
+        self.turn = asyncio.Lock()
+        """Held while adapters change; the weights of the model do not change meanwhile."""
 
     def served(self) -> Mapping[str, AdapterId]:
         """Return the current version of each adapter by name."""
@@ -47,7 +53,7 @@ class AdapterLoader:
             Unavailable: the engine has stopped.
         """
         try:
-            return await self._load(name, functools.partial(self._resolved, path), "")
+            return await self._load(name, functools.partial(self._allowed.resolved, path), "")
         except (ModelFileError, UsageError) as error:
             raise InvalidRequest(error.message, field=error.field or "lora_path", reason="ADAPTER_INVALID") from error
 
@@ -68,7 +74,7 @@ class AdapterLoader:
         return await self._load(name, lambda: path, digest)
 
     async def _load(self, name: str, folder: Callable[[], Path], digest: str) -> AdapterId:
-        async with self._turn:
+        async with self.turn:
             check_adapter_name(name, self._model.config.name)
             loaded = await asyncio.to_thread(lambda: load_adapter(self._model, folder()))
             if not loaded.digest.hex().startswith(digest):
@@ -86,30 +92,5 @@ class AdapterLoader:
             UnknownModel: no adapter has this name.
             Unavailable: the engine has stopped.
         """
-        async with self._turn:
+        async with self.turn:
             return await self._loop.change_adapter(name, None)
-
-    def _resolved(self, path: str) -> Path:
-        """Resolve a path to a folder, following symbolic links."""
-        if not self._folder:
-            raise Forbidden(
-                "this worker does not load adapters at run time; start it with --adapter-folder", field="lora_path"
-            )
-        if not path or len(path) > _MAX_PATH_CHARS or "\x00" in path:
-            raise InvalidRequest(
-                f"lora_path must be the path of a folder, with 1 to {_MAX_PATH_CHARS} characters", field="lora_path"
-            )
-        root = Path(self._folder).resolve()
-        try:
-            found = (root / path).resolve()
-        except (OSError, RuntimeError) as error:  # a loop of symbolic links
-            raise InvalidRequest(
-                f"lora_path {shortened(path)!r} cannot be resolved: {error}; use the path of a folder",
-                field="lora_path",
-            ) from error
-        if found == root or not found.is_relative_to(root):
-            raise Forbidden(
-                f"lora_path {shortened(path)!r} is not below the worker's adapter folder; use a folder in it",
-                field="lora_path",
-            )
-        return found

@@ -42,8 +42,8 @@ class WorkerContext:
     unit: UnitIdentity
     role: str
     model: str
-    model_digest: str
     layout: KvLayout
+    """Layout of the KV; it changes with the weights."""
     connector: str
     domain: str
     """Transport domain of the worker; see `Transport.domain`."""

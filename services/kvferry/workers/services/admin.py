@@ -24,6 +24,8 @@ from kvferry.workers.calls.context import WorkerContext
 from kvferry.workers.handoff.offer_desk import OfferDesk
 from kvferry.workers.services.pinning import PrefixPinning
 from kvferry.workers.services.profiling import Profiling
+from kvferry.workers.updates.pause_keeper import PauseKeeper
+from kvferry.workers.updates.weight_updates import WeightUpdates
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -44,6 +46,8 @@ class AdminService(worker_admin_pb2_grpc.WorkerAdminServicer):
         adapters: AdapterLoader | None = None,
         listed: ListedAdapters | None = None,
         *,
+        pauses: PauseKeeper | None = None,
+        weights: WeightUpdates | None = None,
         on_drain: Callable[[], Awaitable[None]],
     ) -> None:
         """
@@ -55,8 +59,12 @@ class AdminService(worker_admin_pb2_grpc.WorkerAdminServicer):
             tiers: the KV tiers, for their statistics; `None` without tiers.
             adapters: loads adapters while serving; `None` refuses calls that load adapters.
             listed: loads the adapters of the worker's list; its failures are part of the status. `None` without a list.
+            pauses: pauses generation, and is shared with `weights`.
+            weights: changes the weights; `None` refuses calls that do.
             on_drain: called once when draining begins.
         """
+        self._pauses = pauses or PauseKeeper(context, desk)
+        self._weights = weights
         self._on_drain = on_drain
         self._is_cut_short = False
         self._tiers = tiers
@@ -89,7 +97,7 @@ class AdminService(worker_admin_pb2_grpc.WorkerAdminServicer):
             identity=own.identity,
             role=own.role,
             model=own.model,
-            model_digest=own.model_digest,
+            model_digest="" if self._weights is None else self._weights.status.digest,
             fingerprint=own.layout.fingerprint,
             connector=own.connector,
             domain=own.domain,
@@ -106,6 +114,8 @@ class AdminService(worker_admin_pb2_grpc.WorkerAdminServicer):
             device=own.device,
             staged=own.is_staged,
             adapters=[_adapter(info) for info in own.loop.adapters if info.retired_until is None],
+            pause=self._pauses.status(),
+            weights=None if self._weights is None else self._weights.status,
             adapter_failures={} if self._listed is None else self._listed.failures,
             retired_adapters=[
                 _adapter(info)
@@ -150,11 +160,37 @@ class AdminService(worker_admin_pb2_grpc.WorkerAdminServicer):
         adapter = await self._loader().unload(request.name)
         return worker_admin_pb2.AdapterResponse(adapter=adapter_to_wire(adapter))
 
+    async def SetPause(
+        self, request: worker_admin_pb2.SetPauseRequest, context: Context
+    ) -> worker_admin_pb2.PauseStatus:
+        return await self._pauses.set(request)
+
+    async def PrepareWeights(
+        self, request: worker_admin_pb2.PrepareWeightsRequest, context: Context
+    ) -> worker_admin_pb2.PrepareWeightsResponse:
+        return await self._changes().prepare(request)
+
+    async def CommitWeights(
+        self, request: worker_admin_pb2.CommitWeightsRequest, context: Context
+    ) -> worker_admin_pb2.WeightsStatus:
+        return await self._changes().commit(request)
+
+    async def DiscardWeights(
+        self, request: worker_admin_pb2.DiscardWeightsRequest, context: Context
+    ) -> worker_admin_pb2.DiscardWeightsResponse:
+        self._changes().discard(request.revision)
+        return worker_admin_pb2.DiscardWeightsResponse()
+
     async def Profile(
         self, request: worker_admin_pb2.ProfileRequest, context: Context
     ) -> AsyncIterator[worker_admin_pb2.ProfilePart]:
         async for part in self._profiling.record(request):
             yield part
+
+    def _changes(self) -> WeightUpdates:
+        if self._weights is None:
+            raise InvalidRequest("this worker does not change its weights", reason="WEIGHTS_NOT_SUPPORTED")
+        return self._weights
 
     def _loader(self) -> AdapterLoader:
         if self._adapters is None:

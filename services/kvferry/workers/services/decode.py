@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import grpc
 
 from kvferry.core.errors import InvalidRequest, KvferryError, TicketRejected, shortened
 from kvferry.core.ids import new_ticket_id
+from kvferry.core.pausing import WeightVersion
 from kvferry.engine.loop.engine_stream import EngineStream, StreamItem
 from kvferry.engine.schedule.messages import EngineRequest
 from kvferry.engine.schedule.step.kv_jobs import Export, SequenceUpdate
@@ -47,6 +48,10 @@ class _Handoff:
     reported: bool = False
     kept: Export | None = None
     """Export of the full blocks, for the prior-turn ticket; `None` if there is none."""
+    weights: WeightVersion = WeightVersion()  # noqa: RUF009  frozen
+    """The weights of the latest tokens."""
+    sent_weights: WeightVersion | None = None
+    """The weights that the caller knows; `None` before the first message."""
 
     def describe(self, update: SequenceUpdate) -> decode_pb2.Handoff:
         self.reported = True
@@ -151,10 +156,8 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
                     if started is None and any(i.is_started for i in items):
                         started = clock.monotonic()
                         await context.send_initial_metadata(STARTED_METADATA)
-                    is_first = not handoff.reported
-                    message = _message(items, handoff)
-                    if message is not None:
-                        if is_first and started is not None:
+                    for message in _messages(items, handoff):
+                        if message.HasField("handoff") and started is not None:
                             message.queue_seconds = started - arrived
                             message.prefill_seconds = clock.monotonic() - started
                         if message.handoff.outcome in (Outcome.OUTCOME_RECOMPUTED, Outcome.OUTCOME_FAILED):
@@ -217,10 +220,9 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         if not request.want_cached_ticket:
             return
         tokens.extend(token.id for token in message.tokens)
-        kept = handoff.kept
-        if kept is None:
+        kept, own = handoff.kept, self._context
+        if kept is None or handoff.weights != own.loop.weights:  # KV of other weights gets no ticket
             return
-        own = self._context
         ticket = Ticket(
             ticket_id=new_ticket_id(),
             worker_id=own.worker_id,
@@ -264,8 +266,25 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         task.add_done_callback(self._dismissals.discard)
 
 
+def _messages(items: list[StreamItem], handoff: _Handoff) -> Iterator[decode_pb2.DecodeResponse]:
+    """Combine the available events in one message for each version of the weights; there is none without tokens and
+    without an end."""
+    pending: list[StreamItem] = []
+    for item in items:
+        is_other = item.update is not None and item.weights != handoff.weights
+        if is_other and (message := _message(pending, handoff)) is not None:
+            yield message
+        if is_other:
+            pending, handoff.weights = [item], item.weights
+        else:
+            pending.append(item)
+    if (message := _message(pending, handoff)) is not None:
+        yield message
+
+
 def _message(items: list[StreamItem], handoff: _Handoff) -> decode_pb2.DecodeResponse | None:
-    """Combine all available events in one message; return `None` if no tokens are available yet."""
+    """Combine events of one version of the weights in a message; return `None` if it would have neither tokens nor an
+    end."""
     message = decode_pb2.DecodeResponse()
     last: SequenceUpdate | None = None
     for item in items:
@@ -279,8 +298,10 @@ def _message(items: list[StreamItem], handoff: _Handoff) -> decode_pb2.DecodeRes
             handoff.kept = item.update.kept
             if item.update.finish_reason is not None:
                 message.finish_reason = wire.finish_to_wire(item.update.finish_reason)
-    if last is None or not message.tokens:
+    if last is None or not (message.tokens or message.finish_reason):
         return None
+    if handoff.weights != handoff.sent_weights:
+        message.weight_version, handoff.sent_weights = handoff.weights.name, handoff.weights
     if not handoff.reported:
         message.handoff.CopyFrom(handoff.describe(last))
         message.kv.extend(wire.kv_reports_to_wire(handoff.kv_report.take_reports()))

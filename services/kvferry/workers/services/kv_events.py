@@ -105,6 +105,11 @@ class CacheFeed:
         self._sequence = 0
         self._lines: set[FeedLine] = set()
 
+    def rename(self, check_name: bytes) -> None:
+        """Send another check name with snapshots from now on, because the model's weights, and so all names, have
+        changed."""
+        self._check_name = check_name
+
     def apply(self, changes: list[CacheChange]) -> None:
         """Apply the changes of a step and send them to every subscriber as one delta."""
         removed: dict[BlockHash, None] = {}

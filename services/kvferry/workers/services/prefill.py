@@ -183,7 +183,8 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         if update is None:
             raise Unavailable("the request ended without a sampled token")
         answer = prefill_pb2.PrefillResponse(
-            first_token=wire.token_to_wire(update.tokens[0]),
+            first_token=wire.token_to_wire(update.tokens[0]) if update.tokens else None,
+            weight_version=item.weights.name,
             finish_reason=wire.finish_to_wire(update.finish_reason),
             num_cached_tokens=update.num_cached,
             num_loaded_tokens=update.num_loaded,
@@ -194,7 +195,8 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         )
         if item.export is None or update.export is None:
             return answer
-        if not request.offer:
+        # KV of other weights than those in use has no offer: its fingerprint would be that of the weights in use.
+        if not request.offer or item.weights != self._context.loop.weights:
             self._context.loop.release_export(item.export)
             return answer
         requested_id = TicketId(request.ticket_id) if request.ticket_id else None

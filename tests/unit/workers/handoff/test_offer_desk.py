@@ -47,7 +47,6 @@ class Desk:
             unit=UnitIdentity(Incarnation("life-1"), WorkerId("p-0"), "127.0.0.1:7"),
             role="prefill",
             model="m",
-            model_digest="digest",
             layout=LAYOUT,
             connector="memory",
             domain="",

@@ -45,7 +45,6 @@ class Worker:
             unit=UnitIdentity(new_incarnation()),
             role="prefill",
             model="m",
-            model_digest="digest",
             layout=LAYOUT,
             connector="memory",
             domain="",

@@ -122,6 +122,10 @@ class DeviceRunner(Runner):
         self._places = BatchSlots(max_sequences, width, len(kv.layout.groups.windows))
         self._outbox = Outbox(model.torch_device, max_sequences)
 
+    @property
+    def why_no_new_weights(self) -> str | None:
+        return "captured steps read the weights of the model that they were captured with; restart the worker"
+
     def run(self, plan: StepPlan) -> StepResult:
         """Compute one step and wait for its tokens.
 

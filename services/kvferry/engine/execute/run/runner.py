@@ -48,6 +48,16 @@ class Runner:
         """Observer of the phases of steps, called on the threads that prepare and compute."""
         self._kernel_seconds: Callable[[], Mapping[str, float]] | None = getattr(model, "phase_seconds", None)
 
+    @property
+    def why_no_new_weights(self) -> str | None:
+        """Reason why the model cannot be exchanged between two steps, with a remedy; `None` if it can."""
+        return None
+
+    def use(self, model: Model) -> None:
+        """Compute with another model of the same shape from the next step on; no step is in flight."""
+        self.model = model
+        self._kernel_seconds = getattr(model, "phase_seconds", None)
+
     def activate(self, slot: int, adapter: PackedAdapter) -> None:
         """Put an adapter into a slot, for all steps prepared from now on.
 

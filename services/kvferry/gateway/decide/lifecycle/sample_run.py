@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from kvferry.core.errors import KvferryError
 from kvferry.core.inference.chunks import KvReport, Timing
 from kvferry.core.inference.pooling import PoolingParams
+from kvferry.core.pausing import with_version
 from kvferry.core.philox import uniform
 from kvferry.core.retention import Retention
 from kvferry.core.sampling import FinishReason, SampledToken, ScoredToken
@@ -276,6 +277,7 @@ class SampleRun:
         finish: FinishReason | None,
         now: float,
         scores: tuple[ScoredToken, ...] | None = None,
+        weight_version: str = "",
     ) -> TokenEvent:
         """Record new tokens, reset the failure count and return the tokens' event.
 
@@ -284,6 +286,7 @@ class SampleRun:
             finish: finish reason; `None` while the sample continues.
             now: monotonic time in seconds.
             scores: log-probabilities of the prompt's tokens; `None` if they are not reported with these tokens.
+            weight_version: version of the weights that made the tokens; empty: as the previous ones.
         """
         if tokens:
             if not self.emitted:
@@ -291,6 +294,9 @@ class SampleRun:
             elif self.failures:
                 self.time(resumed=self.timing.resumed + 1)
                 self.trace.resumed(len(self.emitted))
+            versions = with_version(self.timing.weight_versions, weight_version, len(self.emitted))
+            if versions is not self.timing.weight_versions:
+                self.timing = replace(self.timing, weight_versions=versions)
             self.emitted.extend(token.token_id for token in tokens)
             self.failures = self.failed_steps = 0
             self.excluded.clear()

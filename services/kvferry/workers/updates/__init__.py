@@ -1,0 +1,1 @@
+"""Pauses of generation and changes of the weights, as a worker's administration makes them."""
