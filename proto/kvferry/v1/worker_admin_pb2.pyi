@@ -268,18 +268,22 @@ class CommitWeightsRequest(_message.Message):
 
     REVISION_FIELD_NUMBER: _builtins.int
     TIMEOUT_SECONDS_FIELD_NUMBER: _builtins.int
+    PAUSES_FIELD_NUMBER: _builtins.int
     revision: _builtins.int
     timeout_seconds: _builtins.float
     """time limit for the pause to settle, 0 to 3,600"""
+    pauses: _builtins.bool
+    """stop generation for the change, if it is not paused"""
     def __init__(
         self,
         *,
         revision: _builtins.int = ...,
         timeout_seconds: _builtins.float = ...,
+        pauses: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["revision", b"revision", "timeout_seconds", b"timeout_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pauses", b"pauses", "revision", b"revision", "timeout_seconds", b"timeout_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

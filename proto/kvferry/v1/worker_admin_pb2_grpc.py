@@ -166,7 +166,8 @@ class WorkerAdminServicer:
         raise NotImplementedError('Method not implemented!')
 
     def CommitWeights(self, request, context):
-        """Computes with the prepared weights from the next step on. Generation must be paused; waits until the pause is settled.
+        """Computes with the prepared weights from the next step on. Generation must be paused, unless `pauses` is set; waits
+        until the pause is settled.
         Requests that continue are computed again; the prefix cache and the pins end. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -56,7 +56,8 @@ class WorkerAdminStub:
     PrepareWeights: _grpc.UnaryUnaryMultiCallable[_worker_admin_pb2.PrepareWeightsRequest, _worker_admin_pb2.PrepareWeightsResponse]
     """Reads a checkpoint of the same model into memory, beside the weights in use. Replaces weights prepared before."""
     CommitWeights: _grpc.UnaryUnaryMultiCallable[_worker_admin_pb2.CommitWeightsRequest, _worker_admin_pb2.WeightsStatus]
-    """Computes with the prepared weights from the next step on. Generation must be paused; waits until the pause is settled.
+    """Computes with the prepared weights from the next step on. Generation must be paused, unless `pauses` is set; waits
+    until the pause is settled.
     Requests that continue are computed again; the prefix cache and the pins end. Idempotent.
     """
     DiscardWeights: _grpc.UnaryUnaryMultiCallable[_worker_admin_pb2.DiscardWeightsRequest, _worker_admin_pb2.DiscardWeightsResponse]
@@ -92,7 +93,8 @@ class WorkerAdminAsyncStub(WorkerAdminStub):
     PrepareWeights: _aio.UnaryUnaryMultiCallable[_worker_admin_pb2.PrepareWeightsRequest, _worker_admin_pb2.PrepareWeightsResponse]  # type: ignore[assignment]
     """Reads a checkpoint of the same model into memory, beside the weights in use. Replaces weights prepared before."""
     CommitWeights: _aio.UnaryUnaryMultiCallable[_worker_admin_pb2.CommitWeightsRequest, _worker_admin_pb2.WeightsStatus]  # type: ignore[assignment]
-    """Computes with the prepared weights from the next step on. Generation must be paused; waits until the pause is settled.
+    """Computes with the prepared weights from the next step on. Generation must be paused, unless `pauses` is set; waits
+    until the pause is settled.
     Requests that continue are computed again; the prefix cache and the pins end. Idempotent.
     """
     DiscardWeights: _aio.UnaryUnaryMultiCallable[_worker_admin_pb2.DiscardWeightsRequest, _worker_admin_pb2.DiscardWeightsResponse]  # type: ignore[assignment]
@@ -185,7 +187,8 @@ class WorkerAdminServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_admin_pb2.CommitWeightsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_admin_pb2.WeightsStatus, _abc.Awaitable[_worker_admin_pb2.WeightsStatus]]:
-        """Computes with the prepared weights from the next step on. Generation must be paused; waits until the pause is settled.
+        """Computes with the prepared weights from the next step on. Generation must be paused, unless `pauses` is set; waits
+        until the pause is settled.
         Requests that continue are computed again; the prefix cache and the pins end. Idempotent.
         """
 

@@ -359,6 +359,13 @@ GATEWAY_BATCHES = Metric(
     values={"state": ("failed", "in_progress", "finalizing", "completed", "expired", "cancelled")},
 )
 
+GATEWAY_PAUSED = Metric(
+    "kvferry_gateway_paused_seconds", MetricKind.GAUGE, "Time for which generation is paused; 0 while it runs."
+)
+GATEWAY_WEIGHTS = Metric(
+    "kvferry_gateway_weights_info", MetricKind.GAUGE, "1 for the version of the weights of each worker.",
+    ("worker", "version"),
+)  # fmt: skip
 GATEWAY_HELD = Metric("kvferry_gateway_held_requests", MetricKind.GAUGE, "Samples held until the pool has a worker.")
 GATEWAY_WAKES = Metric(
     "kvferry_gateway_scale_from_zero_total", MetricKind.COUNTER, "Roles of the pool scaled from 0 replicas to 1."

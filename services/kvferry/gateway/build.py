@@ -31,6 +31,7 @@ from kvferry.gateway.fleet.fleet import Fleet
 from kvferry.gateway.fleet.membership import Membership
 from kvferry.gateway.fleet.pins.fleet_pins import FleetPins
 from kvferry.gateway.fleet.pool_api import PoolApi
+from kvferry.gateway.fleet.pool_generation import PoolGeneration
 from kvferry.gateway.fleet.readiness import FleetCollector, PoolCollector
 from kvferry.gateway.fleet.waking import Waker
 from kvferry.gateway.fleet.worker_keys import WorkerKeys
@@ -39,6 +40,7 @@ from kvferry.gateway.http.admin_api import AdminApi
 from kvferry.gateway.http.batches.inner_call import InnerCall
 from kvferry.gateway.http.browsers import BrowserRules, is_loopback_address
 from kvferry.gateway.http.client_api import ClientApi
+from kvferry.gateway.http.generation_routes import GenerationRoutes
 from kvferry.gateway.http.pin_routes import PinRoutes
 from kvferry.gateway.http.responses.shared_store import SharedResponses
 from kvferry.gateway.http.server.tls import Certificate
@@ -84,6 +86,7 @@ class GatewayParts:
     gate: FlowGate
     dispatcher: Dispatcher
     pins: FleetPins
+    generation: PoolGeneration
     service: TextService
     tracer: Tracer | None
     request_trace: TraceFile | None
@@ -146,7 +149,7 @@ def build_gateway(
     waker = None if pool is None else Waker(pool, holding, clock)
     tenants = Tenants.load(config.tenants_file, config.http.api_keys_file, clock, config.probe_key)
     CertificateCollector({"pool": pool_tls, "clients": certificate}, registry)
-    FleetCollector(fleet, model.name, registry)
+    FleetCollector(fleet, model.name, registry, clock)
     CacheMapCollector(cache_map, cache_feeds, registry)
     PoolCollector(membership, holding, waker, registry)
 
@@ -201,6 +204,8 @@ def build_gateway(
         waker, gate, cache_map, instruments, History(), pool_tls, lambda: dispatcher.runs,
     )  # fmt: skip
     pins = FleetPins(fleet, clock)
+    generation = PoolGeneration(fleet, clock, lambda: _forget_cached(dispatcher, pins))
+    reset_caches = CacheReset(fleet, lambda: _forget_cached(dispatcher, pins)).run
     batches = None if config.batches is None else BatchService(config.batches, clock)
     access = AdminAccess(is_loopback_address(config.admin_address), config.admin_token_file, clock)
     access.warn()
@@ -221,19 +226,20 @@ def build_gateway(
         registry,
         dispatcher.journal,
         status.report,
-        CacheReset(fleet, lambda: _forget_cached(dispatcher, pins)).run,
+        reset_caches,
         adapters.load,
         adapters.unload,
         status.overview,
         status.running,
         status.readiness,
         PinRoutes(service, pins, config.http),
+        GenerationRoutes(generation, reset_caches, clock),
         BrowserRules.of(config.admin_address, config.http.allowed_hosts),
         access,
     )
     return GatewayParts(
         config, clock, pool, certificate, pool_tls, instruments, fleet, membership, cache_map, cache_feeds, waker,
-        tenants, gate, dispatcher, pins, service, tracer, request_trace, status, batches,
+        tenants, gate, dispatcher, pins, generation, service, tracer, request_trace, status, batches,
         None if batches is None else _batch_runner(batches, service, client_app, gate, tenants, instruments),
         client_api, client_app, admin_api, shared,
     )  # fmt: skip

@@ -117,6 +117,7 @@ class Gateway:
             "cache feeds": parts.cache_feeds.run(),
             "history": self._follow_totals(),
             "pins": parts.pins.run(),
+            "generation": parts.generation.run(),
         }
         if parts.waker is not None:
             following["waker"] = parts.waker.run()

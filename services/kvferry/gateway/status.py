@@ -57,7 +57,8 @@ class GatewayStatus:
         """Return whether a request would be served, and a note for each worker that accepts no requests."""
         if self.is_draining:
             return False, ["this gateway is draining"]
-        found = [*self.membership.notes(), *notes(self.fleet)]
+        paused = self.fleet.rule.note(self.clock.wall())
+        found = [*([paused] if paused else []), *self.membership.notes(), *notes(self.fleet)]
         if self.pool is not None and not can_serve(self.fleet):
             found.append(
                 f"pool {self.pool.pool} has no workers that accept requests; {self.holding.num_held} requests are "

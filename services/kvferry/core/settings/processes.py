@@ -222,7 +222,7 @@ CLIENTS = (
     Setting(
         "sse_keepalive",
         15.0,
-        "Seconds between the comments that are sent while the first event of a stream is awaited; 0 sends none.",
+        "Seconds without an event of a stream after which a comment is sent; 0 sends none.",
         parse=seconds(0, 3600),
     ),
     Setting("http_keepalive", 120.0, "Seconds after which an idle HTTP connection is closed.", parse=seconds(1, 86400)),

@@ -17,6 +17,7 @@ from kvferry.core.clock import Clock
 from kvferry.core.errors import Unauthenticated
 from kvferry.gateway.decide.config import FleetConfig
 from kvferry.gateway.decide.flow.capacity import WorkerRoom
+from kvferry.gateway.decide.generation_rule import GenerationRule
 from kvferry.gateway.decide.routing.discovery import Listing
 from kvferry.gateway.decide.routing.routes import Candidates, Replica
 from kvferry.gateway.fleet.member import Hold, Member, WorkerView
@@ -48,6 +49,8 @@ class Fleet:
             tls: TLS of the pool; `None` for plain connections to workers.
             clock: gives the time at which a status is received.
         """
+        self.rule = GenerationRule()
+        """The pool's pause and weights."""
         self._tls = tls
         self._config = config
         self._model = model
@@ -99,7 +102,10 @@ class Fleet:
         for key, listing in listed.items():
             if key in known:
                 continue
-            member = Member(listing, self._model, self._keys, stalled_polls=self._config.stalled_polls, tls=self._tls)
+            member = Member(
+                listing, self._model, self._keys,
+                stalled_polls=self._config.stalled_polls, tls=self._tls, rule=self.rule,
+            )  # fmt: skip
             self._members.append(member)
             if self._is_running:
                 _log.info("worker %s (%s) added", listing.name, listing.endpoint.address)

@@ -88,6 +88,13 @@ def _worker(view: WorkerView) -> dict[str, Any]:
         "staged": view.is_staged,
         "adapters": [{"name": name, "digest": digest.hex()} for name, digest in sorted(view.adapters)],
         "adapter_failures": view.adapter_failures,
+        "pause": {
+            "mode": None if view.pause.mode is None else view.pause.mode.value,
+            "by": view.pause.by,
+            "since": view.pause.since,
+            "settled": view.is_pause_settled,
+        },
+        "weights": asdict(view.weights),
         "in_flight": view.in_flight,
         "load": asdict(view.load),
     }

@@ -17,8 +17,10 @@ import grpc
 from kvferry.core.errors import Unauthenticated
 from kvferry.core.ids import AdapterId, Incarnation, WorkerId
 from kvferry.core.load import WorkerLoad
+from kvferry.core.pausing import PauseState
 from kvferry.gateway.decide.config import Endpoint
 from kvferry.gateway.decide.flow.capacity import WorkerRoom
+from kvferry.gateway.decide.generation_rule import GenerationRule, PoolWeights
 from kvferry.gateway.decide.routing.discovery import Listing
 from kvferry.gateway.decide.routing.routes import Place, Replica
 from kvferry.gateway.fleet.stall_detector import StallDetector
@@ -27,6 +29,7 @@ from kvferry.gateway.fleet.worker_keys import WorkerKeys
 from kvferry.rpc.access.call_keys import CallSigner
 from kvferry.rpc.access.signed_channel import signed
 from kvferry.rpc.errors import error_from_rpc
+from kvferry.rpc.pause_wire import pause_from_wire
 from kvferry.rpc.tls.pool_tls import PoolTls
 from kvferry.rpc.worker_wire import load_from_wire
 from kvferry.v1 import (
@@ -82,6 +85,9 @@ class WorkerView:
     """Adapter versions that only requests already started with them may use."""
     adapter_failures: Mapping[str, str] = field(default_factory=dict)
     """Why an adapter of the worker's list is not loaded, by name."""
+    pause: PauseState = PauseState()  # noqa: RUF009  frozen
+    is_pause_settled: bool = False
+    weights: PoolWeights = PoolWeights()  # noqa: RUF009  frozen
 
     @property
     def takes_work(self) -> bool:
@@ -150,6 +156,7 @@ class Member:
         *,
         stalled_polls: int,
         tls: PoolTls | None = None,
+        rule: GenerationRule | None = None,
     ) -> None:
         """
         Args:
@@ -158,7 +165,9 @@ class Member:
             keys: sign the calls; `None` for workers that do not check them, in tests.
             stalled_polls: see `FleetConfig.stalled_polls`.
             tls: TLS of the pool; `None` for plain connections.
+            rule: the pool's pause and weights, which the worker must have; `None` for its own.
         """
+        self._rule = rule or GenerationRule()
         self.listing = listing
         """The worker's latest listing."""
         self.has_left = False
@@ -281,7 +290,10 @@ class Member:
         before = self.view().why_not
         self._status, self._reported_at = status, now
         load = load_from_wire(status.load)
-        self._steps.observe(status.identity.incarnation, status.num_steps, load.running)
+        incarnation = status.identity.incarnation
+        self._rule.saw(incarnation, pause_from_wire(status.pause), weights_of(status.weights))
+        is_due = self._rule.starts_steps(incarnation)
+        self._steps.observe(incarnation, status.num_steps, load.running if is_due else 0)
         self._room = WorkerRoom(
             self.listing.role, status.max_sequences, load.num_requests, len(self.held), load.kv_usage
         )
@@ -346,6 +358,9 @@ class Member:
             adapters=_versions(status.adapters),
             retired_adapters=_versions(status.retired_adapters),
             adapter_failures=dict(status.adapter_failures),
+            pause=pause_from_wire(status.pause),
+            is_pause_settled=status.pause.settled,
+            weights=weights_of(status.weights),
         )
 
     def room(self) -> WorkerRoom | None:
@@ -383,7 +398,12 @@ class Member:
             return "not ready"
         if self._steps.is_stalled:
             return f"its engine has made no steps for {self._steps.count} statuses, with requests running"
-        return self.why_suspect
+        return self._rule.refusal(status.identity.incarnation) or self.why_suspect
+
+
+def weights_of(message: worker_admin_pb2.WeightsStatus) -> PoolWeights:
+    """Convert the weights of a worker."""
+    return PoolWeights(message.revision, message.version, message.digest, message.path)
 
 
 def _versions(adapters: Iterable[common_pb2.Adapter]) -> frozenset[AdapterId]:

@@ -7,6 +7,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from kvferry.core import metrics
+from kvferry.core.clock import Clock
 from kvferry.core.metrics import Metric, MetricKind
 from kvferry.gateway.decide.flow.capacity import CLOSED, UNBOUNDED, Room, room, step_places
 from kvferry.gateway.decide.routing.holding import Holding
@@ -45,8 +46,16 @@ def notes(fleet: Fleet) -> list[str]:
 class FleetCollector(Collector):
     """Gauges read from the fleet at each scrape."""
 
-    def __init__(self, fleet: Fleet, model: str, registry: CollectorRegistry) -> None:
+    def __init__(self, fleet: Fleet, model: str, registry: CollectorRegistry, clock: Clock) -> None:
+        """
+        Args:
+            fleet: the workers.
+            model: name of the served model.
+            registry: registry in which the collector is registered.
+            clock: measures the length of a pause.
+        """
         self._fleet = fleet
+        self._clock = clock
         self._model = model
         registry.register(self)
 
@@ -73,7 +82,18 @@ class FleetCollector(Collector):
         for view in views:
             quarantined.add_metric([view.endpoint.address], view.load.blocks_quarantined)
         yield quarantined
+        yield from self._generation(views)
         yield from _tiers(views)
+
+    def _generation(self, views: Sequence[WorkerView]) -> Iterator[MetricFamily]:
+        pause = self._fleet.rule.pause
+        paused = _gauge(metrics.GATEWAY_PAUSED)
+        paused.add_metric((), 0.0 if pause.mode is None else max(0.0, self._clock.wall() - pause.since))
+        yield paused
+        weights = _gauge(metrics.GATEWAY_WEIGHTS)
+        for view in views:
+            weights.add_metric([view.endpoint.address, view.weights.version], 1)
+        yield weights
 
 
 class PoolCollector(Collector):

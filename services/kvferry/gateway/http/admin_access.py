@@ -23,6 +23,8 @@ LOCAL = "loopback"
 """Name in the log of who makes a change without a token, on a loopback address."""
 _FIELD = "admin_token_file"
 _FLAG = "--admin-token-file"
+WHO = "kvferry.who"
+"""Key of an ASGI scope: name of who makes a change."""
 _MAX_FILE_BYTES = 64 << 10
 _UNNAMED = "token"
 _SCHEME = "bearer "
@@ -166,6 +168,7 @@ class ChangeGuard:
             await error_response(refused)(scope, receive, send)
             return
         status = 500
+        scope[WHO] = who
 
         async def send_noted(message: Message) -> None:
             nonlocal status

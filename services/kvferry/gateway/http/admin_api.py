@@ -22,6 +22,8 @@ from kvferry.gateway.dispatch.journal import MAX_LISTED, Journal
 from kvferry.gateway.http.admin_access import AdminAccess, ChangeGuard
 from kvferry.gateway.http.browsers import BrowserGuard, BrowserRules
 from kvferry.gateway.http.client_api import error_response
+from kvferry.gateway.http.generation_routes import PATHS as GENERATION_PATHS
+from kvferry.gateway.http.generation_routes import GenerationRoutes
 from kvferry.gateway.http.openai import reply as openai_reply
 from kvferry.gateway.http.page_files import PageFiles
 from kvferry.gateway.http.pin_routes import PATHS as PIN_PATHS
@@ -41,6 +43,7 @@ PATHS = (
     "/debug/requests/{id}",
     "POST /reset_prefix_cache",
     *PIN_PATHS,
+    *GENERATION_PATHS,
     "POST /v1/load_lora_adapter",
     "POST /v1/unload_lora_adapter",
     "/health",
@@ -74,6 +77,8 @@ class AdminApi:
     """Function that returns whether requests are accepted, and the reasons."""
     pins: PinRoutes
     """Routes of pinned prefixes."""
+    generation: GenerationRoutes
+    """Routes that pause generation and change the weights."""
     rules: BrowserRules
     """Requests of browsers that are accepted."""
     access: AdminAccess
@@ -92,6 +97,7 @@ class AdminApi:
             Route("/debug/requests/{request_id}", self._request, methods=["GET"]),
             Route("/reset_prefix_cache", self._reset_prefix_cache, methods=["POST"]),
             *self.pins.routes(),
+            *self.generation.routes(),
             Route("/v1/load_lora_adapter", self._load_adapter, methods=["POST"]),
             Route("/v1/unload_lora_adapter", self._unload_adapter, methods=["POST"]),
             Route("/health", self._health, methods=["GET"]),

@@ -314,7 +314,8 @@ async def send_events(
         send: ASGI `send` of the request.
         end: bytes after the last event.
         failed: returns the last event of a stream that fails after its status was sent; `end` is not sent then.
-        keepalive_seconds: interval of the comments that are sent while the first event is awaited; 0 sends none.
+        keepalive_seconds: time without an event after which a comment is sent, for example while generation is
+            paused; 0 sends none.
 
     Raises:
         KvferryError: the stream failed before its first event and its first comment; no status was sent.
@@ -327,11 +328,25 @@ async def send_events(
             await send({"type": "http.response.start", "status": 200, "headers": list(_STREAM_HEADERS)})
             is_begun = True
 
+    num_sent = 0
+    sending = asyncio.Lock()  # a comment never splits an event
+
     async def keep_alive() -> None:
         while True:
+            before = num_sent
             await asyncio.sleep(keepalive_seconds)
+            if num_sent != before or sending.locked():
+                continue
+            async with sending:
+                await begin()
+                await send({"type": "http.response.body", "body": b": keep-alive\n\n", "more_body": True})
+
+    async def send_event(event: bytes) -> None:
+        nonlocal num_sent
+        num_sent += 1
+        async with sending:
             await begin()
-            await send({"type": "http.response.body", "body": b": keep-alive\n\n", "more_body": True})
+            await send({"type": "http.response.body", "body": event, "more_body": True})
 
     async with aclosing(events) as opened:
         keeping = asyncio.create_task(keep_alive()) if keepalive_seconds else None
@@ -339,11 +354,9 @@ async def send_events(
         try:
             # Wait for the first event before sending a status, so that a rejected request gets an ordinary error.
             first = await anext(opened, b"")
-            await _cancelled(keeping)
-            await begin()
-            await send({"type": "http.response.body", "body": first, "more_body": True})
+            await send_event(first)
             async for event in opened:
-                await send({"type": "http.response.body", "body": event, "more_body": True})
+                await send_event(event)
         except KvferryError as error:
             await _cancelled(keeping)
             if not is_begun:

@@ -2,6 +2,8 @@
 
 import asyncio
 import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from kvferry.core.errors import InvalidRequest
 from kvferry.core.pausing import MAX_BY_CHARS, PauseMode, PauseState
@@ -49,14 +51,32 @@ class PauseKeeper:
             await self.settled(request.timeout_seconds)
         return self.status()
 
-    async def settled(self, timeout_seconds: float) -> bool:
-        """Wait until the pause is settled, at most `timeout_seconds`; return whether it is."""
+    async def settled(self, timeout_seconds: float, *, is_stopped: bool = False) -> bool:
+        """Wait until the pause is settled, and return whether it is.
+
+        Args:
+            timeout_seconds: maximum time to wait.
+            is_stopped: whether the caller has stopped generation (`stopped`), so that only the engine counts.
+        """
         deadline = self._context.clock.monotonic() + timeout_seconds
-        while not self.is_settled:
-            if self.state.mode is None or self._context.clock.monotonic() >= deadline:
+        while not (self._context.loop.is_pause_settled if is_stopped else self.is_settled):
+            if (self.state.mode is None and not is_stopped) or self._context.clock.monotonic() >= deadline:
                 return False
             await asyncio.sleep(_POLL_SECONDS)
         return True
+
+    @asynccontextmanager
+    async def stopped(self) -> AsyncIterator[None]:
+        """Stop generation for the length of a `with` block, if it is not paused."""
+        async with self._turn:
+            if self.state.mode is not None:
+                yield
+                return
+            await self._context.loop.pause_generation(PauseMode.KEEP)
+            try:
+                yield
+            finally:
+                await self._context.loop.pause_generation(None)
 
     @property
     def is_settled(self) -> bool:

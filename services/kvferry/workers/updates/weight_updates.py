@@ -5,6 +5,7 @@ and used from the next step on (commit). A failure of either leaves the weights 
 import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 from kvferry.core.errors import InvalidRequest, ModelFileError, Unavailable, UsageError
@@ -151,13 +152,14 @@ class WeightUpdates:
                     field="revision",
                     reason="WEIGHTS_NOT_PREPARED",
                 )
-            if not await self._pauses.settled(request.timeout_seconds):
-                raise Unavailable(
-                    "generation is not paused, or did not stop in time; pause, then commit again",
-                    reason="NOT_PAUSED",
-                    retry_after_seconds=1.0,
-                )
-            await self._change(prepared)
+            async with self._pauses.stopped() if request.pauses else nullcontext():
+                if not await self._pauses.settled(request.timeout_seconds, is_stopped=request.pauses):
+                    raise Unavailable(
+                        "generation is not paused, or did not stop in time; pause, then commit again",
+                        reason="NOT_PAUSED",
+                        retry_after_seconds=1.0,
+                    )
+                await self._change(prepared)
             self._drop()
         await asyncio.to_thread(free_memory)
         return self.status

@@ -49,7 +49,6 @@ async def profiled() -> AsyncIterator[tuple[Profiling, EngineLoop, LLM]]:
         UnitIdentity(Incarnation("0" * 16)),
         "both",
         "tiny",
-        "",
         llm.runner.kv.layout,
         "tcp",
         "",

@@ -41,6 +41,7 @@ class CacheFeeds:
         self._limits = FeedLimits()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._incarnations: dict[str, str] = {}
+        self._fingerprints: dict[str, bytes] = {}
         self.audits: Counter[str] = Counter()
         """Number of audits by outcome."""
 
@@ -63,6 +64,10 @@ class CacheFeeds:
             if view is None or view.incarnation is None:
                 continue
             self._map.join(address)
+            if self._fingerprints.get(address) != view.fingerprint:  # the weights have changed, and all names with them
+                self._fingerprints[address] = view.fingerprint
+                if address in self._tasks and self._map.state(address) is MapState.BLIND:
+                    await _end(self._tasks.pop(address))  # subscribe at once, with the new check name
             if self._incarnations.get(address) != view.incarnation:
                 self._incarnations[address] = view.incarnation
                 self._map.met(address, view.incarnation)
@@ -72,6 +77,7 @@ class CacheFeeds:
                 self._tasks[address] = asyncio.create_task(self._feed(address).run(), name=f"cache feed {address}")
         for address in self._map.replicas.keys() - present:
             self._incarnations.pop(address, None)
+            self._fingerprints.pop(address, None)
             task = self._tasks.pop(address, None)
             if task is not None:
                 await _end(task)

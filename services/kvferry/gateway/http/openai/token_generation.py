@@ -14,6 +14,7 @@ from pydantic import Field
 from kvferry.core.errors import CONTEXT_LENGTH_EXCEEDED, InvalidRequest
 from kvferry.core.inference.chunks import StopReason, TextChunk, Timing
 from kvferry.core.limits import MAX_CACHE_SALT_CHARS
+from kvferry.core.pausing import VersionRuns
 from kvferry.core.sampling import MAX_OUTPUT_TOKENS
 from kvferry.gateway.http.fields import field_policy
 from kvferry.gateway.http.fields.cache_fields import CacheHintFields
@@ -87,6 +88,17 @@ class TokenChoice(Struct):
     logprobs: reply.ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: StopReason = None
+    weight_version: str | UnsetType = UNSET
+    """Version of the weights that made the last token; with the finish reason."""
+    weight_versions: VersionRuns | UnsetType = UNSET
+    """The versions with the index of their first token, if several made the tokens."""
+
+    def add_versions(self, timing: Timing | None) -> None:
+        """Add the versions of the weights that made the tokens, if they are known."""
+        if timing is not None and (runs := timing.weight_versions):
+            self.weight_version = runs[-1][0]
+            if len(runs) > 1:
+                self.weight_versions = runs
 
 
 class TokenReply(Struct):
@@ -201,6 +213,7 @@ class _Sample:
         if chunk.finish_reason is not None:
             self.choice.finish_reason, self.choice.stop_reason = chunk.finish_reason.value, chunk.stop_reason
             self.timing = chunk.timing or self.timing
+            self.choice.add_versions(chunk.timing)
 
 
 async def answer(request: TokenGeneration) -> bytes:
@@ -244,7 +257,9 @@ async def events(request: TokenGeneration) -> AsyncGenerator[bytes, None]:
             if not ids and finish is None:
                 continue
             logprobs = reply.chat_logprobs(chunk.tokens, spell)
-            event = TokenReply(request.request_id, [TokenChoice(chunk.index, ids, logprobs, finish, chunk.stop_reason)])
+            choice = TokenChoice(chunk.index, ids, logprobs, finish, chunk.stop_reason)
+            choice.add_versions(chunk.timing)
+            event = TokenReply(request.request_id, [choice])
             if generation.form.include_usage:
                 event.usage = running.after(chunk) if generation.form.has_running_usage else None
             yield reply.sse(event)
