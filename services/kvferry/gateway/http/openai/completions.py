@@ -193,10 +193,18 @@ class _Sample:
                 tool_calls=calls or UNSET,
             )
             finish = _finish(self.finish_reason, has_calls=bool(calls))
-            return reply.ChatChoice(index, message, self.chat_logprobs, finish, self.stop_reason, token_ids)
+            chat = reply.ChatChoice(index, message, self.chat_logprobs, finish, self.stop_reason, token_ids)
+            return self._with_versions(chat)
         reasons = self.finish_reason, self.stop_reason
         prompt_ids = self.generation.prompt_token_ids(self.number)
-        return reply.TextChoice(index, text, self.text_logprobs, *reasons, self.prompt_logprobs, prompt_ids, token_ids)
+        return self._with_versions(
+            reply.TextChoice(index, text, self.text_logprobs, *reasons, self.prompt_logprobs, prompt_ids, token_ids)
+        )
+
+    def _with_versions(self, choice: reply.Choice) -> reply.Choice:
+        if self.generation.form.has_token_ids:
+            reply.add_versions(choice, self.timing)
+        return choice
 
 
 def _best(samples: Mapping[int, _Sample], per_prompt: int, num_choices: int | None) -> list[_Sample]:
@@ -245,6 +253,8 @@ def _chat_events(generation: Generation) -> Callable[[TextChunk], Sequence[reply
             # As in OpenAI's API, the finish reason is sent in a separate chunk with an empty delta.
             finish = _finish(chunk.finish_reason.value, has_calls=chunk.index in calling)
             made.append(reply.ChunkChoice(chunk.index, reply.Delta(), None, finish, chunk.stop_reason))
+            if generation.form.has_token_ids:
+                reply.add_versions(made[-1], chunk.timing)
         return made
 
     return make
@@ -276,6 +286,8 @@ def _text_events(generation: Generation) -> Callable[[TextChunk], Sequence[reply
         finish = None if chunk.finish_reason is None else chunk.finish_reason.value
         choice = reply.TextChoice(chunk.index, text, logprobs, finish, chunk.stop_reason)
         choice.prompt_token_ids, choice.token_ids = prompt_ids, token_ids
+        if generation.form.has_token_ids:
+            reply.add_versions(choice, chunk.timing)
         return [choice]
 
     return make

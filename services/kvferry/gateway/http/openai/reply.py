@@ -10,6 +10,7 @@ from msgspec import UNSET, Struct, UnsetType
 from kvferry.core.errors import KvferryError
 from kvferry.core.inference.chunks import StopReason, TextChunk, Timing
 from kvferry.core.inference.tool_calls import CallDelta, ToolCall
+from kvferry.core.pausing import VersionRuns
 from kvferry.core.sampling import SampledToken, ScoredToken
 from kvferry.gateway.http.fields.custom_tools import input_of
 from kvferry.rpc.errors import MAX_MESSAGE_CHARS
@@ -151,6 +152,10 @@ class ChunkChoice(Struct):
     stop_reason: StopReason = None
     token_ids: list[int] | UnsetType = UNSET
     """Ids of the tokens of this chunk, if requested."""
+    weight_version: str | UnsetType = UNSET
+    """Version of the weights that made the last token, if token ids are requested; with the finish reason."""
+    weight_versions: VersionRuns | UnsetType = UNSET
+    """The versions with the index of their first token, if several made the tokens."""
 
 
 class ChatMessage(Struct):
@@ -172,6 +177,10 @@ class ChatChoice(Struct):
     """The stop string or stop token id that ended the text; named as in vLLM."""
     token_ids: list[int] | UnsetType = UNSET
     """Ids of the output's tokens, if requested."""
+    weight_version: str | UnsetType = UNSET
+    """Version of the weights that made the last token, if token ids are requested; with the finish reason."""
+    weight_versions: VersionRuns | UnsetType = UNSET
+    """The versions with the index of their first token, if several made the tokens."""
 
 
 class TextChoice(Struct):
@@ -187,9 +196,42 @@ class TextChoice(Struct):
     """Ids of the prompt's tokens, if requested; in a stream in the choice's first chunk."""
     token_ids: list[int] | UnsetType = UNSET
     """Ids of the output's tokens, in a stream those of this chunk, if requested."""
+    weight_version: str | UnsetType = UNSET
+    """Version of the weights that made the last token, if token ids are requested; with the finish reason."""
+    weight_versions: VersionRuns | UnsetType = UNSET
+    """The versions with the index of their first token, if several made the tokens."""
 
 
 Choice = ChunkChoice | ChatChoice | TextChoice
+
+
+class TokenChoice(Struct):
+    """The tokens of one sample, in a whole response or a stream chunk of /inference/v1/generate."""
+
+    index: int
+    token_ids: list[int]
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: StopReason = None
+    weight_version: str | UnsetType = UNSET
+    """Version of the weights that made the last token; with the finish reason."""
+    weight_versions: VersionRuns | UnsetType = UNSET
+    """The versions with the index of their first token, if several made the tokens."""
+
+
+def add_versions(choice: Choice | TokenChoice, timing: Timing | None) -> None:
+    """Add the versions of the weights that made a choice's tokens, if they are known.
+
+    Args:
+        choice: the choice.
+        timing: timing of its sample; `None` before the sample's end.
+    """
+    if timing is not None and (runs := timing.weight_versions):
+        choice.weight_version = runs[-1][0]
+        if len(runs) > 1:
+            choice.weight_versions = runs
+
+
 C = TypeVar("C")
 
 

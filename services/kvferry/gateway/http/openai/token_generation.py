@@ -12,9 +12,8 @@ from msgspec import UNSET, Struct, UnsetType
 from pydantic import Field
 
 from kvferry.core.errors import CONTEXT_LENGTH_EXCEEDED, InvalidRequest
-from kvferry.core.inference.chunks import StopReason, TextChunk, Timing
+from kvferry.core.inference.chunks import TextChunk, Timing
 from kvferry.core.limits import MAX_CACHE_SALT_CHARS
-from kvferry.core.pausing import VersionRuns
 from kvferry.core.sampling import MAX_OUTPUT_TOKENS
 from kvferry.gateway.http.fields import field_policy
 from kvferry.gateway.http.fields.cache_fields import CacheHintFields
@@ -80,32 +79,11 @@ class TokenRequest(CacheHintFields):
         )
 
 
-class TokenChoice(Struct):
-    """The tokens of one sample, in a whole response or a stream chunk."""
-
-    index: int
-    token_ids: list[int]
-    logprobs: reply.ChatLogprobs | None = None
-    finish_reason: str | None = None
-    stop_reason: StopReason = None
-    weight_version: str | UnsetType = UNSET
-    """Version of the weights that made the last token; with the finish reason."""
-    weight_versions: VersionRuns | UnsetType = UNSET
-    """The versions with the index of their first token, if several made the tokens."""
-
-    def add_versions(self, timing: Timing | None) -> None:
-        """Add the versions of the weights that made the tokens, if they are known."""
-        if timing is not None and (runs := timing.weight_versions):
-            self.weight_version = runs[-1][0]
-            if len(runs) > 1:
-                self.weight_versions = runs
-
-
 class TokenReply(Struct):
     """Response of POST /inference/v1/generate, or a chunk of its stream."""
 
     request_id: str
-    choices: list[TokenChoice]
+    choices: list[reply.TokenChoice]
     prompt_logprobs: reply.PromptLogprobs | None = None
     usage: reply.UsageObject | UnsetType | None = UNSET
     """Token usage; in a stream as for completions."""
@@ -200,7 +178,7 @@ async def prepare_tokens(
 
 @dataclass(slots=True)
 class _Sample:
-    choice: TokenChoice
+    choice: reply.TokenChoice
     timing: Timing = field(default_factory=Timing)
     prompt_logprobs: reply.PromptLogprobs | None = None
 
@@ -213,7 +191,7 @@ class _Sample:
         if chunk.finish_reason is not None:
             self.choice.finish_reason, self.choice.stop_reason = chunk.finish_reason.value, chunk.stop_reason
             self.timing = chunk.timing or self.timing
-            self.choice.add_versions(chunk.timing)
+            reply.add_versions(self.choice, chunk.timing)
 
 
 async def answer(request: TokenGeneration) -> bytes:
@@ -227,7 +205,7 @@ async def answer(request: TokenGeneration) -> bytes:
     usage: reply.UsageObject | None = None
     async with aclosing(generation.chunks()) as chunks:
         async for chunk in chunks:
-            sample = samples.setdefault(chunk.index, _Sample(TokenChoice(chunk.index, [])))
+            sample = samples.setdefault(chunk.index, _Sample(reply.TokenChoice(chunk.index, [])))
             await in_parts(chunk, sample.add, chunk, generation)
             usage = reply.add_usage(usage, chunk, first_sample=chunk.index == 0)
     choices = [sample.choice for _, sample in sorted(samples.items())]
@@ -257,8 +235,8 @@ async def events(request: TokenGeneration) -> AsyncGenerator[bytes, None]:
             if not ids and finish is None:
                 continue
             logprobs = reply.chat_logprobs(chunk.tokens, spell)
-            choice = TokenChoice(chunk.index, ids, logprobs, finish, chunk.stop_reason)
-            choice.add_versions(chunk.timing)
+            choice = reply.TokenChoice(chunk.index, ids, logprobs, finish, chunk.stop_reason)
+            reply.add_versions(choice, chunk.timing)
             event = TokenReply(request.request_id, [choice])
             if generation.form.include_usage:
                 event.usage = running.after(chunk) if generation.form.has_running_usage else None
