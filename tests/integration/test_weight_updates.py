@@ -48,11 +48,36 @@ class Stack:
         found: dict[str, object] = httpx.get(f"{self.admin}{path}", timeout=SECONDS).json()
         return found
 
+    def pause(self, query: str = "mode=keep") -> None:
+        answer = httpx.post(f"{self.admin}/pause?{query}", timeout=SECONDS)
+        assert answer.status_code == 200, answer.text
+
     def update(self, path: str, **more: object) -> dict[str, object]:
         answer = self.post("/weights", path=path, **more)
         assert answer.status_code == 200, answer.text
         found: dict[str, object] = answer.json()
         return found
+
+    def accepting(self) -> dict[str, int]:
+        """Return the revision of the weights of each worker that accepts requests, by incarnation."""
+        workers = httpx.get(f"{self.admin}/fleet", timeout=SECONDS).json()["workers"]
+        return {one["incarnation"]: one["weights"]["revision"] for one in workers if one["takes_work"]}
+
+    def wait_for_replacement(self, before: dict[str, int]) -> None:
+        """Wait until another worker is in place of a lost one, and all have the same weights."""
+
+        def is_replaced() -> bool:
+            now = self.accepting()
+            return len(now) == len(before) and now.keys() != before.keys() and len(set(now.values())) == 1
+
+        until(is_replaced, "all workers have the same weights again")
+
+    def answers(self) -> bool:
+        """Return whether the gateway answers and accepts requests."""
+        try:
+            return httpx.get(f"{self.admin}/ready", timeout=SECONDS).status_code == 200
+        except httpx.TransportError:
+            return False
 
     def tokens(self, prompt: list[int], max_tokens: int = 12) -> tuple[list[int], str]:
         """Return the greedy tokens of a prompt and the version that made the last one."""
@@ -216,7 +241,7 @@ def test_aborting_ends_a_stream_with_the_tokens_that_it_has(stack: Stack) -> Non
 def test_waiting_ends_when_running_requests_have(stack: Stack) -> None:
     stream = Stream(stack, [12, *PROMPT])
     until(lambda: len(stream.tokens) > 5, "the stream runs")
-    assert httpx.post(f"{stack.admin}/pause?mode=wait", timeout=SECONDS).status_code == 200
+    stack.pause("mode=wait")
     assert len(stream.join().tokens) == LENGTH
     assert stack.post("/resume").status_code == 200
 
@@ -226,7 +251,7 @@ def test_a_client_that_leaves_a_paused_stream_frees_everything(stack: Stack) -> 
     body = {"token_ids": PROMPT, "sampling_params": sampling, "stream": True}
     with httpx.stream("POST", f"{stack.http}/inference/v1/generate", json=body, timeout=SECONDS) as answer:
         next(answer.iter_lines())
-        assert httpx.post(f"{stack.admin}/pause?mode=keep", timeout=SECONDS).status_code == 200
+        stack.pause()
     assert_workers_idle(stack.workers)
     assert stack.post("/resume").status_code == 200
 
@@ -241,6 +266,55 @@ def test_routes_of_other_servers_mean_the_same(stack: Stack) -> None:
     refused = stack.post("/update_weights_from_disk", model_path="v1", flush_cache=False)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "flush_cache")
     assert stack.tokens(PROMPT)[1] == "again"
+
+
+def test_a_worker_that_is_lost_gets_the_weights_of_the_pool_before_it_is_used(stack: Stack) -> None:
+    """The worker that replaces a killed one starts with the weights of the start."""
+    known = stack.update("v2", version="v2")
+    before = stack.accepting()
+    lost = stack.process.children("decode")[0]
+    lost.kill()
+    lost.wait(SECONDS)
+    stack.wait_for_replacement(before)
+    assert set(stack.accepting().values()) == {known["revision"]}
+    for number in range(8):
+        prompt = [40 + number, *PROMPT]
+        assert stack.tokens(prompt) == (alone(with_tokenizer(stack, "v2"), prompt, 12), "v2")
+
+
+def test_a_worker_that_is_killed_in_an_update_does_not_serve_other_weights(stack: Stack) -> None:
+    stack.update("v1", version="v1")
+    stack.pause()
+    before = stack.accepting()
+    lost = stack.process.children("decode")[0]
+    lost.suspend()
+    answers: list[httpx.Response] = []
+    updating = threading.Thread(target=lambda: answers.append(stack.post("/weights", path="v2", version="v2")))
+    updating.start()
+    lost.kill()
+    lost.wait(SECONDS)
+    updating.join(SECONDS)
+    version = "v2" if answers[0].status_code == 200 else "v1"
+    assert stack.get("/weights")["version"] == version, answers[0].text
+    stack.wait_for_replacement(before)
+    assert stack.post("/resume").status_code == 200
+    for number in range(6):
+        prompt = [60 + number, *PROMPT]
+        assert stack.tokens(prompt) == (alone(with_tokenizer(stack, version), prompt, 12), version)
+
+
+def test_a_pause_outlives_the_gateway(stack: Stack) -> None:
+    weights = stack.update("v1", version="v1")
+    stack.pause()
+    lost = stack.process.children("gateway")[0]
+    lost.kill()
+    lost.wait(SECONDS)
+    until(stack.answers, "the gateway is back")
+    until(lambda: bool(stack.get("/is_paused")["is_paused"]), "the gateway knows of the pause")
+    assert stack.get("/weights") == weights
+    assert any("generation is paused" in note for note in stack.get("/ready")["notes"])  # type: ignore[attr-defined]
+    assert stack.post("/resume").status_code == 200
+    assert stack.tokens(PROMPT)[1] == "v1"
 
 
 @pytest.mark.parametrize(

@@ -196,6 +196,11 @@ class Fleet:
         member.wake.set()
         self._announce()
 
+    def poll_now(self) -> None:
+        """Poll the status of all workers at once, because it has changed."""
+        for member in self._members:
+            member.wake.set()
+
     def may_recover(self) -> bool:
         """Return whether a worker that can decode may accept requests again without a restart."""
         return any(member.listing.role != "prefill" and member.may_recover for member in self._members)

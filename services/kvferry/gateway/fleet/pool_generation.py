@@ -28,6 +28,8 @@ _log = logging.getLogger(__name__)
 _PREPARE_SECONDS = 900.0
 _CALL_SECONDS = 10.0
 """Time that a call may take beyond the time for which the worker waits."""
+_SEEN_SECONDS = 5.0
+"""Time for the workers' next statuses to show a change."""
 _LOOK_SECONDS = 0.5
 _RETRY_SECONDS = 5.0
 """Time after which a worker that could not be brought up to date is tried again."""
@@ -129,6 +131,7 @@ class PoolGeneration:
             except BaseException:
                 await self._on_all(views, lambda view: self._discard(view, revision))
                 raise
+            await self._seen(revision)
             return weights
 
     async def run(self) -> None:
@@ -248,6 +251,15 @@ class PoolGeneration:
                 "accept no requests until they have them",
                 reason="UPDATE_INCOMPLETE",
             )
+
+    async def _seen(self, revision: int) -> None:
+        """Wait for the workers' statuses with the new weights, whose KV has another fingerprint."""
+        self._fleet.poll_now()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_SEEN_SECONDS):
+                await self._fleet.wait_until(
+                    lambda fleet: all(view.weights.revision == revision for view in fleet.views() if view.takes_work)
+                )
 
     async def _prepare(self, view: WorkerView, request: pb.PrepareWeightsRequest) -> pb.PrepareWeightsResponse:
         stub = self._fleet.admin(view.endpoint.address)
