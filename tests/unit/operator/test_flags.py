@@ -112,6 +112,8 @@ NO_FIELD = {
     "decode_admin": "role split has no pods: roles prefill and decode are scaled separately",
     "adapter": "spec.adapters is a file, which pods follow without a restart",
     "adapter_folder": "spec.adapters lists all adapters; calls to one of several gateways would change single pods",
+    "weights_folder": "a folder in a pod. As KVFERRY_WEIGHTS_FOLDER, with a volume, in roles[].template",
+    "weight_version": "of one checkpoint. As KVFERRY_WEIGHT_VERSION in roles[].template",
     "probe_key": "of local stacks",
     "share_ports": "set by --processes",
     "strict_fields": "of a gateway's clients. As KVFERRY_STRICT_FIELDS in gateway.template",

@@ -63,7 +63,7 @@ async def test_every_change_needs_a_token_and_reading_does_not(
                 assert "--admin-token-file" in refused.json()["error"]["message"]
             granted = await client.request(method, admin_url(gateway) + path, headers=bearer(TOKEN))
             assert granted.status_code not in (401, 403), path
-        assert changes == 5
+        assert changes == 11
         assert [worker.num_resets for worker in gateway.workers.all] == [1, 1]
 
 
