@@ -102,6 +102,10 @@ class ScriptedWorker(prefill_pb2_grpc.PrefillServicer, ScriptedPins):
         self.pause = worker_admin_pb2.PauseStatus()
         self.weights = worker_admin_pb2.WeightsStatus(version="start", digest="00")
         self.prepared_weights: worker_admin_pb2.PrepareWeightsRequest | None = None
+        self.settles = True
+        """Whether pauses settle."""
+        self.digest_of: Callable[[str], str] = str
+        """Returns the digest of the weights at a path."""
         self.fails_at: dict[str, KvferryError] = {}
         """Errors of methods of the administration, by name."""
         self.adapters: dict[str, bytes] = {}
@@ -223,7 +227,7 @@ class ScriptedWorker(prefill_pb2_grpc.PrefillServicer, ScriptedPins):
                 mode=request.mode,
                 by=request.by,
                 since=request.since,
-                settled=bool(request.mode),
+                settled=bool(request.mode) and self.settles,
             )
         return self.pause
 
@@ -232,7 +236,9 @@ class ScriptedWorker(prefill_pb2_grpc.PrefillServicer, ScriptedPins):
     ) -> worker_admin_pb2.PrepareWeightsResponse:
         self._fail("PrepareWeights")
         self.prepared_weights = request
-        return worker_admin_pb2.PrepareWeightsResponse(version=request.version or "of its digest", digest=request.path)
+        return worker_admin_pb2.PrepareWeightsResponse(
+            version=request.version or "of its digest", digest=self.digest_of(request.path)
+        )
 
     async def CommitWeights(
         self, request: worker_admin_pb2.CommitWeightsRequest, context: Any

@@ -3,6 +3,7 @@ written after it."""
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -558,3 +559,17 @@ def test_a_fetcher_without_pages_converts_nothing() -> None:
     fetcher = start(script, ticket=other_ticket(), first_block=0, num_blocks=3)
     assert "cannot convert pages" in str(outcome(script).failure)
     fetcher._pool.shutdown()
+
+
+def test_a_ticket_of_other_weights_fails_its_load_and_reads_nothing() -> None:
+    """The weights may change between the check of a ticket and its fetch."""
+    script = Script()
+    fetcher = Fetcher(script, script, LAYOUT, script.hear, clock=script.clock)  # type: ignore[arg-type]
+    fetcher.use_layout(replace(LAYOUT, model_digest="new"))
+    fetcher.start(1, RequestId("r"), FetchSource(a_ticket(), 1), 0, [BlockId(20)])
+    outcome, quiet = script.messages
+    assert isinstance(outcome, LoadOutcome)
+    assert "differs from this worker's" in (outcome.failure or "")
+    assert quiet == PagesQuiet(1)
+    assert (script.reads, script.described) == ([], 0)
+    fetcher.close()

@@ -302,6 +302,8 @@ async def test_the_report_has_state_and_load_of_each_worker(pair):
         "staged": False,
         "adapters": [],
         "adapter_failures": {},
+        "pause": {"mode": None, "by": "", "since": 0.0, "settled": False},
+        "weights": {"revision": 0, "version": "start", "digest": "00", "path": ""},
         "in_flight": 0,
         "load": asdict(WorkerLoad(blocks_total=100, blocks_free=75)),
     }

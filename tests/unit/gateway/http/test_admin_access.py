@@ -56,7 +56,8 @@ async def test_every_change_needs_a_token_and_reading_does_not(
                 assert (await client.request(method, admin_url(gateway) + path)).status_code in (200, 404), path
                 continue
             changes += 1
-            for headers in ({}, bearer("x" * 32), bearer(TOKEN[:-1]), {"authorization": f"Basic {TOKEN}"}):
+            wrong = (bearer("x" * 32), bearer(TOKEN[:-1])) if changes <= 4 else ()  # more would be too many
+            for headers in ({}, {"authorization": f"Basic {TOKEN}"}, *wrong):
                 refused = await client.request(method, admin_url(gateway) + path, headers=headers)
                 assert refused.status_code == 401, path
                 assert refused.headers["www-authenticate"] == "Bearer"
@@ -64,7 +65,7 @@ async def test_every_change_needs_a_token_and_reading_does_not(
             granted = await client.request(method, admin_url(gateway) + path, headers=bearer(TOKEN))
             assert granted.status_code not in (401, 403), path
         assert changes == 11
-        assert [worker.num_resets for worker in gateway.workers.all] == [1, 1]
+        assert [worker.num_resets for worker in gateway.workers.all] == [2, 2], "one of them by /pause"
 
 
 async def test_guessed_tokens_are_limited_and_the_right_one_still_passes(

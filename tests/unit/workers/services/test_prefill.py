@@ -11,6 +11,7 @@ from harness.idle import assert_idle
 from kvferry.core.clock import SystemClock
 from kvferry.core.errors import InvalidRequest, KvferryError, Unavailable
 from kvferry.core.ids import new_incarnation
+from kvferry.core.pausing import PauseMode, WeightVersion
 from kvferry.core.sampling import SamplingParams
 from kvferry.engine.engine import Engine
 from kvferry.engine.loop.engine_loop import CommandQueue, EngineLoop
@@ -191,3 +192,18 @@ async def test_many_callers_at_once_each_get_an_offer_of_their_own(worker: Worke
     assert [a.first_token.id for a in answers] == [expected_tokens([i, i + 1, i + 2], 1)[0] for i in range(8)]
     for answer in answers:
         await worker.release(answer.ticket_id)
+
+
+async def test_kv_of_other_weights_than_those_in_use_has_no_offer(worker: Worker) -> None:
+    worker.loop.weights = WeightVersion("new", 1)  # as if they had changed while the answer was on its way
+    answer = await worker.run()
+    assert answer.first_token.id == expected_tokens(PROMPT, 1)[0]
+    assert answer.ticket == b""
+    assert worker.desk.is_idle
+
+
+async def test_a_request_that_a_pause_ends_has_no_token(worker: Worker) -> None:
+    await worker.loop.pause_generation(PauseMode.ABORT)
+    answer = await worker.run(num_generated=1)
+    assert not answer.HasField("first_token")
+    assert (answer.finish_reason, answer.ticket) == (common_pb2.FINISH_REASON_ABORT, b"")
