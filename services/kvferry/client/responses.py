@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 
 from kvferry.core.inference.chunks import TextChunk, Timing, Usage
 from kvferry.core.inference.tool_calls import CallDelta
-from kvferry.rpc import pause_wire, retention_wire, wire
+from kvferry.rpc import retention_wire, wire
 from kvferry.v1 import inference_pb2
 
 _NESTED = frozenset({"kv", "retention", "weight_versions"})
@@ -42,7 +42,7 @@ def chunk_from_wire(message: inference_pb2.GenerateResponse) -> TextChunk:
             **plain,
             kv=wire.kv_reports_from_wire(message.timing.kv),
             retention=retention,
-            weight_versions=pause_wire.versions_from_wire(message.timing.weight_versions),
+            weight_versions=tuple((one.version, one.first_token) for one in message.timing.weight_versions),
         )
     stopped = message.WhichOneof("stop_reason")
     return TextChunk(

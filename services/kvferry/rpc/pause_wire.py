@@ -1,10 +1,10 @@
-"""Converts pauses of generation and weight versions to and from `kvferry.v1` messages."""
+"""Converts pauses of generation to and from `kvferry.v1` messages."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from kvferry.core.errors import InvalidRequest
-from kvferry.core.pausing import PauseMode, PauseState, VersionRuns
-from kvferry.v1 import inference_pb2, worker_admin_pb2
+from kvferry.core.pausing import PauseMode, PauseState
+from kvferry.v1 import worker_admin_pb2
 
 _MODES: Mapping[PauseMode, "worker_admin_pb2.PauseMode.ValueType"] = {
     PauseMode.ABORT: worker_admin_pb2.PAUSE_MODE_ABORT,
@@ -50,13 +50,3 @@ def pause_from_wire(message: worker_admin_pb2.PauseStatus) -> PauseState:
     """Convert the state of a worker; a mode that this version does not know becomes `keep`, as nothing may run."""
     mode = _FROM_WIRE.get(message.mode, PauseMode.KEEP) if message.mode else None
     return PauseState(message.revision, mode, message.by, message.since)
-
-
-def versions_to_wire(runs: VersionRuns) -> list[inference_pb2.WeightVersion]:
-    """Convert the versions of a sample's tokens."""
-    return [inference_pb2.WeightVersion(version=version, first_token=first) for version, first in runs]
-
-
-def versions_from_wire(messages: Iterable[inference_pb2.WeightVersion]) -> VersionRuns:
-    """Convert the versions of a sample's tokens."""
-    return tuple((message.version, message.first_token) for message in messages)

@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[3]
 _OWN = re.compile(
-    r"kvferry(\.client(\.\w+)?|\.core(\.(constraint|errors|inference(\.\w+)?|limits|retention|sampling))?"
+    r"kvferry(\.client(\.\w+)?|\.core(\.(constraint|errors|inference(\.\w+)?|limits|pausing|retention|sampling))?"
     r"|\.rpc(\.(channel|errors|retention_wire|wire))?|\.v1(\.(common_pb2|inference_pb2|inference_pb2_grpc))?)?"
 )
 """The modules of kvferry that a client consists of."""

@@ -11,7 +11,7 @@ from kvferry.core.inference.beams import BeamParams
 from kvferry.core.inference.chunks import TextChunk, Timing
 from kvferry.core.inference.tools import MAX_PARAMETERS_CHARS, MAX_TOOLS, Tool, ToolMode, ToolUse
 from kvferry.core.sampling import MAX_OUTPUT_TOKENS
-from kvferry.rpc import pause_wire, retention_wire, wire
+from kvferry.rpc import retention_wire, wire
 from kvferry.text.tools.conversations import MAX_CALLS, call_input
 from kvferry.v1 import inference_pb2
 
@@ -193,7 +193,9 @@ def _timing_to_wire(timing: Timing) -> inference_pb2.Timing:
         prefill_worker=timing.prefill_worker,
         decode_worker=timing.decode_worker,
         resumed=timing.resumed,
-        weight_versions=pause_wire.versions_to_wire(timing.weight_versions),
+        weight_versions=[
+            inference_pb2.WeightVersion(version=version, first_token=first) for version, first in timing.weight_versions
+        ],
         kv=wire.kv_reports_to_wire(timing.kv),
         retention=None if timing.retention is None else retention_wire.retention_to_wire(timing.retention),
     )

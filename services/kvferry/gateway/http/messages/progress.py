@@ -115,6 +115,8 @@ class MessageProgress:
     def _reason(self, chunk: TextChunk, usage: Usage) -> str:
         if chunk.finish_reason is FinishReason.LENGTH:
             return "max_tokens" if usage.output_tokens >= self._max_tokens else "model_context_window_exceeded"
+        if chunk.finish_reason is FinishReason.ABORT:
+            return "pause_turn"  # clients may send the answer back to continue it
         if isinstance(chunk.stop_reason, str):
             return "stop_sequence"
         has_calls = any(isinstance(block, out.ToolUseOutput) for block in self._blocks)

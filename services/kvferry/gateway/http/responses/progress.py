@@ -186,7 +186,8 @@ class ResponseProgress:
         self._items.append(item)
 
     def _finish(self, chunk: TextChunk) -> Iterator[out.Event]:
-        is_cut = chunk.finish_reason is FinishReason.LENGTH
+        is_cut = chunk.finish_reason in (FinishReason.LENGTH, FinishReason.ABORT)
+        why = "max_output_tokens" if chunk.finish_reason is FinishReason.LENGTH else "generation_paused"
         if self._open is None and not any(isinstance(item, _ANSWERS) for item in self._items):
             yield from self._enter("message", "msg")  # an empty answer is a message without text
         yield from self._close("incomplete" if is_cut else "completed")
@@ -195,7 +196,7 @@ class ResponseProgress:
             status="incomplete" if is_cut else "completed",
             output=list(self._items),
             usage=None if chunk.usage is None else out.ResponseUsage.of(chunk.usage),
-            incomplete_details=out.IncompleteDetails("max_output_tokens") if is_cut else None,
+            incomplete_details=out.IncompleteDetails(why) if is_cut else None,
         )
         if chunk.timing is not None:
             ended.kvferry = chunk.timing
