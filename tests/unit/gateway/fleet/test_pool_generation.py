@@ -55,7 +55,8 @@ async def gateway() -> AsyncIterator[ScriptedGateway]:
 
 async def post(gateway: ScriptedGateway, route: str, **body: object) -> httpx.Response:
     async with httpx.AsyncClient(timeout=20) as client:
-        return await client.post(gateway.admin_url + route, content=json.dumps(body))
+        headers = {"content-type": "application/json"}
+        return await client.post(gateway.admin_url + route, content=json.dumps(body), headers=headers)
 
 
 async def until_all(gateway: ScriptedGateway, revision: int) -> None:
