@@ -60,9 +60,11 @@ async def post(gateway: ScriptedGateway, route: str, **body: object) -> httpx.Re
 
 
 async def until_all(gateway: ScriptedGateway, revision: int) -> None:
+    """Wait until the gateway knows that the present process of each worker has the weights and is used."""
+    expected = {(worker.incarnation, revision) for worker in gateway.workers.all}
     async with asyncio.timeout(20):
         await gateway.gateway.fleet.wait_until(
-            lambda fleet: all(view.takes_work and view.weights.revision == revision for view in fleet.views())
+            lambda fleet: {(v.incarnation, v.weights.revision) for v in fleet.views() if v.takes_work} == expected
         )
 
 
