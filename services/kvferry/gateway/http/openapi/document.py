@@ -78,10 +78,22 @@ def openapi_document(version: str, *, needs_key: bool, operations: Iterable[Oper
         },
         "paths": dict(paths),
         "components": {
-            "schemas": {**bodies, **components},
+            "schemas": {**bodies, **_without_tuples(components)},
             "securitySchemes": {_KEY: {"type": "http", "scheme": "bearer"}},
         },
     }
+
+
+def _without_tuples(schema: Any) -> Any:
+    """Return a schema whose tuples are arrays of a fixed length: generators of clients do not read `prefixItems`."""
+    if isinstance(schema, list):
+        return [_without_tuples(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    made = {key: _without_tuples(value) for key, value in schema.items() if key != "prefixItems"}
+    if isinstance(kinds := schema.get("prefixItems"), list):
+        made |= {"items": {"anyOf": _without_tuples(kinds)}, "minItems": len(kinds), "maxItems": len(kinds)}
+    return made
 
 
 def _operation(op: Operation, answers: Mapping[str, Any], *, needs_key: bool) -> dict[str, Any]:

@@ -64,6 +64,16 @@ def walk(value: Any) -> Iterator[dict[str, Any]]:
         yield from walk(item)
 
 
+def test_generators_of_clients_can_read_each_schema():
+    """oapi-codegen 2.8 ends at `"items": false`, which JSON Schema has for tuples."""
+    found = list(walk(DOCUMENT))
+    assert not [part for part in found if "prefixItems" in part]
+    assert not [part for part in found if isinstance(part.get("items", {}), bool)]
+    runs = SCHEMAS["ChatChoice"]["properties"]["weight_versions"]["items"]
+    assert runs["items"] == {"anyOf": [{"type": "string"}, {"type": "integer"}]}
+    assert (runs["minItems"], runs["maxItems"]) == (2, 2)
+
+
 async def test_each_route_of_the_server_is_described_and_each_described_route_is_served(client):
     served = {
         (re.sub(r":path}", "}", route.path), method.lower())
