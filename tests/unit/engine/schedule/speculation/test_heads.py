@@ -19,6 +19,7 @@ from kvferry.core.ids import RequestId
 from kvferry.core.sampling import SamplingParams
 from kvferry.core.settings.engine import SchedulerLimits
 from kvferry.engine import LLM
+from kvferry.engine.execute.drafts import eagle_drafts
 from kvferry.engine.execute.drafts.load_heads import load_heads
 from kvferry.engine.schedule.messages import EngineRequest
 from kvferry.engine.schedule.speculation.acceptance import MIN_CONFIDENCE
@@ -329,9 +330,25 @@ def test_models_without_heads_are_refused_by_name(kernels: str, scale: float, me
         load_heads(parse_speculation(f"eagle={tmp_path}"), model)  # type: ignore[arg-type]
 
 
-def test_drafts_become_short_if_none_is_accepted(tmp_path: Path) -> None:
+class EqualTimes:
+    """A clock with which everything that is measured takes a millisecond."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+
+    def monotonic(self) -> float:
+        self._now += 0.001
+        return self._now
+
+    def wall(self) -> float:
+        return self._now
+
+
+def test_drafts_become_short_if_none_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of any number of rows take equally long, and no token of a random head is accepted."""
+    monkeypatch.setattr(eagle_drafts, "SystemClock", EqualTimes)
     llm = a_model(f"eagle={write_eagle(tmp_path, CONFIG, is_fused=False, tensors=sharper(CONFIG, is_fused=False))}")
+    llm.engine._clock = EqualTimes()
     seen, _ = drafts_of(llm, [PROMPTS[0]], SamplingParams(temperature=1.0, seed=1, max_tokens=300, ignore_eos=True))
     assert seen, "some drafts are needed for measurements"
     assert sum(len(tokens) > 200 for tokens, _ in seen) < 20
