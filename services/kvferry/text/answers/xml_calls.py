@@ -171,6 +171,11 @@ def _is_whole(reader: Reader, text: str) -> bool:
     return False
 
 
+def kind_of(value: object) -> str:
+    """Return the type of a value of JSON."""
+    return _kind_of(json.dumps(value))
+
+
 def _kind_of(value: str) -> str:
     first = value[0]
     if first in _KIND_BY_FIRST:
@@ -202,7 +207,7 @@ def _kinds(schema: object, root: Mapping[str, object], visits: Iterator[int], de
         kinds &= _with_integers(each for each in named if isinstance(each, str))
     for values in ([schema["const"]] if "const" in schema else None, schema.get("enum")):
         if isinstance(values, list):
-            kinds &= _with_integers(_kind_of(json.dumps(value)) for value in values)
+            kinds &= _with_integers(map(kind_of, values))
     if isinstance(schema.get("$ref"), str):
         kinds = kinds.intersection(*inner([definition(schema["$ref"], root)]))
     for keyword in ("anyOf", "oneOf"):

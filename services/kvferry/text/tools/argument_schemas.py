@@ -2,7 +2,7 @@
 prepares every schema in a grammar (`lark_text`)."""
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 from kvferry.core.errors import InvalidRequest, shortened
 from kvferry.core.inference.tools import Tool
@@ -15,6 +15,8 @@ _PLAIN = frozenset(
     {"type", "properties", "required", "additionalProperties", "title", "description", "$schema", "strict"}
 )
 _DEFINITIONS = ("$defs", "definitions")
+MAX_NAME_CHARS = 256
+"""Maximum length of an argument's name in formats that write arguments one by one; no longer one is read there."""
 
 
 def check_arguments(tool: Tool, schema: Mapping[str, object]) -> None:
@@ -59,16 +61,18 @@ def separate_arguments(
     schema = tool.schema
     properties = schema.get("properties", {})
     required = schema.get("required", [])
-    if not isinstance(properties, Mapping) or not isinstance(required, list):
-        raise unsuitable("properties must be an object, and required an array")
+    if not isinstance(properties, Mapping) or not is_list_of_names(required):
+        raise unsuitable("properties must be an object, and required an array of strings")
     other = sorted(schema.keys() - _PLAIN - set(_DEFINITIONS))
     if other:
         raise unsuitable(f"it has {shortened(other[0])!r}")
     unknown = [name for name in required if name not in properties]
     if unknown:
-        raise unsuitable(f"it requires {shortened(str(unknown[0]))!r}, which is not in properties")
+        raise unsuitable(f"it requires {shortened(unknown[0])!r}, which is not in properties")
     shared = {name: schema[name] for name in _DEFINITIONS if name in schema}
     for name, value in properties.items():
+        if len(name) > MAX_NAME_CHARS:
+            raise unsuitable(f"the property {shortened(name)!r} has more than {MAX_NAME_CHARS} characters")
         if not isinstance(value, Mapping | bool):
             raise unsuitable(f"the property {shortened(name)!r} has no schema")
         inner = value if isinstance(value, Mapping) else {} if value else {"not": {}}
@@ -78,6 +82,11 @@ def separate_arguments(
         made = {**shared, **closed(inner)}
         check_arguments(tool, made)
         yield name, made, name in required
+
+
+def is_list_of_names(required: object) -> TypeGuard[list[str]]:
+    """Return whether a value may be the list `required` of a schema."""
+    return isinstance(required, list) and all(isinstance(name, str) for name in required)
 
 
 def references(schema: object) -> Iterator[str]:
@@ -103,7 +112,7 @@ def _closed(schema: Mapping[str, Any], *, nested: bool) -> dict[str, Any]:
     if isinstance(properties, Mapping):
         if nested:
             made["properties"] = {name: _closed_value(one) for name, one in properties.items()}
-        is_known = not isinstance(required, list) or all(name in properties for name in required)
+        is_known = not isinstance(required, list) or all(isinstance(one, str) and one in properties for one in required)
         if is_known and not _OPEN & schema.keys():
             made["additionalProperties"] = False
     if nested and isinstance(items, dict):

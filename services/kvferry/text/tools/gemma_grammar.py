@@ -13,9 +13,10 @@ from typing import Any
 from kvferry.core.errors import InvalidRequest, shortened
 from kvferry.core.inference.tools import Tool
 from kvferry.text.answers.gemma_calls import CALL, NOT_IN_KEYS, QUOTE
-from kvferry.text.answers.xml_calls import KINDS, definition, kinds_of
-from kvferry.text.tools.argument_schemas import separate_arguments
-from kvferry.text.tools.plain_texts import IGNORED, PlainTexts, Unsuitable
+from kvferry.text.answers.xml_calls import KINDS, definition, kind_of, kinds_of
+from kvferry.text.grammar.tagged_unions import distinguished
+from kvferry.text.tools.argument_schemas import MAX_NAME_CHARS, is_list_of_names, separate_arguments
+from kvferry.text.tools.plain_texts import IGNORED, PlainTexts, Unsuitable, check_exclusive, escaped, quoted
 
 _MAX_RULES = 512
 """Maximum number of values in the schemas of one call."""
@@ -29,24 +30,23 @@ _MAX_ITEMS = 1024
 _UNQUOTED = f"~/(?s:.*){re.escape(QUOTE)}(?s:.*)/"
 
 
-def gemma_call(tool: Tool, rule: str, spacing: Mapping[str, object], quote: str) -> list[str]:
+def gemma_call(tool: Tool, rule: str, spacing: Mapping[str, object], quote: str, *, is_spelled: bool) -> list[str]:
     """Return the rules of a call of `tool`; the first one is named `rule`.
 
     Args:
         tool: the tool to call.
         rule: name of the rule, and prefix of the names of the others.
         spacing: llguidance's options for whitespace in JSON.
-        quote: `<escape>` as it is written in a rule: a control token, or its text.
+        quote: `<escape>` as it is written in a rule: a token, or its text.
+        is_spelled: whether the text of an answer does not show if `<escape>` was the token or was spelled.
 
     Raises:
         InvalidRequest: the schema cannot be expressed in the format.
     """
     unsuitable = partial(_unsuitable, tool)
-    values = _Values(rule, spacing, quote, unsuitable)
-    members = [
-        (name, values.rule_of(schema, schema), is_required)
-        for name, schema, is_required in separate_arguments(tool, unsuitable)
-    ]
+    values = _Values(rule, spacing, quote, unsuitable, is_spelled=is_spelled)
+    arguments = ((name, distinguished(one), need) for name, one, need in separate_arguments(tool, unsuitable))
+    members = [(name, values.rule_of(schema, schema, KINDS), is_required) for name, schema, is_required in arguments]
     body = values.object_of(members)
     return [f"{rule}: {json.dumps(f'{CALL}{tool.name}')} {body}", *values.rules]
 
@@ -54,24 +54,28 @@ def gemma_call(tool: Tool, rule: str, spacing: Mapping[str, object], quote: str)
 class _Values:
     """Writes the rules of values."""
 
-    def __init__(self, prefix: str, spacing: Mapping[str, object], quote: str, unsuitable: Unsuitable) -> None:
+    def __init__(
+        self, prefix: str, spacing: Mapping[str, object], quote: str, unsuitable: Unsuitable, *, is_spelled: bool
+    ) -> None:
         self.rules: list[str] = []
         self._prefix, self._spacing, self._quote, self._unsuitable = prefix, spacing, quote, unsuitable
-        self._definitions: dict[str, str] = {}
+        self._is_spelled = is_spelled
+        self._definitions: dict[tuple[str, frozenset[str]], str] = {}
         self._count = 0
 
-    def rule_of(self, schema: Any, root: Mapping[str, Any]) -> str:
+    def rule_of(self, schema: Any, root: Mapping[str, Any], outer: frozenset[str]) -> str:
         """Write the rule of a schema's values; return its name.
 
         Args:
             schema: the schema.
             root: the schema that has the definitions.
+            outer: the types that the schemas around it permit.
 
         Raises:
             InvalidRequest: the schema cannot be expressed.
         """
         name = self._new_name()
-        self._write(name, schema, root)
+        self._write(name, schema, root, outer)
         return name
 
     def object_of(self, members: list[tuple[str, str, bool]]) -> str:
@@ -87,9 +91,10 @@ class _Values:
         self.rules += [f'{name}_first_{count}: ""', f'{name}_next_{count}: ""']
         for number in range(count - 1, -1, -1):
             key, value, is_required = members[number]
-            if not key or key != key.strip() or NOT_IN_KEYS.intersection(key) or QUOTE in key:
+            is_plain = key and key == key.strip() and not NOT_IN_KEYS.intersection(key) and key[0] != QUOTE[0]
+            if not is_plain or QUOTE in key or len(key) > MAX_NAME_CHARS:
                 raise self._unsuitable(f"the property {shortened(key)!r} cannot be written without quotes")
-            member, after = f"{json.dumps(key + ':', ensure_ascii=False)} {value}", f"{name}_next_{number + 1}"
+            member, after = f"{quoted(key + ':')} {value}", f"{name}_next_{number + 1}"
             skip = "" if is_required else " | {}"
             self.rules.append(f"{name}_first_{number}: {member} {after}" + skip.format(f"{name}_first_{number + 1}"))
             self.rules.append(f'{name}_next_{number}: "," {member} {after}' + skip.format(after))
@@ -103,23 +108,28 @@ class _Values:
             raise self._unsuitable(f"its schema has more than {_MAX_RULES} values")
         return f"{self._prefix}_v{self._count}"
 
-    def _write(self, name: str, schema: Any, root: Mapping[str, Any]) -> None:
+    def _write(self, name: str, schema: Any, root: Mapping[str, Any], outer: frozenset[str]) -> None:
         if not isinstance(schema, Mapping):
             raise self._unsuitable("a value without a schema could be of any type")
-        self.rules.append(f"{name}: {' | '.join(self._alternatives(schema, root))}")
+        self.rules.append(f"{name}: {' | '.join(self._alternatives(schema, root, outer))}")
 
-    def _alternatives(self, schema: Mapping[str, Any], root: Mapping[str, Any]) -> Iterator[str]:
+    def _alternatives(self, schema: Mapping[str, Any], root: Mapping[str, Any], outer: frozenset[str]) -> Iterator[str]:
         """Yield the expressions of a schema's values."""
         others = schema.keys() - IGNORED
+        kinds = kinds_of(schema, root) & outer
+        if not kinds:
+            raise self._unsuitable("a value has no possible type")
         for keyword in ("const", "enum"):
             if keyword in schema:
                 values = schema[keyword] if keyword == "enum" else [schema[keyword]]
-                self._only(others, {keyword, *_STRING_LIMITS} if keyword == "enum" else {keyword})
-                yield from (self._constant(value, 0) for value in values)
+                self._only(others, {keyword, *_STRING_LIMITS})
+                if not isinstance(values, list):
+                    raise self._unsuitable("enum must be an array")
+                yield from self._constants(values, schema, root, kinds)
                 return
         if isinstance(schema.get("$ref"), str):
             self._only(others, {"$ref"})
-            yield self._defined(schema["$ref"], root)
+            yield self._defined(schema["$ref"], root, kinds)
             return
         for keyword in ("anyOf", "oneOf", "allOf"):
             branches = schema.get(keyword)
@@ -127,9 +137,11 @@ class _Values:
                 self._only(others, {keyword})
                 if keyword == "allOf" and len(branches) != 1:
                     raise self._unsuitable("a value has allOf with several schemas")
-                yield from (self.rule_of(branch, root) for branch in branches)
+                if keyword == "oneOf":
+                    check_exclusive(branches, root, kinds, self._unsuitable)
+                possible = (branch for branch in branches if kinds_of(branch, root) & kinds)
+                yield from (self.rule_of(branch, root, kinds) for branch in possible)
                 return
-        kinds = kinds_of(schema, root)
         if kinds == KINDS and "type" not in schema:
             raise self._unsuitable("a value without a type could be of any type")
         known = _of_kinds(kinds)
@@ -160,7 +172,7 @@ class _Values:
 
     def _string(self, schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
         texts = PlainTexts(root, self._unsuitable)
-        own = {key: value for key, value in schema.items() if key in _STRING_LIMITS}
+        own = {key: value for key, value in schema.items() if key in _STRING_LIMITS or key == "enum"}
         return self._quoted(texts.of({"type": "string", **own}, frozenset({"string"})))
 
     def _quoted(self, text: str) -> str:
@@ -169,7 +181,7 @@ class _Values:
         terminal = name.upper()
         if self._quote.startswith("<["):
             self.rules += [f"{name}: {self._quote} {name}_text {self._quote}", f"{name}_text: {terminal}"]
-            self.rules.append(f"{terminal}: {text}")
+            self.rules.append(f"{terminal}: ({text}) & {_UNQUOTED}" if self._is_spelled else f"{terminal}: {text}")
         else:
             self.rules += [f"{name}: {self._quote} {name}_text", f"{name}_text[lazy]: {terminal}"]
             self.rules.append(f"{terminal}: (({text}) & {_UNQUOTED}) {self._quote}")
@@ -183,26 +195,43 @@ class _Values:
             return '"[]"'
         if "items" not in schema:
             raise self._unsuitable("an array without items could have values of any type")
-        item = self.rule_of(schema["items"], root)
-        several = f'"[" {item} ("," {item}){{{max(0, least - 1)},{most - 1}}} "]"'
+        item = self.rule_of(schema["items"], root, KINDS)
+        more = f' ("," {item}){{{max(0, least - 1)},{most - 1}}}' if most > 1 else ""
+        several = f'"[" {item}{more} "]"'
         return several if least else f'"[]" | {several}'
 
     def _object(self, schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
         properties, required = schema.get("properties", {}), schema.get("required", [])
-        if not isinstance(properties, Mapping) or not isinstance(required, list):
-            raise self._unsuitable("properties must be an object, and required an array")
+        if not isinstance(properties, Mapping) or not is_list_of_names(required):
+            raise self._unsuitable("properties must be an object, and required an array of strings")
         if schema.get("additionalProperties", False) is not False:
             raise self._unsuitable("an object may have members that its schema does not name")
         if set(required) - properties.keys():
             raise self._unsuitable("an object requires members that are not in its properties")
-        members = [(key, self.rule_of(value, root), key in required) for key, value in properties.items()]
+        members = [(key, self.rule_of(value, root, KINDS), key in required) for key, value in properties.items()]
         return self.object_of(members)
 
-    def _defined(self, reference: str, root: Mapping[str, Any]) -> str:
-        if reference not in self._definitions:
-            name = self._definitions[reference] = self._new_name()
-            self._write(name, definition(reference, root), root)
-        return self._definitions[reference]
+    def _defined(self, reference: str, root: Mapping[str, Any], kinds: frozenset[str]) -> str:
+        place = (reference, kinds)
+        if place not in self._definitions:
+            name = self._definitions[place] = self._new_name()
+            self._write(name, definition(reference, root), root, kinds)
+        return self._definitions[place]
+
+    def _constants(
+        self, values: list[Any], schema: Mapping[str, Any], root: Mapping[str, Any], kinds: frozenset[str]
+    ) -> Iterator[str]:
+        """Yield the expressions of the constants of these types; a string must also be within its limits."""
+        texts = [value for value in values if isinstance(value, str)]
+        if texts and "string" in kinds:
+            if any(QUOTE in value for value in texts):
+                raise self._unsuitable(f"a constant contains {QUOTE}")
+            yield self._string({**schema, "enum": texts}, root)
+        for value in values:
+            kind = kind_of(value)
+            is_whole = kind == "number" and value.is_integer()
+            if kind != "string" and (kind in kinds or (is_whole and "integer" in kinds)):
+                yield self._constant(value, 0)
 
     def _constant(self, value: Any, depth: int) -> str:
         if depth > _MAX_CONSTANT_DEPTH:
@@ -210,8 +239,7 @@ class _Values:
         if isinstance(value, str):
             if QUOTE in value:
                 raise self._unsuitable(f"a constant contains {QUOTE}")
-            text = f"{json.dumps(value, ensure_ascii=False)} " if value else ""
-            return f"{self._quote} {text}{self._quote}"
+            return f"{self._quote} /{escaped(value)}/ {self._quote}" if value else f"{self._quote} {self._quote}"
         if isinstance(value, list):
             return '"[" ' + ' "," '.join(self._constant(one, depth + 1) for one in value) + ' "]"'
         if isinstance(value, Mapping):

@@ -327,8 +327,11 @@ def _functiongemma(tools: Sequence[Tool], marks: Marks, more: int) -> list[str]:
     opener, closer = (_terminal(marker, marks) for marker in (gemma_calls.OPENER, gemma_calls.CLOSER))
     rules = [f"answer: tagged{{1,{more + 1}}}", f"tagged: {opener} call {closer}"]
     rules.append("call: " + " | ".join(f"call_{number}" for number in range(len(tools))))
+    is_spelled = gemma_calls.QUOTE not in marks.by_text
     for number, tool in enumerate(tools):
-        rules += gemma_call(tool, f"call_{number}", _SPACING, _terminal(gemma_calls.QUOTE, marks))
+        rules += gemma_call(
+            tool, f"call_{number}", _SPACING, _terminal(gemma_calls.QUOTE, marks), is_spelled=is_spelled
+        )
     return rules
 
 

@@ -4,6 +4,7 @@ An expression is one of a terminal in llguidance's grammars. A pattern, a length
 the texts.
 """
 
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -73,6 +74,8 @@ class PlainTexts:
         parts: list[str] = []
         for key, value in schema.items():
             if key in ("anyOf", "oneOf") and isinstance(value, list):
+                if key == "oneOf":
+                    check_exclusive(value, self._root, kinds, self._unsuitable)
                 inner = [self.of(each, kinds) for each in value if kinds_of(each, self._root) & kinds]
                 parts.append(" | ".join(f"({each})" for each in inner))
             elif key == "allOf" and isinstance(value, list):
@@ -122,6 +125,49 @@ def one_of(values: list[Any], kinds: frozenset[str]) -> str:
     """Return the expression of the constants of these types."""
     texts = [escaped(value) for value in values if isinstance(value, str) and "string" in kinds]
     return "/(?:" + "|".join([*texts, *["null"] * (None in values and "null" in kinds)]) + ")/"
+
+
+def check_exclusive(
+    branches: list[Any], root: Mapping[str, Any], outer: frozenset[str], unsuitable: Unsuitable
+) -> None:
+    """Check that no value matches two schemas of a `oneOf`: they have different types, or different constants.
+
+    Args:
+        branches: the schemas.
+        root: the schema that has the definitions.
+        outer: the types that are possible at all.
+        unsuitable: returns the error.
+
+    Raises:
+        InvalidRequest: a value may match several schemas.
+    """
+    ranges: frozenset[str] = frozenset()
+    """Types of the alternatives that are not constants."""
+    constants: frozenset[str] = frozenset()
+    values: set[str] = set()
+    for branch in branches:
+        kinds, own = kinds_of(branch, root) & outer, _constants(branch)
+        if own is None:
+            is_shared = bool(kinds & (ranges | constants))
+            ranges |= kinds
+        else:
+            is_shared = bool(kinds & ranges) or not values.isdisjoint(own)
+            constants |= kinds
+            values |= own
+        if is_shared:
+            raise unsuitable("oneOf needs alternatives of different types or with different constants; use anyOf")
+
+
+def _constants(schema: Any) -> set[str] | None:
+    """Return the constants of a schema as JSON; `None` if it is not a list of constants."""
+    given = schema if isinstance(schema, Mapping) else {}
+    values = [given["const"]] if "const" in given else given.get("enum")
+    return {json.dumps(value, sort_keys=True) for value in values} if isinstance(values, list) else None
+
+
+def quoted(text: str) -> str:
+    """Quote a string for a rule."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f").replace("%", "\\u0025")
 
 
 def escaped(text: str) -> str:

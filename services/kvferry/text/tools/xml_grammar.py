@@ -15,7 +15,7 @@ from kvferry.core.errors import InvalidRequest, shortened
 from kvferry.core.inference.tools import Tool
 from kvferry.text.answers.xml_calls import END_FUNCTION, END_PARAMETER, FUNCTION, PARAMETER, kinds_of
 from kvferry.text.tools.argument_schemas import separate_arguments
-from kvferry.text.tools.plain_texts import FORMATS, IGNORED, PlainTexts
+from kvferry.text.tools.plain_texts import FORMATS, IGNORED, PlainTexts, quoted
 
 _TEXT = frozenset({"string", "null"})
 _CLOSING = re.escape(END_PARAMETER).replace("/", r"\/")
@@ -43,7 +43,7 @@ def xml_call(tool: Tool, rule: str, spacing: Mapping[str, object]) -> list[str]:
             raise unsuitable(f"the property {shortened(name)!r} has an angle bracket or a line break")
         part, end = f"{rule}_{number}", f"\n{END_PARAMETER}\n"
         parts.append(part if is_required else f"{part}?")
-        opening = _quoted(f"{PARAMETER}{name}>\n")
+        opening = quoted(f"{PARAMETER}{name}>\n")
         kinds = kinds_of(schema, schema)
         if "string" in kinds and kinds <= _TEXT:
             terminal = part.upper()
@@ -76,18 +76,13 @@ def _of_lengths(schema: Mapping[str, Any], kinds: frozenset[str]) -> str:
             return ""
     least, most = own.get("minLength", 0), own.get("maxLength", "")
     is_counted = all(type(one) is int and one >= 0 for one in (least, most or 0)) and least <= _MAX_LEAST
-    known = {"minLength", "maxLength"} | ({"format"} if own.get("format") not in FORMATS else set())
+    known = {"minLength", "maxLength"} | ({"format"} if str(own.get("format")) not in FORMATS else set())
     if not is_counted or own.keys() - IGNORED - known or (most != "" and most <= least):
         return ""
     text = rf"/(?s:.{{0,{most}}}\n?)/"
     if least:
         text = rf"/(?s:.{{{least},{most}}}\n|.{{{least + 1},{most}}})/ & ~/(?s:.{{0,{least}}}){_CLOSING}(?s:.*)/"
     return f'({text}) | "null\\n"' if "null" in kinds else text
-
-
-def _quoted(text: str) -> str:
-    """Quote a string for a rule."""
-    return json.dumps(text).replace("\x7f", "\\u007f").replace("%", "\\u0025")
 
 
 def _unsuitable(tool: Tool, why: str) -> InvalidRequest:

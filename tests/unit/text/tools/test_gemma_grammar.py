@@ -7,6 +7,7 @@ from unit.text.tools.test_grammars import ALL_MARKS, CONTROL, NO_MARKS, accepts,
 
 from kvferry.core.errors import InvalidRequest
 from kvferry.core.inference.tools import Tool
+from kvferry.text.answers.marks import Marks
 from kvferry.text.answers.registry import CallFormat
 from kvferry.text.tools.grammars import calls_grammar
 
@@ -47,6 +48,15 @@ def takes(properties: dict[str, Any], members: str, **more: Any) -> bool:
             ["{}", "{k:1}", "{l:true,m:1}"],
         ),
         ({"anyOf": [{"type": "integer"}, {"type": "string", "maxLength": 1}]}, ["1", "<escape>a<escape>"], ["null"]),
+        ({"enum": ["a", "bb"], "maxLength": 1}, ["<escape>a<escape>"], ["<escape>bb<escape>"]),
+        ({"enum": ["a", "bb"], "pattern": "^b"}, ["<escape>bb<escape>"], ["<escape>a<escape>"]),
+        ({"type": "string", "enum": ["a", 1]}, ["<escape>a<escape>"], ["1"]),
+        ({"type": "integer", "enum": ["a", 1, 2.0, 0.5]}, ["1", "2.0"], ["<escape>a<escape>", "0.5"]),
+        ({"type": "string", "anyOf": [{"type": "integer"}, {"maxLength": 1}]}, ["<escape>a<escape>"], ["1"]),
+        ({"type": "integer", "allOf": [{"type": ["string", "integer"]}]}, ["1"], ["<escape>a<escape>"]),
+        ({"oneOf": [{"type": "integer"}, {"const": "x"}, {"enum": ["y"]}]}, ["1", "<escape>y<escape>"], ["null"]),
+        ({"const": '\0\x7f"%'}, ['<escape>\0\x7f"%<escape>'], ["<escape><escape>"]),
+        ({"type": "array", "items": {"type": "null"}, "minItems": 1, "maxItems": 1}, ["[null]"], ["[]", "[null,null]"]),
     ],
 )
 def test_values_follow_their_schema(schema, good, bad):
@@ -97,6 +107,22 @@ def test_no_string_contains_its_delimiter(marks):
         ({"properties": {"a:b": {"type": "integer"}}}, "'a:b' cannot be written"),
         ({"properties": {"a": {"allOf": [{"type": "integer"}, {"minimum": 1}]}}}, "allOf with several"),
         ({"properties": {"a": {"const": "x<escape>y"}}}, "a constant contains"),
+        ({"properties": {"a": {"enum": []}}}, "no possible type"),
+        ({"properties": {"a": {"enum": 5}}}, "enum must be an array"),
+        ({"properties": {"a": {"anyOf": []}}}, "no possible type"),
+        ({"properties": {"a": {"type": []}}}, "no possible type"),
+        ({"properties": {"a": {"type": "text"}}}, "no possible type"),
+        ({"properties": {"a": {"type": "string", "const": 1}}}, "no possible type"),
+        ({"properties": {"a": {"oneOf": [{"type": "integer"}, {"type": "number"}]}}}, "oneOf needs"),
+        ({"properties": {"a": {"oneOf": [{"const": "x"}, {"enum": ["y", "x"]}]}}}, "oneOf needs"),
+        ({"properties": {"<a": {"type": "integer"}}}, "'<a' cannot be written"),
+        ({"properties": {"k" * 257: {"type": "integer"}}}, "more than 256 characters"),
+        (
+            {"properties": {"a": {"type": "object", "properties": {"k" * 257: {"type": "integer"}}}}},
+            "cannot be written",
+        ),
+        ({"properties": {"a": {"type": "null"}}, "required": [["a"]]}, "an array of strings"),
+        ({"properties": {"a": {"type": "object", "properties": {}, "required": [{}]}}}, "an array of strings"),
         ({"anyOf": [{}]}, "'anyOf'"),
     ],
 )
@@ -105,6 +131,22 @@ def test_schemas_that_the_format_cannot_express_are_refused(schema, words):
         calls_grammar(FORMAT, [Tool("f", "", {"type": "object", **schema})], NO_MARKS)
     assert words in caught.value.message
     assert caught.value.field == "tools"
+
+
+def test_no_string_contains_its_delimiter_if_its_token_is_not_distinguished():
+    marks = Marks.of({}, CONTROL)
+    text = calls_grammar(FORMAT, [Tool("f", "", {"properties": {"a": {"type": "string"}}})], marks)
+    matcher = compiled(made(CONTROL), text)
+    head = [CONTROL["<start_function_call>"], *b"call:f{a:", CONTROL["<escape>"], *b"a<escape"]
+    assert matcher.try_consume_tokens(head) == len(head)
+    assert matcher.try_consume_tokens(list(b">")) == 0, "a reader would take it for the end of the string"
+    assert matcher.try_consume_tokens([CONTROL["<escape>"], *b"}"]) == 2
+
+
+def test_many_constants_are_enforced():
+    properties = {"a": {"enum": [f"v{n}" for n in range(3000)]}}
+    assert takes(properties, "a:<escape>v2999<escape>")
+    assert not takes(properties, "a:<escape>v3000<escape>")
 
 
 def test_large_schemas_are_refused():

@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 import jsonschema
@@ -318,6 +319,29 @@ def test_bounds_and_patterns_of_python_keywords_are_enforced_exactly(tokenizer):
     assert accepts(tokenizer, grammar, "[f(x=0.05)]")
     assert not accepts(tokenizer, grammar, "[f(x=0)]")
     assert not accepts(tokenizer, grammar, '[f(s="\\"")]')
+
+
+@pytest.mark.parametrize("call_format", list(CallFormat))
+@pytest.mark.parametrize("value", [5, "a", None, True, {"b": 1}, [5], [None], [["b"]], [{"b": 1}]], ids=repr)
+def test_keywords_with_values_of_other_types_are_no_internal_errors(call_format: CallFormat, value: object) -> None:
+    members = {"b": {"type": "null"}}
+    for keyword in ("required", "enum", "type", "format", "properties", "items", "anyOf", "$ref", "maxLength"):
+        for kind in ("string", "object", "array"):
+            odd = {"type": kind, "properties": members, "items": members["b"], keyword: value}
+            for schema in (odd, {"type": "object", "properties": {"a": odd}}):
+                with suppress(InvalidRequest):  # the compiler refuses some of them
+                    calls_grammar(call_format, [Tool("f", "", schema)], NO_MARKS)
+
+
+@pytest.mark.parametrize("call_format", [CallFormat.PYTHONIC, CallFormat.QWEN3_CODER, CallFormat.FUNCTIONGEMMA])
+def test_arguments_with_longer_names_than_are_read_are_refused(call_format: CallFormat) -> None:
+    def grammar(size: int) -> str:
+        schema = {"type": "object", "properties": {"k" * size: {"type": "null"}}}
+        return calls_grammar(call_format, [Tool("f", "", schema)], NO_MARKS)
+
+    assert grammar(256)
+    with pytest.raises(InvalidRequest, match="more than 256 characters"):
+        grammar(257)
 
 
 def test_a_schema_that_is_nested_too_deeply_is_refused():
