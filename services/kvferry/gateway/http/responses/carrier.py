@@ -18,6 +18,8 @@ from blake3 import blake3
 
 MAX_CARRIER_CHARS = 4 << 20
 """Maximum length of a carrier in characters."""
+MAX_CARRIED_CHARS = 8 << 20
+"""Maximum length of the text of all carriers of a conversation in characters."""
 _MAC_BYTES = 32
 _CONTEXT = "kvferry 2026-11 carrier of reasoning, version 1"
 

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag
@@ -11,7 +12,7 @@ from kvferry.gateway.http.fields import field_policy
 from kvferry.gateway.http.fields.custom_tools import arguments_of
 from kvferry.gateway.http.fields.field_policy import Rules
 from kvferry.gateway.http.fields.strict import Strict
-from kvferry.gateway.http.responses.carrier import MAX_CARRIER_CHARS, Carried, CarrierKey
+from kvferry.gateway.http.responses.carrier import MAX_CARRIED_CHARS, MAX_CARRIER_CHARS, Carried, CarrierKey
 from kvferry.text.tools.conversations import MAX_ID_CHARS
 
 MAX_ITEMS = 4096
@@ -130,10 +131,24 @@ def with_carried(items: Sequence[Any], paths: Sequence[str], key: CarrierKey) ->
         key: key of the tenant's carriers.
 
     Raises:
-        InvalidRequest: the carrier of a summary could not be opened: the conversation before it would be missing.
+        InvalidRequest: the carrier of a summary could not be opened: the conversation before it would be missing. Or
+            the carriers have too much text together: it is deflated, so that a small request could have any amount.
     """
     found: list[Any] = []
     is_lost = False
+    room = MAX_CARRIED_CHARS
+
+    def take(text: str, path: str) -> str:
+        nonlocal room
+        room -= len(text)
+        if room < 0:
+            where = f"{path}.encrypted_content"
+            raise InvalidRequest(
+                f"{where} and those before it have more than {MAX_CARRIED_CHARS} characters of text; send fewer items",
+                field=where,
+            )
+        return text
+
     for item, path in zip(items, paths, strict=True):
         if isinstance(item, Compaction):
             summary = key.opened(item.encrypted_content, Carried.SUMMARY)
@@ -144,14 +159,14 @@ def with_carried(items: Sequence[Any], paths: Sequence[str], key: CarrierKey) ->
                     "an item of POST /v1/responses/compact",
                     field=where,
                 )
-            found.append(item.model_copy(update={"encrypted_content": summary}))
+            found.append(item.model_copy(update={"encrypted_content": take(summary, path)}))
             continue
         if not isinstance(item, ReasoningInput) or not item.encrypted_content or item.content or item.summary:
             found.append(item)
             continue
         text = key.opened(item.encrypted_content)
         is_lost = is_lost or text is None
-        content = None if text is None else [ReasoningText(type="reasoning_text", text=text)]
+        content = None if text is None else [ReasoningText(type="reasoning_text", text=take(text, path))]
         found.append(item.model_copy(update={"content": content, "encrypted_content": None}))
     return found, is_lost
 
@@ -251,8 +266,8 @@ def messages_of(items: Sequence[Any], paths: Sequence[str]) -> tuple[list[dict[s
     messages: list[dict[str, Any]] = []
     places: list[str] = []
     turn, begun = _Turn(), ""
-    joins = False
-    """Whether the last message has a summary, which a message of the user continues."""
+    summaries: set[int] = set()
+    """Numbers of the messages that are summaries."""
 
     def flush() -> None:
         nonlocal turn
@@ -262,14 +277,12 @@ def messages_of(items: Sequence[Any], paths: Sequence[str]) -> tuple[list[dict[s
             turn = _Turn()
 
     for item, path in zip(items, paths, strict=True):
-        is_joined = joins and isinstance(item, InputMessage) and item.role == "user"
-        joins = isinstance(item, Compaction) or is_joined
         match item:
             case Compaction():
                 flush()
+                summaries.add(len(messages))
                 messages.append({"role": "user", "content": SUMMARY_TITLE + item.encrypted_content})
                 places.append(path)
-                _join_users(messages, places)
             case ReasoningInput():
                 if turn.text is not None or turn.calls:
                     flush()
@@ -293,18 +306,25 @@ def messages_of(items: Sequence[Any], paths: Sequence[str]) -> tuple[list[dict[s
                 flush()
                 messages.append({"role": item.role, "content": _text(item.content)})
                 places.append(path)
-                if is_joined:
-                    _join_users(messages, places)
     flush()
-    return messages, places
+    return _joined(messages, places, summaries) if summaries else (messages, places)
 
 
-def _join_users(messages: list[dict[str, Any]], places: list[str]) -> None:
-    """Make one message of the user's last messages."""
-    while len(messages) > 1 and messages[-1]["role"] == messages[-2]["role"] == "user":
-        last = messages.pop()
-        messages[-1]["content"] += f"\n\n{last['content']}"
-        places.pop()
+def _joined(
+    messages: list[dict[str, Any]], places: list[str], summaries: set[int]
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Make one message of consecutive messages of the user that have a summary among them."""
+    made: list[dict[str, Any]] = []
+    firsts: list[int] = []
+    for is_user, run in groupby(range(len(messages)), key=lambda number: bool(messages[number]["role"] == "user")):
+        numbers = list(run)
+        if is_user and not summaries.isdisjoint(numbers):
+            made.append({"role": "user", "content": "\n\n".join(messages[number]["content"] for number in numbers)})
+            firsts.append(numbers[0])
+        else:
+            made += [messages[number] for number in numbers]
+            firsts += numbers
+    return made, [places[number] for number in firsts]
 
 
 def _text(content: Content) -> str:

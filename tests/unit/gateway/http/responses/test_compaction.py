@@ -1,7 +1,7 @@
 """Summaries of conversations: the prompt, the answer, and conversations that continue from a summary."""
 
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import openai
@@ -9,8 +9,17 @@ import pytest
 from harness.fakes.answers import written
 from harness.fakes.scripted_answers import AnsweringApi, answering_api
 
+from kvferry.core.errors import InvalidRequest
 from kvferry.core.sampling import FinishReason
-from kvferry.gateway.http.responses.carrier import Carried, CarrierKey
+from kvferry.gateway.http.responses.carrier import MAX_CARRIED_CHARS, Carried, CarrierKey
+from kvferry.gateway.http.responses.items import (
+    SUMMARY_TITLE,
+    Compaction,
+    InputMessage,
+    ReasoningInput,
+    messages_of,
+    with_carried,
+)
 from kvferry.text.answers.registry import CallFormat
 
 KEY = CarrierKey.of(b"a secret of the pool", "tenant-a")
@@ -178,3 +187,33 @@ async def test_fields_of_agents_have_no_effect_and_are_named(api):
     answer = await post(api, input="hi", tool_choice="auto", parallel_tool_calls=True, text={"verbosity": "low"})
     assert answer.status_code == 200
     assert answer.headers["kvferry-ignored"] == "tool_choice, parallel_tool_calls, text"
+
+
+def test_only_the_messages_of_the_user_around_a_summary_become_one():
+    def said(text: str, role: Literal["user", "assistant"] = "user") -> InputMessage:
+        return InputMessage(role=role, content=text)
+
+    summaries = [Compaction(type="compaction", encrypted_content=text) for text in ("S", "T")]
+    items = [said("a"), said("b"), said("c", "assistant"), said("d"), *summaries, said("e"), said("f", "assistant")]
+    messages, places = messages_of([*items, said("g"), said("h")], list("0123456789"))
+    texts = [message["content"] for message in messages]
+    assert texts == ["a", "b", "c", f"d\n\n{SUMMARY_TITLE}S\n\n{SUMMARY_TITLE}T\n\ne", "f", "g", "h"]
+    assert places == ["0", "1", "2", "3", "7", "8", "9"]
+
+
+@pytest.mark.parametrize("kind", list(Carried))
+def test_small_carriers_with_much_text_are_refused(kind):
+    key = CarrierKey.of(b"a secret of the pool", "tenant-a")
+    size = MAX_CARRIED_CHARS // 4
+    carrier = key.seal("a" * size, kind)
+    assert len(carrier) < 8192
+    item = (
+        Compaction(type="compaction", encrypted_content=carrier)
+        if kind is Carried.SUMMARY
+        else ReasoningInput(type="reasoning", encrypted_content=carrier)
+    )
+    found, _ = with_carried([item] * 4, ["x"] * 4, key)
+    assert len(messages_of(found, ["x"] * 4)[0]) == 1
+    with pytest.raises(InvalidRequest, match="send fewer items") as caught:
+        with_carried([item] * 5, [f"input.{number}" for number in range(5)], key)
+    assert caught.value.field == "input.4.encrypted_content"
