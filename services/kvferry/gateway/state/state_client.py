@@ -26,6 +26,8 @@ class StoreUnavailable(KvferryError):
     """Redis does not answer in time, or answers with an error."""
 
     reason = "STATE_UNAVAILABLE"
+    has_answered = False
+    """Whether the server answered, with an error: a further call costs no time limit, and may succeed."""
 
 
 class StateScript:
@@ -64,7 +66,9 @@ class StateClient:
         self.server = server
         self._on_call = on_call
         redis = _redis()
-        self._failures = (import_module("redis.exceptions").RedisError, OSError, TimeoutError)
+        errors = import_module("redis.exceptions")
+        self._failures = (errors.RedisError, OSError, TimeoutError)
+        self._answers: tuple[type[Exception], ...] = (errors.ResponseError,)
         shared: dict[str, Any] = {
             "db": server.db,
             "username": server.username or None,
@@ -111,7 +115,9 @@ class StateClient:
             code = str(error).partition(" ")[0]
             shown = code if code.isascii() and code.isupper() and code.isalpha() else type(error).__name__
             self._note(part, _OUTCOMES.get(shown, "unreachable" if shown in _LOST else "error"))
-            raise StoreUnavailable(f"Redis at {self.server.text} failed: {shown}") from error
+            unavailable = StoreUnavailable(f"Redis at {self.server.text} failed: {shown}")
+            unavailable.has_answered = isinstance(error, self._answers) and shown not in _LOST
+            raise unavailable from error
         self._note(part, "ok")
         return found
 

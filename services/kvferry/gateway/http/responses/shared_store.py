@@ -215,7 +215,7 @@ class SharedResponses:
         """Run a script.
 
         Raises:
-            ResponsesUnavailable: the server did not answer in time, or with an error, or has failed a moment ago.
+            ResponsesUnavailable: the server did not answer in time, or with an error, or did not answer a moment ago.
         """
         self.check()
         now = b"" if self._wall_ms is None else self._wall_ms()
@@ -228,7 +228,8 @@ class SharedResponses:
         except (StoreUnavailable, TimeoutError) as error:
             slow = f"Redis at {self._client.server.text} does not answer in time"
             self._why = error.message if isinstance(error, StoreUnavailable) else slow
-            self._failed_at = self._clock.monotonic()
+            has_answered = isinstance(error, StoreUnavailable) and error.has_answered
+            self._failed_at = None if has_answered else self._clock.monotonic()
             self._note("unreachable", f"responses are not stored: {self._why}")
             raise self._unavailable() from None
         self._failed_at = None
