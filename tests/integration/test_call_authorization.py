@@ -65,17 +65,21 @@ def requests(dialed: str) -> dict[str, Any]:
         "/kvferry.v1.WorkerAdmin/LoadAdapter": worker_admin_pb2.LoadAdapterRequest(name="a", path="a"),
         "/kvferry.v1.WorkerAdmin/UnloadAdapter": worker_admin_pb2.UnloadAdapterRequest(name="a"),
         "/kvferry.v1.WorkerAdmin/Profile": worker_admin_pb2.ProfileRequest(steps=1, timeout_seconds=0.1),
+        "/kvferry.v1.WorkerAdmin/SetPause": worker_admin_pb2.SetPauseRequest(revision=1),  # resumes
+        "/kvferry.v1.WorkerAdmin/PrepareWeights": worker_admin_pb2.PrepareWeightsRequest(revision=1, path="a"),
+        "/kvferry.v1.WorkerAdmin/CommitWeights": worker_admin_pb2.CommitWeightsRequest(revision=1),
+        "/kvferry.v1.WorkerAdmin/DiscardWeights": worker_admin_pb2.DiscardWeightsRequest(revision=1),
         "/kvferry.v1.WorkerAdmin/Drain": worker_admin_pb2.DrainRequest(timeout_seconds=0.1),
     }
 
 
 @pytest.fixture(scope="module")
 def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningProcess]:
-    # Without a folder of adapters, calls that load one are refused with the same status as calls without permission.
-    adapters = str(tmp_path_factory.mktemp("adapters"))
-    with a_worker(
-        "both", "--connector", "tcp", "--log-level", "error", "--adapter-folder", adapters, "--adapter-slots", "1"
-    ) as process:
+    # Without the folders, calls that load adapters or weights are refused with the same status as calls without
+    # permission.
+    adapters, weights = (str(tmp_path_factory.mktemp(name)) for name in ("adapters", "weights"))
+    folders = ("--adapter-folder", adapters, "--adapter-slots", "1", "--weights-folder", weights)
+    with a_worker("both", "--connector", "tcp", "--log-level", "error", *folders) as process:
         yield process
 
 
