@@ -262,8 +262,7 @@ def _grpc() -> Iterator[Run]:
                 return
             method = METHODS[data[0] % len(METHODS)]
             path = f"/{method.containing_service.full_name}/{method.name}"
-            # A valid message would stop the worker, as documented.
-            payload = (b"\xff" if method.name == "Drain" else b"") + data[2:]
+            payload = _harmless(method, data[2:])
             number, signed = data[1] % len(channels), data[1] < _SIGNED
             metadata = _signed(path, f"127.0.0.1:{stack.ports[number]}") if signed else ()
             call = _open(channels[number], path, method.server_streaming, metadata)
@@ -281,6 +280,17 @@ def _grpc() -> Iterator[Run]:
         finally:
             for channel in channels:
                 channel.close()
+
+
+def _harmless(method: Any, payload: bytes) -> bytes:
+    """Return a message that does not stop or pause the worker, as valid messages do."""
+    if method.name == "Drain":
+        return b"\xff" + payload  # not a message
+    if method.name == "SetPause":
+        return payload + bytes(
+            [method.input_type.fields_by_name["mode"].number << 3, 0]
+        )  # resumes: the last value counts
+    return payload
 
 
 def _signed(path: str, address: str) -> Metadata:
