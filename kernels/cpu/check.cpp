@@ -235,7 +235,7 @@ bool check_ranks(const Level& level, const std::string& wanted, RowType type, Kv
 
 }  // namespace
 
-// kvferry_check [seed]
+// Usage: kvferry_check [seed]
 int main(int count, char** arguments) {
   if (count > 1) rng.seed(unsigned(std::atoi(arguments[1])));
   struct Form {

@@ -27,7 +27,7 @@ constexpr int kWordRows = 4;
 // Bytes of an unpacked block: weights as int16, 16 scales and 16 minima as floats.
 static inline constexpr size_t unpacked_block(int block) { return size_t(block) * kPanel * 2 + 2 * kPanel * 4; }
 
-// Table of the values that nibbles stand for; unused in codes4, where a nibble is the value.
+// Table of the values that nibbles stand for; used by table4 only.
 template <class Form>
 static inline W word_table(const Matrix& m) {
   return Form::format == Format::table4 ? w_table(m.table) : W{};

@@ -162,7 +162,7 @@ class Ops:
 
 @dataclass(frozen=True, slots=True)
 class DeviceOps:
-    """Operations for a runner without host synchronization between steps."""
+    """Operations of a runner that does not synchronize with the host between steps."""
 
     attend: Callable[[torch.Tensor, torch.Tensor, int, AttentionPlan, AttentionRules], torch.Tensor]
     """`Ops.attend`, which also accepts plans of `plan_rows`. `Ops.attend_latent` of a backend with

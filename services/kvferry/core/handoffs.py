@@ -1,4 +1,4 @@
-"""Outcomes of a hand-off: the one vocabulary of metrics, of `/fleet`, of a request's timing and of the operator."""
+"""Outcomes of a hand-off, as metrics, `/fleet`, the timing of a request and the operator name them."""
 
 from enum import StrEnum
 
@@ -25,6 +25,6 @@ class HandoffOutcome(StrEnum):
 
 
 LOST = (HandoffOutcome.FAILED, HandoffOutcome.REJECTED, HandoffOutcome.KEY_UNKNOWN)
-"""Outcomes of hand-offs that were wanted and did not take place."""
+"""Outcomes of hand-offs that were attempted and did not take place."""
 TRIED = (HandoffOutcome.FETCHED, *LOST)
-"""Outcomes of hand-offs that were wanted; the share of `LOST` among them tells whether the transport works."""
+"""Outcomes of hand-offs that were attempted; the share of `LOST` among them shows whether the transport works."""

@@ -36,7 +36,7 @@ _MODES = frozenset(mode.value for mode in BodyMode)
 
 
 def incoming(message: pb.ProcessingRequest, mode: BodyMode | None) -> Incoming | None:
-    """Return the message of an exchange; `None` for a kind that this version does not know.
+    """Return the message of an exchange; `None` for a kind that this version does not support.
 
     Args:
         message: a message of the proxy.

@@ -58,7 +58,7 @@ def retention_to_wire(retention: Retention) -> common_pb2.Retention:
 
 
 def retention_from_wire(message: common_pb2.Retention) -> Retention | None:
-    """Convert the result of a retention; an outcome that this version does not know becomes `None`."""
+    """Convert the result of a retention; an outcome that this version does not support becomes `None`."""
     outcome = _RETENTION_OUTCOMES.get(message.outcome)
     if outcome is None:
         return None

@@ -31,7 +31,7 @@ class RequestSize:
 
 class Slot(Protocol):
     """Admission of one request: entering waits until the request may start, and leaving frees what it holds. A
-    protocol, because text serving does not know the gateway, which implements it."""
+    protocol, because text serving must not import the gateway, which implements it."""
 
     def admitted(self, caller: Caller) -> Caller:
         """Return the caller with the time that the request has waited, and with its priority in its tenant's range."""

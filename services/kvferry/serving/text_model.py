@@ -23,7 +23,7 @@ class TextCodec(Protocol):
 
         Args:
             text: the text.
-            add_special: whether to prepend the begin-of-sequence token, if the model uses one.
+            add_special: whether to prepend the beginning-of-sequence token, if the model uses one.
         """
         ...
 

@@ -82,8 +82,8 @@ class TokenSource(Protocol):
 
 
 class SearchSource(Protocol):
-    """Computes the steps of beam searches as parts of one request. A protocol, because text serving knows neither the
-    gateway's dispatcher, which implements it, nor the engine."""
+    """Computes the steps of beam searches as parts of one request. A protocol, because text serving must import
+    neither the gateway's dispatcher, which implements it, nor the engine."""
 
     def search(self, request: Request, width: int) -> AbstractContextManager[TokenSource]:
         """Open a beam search for the length of a `with` block, which yields the source of its steps.

@@ -92,16 +92,17 @@ def check_divides(config: ModelConfig, size: int) -> None:
             sizes["shared_expert_intermediate_size"] = config.experts.shared_size
     for name, value in sizes.items():
         if value % size:
-            raise _refused(f"{name} {value} is not a multiple of it", size)
+            raise _refused(f"{name} {value} is not a multiple of {size}", size)
     heads = config.num_kv_heads
     if config.latent is None and heads % size and size % heads:
-        raise _refused(f"num_key_value_heads {heads} is neither a multiple nor a divisor of it", size)
+        raise _refused(f"num_key_value_heads {heads} is neither a multiple nor a divisor of {size}", size)
     if -(-config.vocab_size // _PANEL) < size:
         raise _refused(f"a vocabulary of {config.vocab_size} tokens has no part for each rank", size)
 
 
 def _refused(reason: str, size: int) -> UsageError:
-    return UsageError(f"the model cannot be divided among {size} ranks: {reason}", field="tensor_parallel")
+    message = f"the model cannot be divided among {size} ranks: {reason}; use fewer ranks, or 1"
+    return UsageError(message, field="tensor_parallel")
 
 
 def config_of_share(config: ModelConfig, share: Share) -> ModelConfig:
@@ -118,7 +119,7 @@ def config_of_share(config: ModelConfig, share: Share) -> ModelConfig:
         intermediate_size=config.intermediate_size // share.size,
         num_heads=config.num_heads // share.size,
         num_kv_heads=len(share.kv_heads_of(config.num_kv_heads)),
-        eos_token_ids=(),  # ids of the whole vocabulary
+        eos_token_ids=(),  # they are ids of the whole vocabulary, not of a part
         experts=None if experts is None else _experts_of(experts, share.size),
     )
 

@@ -103,7 +103,7 @@ def verify(pool: InferencePool, default_image: str, policy: TemplatePolicy = Tem
 
 
 def plan_pool(ctx: PlanContext) -> Plan:
-    """Plan one pass: compute its actions and the next memory."""
+    """Plan one reconcile of a pool: its actions, and the memory for the next one."""
     rollout = ctx.pool.spec.rollout
     scalers = plan_scalers(ctx)
     target = _target(ctx)

@@ -82,7 +82,7 @@ def _has_generated_keys(body: Mapping[str, Any]) -> bool:
     try:
         return not parse_pool(body).spec.internal_keys.secret_name
     except UsageError:
-        return False  # The reconcile reports it, and creates no Secret.
+        return False  # The reconcile reports the error, and creates no Secret.
 
 
 def _probe_of(key: Key, name: str) -> Json:

@@ -197,7 +197,7 @@ class _Exchange:
 
     @property
     def status(self) -> int:
-        """HTTP status of the answer."""
+        """HTTP status of the response."""
         return self.response.status
 
     @property

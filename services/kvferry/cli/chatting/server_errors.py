@@ -38,13 +38,13 @@ _ERRORS = msgspec.json.Decoder(ErrorAnswer)
 
 
 def refusal(status: int, body: bytes, headers: Mapping[str, str], url: str) -> KvferryError:
-    """Return the error for an answer with a status other than 200.
+    """Return the error for a response with a status other than 200.
 
     Args:
         status: HTTP status.
-        body: body of the answer, also of servers that are no gateways.
-        headers: headers of the answer.
-        url: the server, for servers whose answers have no error object.
+        body: body of the response, also of servers that are no gateways.
+        headers: headers of the response.
+        url: the server, for servers whose responses have no error object.
     """
     try:
         error = _ERRORS.decode(body).error
@@ -63,7 +63,7 @@ def stream_failure(error: StreamedError, headers: Mapping[str, str]) -> KvferryE
 
     Args:
         error: the event.
-        headers: headers of the answer.
+        headers: headers of the response.
     """
     why = shown_line(error.message) or "the server did not say why"
     return Unavailable(f"the answer failed: {why}{remedy_of(200, str(error.code or ''), None)}{_request(headers)}")

@@ -34,7 +34,7 @@ class LiveScore:
 
 
 def stack_of(spec: FleetSpec, model: str, threads: int) -> StackConfig:
-    """Return the processes of a fleet.
+    """Return the settings of a local stack with the workers of a fleet.
 
     Args:
         spec: the fleet; all its roles have the same engine settings.
@@ -42,7 +42,7 @@ def stack_of(spec: FleetSpec, model: str, threads: int) -> StackConfig:
         threads: compute threads of each worker; 0 for their share of the cores.
 
     Raises:
-        UsageError: the fleet has too many workers for one machine, or roles with different engines.
+        UsageError: the fleet has too many workers for one machine, or roles with different engine settings.
     """
     counts = {role.role: role.replicas for role in spec.pool.roles}
     if sum(counts.values()) > MAX_WORKERS:
@@ -61,7 +61,8 @@ def stack_of(spec: FleetSpec, model: str, threads: int) -> StackConfig:
         "--scheduling": limits.scheduling, "--class-weights": limits.class_weights,
         "--block-tokens": engine.block_tokens, "--load-policy": engine.load_policy.value,
     }  # fmt: skip
-    if engine.block_bytes > engine.block_tokens:  # otherwise the file does not set the size of KV
+    # A block has one byte per token if the file does not set `kv_bytes_per_token`.
+    if engine.block_bytes > engine.block_tokens:
         flags["--kv-memory"] = engine.num_blocks * engine.block_bytes
     gateway = {
         "--policy": routing.policy, "--prefix-blocks": routing.prefix_blocks,

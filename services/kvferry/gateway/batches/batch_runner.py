@@ -1,7 +1,7 @@
 """Runs the batches of a folder: starts and ends their runs, deletes expired files, and writes progress.
 
 One gateway process at a time runs the batches of a folder, the one with its lock. The batches of a tenant run one after
-another, in order of creation, so that tenants share the places of lines equally.
+another, in order of creation, so that tenants share the slots of lines equally.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Places of the lines that are computed at a time, over all batches; waiting lines get them in order of arrival."""
+"""Slots for the lines of all batches that are computed concurrently; waiting lines take slots in order of arrival."""
 
 import asyncio
 from collections import deque
@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 
 class LineSlots:
-    """A bound that may change while lines run. Used on the event loop's thread only."""
+    """Slots whose number may change while lines run. Used on the event loop's thread only."""
 
     def __init__(self, limit: Callable[[], int]) -> None:
         """
@@ -20,7 +20,7 @@ class LineSlots:
 
     @asynccontextmanager
     async def taken(self) -> AsyncIterator[None]:
-        """Hold a place for the length of the `with` block."""
+        """Hold a slot for the length of the `with` block."""
         if self._waiting or self.num_taken >= self.limit():
             await self._wait()
         else:
@@ -37,7 +37,7 @@ class LineSlots:
             await place
         except asyncio.CancelledError:
             if place.done() and not place.cancelled():
-                self._free()  # the place was given to a task that was cancelled before it continued
+                self._free()  # the slot was given to a task that was cancelled before it continued
             else:
                 self._waiting.remove(place)
             raise

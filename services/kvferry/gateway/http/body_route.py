@@ -19,7 +19,7 @@ from kvferry.gateway.decide.config import HttpConfig
 from kvferry.serving.request import EXPLAIN_HEADER, Caller
 from kvferry.serving.text_service import LARGE_CHARS, TextService
 
-if TYPE_CHECKING:  # its records have metrics, which bodies and answers do not know
+if TYPE_CHECKING:  # its records have metrics, which bodies and answers do not import
     from kvferry.gateway.resume.resumption import StreamResumption
 
 JSON = "application/json"
@@ -375,7 +375,7 @@ async def _cancelled(task: "asyncio.Task[None] | None") -> None:
 
 
 def note_ignored(request: Request, ignored: Sequence[str]) -> None:
-    """Record the fields of a request that have no effect, for the header of the answer and the metric."""
+    """Record the fields of a request that have no effect, for the response header and the metric of ignored fields."""
     request.scope[IGNORED] = ignored
 
 

@@ -96,7 +96,7 @@ def _write(path: Path, text: str, mode: int) -> None:
             file.write(text)
         fresh.replace(path)
     except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}", field="folder") from error
+        raise UsageError(f"cannot write {path}: {error.strerror}; use another folder", field="folder") from error
 
 
 def _read(path: Path) -> str:

@@ -7,8 +7,8 @@ from kvferry.core.errors import UsageError
 
 MAX_WORKERS = 64
 
-# How long a compute thread spins before it sleeps (GOMP_SPINCOUNT). Measured on two cores, docs/performance.md: for a
-# single worker a longer spin makes decode 1.5 times as fast; two workers on the same cores take three times as long.
+# How long a compute thread spins before it sleeps (GOMP_SPINCOUNT). Measured on two cores, docs/performance.md: a
+# longer spin makes decode 1.6 times as fast for a single worker, and half as fast for two workers on the same cores.
 _SPIN_ALONE = "3000"
 _SPIN_SHARED = "100"
 _GPU_SHARE = 0.9

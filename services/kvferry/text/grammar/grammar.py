@@ -28,7 +28,7 @@ _TAIL_BYTES = MAX_DIGITS + 3
 
 
 class Numbers:
-    """What the bounds of numbers need to know of a vocabulary. Immutable and thread-safe."""
+    """Facts about a vocabulary that the bounds of numbers use. Immutable and thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         begin = np.zeros(tokenizer.vocab_size, np.uint8)

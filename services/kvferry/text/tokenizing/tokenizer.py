@@ -75,7 +75,7 @@ class Tokenizer:
                 `parse_control=False`.
             vocab_size: number of rows of the model's embedding; at least the number of tokens.
             eos_token_ids: end-of-sequence tokens.
-            bos_token_id: begin-of-sequence token; `None` if the model has no such token.
+            bos_token_id: beginning-of-sequence token; `None` if the model has no such token.
             prefix: ids that `add_special` prepends, if the library's post-processor does not.
         """
         tokenize_on_one_thread()
@@ -128,8 +128,8 @@ class Tokenizer:
 
         Args:
             text: any Unicode text.
-            add_special: whether to add the model's special tokens (begin of sequence) to a plain prompt. The output of
-                a chat template already has them.
+            add_special: whether to add the model's special tokens (beginning of sequence) to a plain prompt. The output
+                of a chat template already has them.
             parse_control: whether `<|im_end|>` in the text becomes the control token; otherwise it becomes ordinary
                 tokens.
 

@@ -27,7 +27,9 @@ _SHIPPED = "shipped"
 
 
 class Codes8Tensors(HeadTensors):
-    """The tensors of a head; matrices are rounded to 8 bits with a float16 scale per 32 inputs."""
+    """The tensors of a head; matrices whose rows consist of whole blocks are quantized to 8 bits with a float16 scale
+    per 32 inputs.
+    """
 
     def __init__(self, tensors: HeadTensors) -> None:
         super().__init__(tensors.path, tensors._found)

@@ -56,7 +56,7 @@ class ShareTensors:
         if (columns.start and not begin) or not end:
             raise UsageError(
                 f"the model cannot be divided among {self._size} ranks: columns {columns.start} to {columns.stop - 1} "
-                f"of tensor {name!r} do not begin and end with quantized blocks",
+                f"of tensor {name!r} do not begin and end with quantized blocks; use fewer ranks, or 1",
                 field="tensor_parallel",
             )
         order = stored.order if cut.rows is None else stored.order[cut.rows.start : cut.rows.stop]

@@ -57,7 +57,7 @@ class PageUses:
         self._counts.update(pages)
 
     def remove(self, pages: Iterable[BlockId]) -> None:
-        """Forget the pages of a pin that was counted."""
+        """Subtract a counted pin from the counts of its pages."""
         for page in pages:
             self._counts[page] -= 1
             if not self._counts[page]:

@@ -6,7 +6,7 @@ a part of them in advance, so that a request costs no round trip, and reports at
     rest      what it has and has not used; negative if requests used more than was expected of them
     spent     what it has used since its last report that was answered
     firm      what it expects to use until the next report
-    target    what it wants to have, if no other gateway lacks any
+    target    what it requests, if no other gateway lacks any
     need      the smallest cost that it could not pay; a smaller rest is of no use to it
 
 The answer is what it has from now on. `rest + spent` is what it had after its last answer, so that the server can tell
@@ -57,7 +57,7 @@ class LeasedBudget:
         self.offered = 0.0
         """Part of the rest that a report under way gives back."""
         self.is_short = False
-        """Whether the last answer gave less than the gateway wanted."""
+        """Whether the last answer gave less than the gateway requested."""
         self.seen_at = -math.inf
         """Time of the last answer, monotonic seconds."""
         self._spent = 0.0
@@ -122,7 +122,7 @@ class LeasedBudget:
             per_minute: units that the shared bucket gains per minute.
             capacity: its size.
             now: monotonic seconds.
-            settles: whether the report only says what was used, and wants nothing.
+            settles: whether the report only says what was used, and requests nothing.
         """
         fresh = max(0.0, self._spent - self._sent[1]) + self._refused
         self._demand = max(fresh, self._demand * 0.5 ** ((now - self._reported_at) / INTERVAL_SECONDS))

@@ -27,7 +27,7 @@ _NO_SLOTS = SlotReport(-1, 0, 0, 0)
 
 @dataclass(frozen=True, slots=True)
 class LeaseReport:
-    """What a gateway has of a tenant's budgets, and what it wants."""
+    """What a gateway has of a tenant's budgets, and what it requests."""
 
     tenant: str
     answered: int

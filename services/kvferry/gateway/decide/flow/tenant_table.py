@@ -225,7 +225,7 @@ def _keys(where: str, value: Any) -> list[bytes]:
         if not isinstance(key, str) or not _KEY.fullmatch(key):
             raise _wrong(
                 f"{where}.keys.{number}",
-                "has an item that is not the hash of a key (not shown here); use the line that `kvferry key hash` "
+                "is not the hash of a key (not shown here); use the line that `kvferry key hash` "
                 "prints: sha256: and 64 hexadecimal digits",
             )
     return [bytes.fromhex(key.removeprefix(KEY_PREFIX)) for key in value]

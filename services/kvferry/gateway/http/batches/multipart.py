@@ -21,7 +21,7 @@ _HEADERS_END = b"\r\n\r\n"
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Begin of a part."""
+    """Beginning of a part."""
 
     name: str
     filename: str | None
@@ -29,12 +29,12 @@ class Part:
 
 
 Event = Part | bytes
-"""Begin of a part, or further bytes of its content."""
+"""Beginning of a part, or further bytes of its content."""
 
 
 class _State(Enum):
     BOUNDARY = auto()
-    """At the begin of the body, or after a boundary."""
+    """At the beginning of the body, or after a boundary."""
     HEADERS = auto()
     CONTENT = auto()
     END = auto()
@@ -52,7 +52,7 @@ class MultipartReader:
 
     def __init__(self, boundary: bytes) -> None:
         self._delimiter = b"\r\n--" + boundary
-        self._rest = bytearray(b"\r\n")  # the first boundary is at the begin of the body
+        self._rest = bytearray(b"\r\n")  # the first boundary is at the beginning of the body
         self._state = _State.BOUNDARY
         self._is_first = True
         self._is_at_begin = True
@@ -107,7 +107,7 @@ class MultipartReader:
         self._num_parts += 1
         if self._num_parts > MAX_PARTS:
             raise InvalidRequest(f"the form has more than {MAX_PARTS} parts; send fewer")
-        del self._rest[: len(head)]  # the line break may be the begin of the empty line after no headers
+        del self._rest[: len(head)]  # the line break may begin the empty line that ends a part without headers
         self._state = _State.HEADERS
 
     def _take_headers(self) -> Part | None:
@@ -117,7 +117,7 @@ class MultipartReader:
         if place < 0:
             return None
         head = bytes(self._rest[:place])
-        # The line break before the content stays: it may be the begin of the boundary after an empty content.
+        # The line break before the content stays: it may begin the boundary that ends an empty content.
         del self._rest[: place + 2]
         self._state = _State.CONTENT
         self._is_at_begin = True

@@ -51,7 +51,7 @@ class VectorBody(Body):
 
 B = TypeVar("B", bound=Body)
 Answered = tuple[bytes, tuple[str, ...]]
-"""The body of an answer as JSON, and the names of the request's fields without effect."""
+"""The body of a response as JSON, and the names of the request's fields without effect."""
 
 
 def parse(kind: type[B], model: TextModel, body: bytes, *, is_strict: bool) -> B:

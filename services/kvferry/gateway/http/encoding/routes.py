@@ -22,7 +22,7 @@ class AnswerFunction(Protocol):
     def __call__(
         self, service: TextService, caller: Caller, body: bytes, *, is_strict: bool
     ) -> Coroutine[Any, Any, Answered]:
-        """Return the body of the answer, and the names of the request's fields without effect.
+        """Return the body of the response, and the names of the request's fields without effect.
 
         Args:
             service: the served model, and the workers.
@@ -52,7 +52,7 @@ class UnaryRoute(BodyRoute):
         """
         Args:
             context: the gateway's objects that all routes use.
-            answer: computes the body of the answer.
+            answer: computes the body of the response.
         """
         super().__init__(context)
         self._answer = answer

@@ -59,8 +59,8 @@ class TokenizeBody(Body):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
-    """Whether the begin-of-sequence token is added to text, true by default; a conversation has its template's special
-    tokens."""
+    """Whether the beginning-of-sequence token is added to text, true by default; a conversation has its template's
+    special tokens."""
     return_token_strs: bool = False
 
 

@@ -1,4 +1,4 @@
-"""Custom tools, whose input is free text, as functions, which are what models know.
+"""Custom tools, whose input is free text, as functions, the only tools that models support.
 
 The function has one argument, `input`. A `regex` grammar is enforced if a call must be made. Other grammars cannot be
 enforced within the JSON text of a call: they are in the tool's description.

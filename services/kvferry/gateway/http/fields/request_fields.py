@@ -107,7 +107,7 @@ class CustomToolCall(Strict):
     custom: CalledCustomTool
 
     def as_template_input(self) -> dict[str, object]:
-        """Return the call of the function that models know the tool as."""
+        """Return the call of the function that represents the tool in the prompt."""
         return call_input(self.id, self.custom.name, arguments_of(self.custom.input))
 
 

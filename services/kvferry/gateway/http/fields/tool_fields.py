@@ -72,7 +72,7 @@ class CustomToolDefinition(Strict):
         return None if given is None else InputGrammar(given.syntax, given.definition)
 
     def as_function(self, where: str) -> FunctionDefinition:
-        """Return the function that models know the tool as.
+        """Return the function that represents the tool in the prompt.
 
         Args:
             where: path of the tool.

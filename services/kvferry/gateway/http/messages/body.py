@@ -379,7 +379,7 @@ def _parsed(kind: type[R], body: bytes, *, is_strict: bool) -> R:
     fields = json_object(body)
     check_sizes(fields)
     check_blocks(fields)
-    if fields.get("thread") is not None:  # clients know this reason, and send whole conversations from then on
+    if fields.get("thread") is not None:  # clients that get this reason send whole conversations
         raise InvalidRequest(
             "thread is not supported: no conversations are stored; send the whole conversation as messages",
             field="thread",

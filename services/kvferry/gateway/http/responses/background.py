@@ -56,7 +56,7 @@ class BackgroundRun:
         self._changed = asyncio.Event()
 
     def add(self, events: Sequence[bytes]) -> None:
-        """Record events, and wake the readers."""
+        """Record events and wake the readers, if the response is streamed."""
         if self.creation.is_streamed:
             self.events += events
             self._wake()

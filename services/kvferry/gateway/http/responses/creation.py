@@ -150,8 +150,8 @@ class Creation:
         return _sse(self._progress.fail(error, self._generation.service.clock.wall()))
 
     async def keep(self) -> None:
-        """Store the ended response if its request wants that. If it is not kept, it says so; a request that does not
-        name `store` gets its response nevertheless.
+        """Store the ended response if its request asks for that. If it is not stored, the response says so; a request
+        that does not name `store` gets its response nevertheless.
 
         Raises:
             ResponsesUnavailable: the request sets `store`, and the server that keeps responses does not answer.

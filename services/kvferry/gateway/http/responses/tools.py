@@ -100,7 +100,7 @@ class CustomTool(Strict):
             self.grammar.check(f"{where}.format.definition")
 
     def as_function(self) -> FunctionDefinition:
-        """Return the function that models know the tool as."""
+        """Return the function that represents the tool in the prompt."""
         grammar = self.grammar
         return FunctionDefinition(
             name=self.name,

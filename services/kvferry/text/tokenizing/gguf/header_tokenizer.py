@@ -54,7 +54,8 @@ def tokenizer_from_gguf(pairs: Mapping[str, Value], config: ModelConfig, where: 
 def _byte_level(
     pairs: Mapping[str, Value], tokens: list[str], types: list[int], where: str
 ) -> tuple[Callable[[], tokenizers.Tokenizer], bool]:
-    """Return a function that creates the library's tokenizer, and whether prompts have a begin token by default."""
+    """Return a function that creates the library's tokenizer, and whether prompts have a beginning-of-sequence
+    token by default."""
     pre = pairs.get("tokenizer.ggml.pre")
     if not isinstance(pre, str) or pre not in RULES:
         raise ModelFileError(f"{where}: pre-tokenizer {pre!r} is not supported; use one of {', '.join(RULES)}")

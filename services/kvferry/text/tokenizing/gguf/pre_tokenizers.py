@@ -54,7 +54,7 @@ class SplitRule:
     prefers_whole_words: bool = False
     """Whether a word that is a token is not merged from its parts."""
     adds_bos: bool = False
-    """Whether prompts begin with the begin-of-sequence token if the header does not say."""
+    """Whether prompts begin with the beginning-of-sequence token if the header does not say."""
     is_composed: bool = False
     """Whether text is normalized to composed characters (NFC)."""
 
