@@ -122,7 +122,7 @@ def test_a_gateway_that_drains_stores_what_it_ends(pool: GatewayPool, lasting: R
 def test_processes_of_one_gateway_share_their_responses(pool: GatewayPool) -> None:
     with pool.gateway("", "--processes", "2") as gateway:
         name = say(gateway, "hello").id
-        for _ in range(8):  # each client connects anew, to either process
+        for _ in range(8):  # each client opens a connection, to either process
             say(gateway, "more", previous_response_id=name)
 
 

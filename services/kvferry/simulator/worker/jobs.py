@@ -136,9 +136,9 @@ class ReplicaCounts:
     """Number of computed tokens."""
     sampled: int = 0
     retained: int = 0
-    """Number of prompts whose retention was granted, and"""
+    """Number of prompts whose retention was granted."""
     unretained: int = 0
-    """refused."""
+    """Number of prompts whose retention was refused."""
     busy_seconds: float = 0.0
     page_seconds: float = 0.0
     """Sum over steps of the number of pages in use times the duration in seconds."""

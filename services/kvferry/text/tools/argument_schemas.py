@@ -84,6 +84,28 @@ def separate_arguments(
         yield name, made, name in required
 
 
+def members_in_order(rule: str, members: list[tuple[str, bool]], separator: str) -> list[str]:
+    """Return the rules of members that come in order, the optional ones only if they are present, with a separator
+    between those that are. The first rule is `RULE_first_0`.
+
+    Two chains of rules: `first_i` for what may follow if no member has been written yet, `next_i` otherwise.
+
+    Args:
+        rule: prefix of the names of the rules.
+        members: right side of a rule for each member, and whether it is required.
+        separator: the separator, as in a rule.
+    """
+    count = len(members)
+    rules = [f'{rule}_first_{count}: ""', f'{rule}_next_{count}: ""']
+    for number in range(count - 1, -1, -1):
+        member, is_required = members[number]
+        after = f"{rule}_next_{number + 1}"
+        skip = "" if is_required else " | {}"
+        rules.append(f"{rule}_first_{number}: {member} {after}" + skip.format(f"{rule}_first_{number + 1}"))
+        rules.append(f"{rule}_next_{number}: {separator} {member} {after}" + skip.format(after))
+    return rules
+
+
 def is_list_of_names(required: object) -> TypeGuard[list[str]]:
     """Return whether a value may be the list `required` of a schema."""
     return isinstance(required, list) and all(isinstance(name, str) for name in required)

@@ -15,7 +15,7 @@ from kvferry.core.inference.tools import Tool
 from kvferry.text.answers.gemma_calls import CALL, NOT_IN_KEYS, QUOTE
 from kvferry.text.answers.xml_calls import KINDS, definition, kind_of, kinds_of
 from kvferry.text.grammar.tagged_unions import distinguished
-from kvferry.text.tools.argument_schemas import MAX_NAME_CHARS, is_list_of_names, separate_arguments
+from kvferry.text.tools.argument_schemas import MAX_NAME_CHARS, is_list_of_names, members_in_order, separate_arguments
 from kvferry.text.tools.plain_texts import IGNORED, PlainTexts, Unsuitable, check_exclusive, escaped, quoted
 
 _MAX_RULES = 512
@@ -81,23 +81,17 @@ class _Values:
     def object_of(self, members: list[tuple[str, str, bool]]) -> str:
         """Write the rules of an object; return the name of the first one.
 
-        Two chains of rules: `first_i` for what may follow if no member has been written yet, `next_i` otherwise.
-
         Args:
             members: key, rule of the value, and whether it is required, of each member.
         """
-        name, count = self._new_name(), len(members)
-        self.rules.append(f'{name}: "{{" {name}_first_0 "}}"')
-        self.rules += [f'{name}_first_{count}: ""', f'{name}_next_{count}: ""']
-        for number in range(count - 1, -1, -1):
-            key, value, is_required = members[number]
+        name = self._new_name()
+        written: list[tuple[str, bool]] = []
+        for key, value, is_required in members:
             is_plain = key and key == key.strip() and not NOT_IN_KEYS.intersection(key) and key[0] != QUOTE[0]
             if not is_plain or QUOTE in key or len(key) > MAX_NAME_CHARS:
                 raise self._unsuitable(f"the property {shortened(key)!r} cannot be written without quotes")
-            member, after = f"{quoted(key + ':')} {value}", f"{name}_next_{number + 1}"
-            skip = "" if is_required else " | {}"
-            self.rules.append(f"{name}_first_{number}: {member} {after}" + skip.format(f"{name}_first_{number + 1}"))
-            self.rules.append(f'{name}_next_{number}: "," {member} {after}' + skip.format(after))
+            written.append((f"{quoted(key + ':')} {value}", is_required))
+        self.rules += [f'{name}: "{{" {name}_first_0 "}}"', *members_in_order(name, written, '","')]
         return name
 
     # ------------------------------------------------------------------ internals

@@ -12,7 +12,7 @@ from functools import partial
 
 from kvferry.core.errors import InvalidRequest, shortened
 from kvferry.core.inference.tools import Tool
-from kvferry.text.tools.argument_schemas import separate_arguments
+from kvferry.text.tools.argument_schemas import members_in_order, separate_arguments
 
 
 def pythonic_call(tool: Tool, rule: str, spacing: Mapping[str, object]) -> list[str]:
@@ -34,22 +34,8 @@ def pythonic_call(tool: Tool, rule: str, spacing: Mapping[str, object]) -> list[
         whole = json.dumps({**schema, "x-guidance": spacing}, ensure_ascii=False)
         rules += [f'{rule}_{number}: "{name}=" {rule}_{number}_value', f"{rule}_{number}_value: %json {whole}"]
         are_required.append(is_required)
-    return [*_sequence(tool.name, rule, are_required), *rules]
-
-
-def _sequence(name: str, rule: str, is_required: list[bool]) -> list[str]:
-    """Return the rules of the keywords in order, with commas between those that are present.
-
-    Two chains of rules: `first_i` for what may follow if no keyword has been written yet, `next_i` otherwise.
-    """
-    count = len(is_required)
-    rules = [f'{rule}: "{name}(" {rule}_first_0 ")"', f'{rule}_first_{count}: ""', f'{rule}_next_{count}: ""']
-    for number in range(count - 1, -1, -1):
-        after = f"{rule}_next_{number + 1}"
-        skip = "" if is_required[number] else " | {}"
-        rules.append(f"{rule}_first_{number}: {rule}_{number} {after}" + skip.format(f"{rule}_first_{number + 1}"))
-        rules.append(f'{rule}_next_{number}: ", " {rule}_{number} {after}' + skip.format(after))
-    return rules
+    members = [(f"{rule}_{number}", is_required) for number, is_required in enumerate(are_required)]
+    return [f'{rule}: "{tool.name}(" {rule}_first_0 ")"', *members_in_order(rule, members, '", "'), *rules]
 
 
 def _unsuitable(tool: Tool, why: str) -> InvalidRequest:

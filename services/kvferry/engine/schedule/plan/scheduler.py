@@ -204,7 +204,7 @@ class Scheduler:
         return updates
 
     def restart(self, namer: Callable[[str], BlockNamer]) -> list[Sequence]:
-        """Preempt all running sequences and name the blocks of all sequences anew, because the model's weights changed;
+        """Preempt all running sequences and rename the blocks of all sequences, because the model's weights changed;
         no sequence is loading. Return all sequences, which wait.
 
         Args:

@@ -238,12 +238,16 @@ def _opened(store: ResponseStore | None, response_id: str) -> ResponseStore:
     return store
 
 
-class _CountTokens(BodyRoute):
-    """ASGI handler of POST /v1/responses/input_tokens."""
+class _ReadsConversation(BodyRoute):
+    """A route whose body may continue a stored response and have carriers."""
 
     def __init__(self, context: ApiContext, store: ResponseStore | None, secret: bytes) -> None:
         super().__init__(context)
         self._store, self._secret = store, secret
+
+
+class _CountTokens(_ReadsConversation):
+    """ASGI handler of POST /v1/responses/input_tokens."""
 
     async def serve(self, request: Request, send: Send) -> None:
         """See `BodyRoute.serve`."""
@@ -256,12 +260,8 @@ class _CountTokens(BodyRoute):
         await Response(encode(InputTokens(num_tokens)), media_type=JSON)(request.scope, receive, send)
 
 
-class _Compact(BodyRoute):
+class _Compact(_ReadsConversation):
     """ASGI handler of POST /v1/responses/compact."""
-
-    def __init__(self, context: ApiContext, store: ResponseStore | None, secret: bytes) -> None:
-        super().__init__(context)
-        self._store, self._secret = store, secret
 
     async def serve(self, request: Request, send: Send) -> None:
         """See `BodyRoute.serve`."""

@@ -1,7 +1,7 @@
 """Stored responses that all gateways of a pool share, in Redis.
 
 A turn is stored once, with the name of the turn before it. Values are sealed for their key, and a turn names the one
-before it within the sealed value, so that whoever can write to Redis cannot move turns between conversations.
+before it within the sealed value, so that a client that can write to Redis cannot move turns between conversations.
 """
 
 import asyncio
