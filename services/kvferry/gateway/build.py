@@ -165,6 +165,7 @@ def build_gateway(
             config.class_weights,
             config.max_streams,
             config.retry.request_timeout_seconds,
+            config.is_small_first,
         ),
         tenants,
         instruments,

@@ -235,6 +235,11 @@ EFFECTS: dict[str, tuple[dict[str, Any], Any, Any]] = {
         flag("max-queued-bytes", GATEWAY),
         "1GiB",
     ),
+    "flowControl.tenantOrder": (
+        {"flowControl": {"tenantOrder": "arrival"}},
+        flag("tenant-order", GATEWAY),
+        "arrival",
+    ),
     "gateway.processes": (
         {"gateway": {"processes": 3}},
         lambda pool: (

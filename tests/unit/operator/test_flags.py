@@ -78,6 +78,7 @@ FIELD_OF = {
     "max_streams": "flowControl.maxStreams",
     "max_queued": "flowControl.maxQueued",
     "max_queued_bytes": "flowControl.maxQueuedBytes",
+    "tenant_order": "flowControl.tenantOrder",
     "request_timeout": "flowControl.requestTimeoutSeconds",
     "processes": "gateway.processes",
     "state": "gateway.state.url",

@@ -157,6 +157,7 @@ def _arguments(pool: InferencePool) -> list[str]:
         "max-streams": spec.flow_control.max_streams,
         "max-queued": spec.flow_control.max_queued,
         "max-queued-bytes": size(spec.flow_control.max_queued_bytes),
+        "tenant-order": spec.flow_control.tenant_order,
         "max-held": spec.flow_control.max_held,
         "hold-seconds": spec.flow_control.hold_seconds,
         "request-timeout": spec.flow_control.request_timeout_seconds,

@@ -191,6 +191,7 @@ class FlowControlSpec(_Struct, frozen=True):
     max_streams: int = 1024
     max_queued: int = 4096
     max_queued_bytes: str = "256Mi"
+    tenant_order: str = "fewest-samples"
     max_held: int = 256
     hold_seconds: int = 60
     request_timeout_seconds: int = 600

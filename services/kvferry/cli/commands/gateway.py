@@ -154,6 +154,7 @@ def _config(values: Values) -> "GatewayConfig":
         max_streams=values["max_streams"],
         max_queued=values["max_queued"],
         max_queued_bytes=values["max_queued_bytes"],
+        is_small_first=values["tenant_order"] == "fewest-samples",
         class_weights=weights_in_use(values["scheduling"], values["class_weights"]),
         probe_key=values["probe_key"],
         tenants_file=Path(values["tenants"]) if values["tenants"] else None,

@@ -348,6 +348,13 @@ QUEUE = (
         "Memory for waiting requests, for example 256MiB; more are rejected with 429.",
         parse=size_bytes,
     ),
+    Setting(
+        "tenant_order",
+        "fewest-samples",
+        "Which waiting request of a tenant goes first: the one of which the fewest samples have begun, so that a small "
+        "one does not wait for a large one (fewest-samples), or the earliest (arrival).",
+        choices=("fewest-samples", "arrival"),
+    ),
 )
 
 TICKET_KEY = (

@@ -41,7 +41,7 @@ TOPICS: Mapping[str, Sequence[str]] = MappingProxyType(
         "Weights": ("weights_folder", "weight_version"),
         "Routing and queues": (
             "policy", "prefix_blocks", "skip_prefill_below", "cache_map_blocks", "max_streams", "max_queued",
-            "max_queued_bytes", "request_timeout", "objective", "queue_seconds", "saturation_waiting",
+            "max_queued_bytes", "tenant_order", "request_timeout", "objective", "queue_seconds", "saturation_waiting",
             "saturation_usage",
         ),
         "Clients": (

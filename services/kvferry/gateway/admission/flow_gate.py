@@ -229,7 +229,7 @@ class FlowGate:
             prefill_tokens=prompt,
             weight=slot.entry.weight,
             deadline=slot.entry.deadline,
-            rank=slot.num_begun,
+            rank=slot.num_begun if self._config.is_small_first else 0,
         )
         self.controller.submit(entry, now)
         slot.waiting = entry

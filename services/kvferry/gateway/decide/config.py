@@ -190,6 +190,8 @@ class FlowConfig:
     """Maximum number of samples in flight; the samples of further requests wait in the queue."""
     request_timeout_seconds: float = 600.0
     """Upper limit on a request's duration, even if the client's deadline is later."""
+    is_small_first: bool = True
+    """Whether a tenant's request of which fewer samples have begun goes first; otherwise the earliest one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,6 +297,8 @@ class GatewayConfig:
     """Maximum number of queued requests; see `FlowConfig.max_queued`."""
     max_queued_bytes: int = 256 << 20
     """Maximum memory of the queued requests in bytes."""
+    is_small_first: bool = True
+    """See `FlowConfig.is_small_first`."""
     class_weights: Mapping[int, int] | None = None
     """Weight by priority, by which priorities share the fleet; `None` to serve them strictly in order."""
     probe_key: str = field(default="", repr=False)

@@ -69,7 +69,7 @@ class GenerationRoutes:
         ]
 
     async def _pause(self, request: Request) -> object:
-        given = _known(request.query_params, ("mode", "clear_cache", "timeout_seconds"))
+        given = _known(_query(request), ("mode", "clear_cache", "timeout_seconds"))
         mode = _mode(given.get("mode", "abort"), {mode.value: mode for mode in PauseMode})
         clear = _flag(given.get("clear_cache", "true"), "clear_cache")
         await self.generation.pause(mode, _who(request), _seconds(given.get("timeout_seconds", _DEFAULT_SECONDS)))
@@ -168,6 +168,20 @@ async def _object(request: Request) -> dict[str, Any]:
         given = None
     if not isinstance(given, dict):
         raise InvalidRequest("the body must be a JSON object")
+    return given
+
+
+def _query(request: Request) -> Fields:
+    """Return the parameters of a request's query.
+
+    Raises:
+        InvalidRequest: a parameter is given twice.
+    """
+    given: dict[str, Any] = {}
+    for name, value in request.query_params.multi_items():
+        if name in given:
+            raise InvalidRequest(f"{shortened(name)!r} is given twice; give it once", field=shortened(name))
+        given[name] = value
     return given
 
 

@@ -133,6 +133,19 @@ async def test_samples_that_have_waited_for_long_are_served_in_order_of_arrival(
         await small
 
 
+async def test_a_tenants_requests_are_served_in_order_of_arrival_by_option() -> None:
+    async with places(1, is_small_first=False) as made:
+        many = made.begin("many", n=6)
+        await made.until(lambda: made.num_running == 1)
+        small = made.begin("small")
+        await made.until(lambda: made.controller.num_queued == 1)
+        made.allow(6)
+        assert (await many).status_code == 200
+        assert made.ended == ["many"]
+        made.allow(1)
+        await small
+
+
 async def test_inputs_of_embeddings_hold_one_place_each() -> None:
     async with places(2) as made:
         many = made.begin("many", VECTORS, input=[f"input {number}" for number in range(40)])

@@ -127,6 +127,7 @@ async def test_a_pause_that_does_not_settle_is_reported_and_stays(gateway: Scrip
     ("route", "body", "field"),
     [
         ("/pause?mode=stop", {}, "mode"),
+        ("/pause?mode=keep&mode=wait", {}, "mode"),
         ("/pause?timeout_seconds=nan", {}, "timeout_seconds"),
         ("/pause?timeout_seconds=-1", {}, "timeout_seconds"),
         ("/pause?clear_cache=maybe", {}, "clear_cache"),
