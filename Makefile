@@ -13,7 +13,7 @@ NODE_PACKAGES := containerd runc containernetworking-plugins nftables conntrack 
 PROTOS := $(wildcard proto/kvferry/v1/*.proto)
 CPP := $(wildcard kernels/cpu/*.[ch]pp kernels/cpu/*/*.[ch]pp)
 
-.PHONY: release fuzz endurance siege sanitize help run setup redis test check format lint types layers proto golden verify lock bench bench-gpu bench-tiers bench-transfer bench-turns bench-hints bench-ranks bench-batches bench-bursts bench-adapters bench-constraints bench-cache-map bench-flow bench-gateway bench-resume bench-state bench-tenants bench-hostile-schemas bench-routing bench-scheduler bench-speculation train-head bench-moe bench-peers bench-picker bench-async-steps bench-steps bench-calibration bench-tls results explore faults test-clients test-long test-gpu test-cluster cluster-assets zero-loss cluster-up cluster-down image node-tools coverage clean
+.PHONY: release fuzz endurance siege sanitize help run setup redis test check format lint types layers proto golden verify lock bench bench-gpu bench-tiers bench-transfer bench-turns bench-hints bench-ranks bench-batches bench-bursts bench-adapters bench-constraints bench-cache-map bench-flow bench-gateway bench-resume bench-state bench-tenants bench-hostile-schemas bench-routing bench-scheduler bench-speculation train-head bench-moe bench-peers bench-picker bench-async-steps bench-steps bench-calibration bench-tls results explore faults test-clients test-long test-gpu test-cluster cluster-assets test-policies zero-loss cluster-up cluster-down image node-tools coverage clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -233,8 +233,15 @@ test-cluster: cluster-assets ## the tests on a real Kubernetes on this machine, 
 
 zero-loss: $(READY) node-tools ## rollouts, kills and scaling of a pool under load, and the table of docs/operations.md; minutes, as root
 	@$(BIN)/python -m harness.kube build control node tools >/dev/null
-	@$(BIN)/python -m pytest -m long tests/cluster $(ARGS)
+	@$(BIN)/python -m pytest -m "long and not policies" tests/cluster $(ARGS)
 	@$(BIN)/python -m harness.pools
+
+test-policies: cluster-assets ## the NetworkPolicies of a pool on a node that enforces them, as root; builds kube-router once (3 minutes)
+	@if ! command -v ipset >/dev/null && test "$$(id -u)" = 0 && command -v apt-get >/dev/null; then \
+	  echo "installing iptables and ipset"; \
+	  timeout 300 env DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends iptables ipset >/dev/null 2>&1 || true; \
+	fi
+	@$(BIN)/python -m pytest -m policies tests/cluster $(ARGS)
 
 cluster-up: $(READY) node-tools ## start the same cluster in build/cluster to try kvferry; continue with docs/try-on-kubernetes.md
 	@$(BIN)/python -m harness.kube build control node tools >/dev/null
