@@ -173,23 +173,21 @@ def _added(
 ) -> tuple[AnswerParts, tuple[SampledToken, ...], FinishReason | None, StopReason, int]:
     """Return the parts of the text that an event adds, its tokens up to the end of the sample, the reasons if the
     sample has ended, and the number of its tokens that are inside the reasoning, begin it or end it."""
-    parts, kept, stop_reason = AnswerParts(""), tuple[SampledToken, ...](), None
-    finish: FinishReason | None = None
+    if splitter is None:
+        text, kept, finish, stop_reason = writer.add(event.tokens, event.finish_reason)
+        return AnswerParts(text), kept, finish, stop_reason, 0
+    parts, kept, stop_reason = AnswerParts(""), (), None
+    finish = None
     num_reasoning = 0
-    is_each_split = splitter is not None and (splitter.may_reason or (writer.has_stop_strings and splitter.may_exempt))
+    is_each_split = splitter.may_reason or (writer.has_stop_strings and splitter.may_exempt)
     for group in _groups(event.tokens, split, is_each_split=is_each_split):
-        was_reasoning = splitter is not None and splitter.is_reasoning
+        was_reasoning = splitter.is_reasoning
         is_last = len(kept) + len(group) == len(event.tokens)
         ended = event.finish_reason if is_last else None
-        if splitter is None:
-            text, added, finish, stop_reason = writer.add(group, ended)
-        else:
-            text, added, finish, stop_reason = writer.add(group, ended, splitter.may_stop)
+        text, added, finish, stop_reason = writer.add(group, ended, splitter.may_stop)
         kept += added
-        more = AnswerParts(text)
-        if splitter is not None:
-            more, finish = _split(splitter, text, finish)
-            num_reasoning += len(added) if was_reasoning or splitter.is_reasoning else 0
+        more, finish = _split(splitter, text, finish)
+        num_reasoning += len(added) if was_reasoning or splitter.is_reasoning else 0
         parts = _joined(parts, more)
         if finish is not None:
             break

@@ -345,7 +345,8 @@ async def send_events(
         nonlocal num_sent
         num_sent += 1
         async with sending:
-            await begin()
+            if not is_begun:
+                await begin()
             await send({"type": "http.response.body", "body": event, "more_body": True})
 
     async with aclosing(events) as opened:

@@ -73,7 +73,8 @@ async def events(generation: Generation, ids: EventIds | None = None) -> AsyncGe
             timing = chunk.timing if chunk.timing is not None and chunk.index == 0 else timing
             if ids is not None:
                 ids.add(chunk.tokens, is_last=chunk.finish_reason is not None)
-            for choice in await in_parts(chunk, make, chunk):
+            made = make(chunk) if chunk.prompt_logprobs is None else await in_parts(chunk, make, chunk)
+            for choice in made:
                 event = generation.reply([choice])
                 if generation.form.include_usage:
                     event.usage = running.after(chunk) if generation.form.has_running_usage else None
