@@ -1,7 +1,8 @@
-"""Files and batches: one suite over the folder and a real Redis, and what only the latter has: several gateways, leases,
-sealed chunks, bounds, and a server that is full, a replica, gone, or written to by others."""
+"""Files and batches: one suite over the folder and a real Redis, and what only the latter has: several gateways,
+leases, sealed chunks, bounds, and a server that is full, a replica, gone, or written to by others."""
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,13 +18,16 @@ from kvferry.core.clock import ManualClock
 from kvferry.core.errors import Overloaded, Unavailable
 from kvferry.gateway.batches import storage as stores
 from kvferry.gateway.batches.batch_errors import LeaseLost, NoSuchBatch, NoSuchFile, WrongState
+from kvferry.gateway.batches.batch_run import BatchRun, LineAnswer, RunParts
 from kvferry.gateway.batches.folder import BatchFolder
-from kvferry.gateway.batches.records import BatchRecord, FileRecord, new_batch_id, new_file_id
-from kvferry.gateway.batches.shared_calls import SharedCalls
-from kvferry.gateway.batches.shared_contents import CHUNK_BYTES, UPLOAD_SECONDS
-from kvferry.gateway.batches.shared_storage import LEASE_SECONDS, SharedStorage
+from kvferry.gateway.batches.line_slots import LineSlots
+from kvferry.gateway.batches.records import BatchRecord, FileRecord, new_batch_id, new_file_id, result_ids
+from kvferry.gateway.batches.shared.shared_calls import SharedCalls
+from kvferry.gateway.batches.shared.shared_contents import CHUNK_BYTES, UPLOAD_SECONDS
+from kvferry.gateway.batches.shared.shared_storage import LEASE_SECONDS, SharedStorage
 from kvferry.gateway.batches.states import BATCH_MACHINE, BatchEvent, BatchState
 from kvferry.gateway.batches.storage import BatchStorage
+from kvferry.gateway.decide.config import BatchConfig
 from kvferry.gateway.state.blocking_client import BlockingStateClient
 from kvferry.gateway.state.pool_seal import PoolSeal
 from kvferry.gateway.state.state_url import parse_state_url
@@ -52,7 +56,7 @@ class Pool:
     def now_ms(self) -> int:
         return round(1e3 * (NOW + self.clock.monotonic()))
 
-    def keys(self) -> list[bytes]:
+    def names(self) -> list[bytes]:
         found = self.server.ask(b"KEYS", b"*:f:*")
         assert isinstance(found, list)
         return sorted(found)
@@ -436,8 +440,8 @@ def test_an_upload_that_is_not_completed_expires(pool):
     storage.sweep(NOW + UPLOAD_SECONDS)
     with pytest.raises(Unavailable, match="send the file again"):
         upload.write(b"x" * CHUNK_BYTES)
-    assert [key for key in pool.keys() if b":o:" in key] == []
-    assert pool.server.ask(b"HGET", pool.keys()[0], b"all") == b"0"
+    assert [key for key in pool.names() if b":o:" in key] == []
+    assert pool.server.ask(b"HGET", pool.names()[0], b"all") == b"0"
 
 
 def test_a_full_store_refuses_uploads_and_never_evicts(pool):
@@ -482,8 +486,8 @@ def test_redis_sees_neither_tenants_nor_names_nor_contents(pool):
     storage = pool.open()
     file = stored(storage, "secret-tenant", content=b"secret content " * 20)
     batch = begun(storage, file)
-    seen = b"".join(pool.keys())
-    for key in pool.keys():
+    seen = b"".join(pool.names())
+    for key in pool.names():
         if pool.server.ask(b"TYPE", key) == b"hash":
             seen += b"".join(pool.server.ask(b"HGETALL", key))
         else:
@@ -499,8 +503,8 @@ def test_everything_of_a_deleted_file_and_batch_is_gone(pool):
     storage.records.change(batch.id, BatchEvent.REFUSE, NOW)
     storage.delete("a", file.id, NOW)
     storage.records.drop_batches(NOW + 1)
-    assert [key.rpartition(b":f:")[2] for key in pool.keys()] == [b"bytes"]
-    assert pool.server.ask(b"HGETALL", pool.keys()[0]) == [b"all", b"0", b"number", b"2"]
+    assert [key.rpartition(b":f:")[2] for key in pool.names()] == [b"bytes"]
+    assert pool.server.ask(b"HGETALL", pool.names()[0]) == [b"all", b"0", b"number", b"2"]
 
 
 def test_a_server_without_memory_refuses_uploads_and_still_reads_cancels_and_deletes(pool):
@@ -562,3 +566,72 @@ def test_a_lost_server_is_refused_at_once_and_one_without_its_data_begins_anew()
                 upload.write(b"x" * CHUNK_BYTES)
             stored(storage)
             assert again.process.poll() is None
+
+
+def rolled_back(pool: Pool, file_id: str) -> None:
+    """Let Redis lose the last chunk of a file, as a restart with its last saved state does."""
+    key = PoolSeal(b"k" * 32)
+    name = key.prefix + b"f:o:" + key.file(file_id)
+    last = int(bytes(pool.server.ask(b"HGET", name, b"c"))) - 1  # type: ignore[call-overload]
+    chunk = pool.server.ask_whole(b"HGET", name, b"%d" % last)
+    assert chunk is not None
+    pool.server.ask(b"HSET", name, b"c", b"%d" % last)
+    pool.server.ask(b"HDEL", name, b"%d" % last)
+    pool.server.ask(b"HINCRBY", name, b"z", b"-%d" % (len(chunk) - 28 - 2))  # nonce, tag, and msgpack's head
+
+
+@pytest.mark.parametrize("when", ["before the second line", "after the last line"])
+async def test_lines_whose_results_redis_has_lost_are_computed_again(pool, when):
+    storage = pool.open()
+    request = {"method": "POST", "url": "/v1/embeddings", "body": {"model": "m"}}
+    content = b"".join(json.dumps({"custom_id": name, **request}).encode() + b"\n" for name in "ab")
+    batch = begun(storage, stored(storage, content=content))
+    calls, losses, lease = list[str](), [when], storage.try_lock()
+
+    async def call(_tenant: str, _path: str, body: bytes) -> LineAnswer:
+        calls.append("")
+        if len(calls) == 2 and losses == ["before the second line"]:
+            losses.clear()
+            rolled_back(pool, result_ids(batch.id)[0])
+        return LineAnswer(200, "r", b"{}")
+
+    def on_line(_outcome: str) -> None:
+        if len(calls) == 2 and losses == ["after the last line"]:
+            losses.clear()
+            rolled_back(pool, result_ids(batch.id)[0])
+
+    parts = RunParts(
+        storage, BatchConfig(None), pool.clock, LineSlots(lambda: 1), call, lambda *_: None, lambda _: True,
+        lambda _: 1, on_line,
+    )  # fmt: skip
+    with pytest.raises(LeaseLost, match="lost"):
+        await BatchRun(batch, parts, lease).run()
+    (again,) = storage.records.open_batches()
+    await BatchRun(again, parts, lease).run()
+    done = storage.records.batch("a", batch.id)
+    assert (done.status, done.completed, done.failed) == (BatchState.COMPLETED, 2, 0)
+    found = [json.loads(text)["custom_id"] for text in read(storage, done.output_file_id or "").splitlines()]
+    assert sorted(found) == ["a", "b"]
+
+
+def test_the_documented_rights_of_a_user_suffice(tmp_path):
+    rights = re.search(r"resetkeys ([^`]*)`", Path("docs/resuming.md").read_text("utf-8"))
+    assert rights is not None
+    user = "gateway on >secret resetkeys " + " ".join(rights[1].split())
+    with redis_server(acl=("default on nopass ~* &* +@all", user)) as server, pool_of(server) as pool:
+        url = f"redis://gateway:secret@127.0.0.1:{server.port}/0"
+        client = BlockingStateClient(parse_state_url(url), pool.clock, "files")
+        storage = SharedStorage(SharedCalls(client, PoolSeal(b"k" * 32), "a", MOST, pool.clock), client.close)
+        pool.opened.append(storage)
+        now = int(pool.clock.wall())
+        file, lease = stored(storage, expires=now + 100), storage.try_lock()
+        batch = begun(storage, file)
+        results = storage.open_results("file-xo", lease)
+        results.append(line("a"))
+        storage.discard("file-xo", lease)
+        storage.records.change(batch.id, BatchEvent.REFUSE, NOW, lease=lease)
+        storage.sweep(NOW)
+        storage.records.drop_batches(NOW + 1)
+        assert len(storage.records.batches("a", limit=1, after=None)) == 0
+        assert read(storage, file.id) == b"xxx"
+        storage.delete("a", file.id, NOW)

@@ -17,8 +17,8 @@ from kvferry.gateway.batches.batch_runner import BatchRunner
 from kvferry.gateway.batches.batch_service import BatchService
 from kvferry.gateway.batches.folder import BatchFolder
 from kvferry.gateway.batches.line_slots import LineSlots
-from kvferry.gateway.batches.shared_calls import SharedCalls
-from kvferry.gateway.batches.shared_storage import SharedStorage
+from kvferry.gateway.batches.shared.shared_calls import SharedCalls
+from kvferry.gateway.batches.shared.shared_storage import SharedStorage
 from kvferry.gateway.batches.storage import BatchStorage
 from kvferry.gateway.decide.cache_map.cache_map import CacheMap
 from kvferry.gateway.decide.config import (

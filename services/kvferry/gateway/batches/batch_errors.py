@@ -28,7 +28,7 @@ class WrongState(InvalidRequest):
 
 
 class LeaseLost(KvferryError):
-    """Another gateway runs the batches: a write of a run that began before is refused."""
+    """Another gateway runs the batches, or results were lost: what a run knows of its batch is not true any more."""
 
     reason = "BATCH_LEASE_LOST"
 

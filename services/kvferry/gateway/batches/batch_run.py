@@ -15,7 +15,7 @@ from msgspec import Raw
 from kvferry.core.clock import Clock
 from kvferry.core.errors import KvferryError, Unavailable
 from kvferry.gateway.batches import lines
-from kvferry.gateway.batches.batch_errors import NoSuchFile
+from kvferry.gateway.batches.batch_errors import LeaseLost, NoSuchFile
 from kvferry.gateway.batches.batch_usage import BatchUsage, usage_of
 from kvferry.gateway.batches.line_slots import LineSlots
 from kvferry.gateway.batches.lines import InputLine, LineFailure, LineResponse, Validation
@@ -157,9 +157,8 @@ class BatchRun:
             self._stored_bytes = await self._parts.storage.run(
                 self._parts.storage.records.stored_bytes, self.record.tenant
             )
-            if self.record.status is not BatchState.FINALIZING:
-                async with self._opened() as results:
-                    await self._compute(results)
+            async with self._opened() as results:
+                await self._compute(results)
             if self._reason is not None:
                 await self._refuse_rest()
         await self._finish()
@@ -317,6 +316,8 @@ class BatchRun:
         if self.record.status is BatchState.IN_PROGRESS and self._reason is None:
             await self._change(BatchEvent.FINISH, (), **self.counts())
         files, fields = await self._parts.storage.run(self._result_files)
+        if self._results is not None and sum(file.num_bytes for file in files) != self._results.num_bytes:
+            raise LeaseLost("results were lost after their lines were computed; these are computed again")
         ends = {BatchState.FINALIZING: BatchEvent.COMPLETE, BatchState.CANCELLING: BatchEvent.STOP}
         event = ends.get(self.record.status, BatchEvent.EXPIRE)
         await self._change(event, files, **fields, **self.counts())

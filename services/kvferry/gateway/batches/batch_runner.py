@@ -153,8 +153,9 @@ class BatchRunner:
             self._paused.pop(batch_id, None)
         except asyncio.CancelledError:
             raise
-        except LeaseLost:
-            _log.warning("batch %s goes on at another gateway, which runs the batches now", batch_id)
+        except LeaseLost as error:
+            # It begins again if it is still this gateway's.
+            _log.warning("a run of batch %s has ended: %s", batch_id, error.message)
         except Exception as error:
             expected = isinstance(error, KvferryError | OSError)
             _log.error("batch %s is run again in %g s: %s", batch_id, _PAUSE_SECONDS, error, exc_info=not expected)

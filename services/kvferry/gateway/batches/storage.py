@@ -1,6 +1,6 @@
 """Storage of files and batches: what its implementations have in common. No I/O.
 
-Two implementations: `folder` for the gateways of one machine, `shared_storage` for all gateways of a pool, in Redis.
+Two implementations: `folder` for the gateways of one machine, `shared` for all gateways of a pool, in Redis.
 
 Methods other than `run` block, and may be called on any thread. A run of a batch writes with the number of the lease
 under which it began, and its writes are refused once another gateway has a later one.

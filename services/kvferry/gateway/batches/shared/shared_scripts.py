@@ -1,4 +1,4 @@
-"""The scripts of files and batches in Redis.
+"""The scripts of files and of the lease in Redis, and the keys of files and batches.
 
 | key | content |
 | --- | --- |
@@ -23,14 +23,14 @@
 | `r`, `v` | sealed: the record; its version |
 | `t`, `i`, `n`, `a` | tenant, input file, number, time of creation in s |
 
-POOL, TENANT, FILE and BATCH are keyed hashes. A script that begins with `_ROOM` is refused by a server without memory
-before it has changed anything; the others go on. A reply begins with one of the codes of `Reply`.
+POOL, TENANT, FILE and BATCH are keyed hashes. A script that begins with `ROOM` is refused by a server without memory
+before it has changed anything; the others go on. A reply begins with one of the codes of `ScriptReply`.
 """
 
 from enum import IntEnum
 
 
-class Reply(IntEnum):
+class ScriptReply(IntEnum):
     """First number of the reply of a script of files and batches."""
 
     DONE = 0
@@ -44,13 +44,14 @@ class Reply(IntEnum):
     """The lease is another gateway's."""
 
 
-_ROOM = """
+ROOM = """
 local first = redis.pcall('HINCRBY', KEYS[1] .. 'bytes', 'all', 0)
 if type(first) == 'table' then return first end
 """
-_FREE = "redis.call('UNLINK', KEYS[1] .. '-')\n"
+"""A first write that needs memory."""
+FREE = "redis.call('UNLINK', KEYS[1] .. '-')\n"
 """A first write that needs no memory."""
-_COMMON = """
+COMMON = """
 local root, now = KEYS[1], tonumber(ARGV[1])
 local bytes, ends = root .. 'bytes', root .. 'x'
 if not now then
@@ -125,10 +126,11 @@ local function append(id, first, most, from)
   return true
 end
 """
+"""What all scripts have."""
 
 PUT = (
-    _ROOM
-    + _COMMON
+    ROOM
+    + COMMON
     + """
 local id, first, most, ttl = ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5])
 local key = root .. 'o:' .. id
@@ -143,8 +145,8 @@ return {0}
 """Appends to an upload. Arguments: file, its number of chunks, bound of bytes, time to live in ms, chunks."""
 
 ADD = (
-    _ROOM
-    + _COMMON
+    ROOM
+    + COMMON
     + """
 local id, tenant, size = ARGV[2], ARGV[4], tonumber(ARGV[5])
 local key = root .. 'o:' .. id
@@ -159,8 +161,8 @@ return {0}
 """Makes an upload a file. Arguments: file, its number of chunks, tenant, bytes, bounds of the tenant's files and bytes,
 bound of bytes, expiry in ms, record."""
 
-ROOM = (
-    _COMMON
+TENANT_ROOM = (
+    COMMON
     + """
 return {0, redis.call('ZCARD', root .. 'u:' .. ARGV[2]), number(bytes, 'p:' .. ARGV[2]), number(bytes, 'all')}
 """
@@ -168,7 +170,7 @@ return {0, redis.call('ZCARD', root .. 'u:' .. ARGV[2]), number(bytes, 'p:' .. A
 """Returns number and bytes of a tenant's files, and the bytes of all. Arguments: tenant."""
 
 READ = (
-    _COMMON
+    COMMON
     + """
 local key, from, left = root .. 'o:' .. ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 local fields = redis.call('HMGET', key, 'c', 'r', 'p', 'z', 'n')
@@ -188,7 +190,7 @@ return found
 chunk, bytes after which no further chunk is returned."""
 
 FILES = (
-    _COMMON
+    COMMON
     + """
 local key, found = root .. 'u:' .. ARGV[2], {0}
 local order, from, to = 'ZRANGEBYSCORE', ARGV[3], ARGV[4]
@@ -206,8 +208,8 @@ return found
 many."""
 
 DELETE = (
-    _FREE
-    + _COMMON
+    FREE
+    + COMMON
     + """
 local key, owner = root .. 'o:' .. ARGV[2], redis.call('HGET', bytes, 'm:' .. ARGV[2]) or ''
 if string.sub(owner, 1, #ARGV[3] + 1) ~= ARGV[3] .. ':' then return {1} end
@@ -219,8 +221,8 @@ return {0}
 """Deletes a file. Arguments: file, tenant."""
 
 DROP = (
-    _FREE
-    + _COMMON
+    FREE
+    + COMMON
     + """
 drop(ARGV[2])
 return {0}
@@ -228,12 +230,12 @@ return {0}
 )
 """Deletes what an upload has written, and its file if its client was told of a failure. Arguments: file."""
 
-EXPIRE = _FREE + _COMMON + "return {0, expire()}\n"
+EXPIRE = FREE + COMMON + "return {0, expire()}\n"
 """Deletes expired files; returns how many it found, at most 64. Arguments: none."""
 
 OPEN_RESULTS = (
-    _ROOM
-    + _COMMON
+    ROOM
+    + COMMON
     + """
 local key = root .. 'o:' .. ARGV[2]
 if is_fenced(ARGV[3], ARGV[4]) then return {4} end
@@ -246,8 +248,8 @@ return {0, redis.call('HINCRBY', key, 'w', 1)}
 """Opens results, whose earlier writers are refused from then on. Arguments: file, gateway, lease."""
 
 APPEND = (
-    _ROOM
-    + _COMMON
+    ROOM
+    + COMMON
     + """
 local id, first, size = ARGV[2], tonumber(ARGV[6]), ARGV[8]
 local key = root .. 'o:' .. id
@@ -262,8 +264,8 @@ return {0}
 of the lines, chunks."""
 
 DISCARD = (
-    _FREE
-    + _COMMON
+    FREE
+    + COMMON
     + """
 local key = root .. 'o:' .. ARGV[2]
 if is_fenced(ARGV[3], ARGV[4]) then return {4} end
@@ -273,138 +275,9 @@ return {0}
 )
 """Deletes results without lines. Arguments: file, gateway, lease."""
 
-_BATCHES = (
-    _COMMON
-    + """
-local function drop_batch(member)
-  local tenant, id = string.sub(member, 1, 16), string.sub(member, 17)
-  uncount(id)
-  redis.call('UNLINK', root .. 'b:' .. id)
-  redis.call('ZREM', root .. 'w:' .. tenant, id)
-  redis.call('ZREM', root .. 'v:' .. tenant, id)
-  redis.call('ZREM', root .. 'q', member)
-  redis.call('ZREM', root .. 'y', member)
-end
-"""
-)
-
-ADD_BATCH = (
-    _ROOM
-    + _BATCHES
-    + """
-local id, tenant, input, created = ARGV[2], ARGV[3], ARGV[4], ARGV[5]
-local key, file, all, open = root .. 'b:' .. id, root .. 'o:' .. input, root .. 'w:' .. tenant, root .. 'v:' .. tenant
-if redis.call('ZCARD', open) >= tonumber(ARGV[6]) then return {3, redis.call('ZCARD', open)} end
-if redis.call('HEXISTS', file, 'r') == 0 then return {1} end
-if number(bytes, 'all') + #ARGV[9] > tonumber(ARGV[8]) then return {2, number(bytes, 'all')} end
-local n = redis.call('HINCRBY', bytes, 'number', 1)
-redis.call('HSET', key, 'r', ARGV[9], 'v', 0, 't', tenant, 'i', input, 'n', n, 'a', created)
-redis.call('PEXPIRE', key, 40 * day)
-redis.call('ZADD', all, n, id)
-redis.call('ZADD', open, n, id)
-redis.call('ZADD', root .. 'q', n, tenant .. id)
-redis.call('HINCRBY', file, 'k', 1)
-count(id, #ARGV[9] + 4 * entry)
-keep(all, open)
-local most = tonumber(ARGV[7])
-for _, old in ipairs(redis.call('ZREVRANGE', all, most, most + 95)) do
-  if not redis.call('ZSCORE', open, old) then drop_batch(tenant .. old) end
-end
-return {0}
-"""
-)
-"""Adds a batch. Arguments: batch, tenant, input file, creation in s, bounds of the tenant's batches that are not over
-and of all, bound of bytes, record."""
-
-BATCH = (
-    _COMMON
-    + """
-local found = redis.call('HMGET', root .. 'b:' .. ARGV[2], 'r', 'v', 'n')
-if not found[1] then return {1} end
-return {0, found[1], found[2], found[3]}
-"""
-)
-"""Returns record, version and number of a batch. Arguments: batch."""
-
-BATCHES = (
-    _COMMON
-    + """
-local found = {0}
-for _, id in ipairs(redis.call('ZREVRANGEBYSCORE', root .. 'w:' .. ARGV[2], ARGV[3], '-inf', 'LIMIT', 0, ARGV[4])) do
-  found[#found + 1] = id
-  found[#found + 1] = redis.call('HGET', root .. 'b:' .. id, 'r') or ''
-end
-return found
-"""
-)
-"""Returns name and record of batches of a tenant, the newest first. Arguments: tenant, highest number, how many."""
-
-OPEN_PAGE = 256
-OPEN = (
-    _FREE
-    + _BATCHES
-    + """
-local found, at = {0, ARGV[2]}, nil
-for _, member in ipairs(redis.call('ZRANGEBYSCORE', root .. 'q', '(' .. ARGV[2], '+inf', 'LIMIT', 0, ARGV[3])) do
-  local id = string.sub(member, 17)
-  local record = redis.call('HGET', root .. 'b:' .. id, 'r')
-  found[2] = redis.call('ZSCORE', root .. 'q', member)
-  if record then
-    found[#found + 1] = id
-    found[#found + 1] = record
-  else
-    drop_batch(member)  -- someone else has deleted its key
-  end
-end
-return found
-"""
-)
-"""Returns the last number, and name and record of batches that are not over. Arguments: the number before the first,
-how many."""
-
-CHANGE = (
-    _FREE
-    + _BATCHES
-    + """
-local id, lease = ARGV[2], ARGV[5]
-local key = root .. 'b:' .. id
-if lease ~= '' and is_fenced(ARGV[4], lease) then return {4} end
-if redis.call('HGET', key, 'v') ~= ARGV[3] then return {1} end
-count(id, #ARGV[7] - redis.call('HSTRLEN', key, 'r'))
-redis.call('HSET', key, 'r', ARGV[7])
-redis.call('HINCRBY', key, 'v', 1)
-for at = 8, #ARGV, 5 do
-  if redis.call('HEXISTS', root .. 'o:' .. ARGV[at], 'r') == 0 then register(unpack(ARGV, at, at + 4)) end
-end
-if ARGV[6] == '1' then
-  local found = redis.call('HMGET', key, 't', 'i', 'a')
-  local file = root .. 'o:' .. found[2]
-  redis.call('ZREM', root .. 'q', found[1] .. id)
-  redis.call('ZREM', root .. 'v:' .. found[1], id)
-  redis.call('ZADD', root .. 'y', found[3], found[1] .. id)
-  if number(file, 'k') > 0 then redis.call('HINCRBY', file, 'k', -1) end
-end
-return {0}
-"""
-)
-"""Replaces the record of a batch. Arguments: batch, its version, gateway, lease (empty if no run writes), whether it is
-over, record, and of each file that becomes visible its name, tenant, bytes, expiry in ms and record."""
-
-DROP_BATCHES = (
-    _FREE
-    + _BATCHES
-    + """
-local found = redis.call('ZRANGEBYSCORE', root .. 'y', '-inf', '(' .. ARGV[2], 'LIMIT', 0, 64)
-for _, member in ipairs(found) do drop_batch(member) end
-return {0, #found}
-"""
-)
-"""Deletes batches that are over; returns how many, at most 64. Arguments: time of creation in s before which they
-are deleted."""
-
 LEASE = (
-    _FREE
-    + _COMMON
+    FREE
+    + COMMON
     + """
 local key, gateway = root .. 'lease', ARGV[2]
 local found = redis.call('HMGET', key, 'g', 'n', 'l')
@@ -419,8 +292,8 @@ return {0, tonumber(n)}
 """Takes or extends the lease; returns its number, or 0 if it is another gateway's. Arguments: gateway, ms."""
 
 RELEASE = (
-    _FREE
-    + _COMMON
+    FREE
+    + COMMON
     + """
 if redis.call('HGET', root .. 'lease', 'g') == ARGV[2] then redis.call('HSET', root .. 'lease', 'l', 0) end
 return {0}

@@ -9,7 +9,7 @@ from kvferry.core.clock import Clock
 from kvferry.core.errors import Unavailable
 from kvferry.core.rare_lines import RareLines, more
 from kvferry.gateway.batches.batch_errors import LeaseLost
-from kvferry.gateway.batches.shared_scripts import Reply
+from kvferry.gateway.batches.shared.shared_scripts import ScriptReply
 from kvferry.gateway.state.blocking_client import BlockingStateClient
 from kvferry.gateway.state.pool_seal import PoolSeal
 from kvferry.gateway.state.state_client import StoreUnavailable
@@ -55,7 +55,9 @@ class SharedCalls:
         """Bound of all files and batches for uploads, which leave an eighth to results."""
         return self.max_bytes - self.max_bytes // 8
 
-    def run(self, text: str, *arguments: bytes | int | float, at_ms: int | None = None) -> tuple[Reply, list[Any]]:
+    def run(
+        self, text: str, *arguments: bytes | int | float, at_ms: int | None = None
+    ) -> tuple[ScriptReply, list[Any]]:
         """Run a script.
 
         Args:
@@ -83,11 +85,11 @@ class SharedCalls:
                 field="state",
                 retry_after_seconds=_RETRY_SECONDS,
             ) from error
-        reply = Reply(code)
-        if reply is Reply.FENCED:
+        reply = ScriptReply(code)
+        if reply is ScriptReply.FENCED:
             self.note("fenced", "a write of a batch is refused: another gateway runs the batches")
             raise LeaseLost("another gateway runs the batches now")
-        if reply is Reply.FULL:
+        if reply is ScriptReply.FULL:
             self.note("full", f"files and batches have {rest[0]} bytes, the bound of --state-file-bytes")
             raise Unavailable(
                 f"the files and batches of all tenants have {rest[0]} bytes, and at most {self.max_bytes} are stored "

@@ -6,13 +6,13 @@ from contextlib import suppress
 from typing import BinaryIO, ParamSpec, TypeVar, cast
 
 from kvferry.core.errors import Unavailable
-from kvferry.gateway.batches import shared_scripts as scripts
 from kvferry.gateway.batches.batch_errors import check_file_room
 from kvferry.gateway.batches.records import FileRecord
-from kvferry.gateway.batches.shared_calls import SharedCalls
-from kvferry.gateway.batches.shared_contents import CHUNK_BYTES, ChunkReader, SharedResults, SharedUpload
-from kvferry.gateway.batches.shared_records import SharedRecords
-from kvferry.gateway.batches.shared_scripts import Reply
+from kvferry.gateway.batches.shared import shared_scripts as scripts
+from kvferry.gateway.batches.shared.shared_calls import SharedCalls
+from kvferry.gateway.batches.shared.shared_contents import CHUNK_BYTES, ChunkReader, SharedResults, SharedUpload
+from kvferry.gateway.batches.shared.shared_records import SharedRecords
+from kvferry.gateway.batches.shared.shared_scripts import ScriptReply
 from kvferry.gateway.batches.storage_threads import StorageThreads
 
 LEASE_SECONDS = 10.0
@@ -66,7 +66,7 @@ class SharedStorage:
     def add(self, upload: SharedUpload, record: FileRecord, *, max_files: int, max_bytes: int) -> None:
         """See `BatchStorage.add`."""
         reply, values = upload.keep(record, max_files, max_bytes)
-        if reply is Reply.REFUSED:
+        if reply is ScriptReply.REFUSED:
             count, stored = values
             check_file_room(count, stored, record.num_bytes, max_files=max_files, max_bytes=max_bytes)
 
@@ -77,7 +77,7 @@ class SharedStorage:
     def content_size(self, file_id: str) -> int | None:
         """See `BatchStorage.content_size`."""
         reply, values = self._calls.run(scripts.READ, self._calls.seal.file(file_id), 0, 0)
-        return int(values[2]) if reply is Reply.DONE else None
+        return int(values[2]) if reply is ScriptReply.DONE else None
 
     def open_results(self, file_id: str, lease: int) -> SharedResults:
         """See `BatchStorage.open_results`."""

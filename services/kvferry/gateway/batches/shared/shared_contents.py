@@ -8,12 +8,12 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 
 from kvferry.core.errors import Unavailable
-from kvferry.gateway.batches import shared_scripts as scripts
-from kvferry.gateway.batches.batch_errors import NoSuchFile
+from kvferry.gateway.batches.batch_errors import LeaseLost, NoSuchFile
 from kvferry.gateway.batches.lines import done_id
 from kvferry.gateway.batches.records import FileRecord
-from kvferry.gateway.batches.shared_calls import SharedCalls
-from kvferry.gateway.batches.shared_scripts import Reply
+from kvferry.gateway.batches.shared import shared_scripts as scripts
+from kvferry.gateway.batches.shared.shared_calls import SharedCalls
+from kvferry.gateway.batches.shared.shared_scripts import ScriptReply
 
 CHUNK_BYTES = 256 << 10
 """Size of the chunks of an upload before they are sealed, except for the last one."""
@@ -45,7 +45,7 @@ class SharedUpload:
                 self._put(bytes(self._rest[begin : min(begin + _GROUP_BYTES, whole)]))
             del self._rest[:whole]
 
-    def keep(self, record: FileRecord, max_files: int, max_bytes: int) -> tuple[Reply, Sequence[int]]:
+    def keep(self, record: FileRecord, max_files: int, max_bytes: int) -> tuple[ScriptReply, Sequence[int]]:
         """Make it a file, and return the reply of the script `ADD`.
 
         Args:
@@ -63,9 +63,9 @@ class SharedUpload:
                 scripts.ADD, self._name, self._writer.count, self._calls.seal.tenant(record.tenant), record.num_bytes,
                 max_files, max_bytes, self._calls.max_bytes, 1000 * record.expires_at, sealed,
             )  # fmt: skip
-            if reply is Reply.MOVED:
+            if reply is ScriptReply.MOVED:
                 raise _expired()
-            self._is_over = reply is Reply.DONE
+            self._is_over = reply is ScriptReply.DONE
         return reply, values
 
     def drop(self) -> None:
@@ -89,7 +89,7 @@ class SharedUpload:
         reply, _ = self._calls.run(
             scripts.PUT, self._name, self._writer.count, self._calls.upload_bytes, ttl, *chunks
         )  # fmt: skip
-        if reply is not Reply.DONE:
+        if reply is not ScriptReply.DONE:
             raise _expired()
         self._writer.count += len(chunks)
 
@@ -147,7 +147,7 @@ class ChunkReader(io.RawIOBase):
 
     def _fetch(self) -> None:
         reply, values = self._calls.run(scripts.READ, self._name, self._next, CHUNK_BYTES)
-        if reply is not Reply.DONE:
+        if reply is not ScriptReply.DONE:
             raise NoSuchFile(f"file {self._file_id!r} was deleted", field="file_id")
         end, record, _, _, *sealed = values
         if self._next == 0 and record:
@@ -219,14 +219,14 @@ class SharedResults:
             scripts.APPEND, self._name, *self._holder, self._opening, self._writer.count, self._calls.max_bytes,
             len(left), *chunks,
         )  # fmt: skip
-        if reply is Reply.DONE:
+        if reply is ScriptReply.DONE:
             self._writer.count += len(chunks)
             self._add(io.BytesIO(left))
             return
         before = self._writer.count
         self._catch_up()
-        if self._writer.count == before:
-            raise Unavailable("the results of a batch have changed meanwhile; the line is written again")
+        if self._writer.count <= before:
+            raise LeaseLost("Redis has lost results of a batch; what is left is read again")
         self._append(lines)
 
     def _catch_up(self) -> None:

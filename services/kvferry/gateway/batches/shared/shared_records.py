@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvferry.core.errors import Unavailable
-from kvferry.gateway.batches import shared_scripts as scripts
 from kvferry.gateway.batches import storage
 from kvferry.gateway.batches.batch_errors import (
     NoSuchFile,
@@ -16,8 +15,10 @@ from kvferry.gateway.batches.batch_errors import (
     too_many_open,
 )
 from kvferry.gateway.batches.records import BatchRecord, FileRecord
-from kvferry.gateway.batches.shared_calls import SharedCalls
-from kvferry.gateway.batches.shared_scripts import Reply
+from kvferry.gateway.batches.shared import shared_batch_scripts as batch_scripts
+from kvferry.gateway.batches.shared import shared_scripts as scripts
+from kvferry.gateway.batches.shared.shared_calls import SharedCalls
+from kvferry.gateway.batches.shared.shared_scripts import ScriptReply
 from kvferry.gateway.batches.states import BatchEvent
 
 _PAGE = 500
@@ -37,12 +38,12 @@ class SharedRecords:
 
     def check_room(self, tenant: str, num_bytes: int, *, max_files: int, max_bytes: int) -> None:
         """See `BatchRecords.check_room`."""
-        _, (count, stored, _) = self._calls.run(scripts.ROOM, self._seal.tenant(tenant))
+        _, (count, stored, _) = self._calls.run(scripts.TENANT_ROOM, self._seal.tenant(tenant))
         check_file_room(count, stored, num_bytes, max_files=max_files, max_bytes=max_bytes)
 
     def stored_bytes(self, tenant: str) -> int:
         """See `BatchRecords.stored_bytes`."""
-        _, (_, stored, _) = self._calls.run(scripts.ROOM, self._seal.tenant(tenant))
+        _, (_, stored, _) = self._calls.run(scripts.TENANT_ROOM, self._seal.tenant(tenant))
         return int(stored)
 
     def file(self, tenant: str, file_id: str, now: float, field: str = "file_id") -> FileRecord:
@@ -82,9 +83,9 @@ class SharedRecords:
         """Delete a file; see `BatchStorage.delete`."""
         self.file(tenant, file_id, now)
         reply, _ = self._calls.run(scripts.DELETE, self._seal.file(file_id), self._seal.tenant(tenant))
-        if reply is Reply.MOVED:
+        if reply is ScriptReply.MOVED:
             raise no_file(file_id, "file_id")
-        if reply is Reply.REFUSED:
+        if reply is ScriptReply.REFUSED:
             readers = [batch.id for batch in self.open_batches() if batch.input_file_id == file_id]
             raise is_input(file_id, readers[0] if readers else "unknown")
 
@@ -105,13 +106,13 @@ class SharedRecords:
         """See `BatchRecords.add_batch`."""
         name = self._seal.batch(record.id)
         reply, values = self._calls.run(
-            scripts.ADD_BATCH, name, self._seal.tenant(record.tenant), self._seal.file(record.input_file_id),
+            batch_scripts.ADD_BATCH, name, self._seal.tenant(record.tenant), self._seal.file(record.input_file_id),
             record.created_at, storage.MAX_OPEN_BATCHES, storage.MAX_BATCHES, self._calls.upload_bytes,
             self._sealed_batch(name, record),
         )  # fmt: skip
-        if reply is Reply.MOVED:
+        if reply is ScriptReply.MOVED:
             raise NoSuchFile(f"file {record.input_file_id!r} does not exist", field="input_file_id")
-        if reply is Reply.REFUSED:
+        if reply is ScriptReply.REFUSED:
             raise too_many_open(values[0], storage.MAX_OPEN_BATCHES)
 
     def batch(self, tenant: str, batch_id: str) -> BatchRecord:
@@ -129,7 +130,7 @@ class SharedRecords:
             if place is None or place[0].tenant != tenant:
                 raise no_place(after, "batch")
             high = b"(%d" % place[2]
-        _, page = self._calls.run(scripts.BATCHES, self._seal.tenant(tenant), high, limit)
+        _, page = self._calls.run(batch_scripts.BATCHES, self._seal.tenant(tenant), high, limit)
         found = (self._opened_batch(name, sealed) for name, sealed in zip(page[::2], page[1::2], strict=True) if sealed)
         return [record for record in found if record is not None and record.tenant == tenant]
 
@@ -137,18 +138,18 @@ class SharedRecords:
         """See `BatchRecords.open_batches`."""
         found, last = list[BatchRecord](), b"0"
         while True:
-            _, (last, *page) = self._calls.run(scripts.OPEN, last, scripts.OPEN_PAGE)
+            _, (last, *page) = self._calls.run(batch_scripts.OPEN, last, batch_scripts.OPEN_PAGE)
             for name, sealed in zip(page[::2], page[1::2], strict=True):
                 record = self._opened_batch(name, sealed)
                 if record is not None:
                     found.append(record)
-            if len(page) < 2 * scripts.OPEN_PAGE:
+            if len(page) < 2 * batch_scripts.OPEN_PAGE:
                 return found
 
     def drop_batches(self, before: float) -> None:
         """See `BatchRecords.drop_batches`."""
         for _ in range(_MAX_ROUNDS):
-            _, (count,) = self._calls.run(scripts.DROP_BATCHES, before)
+            _, (count,) = self._calls.run(batch_scripts.DROP_BATCHES, before)
             if not count:
                 return
 
@@ -174,10 +175,10 @@ class SharedRecords:
             if found is None or changed is None:
                 return None
             reply, _ = self._calls.run(
-                scripts.CHANGE, name, found[1], self._calls.gateway, b"" if lease is None else lease,
+                batch_scripts.CHANGE, name, found[1], self._calls.gateway, b"" if lease is None else lease,
                 int(changed.is_over), self._sealed_batch(name, changed), *visible,
             )  # fmt: skip
-            if reply is Reply.DONE:
+            if reply is ScriptReply.DONE:
                 return changed
         raise Unavailable(f"batch {batch_id!r} was changed {_MAX_TRIES} times meanwhile; send the request again")
 
@@ -187,7 +188,7 @@ class SharedRecords:
         """Return a file of a tenant, and its number."""
         name = self._seal.file(file_id)
         reply, values = self._calls.run(scripts.READ, name, 0, 0)
-        if reply is not Reply.DONE or not values[1]:
+        if reply is not ScriptReply.DONE or not values[1]:
             return None
         record = self._opened_file(name, values[1])
         return None if record is None or record.tenant != tenant else (record, int(values[3]))
@@ -195,8 +196,8 @@ class SharedRecords:
     def _batch(self, batch_id: str) -> tuple[BatchRecord, bytes, int] | None:
         """Return a batch, its version and its number."""
         name = self._seal.batch(batch_id)
-        reply, values = self._calls.run(scripts.BATCH, name)
-        record = self._opened_batch(name, values[0]) if reply is Reply.DONE else None
+        reply, values = self._calls.run(batch_scripts.BATCH, name)
+        record = self._opened_batch(name, values[0]) if reply is ScriptReply.DONE else None
         return None if record is None else (record, values[1], int(values[2]))
 
     def _opened_file(self, name: bytes, sealed: bytes) -> FileRecord | None:
