@@ -615,7 +615,7 @@ async def test_lines_whose_results_redis_has_lost_are_computed_again(pool, when)
 
 
 def test_the_documented_rights_of_a_user_suffice(tmp_path):
-    rights = re.search(r"resetkeys ([^`]*)`", Path("docs/resuming.md").read_text("utf-8"))
+    rights = re.search(r"resetkeys ([^`]*)`", (Path(__file__).parents[2] / "docs" / "resuming.md").read_text("utf-8"))
     assert rights is not None
     user = "gateway on >secret resetkeys " + " ".join(rights[1].split())
     with redis_server(acl=("default on nopass ~* &* +@all", user)) as server, pool_of(server) as pool:
